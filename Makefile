@@ -93,11 +93,11 @@ bench-check: $(VENV)/trl $(VENV)/dev
 gpu-benchmarks: $(VENV)/open-instruct
 	$(BIN)/python scripts/gpu_benchmarks.py $(CASES)
 
-# rewrites launcher/snapshots from the pinned checkout and the installed packages
+# rewrites launcher/upstream/snapshots from the pinned checkout and the installed packages
 snapshot: $(VENV)/open-instruct
 	$(BIN)/python scripts/snapshot.py $(dir $(patsubst %/,%,$(dir $(CHECKOUT))))
 
-# brings launcher/snapshots/history.json up to the pin, once its snapshot is taken
+# brings launcher/upstream/snapshots/history.json up to the pin, once its snapshot is taken
 history: $(VENV)/dev
 	$(BIN)/python scripts/history.py $(dir $(patsubst %/,%,$(dir $(CHECKOUT))))
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from benchmarks import ratio
 from benchmarks.ratio import Pair
-from launcher import content
-from launcher.fingerprint import Memory, of_file, of_model
+from launcher.artifacts import digest
+from launcher.artifacts.fingerprint import Memory, of_file, of_model
 
 ROUNDS = 3
 HIDDEN, FEED, KEYS, WORDS, LAYERS, SHARDS = 3584, 18944, 512, 152064, 28, 4
@@ -81,7 +81,7 @@ def regions(folder: Path) -> Iterator[tuple[int, int, int]]:
     """What of the checkpoint is read at all: open file, offset, length."""
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
-            found = content.sampled_regions(file.fileno(), path.stat().st_size) or []
+            found = digest.sampled_regions(file.fileno(), path.stat().st_size) or []
             yield from ((file.fileno(), offset, length) for offset, length in found)
 
 

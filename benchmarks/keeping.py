@@ -21,13 +21,15 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from made_runs import made, manifest  # type: ignore[import-not-found]
 
-from launcher import files, rundir, runner, start
-from launcher.attempt import Attempt
-from launcher.rundir import RunFolder
+from launcher import files
+from launcher.lifecycle import start
+from launcher.runs import rundir, runner
+from launcher.runs.attempt import Attempt
+from launcher.runs.rundir import RunFolder
 
 RUNS, ROUNDS, LOG_GIB = 1_000, 7, 1
 WATCHED_S = 20.0
-LAUNCH = [sys.executable, "-m", "launcher.cli"]
+LAUNCH = [sys.executable, "-m", "launcher"]
 PADDING = {f"field_{n}": {"value": n, "origin": "default: a.py:1"} for n in range(250)}
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from benchmarks import ratio
 from benchmarks.ratio import ROOT, Pair, Taken
 from launcher import files
-from launcher.attempt import Attempt
-from launcher.rundir import RunFolder
+from launcher.runs.attempt import Attempt
+from launcher.runs.rundir import RunFolder
 
-LAUNCH = [sys.executable, "-m", "launcher.cli"]
+LAUNCH = [sys.executable, "-m", "launcher"]
 TYPER = [sys.executable, "-c", "import typer"]
 IMPORTS = [sys.executable, "-c", "import typer, rich, yaml"]
 STAGE_FILE = ROOT / "configs" / "tulu" / "sft_qwen7b_25pct.yaml"

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import ratio
 from benchmarks.ratio import Pair
-from launcher.watching import Probe, trainers
+from launcher.probe.watching import Probe, trainers
 
 WATCHED = ("backward", "clip_grad_norm_")
 

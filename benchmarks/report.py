@@ -10,8 +10,8 @@ from pathlib import Path
 
 from benchmarks import ratio
 from benchmarks.ratio import Pair
-from launcher import page, series
-from launcher.series import Run
+from launcher.report import page, series
+from launcher.report.series import Run
 
 STEPS = 10_000
 

@@ -16,7 +16,7 @@ from benchmarks.ratio import ROOT, Pair
 
 ROUNDS = 15
 FILES = 1_000
-LAUNCH = [sys.executable, "-m", "launcher.cli", "validate-config"]
+LAUNCH = [sys.executable, "-m", "launcher", "validate-config"]
 PARSE = (
     "import sys, typer, yaml\nloader = getattr(yaml, 'CSafeLoader', yaml.SafeLoader)\n"
     "for path in sys.argv[1:]: yaml.load(open(path, 'rb'), loader)"

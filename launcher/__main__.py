@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """The console entry; see `cli.main`."""
     try:
-        from launcher import cli
+        from launcher.cli import main as cli
     except KeyboardInterrupt:
         from launcher.errors import Exit
 

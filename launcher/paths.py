@@ -10,6 +10,11 @@ from launcher.files import open_regular
 POINTER = b"version https://git-lfs"
 """What the note begins with that git-lfs leaves of a file that was not fetched."""
 
+PACKAGE = Path(__file__).resolve().parent
+"""The folder of this package: scripts and tables lie in it."""
+PROJECT = PACKAGE.parent
+"""The checkout of launch, or the folder that it is installed in."""
+
 # False also for names that no file can have: too long, a NUL inside
 is_file, exists = os.path.isfile, os.path.exists
 

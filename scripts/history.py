@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launcher import history
-from launcher.backends import BACKENDS
-from launcher.git import Repository
-from launcher.history import Event
-from launcher.upstream import snapshot
+from launcher.machine.git import Repository
+from launcher.upstream import history
+from launcher.upstream.history import Event
+from launcher.upstream.locate import snapshot
+from launcher.upstream.trainers import BACKENDS
 
 PACKAGE = "open_instruct"
 TARGET = Path(history.__file__).parent / "snapshots" / "history.json"

@@ -30,7 +30,7 @@ import torch
 from make_demo_assets import Row, chat, train_tokenizer, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from launcher import shapes
+from launcher.artifacts import architecture
 
 SEED = 0
 COMMIT = f"{SEED:040x}"
@@ -49,7 +49,7 @@ TINY: dict[str, Any] = {
 
 def main(out: Path, models: Sequence[str], *, tiny: bool) -> int:
     """Make what is missing; returns the exit code."""
-    if unknown := [name for name in models if name.lower() not in shapes.table()]:
+    if unknown := [name for name in models if name.lower() not in architecture.table()]:
         print(f"error: no shape of {', '.join(unknown)} in launcher/shapes.json", file=sys.stderr)
         return 1
     chance = random.Random(SEED)
@@ -136,9 +136,9 @@ def make_model(
 ) -> dict[str, int]:
     """Make one model in the hub cache, unless it is there; its parameters and bytes."""
     place, began = snapshot(out, name), time.monotonic()
-    known = shapes.table()[name.lower()]
+    known = architecture.table()[name.lower()]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    size = shapes.shape_of({**known, **(TINY if tiny else {})}, name=name).parameters
+    size = architecture.shape_of({**known, **(TINY if tiny else {})}, name=name).parameters
     if not place.is_dir():
         config = AutoConfig.for_model(
             **{**known, **(TINY if tiny else {})}, bos_token_id=None,

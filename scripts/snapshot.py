@@ -1,4 +1,4 @@
-"""Write launcher/snapshots/*.json from a pinned checkout and the installed packages.
+"""Write launcher/upstream/snapshots/*.json from a pinned checkout and the installed packages.
 
 usage: python scripts/snapshot.py [CHECKOUT]
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from launcher.snapshots import taking
+from launcher.pin import snapshot
 
 
 def main(arguments: list[str]) -> int:
@@ -18,7 +18,7 @@ def main(arguments: list[str]) -> int:
     checkout = Path(arguments[0]).expanduser() if arguments else None
     for backend in ("open_instruct", "trl"):
         try:
-            told = taking.take(backend, checkout)
+            told = snapshot.take(backend, checkout)
         except LookupError as error:
             print(error.args[0], file=sys.stderr)
             return 1
@@ -26,9 +26,9 @@ def main(arguments: list[str]) -> int:
         if "+" in version or missing:
             print(f"{backend} at {version}: edited, or unreadable: {missing}", file=sys.stderr)
             return 1
-        taking.write(backend, told, checkout)
+        snapshot.write(backend, told, checkout)
         print(f"{backend}: {len(told['fields'])} fields at {version}")
-        for step in taking.further_steps(backend, version):
+        for step in snapshot.further_steps(backend, version):
             print(f"next: {step}")
     return 0
 

@@ -30,8 +30,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from launcher import evidence, process, rundir
-from launcher.rundir import RunFolder
+from launcher.machine import process
+from launcher.runs import rundir
+from launcher.runs.rundir import RunFolder
+from launcher.verdict import evidence
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "deepspeed")
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,7 +126,7 @@ class Soak:
         """The real command line, with its answer as JSON."""
         words = [STAGE[self.kind], str(config), "--gpus", "0", "--format", "json"]
         return subprocess.Popen(
-            [sys.executable, "-m", "launcher.cli", *words], cwd=self.work, text=True,
+            [sys.executable, "-m", "launcher", *words], cwd=self.work, text=True,
             env=self.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip

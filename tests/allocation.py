@@ -252,9 +252,9 @@ def _swiglu(self: Any, x: Any) -> Any:
 
 def config_of(name: str, layers: int | None = None) -> Any:
     """The transformers config of a model of launcher/shapes.json, of all its layers or so many."""
-    from launcher import shapes
+    from launcher.artifacts import architecture
 
-    given = dict(shapes.table()[name.lower()])
+    given = dict(architecture.table()[name.lower()])
     if layers is not None:
         given["num_hidden_layers"] = layers
     config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)

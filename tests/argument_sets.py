@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from launcher.schema import Field, Schema
+from launcher.upstream.schema import Field, Schema
 
 Arguments = dict[str, Any]
 

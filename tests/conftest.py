@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from launcher import upstream
+from launcher.upstream import locate
 
 # The same examples everywhere: a test that fails for one machine in a hundred helps nobody, nor does one
 # that fails where the machine stood still while examples were made.
@@ -140,11 +140,11 @@ def checkout() -> Path:
 def find_checkout() -> Path | None:
     """The checkout that launch itself would use, if its files are those of the pin."""
     named = os.environ.get("LAUNCH_OPEN_INSTRUCT")
-    candidates = [Path(named)] if named else [upstream.SUBMODULE, *upstream.FOUND_IN]
+    candidates = [Path(named)] if named else [locate.SUBMODULE, *locate.FOUND_IN]
     for candidate in candidates:
         root = candidate.expanduser()
         if (root / "open_instruct" / "finetune.py").is_file():
-            source = upstream.locate("open_instruct", checkout=root)
+            source = locate.locate("open_instruct", checkout=root)
             return root if source.pinned else None
     return None
 

@@ -15,7 +15,7 @@ import saved
 from fake_smi import Smi
 from fake_world import World
 
-from launcher import cli
+from launcher.cli import main
 
 TRAINER = Path(__file__).with_name("experiment_trainer.py")
 _BEGIN = """
@@ -73,5 +73,5 @@ class Here:
         """The exit code, and what was written to stdout and stderr."""
         self.scene = scene
         self.capsys.readouterr()
-        code = cli.main(list(words))
+        code = main.main(list(words))
         return (code, *self.capsys.readouterr())

@@ -22,12 +22,13 @@ import saved
 import yaml
 from conftest import NO_PACKAGES, PATIENCE_S
 
-from launcher import files, process
-from launcher.attempt import Attempt
-from launcher.rundir import RunFolder
+from launcher import files
+from launcher.machine import process
+from launcher.runs.attempt import Attempt
+from launcher.runs.rundir import RunFolder
 
 FAKE = Path(__file__).with_name("fake_trainer.py")
-LAUNCH = (sys.executable, "-m", "launcher.cli")
+LAUNCH = (sys.executable, "-m", "launcher")
 needs_trl = pytest.mark.skipif(
     importlib.util.find_spec("trl") is None, reason=f"{NO_PACKAGES}: trl's source is read"
 )

@@ -26,7 +26,7 @@ from accelerate import Accelerator
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from torch.multiprocessing import Process
 
-from launcher.watching import Probe, gradients, trainers
+from launcher.probe.watching import Probe, gradients, trainers
 
 STEPS = 5
 FAULTY = 3  # the step whose gradients are wrong

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launcher import commandline, config, plan
-from launcher import stage as stages
-from launcher.command import Command
-from launcher.machine import Trainer
-from launcher.plan import Plan
-from launcher.stage import Stage
-from launcher.upstream import Locator
+from launcher.config import load
+from launcher.machine.python import Trainer
+from launcher.plan import command, plan
+from launcher.plan.plan import Plan
+from launcher.runs.command import Command
+from launcher.stage import stage as stages
+from launcher.stage.stage import Stage
+from launcher.upstream.locate import Locator
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SOURCE = Path("/source")
@@ -40,7 +41,7 @@ args:
 
 def staged(path: Path, overrides: Sequence[str] = ()) -> Stage:
     """The stage of a file, as if its pinned source lay in `SOURCE`."""
-    judged = stages.judge(config.load(path, overrides), locator=Locator(search=()))
+    judged = stages.judge(load.load(path, overrides), locator=Locator(search=()))
     stage = stages.validate(judged)
     return replace(stage, upstream=replace(stage.upstream, root=SOURCE))
 
@@ -62,7 +63,7 @@ def built(
     folder: Path = Path("/run"),
 ) -> Command:  # fmt: skip
     """Its command in a run folder."""
-    return commandline.build(made, trainer(python=python), folder, environ=environ or {})
+    return command.build(made, trainer(python=python), folder, environ=environ or {})
 
 
 def trainer(

@@ -29,13 +29,13 @@ def archive(path: Path) -> None:
 def loadable(folder: Path) -> None:
     """What a folder with a config needs beside it to be loaded from, as far as names and headers tell."""
     # stand-ins of trainers have launcher's packages only where they need them
-    from launcher import shapes
-    from launcher.backends import loading_rules
+    from launcher.artifacts import architecture
     from launcher.errors import InvalidConfig
+    from launcher.rules import loading
 
     config = json.loads((folder / "config.json").read_text())
     try:
-        sizes = dict(loading_rules.by_name(shapes.shape_of(config)))
+        sizes = dict(loading.by_name(architecture.shape_of(config)))
     except InvalidConfig:
         sizes = {"w": (64,)}
     header: dict[str, Any] = {}

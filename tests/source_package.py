@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from launcher import reads
-from launcher.schema import Path as ScriptPath
-from launcher.sources import Folder, Sources
+from launcher.upstream.schema import Path as ScriptPath
+from launcher.upstream.source import reads
+from launcher.upstream.source.packages import Folder, Sources
 
 FIELDS = ("a", "b", "c", "d", "kind", "names")
 OPTIONS = """

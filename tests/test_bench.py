@@ -17,21 +17,16 @@ from conftest import PATIENCE_S, REPOSITORY, Write
 from experiment import Here, started
 from fake_world import World, needs_trl, until
 
-from launcher import (
-    bench,
-    checkouts,
-    comparison,
-    durations,
-    measurement,
-    rundir,
-    upstream,
-    variants,
-)  # fmt: skip
-from launcher.comparison import SPEED, Sample, Step, compare
+from launcher.config import durations  # fmt: skip
 from launcher.errors import InvalidConfig, NotReady, UsageError
-from launcher.git import Repository
-from launcher.preparation import Request
-from launcher.variants import Variant
+from launcher.lifecycle.prepare import Request
+from launcher.machine.git import Repository
+from launcher.runs import rundir  # fmt: skip
+from launcher.upstream import locate  # fmt: skip
+from launcher.workflows.bench import bench, comparison, variants, worktrees  # fmt: skip
+from launcher.workflows.bench import measure as measurement
+from launcher.workflows.bench.comparison import SPEED, Sample, Step, compare
+from launcher.workflows.bench.variants import Variant
 
 # --- what is asked for ----------------------------------------------------------------------------
 
@@ -564,16 +559,16 @@ def test_a_commit_is_checked_out_beside_what_is_there(
     write("source/open_instruct/finetune.py", "second\n")
     git(root, "commit", "-q", "-am", "second")
     first = git(root, "rev-parse", "HEAD~1")
-    place = checkouts.cloned(root, first)
+    place = worktrees.cloned(root, first)
     script = place / "open_instruct" / "finetune.py"
     assert script.read_text() == "first\n" and Repository(place).commit("HEAD") == first
     assert (root / "open_instruct" / "finetune.py").read_text() == "second\n"
     assert git(root, "worktree", "list").count("\n") == 0 and not git(root, "status", "-s")
-    assert checkouts.cloned(root, first) == place
+    assert worktrees.cloned(root, first) == place
     # one that was edited is made anew
     script.write_text("mine\n")
-    assert checkouts.edits(place) is not None
-    checkouts.cloned(root, first)
+    assert worktrees.edits(place) is not None
+    worktrees.cloned(root, first)
     assert script.read_text() == "first\n"
 
 
@@ -581,7 +576,7 @@ def test_commits_of_the_pinned_checkout_are_compared(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LAUNCH_CACHE", str(tmp_path / "cache"))
-    pin = str(upstream.snapshot("open_instruct")["version"])
+    pin = str(locate.snapshot("open_instruct")["version"])
     if Repository(checkout).commit(pin) is None:
         pytest.skip("the checkout has no history")
     request = Request(

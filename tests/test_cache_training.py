@@ -20,21 +20,15 @@ from typing import Any
 import pytest
 from conftest import NO_CHECKOUT, NO_PACKAGES, REPOSITORY, STAND_INS, find_checkout
 
-from launcher import (
-    cache_folders,
-    cache_reasons,
-    caches,
-    commandline,
-    config,
-    machine,
-    plan,
-    rundir,
-    runner,
-)
-from launcher import stage as stages
-from launcher.caches import Cache
-from launcher.rundir import RunFolder
-from launcher.upstream import Locator
+from launcher.cache import diagnosis, folders, keys
+from launcher.cache.keys import Cache
+from launcher.config import load
+from launcher.machine import python as machine
+from launcher.plan import command, plan
+from launcher.runs import rundir, runner
+from launcher.runs.rundir import RunFolder
+from launcher.stage import stage as stages
+from launcher.upstream.locate import Locator
 
 TRAINING = ("torch", "transformers", "accelerate", "datasets", "trl")
 OPEN_INSTRUCT = ("deepspeed", "olmo_core", "peft", "ray", "beaker")
@@ -103,14 +97,14 @@ def dpo(name: str, *overrides: str) -> tuple[dict[str, str], dict[str, Cache], R
     )  # fmt: skip
     trainer = machine.find_trainer(Path(sys.executable), None)
     locator = Locator(checkout=find_checkout(), search=trainer.path)
-    stage = stages.validate(stages.judge(config.load(STAGE_FILE, words), locator=locator))
+    stage = stages.validate(stages.judge(load.load(STAGE_FILE, words), locator=locator))
     made = plan.make(stage, gpus=0)
-    found = caches.derive(made, trainer.packages)
+    found = keys.derive(made, trainer.packages)
     run = RunFolder(rundir.runs_root() / name)
     run.path.mkdir(parents=True)
-    built = commandline.build(caches.applied(made, found), trainer, run.path, environ=os.environ)
-    built = replace(built, env={**built.env, **caches.environment(found)})
-    with cache_folders.held(found, run, 1, config=STAGE_FILE) as locks:
+    built = command.build(keys.applied(made, found), trainer, run.path, environ=os.environ)
+    built = replace(built, env={**built.env, **keys.environment(found)})
+    with folders.held(found, run, 1, config=STAGE_FILE) as locks:
         ended = runner.run(built, run, 1, held=locks)
     assert ended.returncode == 0, run.console(1).read_text(errors="replace")[-3000:]
     return states(run), {one.kind: one for one in found}, run
@@ -142,12 +136,12 @@ def test_dpo_never_meets_a_stale_cache(place: Path) -> None:
     assert {kind: one.path for kind, one in second.items()} == {
         kind: one.path for kind, one in first.items()
     }
-    assert all("the same content" in one.text for one in cache_reasons.why(run))
+    assert all("the same content" in one.text for one in diagnosis.why(run))
 
     retrain(model)
     seen, third, run = dpo("third")
     assert seen == {"dataset": "hit", "reference": "miss"}
-    told = {one.kind: one for one in cache_reasons.why(run)}
+    told = {one.kind: one for one in diagnosis.why(run)}
     assert [one.what for one in told["reference"].differences] == [
         "build/demo/model/model.safetensors"
     ]
@@ -208,8 +202,8 @@ def trl(place: Path, *overrides: str) -> dict[str, str]:
     path.write_text(TRL)
     trainer = machine.find_trainer(Path(sys.executable), None)
     locator = Locator(search=trainer.path)
-    stage = stages.validate(stages.judge(config.load(path, overrides), locator=locator))
-    return caches.environment(caches.derive(plan.make(stage, gpus=0), trainer.packages))
+    stage = stages.validate(stages.judge(load.load(path, overrides), locator=locator))
+    return keys.environment(keys.derive(plan.make(stage, gpus=0), trainer.packages))
 
 
 def test_datasets_alone_keeps_a_row_that_was_edited_under_its_old_time(place: Path) -> None:

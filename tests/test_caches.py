@@ -17,11 +17,14 @@ from typing import Any
 import pytest
 from plans import from_text, planned
 
-from launcher import cache_folders, cache_reasons, caches, files, rundir
-from launcher.caches import Cache
+from launcher import files
+from launcher.cache import diagnosis, keys
+from launcher.cache import folders as cache_folders
+from launcher.cache.keys import Cache
 from launcher.errors import NotReady, UsageError
-from launcher.plan import Plan
-from launcher.rundir import RunFolder
+from launcher.plan.plan import Plan
+from launcher.runs import rundir
+from launcher.runs.rundir import RunFolder
 
 PACKAGES = {"transformers": "5.17.0", "tokenizers": "0.22.2", "trl": "1.16.0", "datasets": "5.2.0"}
 SFT = """
@@ -87,7 +90,7 @@ def derived(
     text: str, *overrides: str, packages: Mapping[str, str] = PACKAGES, running: bool = True
 ) -> dict[str, Cache]:
     """The cache folders of a stage, by kind."""
-    found = caches.derive(made(text, *overrides), packages, running=running)
+    found = keys.derive(made(text, *overrides), packages, running=running)
     return {one.kind: one for one in found}
 
 
@@ -165,14 +168,14 @@ def test_upstreams_own_code_counts_by_content(place: Path) -> None:
     stage = from_text(place, DPO)
     # as without a checkout: the snapshot knows the files of the pin
     stage = replace(stage, upstream=replace(stage.upstream, packages={}))
-    before = {one.kind: one.path for one in caches.derive(planned(stage), PACKAGES)}
+    before = {one.kind: one.path for one in keys.derive(planned(stage), PACKAGES)}
     for label, kinds in (
         ("open_instruct/dataset_transformation.py", {"dataset", "reference"}),
         ("open_instruct/dpo_utils.py", {"reference"}),
         ("open_instruct/finetune.py", set[str]()),
     ):
         schema = replace(stage.schema, digests={**stage.schema.digests, label: "edited"})
-        found = caches.derive(planned(replace(stage, schema=schema)), PACKAGES)
+        found = keys.derive(planned(replace(stage, schema=schema)), PACKAGES)
         assert {one.kind for one in found if one.path != before[one.kind]} == kinds
 
 
@@ -199,23 +202,23 @@ def test_the_users_own_folder_holds_ours(
     assert one.path.parent == place / "cache"
     assert one.arguments == {"dataset_local_cache_dir": str(one.path)}
     assert derived("sft")["dataset"].path.parent == tmp_path / "cache" / "launch"
-    monkeypatch.setenv(caches.REFERENCE_VARIABLE, str(tmp_path / "ref"))
+    monkeypatch.setenv(keys.REFERENCE_VARIABLE, str(tmp_path / "ref"))
     assert derived("dpo")["reference"].path.parent == tmp_path / "ref"
-    monkeypatch.setenv(caches.DATASETS_VARIABLE, str(tmp_path / "hf"))
+    monkeypatch.setenv(keys.DATASETS_VARIABLE, str(tmp_path / "hf"))
     assert derived("trl sft")["dataset"].path.parent == tmp_path / "hf"
 
 
 def test_the_command_gets_them_as_upstreams_own_options(place: Path) -> None:
     before = made("dpo")
-    found = caches.derive(before, PACKAGES)
-    after = caches.applied(before, found)
+    found = keys.derive(before, PACKAGES)
+    after = keys.applied(before, found)
     by_kind = {one.kind: one for one in found}
     assert after.values["local_cache_dir"] == str(by_kind["dataset"].path)
     assert after.arguments()["local_cache_dir"] == [str(by_kind["dataset"].path)]
     assert "data/a.jsonl" in after.derived["local_cache_dir"].why
-    env = caches.environment(found)
-    assert env[caches.REFERENCE_VARIABLE] == str(by_kind["reference"].path)
-    assert Path(env[caches.DATASETS_VARIABLE]).parent == by_kind["dataset"].path
+    env = keys.environment(found)
+    assert env[keys.REFERENCE_VARIABLE] == str(by_kind["reference"].path)
+    assert Path(env[keys.DATASETS_VARIABLE]).parent == by_kind["dataset"].path
     assert not (place / "cache").exists()
     assert not by_kind["dataset"].path.exists()
 
@@ -265,7 +268,7 @@ def test_trls_precomputed_reference_depends_on_what_its_key_leaves_out(place: Pa
 def test_a_model_that_is_not_here_is_said(place: Path) -> None:
     text = DPO.replace("model_name_or_path: model", "model_name_or_path: org/model")
     plan = made(text)
-    found = caches.findings(plan, caches.derive(plan, PACKAGES))
+    found = keys.findings(plan, keys.derive(plan, PACKAGES))
     assert [(one.severity, one.code) for one in found] == [("note", "model-not-here")]
 
 
@@ -469,9 +472,9 @@ def test_ages() -> None:
 # --- why --------------------------------------------------------------------------------------------
 
 
-def reasons(name: str) -> dict[str, cache_reasons.Reason]:
+def reasons(name: str) -> dict[str, diagnosis.Reason]:
     """The reasons of a run's caches, by kind."""
-    return {one.kind: one for one in cache_reasons.why(run(name))}
+    return {one.kind: one for one in diagnosis.why(run(name))}
 
 
 def seen(kind: str, state: str, path: object = "") -> dict[str, Any]:
@@ -535,4 +538,4 @@ def test_the_newest_attempt_is_told_of_and_the_manifest_helps_out(place: Path) -
     files.write_json(run("r1").manifest, manifest)
     assert cleared() == {"dataset": "removed"}
     assert reasons("r1")["dataset"].kind == "dataset"
-    assert cache_reasons.why(run("r9")) == []
+    assert diagnosis.why(run("r9")) == []

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from launcher import campaign, files
-from launcher.campaign import Campaign
+from launcher import files
 from launcher.errors import NotReady
+from launcher.workflows import experiment
+from launcher.workflows.experiment import Campaign
 
 
 @pytest.fixture
@@ -26,9 +27,9 @@ def test_the_newest_of_the_same_key_is_found_again(about: Campaign) -> None:
     for folder, key in zip(folders, ("k", "k", "other"), strict=True):
         files.write_json(folder / "bench.json", {"key": key})
     assert about.earlier() == folders[1]
-    told = [one["key"] for _, one in campaign.records("bench", "bench.json", about.root)]
+    told = [one["key"] for _, one in experiment.records("bench", "bench.json", about.root)]
     assert told == ["other", "k", "k"]
-    assert list(campaign.records("tune", "tune.json", about.root)) == []
+    assert list(experiment.records("tune", "tune.json", about.root)) == []
     with about.opened() as folder:
         assert folder == folders[1]
     with about.opened(fresh=True) as folder:
@@ -44,7 +45,7 @@ def test_a_folder_that_cannot_be_made_is_refused(about: Campaign) -> None:
 _TWO = """
 import sys, time
 from pathlib import Path
-from launcher.campaign import Campaign
+from launcher.workflows.experiment import Campaign
 from launcher.errors import NotReady
 try:
     with Campaign(kind="bench", key="k", name="x", root=Path(sys.argv[1])).opened():
@@ -80,6 +81,6 @@ def test_a_record_that_cannot_be_written_is_said_and_the_old_one_stays(about: Ca
         before = record.read_text()
         (folder / "in-the-way").mkdir()
         with pytest.raises(NotReady):
-            campaign.write(folder / "in-the-way", {"key": "k"})
+            experiment.write(folder / "in-the-way", {"key": "k"})
         assert record.read_text() == before
         assert sorted(one.name for one in folder.iterdir()) == [".lock", about.file, "in-the-way"]

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from launcher import process, start
-from launcher.check import Point, Verdict, expected_from_log, judge, judge_log
-from launcher.evidence import read_log, read_run
-from launcher.rundir import RunFolder
+from launcher.lifecycle import start
+from launcher.machine import process
+from launcher.runs.rundir import RunFolder
+from launcher.verdict.check import Point, Verdict, expected_from_log, judge, judge_log
+from launcher.verdict.evidence import read_log, read_run
 
 LOGS = Path(__file__).parent / "data" / "logs"
 STAMP = "2026-11-20 15:41:37 - INFO - "
@@ -415,7 +416,7 @@ def test_a_log_may_come_through_a_pipe(tmp_path: Path, how: str) -> None:
     os.close(writer)
     target = f"/dev/fd/{reader}" if how == "pipe" else how
     told = subprocess.run(
-        [sys.executable, "-m", "launcher.cli", "check", target,
+        [sys.executable, "-m", "launcher", "check", target,
          "--format", "json"],
         stdin=reader, pass_fds=[reader], capture_output=True, cwd=tmp_path,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import saved
 
-from launcher import checkpoints
+from launcher.artifacts import checkpoints
 
 
 def found(backend: str, output: Path, ranks: int | None = None) -> dict[str, str | None]:

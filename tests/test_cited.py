@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from conftest import NO_PACKAGES, Write
 
-from launcher import cited, config, stage, upstream
-from launcher.backends.rule import say
+from launcher.config import load
 from launcher.errors import Finding
-from launcher.snapshots import taking
-from launcher.sources import Folder
-from launcher.upstream import Locator
+from launcher.pin import snapshot
+from launcher.rules.rule import say
+from launcher.stage import stage
+from launcher.upstream import citations, locate
+from launcher.upstream.locate import Locator
+from launcher.upstream.source.packages import Folder
 
 OLD = """LIMIT = 5
 
@@ -39,7 +41,7 @@ def package(place: Path, text: str, name: str = "open_instruct") -> dict[str, Fo
 
 def test_what_a_text_cites() -> None:
     text = "data.py:3,7-9 and trl/trainer/a.py:12; b.py:4 beside it, hf_argparser.py:1\nutils.py:2 alone"
-    assert list(cited.citations(text)) == [
+    assert list(citations.citations(text)) == [
         "open_instruct/data.py:3", "open_instruct/data.py:7", "trl/trainer/a.py:12",
         "trl/trainer/b.py:4", "trl/trainer/hf_argparser.py:1", "open_instruct/utils.py:2",
     ]  # fmt: skip
@@ -62,15 +64,15 @@ def test_a_line_stands_where_its_function_holds_it(
     tmp_path: Path, change: tuple[str, str], gone: set[int]
 ) -> None:
     lines = [f"open_instruct/data.py:{number}" for number in (1, 4, 7, 11)]
-    known = cited.table(package(tmp_path / "pin", OLD), [*lines, "torch/a.py:1"])
+    known = citations.table(package(tmp_path / "pin", OLD), [*lines, "torch/a.py:1"])
     assert list(known) == [
         f"open_instruct/data.py:{number}" for number in sorted((1, 4, 7, 11), key=str)
     ]
-    stands = cited.Standing(known, package(tmp_path / "other", OLD.replace(*change)))
+    stands = citations.Standing(known, package(tmp_path / "other", OLD.replace(*change)))
     assert {int(line.rpartition(":")[2]) for line in lines if not stands(line)} == gone
     assert stands("torch/a.py:1") and stands("open_instruct/never.py:1")
-    elsewhere = cited.Standing(known, {}, frozenset({"open_instruct/data.py"}))
-    assert all(map(elsewhere, lines)) and not any(map(cited.Standing(known, {}), lines))
+    elsewhere = citations.Standing(known, {}, frozenset({"open_instruct/data.py"}))
+    assert all(map(elsewhere, lines)) and not any(map(citations.Standing(known, {}), lines))
 
 
 def judged(checkout: Path, write: Write, more: str, data: str = "[a/b, 1.0]") -> dict[str, Finding]:
@@ -80,7 +82,7 @@ def judged(checkout: Path, write: Write, more: str, data: str = "[a/b, 1.0]") ->
         f"  model_name_or_path: m\n  dataset_mixer_list: {data}\n{more}"
     )
     locator = Locator(checkout=checkout, allow_unpinned=True)
-    found = stage.judge(config.load(write("a.yaml", text)), locator=locator).findings
+    found = stage.judge(load.load(write("a.yaml", text)), locator=locator).findings
     return {one.code: one for one in found}
 
 
@@ -123,30 +125,34 @@ def test_the_weights() -> None:
     severities = {"error": "warning", "warning": "note", "note": "note"}
     for given, less in severities.items():
         one = say(given, "run", "x", "y", "z")  # type: ignore[arg-type]
-        told = cited.said(one, cited.of_rule(rule))
+        told = citations.said(one, citations.of_rule(rule))
         assert (told.severity, told.message) == (
             less, "z (of the pin: what it has at a.py:1, b.py:2 is not in this source)",
         )  # fmt: skip
 
 
 def committed(backend: str) -> object:
-    return json.loads(files("launcher.snapshots").joinpath("cited.json").read_text())[backend]
+    return json.loads(files("launcher.upstream.snapshots").joinpath("cited.json").read_text())[
+        backend
+    ]
 
 
 def test_the_table_is_that_of_the_pinned_sources(checkout: Path) -> None:
-    packages = upstream.packages_below("open_instruct", checkout)
-    assert taking.cited_of("open_instruct", packages) == committed("open_instruct"), "make snapshot"
+    packages = locate.packages_below("open_instruct", checkout)
+    assert snapshot.cited_of("open_instruct", packages) == committed("open_instruct"), (
+        "make snapshot"
+    )
 
 
 def test_the_table_is_that_of_the_pinned_packages() -> None:
-    source = upstream.locate("trl")
+    source = locate.locate("trl")
     if source.root is None or not source.pinned:
         pytest.skip(f"{NO_PACKAGES}: {source.pin}")
     packages = {n: tree for n, tree in source.packages.items() if isinstance(tree, Folder)}
-    assert taking.cited_of("trl", packages) == committed("trl"), "make snapshot"
+    assert snapshot.cited_of("trl", packages) == committed("trl"), "make snapshot"
 
 
 def test_at_the_pin_nothing_is_asked(checkout: Path) -> None:
-    for source in (upstream.locate("open_instruct", checkout=checkout), upstream.locate("trl")):
+    for source in (locate.locate("open_instruct", checkout=checkout), locate.locate("trl")):
         if source.pinned:
-            assert upstream.load_schema(source, "sft").stands is None
+            assert locate.load_schema(source, "sft").stands is None

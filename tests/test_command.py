@@ -12,11 +12,11 @@ import pytest
 from conftest import PATIENCE_S
 from plans import CONFIGS, SFT, built, from_text, planned, staged, trainer
 
-from launcher import commandline, plan
-from launcher.command import Command
+from launcher.paths import PACKAGE
+from launcher.plan import command, plan
+from launcher.runs.command import Command
 
 GOLDEN = Path(__file__).parent / "data" / "argv"
-PACKAGE = Path(commandline.__file__).parent
 STUB = """#!{python}
 import json, os, sys
 with open({out!r}, "w") as stream:
@@ -54,7 +54,7 @@ def option(made: Command, name: str) -> str:
 
 
 def accelerate(made: Command) -> list[str]:
-    return list(made.argv[: made.argv.index(str(commandline.PROBE))])
+    return list(made.argv[: made.argv.index(str(command.PROBE))])
 
 
 TULU = CONFIGS / "tulu" / "sft_qwen7b.yaml"
@@ -175,7 +175,7 @@ def test_without_a_source_a_dry_run_says_where_it_would_be() -> None:
         stage = replace(stage, upstream=replace(stage.upstream, root=None))
         made = plan.make(stage, gpus=0, output=Path("/run/model"))
         python = replace(trainer(), path=(Path("/env/lib"), Path("/env/lib/site-packages")))
-        return commandline.build(made, python, Path("/run"), environ={})
+        return command.build(made, python, Path("/run"), environ={})
 
     target = json.loads(bare(TULU).env["LAUNCH_PROBE"])["target"]
     assert target.endswith("external/open-instruct/open_instruct/finetune.py")

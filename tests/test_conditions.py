@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher import conditions
+from launcher.upstream.source import conditions
 
 UNKNOWN = object()
 

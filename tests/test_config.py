@@ -9,7 +9,8 @@ from conftest import Write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher import cli, config
+from launcher.cli import main
+from launcher.config import load
 from launcher.errors import Finding, InvalidConfig
 
 STAGE = """\
@@ -24,7 +25,7 @@ args:
 
 def faults(path: Path, *overrides: str) -> tuple[Finding, ...]:
     with pytest.raises(InvalidConfig) as raised:
-        config.load(path, overrides)
+        load.load(path, overrides)
     return raised.value.findings
 
 
@@ -33,7 +34,7 @@ def faults(path: Path, *overrides: str) -> tuple[Finding, ...]:
 
 def test_a_stage_file(write: Write) -> None:
     path = write("a.yaml", STAGE)
-    loaded = config.load(path)
+    loaded = load.load(path)
     assert loaded.shape == "stage"
     assert loaded.options == {
         "stage": "sft", "deepspeed": "zero2", "batch": {"global": 128, "per_device": 16}
@@ -46,7 +47,7 @@ def test_a_stage_file(write: Write) -> None:
 
 
 def test_a_flat_upstream_file(write: Write) -> None:
-    loaded = config.load(write("a.yaml", "\nlearning_rate: 1\nname: x\n"))
+    loaded = load.load(write("a.yaml", "\nlearning_rate: 1\nname: x\n"))
     assert (loaded.shape, loaded.options) == ("flat", {})
     assert loaded.args == {"learning_rate": 1, "name": "x"}
     assert loaded.origin("args.learning_rate").line == 2
@@ -57,7 +58,7 @@ def test_a_wrapped_file(write: Write) -> None:
     text = (
         "num_gpus: 8\nopen_instruct:\n  script: open_instruct/finetune.py\n  args:\n    seed: 1\n"
     )
-    loaded = config.load(write("a.yaml", text))
+    loaded = load.load(write("a.yaml", text))
     assert loaded.shape == "wrapped"
     assert loaded.options == {"num_gpus": 8, "script": "open_instruct/finetune.py"}
     assert loaded.args == {"seed": 1}
@@ -76,7 +77,7 @@ def test_a_parent_is_merged_deeply_and_lists_are_replaced_whole(write: Write) ->
         "child.yaml",
         "extends: base/parent.yaml\nbatch: {per_device: 4}\nargs:\n  dataset_mixer_list: [b]\n",
     )
-    loaded = config.load(child)
+    loaded = load.load(child)
     assert loaded.options["batch"] == {"global": 128, "per_device": 4}
     assert loaded.args == {"learning_rate": 1e-5, "dataset_mixer_list": ["b"]}
     assert "extends" not in loaded.options
@@ -91,7 +92,7 @@ def test_grandparents_and_faults_of_parents(write: Write) -> None:
     first = write("first.yaml", "args: {seed: 1, weight_decay: 1}\nargs: {seed: 1}\n")
     second = write("deep/second.yaml", "extends: ../first.yaml\nargs: {seed: 2}\n")
     third = write("third.yaml", "extends: deep/second.yaml\nstage: sft\n")
-    loaded = config.load(third)
+    loaded = load.load(third)
     assert loaded.args == {"seed": 2}
     assert loaded.parents == (second, second.parent / "../first.yaml")
     assert [(f.code, Path(f.file or "").resolve(), f.line) for f in loaded.faults] == [
@@ -134,7 +135,7 @@ def test_interpolation(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         "stage: sft\nargs:\n  output_dir: ${oc.env:WHERE}/out\n  run: ${args.output_dir}/1\n"
         "  seed: ${args.n}\n  n: 5\n  mixer: {'a.b c[': '${args.n}'}\n  list: ['${args.n}', x]\n"
     )
-    assert config.load(write("a.yaml", text)).args == {
+    assert load.load(write("a.yaml", text)).args == {
         "output_dir": "/data/out",
         "run": "/data/out/1",
         "seed": 5,
@@ -180,7 +181,7 @@ def test_no_message_says_what_the_environment_holds(
     text = f"stage: sft\nbackend: trl\ndeepspeed: ${{oc.env:{name}}}\nargs:\n{text}"
     path = write("a.yaml", f"{text}expect: {{liger: '${{oc.env:{name}}}'}}\n")
     for form in ("text", "json", "github"):
-        assert cli.main(["validate-config", str(path), "--format", form]) == 3
+        assert main.main(["validate-config", str(path), "--format", form]) == 3
         told = "".join(capfd.readouterr())
         assert f"oc.env:{name}" in told
         said = told.replace(f"${{oc.env:{name}}}", "").replace(str(path), "")
@@ -198,7 +199,7 @@ def test_nor_does_one_of_an_interpolation(
     for value in ("hunter2{secret", "{a: hunter2"):
         monkeypatch.setenv("PGPASSWORD", value)
         path = write("a.yaml", f'stage: sft\nbackend: trl\nargs:\n  seed: "{text}"\n')
-        assert cli.main(["validate-config", str(path)]) == 3
+        assert main.main(["validate-config", str(path)]) == 3
         assert "hunter2" not in "".join(capfd.readouterr())
 
 
@@ -210,7 +211,7 @@ def test_what_came_out_of_the_environment_is_known(
     monkeypatch.setenv("SOMETHING", "x9-y8-z7-secret")
     text = "a: ${oc.env:PGPASSWORD}\nb: '${a}!'\nc: ${oc.env:SCRATCH}/x\nd: [1, '${oc.env:SOMETHING}']\n"
     flat = {"args.a": "${oc.env:PGPASSWORD}", "args.b": "${a}!", "args.d[1]": "${oc.env:SOMETHING}"}
-    assert config.load(write("a.yaml", text)).secrets == flat
+    assert load.load(write("a.yaml", text)).secrets == flat
 
 
 @pytest.mark.parametrize("text", ["a: *hunter2", "hunter2 x: 1\nb: 2"])
@@ -222,7 +223,7 @@ def test_what_is_no_stage_file_is_not_quoted(
     if linked:
         path = path.with_name("a.yaml")
         path.symlink_to("secrets.conf")
-    assert cli.main(["validate-config", str(path)]) == 3
+    assert main.main(["validate-config", str(path)]) == 3
     assert "hunter2" not in "".join(capfd.readouterr())
 
 
@@ -255,7 +256,7 @@ def test_any_file_and_overrides_load_or_are_refused_with_a_place(
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text("\n".join(lines), encoding="utf-8")
     try:
-        loaded = config.load(path, overrides)
+        loaded = load.load(path, overrides)
     except InvalidConfig as error:
         found = error.findings
         assert found

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from launcher import config, stage
+from launcher.config import load
 from launcher.errors import errors
-from launcher.stage import Stage
+from launcher.stage import stage
+from launcher.stage.stage import Stage
 
 CONFIGS = [
     path
@@ -23,7 +24,7 @@ EXPECTED_WARNINGS = {"demo": {"missing-data"}, "olmo_core": {"no-hf-export"}}
 
 
 def validated(path: Path) -> Stage:
-    return stage.validate(stage.judge(config.load(path)))
+    return stage.validate(stage.judge(load.load(path)))
 
 
 def test_each_validates_without_a_warning_and_alone_in_another_folder(

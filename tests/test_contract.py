@@ -24,8 +24,8 @@ from test_training import (  # noqa: F401 - a fixture
     states,
 )
 
-from launcher.check import judge
-from launcher.evidence import read_run
+from launcher.verdict.check import judge
+from launcher.verdict.evidence import read_run
 
 VIOLATION = 79
 needs_training = pytest.mark.skipif(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher.check import Point, Verdict, judge_log
+from launcher.verdict.check import Point, Verdict, judge_log
 
 CORPUS = Path(__file__).parent / "corpus"
 TRUTH: Mapping[str, Any] = yaml.safe_load((CORPUS / "truth.yaml").read_text(encoding="utf-8"))

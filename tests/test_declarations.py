@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from conftest import Write
 
-from launcher.declarations import read_fields
-from launcher.schema import Field
-from launcher.sources import Folder, Sources
+from launcher.upstream.schema import Field
+from launcher.upstream.source.fields import read_fields
+from launcher.upstream.source.packages import Folder, Sources
 
 HEAD = "import enum\nimport os\nfrom dataclasses import dataclass, field\nfrom typing import *\n"
 

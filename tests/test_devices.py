@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 from fake_smi import Smi, uuid
 
-from launcher import devices, preparation, process
-from launcher.devices import Devices, Slot
 from launcher.errors import NotReady, UsageError
-from launcher.machine import Gpu
-from launcher.preparation import Request
+from launcher.lifecycle import prepare
+from launcher.lifecycle.prepare import Request
+from launcher.machine import devices, process
+from launcher.machine.devices import Devices, Slot
+from launcher.machine.python import Gpu
 
 BUSY = 70000
 
@@ -291,4 +292,4 @@ def test_a_count_that_contradicts_the_names_is_refused_without_a_look(
     """Also of a dry run, which looks at no GPU."""
     request = Request(stage="sft", config=Path("stage.yaml"), gpus=gpus, devices=named)
     with pytest.raises(UsageError, match="but --devices names"):
-        preparation.ask(request, running=False)
+        prepare.ask(request, running=False)

@@ -11,11 +11,12 @@ import pytest
 from conftest import Write
 from repositories import UTILS, commit, declared, git, script, transformation
 
-from launcher import difference, pin, upstream
-from launcher.backends import BACKENDS
-from launcher.cli import main
-from launcher.difference import Change, ConfigDifference, Difference, StageDifference
+from launcher.cli.main import main
 from launcher.errors import Exit, NotReady, UsageError
+from launcher.pin import difference, pin
+from launcher.pin.difference import Change, ConfigDifference, Difference, StageDifference
+from launcher.upstream import locate
+from launcher.upstream.trainers import BACKENDS
 
 PIN = BACKENDS["open_instruct"].PIN
 
@@ -344,16 +345,16 @@ def test_the_documented_places_are_searched(
     repo: Repo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     git(tmp_path, "clone", "-q", "--depth", "1", f"file://{repo.path}", "shallow")
-    monkeypatch.setattr(upstream, "SUBMODULE", tmp_path / "shallow")
-    monkeypatch.setattr(upstream, "FOUND_IN", (tmp_path / "nowhere", repo.path))
+    monkeypatch.setattr(locate, "SUBMODULE", tmp_path / "shallow")
+    monkeypatch.setattr(locate, "FOUND_IN", (tmp_path / "nowhere", repo.path))
     # the first place lacks the older commit
     assert pin.find_commits((repo.old, repo.new), None, {}).repository.root == repo.path
     assert pin.find_commits((repo.new, repo.new), None, {}).repository.root == tmp_path / "shallow"
     named = {"LAUNCH_OPEN_INSTRUCT": str(tmp_path / "shallow")}
     with pytest.raises(NotReady):
         pin.find_commits((repo.old, repo.new), None, named)
-    monkeypatch.setattr(upstream, "SUBMODULE", tmp_path / "nowhere")
-    monkeypatch.setattr(upstream, "FOUND_IN", ())
+    monkeypatch.setattr(locate, "SUBMODULE", tmp_path / "nowhere")
+    monkeypatch.setattr(locate, "FOUND_IN", ())
     with pytest.raises(NotReady) as raised:
         pin.find_commits((repo.old, repo.new), None, {})
     assert raised.value.findings[0].code == "no-repository"

@@ -13,10 +13,10 @@ import pytest
 from conftest import Write
 from plans import from_text
 
-from launcher import disk
-from launcher.disk import Needs, Place, Saved
-from launcher.options import Watch
-from launcher.plan import Plan
+from launcher.lifecycle.doctor import disk
+from launcher.lifecycle.doctor.disk import Needs, Place, Saved
+from launcher.plan.plan import Plan
+from launcher.stage.options import Watch
 
 GIB = 2**30
 LLAMA = {

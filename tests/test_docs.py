@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher import config, keys, options
-from launcher.cli import main
-from launcher.commands import app
+from launcher.cli.commands import app
+from launcher.cli.main import main
+from launcher.config import keys, load
 from launcher.errors import Exit
+from launcher.stage import options
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -86,7 +87,7 @@ def test_every_finding_code_is_documented_and_none_is_invented() -> None:
 
 
 def test_a_code_that_comes_from_a_constant_is_seen() -> None:
-    assert config.PIPELINE in finding_codes()
+    assert load.PIPELINE in finding_codes()
 
 
 def test_what_the_docs_run_in_ci_passes_here(
@@ -137,9 +138,9 @@ def test_the_pin_is_the_submodule_and_the_snapshot() -> None:
     import json
     import subprocess
 
-    from launcher.backends import open_instruct
+    from launcher.upstream import open_instruct
 
-    facts = json.loads((ROOT / "launcher/snapshots/open_instruct.json").read_text())
+    facts = json.loads((ROOT / "launcher/upstream/snapshots/open_instruct.json").read_text())
     assert facts["version"] == open_instruct.PIN
     assert open_instruct.PIN in README
     listed = subprocess.run(

@@ -14,14 +14,17 @@ from conftest import PATIENCE_S, Write
 from fake_smi import Smi
 from plans import CONFIGS, SFT, TRL, from_text, planned, staged, trainer
 
-from launcher import devices, doctor, environment, machine, upstream
-from launcher.backends import BACKENDS
-from launcher.devices import Devices
-from launcher.doctor import Report, Subject
 from launcher.errors import Exit, NotReady
-from launcher.machine import Trainer
-from launcher.plan import Plan
-from launcher.stage import Stage
+from launcher.lifecycle.doctor import checks, install
+from launcher.lifecycle.doctor.checks import Report, Subject
+from launcher.machine import devices
+from launcher.machine import python as machine
+from launcher.machine.devices import Devices
+from launcher.machine.python import Trainer
+from launcher.plan.plan import Plan
+from launcher.stage.stage import Stage
+from launcher.upstream import locate
+from launcher.upstream.trainers import BACKENDS
 
 TULU = CONFIGS / "tulu" / "sft_qwen7b.yaml"
 ALL = (*BACKENDS["open_instruct"].NEEDS, "liger-kernel", "flash-attn", "pip")
@@ -39,16 +42,16 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
 
 
 def subject(made: Plan, *packages: str) -> Subject:
-    return doctor.of_plan(made, trainer(*packages))
+    return checks.of_plan(made, trainer(*packages))
 
 
 def missing(made: Plan, *packages: str) -> list[str]:
-    found = list(doctor.packages(subject(made, *packages)))
+    found = list(checks.packages(subject(made, *packages)))
     return [name for one in found for name in one.message.partition(" lacks ")[2].split(", ")]
 
 
 def test_a_machine_that_is_ready() -> None:
-    assert doctor.require_ready(planned(staged(TULU), 2), trainer(*ALL)) == ()
+    assert checks.require_ready(planned(staged(TULU), 2), trainer(*ALL)) == ()
 
 
 def test_everything_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
@@ -57,7 +60,7 @@ def test_everything_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
     stage = replace(stage, upstream=replace(stage.upstream, root=None))
     made = planned(stage, 8)
     with pytest.raises(NotReady) as caught:
-        doctor.require_ready(made, trainer("torch", version=(3, 9, 2)))
+        checks.require_ready(made, trainer("torch", version=(3, 9, 2)))
     found = caught.value.findings
     assert list(dict.fromkeys(f.code for f in found)) == [
         "no-checkout", "old-python", "missing-packages", "too-few-gpus", "missing-data",
@@ -71,7 +74,7 @@ def test_everything_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
 
 def test_the_command_that_installs() -> None:
     made = planned(staged(TULU), 2)
-    (found,) = doctor.packages(subject(made, *set(ALL) - {"flash-attn", "deepspeed", "wandb"}))
+    (found,) = checks.packages(subject(made, *set(ALL) - {"flash-attn", "deepspeed", "wandb"}))
     assert found.message == "/env/bin/python (a test) lacks deepspeed, wandb, flash-attn"
     plain, built = (found.help or "").split("; then ")
     assert plain.startswith("/env/bin/python -m pip install")
@@ -99,7 +102,7 @@ def test_what_the_arguments_need(tmp_path: Path, more: str, gpus: int, expected:
 
 def refused(made: Plan) -> list[str]:
     with pytest.raises(NotReady) as caught:
-        doctor.require_ready(made, trainer(*ALL))
+        checks.require_ready(made, trainer(*ALL))
     return [f"{one.code}: {one.message} | {one.help}" for one in caught.value.findings]
 
 
@@ -132,10 +135,10 @@ def test_torch_against_the_driver(
     smi.cards(4, 4, cuda=driver)
     python, made = with_torch(tmp_path, line), planned(staged(TULU), 2)
     if code is None:
-        assert doctor.require_ready(made, python) == ()
+        assert checks.require_ready(made, python) == ()
         return
     with pytest.raises(NotReady) as caught:
-        doctor.require_ready(made, python)
+        checks.require_ready(made, python)
     (finding,) = caught.value.findings
     assert finding.code == code
     assert "download.pytorch.org/whl/cu" in (finding.help or "")
@@ -145,10 +148,10 @@ def test_torch_against_the_driver(
 
 
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "LEAST_SHM", 2**60)
-    (finding,) = doctor.shared_memory(2)
+    monkeypatch.setattr(checks, "LEAST_SHM", 2**60)
+    (finding,) = checks.shared_memory(2)
     assert (finding.severity, finding.code) == ("warning", "small-shm")
-    assert list(doctor.shared_memory(1)) == []
+    assert list(checks.shared_memory(1)) == []
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -157,7 +160,7 @@ def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_data_is_an_error_of_the_run(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     stage = from_text(tmp_path, SFT.format(more="").replace("[set,", f"[{data},"))
-    (finding,) = doctor.local_files(planned(stage, 1))
+    (finding,) = checks.local_files(planned(stage, 1))
     assert (finding.severity, finding.layer, finding.code) == ("error", "run", "missing-data")
     assert finding.line == 6
 
@@ -193,11 +196,11 @@ def examined(bare: Trainer, tmp_path: Path, thing: str, *, importing: bool = Tru
     packages = dict.fromkeys(BACKENDS["open_instruct"].NEEDS, "1.0") | {"thing": "1.5", "pip": "1"}
     asked = Subject(
         trainer=replace(bare, packages=packages, path=(*bare.path, site)),
-        upstream=upstream.locate("open_instruct", checkout=tmp_path / "check out"),
+        upstream=locate.locate("open_instruct", checkout=tmp_path / "check out"),
         stages=("sft",), gpus=0, runs=tmp_path / "runs",
         environ={**os.environ, "PYTHONPATH": str(site)},
     )  # fmt: skip
-    return doctor.examine(asked, Devices(), importing=importing, timeout_s=PATIENCE_S)
+    return checks.examine(asked, Devices(), importing=importing, timeout_s=PATIENCE_S)
 
 
 def codes(report: Report) -> list[str]:
@@ -233,7 +236,7 @@ def test_a_checkout_that_is_not_the_pin(bare: Trainer, tmp_path: Path) -> None:
 def test_the_second_dpo_script_has_packages_of_its_own(bare: Trainer) -> None:
     """Upstream's dpo.py imports what GRPO needs; launch's extras do not name that."""
     made = planned(staged(CONFIGS / "olmo_core" / "dpo_qwen3_0_6b.yaml"), 0)
-    report = doctor.examine(doctor.of_plan(made, bare), Devices(), importing=False)
+    report = checks.examine(checks.of_plan(made, bare), Devices(), importing=False)
     (finding,) = [one for one in report.findings if one.code == "missing-packages"]
     assert "vllm, backoff, docker, openenv-core" in finding.message
     # it wants an older numpy than the tested one, and must not take another torch along
@@ -243,10 +246,10 @@ def test_the_second_dpo_script_has_packages_of_its_own(bare: Trainer) -> None:
 
 def test_an_environment_without_trl(bare: Trainer, tmp_path: Path) -> None:
     asked = Subject(
-        trainer=bare, upstream=upstream.locate("trl", search=bare.path), stages=("sft", "dpo"),
+        trainer=bare, upstream=locate.locate("trl", search=bare.path), stages=("sft", "dpo"),
         gpus=0, runs=tmp_path / "runs",
     )  # fmt: skip
-    report = doctor.examine(asked, Devices(why="on the CPU"))
+    report = checks.examine(asked, Devices(why="on the CPU"))
     (missing,) = [one for one in report.findings if one.code == "missing-packages"]
     assert missing.message.endswith(
         "(--python) lacks torch, transformers, trl, accelerate, datasets"
@@ -270,10 +273,10 @@ def test_the_environment_of_the_tests_imports(tmp_path: Path) -> None:
     trl_here()
     own = machine.ask_trainer(Path(sys.executable), "launch's own")
     asked = Subject(
-        trainer=own, upstream=upstream.locate("trl", search=own.path), stages=("sft",), gpus=0,
+        trainer=own, upstream=locate.locate("trl", search=own.path), stages=("sft",), gpus=0,
         runs=tmp_path / "runs",
     )  # fmt: skip
-    report = doctor.examine(asked, Devices(why="on the CPU"))
+    report = checks.examine(asked, Devices(why="on the CPU"))
     assert not [one for one in report.findings if one.code in {"import-error", "missing-packages"}]
     assert "trl.trainer.sft_trainer" in report.as_json()["facts"]["imports"]["fine"]
 
@@ -283,7 +286,7 @@ def test_facts_of_gpus(smi: Smi, tmp_path: Path, write: Write) -> None:
     smi.processes((1, 999_999_999, 70000))
     seen = devices.look({})
     made = planned(staged(TULU), 1)
-    report = doctor.examine(
+    report = checks.examine(
         subject(made, *ALL), devices.choose(1, None, seen), seen=seen, importing=False
     )
     facts = report.as_json()["facts"]
@@ -293,4 +296,4 @@ def test_facts_of_gpus(smi: Smi, tmp_path: Path, write: Write) -> None:
     assert report.exit_code is Exit.OK
     assert "\n".join(report.lines()).count("NVIDIA H200") == 2
     assert [step.argv[0] for step in report.install] == ["/env/bin/python"] * len(report.install)
-    assert environment.tested()["flash-attn"] in report.install[-1].argv
+    assert install.tested()["flash-attn"] in report.install[-1].argv

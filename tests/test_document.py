@@ -11,7 +11,7 @@ from conftest import Write
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from launcher.document import MAX_BYTES, MAX_NODES, Document, plain, read_yaml
+from launcher.config.document import MAX_BYTES, MAX_NODES, Document, plain, read_yaml
 from launcher.errors import Finding, InvalidConfig
 
 

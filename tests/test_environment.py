@@ -17,10 +17,11 @@ import pytest
 from conftest import PATIENCE_S, REPOSITORY, Write
 from packaging.requirements import Requirement
 
-from launcher import environment, machine
-from launcher.environment import Imports, Step
 from launcher.errors import NotReady
-from launcher.machine import Trainer
+from launcher.lifecycle.doctor import install
+from launcher.lifecycle.doctor.install import Imports, Step
+from launcher.machine import python as machine
+from launcher.machine.python import Trainer
 
 WITH_PIP = Trainer(
     python=Path("/env/my bin/python"), source="a test", version=(3, 12, 1), packages={"pip": "26"}
@@ -50,7 +51,7 @@ def test_what_is_lacking(tmp_path: Path) -> None:
     (tmp_path / "absl.py").touch()
     trainer = replace(WITH_PIP, path=(tmp_path,), packages={"ai2-olmo-core": "1"})
     names = ("ai2-olmo-core", "here", "absl-py", "wandb", "pillow")
-    assert environment.missing(names, trainer) == ("wandb", "pillow")
+    assert install.missing(names, trainer) == ("wandb", "pillow")
 
 
 def test_what_pip_complains_of(tmp_path: Path) -> None:
@@ -61,9 +62,9 @@ def test_what_pip_complains_of(tmp_path: Path) -> None:
         "echo 'other 1 requires x, which is not installed.'\necho unrelated\nexit 1\n"
     )
     python.chmod(0o755)
-    found = environment.conflicts(["trl", "deep-speed"], replace(WITH_PIP, python=python))
+    found = install.conflicts(["trl", "deep-speed"], replace(WITH_PIP, python=python))
     assert [line[:12] for line in found] == ["trl 1.16.0 h", "The package "]
-    assert environment.conflicts(["trl"], WITH_PIP) == ()
+    assert install.conflicts(["trl"], WITH_PIP) == ()
 
 
 # --- what imports ---------------------------------------------------------------------------------
@@ -73,9 +74,7 @@ def tried(
     trainer: Trainer, site: Path, *modules: str, timeout_s: float = PATIENCE_S, cuda: bool = False
 ) -> Imports:
     environ = {**os.environ, "PYTHONPATH": str(site)}
-    return environment.try_imports(
-        modules, trainer, environ=environ, timeout_s=timeout_s, cuda=cuda
-    )
+    return install.try_imports(modules, trainer, environ=environ, timeout_s=timeout_s, cuda=cuda)
 
 
 def test_a_package_that_is_not_there(bare: Trainer, tmp_path: Path) -> None:
@@ -164,29 +163,27 @@ def test_everything_of_the_extras_is_installed() -> None:
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     wanted = extras["optional-dependencies"]
     for extra in ("trl", "open-instruct"):
-        told = {
-            name for step in names(environment.steps(WITH_PIP, extra, gpus=True)) for name in step
-        }
+        told = {name for step in names(install.steps(WITH_PIP, extra, gpus=True)) for name in step}
         asked = {Requirement(text).name for text in (*wanted[extra], *wanted["gpu"])}
         assert asked <= told
-    assert environment.extras()["gpu"] == wanted["gpu"]
+    assert install.extras()["gpu"] == wanted["gpu"]
 
 
 def test_what_imports_torch_while_it_is_built_comes_after_it() -> None:
-    steps = environment.steps(WITH_PIP, "open-instruct", gpus=True)
+    steps = install.steps(WITH_PIP, "open-instruct", gpus=True)
     order = names(steps)
     assert {"torch", "setuptools", "wheel", "ninja", "hjson"} <= set(order[0])
     assert "deepspeed" not in order[0]
     assert order[1:] == [["deepspeed", "flash-attn"]]
     assert steps[1].env == {"DS_BUILD_OPS": "0"} and "--no-build-isolation" in steps[1].argv
-    assert "flash-attn" not in str(names(environment.steps(WITH_PIP, "open-instruct", gpus=False)))
+    assert "flash-attn" not in str(names(install.steps(WITH_PIP, "open-instruct", gpus=False)))
 
 
 def test_it_is_what_the_makefile_does() -> None:
     """Its commands install the same packages, by the names of launch's extras."""
     recipe = (REPOSITORY / "Makefile").read_text().partition("$(VENV)/open-instruct:")[2]
     first, second, third = recipe.strip().splitlines()[1:4]
-    steps = environment.steps(WITH_PIP, "open-instruct", gpus=False)
+    steps = install.steps(WITH_PIP, "open-instruct", gpus=False)
     for tool in first.partition("constraints.txt ")[2].split():
         assert tool in names(steps)[0]
     assert "DS_BUILD_OPS=0" in second and "--no-build-isolation deepspeed" in second
@@ -196,28 +193,28 @@ def test_it_is_what_the_makefile_does() -> None:
 
 
 def test_single_packages() -> None:
-    (step,) = environment.install(WITH_PIP, ["ray>=2", "wandb"])
+    (step,) = install.install(WITH_PIP, ["ray>=2", "wandb"])
     assert step.argv[:4] == ("/env/my bin/python", "-m", "pip", "install")
     assert step.argv[-2:] == ("ray>=2", "wandb")
     assert step.shell().startswith("'/env/my bin/python' -m pip install")
     # the build finds no torch where none is there
-    assert "torch" in names(environment.install(WITH_PIP, ["flash-attn"]))[0]
+    assert "torch" in names(install.install(WITH_PIP, ["flash-attn"]))[0]
     ready = replace(
-        WITH_PIP, packages={"pip": "1", "torch": "2", **dict.fromkeys(environment.BUILD, "1")}
+        WITH_PIP, packages={"pip": "1", "torch": "2", **dict.fromkeys(install.BUILD, "1")}
     )
-    assert names(environment.install(ready, ["flash-attn"])) == [["flash-attn"]]
+    assert names(install.install(ready, ["flash-attn"])) == [["flash-attn"]]
 
 
 def test_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bare = replace(WITH_PIP, packages={})
-    first, second = environment.install(bare, ["ray"])
+    first, second = install.install(bare, ["ray"])
     assert first.argv == ("/env/my bin/python", "-m", "ensurepip", "--upgrade")
     assert second.argv[1:3] == ("-m", "pip")
     uv = tmp_path / "uv"
     uv.write_text("#!/bin/sh\n")
     uv.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    (only,) = environment.install(bare, ["ray"])
+    (only,) = install.install(bare, ["ray"])
     assert only.argv[:5] == (str(uv), "pip", "install", "--python", "/env/my bin/python")
 
 
@@ -232,7 +229,7 @@ def test_steps_are_done_in_order_and_never_by_a_shell(tmp_path: Path) -> None:
     ]
     told = tmp_path / "told"
     with told.open("w") as out:
-        environment.run(steps, os.environ, out)
+        install.run(steps, os.environ, out)
     assert Path(place).read_text() == "<$(id); `id`\nsecond"
     assert told.read_text().startswith("+ SAID=")
 
@@ -241,7 +238,7 @@ def test_a_step_that_fails_ends_it(tmp_path: Path) -> None:
     place = tmp_path / "touched"
     steps = [Step(argv=("false",), why="ray"), Step(argv=("touch", str(place)), why="more")]
     with (tmp_path / "out").open("w") as out, pytest.raises(NotReady) as caught:
-        environment.run(steps, os.environ, out)
+        install.run(steps, os.environ, out)
     (finding,) = caught.value.findings
     assert finding.code == "install-failed"
     assert finding.message.startswith("installing ray failed: ")
@@ -271,7 +268,7 @@ def uninstalled(folder: Path, project: str | None, *words: str) -> Any:
                 (site / entry.name).symlink_to(entry)
     # -S: what is installed for this interpreter is not found, but for what was linked
     done = subprocess.run(
-        [sys.executable, "-S", "-c", "from launcher.cli import main; main()", *words],
+        [sys.executable, "-S", "-c", "from launcher.cli.main import main; main()", *words],
         env={**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{site}"}, cwd=folder,
         capture_output=True, text=True,
     )  # fmt: skip

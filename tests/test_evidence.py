@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from launcher.evidence import Evidence, read_log, read_run
-from launcher.measures import memory_phases, metrics, metrics_rows
+from launcher.verdict.evidence import Evidence, read_log, read_run
+from launcher.verdict.metrics import memory_phases, metrics, metrics_rows
 
 LOGS = Path(__file__).parent / "data" / "logs"
 

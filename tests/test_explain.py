@@ -11,11 +11,12 @@ from conftest import Write
 from test_noops import FINETUNE, HELPER
 from verdicts import Snapshot
 
-from launcher import config, explain, keys
-from launcher.backends import BACKENDS
-from launcher.cli import main
+from launcher.cli.main import main
+from launcher.config import keys, load
 from launcher.errors import Exit
-from launcher.explain import Explained
+from launcher.stage import explain
+from launcher.stage.explain import Explained
+from launcher.upstream.trainers import BACKENDS
 
 STAGE = """\
 stage: sft
@@ -33,7 +34,7 @@ def one(key: str, stage: str = "sft", backend: str = "open_instruct") -> Explain
 
 
 def of_file(key: str, path: Path, *overrides: str) -> Explained:
-    (told,) = explain.explain(key, locator=Snapshot(), config=config.load(path, overrides))
+    (told,) = explain.explain(key, locator=Snapshot(), config=load.load(path, overrides))
     return told
 
 

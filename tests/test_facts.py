@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from test_noops import FINETUNE, HELPER
 
-from launcher import facts
-from launcher.backends import BACKENDS
-from launcher.sources import Folder
+from launcher.upstream import facts
+from launcher.upstream.source.packages import Folder
+from launcher.upstream.trainers import BACKENDS
 
 BACKEND = BACKENDS["open_instruct"]
 Asked = Callable[[], dict[str, Any]]

@@ -20,8 +20,10 @@ import pytest
 from conftest import PATIENCE_S
 from fake_world import LAUNCH, World, cmdline, looks_on, made, needs_trl, until
 
-from launcher import files, lease, process, rundir, runner
-from launcher.rundir import RunFolder
+from launcher import files
+from launcher.machine import process
+from launcher.runs import lease, rundir, runner
+from launcher.runs.rundir import RunFolder
 
 pytestmark = pytest.mark.slow
 
@@ -283,7 +285,7 @@ def test_a_start_that_is_cut_short_is_no_run(world: World, number: int) -> None:
     slow.mkdir()
     (slow / "sitecustomize.py").write_text(
         "import sys, time\n"
-        "if sys.orig_argv[1:3] == ['-m', 'launcher.keeper']:\n"
+        "if sys.orig_argv[1:3] == ['-m', 'launcher.lifecycle.supervisor']:\n"
         f"    open({str(slow / 'keeper')!r}, 'w').close()\n"
         "    time.sleep(600)\n"
     )
@@ -307,7 +309,7 @@ def test_a_second_start_that_is_cut_short_leaves_the_run_as_it_was(world: World)
     folder = RunFolder(Path(json.loads(done.stdout)["data"]["run"]))
     slow = world.root / "slow"
     slow.mkdir()
-    broken = "import os, sys\nif sys.orig_argv[1:3] == ['-m', 'launcher.keeper']: os._exit(9)\n"
+    broken = "import os, sys\nif sys.orig_argv[1:3] == ['-m', 'launcher.lifecycle.supervisor']: os._exit(9)\n"
     (slow / "sitecustomize.py").write_text(broken)
     before = {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
     refused = world.trained(*words, "max_steps=7", env={"PYTHONPATH": str(slow)})
@@ -436,7 +438,7 @@ def test_a_half_written_file(world: World, complete: Path, name: str) -> None:
         (place / name).write_bytes(raw[: int(len(raw) * keep)])
     # in one process: each command would import anew
     script = (
-        "import sys\nfrom launcher import cli\n"
+        "import sys\nfrom launcher.cli import main as cli\n"
         "for line in sys.argv[1:]: print('\\nCODE %s' % cli.main(line.split('/')))\n"
     )
     commands = ("check", "attach", "logs", "stop", "report", "report/--format/json", "cache/why")
@@ -570,7 +572,7 @@ def test_a_log_without_room_does_not_end_the_training(world: World, mount: Mount
     mount(world.runs, "size=1m")
     script = (
         "import sys, os\n"
-        "from launcher.watching.process import Console, Record, spare_streams\n"
+        "from launcher.probe.watching.process import Console, Record, spare_streams\n"
         "record = Record(sys.argv[1], 0)\n"
         "spare_streams()\n"
         "for number in range(20000): print('x' * 100)\n"

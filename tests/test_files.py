@@ -12,8 +12,11 @@ from pathlib import Path
 import made_runs
 import pytest
 
-from launcher import check, cli, evidence, files, rundir
+from launcher import files
+from launcher.cli import main
 from launcher.printable import escaped, printable, printable_bytes
+from launcher.runs import rundir
+from launcher.verdict import check, evidence
 
 NAME = "20260101T000000Z-dpo-a"
 LIMIT_S = 60.0
@@ -87,7 +90,7 @@ def test_a_bad_line_costs_itself(run: Path, line: bytes) -> None:
     found = evidence.read_run(run).probe
     assert found is not None
     assert found.last_step == 40
-    assert cli.main(["check", NAME]) == 0
+    assert main.main(["check", NAME]) == 0
 
 
 @pytest.mark.parametrize("digits", ["9" * 25, "-" + "9" * 400])
@@ -110,7 +113,7 @@ def test_a_huge_number_takes_neither_memory_nor_the_command(run: Path, event: st
     with (run / "probe" / "rank-0.jsonl").open("a") as record:
         record.write(f"{event}\n")
     for words in (["runs"], ["check", NAME], ["report", NAME]):
-        assert cli.main(words) in {0, 1}
+        assert main.main(words) in {0, 1}
 
 
 RUN_FILES = ("run.json", "process.json", "exit.json", "verdict.json", "metrics.jsonl", "console.log",
@@ -124,7 +127,7 @@ def test_no_command_waits_for_a_file_of_a_run(run: Path, name: str) -> None:
     os.mkfifo(run / name)
     for words in (["runs"], ["cache", "list"], *([verb, str(run)] for verb in
                   ("check", "report", "attach", "logs", "stop"))):  # fmt: skip
-        assert cli.main(words) in {0, 1, 2, 4, 5, 130}, words
+        assert main.main(words) in {0, 1, 2, 4, 5, 130}, words
 
 
 def test_a_run_of_another_user_is_not_ready(
@@ -134,7 +137,7 @@ def test_a_run_of_another_user_is_not_ready(
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(files, "open_regular", refused)
-    assert cli.main(["check", str(run)]) == 5
+    assert main.main(["check", str(run)]) == 5
     assert "rank-0.jsonl" in capsys.readouterr().err
 
 
@@ -175,7 +178,7 @@ def test_a_bomb_is_an_ordinary_error(
     path = tmp_path / "stage.yaml"
     path.write_text(BOMBS[name])
     os.mkfifo(tmp_path / "fifo.yaml")
-    assert cli.main(["validate-config", str(path)]) == 3
+    assert main.main(["validate-config", str(path)]) == 3
     told = capsys.readouterr().err
     assert "error[" in told
     assert f"{path}:" in told or "fifo.yaml" in told or "/dev/zero" in told
@@ -192,7 +195,7 @@ def test_a_huge_number_is_planned_or_refused(tmp_path: Path, value: str) -> None
     sizes = ["--gpus", "1", "--row-tokens", "10:20"]
     for words in (["validate-config", str(path)], ["plan", str(path), *sizes],
                   ["sft", str(path), "--dry-run", "--gpus", "0"]):  # fmt: skip
-        assert cli.main(words) in {0, 3, 5}
+        assert main.main(words) in {0, 3, 5}
 
 
 # --- what reaches a terminal ----------------------------------------------------------------------
@@ -231,7 +234,7 @@ def test_no_command_prints_it(run: Path, capfd: pytest.CaptureFixture[str], tmp_
     for words in (["runs"], ["check", str(run)], ["logs", str(run)], ["report", str(run)], ["runs", escapes],
                   ["validate-config", str(stage)], ["sft", str(stage), "--dry-run", "--gpus", "0"],
                   ["check", HOSTILE], ["explain", HOSTILE]):  # fmt: skip
-        cli.main(words)
+        main.main(words)
         out, err = capfd.readouterr()
         harmless(out)
         harmless(err)
@@ -239,7 +242,7 @@ def test_no_command_prints_it(run: Path, capfd: pytest.CaptureFixture[str], tmp_
 
 
 def test_a_command_to_paste_keeps_its_values() -> None:
-    from launcher.command import Command
+    from launcher.runs.command import Command
 
     word = "a\x1b[31m'\\ #\n::error::"
     shown = Command(argv=("printf", "%s", word), env={}, cwd=Path()).shell()
@@ -255,7 +258,7 @@ def test_the_bug_reporter_takes_any_name(
         raise RuntimeError("no \udcff UTF-8 \x1b[31m\n::error::")
 
     monkeypatch.setattr(rundir, "known_runs", fails)
-    assert cli.main(["runs", "--format", "json"]) == 70
+    assert main.main(["runs", "--format", "json"]) == 70
     told = capsys.readouterr().err
     harmless(told)
     assert "bug in launch: RuntimeError" in told

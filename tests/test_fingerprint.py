@@ -16,9 +16,16 @@ from conftest import REPOSITORY, Write
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher import content
+from launcher.artifacts import digest as content
+from launcher.artifacts.fingerprint import (
+    Memory,
+    MissingContent,
+    of_data,
+    of_file,
+    of_model,
+    of_tokenizer,
+)
 from launcher.errors import Exit, NotReady
-from launcher.fingerprint import Memory, MissingContent, of_data, of_file, of_model, of_tokenizer
 
 
 def digest(path: Path, **options: int) -> str:
@@ -369,7 +376,7 @@ def test_the_digests_are_those_of_every_other_machine(write: Write) -> None:
     path = write("a.jsonl", bytes(range(256)) * 80_000)
     code = (
         "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
-        "from launcher.fingerprint import *; from pathlib import Path;"
+        "from launcher.artifacts.fingerprint import *; from pathlib import Path;"
         "print(of_file(Path(sys.argv[1]), Memory()).digest)"
     )
     done = subprocess.run(

@@ -12,9 +12,10 @@ import pytest
 from conftest import Write
 from test_parser_agreement import ask, words_of
 
-from launcher import config, fix, stage
+from launcher.config import load
 from launcher.errors import Finding, InvalidConfig, NotReady, errors
-from launcher.fix import Fix
+from launcher.stage import fix, stage
+from launcher.stage.fix import Fix
 
 SFT = "stage: sft\nargs:\n  model_name_or_path: m\n"
 DPO = "stage: dpo\nargs:\n  model_name_or_path: m\n  mixer_list: [a, 1.0]\n"
@@ -329,7 +330,7 @@ def test_a_key_of_both_files_is_mended_in_the_one_that_was_named(write: Write) -
     write("base.yaml", SFT + DATA + "  chat_template: a\n  chat_template_name: c\n")
     found = mended(write, "extends: base.yaml\nargs:\n  chat_template: b\n")
     assert found.after == "extends: base.yaml\nargs:\n  chat_template_name: b\n"
-    assert config.load(found.path).args["chat_template_name"] == "b"
+    assert load.load(found.path).args["chat_template_name"] == "b"
 
 
 # --- the file itself -------------------------------------------------------------------------------
@@ -405,7 +406,7 @@ def shipped(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         copy = copies / source.relative_to(root)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, copy)
-        before = stage.judge(config.load(copy))
+        before = stage.judge(load.load(copy))
         found = fix.of_file(copy)
         fix.apply(found)
         mended[str(source.relative_to(root))] = before, found
@@ -429,7 +430,7 @@ def test_the_shipped_files_keep_their_comments_and_other_values(
 ) -> None:
     for before, found in shipped.values():
         assert not fix.of_file(found.path).changed
-        after = config.load(found.path)
+        after = load.load(found.path)
         edited = {change.key.removeprefix("args.").partition(".")[0] for change in found.changes}
         for key in before.config.args.keys() - edited:
             assert after.args[key] == before.config.args[key]
@@ -444,7 +445,7 @@ def test_upstreams_own_parser_takes_the_mended_files(
 ) -> None:
     requests = []
     for before, found in shipped.values():
-        after = stage.judge(config.load(found.path))
+        after = stage.judge(load.load(found.path))
         assert after.stage == before.stage and after.schema is not None
         requests += [
             {"stage": judged.stage, "words": words_of(after.schema, dict(judged.config.args))}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from launcher.commands import app
+from launcher.cli.commands import app
 from launcher.errors import LaunchError
 
 Write = Callable[[str, str], Path]

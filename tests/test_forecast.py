@@ -12,15 +12,17 @@ from conftest import Write
 from made_runs import made, manifest
 from typer.testing import CliRunner
 
-from launcher import files, forecast, preparation, series, start
-from launcher.cli import main
-from launcher.commands import app
-from launcher.devices import Devices, Slot
+from launcher import files
+from launcher.artifacts.lengths import parse
+from launcher.cli.commands import app
+from launcher.cli.main import main
 from launcher.errors import InvalidConfig, LaunchError, UsageError
-from launcher.lengths import parse
-from launcher.machine import Gpu
-from launcher.preparation import Prepared, Request
-from launcher.rundir import RunFolder
+from launcher.lifecycle import forecast, prepare, start
+from launcher.lifecycle.prepare import Prepared, Request
+from launcher.machine.devices import Devices, Slot
+from launcher.machine.python import Gpu
+from launcher.report import series
+from launcher.runs.rundir import RunFolder
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TULU = str(CONFIGS / "tulu" / "sft_qwen7b_25pct.yaml")
@@ -564,7 +566,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepared:
             driver="580")
         for n in range(2)
     ]  # fmt: skip
-    told = preparation.prepare(Request(stage="sft", config=Path(TULU), gpus=2), running=False)
+    told = prepare.prepare(Request(stage="sft", config=Path(TULU), gpus=2), running=False)
     return replace(told, devices=Devices(slots=tuple(Slot(str(g.index), g) for g in cards)))
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from conftest import REPOSITORY
 
-from launcher import evidence, gates, measures
 from launcher.errors import Finding
-from launcher.gates import Facts, Limit
+from launcher.stage import gates
+from launcher.stage.gates import Facts, Limit
+from launcher.verdict import evidence, metrics
 
 GOOD = Facts(
     stage="sft", devices=1, accelerated=True, tokens_per_second=1000.0, step_seconds=0.5,
@@ -162,7 +163,7 @@ def test_a_flat_trend_is_red_where_noise_does_not_hide_it() -> None:
      ("h200_trl_sft_liger.log", None), ("trl_dpo.log", None)],
 )  # fmt: skip
 def test_losses_of_sound_runs(log: str, colour: str | None) -> None:
-    losses = tuple(measures.losses(evidence.read_log(REPOSITORY / "tests" / "corpus" / log)))
+    losses = tuple(metrics.losses(evidence.read_log(REPOSITORY / "tests" / "corpus" / log)))
     stage = "dpo" if "dpo" in log else "sft"
     facts = Facts(stage=stage, losses=losses, tokens_per_second=1.0)
     assert flags(facts).get("loss_fall") == colour

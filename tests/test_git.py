@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher import checkouts, machine
-from launcher.git import Repository
+from launcher.machine import python
+from launcher.machine.git import Repository
+from launcher.workflows.bench import worktrees
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -138,10 +139,10 @@ def test_no_command_of_a_checkouts_own_config_is_run(tmp_path: Path) -> None:
     repository = Repository(root)
     commit = repository.commit("HEAD")
     assert commit is not None
-    assert machine.git_version(root) == f"{commit}+edited"
+    assert python.git_version(root) == f"{commit}+edited"
     assert "+two" in (repository.ask("diff", "HEAD") or "")
     assert repository.ask("show", "-s", "--format=%s", commit) == "one"
     assert repository.ask("log", "--format=%H") == commit
     assert repository.read(commit, "a.txt") == b"one\n"
-    assert (checkouts.cloned(root, commit) / "a.txt").read_text() == "one\n"
+    assert (worktrees.cloned(root, commit) / "a.txt").read_text() == "one\n"
     assert not ran.exists(), ran.read_text()

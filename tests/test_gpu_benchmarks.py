@@ -18,8 +18,10 @@ from conftest import PATIENCE_S, REPOSITORY
 from fake_smi import Smi
 from fake_world import made, needs_trl
 
-from launcher import config, stage, variants
+from launcher.config import load
 from launcher.errors import errors
+from launcher.stage import stage
+from launcher.workflows.bench import variants
 
 SCRIPT = REPOSITORY / "scripts" / "gpu_benchmarks.py"
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
@@ -65,7 +67,7 @@ def test_upstream_takes_every_setting_of_a_case(tmp_path: Path) -> None:
         values = {b for a, b in pairwise(words) if a[0] == "-"}
         overrides = [word for word in words[3:] if "=" in word and word not in values]
         for one in variants.combinations([], *axis):
-            asked = config.load(REPOSITORY / words[2], [*overrides, *one.overrides])
+            asked = load.load(REPOSITORY / words[2], [*overrides, *one.overrides])
             assert not errors(stage.validate(stage.judge(asked)).findings), (case.name, one.name)
 
 

@@ -13,15 +13,15 @@ import made_runs
 import pytest
 from conftest import PATIENCE_S
 
-from launcher import judgement
-from launcher.backends.deepspeed_rules import fault
-from launcher.check import judge
-from launcher.cli import main
-from launcher.comparison import Sample, Step, baseline_fault, compare
-from launcher.evidence import Evidence, read_log, read_run
-from launcher.rundir import RunFolder
-from launcher.watching.gradients import Sample as Elements
-from launcher.watching.gradients import tolerance
+from launcher.cli.main import main
+from launcher.probe.watching.gradients import Sample as Elements
+from launcher.probe.watching.gradients import tolerance
+from launcher.rules.deepspeed import fault
+from launcher.runs.rundir import RunFolder
+from launcher.verdict import judge as judgement
+from launcher.verdict.check import judge
+from launcher.verdict.evidence import Evidence, read_log, read_run
+from launcher.workflows.bench.comparison import Sample, Step, baseline_fault, compare
 
 pytestmark = pytest.mark.slow
 
@@ -361,7 +361,7 @@ def test_a_corrupting_file_is_refused_unless_it_is_allowed(
 
 
 def test_no_file_that_ships_overlaps_under_zero_1_or_2() -> None:
-    for path in (HERE.parent / "launcher" / "deepspeed").glob("*.json"):
+    for path in (HERE.parent / "launcher" / "plan" / "deepspeed").glob("*.json"):
         config = json.loads(path.read_text())
         assert fault(config, "0.18.9") is None, path.name
         assert fault(config, None) is None, path.name

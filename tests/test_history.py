@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher import history, upstream
-from launcher.backends import BACKENDS
-from launcher.git import Repository
-from launcher.history import Event
+from launcher.machine.git import Repository
+from launcher.upstream import history, locate
+from launcher.upstream.history import Event
+from launcher.upstream.trainers import BACKENDS
 
 SFT, DPO, OLMO = (f"open_instruct/{name}.py" for name in ("finetune", "dpo_tune_cache", "dpo"))
 MAIN = "parser = ArgumentParserPlus((FlatArguments,))"
@@ -95,7 +95,7 @@ def test_the_table_tells_of_flash_attention() -> None:
 def test_the_table_agrees_with_the_snapshot(backend: str, stage: str) -> None:
     """An argument that is there was last added; one that went away is not there."""
     script = BACKENDS[backend].STAGES[stage].script
-    fields = {key.partition(".")[2] for key in upstream.snapshot(backend)["stages"][stage]}
+    fields = {key.partition(".")[2] for key in locate.snapshot(backend)["stages"][stage]}
     newest: dict[str, Event] = {}
     for event in history.events(script):
         newest.setdefault(event.key, event)

@@ -55,150 +55,62 @@ def imported(path: Path, *, lazily: bool = True) -> set[str]:
     return found
 
 
-# What each layer of the README's drawing may import. A module not named here may be imported by
-# anything later, and is checked for circles only.
-ARROWS = {
-    "errors": {"redaction"},
-    "redaction": set[str](),
-    "files": set[str](),
-    "printable": set[str](),
-    "paths": {"files"},
-    "document": {"errors", "files", "paths"},
-    "interpolation": {"document", "errors", "redaction"},
-    "keys": {"backends", "errors"},
-    "config": {"document", "errors", "interpolation", "keys", "paths"},
-    "schema": {"errors"},
-    "sources": set[str](),
-    "declarations": {"schema", "sources"},
-    "backends.entry": {"schema"},
-    "cited": {"errors", "sources"},
-    "backends.rule": {"cited", "errors", "schema"},
-    "backends.context": {"errors", "schema"},
-    "backends.model_config": {"files", "paths", "schema"},
-    "backends.rows": {"files", "paths"},
-    "backends.open_instruct_rules": {
-        "backends.model_config",
-        "backends.open_instruct",
-        "backends.rows",
-        "backends.rule",
-        "errors",
-        "paths",
-        "schema",
-    },
-    "backends.trl_resolved": {"schema"},
-    "backends.trl_parser_rules": {"backends.rule", "errors", "schema"},
-    "backends.trl_rules": {
-        "backends.rule",
-        "backends.trl_parser_rules",
-        "backends.trl_resolved",
-        "errors",
-        "schema",
-    },
-    "backends.open_instruct": {"backends.entry", "schema"},
-    "backends.trl": {"backends.entry", "schema"},
-    "backends": {"backends.entry", "backends.open_instruct", "backends.trl", "schema"},
-    "rules": {
-        "backends.context",
-        "backends.data_rules",
-        "backends.deepspeed_rules",
-        "backends.loading_rules",
-        "backends.model_rules",
-        "backends.olmo_core_rules",
-        "backends.open_instruct",
-        "backends.open_instruct_rules",
-        "backends.output_rules",
-        "backends.rule",
-        "backends.service_rules",
-        "backends.trl_attention",
-        "backends.trl_data_rules",
-        "backends.trl_machine_rules",
-        "backends.trl_rules",
-        "errors",
-        "schema",
-    },
-    "conditions": set[str](),
-    "git": set[str](),
-    "flow": {"conditions", "schema", "sources"},
-    "walk": {"conditions", "flow", "schema", "sources"},
-    "reads": {"conditions", "flow", "schema", "sources", "walk"},
-    "facts": {"backends", "declarations", "reads", "schema", "sources"},
-    "history": {"git"},
-    "upstream": {
-        "cited",
-        "backends",
-        "errors",
-        "facts",
-        "git",
-        "history",
-        "machine",
-        "paths",
-        "schema",
-        "sources",
-    },
-    "fix": {
-        "files",
-        "document",
-        "config",
-        "errors",
-        "stage",
-        "upstream",
-    },
-    "json_schema": {
-        "backends",
-        "document",
-        "gates",
-        "keys",
-        "sbatch",
-        "schema",
-        "skypilot",
-    },
-    "noops": {"backends", "conditions", "errors", "schema"},
-    "gates": {"errors"},
-    "options": {"backends", "config", "errors", "gates", "keys", "paths", "sbatch", "skypilot"},
-    "arguments": {
-        "backends",
-        "config",
-        "errors",
-        "history",
-        "keys",
-        "options",
-        "schema",
-        "upstream",
-    },
-    "stage": {
-        "arguments",
-        "backends",
-        "backends.context",
-        "backends.trl_attention",
-        "config",
-        "errors",
-        "noops",
-        "options",
-        "rules",
-        "schema",
-        "upstream",
-    },
-    "probe": set[str](),
-}
-
-# From left to right, as the drawing has them: a module imports only what stands before it.
-ORDER = (
-    "errors", "config", "schema", "backends", "rules", "stage", "plan", "command", "rundir", "runner",
-    "evidence", "check", "preparation", "start", "cli",
-)  # fmt: skip
+# From the ground up: a package imports only what stands before it. `launcher/` itself holds the ground floor.
+FLOORS = (
+    "",
+    "config",
+    "machine",
+    "upstream",
+    "artifacts",
+    "runs",
+    "rules",
+    "stage",
+    "plan",
+    "verdict",
+    "cache",
+    "pin",
+    "report",
+    "lifecycle",
+    "workflows",
+    "cli",
+)
+GROUND = {"errors", "files", "paths", "printable", "redaction", "__main__", ""}
+# A dozen files and a few: what grows beyond it has two subjects.
+MOST_FILES = 16
 
 
-@pytest.mark.parametrize("name", ARROWS)
-def test_a_module_imports_only_what_its_layer_may(name: str) -> None:
-    assert imported(MODULES[name]) <= ARROWS[name]
+def floor(name: str) -> int:
+    first, _, below = name.partition(".")
+    return FLOORS.index(first if below or first in FLOORS else "")
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_arrows_go_right_only(name: str) -> None:
-    if name not in ORDER:
-        return
-    later = set(ORDER[ORDER.index(name) :]) - {name}
-    assert not imported(MODULES[name]) & later
+def ours() -> dict[str, Path]:
+    """All modules but those that run under the trainer's Python."""
+    apart = ("probe.", "workflows.rehearse.inside", "__main__")
+    return {name: path for name, path in MODULES.items() if not f"{name}.".startswith(apart)}
+
+
+@pytest.mark.parametrize("name", ours())
+def test_imports_only_go_down(name: str) -> None:
+    above = {one for one in imported(MODULES[name]) if floor(one) > floor(name)}
+    assert not above
+    assert "probe" not in {one.partition(".")[0] for one in imported(MODULES[name])}
+
+
+def test_the_probe_imports_nothing_of_launch() -> None:
+    for name, path in MODULES.items():
+        if name.startswith(("probe", "workflows.rehearse.inside")):
+            own = name.split(".")[0]
+            assert {one.split(".")[0] for one in imported(path)} <= {own, ""}, name
+
+
+def test_every_module_has_a_room() -> None:
+    assert {name for name in MODULES if "." not in name} <= GROUND | {*FLOORS, "probe"}
+    for folder in {path.parent for path in MODULES.values()}:
+        files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= MOST_FILES, folder
+        text = (folder / "__init__.py").read_text(encoding="utf-8") if files else "doc"
+        assert folder == PACKAGE or ast.get_docstring(ast.parse(text)) or text == "doc", folder
 
 
 def test_there_is_no_circle() -> None:
@@ -244,7 +156,7 @@ def test_validate_config_never_loads_the_trainers_packages(write: Write, backend
         "a.yaml", f"stage: sft\nbackend: {backend}\nargs:\n  model_name_or_path: m\n  {name}\n"
     )
     modules = loaded(
-        f"from launcher.cli import main\nassert main(['validate-config', {str(path)!r}]) in (0, 3)"
+        f"from launcher.cli.main import main\nassert main(['validate-config', {str(path)!r}]) in (0, 3)"
     )
     assert not modules & set(HEAVY)
     # nor what only files with ${...} need
@@ -252,14 +164,14 @@ def test_validate_config_never_loads_the_trainers_packages(write: Write, backend
 
 
 def test_help_loads_no_more() -> None:
-    modules = loaded("from launcher.cli import main\nmain(['--help'])")
+    modules = loaded("from launcher.cli.main import main\nmain(['--help'])")
     assert not modules & {*HEAVY, "omegaconf", "yaml"}
 
 
 def test_an_interrupt_while_commands_are_imported_ends_quietly() -> None:
     code = (
         "import sys\nclass Ctrl_C:\n  def find_spec(self, name, *_):\n"
-        "    if name == 'launcher.commands': raise KeyboardInterrupt\n"
+        "    if name == 'launcher.cli.commands': raise KeyboardInterrupt\n"
         "sys.meta_path.insert(0, Ctrl_C())\nfrom launcher.__main__ import main\nmain()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

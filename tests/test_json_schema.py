@@ -13,11 +13,13 @@ import yaml
 from argument_sets import ODD, generate
 from conftest import REPOSITORY
 
-from launcher import document, json_schema, keys, options, stage, upstream
-from launcher.backends import BACKENDS
-from launcher.config import Config
+from launcher.config import document, keys
+from launcher.config.load import Config
 from launcher.errors import Finding, errors
-from launcher.schema import Field, Schema
+from launcher.stage import json_schema, options, stage
+from launcher.upstream import locate
+from launcher.upstream.schema import Field, Schema
+from launcher.upstream.trainers import BACKENDS
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -36,10 +38,10 @@ MORE: tuple[Any, ...] = (
 
 
 def schema_of(backend: str, name: str) -> Schema:
-    pinned = upstream.Upstream(
+    pinned = locate.Upstream(
         backend=backend, root=None, source="snapshot", asked=False, pin="", version=""
     )
-    return upstream.load_schema(pinned, name)
+    return locate.load_schema(pinned, name)
 
 
 @cache

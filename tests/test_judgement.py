@@ -12,9 +12,11 @@ import saved
 from test_check import Run, brief, liger, sft, step, verdict_of_log
 from test_check import run as run  # a fixture
 
-from launcher import rundir, series, start
-from launcher.check import Point
-from launcher.rundir import RunFolder
+from launcher.lifecycle import start
+from launcher.report import series
+from launcher.runs import rundir
+from launcher.runs.rundir import RunFolder
+from launcher.verdict.check import Point
 
 SAVED = {"event": "saved", "path": "out"}
 END = {"event": "end", "exit": 0}

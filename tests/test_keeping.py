@@ -21,24 +21,16 @@ import pytest
 from conftest import PATIENCE_S
 from fake_world import FAKE, LAUNCH, bearing, looks_on, until
 
-from launcher import attempt as attempts
-from launcher import (
-    files,
-    following,
-    keeper,
-    on_finish,
-    process,
-    rundir,
-    runner,
-    start,
-    stopping,
-    tmux,
-)
-from launcher.attempt import Attempt
+from launcher import files
 from launcher.errors import NotReady, UsageError
+from launcher.lifecycle import follow, on_finish, start, stop, supervisor, tmux
+from launcher.machine import process
 from launcher.printable import printable_bytes
 from launcher.redaction import redact_bytes
-from launcher.rundir import RunFolder
+from launcher.runs import attempt as attempts
+from launcher.runs import rundir, runner
+from launcher.runs.attempt import Attempt
+from launcher.runs.rundir import RunFolder
 
 
 @pytest.fixture
@@ -265,8 +257,8 @@ def test_a_keeper_that_does_not_go_on_is_done_without(
     started(folder)
     leader, child = pid_of(place, "leader"), pid_of(place, "child")
     os.kill(kept(folder), signal.SIGSTOP)
-    monkeypatch.setattr(stopping, "_patience", lambda _: 1.0)
-    ended = stopping.stop(folder)
+    monkeypatch.setattr(stop, "_patience", lambda _: 1.0)
+    ended = stop.stop(folder)
     assert ended is not None and ended.stopped == signal.SIGINT
     assert not living(leader) and not living(child) and not living(kept(folder))
     assert folder.verdict.exists()
@@ -380,7 +372,7 @@ def test_when_the_next_checkpoint_comes(
     folder.probe.mkdir()
     line = rundir.json_line({"event": "step", "step": done, "t": 1.0})
     (folder.probe / "rank-0.jsonl").write_text(line)
-    assert stopping.due(folder) == said
+    assert stop.due(folder) == said
 
 
 def test_following_a_log_ends_with_the_run(place: Path) -> None:
@@ -486,7 +478,7 @@ def test_a_command_that_somebody_else_may_have_written_is_named_and_not_run(
 def test_only_what_was_written_at_the_start_is_started(place: Path) -> None:
     folder = prepared(place, "pid=leader")
     with pytest.raises(NotReady) as caught:
-        keeper.spawn(folder, 1, digest="another")
+        supervisor.spawn(folder, 1, digest="another")
     assert caught.value.findings[0].code == "start-changed"
     assert not (place / "pids" / "leader").exists()
 
@@ -512,7 +504,7 @@ def test_the_command_at_the_end_finds_the_locks_free(place: Path) -> None:
     folder = prepared(place, "pid=leader", f"wait={place / 'go'}", on_finish=("sh", "-c", script))
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        keeper.spawn(folder, 1, (held.fileno(),))
+        supervisor.spawn(folder, 1, (held.fileno(),))
     pid_of(place, "leader")
     assert subprocess.run(["flock", "-n", str(lock), "true"]).returncode == 1, "training has it"
     (place / "go").touch()
@@ -594,7 +586,7 @@ def test_what_has_not_begun_is_not_judged(place: Path) -> None:
 def test_a_log_is_shown_without_tokens_however_it_comes(size: int) -> None:
     token = "hf_" + "aB3" * 11
     raw = f"one\r 5%|#| 1/9\rlogin HF_TOKEN=abc\nsee {token} there\n\xff {token}".encode("latin-1")
-    shown = following.Shown(("a known value",))
+    shown = follow.Shown(("a known value",))
     parts = [shown.of(raw[at : at + size]) for at in range(0, len(raw), size)]
     told = b"".join([*parts, shown.rest()])
     assert token.encode() not in told and told == redact_bytes(printable_bytes(raw), ())

@@ -16,11 +16,14 @@ from conftest import PATIENCE_S, REPOSITORY
 from experiment import Here, shaped, started
 from fake_world import World, needs_trl, until
 
-from launcher import check, files, ladder, trial
+from launcher import files
 from launcher.errors import Exit
-from launcher.forecast import Terms
-from launcher.preparation import Prepared, Request
-from launcher.trial import Outcome
+from launcher.lifecycle.forecast import Terms
+from launcher.lifecycle.prepare import Prepared, Request
+from launcher.verdict import check
+from launcher.workflows import trial
+from launcher.workflows.ladder import ladder
+from launcher.workflows.trial import Outcome
 
 pytestmark = needs_trl
 CONFIGS = REPOSITORY / "configs"

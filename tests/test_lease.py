@@ -21,10 +21,11 @@ import saved
 from conftest import PATIENCE_S
 from fake_world import LAUNCH, World, looks_on, made, needs_trl, until
 
-from launcher import lease, process, rundir
 from launcher.errors import NotReady
-from launcher.rundir import RunFolder
-from launcher.watching import watchdog
+from launcher.machine import process
+from launcher.probe.watching import watchdog
+from launcher.runs import lease, rundir
+from launcher.runs.rundir import RunFolder
 
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc")
 
@@ -149,7 +150,7 @@ def test_a_lease_that_cannot_be_read_has_an_unknown_owner(tmp_path: Path, text: 
 
 def test_of_many_starts_at_once_one_gets_the_folder(tmp_path: Path) -> None:
     script = (
-        "import sys, pathlib; from launcher import lease\n"
+        "import sys, pathlib; from launcher.runs import lease\n"
         "from launcher.errors import NotReady\n"
         "sys.stdin.readline()\n"
         "try: print(lease.take(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), 1).fence, flush=True)\n"

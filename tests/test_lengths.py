@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import lengths
+from launcher.artifacts import lengths
 from launcher.errors import InvalidConfig, UsageError
 
 

@@ -7,9 +7,11 @@ import tuned
 from conftest import Write
 from fake_world import needs_trl
 
-from launcher import config, levers, stage
+from launcher.config import load
 from launcher.errors import errors
-from launcher.search import Outlook
+from launcher.stage import stage
+from launcher.workflows.tune import space as levers
+from launcher.workflows.tune.search import Outlook
 
 HAND = "bench/hand_recipe.yaml"
 TULU = "tulu/dpo_qwen7b.yaml"
@@ -80,7 +82,7 @@ def test_every_value_is_one_that_upstream_takes(
             if total % (int(settings["per_device"]) * levers.devices(made)):
                 continue
             given = (*overrides, *levers.overrides(world.space, settings))
-            loaded = config.load(tuned.REPOSITORY / "configs" / path, given)
+            loaded = load.load(tuned.REPOSITORY / "configs" / path, given)
             judged = stage.judge(loaded)
             assert not errors(judged.findings), (lever.name, value, judged.findings)
             planned = levers.planned(world.space, settings)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher import segments, survey
-from launcher.evidence import PATTERNS
-from launcher.logs import Log, scan
+from launcher.verdict.evidence import PATTERNS
+from launcher.verdict.logs import segments, survey
+from launcher.verdict.logs.scan import Log, scan
 
 DATA = Path(__file__).parent / "data"
 LOGS = DATA / "logs"

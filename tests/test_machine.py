@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from fake_smi import Smi, uuid
 
-from launcher import machine
 from launcher.errors import NotReady
-from launcher.machine import Driver, Gpu, GpuProcess
+from launcher.machine import python as machine
+from launcher.machine.python import Driver, Gpu, GpuProcess
 
 
 @pytest.fixture

@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 from conftest import PATIENCE_S
 
-from launcher import activations, lengths, memory, shapes
-from launcher.engines import cut
+from launcher.artifacts import architecture, lengths
+from launcher.artifacts.lengths import Batch
 from launcher.errors import InvalidConfig
-from launcher.lengths import Batch
-from launcher.options import deepspeed_file
-from launcher.phases import GIB, KINDS, Memory, Phase
-from launcher.setups import Adapters, Quantised, Setup, Sharding, Zero, zero_of
+from launcher.plan.memory import activations
+from launcher.plan.memory import peak as memory
+from launcher.plan.memory.engines import cut
+from launcher.plan.memory.phases import GIB, KINDS, Memory, Phase
+from launcher.plan.memory.setup import Adapters, Quantised, Setup, Sharding, Zero, zero_of
+from launcher.stage.options import deepspeed_file
 
 HERE = Path(__file__).parent
 QWEN_7B, QWEN_SMALL = "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-0.5B"
@@ -41,7 +43,7 @@ def run(
     packed: bool = False, **given: Any,
 ) -> Setup:  # fmt: skip
     """A run of open-instruct as a plan describes it."""
-    shape = shapes.find(model, {}, replaced=replaced)
+    shape = architecture.find(model, {}, replaced=replaced)
     dpo = stage == "dpo"
     zero = None
     if deepspeed:
@@ -191,7 +193,7 @@ def published(kind: str, model: str, rows: int, given: dict[str, Any]) -> Setup:
     """A run of those tables."""
     adapters = Adapters(rank=16, targets=ALL[:4], bytes=4)
     return Setup(
-        shape=shapes.shape_of(POWER_CONFIG) if model == POWER else shapes.find(model, {}),
+        shape=architecture.shape_of(POWER_CONFIG) if model == POWER else architecture.find(model, {}),
         batch=Batch(rows=rows, width=4096, real=rows * 4096, formula=""), processes=1, accumulation=1,
         checkpointing=True, fused_optimizer=False, adapters=None if kind.startswith("full") else adapters,
         **given,
@@ -230,7 +232,7 @@ ON_T4: list[tuple[str, int, int, int]] = [
 def test_published_peaks_of_a_small_card() -> None:
     """Their loop holds the outputs, and with them the logits in fp32, through the backward pass."""
     for model, rows, width, mib in ON_T4:
-        shape = shapes.find(model, {}) if model else shapes.shape_of(TINY_CONFIG)
+        shape = architecture.find(model, {}) if model else architecture.shape_of(TINY_CONFIG)
         setup = Setup(
             shape=shape, batch=Batch(rows=rows, width=width, real=rows * width, formula=""), processes=1,
             accumulation=1, attention="sdpa", checkpointing=True, weight_bytes=4, autocast=True,
@@ -259,8 +261,8 @@ def beside_the_engine(planned: Memory) -> float:
     )  # fmt: skip
 
 
-def small(model: str, layers: int) -> shapes.Shape:
-    return shapes.find(model, {}, replaced={"num_hidden_layers": layers})
+def small(model: str, layers: int) -> architecture.Shape:
+    return architecture.find(model, {}, replaced={"num_hidden_layers": layers})
 
 
 GRID: list[dict[str, Any]] = [
@@ -316,7 +318,7 @@ def test_the_reference_pass_caches_keys() -> None:
         allocation.config_of(model), rows=4, length=1024, packing=True, stage="dpo", no_grad=True,
     )  # fmt: skip
     setup = Setup(
-        shape=shapes.find(model, {}), batch=flat(4096), processes=1, accumulation=1, loss="logprobs",
+        shape=architecture.find(model, {}), batch=flat(4096), processes=1, accumulation=1, loss="logprobs",
         reference="cache", packed=True, checkpointing=True,
     )  # fmt: skip
     phase = named(memory.estimate(setup), "reference pass")
@@ -360,7 +362,7 @@ def test_what_compiled_layers_keep(share: float, rel: float) -> None:
     pytest.importorskip("olmo_core")
     import allocation
 
-    shape = shapes.find("allenai/OLMo-2-0425-1B", {})
+    shape = architecture.find("allenai/OLMo-2-0425-1B", {})
     setup = Setup(shape=shape, batch=flat(256), processes=1, accumulation=1, attention="sdpa")
     traced = allocation.kept_by_compiled_layer("olmo2_1B_v2", length=256, share=share)
     # the log-sum-exps are fp32 on a CPU, too
@@ -444,7 +446,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", ENGINES, ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()))
 def test_peaks_are_those_of_deepspeed(case: dict[str, Any], engines: list[dict[str, Any]]) -> None:
     found = engines[ENGINES.index(case)]
-    shape, rows = shapes.shape_of(found["config"]), case.get("rows", 2)
+    shape, rows = architecture.shape_of(found["config"]), case.get("rows", 2)
     setup = Setup(
         shape=shape, batch=Batch(rows=rows, width=64, real=64 * rows, formula=""), processes=case["ranks"],
         accumulation=case.get("accumulation", 1), zero=zero_of(found["deepspeed"], shape.hidden),

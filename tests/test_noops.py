@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from conftest import Write
 
-from launcher import config, facts, stage, upstream
-from launcher.backends import BACKENDS
-from launcher.cli import main
+from launcher.cli.main import main
+from launcher.config import load
 from launcher.errors import Finding
-from launcher.upstream import Locator
+from launcher.stage import stage
+from launcher.upstream import facts, locate
+from launcher.upstream.locate import Locator
+from launcher.upstream.trainers import BACKENDS
 
 FINETUNE = """\
 from dataclasses import dataclass
@@ -108,7 +110,7 @@ def said(root: Path, write: Write) -> Judge:
     def of(lines: str, text: str = STAGE) -> dict[str, Finding]:
         path = write("a.yaml", text + "".join(f"  {line}\n" for line in lines.split("; ")))
         locator = Locator(checkout=root, allow_unpinned=True)
-        judged = stage.judge(config.load(path), locator=locator)
+        judged = stage.judge(load.load(path), locator=locator)
         codes = {"unread-key", "conditional-key", "shadowed-key", "refused-by-source"}
         return {str(f.key): f for f in judged.findings if f.code in codes}
 
@@ -210,7 +212,7 @@ def test_refused_by_the_source(said: Judge) -> None:
 
 def test_a_key_that_has_a_finding_gets_no_other(said: Judge, root: Path, write: Write) -> None:
     path = write("b.yaml", STAGE + "  forgotten: many\n")
-    judged = stage.judge(config.load(path), locator=Locator(checkout=root, allow_unpinned=True))
+    judged = stage.judge(load.load(path), locator=Locator(checkout=root, allow_unpinned=True))
     assert [f.code for f in judged.findings if f.key == "args.forgotten"] == ["bad-value"]
 
 
@@ -225,7 +227,7 @@ def test_an_argument_that_must_be_given(root: Path, write: Write) -> None:
 
     def judged(text: str) -> list[Finding]:
         path = write("b.yaml", text)
-        told = stage.judge(config.load(path), locator=Locator(checkout=root, allow_unpinned=True))
+        told = stage.judge(load.load(path), locator=Locator(checkout=root, allow_unpinned=True))
         return [f for f in told.findings if f.severity == "error"]
 
     # the folder is named by launch
@@ -275,7 +277,7 @@ UNREAD = {
 @pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_at_the_pin(checkout: Path, name: str) -> None:
     """Said by the checkout's own source, not by the snapshot."""
-    source = upstream.locate("open_instruct", checkout=checkout)
+    source = locate.locate("open_instruct", checkout=checkout)
     backend = BACKENDS["open_instruct"]
     told = facts.read(backend, source.packages, {}, [name])
     path = facts.schema_of(told, backend, name, "source", "x").path
@@ -329,7 +331,7 @@ HEADS = {
 def by_snapshot(write: Write, name: str, lines: str) -> dict[str, Finding]:
     """What the committed facts say of the last line."""
     path = write("p.yaml", HEADS[name] + "".join(f"  {line}\n" for line in lines.split("; ")))
-    judged = stage.judge(config.load(path), locator=Locator())
+    judged = stage.judge(load.load(path), locator=Locator())
     return {str(f.key): f for f in judged.findings if f.code == "conditional-key"}
 
 

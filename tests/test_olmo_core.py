@@ -13,29 +13,26 @@ import saved
 from plans import PYTHON, built, from_text, planned, staged, trainer
 from typer.testing import CliRunner
 
-from launcher import (
-    config,
-    disk,
-    facts,
-    footprint,
-    lengths,
-    memory,
-    position,
-    rendezvous,
-    shapes,
-    upstream,
-)
-from launcher import stage as stages
-from launcher.backends import BACKENDS, olmo_core_rules
-from launcher.commands import app
+from launcher.artifacts import architecture, lengths
+from launcher.artifacts.lengths import fuller, pack, parse
+from launcher.cli.commands import app
+from launcher.config import load
 from launcher.errors import Finding, InvalidConfig
-from launcher.lengths import fuller, pack, parse
-from launcher.phases import GIB, Memory
-from launcher.position import Shape
-from launcher.schema import Values
-from launcher.setups import Setup, Sharding
-from launcher.upstream import Locator
-from launcher.watching import Probe
+from launcher.lifecycle.doctor import disk
+from launcher.lifecycle.resume import epochs
+from launcher.lifecycle.resume.epochs import Shape
+from launcher.plan import footprint
+from launcher.plan.memory import peak as memory
+from launcher.plan.memory.phases import GIB, Memory
+from launcher.plan.memory.setup import Setup, Sharding
+from launcher.probe.watching import Probe
+from launcher.rules.open_instruct import olmo_core
+from launcher.runs import rendezvous
+from launcher.stage import stage as stages
+from launcher.upstream import facts, locate
+from launcher.upstream.locate import Locator
+from launcher.upstream.schema import Values
+from launcher.upstream.trainers import BACKENDS
 
 BASE = """
 stage: dpo
@@ -59,7 +56,7 @@ def text(*args: str, script: str = "dpo_olmo_core", top: str = "") -> str:
 def judged(folder: Path, written: str) -> stages.Judged:
     path = folder / "stage.yaml"
     path.write_text(written, encoding="utf-8")
-    return stages.judge(config.load(path), locator=Locator(search=()))
+    return stages.judge(load.load(path), locator=Locator(search=()))
 
 
 def found(folder: Path, written: str) -> dict[tuple[str, str], Finding]:
@@ -277,7 +274,7 @@ def test_the_shapes_are_those_of_the_package(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     made = pytest.importorskip("olmo_core.nn.transformer").TransformerConfig
     common = {"vocab_size": 64, "attn_backend": "torch"}
-    for name, (_, hidden, layers, inner, heads, kv_heads) in olmo_core_rules._SHAPES.items():
+    for name, (_, hidden, layers, inner, heads, kv_heads) in olmo_core._SHAPES.items():
         shape = getattr(made, name)
         assert shape(**common).n_layers == layers, name
         model = shape(**common, n_layers=1).build(init_device="meta")
@@ -320,7 +317,7 @@ def starting(folder: Path, *args: str, model: str = QWEN) -> dict[str, Finding]:
     path = folder / "stage.yaml"
     written = text(*args).replace("allenai/OLMo-2-1124-7B", model)
     path.write_text(written, encoding="utf-8")
-    told = stages.judge(config.load(path), locator=Locator(search=()), running=True)
+    told = stages.judge(load.load(path), locator=Locator(search=()), running=True)
     return {f.code: f for f in told.findings if f.key == "args.model_name_or_path"}
 
 
@@ -398,14 +395,14 @@ def test_degrees_as_older_commits_have_them(tmp_path: Path) -> None:
     own = {"fsdp_shard_degree": "shard_degree", "fsdp_num_replicas": "num_replicas"}
     spelt = {own.get(name, name): known for name, known in schema.fields.items()}
     older = Values(replace(schema, fields=spelt), {"shard_degree": 4, "num_replicas": 4})
-    (fault,) = olmo_core_rules.degrees(older, 8)
+    (fault,) = olmo_core.degrees(older, 8)
     assert fault.key == "args.num_replicas" and "`shard_degree`" in (fault.help or "")
-    assert olmo_core_rules.mesh(older, 16, 2) == (4, 4)
+    assert olmo_core.mesh(older, 16, 2) == (4, 4)
     # the first dpo.py could not be told
     none = {name: known for name, known in spelt.items() if name not in own.values()}
     first = Values(replace(schema, fields=none), {})
-    assert not list(olmo_core_rules.degrees(first, 8))
-    assert olmo_core_rules.mesh(first, 16, 2) == (2, 8)
+    assert not list(olmo_core.degrees(first, 8))
+    assert olmo_core.mesh(first, 16, 2) == (2, 8)
 
 
 def test_wandb_is_not_asked_where_nothing_is_tracked(tmp_path: Path) -> None:
@@ -517,7 +514,7 @@ def test_what_fsdp_holds_is_what_it_holds(
     import allocation
 
     layers = 8
-    shape = shapes.find(model, {}, replaced={"num_hidden_layers": layers})
+    shape = architecture.find(model, {}, replaced={"num_hidden_layers": layers})
     setup = Setup(
         shape=shape, batch=lengths.Batch(rows=rows, width=length, real=rows * length, formula=""),
         processes=ranks, accumulation=1, loss="logprobs", reference="cache",
@@ -602,7 +599,7 @@ def test_its_resume_is_not_judged_by_the_other_scripts_arithmetic(tmp_path: Path
     codes = {}
     for script, more in (("dpo_olmo_core", ""), ("dpo", "deepspeed: zero2")):
         made = planned(from_text(tmp_path, text(*args, script=script, top=more)), gpus=1)
-        found = position.findings(made, uneven, trainer())
+        found = epochs.findings(made, uneven, trainer())
         codes[script] = {one.code for one in found}
     assert codes == {"dpo_olmo_core": set(), "dpo": {"resume-inexact"}}
 
@@ -642,10 +639,10 @@ def test_the_shapes_that_the_package_ties(monkeypatch: pytest.MonkeyPatch, tmp_p
     made = pytest.importorskip("olmo_core.nn.transformer").TransformerConfig
     common = {"vocab_size": 64, "attn_backend": "torch"}
     tied = {
-        name for name in olmo_core_rules._SHAPES
+        name for name in olmo_core._SHAPES
         if getattr(getattr(made, name)(**common), "tie_word_embeddings", False)
     }  # fmt: skip
-    assert tied == set(olmo_core_rules._TIED)
+    assert tied == set(olmo_core._TIED)
 
 
 def test_muon_is_not_planned_as_adam(tmp_path: Path) -> None:
@@ -761,8 +758,8 @@ def test_a_row_that_had_no_room_for_the_next_pair_needs_no_larger_batch(tmp_path
 
 def test_the_snapshot_says_what_the_checkout_says(checkout: Path) -> None:
     backend = BACKENDS["open_instruct"]
-    trees = upstream.packages_below("open_instruct", checkout)
-    told = upstream.snapshot("open_instruct")
+    trees = locate.packages_below("open_instruct", checkout)
+    told = locate.snapshot("open_instruct")
     read = facts.read(backend, trees, told["externals"], ["dpo_olmo_core"])
     key = "dpo_olmo_core"
     assert read["paths"][key] == told["paths"][key]
@@ -774,7 +771,7 @@ def test_that_upstream_goes_on_by_itself_is_said(tmp_path: Path) -> None:
     path.write_text(text(f"output_dir: {tmp_path}/out", "exp_name: x", "seed: 7"), encoding="utf-8")
 
     def codes() -> set[str]:
-        seen = stages.judge(config.load(path), locator=Locator(search=()), running=True)
+        seen = stages.judge(load.load(path), locator=Locator(search=()), running=True)
         return {one.code for one in seen.findings if one.code == "resume-unjudged"}
 
     assert codes() == set()

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from conftest import Write
 
-from launcher import keys, options, stage
-from launcher.config import Config, load
+from launcher.config import keys
+from launcher.config.load import Config, load
 from launcher.errors import Finding
-from launcher.options import Batch, Options, Watch
+from launcher.stage import options, stage
+from launcher.stage.options import Batch, Options, Watch
 
 LONG = "x" * 5000
 

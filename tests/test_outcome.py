@@ -20,13 +20,17 @@ import test_resume
 from test_check import Run, brief, sft, step
 from test_resume import TRL, Make, codes
 
-from launcher import checksums, contents, files, judgement, series, start
-from launcher.attempt import Attempt
-from launcher.check import Point, Verdict
-from launcher.rundir import RunFolder
-from launcher.watching import saves
-from launcher.watching.optimizer import Movement, Optimizer
-from launcher.watching.process import Process, Record, Settings
+from launcher import files
+from launcher.cache import inputs
+from launcher.lifecycle import checksums, start
+from launcher.probe.watching import saves
+from launcher.probe.watching.optimizer import Movement, Optimizer
+from launcher.probe.watching.process import Process, Record, Settings
+from launcher.report import series
+from launcher.runs.attempt import Attempt
+from launcher.runs.rundir import RunFolder
+from launcher.verdict import judge
+from launcher.verdict.check import Point, Verdict
 
 DONE = {"event": "end", "exit": 0}
 ASKED = {"loss": "finite", "memory": "ok", "finish": "completed", "liger": "off", "packing": "off"}
@@ -43,7 +47,7 @@ stages = test_resume.run  # a fixture
 
 
 def judged(folder: Path, **asked: str) -> Verdict:
-    return judgement.judge(RunFolder(folder), {**ASKED, **asked}).verdict
+    return judge.judge(RunFolder(folder), {**ASKED, **asked}).verdict
 
 
 def point(verdict: Verdict, name: str) -> Point | None:
@@ -186,7 +190,7 @@ def trained(run: Run, place: Path, name: str = "model.safetensors") -> Path:
 
 
 def _identity() -> dict[str, Any]:
-    from launcher import process
+    from launcher.machine import process
 
     return process.identify(os.getpid()).as_json()
 
@@ -296,13 +300,13 @@ def test_what_changed_since_the_start_fails_with_file_and_fingerprints(
 
 
 def digest(path: Path) -> str:
-    from launcher.fingerprint import Memory, of_data
+    from launcher.artifacts.fingerprint import Memory, of_data
 
     return of_data(str(path), Memory()).digest
 
 
 def model_of(path: Path) -> dict[str, Any]:
-    from launcher.fingerprint import Memory, of_model
+    from launcher.artifacts.fingerprint import Memory, of_model
 
     found = of_model(str(path), Memory())
     files = {one.name: one.digest for one in found.files}
@@ -310,7 +314,7 @@ def model_of(path: Path) -> dict[str, Any]:
 
 
 def record(run: Run, before: list[dict[str, Any]], cwd: Path) -> None:
-    changed = contents.changed(before, cwd)
+    changed = inputs.changed(before, cwd)
     files.write_json(RunFolder(run.folder).inputs(1), {"changed": changed})
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from conftest import Write
 
-from launcher import config
-from launcher.cli import main
+from launcher.cli.main import main
+from launcher.config import load
 from launcher.errors import InvalidConfig
 
 STAGE = """\
@@ -32,12 +32,12 @@ def stage_file(write: Write) -> Path:
 
 
 def args(path: Path, *overrides: str) -> dict[str, Any]:
-    return dict(config.load(path, overrides).args)
+    return dict(load.load(path, overrides).args)
 
 
 def fault(path: Path, *overrides: str) -> str:
     with pytest.raises(InvalidConfig) as raised:
-        config.load(path, overrides)
+        load.load(path, overrides)
     (found,) = raised.value.findings
     assert (found.code, found.file) == ("bad-override", str(path))
     return f"{found.message} | {found.help}"
@@ -90,12 +90,12 @@ def test_what_is_no_override(stage_file: Path) -> None:
 
 def test_all_bad_overrides_at_once(stage_file: Path) -> None:
     with pytest.raises(InvalidConfig) as raised:
-        config.load(stage_file, ["a", "seed=1", "b=None"])
+        load.load(stage_file, ["a", "seed=1", "b=None"])
     assert len(raised.value.findings) == 2
 
 
 def test_options_and_arguments_of_a_stage_file(stage_file: Path) -> None:
-    loaded = config.load(
+    loaded = load.load(
         stage_file, ["batch.global=64", "deepspeed=none", "seed=1", "args.a=2", "name=x"]
     )
     assert loaded.options == {
@@ -108,7 +108,7 @@ def test_options_and_arguments_of_a_stage_file(stage_file: Path) -> None:
 
 
 def test_the_origin_of_an_override(stage_file: Path) -> None:
-    loaded = config.load(stage_file, ["learning_rate=2", "dataset_mixer_list=[c]"])
+    loaded = load.load(stage_file, ["learning_rate=2", "dataset_mixer_list=[c]"])
     assert str(loaded.origin("args.learning_rate")) == "override `learning_rate=2`"
     assert str(loaded.origin("args.dataset_mixer_list[0]")) == "override `dataset_mixer_list=[c]`"
     assert loaded.origin("args.learning_rate").file == str(stage_file)
@@ -126,7 +126,7 @@ def test_a_fault_of_an_override_is_where_it_was_said(
     (found,) = json.loads(capsys.readouterr().out)["findings"]
     assert (found["file"], found["line"], found["override"]) == (str(stage_file), None, "seed")
     with pytest.raises(InvalidConfig) as raised:
-        config.load(stage_file, ["x=${a//b}"])
+        load.load(stage_file, ["x=${a//b}"])
     assert raised.value.findings[0].place == f"override `x=${{a//b}}` of {stage_file}"
 
 
@@ -134,7 +134,7 @@ def test_a_fault_of_an_override_is_where_it_was_said(
 @pytest.mark.parametrize("key", ["a.b.c", "args.args.seed"])
 def test_the_origin_of_what_an_override_goes_through(write: Write, shape: str, key: str) -> None:
     path = write("a.yaml", shape)
-    loaded = config.load(path, [f"{key}=1"])
+    loaded = load.load(path, [f"{key}=1"])
     (made,) = [name for name in loaded.args if name in {"a", "args", "seed", "empty"}][-1:]
     assert str(loaded.origin(f"args.{made}")) == f"override `{key}=1`"
     # what nobody gave is missing in the file
@@ -145,7 +145,7 @@ def test_the_origin_of_what_an_override_goes_through(write: Write, shape: str, k
     "key", ["dataset_mixer_list[1]", "args.dataset_mixer_list[1]", "dataset_mixer_list.1"]
 )
 def test_an_entry_of_a_list(stage_file: Path, key: str) -> None:
-    loaded = config.load(stage_file, [f"{key}=0.5"])
+    loaded = load.load(stage_file, [f"{key}=0.5"])
     assert loaded.args["dataset_mixer_list"] == ["a", 0.5, "b", 2]
     assert loaded.origin("args.dataset_mixer_list[1]").override == f"{key}=0.5"
     assert loaded.origin("args.dataset_mixer_list[2]").line == 5
@@ -166,7 +166,7 @@ def test_flat_files_take_arguments_and_options(write: Write) -> None:
         "deepspeed=zero3",
         "batch.global=8",
     ]
-    loaded = config.load(path, texts)
+    loaded = load.load(path, texts)
     assert loaded.shape == "flat"
     assert loaded.args == {"learning_rate": 2, "seed": 3, "mixer_list": ["a", 0.5]}
     assert loaded.options == {"deepspeed": "zero3", "batch": {"global": 8}}
@@ -181,7 +181,7 @@ def test_wrapped_files_take_arguments_and_options(write: Write) -> None:
         "seed=2", "args.a=3", "open_instruct.args.b=4", "mixer_list[0]=c", "num_gpus=2",
         "deepspeed=zero3", "script=dpo_tune_cache.py", "expect.liger=any",
     ]  # fmt: skip
-    loaded = config.load(path, texts)
+    loaded = load.load(path, texts)
     assert loaded.args == {"seed": 2, "a": 3, "b": 4, "mixer_list": ["c"]}
     assert loaded.options == {
         "num_gpus": 2,

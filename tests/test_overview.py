@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher import files, overview, process, rundir
-from launcher.rundir import RunFolder
+from launcher import files
+from launcher.machine import process
+from launcher.report import overview
+from launcher.runs import rundir
+from launcher.runs.rundir import RunFolder
 
 
 @pytest.fixture

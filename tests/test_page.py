@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from made_runs import console, loss, made, manifest
 
-from launcher import page, rundir, series, start
+from launcher.lifecycle import start
 from launcher.redaction import REDACTED
-from launcher.rundir import RunFolder
-from launcher.series import Run
+from launcher.report import page, series
+from launcher.report.series import Run
+from launcher.runs import rundir
+from launcher.runs.rundir import RunFolder
 
 VOID = {"meta", "br", "input", "img", "link", "hr"}
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&<!-- ünï 日本 \u202e\x1b[31m\x00"

@@ -29,9 +29,8 @@ from verdicts import (
     words_of,
 )
 
-from launcher import upstream
-from launcher.backends import open_instruct
-from launcher.schema import Field, Schema
+from launcher.upstream import locate, open_instruct
+from launcher.upstream.schema import Field, Schema
 
 SETS = 2500  # for each stage
 SEED = 20260407
@@ -103,7 +102,7 @@ def theirs(open_instruct_answers: list[Any]) -> dict[str, list[str | None]]:
 
 @pytest.fixture(scope="session")
 def trl_description() -> dict[str, Any]:
-    installed = upstream.locate("trl")
+    installed = locate.locate("trl")
     if installed.root is None or not installed.pinned:
         pytest.skip(f"{NO_PACKAGES}: {installed.pin} is not installed")
     described: dict[str, Any] = ask("trl", None, [])[0]

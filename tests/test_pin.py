@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from repositories import UTILS, commit, git, script, transformation
 
-from launcher import pin, upstream
 from launcher.errors import Exit
-from launcher.pin import Place, Status
+from launcher.pin import pin
+from launcher.pin.pin import Place, Status
+from launcher.upstream import locate
 
 FILES = {
     "__init__.py": "", "utils.py": UTILS, "finetune.py": script(),
@@ -27,7 +28,7 @@ def pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     commit(path, {**FILES, "finetune.py": script(more="seed: int = 1")}, "before")
     named = commit(path, FILES, "the pinned one")
     # what the committed facts would hold of it
-    facts = dict(upstream.snapshot("open_instruct"))
+    facts = dict(locate.snapshot("open_instruct"))
     facts["version"] = named
     facts["files"] = {
         f"open_instruct/{name}": hashlib.sha256(text.encode()).hexdigest()
@@ -36,10 +37,10 @@ def pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     commit(path, {"finetune.py": script(more="seed: int = 2")}, "after")
     git(path, "checkout", "-q", named)
     monkeypatch.setattr(pin, "PIN", named)
-    monkeypatch.setattr(upstream, "snapshot", lambda backend: facts)
-    monkeypatch.setattr(upstream, "REPOSITORY", tmp_path / "installed")
-    monkeypatch.setattr(upstream, "SUBMODULE", tmp_path / "installed" / "external" / "oi")
-    monkeypatch.setattr(upstream, "FOUND_IN", (tmp_path / "found",))
+    monkeypatch.setattr(locate, "snapshot", lambda backend: facts)
+    monkeypatch.setattr(locate, "REPOSITORY", tmp_path / "installed")
+    monkeypatch.setattr(locate, "SUBMODULE", tmp_path / "installed" / "external" / "oi")
+    monkeypatch.setattr(locate, "FOUND_IN", (tmp_path / "found",))
     return path
 
 
@@ -49,7 +50,7 @@ def place(told: Status, source: str) -> Place:
 
 def launch_repository(pinned: Path, recorded: str | None = None) -> Path:
     """launch's own repository, with a submodule that its index records and an empty folder."""
-    root = upstream.REPOSITORY
+    root = locate.REPOSITORY
     (root / "external" / "oi").mkdir(parents=True)
     git(root, "init", "-q")
     git(root, "update-index", "--add", "--cacheinfo", f"160000,{recorded or pin.PIN},external/oi")

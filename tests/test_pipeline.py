@@ -18,10 +18,12 @@ import yaml
 from conftest import PATIENCE_S, REPOSITORY, Write
 from fake_world import World, made, needs_trl, until
 
-from launcher import chain, handover, lease, rundir
+from launcher.config import pipeline as chain
 from launcher.errors import InvalidConfig, UsageError
-from launcher.handover import Order
-from launcher.preparation import Request
+from launcher.lifecycle.prepare import Request
+from launcher.runs import lease, rundir
+from launcher.workflows.pipeline import plan
+from launcher.workflows.pipeline.plan import Order
 
 pytestmark = pytest.mark.slow
 
@@ -200,8 +202,8 @@ def test_with_and_the_command_line(write: Write) -> None:
 # --- judged beforehand -----------------------------------------------------------------------------
 
 
-def surveyed(path: Path, gpus: int = 0, **more: Any) -> handover.Survey:
-    return handover.survey(ordered(chain.load(path), gpus=gpus, **more), running=False)
+def surveyed(path: Path, gpus: int = 0, **more: Any) -> plan.Survey:
+    return plan.survey(ordered(chain.load(path), gpus=gpus, **more), running=False)
 
 
 def refused(path: Path, **more: Any) -> dict[str, tuple[str | None, int | None, str]]:
@@ -346,7 +348,7 @@ def test_the_committed_pipelines_hold_together(
     monkeypatch.chdir(tmp_path)
     path = REPOSITORY / "configs" / f"{name}.yaml"
     order = ordered(chain.load(path), gpus=0 if "demo" in name else 8)
-    told = handover.survey(order, running=False)
+    told = plan.survey(order, running=False)
     assert [f for f in told.findings if f.severity == "error"] == []
     assert [one.link.source for one in told.steps.values()] == [None, "sft"]
 

@@ -8,7 +8,7 @@ import pytest
 from plans import CONFIGS, SFT, TRL, from_text, planned, staged
 
 from launcher.errors import Finding, InvalidConfig
-from launcher.plan import Plan
+from launcher.plan.plan import Plan
 
 
 def sft(folder: Path, more: str = "", gpus: int = 1, **changes: str) -> Plan:

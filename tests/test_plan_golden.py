@@ -15,8 +15,9 @@ import pytest
 from conftest import REPOSITORY
 from typer.testing import CliRunner
 
-from launcher import config, upstream
-from launcher.commands import app
+from launcher.cli.commands import app
+from launcher.config import load
+from launcher.upstream import locate
 
 GOLDEN = Path(__file__).parent / "data" / "plans"
 # the demos are for the CPU, whose memory is not planned
@@ -49,7 +50,7 @@ def commands(name: str) -> list[list[str]]:
 
 def terms(name: str) -> list[str]:
     """How long and how many the rows of a file's data are, and how large a model that is not here yet."""
-    args = config.load(REPOSITORY / name).args
+    args = load.load(REPOSITORY / name).args
     listed = args.get("dataset_mixer_list") or args.get("mixer_list") or [args["dataset_name"], 1.0]
     tokens, rows = DATA[str(listed[0])]
     words = ["--row-tokens", tokens]
@@ -80,8 +81,8 @@ def nothing_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(tmp_path / name))
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "LAUNCH_OPEN_INSTRUCT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(upstream, "SUBMODULE", tmp_path / "none")
-    monkeypatch.setattr(upstream, "FOUND_IN", ())
+    monkeypatch.setattr(locate, "SUBMODULE", tmp_path / "none")
+    monkeypatch.setattr(locate, "FOUND_IN", ())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher import position
-from launcher.position import Place, Shape
+from launcher.lifecycle.resume import epochs
+from launcher.lifecycle.resume.epochs import Place, Shape
 
 Step = list[tuple[int, int]]
 """One optimizer step: the micro-batches it takes, each as (whose order, which of that order)."""
@@ -54,8 +54,8 @@ def test_a_resume_is_called_exact_just_where_the_loops_agree(
     assert len(alone) == shape.total
     if step > shape.total:
         return
-    saved = position.advanced(shape, Place(0, 0), step)
-    wrong = position.of_step(stage, step, saved, shape, shape, keeps_order=keeps)
+    saved = epochs.advanced(shape, Place(0, 0), step)
+    wrong = epochs.of_step(stage, step, saved, shape, shape, keeps_order=keeps)
     same = played(stage, shape, step, keeps=keeps) == alone[step:]
     assert (wrong is None) == same, (wrong, alone[step:], played(stage, shape, step, keeps=keeps))
 
@@ -64,42 +64,42 @@ def test_a_resume_is_called_exact_just_where_the_loops_agree(
 def test_advancing_in_two_parts_is_advancing_at_once(shape: Shape, steps: int) -> None:
     at = Place(0, 0)
     for _ in range(steps):
-        at = position.advanced(shape, at, 1)
+        at = epochs.advanced(shape, at, 1)
         # the end of an epoch is the begin of the next one
         if at.micro >= shape.micro:
             at = Place(at.epoch + 1, 0)
-    assert at == position.advanced(shape, Place(0, 0), steps)
+    assert at == epochs.advanced(shape, Place(0, 0), steps)
 
 
 @settings(max_examples=300)
 @given(st.sampled_from(["sft", "dpo"]), shapes, st.integers(1, 12))
 def test_what_is_recommended_is_exact(stage: str, shape: Shape, every: int) -> None:
-    wrong = list(position.inexact(stage, shape, every))
+    wrong = list(epochs.inexact(stage, shape, every))
     alone = played(stage, shape)
     for step in range(every, shape.total, every):
         assert (step in wrong) == (played(stage, shape, step) != alone[step:])
-    exact = position.exact_steps(stage, shape, every)
-    assert exact is None or not list(position.inexact(stage, shape, exact))
+    exact = epochs.exact_steps(stage, shape, every)
+    assert exact is None or not list(epochs.inexact(stage, shape, exact))
 
 
 def test_measured_at_the_pin() -> None:
     """Real runs: 44 rows of 4, accumulation 2, two epochs: 11 micro-batches an epoch, 6 steps."""
     shape = Shape(rows=44, per_device=4, devices=1, accumulation=2, epochs=2)
     assert (shape.micro, shape.updates, shape.total, shape.passes) == (11, 6, 12, 2)
-    assert position.counted(shape, 6) == Place(1, 1)
-    assert position.counted(shape, 8) == Place(1, 5)
-    assert list(position.inexact("sft", shape, 2)) == [6, 8, 10]
-    assert position.exact_steps("sft", shape, 2) is None
+    assert epochs.counted(shape, 6) == Place(1, 1)
+    assert epochs.counted(shape, 8) == Place(1, 5)
+    assert list(epochs.inexact("sft", shape, 2)) == [6, 8, 10]
+    assert epochs.exact_steps("sft", shape, 2) is None
     even = Shape(rows=48, per_device=4, devices=1, accumulation=2, epochs=2)
-    assert list(position.inexact("sft", even, 2)) == []
+    assert list(epochs.inexact("sft", even, 2)) == []
     # 12 steps became 10 when DPO went on from step 2, none was lost from step 6 or 8
-    assert list(position.inexact("dpo", even, 2)) == [2, 4]
-    assert position.exact_steps("dpo", even, 2) == 6
+    assert list(epochs.inexact("dpo", even, 2)) == [2, 4]
+    assert epochs.exact_steps("dpo", even, 2) == 6
     # with accelerate 1.12 SFT went on from step 4 exactly, and from step 8 elsewhere
-    assert list(position.inexact("sft", even, 4, keeps_order=False)) == [8]
+    assert list(epochs.inexact("sft", even, 4, keeps_order=False)) == [8]
     # with max_train_steps 8 step 8 is inside the second epoch: a ninth was trained
     limited = Shape(rows=48, per_device=4, devices=1, accumulation=2, limit=8)
-    told = position.of_step("sft", 8, Place(1, 4), limited, limited)
+    told = epochs.of_step("sft", 8, Place(1, 4), limited, limited)
     assert told is not None and told.reason == "over"
 
 
@@ -109,19 +109,19 @@ def test_other_devices_and_the_same_rows() -> None:
         Shape(rows=64, per_device=4, devices=2, accumulation=2, epochs=2),
         Shape(rows=64, per_device=2, devices=4, accumulation=2, epochs=2),
     ):
-        assert position.of_step("sft", 3, position.advanced(was, Place(0, 0), 3), was, now) is None
+        assert epochs.of_step("sft", 3, epochs.advanced(was, Place(0, 0), 3), was, now) is None
     doubled = Shape(rows=64, per_device=2, devices=4, accumulation=4, epochs=2)
-    told = position.of_step("sft", 3, position.advanced(was, Place(0, 0), 3), was, doubled)
+    told = epochs.of_step("sft", 3, epochs.advanced(was, Place(0, 0), 3), was, doubled)
     assert told is not None and told.reason == "place"
-    assert position.of_epoch(0, was, was) is None
-    counted = position.of_epoch(0, was, doubled)
+    assert epochs.of_epoch(0, was, was) is None
+    counted = epochs.of_epoch(0, was, doubled)
     assert counted is not None and "4 steps" in counted.text
 
 
 def test_transformers_counts_in_steps() -> None:
-    assert position.of_trl(10, 0.5, 16, 16, 40) is None
-    moved = position.of_trl(10, 0.5, 16, 32, 40)
+    assert epochs.of_trl(10, 0.5, 16, 16, 40) is None
+    moved = epochs.of_trl(10, 0.5, 16, 32, 40)
     assert moved is not None and moved.reason == "place"
-    over = position.of_trl(40, 1.5, 16, 16, 40)
+    over = epochs.of_trl(40, 1.5, 16, 16, 40)
     assert over is not None and over.reason == "over"
-    assert position.of_trl(40, 2.0, 16, 16, 40) is None
+    assert epochs.of_trl(40, 2.0, 16, 16, 40) is None

@@ -21,10 +21,13 @@ from conftest import NO_PACKAGES, PATIENCE_S, REPOSITORY, STAND_INS
 from fake_world import until
 from saved import UNKNOWN, tensors
 
-from launcher import cache_folders, entries, hub_files, locks, plan, preparation
-from launcher.cli import main
-from launcher.plan import Plan
-from launcher.preparation import Request
+from launcher.cache import entries, folders, hub
+from launcher.cli.main import main
+from launcher.lifecycle import prepare as preparation
+from launcher.lifecycle.prepare import Request
+from launcher.machine import locks
+from launcher.plan import plan
+from launcher.plan.plan import Plan
 
 CONFIGS = REPOSITORY / "configs" / "demo"
 COMMIT = "a" * 40
@@ -78,7 +81,7 @@ def prepare(
 def run(*words: str) -> dict[str, Any]:
     """A real start; the verdict's points by name."""
     done = subprocess.run(
-        [sys.executable, "-m", "launcher.cli", *words, "--format", "json"],
+        [sys.executable, "-m", "launcher", *words, "--format", "json"],
         capture_output=True, text=True,
     )  # fmt: skip
     told = json.loads(done.stdout)
@@ -147,7 +150,7 @@ def test_dpo_leaves_the_reference_to_the_run_and_stops_clean(
     words = [
         sys.executable,
         "-m",
-        "launcher.cli",
+        "launcher",
         "prepare",
         str(CONFIGS / DPO[0]),
         *DPO[1:],
@@ -260,23 +263,23 @@ def test_a_model_that_is_not_here_is_named(
 
 
 def test_a_folder_lacks_what_its_index_names(tmp_path: Path) -> None:
-    assert hub_files.lacking(tmp_path / "gone", "model") is not None
-    assert "config.json" in str(hub_files.lacking(tmp_path, "model"))
+    assert hub.lacking(tmp_path / "gone", "model") is not None
+    assert "config.json" in str(hub.lacking(tmp_path, "model"))
     (tmp_path / "config.json").write_text(UNKNOWN)
-    assert "no weights" in str(hub_files.lacking(tmp_path, "model"))
+    assert "no weights" in str(hub.lacking(tmp_path, "model"))
     names = {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
     index = {"metadata": {}, "weight_map": names}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     tensors(tmp_path / "model-1-of-2.safetensors")
-    assert "model-2-of-2.safetensors is missing" in str(hub_files.lacking(tmp_path, "model"))
+    assert "model-2-of-2.safetensors is missing" in str(hub.lacking(tmp_path, "model"))
     # a link whose blob was removed is no file
     (tmp_path / "model-2-of-2.safetensors").symlink_to(tmp_path / "blob")
-    assert hub_files.lacking(tmp_path, "model") is not None
+    assert hub.lacking(tmp_path, "model") is not None
     tensors(tmp_path / "blob")
-    assert hub_files.lacking(tmp_path, "model") is None
-    assert "no tokenizer" in str(hub_files.lacking(tmp_path, "tokenizer"))
+    assert hub.lacking(tmp_path, "model") is None
+    assert "no tokenizer" in str(hub.lacking(tmp_path, "tokenizer"))
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert hub_files.lacking(tmp_path, "tokenizer") is None
+    assert hub.lacking(tmp_path, "tokenizer") is None
 
 
 def planned(config: str, *words: str) -> Plan:
@@ -306,7 +309,7 @@ def folder(place: Path, checkout: Path) -> Iterator[Path]:
     path = place / f"dataset-{digest[:16]}"
     path.mkdir()
     record = {"launch_cache": 1, "kind": "dataset", "digest": digest}
-    (path / cache_folders.RECORD).write_text(json.dumps(record))
+    (path / folders.RECORD).write_text(json.dumps(record))
     yield path
 
 
@@ -356,13 +359,13 @@ def test_a_set_made_before_the_download_is_no_hit(folder: Path, place: Path) -> 
 
 
 def test_what_a_plan_reads(place: Path) -> None:
-    read = hub_files.wanted(planned("sft_open_instruct.yaml", "tokenizer_name_or_path=acme/words"))
+    read = hub.wanted(planned("sft_open_instruct.yaml", "tokenizer_name_or_path=acme/words"))
     assert [(one.role, one.name) for one in read] == [
         ("whole", "build/demo/model"),
         ("tokenizer", "acme/words"),
         ("card", "build/demo/data/sft/train.jsonl"),
     ]
-    read = hub_files.wanted(planned("sft.yaml", "model_revision=v2"))
+    read = hub.wanted(planned("sft.yaml", "model_revision=v2"))
     assert [(one.role, one.revision) for one in read] == [("model", "v2"), ("data", None)]
 
 

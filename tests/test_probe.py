@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from conftest import PATIENCE_S
 
-from launcher.watching import Probe
+from launcher.probe.watching import Probe
 
-PROBE = Path(__file__).parent.parent / "launcher" / "probe.py"
+PROBE = Path(__file__).parent.parent / "launcher" / "probe" / "run.py"
 PIECES = {path.stem: path for path in (PROBE.parent / "watching").glob("*.py")}
 
 FAKES = {
@@ -201,7 +201,7 @@ def training(tmp_path: Path) -> Training:
 
 
 # the probe loads it by its place, too
-CONTENT = PROBE.parent / "content.py"
+CONTENT = PROBE.parent.parent / "artifacts" / "digest.py"
 
 
 @pytest.mark.parametrize("path", [PROBE, CONTENT, *PIECES.values()], ids=lambda path: path.stem)

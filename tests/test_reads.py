@@ -9,7 +9,7 @@ import programs
 import pytest
 from source_package import conditions_of, package, path_of
 
-from launcher import conditions, reads
+from launcher.upstream.source import conditions, reads
 
 UNKNOWN = object()
 

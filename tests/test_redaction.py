@@ -235,7 +235,7 @@ def test_codes_and_states_are_never_secrets() -> None:
 
 @pytest.mark.parametrize("size", [1, 64, 1000])
 def test_a_private_key_is_hidden_wherever_the_log_is_cut(size: int) -> None:
-    from launcher.following import Shown
+    from launcher.lifecycle.follow import Shown
 
     block = f"-----BEGIN PRIVATE KEY-----\n{PEM}-----END PRIVATE KEY-----\n"
     raw = f"a\n{block}step 1\n".encode()

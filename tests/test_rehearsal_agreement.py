@@ -16,10 +16,10 @@ import pytest
 from test_rehearse import needs_trl
 from test_training import needs_open_instruct
 
-from launcher import config
-from launcher.preparation import Request, judge
-from launcher.rehearse.ask import Servers, described
-from launcher.rehearse.rehearsal import Attempts
+from launcher.config import load
+from launcher.lifecycle.prepare import Request, judge
+from launcher.workflows.rehearse.ask import Servers, described
+from launcher.workflows.rehearse.rehearsal import Attempts
 
 SEED, COUNT = int(os.environ.get("SEED", "20261124")), int(os.environ.get("N", "10"))
 
@@ -161,7 +161,7 @@ def test_rules_and_rehearsals_refuse_the_same(
         for number, chosen in enumerate(sets(backend, stage)):
             path = tmp_path / f"{number}.yaml"
             args = "".join(
-                f"  {name}: {config.spelt(value)}\n"
+                f"  {name}: {load.spelt(value)}\n"
                 for name, value in {**base(backend, stage, demo_assets), **chosen}.items()
             )
             path.write_text(f"stage: {stage}\nbackend: {backend}\ndeepspeed: none\nargs:\n{args}")

@@ -17,14 +17,14 @@ import pytest
 from test_training import needs_open_instruct
 from typer.testing import CliRunner
 
-from launcher.commands import app
+from launcher.cli.commands import app
 from launcher.errors import Finding, InvalidConfig, NotReady, not_ready, said
-from launcher.machine import Trainer, find_trainer
-from launcher.preparation import Request, judge
-from launcher.rehearse import ask, first, rehearsal
-from launcher.rehearse.ask import Server
-from launcher.rehearse.rehearsal import Rehearsal
-from launcher.stage import Judged
+from launcher.lifecycle.prepare import Request, judge
+from launcher.machine.python import Trainer, find_trainer
+from launcher.stage.stage import Judged
+from launcher.workflows.rehearse import ask, first, rehearsal
+from launcher.workflows.rehearse.ask import Server
+from launcher.workflows.rehearse.rehearsal import Rehearsal
 
 needs_trl = pytest.mark.skipif(
     importlib.util.find_spec("trl") is None, reason="no training packages: trl"

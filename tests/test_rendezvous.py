@@ -7,9 +7,9 @@ import socket
 import pytest
 from plans import CONFIGS, built, planned, staged
 
-from launcher import rendezvous
 from launcher.errors import UsageError
-from launcher.rendezvous import Rendezvous
+from launcher.runs import rendezvous
+from launcher.runs.rendezvous import Rendezvous
 
 SLURM = {
     "SLURM_JOB_ID": "12345", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2",

@@ -11,8 +11,8 @@ import pytest
 from conftest import PATIENCE_S
 from made_runs import loss, made, manifest
 
-from launcher import page, series
-from launcher.series import Run
+from launcher.report import page, series
+from launcher.report.series import Run
 
 Browser = Any
 

@@ -14,26 +14,21 @@ import pytest
 import saved
 from plans import built, from_text, planned, trainer
 
-from launcher import (
-    check,
-    contents,
-    files,
-    judgement,
-    lease,
-    manifest,
-    measures,
-    plan,
-    resume,
-    rundir,
-)
-from launcher.cli import main
+from launcher import files
+from launcher.artifacts.fingerprint import Memory
+from launcher.cache import inputs
+from launcher.cli.main import main
 from launcher.errors import UsageError
-from launcher.evidence import read_run
-from launcher.fingerprint import Memory
-from launcher.plan import Plan
-from launcher.record import Record
-from launcher.resume import Decision
-from launcher.rundir import RunFolder
+from launcher.lifecycle import manifest
+from launcher.lifecycle.resume import decision as resume
+from launcher.lifecycle.resume.decision import Decision
+from launcher.plan import plan
+from launcher.plan.plan import Plan
+from launcher.runs import lease, rundir
+from launcher.runs.record import Record
+from launcher.runs.rundir import RunFolder
+from launcher.verdict import check, judge, metrics
+from launcher.verdict.evidence import read_run
 
 SFT = """
 stage: sft
@@ -108,7 +103,7 @@ class Run:
         return resume.judge(
             self.made, output=self.output, folder=self.folder if told else None,
             history=self.history(),
-            trainer=self.trainer, now=contents.of_plan(self.made), allowed=allow,
+            trainer=self.trainer, now=inputs.of_plan(self.made), allowed=allow,
         )  # fmt: skip
 
     def history(self) -> list[Record]:
@@ -124,7 +119,7 @@ class Run:
         told = manifest.manifest(
             attempt, rundir.now(), made, built(made), self.trainer, self.output, []
         )
-        more = {"resume": decision.as_json(), "contents": contents.of_plan(made)}
+        more = {"resume": decision.as_json(), "contents": inputs.of_plan(made)}
         files.write_json(self.folder.manifest, {**told, **more})
         self.folder.console(attempt).write_text("")
         return decision
@@ -592,17 +587,17 @@ def test_ranks_that_left_nothing(run: Make) -> None:
 
 
 def test_a_reference_that_is_gone_is_never_made_of_a_half_trained_model(run: Make) -> None:
-    from launcher import caches
+    from launcher.cache import keys
 
     one = run(DPO)
-    held: list[caches.Cache] = []
+    held: list[keys.Cache] = []
 
     def again(*overrides: str) -> Decision:
         made = one.plan(*overrides, gpus=1)
-        held[:] = caches.derive(made, one.trainer.packages, running=False)
+        held[:] = keys.derive(made, one.trainer.packages, running=False)
         return resume.judge(
             made, output=one.output, history=one.history(), folder=one.folder, trainer=one.trainer,
-            caches=held, now=contents.of_plan(made),
+            caches=held, now=inputs.of_plan(made),
         )  # fmt: skip
 
     # of checkpoints that nobody here has made, before the first start
@@ -610,7 +605,7 @@ def test_a_reference_that_is_gone_is_never_made_of_a_half_trained_model(run: Mak
     made = one.plan(gpus=1)
     foreign = resume.judge(
         made, output=one.output, history=[], folder=None, trainer=one.trainer,
-        caches=caches.derive(made, one.trainer.packages, running=False),
+        caches=keys.derive(made, one.trainer.packages, running=False),
     )  # fmt: skip
     assert "reference-gone" in codes(foreign)
     shutil.rmtree(one.output)
@@ -742,21 +737,21 @@ def test_every_step_is_told_once_and_by_the_attempt_that_counts(tmp_path: Path) 
     made_runs.made(path, attempt=2, first=31, steps=35, scale=2, ended=False)
     made_runs.made(path, attempt=3, first=31, steps=30, ended=False)
     made_runs.made(path, attempt=4, first=31, steps=50, scale=3)
-    attempts = [measures.metrics_rows(read_run(path, attempt=n)) for n in range(1, 5)]
-    rows = measures.merged_rows(attempts)
+    attempts = [metrics.metrics_rows(read_run(path, attempt=n)) for n in range(1, 5)]
+    rows = metrics.merged_rows(attempts)
     assert [row["step"] for row in rows] == list(range(1, 51))
     assert [row["seconds"] for row in rows] == [0.5] * 30 + [1.5] * 20
-    assert measures.merged_rows([]) == []
+    assert metrics.merged_rows([]) == []
 
 
 def test_a_resumed_run_is_judged_as_one_run(tmp_path: Path) -> None:
     path = made_runs.made(tmp_path / "run", steps=40, ended=False)
-    first = [row["loss"] for row in measures.metrics_rows(read_run(path))]
+    first = [row["loss"] for row in metrics.metrics_rows(read_run(path))]
     made_runs.made(path, attempt=2, first=38, steps=40)
-    found = judgement.whole(judgement.read(RunFolder(path)))
+    found = judge.whole(judge.read(RunFolder(path)))
     # what the first attempt did from step 38 on is not in the weights
-    assert measures.earlier(found, "loss") == first[:37] and len(measures.whole_losses(found)) == 40
-    assert measures.metrics(found)["first_loss"] == first[0]
+    assert metrics.earlier(found, "loss") == first[:37] and len(metrics.whole_losses(found)) == 40
+    assert metrics.metrics(found)["first_loss"] == first[0]
     (trend,) = (p for p in check.judge("sft", {"trend": "any"}, found).points if p.name == "trend")
     assert trend.detail["losses"] == 40
 
@@ -765,7 +760,7 @@ def test_an_attempt_with_nothing_left_is_judged_by_the_steps_before(tmp_path: Pa
     path = made_runs.made(tmp_path / "run", steps=40, ended=False)
     made_runs.made(path, attempt=2, first=41, steps=40)
     folder = RunFolder(path)
-    assert judgement.whole(judgement.read(folder)).probe is not None
+    assert judge.whole(judge.read(folder)).probe is not None
     with (path / "probe" / "rank-0.jsonl").open("a") as file:
         for event in (
             {"event": "start", "rank": 0, "world": 1, "attempt": 3},
@@ -774,7 +769,7 @@ def test_an_attempt_with_nothing_left_is_judged_by_the_steps_before(tmp_path: Pa
         ):
             file.write(json.dumps(event) + "\n")
     (path / "console.3.log").write_text("💾 Model saved to out/a.\n")
-    found = judgement.whole(judgement.read(folder))
+    found = judge.whole(judge.read(folder))
     assert found.probe is not None and found.probe.last_step == 40
     assert found.exit is None and found.log is not None and found.log.path.name == "console.3.log"
 
@@ -794,6 +789,6 @@ def test_the_largest_gradient_norm_is_that_of_the_whole_run(tmp_path: Path) -> N
             event["grad_norm"] = 99.0 if gone else norms.get(event["step"], 1.0)
         lines.append(json.dumps(event) + "\n")
     record.write_text("".join(lines))
-    found = measures.metrics(judgement.whole(judgement.read(RunFolder(path))))
+    found = metrics.metrics(judge.whole(judge.read(RunFolder(path))))
     assert (found["max_grad_norm"], found["last_grad_norm"]) == (9.0, 1.0)
-    assert measures.metrics(read_run(path))["max_grad_norm"] == 2.0
+    assert metrics.metrics(read_run(path))["max_grad_norm"] == 2.0

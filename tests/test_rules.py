@@ -10,9 +10,9 @@ import pytest
 from conftest import Write
 from verdicts import schema_of
 
-from launcher import rules
 from launcher.errors import Finding
-from launcher.schema import Values
+from launcher.rules import registry
+from launcher.upstream.schema import Values
 
 # A valid, quiet base for each script.
 SFT = {
@@ -38,7 +38,7 @@ def values_of(script: str, changes: dict[str, Any]) -> Values:
 
 
 def found(script: str, **changes: Any) -> list[Finding]:
-    return list(rules.apply(values_of(script, changes)))
+    return list(registry.apply(values_of(script, changes)))
 
 
 @pytest.mark.parametrize("script", BASES)
@@ -206,11 +206,14 @@ def test_names_are_looked_up_in_the_source_at_hand() -> None:
     values = values_of("sft", {"chat_template_name": "new", "get_tokenizer_fn": "new"})
     schema = values.schema
     elsewhere = {"CHAT_TEMPLATES": {"new": []}, "GET_TOKENIZER_FN": {"new": ["tc"]}}
-    assert {f.code for f in rules.apply(values)} == {"unknown-template", "unknown-function"}
+    assert {f.code for f in registry.apply(values)} == {"unknown-template", "unknown-function"}
     # another commit's mappings know both names; of one without such mappings nothing is known
     for tables in (elsewhere, {}):
         given = Values(replace(schema, version="0123456789ab", tables=tables), dict(values))
-        assert not {f.code for f in rules.apply(given)} & {"unknown-template", "unknown-function"}
+        assert not {f.code for f in registry.apply(given)} & {
+            "unknown-template",
+            "unknown-function",
+        }
 
 
 @pytest.mark.parametrize("name", ["x" * 5000 + ".jsonl"])
@@ -251,7 +254,7 @@ def test_without_data_it_says_what_upstream_would_do(script: str) -> None:
 
 def test_every_rule_says_where_upstream_says_so() -> None:
     for backend in ("open_instruct", "trl"):
-        by_stage = rules.of_backend(backend)
+        by_stage = registry.of_backend(backend)
         for rule in {rule for listed in by_stage.values() for rule in listed}:
             words = rule.__doc__ or ""
             assert ".py:" in words or "Measured" in words, rule.__name__
@@ -261,8 +264,8 @@ def test_every_rule_is_tried_above() -> None:
     tried = {
         rule.__doc__
         for script, changes, _ in SPEAKS
-        for rule in rules.of_backend("open_instruct")[script]
+        for rule in registry.of_backend("open_instruct")[script]
         if any(True for _ in rule(values_of(script, changes)))
     }
-    listed = {one for all_of in rules.of_backend("open_instruct").values() for one in all_of}
+    listed = {one for all_of in registry.of_backend("open_instruct").values() for one in all_of}
     assert [one.__name__ for one in listed if one.__doc__ not in tried] == []

@@ -11,10 +11,15 @@ from pathlib import Path
 import pytest
 from plans import CONFIGS, SFT, TRL, built, from_text, planned, staged, trainer
 
-from launcher import check, evidence, files, manifest, page, rundir, series
+from launcher import files
 from launcher.errors import NotReady, UsageError
+from launcher.lifecycle import manifest
 from launcher.redaction import redact
-from launcher.rundir import RunFolder
+from launcher.report import page, series
+from launcher.runs import rundir
+from launcher.runs.attempt import Attempt
+from launcher.runs.rundir import RunFolder
+from launcher.verdict import check, evidence
 
 TOKEN = "hf_" + "abcDEF123" * 4
 
@@ -168,7 +173,7 @@ def test_every_field_has_a_value_and_an_origin(root: Path) -> None:
 
 def test_expectations_follow_from_the_arguments() -> None:
     made = planned(staged(CONFIGS / "tulu" / "sft_qwen7b.yaml"), 8)
-    from launcher.manifest import expectations
+    from launcher.lifecycle.manifest import expectations
 
     assert expectations(made) == {
         "loss": "finite", "memory": "ok", "finish": "completed", "liger": "engaged",
@@ -177,7 +182,7 @@ def test_expectations_follow_from_the_arguments() -> None:
 
 
 def test_one_row_a_micro_batch_is_not_expected_to_be_packed(tmp_path: Path) -> None:
-    from launcher.commandline import expectations
+    from launcher.plan.command import expectations
 
     def packing(text: str, *overrides: str) -> str:
         return expectations(planned(from_text(tmp_path, text, *overrides)))["packing"]
@@ -297,3 +302,12 @@ def test_last_is_the_run_that_was_started_last(root: Path) -> None:
     # a further attempt writes its manifest anew
     files.write_json(first.manifest, {"attempt": 2})
     assert rundir.find("last") == first
+
+
+def test_an_attempt_of_an_earlier_version_finds_the_probe() -> None:
+    argv = ("python", "/opt/launch/launcher/probe.py", "finetune.py", "--x", "1")
+    waiting = Attempt(
+        number=1, argv=argv, env={}, environ={}, cwd="/", stage="sft", backend="trl", title="x"
+    )  # fmt: skip
+    command = waiting.command({})
+    assert Path(command.argv[1]).is_file() and command.argv[2:] == argv[2:]

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 from fake_world import FAKE, bearing, until
 
-from launcher import files, process, rundir, runner
-from launcher.command import Command
+from launcher import files
 from launcher.errors import NotReady
-from launcher.rundir import RunFolder
+from launcher.machine import process
+from launcher.runs import rundir, runner
+from launcher.runs.command import Command
+from launcher.runs.rundir import RunFolder
 
 
 @pytest.fixture(autouse=True)

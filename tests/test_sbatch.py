@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from conftest import PATIENCE_S
 
-from launcher import sbatch
 from launcher.errors import Finding
+from launcher.runs import sbatch
 
 GOLDEN = Path(__file__).parent / "data" / "sbatch"
-LAUNCH = ["env", "PYTHONPATH=/opt/launch", "/env/bin/python", "-m", "launcher.cli"]
+LAUNCH = ["env", "PYTHONPATH=/opt/launch", "/env/bin/python", "-m", "launcher"]
 RUN = Path("/runs/20260101T000000Z-sft-demo")
 NASTY = [
     "it's \"x\" -n", "$(touch pwned)`touch pwned`; touch pwned", "a\\b * ~ $HOME",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launcher.schema import (
+from launcher.upstream.schema import (
     Field,
     Flag,
     Schema,

@@ -14,10 +14,15 @@ import pytest
 from conftest import PATIENCE_S
 from fake_world import World, cmdline, made, needs_trl, until
 
-from launcher import cli, files, on_finish, overview, process, rundir
-from launcher.attempt import Attempt
-from launcher.rundir import RunFolder
-from launcher.watching import script
+from launcher import files
+from launcher.cli import main
+from launcher.lifecycle import on_finish
+from launcher.machine import process
+from launcher.probe.watching import script
+from launcher.report import overview
+from launcher.runs import rundir
+from launcher.runs.attempt import Attempt
+from launcher.runs.rundir import RunFolder
 
 HF = "hf_" + "aB3" * 11
 SK = "sk-proj-" + "a1b2" * 8
@@ -138,7 +143,7 @@ def test_nobody_sees_them_in_the_list_of_processes(world: World) -> None:
     running = world.started("exec", "a run")
     world.pid("leader")
     lines = b"\n".join(map(cmdline, world.left()))
-    assert b"launcher.keeper" in lines
+    assert b"launcher.lifecycle.supervisor" in lines
     clean(lines.decode())
     (world.root / "go").touch()
     running.communicate(timeout=PATIENCE_S)
@@ -180,7 +185,7 @@ def test_an_error_does_not_repeat_them(
     monkeypatch.chdir(world.root)
     for form in ("text", "json"):
         given = ["sft", str(config), "--gpus", "0", "--dry-run", *words, "--format", form]
-        assert cli.main(given) in {0, 2, 3, 5}
+        assert main.main(given) in {0, 2, 3, 5}
         told = capfd.readouterr()
         clean(told.out + told.err)
 
@@ -195,7 +200,7 @@ def test_a_file_that_cannot_be_read_is_not_quoted(
     path = world.root / "a.yaml"
     path.write_text(text)
     for form in ("text", "json", "github"):
-        assert cli.main(["validate-config", str(path), "--format", form]) == 3
+        assert main.main(["validate-config", str(path), "--format", form]) == 3
     told = capfd.readouterr()
     clean(told.out + told.err)
 
@@ -209,9 +214,9 @@ def test_a_bug_is_reported_without_them(
     world.prepared()
     monkeypatch.setenv("COMPANY_TOKEN", ODD)
     monkeypatch.setattr(overview, "rows", broken)
-    assert cli.main(["runs", "--format", "json"]) == 70
+    assert main.main(["runs", "--format", "json"]) == 70
     monkeypatch.setattr(rundir, "state_folder", lambda: Path("/dev/null/none"))
-    assert cli.main(["runs", "--format", "json"]) == 70
+    assert main.main(["runs", "--format", "json"]) == 70
     told = capfd.readouterr()
     assert "RuntimeError" in told.err
     clean(told.out + told.err)
@@ -284,7 +289,7 @@ def test_what_the_log_says_is_not_taken_for_markup(world: World) -> None:
 def test_a_command_line_that_cannot_be_parsed_repeats_none(
     capfd: pytest.CaptureFixture[str], words: tuple[str, ...], form: str
 ) -> None:
-    assert cli.main([*words, "--format", form]) == 2
+    assert main.main([*words, "--format", form]) == 2
     shown = "".join(capfd.readouterr())
     assert clean(shown) and "<redacted>" in shown
 
@@ -348,10 +353,10 @@ def test_a_secret_that_no_probe_could_hand_over_is_refused(
     monkeypatch.setenv("DB_PASS", "hunter2")
     config = world.config(project="${oc.env:DB_PASS}")
     words = ["sft", str(config), "--gpus", "0", "--dry-run", "--python", str(world.python())]
-    assert cli.main([*words, "--no-probe"]) == 3
+    assert main.main([*words, "--no-probe"]) == 3
     shown = "".join(capfd.readouterr())
     line = next(n for n, text in enumerate(config.read_text().splitlines(), 1) if "DB_PASS" in text)
     assert "error[exposed-secret]" in shown and f"{config}:{line}" in shown
     assert "hunter2" not in shown
-    assert cli.main([*words, f"hub_revision={GHP}"]) == 0
+    assert main.main([*words, f"hub_revision={GHP}"]) == 0
     assert "warning[exposed-secret]: `hub_revision`" in "".join(capfd.readouterr())

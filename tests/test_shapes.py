@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launcher import shapes
+from launcher.artifacts import architecture
 from launcher.errors import InvalidConfig
 
 BASE: dict[str, Any] = {
@@ -38,13 +38,15 @@ def torch_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_weights_are_those_of_transformers() -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    assert set(CONFIGS) == set(shapes.FAMILIES)
+    assert set(CONFIGS) == set(architecture.FAMILIES)
     for family, given in [(family, one) for family, some in CONFIGS.items() for one in some]:
         config = transformers.AutoConfig.for_model(family, **BASE, **given)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
         real = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-        shape = shapes.shape_of(json.loads(config.to_json_string(use_diff=False)), name=family)
+        shape = architecture.shape_of(
+            json.loads(config.to_json_string(use_diff=False)), name=family
+        )
         prefix = "model.layers.0."
         assert dict(shape.layer) == {
             name.removeprefix(prefix): size for name, size in real.items() if prefix in name
@@ -53,7 +55,8 @@ def test_weights_are_those_of_transformers() -> None:
         assert shape.parameters == sum(weight.numel() for weight in model.parameters())
         # what a config.json leaves out is what transformers' class says
         assert (
-            shapes.shape_of({"model_type": family, **BASE, **given}).parameters == shape.parameters
+            architecture.shape_of({"model_type": family, **BASE, **given}).parameters
+            == shape.parameters
         )
 
 
@@ -82,7 +85,7 @@ def test_absent_keys_are_what_their_class_says(tmp_path: Path) -> None:
         with torch.device("meta"):
             config = transformers.AutoConfig.from_pretrained(tmp_path)
             model = transformers.AutoModelForCausalLM.from_config(config)
-        shape = shapes.find(str(tmp_path), {})
+        shape = architecture.find(str(tmp_path), {})
         assert shape.parameters == sum(p.numel() for p in model.parameters()), given
         assert (shape.heads, shape.kv_heads) == (
             config.num_attention_heads, config.num_key_value_heads,
@@ -100,7 +103,7 @@ def test_odd_configs_are_counted_as_transformers_does_or_refused() -> None:
     for family, (key, value) in itertools.product(CONFIGS, odd):
         given = {**BASE, **CONFIGS[family][0], key: value}
         try:
-            count = shapes.shape_of({"model_type": family, **given}).parameters
+            count = architecture.shape_of({"model_type": family, **given}).parameters
         except InvalidConfig:
             continue
         with torch.device("meta"):
@@ -120,20 +123,20 @@ def test_windows() -> None:
         ("olmo3", {"num_hidden_layers": 32}, 4096),
         ("llama", {"sliding_window": 64}, 0),
     ):
-        shape = shapes.shape_of({"model_type": family, **BASE, **given})
+        shape = architecture.shape_of({"model_type": family, **BASE, **given})
         assert shape.window == windows, (family, given)
 
 
 def test_quantised_weights_and_broken_configs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig) as caught:
-        shapes.shape_of(
+        architecture.shape_of(
             {"model_type": "llama", **BASE, "quantization_config": {"bits": 4}}, name="m"
         )
     assert "quantised" in caught.value.findings[0].message
     for text in ("{", "[]", "{}"):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(InvalidConfig) as caught:
-            shapes.find(str(tmp_path), {})
+            architecture.find(str(tmp_path), {})
         assert "config.json is no config of a model" in caught.value.findings[0].message
 
 
@@ -144,12 +147,12 @@ def test_table_has_the_published_counts() -> None:
         "meta-llama/Llama-2-70b-hf": 68_976_648_192, "mistralai/Mistral-7B-v0.1": 7_241_732_096,
         "allenai/OLMo-2-1124-7B": 7_298_617_344, "Qwen/Qwen3-8B": 8_190_735_360,
     }  # fmt: skip
-    assert {name: shapes.find(name, {}).parameters for name in published} == published
-    assert "shapes.json" in shapes.find("Qwen/Qwen3-8B", {}).source
+    assert {name: architecture.find(name, {}).parameters for name in published} == published
+    assert "shapes.json" in architecture.find("Qwen/Qwen3-8B", {}).source
 
 
 def test_every_model_of_the_table_has_a_shape() -> None:
-    assert all(shapes.find(name, {}).parameters > 1e8 for name in shapes.table())
+    assert all(architecture.find(name, {}).parameters > 1e8 for name in architecture.table())
 
 
 def test_a_folder_wins_over_the_table_and_arguments_over_both(
@@ -160,13 +163,13 @@ def test_a_folder_wins_over_the_table_and_arguments_over_both(
     folder.mkdir(parents=True)
     config = {"model_type": "qwen2", **BASE}
     (folder / "config.json").write_text(json.dumps(config))
-    shape = shapes.find("Qwen/Qwen2.5-7B", {})
+    shape = architecture.find("Qwen/Qwen2.5-7B", {})
     assert shape.hidden == 96 and "shapes.json" not in shape.source
-    assert shapes.find("Qwen/Qwen2.5-7B", {}, replaced={"num_hidden_layers": 5}).layers == 5
+    assert architecture.find("Qwen/Qwen2.5-7B", {}, replaced={"num_hidden_layers": 5}).layers == 5
 
 
 def test_small_weights_are_norms_and_biases() -> None:
-    shape = shapes.find("Qwen/Qwen2.5-7B", {})
+    shape = architecture.find("Qwen/Qwen2.5-7B", {})
     assert shape.smaller_than(10 * 3584) == 28 * (2 * 3584 + 3584 + 512 + 512) + 3584
 
 
@@ -190,7 +193,7 @@ def test_small_weights_are_norms_and_biases() -> None:
 )
 def test_what_is_missing_is_named(config: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
-        shapes.shape_of(config, name="some/model")
+        architecture.shape_of(config, name="some/model")
     assert [f.code for f in caught.value.findings] == ["unknown-shape"]
     assert said in caught.value.findings[0].message
 
@@ -198,4 +201,4 @@ def test_what_is_missing_is_named(config: dict[str, Any], said: str) -> None:
 def test_unknown_model_is_refused() -> None:
     for name in ("nobody/nothing", None, "", 5):
         with pytest.raises(InvalidConfig):
-            shapes.find(name, {"HOME": "/nonexistent"})
+            architecture.find(name, {"HOME": "/nonexistent"})

@@ -11,10 +11,12 @@ import pytest
 import yaml
 from conftest import REPOSITORY
 
-from launcher import config, ladder, plan
-from launcher import stage as stages
+from launcher.config import load
 from launcher.errors import errors
-from launcher.stage import Stage
+from launcher.plan import plan
+from launcher.stage import stage as stages
+from launcher.stage.stage import Stage
+from launcher.workflows.ladder import ladder
 
 CONFIGS = [
     path
@@ -30,7 +32,7 @@ TRL = {"model_name_or_path": "some/model", "dataset_name": "a/b", "output_dir": 
 
 
 def of(path: Path, overrides: Sequence[str] = ()) -> Stage:
-    return stages.validate(stages.judge(config.load(path, overrides)))
+    return stages.validate(stages.judge(load.load(path, overrides)))
 
 
 def made(

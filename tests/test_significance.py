@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.comparison import SPEED, Sample, speed_test
-from launcher.significance import ERROR, chance
+from launcher.workflows.bench.comparison import SPEED, Sample, speed_test
+from launcher.workflows.bench.significance import ERROR, chance
 
 STEPS = 16
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from conftest import PATIENCE_S
 
-from launcher import skypilot
 from launcher.errors import Finding, UsageError
+from launcher.runs import skypilot
 
 GOLDEN = Path(__file__).parent / "data" / "skypilot"
 HERE = {"cwd": Path("/work/project"), "project": Path("/work/project"), "checkout": None}

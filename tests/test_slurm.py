@@ -20,10 +20,10 @@ from conftest import PATIENCE_S
 from slurm_cluster import Cluster
 from test_training import CONFIGS, missing
 
-from launcher import sbatch, slurm
 from launcher.errors import NotReady
-from launcher.rundir import RunFolder
-from launcher.slurm import Job
+from launcher.runs import sbatch, slurm
+from launcher.runs.rundir import RunFolder
+from launcher.runs.slurm import Job
 
 TRAINING = ("torch", "transformers", "accelerate", "datasets", "trl")
 SECRET = "hf_thisIsNoTokenButLooksLikeOne"
@@ -271,7 +271,7 @@ def launch(place: Path, cluster: Cluster) -> Callable[..., dict[str, Any]]:
 
     def answered(*words: str) -> dict[str, Any]:
         done = subprocess.run(
-            [sys.executable, "-m", "launcher.cli", *words, "--format", "json"],
+            [sys.executable, "-m", "launcher", *words, "--format", "json"],
             cwd=place, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
         )  # fmt: skip
         assert done.stdout, done.stderr

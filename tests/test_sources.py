@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from source_package import package
 
-from launcher.sources import UNKNOWN, Sources, enum_members, find_package
+from launcher.upstream.source.packages import UNKNOWN, Sources, enum_members, find_package
 
 
 def module_of(folder: Path, text: str, name: str = "main.py", **more: str) -> tuple[Sources, Any]:

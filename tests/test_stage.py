@@ -11,13 +11,15 @@ import pytest
 from conftest import Write
 from verdicts import Snapshot
 
-from launcher import config, options, stage, upstream
-from launcher.backends import BACKENDS
-from launcher.cli import main
+from launcher.cli.main import main
+from launcher.config import load
 from launcher.errors import Finding, InvalidConfig
-from launcher.schema import Schema
-from launcher.stage import Judged
-from launcher.upstream import Locator
+from launcher.stage import options, stage
+from launcher.stage.stage import Judged
+from launcher.upstream import locate
+from launcher.upstream.locate import Locator
+from launcher.upstream.schema import Schema
+from launcher.upstream.trainers import BACKENDS
 
 SFT = """\
 stage: sft
@@ -44,15 +46,15 @@ TRL = "stage: sft\nbackend: trl\nargs:\n  model_name_or_path: m\n  dataset_name:
 @pytest.fixture(autouse=True)
 def only_the_snapshot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("LAUNCH_OPEN_INSTRUCT", raising=False)
-    monkeypatch.setattr(upstream, "SUBMODULE", tmp_path / "nowhere")
-    monkeypatch.setattr(upstream, "FOUND_IN", ())
-    monkeypatch.setattr(upstream, "find_package", lambda name, search=None: None)
+    monkeypatch.setattr(locate, "SUBMODULE", tmp_path / "nowhere")
+    monkeypatch.setattr(locate, "FOUND_IN", ())
+    monkeypatch.setattr(locate, "find_package", lambda name, search=None: None)
 
 
 @pytest.fixture
 def judged(write: Write) -> Any:
     def of(text: str, *overrides: str, asked: str | None = None, name: str = "a.yaml") -> Judged:
-        return stage.judge(config.load(write(name, text), overrides), stage=asked)
+        return stage.judge(load.load(write(name, text), overrides), stage=asked)
 
     return of
 
@@ -192,7 +194,7 @@ def test_another_commit_is_judged_by_its_own_fields(write: Write) -> None:
     write("oi/open_instruct/dataset_transformation.py", f"{head}TokenizerConfig:\n    a: int = 1\n")
     text = "stage: sft\nargs:\n  brand_new: 5\n  packing: true\n  model_name_or_path: m\n"
     found = stage.judge(
-        config.load(write("a.yaml", text)),
+        load.load(write("a.yaml", text)),
         locator=Locator(checkout=finetune.parent.parent, allow_unpinned=True),
     )
     assert ("unknown-key", "parser", 4) in brief(found)
@@ -215,7 +217,7 @@ def older(write: Write) -> Any:
     locator = Locator(checkout=checkout, allow_unpinned=True)
 
     def of(text: str, name: str = "a.yaml") -> Judged:
-        return stage.judge(config.load(write(name, text)), locator=locator)
+        return stage.judge(load.load(write(name, text)), locator=locator)
 
     return of
 
@@ -313,7 +315,7 @@ def test_all_files_that_the_checkout_ships_are_judged_with_every_fault_in_its_pl
     paths = sorted((checkout / "configs" / "train_configs").rglob("*.y*ml"))
     assert len(paths) == 98
     for path in paths:
-        found = stage.judge(config.load(path)).findings
+        found = stage.judge(load.load(path)).findings
         refused = [f for f in found if (f.severity, f.layer) == ("error", "parser")]
         # upstream refuses every one of them: tried with the real parser
         assert refused, path
@@ -402,9 +404,7 @@ class _Older(Snapshot):
 def test_what_another_commit_has_not_cannot_be_set_there(write: Write) -> None:
     data = f"model_name_or_path: m, dataset_mixer_list: [a/b, 1.0], {BOTH}"
     lines = "stage: sft\nexpect: {packing: isolated, liger: engaged}\n"
-    judged = stage.judge(
-        config.load(write("a.yaml", f"{lines}args: {{{data}}}\n")), locator=_Older()
-    )
+    judged = stage.judge(load.load(write("a.yaml", f"{lines}args: {{{data}}}\n")), locator=_Older())
     found = {f.key: f for f in judged.findings if f.code == "impossible-expectation"}
     told = found["expect.packing"]
     assert "open_instruct/finetune.py at ffffffffffff has no `packing`" in told.message
@@ -422,7 +422,7 @@ def test_a_trend_needs_steps(write: Write) -> None:
         data = "dataset_name: a" if head else "dataset_mixer_list: [a/b, 1.0]"
         args = f"args: {{model_name_or_path: m, {data}, {more}}}\n"
         text = f"stage: sft\n{head}expect: {{trend: falling}}\n{args}"
-        judged = stage.judge(config.load(write("a.yaml", text)), locator=Snapshot())
+        judged = stage.judge(load.load(write("a.yaml", text)), locator=Snapshot())
         found = [f for f in judged.findings if f.code == "impossible-expectation"]
         assert [(f.severity, f.key) for f in found] == [("warning", "expect.trend")] * said
     assert stage.trend_fault(options.Options(stage="sft", expect={"trend": "any"}), 1) is None
@@ -431,5 +431,5 @@ def test_a_trend_needs_steps(write: Write) -> None:
 def test_the_script_may_be_an_override(write: Write) -> None:
     data = "model_name_or_path: allenai/OLMo-2-1124-7B, mixer_list: [a/b, 1.0]"
     path = write("a.yaml", f"stage: dpo\nargs: {{{data}}}\n")
-    judged = stage.judge(config.load(path, ["script=dpo_olmo_core"]))
+    judged = stage.judge(load.load(path, ["script=dpo_olmo_core"]))
     assert judged.schema is not None and judged.schema.script == "open_instruct/dpo.py"

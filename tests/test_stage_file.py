@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from conftest import Write
 
-from launcher import config, manifest, plan
-from launcher import stage as stages
-from launcher.rundir import RunFolder
+from launcher.config import load
+from launcher.lifecycle import manifest
+from launcher.plan import plan
+from launcher.runs.rundir import RunFolder
+from launcher.stage import stage as stages
 
 BASE = """
 stage: sft
@@ -29,7 +31,7 @@ AUTO = dict.fromkeys(
 
 
 def planned(path: Path, *overrides: str, gpus: int = 8) -> plan.Plan:
-    stage = stages.validate(stages.judge(config.load(path, overrides)))
+    stage = stages.validate(stages.judge(load.load(path, overrides)))
     return plan.make(stage, gpus=gpus)
 
 

@@ -17,18 +17,17 @@ from conftest import NO_PACKAGES, Write
 from saved import loadable
 from test_rules import values_of
 
-from launcher import rules, upstream
-from launcher.backends import (
-    BACKENDS,
-    data_rules,
-    model_config,
-    model_rules,
-)
-from launcher.backends.context import Context
+from launcher.artifacts import model_config
+from launcher.config.keys import DEEPSPEED
 from launcher.errors import Finding
-from launcher.keys import DEEPSPEED
-from launcher.options import deepspeed_file
-from launcher.schema import Values
+from launcher.rules import model as model_rules
+from launcher.rules import registry
+from launcher.rules.context import Context
+from launcher.rules.open_instruct import data
+from launcher.stage.options import deepspeed_file
+from launcher.upstream import locate
+from launcher.upstream.schema import Values
+from launcher.upstream.trainers import BACKENDS
 
 ZERO2 = json.loads(deepspeed_file("zero2").read_text(encoding="utf-8"))
 ZERO3 = json.loads(deepspeed_file("zero3").read_text(encoding="utf-8"))
@@ -52,7 +51,7 @@ def context(script: str, args: dict[str, Any], **known: Any) -> Context:
 
 def found(script: str, args: dict[str, Any], **known: Any) -> list[Finding]:
     # what a release of DeepSpeed does to gradients: tests/test_gradients.py
-    told = rules.apply_in(context(script, args, **known))
+    told = registry.apply_in(context(script, args, **known))
     return [finding for finding in told if finding.code != "overlap-corrupts"]
 
 
@@ -466,13 +465,12 @@ def test_tokenising_that_outlasts_the_timeout() -> None:
 
 def test_sets_whose_size_is_known() -> None:
     tulu = {"dataset_mixer_list": ["allenai/tulu-3-sft-mixture", "1.0", "b", "0.5"]}
-    assert data_rules.known_rows(context("sft", tulu)) == 939_343
+    assert data.known_rows(context("sft", tulu)) == 939_343
     assert found("sft", tulu, gpus=8, cpus=64) == []
     assert one("sft", {**tulu, "timeout": 60}, gpus=8, cpus=64)[0] == "tokenising-outlasts"
-    assert data_rules.known_rows(context("sft", {"dataset_mixer_list": ["b", "0.5"]})) is None
+    assert data.known_rows(context("sft", {"dataset_mixer_list": ["b", "0.5"]})) is None
     assert (
-        data_rules.known_rows(context("sft", {"dataset_mixer_list": ["b", "x", "c", "1.e999"]}))
-        is None
+        data.known_rows(context("sft", {"dataset_mixer_list": ["b", "x", "c", "1.e999"]})) is None
     )
 
 
@@ -481,9 +479,7 @@ def test_local_sets_are_counted_or_reckoned(write: Write) -> None:
     write("large.jsonl", (b'{"a": "' + b"x" * 90 + b'"}\n') * 10_000)
     write("empty.jsonl", b"")
     rows = {
-        name: data_rules.known_rows(
-            context("sft", {"dataset_mixer_list": [f"{name}.jsonl", "2.0"]})
-        )
+        name: data.known_rows(context("sft", {"dataset_mixer_list": [f"{name}.jsonl", "2.0"]}))
         for name in ("small", "large", "empty", "missing")
     }
     assert rows["small"] == 6
@@ -598,9 +594,9 @@ def test_a_loss_that_tells_nothing_or_the_wrong_way(script: str) -> None:
 
 
 def of_the_loss(script: str, args: dict[str, Any]) -> list[Finding]:
-    schema = upstream.Locator(search=()).schema("open_instruct", script)
+    schema = locate.Locator(search=()).schema("open_instruct", script)
     return [
-        one for one in rules.apply(Values(schema, {"mixer_list": ["a", "1.0"], **args}))
+        one for one in registry.apply(Values(schema, {"mixer_list": ["a", "1.0"], **args}))
         if one.key in {"args.beta", "args.label_smoothing"}
     ]  # fmt: skip
 
@@ -610,7 +606,7 @@ def of_the_loss(script: str, args: dict[str, Any]) -> list[Finding]:
 
 def everything() -> Iterator[Any]:
     for backend, stage in itertools.product(BACKENDS, ("sft", "dpo")):
-        yield from rules.of_stage(backend, stage)
+        yield from registry.of_stage(backend, stage)
 
 
 def test_every_rule_says_where_upstream_says_so() -> None:
@@ -625,4 +621,4 @@ def test_another_commit_may_lack_any_field(script: str) -> None:
         fields = {k: v for k, v in whole.schema.fields.items() if k != missing}
         values = Values(replace(whole.schema, fields=fields), {})
         known: dict[str, Any] = {"deepspeed": ZERO3, "packages": {}, "environ": {}, "running": True}
-        assert isinstance(list(rules.apply_in(Context(values=values, gpus=8, **known))), list)
+        assert isinstance(list(registry.apply_in(Context(values=values, gpus=8, **known))), list)

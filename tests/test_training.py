@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from conftest import PATIENCE_S, STAND_INS
 
-from launcher.upstream import locate
+from launcher.upstream.locate import locate
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs" / "demo"
@@ -75,7 +75,7 @@ def launch(place: Path, *words: str) -> tuple[int, dict[str, Any]]:
         "PYTHONPATH": STAND_INS,
     }
     done = subprocess.run(
-        [sys.executable, "-m", "launcher.cli", *words, "--format", "json"],
+        [sys.executable, "-m", "launcher", *words, "--format", "json"],
         cwd=place, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.stdout, done.stderr

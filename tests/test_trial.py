@@ -15,11 +15,13 @@ import pytest
 from conftest import PATIENCE_S
 from fake_world import World, looks_on, made, needs_trl
 
-from launcher import following, preparation, rundir, trial
 from launcher.errors import Exit
-from launcher.preparation import Request
-from launcher.rundir import RunFolder
-from launcher.view import View
+from launcher.lifecycle import follow, prepare
+from launcher.lifecycle.prepare import Request
+from launcher.report.progress import View
+from launcher.runs import rundir
+from launcher.runs.rundir import RunFolder
+from launcher.workflows import trial
 
 pytestmark = needs_trl
 
@@ -36,7 +38,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 def run(
     request: Request, timeout_s: float | None = None, root: Path | None = None
 ) -> trial.Outcome:
-    prepared = preparation.prepare(replace(request, runs=root), running=True)
+    prepared = prepare.prepare(replace(request, runs=root), running=True)
     return trial.of_prepared(prepared, timeout_s=timeout_s, quiet=True)
 
 
@@ -88,8 +90,9 @@ def test_an_end_is_told_in_a_few_words(
 
 def test_the_user_stops_it(world: World) -> None:
     code = (
-        "from pathlib import Path\nfrom launcher import preparation, trial\n"
-        "from launcher.preparation import Request\n"
+        "from pathlib import Path\nfrom launcher.lifecycle import prepare as preparation\n"
+        "from launcher.workflows import trial\n"
+        "from launcher.lifecycle.prepare import Request\n"
         f"request = Request(stage='sft', config=Path({str(world.config())!r}), gpus=0, "
         f"python=Path({str(world.python())!r}))\n"
         "told = trial.of_prepared(preparation.prepare(request, running=True), quiet=True)\n"
@@ -113,8 +116,10 @@ def test_the_user_stops_it(world: World) -> None:
 
 def test_term_while_it_is_being_started_leaves_nothing(world: World) -> None:
     code = (
-        "import os, signal\nfrom pathlib import Path\nfrom launcher import preparation, start, trial\n"
-        "from launcher.preparation import Request\nbegin = start.begin\n"
+        "import os, signal\nfrom pathlib import Path\n"
+        "from launcher.lifecycle import prepare as preparation, start\n"
+        "from launcher.workflows import trial\n"
+        "from launcher.lifecycle.prepare import Request\nbegin = start.begin\n"
         "def told(*words, **more):\n"
         "    try:\n        return begin(*words, **more)\n"
         "    finally:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
@@ -135,13 +140,13 @@ def test_term_while_it_is_being_started_leaves_nothing(world: World) -> None:
 def test_an_end_that_is_asked_for_while_it_is_judged_counts(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look_on = following._look_on
+    look_on = follow._look_on
 
     def judged(folder: RunFolder, view: View) -> None:
         look_on(folder, view)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(following, "_look_on", judged)
+    monkeypatch.setattr(follow, "_look_on", judged)
     # what its time is up for besides does not hide it
     told = run(asked(world, monkeypatch, "sleep=600"), timeout_s=2)
     assert told.interrupted and not told.timed_out

@@ -30,8 +30,8 @@ from verdicts import (
     words_of,
 )
 
-from launcher import upstream
-from launcher.schema import Schema
+from launcher.upstream import locate
+from launcher.upstream.schema import Schema
 
 COUNT = 2500  # for each stage
 SEED = 20260407
@@ -39,7 +39,7 @@ STAGES = ("sft", "dpo")
 VERDICTS = GOLDEN / "trl.json"
 
 # Nowhere to look for packages: the committed snapshot answers, whatever is installed.
-SNAPSHOT = upstream.Locator(search=())
+SNAPSHOT = locate.Locator(search=())
 
 # What depends on the machine, by the text of the refusal; everything else must agree.
 MACHINE = {
@@ -196,7 +196,7 @@ def ours(folder: Path) -> dict[str, list[list[str]]]:
 @pytest.fixture(scope="module")
 def theirs(folder: Path) -> dict[str, list[str | None]]:
     """Why the installed pair refuses each set, None where it takes it; skips without the pair."""
-    installed = upstream.locate("trl")
+    installed = locate.locate("trl")
     if installed.root is None or not installed.pinned:
         pytest.skip(f"{NO_PACKAGES}: {installed.pin} is not installed")
     requests = [{"stage": s, "words": words} for s in STAGES for words in words_of_all()[s]]
@@ -249,7 +249,7 @@ def test_trl_refuses_exactly_what_launch_says(
 
 def verdicts(theirs: dict[str, list[str | None]]) -> dict[str, Any]:
     return {
-        "pair": upstream.locate("trl").pin,
+        "pair": locate.locate("trl").pin,
         "seed": SEED,
         "count": COUNT,
         "words": digest(words_of_all()),

@@ -10,13 +10,15 @@ from conftest import Write
 from test_rules import values_of
 from test_trl_machine_rules import ON_CPU, found, told
 
-from launcher import commandline, config, plan, stage
-from launcher.backends import trl_attention
-from launcher.backends.context import Context
+from launcher.config import load
+from launcher.config.keys import EXPECT
 from launcher.errors import InvalidConfig
-from launcher.keys import EXPECT
-from launcher.plan import Plan
-from launcher.upstream import Locator
+from launcher.plan import command, plan
+from launcher.plan.plan import Plan
+from launcher.rules.context import Context
+from launcher.rules.trl import attention as trl_attention
+from launcher.stage import stage
+from launcher.upstream.locate import Locator
 
 FILE = """\
 stage: sft
@@ -35,7 +37,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def judged(write: Write, text: str, *overrides: str) -> stage.Judged:
-    return stage.judge(config.load(write("a.yaml", text), overrides), locator=Locator(search=()))
+    return stage.judge(load.load(write("a.yaml", text), overrides), locator=Locator(search=()))
 
 
 def planned(write: Write, text: str, *, gpus: int = 8, packages: Any = None) -> Plan:
@@ -99,13 +101,13 @@ def test_the_run_gets_what_was_chosen_and_is_held_to_it(write: Write) -> None:
     made = planned(write, text, packages={})
     assert made.arguments()["attn_implementation"] == ["sdpa"]
     assert made.values["attn_implementation"] == made.attention == "sdpa"
-    assert commandline.expectations(made)["attention"] == "sdpa"
+    assert command.expectations(made)["attention"] == "sdpa"
     said = {f.code: f for f in made.findings}["attention-fallback"]
     assert (said.severity, said.key, said.line) == ("note", "attention", 7)
     assert "flash_attention_2: the trainer's Python has no flash-attn" in said.message
     made = planned(write, text, packages=FLASH)
     assert made.arguments()["attn_implementation"] == ["flash_attention_2"]
-    assert commandline.expectations(made)["attention"] == "flash_attention_2"
+    assert command.expectations(made)["attention"] == "flash_attention_2"
     assert "attention-fallback" not in {f.code for f in made.findings}
 
 
@@ -120,18 +122,18 @@ def test_a_single_one_has_nothing_to_fall_back_to(write: Write) -> None:
 def test_without_it_nothing_is_chosen_nor_expected(write: Write) -> None:
     made = planned(write, FILE, packages={})
     assert made.attention is None and "attn_implementation" not in made.arguments()
-    assert "attention" not in commandline.expectations(made)
+    assert "attention" not in command.expectations(made)
 
 
 def test_what_is_expected_may_be_said_otherwise(write: Write) -> None:
     text = preferring("flash_attention_2", "sdpa") + "expect: {attention: any}\n"
-    assert commandline.expectations(planned(write, text))["attention"] == "any"
+    assert command.expectations(planned(write, text))["attention"] == "any"
 
 
 def test_a_kernel_of_the_hub_is_handed_over_and_not_expected(write: Write) -> None:
     made = planned(write, preferring("kernels-community/flash-attn2"), packages={"kernels": "1"})
     assert made.arguments()["attn_implementation"] == ["kernels-community/flash-attn2"]
-    assert "attention" not in commandline.expectations(made)
+    assert "attention" not in command.expectations(made)
     assert "kernels-community/flash-attn2" not in EXPECT["attention"]
 
 

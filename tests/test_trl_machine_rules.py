@@ -20,13 +20,12 @@ from argument_sets import generate
 from conftest import NO_PACKAGES, PATIENCE_S, Write
 from test_rules import values_of
 
-from launcher import rules
-from launcher.backends import deepspeed_rules
-from launcher.backends.context import Context
+from launcher.config.keys import DEEPSPEED
 from launcher.errors import Finding
-from launcher.keys import DEEPSPEED
-from launcher.options import deepspeed_file
-from launcher.schema import Values
+from launcher.rules import deepspeed, registry
+from launcher.rules.context import Context
+from launcher.stage.options import deepspeed_file
+from launcher.upstream.schema import Values
 
 SCRIPTS = ("trl-sft", "trl-dpo")
 AUTO: dict[str, Any] = {
@@ -45,7 +44,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def found(script: str, args: dict[str, Any], **known: Any) -> list[Finding]:
     known.setdefault("environ", {"HOME": str(Path.cwd() / "home")})
-    return list(rules.apply_in(Context(values=values_of(script, args), **known)))
+    return list(registry.apply_in(Context(values=values_of(script, args), **known)))
 
 
 def told(script: str, args: dict[str, Any], **known: Any) -> list[tuple[str, str, str]]:
@@ -352,7 +351,7 @@ def refused(
     return any(
         finding.severity == "error"
         for context in contexts
-        for rule in (deepspeed_rules.mismatches, deepspeed_rules.precision)
+        for rule in (deepspeed.mismatches, deepspeed.precision)
         for finding in rule(context)
     )
 
@@ -590,4 +589,4 @@ def test_no_rule_breaks_whatever_is_given(script: str) -> None:
         for fields in (schema.fields, bare, unknown):
             values = Values(replace(schema, fields=fields), given)
             for gpus in (None, 0, 1, 8):
-                list(rules.apply_in(Context(values=values, gpus=gpus, **known)))
+                list(registry.apply_in(Context(values=values, gpus=gpus, **known)))

@@ -11,10 +11,13 @@ import pytest
 from argument_sets import generate
 from conftest import REPOSITORY
 
-from launcher import config, rules, stage, upstream
-from launcher.backends import trl_rules
+from launcher.config import load
 from launcher.errors import Finding
-from launcher.schema import NoSuchField, Schema, Values
+from launcher.rules import registry
+from launcher.rules.trl import arguments as trl_rules
+from launcher.stage import stage
+from launcher.upstream import locate
+from launcher.upstream.schema import NoSuchField, Schema, Values
 
 STAGES = ("sft", "dpo")
 BASE = {"model_name_or_path": "m", "dataset_name": "d"}
@@ -24,7 +27,7 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
 
 
 # Nowhere to look for packages: the committed snapshot answers, whatever is installed.
-SNAPSHOT = upstream.Locator(search=())
+SNAPSHOT = locate.Locator(search=())
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +47,7 @@ def values_of(stage_name: str, changes: Mapping[str, Any]) -> Values:
 
 
 def found(stage_name: str, **changes: Any) -> list[Finding]:
-    return list(rules.apply(values_of(stage_name, changes)))
+    return list(registry.apply(values_of(stage_name, changes)))
 
 
 def told(stage_name: str, changes: Mapping[str, Any]) -> list[str]:
@@ -242,7 +245,7 @@ def test_every_number_is_an_argument_of_the_pair() -> None:
 @pytest.mark.parametrize("name", STAGES)
 def test_the_demo_is_quiet(name: str) -> None:
     path = REPOSITORY / "configs" / "demo" / f"{name}.yaml"
-    assert stage.judge(config.load(path), locator=SNAPSHOT).findings == ()
+    assert stage.judge(load.load(path), locator=SNAPSHOT).findings == ()
 
 
 # --- other releases

@@ -20,12 +20,16 @@ from fake_smi import Smi
 from fake_world import World, needs_trl
 from tuned import A100, H200, RTX4090, Machine, ran
 
-from launcher import campaign, config, levers, measurement, proposal, stage, tune
-from launcher.comparison import SPEED, Sample, Step
+from launcher.config import load as config
 from launcher.errors import errors
-from launcher.preparation import Request
-from launcher.search import Candidate, Outlook, Search, Trial
-from launcher.variants import Variant
+from launcher.lifecycle.prepare import Request
+from launcher.stage import stage
+from launcher.workflows import experiment
+from launcher.workflows.bench import measure as measurement
+from launcher.workflows.bench.comparison import SPEED, Sample, Step
+from launcher.workflows.bench.variants import Variant
+from launcher.workflows.tune import proposal, space, tune
+from launcher.workflows.tune.search import Candidate, Outlook, Search, Trial
 
 HAND = "bench/hand_recipe.yaml"
 SMALL = ("model_name_or_path=Qwen/Qwen2.5-0.5B", "use_liger_kernel=false", "batch.per_device=8",
@@ -395,7 +399,7 @@ def written(world: Outlook, place: Path, overrides: tuple[str, ...] = (), **sett
     head = ["x on 2 x H200\nb: c", "y\u2028z"]
     proposal.write(place, world.space, whole, head=head, overrides=overrides)
     path = world.space.plan.stage.config.path
-    wanted = config.load(path, (*overrides, *levers.overrides(world.space, whole)))
+    wanted = config.load(path, (*overrides, *space.overrides(world.space, whole)))
     found = config.load(place)
     assert found.args == wanted.args
     # `num_gpus` is of the wrapped shape alone; elsewhere `--gpus` says it
@@ -407,7 +411,7 @@ def written(world: Outlook, place: Path, overrides: tuple[str, ...] = (), **sett
     assert options == others
     judged = stage.judge(found)
     assert not errors(judged.findings) and judged.options
-    changed = levers.planned(world.space, whole).stage.options
+    changed = space.planned(world.space, whole).stage.options
     assert judged.options.deepspeed_name.endswith(changed.deepspeed_name)
     return place.read_text()
 
@@ -426,7 +430,7 @@ def test_the_proposal_says_what_the_overrides_say(tmp_path: Path) -> None:
 def test_a_deepspeed_file_beside_the_old_one_is_found_from_the_new_one(
     write: Write, tmp_path: Path
 ) -> None:
-    zero = (REPOSITORY / "launcher" / "deepspeed" / "zero2.json").read_text()
+    zero = (REPOSITORY / "launcher" / "plan" / "deepspeed" / "zero2.json").read_text()
     write("configs/own.json", zero)
     text = (REPOSITORY / "configs" / HAND).read_text().replace("zero2_fp32_comm", "own.json")
     world = tuned.outlook(write("configs/own.yaml", text))
@@ -501,7 +505,7 @@ def words_for(world: World, *words: str) -> list[str]:
 
 
 def record(world: World) -> dict[str, Any]:
-    found = [known for _, known in campaign.records("tune", tune.FILE, world.runs)]
+    found = [known for _, known in experiment.records("tune", tune.FILE, world.runs)]
     return found[0] if found else {}
 
 

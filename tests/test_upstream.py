@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from conftest import NO_PACKAGES, Write
 
-from launcher import upstream
-from launcher.backends import BACKENDS
 from launcher.errors import InvalidConfig, NotReady
-from launcher.snapshots import taking
-from launcher.sources import Folder, find_package
-from launcher.upstream import Upstream
+from launcher.pin import snapshot
+from launcher.upstream import locate
+from launcher.upstream.locate import Upstream
+from launcher.upstream.source.packages import Folder, find_package
+from launcher.upstream.trainers import BACKENDS
 
 NEEDED = sorted(BACKENDS["open_instruct"].STAGES["sft"].names.needed)
 FINETUNE = (
@@ -45,25 +45,25 @@ def fake(write: Write) -> Checkout:
 @pytest.fixture(autouse=True)
 def nothing_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("LAUNCH_OPEN_INSTRUCT", raising=False)
-    monkeypatch.setattr(upstream, "SUBMODULE", tmp_path / "nowhere")
-    monkeypatch.setattr(upstream, "FOUND_IN", ())
+    monkeypatch.setattr(locate, "SUBMODULE", tmp_path / "nowhere")
+    monkeypatch.setattr(locate, "FOUND_IN", ())
 
 
 def pin_to(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the files of `root` the pinned ones."""
-    facts = dict(upstream.snapshot("open_instruct"))
+    facts = dict(locate.snapshot("open_instruct"))
     facts["files"] = {
         path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in root.rglob("*.py")
     }
-    monkeypatch.setattr(upstream, "snapshot", lambda backend: facts)
+    monkeypatch.setattr(locate, "snapshot", lambda backend: facts)
 
 
 # --- where ----------------------------------------------------------------------------------------
 
 
 def test_only_the_snapshot() -> None:
-    source = upstream.locate("open_instruct")
+    source = locate.locate("open_instruct")
     assert (source.root, source.source, source.pinned) == (None, "snapshot", True)
     assert source.version == BACKENDS["open_instruct"].PIN
     assert "the committed snapshot" in source.describe()
@@ -71,14 +71,14 @@ def test_only_the_snapshot() -> None:
 
 def test_the_order_of_places(fake: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
     places = {name: fake(name) for name in ("named", "variable", "submodule", "found")}
-    monkeypatch.setattr(upstream, "FOUND_IN", (Path("/nowhere"), places["found"]))
-    assert upstream.locate("open_instruct").root == places["found"]
-    assert upstream.locate("open_instruct").asked is False
-    monkeypatch.setattr(upstream, "SUBMODULE", places["submodule"])
-    assert upstream.locate("open_instruct").source == "submodule"
+    monkeypatch.setattr(locate, "FOUND_IN", (Path("/nowhere"), places["found"]))
+    assert locate.locate("open_instruct").root == places["found"]
+    assert locate.locate("open_instruct").asked is False
+    monkeypatch.setattr(locate, "SUBMODULE", places["submodule"])
+    assert locate.locate("open_instruct").source == "submodule"
     environ = {"LAUNCH_OPEN_INSTRUCT": str(places["variable"])}
-    assert upstream.locate("open_instruct", environ=environ).root == places["variable"]
-    named = upstream.locate("open_instruct", environ=environ, checkout=places["named"])
+    assert locate.locate("open_instruct", environ=environ).root == places["variable"]
+    named = locate.locate("open_instruct", environ=environ, checkout=places["named"])
     assert (named.root, named.source, named.asked) == (places["named"], "--open-instruct", True)
 
 
@@ -96,7 +96,7 @@ def test_a_named_place_that_holds_no_checkout(
         ({}, tmp_path / name),
     ):
         with pytest.raises(NotReady, match=words) as raised:
-            upstream.locate("open_instruct", environ=environ, checkout=checkout)
+            locate.locate("open_instruct", environ=environ, checkout=checkout)
         (finding,) = raised.value.findings
         assert finding.code == "no-checkout"
         # where it was named, and nothing of the submodule, which was not
@@ -107,7 +107,7 @@ def test_a_named_place_that_holds_no_checkout(
 
 
 def test_packages_are_found_on_another_interpreters_path(tmp_path: Path) -> None:
-    assert upstream.locate("trl", search=(tmp_path,)).source == "snapshot"
+    assert locate.locate("trl", search=(tmp_path,)).source == "snapshot"
 
 
 # --- pinned or not --------------------------------------------------------------------------------
@@ -118,11 +118,11 @@ def test_files_that_equal_the_snapshots_are_the_pin(
 ) -> None:
     root = fake()
     pin_to(root, monkeypatch)
-    source = upstream.locate("open_instruct", checkout=root)
+    source = locate.locate("open_instruct", checkout=root)
     assert source.pinned and source.version == source.pin
-    assert upstream.unpinned(source, running=True, allowed=False) is None
+    assert locate.unpinned(source, running=True, allowed=False) is None
     (root / "open_instruct" / "finetune.py").write_text(f"{FINETUNE}\n# edited\n")
-    source = upstream.locate("open_instruct", checkout=root)
+    source = locate.locate("open_instruct", checkout=root)
     assert source.changed == ("open_instruct/finetune.py",)
     assert not source.pinned
     assert source.as_json()["changed_files"] == ["open_instruct/finetune.py"]
@@ -146,7 +146,7 @@ def test_what_is_said_of_another_commit(
         backend="open_instruct", root=Path("/x"), source="found", asked=asked, pin="a" * 40,
         version="b" * 40, changed=("open_instruct/finetune.py",),
     )  # fmt: skip
-    found = upstream.unpinned(source, running=running, allowed=allowed)
+    found = locate.unpinned(source, running=running, allowed=allowed)
     assert found is not None
     assert (found.severity, found.code) == (severity, "unpinned-checkout")
     assert "a" * 40 in found.message and "b" * 40 in found.message
@@ -165,7 +165,7 @@ def test_an_edit_is_not_undone_by_a_checkout(version: str, stash: bool, checkout
         backend="open_instruct", root=Path("/x"), source="found", asked=True, pin="a" * 40,
         version=version, changed=("open_instruct/finetune.py",),
     )  # fmt: skip
-    found = upstream.unpinned(source, running=True, allowed=True)
+    found = locate.unpinned(source, running=True, allowed=True)
     assert found is not None and found.help is not None
     assert ("git -C /x stash" in found.help, "checkout aaaaaaaaaaaa" in found.help) == (
         stash,
@@ -178,7 +178,7 @@ def test_other_releases_of_trl_are_read_and_noted() -> None:
         backend="trl", root=Path("/x"), source="installed", asked=True, pin="trl 1", version="trl 2",
         changed=("trl/x.py",),
     )  # fmt: skip
-    found = upstream.unpinned(source, running=True, allowed=False)
+    found = locate.unpinned(source, running=True, allowed=False)
     assert found is not None and (found.severity, found.code) == ("note", "other-version")
 
 
@@ -188,8 +188,8 @@ def test_other_releases_of_trl_are_read_and_noted() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 def test_the_snapshot_has_every_name_that_we_use(backend: str, stage: str) -> None:
-    source = upstream.locate(backend, search=())
-    schema = upstream.load_schema(source, stage)
+    source = locate.locate(backend, search=())
+    schema = locate.load_schema(source, stage)
     assert schema.source == "snapshot"
     entry = BACKENDS[backend].STAGES[stage]
     names = entry.names
@@ -215,9 +215,9 @@ def test_the_snapshot_has_every_name_that_we_use(backend: str, stage: str) -> No
 
 
 def test_another_commit_is_read_only_where_that_is_allowed(fake: Checkout) -> None:
-    source = upstream.locate("open_instruct", checkout=fake())
-    assert upstream.load_schema(source, "sft").source == "snapshot"
-    schema = upstream.load_schema(source, "sft", allow_unpinned=True)
+    source = locate.locate("open_instruct", checkout=fake())
+    assert locate.load_schema(source, "sft").source == "snapshot"
+    schema = locate.load_schema(source, "sft", allow_unpinned=True)
     assert (schema.source, list(schema.fields)) == (
         "source",
         ["seed", "brand_new", *NEEDED, "use_fast"],
@@ -237,28 +237,28 @@ def test_another_commit_is_read_only_where_that_is_allowed(fake: Checkout) -> No
     ],
 )
 def test_another_commit_that_cannot_be_read(fake: Checkout, text: str) -> None:
-    source = upstream.locate("open_instruct", checkout=fake(finetune=text))
+    source = locate.locate("open_instruct", checkout=fake(finetune=text))
     with pytest.raises(InvalidConfig) as raised:
-        upstream.load_schema(source, "sft", allow_unpinned=True)
+        locate.load_schema(source, "sft", allow_unpinned=True)
     assert raised.value.findings[0].code == "unreadable-source"
 
 
 def test_the_snapshot_is_what_the_pinned_sources_give(checkout: Path) -> None:
     if find_package("olmo_core") is None:
         pytest.skip(NO_PACKAGES)
-    assert_current("open_instruct", taking.take("open_instruct", checkout))
+    assert_current("open_instruct", snapshot.take("open_instruct", checkout))
 
 
 @pytest.mark.slow
 def test_the_snapshot_is_what_the_pinned_packages_give() -> None:
-    source = upstream.locate("trl")
+    source = locate.locate("trl")
     if source.root is None or not source.pinned:
         pytest.skip(f"{NO_PACKAGES}: {source.pin}")
-    assert_current("trl", taking.take("trl"))
+    assert_current("trl", snapshot.take("trl"))
 
 
 def assert_current(backend: str, taken: dict[str, Any]) -> None:
-    assert json.loads(json.dumps(taken)) == upstream.snapshot(backend), "make snapshot"
+    assert json.loads(json.dumps(taken)) == locate.snapshot(backend), "make snapshot"
 
 
 def test_packages_may_lie_in_several_places(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_packages_may_lie_in_several_places(tmp_path: Path) -> None:
         (tmp_path / site / name).mkdir(parents=True)
         (tmp_path / site / name / "__init__.py").touch()
         (tmp_path / site / f"{name}-9.1.dist-info").mkdir()
-    source = upstream.locate("trl", search=[tmp_path / "mine", tmp_path / "theirs"])
+    source = locate.locate("trl", search=[tmp_path / "mine", tmp_path / "theirs"])
     assert source.root == tmp_path / "mine"
     assert source.packages["transformers"] == Folder(tmp_path / "theirs" / "transformers")
     assert source.version == "trl 9.1, transformers 9.1"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import NO_PACKAGES, REPOSITORY
 
-from launcher.cited import citations
-from launcher.sources import find_package
+from launcher.upstream.citations import citations
+from launcher.upstream.source.packages import find_package
 
 CONSTANT = re.compile(r'^(_[A-Z]+) = "(.*)"$', re.MULTILINE)
 

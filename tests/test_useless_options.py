@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from launcher import files, start
-from launcher.attempt import Attempt
-from launcher.commands import app
+from launcher import files
+from launcher.cli.commands import app
 from launcher.errors import LaunchError, NotReady, UsageError
-from launcher.rundir import RunFolder
+from launcher.lifecycle import start
+from launcher.runs.attempt import Attempt
+from launcher.runs.rundir import RunFolder
 
 STAGE = str(Path(__file__).parent.parent / "configs" / "demo" / "sft.yaml")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from conftest import Write
 
-from launcher import report
-from launcher.cli import main
+from launcher.cli.main import main
 from launcher.errors import Exit, Finding
+from launcher.report import console
 
 WRONG = """\
 # ours
@@ -95,7 +95,7 @@ def test_annotations_of_github(
 
 
 def test_a_message_cannot_smuggle_in_another_workflow_command(tmp_path: Path) -> None:
-    told = report.workflow_command(
+    told = console.workflow_command(
         Finding(
             severity="note", layer="launch", code="c", message="x\n::add-mask::y\r\n::error::z%"
         ),
@@ -128,7 +128,7 @@ def test_strict_makes_what_does_nothing_an_error(write: Write) -> None:
 def test_one_source_serves_a_thousand_files(
     write: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from launcher import upstream
+    from launcher.upstream import locate as upstream
 
     looked = []
     locate = upstream.locate

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import view
-from launcher.view import Progress, Tail, View
+from launcher.report import progress as view
+from launcher.report.progress import Progress, Tail, View
 
 
 def step(number: int, elapsed: float, **more: object) -> dict[str, object]:

@@ -9,12 +9,16 @@ from typing import Any
 
 from conftest import REPOSITORY
 
-from launcher import cards, footprint, lengths, levers, plan, preparation, shapes
-from launcher.comparison import SPEED, Sample
+from launcher.artifacts import architecture, lengths
 from launcher.errors import InvalidConfig
-from launcher.levers import Settings
-from launcher.preparation import Request
-from launcher.search import Candidate, Outlook, Search, Trial
+from launcher.lifecycle import prepare
+from launcher.lifecycle.prepare import Request
+from launcher.machine import datasheets
+from launcher.plan import footprint, plan
+from launcher.workflows.bench.comparison import SPEED, Sample
+from launcher.workflows.tune import space
+from launcher.workflows.tune.search import Candidate, Outlook, Search, Trial
+from launcher.workflows.tune.space import Settings
 
 STEPS = 8
 PACKAGES = {"flash-attn": "2.8.3", "liger-kernel": "0.7.0"}
@@ -27,18 +31,18 @@ def outlook(
     """A stage file on so many cards."""
     path = REPOSITORY / "configs" / config
     request = Request(stage=None, config=path, gpus=gpus, overrides=overrides, elsewhere=True)
-    asked = preparation.ask(request, running=False)
+    asked = prepare.ask(request, running=False)
     installed = PACKAGES if packages is None else packages
     made = plan.make(asked.stage, gpus=gpus, output=Path("model"), packages=installed)
     try:
         shape = footprint.shape_of(made)
     except InvalidConfig:
         # a model that is not here
-        shape = shapes.find("Qwen/Qwen2.5-0.5B", {})
+        shape = architecture.find("Qwen/Qwen2.5-0.5B", {})
     return Outlook(
-        space=levers.of_plan(made, installed, lengths.parse(rows)),
+        space=space.of_plan(made, installed, lengths.parse(rows)),
         shape=shape,
-        card=cards.card_of(card, gib) if gpus else cards.CPU,
+        card=datasheets.card_of(card, gib) if gpus else datasheets.CPU,
         attention="flash_2" if "flash-attn" in installed and gpus else "sdpa",
         steps=STEPS,
     )

@@ -11,10 +11,11 @@ from typing import Any
 
 from argument_sets import Arguments
 
-from launcher import stage, upstream
-from launcher.config import Config
-from launcher.schema import Schema
-from launcher.upstream import Locator, Upstream
+from launcher.config.load import Config
+from launcher.stage import stage
+from launcher.upstream import locate
+from launcher.upstream.locate import Locator, Upstream
+from launcher.upstream.schema import Schema
 
 GOLDEN = Path(__file__).parent / "data" / "agreement"
 
@@ -25,14 +26,14 @@ def schema_of(backend: str, stage_name: str) -> Schema:
     pinned = Upstream(
         backend=backend, root=None, source="snapshot", asked=False, pin="", version=""
     )
-    return upstream.load_schema(pinned, stage_name)
+    return locate.load_schema(pinned, stage_name)
 
 
 class Snapshot(Locator):
     """Finds nothing but the committed snapshots."""
 
     def find(self, backend: str) -> Upstream:
-        return upstream.locate(backend, search=()) if backend == "trl" else SNAPSHOT
+        return locate.locate(backend, search=()) if backend == "trl" else SNAPSHOT
 
 
 SNAPSHOT = Upstream(

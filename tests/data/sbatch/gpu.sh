@@ -12,7 +12,7 @@
 #SBATCH --time=1-00:00:00
 #SBATCH --comment="a \"b\" $(c)"
 
-set -- env PYTHONPATH=/opt/launch /env/bin/python -m launcher.cli exec /runs/20260101T000000Z-sft-demo
+set -- env PYTHONPATH=/opt/launch /env/bin/python -m launcher exec /runs/20260101T000000Z-sft-demo
 # queued again, the run goes on from its last complete checkpoint
 "$@" --prepare || exit
 # whoever stops the job tells every process of it: wait for what they still write down

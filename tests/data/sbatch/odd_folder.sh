@@ -12,7 +12,7 @@
 # sbatch cannot write down the name of this folder
 exec >>'/runs/a\b '"'"'c'"'"'
 d/slurm.log' 2>&1
-set -- env PYTHONPATH=/opt/launch /env/bin/python -m launcher.cli exec '/runs/a\b '"'"'c'"'"'
+set -- env PYTHONPATH=/opt/launch /env/bin/python -m launcher exec '/runs/a\b '"'"'c'"'"'
 d'
 # queued again, the run goes on from its last complete checkpoint
 "$@" --prepare || exit

@@ -8,7 +8,7 @@
 #SBATCH --no-requeue
 #SBATCH --gpus-per-node=h100:8
 
-set -- env PYTHONPATH=/opt/launch /env/bin/python -m launcher.cli exec /runs/20260101T000000Z-sft-demo
+set -- env PYTHONPATH=/opt/launch /env/bin/python -m launcher exec /runs/20260101T000000Z-sft-demo
 # queued again, the run goes on from its last complete checkpoint
 "$@" --prepare || exit
 # whoever stops the job tells every process of it: wait for what they still write down

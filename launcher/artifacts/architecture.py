@@ -1,0 +1,320 @@
+"""A model's `config.json` -> `Shape`: every weight's size, exactly, and what its layers keep.
+
+Nothing is guessed: a family that is not described here, or a missing key, is an error that names it. The
+counts are held against transformers' own modules by a test. The small committed table `shapes.json` has
+the configs of common models, for machines that have none of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any
+
+from launcher.artifacts import model_config
+from launcher.errors import Finding, InvalidConfig, brief
+
+Size = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What one family's decoder layer does that costs memory.
+
+    `norm_kept`: bytes an element that a norm keeps besides its output, in transformers' own bf16 code
+    (its fp32 copy of the input, and the normalised values in the type they are multiplied in).
+    """
+
+    norm_kept: int = 6
+    post_norm: bool = False
+    """The norms lie behind the attention and the MLP, not before them."""
+    qk_norm: str = ""
+    """"" none, "head" over each head's width, "full" over all of them."""
+    qkv_bias: bool = False
+    divided: bool = False
+    """transformers refuses a hidden size that the heads do not divide."""
+    windows: str = ""
+    """Whether layers look back over `sliding_window` tokens alone: "" never, "always" all or most of them,
+    "asked" where `use_sliding_window`."""
+    keys: Mapping[str, Any]
+    """What transformers' config class takes where a key is absent, as far as it is not derived."""
+    nulls: frozenset[str] = frozenset({"num_key_value_heads"})
+    """Keys that the class lets be null: then they are derived."""
+
+
+_NO_BIAS = {"attention_bias": False}
+_LLAMA = {"attention_bias": False, "mlp_bias": False}
+_MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096}
+_QWEN3 = {"attention_bias": False, "head_dim": 128, "num_key_value_heads": 32}
+_OLMO2 = Layout(norm_kept=8, post_norm=True, qk_norm="full", keys=_NO_BIAS)
+
+FAMILIES: Mapping[str, Layout] = {
+    "llama": Layout(divided=True, keys=_LLAMA, nulls=frozenset({"num_key_value_heads", "head_dim"})),
+    "mistral": Layout(windows="always", keys=_MISTRAL, nulls=frozenset({"head_dim"})),
+    "granite": Layout(keys=_LLAMA),
+    "qwen2": Layout(qkv_bias=True, windows="asked", keys={"num_key_value_heads": 32}),
+    "qwen3": Layout(qk_norm="head", windows="asked", keys=_QWEN3),
+    "olmo2": _OLMO2,
+    "olmo3": replace(_OLMO2, windows="always", keys={**_NO_BIAS, "sliding_window": 4096}),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A decoder model's widths (in elements) and weights.
+
+    `layer` are the sizes of one layer's weights, under transformers' names; `outer` those outside the
+    layers. A tied output layer is not listed twice. `source` says where the config was found. `window` is how
+    far layers look back that do not see everything. `dtype` is that of the weights, empty where the config
+    does not say.
+    """
+
+    name: str
+    family: str
+    source: str
+    layout: Layout
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    dtype: str
+    layer: Mapping[str, Size]
+    outer: Mapping[str, Size]
+    window: int = 0
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def key(self) -> int:
+        """Width of all key (or value) heads together."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer."""
+        return sum(math.prod(size) for size in self.layer.values())
+
+    @property
+    def embedding(self) -> int:
+        """Elements of the embedding, the largest weight of most models."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All parameters; shared ones are counted once."""
+        outer = sum(math.prod(size) for size in self.outer.values())
+        return outer + self.layers * self.layer_parameters
+
+    @property
+    def multiplied(self) -> int:
+        """Parameters that a token is multiplied with: an embedding that is only looked up is none."""
+        return self.parameters - (0 if self.tied else self.embedding)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of every weight in the model's order: the embedding, the layers, what comes after them."""
+        first, *after = (math.prod(size) for size in self.outer.values())
+        layer = [math.prod(size) for size in self.layer.values()]
+        return [first, *layer * self.layers, *after]
+
+    def smaller_than(self, elements: int) -> int:
+        """Elements in all of the weights that have fewer than so many: ZeRO-3 keeps those whole."""
+        return sum(size for size in self.sizes if size < elements)
+
+    def linears(self) -> Mapping[str, tuple[int, int]]:
+        """The layer's linear weights by their last name: (out, in)."""
+        return {
+            name.split(".")[-2]: (size[0], size[1])
+            for name, size in self.layer.items()
+            if len(size) == 2
+        }
+
+    @property
+    def linear_elements(self) -> int:
+        """Elements of the linear weights of all layers."""
+        return self.layers * sum(out * into for out, into in self.linears().values())
+
+
+def untied(shape: Shape) -> Shape:
+    """The same model with an output layer of its own."""
+    if not shape.tied:
+        return shape
+    own = {"lm_head.weight": (shape.vocab, shape.hidden)}
+    return replace(shape, tied=False, outer={**shape.outer, **own})
+
+
+def find(
+    name: object,
+    environ: Mapping[str, str],
+    revision: str | None = None,
+    replaced: Mapping[str, Any] | None = None,
+) -> Shape:
+    """The shape of a model by folder, hub name or committed table, in that order; no network.
+
+    `replaced` are single config keys given beside the model. Raises InvalidConfig (`unknown-shape`) where
+    no config is here, or it describes something that this module does not.
+    """
+    if not isinstance(name, str) or not name:
+        raise _unknown("no model is named", "set `model_name_or_path`")
+    path, source = model_config.where(name, environ, revision), f"config.json of {name}"
+    config: Mapping[str, Any] = {}
+    if path is not None and not (config := model_config.read(name, environ, revision)):
+        message = f"{path} is no config of a model: it holds no mapping of keys"
+        raise _unknown(message, "download it again, or name another model")
+    if not config:
+        config, source = table().get(name.lower(), {}), f"launcher/shapes.json, {name}"
+    if not config:
+        where = "no config.json of it is here, nor in the hub's cache"
+        help = "download its config.json, or name a folder that has one"
+        raise _unknown(f"the shape of {name} is not known: {where}", help)
+    return shape_of({**config, **(replaced or {})}, name=name, source=source)
+
+
+def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config.json") -> Shape:
+    """A parsed config.json -> `Shape`; raises InvalidConfig (`unknown-shape`) naming what is missing."""
+    family = config.get("model_type")
+    if "vision_config" in config or "audio_config" in config:
+        raise _unknown(f"{name}: {family} has more than a language model", _KNOWN)
+    layout = FAMILIES.get(family) if isinstance(family, str) else None
+    if layout is None:
+        kind = f"`model_type: {family}`" if family else "no `model_type`"
+        raise _unknown(f"{name}: a model with {kind} is not described", _KNOWN)
+    if config.get("quantization_config"):
+        message = (
+            f"{name}: its weights are quantised (`quantization_config`), which is not described"
+        )
+        raise _unknown(message, "name the model that it was made from, or --shape MODEL")
+    reader = _Reader(config, layout, name)
+    heads, hidden = reader.whole("num_attention_heads"), reader.whole("hidden_size")
+    kv_heads = reader.whole("num_key_value_heads", heads)
+    head_count = f"`num_attention_heads: {heads}`"
+    if layout.divided and hidden % heads:
+        raise reader.fault(f"`hidden_size: {hidden}` is no multiple of {head_count}")
+    if heads % kv_heads:
+        raise reader.fault(f"{head_count} is no multiple of `num_key_value_heads: {kv_heads}`")
+    head_dim = reader.whole("head_dim", hidden // heads)
+    inner, layers = reader.whole("intermediate_size"), reader.whole("num_hidden_layers")
+    vocab, tied = reader.whole("vocab_size"), reader.flag("tie_word_embeddings")
+    outer: dict[str, Size] = {
+        "model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,),
+        **({} if tied else {"lm_head.weight": (vocab, hidden)}),
+    }  # fmt: skip
+    return Shape(
+        name=name, family=str(family), source=source, layout=layout, hidden=hidden,
+        intermediate=inner, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        vocab=vocab, tied=tied, dtype=model_config.weights_type(config),
+        layer=_layer(reader, hidden, inner, heads * head_dim, kv_heads * head_dim, head_dim),
+        outer=outer, window=_window(reader),
+    )  # fmt: skip
+
+
+def _layer(
+    reader: _Reader, hidden: int, inner: int, query: int, key: int, head_dim: int
+) -> dict[str, Size]:
+    """The sizes of one layer's weights in transformers' order."""
+    layout = reader.layout
+    # a family whose class does not have the key reads none, whatever the config holds
+    biased = "attention_bias" in layout.keys and reader.flag("attention_bias")
+    mlp_bias = "mlp_bias" in layout.keys and reader.flag("mlp_bias")
+    linears = (
+        ("self_attn.q_proj", query, hidden, layout.qkv_bias or biased),
+        ("self_attn.k_proj", key, hidden, layout.qkv_bias or biased),
+        ("self_attn.v_proj", key, hidden, layout.qkv_bias or biased),
+        ("self_attn.o_proj", hidden, query, biased),
+        ("mlp.gate_proj", inner, hidden, mlp_bias),
+        ("mlp.up_proj", inner, hidden, mlp_bias),
+        ("mlp.down_proj", hidden, inner, mlp_bias),
+    )
+    sizes: dict[str, Size] = {}
+    for name, out, into, bias in linears:
+        sizes[f"{name}.weight"] = (out, into)
+        if bias:
+            sizes[f"{name}.bias"] = (out,)
+        if layout.qk_norm and name == "self_attn.o_proj":
+            whole = layout.qk_norm == "full"
+            sizes["self_attn.q_norm.weight"] = (query if whole else head_dim,)
+            sizes["self_attn.k_norm.weight"] = (key if whole else head_dim,)
+    last = "post_feedforward_layernorm" if layout.post_norm else "input_layernorm"
+    for name in sorted((last, "post_attention_layernorm")):
+        sizes[f"{name}.weight"] = (hidden,)
+    return sizes
+
+
+def _window(reader: _Reader) -> int:
+    """How far layers look back that do not see everything; 0 where all see everything."""
+    size = reader.value("sliding_window")
+    switched = reader.layout.windows == "asked"
+    if not reader.layout.windows or (switched and not reader.config.get("use_sliding_window")):
+        return 0
+    return size if isinstance(size, int) and size > 0 else 0
+
+
+_REFUSED = "transformers does not run such a model"
+# no size of a model comes near it
+_LARGEST = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """The config's keys, transformers' defaults for a family, and errors that name what is missing."""
+
+    config: Mapping[str, Any]
+    layout: Layout
+    name: str
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """A key's value: where it is absent what transformers' class takes, null only where that derives."""
+        if key not in self.config:
+            return self.layout.keys.get(key, default)
+        given = self.config[key]
+        return default if given is None and key in self.layout.nulls else given
+
+    def flag(self, key: str) -> bool:
+        value = self.value(key, False)
+        if not isinstance(value, bool):
+            raise self.fault(f"`{key}` is {_shown(value)}", "it is true or false")
+        return value
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        value = self.value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _LARGEST:
+            fault = f"is {_shown(value)}" if key in self.config else "is missing"
+            help = "its config.json must hold it as a whole number above 0"
+            raise self.fault(f"`{key}` {fault}", help)
+        return value
+
+    def fault(self, message: str, help: str = _REFUSED) -> InvalidConfig:
+        return _unknown(f"{message} in the config of {self.name or 'the model'}", help)
+
+
+def _shown(value: object) -> str:
+    return "null" if value is None else brief(repr(value), 40)
+
+
+@functools.cache
+def table() -> Mapping[str, Mapping[str, Any]]:
+    """Common models by lower-case hub name; aliases are written out."""
+    text = resources.files("launcher.artifacts").joinpath("shapes.json").read_text(encoding="utf-8")
+    data = json.loads(text)
+    return {name.lower(): one["config"] for one in data["models"] for name in one["names"]}
+
+
+_KNOWN = "described are: " + ", ".join(sorted(FAMILIES))
+
+
+def _unknown(message: str, help: str) -> InvalidConfig:
+    return InvalidConfig(Finding(
+        severity="error", layer="launch", code="unknown-shape", key="args.model_name_or_path",
+        message=message, help=help,
+    ))  # fmt: skip

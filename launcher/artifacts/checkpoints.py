@@ -1,0 +1,391 @@
+"""What lies in an output folder -> `Checkpoint`: the training states in it, and whether they are whole.
+
+open-instruct writes `step_N` and `epoch_N` and a file COMPLETED into them, which every rank writes when
+its own part is done (finetune.py:979): with several ranks it can stand beside weights that are still
+being written. transformers writes `checkpoint-N` and trainer_state.json last (transformers/trainer.py:3269),
+and takes the highest number whatever is in it (transformers/trainer_utils.py:270). So no mark is
+believed: every file that a resume reads must be there and end where its own header or directory says.
+No weights are loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import zipfile
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from launcher import files
+from launcher.artifacts import digest
+from launcher.paths import is_pointer
+
+Kind = Literal["step", "epoch"]
+
+_OPEN_INSTRUCT = re.compile(r"(step|epoch)_(\d+)\Z", re.ASCII)
+_TRL = re.compile(r"checkpoint-(\d+)\Z", re.ASCII)
+_SHARD = re.compile(r"model-\d+-of-\d+\.(safetensors|bin)\Z")
+_RANKED = {
+    "open_instruct": re.compile(r"random_states_(\d+)\.pkl\Z"),
+    "trl": re.compile(r"rng_state_(\d+)\.pth\Z"),
+}
+_WHOLE = (
+    "model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin",
+)  # fmt: skip
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_NO_WEIGHTS = "it holds no weights"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """One folder of a training state.
+
+    `number` stands in its name: optimizer steps done, or for `epoch` the epoch that was trained last,
+    counted from 0. `epochs` is the place in the data in passes, where the state says it. `marked` is
+    what upstream itself goes by. `ranks` is how many processes left their part.
+    """
+
+    path: Path
+    kind: Kind
+    number: int
+    marked: bool
+    why_incomplete: str | None = None
+    epochs: float | None = None
+    ranks: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What the folder is called."""
+        return self.path.name
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything that a resume reads is there."""
+        return self.why_incomplete is None
+
+    @property
+    def step(self) -> int | None:
+        """Optimizer steps done; None where only the epoch is known."""
+        return self.number if self.kind == "step" else None
+
+
+def find(
+    backend: str, output: Path | None, *, ranks: int | None = None, known: Container[str] = ()
+) -> list[Checkpoint]:
+    """The checkpoints of an output folder in upstream's order, what it would take at the end.
+
+    `ranks` is how many processes must have left their part, where it is known; those whose names are
+    `known` are left out.
+    """
+    folders = (path for path in _folders(backend, output) if path.name not in known)
+    found = [_judged(backend, path, ranks) for path in folders]
+    return sorted((one for one in found if one is not None), key=lambda c: (c.kind, c.number))
+
+
+def last_written(backend: str, output: Path | None) -> float | None:
+    """When the newest checkpoint's folder was written to last, complete or not, in seconds since 1970."""
+    times = []
+    for path in _folders(backend, output):
+        with contextlib.suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return max(times, default=None)
+
+
+def taken_by_upstream(backend: str, output: Path | None) -> Path | None:
+    """The checkpoint that open-instruct would resume from by itself (utils.py:789); never for TRL.
+
+    Raises ValueError where a name in the folder makes its own look-up crash.
+    """
+    if backend != "open_instruct":
+        return None
+    names = _names(output)
+    steps = [name for name in names if name.startswith("step_")]
+    epochs = [name for name in names if name.startswith("epoch_")]
+    # steps go before epochs, complete or not: a first half-written one hides every epoch
+    listed = steps or epochs
+    assert output is not None or not listed
+    marked = [n for n in listed if output and (output / n / "COMPLETED").exists()]
+    if not marked or output is None:
+        return None
+    return output / max(marked, key=lambda name: int(name.split("_")[-1]))
+
+
+def strange_names(backend: str, output: Path | None) -> list[str]:
+    """Names that open-instruct takes for checkpoints and that are none of its own (utils.py:791)."""
+    if backend != "open_instruct":
+        return []
+    starts = ("step_", "epoch_")
+    return [n for n in _names(output) if n.startswith(starts) and not _OPEN_INSTRUCT.match(n)]
+
+
+def model_fault(folder: Path | None) -> str | None:
+    """What a folder lacks to be a trained model; None where it is one."""
+    names = set(_names(folder))
+    if folder is None or not {"config.json", "adapter_config.json"} & names:
+        return "it holds no config"
+    return _weights_fault(folder, names)
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with the weights that lie in a folder; None where none do, or all are whole."""
+    fault = _weights_fault(folder, set(_names(folder)))
+    return None if fault == _NO_WEIGHTS else fault
+
+
+# --- one checkpoint ---------------------------------------------------------------------------------
+
+
+def _folders(backend: str, output: Path | None) -> Iterator[Path]:
+    pattern = _TRL if backend == "trl" else _OPEN_INSTRUCT
+    for name in _names(output):
+        if output is not None and pattern.match(name) and (output / name).is_dir():
+            yield output / name
+
+
+def _judged(backend: str, path: Path, ranks: int | None) -> Checkpoint | None:
+    if backend == "trl":
+        match = _TRL.match(path.name)
+        return _trl(path, int(match[1]), ranks) if match else None
+    match = _OPEN_INSTRUCT.match(path.name)
+    if match is None:
+        return None
+    names = set(_names(path))
+    there = _ranks(names, _RANKED[backend])
+    marked = "COMPLETED" in names
+    fault = None if marked else "it was not finished: no COMPLETED in it"
+    fault = fault or _state_fault(path, names, "optimizer.bin", "scheduler.bin")
+    fault = fault or _ranks_fault(path, names, _RANKED[backend], ranks)
+    return Checkpoint(
+        path=path, kind="step" if match[1] == "step" else "epoch", number=int(match[2]),
+        marked=marked, why_incomplete=fault, ranks=there or None,
+    )  # fmt: skip
+
+
+def _trl(path: Path, number: int, ranks: int | None) -> Checkpoint:
+    names = set(_names(path))
+    state = files.read_json(path / "trainer_state.json")
+    fault = None if "trainer_state.json" in names else "it was not finished: no trainer_state.json"
+    if fault is None and state.get("global_step") != number:
+        fault = f"trainer_state.json is not that of step {number}"
+    fault = fault or _state_fault(path, names, "optimizer.pt", "scheduler.pt")
+    there = 1 if "rng_state.pth" in names else _ranks(names, _RANKED["trl"])
+    if fault is None and (ranks or 1) == 1 and "rng_state.pth" in names:
+        fault = _archive_fault(path / "rng_state.pth")
+    elif fault is None:
+        fault = _ranks_fault(path, names, _RANKED["trl"], ranks)
+    epochs = state.get("epoch")
+    return Checkpoint(
+        path=path, kind="step", number=number, marked=bool(state), why_incomplete=fault,
+        epochs=float(epochs) if isinstance(epochs, int | float) else None, ranks=there or None,
+    )  # fmt: skip
+
+
+def _state_fault(path: Path, names: set[str], optimizer: str, scheduler: str) -> str | None:
+    """What is wrong with weights, optimizer and schedule, in whichever of the three layouts."""
+    engine = _engine_folder(path, names)
+    if engine is not None:
+        return _engine_fault(engine) or _scheduler_fault(path, names, scheduler, needed=False)
+    sharded = [
+        name for name in sorted(names) if name.startswith(("pytorch_model_fsdp", "optimizer_"))
+    ]
+    if any(name.startswith("pytorch_model_fsdp") for name in sharded):
+        return _fsdp_fault(path, sharded) or _scheduler_fault(path, names, scheduler, needed=True)
+    fault = _weights_fault(path, names)
+    if fault is None and optimizer not in names:
+        fault = f"it holds the model without {optimizer}"
+    if fault is None:
+        fault = _archive_fault(path / optimizer)
+    return fault or _scheduler_fault(path, names, scheduler, needed=True)
+
+
+def _scheduler_fault(path: Path, names: set[str], scheduler: str, *, needed: bool) -> str | None:
+    if scheduler not in names:
+        # DeepSpeed's own schedule lies in its engine's state
+        return f"it lacks {scheduler}" if needed else None
+    return _archive_fault(path / scheduler)
+
+
+def _ranks(names: Iterable[str], pattern: re.Pattern[str]) -> int:
+    return sum(pattern.match(name) is not None for name in names)
+
+
+def _ranks_fault(
+    path: Path, names: set[str], pattern: re.Pattern[str], ranks: int | None
+) -> str | None:
+    found = {int(m[1]): name for name in names if (m := pattern.match(name)) is not None}
+    wanted = range(ranks if ranks is not None else max(found, default=0) + 1)
+    lacking = [rank for rank in wanted if rank not in found]
+    if lacking:
+        listed = ", ".join(map(str, lacking[:8]))
+        return f"the random states of rank {listed} are missing"
+    return next((f for name in found.values() if (f := _archive_fault(path / name))), None)
+
+
+# --- DeepSpeed and FSDP -----------------------------------------------------------------------------
+
+
+def _engine_folder(path: Path, names: set[str]) -> Path | None:
+    """DeepSpeed's part: `pytorch_model` under accelerate, `global_stepN` under transformers."""
+    inside = [n for n in sorted(names) if n == "pytorch_model" or n.startswith("global_step")]
+    folders = [path / name for name in inside if (path / name).is_dir()]
+    if "latest" in names:
+        try:
+            named = path / files.read_bytes(path / "latest", 4096).decode().strip()
+        except (OSError, ValueError):
+            return folders[-1] if folders else None
+        return named
+    return folders[-1] if folders else None
+
+
+def _engine_fault(folder: Path) -> str | None:
+    """Every rank's optimizer and at least one model state (deepspeed/runtime/engine.py)."""
+    names = set(_names(folder))
+    models = [n for n in sorted(names) if n.endswith("model_states.pt")]
+    optimizers = [n for n in sorted(names) if n.endswith("optim_states.pt")]
+    if not models:
+        return f"{folder.name} holds no model states"
+    ranks = {int(m[1]) for n in optimizers if (m := re.search(r"zero_pp_rank_(\d+)_", n))}
+    lacking = [str(rank) for rank in range(max(ranks, default=-1) + 1) if rank not in ranks]
+    if lacking:
+        return f"{folder.name} lacks the optimizer of rank {', '.join(lacking[:8])}"
+    return next((f for n in (*models, *optimizers) if (f := _archive_fault(folder / n))), None)
+
+
+def _fsdp_fault(path: Path, names: Iterable[str]) -> str | None:
+    """Single files, or folders of torch's distributed checkpoints, which write `.metadata` last."""
+    for name in names:
+        if (path / name).is_dir():
+            inside = set(_names(path / name))
+            if ".metadata" not in inside:
+                return f"{name} was not finished: no .metadata"
+            empty = [n for n in sorted(inside) if not _size(path / name / n)]
+            if empty:
+                return f"{name}/{empty[0]} is empty"
+        elif (fault := _archive_fault(path / name)) is not None:
+            return fault
+    return None
+
+
+# --- files ------------------------------------------------------------------------------------------
+
+
+def _weights_fault(folder: Path, names: set[str]) -> str | None:
+    """What is wrong with the weights of a folder: one file, or an index and all its shards."""
+    for index in _INDEXES:
+        if index in names:
+            placed = files.read_json(folder / index).get("weight_map")
+            if not isinstance(placed, dict) or not placed:
+                return f"{index} cannot be read"
+            shards = sorted({str(name) for name in placed.values()})
+            return next((f for name in shards if (f := file_fault(folder / name))), None)
+    whole = [name for name in _WHOLE if name in names]
+    if whole:
+        return next((f for name in whole if (f := file_fault(folder / name))), None)
+    if any(_SHARD.search(name) for name in names):
+        return "its weights are in parts without an index"
+    # PEFT writes each adapter that is not called `default` into a folder of its own
+    for name in sorted(names):
+        inside = set(_names(folder / name)) & {"adapter_model.safetensors", "adapter_model.bin"}
+        if inside:
+            return next((f for one in inside if (f := file_fault(folder / name / one))), None)
+    return _NO_WEIGHTS
+
+
+def file_fault(path: Path) -> str | None:
+    """What is wrong with one file of weights; None where it ends where it says that it does."""
+    if is_pointer(path):
+        return f"{path.name} is a git-lfs pointer, not the file"
+    return _tensors_fault(path) if path.suffix == ".safetensors" else _archive_fault(path)
+
+
+def sizes(path: Path) -> dict[str, tuple[int, ...]] | None:
+    """The size of each tensor in a safetensors file; None where its header cannot be read."""
+    try:
+        with files.open_regular(path, 0) as file:
+            told = digest.header(file.fileno(), os.fstat(file.fileno()).st_size)[1]
+        return {name: tuple(map(int, one["shape"])) for name, one in told.items()}
+    except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, OverflowError):
+        return None
+
+
+def blank(path: Path) -> bool:
+    """Whether all floating-point tensors of a safetensors file are 0, as far as samples of each tell."""
+    try:
+        with files.open_regular(path, 0) as file:
+            size = os.fstat(file.fileno()).st_size
+            regions = digest.sampled_regions(file.fileno(), size) or []
+            told = digest.header(file.fileno(), size)[1] if regions else {}
+            if not told or not all("F" in one["dtype"] for one in told.values()):
+                return False
+            return not any(
+                os.pread(file.fileno(), length, at).strip(b"\0") for at, length in regions[1:]
+            )
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return False
+
+
+def _tensors_fault(path: Path) -> str | None:
+    """Whether a safetensors file ends where its header says that the last tensor ends.
+
+    Weights without a value are what ZeRO-3 leaves in a parameter that was not gathered for the save
+    (deepspeed/runtime/zero/partition_parameters.py); whole numbers of a quantised model may have none.
+    """
+    try:
+        with files.open_regular(path, 0) as file:
+            size = os.fstat(file.fileno()).st_size
+            data, told = digest.header(file.fileno(), size)
+        ends = [int(one["data_offsets"][1]) for one in told.values()]
+        empty = [n for n, one in told.items() if 0 in one["shape"] and "F" in one["dtype"]]
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
+    except EOFError:
+        return f"{path.name} is cut off"
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
+        return f"{path.name} cannot be read"
+    if data + max(ends, default=0) != size:
+        return f"{path.name} is cut off"
+    if empty:
+        return f"{len(empty)} of the {len(told)} tensors in {path.name} have no values, such as {empty[0]}"
+    return None
+
+
+def _archive_fault(path: Path) -> str | None:
+    """Whether a file of torch's is whole: its zip directory stands at its end and fits what is before.
+
+    The form before torch 1.6 has no end that could be looked for: not being empty has to do.
+    """
+    try:
+        with files.open_regular(path) as file:
+            begin = file.read(4)
+            if not begin:
+                return f"{path.name} is empty"
+            if not begin.startswith(b"PK"):
+                # a file that was made long and never written is full of zeros
+                return None if begin.strip(b"\0") else f"{path.name} cannot be read"
+            with zipfile.ZipFile(file) as archive:
+                return None if archive.namelist() else f"{path.name} is empty"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        return f"{path.name} is cut off"
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _names(folder: Path | None) -> list[str]:
+    try:
+        return sorted(os.listdir(folder)) if folder is not None else []
+    except (OSError, ValueError):
+        return []

@@ -1,0 +1,354 @@
+"""Data files, model folders and names on the hub -> `Fingerprint`: equal exactly where the content is.
+
+Neither where a file lies nor when it was written is part of a digest: a copy, a moved folder and a
+touched file have the digest of the original. `Memory` remembers the digest of each file by its
+identity, so that a file that nobody wrote to is not read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Literal
+
+from launcher import files
+from launcher.artifacts import digest as content
+from launcher.artifacts import model_config
+from launcher.artifacts.model_config import is_path
+from launcher.errors import Finding, NotReady
+from launcher.files import parse_json, read_bytes, read_json
+from launcher.machine import locks
+from launcher.paths import exists, is_file
+
+Kind = Literal["file", "folder", "hub", "name"]
+
+# what `from_pretrained` reads of a folder; README.md, logs and an optimizer's state are none of it
+_WEIGHTS = (
+    "*.safetensors", "*.bin", "*.gguf", "*.index.json", "config.json", "adapter_config.json", "*.py",
+)  # fmt: skip
+_NO_WEIGHTS = ("training_args.bin", "optimizer*.bin", "scheduler*.bin", "random_states*")
+_TEMPLATES = "additional_chat_templates/"
+_TOKENIZER = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
+    "spiece.model", "sentencepiece*", "*.tiktoken", "tekken.json", "chat_template*",
+    f"{_TEMPLATES}*", "config.json", "*.py",
+)  # fmt: skip
+
+
+class MissingContent(NotReady):
+    """A file or folder whose content is needed and that is not there, or cannot be read (exit 5)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePrint:
+    """One file: its name below what was asked for, its state when it was read, its digest.
+
+    `method` is `whole` or `sampled` (see `content`); `mtime` is in seconds since 1970.
+    """
+
+    name: str
+    size: int
+    mtime: float
+    method: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """What something holds. `name` is how the stage file calls it, and no part of the digest.
+
+    `hub` is a name on the hub whose commit is known here (`revision`), `name` one of which nothing is
+    known but what it is called.
+    """
+
+    name: str
+    kind: Kind
+    digest: str
+    files: tuple[FilePrint, ...] = ()
+    revision: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """For a cache's own record."""
+        return {**asdict(self), "files": [asdict(one) for one in self.files]}
+
+
+def cache_home(environ: Mapping[str, str] | None = None) -> Path:
+    """Where launch keeps what can be made again: LAUNCH_CACHE, else `launch` in the user's cache folder."""
+    environ = os.environ if environ is None else environ
+    own = environ.get("LAUNCH_CACHE")
+    if own:
+        return Path(os.path.expanduser(own)).absolute()
+    # where there is no home at all, `~` stays: then there is nothing to be written there either
+    base = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME") or "~", ".cache")
+    return Path(os.path.expanduser(base)).absolute() / "launch"
+
+
+# --- remembered digests ---------------------------------------------------------------------------
+
+
+class Memory:
+    """The digests of files by identity: device, inode, size, times of last write and last change.
+
+    The time of change is the kernel's own and cannot be set: a file written to and given its old
+    time back is another. A file that changed less than `MARGIN_S` before it was read is not entered:
+    the clock of its file system may be too coarse to tell a later write. A file that cannot be read
+    or written costs time, nothing else; of several writers at once each keeps the others' entries.
+    """
+
+    MARGIN_S = 2.0
+    LARGEST = 4096
+    FORM = 1
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.entries = {} if path is None else self._stored(path)
+        self._fresh: dict[str, list[Any]] = {}
+
+    def recall(self, status: os.stat_result, method: str) -> content.Content | None:
+        """The content of a file in exactly this state; None where it must be read."""
+        key = _identity(status, method)
+        entry = self.entries.get(key)
+        if entry is None or entry[:3] != _state(status):
+            return None
+        self._fresh[key] = [*entry[:5], int(time.time())]
+        return content.Content(method=entry[3], digest=entry[4], size=status.st_size)
+
+    def note(
+        self, status: os.stat_result, method: str, found: content.Content, begun_s: float
+    ) -> None:
+        """Remember what was read from `begun_s` on, unless the file had only just been written."""
+        # a file system that keeps no time of change answers with another
+        changed, written = begun_s - status.st_ctime_ns / 1e9, begun_s - status.st_mtime_ns / 1e9
+        if changed < self.MARGIN_S or 0 <= written < self.MARGIN_S:
+            return
+        entry = [*_state(status), found.method, found.digest, int(time.time())]
+        self.entries[_identity(status, method)] = self._fresh[_identity(status, method)] = entry
+
+    def save(self) -> None:
+        """Write what is new, beside what others wrote meanwhile; the oldest entries make room."""
+        if self.path is None or not self._fresh:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with locks.alone(self.path.with_suffix(".lock")):
+                whole = {**self._stored(self.path), **self._fresh}
+                newest = sorted(whole.items(), key=lambda item: -item[1][5])[: self.LARGEST]
+                raw = json.dumps({"form": self.FORM, "files": dict(newest)}, separators=(",", ":"))
+                files.write_text(self.path, raw)
+            self._fresh.clear()
+
+    @classmethod
+    def _stored(cls, path: Path) -> dict[str, list[Any]]:
+        try:
+            record = parse_json(read_bytes(path))
+            files = record["files"] if record["form"] == cls.FORM else {}
+            return {key: entry for key, entry in files.items() if _sound(entry)}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return {}
+
+
+@contextlib.contextmanager
+def remembered() -> Iterator[Memory]:
+    """The user's own memory of digests; what is read meanwhile is kept."""
+    memory = Memory(cache_home() / "fingerprints.json")
+    try:
+        yield memory
+    finally:
+        memory.save()
+
+
+def _identity(status: os.stat_result, method: str) -> str:
+    return f"{status.st_dev}:{status.st_ino}:{method}"
+
+
+def _state(status: os.stat_result) -> list[int]:
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _sound(entry: Any) -> bool:
+    return isinstance(entry, list) and [type(one) for one in entry] == [
+        int,
+        int,
+        int,
+        str,
+        str,
+        int,
+    ]
+
+
+# --- files, folders, names ------------------------------------------------------------------------
+
+
+def of_file(
+    path: Path, memory: Memory, *, name: str | None = None,
+    whole_below: int = content.WHOLE_BELOW,
+) -> FilePrint:  # fmt: skip
+    """The fingerprint of one file, links followed; raises MissingContent where there is none to read."""
+    try:
+        status = path.stat()
+        method = f"{'sampled' if path.suffix == '.safetensors' else 'whole'}:{whole_below}"
+        found = memory.recall(status, method)
+        if found is None:
+            begun = time.time()
+            found, status = content.read(path, whole_below=whole_below)
+            memory.note(status, method, found, begun)
+    except (OSError, ValueError) as error:
+        raise _missing(path, error) from None
+    return FilePrint(
+        name=path.name if name is None else name, size=found.size,
+        mtime=round(status.st_mtime_ns / 1e9, 6), method=found.method, digest=found.digest,
+    )  # fmt: skip
+
+
+def of_data(name: str, memory: Memory, revision: str | None = None) -> Fingerprint:
+    """A data file, or a folder of data with everything below it; raises MissingContent.
+
+    Hidden files count for nothing; a folder's README.md does, since `datasets` reads settings from it.
+    """
+    path = Path(name)
+    if not (exists(path) and path.is_dir()):
+        return _single(name, path, memory)
+    return _folder(name, path, _below(path), memory)
+
+
+def of_model(name: str, memory: Memory, revision: str | None = None) -> Fingerprint:
+    """A model folder by its weights, their index, its configs and its own code; or a name on the hub.
+
+    An adapter's folder counts together with its base model. Raises MissingContent where a file of the
+    folder cannot be read.
+    """
+    found = _pretrained(name, memory, _WEIGHTS, revision)
+    config = read_json(Path(name) / "adapter_config.json")
+    base = config.get("base_model_name_or_path")
+    if found.kind != "folder" or not isinstance(base, str) or base == name:
+        return found
+    below = _pretrained(base, memory, _WEIGHTS, str(config.get("revision") or "") or None)
+    both = hashlib.sha256(f"adapter {found.digest} {below.digest}\n".encode()).hexdigest()
+    files = (*found.files, *(replace(one, name=f"{base}/{one.name}") for one in below.files))
+    return replace(found, digest=both, files=files)
+
+
+def of_tokenizer(name: str, memory: Memory, revision: str | None = None) -> Fingerprint:
+    """The tokenizer of a model folder, its chat templates included; or a name on the hub."""
+    return _pretrained(name, memory, _TOKENIZER, revision)
+
+
+def of_config(name: str, memory: Memory, revision: str | None = None) -> Fingerprint:
+    """The config of a model, which another one is built by."""
+    if Path(name).is_dir():
+        return of_data(str(Path(name) / "config.json"), memory)
+    return of_hub(name, revision)
+
+
+READERS: Mapping[str, Callable[[str, Memory, str | None], Fingerprint]] = {
+    "data": of_data, "model": of_model, "tokenizer": of_tokenizer, "template": of_tokenizer,
+    "config": of_config,
+}  # fmt: skip
+"""How what has a role is read, by its name and revision."""
+
+
+def _pretrained(
+    name: str, memory: Memory, patterns: Sequence[str], revision: str | None
+) -> Fingerprint:
+    path = Path(name)
+    if exists(path) and path.is_dir():
+        found = (
+            (below, file)
+            for below, file in _top(path)
+            if _matches(below, patterns) and not _matches(below, _NO_WEIGHTS)
+        )
+        return _folder(name, path, found, memory)
+    return _single(name, path, memory) if is_file(path) else of_hub(name, revision)
+
+
+def _single(name: str, path: Path, memory: Memory) -> Fingerprint:
+    one = of_file(path, memory)
+    return Fingerprint(name=name, kind="file", digest=one.digest, files=(one,))
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    # `*` of fnmatch takes slashes too: a pattern speaks of its own depth only
+    return any(fnmatch(name, one) and name.count("/") == one.count("/") for one in patterns)
+
+
+def _folder(
+    name: str, path: Path, found: Iterable[tuple[str, Path]], memory: Memory
+) -> Fingerprint:
+    try:
+        listed = sorted(found)
+    except OSError as error:
+        raise _missing(path, error) from None
+    files = tuple(of_file(file, memory, name=below) for below, file in listed)
+    tree = hashlib.sha256(b"folder\n")
+    for one in files:
+        tree.update(f"{one.name}\0{one.digest}\n".encode(errors="surrogateescape"))
+    return Fingerprint(name=name, kind="folder", digest=tree.hexdigest(), files=files)
+
+
+def _top(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Name and path of the files of a model's folder, and of the one folder below it that counts."""
+    for prefix in ("", _TEMPLATES):
+        try:
+            with os.scandir(folder / prefix) as entries:
+                for entry in entries:
+                    if not entry.is_dir():
+                        yield prefix + entry.name, Path(entry.path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+
+
+def _below(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Name and path of every file below a folder, links followed, hidden ones left out."""
+
+    def look(path: Path, prefix: str, above: frozenset[str]) -> Iterator[tuple[str, Path]]:
+        real = os.path.realpath(path)
+        if real in above:
+            # a link that leads back up
+            return
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    yield from look(Path(entry.path), f"{prefix}{entry.name}/", above | {real})
+                elif entry.is_file() or entry.is_symlink():
+                    # a link to nothing is a file that cannot be read: better said than skipped
+                    yield prefix + entry.name, Path(entry.path)
+
+    yield from look(folder, "", frozenset())
+
+
+def _missing(path: Path, error: OSError | ValueError) -> MissingContent:
+    there = not isinstance(error, FileNotFoundError)
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return MissingContent(
+        Finding(
+            severity="error", layer="launch", code="unreadable-file" if there else "missing-file",
+            file=str(path),
+            message=f"{path} cannot be read: {reason}" if there else f"there is no {path}",
+            help="without its content nobody can say which cache belongs to it",
+        )
+    )  # fmt: skip
+
+
+# --- the hub's cache ------------------------------------------------------------------------------
+
+
+def of_hub(name: str, revision: str | None = None) -> Fingerprint:
+    """A model on the hub by the commit that the hub's cache here holds for it, else by name alone.
+
+    No network is asked: a model that is not here yet is known by nothing else.
+    """
+    commit = None if is_path(name) else model_config.commit(name, os.environ, revision)
+    known = f"hub {name} {commit}" if commit else f"name {name} {revision or 'main'}"
+    return Fingerprint(
+        name=name, kind="hub" if commit else "name", revision=commit,
+        digest=hashlib.sha256(known.encode(errors="surrogateescape")).hexdigest(),
+    )  # fmt: skip

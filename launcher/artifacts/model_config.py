@@ -1,0 +1,166 @@
+"""A model's own `config.json` and tokenizer, where they lie here: a folder or the hub's cache. No network."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.files import parse_json, read_bytes
+from launcher.paths import exists, is_file
+from launcher.upstream.schema import Values
+
+_LARGEST = 2**20
+
+
+def read(
+    name: object, environ: Mapping[str, str], revision: str | None = None
+) -> Mapping[str, Any]:
+    """The config of a model by folder or hub name; empty where none is here, or it is broken."""
+    path = where(name, environ, revision)
+    return {} if path is None else _parsed(path)
+
+
+def where(name: object, environ: Mapping[str, str], revision: str | None = None) -> Path | None:
+    """The file that holds it, readable or not; None where none is here."""
+    if not isinstance(name, str) or not name:
+        return None
+    return next((path for path in _places(name, environ, revision) if is_file(path)), None)
+
+
+def built_from(values: Values, environ: Mapping[str, str]) -> Mapping[str, Any]:
+    """The config that the model is built by: `config_name` wins, and single keys may be replaced."""
+    name = values.get("config_name") or values["model_name_or_path"]
+    config = read(name, environ, values.get("model_revision"))
+    return {**config, **replaced(values.get("additional_model_arguments"))} if config else {}
+
+
+def replaced(given: Any) -> Mapping[str, Any]:
+    """The keys of the config that a mapping, or its JSON text, replaces; none where it cannot be read."""
+    try:
+        data = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config that also describes an image encoder."""
+    part = config.get("text_config")
+    return part if isinstance(part, Mapping) else config
+
+
+def weights_type(config: Mapping[str, Any]) -> str:
+    """The type of a model's weights, such as `bfloat16`; empty where its config names none.
+
+    transformers 5 writes `dtype`, earlier ones `torch_dtype`; some only in the language model's part.
+    """
+    names = ("dtype", "torch_dtype")
+    found = (part.get(name) for part in (config, text_part(config)) for name in names)
+    return str(next(filter(None, found), "")).removeprefix("torch.")
+
+
+def is_path(name: str) -> bool:
+    """Whether a model's name can only be a folder: a hub name has at most one slash, and no dots."""
+    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+
+
+def here(name: str) -> bool:
+    """Whether anything of that name is here, as transformers looks: from the working directory."""
+    return exists(Path(name))
+
+
+def cached(name: str, environ: Mapping[str, str]) -> bool:
+    """Whether the hub's cache holds any snapshot of a model."""
+    return exists(repository(name, environ) / "snapshots")
+
+
+def _places(name: str, environ: Mapping[str, str], revision: str | None) -> Iterator[Path]:
+    """A folder of that name wins over the hub, as in transformers; `~` is not expanded there."""
+    yield _joined(name, "config.json")
+    if is_path(name):
+        return
+    folder = snapshot(name, environ, revision)
+    if folder is not None:
+        yield folder / "config.json"
+
+
+@functools.lru_cache(maxsize=1024)
+def _joined(*parts: str) -> Path:
+    """A dozen rules ask for the same few places, of each of a thousand files."""
+    return Path(*parts)
+
+
+def repository(name: str, environ: Mapping[str, str], kind: str = "models") -> Path:
+    """Where the hub's cache keeps a model (or `datasets`): `refs/` name commits, `snapshots/` hold them."""
+    return _joined(str(hub_cache(environ)), f"{kind}--{name.replace('/', '--')}")
+
+
+def commit(
+    name: str, environ: Mapping[str, str], revision: str | None = None, kind: str = "models"
+) -> str | None:
+    """The commit that the hub's cache here holds for a name and revision; None where it holds none."""
+    kept, wanted = str(repository(name, environ, kind)), revision or "main"
+    if ".." in wanted:
+        return None
+    told = _line(_joined(kept, "refs", wanted))
+    return told or (wanted if exists(_joined(kept, "snapshots", wanted)) else None)
+
+
+def snapshot(
+    name: str, environ: Mapping[str, str], revision: str | None = None, kind: str = "models"
+) -> Path | None:
+    """The folder of that commit, where one is known; nobody says that it is there, or whole."""
+    at = commit(name, environ, revision, kind)
+    return None if at is None else _joined(str(repository(name, environ, kind)), "snapshots", at)
+
+
+def hub_cache(environ: Mapping[str, str]) -> Path:
+    """Where huggingface_hub keeps what it has downloaded."""
+    own = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE")
+    return _joined(own) if own else _joined(str(hub_home(environ)), "hub")
+
+
+def hub_home(environ: Mapping[str, str]) -> Path:
+    """huggingface_hub's own folder: its cache, and the token of who is logged in."""
+    if own := environ.get("HF_HOME"):
+        return _joined(own)
+    base = environ.get("XDG_CACHE_HOME")
+    return _joined(base or str(home(environ) / ".cache"), "huggingface")
+
+
+def offline(environ: Mapping[str, str]) -> bool:
+    """Whether huggingface_hub is told to stay off the network."""
+    return offline_by(environ) is not None
+
+
+def offline_by(environ: Mapping[str, str]) -> str | None:
+    """The variable that keeps huggingface_hub off the network; the first of two that holds anything decides.
+
+    huggingface_hub/constants.py:194.
+    """
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    first = next((name for name in names if environ.get(name)), None)
+    return first if first and environ[first].upper() in {"1", "ON", "YES", "TRUE"} else None
+
+
+def home(environ: Mapping[str, str]) -> Path:
+    """The user's home as the environment names it; a folder that is not there where it does not."""
+    return Path(environ.get("HOME") or "/nonexistent")
+
+
+def _line(path: Path) -> str | None:
+    try:
+        return read_bytes(path).decode().strip() or None
+    except (OSError, ValueError):
+        return None
+
+
+def _parsed(path: Path) -> Mapping[str, Any]:
+    try:
+        data = parse_json(read_bytes(path, _LARGEST))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}

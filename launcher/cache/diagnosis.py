@@ -1,0 +1,277 @@
+"""`launch cache why RUN`: what made a run's caches hit or miss, told by what differed from before.
+
+Two keys are looked at, from the outside in: launch's, which names the folder (contents, versions), and
+upstream's own, which names the entry in it (arguments; its `config.json` where nothing else differs).
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from launcher import files
+from launcher.cache import folders
+from launcher.errors import brief
+from launcher.runs import rundir
+from launcher.runs.rundir import RunFolder
+
+# events of the probe, by the kind of cache that they speak of
+_EVENTS = {"dataset": "dataset_cache", "reference": "reference_cache"}
+_DIGITS = 12
+_MOST = 12
+
+Use = Mapping[str, Any]
+"""What a cache folder records of one run that used it."""
+
+
+class Difference(NamedTuple):
+    """One thing that is not as it was: what, before and now, and the sentence for people."""
+
+    what: str
+    before: Any
+    now: Any
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why one cache of a run was hit or missed.
+
+    `state` is what the probe saw (`hit`, `miss`, `unknown`), `compared` the run that `differences` are
+    against, None where there was none before.
+    """
+
+    kind: str
+    state: str
+    folder: str
+    compared: str | None
+    differences: tuple[Difference, ...]
+    text: str
+
+    def as_json(self) -> dict[str, Any]:
+        """For the envelope."""
+        return {**asdict(self), "differences": [one._asdict() for one in self.differences]}
+
+    def lines(self) -> list[str]:
+        """For people: the verdict, then one difference a line."""
+        return [f"{self.kind} cache: {self.text}", *(f"  {one.text}" for one in self.differences)]
+
+
+def why(run: RunFolder) -> list[Reason]:
+    """The reasons for every cache of a run's newest attempt; empty where it had none of launch's."""
+    uses = [use for folder in folders.known() for use in folder.uses() if _cache(use)]
+    events = _events(run)
+    return [
+        _reason(use, uses, events.get(str(_cache(use)["kind"]), {})) for use in _of_run(run, uses)
+    ]
+
+
+def _cache(use: Use) -> Mapping[str, Any]:
+    cache = _mapping(use.get("cache"))
+    return cache if cache.get("kind") in _EVENTS else {}
+
+
+def _of_run(run: RunFolder, uses: Sequence[Use]) -> list[Use]:
+    """The run's own uses in its newest attempt; from its manifest where the folders were cleared."""
+    own = [use for use in uses if use.get("run") == str(run.path.absolute())]
+    attempt = max((int(use.get("attempt") or 1) for use in own), default=0)
+    newest = [use for use in own if int(use.get("attempt") or 1) == attempt]
+    kinds = {_cache(use)["kind"] for use in newest}
+    manifest = rundir.read_manifest(run)
+    time = folders.seconds(manifest.get("created"))
+    for cache in _mappings(manifest.get("caches")):
+        if cache.get("kind") in set(_EVENTS) - kinds:
+            newest.append({"run": str(run.path), "time": time, "cache": cache, "cleared": True})
+    return newest
+
+
+def _events(run: RunFolder) -> dict[str, Mapping[str, Any]]:
+    """What rank 0's probe recorded of each kind in the newest attempt."""
+    found: dict[str, Mapping[str, Any]] = {}
+    kinds = {event: kind for kind, event in _EVENTS.items()}
+    for event in files.read_lines(run.probe / "rank-0.jsonl"):
+        if event.get("event") == "start":
+            found = {}
+        kind = kinds.get(str(event.get("event")))
+        # the first look is the one that decides; a later one finds what was just made
+        if kind is not None:
+            found.setdefault(kind, event)
+    return found
+
+
+def _reason(use: Use, uses: Sequence[Use], event: Mapping[str, Any]) -> Reason:
+    cache, state = _cache(use), str(event.get("state") or "unknown")
+    compared = [(one, list(_compare(_cache(one), cache))) for one in _before(use, uses)]
+    nearest, differences = min(
+        compared, key=lambda pair: (len(pair[1]), -float(pair[0]["time"])), default=(None, [])
+    )
+    if nearest is not None and not differences and state == "miss":
+        differences = _neighbour(event, cache)
+    return Reason(
+        kind=str(cache["kind"]), state=state, folder=str(cache.get("path")),
+        compared=None if nearest is None else str(nearest.get("run")),
+        differences=tuple(differences[:_MOST]), text=_sentence(state, use, nearest, differences),
+    )  # fmt: skip
+
+
+def _before(use: Use, uses: Sequence[Use]) -> Iterator[Use]:
+    """Earlier uses of the same kind of cache by the same kind of stage."""
+    cache = _cache(use)
+    for one in uses:
+        same = all(cache.get(n) == _cache(one).get(n) for n in ("kind", "stage", "backend"))
+        if same and float(one["time"]) < float(use["time"]):
+            yield one
+
+
+def _sentence(state: str, use: Use, nearest: Use | None, differences: Sequence[Difference]) -> str:
+    if nearest is None:
+        first = "no earlier run of this stage is known to have used one"
+        return f"{state}: {first}" if state != "hit" else "hit: made before launch kept records"
+    run = f"{Path(str(nearest.get('run'))).name} ({_moment(nearest['time'])})"
+    if state == "hit" and differences:
+        return f"hit: made by a run that is no longer known; {run} had another"
+    if differences:
+        more = f", the first {_MOST} of {len(differences)}" if len(differences) > _MOST else ""
+        return f"{state}: not as it was for {run}{more}:"
+    same = f"{state}: the same content and the same key as {run}"
+    if state == "hit":
+        return same
+    if use.get("cleared"):
+        return f"{same}; the folder has been cleared since"
+    if state == "miss":
+        return f"{same}: the entry was not finished, was cleared, or `skip_cache` is set"
+    return same
+
+
+# --- what differs ---------------------------------------------------------------------------------
+
+
+class Fact(NamedTuple):
+    """One thing that a cache depends on: what to call it, what to compare, and what to show."""
+
+    name: str
+    content: Any
+    shown: Any
+
+
+Facts = Mapping[tuple[object, ...], Fact]
+
+
+def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+    return _differences(_facts(before), _facts(now))
+
+
+def _facts(cache: Mapping[str, Any]) -> Facts:
+    """By what they are: files by the place of their data set or model in the list, others by name."""
+    key = _mapping(cache.get("key"))
+    facts: dict[tuple[object, ...], Fact] = {
+        ("key", name): Fact(f"`{name}`", value, value) for name, value in key.items()
+    }
+    counts: collections.Counter[str] = collections.Counter()
+    for one in _mappings(cache.get("inputs")):
+        role, name, digest = (str(one.get(field)) for field in ("role", "name", "digest"))
+        shown = _mapping(one.get("shown"))
+        if role in {"code", "package"}:
+            facts[role, name] = Fact(name, digest, digest[:_DIGITS])
+        elif role == "value":
+            facts[role, name] = Fact(f"`{name}`", digest, one.get("shown"))
+        else:
+            counts[role] += 1
+            place = role, counts[role]
+            listed = _mappings(shown.get("files"))
+            for file in listed:
+                # one file each, whatever they are called
+                below = "" if shown.get("kind") == "file" else f"/{file.get('name')}"
+                facts[(*place, below)] = Fact(f"{name}{below}", file.get("digest"), file)
+            if not listed or len(listed) != shown.get("count", len(listed)):
+                version = str(shown.get("revision") or digest)
+                facts[place] = Fact(f"{role} {name}", digest, version[:_DIGITS])
+    return facts
+
+
+def _differences(before: Facts, now: Facts) -> Iterator[Difference]:
+    for place in dict.fromkeys([*now, *before]):
+        # a value that only now counts, or no longer does, need not have changed: the keys hold it too
+        key = ("key", *place[1:])
+        if place[0] == "value" and key in before and key in now:
+            continue
+        was, is_ = before.get(place), now.get(place)
+        if was is None or is_ is None or was.content != is_.content:
+            name = (is_ or was or Fact("", 0, 0)).name
+            values = was and was.shown, is_ and is_.shown
+            yield Difference(name, *values, f"{name} {_change(*values)}")
+
+
+def _change(before: Any, now: Any) -> str:
+    listed = [one for one in (before, now) if isinstance(one, Mapping) and "digest" in one]
+    if not listed:
+        was, is_ = (
+            brief(one if isinstance(one, str) else json.dumps(one, default=str))
+            for one in (before, now)
+        )
+        return f"was {was}, is {is_}"
+    size = " -> ".join(dict.fromkeys(map(_bytes, listed)))
+    if before is None or now is None:
+        return f"{'is new' if before is None else 'is gone'} ({size})"
+    times = f"{_moment(before.get('mtime'))} -> {_moment(now.get('mtime'))}"
+    if before.get("mtime") == now.get("mtime"):
+        times = f"{_moment(now.get('mtime'))}, the same time"
+    digests = " -> ".join(str(one.get("digest"))[:_DIGITS] for one in listed)
+    return f"changed: {size}, written {times}, content {digests}"
+
+
+def _neighbour(event: Mapping[str, Any], cache: Mapping[str, Any]) -> list[Difference]:
+    """What upstream wrote down about the entry of this run, against its neighbours in the folder."""
+    place = Path(str(event.get("path")))
+    if place.parent != Path(str(cache.get("path"))):
+        return []
+    now = _upstreams(place)
+    found = []
+    for path in sorted(place.parent.iterdir()):
+        before = _upstreams(path)
+        if now and before and path != place and not path.name.startswith("."):
+            found.append(list(_differences(before, now)))
+    return min(found, key=len, default=[])
+
+
+def _upstreams(entry: Path) -> Facts:
+    values = _flat(rundir.read_json(entry / "config.json"))
+    values.pop("config_hash", None)
+    return {("", name): Fact(f"upstream's `{name}`", one, one) for name, one in values.items()}
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """`{"a": [{"b": 1}]}` -> `{"a[0].b": 1}`."""
+    if isinstance(value, Mapping):
+        pairs = ((f"{name}.{key}" if name else str(key), one) for key, one in value.items())
+    elif isinstance(value, list):
+        pairs = ((f"{name}[{number}]", one) for number, one in enumerate(value))
+    else:
+        return {name: value}
+    return {inner: one for key, part in pairs for inner, one in _flat(part, key).items()}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
+
+
+def _bytes(file: Mapping[str, Any]) -> str:
+    size = file.get("size")
+    return f"{size:,} bytes" if isinstance(size, int) else "of unknown size"
+
+
+def _moment(seconds: Any) -> str:
+    try:
+        moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    except (TypeError, OverflowError, OSError, ValueError):
+        return "at an unknown time"
+    return moment.strftime("%Y-%m-%d %H:%M:%SZ")

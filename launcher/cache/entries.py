@@ -1,0 +1,116 @@
+"""Which set of a dataset cache folder open-instruct would take: by what its own key is made of.
+
+Upstream writes beside each set what its key was made of (`config.json`, dataset_transformation.py:1893).
+Whoever holds that against the arguments knows, without starting anything, whether a run would find
+its set. The rest (contents of local data, code, versions) is in the name of the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.artifacts import model_config
+from launcher.artifacts.model_config import is_path
+from launcher.cache import folders, keys
+from launcher.paths import exists, is_file
+from launcher.plan.plan import Plan
+from launcher.runs import rundir
+
+# dataset_transformation.py:910
+_HASHED = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "vocab.json")
+_TOKENIZER_FIELDS = (*keys.TOKENIZER_KEY, "use_slow_tokenizer", "tokenizer_name")
+# dataset_transformation.py:2062
+_REVISION = "main"
+
+
+def hit(folder: Path, plan: Plan) -> Path | None:
+    """The complete set in a folder that a run of this plan would find by its key; None: it would miss."""
+    asked = key(plan)
+    found = folders.opened(folder)
+    for name in found.entries() if found is not None else ():
+        if not list(differences(asked, folder / name)):
+            return folder / name
+    return None
+
+
+def differences(asked: Mapping[str, Any], entry: Path) -> Iterator[str]:
+    """What a set was made with that a run would not ask for, in words."""
+    told = rundir.read_json(entry / "config.json")
+    tokenizer, data = told.get("tokenizer_config"), told.get("dataset_configs")
+    if not isinstance(tokenizer, dict) or not isinstance(data, list):
+        yield f"{entry} does not say what it was made of"
+        return
+    for name, value in asked["tokenizer"].items():
+        if name in tokenizer and tokenizer[name] != value:
+            yield f"{name}: {tokenizer[name]!r} there, {value!r} asked for"
+    if len(data) != len(asked["data"]):
+        yield f"{len(data)} data sets there, {len(asked['data'])} asked for"
+        return
+    for there, wanted in zip(data, asked["data"], strict=True):
+        for name, value in wanted.items():
+            # upstream leaves out of its key what is None
+            if isinstance(there, dict) and there.get(name) != value:
+                yield f"{name}: {there.get(name)!r} there, {value!r} asked for"
+
+
+def key(plan: Plan) -> dict[str, Any]:
+    """What upstream's key would be made of now, as it stands in `config.json`."""
+    values = plan.values
+    prefix = "dataset_" if "dataset_local_cache_dir" in values else ""
+    name = values.get("tokenizer_name_or_path") or values.get("model_name_or_path")
+    revision = values.get("tokenizer_revision") or values.get("model_revision")
+    tokenizer = {
+        **{field: values[field] for field in _TOKENIZER_FIELDS if field in values},
+        "tokenizer_name_or_path": name, "tokenizer_revision": revision,
+        "tokenizer_files_hash": [_hash(str(name), revision, file) for file in _HASHED],
+    }  # fmt: skip
+    listed = values.get(plan.stage.entry.names.data)
+    pairs = listed if isinstance(listed, list) else []
+    splits = list(values.get(f"{prefix}mixer_list_splits") or ["train"])
+    data = [
+        {
+            "dataset_name": pairs[at],
+            "dataset_split": splits[0] if len(splits) == 1 else splits[at],
+            "dataset_revision": _REVISION,
+            "transform_fn": values.get(f"{prefix}transform_fn"),
+            "transform_fn_args": [{"max_seq_length": values.get("max_seq_length")}, {}],
+            "target_columns": values.get(f"{prefix}target_columns"),
+            "frac_or_num_samples": _amount(str(pairs[at + 1])),
+            "dataset_commit_hash": _commit(str(pairs[at])),
+        }
+        for at in range(0, len(pairs) - 1, 2)
+        if len(splits) == 1 or at < len(splits)
+    ]
+    plain: dict[str, Any] = json.loads(
+        json.dumps({"tokenizer": tokenizer, "data": data}, default=str)
+    )
+    return plain
+
+
+def _amount(text: str) -> int | float | None:
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        return None
+
+
+def _commit(name: str) -> str | None:
+    """The commit of a data set on the hub, as upstream reads it: where its README.md is in the cache."""
+    if exists(Path(name)) or is_path(name):
+        return None
+    snapshot = model_config.snapshot(name, os.environ, _REVISION, "datasets")
+    # the folder is named by the commit
+    return snapshot.name if snapshot is not None and is_file(snapshot / "README.md") else None
+
+
+def _hash(name: str, revision: str | None, file: str) -> str:
+    local = Path(name)
+    folder = local if local.is_dir() else model_config.snapshot(name, os.environ, revision)
+    if folder is None or not is_file(folder / file):
+        return f"{file} not found"
+    return hashlib.sha256((folder / file).read_bytes()).hexdigest()

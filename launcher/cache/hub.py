@@ -1,0 +1,220 @@
+"""What a stage reads of models, tokenizers and data, local or on the hub: brought here, and looked through.
+
+Before anything is tokenised: upstream's key of tokenised data holds what is in the hub's cache at that
+moment (dataset_transformation.py:84), so that a set made before the download has another key than the
+same set asked for after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from launcher.artifacts import model_config, model_files
+from launcher.errors import Finding, not_ready
+from launcher.files import parse_line
+from launcher.machine import sizes
+from launcher.machine.python import Trainer
+from launcher.paths import exists, is_file
+from launcher.plan.plan import Plan
+from launcher.redaction import redact
+
+Role = Literal["whole", "model", "tokenizer", "card", "data"]
+
+# under the trainer's Python, whose packages training uses
+_CALL = """
+import importlib, json, sys
+module, name, words = json.loads(sys.argv[1])
+try:
+    found = getattr(importlib.import_module(module), name)(**words)
+    answer = {"path": found if isinstance(found, str) else None}
+except Exception as error:
+    answer = {"error": (" ".join(str(error).split()) or type(error).__name__)[:500]}
+print(json.dumps(answer))
+"""
+# what no PyTorch model is loaded from
+_OTHERS = (
+    "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.tflite", "*.gguf", "*.pth", "original/*", "onnx/*",
+)  # fmt: skip
+_TOKENIZER = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model",
+    "*.tiktoken", "tekken.json", "chat_template*", "additional_chat_templates/*", "config.json", "*.py",
+    "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A model, a tokenizer or a data set by its name, and what became of it.
+
+    `role` says how much of it is read: `whole` is every file, which SFT's `snapshot_download` takes;
+    `card` the one file that open-instruct's key of tokenised data knows; `data` what TRL trains on, in its
+    configuration `config`. `state` is `there`, `fetched`, `missing`, or `unknown` for a card: a data set
+    may have none.
+    """
+
+    role: Role
+    name: str
+    key: str
+    revision: str | None = None
+    state: str = ""
+    place: Path | None = None
+    size: int = 0
+    seconds: float = 0.0
+    commit: str | None = None
+    error: str | None = None
+    config: str | None = None
+
+    @property
+    def local(self) -> bool:
+        """Whether it is a path here, and nothing that the hub has."""
+        return exists(Path(self.name)) or model_config.is_path(self.name)
+
+    @property
+    def kind(self) -> str:
+        """For people."""
+        return {"whole": "model", "card": "data"}.get(self.role, self.role)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the envelope: `bytes`, `seconds`."""
+        return {
+            "kind": self.kind, "name": self.name, "state": self.state,
+            "place": None if self.place is None else str(self.place), "bytes": self.size,
+            "seconds": round(self.seconds, 2), "commit": self.commit,
+        }  # fmt: skip
+
+
+def wanted(plan: Plan) -> tuple[Part, ...]:
+    """What a plan reads: its model, the model that its config is of, its tokenizer, its data."""
+    return tuple({(one.role, one.name, one.revision): one for one in _wanted(plan)}.values())
+
+
+def _wanted(plan: Plan) -> Iterator[Part]:
+    values, names, trl = plan.values, plan.stage.entry.names, plan.stage.options.backend == "trl"
+    revision = values.get("model_revision")
+    # finetune.py:528 takes the whole of the model's repository
+    role: Role = "whole" if not trl and plan.stage.options.stage == "sft" else "model"
+    for key in ("model_name_or_path", "config_name"):
+        if isinstance(values.get(key), str):
+            yield Part(role=role, name=values[key], key=key, revision=revision)
+    for key, at in (
+        ("tokenizer_name_or_path", values.get("tokenizer_revision") or revision),
+        ("chat_template_path", None),
+    ):
+        name = values.get(key)
+        if isinstance(name, str) and name != values.get(names.model) and not is_file(Path(name)):
+            yield Part(role="tokenizer", name=name, key=key, revision=at)
+    listed = values.get(names.data)
+    if trl and isinstance(listed, str) and values.get("dataset_streaming") is not True:
+        yield Part(role="data", name=listed, key=names.data, config=values.get("dataset_config"))
+    for name in listed[::2] if isinstance(listed, list) else []:
+        if isinstance(name, str):
+            yield Part(role="card", name=name, key=names.data, revision="main")
+
+
+def fetch(parts: Sequence[Part], trainer: Trainer, environ: Mapping[str, str]) -> tuple[Part, ...]:
+    """Bring what is on the hub, by the trainer's own packages; say of each what came of it.
+
+    HF_HUB_OFFLINE is honoured, and without a network what is here has to do. Progress goes to stderr.
+    Raises NotReady where the trainer's Python cannot do it at all.
+    """
+    return tuple(_looked(one) if one.local else _brought(one, trainer, environ) for one in parts)
+
+
+def _brought(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> Part:
+    before, began = _snapshot(part), time.monotonic()
+    answer = _call(part, trainer, environ)
+    path, error, now = answer.get("path"), answer.get("error"), _snapshot(part)
+    part = replace(
+        part, place=Path(path) if path else None, seconds=time.monotonic() - began,
+        commit=now[0], error=error,
+    )  # fmt: skip
+    if part.role in ("card", "data"):
+        failed = "unknown" if part.role == "card" else "missing"
+        return replace(part, state=failed if error else "there")
+    if part.place is None:
+        return replace(part, state="missing")
+    return _looked(replace(part, state="there" if now == before else "fetched"))
+
+
+def _call(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str, Any]:
+    if part.role == "data":
+        call: list[Any] = ["datasets", "load_dataset", {"path": part.name, "name": part.config}]
+    else:
+        of_role: dict[str, dict[str, Any]] = {
+            "card": {"repo_type": "dataset", "allow_patterns": ["README.md"]},
+            "tokenizer": {"allow_patterns": list(_TOKENIZER)},
+            "model": {"ignore_patterns": list(_OTHERS)},
+        }
+        words = {"repo_id": part.name, "revision": part.revision, **of_role.get(part.role, {})}
+        call = ["huggingface_hub", "snapshot_download", words]
+    ended = subprocess.run(
+        [str(trainer.python), "-c", _CALL, json.dumps(call)],
+        stdout=subprocess.PIPE, env=dict(environ), check=False,
+    )  # fmt: skip
+    answer = parse_line(ended.stdout.strip().rpartition(b"\n")[2])
+    if not answer:
+        raise not_ready(
+            "not-fetched", f"{trainer.python} cannot download from the hub: it ended with "
+            f"{ended.returncode}", "launch doctor", file=str(trainer.python),
+        )  # fmt: skip
+    return answer
+
+
+def _looked(part: Part) -> Part:
+    """With the size of a folder, and what it lacks."""
+    place = part.place or Path(part.name)
+    if part.role in ("card", "data"):
+        state = "there" if exists(place) else "missing"
+        return replace(part, place=place, state=state, size=sizes.below(place, links=True))
+    error = part.error or lacking(place, part.role)
+    state = "missing" if error else part.state or "there"
+    return replace(part, place=place, state=state, size=sizes.below(place, links=True), error=error)
+
+
+def lacking(folder: Path, role: Role) -> str | None:
+    """What a model's or a tokenizer's folder lacks to be loaded; None where nothing is missed."""
+    if not folder.is_dir():
+        return f"there is no folder {folder}"
+    if role == "tokenizer":
+        fault = model_files.tokenizer_fault(folder)
+    else:
+        fault = model_files.config_fault(folder) or model_files.weights_fault(folder)
+    return None if fault is None else f"{folder}: {fault}"
+
+
+def _snapshot(part: Part) -> tuple[str | None, set[Path]]:
+    """The commit that the hub's cache here holds for a part now, and its files."""
+    kind = "datasets" if part.role in ("card", "data") else "models"
+    folder = model_config.snapshot(part.name, os.environ, part.revision, kind)
+    if folder is None:
+        return None, set()
+    return folder.name, {path for path in folder.rglob("*") if is_file(path)}
+
+
+def findings(parts: Sequence[Part], plan: Plan, *, offline: bool) -> Iterator[Finding]:
+    """What is missing, each with how to get it."""
+    for one in parts:
+        if one.state != "missing" or one.role == "card":
+            continue
+        origin = plan.stage.config.origin(f"args.{one.key}")
+        if one.local or one.place is not None:
+            code, what = "incomplete-model", str(one.error)
+            again = "finish the run that makes it, or copy it again"
+            help = again if one.local else f"hf download {one.name}"
+        else:
+            code = "not-fetched"
+            why = "HF_HUB_OFFLINE is set" if offline else redact(one.error or "no answer")
+            what = f"not in the hub's cache, and cannot be fetched: {why}"
+            first = "unset HF_HUB_OFFLINE for this" if offline else "check the name and the network"
+            help = f"{first}, or bring the hub's cache of a machine that has it (HF_HOME)"
+        yield Finding(
+            severity="error", layer="launch", code=code, key=f"args.{one.key}",
+            message=f"`{one.key}: {one.name}`: {what}", help=help, **origin.place,
+        )  # fmt: skip

@@ -1,0 +1,123 @@
+"""What a run depends on, by content: data, tokenizer, model, DeepSpeed file, entry script.
+
+The manifest keeps it, and the next attempt compares: a resume goes on in the middle of something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher.artifacts.fingerprint import (
+    READERS,
+    Fingerprint,
+    Memory,
+    MissingContent,
+    of_data,
+    of_model,
+    of_tokenizer,
+    remembered,
+)
+from launcher.paths import exists
+from launcher.plan.plan import Plan
+from launcher.upstream import facts
+
+Contents = Sequence[Mapping[str, Any]]
+"""Mappings of `role`, `name` and `digest`, which is None where nothing local knows it; `files` are the
+digests of what lies here, by name."""
+
+FILES_KEPT = 1000
+"""Of one data set or model; of more, only their common digest tells."""
+
+
+def of_plan(plan: Plan) -> list[dict[str, Any]]:
+    """What a later attempt must find unchanged: for the manifest (`contents`).
+
+    Raises MissingContent where something local cannot be read.
+    """
+    with remembered() as memory:
+        return list(_contents(plan, memory))
+
+
+def _contents(plan: Plan, memory: Memory) -> Iterator[dict[str, Any]]:
+    values, stage = plan.values, plan.stage
+    data = values.get(stage.entry.names.data)
+    listed = list(map(str, data[::2])) if isinstance(data, list) else [str(data)] if data else []
+    for name in listed:
+        local = exists(Path(name))
+        yield _known("data", of_data(name, memory)) if local else _record("data", name, None)
+    model, revision = values.get(stage.entry.names.model), values.get("model_revision")
+    if isinstance(model, str) and model:
+        yield _known("model", of_model(model, memory, revision))
+    tokenizer = values.get("tokenizer_name_or_path") or model
+    if isinstance(tokenizer, str) and tokenizer:
+        revision = values.get("tokenizer_revision") or revision
+        yield _known("tokenizer", of_tokenizer(tokenizer, memory, revision))
+    if stage.options.deepspeed is not None:
+        # a file that cannot be read is said elsewhere
+        with contextlib.suppress(OSError):
+            raw = stage.options.deepspeed.read_bytes()
+            path = str(stage.options.deepspeed)
+            yield _record("deepspeed", path, hashlib.sha256(raw).hexdigest())
+    script = stage.entry.script
+    code = facts.digest(stage.upstream.packages, script) or stage.schema.digests.get(script)
+    yield _record("code", script, code)
+
+
+def _known(role: str, found: Fingerprint) -> dict[str, Any]:
+    # a name on the hub whose commit is not known here says nothing of its content
+    record = _record(role, found.name, None if found.kind == "name" else found.digest)
+    if found.kind in ("file", "folder"):
+        kept = found.files if len(found.files) <= FILES_KEPT else ()
+        record["files"] = {file.name: file.digest for file in kept}
+    return record
+
+
+def _record(role: str, name: str, digest: str | None) -> dict[str, Any]:
+    return {"role": role, "name": name, "digest": digest}
+
+
+def digests(listed: object, role: str) -> list[Any]:
+    """The digests of one role; of anything that is no such list, none."""
+    return [record.get("digest") for record in _records(listed) if record.get("role") == role]
+
+
+def names(listed: Contents, role: str) -> str:
+    """What the things of one role are called."""
+    return ", ".join(str(record.get("name")) for record in listed if record.get("role") == role)
+
+
+def changed(listed: object, cwd: Path) -> list[dict[str, Any]]:
+    """What is not as `of_plan` found it: `role`, `name` and, a file each, `file`, `before` and `after`.
+
+    `after` is None for what is gone or cannot be read. Relative names start at `cwd`.
+    """
+    local = [record for record in _records(listed) if isinstance(record.get("files"), dict)]
+    with remembered() as memory:
+        return [change for record in local for change in _changes(record, cwd, memory)]
+
+
+def _records(listed: object) -> list[Mapping[str, Any]]:
+    found = listed if isinstance(listed, list | tuple) else ()
+    return [record for record in found if isinstance(record, Mapping)]
+
+
+def _changes(record: Mapping[str, Any], cwd: Path, memory: Memory) -> Iterator[dict[str, Any]]:
+    role, name, digest = str(record.get("role")), str(record.get("name")), record.get("digest")
+    change = {"role": role, "name": name}
+    try:
+        found = READERS[role](str(cwd / name), memory, None)
+    except (KeyError, MissingContent):
+        yield {**change, "file": name, "before": digest, "after": None}
+        return
+    if found.digest == digest:
+        return
+    before, after = dict(record["files"]), {file.name: file.digest for file in found.files}
+    if not before:
+        before, after = {name: digest}, {name: found.digest}
+    for file in sorted(before.keys() | after.keys()):
+        if before.get(file) != after.get(file):
+            yield {**change, "file": file, "before": before.get(file), "after": after.get(file)}

@@ -1,0 +1,280 @@
+"""`launch validate-config`, `explain`, `schema`, `pin`: stage files and the source they are for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from typer import Argument, Option
+
+from launcher.cli.options import OVERRIDES, SOURCE, Findings, Shared, answer, app, files_of, takes
+from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, errors, usage
+
+if TYPE_CHECKING:
+    from launcher.stage.fix import Fix
+    from launcher.upstream.locate import Locator
+
+
+VALIDATED_FOR = 8
+"""GPUs that a pipeline is judged for where its file does not say: a stage file is judged for none."""
+
+pins = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="What the open-instruct checkout is, and what another commit would change.",
+)
+app.add_typer(pins, name="pin")
+
+
+@app.command(
+    "validate-config", epilog="Example: launch validate-config configs/tulu/*.yaml --strict"
+)
+@takes("stage", "python", *SOURCE, "strict")
+def validate_config(
+    shared: Shared,
+    paths: list[Path] = Argument(..., help="stage files, or folders of them", show_default=False),
+    fix: bool = Option(False, "--fix", help="rewrite what is mechanical, keep comments"),
+    diff: bool = Option(False, "--diff", help="show what --fix would rewrite, write nothing"),
+    deep: bool = Option(False, "--deep", help="ask the trainer too: rehearse each stage file"),
+    format: Findings = Option("text", "--format", help="json for machines, annotations for github"),
+) -> Exit:
+    """Say everything that upstream would refuse, ignore or misread; no GPU, no packages needed."""
+    locator, stage = shared.locator, shared.stage
+    paths = [file for path in paths for file in files_of(path)]
+    mended: dict[Path, Fix] = {}
+    found: list[Finding] = []
+    if fix or diff:
+        quiet = format != "text"
+        mended, found = _fix(paths, stage, locator, write=not diff, quiet=quiet)
+    not_ready = bool(found)
+    files: list[dict[str, object]] = []
+    with contextlib.ExitStack() as stack:
+        rehearsed = _rehearser(shared, stack, quiet=format != "text") if deep else None
+        for path in paths:
+            facts, mine = _judge_file(path, stage, locator)
+            if path in mended:
+                facts["fix"] = mended[path].as_json()
+                mine = mended[path].with_reasons(mine)
+            if rehearsed is not None and facts.get("shape") != "pipeline":
+                facts["rehearsal"], mine = rehearsed(path, mine)
+            valid = not errors(mine, strict=shared.strict)
+            files.append({"path": str(path), "valid": valid, **facts})
+            found += mine
+    ok = all(entry["valid"] for entry in files)
+    code = Exit.NOT_READY if not_ready else Exit.OK if ok else Exit.CONFIG
+    return answer("validate-config", format, {"files": files}, map(_line, files), found, code)
+
+
+def _rehearser(
+    shared: Shared, stack: contextlib.ExitStack, *, quiet: bool
+) -> Callable[[Path, tuple[Finding, ...]], tuple[object, tuple[Finding, ...]]]:
+    """What rehearses a file, and adds what the trainer says to what was found; one server for all files."""
+    from launcher.lifecycle import prepare
+    from launcher.workflows.rehearse import ask, rehearsal
+
+    servers = stack.enter_context(ask.Servers())
+    say: Callable[[str], None] = (lambda _: None) if quiet else shared.show_progress
+
+    def rehearsed(path: Path, found: tuple[Finding, ...]) -> tuple[object, tuple[Finding, ...]]:
+        try:
+            judged, trainer = prepare.judge(shared.request(config=path))
+            done = rehearsal.rehearse(judged, trainer, servers, say=say)
+        except InvalidConfig:
+            # it is too broken to be read, which was said
+            return None, found
+        return done.as_json(), rehearsal.combined(found, done.findings)
+
+    return rehearsed
+
+
+def _fix(
+    paths: list[Path], stage: str | None, locator: Locator, *, write: bool, quiet: bool
+) -> tuple[dict[Path, Fix], list[Finding]]:
+    """Mend what is mechanical in each file, or only show it; what was done, and what went wrong."""
+    from launcher.report import console
+    from launcher.stage import fix
+
+    done: dict[Path, Fix] = {}
+    failed: list[Finding] = []
+    for path in paths:
+        try:
+            mended = fix.of_file(path, stage_name=stage, locator=locator)
+            if write:
+                fix.apply(mended)
+        except InvalidConfig:
+            # judging the file says why it cannot be read
+            continue
+        except NotReady as error:
+            failed += error.findings
+            continue
+        done[path] = mended
+        if not quiet and not write:
+            console.raw(mended.diff())
+        for change in mended.changes if write and not quiet else ():
+            console.say(f"{path}:{change.line}: {change.what}")
+    return done, failed
+
+
+def _judge_file(
+    path: Path, stage: str | None, locator: Locator
+) -> tuple[dict[str, object], tuple[Finding, ...]]:
+    """What is known of one file, and everything found about it."""
+    from launcher.config import load as config
+    from launcher.stage import stage as stages
+
+    try:
+        loaded = config.load(path)
+        judged = stages.judge(loaded, stage=stage, locator=locator)
+    except InvalidConfig as error:
+        if {finding.code for finding in error.findings} == {config.PIPELINE}:
+            return _judge_pipeline(path, locator)
+        return {}, error.findings
+    source = judged.upstream.as_json() if judged.upstream else None
+    return {"stage": judged.stage, "shape": loaded.shape, "upstream": source}, judged.findings
+
+
+def _judge_pipeline(path: Path, locator: Locator) -> tuple[dict[str, object], tuple[Finding, ...]]:
+    """The same for several stages in turn, and what they hand to each other."""
+    from launcher.config import pipeline
+    from launcher.lifecycle.prepare import Request
+    from launcher.workflows.pipeline import plan as handover
+
+    try:
+        whole = pipeline.load(path)
+        common = Request(
+            stage=None, config=path, checkout=locator.checkout, allow_unpinned=locator.allow_unpinned,
+            gpus=None if all(link.gpus is not None for link in whole.links) else VALIDATED_FOR,
+        )  # fmt: skip
+        plan = handover.survey(handover.Order(chain=whole, common=common), running=False)
+    except LaunchError as error:
+        return {}, error.findings
+    return {"shape": "pipeline", "stages": [link.name for link in plan.links]}, plan.findings
+
+
+def _line(entry: dict[str, object]) -> str:
+    """What became of one file, and what it was held against."""
+    line = f"{entry['path']}: {'valid' if entry['valid'] else 'invalid'}"
+    if isinstance(stages := entry.get("stages"), list):
+        return f"{line} (a pipeline: {', '.join(stages)})"
+    source = entry.get("upstream")
+    if not isinstance(source, dict):
+        return line
+    where = source["root"] if source["root"] else "the committed snapshot"
+    return f"{line} ({entry['stage']}, {source['backend']} {source['version']}, {where})"
+
+
+@app.command(epilog="Example: launch explain use_liger_kernel --stage sft")
+@takes("stage", "backend", *SOURCE, "format")
+def explain(
+    shared: Shared,
+    key: str = Argument(..., help="an argument of upstream's"),
+    config: Path | None = Argument(
+        None, metavar="[CONFIG]", help="a stage file", show_default=False
+    ),
+    overrides: list[str] | None = OVERRIDES,
+) -> Exit:
+    """Explain an argument: meaning, type, default, value here, history."""
+    from launcher.config import load as configs
+    from launcher.stage import explain
+
+    loaded = configs.load(config, overrides or ()) if config is not None else None
+    explained = explain.explain(
+        key, locator=shared.locator, config=loaded, stage_name=shared.stage,
+        backend=shared.backend,
+    )  # fmt: skip
+    if not any(one.known for one in explained):
+        near = " or ".join(f"`{name}`" for name in explain.near(key))
+        help = f"did you mean {near}?" if near else "launch schema lists them all"
+        raise usage("no-such-key", f"no such argument, now or earlier: `{key}`", help)
+    data = {"explained": [one.as_json() for one in explained]}
+    lines = "\n\n".join("\n".join(one.lines()) for one in explained)
+    return answer("explain", shared.format, data, [lines])
+
+
+@app.command(epilog="Example: launch schema --json-schema > stage.schema.json")
+@takes("stage", "backend", *SOURCE, "format")
+def schema(
+    shared: Shared,
+    json_schema: bool = Option(
+        False, "--json-schema", help="for editors: completion, hover, red underlines"
+    ),
+) -> Exit:
+    """List every argument of a stage, or print the JSON Schema of stage files."""
+    from launcher.config import keys
+    from launcher.report import console
+    from launcher.stage import explain
+    from launcher.upstream.trainers import BACKENDS
+
+    stages = [shared.stage] if shared.stage else list(keys.STAGES)
+    named = [shared.backend] if shared.backend else list(BACKENDS)
+    locator, schemas = shared.locator, []
+    for name in named:
+        for key, entry in BACKENDS[name].STAGES.items():
+            # a further script of a stage has the stage's own arguments: editors ask for both
+            if (entry.stage or key) not in stages or (entry.stage and not json_schema):
+                continue
+            try:
+                schemas.append(locator.schema(name, key))
+            except InvalidConfig:
+                # a commit before a further script lacks nothing
+                if not entry.stage:
+                    raise
+    if json_schema:
+        from launcher.stage import json_schema as schemes
+
+        notes = {(one.backend, one.key): explain.notes(one) for one in schemas}
+        console.plain_json(schemes.combined(schemas, notes=notes))
+        return Exit.OK
+
+    def show() -> None:
+        console.arguments(schemas, {one.script: explain.notes(one) for one in schemas})
+
+    return answer("schema", shared.format, {"schemas": [one.as_json() for one in schemas]}, show)
+
+
+@pins.command("status", epilog="Example: launch pin status")
+@takes("open_instruct", "format")
+def pin_status(shared: Shared) -> Exit:
+    """Say which checkout would be used, and whether it is the pinned commit, unedited."""
+    from launcher.pin import pin
+
+    status = pin.status(shared.open_instruct, os.environ)
+    data, lines = status.as_json(), status.lines()
+    return answer("pin status", shared.format, data, lines, status.findings, status.exit_code)
+
+
+@pins.command("diff", epilog="Example: launch pin diff pin HEAD -c configs/tulu/sft_qwen7b.yaml")
+@takes("stage", "open_instruct", "format")
+def pin_diff(
+    shared: Shared,
+    commits: list[str] = Argument(
+        ...,
+        metavar="OLD NEW",
+        help="two commits, OLD..NEW, or NEW alone; `pin` is the pinned one",
+        show_default=False,
+    ),
+    configs: list[Path] | None = Option(
+        None,
+        "--config",
+        "-c",
+        help="a stage file, pipeline or folder (several times); none: all fields",
+    ),
+    everything: bool = Option(False, "--all", help="also what does not concern these files"),
+) -> Exit:
+    """Show what changes between two commits: arguments, defaults, reads, refusals."""
+    from launcher.pin import difference, pin
+    from launcher.report import console
+
+    found = pin.find_commits(commits, shared.open_instruct, os.environ)
+    paths = [file for path in configs or () for file in files_of(path)]
+    told = difference.between(found, paths, stage=shared.stage)
+    if shared.format == "json":
+        new = [finding for one in told.configs for finding in one.appeared]
+        console.envelope("pin diff", not told.worse, new, told.as_json())
+    else:
+        console.say("\n".join(difference.lines(told, everything=everything)))
+    return told.exit_code

@@ -1,0 +1,258 @@
+"""`launch plan`, `doctor`, `rehearse`, `prepare`, `ladder`, `bench`, `tune`: before the long run."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from typer import Option
+
+from launcher.cli.options import (
+    CPU,
+    GPU_MEMORY,
+    OVERRIDES,
+    REQUEST,
+    SOURCE,
+    STAGE_FILE,
+    Shared,
+    answer,
+    app,
+    takes,
+)
+from launcher.errors import Exit, NotReady, errors
+
+
+@app.command(
+    epilog="Example: launch plan configs/tulu/sft_qwen7b_25pct.yaml --gpus 1,2,8 --row-tokens 290:1100"
+)
+@takes(*REQUEST, "nodes", "price", "rows", "row_tokens")
+def plan(
+    shared: Shared,
+    gpus: str = Option("8", "--gpus", metavar="1,2,8", help="counts on each machine"),
+    gpu: str | None = Option(None, "--gpu", help="which one: H100, A100"),
+    gpu_memory: float | None = GPU_MEMORY,
+    tokens_per_second: float | None = Option(
+        None, "--tokens-per-second", help="on all GPUs together, as measured"
+    ),
+    attention: str | None = Option(
+        None, "--attention", help="flash_2, flash_3, flash_4, sdpa or eager"
+    ),
+    shape: str | None = Option(None, "--shape", metavar="MODEL", help="as large as this model"),
+    fit: bool = Option(
+        False, "--fit", help="the largest per-device batch that fits, global batch kept"
+    ),
+    why: bool = Option(False, "--why", help="every part with its formula"),
+) -> Exit:
+    """Say what a stage needs on so many GPUs: batch, steps, memory by part, time, cost, disk."""
+    from launcher.lifecycle import forecast
+
+    terms = forecast.Terms(
+        row_tokens=shared.row_tokens, rows=shared.rows, gpu=gpu, gpu_memory=gpu_memory,
+        price=shared.price, tokens_per_second=tokens_per_second, attention=attention, shape=shape,
+        fit=fit,
+    )  # fmt: skip
+    table = forecast.make(shared.request(), forecast.counts(gpus), terms)
+    # a count that cannot be must not cost the table of the others
+    code = Exit.CONFIG if errors(table.findings) else Exit.OK
+    data, lines = table.as_json(why=why), table.lines(why=why)
+    return answer("plan", shared.format, data, lines, table.findings, code)
+
+
+@app.command(epilog="Example: launch doctor configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
+@takes("gpus", "devices", "python", *SOURCE, "backend", "format")
+def doctor(
+    shared: Shared,
+    config: Path | None = STAGE_FILE,
+    overrides: list[str] | None = OVERRIDES,
+    install: bool = Option(False, "--install", help="print what builds the trainer's environment"),
+    yes: bool = Option(False, "--yes", help="with --install: run it"),
+) -> Exit:
+    """Say whether this machine is ready, for a stage file or at all; import what training imports."""
+    from launcher.lifecycle import readiness
+    from launcher.lifecycle.doctor import install as environment
+    from launcher.report import console
+
+    request = shared.request(config=config or Path(), overrides=overrides or ())
+    named = shared.backend or "open_instruct"
+    examine = partial(readiness.of_stage, request)
+    if config is None:
+        examine = partial(readiness.of_backend, request, named)
+    if install and not environment.tested():
+        raise NotReady(environment.unknown())
+    state = examine(importing=not install)
+    if install and yes:
+        environment.run(state.install)
+        state = examine()
+    if install and not yes and shared.format == "text":
+        console.say("\n".join(step.shell() for step in state.install))
+        return Exit.OK
+    data, lines = state.as_json(), state.lines()
+    return answer("doctor", shared.format, data, lines, state.findings, state.exit_code)
+
+
+@app.command(epilog="Example: launch rehearse configs/tulu/sft_qwen7b_25pct.yaml")
+@takes(*REQUEST, "strict")
+def rehearse(
+    shared: Shared,
+    again: bool = Option(False, "--again", help="do not reuse the result of the same rehearsal"),
+) -> Exit:
+    """Run two steps of the real script on the CPU: a tiny model of the same kind, your first 64 rows."""
+    from launcher.lifecycle import prepare as preparation
+    from launcher.workflows.rehearse import rehearsal
+
+    judged, trainer = preparation.judge(shared.request())
+    done = rehearsal.rehearse(judged, trainer, anew=again, say=shared.show_progress)
+    found = rehearsal.combined(judged.findings, done.findings)
+    code = Exit.CONFIG if errors(found, strict=shared.strict) else Exit.OK
+    return answer("rehearse", shared.format, done.as_json(), done.lines(), found, code)
+
+
+@app.command(epilog="Example: launch prepare configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
+@takes(*REQUEST, "gpus", "nodes", "strict", "rehearse")
+def prepare(shared: Shared) -> Exit:
+    """Download, tokenise and check what a run on --gpus GPUs needs; no GPU is used."""
+    from launcher.report import console
+    from launcher.workflows.prefetch import prefetch
+
+    done = prefetch.prepare(shared.request(), console.aside)
+    # now that model, tokenizer and data are here
+    shared.rehearse_first({"": shared.request()})
+    return answer("prepare", shared.format, done.as_json(), done.lines(), done.findings, done.exit)
+
+
+@app.command(
+    epilog="Example: launch ladder configs/tulu/sft_qwen7b.yaml --gpus 1,2,8 --steps 50 --price 2.5"
+)
+@takes(
+    *REQUEST,
+    "price",
+    "rows",
+    "row_tokens",
+    "dry_run",
+    "allow_unproven",
+    "strict",
+    "rehearse",
+    "fresh",
+)
+def ladder(
+    shared: Shared,
+    gpus: str = Option("1,2,8", "--gpus", metavar="1,2,8", help="the rungs, in turn; 0 is the CPU"),
+    steps: int = Option(50, "--steps", min=5, help="optimizer steps of each rung"),
+) -> Exit:
+    """Try a stage on 1, 2, 8 GPUs, stop at the first red flag, say what the full run takes."""
+    from launcher.report import console
+    from launcher.workflows.ladder import ladder as ladders
+
+    counts = ladders.counts(gpus)
+    terms = ladders.terms(
+        counts, price=shared.price, rows=shared.rows, row_tokens=shared.row_tokens
+    )
+    quiet = shared.format == "json"
+    planned = ladders.plan_rungs(
+        shared.request(), counts, steps=steps, terms=terms, running=not shared.dry_run
+    )
+    if shared.dry_run:
+        rungs = [rung.prepared.as_json() for rung in planned.rungs]
+
+        def show() -> None:
+            for rung in planned.rungs:
+                console.say(f"# rung: {ladders.label(rung.gpus)}")
+                console.dry_run(rung.prepared.plan, rung.prepared.command)
+
+        return answer("ladder", shared.format, {"rungs": rungs}, show, planned.findings)
+    if not quiet:
+        console.findings(planned.findings)
+    shared.rehearse_first({"": shared.request()})
+    result = ladders.climb(
+        planned, fresh=shared.fresh, allow_unproven=shared.allow_unproven, quiet=quiet
+    )
+    return answer(
+        "ladder", shared.format, result.as_json(), lambda: ladders.show(result), code=result.exit,
+        before=planned.findings,
+    )  # fmt: skip
+
+
+@app.command(
+    epilog="Example: launch bench configs/tulu/sft_qwen7b.yaml --vary packing=false,true --gpus 8"
+)
+@takes(*REQUEST, "gpus", "devices", "strict", "rehearse", "fresh")
+def bench(
+    shared: Shared,
+    vary: list[str] | None = Option(
+        None, "--vary", metavar="KEY=A,B", help="these values; several times: all combinations"
+    ),
+    variant: list[str] | None = Option(
+        None, "--variant", metavar="NAME:KEY=A,KEY=B", help="one setting of several keys"
+    ),
+    steps: int = Option(20, "--steps", min=2, help="optimizer steps of a run"),
+    repeats: int = Option(3, "--repeats", min=1, help="runs of each variant"),
+    timeout: str = Option("30m", "--timeout", metavar="30m", help="of one run, start-up included"),
+    asserted: list[str] | None = Option(
+        None, "--assert", metavar="EXPR", help="loss<=1%, tokens_per_second>=1.2 (several times)"
+    ),
+    cpu: bool = CPU,
+) -> Exit:
+    """Measure settings side by side: speed, memory, waste, and the loss a token."""
+    from launcher.config import durations
+    from launcher.report import console
+    from launcher.workflows.bench import bench as benches
+    from launcher.workflows.bench import comparison, measure, variants
+
+    asked = variants.combinations(vary or (), variant or ())
+    expressions = [comparison.assertion(text) for text in asserted or ()]
+    limit = durations.seconds(timeout)
+    planned = benches.plan(
+        benches.require_gpu(shared.request(), cpu=cpu), asked, steps=steps, repeats=repeats,
+        timeout_s=limit, assertions=expressions, running=True,
+    )  # fmt: skip
+    text = shared.format == "text"
+    console.findings(planned.findings if text else ())
+    shared.rehearse_first(
+        {one.name: measure.of_variant(planned.request, one) for one in planned.variants}
+    )
+    with benches.opened(planned, fresh=shared.fresh) as opened:
+        code = benches.run(opened, show=shared.show_progress)
+        benches.write_page(opened)
+        found = (*planned.findings, *comparison.baseline_fault(opened.samples))
+        data = opened.as_json()
+        answer("bench", shared.format, data, lambda: benches.show(opened), code=code, before=found)
+        if text and code is Exit.INTERRUPTED:
+            console.say(benches.interrupted(opened))
+    return code
+
+
+@app.command(epilog="Example: launch tune configs/bench/hand_recipe.yaml --gpus 2 -o tuned.yaml")
+@takes(*REQUEST, "gpus", "devices", "row_tokens", "rehearse", "fresh")
+def tune(
+    shared: Shared,
+    budget: str = Option("10m", "--budget", metavar="10m", help="all trials together, at most"),
+    steps: int = Option(8, "--steps", min=3, help="optimizer steps of a trial"),
+    cpu: bool = CPU,
+    output: Path | None = Option(
+        None, "--output", "-o", help="the stage file; default: beside the trials"
+    ),
+) -> Exit:
+    """Search the fastest setting at the same global batch and loss; write it as a stage file."""
+    from launcher.config import durations
+    from launcher.workflows.bench import bench, comparison
+    from launcher.workflows.tune import tune as tuning
+
+    terms = tuning.Terms(
+        budget_s=durations.seconds(budget), steps=steps, row_tokens=shared.row_tokens,
+        output=output, fresh=shared.fresh,
+    )  # fmt: skip
+    prepared = tuning.prepare(shared.request(), terms, cpu=cpu)
+    shared.rehearse_first({"": shared.request()})
+    with tuning.opened(prepared) as opened:
+        code = tuning.run(opened, show=shared.show_progress)
+        trials = opened.bench() if opened.search.runs else None
+        if trials is not None:
+            bench.write_page(trials)
+        found = opened.findings
+        if shared.format == "json":
+            found = (*found, *comparison.baseline_fault([one.sample for one in opened.search.runs]))
+        elif trials is not None:
+            bench.show(trials)
+        data, lines = opened.as_json(), tuning.ending(opened)
+        answer("tune", shared.format, data, lines, found, code)
+    return code

@@ -1,0 +1,209 @@
+"""`launch runs`, `attach`, `logs`, `stop`, `check`, `report`, `cache`: what is under way, or was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import typer
+from typer import Argument, Option
+
+from launcher.cli.commands.stages import until_over
+from launcher.cli.options import (
+    FORMAT,
+    LAST_RUN,
+    RUN,
+    UNPROVEN,
+    Format,
+    answer,
+    app,
+    found_run,
+    not_begun,
+)
+from launcher.errors import Exit, Finding, usage
+from launcher.paths import exists
+
+_IN_WORDS = {"unknown": "unknown here"}
+
+cache = typer.Typer(
+    no_args_is_help=True, help="Which caches there are, why one was hit or missed, and their end."
+)
+app.add_typer(cache, name="cache")
+
+
+@app.command(epilog="Example: launch attach last")
+def attach(run: str = LAST_RUN, format: Format = FORMAT) -> Exit:
+    """Show a run that goes on, from anywhere; Ctrl-C leaves it alone."""
+    from launcher.lifecycle import follow as following
+
+    folder = found_run(run)
+    attempt = following.newest_attempt(folder)
+    if not following.has_begun(folder, attempt):
+        raise not_begun(folder)
+    return until_over("attach", folder, attempt, (), format, forward=False)
+
+
+@app.command(epilog="Example: launch logs last -f")
+def logs(
+    run: str = LAST_RUN,
+    follow: bool = Option(False, "--follow", "-f", help="go on until the end"),
+    lines: int | None = Option(None, "--lines", "-n", min=1, help="only the last so many"),
+    attempt: int | None = Option(None, "--attempt", min=1, help="which one; default: the last"),
+) -> None:
+    """Print what training wrote, without tokens."""
+    from launcher.lifecycle import follow as following
+
+    folder = found_run(run)
+    number = attempt or max(1, folder.attempts())
+    try:
+        following.print_log(folder, number, last=lines, follow=follow)
+    except FileNotFoundError:
+        name = folder.path.name
+        left = [one for one in range(1, folder.attempts() + 1) if folder.console(one).exists()]
+        which = f"launch check {name} says what is left of it"
+        if left:
+            known = ", ".join(map(str, left))
+            which = f"it has {known}: launch logs {name} --attempt {left[-1]}"
+        raise usage("no-such-log", f"{name} has no log of attempt {number}", which) from None
+
+
+@app.command(epilog="Example: launch stop last --after-checkpoint")
+def stop(
+    run: str = RUN,
+    after_checkpoint: bool = Option(
+        False, "--after-checkpoint", help="wait until one more has been saved"
+    ),
+    format: Format = FORMAT,
+) -> Exit:
+    """Stop a run: INT, TERM, KILL to every process of it; say what that loses."""
+    from launcher.lifecycle import stop as stopping
+    from launcher.report import console, overview
+
+    folder = found_run(run)
+    cost = stopping.cost(folder)
+    if format == "text" and overview.state(folder) in {"running", "orphaned", "queued"}:
+        console.say(stopping.due(folder) if after_checkpoint else cost.line())
+    ended = stopping.stop(folder, after_checkpoint=after_checkpoint)
+    cost = stopping.cost(folder)
+    if ended is None or ended.stopped is not None:
+        outcome = f"stopped; {cost.line()}"
+    elif ended.returncode:
+        outcome = f"it had failed before that; {cost.line()}"
+    else:
+        outcome = "it had come to its end before that"
+    data = {"run": str(folder.path), **cost.as_json()}
+    return answer("stop", format, data, [f"{folder.path.name}: {outcome}"])
+
+
+@app.command(epilog="Example: launch runs --format json")
+def runs(format: Format = FORMAT) -> Exit:
+    """List every run that is known on this machine."""
+    from launcher.report import console, overview
+    from launcher.runs import rundir
+
+    rows = overview.rows(rundir.known_runs())
+
+    def show() -> None:
+        # in a table beside nothing that explains it
+        shown = [{**one, "state": _IN_WORDS.get(one["state"], one["state"])} for one in rows]
+        console.table(shown, overview.COLUMNS)
+
+    return answer("runs", format, rows, show if rows else ["no runs yet"])
+
+
+@app.command(epilog="Example: launch check runs/20260101T000000Z-sft-demo --format json")
+def check(
+    target: str = Argument(..., metavar="RUN|LOG", help="a run, any console log, or - for stdin"),
+    allow_unproven: bool = UNPROVEN,
+    format: Format = FORMAT,
+) -> Exit:
+    """Judge a run of ours, or what a stranger's log alone can prove."""
+    from launcher.report import console
+    from launcher.verdict import check as judging
+
+    unpinned: tuple[Finding, ...] = ()
+    log = Path("/dev/stdin" if target == "-" else target)
+    # a pipe is a log too
+    if exists(log) and not log.is_dir():
+        verdict = judging.judge_log(log)
+    else:
+        # a log is judged without importing all that starts runs
+        from launcher.lifecycle import start
+        from launcher.runs import rundir
+
+        folder = rundir.find(target)
+        if folder is None:
+            raise usage("no-such-run", f"there is no run or log `{target}`", "launch runs")
+        if not folder.attempts() and not exists(folder.probe):
+            raise not_begun(folder)
+        verdict = start.finish(folder)
+        unpinned = start.unpinned_note(folder)
+    code = judging.exit_code(verdict, allow_unproven=allow_unproven)
+    data = verdict.as_json()
+    return answer("check", format, data, lambda: console.verdict(verdict), unpinned, code)
+
+
+@app.command("report", epilog="Example: launch report last -o curves.html")
+def report_command(
+    targets: list[str] = Argument(
+        ..., metavar="RUN|LOG...", help="runs, or console logs", show_default=False
+    ),
+    output: Path | None = Option(
+        None, "--output", "-o", help="the HTML file; default: beside the run"
+    ),
+    format: Format = FORMAT,
+) -> None:
+    """Write one HTML page about runs: curves, verdicts with their evidence, plan, config."""
+    from launcher.report import console, page, series
+
+    runs = series.gather(targets)
+    # the JSON form says all that the page says, so no page is written beside it that nobody asked for
+    path = page.usual_path(runs) if output is None and format == "text" else output
+    if path is not None:
+        page.write(runs, path)
+        console.say(f"report: {path}") if format == "text" else None
+    # once nothing can fail any more: a reader gets one envelope
+    if format == "json":
+        console.envelope("report", True, (), series.as_json(runs))
+
+
+@cache.command("list", epilog="Example: launch cache list --format json")
+def cache_list(format: Format = FORMAT) -> Exit:
+    """List the cache folders that launch has made."""
+    from launcher.cache import folders
+    from launcher.report import console
+
+    rows = [folder.row() for folder in folders.known()]
+
+    def show() -> None:
+        console.table([folders.shown(row) for row in rows], folders.COLUMNS)
+
+    return answer("cache list", format, rows, show if rows else ["no caches yet"])
+
+
+@cache.command("why", epilog="Example: launch cache why last")
+def cache_why(run: str = RUN, format: Format = FORMAT) -> Exit:
+    """Say why the caches of a run were hit or missed: what differed from the nearest run before."""
+    from launcher.cache import diagnosis
+
+    reasons = diagnosis.why(found_run(run))
+    lines = [line for one in reasons for line in one.lines()] or ["it had no caches of launch's"]
+    return answer("cache why", format, [one.as_json() for one in reasons], lines)
+
+
+@cache.command(
+    "clear", epilog="Example: launch cache clear --older-than 30d --kind reference --dry-run"
+)
+def cache_clear(
+    older_than: str | None = Option(None, "--older-than", help="not used for 30d, 12h, 2w"),
+    kind: Literal["dataset", "reference"] | None = Option(None, "--kind", help="only these"),
+    dry_run: bool = Option(False, "--dry-run", help="list what would be deleted, delete nothing"),
+    format: Format = FORMAT,
+) -> Exit:
+    """Remove cache folders that no run uses; never anything else."""
+    from launcher.cache import folders
+
+    seconds = None if older_than is None else folders.age(older_than)
+    done = folders.clear(folders.known(), kind=kind, older_than_s=seconds, dry_run=dry_run)
+    lines = [one.line() for one in done] or ["nothing to clear"]
+    return answer("cache clear", format, [one.as_json() for one in done], lines)

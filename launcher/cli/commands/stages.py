@@ -1,0 +1,369 @@
+"""`launch sft`, `dpo`, `pipeline`, `exec`: starting stages and looking on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from typer import Argument, Option
+
+from launcher.cli.options import (
+    FORMAT,
+    MAIN_ADDRESS,
+    NODE_RANK,
+    OVERRIDES,
+    RUN,
+    SOURCE,
+    Format,
+    Shared,
+    answer,
+    app,
+    found_run,
+    takes,
+)
+from launcher.errors import Exit, Finding, UsageError, said, usage
+
+if TYPE_CHECKING:
+    from launcher.lifecycle.prepare import Prepared, Request
+    from launcher.runs.attempt import Attempt
+    from launcher.runs.rundir import RunFolder
+    from launcher.verdict.check import Verdict
+
+# options that would be taken and ignored beside another one
+_APART = {
+    "slurm": ("skypilot", "detach", "devices", "node_rank", "main_address"),
+    "skypilot": (
+        "detach", "devices", "node_rank", "main_address", "on_finish", "fresh", "allow_changed_resume",
+    ),
+}  # fmt: skip
+_START = (
+    "gpus", "dry_run", "python", *SOURCE, "allow_unproven", "strict", "no_probe", "devices", "rehearse",
+    "fresh",
+    "allow_changed_resume", "format",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _AtEnd:
+    """What is to happen once a run has ended, under the names that those that start it take."""
+
+    on_finish: tuple[str, ...]
+    on_finish_s: float
+    allow_unproven: bool
+
+    @classmethod
+    def of(cls, command: str | None, limit: str | None, allow_unproven: bool) -> _AtEnd:
+        """From the options as they were given. Raises UsageError."""
+        from launcher.lifecycle import on_finish
+
+        if limit is not None and command is None:
+            raise usage("useless-option", "--on-finish-limit says nothing without --on-finish")
+        return cls(on_finish.parsed(command), on_finish.limit(limit), allow_unproven)
+
+
+def _require_sense(given: Mapping[str, object]) -> None:
+    """Raise UsageError with every option that says nothing beside another one."""
+    # 0 is a value
+    named = {name for name, value in given.items() if value or (value == 0 and value is not False)}
+    pairs = [(one, other) for one, others in _APART.items() for other in others]
+    wrong = [
+        said("error", "useless-option", f"{_flag(other)} says nothing with {_flag(one)}", None)
+        for one, other in pairs
+        if {one, other} <= named
+    ]
+    if wrong:
+        raise UsageError(wrong)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _stage_command(stage: str) -> Callable[..., Exit]:
+    """The command that starts one stage: the same for each, but for its name."""
+
+    @takes("config", "nodes", *_START)
+    def command(
+        shared: Shared,
+        context: typer.Context,
+        overrides: list[str] | None = OVERRIDES,
+        detach: bool = Option(
+            False, "--detach", help="come back at once; the run is in a tmux session of its own"
+        ),
+        on_finish: str | None = Option(
+            None, "--on-finish", metavar="CMD", help="run this at the end; no shell"
+        ),
+        on_finish_limit: str | None = Option(
+            None,
+            "--on-finish-limit",
+            metavar="TIME",
+            help="how long it may take: 90s, 10m (the default), 2h",
+        ),
+        node_rank: int | None = NODE_RANK,
+        main_address: str | None = MAIN_ADDRESS,
+        slurm: bool = Option(False, "--slurm", help="queue it as a Slurm job, on --nodes machines"),
+        skypilot: Path | None = Option(
+            None, "--skypilot", metavar="FILE", help="write a SkyPilot task, start nothing"
+        ),
+        allow_corrupting_overlap: bool = Option(
+            False,
+            "--allow-corrupting-overlap",
+            help="start although this DeepSpeed is known to corrupt gradients (overlap-corrupts)",
+        ),
+    ) -> Exit:
+        _require_sense(context.params)
+        request = shared.request(
+            stage=stage, overrides=overrides or (), node_rank=node_rank, main_address=main_address,
+            allow_corrupting_overlap=allow_corrupting_overlap, fresh=shared.fresh,
+            elsewhere=slurm or skypilot is not None,
+        )  # fmt: skip
+        if shared.dry_run:
+            return _dry_run(request, shared.format)
+        if skypilot is not None:
+            return _write_task(request, skypilot, shared.format)
+        at_end = _AtEnd.of(on_finish, on_finish_limit, shared.allow_unproven)
+        if slurm:
+            shared.rehearse_first({"": request})
+            return _queue(request, shared.format, at_end)
+        return _run(request, shared, at_end, detach=detach)
+
+    command.__doc__ = f"Validate, plan and run one {stage.upper()} stage, then judge it."
+    return command
+
+
+app.command(
+    "sft",
+    epilog="Example: launch sft configs/tulu/sft_qwen7b_25pct.yaml learning_rate=1e-5 --gpus 8",
+)(_stage_command("sft"))
+app.command("dpo", epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gpus 8 --dry-run")(
+    _stage_command("dpo")
+)
+
+
+def _dry_run(request: Request, format: Format) -> Exit:
+    from launcher.lifecycle import prepare as preparation
+    from launcher.report import console
+
+    prepared = preparation.prepare(request, running=False)
+    found = (*prepared.findings, *preparation.of_earlier_run(prepared))
+    return answer(
+        str(request.stage), format, prepared.as_json(),
+        lambda: console.dry_run(prepared.plan, prepared.command), found,
+    )  # fmt: skip
+
+
+def _run(request: Request, shared: Shared, at_end: _AtEnd, *, detach: bool) -> Exit:
+    from launcher.lifecycle import forecast, on_finish, start, supervisor
+    from launcher.lifecycle import prepare as preparation
+    from launcher.report import console
+    from launcher.runs import lease, rundir, runner
+
+    format = shared.format
+    on_finish.require_here(at_end.on_finish)
+    # the keeper reads it too late to say so
+    runner.grace(os.environ.get(runner.GRACE_VARIABLE))
+    with supervisor.interruptible():
+        prepared = preparation.prepare(request, running=True)
+        try:
+            prepared = forecast.with_forecast(prepared)
+            if prepared.decision.kind == "finished":
+                return _conclude_finished(prepared, prepared.findings, format, at_end)
+            if not (prepared.here and prepared.here.rank):
+                lease.require_free(prepared.output)
+                if request.rehearse or prepared.plan.stage.options.rehearse:
+                    shared.rehearse_first({"": request}, by_itself=False)
+            if format == "text":
+                console.findings(prepared.findings)
+                console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
+            folder, attempt = start.begin(prepared, **asdict(at_end))
+            shown = str(request.stage), folder, attempt, prepared.findings, format
+            return _detach(*shown) if detach else until_over(*shown)
+        finally:
+            # the folder that was reserved, if nothing came of it
+            rundir.release(prepared.folder)
+
+
+def _conclude_finished(
+    prepared: Prepared, found: tuple[Finding, ...], format: Format, at_end: _AtEnd
+) -> Exit:
+    """Nothing is left to train; the verdict and the numbers are there, whoever died before."""
+    from launcher.lifecycle import start
+    from launcher.report import console
+    from launcher.verdict import check
+
+    console.findings(found if format == "text" else ())
+    folder = prepared.folder
+    verdict = start.judged_now(folder, prepared.plan, start.finish(folder))
+    code = check.exit_code(verdict, allow_unproven=at_end.allow_unproven)
+    return _conclude(str(prepared.request.stage), folder, verdict, code, prepared.findings, format)
+
+
+def _queue(request: Request, format: Format, at_end: _AtEnd) -> Exit:
+    """Hand the run to Slurm."""
+    from launcher.lifecycle import forecast, start, supervisor
+    from launcher.lifecycle import prepare as preparation
+    from launcher.runs import sbatch
+
+    prepared = forecast.with_forecast(preparation.prepare(request, running=True))
+    options, found = prepared.plan.stage.options.slurm, prepared.findings
+    few = sbatch.one_cpu(options, prepared.plan.gpus)
+    if few is not None:
+        message = "the job asks for one core of each machine"
+        found = (*found, said("warning", "slurm-one-cpu", message, few))
+    if prepared.decision.kind == "finished":
+        return _conclude_finished(prepared, found, format, at_end)
+    folder = prepared.folder
+    with supervisor.interruptible():
+        job = start.queue(prepared, options, **asdict(at_end))
+    name = folder.path.name
+    lines = (f"run: {folder.path}", f"job: {job.id}", "launch runs", f"launch stop {name}")
+    data = {"run": str(folder.path), "job": job.id}
+    return answer(str(request.stage), format, data, lines, found)
+
+
+def _write_task(request: Request, path: Path, format: Format) -> Exit:
+    """Write the run as a SkyPilot task."""
+    from launcher.lifecycle import cloud
+
+    found = cloud.write(request, path)
+    data = {"task": str(path)}
+    return answer(str(request.stage), format, data, (f"sky launch {path}",), found)
+
+
+def _detach(
+    stage: str, folder: RunFolder, attempt: Attempt, found: tuple[Finding, ...], format: Format
+) -> Exit:
+    """Say where the run can be looked at; only the first of several machines has it by its name."""
+    from launcher.lifecycle import tmux
+
+    first = not attempt.rank
+    session = tmux.opened(folder) if first else None
+    name = folder.path.name if first else str(folder.path)
+    lines = [f"run: {folder.path}", *([f"tmux attach -t {session}"] if session is not None else [])]
+    lines += [f"launch attach {name}", f"launch logs {name} -f", f"launch stop {name}"]
+    data = {"run": str(folder.path), "session": session}
+    return answer(stage, format, data, lines, before=found)
+
+
+def until_over(
+    command: str,
+    folder: RunFolder,
+    attempt: Attempt,
+    found: tuple[Finding, ...],
+    format: Format,
+    *,
+    forward: bool = True,
+) -> Exit:
+    """Look on until an attempt is over, say what came of it."""
+    from launcher.lifecycle import follow
+
+    try:
+        follow.until_over(folder, attempt, forward=forward)
+    except follow.Detached:
+        data = {"run": str(folder.path), "detached": True}
+        lines = [f"the run goes on: launch attach {folder.path.name}"]
+        return answer(command, format, data, lines, before=found)
+    # not before: what is looked at should be shown at once, and all that starts runs is slow to import
+    from launcher.lifecycle import start
+
+    if attempt.rank:
+        code = start.of_a_further_machine(folder, attempt)
+        data = {"run": str(folder.path), "rank": attempt.rank}
+        return answer(command, format, data, (), code=code, before=found)
+    verdict, code = start.conclusion(folder, attempt)
+    return _conclude(command, folder, verdict, code, found, format)
+
+
+def _conclude(
+    command: str, folder: RunFolder, verdict: Verdict, code: Exit, found: tuple[Finding, ...],
+    format: Format,
+) -> Exit:  # fmt: skip
+    """What came of a run that is over."""
+    from launcher.report import console
+
+    def show() -> None:
+        console.verdict(verdict)
+        console.say(f"run: {folder.path}\nreport: {folder.report}")
+
+    data = {**verdict.as_json(), "run": str(folder.path)}
+    return answer(command, format, data, show, code=code, before=found)
+
+
+@app.command("exec", epilog="Example: launch exec runs/20260101T000000Z-sft-demo")
+def exec_command(
+    run: str = RUN,
+    prepare: bool = Option(
+        False, "--prepare", help="only have a further attempt wait, if none does"
+    ),
+    node_rank: int | None = NODE_RANK,
+    main_address: str | None = MAIN_ADDRESS,
+    format: Format = FORMAT,
+) -> Exit:
+    """Start the attempt that waits in a run folder and show it; what tmux and Slurm start."""
+    from launcher.lifecycle import start, supervisor
+
+    folder = found_run(run)
+    if prepare:
+        waiting = start.prepare_again(folder)
+        data = {"run": str(folder.path), "attempt": waiting.number}
+        return answer("exec", format, data, ())
+    with supervisor.interruptible():
+        folder, attempt = start.execute(folder, node_rank, main_address)
+        return until_over("exec", folder, attempt, (), format)
+
+
+@app.command(epilog="Example: launch pipeline configs/demo/pipeline.yaml --gpus 0 --until sft")
+@takes(*_START)
+def pipeline(
+    shared: Shared,
+    file: Path = Argument(..., metavar="FILE", help="the pipeline file", show_default=False),
+    overrides: list[str] | None = Argument(
+        None, metavar="[STAGE.KEY=VALUE]...", show_default=False
+    ),
+    first: str | None = Option(
+        None, "--from", metavar="STAGE", help="begin here; what it needs must be there"
+    ),
+    until: str | None = Option(None, "--until", metavar="STAGE", help="end after this one"),
+) -> Exit:
+    """Run stages one after the other, each on the model of the one before; what is done is skipped."""
+    from launcher.config import pipeline as chain
+    from launcher.report import console
+    from launcher.workflows.pipeline import pipeline
+    from launcher.workflows.pipeline.plan import Order
+
+    order = Order(
+        chain=chain.load(file, overrides or ()),
+        common=shared.request(config=file, overrides=(), fresh=shared.fresh),
+        first=first, last=until, allow_unproven=shared.allow_unproven,
+    )  # fmt: skip
+    if shared.dry_run:
+        plan = pipeline.dry_run(order)
+        steps = [plan.steps[link.name] for link in plan.links]
+
+        def show_plan() -> None:
+            for number, one in enumerate(steps):
+                console.say(f"# stage {number + 1} of {len(steps)}: {one.link.name}")
+                console.dry_run(one.plan, one.prepared.command)
+
+        stages = [{"name": one.link.name, **one.prepared.as_json()} for one in steps]
+        return answer("pipeline", shared.format, {"stages": stages}, show_plan, plan.findings)
+    result = pipeline.run(order, quiet=shared.format == "json", rehearse=shared.rehearse_first)
+
+    def show() -> None:
+        console.table([row.shown() for row in result.rows], pipeline.SUMMARY)
+        row = result.stopped_at
+        if row is not None:
+            console.say(f"stopped at {row.name}: {row.reason or row.status}")
+        for line in result.advice():
+            console.say(f"  {line}")
+        console.say(f"pipeline: {result.folder}")
+        if result.page is not None:
+            console.say(f"report: {result.page}")
+
+    return answer(
+        "pipeline", shared.format, result.as_json(), show, code=result.exit, before=result.findings
+    )

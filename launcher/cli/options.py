@@ -1,0 +1,270 @@
+"""What the commands share: the app, their options, and what names on the command line stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+
+import typer
+from typer import Argument, Option
+from typer.core import TyperGroup
+
+from launcher import __version__
+from launcher.errors import Exit, Finding, UsageError, usage
+
+if TYPE_CHECKING:
+    # only for annotations: validation must not pay for importing what starts a run
+    from launcher.lifecycle.prepare import Request
+    from launcher.runs.rundir import RunFolder
+    from launcher.upstream.locate import Locator
+
+LISTED = (
+    "sft", "dpo", "validate-config", "rehearse", "plan", "prepare", "ladder", "pipeline", "bench", "tune",
+    "runs",
+    "attach", "logs", "stop", "check", "report", "doctor", "explain", "schema", "pin", "cache", "exec",
+)  # fmt: skip
+"""The commands in the order in which one meets them; whatever is not named here comes last."""
+
+
+class Listed(TyperGroup):
+    """The commands as `launch --help` lists them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Their names in the order of `LISTED`."""
+        place = {name: nth for nth, name in enumerate(LISTED)}
+        return sorted(super().list_commands(ctx), key=lambda name: place.get(name, len(place)))
+
+
+app = typer.Typer(
+    cls=Listed,
+    add_completion=True,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Start SFT and DPO stages from YAML, and prove afterwards that what was asked for is what ran.",
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from launcher.upstream import open_instruct, trl
+
+        pins = f"open-instruct {open_instruct.PIN[:7]}, {trl.PIN}"
+        typer.echo(f"launch {__version__} (pinned: {pins})")
+        raise typer.Exit
+
+
+@app.callback()
+def _launch(
+    version: bool = Option(
+        False, "--version", is_eager=True, callback=_version, help="which launch, which pins"
+    ),
+) -> None:
+    """What comes before a command."""
+
+
+Format = Literal["text", "json"]
+Findings = Literal["text", "json", "github"]
+"""How to answer where findings are all that there is to say."""
+
+# What several commands have: `Shared` holds those from which a request is made.
+FORMAT = Option("text", "--format", help="json for machines")
+RUN = Argument(..., metavar="RUN", help="a run, a unique prefix of its name, or `last`")
+LAST_RUN = Argument("last", metavar="RUN", help="a run, a unique prefix of its name, or `last`")
+OVERRIDES = Argument(None, metavar="[KEY=VALUE]...", show_default=False)
+STAGE_FILE = Argument(None, metavar="CONFIG", help="the stage file", show_default=False)
+NODE_RANK = Option(None, "--node-rank", min=0, help="which of several machines this is, from 0")
+MAIN_ADDRESS = Option(
+    None, "--main-address", metavar="HOST[:PORT]", help="the first of several machines"
+)
+CPU = Option(False, "--cpu", help="only to try it: without a GPU")
+GPU_MEMORY = Option(None, "--gpu-memory", metavar="GIB", help="default: of the GPUs here")
+UNPROVEN = Option(False, "--allow-unproven", help="treat an unproven verdict as success")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shared:
+    """Options that several commands have: `takes` adds those that a command names."""
+
+    config: Path = Argument(..., metavar="CONFIG", help="the stage file", show_default=False)
+    overrides: list[str] | None = OVERRIDES
+    stage: Literal["sft", "dpo"] | None = Option(
+        None, "--stage", help="where the file does not say"
+    )
+    backend: Literal["open_instruct", "trl"] | None = Option(
+        None, "--backend", help="where no file says"
+    )
+    gpus: int | None = Option(None, "--gpus", min=0, help="GPUs on this machine; 0 is the CPU")
+    nodes: int = Option(1, "--nodes", min=1, help="machines")
+    devices: str | None = Option(
+        None, "--devices", metavar="2,3", help="these GPUs; default: free ones, as many as --gpus"
+    )
+    dry_run: bool = Option(False, "--dry-run", help="print the plan and the command, start nothing")
+    price: float | None = Option(None, "--price", help="price per GPU-hour")
+    rows: int | None = Option(None, "--rows", min=1, help="rows of the whole data set")
+    row_tokens: str | None = Option(None, "--row-tokens", metavar="MEAN:MAX", help="tokens a row")
+    python: Path | None = Option(None, "--python", help="the trainer's Python")
+    open_instruct: Path | None = Option(None, "--open-instruct", help="the open-instruct checkout")
+    allow_unpinned: bool = Option(
+        False, "--allow-unpinned", help="go on at another commit than the pin"
+    )
+    allow_unproven: bool = UNPROVEN
+    strict: bool = Option(False, "--strict", help="warnings stop too")
+    no_probe: bool = Option(
+        False, "--no-probe", help="upstream's script alone: nothing is counted or enforced"
+    )
+    rehearse: bool | None = Option(
+        None, "--rehearse/--no-rehearse", help="two steps of the script on the CPU first, or not"
+    )
+    fresh: bool = Option(False, "--fresh", help="start over, into a folder beside what is there")
+    allow_changed_resume: list[str] | None = Option(
+        None, "--allow-changed-resume", metavar="NAME", help="go on although NAME is not as it was"
+    )
+    format: Format = FORMAT
+
+    @property
+    def locator(self) -> Locator:
+        """What finds the trainers' source."""
+        from launcher.upstream import locate
+
+        return locate.Locator(checkout=self.open_instruct, allow_unpinned=self.allow_unpinned)
+
+    @property
+    def show_progress(self) -> Callable[[str], None]:
+        """What tells on stderr how far it is; nothing does for machines."""
+        from launcher.report import console
+
+        return console.aside if self.format == "text" else lambda _: None
+
+    def rehearse_first(self, requests: Mapping[str, Request], *, by_itself: bool = True) -> None:
+        """Rehearse stages that are about to start, and show what is worth a warning.
+
+        Raises InvalidConfig where the trainer refuses one of them.
+        """
+        from launcher.report import console
+        from launcher.workflows.rehearse import first
+
+        found = first.require(requests, self.show_progress, by_itself=by_itself)
+        console.findings(found if self.format == "text" else ())
+
+    def request(self, **more: Any) -> Request:
+        """The request of these options; `more` are further fields, or others than these."""
+        from launcher.lifecycle.prepare import Request
+
+        fields: dict[str, Any] = {
+            "stage": self.stage, "config": self.config,
+            "overrides": self.overrides or (), "gpus": self.gpus, "nodes": self.nodes,
+            "devices": self.devices, "python": self.python, "checkout": self.open_instruct,
+            "allow_unpinned": self.allow_unpinned, "strict": self.strict,
+            "rehearse": self.rehearse,
+            "probe": not self.no_probe, "allowed": tuple(self.allow_changed_resume or ()),
+        }  # fmt: skip
+        return Request(**{**fields, **more})
+
+
+SOURCE = ("open_instruct", "allow_unpinned")
+"""Which source of the trainer is looked at."""
+REQUEST = ("config", "overrides", "stage", "python", *SOURCE, "format")
+"""What every command has that plans a stage."""
+
+_TYPES = get_type_hints(Shared)
+Command = Callable[..., Any]
+
+
+def takes(*names: str) -> Callable[[Command], Command]:
+    """Give a command these options of `Shared`, which it gets as its first argument."""
+    fields = dataclasses.fields(Shared)
+    rest = {f.name: vars(f.default)["default"] for f in fields if f.name not in names}
+    parameters = [
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_TYPES[f.name]
+        )
+        for f in fields
+        if f.name in names
+    ]
+
+    def add(command: Command) -> Command:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        own = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
+        # arguments by place come first, and the form of the answer last
+        ahead = [one for one in parameters if one.name in {"config", "overrides"}]
+        options = [one for one in parameters if one not in ahead]
+
+        def run(**given: Any) -> Any:
+            shared = Shared(**rest, **{name: given.pop(name) for name in names})
+            return command(shared, **given)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        signature = inspect.Signature([*ahead, *own, *options])
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        run.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
+        return run
+
+    return add
+
+
+def found_run(name: str) -> RunFolder:
+    """The run of that name. Raises UsageError where there is none, or several."""
+    from launcher.runs import rundir
+
+    folder = rundir.find(name)
+    if folder is None:
+        raise usage("no-such-run", f"there is no run `{name}`", "launch runs")
+    return folder
+
+
+def files_of(path: Path) -> list[Path]:
+    """The YAML files of a folder and of those in it, hidden ones left out; a file is itself."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(
+        file
+        for file in path.rglob("*")
+        if file.suffix in {".yaml", ".yml"}
+        and file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    # an empty one is judged itself, and refused
+    return found or [path]
+
+
+def not_begun(folder: RunFolder) -> UsageError:
+    """What to raise where a run still waits to be started: it has nothing to show or to judge."""
+    name = folder.path.name
+    return usage(
+        "not-begun", f"{name} has not begun: there is nothing of it yet",
+        f"launch exec {name} starts it, where no Slurm job will",
+    )  # fmt: skip
+
+
+def answer(
+    command: str,
+    format: Findings,
+    data: object,
+    show: Iterable[str] | Callable[[], object],
+    findings: Sequence[Finding] = (),
+    code: Exit = Exit.OK,
+    *,
+    before: Sequence[Finding] = (),
+) -> Exit:
+    """Print one envelope for machines, or the findings and what `show` prints or holds; the code.
+
+    `before` are findings that people have been shown before.
+    """
+    from launcher.report import console
+
+    if format == "json":
+        console.envelope(command, code is Exit.OK, [*before, *findings], data)
+    elif format == "github":
+        console.annotate([*before, *findings])
+    else:
+        console.findings(findings)
+        if callable(show):
+            show()
+        elif lines := list(show):
+            console.say("\n".join(lines))
+    return code

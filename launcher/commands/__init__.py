@@ -1,9 +1,0 @@
-"""The command line, one module for each family of commands: each parses, calls, reports, exits.
-
-Importing this registers all of them; whatever a command needs it imports when it is called.
-"""
-
-from launcher.commands import configs, planning, runs, stages  # noqa: F401 - what registers them
-from launcher.commands.vocabulary import app
-
-__all__ = ["app"]

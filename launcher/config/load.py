@@ -1,0 +1,367 @@
+"""YAML + `extends` + `key=value` overrides -> `Config`, with the place where every key was written.
+
+Three shapes are read: launch's own stage files, the `open_instruct: {script, args}` wrapper, and
+upstream's flat files. Interpolation (`${...}`) is omegaconf's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from launcher.config.document import (
+    LOADER,
+    SUFFIXES,
+    UNUSABLE,
+    Builder,
+    Document,
+    Origin,
+    bad,
+    join,
+    leaves,
+    nearest,
+    parse,
+    plain,
+    read_yaml,
+    refused,
+)
+from launcher.config.interpolation import interpolate
+from launcher.config.keys import KEYS
+from launcher.errors import Finding, InvalidConfig, brief
+from launcher.paths import canonical, exists, expanded
+
+MAX_EXTENDS = 16
+LARGEST = 10**64
+"""Numbers from here on are a mistake."""
+Shape = Literal["stage", "wrapped", "flat"]
+"""A file's, before it is read: the values are always those of a stage file."""
+_WRAPPED_DEEPSPEED = "deepspeed_config"
+PIPELINE = "is-pipeline"
+"""The code of what a file is refused with that holds several stages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """One stage as its author wrote it: nothing checked yet beyond being YAML of a known shape.
+
+    `args` go to upstream under exactly these names. `options` are launch's own top-level keys.
+    `origins` maps dotted keys (`args.learning_rate`, `args.mixer_list[1]`) to places. `faults` are
+    keys that stand twice or cannot be keys; the last value of a key that stands twice is held. `secrets`
+    are the texts, by dotted key, of values that took a secret from the environment.
+    """
+
+    path: Path
+    shape: Shape
+    options: Mapping[str, Any]
+    args: Mapping[str, Any]
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    parents: tuple[Path, ...] = ()
+    faults: tuple[Finding, ...] = ()
+    secrets: Mapping[str, str] = field(default_factory=dict)
+
+    def origin(self, key: str) -> Origin:
+        """The place of `key`, or of the nearest enclosing key, or the start of the file."""
+        return nearest(self.origins, key) or Origin(str(self.path), 1)
+
+    def placed(self, finding: Finding) -> Finding:
+        """The finding with the file and line of its key."""
+        return replace(finding, **self.origin(finding.key or "").place)
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), *, text: str | None = None) -> Config:
+    """Read a stage file of any of the three shapes, merge its parents and the overrides into it.
+
+    `text` is taken in the place of what the file holds, which then is not read. Raises InvalidConfig
+    with every problem of the layer that failed: unreadable file, broken YAML, `extends` cycles,
+    malformed overrides, unresolvable interpolation.
+    """
+    path = Path(path)
+    document, parents = _with_parents(path, (), text)
+    _require_one_stage(path, document)
+    shape = _shape_of(document.value)
+    value, origins, named = _as_stage_file(path, shape, document)
+    tree = _Tree(path, value, origins)
+    if faults := [fault for text in overrides for fault in tree.override(text)]:
+        raise InvalidConfig(faults)
+    value, secrets = interpolate(path, value, origins, named)
+    args = _mapping(path, origins, "args", value.pop("args", None))
+    return Config(
+        path=path, shape=shape, options=value, args=args, origins=origins, parents=parents,
+        faults=(*document.faults, *_too_large(path, {**value, "args": args}, origins)),
+        secrets=secrets,
+    )  # fmt: skip
+
+
+def _too_large(path: Path, tree: Any, origins: Mapping[str, Origin]) -> Iterator[Finding]:
+    """A finding for each number that no float can hold: YAML's `1e999`, or an integer of many digits."""
+    for steps, value in leaves(tree):
+        if isinstance(value, int | float) and not abs(value) < LARGEST:
+            key = reduce(join, steps, "")
+            found = bad(path, "bad-value", f"the number of `{key}` is too large", None)
+            origin = nearest(origins, key) or Origin(str(path), 1)
+            yield replace(found, key=key, **origin.place)
+
+
+# --- several layers -------------------------------------------------------------------------------
+
+
+def _with_parents(
+    path: Path, children: tuple[Path, ...], text: str | None = None
+) -> tuple[Document, tuple[Path, ...]]:
+    document = read_yaml(path) if text is None else parse(path, text)
+    parent = document.value.pop("extends", None)
+    if parent is None:
+        return document, ()
+    line = document.origins.pop("extends").line
+    if not isinstance(parent, str) or not parent.strip():
+        raise refused(path, "bad-extends", "`extends` names one file, relative to this one", line)
+    target = path.parent / expanded(parent)
+    if not {target.suffix, Path(canonical(target)).suffix} <= SUFFIXES:
+        # whoever wrote the file may not be who may read what it names
+        message = f"`extends: {brief(parent)}` names no `.yaml` or `.yml` file"
+        raise refused(path, "bad-extends", message, line)
+    chain = (*children, path)
+    if canonical(target) in {canonical(known) for known in chain}:
+        loop = " -> ".join(str(known) for known in (*chain, target))
+        raise refused(path, "extends-cycle", f"`extends` goes in a circle: {loop}", line)
+    if len(chain) >= MAX_EXTENDS:
+        message = f"`extends` goes on for more than {MAX_EXTENDS} files"
+        raise refused(path, "extends-depth", message, line)
+    if not exists(target):
+        message = f"`extends: {brief(parent)}`: there is no {brief(target, 200)}"
+        help = "`extends` is relative to the file that holds it"
+        raise refused(path, "missing-parent", message, line, help)
+    base, parents = _with_parents(target, chain)
+    origins = dict(base.origins)
+    value = _merge(base.value, document.value, origins)
+    origins |= document.origins
+    faults = (*base.faults, *document.faults)
+    return Document(value=value, origins=origins, faults=faults), (target, *parents)
+
+
+def _merge(
+    base: Mapping[str, Any], top: Mapping[str, Any], origins: dict[str, Origin], path: str = ""
+) -> dict[str, Any]:
+    """Deep merge, lists replaced whole; `origins` forget the places of what was replaced."""
+    merged = dict(base)
+    for key, value in top.items():
+        below, where = merged.get(key), join(path, key)
+        if isinstance(below, dict) and isinstance(value, dict):
+            merged[key] = _merge(below, value, origins, where)
+        else:
+            merged[key] = value
+            _forget(origins, where)
+    return merged
+
+
+# --- shapes ---------------------------------------------------------------------------------------
+
+
+def _require_one_stage(path: Path, document: Document) -> None:
+    if isinstance(document.value.get("stages"), list) and "args" not in document.value:
+        help = f"launch pipeline {path}, or name one of its stage files"
+        line = document.origins["stages"].line
+        message = "this is a pipeline, not a stage file"
+        raise refused(path, PIPELINE, message, line, help)
+
+
+def _shape_of(tree: Mapping[str, Any]) -> Shape:
+    if "stage" in tree or "args" in tree:
+        return "stage"
+    if "open_instruct" in tree:
+        return "wrapped"
+    return "stage" if "backend" in tree else "flat"
+
+
+def _as_stage_file(
+    path: Path, shape: Shape, document: Document
+) -> tuple[dict[str, Any], dict[str, Origin], Mapping[str, Any]]:
+    """Any shape as the keys of a stage file: their values, their places, and what `${}` finds beside them.
+
+    Of upstream's own shape every key is an argument: options of ours can come from overrides only. The
+    wrapped one is `open_instruct: {script, deepspeed_config, args}` with `num_gpus` beside it.
+    """
+    value, origins = document.value, document.origins
+    if shape == "stage":
+        return value, origins, {}
+    if shape == "flat":
+        lines = [origin.line for origin in origins.values() if origin.line is not None]
+        start = Origin(str(path), min(lines, default=1))
+        places = {f"args.{key}": origin for key, origin in origins.items()}
+        return {"args": value}, {"args": start, **places}, value
+    inner = _mapping(path, origins, "open_instruct", value["open_instruct"])
+    whole = {**{k: v for k, v in value.items() if k != "open_instruct"}, **inner}
+    if _WRAPPED_DEEPSPEED in whole:
+        whole["deepspeed"] = whole.pop(_WRAPPED_DEEPSPEED)
+    places = {key.removeprefix("open_instruct."): origin for key, origin in origins.items()}
+    if _WRAPPED_DEEPSPEED in places:
+        places["deepspeed"] = places.pop(_WRAPPED_DEEPSPEED)
+    return whole, places, {"open_instruct": inner}
+
+
+def _mapping(path: Path, origins: Mapping[str, Origin], key: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    if value is None:
+        return {}
+    origin = origins.get(key, Origin(str(path), 1))
+    message = f"`{key}` is a mapping of names to values, not `{brief(value)}`"
+    raise InvalidConfig(replace(bad(path, "bad-args", message), **origin.place))
+
+
+# --- overrides ------------------------------------------------------------------------------------
+
+# Ours: everything else that an override names without `args.` is an argument of upstream's.
+OPTIONS = frozenset(KEYS) - {"args", "extends"}
+_OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]{1,200}|\[[0-9]{1,6}\])*\Z")
+_STEPS = re.compile(r"\[([0-9]+)\]|([\w-]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """The values of a file, to which `key=value` texts are applied."""
+
+    path: Path
+    value: dict[str, Any]
+    origins: dict[str, Origin]
+
+    def override(self, text: str) -> Iterator[Finding]:
+        """Apply one override in place; says what is wrong with it instead where it cannot be."""
+        key, equals, raw = text.partition("=")
+        if UNUSABLE.search(text):
+            shown = text.encode("utf-8", "backslashreplace").decode()
+            yield self._fault(text, None, f"`{brief(shown)}` is not UTF-8", None)
+        elif not equals or not _OVERRIDE.match(key):
+            help = "write for example learning_rate=1e-5"
+            yield self._fault(text, None, f"`{brief(text)}` is not of the form key=value", help)
+        elif key == "extends":
+            yield self._fault(text, key, f"`{brief(text)}`: a parent is named in the file", None)
+        elif not raw:
+            # a variable of the shell that is not set, as often as not
+            help = f"write {key}=null to leave it to upstream, or {key}='\"\"' for an empty text"
+            yield self._fault(text, key, f"`{brief(text)}` has no value", help)
+        elif raw == "None":
+            yield self._fault(
+                text, key, f"`{brief(text)}` would be the text 'None'", f"write {key}=null"
+            )
+        else:
+            try:
+                value = _override_value(raw)
+            except (yaml.YAMLError, InvalidConfig) as error:
+                help = f"for a text, quote it for YAML too: '{key}=\"...\"'"
+                yield self._fault(text, key, f"`{brief(text)}`: {_reason(error)}", help)
+            else:
+                yield from self._set(_full_key(key), value, text)
+
+    def _set(self, key: str, value: Any, text: str) -> Iterator[Finding]:
+        steps = [int(index) if index else name for index, name in _STEPS.findall(key)]
+        node: Any = self.value
+        path = ""
+        for number, written in enumerate(steps):
+            step = _place(node, written)
+            if step is None:
+                yield self._no_place(key, text, node, path)
+                return
+            path = join(path, step)
+            if number == len(steps) - 1:
+                node[step] = value
+            elif isinstance(node, dict) and node.get(step) is None:
+                # what is empty, or not there, can become a mapping: its place is this override
+                node[step] = {}
+                # but for all the arguments: that is the place of those that are missing
+                if path != "args":
+                    self.origins[path] = Origin(str(self.path), None, text)
+            node = node[step]
+        _forget(self.origins, path)
+        self.origins[path] = Origin(str(self.path), None, text)
+
+    def _no_place(self, key: str, text: str, node: Any, path: str) -> Finding:
+        shown = path.removeprefix("args.")
+        if isinstance(node, list):
+            reason = f"is a list of {len(node)} entries, the first is [0]"
+        elif isinstance(node, dict):
+            reason = "is no list"
+        else:
+            reason = "holds nothing that has parts"
+        return self._fault(text, key, f"`{brief(text)}`: `{shown}` {reason}", None)
+
+    def _fault(self, text: str, key: str | None, message: str, help: str | None) -> Finding:
+        # what is no UTF-8 cannot be printed
+        shown = text.encode("utf-8", "backslashreplace").decode()
+        found = bad(self.path, "bad-override", message, None, help)
+        return replace(found, key=key, override=shown)
+
+
+def _place(node: Any, step: str | int) -> str | int | None:
+    """The key or index that a step means in this value; None where there is no such place."""
+    if isinstance(node, dict):
+        return step if isinstance(step, str) else None
+    if not isinstance(node, list):
+        return None
+    # `.1`, as omegaconf writes it, is [1]
+    index = int(step) if isinstance(step, str) and step.isdecimal() else step
+    return index if isinstance(index, int) and index < len(node) else None
+
+
+def _reason(error: yaml.YAMLError | InvalidConfig) -> str:
+    if isinstance(error, InvalidConfig):
+        return error.findings[0].message
+    problem = getattr(error, "problem", None)
+    return f"the value is not valid YAML{f': {problem}' if problem else ''}"
+
+
+def _override_value(raw: str) -> Any:
+    """What stands after `=`: a YAML list, mapping or quoted text, else one plain value.
+
+    Text that only looks like YAML (`a: b`, `x # y`, `- z`, `{% if %}`) is kept whole.
+    """
+    stripped = raw.strip()
+    if stripped[:1] in {"[", "{"} and stripped[:2] not in {"{%", "{{", "{#"}:
+        return _yaml(stripped)
+    if stripped[:1] in {"'", '"'}:
+        try:
+            return _yaml(stripped)
+        except (yaml.YAMLError, InvalidConfig):
+            return raw
+    value = plain(stripped)
+    return raw if isinstance(value, str) else value
+
+
+def _yaml(raw: str) -> Any:
+    builder = Builder("override")
+    value = builder.build(yaml.parse(raw, Loader=LOADER))
+    if builder.findings:
+        raise InvalidConfig(builder.findings)
+    return value
+
+
+def _full_key(key: str) -> str:
+    """`args.` may be left out: what is no option of ours is an argument of upstream's."""
+    key = re.sub(r"^deepspeed_config(?![\w-])", "deepspeed", key.removeprefix("open_instruct."))
+    first = re.split(r"[.\[]", key, maxsplit=1)[0]
+    return key if first in OPTIONS or first in {"args", "num_gpus"} else f"args.{key}"
+
+
+def _forget(origins: dict[str, Origin], path: str) -> None:
+    """Drop the places of everything below `path`: it was replaced."""
+    for known in [known for known in origins if known.startswith((f"{path}.", f"{path}["))]:
+        del origins[known]
+
+
+def spelt(value: Any) -> str:
+    """A value as an override on the command line spells it, so that it is read as the same value."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    # a JSON text is YAML's too, and quotes keep `1e-5` or `no` a text; it is interpolated once more
+    return json.dumps(value, ensure_ascii=False).replace("${", r"\\${")

@@ -1,0 +1,279 @@
+"""A pipeline file -> `Chain`: stages in order, where each one's model comes from, and where all that stands.
+
+Nothing about the stage files themselves is judged here, only that there is one for every stage.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from launcher.config.document import Document, Origin, nearest, read_yaml
+from launcher.config.interpolation import interpolate
+from launcher.config.load import spelt
+from launcher.errors import Finding, InvalidConfig, brief, usage
+from launcher.paths import exists, expanded
+
+KEYS = ("name", "gpus", "stages")
+STAGE_KEYS = ("name", "config", "stage", "gpus", "from", "with")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,60}\Z")
+# mappings whose entries are set one by one; any other value is replaced whole
+_MERGED = ("args", "batch", "expect", "probe", "slurm", "skypilot")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One stage of a pipeline.
+
+    `source` is the stage whose model this one starts from, None where its own file says; `explicit`
+    whether `from:` said so. `given` are the overrides under `with:`, by dotted key, and `overrides`
+    those of the command line. `origins` are the places of its own keys.
+    """
+
+    name: str
+    config: Path
+    stage: str | None = None
+    gpus: int | None = None
+    source: str | None = None
+    explicit: bool = False
+    given: Mapping[str, Any] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+
+    def texts(self) -> list[str]:
+        """What is laid over the stage file: `with:` first, then the command line."""
+        return [*(f"{key}={spelt(value)}" for key, value in self.given.items()), *self.overrides]
+
+    def origin(self, key: str = "") -> Origin:
+        """The place of one of its keys, else of the stage itself."""
+        return nearest(self.origins, key) or self.origins[""]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """A whole pipeline; every `source` is the name of an earlier stage."""
+
+    path: Path
+    name: str
+    links: tuple[Link, ...]
+
+    def link(self, name: str) -> Link:
+        """The stage of that name. Raises UsageError with the names that there are."""
+        found = next((one for one in self.links if one.name == name), None)
+        if found is None:
+            names = [one.name for one in self.links]
+            near = difflib.get_close_matches(name, names, n=1)
+            help = f"did you mean `{near[0]}`?" if near else f"one of {', '.join(names)}"
+            raise usage("no-such-stage", f"the pipeline has no stage `{brief(name)}`", help)
+        return found
+
+    def between(self, first: str | None, last: str | None) -> tuple[Link, ...]:
+        """The stages from `first` to `last`, both included. Raises UsageError where there are none."""
+        # an empty name is none that was left out
+        begin = 0 if first is None else self.links.index(self.link(first))
+        end = len(self.links) - 1 if last is None else self.links.index(self.link(last))
+        if begin > end:
+            raise usage(
+                "no-such-stage", f"`{first}` comes after `{last}`: nothing is left to run",
+                f"the stages are {', '.join(one.name for one in self.links)}",
+            )  # fmt: skip
+        return self.links[begin : end + 1]
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Chain:
+    """Read a pipeline file; `overrides` are `STAGE.key=value`.
+
+    Raises InvalidConfig with everything that is wrong with the file itself, UsageError for an override
+    of a stage that there is not.
+    """
+    path = Path(path)
+    document = read_yaml(path)
+    _require_stages(path, document)
+    value, _ = interpolate(path, document.value, document.origins)
+    reader = _Reader(path, replace(document, value=value))
+    links = reader.links()
+    name = reader.name()
+    if reader.findings:
+        raise InvalidConfig(reader.findings)
+    chain = Chain(path=path, name=name, links=links)
+    for text in overrides:
+        chain = _overridden(chain, text)
+    return chain
+
+
+def _require_stages(path: Path, document: Document) -> None:
+    """Where one stage's file is given, nearly every line would be wrong."""
+    if "stages" in document.value or not {"stage", "args", "open_instruct"} & document.value.keys():
+        return
+    raise InvalidConfig(
+        Finding(
+            severity="error", layer="launch", code="bad-pipeline", file=str(path), line=1,
+            message="this is a stage file, not a pipeline", help=f"launch sft {path}, or launch dpo {path}",
+        )
+    )  # fmt: skip
+
+
+def _overridden(chain: Chain, text: str) -> Chain:
+    stage, dot, rest = text.partition(".")
+    if not dot or "=" in stage:
+        names = ", ".join(f"{one.name}.{brief(text, 40)}" for one in chain.links[:3])
+        raise usage("no-such-stage", f"`{brief(text)}`: of which stage?", f"one of {names}")
+    link = chain.link(stage)
+    changed = replace(link, overrides=(*link.overrides, rest))
+    return replace(chain, links=tuple(changed if one is link else one for one in chain.links))
+
+
+class _Reader:
+    """Collects what is wrong instead of stopping at the first."""
+
+    def __init__(self, path: Path, document: Document) -> None:
+        self.path = path
+        self.value = document.value
+        self.origins = document.origins
+        self.findings: list[Finding] = list(document.faults)
+
+    def name(self) -> str:
+        """What the pipeline is called: `name:`, else the file's."""
+        given = self.value.get("name")
+        if isinstance(given, dict | list):
+            self._bad("name", "`name` is one word for the pipeline")
+        return self.path.stem if given is None else str(given)
+
+    def links(self) -> tuple[Link, ...]:
+        """Every stage that can be read."""
+        self._unknown("", self.value, KEYS)
+        gpus = self._gpus("gpus", self.value.get("gpus"))
+        listed = self.value.get("stages")
+        if not isinstance(listed, list) or not listed:
+            help = (
+                "stages:\n    - {name: sft, config: sft.yaml}\n    - {name: dpo, config: dpo.yaml}"
+            )
+            self._bad("stages", "`stages` is a list of the stages in their order", help)
+            return ()
+        links: list[Link] = []
+        for number, entry in enumerate(listed):
+            link = self._link(f"stages[{number}]", entry, links, gpus)
+            links += [] if link is None else [link]
+        return tuple(links)
+
+    def _link(
+        self, where: str, entry: Any, before: Sequence[Link], gpus: int | None
+    ) -> Link | None:
+        if isinstance(entry, str):
+            entry = {"config": entry}
+        if not isinstance(entry, dict):
+            self._bad(where, f"a stage is a mapping, not `{brief(entry)}`", "{config: sft.yaml}")
+            return None
+        self._unknown(where, entry, STAGE_KEYS)
+        config = self._config(f"{where}.config", entry.get("config"))
+        name = self._name(f"{where}.name", entry.get("name"), config, before)
+        source = self._source(f"{where}.from", entry, before)
+        kind = entry.get("stage")
+        if kind not in (None, "sft", "dpo"):
+            self._bad(f"{where}.stage", f"`{brief(kind)}` is no stage", "sft or dpo")
+        own = self._gpus(f"{where}.gpus", entry.get("gpus"))
+        given = self._given(f"{where}.with", entry.get("with"))
+        if config is None or name is None:
+            return None
+        origins = {
+            key[len(where) :].removeprefix("."): origin
+            for key, origin in self.origins.items()
+            if key == where or key.startswith((f"{where}.", f"{where}["))
+        }
+        return Link(
+            name=name, config=config, stage=kind, gpus=gpus if own is None else own, source=source,
+            explicit="from" in entry, given=given, origins={"": self._at(where), **origins},
+        )  # fmt: skip
+
+    def _config(self, where: str, given: Any) -> Path | None:
+        if not isinstance(given, str) or not given.strip():
+            self._bad(where, "`config` names the stage file", "config: sft.yaml")
+            return None
+        found = self.path.parent / expanded(given)
+        if exists(found):
+            return found
+        help = "`config` is relative to the pipeline file"
+        self._bad(where, f"there is no {brief(found, 200)}", help)
+        return None
+
+    def _name(
+        self, where: str, given: Any, config: Path | None, before: Sequence[Link]
+    ) -> str | None:
+        if given is None and config is None:
+            return None
+        name = str(config.stem if given is None and config is not None else given)
+        if not _NAME.match(name) or name in ("none", "null"):
+            help = "letters, digits, `_` and `-`; it is said with --from and --until"
+            self._bad(where, f"`{brief(name)}` cannot be a stage's name", help)
+        elif any(one.name == name for one in before):
+            self._bad(where, f"two stages are called `{name}`", "add a `name:`")
+        else:
+            return name
+        return None
+
+    def _source(self, where: str, entry: Mapping[str, Any], before: Sequence[Link]) -> str | None:
+        """The stage before, unless `from:` says otherwise."""
+        names = [one.name for one in before]
+        if "from" not in entry:
+            return names[-1] if names else None
+        given = entry["from"]
+        # a plain `no` is a boolean in YAML
+        if given is None or given is False or given == "none":
+            return None
+        if str(given) not in names:
+            help = "leave it out: this is the first"
+            if names:
+                help = f"one of {', '.join(names)}, or none"
+            self._bad(where, f"`from: {brief(given)}` is no earlier stage", help)
+        return str(given)
+
+    def _given(self, where: str, given: Any) -> dict[str, Any]:
+        if given is not None and not isinstance(given, dict):
+            self._bad(where, "`with` is a mapping of keys to values", "with: {learning_rate: 1e-5}")
+            return {}
+        flat: dict[str, Any] = {}
+        for key, value in (given or {}).items():
+            merged = key in _MERGED and isinstance(value, dict)
+            flat |= {f"{key}.{name}": v for name, v in value.items()} if merged else {key: value}
+        return flat
+
+    def _gpus(self, where: str, given: Any) -> int | None:
+        if given is None or (isinstance(given, int) and given is not True and given >= 0):
+            return given
+        self._bad(where, f"`gpus` is a number, 0 for the CPU, not `{brief(given)}`")
+        return None
+
+    def _unknown(self, where: str, given: Mapping[str, Any], keys: Sequence[str]) -> None:
+        for key in (key for key in given if key not in keys):
+            near = difflib.get_close_matches(str(key), keys, n=1, cutoff=0.7)
+            help = f"did you mean `{near[0]}`?" if near else f"one of {', '.join(keys)}"
+            if where and not near:
+                help = f"what changes the stage file goes under `with:`; here are {', '.join(keys)}"
+            what = "a stage in a pipeline" if where else "a pipeline file"
+            place = f"{where}.{key}" if where else str(key)
+            self._bad(place, f"`{brief(key)}` is no key of {what}", help)
+
+    def _at(self, key: str) -> Origin:
+        return nearest(self.origins, key) or Origin(str(self.path), 1)
+
+    def _bad(self, key: str, message: str, help: str | None = None) -> None:
+        self.findings.append(
+            Finding(
+                severity="error", layer="launch", code="bad-pipeline", key=key, message=message,
+                help=help, **self._at(key).place,
+            )
+        )  # fmt: skip
+
+
+def placed(link: Link, finding: Finding) -> Finding:
+    """A finding about what an override set: at its place under `with:`, or as it was said for this stage."""
+    if finding.override is None:
+        return finding
+    if finding.override in link.overrides:
+        return replace(finding, override=f"{link.name}.{finding.override}")
+    key = next((k for k, v in link.given.items() if finding.override == f"{k}={spelt(v)}"), None)
+    return finding if key is None else replace(finding, **link.origin(f"with.{key}").place)

@@ -1,0 +1,123 @@
+"""Checksums of checkpoints: taken beside the training once one is complete, compared before a resume.
+
+Files are read whole: a changed block in an optimizer's state shows in no header. sha256 takes about 3 s a
+GB on one slow core and less than one on several; the keeper does it at the lowest priority, mostly out of
+the page cache. They lie in the run folder, for nothing may be written into a checkpoint that upstream is
+about to delete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from launcher import files
+from launcher.artifacts import checkpoints
+from launcher.artifacts import digest as content
+from launcher.artifacts.checkpoints import Checkpoint
+from launcher.runs import rundir
+from launcher.runs.rundir import RunFolder
+
+EVERY_S = 2.0
+"""Between two looks for new checkpoints; one that was written to within this time is not complete yet."""
+_WHOLE = 2**63
+
+
+class Watch(threading.Thread):
+    """Takes the checksums of an attempt's checkpoints until `end` is called."""
+
+    def __init__(self, folder: RunFolder, backend: str, output: Path | None, ranks: int) -> None:
+        super().__init__(name="checksums", daemon=True)
+        self.folder, self.backend, self.output, self.ranks = folder, backend, output, ranks
+        self.over = threading.Event()
+        # a name may come again after its folder was set aside or deleted
+        self.known = {
+            name: told for name, told in read(folder).items() if output and (output / name).is_dir()
+        }
+
+    def run(self) -> None:
+        """Look again and again."""
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        while not self.over.wait(EVERY_S):
+            self._look()
+
+    def end(self, *, resumable: bool) -> None:
+        """Training is over; where it may be resumed, the last checkpoints count too."""
+        self.over.set()
+        if resumable:
+            self.join()
+            self._look(quiet_s=0)
+
+    def _look(self, quiet_s: float = EVERY_S) -> None:
+        # whatever fails here must not end the watch over the training
+        with contextlib.suppress(OSError, ValueError):
+            found = checkpoints.find(
+                self.backend, self.output, ranks=self.ranks, known=self.known.keys()
+            )
+            for one in found:
+                if one.complete and (taken := _taken(one.path, quiet_s)):
+                    self.known[one.name] = taken
+                    files.write_json(self.folder.checksums, {"checkpoints": self.known})
+
+
+def read(folder: RunFolder) -> dict[str, dict[str, Any]]:
+    """Digest of each file by its name below the checkpoint, by the checkpoint's name."""
+    told = rundir.read_json(folder.checksums).get("checkpoints")
+    items = told.items() if isinstance(told, dict) else ()
+    return {str(name): files for name, files in items if isinstance(files, dict)}
+
+
+def fault(folder: RunFolder | None, one: Checkpoint) -> str | None:
+    """What in a checkpoint is not as it was saved; None where everything is.
+
+    Without checksums (the keeper was killed, the run folder is gone) torch's own CRCs are looked at, and
+    whether weights are all zeros.
+    """
+    known = read(folder).get(one.name, {}) if folder is not None else {}
+    for name, digest in known.items():
+        try:
+            found = content.read(one.path / name, whole_below=_WHOLE)[0].digest
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        if found != digest:
+            return f"{name} was changed after it was saved: sha256 {str(digest)[:12]}, now {found[:12]}"
+    return None if known else next(filter(None, map(_own_fault, _files(one.path))), None)
+
+
+def _own_fault(path: Path) -> str | None:
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                bad = archive.testzip()
+            return (
+                None if bad is None else f"{path.name} is damaged: the CRC of {bad} does not match"
+            )
+    except (OSError, zipfile.BadZipFile, ValueError, EOFError, NotImplementedError):
+        return f"{path.name} is damaged"
+    if path.suffix == ".safetensors" and checkpoints.blank(path):
+        return f"every weight in {path.name} is 0"
+    return None
+
+
+def _taken(folder: Path, quiet_s: float) -> dict[str, str]:
+    """The digests; empty where a file was written to lately, or meanwhile."""
+    paths = list(_files(folder))
+    before = [path.stat() for path in paths]
+    if any(time.time() - one.st_mtime < quiet_s for one in before):
+        return {}
+    found = [content.read(path, whole_below=_WHOLE)[0].digest for path in paths]
+    if [path.stat().st_mtime_ns for path in _files(folder)] != [b.st_mtime_ns for b in before]:
+        return {}
+    names = (str(path.relative_to(folder)) for path in paths)
+    return dict(zip(names, found, strict=True))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())

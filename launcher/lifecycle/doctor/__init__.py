@@ -1,0 +1,1 @@
+"""Whether this machine can train a stage, and the commands that mend it. Start with `checks`."""

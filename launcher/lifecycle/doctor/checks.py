@@ -1,0 +1,516 @@
+"""Is this machine ready for a plan: what is missing, each with what mends it.
+
+Before every run only what is cheap is looked at: metadata of packages, files, the driver's answers.
+`launch doctor` also imports what training imports, which costs seconds, and says what it found good.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import Exit, Finding, NotReady, errors, said
+from launcher.lifecycle.doctor import disk
+from launcher.lifecycle.doctor import install as environment
+from launcher.lifecycle.doctor.install import TIMEOUT_S, Failure, Imports, Step
+from launcher.machine import devices as gpus
+from launcher.machine.devices import Devices, Look
+from launcher.machine.python import Trainer
+from launcher.machine.sizes import sized
+from launcher.plan.plan import Plan
+from launcher.plan.plan import output_folder as output_of
+from launcher.rules import registry
+from launcher.rules.context import Context
+from launcher.runs import rundir
+from launcher.upstream.locate import Upstream, unpinned
+from launcher.upstream.trainers import BACKENDS, Backend, Entry
+
+OLDEST = (3, 10)
+# what a switch needs beside the backend's own packages
+_OPTIONAL = {
+    "use_peft": "peft",
+    "use_qlora": "bitsandbytes",
+    "load_in_4bit": "bitsandbytes",
+    "load_in_8bit": "bitsandbytes",
+    "dpo_use_paged_optimizer": "bitsandbytes",
+}
+_MODULES = {"flash-attn": "flash_attn", "liger-kernel": "liger_kernel"}
+_SHOWN = 12
+SHM = Path("/dev/shm")
+LEAST_SHM = 2**30
+"""Bytes that several GPUs should find in /dev/shm: NCCL's buffers and the loaders' batches go there."""
+_TORCH = re.compile(r"^(cuda|hip)\b[^=\n]*=\s*(?:'([\d.]+)[^']*'|None)", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is asked about: a plan, or a backend with some of its stages where there is none.
+
+    `gpus` are those of one machine. `runs` is where run folders go, `output` where the model goes.
+    """
+
+    trainer: Trainer
+    upstream: Upstream
+    stages: tuple[str, ...]
+    gpus: int
+    plan: Plan | None = None
+    runs: Path = field(default_factory=rundir.runs_root)
+    output: Path | None = None
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    @property
+    def backend(self) -> Backend:
+        """What differs between the trainers."""
+        return BACKENDS[self.upstream.backend]
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The entry scripts of the stages."""
+        return tuple(self.backend.STAGES[stage] for stage in self.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One thing that was looked at: its name, what to say of it, and the same for machines."""
+
+    name: str
+    text: str
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What `launch doctor` answers: what is wrong, what was seen, and what would build the environment."""
+
+    findings: tuple[Finding, ...]
+    facts: tuple[Fact, ...]
+    install: tuple[Step, ...]
+
+    @property
+    def exit_code(self) -> Exit:
+        """5 where something stops a run."""
+        return Exit.NOT_READY if errors(self.findings) else Exit.OK
+
+    def lines(self) -> list[str]:
+        """What was seen, a line each; the findings are shown as those of any command."""
+        width = max((len(fact.name) for fact in self.facts), default=0)
+        return [f"{fact.name:<{width}}  {fact.text}" for fact in self.facts]
+
+    def as_json(self) -> dict[str, Any]:
+        """For the envelope."""
+        return {
+            "ready": self.exit_code is Exit.OK,
+            "facts": {
+                fact.name: fact.text if fact.value is None else fact.value for fact in self.facts
+            },
+            "install": [step.as_json() for step in self.install],
+        }
+
+
+# --- the two questions ----------------------------------------------------------------------------
+
+
+def require_ready(
+    plan: Plan, trainer: Trainer, chosen: Devices | None = None, *, elsewhere: bool = False
+) -> tuple[Finding, ...]:
+    """Before a run: raises NotReady with everything that is missing, returns the warnings.
+
+    `chosen` are the GPUs that the run gets; without it they are chosen here, for the answer only. Where
+    other machines will train (`elsewhere`), nothing is asked of the GPUs of this one.
+    What only an import shows is left to training, which imports the same within its first seconds.
+    """
+    subject = of_plan(plan, trainer)
+    if elsewhere:
+        subject, chosen = replace(subject, gpus=0), Devices()
+    if chosen is None:
+        chosen = gpus.choose(plan.gpus, None, gpus.look(subject.environ))
+    found = [*_quick(subject, chosen), *local_files(plan)]
+    if errors(found):
+        raise NotReady(errors(found))
+    return tuple(found)
+
+
+def of_plan(plan: Plan, trainer: Trainer) -> Subject:
+    """The question whether this machine is ready for a plan."""
+    output = output_of(plan)
+    return Subject(
+        trainer=trainer, upstream=plan.stage.upstream, stages=(plan.stage.schema.key,),
+        gpus=plan.gpus, plan=plan, runs=rundir.runs_root(),
+        output=None if output is None else output.absolute(),
+    )  # fmt: skip
+
+
+def examine(
+    subject: Subject, chosen: Devices, *, seen: Look | None = None, importing: bool = True,
+    timeout_s: float = TIMEOUT_S,
+) -> Report:  # fmt: skip
+    """Look at everything, import what training imports, and say what builds the environment.
+
+    Never raises for what is wrong with the machine: it is among the findings.
+    """
+    imports = None
+    if importing and subject.trainer.version >= OLDEST:
+        imports = _import(subject, chosen, timeout_s)
+    found = list(_quick(subject, chosen, imports))
+    if imports is not None:
+        found += _conflicts(subject)
+    found += [] if subject.plan is None else local_files(subject.plan)
+    found += _standing(subject)
+    facts = [*_environment(subject, imports), *_cards(chosen, seen), *_room(subject)]
+    return Report(
+        findings=tuple(found),
+        facts=tuple(facts),
+        install=environment.steps(
+            subject.trainer, subject.backend.EXTRA, gpus=bool(subject.gpus), more=needed(subject)
+        ),
+    )
+
+
+def _quick(subject: Subject, chosen: Devices, imports: Imports | None = None) -> Iterator[Finding]:
+    """Everything that costs no import, and what importing showed where it was tried; worst first."""
+    trainer = subject.trainer
+    yield from checkout(subject)
+    yield from interpreter(trainer)
+    yield from packages(subject, imports)
+    yield from chosen.findings
+    if subject.gpus:
+        if chosen.slots:
+            cuda = chosen.slots[0].gpu.cuda
+            yield from driver_and_torch(torch_of(trainer), cuda, trainer)
+        yield from shared_memory(subject.gpus)
+    found = list(disk.places(subject.plan, subject.output, subject.runs, subject.environ))
+    yield from disk.unwritable(found)
+    needed = disk.Needs()
+    if subject.plan is not None:
+        needed = disk.needs(subject.plan, subject.output, subject.environ)
+    yield from disk.too_little(needed, subject.output, found)
+
+
+# --- source and interpreter -----------------------------------------------------------------------
+
+
+def checkout(subject: Subject) -> Iterator[Finding]:
+    """open-instruct runs from a checkout; the snapshot only validates."""
+    if subject.upstream.root is None and subject.upstream.backend == "open_instruct":
+        from launcher.pin import pin
+
+        fill = next(
+            iter(pin.status(None, {}).next), "git submodule update --init external/open-instruct"
+        )
+        yield said(
+            "error", "no-checkout",
+            "there is no open-instruct checkout (external/open-instruct, /workspace/open-instruct, "
+            "~/open-instruct)", f"{fill}, or --open-instruct PATH",
+        )  # fmt: skip
+
+
+def _standing(subject: Subject) -> Iterator[Finding]:
+    """A submodule that is empty while another checkout is used, and a checkout that is not the pin."""
+    from launcher.pin import pin
+
+    if subject.upstream.backend != "open_instruct" or subject.upstream.root is None:
+        return
+    if subject.plan is None:
+        fault = unpinned(subject.upstream, running=True, allowed=False)
+        if fault is not None:
+            yield fault
+    told = pin.status(subject.upstream.root, subject.environ)
+    module = told.submodule
+    if told.fill is not None and module.state in {"missing", "empty"}:
+        yield said(
+            "note", "empty-submodule",
+            f"the submodule {module.path} is {module.state}; {subject.upstream.root} is used", told.fill,
+        )  # fmt: skip
+
+
+def interpreter(trainer: Trainer) -> Iterator[Finding]:
+    """The probe and upstream need Python 3.10."""
+    if trainer.version < OLDEST:
+        version = ".".join(map(str, trainer.version))
+        yield said(
+            "error", "old-python", f"{trainer.python} ({trainer.source}) is Python {version}",
+            f"name Python {'.'.join(map(str, OLDEST))} or later with --python",
+        )  # fmt: skip
+
+
+# --- packages -------------------------------------------------------------------------------------
+
+
+def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Finding]:
+    """Packages that the trainer's Python lacks, and those that are there and cannot be imported.
+
+    Without `imports` only metadata and files tell.
+    """
+    failures = () if imports is None else imports.failures
+    absent = environment.missing(needed(subject), subject.trainer)
+    names = {module: name for name, module in environment.MODULES.items()}
+    absent += tuple(names.get(one.missing, one.missing) for one in failures if one.missing)
+    yield from _missing(subject, tuple(dict.fromkeys(absent)))
+    if imports is None:
+        return
+    for one in failures:
+        if one.missing is None:
+            yield _import_error(one, subject)
+    yield from _cuda(subject, imports)
+    if imports.fault is not None:
+        yield said(
+            "error", "no-python", f"{subject.trainer.python} could not import: {imports.fault}",
+            "name another interpreter with --python",
+        )  # fmt: skip
+
+
+def needed(subject: Subject) -> tuple[str, ...]:
+    """The distributions that the scripts need, and those that the plan's switches ask for."""
+    plan = subject.plan
+    wanted = [*subject.backend.NEEDS, *(name for entry in subject.entries for name in entry.needs)]
+    if subject.gpus and subject.backend.NAME == "open_instruct":
+        # with CUDA and no such package its detection raises (model_utils.py:69)
+        wanted.append("flash-attn")
+    if plan is not None:
+        if plan.values.get(plan.stage.entry.names.liger):
+            wanted.append("liger-kernel")
+        own = plan.values.get("zero_stage") is not None
+        if plan.gpus and (own or plan.stage.options.deepspeed is not None):
+            wanted.append("deepspeed")
+        wanted += [name for key, name in _OPTIONAL.items() if plan.values.get(key) is True]
+    return tuple(dict.fromkeys(wanted))
+
+
+def _missing(subject: Subject, names: Sequence[str]) -> Iterator[Finding]:
+    if not names:
+        return
+    trainer, tested = subject.trainer, environment.tested()
+    steps = environment.install(trainer, [tested.get(name, name) for name in names])
+    target = "" if subject.plan is None else f" {shlex.quote(str(subject.plan.stage.config.path))}"
+    yield said(
+        "error", "missing-packages",
+        f"{trainer.python} ({trainer.source}) lacks {', '.join(names)}",
+        f"{'; then '.join(step.shell() for step in steps)} (`launch doctor{target} --install` has all that "
+        "is needed); or name another interpreter with --python",
+    )  # fmt: skip
+
+
+def _conflicts(subject: Subject) -> Iterator[Finding]:
+    """What pip says does not fit together, of the packages that training needs."""
+    lines = environment.conflicts(needed(subject), subject.trainer)
+    if lines:
+        yield said(
+            "warning", "other-requirements",
+            f"pip check of {subject.trainer.python}: {'; '.join(lines[:_SHOWN])}",
+            "nothing to do where everything imports",
+        )  # fmt: skip
+
+
+# --- imports --------------------------------------------------------------------------------------
+
+
+def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:
+    """Import what options of the plan need, and the scripts themselves."""
+    root = subject.upstream.root
+    modules = [_MODULES[name] for name in needed(subject) if name in _MODULES]
+    modules += [entry.script.removesuffix(".py").replace("/", ".") for entry in subject.entries]
+    environ = {**subject.environ, **(chosen.env() if subject.gpus and not chosen.refused else {})}
+    if not subject.gpus:
+        environ["CUDA_VISIBLE_DEVICES"] = ""
+    if subject.upstream.backend != "open_instruct":
+        # its scripts import these when they run
+        modules += [f"trl.trainer.{stage}_trainer" for stage in subject.stages]
+    elif root is not None:
+        before = environ.get("PYTHONPATH")
+        environ["PYTHONPATH"] = f"{root}{os.pathsep}{before}" if before else str(root)
+        # importing litellm would otherwise ask the network for model prices
+        environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+    return environment.try_imports(
+        modules, subject.trainer, environ=environ, timeout_s=timeout_s, cuda=bool(subject.gpus)
+    )
+
+
+def _import_error(failure: Failure, subject: Subject) -> Finding:
+    """A package that is there and cannot be imported: what it said itself, and where."""
+    return Finding(
+        severity="error", layer="launch", code="import-error",
+        message=f"importing `{failure.module}` fails: {failure.error}: {failure.message}",
+        file=failure.file, line=failure.line,
+        help="the package of the file named does not work here: install it anew with "
+        f"{shlex.join(environment.pip_install(subject.trainer))} --force-reinstall --no-deps PACKAGE",
+    )  # fmt: skip
+
+
+def _cuda(subject: Subject, imports: Imports) -> Iterator[Finding]:
+    torch = imports.cuda
+    if not subject.gpus or torch is None or torch.get("cuda") is None:
+        return
+    fault = torch.get("error")
+    if fault is None and torch.get("count", 0) >= subject.gpus:
+        return
+    what = fault or f"it sees {torch.get('count')} GPU(s) of {subject.gpus}"
+    yield said(
+        "error", "cuda-unusable", f"torch {torch.get('version')} cannot use the GPUs: {what}",
+        "compare the driver (nvidia-smi) with what this torch is built for; in a container: --gpus all",
+    )  # fmt: skip
+
+
+# --- driver, torch, shared memory -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Torch:
+    """What the trainer's torch was built for, from its own version file; None: neither."""
+
+    version: str
+    cuda: str | None = None
+    hip: str | None = None
+
+
+def torch_of(trainer: Trainer) -> Torch | None:
+    """The trainer's torch; None where it has none, or where its version file says nothing."""
+    for folder in trainer.path:
+        try:
+            text = (folder / "torch" / "version.py").read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            continue
+        told = {m[1]: m[2] for m in _TORCH.finditer(text)}
+        if "cuda" in told:
+            version = trainer.packages.get("torch", "unknown")
+            return Torch(version=version, cuda=told["cuda"], hip=told.get("hip"))
+        return None
+    return None
+
+
+def driver_and_torch(
+    torch: Torch | None, cuda: tuple[int, int] | None, trainer: Trainer
+) -> Iterator[Finding]:
+    """Whether torch can use the GPUs that the driver serves. `cuda` is the driver's newest version.
+
+    Within one major version an older driver serves newer CUDA (NVIDIA's minor version compatibility).
+    """
+    if torch is None or torch.hip is not None:
+        return
+    install = f"{trainer.python} -m pip install --force-reinstall torch --index-url"
+    index = "https://download.pytorch.org/whl/cu" + ("" if cuda is None else f"{cuda[0]}{cuda[1]}")
+    if torch.cuda is None:
+        yield said(
+            "error", "cpu-torch", f"torch {torch.version} of {trainer.python} is built for the CPU",
+            f"install a CUDA build, such as {install} {index}, or --gpus 0",
+        )  # fmt: skip
+    elif cuda is not None and int(torch.cuda.partition(".")[0]) > cuda[0]:
+        yield said(
+            "error", "old-driver",
+            f"torch {torch.version} is built for CUDA {torch.cuda}, the driver serves CUDA "
+            f"{cuda[0]}.{cuda[1]} at most",
+            f"a newer driver, or a torch that is built for it: {install} {index} (see pytorch.org "
+            "for the builds that there are)",
+        )  # fmt: skip
+
+
+def shared_memory(processes: int) -> Iterator[Finding]:
+    """/dev/shm too small for several processes: Docker gives 64 MiB."""
+    size = shm_size()
+    if processes > 1 and size is not None and size < LEAST_SHM:
+        yield said(
+            "warning", "small-shm", f"{SHM} holds {size / 2**20:.0f} MiB: NCCL and the data loaders of "
+            f"{processes} processes may not fit",
+            "docker run --shm-size=16g (or --ipc=host), or mount -o remount,size=16g /dev/shm",
+        )  # fmt: skip
+
+
+def shm_size() -> int | None:
+    """Bytes of /dev/shm in all; None where there is none."""
+    try:
+        told = os.statvfs(SHM)
+    except OSError:
+        return None
+    return told.f_frsize * told.f_blocks
+
+
+# --- what was seen --------------------------------------------------------------------------------
+
+
+def _environment(subject: Subject, imports: Imports | None) -> Iterator[Fact]:
+    trainer, source, torch = subject.trainer, subject.upstream, torch_of(subject.trainer)
+    version = ".".join(map(str, trainer.version))
+    python = {"path": str(trainer.python), "version": version, "source": trainer.source}
+    yield Fact("python", f"{trainer.python} ({trainer.source}), {version}", python)
+    yield Fact("source", source.describe(), source.as_json())
+    if torch is not None:
+        built = (
+            f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "the CPU"
+        )
+        yield Fact(
+            "torch", f"{torch.version}, built for {built}",
+            {"version": torch.version, "cuda": torch.cuda, "hip": torch.hip},
+        )  # fmt: skip
+    if imports is not None:
+        failed = [one.module for one in imports.failures]
+        fine = [name for name in imports.modules if name not in failed]
+        text = f"{len(fine)} of {len(imports.modules)} modules import"
+        yield Fact("imports", text, {"fine": fine, "failed": failed})
+
+
+def _cards(chosen: Devices, seen: Look | None) -> Iterator[Fact]:
+    if seen is not None and not seen.present:
+        yield Fact("GPUs", "none", [])
+        return
+    if seen is not None:
+        driver, cuda = seen.present[0].driver, seen.present[0].cuda
+        serves = "" if cuda is None else f", CUDA up to {cuda[0]}.{cuda[1]}"
+        yield Fact("driver", f"{driver or 'unknown'}{serves}", {"version": driver, "cuda": cuda})
+        for slot in seen.visible:
+            use, gpu = seen.uses.get(slot.id), slot.gpu
+            state = "taken" if slot in chosen.slots else "free"
+            state = f"used by {use.text}" if use is not None else state
+            yield Fact(
+                slot.label,
+                f"{gpu.name}, {gpu.used_mib} of {gpu.memory_mib} MiB used, {state}",
+                {
+                    "id": slot.id, "name": gpu.name, "memory_mib": gpu.memory_mib,
+                    "used_mib": gpu.used_mib, "used_by": None if use is None else use.text,
+                },
+            )  # fmt: skip
+    yield Fact("run gets", chosen.visible or chosen.why or "no GPU", chosen.as_json())
+
+
+def _room(subject: Subject) -> Iterator[Fact]:
+    if subject.plan is not None:
+        needed = disk.needs(subject.plan, subject.output, subject.environ)
+        text = f"up to {sized(needed.likely or 0)}: {disk.described(needed)}"
+        known = needed.likely is not None
+        yield Fact(
+            "will write", text if known else "unknown: the model's size is not known from here"
+        )
+    for place in disk.places(subject.plan, subject.output, subject.runs, subject.environ):
+        room = disk.free(place.path)
+        text = "unknown" if room is None else f"{sized(room[0])} free"
+        value = {"path": str(place.path), "free": None if room is None else room[0]}
+        yield Fact(place.what, f"{place.path}, {text}", value)
+
+
+# --- the plan's own situation ---------------------------------------------------------------------
+
+
+def situation(plan: Plan, trainer: Trainer, output: Path | None) -> Iterator[Finding]:
+    """What is wrong on these GPUs, with these packages, in this folder; only what is new."""
+    stage = plan.stage
+    deepspeed, _ = stage.options.read_deepspeed()
+    context = Context(
+        values=plan.values, environ=os.environ, deepspeed=deepspeed,
+        mixed_precision=plan.mixed_precision,
+        gpus=plan.gpus * plan.nodes, per_device=plan.per_device, accumulation=plan.accumulation,
+        cpus=os.cpu_count(), packages=trainer.packages, running=True, output=output,
+    )  # fmt: skip
+    known = {(finding.code, finding.key) for finding in stage.findings}
+    for finding in map(stage.config.placed, registry.apply_in(context)):
+        if finding.severity == "error" or (finding.code, finding.key) not in known:
+            yield finding
+
+
+def local_files(plan: Plan) -> Iterator[Finding]:
+    """Data files that validation only warned about."""
+    for finding in plan.stage.findings:
+        if finding.code == "missing-data":
+            yield replace(finding, severity="error")

@@ -1,0 +1,390 @@
+"""Room for what a run will write, and folders that it must be able to write into.
+
+What a checkpoint holds follows from the sources: DeepSpeed keeps the weights and, in 32 bits, a copy
+of them with two moments; without it the optimizer's moments have the weights' own type. A size that
+is not known is said to be unknown, and stops nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launcher.artifacts import architecture, model_config, model_files
+from launcher.artifacts.fingerprint import cache_home
+from launcher.cache.keys import REFERENCE_VARIABLE
+from launcher.errors import DISK_FULL, Finding, InvalidConfig, Severity
+from launcher.files import read_json
+from launcher.lifecycle.resume import epochs as position
+from launcher.machine.sizes import below, sized
+from launcher.paths import exists
+from launcher.plan.memory.setup import Setup
+from launcher.plan.plan import Plan
+from launcher.plan.plan import limited as limit_of_steps
+
+LOW = 2**30
+"""Bytes below which a file system is called nearly full, whatever the run will need."""
+MARGIN = 1.1
+_CHECKPOINTS = ("step_", "epoch_", "checkpoint-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """Bytes of a checkpoint and of the final model, and how many checkpoints there will be.
+
+    `times` in the whole run and `limit` side by side are None where that is not known, or unlimited.
+    """
+
+    checkpoint: int
+    final: int
+    times: int | None
+    limit: int | None
+    formula: str
+
+    @property
+    def together(self) -> int:
+        """How many checkpoints there are at once: old ones go only after a new one is there."""
+        if self.times is None:
+            return 1 if self.limit is None else self.limit + 1
+        return self.times if self.limit is None else min(self.times, self.limit + 1)
+
+    @property
+    def most(self) -> int:
+        """Bytes at the fullest moment; the model is saved beside the checkpoints that are left."""
+        at_end = self.together if self.limit is None else min(self.together, self.limit)
+        return max(self.together * self.checkpoint, at_end * self.checkpoint + self.final)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a run will write into its output folder, in bytes at the fullest moment.
+
+    `least` is certain, `likely` what has to be expected; None where the model's size is not known. `there`
+    is what lies there already of that, and is counted in neither.
+    """
+
+    least: int | None = None
+    likely: int | None = None
+    there: int = 0
+    saved: Saved | None = None
+    parameters: int | None = None
+
+
+# --- what will be written -------------------------------------------------------------------------
+
+
+def parameters_of(
+    name: object, environ: Mapping[str, str], revision: str | None = None
+) -> int | None:
+    """The parameters of a model by folder or hub name: from its weights' headers, else from its config.
+
+    Nothing is downloaded and no weight is read; None where the number cannot be known from here.
+    """
+    path = model_config.where(name, environ, revision)
+    if path is None:
+        return None
+    if sizes := model_files.sizes(path.parent):
+        return sum(map(math.prod, sizes.values()))
+    try:
+        return architecture.shape_of(read_json(path)).parameters
+    except InvalidConfig:
+        return None
+
+
+def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs:
+    """The bytes that checkpoints and the final model take; what lies there already is taken off."""
+    values = plan.values
+    count = parameters_of(values.get("model_name_or_path"), environ, values.get("model_revision"))
+    if count is None or values.get("cache_dataset_only") is True:
+        return Needs(parameters=count)
+    likely = saved(plan, count)
+    if likely is None:
+        return Needs(parameters=count)
+    watch = plan.stage.options.probe
+    if watch is not None and not watch.final_save:
+        likely = replace(likely, final=0)
+    # shards of several machines may lie on a disk each, and unknown steps may save nothing
+    least = replace(likely, checkpoint=likely.checkpoint // plan.nodes, times=likely.times or 0)
+    there = _checkpoint_bytes(output)
+    return Needs(
+        least=max(0, least.most - there), likely=max(0, likely.most - there),
+        there=min(there, likely.most), saved=likely, parameters=count,
+    )  # fmt: skip
+
+
+def saved(plan: Plan, count: int, setup: Setup | None = None) -> Saved | None:
+    """What a run saves of a model of `count` parameters; None where that is not known.
+
+    Only its `setup` tells the size of an adapter and of weights in 4 bits.
+    """
+    if plan.stage.options.backend == "trl":
+        return _trl(plan, count, setup)
+    return (
+        _olmo_core(plan, count) if plan.stage.entry.torchrun else _open_instruct(plan, count, setup)
+    )
+
+
+def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
+    """finetune.py:978, dpo_tune_cache.py:700 save the whole state; finetune.py:982,
+    dpo_tune_cache.py:705 delete the oldest after that; model_utils.py:576 saves the model at the end.
+    """
+    values = plan.values
+    limit = values.get("keep_last_n_checkpoints")
+    own = values.get("zero_stage")
+    sharded = bool(plan.gpus) and (plan.stage.options.deepspeed is not None or own is not None)
+    moments = 2 if values.get("dpo_use_paged_optimizer") else 8
+    final = 2 * count
+    if values.get("use_lora") or values.get("use_qlora"):
+        final = 0 if setup is None else setup.adapter_bytes
+        each = 2 * final + (2 * count if setup is None else setup.stored_bytes)
+        formula = "2 bytes of weights a parameter, beside the adapter"
+        if values.get("use_qlora"):
+            each = count // 2 if setup is None else each
+            formula = "weights in 4 bits, at least"
+    elif sharded:
+        each = (2 + 4 + moments) * count
+        formula = f"2 + 4 + {moments} bytes a parameter: weights, their 32-bit copy, moments"
+    else:
+        each, formula = (2 + 4) * count, "2 + 4 bytes a parameter: weights and moments"
+    return Saved(
+        checkpoint=each, final=final, times=_times(plan), formula=formula,
+        limit=limit if isinstance(limit, int) and limit >= 0 else None,
+    )  # fmt: skip
+
+
+def _olmo_core(plan: Plan, count: int) -> Saved:
+    """dpo.py:83: every checkpoint stays, the first and the last step's too (OLMo-core at the pin)."""
+    times = _times(plan)
+    formula = "4 + 8 bytes a parameter: weights and moments, none of which is deleted"
+    if plan.values.get("cache_logprobs_only"):
+        return Saved(checkpoint=12 * count, final=0, times=0, limit=None, formula=formula)
+    return Saved(
+        checkpoint=12 * count, final=4 * count, times=None if times is None else times + 1, limit=None,
+        formula=formula,
+    )  # fmt: skip
+
+
+def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
+    """transformers/trainer.py:3215 saves model, optimizer and state; the oldest go after that.
+
+    Of a PeftModel it saves the adapter alone (transformers/trainer.py:4012).
+    """
+    values = plan.values
+    # `auto` is what the files hold
+    width = {"bfloat16": 2, "float16": 2, "float32": 4}.get(str(values.get("dtype")), 2)
+    sharded = bool(plan.gpus) and plan.stage.options.deepspeed is not None
+    final, alone = width * count, values.get("save_only_model")
+    if values.get("use_peft"):
+        if setup is None:
+            return None
+        final = setup.adapter_bytes
+        each, formula = final if alone else 3 * final, "the adapter, and its moments"
+    elif alone:
+        each, formula = final, f"{width} bytes a parameter: weights"
+    elif sharded:
+        each = final + (2 + 12) * count
+        formula = f"{width} + 2 + 12 bytes a parameter: weights, and DeepSpeed's own with moments"
+    else:
+        # the default is AdamW, under a name that is computed (transformers/training_args.py:804)
+        chosen = str(values.get("optim")) if values.given("optim") else "adamw"
+        moments = _moments(chosen, width)
+        each = final + moments * count
+        formula = f"{width} + {moments} bytes a parameter: weights and moments"
+    limit = values.get("save_total_limit")
+    return Saved(
+        checkpoint=each, final=final, times=_times(plan), formula=formula,
+        limit=limit if isinstance(limit, int) and limit > 0 else None,
+    )  # fmt: skip
+
+
+def _moments(optimizer: str, width: int) -> int:
+    """Bytes of optimizer state a parameter; 0 for kinds of which that is not known here."""
+    if not optimizer.startswith(("adamw", "paged_adamw")):
+        return 0
+    return 2 if "8bit" in optimizer else 0 if "4bit" in optimizer else 2 * width
+
+
+def _times(plan: Plan) -> int | None:
+    """Checkpoints that are saved every so often in the whole run; None where that is not known."""
+    every, entry = position.interval(plan), plan.stage.entry
+    if every is None or plan.steps == 0:
+        return 0
+    if every == "epoch":
+        epochs = plan.values.get(entry.names.epochs)
+        limited = limit_of_steps(plan.stage, plan.values) is not None
+        return math.ceil(epochs) if isinstance(epochs, int | float) and not limited else None
+    if not isinstance(every, int) or plan.steps is None:
+        return None
+    # transformers and OLMo-core save at the end of training too, whatever the step
+    at_end = plan.stage.options.backend == "trl" or entry.torchrun
+    return -(-plan.steps // every) if at_end else plan.steps // every
+
+
+def _checkpoint_bytes(output: Path | None) -> int:
+    """Bytes of the checkpoints that lie in the output folder and go as new ones come."""
+    try:
+        names = os.listdir(output) if output is not None else []
+    except (OSError, ValueError):
+        return 0
+    kept = (Path(str(output)) / name for name in names if name.startswith(_CHECKPOINTS))
+    return sum(map(below, kept))
+
+
+# --- what there is --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A folder that a run writes into: what for, what to set for another, and whether it needs it."""
+
+    path: Path
+    what: str
+    setting: str
+    vital: bool = False
+
+
+def places(
+    plan: Plan | None, output: Path | None, runs: Path, environ: Mapping[str, str]
+) -> Iterator[Place]:
+    """Every folder that a run, or what it imports, writes into."""
+    hub, home = model_config.hub_home(environ), model_config.home(environ)
+    triton = Path(environ.get("TRITON_HOME") or home) / ".triton" / "cache"
+
+    def folder(variable: str, default: object) -> Path:
+        return Path(environ.get(variable) or str(default))
+
+    if output is not None:
+        yield Place(output, "checkpoints and the model", "output_dir", vital=True)
+    yield Place(runs, "run folders", "LAUNCH_RUNS", vital=True)
+    yield Place(model_config.hub_cache(environ), "models from the hub", "HF_HOME")
+    datasets = folder("HF_DATASETS_CACHE", hub / "datasets")
+    yield Place(datasets, "data sets from the hub", "HF_DATASETS_CACHE")
+    yield Place(cache_home(environ), "launch's caches", "LAUNCH_CACHE")
+    yield Place(folder("TRITON_CACHE_DIR", triton), "compiled kernels", "TRITON_CACHE_DIR")
+    yield Place(folder("TMPDIR", tempfile.gettempdir()), "temporary files", "TMPDIR")
+    if plan is None or plan.stage.options.backend != "open_instruct":
+        return
+    for name in ("dataset_local_cache_dir", "local_cache_dir"):
+        if name in plan.stage.args:
+            yield Place(Path(str(plan.values[name])), "tokenised data", name)
+    if plan.stage.options.stage == "dpo" and environ.get(REFERENCE_VARIABLE):
+        reference = Path(environ[REFERENCE_VARIABLE])
+        yield Place(reference, "reference log-probabilities", REFERENCE_VARIABLE)
+
+
+def free(path: Path) -> tuple[int, int] | None:
+    """Bytes that this user may still write at a place that need not be there yet, and its file system.
+
+    None where nothing above it can be asked.
+    """
+    there = _nearest(path)
+    try:
+        told, device = os.statvfs(there), os.stat(there).st_dev
+    except (OSError, ValueError):
+        return None
+    return told.f_bavail * told.f_frsize, device
+
+
+def not_writable(path: Path) -> str | None:
+    """Why nothing can be written at a place; None where it can. A nameless file is tried."""
+    there = _nearest(path)
+    if not there.is_dir():
+        return f"{there} is no folder"
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return None
+    except OSError as error:
+        # a full disk is another matter, which has words of its own
+        return None if error.errno in DISK_FULL else (error.strerror or str(error))
+
+
+def _nearest(path: Path) -> Path:
+    """The folder itself, or the nearest above it that is there."""
+    path = path.absolute()
+    while not exists(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
+# --- what is wrong --------------------------------------------------------------------------------
+
+
+def unwritable(found: Iterable[Place]) -> Iterator[Finding]:
+    """Folders that cannot be written: errors for what every run writes, warnings for caches."""
+    said: set[Path] = set()
+    for place in found:
+        reason = not_writable(place.path)
+        if reason is None or place.path in said:
+            continue
+        said.add(place.path)
+        severity: Severity = "error" if place.vital else "warning"
+        yield Finding(
+            severity=severity, layer="launch", code="not-writable", file=str(place.path),
+            message=f"{place.path} ({place.what}) cannot be written: {reason}",
+            help=f"set {place.setting} to a writable folder",
+        )  # fmt: skip
+
+
+def too_little(needed: Needs, output: Path | None, found: Iterable[Place]) -> Iterator[Finding]:
+    """Too little room for what is known to be written (error), or hardly enough (warning)."""
+    told = None if output is None else free(output)
+    tight: int | None = None
+    if told is not None and needed.least is not None and needed.likely is not None:
+        room, device = told
+        if room < needed.likely * MARGIN:
+            tight = device
+            certain = room < needed.least
+            amount = needed.least if certain else needed.likely
+            yield _space(
+                "error" if certain else "warning", str(output),
+                f"{sized(room)} free at {output}, and this run writes "
+                f"{'at least ' if certain else 'up to '}{sized(amount)}: {described(needed)}",
+                "another output_dir, fewer checkpoints (keep_last_n_checkpoints or save_total_limit), "
+                "or remove what is not needed",
+            )  # fmt: skip
+    low: dict[int, tuple[int, list[Place]]] = {}
+    for place in found:
+        here = free(place.path)
+        if here is not None and here[0] < LOW and here[1] != tight:
+            low.setdefault(here[1], (here[0], []))[1].append(place)
+    for room, listed in low.values():
+        names = ", ".join(dict.fromkeys(place.what for place in listed))
+        yield _space(
+            "warning", str(listed[0].path),
+            f"{sized(room)} free at {listed[0].path} ({names})", "remove what is not needed there",
+        )  # fmt: skip
+
+
+def _space(severity: Severity, file: str, message: str, help: str) -> Finding:
+    code = "too-little-space" if severity == "error" else "little-space"
+    return Finding(
+        severity=severity, layer="launch", code=code, file=file, message=message, help=help
+    )
+
+
+def described(needed: Needs) -> str:
+    """The sum behind a number: `3 checkpoints of 99 GiB (...), final model 14 GiB`."""
+    if needed.saved is None or needed.parameters is None:
+        return "unknown"
+    parts, saved = [], needed.saved
+    if saved.together:
+        parts.append(
+            f"{saved.together} checkpoint(s) of {sized(saved.checkpoint)} ({saved.formula})"
+        )
+    if saved.final:
+        parts.append(f"the model, {sized(saved.final)}")
+    told = f"{', '.join(parts) or 'an adapter'}; {counted(needed.parameters)} parameters"
+    return told + (f"; {sized(needed.there)} of it are there already" if needed.there else "")
+
+
+def counted(parameters: float) -> str:
+    """7.62 B, 494 M, 68 K."""
+    if parameters >= 1e9:
+        return f"{parameters / 1e9:.2f} B"
+    if parameters >= 1e6:
+        return f"{parameters / 1e6:.0f} M" if parameters >= 1e7 else f"{parameters / 1e6:.1f} M"
+    return f"{parameters / 1e3:.0f} K"

@@ -1,0 +1,324 @@
+"""The packages in the trainer's Python: what is missing, what does not import, what installs it.
+
+Before each run only metadata and files are read. `launch doctor` also imports the entry script itself, in
+a process of its own, which takes 15 to 60 seconds for open-instruct, and asks pip what does not fit.
+Packages are installed in the versions that launch was tested with, as `make install-open-instruct` does.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import IO, Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from launcher.errors import Finding, not_ready
+from launcher.files import parse_line
+from launcher.machine.python import Trainer
+from launcher.paths import PACKAGE, PROJECT
+
+CHILD = PACKAGE / "machine" / "importing.py"
+TIMEOUT_S = 300.0
+MODULES: Mapping[str, str] = {
+    "absl-py": "absl",
+    "ai2-olmo-core": "olmo_core",
+    "beaker-py": "beaker",
+    "openenv-core": "openenv",
+    "pillow": "PIL",
+    "python-dateutil": "dateutil",
+    "pyyaml": "yaml",
+    "scikit-learn": "sklearn",
+}
+"""Distributions whose module has another name."""
+_CONFLICT = re.compile(r"(?:The package `)?([\w.-]+)[` ].*(?:requires|has requirement) ")
+# these import the torch that is there while they are built
+BUILT = ("deepspeed", "flash-attn")
+# DeepSpeed's kernels are compiled when they are first used
+BUILD_ENV = {"DS_BUILD_OPS": "0"}
+# its mistral-common wants an older numpy than constraints.txt has
+UNCONSTRAINED = ("vllm",)
+# what such a build needs beside torch, where it may not fetch it for itself
+BUILD = ("setuptools", "wheel", "ninja", "py-cpuinfo", "hjson", "pydantic", "packaging", "psutil")
+
+
+# --- what is there --------------------------------------------------------------------------------
+
+
+def missing(names: Sequence[str], trainer: Trainer) -> tuple[str, ...]:
+    """Those distributions that the trainer's Python holds neither as such nor as a file."""
+    path = [str(folder) for folder in trainer.path]
+    return tuple(
+        name for name in names if name not in trainer.packages and not _has_module(name, path)
+    )
+
+
+def _has_module(name: str, path: list[str]) -> bool:
+    try:
+        module = MODULES.get(name, name.replace("-", "_"))
+        spec = importlib.machinery.PathFinder.find_spec(module, path)
+    except (ImportError, OSError, ValueError):
+        return False
+    # any folder of that name (`wandb` makes one) would do for a namespace
+    return spec is not None and spec.origin is not None
+
+
+def conflicts(names: Sequence[str], trainer: Trainer) -> tuple[str, ...]:
+    """What `pip check` complains of about these packages; nothing where there is no pip to ask."""
+    uv = None if "pip" in trainer.packages else shutil.which("uv")
+    python = str(trainer.python)
+    argv = [uv, "pip", "check", "--python", python] if uv else [python, "-m", "pip", "check"]
+    try:
+        done = subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    # pip answers on stdout, uv on stderr
+    lines = f"{done.stdout}\n{done.stderr}".splitlines() if done.returncode else []
+    matches = [(_CONFLICT.match(line), line.strip()) for line in lines]
+    return tuple(line for found, line in matches if found and canonicalize_name(found[1]) in names)
+
+
+# --- what imports ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """An import that fails: the exception, and `file:line` of where it was raised.
+
+    `missing` is the top-level module that is not installed; None where something that is there fails.
+    """
+
+    module: str
+    error: str
+    message: str
+    file: str | None = None
+    line: int | None = None
+    missing: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imports:
+    """How importing went; `cuda` is what torch says of the GPUs, `fault` why nothing could be tried."""
+
+    modules: tuple[str, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    cuda: Mapping[str, Any] | None = None
+    fault: str | None = None
+
+
+def try_imports(
+    modules: Sequence[str],
+    trainer: Trainer,
+    *,
+    environ: Mapping[str, str],
+    timeout_s: float = TIMEOUT_S,
+    cuda: bool = False,
+) -> Imports:
+    """Import modules in turn, in one process of the trainer's Python.
+
+    One in which the process dies or does not come back (within `timeout_s` for all together) is the last.
+    """
+    question = {"modules": list(modules), "cuda": cuda}
+    answers, end, words = _child(question, trainer, environ, timeout_s)
+    begun = next((one.get("module") for one in reversed(answers)), None)
+    failures = [Failure(module=one["module"], **one["fault"]) for one in answers if "fault" in one]
+    if end and begun is not None:
+        failures.append(Failure(module=begun, error=end, message=words))
+    # several modules fail for the same reason
+    distinct = {
+        one.missing or (one.file, one.line) if one.missing or one.file else one.module: one
+        for one in reversed(failures)
+    }
+    return Imports(
+        modules=tuple(modules),
+        failures=tuple(one for one in failures if one in distinct.values()),
+        cuda=next((one["cuda"] for one in answers if "cuda" in one), None),
+        fault=f"{end}: {words}" if end and begun is None else None,
+    )
+
+
+def _child(
+    question: Mapping[str, Any], trainer: Trainer, environ: Mapping[str, str], timeout_s: float
+) -> tuple[list[dict[str, Any]], str, str]:
+    """The answers, how it ended (empty: well) and its last words."""
+    try:
+        child = subprocess.Popen(
+            [str(trainer.python), str(CHILD)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(environ),
+            start_new_session=True,
+        )
+    except OSError as error:
+        return [], "OSError", str(error)
+    try:
+        out, err = child.communicate(json.dumps(question).encode(), timeout=timeout_s)
+        code = child.returncode
+        end = "" if not code else f"exit code {code}" if code > 0 else f"signal {-code}"
+        if -code in list(signal.Signals):
+            end = signal.Signals(-code).name
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        out, err = child.communicate()
+        end = f"TimeoutError after {timeout_s:.0f} s"
+    answers = [answer for line in out.splitlines() if (answer := parse_line(line))]
+    last = err.decode(errors="replace").strip().splitlines()[-1:]
+    return answers, end, last[0] if last else ""
+
+
+# --- what installs it -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One command as an argv list, never a shell; `env` is added to the environment."""
+
+    argv: tuple[str, ...]
+    why: str
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def shell(self) -> str:
+        """As it can be pasted into a POSIX shell."""
+        words = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        return " ".join([*words, shlex.join(self.argv)])
+
+    def as_json(self) -> dict[str, object]:
+        """For envelopes."""
+        return {"argv": list(self.argv), "env": dict(self.env), "why": self.why}
+
+
+@cache
+def extras() -> Mapping[str, Sequence[str]]:
+    """The requirements of launch's extras; none where it lies without its pyproject.toml."""
+    try:
+        text = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
+        project = tomllib.loads(text)["project"]
+        return dict(project["optional-dependencies"]) if project["name"] == "launcher" else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+@cache
+def tested() -> Mapping[str, str]:
+    """Every requirement of the trainers' extras by the distribution's name."""
+    texts = [text for extra in ("gpu", "trl", "open-instruct") for text in extras().get(extra, ())]
+    return {_name(text): text for text in texts}
+
+
+def unknown() -> Finding:
+    """What to say where `tested` is empty: no list of packages, no plan."""
+    return Finding(
+        severity="error",
+        layer="launch",
+        code="packages-unknown",
+        message=f"{PROJECT} has no pyproject.toml of launch: which packages training needs is written "
+        "there",
+        help="run launch from its clone, then ask again",
+    )
+
+
+def steps(
+    trainer: Trainer, extra: str, *, gpus: bool, more: Sequence[str] = ()
+) -> tuple[Step, ...]:
+    """What installs everything that a backend needs (`extra` is its name among launch's), and `more`."""
+    listed = [text for name in dict.fromkeys(("trl", extra)) for text in extras().get(name, ())]
+    listed += extras().get("gpu", ()) if gpus else ()
+    names = {_name(text) for text in listed}
+    listed += [tested().get(name, name) for name in more if name not in names]
+    return install(trainer, listed, f"the packages of `{extra}`")
+
+
+def install(trainer: Trainer, requirements: Sequence[str], why: str = "") -> tuple[Step, ...]:
+    """What installs these: the ordinary ones together, then those that torch must be there for."""
+    wanted = list(dict.fromkeys(requirements))
+    built = [text for text in wanted if _name(text) in BUILT]
+    last = [text for text in wanted if _name(text) in UNCONSTRAINED]
+    plain = [text for text in wanted if text not in (*built, *last)]
+    tools = [*BUILD, *(() if "torch" in map(_name, plain) else (tested().get("torch", "torch"),))]
+    lacking = [text for text in tools if _name(text) not in trainer.packages]
+    plain += lacking if built else []
+    pip, steps = pip_install(trainer), list[Step]()
+    if "pip" not in trainer.packages and pip[0] == str(trainer.python):
+        ensure = (str(trainer.python), "-m", "ensurepip", "--upgrade")
+        steps.append(Step(argv=ensure, why="this Python has no pip"))
+    if plain:
+        steps.append(Step(argv=(*pip, *plain), why=why or ", ".join(map(_name, plain))))
+    if built:
+        names = ", ".join(map(_name, built))
+        argv = (*pip, "--no-build-isolation", *built)
+        steps.append(Step(argv=argv, env=BUILD_ENV, why=f"{names}: their builds import torch"))
+    if last:
+        kept = [
+            f"{name}=={trainer.packages[name]}"
+            if name in trainer.packages
+            else tested().get(name, name)
+            for name in ("torch", "transformers", "accelerate", "datasets")
+        ]
+        pip = pip_install(trainer, constrained=False)
+        steps.append(Step(argv=(*pip, *last, *kept), why=", ".join(map(_name, last))))
+    return tuple(steps)
+
+
+def _name(text: str) -> str:
+    return str(canonicalize_name(Requirement(text).name))
+
+
+def pip_install(trainer: Trainer, *, constrained: bool = True) -> tuple[str, ...]:
+    """The beginning of a command that installs packages, in the tested versions where `constrained`."""
+    python = str(trainer.python)
+    uv = None if "pip" in trainer.packages else shutil.which("uv")
+    head = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
+    versions = PROJECT / "constraints.txt"
+    return (*head, *(("-c", str(versions)) if constrained and versions.is_file() else ()))
+
+
+def run(
+    todo: Sequence[Step], environ: Mapping[str, str] | None = None, to: IO[str] | None = None
+) -> None:
+    """Do one after the other, what they say to `to` (stderr: answers go to stdout).
+
+    Raises NotReady at the first that fails, with what is left to be done.
+    """
+    environ = os.environ if environ is None else environ
+    to = sys.stderr if to is None else to
+    for number, step in enumerate(todo):
+        print(f"+ {step.shell()}", file=to, flush=True)
+        try:
+            done = subprocess.run(
+                step.argv,
+                env={**environ, **step.env},
+                stdin=subprocess.DEVNULL,
+                stdout=to,
+                stderr=to,
+                check=False,
+            )
+            reason = f"exit code {done.returncode}" if done.returncode else None
+        except (OSError, ValueError) as error:
+            reason = str(error)
+        if reason is not None:
+            left = "; then ".join(one.shell() for one in todo[number:])
+            raise not_ready(
+                "install-failed",
+                f"installing {step.why} failed: {reason}",
+                f"what is left: {left}",
+            )

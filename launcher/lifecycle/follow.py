@@ -1,0 +1,227 @@
+"""Looking on while a run goes its way, from wherever one is: the view, until the run is over.
+
+Nothing that happens here touches the run, but that INT and TERM are handed on where that is wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
+
+from launcher import files
+from launcher.errors import NotReady, unreadable
+from launcher.machine import process
+from launcher.printable import printable_bytes
+from launcher.redaction import KEY_BLOCK, known_values, redact_bytes
+from launcher.report.progress import View
+from launcher.runs import attempt as attempts
+from launcher.runs import rundir, runner
+from launcher.runs.attempt import Attempt
+from launcher.runs.rundir import RunFolder
+
+POLL_S = 0.2
+LINE_BYTES = 2**20
+"""Bytes of a line that are looked at together."""
+
+
+class Detached(Exception):
+    """Whoever looked on has seen enough; the run goes on."""
+
+
+def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
+    """Show an attempt until it and its keeper are gone; returns whether a stop was asked for here.
+
+    With `forward`, INT and TERM stop the run (twice: without waiting); else INT raises Detached. If
+    the keeper was killed, this looks after the orphan: it judges it and calls `--on-finish`. Raises NotReady
+    where the run's state is unknown here.
+    """
+    asked: list[int] = []
+    _require_sight(folder)
+    if not _goes_on(folder):
+        _see_to_the_end(folder, attempt)
+        return False
+    with _signals(folder, asked, forward=forward):
+        view = View(
+            attempt.title, folder.console(attempt.number), folder.probe, attempt.total,
+            terminal=sys.stderr is not None and sys.stderr.isatty(), attempt=attempt.number,
+            world=attempt.world,
+        )  # fmt: skip
+        with view.showing():
+            _look_on(folder, view)
+    _require_sight(folder)
+    _see_to_the_end(folder, attempt)
+    return bool(asked)
+
+
+def _look_on(folder: RunFolder, view: View) -> None:
+    tick: Callable[[], None] | None = view.tick
+    while _goes_on(folder):
+        if tick is not None:
+            try:
+                tick()
+            except Exception:
+                # a terminal that has gone: what it cannot show is in the run folder
+                tick = None
+        time.sleep(POLL_S)
+
+
+def _goes_on(folder: RunFolder) -> bool:
+    return runner.keeper_lives(folder) or runner.alive(folder.path)
+
+
+def _require_sight(folder: RunFolder) -> None:
+    """Raise NotReady where nothing can be concluded of the run: it may go on where nobody here can look."""
+    if (leader := runner.unknown(folder)) is not None:
+        raise NotReady(runner.unknown_here(folder, leader))
+
+
+def _see_to_the_end(folder: RunFolder, attempt: Attempt) -> None:
+    """Where the keeper did not live to do that, nor lives where nobody here can look."""
+    began = folder.attempts() >= attempt.number
+    if (
+        began
+        and not runner.processes(folder).out_of_sight
+        and not rundir.concluded(folder, attempt.number)
+    ):
+        # only here: who looks on should see the run at once
+        from launcher.lifecycle import supervisor
+
+        supervisor.conclude(folder, attempt, runner.recorded(folder, attempt.number))
+
+
+@contextlib.contextmanager
+def _signals(folder: RunFolder, asked: list[int], *, forward: bool) -> Iterator[None]:
+    def hand_on(number: int, _frame: FrameType | None) -> None:
+        asked.append(number)
+        told = runner.keeper_of(folder)
+        if told is not None and told.lives():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(told.pid, number)
+        elif runner.alive(folder.path):
+            runner.end_orphans(folder, (0, 0, 0), max(1, folder.attempts()))
+
+    def hung_up(_number: int, _frame: FrameType | None) -> None:
+        """The terminal has gone: there is nothing to show any more, and a verdict still to come."""
+
+    wanted: dict[int, process.Handler | signal.Handlers] = {signal.SIGHUP: hung_up}
+    # Slurm signals every process of a job itself: handed on, it would count as asking twice
+    if forward and "SLURM_JOB_ID" not in os.environ:
+        wanted |= {signal.SIGINT: hand_on, signal.SIGTERM: hand_on}
+    else:
+        wanted[signal.SIGTERM] = signal.SIG_DFL
+    with process.handling(wanted):
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise Detached from None
+
+
+def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool) -> None:
+    """Write an attempt's console log to stdout without tokens: its last lines, all of it, and what comes.
+
+    `last` None is all. Following ends with the run; a log that is moved or removed is read on, as it is
+    written on, and one that was truncated is read from its new beginning. Raises FileNotFoundError
+    where there is no such log, NotReady where it cannot be read, OSError where the reader has gone.
+    """
+    if sys.stdout is None:
+        return
+    out, shown = sys.stdout.buffer, Shown(known_values(attempts.tokens(folder)))
+    with _opened(folder.console(number)) as log:
+        log.seek(0 if last is None else _tail(log, last))
+        while True:
+            # asked before reading: what was written until then is not missed
+            over = not follow or not _goes_on(folder)
+            if os.fstat(log.fileno()).st_size < log.tell():
+                log.seek(0)
+                out.write(shown.rest())
+            while block := log.read(2**20):
+                out.write(shown.of(block))
+            out.write(shown.rest() if over else b"")
+            out.flush()
+            if over:
+                return
+            time.sleep(POLL_S)
+
+
+@dataclass(slots=True)
+class Shown:
+    """A console log as it is shown: in blocks, line by line, without tokens.
+
+    A token may be cut in two wherever a block ends, so that a line is held back until it is whole.
+    """
+
+    known: Sequence[str]
+    line: bytes = b""
+
+    def of(self, block: bytes) -> bytes:
+        """What to write of all lines that end in the block."""
+        whole = self.line + block
+        end = max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
+        if len(whole) - end > LINE_BYTES:
+            # it has no end; a word has
+            end = max(whole.rfind(b" "), end - 1, len(whole) - LINE_BYTES) + 1
+        block_at = whole.rfind(KEY_BLOCK, 0, end)
+        if max(0, end - LINE_BYTES) <= block_at and b"-----END" not in whole[block_at:end]:
+            # a private key goes over many lines
+            end = whole.rfind(b"\n", 0, block_at) + 1
+        self.line = whole[end:]
+        return redact_bytes(printable_bytes(whole[:end]), self.known)
+
+    def rest(self) -> bytes:
+        """What to write of the begun line, of which no more will be there."""
+        line, self.line = self.line, b""
+        return redact_bytes(printable_bytes(line), self.known)
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return files.open_regular(path, buffering=0)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def _tail(log: BinaryIO, lines: int) -> int:
+    """The offset of the last so many lines; of a line without end, the last 64 MiB at most."""
+    end = log.seek(0, os.SEEK_END)
+    place, found = end, 0
+    while place > max(0, end - 64 * 2**20):
+        begin = max(0, place - 65536)
+        log.seek(begin)
+        # the last line's own end is none that begins another
+        block = log.read(min(place, end - 1) - begin)
+        at = len(block)
+        while (at := block.rfind(b"\n", 0, at)) >= 0:
+            found += 1
+            if found == lines:
+                return begin + at + 1
+        place = begin
+    return place
+
+
+def has_begun(folder: RunFolder, attempt: Attempt) -> bool:
+    """Whether a process of the attempt is known, or was; its log may have been tidied away."""
+    known = runner.processes(folder).attempt
+    return folder.attempts() >= attempt.number or known == attempt.number or _goes_on(folder)
+
+
+def newest_attempt(folder: RunFolder) -> Attempt:
+    """The attempt that began last, as far as it is known; a run of an older launch has no private file."""
+    with contextlib.suppress(NotReady):
+        return attempts.read(folder)
+    manifest = rundir.read_manifest(folder)
+    return Attempt(
+        number=max(1, folder.attempts()), argv=(), env={}, environ={}, cwd=str(folder.path),
+        stage=str(manifest.get("stage")), backend=str(manifest.get("backend")),
+        title=folder.path.name, output=manifest.get("output"),
+        total=manifest.number("plan", "steps"), world=manifest.processes or 1,
+    )  # fmt: skip

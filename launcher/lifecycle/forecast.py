@@ -1,0 +1,682 @@
+"""`launch plan`: what a stage needs on so many GPUs - batch, steps, memory, time, money, disk.
+
+Nothing is guessed: a number that cannot be had is null, and what memory is made of says where each part
+comes from. Time comes from a measured speed where there is one, else from arithmetic at a stated MFU.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from launcher.artifacts import lengths
+from launcher.artifacts.lengths import Lengths, fuller
+from launcher.cache import entries, folders, keys
+from launcher.errors import Finding, InvalidConfig, LaunchError, UsageError, brief, errors, usage
+from launcher.lifecycle.doctor import disk
+from launcher.lifecycle.doctor.disk import Saved
+from launcher.lifecycle.prepare import Prepared, Request, ask
+from launcher.machine import datasheets, devices
+from launcher.machine.datasheets import Card, card_of
+from launcher.plan import plan
+from launcher.plan.alternatives import mends, unpacked
+from launcher.plan.footprint import (
+    ATTENTIONS,
+    Footprint,
+    attention_of,
+    optimizer_steps,
+    packed_row,
+    rows_of,
+    shape_of,
+    trained_rows,
+)
+from launcher.plan.memory.peak import estimate
+from launcher.plan.memory.phases import GIB, KINDS, REFERENCE, START, Memory, Phase, usable
+from launcher.plan.memory.setup import Setup
+from launcher.plan.plan import Plan
+from launcher.runs import rundir
+
+STATED_MFU = 0.35
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What is not in the stage file. `gpu_memory` in GiB, `price` for one GPU and hour.
+
+    `shape` names a model whose config stands for that of one that is not here yet.
+    """
+
+    row_tokens: str | None = None
+    rows: int | None = None
+    gpu_memory: float | None = None
+    gpu: str | None = None
+    price: float | None = None
+    tokens_per_second: float | None = None
+    attention: str | None = None
+    fit: bool = False
+    shape: str | None = None
+
+
+class Speed(NamedTuple):
+    """Real tokens a second over all devices, and where the number comes from."""
+
+    tokens: float
+    source: str
+
+
+class Bill(NamedTuple):
+    """Hours and money of a run; None is what is not known."""
+
+    hours: float | None
+    cost: float | None
+    formula: str
+
+
+class Fit(NamedTuple):
+    """The largest per-device batch that fits, the global batch kept."""
+
+    per_device: int
+    accumulation: int
+    memory: Memory
+    spare: float
+
+
+class Rung:
+    """The forecast for one count of GPUs; None is what cannot be known.
+
+    `rows` are those of the data set. On the CPU no memory is planned. `smallest` is the memory of one row a
+    device where no split of the batch fits. Raises InvalidConfig.
+    """
+
+    def __init__(self, footprint: Footprint, rows: int | None, terms: Terms, card: Card) -> None:
+        self.footprint, self.plan, self.rows = footprint, footprint.plan, rows
+        self.terms, self.card = terms, card
+        self.only = plan.caches_only(self.plan.stage, self.plan.values)
+        self.setup = footprint.setup()
+        self.memory = self.memory_of(footprint, self.setup) if self.plan.gpus else None
+        self.tokens = footprint.tokens
+        self.speed = self._speed()
+        self.bill = self._bill()
+        self.best, self.smallest = self._fit()
+        self.findings = (*self._memory_findings(), *self._waste_findings())
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps in all."""
+        return self.plan.steps
+
+    @property
+    def where(self) -> str:
+        """The devices, to begin a message with."""
+        count = self.plan.gpus * self.plan.nodes
+        return f"{count} GPU(s): " if count else "CPU: "
+
+    @property
+    def spare(self) -> float | None:
+        """GiB that are left, below 0 what is missing."""
+        if self.card.gib is None or self.memory is None:
+            return None
+        return self.memory.spare(self.card.gib)
+
+    def memory_of(self, footprint: Footprint, setup: Setup) -> Memory:
+        """The phases that a run comes to on the card: without a step, those before the first one."""
+        stage, values = footprint.plan.stage, footprint.plan.values
+        whole = estimate(setup).on(self.card.gib)
+        if plan.limited(stage, values) != 0:
+            return whole
+        if self.only == "data set":
+            return Memory(phases=(Phase(name="tokenising", allocations=()),))
+        return Memory(
+            phases=tuple(p for p in whole.phases if p.name.startswith((START, REFERENCE)))
+        )
+
+    @property
+    def saved(self) -> Saved:
+        """What it writes to disk."""
+        saved = None
+        if self.only is None:
+            saved = disk.saved(self.plan, self.footprint.shape.parameters, self.setup)
+        none = "neither checkpoints nor a model"
+        return saved or Saved(checkpoint=0, final=0, times=0, limit=None, formula=none)
+
+    def _fit(self) -> tuple[Fit | None, Memory | None]:
+        """The largest split of the batch that fits; else what one row a device takes."""
+        gib, best = self.card.gib, None
+        if self.memory is None or gib is None or self.only == "data set":
+            return None, None
+        each = self.plan.global_batch // self.plan.processes
+        for per_device in plan.splits(self.plan.global_batch, self.plan.processes):
+            accumulation = each // per_device
+            setup = self.footprint.setup(per_device, accumulation)
+            planned = self.memory_of(self.footprint, setup)
+            spare = planned.spare(gib)
+            if spare >= 0:
+                best = Fit(per_device, accumulation, planned, spare)
+            elif accumulation > 2:
+                # a larger batch never takes less, but accumulation's gradients fall away at the last split
+                break
+        if best is not None:
+            return best, None
+        return None, self.memory_of(self.footprint, self.footprint.setup(1, each))
+
+    # --- time and money ---
+
+    def _speed(self) -> Speed | None:
+        if self.terms.tokens_per_second is not None:
+            return Speed(self.terms.tokens_per_second, "--tokens-per-second")
+        if not self.card.name:
+            return None
+        return _measured_speed(self.plan, self.card.name) or self._stated_speed()
+
+    def _stated_speed(self) -> Speed:
+        """At a stated MFU; raises InvalidConfig (`unknown-device`) for a GPU without a data sheet."""
+        peak, shape = datasheets.peak_flops(self.card.name), self.footprint.shape
+        if peak is None:
+            raise InvalidConfig(Finding(
+                severity="error", layer="launch", code="unknown-device", key="gpu",
+                message=f"the arithmetic speed of {self.card.name} is not known",
+                help="known are " + ", ".join(one.name for one in datasheets.SHEETS)
+                + "; or give --tokens-per-second",
+            ))  # fmt: skip
+        row = packed_row(self.plan, self.footprint.rows)
+        adapted = self.footprint.adapters is not None
+        # attention goes over the whole of a row that dpo.py packs
+        each = datasheets.flops_a_token(
+            trained=0 if adapted else shape.multiplied, frozen=shape.multiplied if adapted else 0,
+            layers=shape.layers, query=shape.query,
+            width=self.footprint.rows.mean if row is None else float(row.positions),
+        )  # fmt: skip
+        computed = STATED_MFU * peak * self.plan.processes / each
+        source = (
+            f"{STATED_MFU:.0%} MFU of {peak / 1e12:,.0f} TFLOP/s a GPU, "
+            f"{each / 1e9:.1f} GFLOP a token"
+        )
+        return Speed(computed * (1 - self.tokens.waste), source)
+
+    def _bill(self) -> Bill:
+        """Hours and money; a row through the reference is a forward pass: a third of one of a step."""
+        planned, tokens, speed, steps = self.plan, self.tokens, self.speed, self.plan.steps
+        referred = self._reference_rows()
+        if self.only == "data set":
+            why = "the data set is only tokenised: how long that takes is not known"
+            return Bill(None, None, why)
+        if speed is None:
+            named = "--gpu H100, or " if planned.gpus else ""
+            return Bill(None, None, f"the speed is not known: {named}--tokens-per-second")
+        if self.only is not None and referred is None:
+            return Bill(None, None, "the rows are not known: --rows")
+        if steps is None:
+            return Bill(None, None, "the steps are not known: --rows, or a limit of steps")
+        seconds = steps * tokens.real / speed.tokens
+        formula = f"{steps:,} steps x {tokens.real:,.0f} tokens / {speed.tokens:,.0f} a second"
+        if referred:
+            together = planned.global_batch
+            # one pass of all ranks takes four times the rows of a packed step
+            wide = replace(planned, per_device=4 * planned.per_device, accumulation=1)
+            if (row := packed_row(wide, self.footprint.rows)) is not None:
+                together = max(1, round(row.pairs * planned.processes))
+            seconds += referred / max(1, together) * tokens.real / speed.tokens / 3
+            formula += f", and {referred:,} rows forward through the reference: a third of a step"
+        hours, price = seconds / 3600, self.terms.price
+        cost = None if price is None else hours * price * planned.processes
+        if not math.isfinite(hours) or not math.isfinite(cost or 0.0):
+            return Bill(None, None, f"{formula}: more than can be counted")
+        return Bill(hours, cost, formula)
+
+    def _reference_rows(self) -> int | None:
+        """Rows that go through the reference: all of them beforehand, or those of every step."""
+        reference, planned = self.setup.reference, self.plan
+        if not self.footprint.dpo:
+            return None
+        if reference == "cache" or planned.values.get("precompute_ref_log_probs"):
+            return self.rows
+        return planned.steps * planned.global_batch if reference and planned.steps else None
+
+    # --- what is worth saying ---
+
+    def _memory_findings(self) -> Iterator[Finding]:
+        """Whether the memory is known, is too much, or leaves a card half empty."""
+        planned, memory, best, gib = self.plan, self.memory, self.best, self.card.gib
+        place = planned.stage.config.origin("batch.per_device").place
+        if memory is None:
+            yield Finding(
+                severity="note", layer="launch", code="unknown-memory",
+                message=f"{self.where}memory is planned for GPUs, not for the CPU",
+            )  # fmt: skip
+        elif gib is not None and memory.spare(gib) < 0:
+            yield Finding(
+                severity="warning", layer="launch", code="out-of-memory",
+                message=self.where + _missing(memory, gib), help=self._instead(memory, gib), **place,
+            )  # fmt: skip
+        elif (
+            gib is not None and best is not None and best.per_device > planned.per_device
+            and memory.peak < 0.6 * gib and planned.steps != 0
+        ):  # fmt: skip
+            less = planned.accumulation / best.accumulation
+            how = "halves accumulation" if less == 2 else f"divides accumulation by {less:g}"
+            yield Finding(
+                severity="note", layer="launch", code="half-empty", key="batch.per_device",
+                message=f"{self.where}{memory.peak:.0f} of {gib:g} GiB used: per-device batch "
+                f"{best.per_device} fits ({best.memory.peak:.0f} GiB) and {how}",
+                help=f"write `per_device: {best.per_device}`, or let --fit choose", **place,
+            )  # fmt: skip
+
+    def _instead(self, memory: Memory, gib: float) -> str:
+        """What of this set-up can be turned so that it fits, by the same estimate."""
+
+        def peak_of(other: Footprint) -> float:
+            return self.memory_of(other, other.setup()).peak
+
+        ways = mends(self.footprint, peak_of, usable(gib))
+        if ways:
+            return "this fits: " + "; or ".join(f"{way} ({peak:.1f} GiB)" for way, peak in ways[:3])
+        large = max(KINDS, key=memory.of) in ("logits", "activations")
+        shorter = ", shorter rows" if large else ""
+        return (
+            f"nothing that can be turned fits: a card with more memory{shorter}, or a smaller model"
+        )
+
+    def _waste_findings(self) -> Iterator[Finding]:
+        """More than half of what a packed step computes is empty; which batch would fill it."""
+        planned, rows = self.plan, self.footprint.rows
+        row = packed_row(planned, rows)
+        if row is None or row.filled >= 0.5:
+            return
+        pairs = planned.per_device * planned.accumulation
+        more, full = fuller(rows, pairs=pairs, limit=row.positions // 2)
+        better = f"; {more} fills {full.filled:.0%}" if more > pairs else ""
+        yield planned.stage.config.placed(Finding(
+            severity="warning", layer="launch", code="half-wasted", key="batch.per_device",
+            message=f"batch {pairs} uses {row.filled:.0%} of each step{better}: rows of {row.positions:,} "
+            "positions are computed whole, however many pairs stand in them",
+            help=f"write `per_device: {more}`: a step takes the same time and memory"
+            if better else "shorter `max_seq_length`, or `packing: false`",
+        ))  # fmt: skip
+
+    # --- how it is shown ---
+
+    def as_json(self, *, why: bool) -> dict[str, Any]:
+        """One entry of the plan's JSON contract."""
+        spare, speed, best, saved = self.spare, self.speed, self.best, self.saved
+        data = {
+            **self.plan.as_json(),
+            "rows": self.rows,
+            "steps": self.steps,
+            "tokens_per_step": round(self.tokens.real),
+            "padding_share": round(self.tokens.waste, 3),
+            "memory_gib": None if self.memory is None else self.memory.as_json(),
+            "fits": None if spare is None else spare >= 0,
+            "spare_gib": None if spare is None else round(spare, 2),
+            "tokens_per_second": None if speed is None else round(speed.tokens),
+            "speed_source": None if speed is None else speed.source,
+            "hours": None if self.bill.hours is None else round(self.bill.hours, 2),
+            "cost": None if self.bill.cost is None else round(self.bill.cost, 2),
+            "disk_gib": {
+                "model": round(saved.final / GIB, 2),
+                "checkpoint": round(saved.checkpoint / GIB, 2),
+                "most": round(saved.most / GIB, 2),
+            },
+            "fit": None if best is None or not self.terms.fit else {
+                "per_device": best.per_device, "accumulation": best.accumulation,
+                "peak_gib": round(best.memory.peak, 2), "spare_gib": round(best.spare, 2),
+            },
+        }  # fmt: skip
+        return {**data, "why": self.memory.why()} if why and self.memory is not None else data
+
+    def row(self) -> tuple[str, ...]:
+        """Its row in the table."""
+        spare, hours, cost = self.spare, self.bill.hours, self.bill.cost
+        fits = "-"
+        if spare is not None:
+            fits = f"yes, {spare:.1f} left" if spare >= 0 else f"no, {-spare:.1f} over"
+        return (
+            f"{self.plan.gpus * self.plan.nodes or 'CPU'}", f"{self.plan.per_device}",
+            f"{self.plan.accumulation}", f"{self.plan.global_batch}",
+            "-" if self.steps is None else f"{self.steps:,}", f"{self.tokens.real:,.0f}",
+            "-" if self.memory is None else f"{self.memory.peak:.1f}", fits,
+            "-" if hours is None else f"{hours:.2f}", "-" if cost is None else f"{cost:.2f}",
+            f"{self.saved.most / GIB:.1f}",
+        )  # fmt: skip
+
+    def lines(self, *, why: bool) -> Iterator[str]:
+        """What memory, time and disk are made of."""
+        if self.memory is not None:
+            kinds = ((kind, self.memory.of(kind)) for kind in KINDS)
+            shares = ", ".join(f"{kind} {gib:.1f}" for kind, gib in kinds if gib >= 0.05)
+            peak = f"{self.memory.peak:.1f} GiB at the {self.memory.fullest.name}"
+            yield f"{self.where}{peak}: {shares or 'nothing'}"
+        if self.best is not None and self.terms.fit:
+            rows, accumulation, fullest, _ = self.best
+            yield (
+                f"  --fit: per device {rows} is the largest that fits"
+                if (rows == self.plan.per_device)
+                else (
+                    f"  --fit: per device {rows}, accumulation {accumulation}"
+                    f"{unpacked(self.plan, rows)[1]}: {fullest.peak:.1f} GiB"
+                )
+            )
+        if not why:
+            return
+        phases = () if self.memory is None else self.memory.phases
+        for phase in sorted(phases, key=lambda one: -one.gib):
+            yield f"  {phase.name}: {phase.gib:.2f} GiB"
+            for one in sorted(phase.allocations, key=lambda one: -one.gib):
+                where = f"  [{one.source}]" if one.source else ""
+                yield f"    {one.gib:8.2f}  {one.kind:13} {one.name}: {one.formula}{where}"
+        yield f"  tokens a step: {self.tokens.formula}"
+        yield f"  time: {self.bill.formula}"
+        yield f"  disk: {self.saved.formula}"
+
+
+def _missing(memory: Memory, gib: float) -> str:
+    """By how much it does not fit, and what the peak is made of."""
+    kind, room = max(KINDS, key=memory.of), usable(gib)
+    alike = [one for one in memory.fullest.allocations if one.kind == kind]
+    largest = max(alike, key=lambda one: one.gib)
+    return (
+        f"{memory.peak:.1f} GiB are planned and {room:.1f} of {gib:g} can be used: "
+        f"{memory.peak - room:.1f} GiB missing, at the {memory.fullest.name}; {memory.of(kind):.1f} of "
+        f"it are {kind} ({largest.name}: {largest.gib:.2f} GiB = {largest.formula})"
+    )
+
+
+_HEAD = (
+    "GPUs", "per device", "accumulation", "global", "steps", "tokens/step", "peak GiB", "fits",
+    "hours", "cost", "disk GiB",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """The counts that can be planned, and where the numbers come from."""
+
+    rungs: tuple[Rung, ...]
+    shape: str
+    lengths: str
+    attention: str
+    findings: tuple[Finding, ...]
+
+    def as_json(self, *, why: bool) -> dict[str, Any]:
+        """`data` of `launch plan`."""
+        return {
+            "gpus": [rung.as_json(why=why) for rung in self.rungs],
+            "sources": {"shape": self.shape, "rows": self.lengths, "attention": self.attention},
+        }
+
+    def lines(self, *, why: bool) -> list[str]:
+        """The same for people."""
+        table = [_HEAD, *(rung.row() for rung in self.rungs)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        rows = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in table
+        ]
+        parts = [line for rung in self.rungs for line in rung.lines(why=why)]
+        speeds = [rung.speed.source for rung in self.rungs if rung.speed is not None]
+        sources = [f"shape: {self.shape}", f"rows: {self.lengths}", f"attention: {self.attention}"]
+        sources += [f"speed: {one}" for one in dict.fromkeys(speeds)]
+        return [*rows, "", *parts, "", *sources]
+
+
+def counts(text: str) -> list[int]:
+    """`1,2,8` as numbers. Raises UsageError."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and len(word) < 6 for word in words):
+        raise usage("bad-gpus", f"`{text}` is no list of counts", "--gpus 1,2,8")
+    return [int(word) for word in words]
+
+
+def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
+    """Plan a stage file for each count of GPUs; those that it cannot be planned for are among the findings.
+
+    Raises InvalidConfig where it cannot be for any, UsageError or NotReady.
+    """
+    if terms.attention not in {None, *ATTENTIONS}:
+        known = ", ".join(ATTENTIONS)
+        raise usage("bad-attention", f"`{terms.attention}` is no attention", f"one of {known}")
+    for code, value in (
+        ("bad-gpu-memory", terms.gpu_memory), ("bad-price", terms.price),
+        ("bad-tokens-per-second", terms.tokens_per_second),
+    ):  # fmt: skip
+        if value is not None and not 0 < value < float("inf"):
+            name = code.removeprefix("bad-")
+            raise usage(code, f"--{name} is more than 0, not {value:g}")
+    if terms.tokens_per_second is not None and len(set(gpus)) > 1:
+        raise usage(
+            "speed-of-several", "--tokens-per-second is the speed of all GPUs together: the same cannot "
+            f"hold for {', '.join(map(str, gpus))} GPUs",
+            "plan the count that it was measured on, or give --gpu H100 in its place",
+        )  # fmt: skip
+    if terms.price is not None and not all(gpus):
+        raise usage("price-without-gpus", "a price is for GPUs, and there are none")
+    card = _card(terms)
+    if terms.fit and not any(gpus):
+        raise usage("fit-without-memory", "memory is planned for GPUs, not for the CPU")
+    if terms.fit and card.gib is None:
+        raise _unfitted(terms)
+    asked = ask(replace(request, gpus=max(gpus)), running=False)
+    rungs: list[Rung] = []
+    faults: list[Finding] = []
+    rows: Lengths | None = None
+    for count in gpus:
+        try:
+            planned = plan.make(
+                asked.stage, gpus=count, nodes=request.nodes, output=Path("model"), rows=terms.rows
+            )
+            if stopping := errors(planned.findings):
+                raise InvalidConfig(stopping)
+            rows = rows or row_lengths(planned, asked.trainer.packages, terms)
+            here = card if count else Card()
+            rungs.append(_rung(planned, rows, terms, here, asked.trainer.packages))
+        except InvalidConfig as error:
+            faults += error.findings
+    if rows is None or not rungs:
+        raise InvalidConfig(list(dict.fromkeys(faults)))
+    return Forecast(
+        rungs=tuple(rungs), shape=shape_of(rungs[0].plan, terms.shape).source, lengths=rows.source,
+        attention=attention_of(max(rungs, key=lambda one: one.plan.gpus).plan, terms.attention),
+        findings=(
+            *dict.fromkeys(faults), *_split(rungs), *(f for rung in rungs for f in rung.findings),
+            *_unfit(rungs, terms), *_untrained(rungs), *_unpriced(rungs, terms),
+        ),
+    )  # fmt: skip
+
+
+# what is set for any number of GPUs, and what to do at the start
+_ASIDE = frozenset({"derived", "no-probe", "several-nodes"})
+
+
+def _split(rungs: Sequence[Rung]) -> Iterator[Finding]:
+    """What the plans themselves say: once where all counts agree, else with the count."""
+    said = [tuple(f for f in rung.plan.findings if f.code not in _ASIDE) for rung in rungs]
+    for rung, findings in zip(rungs, said, strict=True):
+        for one in findings:
+            if all(one in other for other in said):
+                if rung is rungs[0]:
+                    yield one
+            else:
+                yield replace(one, message=f"{rung.where}{one.message}")
+
+
+def _unfit(rungs: Sequence[Rung], terms: Terms) -> Iterator[Finding]:
+    """Where `--fit` finds nothing: how much a single row a device takes."""
+    for rung in rungs:
+        if terms.fit and rung.smallest is not None:
+            yield Finding(
+                severity="note", layer="launch", code="nothing-fits", key="batch.per_device",
+                message=f"{rung.where}--fit: no split of the batch fits; {rung.smallest.peak:.1f} GiB "
+                "with one row a device",
+            )  # fmt: skip
+
+
+def _untrained(rungs: Sequence[Rung]) -> Iterator[Finding]:
+    """Why there is not a single step."""
+    stage, values = rungs[0].plan.stage, rungs[0].plan.values
+    only, name = rungs[0].only, stage.entry.names.max_steps
+    if only is not None:
+        key = "cache_dataset_only" if only == "data set" else "cache_logprobs_only"
+        does = "tokenised" if only == "data set" else "put through the reference"
+        yield Finding(
+            severity="note", layer="launch", code="caches-only", key=f"args.{key}",
+            message=f"`{key}`: the rows are {does}, and nothing is trained or saved",
+        )  # fmt: skip
+    elif plan.limited(stage, values) == 0:
+        yield Finding(
+            severity="warning", layer="run", code="no-steps", key=f"args.{name}",
+            message=f"`{name}: {values[name]}`: no step is trained, and the model is saved as it was",
+            help="leave it out for whole epochs",
+        )  # fmt: skip
+    else:
+        for rung in (rung for rung in rungs if rung.steps == 0):
+            yield Finding(
+                severity="warning", layer="run", code="no-steps", key="batch.global",
+                message=f"{rung.where}by these lengths {rung.rows or 0:,} rows are less than one step, "
+                "and what is not full is left out",
+                help="fewer GPUs, a smaller batch, or more rows",
+            )  # fmt: skip
+
+
+def _unpriced(rungs: Sequence[Rung], terms: Terms) -> Iterator[Finding]:
+    """Why a price came to no cost."""
+    unknown = [rung for rung in rungs if rung.bill.cost is None]
+    if terms.price is not None and unknown:
+        counts = ", ".join(str(rung.plan.gpus * rung.plan.nodes) for rung in unknown)
+        yield Finding(
+            severity="note", layer="launch", code="unknown-cost",
+            message=f"{counts} GPU(s): no cost: {unknown[0].bill.formula}",
+        )  # fmt: skip
+
+
+def _rung(
+    planned: Plan, rows: Lengths, terms: Terms, card: Card, packages: Mapping[str, str]
+) -> Rung:
+    counted = terms.rows if terms.rows is not None else planned.rows
+    counted = rows.rows if counted is None else counted
+    cut, trained = rows_of(planned, rows), trained_rows(planned, rows, counted)
+    steps = optimizer_steps(planned, trained, cut, told=terms.rows is not None)
+    footprint = Footprint(
+        plan=replace(planned, steps=steps), shape=shape_of(planned, terms.shape, packages), rows=cut,
+        attention=attention_of(planned, terms.attention),
+    )  # fmt: skip
+    return Rung(footprint, counted, terms, card)
+
+
+def with_forecast(prepared: Prepared) -> Prepared:
+    """A start with its forecast, for the record, and with what that finds among the warnings.
+
+    It stays as it is on the CPU, where the run is over, and where the model's shape or the row lengths are
+    not known.
+    """
+    planned, chosen = prepared.plan, prepared.devices
+    known_already = prepared.forecast is not None or prepared.decision.kind == "finished"
+    if not planned.gpus or known_already:
+        return prepared
+    packages, terms, card = prepared.trainer.packages, Terms(), Card()
+    unset = planned.values.get("attn_implementation") is None
+    if unset and planned.stage.options.backend == "open_instruct" and "flash-attn" not in packages:
+        # it takes the best that is installed
+        terms = Terms(attention="sdpa")
+    if chosen is not None and chosen.slots:
+        gpu = chosen.slots[0].gpu
+        card = card_of(gpu.name, gpu.memory_mib / 1024 or None)
+    try:
+        rung = _rung(planned, row_lengths(planned, packages, terms), terms, card, packages)
+    except (LaunchError, OSError):
+        return prepared
+    known = {finding.code for finding in prepared.findings}
+    new = [one for one in rung.findings if one.code not in known]
+    return replace(prepared, forecast=rung.as_json(why=False), warnings=(*prepared.warnings, *new))
+
+
+def _unfitted(terms: Terms) -> UsageError:
+    """`--fit` without the size to fit into: a card's name does not tell it, most come in several."""
+    why = "no GPU is here, and none is named"
+    if terms.gpu is not None:
+        why = f"`--gpu {brief(terms.gpu)}` names the card, and not how much memory it has"
+    help = "add its memory in GiB, `--gpu-memory 80` for a card of 80 GB"
+    return usage("fit-without-memory", f"how much fits is not known: {why}", help)
+
+
+def _card(terms: Terms) -> Card:
+    present = devices.look(os.environ).present
+    name = terms.gpu or (present[0].name if present else "")
+    gib = terms.gpu_memory
+    if gib is None and present and terms.gpu is None:
+        gib = present[0].memory_mib / 1024
+    return card_of(name, gib)
+
+
+_ALIKE = ("model_name_or_path", "packing", "use_liger_kernel", "use_lora", "use_peft")
+
+
+def _measured_speed(planned: Plan, card: str) -> Speed | None:
+    """What the newest like run on such GPUs did, for as many GPUs as are planned."""
+    stage = planned.stage
+    for folder in reversed(rundir.known_runs()):
+        head = rundir.read_head(folder)
+        if (head.get("stage"), head.get("backend")) != (stage.options.stage, stage.options.backend):
+            continue
+        manifest = rundir.read_manifest(folder)
+        gpus = (manifest.get("machine") or {}).get("gpus") or [""]
+        metrics = rundir.read_json(folder.verdict).get("metrics") or {}
+        rate, made = metrics.get("tokens_per_second"), manifest.get("plan") or {}
+        # the stage may have another script
+        torchrun = "torch.distributed.run" in (manifest.get("argv") or ())
+        args = {
+            name: one.get("value") if isinstance(one, Mapping) else None
+            for name, one in (manifest.get("args") or {}).items()
+        }
+        if (
+            card in str(gpus[0]) and isinstance(rate, int | float) and made.get("gpus")
+            and torchrun == stage.entry.torchrun
+            and all(args.get(name) == planned.values.get(name) for name in _ALIKE)
+        ):  # fmt: skip
+            count = made["gpus"] * made.get("nodes", 1)
+            source = f"{folder.path.name}: {rate:,.0f} tokens/s on {count} GPU(s)"
+            return Speed(rate / count * planned.processes, source)
+    return None
+
+
+# --- row lengths ----------------------------------------------------------------------------------
+
+
+def row_lengths(planned: Plan, packages: Mapping[str, str], terms: Terms) -> Lengths:
+    """By `--row-tokens`, else of the tokenised dataset that the run would hit."""
+    if terms.row_tokens is not None:
+        return lengths.parse(terms.row_tokens)
+    dpo = planned.stage.options.stage == "dpo"
+    columns = ("chosen_input_ids", "rejected_input_ids") if dpo else ("input_ids",)
+    for folder in _tokenised(planned, packages):
+        try:
+            return lengths.of_dataset(folder, columns)
+        except InvalidConfig:
+            continue
+    origin = planned.stage.config.origin(f"args.{planned.stage.entry.names.data}")
+    raise InvalidConfig(
+        Finding(
+            severity="error", layer="launch", code="unknown-lengths", key="row_tokens",
+            message="how long the rows are is not known: the data set is in no cache that this run would hit",
+            help="--row-tokens MEAN:MAX, in tokens a row, such as --row-tokens 290:1100; or run `launch "
+            "prepare` first",
+            **origin.place,
+        )
+    )  # fmt: skip
+
+
+def _tokenised(planned: Plan, packages: Mapping[str, str]) -> Iterator[Path]:
+    """What the run would hit: by upstream's own key, of TRL the entries of the folder, the newest first."""
+    for one in keys.derive(planned, packages, running=False):
+        if one.kind != "dataset":
+            continue
+        if planned.stage.options.backend == "open_instruct":
+            # one folder may hold sets of other lengths and templates too
+            found = entries.hit(one.path, planned)
+            yield from () if found is None else (found,)
+            continue
+        folder = folders.opened(one.path)
+        kept = [] if folder is None else [one.path / name for name in folder.entries()]
+        yield from sorted(kept, key=lambda path: -path.stat().st_mtime)

@@ -1,0 +1,191 @@
+"""What a run folder keeps of what was decided before the start: manifest and stage file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launcher import files
+from launcher.config.keys import DEEPSPEED, KEYS
+from launcher.errors import Finding
+from launcher.machine import python
+from launcher.machine.python import Trainer
+from launcher.paths import PROJECT
+from launcher.plan.command import HUB, expectations
+from launcher.plan.plan import Plan
+from launcher.redaction import redact
+from launcher.rules.deepspeed import engine_config
+from launcher.runs import rundir
+from launcher.runs.command import Command
+from launcher.runs.rundir import RunFolder
+from launcher.stage.options import Watch
+
+MANIFEST_VERSION = 1
+_HEAD = "# What `{stage}` was resolved to: inheritance, overrides and interpolation done.\n"
+
+
+def manifest(
+    attempt: int,
+    created: str,
+    plan: Plan,
+    command: Command,
+    trainer: Trainer,
+    output: Path | None,
+    caches: list[dict[str, Any]] | None = None,
+    *,
+    devices: dict[str, Any] | None = None,
+    warnings: Sequence[Finding] = (),
+) -> dict[str, Any]:
+    """Every resolved field with who set it, the plan, the command and the versions of everything.
+
+    Tokens are taken out of all of it.
+    """
+    stage = plan.stage
+    whole = {
+        "schema_version": MANIFEST_VERSION,
+        "created": created,
+        "attempt": attempt,
+        "stage": stage.options.stage,
+        "backend": stage.options.backend,
+        "name": stage.name,
+        "config": str(stage.config.path),
+        "output": None if output is None else str(output),
+        # what a list of runs reads stands before the arguments
+        "asked_output": None,
+        "expect": expectations(plan),
+        "deepspeed": _deepspeed(plan, trainer),
+        "plan": plan.as_json(),
+        "tracked": _tracked(plan),
+        "args": _resolved(plan),
+        "argv": list(command.argv),
+        "env": sorted(command.env),
+        "cwd": str(command.cwd),
+        "caches": caches or [],
+        "upstream": stage.upstream.as_json(),
+        "launch_commit": python.git_version(PROJECT),
+        "trainer": {
+            "python": str(trainer.python),
+            "source": trainer.source,
+            "version": ".".join(map(str, trainer.version)),
+            "packages": dict(sorted(trainer.packages.items())),
+        },
+        "machine": python.describe(),
+        "devices": devices,
+        "findings": [finding.as_json() for finding in (*stage.findings, *plan.findings, *warnings)],
+    }
+    return redact(whole)
+
+
+def _deepspeed(plan: Plan, trainer: Trainer) -> dict[str, Any] | None:
+    """Release and settings that decide whether gradients can be trusted; None without DeepSpeed."""
+    file, _ = plan.stage.options.read_deepspeed()
+    config = engine_config(plan.values, file)
+    if config is None or not plan.gpus:
+        return None
+    kept = {k: config[k] for k in ("zero_optimization", "communication_data_type") if k in config}
+    return {"version": trainer.packages.get("deepspeed"), "config": kept}
+
+
+def _tracked(plan: Plan) -> bool:
+    """Whether the run reports to W&B: open-instruct does with either, whatever else is named."""
+    told = plan.values.get("report_to")
+    return plan.values.get("with_tracking") is True or "wandb" in str(told)
+
+
+def _resolved(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Value and origin of every field: default (file:line), stage file, override, or derived."""
+    fields = {}
+    for name, known in plan.stage.schema.fields.items():
+        if name in plan.derived:
+            origin = f"derived: {plan.derived[name].why}"
+        elif name in plan.stage.args:
+            origin = str(plan.stage.config.origin(f"args.{name}"))
+        else:
+            origin = f"default: {known.where}"
+        value = plan.values[name]
+        if f"args.{name}" in plan.stage.config.secrets and name not in plan.derived:
+            value = plan.stage.config.secrets[f"args.{name}"]
+        fields[name] = {"value": value, "origin": origin}
+    return fields
+
+
+def write_stage_file(
+    plan: Plan, folder: RunFolder, restored: Mapping[str, Any] | None = None
+) -> None:
+    """Write the resolved stage file of a plan, with the values `restored` from a checkpoint.
+
+    Tokens are taken out. Raises OSError.
+    """
+    options = plan.stage.options
+    same = ("stage", "backend", "script", "mixed_precision", "on_violation", "on_hang")
+    given: dict[str, Any] = {
+        **{name: getattr(options, name) for name in same},
+        "name": plan.stage.name,
+        "deepspeed": options.deepspeed_name,
+        "attention": list(options.attention) or None,
+        "expect": dict(options.expect) or None,
+        "slurm": {k: True if v is None else v for k, v in options.slurm.items()} or None,
+        "skypilot": dict(options.skypilot) or None,
+        "probe": "off" if options.probe is None else _told(options.probe),
+    }
+    if options.batch is not None:
+        batch = {"global": options.batch.total, "per_device": options.batch.per_device}
+        given["batch"] = {key: value for key, value in batch.items() if value is not None}
+    if options.deepspeed is not None and options.deepspeed_name not in DEEPSPEED:
+        files.write_bytes(folder.deepspeed, options.deepspeed.read_bytes())
+        given["deepspeed"] = folder.deepspeed.name
+    shown = {key: value for key, value in given.items() if value is not None}
+    told = escaped(redact({**shown, "args": {**plan.stage.args, **(restored or {})}}))
+    for name, value in told["args"].items():
+        # what is started again takes it from where it was taken, or from where huggingface_hub looks
+        whole = plan.stage.config.secrets.get(f"args.{name}")
+        if whole is None and name == "hub_token" and value is not None:
+            whole = f"${{oc.env:{HUB},null}}"
+        told["args"][name] = value if whole is None else whole
+    text = yaml.safe_dump(told, sort_keys=False, allow_unicode=True, width=100)
+    files.write_text(folder.stage_file, _HEAD.format(stage=plan.stage.config.path) + text)
+
+
+def _told(watch: Watch) -> dict[str, Any]:
+    """What a stage file can say of the probe."""
+    told = asdict(watch)
+    return {
+        part.name: told[part.name] for part in KEYS["probe"].parts if told[part.name] is not None
+    }
+
+
+def escaped(value: Any) -> Any:
+    """Values as they are, for a file that will be interpolated once more."""
+    if isinstance(value, Mapping):
+        return {str(key): escaped(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [escaped(below) for below in value]
+    if isinstance(value, str):
+        return value.replace("${", "\\${")
+    return value if isinstance(value, bool | int | float) or value is None else str(value)
+
+
+def create(
+    folder: RunFolder, attempt: int, plan: Plan, command: Command, trainer: Trainer,
+    output: Path | None, caches: list[dict[str, Any]] | None = None, *,
+    devices: dict[str, Any] | None = None, warnings: Sequence[Finding] = (),
+    more: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Make the folder, write the manifest and what else it is to hold, enter the run in the index.
+
+    Raises NotReady where the folder cannot be written.
+    """
+    try:
+        folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
+        told = manifest(
+            attempt, rundir.now(), plan, command, trainer, output, caches, devices=devices,
+            warnings=warnings,
+        )  # fmt: skip
+        files.write_json(folder.manifest, {**told, **redact(dict(more or {}))})
+    except OSError as error:
+        raise rundir.not_writable(folder.path, error.strerror) from None
+    rundir.enter("runs", folder.path)

@@ -1,0 +1,156 @@
+"""What a user wants done when a run is over: a message, an upload, a pod shut down."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+
+from launcher.errors import brief, usage
+from launcher.machine import process
+from launcher.printable import printable
+from launcher.redaction import redact
+from launcher.report import overview
+from launcher.report.progress import Progress
+from launcher.runs.attempt import ON_FINISH_S, Attempt, writable_by_others
+from launcher.runs.rundir import RunFolder
+
+POLL_S = 0.05
+ENDING_S = 10.0
+"""Seconds after TERM that a command whose time is up has left before KILL."""
+
+
+def parsed(command: str | None) -> tuple[str, ...]:
+    """`--on-finish`'s text as an argv: split like a shell would, and never given to one.
+
+    Raises UsageError where quotes are left open, or nothing is in it.
+    """
+    if command is None:
+        return ()
+    try:
+        words = tuple(shlex.split(command))
+    except ValueError as error:
+        words, why = (), str(error)
+    else:
+        why = "it is empty"
+    if not words:
+        raise usage(
+            "bad-on-finish", f"--on-finish holds no command: {why}",
+            "a program and its arguments in one word: --on-finish 'notify-send done'; for pipes and the "
+            "like name a script",
+        )  # fmt: skip
+    return words
+
+
+def limit(text: str | None) -> float:
+    """`--on-finish-limit` in seconds. Raises UsageError for what is no time."""
+    if text is None:
+        return ON_FINISH_S
+    from launcher.config import durations
+
+    return durations.seconds(text)
+
+
+def require_here(command: Sequence[str]) -> None:
+    """Raises UsageError where nothing can be started of a command that this machine is to call."""
+    if command and shutil.which(command[0]) is None:
+        raise usage(
+            "bad-on-finish", f"--on-finish: there is no program `{brief(command[0])}` that can be started",
+            "the path of a file that may be executed, or the name of a program in PATH",
+        )  # fmt: skip
+
+
+def environment(folder: RunFolder, code: int) -> Mapping[str, str]:
+    """What the command learns of the run."""
+    progress = Progress(total=None)
+    overview.last_steps(folder, progress)
+    return {
+        "LAUNCH_FINISHED": folder.path.name,
+        "LAUNCH_FINISHED_FOLDER": str(folder.path),
+        "LAUNCH_FINISHED_STATE": overview.ended_state(folder, progress),
+        "LAUNCH_FINISHED_VERDICT": str(folder.verdict),
+        "LAUNCH_FINISHED_CODE": str(code),
+    }
+
+
+def call(
+    folder: RunFolder, attempt: Attempt, code: int, *, own: bool = False,
+    began: Callable[[], None] = lambda: None,
+) -> int | None:  # fmt: skip
+    """Run the attempt's command to its end; what it prints goes where this process prints.
+
+    INT and TERM are handed on to it and what it has started; after `on_finish_s` seconds it gets TERM,
+    then KILL. `began` is called once it runs, or cannot be started. Unless the attempt is known to be the
+    user's `own`, the command is named and not run where somebody else may have written it. Returns its exit
+    code; None where it did not run.
+    """
+    if not attempt.on_finish:
+        return None
+    if not own and (why := writable_by_others(folder)) is not None:
+        words = shlex.join(map(str, attempt.on_finish))
+        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
+        _say(attempt, f"`{brief(shown)}` was not run: {why}")
+        return None
+    inherited = {**attempt.environ, **environment(folder, code)}
+    # it is no part of the run that is over, nor of one it may start
+    inherited.pop(process.MARK, None)
+    # its folder may have gone with what was done in it
+    cwd = attempt.cwd if os.path.isdir(attempt.cwd) else folder.path
+    groups: list[int] = []
+    early: list[int] = []
+
+    def hand_on(number: int, _frame: FrameType | None) -> None:
+        if not groups:
+            early.append(number)
+        _signal(groups, number)
+
+    with process.handling({signal.SIGINT: hand_on, signal.SIGTERM: hand_on}):
+        try:
+            child = subprocess.Popen(
+                attempt.on_finish, env=inherited, cwd=cwd, stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+        except (OSError, ValueError) as error:
+            _say(attempt, f"{attempt.on_finish[0]} cannot be started: {error}")
+            return None
+        finally:
+            began()
+        groups.append(child.pid)
+        for number in early:
+            _signal(groups, number)
+        name = os.path.basename(attempt.on_finish[0])
+        try:
+            returned = child.wait(attempt.on_finish_s)
+        except subprocess.TimeoutExpired:
+            _say(attempt, f"{name} is ended: it took longer than {attempt.on_finish_s:g} s")
+            returned = _ended(child)
+    if returned:
+        _say(attempt, f"{name} ended with {returned}")
+    return returned
+
+
+def _ended(child: subprocess.Popen[bytes]) -> int:
+    _signal([child.pid], signal.SIGTERM)
+    until = time.monotonic() + ENDING_S
+    # as long as it is not waited for, its number is that of its group and of no other
+    while not process.over(child.pid) and time.monotonic() < until:
+        time.sleep(POLL_S)
+    _signal([child.pid], signal.SIGKILL)
+    return child.wait()
+
+
+def _signal(groups: Sequence[int], number: int) -> None:
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, number)
+
+
+def _say(attempt: Attempt, what: str) -> None:
+    print(redact(printable(f"--on-finish {what}"), attempt.environ), file=sys.stderr)

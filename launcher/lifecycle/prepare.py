@@ -1,0 +1,397 @@
+"""From a command line to everything decided: stage, plan, command, place. Nothing starts here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from launcher.cache import inputs
+from launcher.cache import keys as caches  # fmt: skip
+from launcher.cache.keys import Cache, environment
+from launcher.config import load as config  # fmt: skip
+from launcher.errors import Finding, InvalidConfig, errors, usage
+from launcher.lifecycle.doctor import checks  # fmt: skip
+from launcher.lifecycle.resume import decision as resume
+from launcher.lifecycle.resume import epochs  # fmt: skip
+from launcher.machine import devices  # fmt: skip
+from launcher.machine import python as machine
+from launcher.machine.devices import Devices, Look
+from launcher.machine.python import Trainer
+from launcher.paths import exists
+from launcher.plan import command as commandline  # fmt: skip
+from launcher.plan import plan
+from launcher.plan.plan import Plan
+from launcher.redaction import redact
+from launcher.rules import deepspeed
+from launcher.runs import lease, rendezvous, rundir  # fmt: skip
+from launcher.runs.command import Command
+from launcher.runs.record import Record
+from launcher.runs.rendezvous import Rendezvous
+from launcher.runs.rundir import RunFolder
+from launcher.stage import stage as stages
+from launcher.upstream.locate import Locator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One command line: which stage (None: as the file says), from which file, on what.
+
+    `elsewhere`: other machines will train, whose GPUs this one cannot look at. `folder` is the run that
+    is to go on, where that is settled; `runs` is where its folder is made, else where runs live. `rehearse`
+    is None where the file, or the command, decides.
+    """
+
+    stage: str | None
+    config: Path
+    overrides: Sequence[str] = ()
+    gpus: int | None = None
+    nodes: int = 1
+    python: Path | None = None
+    checkout: Path | None = None
+    allow_unpinned: bool = False
+    allow_corrupting_overlap: bool = False
+    rehearse: bool | None = None
+    strict: bool = False
+    probe: bool = True
+    final_save: bool = True
+    devices: str | None = None
+    node_rank: int | None = None
+    main_address: str | None = None
+    elsewhere: bool = False
+    folder: RunFolder | None = None
+    runs: Path | None = None
+    fresh: bool = False
+    allowed: Sequence[str] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """What `from_json` reads, but for the folder and the names of machines."""
+        skipped = {"folder", "node_rank", "main_address", "fresh", "rehearse"}
+        named = [name for name in self.__dataclass_fields__ if name not in skipped]
+        return {name: _plain(getattr(self, name)) for name in named}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], *, config: Path) -> Request:
+        """The same request of a resolved stage file, whose overrides are in it."""
+        given = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
+        paths = {k: Path(given[k]) for k in ("python", "checkout", "runs") if given.get(k)}
+        return cls(**{**given, **paths, "config": config, "overrides": ()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value.absolute())
+    return value if isinstance(value, str | int | None) else list(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Everything decided, nothing started.
+
+    `here` is which of several machines this is, `forecast` what the plan says of memory, time and disk.
+    `apart` is the folder of a dry run's command where `folder` is an earlier run's: it is not written into.
+    """
+
+    request: Request
+    plan: Plan
+    command: Command
+    trainer: Trainer
+    folder: RunFolder
+    attempt: int
+    output: Path | None
+    caches: tuple[caches.Cache, ...] = ()
+    devices: Devices | None = None
+    warnings: tuple[Finding, ...] = ()
+    here: Rendezvous | None = None
+    decision: resume.Decision = field(default_factory=resume.Decision)
+    asked: Path | None = None
+    holds: tuple[dict[str, Any], ...] = ()
+    forecast: Mapping[str, Any] | None = None
+    apart: RunFolder | None = None
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Warnings and notes of validation, of planning, and about this machine."""
+        return (*self.plan.stage.findings, *self.plan.findings, *self.warnings)
+
+    def as_json(self) -> dict[str, object]:
+        """What a dry run answers, tokens taken out."""
+        shown = self.command.redacted()
+        return {
+            "plan": {"gpus": [self.plan.as_json()]},
+            "upstream": self.plan.stage.upstream.as_json(),
+            "derived": {name: d.value for name, d in self.plan.derived.items()},
+            "argv": list(shown.argv),
+            "env": dict(shown.env),
+            "cwd": str(shown.cwd),
+            "run": str((self.apart or self.folder).path),
+        }
+
+    def for_record(self) -> dict[str, Any]:
+        """What the manifest keeps for later commands, and the plan with what it foresees."""
+        foreseen = {} if self.forecast is None else {"plan": dict(self.forecast)}
+        return {
+            **foreseen,
+            "resume": self.decision.as_json(),
+            "asked_output": None if self.asked is None else str(self.asked),
+            "contents": list(self.holds),
+            "checkpoints": epochs.interval(self.plan),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A valid stage, the Python that trains it, and the GPUs of this machine that it asks for."""
+
+    stage: stages.Stage
+    trainer: Trainer
+    gpus: int
+    named: tuple[str, ...] | None
+    seen: Look | None
+
+    def chosen(self) -> Devices:
+        """The GPUs that it would get now; see `devices.choose` for how that is refused."""
+        return devices.choose(self.gpus, self.named, self.seen or devices.look(os.environ))
+
+
+def judge(request: Request, *, running: bool = False) -> tuple[stages.Judged, Trainer]:
+    """Load and check a stage file, and find the Python that trains it. Raises InvalidConfig or NotReady."""
+    loaded = config.load(request.config, request.overrides)
+    backend, checkout = stages.backend_of(loaded), None
+    locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
+    if backend == "open_instruct":
+        checkout = locator.find(backend).root
+    trainer = machine.find_trainer(request.python, checkout)
+    locator.search = trainer.path
+    judged = stages.judge(loaded, stage=request.stage, locator=locator, running=running)
+    return replace(judged, findings=_allowed(request, judged.findings)), trainer
+
+
+def ask(request: Request, *, running: bool) -> Asked:
+    """Load and judge a stage file. Raises InvalidConfig, NotReady or UsageError."""
+    named, count = devices.named(request.devices), request.gpus
+    if named is not None and count is None:
+        count = len(named)
+    if named is not None and count != len(named):
+        # a dry run looks at no GPU, and would plan for what no start gets
+        message = f"--gpus {count}, but --devices names {len(named)}"
+        raise usage("bad-devices", message, f"--gpus {len(named)}, or leave it out")
+    judged, trainer = judge(request, running=running)
+    backend = stages.backend_of(judged.config)
+    stage = stages.validate(judged, strict=request.strict)
+    if not request.probe:
+        stage = replace(stage, options=replace(stage.options, probe=None))
+    elif not request.final_save and (watch := stage.options.probe) is not None:
+        watch = replace(watch, final_save=False)
+        stage = replace(stage, options=replace(stage.options, probe=watch))
+    count = count if count is not None else stage.options.gpus
+    # eight cards can take ten seconds to answer: they are asked only where the answer counts
+    # and not where other machines will train
+    wanted = not request.elsewhere and (running or (count is None and backend == "trl"))
+    seen = devices.look(os.environ) if wanted else None
+    return Asked(
+        stage=stage, trainer=trainer, gpus=_gpus(count, stage, seen), named=named, seen=seen
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Location:
+    """Where a start goes, and who has been there.
+
+    `requested` is the output folder that the stage file names, `earlier` the folder of the attempts that
+    `history` tells of, where it still is; for `apart` see `Prepared`.
+    """
+
+    requested: Path | None
+    output: resume.Placed
+    folder: RunFolder
+    attempt: int
+    apart: RunFolder | None
+    history: Sequence[Record]
+    earlier: RunFolder | None
+
+
+def _locate(
+    request: Request, stage: stages.Stage, here: Rendezvous | None, *, running: bool
+) -> _Location:
+    root = request.runs or rundir.runs_root()
+    # what launch derives does not move an output that the stage file names
+    given = stage.entry.names.output in stage.args
+    named = stage.backend.output_folder(stage.values) if given else None
+    requested = None if named is None else named.absolute()
+    placed = resume.place(stage, requested, rundir.newest_first(root), fresh=request.fresh)
+    kind, rank, apart = stage.options.stage, 0 if here is None else here.rank, None
+    if request.folder is None:
+        folder, attempt = rundir.choose(
+            kind, stage.name, placed.output, root, reserve=running, rank=rank
+        )
+    else:
+        folder = request.folder
+        attempt = max(one.attempts() for one in folder.nodes()) + 1
+    if not running and exists(folder.path):
+        # what is pasted is no attempt of that run, and must not write into its record
+        apart, _ = rundir.choose(kind, stage.name, None, root)
+    earlier = folder if attempt > 1 else None
+    history, last = resume.manifests(kind, earlier, placed.output), lease.newest(placed.output)
+    if rank and last is not None and last.beats():
+        # the first of several machines has begun already: that is this very start
+        history = history[:-1]
+    if earlier is None and history and last is not None and os.path.isdir(last.run):
+        earlier = RunFolder(Path(last.run))
+    return _Location(
+        requested=requested, output=placed, folder=folder, attempt=attempt, apart=apart,
+        history=history, earlier=earlier,
+    )  # fmt: skip
+
+
+def prepare(request: Request, *, running: bool) -> Prepared:
+    """Load, check, plan; for a run also ask whether the machine is ready for it.
+
+    Raises InvalidConfig, NotReady or UsageError. Writes nothing but, for a run, its empty folder, and
+    the memory of fingerprints.
+    """
+    resolved = ask(request, running=running)
+    here, chosen = None, None
+    if running and not request.elsewhere:
+        here = rendezvous.find(request.nodes, request.node_rank, request.main_address, os.environ)
+        chosen = resolved.chosen()
+    location = _locate(request, resolved.stage, here, running=running)
+    try:
+        if running:
+            return _ready(request, resolved, location, here, chosen)
+        # a dry run may be made anywhere: what lies here and is installed here says nothing
+        made = _plan(request, resolved, location, None)
+        held = caches.derive(made, resolved.trainer.packages, running=False)
+        return _prepared(request, resolved, location, caches.applied(made, held), caches=held)
+    except BaseException:
+        rundir.release(location.folder)
+        raise
+
+
+def _ready(
+    request: Request, resolved: Asked, location: _Location, here: Rendezvous | None,
+    chosen: Devices | None,
+) -> Prepared:  # fmt: skip
+    """What is derived, what the run's own record decides, and what this machine says of it."""
+    trainer = resolved.trainer
+    made = _plan(request, resolved, location, trainer.packages)
+    output = _output(made)
+    around = _allowed(request, checks.situation(made, trainer, output))
+    made = replace(made, findings=(*made.findings, *around))
+    # about the machine, not the stage file: --strict leaves them warnings
+    warnings = checks.require_ready(made, trainer, chosen, elsewhere=request.elsewhere)
+    held = caches.derive(made, trainer.packages)
+    made = caches.applied(made, held)
+    now = inputs.of_plan(made)
+    decision = resume.judge(
+        made, output=output, history=location.history, folder=location.earlier, trainer=trainer,
+        caches=held, now=now, allowed=request.allowed,
+    )  # fmt: skip
+    if decision.kind == "finished" and location.earlier not in (None, location.folder):
+        rundir.release(location.folder)
+        location = replace(location, folder=location.earlier)
+    # what a rule says of the output folder, the run's own record says better
+    better = {f.code for f in decision.findings} | (
+        resume.SUPERSEDED if location.history else set()
+    )
+    known = [f for f in (*made.findings, *caches.findings(made, held)) if f.code not in better]
+    made = plan.applied(made, decision.derived)
+    made = replace(made, findings=(*known, *decision.findings))
+    return _prepared(
+        request, resolved, location, made, caches=held, here=here, devices=chosen,
+        warnings=warnings, decision=decision, holds=tuple(now),
+    )  # fmt: skip
+
+
+def _plan(
+    request: Request, resolved: Asked, location: _Location, packages: Mapping[str, str] | None
+) -> Plan:
+    made = plan.make(
+        resolved.stage, gpus=resolved.gpus, nodes=request.nodes,
+        output=location.folder.path / "model", packages=packages,
+    )  # fmt: skip
+    made = replace(made, findings=_allowed(request, made.findings))
+    return plan.applied(made, location.output.derived)
+
+
+def _output(made: Plan) -> Path | None:
+    folder = plan.output_folder(made)
+    return None if folder is None else folder.absolute()
+
+
+def _prepared(
+    request: Request, resolved: Asked, location: _Location, made: Plan, *,
+    caches: tuple[Cache, ...], devices: Devices | None = None, warnings: tuple[Finding, ...] = (),
+    **decided: Any,
+) -> Prepared:  # fmt: skip
+    """With the command. Raises InvalidConfig."""
+    if errors(made.findings, strict=request.strict):
+        raise InvalidConfig(made.findings)
+    watched = made.stage.options.probe is not None
+    concealed = commandline.concealed(made.arguments(), made, os.environ, watched=watched)
+    if concealed.exposed:
+        raise InvalidConfig([_exposed(made, name) for name in concealed.exposed])
+    built = commandline.build(
+        made,
+        resolved.trainer,
+        (location.apart or location.folder).path,
+        environ=os.environ,
+        caches=environment(caches),
+        devices=None if devices is None or not resolved.gpus else devices.env(),
+    )
+    return Prepared(
+        request=request, plan=made, command=built, trainer=resolved.trainer,
+        folder=location.folder, attempt=location.attempt, output=_output(made), caches=caches,
+        devices=devices, warnings=(*warnings, *_on_our_command_line(made)),
+        asked=location.requested, apart=location.apart, **decided,
+    )  # fmt: skip
+
+
+def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:
+    """That a dry run's command writes into the output of a run here, of which it knows nothing."""
+    if dry.attempt == 1 or not rundir.read_manifest(dry.folder):
+        return ()
+    return resume.warn_pasted_command(dry.plan, dry.output, dry.folder)
+
+
+def _allowed(request: Request, findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The findings, with an error that the command line allows as a warning."""
+    if not request.allow_corrupting_overlap:
+        return tuple(findings)
+    return tuple(
+        replace(one, severity="warning") if one.code == deepspeed.OVERLAP else one
+        for one in findings
+    )
+
+
+def _exposed(made: Plan, name: str) -> Finding:
+    return Finding(
+        severity="error", layer="launch", code="exposed-secret", key=f"args.{name}",
+        message=f"without the probe `{name}`, a secret, would stand in the training's command line, "
+        "which every user of the machine can read",
+        help="leave the probe on: it takes it from the environment",
+        **made.stage.config.origin(f"args.{name}").place,
+    )  # fmt: skip
+
+
+def _on_our_command_line(made: Plan) -> Iterator[Finding]:
+    for key, origin in made.stage.config.origins.items():
+        name, _, value = (origin.override or "").partition("=")
+        if value and "${" not in value and redact({name: value}) != {name: value}:
+            yield Finding(
+                severity="warning", layer="launch", code="exposed-secret", key=key,
+                message=f"`{name}` holds a secret, and every user of the machine can read the command "
+                "line of launch itself",
+                help=f"set a variable, and write {name}='${{oc.env:VARIABLE}}'", **origin.place,
+            )  # fmt: skip
+
+
+def _gpus(gpus: int | None, stage: stages.Stage, seen: Look | None) -> int:
+    """`--gpus`, `--devices` or `num_gpus` of the file, or for TRL whatever single device is here."""
+    if gpus is None and seen is not None and stage.options.backend == "trl":
+        gpus = min(1, len(seen.visible))
+    if gpus is None or gpus < 0:
+        raise usage("no-gpus", "how many GPUs?", "--gpus 8, or --gpus 0 for the CPU")
+    return gpus

@@ -1,0 +1,40 @@
+"""`launch doctor`: what is to be asked of this machine, for one stage file or for a backend at all."""
+
+from __future__ import annotations
+
+import os
+
+from launcher.config import keys
+from launcher.lifecycle import prepare
+from launcher.lifecycle.doctor import checks
+from launcher.lifecycle.doctor.checks import Report, Subject
+from launcher.lifecycle.prepare import Request
+from launcher.machine import devices, python
+from launcher.machine.devices import Devices
+from launcher.plan import plan
+from launcher.upstream.locate import Locator
+
+
+def of_stage(request: Request, *, importing: bool = True) -> Report:
+    """For a stage file. Raises InvalidConfig where that is refused whatever the machine."""
+    asked = prepare.ask(request, running=True)
+    subject = checks.of_plan(plan.make(asked.stage, gpus=asked.gpus), asked.trainer)
+    return checks.examine(subject, asked.chosen(), seen=asked.seen, importing=importing)
+
+
+def of_backend(request: Request, backend: str, *, importing: bool = True) -> Report:
+    """For a backend, with whatever stage: of the request only the machine's side counts."""
+    seen = devices.look(os.environ)
+    asked = devices.named(request.devices)
+    locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
+    root = locator.find(backend).root if backend == "open_instruct" else None
+    trainer = python.find_trainer(request.python, root)
+    locator.search = trainer.path
+    count = request.gpus if request.gpus is not None or asked else len(seen.visible)
+    every = Devices(slots=seen.visible, why="all that are visible")
+    chosen = every if request.gpus is None and not asked else devices.choose(count, asked, seen)
+    subject = Subject(
+        trainer=trainer, upstream=locator.find(backend), stages=keys.STAGES,
+        gpus=len(chosen.slots) or count or 0,
+    )  # fmt: skip
+    return checks.examine(subject, chosen, seen=seen, importing=importing)

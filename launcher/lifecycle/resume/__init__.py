@@ -1,0 +1,1 @@
+"""What an earlier attempt left and what a resume makes of it. Start with `decision.decide`."""

@@ -1,0 +1,309 @@
+"""What is not as it was when a checkpoint was saved -> `Change`, with what a resume would make of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.cache import inputs
+from launcher.cache.inputs import Contents
+from launcher.cache.keys import Cache
+from launcher.errors import Severity, brief
+from launcher.machine import python
+from launcher.machine.python import Trainer
+from launcher.plan.plan import Plan
+from launcher.redaction import REDACTED, redact
+from launcher.runs.record import Record
+from launcher.stage import unused
+
+NAMES: tuple[str, ...] = (
+    "gpus", "per_device", "accumulation", "position", "data", "tokenizer", "model", "deepspeed",
+    "reference", "pin", "packages", "mixed_precision",
+)  # fmt: skip
+"""What `--allow-changed-resume` takes, beside the name of any argument."""
+BATCH = frozenset({"gpus", "per_device", "accumulation"})
+"""Those that decide how rows make a step: `position` allows them too."""
+
+_RESTORED = "it comes out of the checkpoint: the new value does nothing"
+_ADAPTER = re.compile(r"lora_\w+|use_dora|use_rslora|use_qlora")
+# another class of optimizer, or another layout of its state, finds nothing of its own in what was saved
+_OPTIMIZER = re.compile(
+    r"optim|optim_args|optim_target_modules|optimizer_type|optimizer_kwargs|use_8bit_optimizer|"
+    r"dpo_use_paged_optimizer"
+)
+# torch's AdamW each time, None by default; whether it is fused lies in the state too
+_ADAMW = (None, "adamw_torch", "adamw_torch_fused")
+_ENGINE = re.compile(
+    r"deepspeed|zero_stage|zero_hpz_partition_size|offload_(?:optimizer|param)|fsdp\w*"
+)
+_ARGUMENTS: tuple[tuple[re.Pattern[str], str, Severity | None], ...] = (
+    # where things go, what is shown, how fast it is: none of it moves a weight
+    (
+        re.compile(
+            r"output_dir|overwrite_\w+|do_not_randomize_output_dir|exp_name|run_name|logging_\w+|log_\w+|"
+            r"report_to|with_tracking|wandb_\w+|trackio_\w+|project|push_to_hub|hf_\w+|hub_\w+|save_\w+|"
+            r"checkpointing_steps|keep_last_n_checkpoints|clean_checkpoints_at_end|resume_from_checkpoint|"
+            r"\w*local_cache_dir|\w*skip_cache|\w*cache_mode|cache_\w+_only|verbose|try_\w+|oe_eval\w*|eval_\w+|"
+            r"do_eval|per_device_eval_batch_size|dataloader_\w+|dataset_num_proc|preprocessing_num_workers|"
+            r"gs_bucket_path|timeout|ddp_\w+|disable_tqdm|low_cpu_mem_usage|gradient_checkpointing\w*|"
+            r"activation_memory_budget|include_\w+|load_best_model_at_end|metric_for_best_model|"
+            r"greater_is_better|torch_empty_cache_steps|skip_memory_metrics|ignore_data_skip|profiling|"
+            r"per_device_train_batch_size|gradient_accumulation_steps"
+        ),
+        "", None,
+    ),
+    (
+        re.compile(
+            r"model_name_or_path|model_revision|config_name|use_lora|use_peft|use_qlora|use_dora|"
+            r"use_rslora|lora_\w+|load_in_\w+|additional_model_arguments|model_init_kwargs"
+        ),
+        "the checkpoint holds the weights of another model", "error",
+    ),
+    (
+        re.compile(
+            r"(?:dataset_)?mixer_list\w*|dataset_\w+|datasets|(?:dataset_)?transform_fn|"
+            r"target_columns|config_hash|max_seq_length|max_length|max_train_samples|packing\w*|"
+            r"truncation_mode|seed|data_seed|group_by_length|train_sampling_strategy|sft_messages_key|ground_truths_key|"
+            r"sequence_parallel_size|tokenizer_\w+|chat_template\w*|add_bos|use_fast|"
+            r"use_slow_tokenizer|get_tokenizer_fn|eos_token|pad_token"
+        ),
+        "the place in the data would be one in other data", "error",
+    ),
+    (_OPTIMIZER, "the saved state belongs to another optimizer", "error"),
+    (_ENGINE, "the saved states may not fit another engine", "error"),
+    # they lie in the optimizer's and the schedule's state, which is loaded over what was asked for
+    (re.compile(r"learning_rate|weight_decay|adam_\w+|fused_optimizer"), _RESTORED, "warning"),
+    (
+        re.compile(
+            r"lr_scheduler_\w+|warmup_\w+|final_lr_ratio|num_train_epochs|num_epochs|max_steps|"
+            r"max_train_steps"
+        ),
+        "the learning rate goes on with another schedule", "warning",
+    ),
+    (re.compile(r".+"), "it acts from there on only", "warning"),
+)  # fmt: skip
+"""What a resume makes of another value of an argument; the first that matches its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One thing that differs; `what` is the name to allow it by, `key` the argument it belongs to.
+
+    `severity` is error where a resume would go on at the wrong place or with other weights, warning where
+    the run becomes another one, note where nothing comes of it. `restored` says that upstream takes the
+    value of before out of the checkpoint.
+    """
+
+    what: str
+    before: Any
+    after: Any
+    effect: str
+    severity: Severity
+    key: str | None = None
+    restored: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """For the manifest."""
+        return {
+            "what": self.what, "before": self.before, "after": self.after, "effect": self.effect,
+            "severity": self.severity,
+        }  # fmt: skip
+
+    @property
+    def differs(self) -> str:
+        """What it was and is."""
+        return f"`{self.what}` was {brief(self.before)}, is {brief(self.after)}"
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        return self.effect if self.what == "position" else f"{self.differs}: {self.effect}"
+
+
+def since(
+    record: Record,
+    plan: Plan,
+    steps: tuple[int | None, int | None],
+    trainer: Trainer,
+    caches: Sequence[Cache],
+    now: Contents,
+) -> Iterator[Change]:
+    """Everything that differs between an attempt's manifest and what is about to start.
+
+    `steps` are all steps, then and now; `caches` are the cache folders of this start, `now` its contents.
+    """
+    yield from _devices(record, plan)
+    yield from _batch(record, plan, steps)
+    yield from _arguments(record, plan, now)
+    yield from _contents(record, plan, now)
+    yield from _engine(record, plan, now)
+    yield from _reference(record, plan, caches)
+    yield from _versions(record, plan, trainer)
+
+
+def _devices(record: Record, plan: Plan) -> Iterator[Change]:
+    """deepspeed/runtime/engine.py:4749: ZeRO's states belong to one number of processes."""
+    was, gpus = record.processes, record.number("plan", "gpus")
+    own_engine = plan.values.get("zero_stage") is not None or bool(plan.values.get("fsdp"))
+    severity: Severity = "error"
+    if was is None or (was == plan.processes and gpus == plan.gpus):
+        return
+    if was == plan.processes:
+        effect, severity = "another kind of device rounds in another way", "warning"
+    elif plan.gpus and (plan.stage.options.deepspeed is not None or own_engine):
+        effect = "its states were saved for that number of processes and cannot be loaded"
+    elif plan.stage.options.backend == "open_instruct":
+        # finetune.py:709, dpo_tune_cache.py:457
+        effect = "the learning rate schedule counts every process and would go on at another place"
+    else:
+        effect, severity = "the random states of processes that are new begin anew", "warning"
+    before, after = (gpus, plan.gpus) if was == plan.processes else (was, plan.processes)
+    yield Change(what="gpus", before=before, after=after, effect=effect, severity=severity)
+
+
+def _batch(record: Record, plan: Plan, steps: tuple[int | None, int | None]) -> Iterator[Change]:
+    rows = record.number("plan", "global")
+    moved = rows not in (None, plan.global_batch)
+    effect = "the same rows make a step, split in another way"
+    if None not in steps and steps[0] != steps[1]:
+        effect = f"the run would have {steps[1]} steps, not {steps[0]}"
+    elif moved:
+        effect = f"a step took {rows} rows and takes {plan.global_batch}"
+    for what, value in (("per_device", plan.per_device), ("accumulation", plan.accumulation)):
+        before = record.number("plan", what)
+        if before not in (None, value):
+            yield Change(
+                what=what, before=before, after=value, effect=effect,
+                severity="error" if moved else "note", key=getattr(plan.stage.entry.names, what),
+            )  # fmt: skip
+
+
+def _arguments(record: Record, plan: Plan, now: Contents) -> Iterator[Change]:
+    names = plan.stage.entry.names
+    same = {
+        name
+        for name, role in ((names.model, "model"), (names.data, "data"))
+        if (was := inputs.digests(record.get("contents"), role))
+        and None not in was
+        and was == inputs.digests(now, role)
+    }
+    for name in plan.stage.schema.fields:
+        rule = ((e, s) for pattern, e, s in _ARGUMENTS if pattern.fullmatch(name))
+        effect, severity = next(rule)
+        before, after = record.argument(name), _plain(plan.values[name])
+        recorded = isinstance(record.value("args", name), dict)
+        if severity is None or not recorded or before == after:
+            continue
+        # what looks like a token is kept out of a manifest
+        if REDACTED in str(before) or redact({name: after}) != {name: after}:
+            continue
+        if _ADAPTER.fullmatch(name) and not _has_adapter(plan):
+            continue
+        if name in same:
+            effect, severity = "another name for the same content", "note"
+        elif (_OPTIMIZER.fullmatch(name) or _ENGINE.fullmatch(name)) and not unused.acts(
+            plan.values, plan.stage.entry, name
+        ):
+            effect, severity = "nothing reads it here", "note"
+        elif name == "optim" and before in _ADAMW and after in _ADAMW:
+            effect, severity = _RESTORED, "warning"
+        yield Change(
+            what=name, key=name, before=before, after=after, effect=effect, severity=severity,
+            restored=effect == _RESTORED,
+        )  # fmt: skip
+
+
+def _has_adapter(plan: Plan) -> bool:
+    return bool(plan.values.get("use_lora") or plan.values.get("use_peft"))
+
+
+def _plain(value: Any) -> Any:
+    """A value as a manifest holds it."""
+    return json.loads(json.dumps(value, default=str))
+
+
+_EFFECTS: tuple[tuple[str, str, str], ...] = (
+    ("data", "data", "the place in the data would be one in other data"),
+    ("tokenizer", "tokenizer", "the data would be tokenised in another way"),
+    ("model", "model", "the run began from other weights"),
+    ("deepspeed", "deepspeed", "its states may not fit another DeepSpeed configuration"),
+    ("code", "pin", "upstream's script is another one"),
+)
+
+
+def _contents(record: Record, plan: Plan, now: Contents) -> Iterator[Change]:
+    before = record.items_of("contents")
+    base = plan.stage.options.stage == "dpo" or _has_adapter(plan)
+    for role, what, effect in _EFFECTS:
+        was, digests = inputs.digests(before, role), inputs.digests(now, role)
+        if not was or not digests or None in (*was, *digests) or was == digests:
+            continue
+        # without an adapter or a reference the weights come out of the checkpoint alone
+        severity: Severity = "warning" if role == "model" and not base else "error"
+        yield Change(
+            what=what, before=inputs.names(before, role), effect=effect, severity=severity,
+            after=f"{inputs.names(now, role)}, with other content",
+        )  # fmt: skip
+
+
+def _engine(record: Record, plan: Plan, now: Contents) -> Iterator[Change]:
+    """With DeepSpeed or without, and in which precision; between a CPU and GPUs nothing is compared."""
+    gpus, before = record.number("plan", "gpus"), record.items_of("contents")
+    if gpus is None or bool(gpus) is not bool(plan.gpus):
+        return
+    # the first record that was kept of contents tells whether there was none
+    if inputs.digests(before, "code"):
+        names = [
+            "DeepSpeed" if inputs.digests(one, "deepspeed") else "none" for one in (before, now)
+        ]
+        if names[0] != names[1]:
+            effect = "the states of the one are not those of the other"
+            yield Change(
+                what="deepspeed", before=names[0], after=names[1], effect=effect, severity="error"
+            )
+    # what accelerate was told; TRL's own `bf16` and `fp16` decide there
+    words = iter(record.items_of("argv"))
+    precision = next((next(words, None) for word in words if word == "--mixed_precision"), None)
+    trl = plan.stage.options.backend == "trl"
+    if not trl and precision not in (None, plan.mixed_precision):
+        yield Change(
+            what="mixed_precision", before=precision, after=plan.mixed_precision,
+            effect="it acts from there on only", severity="warning",
+        )  # fmt: skip
+
+
+def _reference(record: Record, plan: Plan, caches: Sequence[Cache]) -> Iterator[Change]:
+    """dpo_tune_cache.py:503, dpo_tune_cache.py:528: loaded first, then made its own reference."""
+    now = next((one for one in caches if one.kind == "reference"), None)
+    kept = (Record(one) for one in record.items_of("caches") if isinstance(one, dict))
+    was = next((one for one in kept if one.get("kind") == "reference"), None)
+    if now is None or was is None or plan.stage.options.backend != "open_instruct":
+        return
+    key, before = _plain(dict(now.key)), was.part("key")
+    other = [name for name in key if name in before and before[name] != key[name]]
+    if was.get("digest") != now.digest or other:
+        by = ", ".join(other) or "the content of the model, the data or upstream's code"
+        yield Change(
+            what="reference", before=str(was.get("path")), after=str(now.path), severity="error",
+            effect=f"another reference belongs to it ({by}), and the half-trained model would be taken "
+            "for it",
+        )  # fmt: skip
+
+
+def _versions(record: Record, plan: Plan, trainer: Trainer) -> Iterator[Change]:
+    was, now = record.value("upstream", "version"), plan.stage.upstream.version
+    if plan.stage.options.backend == "open_instruct" and isinstance(was, str) and was != now:
+        effect = "another version may count, tokenise and save in another way"
+        yield Change(what="pin", before=was, after=now, effect=effect, severity="error")
+    before, after = record.part("trainer", "packages"), trainer.packages
+    other = [n for n in python.DECISIVE if before and before.get(n) != after.get(n)]
+    if other:
+        yield Change(
+            what="packages", severity="warning",
+            before=", ".join(f"{name} {before.get(name) or 'none'}" for name in other),
+            after=", ".join(f"{name} {after.get(name) or 'none'}" for name in other),
+            effect="they may round, tokenise and shuffle in another way",
+        )  # fmt: skip

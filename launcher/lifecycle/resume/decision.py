@@ -1,0 +1,752 @@
+"""The same command said again -> `Decision`: a new run, a further attempt from a checkpoint, or finished.
+
+Upstream decides by what lies in the output folder alone: open-instruct goes on from the newest checkpoint
+there (utils.py:807), whoever made it and whatever has changed since; TRL begins anew unless it is told
+(trl/scripts/sft.py:113). Here the run's own record is asked too. What has changed is said, and what would
+go on at the wrong place, or with other weights, is an error until it is allowed by name. Where the newest
+checkpoint cannot be resumed exactly and an older one can, that one is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from launcher import files
+from launcher.artifacts import checkpoints
+from launcher.artifacts.checkpoints import Checkpoint
+from launcher.cache.inputs import Contents
+from launcher.cache.keys import Cache
+from launcher.errors import Finding, Severity, errors, not_ready, usage
+from launcher.lifecycle import checksums
+from launcher.lifecycle.resume import changes
+from launcher.lifecycle.resume import epochs as position
+from launcher.lifecycle.resume.changes import Change
+from launcher.lifecycle.resume.epochs import Place, Shape, Wrong
+from launcher.machine.python import Trainer
+from launcher.paths import canonical, exists
+from launcher.plan.plan import Derived, Plan, model_in
+from launcher.redaction import redact
+from launcher.runs import lease, rundir
+from launcher.runs.record import Record
+from launcher.runs.rundir import RunFolder
+from launcher.stage.stage import Stage
+from launcher.upstream.schema import Values
+from launcher.verdict import evidence
+
+Kind = Literal["new", "resume", "finished"]
+
+SUPERSEDED = frozenset(
+    {
+        "foreign-checkpoints",
+        "resume-position",
+        "resume-skips",
+        "finished-output",
+        "not-resumed",
+    }
+)
+"""Codes of rules that know the folder alone: of a run of ours, its `Decision` says more."""
+_LOOKED_AT = 64 * 2**20  # bytes of a log: training begins long before
+_ROWS = re.compile(rb"\*{5} Running training \*{5}.{0,400}?Num examples = ([\d,]+)", re.DOTALL)
+_REFERENCE = re.compile(rb"(?:Saving|Loading) reference logprobs cache (?:to|from) (\S[^\r\n]*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What saying a command again comes to.
+
+    `step` is the optimizer step that training goes on from, 0 for a new run, and `place` where upstream
+    then is in the data; `asked` is the checkpoint that the stage file names, under TRL. `kept` are the
+    checkpoints that stay where they are, `aside` those that `set_aside` has to move before the start,
+    `derived` what upstream has to be told. `findings` hold errors where the decision must not be carried
+    out.
+    """
+
+    kind: Kind = "new"
+    checkpoint: Checkpoint | None = None
+    step: int = 0
+    place: Place = field(default_factory=lambda: Place(0, 0))
+    changes: tuple[Change, ...] = ()
+    allowed: tuple[str, ...] = ()
+    asked: str | None = None
+    kept: tuple[str, ...] = ()
+    aside: tuple[Path, ...] = ()
+    derived: Mapping[str, Derived] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """For the manifest (`resume`); the next attempt reads it."""
+        return {
+            "kind": self.kind,
+            "checkpoint": None if self.checkpoint is None else self.checkpoint.name,
+            "step": self.step,
+            "place": [self.place.epoch, self.place.micro],
+            "asked": self.asked,
+            "kept": list(self.kept),
+            "aside": [path.name for path in self.aside],
+            "changes": [one.as_json() for one in self.changes],
+            "allowed": list(self.allowed),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Where the model of this start goes; `derived` holds the `output_dir` if it is not the file's own."""
+
+    output: Path | None
+    derived: Mapping[str, Derived] = field(default_factory=dict)
+
+
+# --- where -----------------------------------------------------------------------------------------
+
+
+def place(stage: Stage, asked: Path | None, runs: Iterable[RunFolder], *, fresh: bool) -> Placed:
+    """The output folder of this start: the file's, or the one beside it that `--fresh` began last.
+
+    `asked` is the folder that the stage file names, `runs` the runs here, newest first. A run that was
+    started over is the one that the same command continues from then on. With `fresh` it is a folder that
+    nobody has used: upstream resumes from whatever lies in its folder, so nothing else starts over.
+    """
+    if asked is None:
+        return Placed(output=None)
+    known: list[tuple[RunFolder | None, Record]] = [*rundir.outlines(runs)]
+    name = stage.entry.names.output
+    if fresh:
+        used = {str(record.get("output")) for _, record in known}
+        if not exists(asked) and _text(asked) not in used:
+            return Placed(output=asked)
+        value, folder = next(
+            (value, folder)
+            for value, folder in _beside(stage)
+            if not exists(folder) and _text(folder) not in used
+        )
+        why = f"--fresh: {asked} is left as it is"
+        return Placed(output=folder, derived={name: Derived(value=value, why=why)})
+    # of runs whose folders are gone, their output folders tell
+    beside = itertools.takewhile(lambda one: exists(one[1]), _beside(stage))
+    for folder in reversed([asked, *(folder for _, folder in beside)]):
+        known += [(None, record) for record in lease.manifests(folder)[-1:]]
+    for begun, newest in known:
+        requested = newest.get("asked_output") or newest.get("output")
+        if newest.get("stage") != stage.options.stage or requested != _text(asked):
+            continue
+        record = newest if begun is None else rundir.read_manifest(begun)
+        value = record.argument(name)
+        if record.output in (None, Path(_text(asked))) or not isinstance(value, str):
+            break
+        why = "the run that was started over with --fresh goes on there"
+        return Placed(output=record.output, derived={name: Derived(value=value, why=why)})
+    return Placed(output=asked)
+
+
+def _text(path: Path) -> str:
+    # as a manifest holds it
+    return redact(str(path))
+
+
+def _beside(stage: Stage) -> Iterator[tuple[str, Path]]:
+    """Values of `output_dir` next to the file's own, and the folders that they come to."""
+    name, number = stage.entry.names.output, 1
+    begin = str(stage.values[name]).rstrip("/")
+    while True:
+        number += 1
+        values = Values(stage.schema, {**stage.args, name: f"{begin}-{number}"})
+        folder = stage.backend.output_folder(values)
+        assert folder is not None
+        yield f"{begin}-{number}", folder.absolute()
+
+
+def aside_folder(output: Path) -> Path:
+    """Where checkpoints go that must not be seen: not inside, where upstream would upload them."""
+    return output.with_name(f"{output.name}.set-aside")
+
+
+def set_aside(decision: Decision, attempt: int) -> list[Path]:
+    """Move beside the output folder what upstream would resume from, or mark as complete, wrongly.
+
+    Only for who holds the run's lock. Returns the new places. Raises NotReady where it cannot be moved.
+    """
+    moved = []
+    for path in decision.aside:
+        target = aside_folder(path.parent) / f"{path.name}.attempt-{attempt}"
+        try:
+            target.parent.mkdir(exist_ok=True)
+            os.rename(path, target)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise not_ready(
+                "not-set-aside",
+                f"{path} is in the way of a resume and cannot be moved: {error.strerror}",
+                f"move it to {target}", file=str(path),
+            ) from None  # fmt: skip
+        moved.append(target)
+    return moved
+
+
+# --- without the decision ---------------------------------------------------------------------------
+
+
+def warn_pasted_command(plan: Plan, output: Path | None, folder: RunFolder) -> tuple[Finding, ...]:
+    """What to know of a command that is pasted where a run has been: it knows nothing of that run."""
+    if plan.stage.options.backend == "trl":
+        # trl/scripts/sft.py:113
+        named = plan.values.get("resume_from_checkpoint")
+        does = f"goes on from {named}" if named else "begins anew and writes over what it left"
+    elif (taken := _taken_by_upstream(plan, output)) is not None:
+        does = f"goes on from {taken.name}, whatever has changed since"
+    else:
+        does = "trains into the same folder"
+    warning = Finding(
+        severity="warning",
+        layer="launch",
+        code="earlier-run",
+        key=f"args.{plan.stage.entry.names.output}",
+        message=f"{output} is that of {folder.path.name}, which launch itself would compare with this, "
+        f"to go on from there or to refuse; this line {does}",
+        help="say it without --dry-run, or with --fresh for a line that takes a folder beside it",
+    )
+    return (plan.stage.config.placed(warning),)
+
+
+def _taken_by_upstream(plan: Plan, output: Path | None) -> Path | None:
+    try:
+        return checkpoints.taken_by_upstream(plan.stage.options.backend, output)
+    except ValueError:
+        return None
+
+
+# --- the attempts so far ------------------------------------------------------------------------------
+
+
+def manifests(stage: str, folder: RunFolder | None, output: Path | None) -> list[Record]:
+    """The manifests of the attempts of a stage so far, the oldest first, without those that cannot be read.
+
+    They are in the run folder, and in the output folder too: there those of all starts into it, whichever
+    run folder these had, and whatever has become of that.
+    """
+    kept = [record for record in lease.manifests(output) if record.get("stage") == stage]
+    own: list[Record] = []
+    if folder is not None:
+        last = rundir.read_manifest(folder)
+        before = range(1, last.number("attempt") or 1)
+        own = [*(rundir.read_kept_manifest(folder, n) for n in before), last]
+    return max([record for record in own if record], kept, key=len)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempts:
+    """The earlier attempts of a run, by their manifests, the oldest first.
+
+    A checkpoint is compared with the settings it was saved under, not with those of the last attempt: that
+    one may have been started with others and saved nothing. `folder` is None where it is gone, and `code`
+    then the exit code of the last one, as far as the output folder tells.
+    """
+
+    plan: Plan
+    folder: RunFolder | None
+    records: Sequence[Record]
+    code: int | None = None
+
+    @property
+    def last(self) -> Record:
+        """The manifest of the last one, empty without any."""
+        return self.records[-1] if self.records else Record()
+
+    def maker(self, checkpoint: Checkpoint) -> Record:
+        """The manifest of the attempt that saved it: the last that did not find it there."""
+        for record in reversed(self.records):
+            if checkpoint.name not in record.items_of("resume", "kept"):
+                return record
+        return self.records[0] if self.records else Record()
+
+    def shape(self, record: Record | None = None) -> Shape | None:
+        """How epochs are cut into steps, now or under an earlier manifest; None where rows are unknown.
+
+        The log of an earlier attempt says how many rows were left after filtering.
+        """
+        logged = self._in_logs(_ROWS)
+        plan, names = self.plan, self.plan.stage.entry.names
+        rows = plan.rows if logged is None else int(logged.replace(b",", b""))
+        if rows is None:
+            return None
+        value: Callable[[str], Any] = plan.values.get
+        if record is None:
+            count = plan.processes
+            per_device, accumulation = plan.per_device, plan.accumulation
+        else:
+            value, count = record.argument, record.processes or 1
+            per_device = record.number("plan", "per_device") or plan.per_device
+            accumulation = record.number("plan", "accumulation") or plan.accumulation
+        shared, limit = value("sequence_parallel_size"), value(names.max_steps)
+        epochs = value(names.epochs)
+        return Shape(
+            rows=rows, per_device=per_device, devices=max(1, count // max(1, int(shared or 1))),
+            accumulation=accumulation, epochs=epochs if isinstance(epochs, int | float) else 1,
+            limit=limit if isinstance(limit, int) and limit > 0 else None,
+        )  # fmt: skip
+
+    def reference(self) -> Path | None:
+        """The file of reference log-probabilities that was used last."""
+        logged = self._in_logs(_REFERENCE)
+        return None if logged is None else Path(os.fsdecode(logged))
+
+    def _in_logs(self, pattern: re.Pattern[bytes]) -> bytes | None:
+        """The newest match in the logs of the attempts, each looked at where training begins."""
+        for attempt in range(self.folder.attempts() if self.folder else 0, 0, -1):
+            assert self.folder is not None
+            with contextlib.suppress(OSError):
+                with files.open_regular(self.folder.console(attempt)) as file:
+                    found = pattern.findall(file.read(_LOOKED_AT))
+                if found:
+                    return bytes(found[-1])
+        return None
+
+    def steps(self, checkpoint: Checkpoint) -> int:
+        """Optimizer steps that a checkpoint has behind it."""
+        if checkpoint.step is not None:
+            return checkpoint.step
+        shape = self.shape(self.maker(checkpoint) or None)
+        return (checkpoint.number + 1) * (shape.updates if shape is not None else 1)
+
+    def saved_at(self, checkpoint: Checkpoint, was: Shape) -> Place:
+        """Where in the data its attempt was: from where that began, by its own count of steps."""
+        begun = self.maker(checkpoint).part("resume")
+        at, step = begun.items_of("place"), begun.number("step")
+        if len(at) == 2 and step is not None and step <= checkpoint.number:
+            return position.advanced(was, Place(int(at[0]), int(at[1])), checkpoint.number - step)
+        return position.advanced(was, Place(0, 0), checkpoint.number)
+
+    def total(self, record: Record | None = None) -> int | None:
+        """The last step, now or under an earlier manifest."""
+        if self.plan.stage.options.backend == "open_instruct":
+            shape = self.shape(record)
+            return None if shape is None else shape.total
+        return self.plan.steps if record is None else record.number("plan", "steps")
+
+    def finished(self, output: Path | None) -> bool:
+        """Whether the last attempt ended well and its model lies in the output folder."""
+        if self.last.argument("cache_dataset_only") is True:
+            return False
+        if checkpoints.model_fault(output) is not None:
+            return False
+        if self.folder is None:
+            return self.code == 0
+        ended = rundir.read_json(self.folder.exit(max(1, self.folder.attempts()))).get("returncode")
+        if isinstance(ended, int):
+            return ended == 0
+        # whoever had to write that record did not live to: the probe's last word
+        with contextlib.suppress(OSError):
+            probe = evidence.read_run(self.folder.path).probe
+            records = probe.ranks.values() if probe is not None else ()
+            ends = [event.number("exit") for one in records if (event := one.last("end"))]
+            return bool(ends) and all(code == 0 for code in ends)
+        return False
+
+
+# --- the decision ----------------------------------------------------------------------------------
+
+
+def judge(
+    plan: Plan,
+    *,
+    output: Path | None,
+    history: Sequence[Record],
+    folder: RunFolder | None,
+    trainer: Trainer,
+    caches: Sequence[Cache] = (),
+    now: Contents = (),
+    allowed: Collection[str] = (),
+) -> Decision:
+    """What this start is, given what its output folder and its run folder hold.
+
+    `history` are the manifests of the attempts so far, `folder` is the run folder, None where it is gone or
+    there is none. `caches` are the cache folders of this start, `now` its contents. Raises UsageError for a
+    name in `allowed` that nothing is called.
+    """
+    wrong = [n for n in allowed if n not in changes.NAMES and n not in plan.stage.schema.fields]
+    if wrong:
+        raise usage(
+            "unknown-change",
+            f"--allow-changed-resume: nothing is called {', '.join(map(repr, wrong))}",
+            f"one of {', '.join(changes.NAMES)}, or the name of an argument",
+        )  # fmt: skip
+    if plan.values.get("cache_dataset_only") is True:
+        return Decision()
+    last = lease.newest(output)
+    attempts = _Attempts(plan, folder, history, None if last is None else last.code)
+    judge = _Judge(plan, output, attempts, trainer, frozenset(allowed), caches, now)
+    decision = judge.again() if history else judge.first()
+    found = tuple(plan.stage.config.placed(finding) for finding in judge.findings)
+    return replace(decision, findings=found, allowed=tuple(allowed), asked=judge.named)
+
+
+@dataclass(slots=True)
+class _Judge:
+    """The checkpoints in an output folder, by the attempts that made them.
+
+    `allowed` are the changes that the user allows by name, `now` is what data and models hold. What there
+    is to say gathers in `findings`.
+    """
+
+    plan: Plan
+    output: Path | None
+    attempts: _Attempts
+    trainer: Trainer
+    allowed: frozenset[str]
+    caches: Sequence[Cache]
+    now: Contents
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def backend(self) -> str:
+        """`open_instruct` or `trl`."""
+        return self.plan.stage.options.backend
+
+    @property
+    def named(self) -> str | None:
+        """The checkpoint that the stage file names; open-instruct never gets to look at it."""
+        named = self.plan.stage.args.get("resume_from_checkpoint")
+        plain = isinstance(named, str) and named.lower() not in ("", "true", "false")
+        return str(named) if plain and self.backend == "trl" else None
+
+    def _say(
+        self, severity: Severity, code: str, message: str, help: str | None = None,
+        key: str | None = None,
+    ) -> None:  # fmt: skip
+        """A finding, at the argument that it is about: by default the output folder's."""
+        finding = Finding(
+            severity=severity, layer="run" if severity == "error" else "launch", code=code,
+            key=f"args.{key or self.plan.stage.entry.names.output}", message=message, help=help,
+        )  # fmt: skip
+        self.findings.append(finding)
+
+    # -- the ways out
+
+    def first(self) -> Decision:
+        """No run of ours has been here: what to know of checkpoints before there are any."""
+        found = checkpoints.find(self.backend, self.output)
+        self._check_names()
+        self._check_schedule()
+        if self.named is not None:
+            return self._as_named(Path(self.named), found)
+        taken = None if errors(self.findings) else _taken_by_upstream(self.plan, self.output)
+        chosen = next((one for one in found if one.path == taken), None)
+        if chosen is None:
+            self._check_unrecorded(found)
+            return Decision(kept=_names(found))
+        # open-instruct resumes by itself; that it is somebody else's is a rule of its own
+        fault = chosen.why_incomplete or checksums.fault(None, chosen)
+        if fault is not None:
+            message = f"upstream would resume from {chosen.path}, and {fault}"
+            self._say("error", "broken-checkpoint", message, "move it out of the output folder")
+        self._check_reference(())
+        return Decision(
+            kind="resume", checkpoint=chosen, step=self.attempts.steps(chosen),
+            place=self._place(chosen), kept=_names(found),
+        )  # fmt: skip
+
+    def again(self) -> Decision:
+        """The run has been here: finished, to be continued, or with nothing to continue from."""
+        found = self._found()
+        if self.attempts.finished(self.output and model_in(self.plan, self.output)):
+            return self._over(found)
+        before = self.attempts.last.value("resume", "asked")
+        if self.named is not None and self.named != before:
+            return self._as_named(Path(self.named), found)
+        while whole := [one for one in found if one.complete]:
+            chosen, wrong, passed = self._chosen(whole)
+            fault = checksums.fault(self.attempts.folder, chosen)
+            if fault is None:
+                return self._go_on(found, chosen, wrong, passed)
+            help = "look at the disk; an older checkpoint is taken where one is whole"
+            self._say("warning", "damaged-checkpoint", f"{chosen.name} is not used: {fault}", help)
+            found = [replace(one, why_incomplete=fault) if one is chosen else one for one in found]
+        return self._from_zero(found)
+
+    def _go_on(
+        self, found: Sequence[Checkpoint], chosen: Checkpoint, wrong: Wrong | None,
+        passed: tuple[Checkpoint, Wrong] | None,
+    ) -> Decision:  # fmt: skip
+        """From a checkpoint of this run; `passed` is the newest one, where an older one is taken."""
+        total, at = self.attempts.total(), self.attempts.steps(chosen)
+        left = "" if total is None else f", {max(0, total - at)} of {total} steps are left"
+        self._say(
+            "note", "resumes", f"goes on from {chosen.path}{left}", "--fresh starts over, beside it"
+        )
+        changed = self._changed(chosen, wrong)
+        self._check_names()
+        self._judge_changes(changed, chosen)
+        if passed is not None:
+            newest, mismatch = passed
+            self._say(
+                "warning", "resume-earlier",
+                f"goes back to {chosen.name}, {self.attempts.steps(newest) - at} steps are trained again; "
+                f"from {newest.name} upstream would go on wrongly: {mismatch.text}",
+                f"--allow-changed-resume position goes on from {newest.name} all the same",
+            )  # fmt: skip
+        self._check_reference(changed)
+        aside = self._aside(found, chosen)
+        derived = {
+            one.what: Derived(
+                value=one.before, why=f"it comes out of {chosen.name}, not {one.after}"
+            )
+            for one in changed
+            if one.restored
+        }
+        if self.backend == "trl":
+            # told nothing it begins anew, told `true` it takes the highest number, whole or not
+            why = "the same command goes on from the last complete checkpoint"
+            derived["resume_from_checkpoint"] = Derived(value=str(chosen.path), why=why)
+        return Decision(
+            kind="resume", checkpoint=chosen, step=at, place=self._place(chosen),
+            changes=tuple(changed), kept=_names(found, aside), aside=aside, derived=derived,
+        )  # fmt: skip
+
+    def _as_named(self, named: Path, found: Sequence[Checkpoint]) -> Decision:
+        """The stage file names a checkpoint for the first time: that one, whatever else is there."""
+        same = next((one for one in found if canonical(one.path) == canonical(named)), None)
+        if same is not None and (fault := checksums.fault(self.attempts.folder, same)) is not None:
+            message, help = f"{named}: {fault}", "name an older one"
+            self._say("error", "broken-checkpoint", message, help, "resume_from_checkpoint")
+        # what a run did not go on from, it must not rotate away
+        aside = self._aside(found, same)
+        return Decision(
+            kind="resume", checkpoint=same, step=same.number if same else 0,
+            kept=_names(found, aside), aside=aside,
+        )  # fmt: skip
+
+    def _over(self, found: Sequence[Checkpoint]) -> Decision:
+        """The run is finished; unless something that matters has changed, that is the answer."""
+        last = self.attempts.last
+        repeated = [
+            (one.get("what"), one.get("after")) for one in last.items_of("resume", "changes")
+        ]
+        changed = [
+            one
+            for one in self._since(last)
+            # what training would be done with now is no reason to do it again
+            if one.severity != "note"
+            and one.what not in ("packages", "gpus", "reference")
+            # nor what the last attempt was asked for already, and the checkpoint's value was used
+            and not (one.restored and (one.what, one.after) in repeated)
+        ]
+        again = "--fresh trains again, beside it"
+        if not all(one.what in self.allowed for one in changed):
+            differs = "; ".join(one.differs for one in changed[:6])
+            message = (
+                f"{self.output} holds the finished model of this run, and since then {differs}"
+            )
+            help = "--fresh trains with what is asked for now, beside it"
+            self._say("error", "finished-changed", message, help, changed[0].key)
+        elif self.attempts.folder is None:
+            message = (
+                f"{self.output} holds the model of a run that finished; its run folder is gone"
+            )
+            self._say("error", "already-finished", message, again)
+        else:
+            self._say("note", "already-finished", f"this run is finished: {self.output}", again)
+        return Decision(
+            kind="finished",
+            kept=_names(found),
+            changes=tuple(changed),
+            step=self.attempts.total() or 0,
+        )
+
+    def _from_zero(self, found: Sequence[Checkpoint]) -> Decision:
+        self._check_names()
+        self._check_schedule()
+        torchrun = self.plan.stage.entry.torchrun
+        if torchrun and self.output is not None and any(self.output.glob("step[1-9]*")):
+            # OLMo-core goes on from there, which a rule says (`resume-unjudged`)
+            return Decision()
+        why = f": {found[-1].name}: {found[-1].why_incomplete}" if found else ""
+        message = (
+            f"the attempt before left no complete checkpoint in {self.output}{why}; it begins anew"
+        )
+        self._say("note", "nothing-to-resume", message)
+        aside = self._aside(found, None)
+        return Decision(kept=_names(found, aside), aside=aside)
+
+    # -- which checkpoint
+
+    def _found(self) -> list[Checkpoint]:
+        """All of them, in the order of training, with what ranks of their own attempt left out."""
+        found = []
+        for one in checkpoints.find(self.backend, self.output):
+            ranks = self.attempts.maker(one).processes
+            if one.complete and ranks is not None and (one.ranks or 0) < ranks:
+                why = f"{ranks} processes were training, {one.ranks or 0} left their random states"
+                one = replace(one, why_incomplete=why)
+            found.append(one)
+        return sorted(found, key=lambda one: (self.attempts.steps(one), one.kind))
+
+    def _chosen(
+        self, whole: Sequence[Checkpoint]
+    ) -> tuple[Checkpoint, Wrong | None, tuple[Checkpoint, Wrong] | None]:
+        """The newest that can be resumed exactly; where none can, the newest and what is wrong.
+
+        The last part is the newest one where an older one was taken instead.
+        """
+        newest = whole[-1]
+        wrong = self._wrong(newest)
+        if wrong is not None and not _is_requested(wrong) and "position" not in self.allowed:
+            exact = (one for one in reversed(whole[:-1]) if self._wrong(one) is None)
+            if (older := next(exact, None)) is not None:
+                return older, None, (newest, wrong)
+        return newest, wrong, None
+
+    def _wrong(self, one: Checkpoint) -> Wrong | None:
+        """Why upstream would not go on where this checkpoint was saved."""
+        told = self.attempts.maker(one)
+        if self.backend == "trl":
+            skips = not self.plan.values.get("ignore_data_skip")
+            wrong = position.of_trl(
+                one.number, one.epochs, told.number("plan", "global"), self.plan.global_batch,
+                self.attempts.total(), skips=skips,
+            )  # fmt: skip
+            begun = told.argument("ignore_data_skip") and told.number("resume", "step")
+            if wrong is None and begun and skips:
+                text = "the attempt that saved it had begun an epoch again, and rows that it never "
+                return Wrong("skipped", f"{text}reached would be skipped")
+            return wrong
+        was, now = self.attempts.shape(told), self.attempts.shape()
+        if was is None or now is None:
+            return None
+        if one.kind == "epoch":
+            return position.of_epoch(one.number, was, now)
+        return position.of_step(
+            self.plan.stage.options.stage, one.number, self.attempts.saved_at(one, was), was, now,
+            keeps_order=position.keeps_order(self.trainer),
+        )  # fmt: skip
+
+    def _place(self, one: Checkpoint) -> Place:
+        """Where upstream goes on in the data."""
+        if one.kind == "epoch":
+            return Place(one.number + 1, 0)
+        shape = self.attempts.shape() if self.backend == "open_instruct" else None
+        return Place(0, 0) if shape is None else position.counted(shape, one.number)
+
+    def _aside(self, found: Sequence[Checkpoint], chosen: Checkpoint | None) -> tuple[Path, ...]:
+        """What upstream must not see: all that is newer, and steps where an epoch is resumed.
+
+        A half-written one that this attempt writes next stays: it is written over.
+        """
+        at = -1 if chosen is None else self.attempts.steps(chosen)
+        steps_too = chosen is not None and chosen.kind == "epoch"
+        newer = [
+            one
+            for one in found
+            if one is not chosen
+            and (self.attempts.steps(one) > at or (steps_too and one.kind == "step"))
+        ]
+        every = position.interval(self.plan)
+        written_over = None
+        if isinstance(every, int):
+            stem = "checkpoint-" if self.backend == "trl" else "step_"
+            written_over = f"{stem}{(max(at, 0) // every + 1) * every}"
+        elif every == "epoch" and self.backend == "open_instruct":
+            written_over = f"epoch_{chosen.number + 1 if chosen is not None and steps_too else 0}"
+        aside = tuple(one.path for one in newer if one.marked or one.name != written_over)
+        if aside and self.output is not None:
+            self._say(
+                "note", "set-aside",
+                f"{', '.join(path.name for path in aside[:4])} would be resumed from or marked wrongly by "
+                f"upstream, and moves to {aside_folder(self.output)}",
+                "delete it there if nobody needs it",
+            )  # fmt: skip
+        return aside
+
+    # -- what has changed
+
+    def _since(self, record: Record) -> Iterator[Change]:
+        steps = self.attempts.total(record), self.attempts.total()
+        return changes.since(record, self.plan, steps, self.trainer, self.caches, self.now)
+
+    def _changed(self, chosen: Checkpoint, wrong: Wrong | None) -> list[Change]:
+        """The changes, with the place that they come to; a wrong place without any is one of its own."""
+        found = list(self._since(self.attempts.maker(chosen)))
+        batch = [one for one in found if one.what in changes.BATCH]
+        if wrong is None:
+            return found
+        if wrong.reason in ("place", "count") and batch:
+            worse = [replace(one, effect=wrong.text, severity="error") for one in batch]
+            return [one for one in found if one not in batch] + worse
+        requested = _is_requested(wrong)
+        more = Change(
+            what="position", key="ignore_data_skip" if requested else None, before=chosen.name,
+            after=None, effect=wrong.text, severity="warning" if requested else "error",
+        )  # fmt: skip
+        return [*found, more]
+
+    def _judge_changes(self, changed: Sequence[Change], chosen: Checkpoint) -> None:
+        """One finding a change: an error where it is one and was not allowed."""
+        for one in changed:
+            names = {one.what, "position"} if one.what in changes.BATCH else {one.what}
+            severity, help = one.severity, None
+            if severity == "error" and names & self.allowed:
+                severity = "warning"
+            elif severity == "error":
+                help = (
+                    f"bring it back, start over with --fresh, or --allow-changed-resume {one.what}"
+                )
+            code = "resume-inexact" if one.what == "position" else "resume-changed"
+            self._say(severity, code, f"going on from {chosen.name}: {one.text}", help, one.key)
+
+    def _check_reference(self, changed: Sequence[Change]) -> None:
+        """The reference log-probabilities that the attempts before used must still be there."""
+        cache = next((one for one in self.caches if one.kind == "reference"), None)
+        other = any(one.what == "reference" for one in changed)
+        if cache is None or other or self.backend != "open_instruct":
+            return
+        used = self.attempts.reference()
+        if exists(used) if used is not None else any(cache.path.glob("*.pt")):
+            return
+        # nobody can allow it for checkpoints without a record: what they were trained against is not known
+        allowed = used is not None and "reference" in self.allowed
+        self._say(
+            "warning" if allowed else "error", "reference-gone",
+            f"{used or cache.path} is gone: the checkpoint is loaded before the reference is computed "
+            "(dpo_tune_cache.py:503, dpo_tune_cache.py:528), and the half-trained model would be its own "
+            "reference", "bring it back, or start over with --fresh", "model_name_or_path",
+        )  # fmt: skip
+
+    def _check_names(self) -> None:
+        """What upstream would take for a checkpoint, and is none."""
+        names = checkpoints.strange_names(self.backend, self.output)
+        if names:
+            message = f"{self.output} holds {', '.join(names[:3])}, which upstream takes for a checkpoint "
+            self._say("error", "checkpoint-name", f"{message}(utils.py:791)", "move or rename it")
+
+    def _check_unrecorded(self, found: Sequence[Checkpoint]) -> None:
+        """Checkpoints of which no record tells, and which upstream would not go on from."""
+        whole = [one for one in found if one.complete]
+        if whole and not self.plan.stage.entry.torchrun:
+            help, key = "--fresh begins anew, beside it", None
+            if self.backend == "trl":
+                key = "resume_from_checkpoint"
+                help = f"`{key}: {whole[-1].path}` goes on from it; {help}"
+            message = (
+                f"{self.output} holds {whole[-1].name}, and no record of the run that saved it: "
+            )
+            message += "training would begin at step 0, and rotation would delete what is there"
+            self._say("error", "not-resumed", message, help, key)
+
+    def _check_schedule(self) -> None:
+        """Which checkpoints there will be, and whether it will be exact to go on from them."""
+        self.findings += position.findings(self.plan, self.attempts.shape(), self.trainer)
+
+
+def _is_requested(wrong: Wrong) -> bool:
+    """Whether the stage file itself says so: `ignore_data_skip` begins an epoch again."""
+    return wrong.reason == "again"
+
+
+def _names(found: Iterable[Checkpoint], aside: Collection[Path] = ()) -> tuple[str, ...]:
+    return tuple(one.name for one in found if one.path not in aside)

@@ -1,0 +1,316 @@
+"""Which checkpoints there will be, where in the data each is, and where upstream would go on from it.
+
+open-instruct multiplies the step of a checkpoint by the accumulation and divides by the micro-batches of
+an epoch (finetune.py:766, dpo_tune_cache.py:514). The last step of an epoch may have fewer micro-batches
+than the accumulation, so from the second epoch on that is another place wherever the accumulation does
+not divide an epoch. DPO then skips as many batches again in each epoch that follows
+(dpo_tune_cache.py:562). Both train one step too many where the last step lies inside an epoch: the limit
+is looked at after a step (finetune.py:985, dpo_tune_cache.py:708). transformers counts in steps of an
+epoch (transformers/trainer.py:1648), which is exact as long as a step takes as many rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from launcher.errors import Finding
+from launcher.machine.python import Trainer
+from launcher.paths import expanded
+from launcher.plan.plan import Plan
+
+_KEEPS_ORDER = re.compile(r"iteration\s*=\s*dataloader\.iteration")
+_OVER = "step {} is the last one, inside an epoch: one more would be trained"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How an epoch is cut into steps.
+
+    `rows` of the data, `per_device` rows a micro-batch on each of `devices` (those that share a sequence
+    count once), `accumulation` micro-batches a step; `epochs` and `limit` (steps) as they are given.
+    """
+
+    rows: int
+    per_device: int
+    devices: int
+    accumulation: int
+    epochs: float = 1
+    limit: int | None = None
+
+    @property
+    def micro(self) -> int:
+        """Micro-batches of an epoch on each device: the last ones are filled up, none is dropped."""
+        return max(1, -(-self.rows // (self.per_device * self.devices)))
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of an epoch (finetune.py:720)."""
+        return -(-self.micro // max(1, self.accumulation))
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps in all."""
+        return self.limit or math.ceil(self.epochs * self.updates)
+
+    @property
+    def passes(self) -> int:
+        """Epochs that are begun (finetune.py:723)."""
+        return -(-self.total // self.updates)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """`micro` micro-batches into epoch `epoch`, both counted from 0."""
+
+    epoch: int
+    micro: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """Why a resume would not go on where the checkpoint was saved; `reason` is stable.
+
+    `place` (other rows), `order` (rows of another epoch's order), `skips` (rows left out later), `over`
+    (a step after the last one), `count` (steps counted wrongly), `again` (the epoch from its beginning),
+    `skipped` (rows that were never reached).
+    """
+
+    reason: str
+    text: str
+
+
+def advanced(shape: Shape, begin: Place, steps: int) -> Place:
+    """Where training is `steps` optimizer steps after `begin`, nothing skipped."""
+    epoch, micro = begin.epoch, begin.micro
+    if micro and steps:
+        left = -(-(shape.micro - micro) // shape.accumulation)
+        if steps < left:
+            return Place(epoch, micro + steps * shape.accumulation)
+        epoch, micro, steps = epoch + 1, 0, steps - left
+    whole, rest = divmod(steps, shape.updates)
+    return Place(epoch + whole, micro + rest * shape.accumulation)
+
+
+def counted(shape: Shape, step: int) -> Place:
+    """Where open-instruct goes on from `step_N` (finetune.py:766)."""
+    return Place(*divmod(step * shape.accumulation, shape.micro))
+
+
+def of_step(
+    stage: str, step: int, saved: Place, was: Shape, now: Shape, *, keeps_order: bool = True
+) -> Wrong | None:
+    """What goes wrong when open-instruct resumes from `step_N`, saved at a place of shape `was`.
+
+    `keeps_order` is whether accelerate's skipping keeps the epoch's order. None where nothing does.
+    """
+    then = counted(now, step)
+    if step >= now.total:
+        if then.epoch >= now.passes:
+            return None
+        return Wrong("over", _OVER.format(step))
+    # rows, not micro-batches: those may have another size now
+    true = (saved.epoch, min(saved.micro * was.per_device * was.devices, was.rows))
+    taken = (then.epoch, min(then.micro * now.per_device * now.devices, now.rows))
+    if true != taken:
+        return Wrong(
+            "place",
+            f"it was saved {true[1]} rows into epoch {true[0] + 1}, upstream would go on {taken[1]} rows "
+            f"into epoch {taken[0] + 1}",
+        )
+    # DPO takes the skipping loader for every epoch that follows, SFT for the first one only
+    skipping = then.micro > 0 and then.epoch > 0
+    if stage == "dpo":
+        skipping = now.passes > 1
+    if skipping and not keeps_order:
+        return Wrong(
+            "order",
+            "accelerate here forgets which epoch it is when it skips batches, and the data would come in "
+            "the order of the first epoch",
+        )
+    if stage == "dpo" and then.micro and then.epoch < now.passes - 1:
+        return Wrong(
+            "skips",
+            f"the {taken[1]} rows that epoch {then.epoch + 1} has behind it would be skipped again in each "
+            "later epoch",
+        )
+    return None
+
+
+def of_epoch(epoch: int, was: Shape, now: Shape) -> Wrong | None:
+    """What goes wrong when open-instruct resumes from `epoch_N`: only the count can."""
+    if was.updates == now.updates or epoch + 1 >= now.passes:
+        return None
+    done = (epoch + 1) * was.updates
+    return Wrong(
+        "count", f"it was saved after {done} steps, which upstream would count as {(epoch + 1) * now.updates}"
+    )  # fmt: skip
+
+
+def of_trl(
+    step: int,
+    epochs: float | None,
+    was: int | None,
+    now: int,
+    total: int | None,
+    skips: bool = True,
+) -> Wrong | None:
+    """What goes wrong when transformers resumes from `checkpoint-N`.
+
+    `epochs` is what the state says of the place, `was` and `now` are the rows of a step, `total` the
+    last step. Unless it `skips` (not `ignore_data_skip`), the epoch begins again.
+    """
+    inside = epochs is None or not math.isclose(epochs, round(epochs), abs_tol=1e-9)
+    if total is not None and step >= total:
+        return Wrong("over", _OVER.format(step)) if inside else None
+    if step and was not in (None, now):
+        text = f"a step took {was} rows and takes {now}: {step} steps are another place"
+        return Wrong("place", text)
+    if step and inside and not skips:
+        text = "it was saved inside an epoch, and `ignore_data_skip` would begin that again at its first rows"
+        return Wrong("again", text)
+    return None
+
+
+def inexact(stage: str, shape: Shape, every: int, *, keeps_order: bool = True) -> Iterator[int]:
+    """The checkpoints, of those saved every so many steps, from which a resume would go wrong.
+
+    The last step of all is left out: it is resumed from only where the final save failed.
+    """
+    for step in range(every, shape.total, every):
+        saved = advanced(shape, Place(0, 0), step)
+        if of_step(stage, step, saved, shape, shape, keeps_order=keeps_order) is not None:
+            yield step
+
+
+def exact_steps(stage: str, shape: Shape, every: int, *, keeps_order: bool = True) -> int | None:
+    """The number of steps next to `every` of which all checkpoints are exact; None where there is none.
+
+    An epoch's steps, or a part of them; more than one epoch only where less is never exact.
+    """
+    parts = [n for n in range(1, shape.updates + 1) if shape.updates % n == 0]
+    able = (
+        n
+        for n in sorted(parts, key=lambda n: (abs(n - every), n))
+        if n < shape.total and next(inexact(stage, shape, n, keeps_order=keeps_order), None) is None
+    )
+    return next(able, None)
+
+
+# --- before there is a checkpoint ------------------------------------------------------------------
+
+
+def keeps_order(trainer: Trainer) -> bool:
+    """Whether accelerate's `skip_first_batches` hands the epoch on to the loader that it makes.
+
+    Releases before 1.15 do not (the pin's lock file names 1.12.0), and begin the epoch that is resumed in
+    the order of the first one. True where accelerate's source is not found.
+    """
+    for place in trainer.path:
+        path = expanded(place) / "accelerate" / "data_loader.py"
+        with contextlib.suppress(OSError, ValueError):
+            return _KEEPS_ORDER.search(path.read_text(encoding="utf-8")) is not None
+    return True
+
+
+def interval(plan: Plan) -> int | str | None:
+    """Optimizer steps between two checkpoints, or None where none is saved; else what decides.
+
+    That is `epoch`, `best` (the score), or `share` of steps whose number is not known.
+    """
+    values = plan.values
+    if plan.stage.options.backend == "trl":
+        strategy = str(values.get("save_strategy")).rpartition(".")[2].lower()
+        if strategy != "steps":
+            return strategy if strategy in ("epoch", "best") else None
+        every = values.get("save_steps")
+    else:
+        every = values.get("checkpointing_steps")
+        if every is not None and str(every).lower() == "epoch":
+            return "epoch"
+    try:
+        found = float(every) if every is not None else 0.0
+    except (TypeError, ValueError):
+        return None
+    if 0 < found < 1:
+        # transformers takes a share of all steps
+        return "share" if plan.steps is None else math.ceil(found * plan.steps) or None
+    return int(found) or None
+
+
+def findings(plan: Plan, shape: Shape | None, trainer: Trainer) -> Iterator[Finding]:
+    """What to say at the first start; `shape` is how epochs will be cut, where that is known."""
+    yield from _none(plan)
+    yield from _inexact(plan, shape, trainer)
+
+
+def _none(plan: Plan) -> Iterator[Finding]:
+    every, values = interval(plan), plan.values
+    trl = plan.stage.options.backend == "trl"
+    key = "save_steps" if trl else "checkpointing_steps"
+    if every is None:
+        yield _note(
+            "save_strategy" if trl else key, "no checkpoint is saved: a run that is stopped begins anew",
+            f"`{'save_strategy: steps` and `' if trl else ''}{key}: N` saves one every N steps",
+        )  # fmt: skip
+    elif isinstance(every, int) and plan.steps is not None and every > plan.steps:
+        why = f"the first checkpoint comes at step {every}, and the run has {plan.steps}"
+        yield _note(key, f"{why}: stopped, it begins anew", f"a smaller `{key}`")
+    elif trl and values.get("save_only_model"):
+        yield _note(
+            "save_only_model", "checkpoints hold no optimizer: a run that is stopped begins anew",
+            "`save_only_model: false`",
+        )  # fmt: skip
+
+
+def _note(key: str, message: str, help: str) -> Finding:
+    return Finding(
+        severity="note", layer="launch", code="no-checkpoints", key=f"args.{key}", message=message,
+        help=help,
+    )  # fmt: skip
+
+
+def _inexact(plan: Plan, shape: Shape | None, trainer: Trainer) -> Iterator[Finding]:
+    every, options = interval(plan), plan.stage.options
+    if (
+        options.backend != "open_instruct"
+        # OLMo-core's loader counts by itself, and exactly
+        or plan.stage.entry.torchrun
+        or not isinstance(every, int)
+        or shape is None
+        or every < 1
+    ):
+        return
+    kept = keeps_order(trainer)
+    wrong = list(inexact(options.stage, shape, every, keeps_order=kept))
+    if not wrong:
+        return
+    saved = advanced(shape, Place(0, 0), wrong[0])
+    first = of_step(options.stage, wrong[0], saved, shape, shape, keeps_order=kept)
+    number = len(range(every, shape.total, every))
+    yield Finding(
+        severity="warning", layer="run", code="resume-inexact", key="args.checkpointing_steps",
+        message=f"a resume from {len(wrong)} of the {number} checkpoints would go wrong, the first of them "
+        f"step_{wrong[0]}: {first.text if first is not None else ''}",
+        help=_instead(options.stage, shape, every, kept),
+    )  # fmt: skip
+
+
+def _instead(stage: str, shape: Shape, every: int, kept: bool) -> str:
+    ways: list[str] = []
+    exact = exact_steps(stage, shape, every, keeps_order=kept)
+    if exact is not None:
+        ways.append(f"`checkpointing_steps: {exact}` is exact")
+    if stage == "sft":
+        ways.append("`checkpointing_steps: epoch` is exact")
+    if shape.micro % shape.accumulation:
+        ways.append(
+            f"choose a batch whose accumulation divides the {shape.micro} micro-batches of an epoch (now "
+            f"{shape.accumulation})"
+        )
+    if not kept:
+        ways.append("an accelerate that keeps the order: `pip install 'accelerate>=1.15'`")
+    return "; or ".join(ways) or "train a single epoch"

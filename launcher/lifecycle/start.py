@@ -1,0 +1,339 @@
+"""Whatever was prepared is started, queued, run again, and judged: every start goes through here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from launcher import files  # fmt: skip
+from launcher.cache import folders, inputs, keys  # fmt: skip
+from launcher.errors import Exit, Finding, NotReady, errors, not_ready
+from launcher.lifecycle import manifest, supervisor  # fmt: skip
+from launcher.lifecycle.prepare import Prepared, Request, prepare
+from launcher.lifecycle.resume import decision  # fmt: skip
+from launcher.machine import devices, process  # fmt: skip
+from launcher.machine.devices import Devices
+from launcher.paths import PROJECT
+from launcher.plan import command  # fmt: skip
+from launcher.plan.plan import Plan
+from launcher.redaction import borrowed, redact
+from launcher.report import page, series  # fmt: skip
+from launcher.runs import attempt as attempts
+from launcher.runs import lease, rendezvous, rundir, runner, sbatch, slurm  # fmt: skip
+from launcher.runs.attempt import ON_FINISH_S, Attempt
+from launcher.runs.rundir import RunFolder
+from launcher.verdict import check, judge  # fmt: skip
+
+
+def begin(
+    prepared: Prepared, *, on_finish: Sequence[str] = (), on_finish_s: float = ON_FINISH_S,
+    allow_unproven: bool = False,
+) -> tuple[RunFolder, Attempt]:  # fmt: skip
+    """Make the run folder and start the keeper in it; training runs when this returns.
+
+    The folder is that of this machine: where others train too, only the first one's is the run's own.
+    Raises NotReady where another run holds the place, or where training cannot be started.
+    """
+    here = prepared.here
+    attempt = _attempt(prepared, on_finish, on_finish_s, allow_unproven)
+    if here is not None:
+        filled = rendezvous.filled(attempt.argv, here)
+        attempt = replace(attempt, argv=filled, rank=here.rank)
+    folder = prepared.folder.node(attempt.rank)
+    try:
+        rendezvous.check_port(here)
+        if not attempt.rank:
+            _require_not_queued(folder)
+        output = None if attempt.rank else prepared.output
+        with (
+            runner.lock_run(folder, attempt.number, output) as (granted, locks),
+            _taken_back(folder),
+        ):
+            if not attempt.rank or not prepared.folder.manifest.exists():
+                _make(prepared, attempt)
+            attempt.write(folder)
+            _keep(folder, attempt, granted, locks, prepared.devices or Devices())
+    finally:
+        # the folder that was reserved, if nothing came of it
+        rundir.release(folder)
+        rundir.release(prepared.folder)
+    return folder, attempt
+
+
+def _require_not_queued(folder: RunFolder) -> None:
+    """A job that waits, or runs elsewhere, has the attempt already."""
+    waiting = slurm.job(folder)
+    if waiting is not None and slurm.state(waiting) is not None:
+        raise not_ready(
+            "run-is-live", f"the run {folder.path.name} is Slurm's job {waiting.id}",
+            f"wait for it, or launch stop {folder.path.name}", file=str(folder.path),
+        )  # fmt: skip
+
+
+def queue(
+    prepared: Prepared, options: sbatch.Options, *, on_finish: Sequence[str] = (),
+    on_finish_s: float = ON_FINISH_S, allow_unproven: bool = False,
+) -> slurm.Job:  # fmt: skip
+    """Make the run folder and hand it to Slurm, which runs `launch exec` on every node.
+
+    Raises NotReady where another run holds the place, or with what sbatch said.
+    """
+    folder, planned = prepared.folder, prepared.plan
+    attempt = _attempt(prepared, on_finish, on_finish_s, allow_unproven)
+    try:
+        with runner.lock_run(folder, attempt.number, prepared.output), _taken_back(folder):
+            _require_not_queued(folder)
+            _make(prepared, attempt)
+            attempt.write(folder)
+            text = sbatch.script(
+                name=folder.path.name, folder=folder.path, launch=ours(), nodes=planned.nodes,
+                gpus=planned.gpus, options=options,
+            )  # fmt: skip
+            return slurm.submit(
+                folder, text, nodes=planned.nodes, options=options, environ=os.environ
+            )
+    finally:
+        rundir.release(folder)
+
+
+def ours() -> list[str]:
+    """The argv that stands for `launch` wherever this folder and this Python can be reached."""
+    return ["env", f"PYTHONPATH={PROJECT}", sys.executable, "-m", "launcher"]
+
+
+def _make(prepared: Prepared, attempt: Attempt) -> None:
+    folder = prepared.folder
+    decision.set_aside(prepared.decision, attempt.number)
+    if rundir.read_manifest(folder).get("attempt") != attempt.number:
+        rundir.keep_manifest(folder)
+    manifest.create(
+        folder, attempt.number, prepared.plan, prepared.command, prepared.trainer, prepared.output,
+        [one.as_json() for one in prepared.caches],
+        devices=prepared.devices.as_json() if prepared.devices else None,
+        warnings=prepared.warnings, more=prepared.for_record(),
+    )  # fmt: skip
+    with contextlib.suppress(OSError):
+        restored = {one.what: one.before for one in prepared.decision.changes if one.restored}
+        manifest.write_stage_file(prepared.plan, folder, restored)
+
+
+@contextlib.contextmanager
+def _taken_back(folder: RunFolder) -> Iterator[None]:
+    """Have a run folder be as it was before, where what was prepared inside does not come to begin."""
+    begun, names = folder.attempts(), set(os.listdir(folder.path))
+    if names == {folder.lock.name}:
+        # that of this start: the run is a new one
+        names = set()
+    written = (folder.manifest, folder.start, folder.stage_file, folder.deepspeed)
+    before = {path: path.read_bytes() for path in written if path.name in names}
+    try:
+        yield
+    except BaseException:
+        ignored = (signal.SIGINT, signal.SIGTERM)
+        with process.handling(dict.fromkeys(ignored, process.ignore)), contextlib.suppress(OSError):
+            if folder.attempts() == begun:
+                # first what gives room back, where the disk is full
+                for path in folder.path.iterdir():
+                    if path.name not in names and not path.is_dir():
+                        path.unlink()
+                for path, raw in before.items():
+                    mode = 0o600 if path == folder.start else 0o666
+                    files.write_bytes(path, raw, mode=mode)
+        raise
+
+
+def _attempt(
+    prepared: Prepared, on_finish: Sequence[str], on_finish_s: float, allow_unproven: bool
+) -> Attempt:
+    planned, options = prepared.plan, prepared.plan.stage.options
+    return Attempt(
+        number=prepared.attempt, argv=prepared.command.argv, env=prepared.command.env,
+        environ=dict(os.environ), cwd=str(prepared.command.cwd), stage=options.stage,
+        backend=options.backend, title=planned.title, total=planned.steps, world=planned.processes,
+        nodes=planned.nodes, output=None if prepared.output is None else str(prepared.output),
+        caches=tuple(one.as_json() for one in prepared.caches), devices=_ids(prepared.devices),
+        config=str(planned.stage.config.path), on_finish=tuple(on_finish),
+        on_finish_s=on_finish_s, allow_unproven=allow_unproven, borrowed=borrowed(os.environ),
+        request={**prepared.request.as_json(), "gpus": planned.gpus},
+    )  # fmt: skip
+
+
+def prepare_again(folder: RunFolder) -> Attempt:
+    """Have an attempt wait in a run folder that goes on where the last one ended: a job came back.
+
+    Does nothing while the one that waits has begun on no machine, unless its data or models were written
+    to meanwhile, or when the run is finished. Raises what `prepare` raises, and NotReady where the job's
+    time was up without a further checkpoint.
+    """
+    waiting = attempts.read(folder)
+    begun = max(one.attempts() for one in folder.nodes())
+    holds = rundir.read_manifest(folder).get("contents")
+    if begun < waiting.number and not inputs.changed(holds, Path(waiting.cwd)):
+        return waiting
+    attempts.require_own(folder)
+    os.chdir(waiting.cwd)
+    os.environ.update(waiting.environ_of_the_shell(os.environ))
+    again = Request.from_json(waiting.request, config=folder.stage_file)
+    cut_short, reached = slurm.cut_short(folder), _reached(folder)
+    prepared = prepare(replace(again, folder=folder), running=True)
+    if prepared.decision.kind == "finished":
+        return waiting
+    if cut_short and prepared.decision.step <= reached:
+        raise not_ready(
+            "no-progress",
+            f"the job's time was up before a checkpoint behind step {reached}: it would never end",
+            "ask Slurm for more time, or save checkpoints more often", file=str(folder.path),
+        )  # fmt: skip
+    if prepared.output is not None:
+        lease.outlast(prepared.output, folder.path)
+    with runner.lock_run(folder, prepared.attempt, prepared.output):
+        attempt = _attempt(prepared, waiting.on_finish, waiting.on_finish_s, waiting.allow_unproven)
+        attempt = replace(attempt, environ=waiting.environ, request=waiting.request)
+        _make(prepared, attempt)
+        attempt.write(folder)
+    return attempt
+
+
+def _reached(folder: RunFolder) -> int:
+    """The step that the last attempt began at."""
+    return rundir.read_manifest(folder).number("resume", "step") or 0
+
+
+def execute(
+    folder: RunFolder, rank: int | None = None, address: str | None = None
+) -> tuple[RunFolder, Attempt]:
+    """Start the attempt that waits in a run folder, unless it has begun: what `launch exec` does.
+
+    Returns the folder of this machine. Raises NotReady where none waits there, or another run holds
+    the place; UsageError where it is not known which of several machines this is.
+    """
+    attempt = attempts.read(folder)
+    if folder.attempts() < attempt.number:
+        attempts.require_own(folder)
+    here = rendezvous.find(attempt.nodes, rank, address, os.environ)
+    if here is not None:
+        filled = rendezvous.filled(attempt.argv, here)
+        attempt = replace(attempt, argv=filled, rank=here.rank, token=secrets.token_hex(8))
+        folder = folder.node(here.rank)
+        folder.path.mkdir(rundir.OWN, exist_ok=True)
+        attempt.write(folder)
+    if folder.attempts() < attempt.number:
+        rendezvous.check_port(here)
+        # the first machine asks whether the output folder is free: it is the same for all
+        output = None if attempt.output is None or attempt.rank else Path(attempt.output)
+        with runner.lock_run(folder, attempt.number, output) as (granted, locks):
+            # the GPUs that it was given when it was prepared, if they still are to be had
+            chosen = Devices()
+            if attempt.devices:
+                chosen = devices.choose(None, attempt.devices, devices.look(attempt.environ))
+            if chosen.refused:
+                raise NotReady(errors(chosen.findings))
+            _keep(folder, attempt, granted, locks, chosen)
+    return folder, attempt
+
+
+def _ids(chosen: Devices | None) -> tuple[str, ...]:
+    return () if chosen is None else tuple(slot.id for slot in chosen.slots)
+
+
+def _keep(
+    folder: RunFolder, attempt: Attempt, granted: lease.Lease | None, locks: Sequence[int],
+    chosen: Devices,
+) -> None:  # fmt: skip
+    held = tuple(keys.from_json(one) for one in attempt.caches)
+    config_path = None if attempt.config is None else Path(attempt.config)
+    if granted is not None:
+        lease.keep_manifest(granted, rundir.read_manifest(folder))
+    with (
+        folders.held(held, folder, attempt.number, config=config_path) as cache_locks,
+        devices.lock_slots(chosen, folder.path) as gpu_locks,
+    ):
+        supervisor.spawn(
+            folder, attempt.number, (*cache_locks, *gpu_locks, *locks), attempt.digest(), granted
+        )
+
+
+def record_inputs(folder: RunFolder, attempt: Attempt) -> None:
+    """Hash data and models once more at the end, and leave what is not as it was at the start."""
+    holds = rundir.read_manifest(folder).get("contents")
+    if isinstance(holds, list):
+        changed = inputs.changed(holds, Path(attempt.cwd))
+        files.write_json(folder.inputs(attempt.number), {"changed": redact(changed)})
+
+
+def discard_spoiled(folder: RunFolder, attempt: Attempt) -> None:
+    """Take away what the run cached of data that were edited between our look and upstream's.
+
+    It belongs neither to what they were nor to what they are, and its keys may know only path and time.
+    """
+    for one in attempt.caches:
+        folders.discard_spoiled(keys.from_json(one))
+
+
+def of_a_further_machine(folder: RunFolder, attempt: Attempt) -> Exit:
+    """The exit code where the first of several machines judges."""
+    ended = runner.recorded(folder, attempt.number)
+    if ended is not None and ended.stopped is not None:
+        return Exit.INTERRUPTED
+    return Exit.TRAINING if ended is None or ended.returncode else Exit.OK
+
+
+def conclusion(
+    folder: RunFolder, attempt: Attempt, ended: runner.Exit | None = None
+) -> tuple[check.Verdict, Exit]:
+    """The verdict and the exit code of an attempt that is over; judged now where nobody has yet."""
+    ended = ended or runner.recorded(folder, attempt.number)
+    known = rundir.judged(folder, attempt.number)
+    told = check.from_json(rundir.read_json(folder.verdict)) if known else None
+    verdict = told or finish(folder)
+    return verdict, exit_code(ended, verdict, allow_unproven=attempt.allow_unproven)
+
+
+def finish(folder: RunFolder) -> check.Verdict:
+    """Judge a run folder; write verdict.json, metrics.jsonl and report.html where that is possible."""
+    judged = judge.judge(folder)
+    verdict = judged.verdict
+    # a read-only or full disk costs these files, not the verdict
+    with contextlib.suppress(OSError):
+        files.write_json(folder.verdict, verdict.as_json())
+        rows = "".join(rundir.json_line(row) for row in judge.rows_of(judged.attempts))
+        files.write_text(folder.metrics, rows)
+        run = series.of_judged(folder.path, judged)
+        files.write_text(folder.report, page.overlay([run]))
+    return verdict
+
+
+def judged_now(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> check.Verdict:
+    """The verdict of a finished run by what is expected of it now: that may have been changed since."""
+    asked = command.expectations(planned)
+    if rundir.read_manifest(folder).get("expect") == asked:
+        return verdict
+    return judge.judge(folder, asked).verdict
+
+
+def exit_code(ended: runner.Exit | None, verdict: check.Verdict, *, allow_unproven: bool) -> Exit:
+    """The documented exit code of a run that ended so, or of a verdict alone."""
+    if ended is not None and ended.stopped is not None:
+        return Exit.INTERRUPTED
+    if ended is not None and ended.returncode and verdict.stopped is None:
+        return Exit.TRAINING
+    return check.exit_code(verdict, allow_unproven=allow_unproven)
+
+
+def unpinned_note(folder: RunFolder) -> tuple[Finding, ...]:
+    """What a verdict has to say of a run on another commit than the pin."""
+    source = rundir.read_manifest(folder).get("upstream") or {}
+    if source.get("pinned", True):
+        return ()
+    return (
+        Finding(
+            severity="warning", layer="launch", code="unpinned-checkout", file=source.get("root"),
+            message=f"this run used {source.get('version')}, the pin is {source.get('pin')}",
+        ),
+    )  # fmt: skip

@@ -1,0 +1,222 @@
+"""Stopping a run from anywhere: what it will cost, the request, and waiting for the end."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.artifacts import checkpoints  # fmt: skip
+from launcher.errors import NotReady, UsageError, not_ready, usage
+from launcher.lifecycle import follow  # fmt: skip
+from launcher.lifecycle import supervisor as keeper
+from launcher.report import overview  # fmt: skip
+from launcher.report.progress import Progress
+from launcher.runs import attempt as attempts
+from launcher.runs import lease, rundir, runner, slurm  # fmt: skip
+from launcher.runs.rundir import RunFolder
+
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a stop loses: `step` is the last one done, `saved` the step of the last complete checkpoint."""
+
+    step: int
+    saved: int | None
+    checkpoint: Path | None
+
+    @property
+    def lost(self) -> int:
+        """Optimizer steps that would have to be done again."""
+        return max(0, self.step - (self.saved or 0))
+
+    def line(self) -> str:
+        """In words."""
+        if not self.step:
+            return "no step has been done yet: nothing is lost"
+        if self.checkpoint is None:
+            return f"no checkpoint has been saved: all {self.step} steps are lost"
+        if self.saved is None:
+            return f"the last complete checkpoint is {self.checkpoint.name}; step {self.step} was the last"
+        last = f"the last complete checkpoint is of step {self.saved}"
+        return f"{last}: {self.lost} of {self.step} steps are lost"
+
+    def as_json(self) -> dict[str, Any]:
+        """For `launch stop --format json`."""
+        where = None if self.checkpoint is None else str(self.checkpoint)
+        return {"step": self.step, "saved": self.saved, "checkpoint": where, "lost": self.lost}
+
+
+def cost(folder: RunFolder) -> Cost:
+    """What stopping this run now would lose."""
+    progress = Progress(total=None)
+    overview.last_steps(folder, progress)
+    record = rundir.read_manifest(folder)
+    ranks = record.processes or 1
+    found = checkpoints.find(str(record.get("backend")), record.output, ranks=ranks)
+    last = next((one for one in reversed(found) if one.why_incomplete is None), None)
+    return Cost(
+        step=progress.step, saved=last.number if last is not None and last.kind == "step" else None,
+        checkpoint=None if last is None else last.path,
+    )  # fmt: skip
+
+
+def due(folder: RunFolder) -> str:
+    """When the next checkpoint comes, in words, as far as its record and its last step tell."""
+    record, progress = rundir.read_manifest(folder), Progress(total=None)
+    overview.last_steps(folder, progress)
+    every, last = record.get("checkpoints", "epoch"), record.number("plan", "steps")
+    if every is None:
+        return "it saves no checkpoint: waiting for its end"
+    if not isinstance(every, int):
+        return "waiting for the next checkpoint"
+    step = every * (progress.step // every + 1)
+    if last is not None and step > last:
+        return f"no further checkpoint is due: waiting for its end, step {last}"
+    return f"waiting for the checkpoint of step {step}; step {progress.step} is done"
+
+
+def stop(folder: RunFolder, *, after_checkpoint: bool = False) -> runner.Exit | None:
+    """Have a run stopped, and wait until every process of it has gone; returns how it ended.
+
+    One that is about to begin is stopped as soon as it has; asked for twice at once, it is done once. Where
+    its keeper does not do it in time, its processes are ended from here. Raises
+    UsageError where it does not run here, NotReady where it runs on another machine or cannot be asked.
+    """
+    job = slurm.job(folder)
+    if job is not None and (state := slurm.state(job)) is not None:
+        # one that waits has no checkpoint to wait for
+        return _stop_job(folder, job, after_checkpoint=after_checkpoint and state == "running")
+    if (leader := runner.unknown(folder)) is not None:
+        raise NotReady(runner.unknown_here(folder, leader))
+    number = max(1, folder.attempts()) if runner.alive(folder.path) else _starting(folder)
+    if number is None:
+        state = overview.state(folder)
+        raise usage("not-running", f"{folder.path.name} does not run: {state}", "launch runs")
+    request = runner.Request(attempt=number, after_checkpoint=after_checkpoint)
+    earlier = runner.request(folder)
+    # one that is in no hurry does not slow down another that is
+    if earlier is None or earlier.attempt != number or not after_checkpoint:
+        _ask(folder, request)
+    _wait_elsewhere(folder, request)
+    until = math.inf if after_checkpoint else time.monotonic() + _patience(folder)
+    while runner.keeper_lives(folder) or _begins(folder, number):
+        # what a keeper that has concluded waits for is the command at the end, no part of the run
+        if rundir.concluded(folder, number) or time.monotonic() > until:
+            break
+        time.sleep(POLL_S)
+    if runner.alive(folder.path):
+        _end_orphan(folder, request)
+    if folder.attempts() < number:
+        # it never began; the next one gets its number, and was not meant
+        with contextlib.suppress(OSError):
+            folder.stop.unlink(missing_ok=True)
+    return runner.recorded(folder, number)
+
+
+def _patience(folder: RunFolder) -> float:
+    """Seconds that a keeper may take: one that stands still, or hangs, is done without."""
+    return sum(_waits(folder)) + 2 * runner.KILLED_S
+
+
+def _waits(folder: RunFolder) -> runner.Grace:
+    """How long the keeper of a run waits after each signal."""
+    told = rundir.read_json(folder.start).get("environ")
+    try:
+        return runner.grace(told.get(runner.GRACE_VARIABLE) if isinstance(told, dict) else None)
+    except UsageError:
+        return runner.GRACE_S
+
+
+def _stop_job(folder: RunFolder, job: slurm.Job, *, after_checkpoint: bool) -> runner.Exit | None:
+    """Slurm ends a job on all its machines; for a checkpoint, their keepers wait themselves."""
+    number = max(1, folder.attempts())
+    if after_checkpoint:
+        for node in folder.nodes():
+            _ask(node, runner.Request(attempt=number, after_checkpoint=True))
+    else:
+        slurm.cancel(job)
+    while slurm.state(job) is not None:
+        time.sleep(POLL_S * 5)
+    return runner.recorded(folder, number)
+
+
+def _ask(folder: RunFolder, request: runner.Request) -> None:
+    try:
+        request.write(folder)
+    except OSError as error:
+        keeper = runner.keeper_of(folder)
+        if keeper is None or not keeper.lives():
+            return
+        try:
+            if request.after_checkpoint:
+                raise PermissionError
+            # a full disk: a signal asks for the same, but with the keeper's own patience
+            os.kill(keeper.pid, signal.SIGINT)
+        except ProcessLookupError:
+            return
+        except PermissionError:
+            raise rundir.not_writable(folder.path, error.strerror) from None
+
+
+def _starting(folder: RunFolder) -> int | None:
+    """The number of the attempt that is about to begin; None where none is."""
+    while lease.held(folder.lock):
+        if runner.alive(folder.path):
+            return max(1, folder.attempts())
+        if runner.keeper_lives(folder):
+            # its training is over
+            return None
+        with contextlib.suppress(NotReady):
+            number = attempts.read(folder).number
+            if _begins(folder, number):
+                return number
+        time.sleep(POLL_S)
+    return None
+
+
+def _begins(folder: RunFolder, number: int) -> bool:
+    """Whether the attempt of this number was prepared, and no process of it is known as yet."""
+    known = runner.processes(folder).attempt
+    return known != number and runner.recorded(folder, number) is None and lease.held(folder.lock)
+
+
+def _end_orphan(folder: RunFolder, request: runner.Request) -> None:
+    """Its keeper was killed, or stands still: do what that would have done."""
+    attempt = follow.newest_attempt(folder)
+    due = keeper.Due(folder, attempt)
+    number = request.attempt
+    while not due.now(request) and runner.alive(folder.path):
+        time.sleep(POLL_S)
+    runner.end_orphans(folder, _waits(folder), number)
+    # not before: until then, it is what keeps orphans together
+    runner.kill_keeper(folder)
+    keeper.conclude(folder, attempt, runner.recorded(folder, number))
+
+
+def _wait_elsewhere(folder: RunFolder, request: runner.Request) -> None:
+    """Wait for a keeper that cannot be seen from here, and that reads requests from the run folder.
+
+    Raises NotReady where it does not stop the run, as where it does not see this folder.
+    """
+    known = runner.processes(folder)
+    if known.leader is None or not known.out_of_sight:
+        return
+    until = time.monotonic() + sum(runner.GRACE_S) + lease.SILENT_S
+    while runner.alive(folder.path):
+        if time.monotonic() > until and not request.after_checkpoint:
+            raise not_ready(
+                "run-is-elsewhere",
+                f"{folder.path.name} was asked to stop, and its supervisor on {known.leader.place} does not",
+                f"stop it there: launch stop {folder.path.name}", file=str(folder.path),
+            )  # fmt: skip
+        time.sleep(POLL_S * 5)
+    if runner.recorded(folder, request.attempt) is None:
+        raise NotReady(runner.unknown_here(folder, known.leader))

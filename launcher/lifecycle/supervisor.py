@@ -1,0 +1,289 @@
+"""The process that keeps a run: starts its training, waits, records the end, judges, tells.
+
+It lives in a session of its own and needs no terminal: the launcher, tmux and the ssh connection may
+die. Training would go on without it too (it writes its own log and holds the locks), as an orphan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from launcher.errors import Exit, Finding, LaunchError, NotReady, brief, not_ready
+from launcher.lifecycle import checksums, on_finish
+from launcher.machine import process
+from launcher.paths import PROJECT
+from launcher.report import overview
+from launcher.runs import attempt as attempts
+from launcher.runs import lease, rundir, runner
+from launcher.runs.attempt import Attempt
+from launcher.runs.lease import Lease
+from launcher.runs.rundir import RunFolder
+
+OTHERS_S = 60.0
+"""Seconds that a machine whose training failed waits for the first one to have recorded its end."""
+_STARTED = b"started\n"
+_DIGEST = "LAUNCH_START_DIGEST"
+_STARTED_HERE: list[subprocess.Popen[bytes]] = []
+
+
+def spawn(
+    folder: RunFolder, number: int, locks: Sequence[int] = (), digest: str | None = None,
+    granted: Lease | None = None,
+) -> process.Identity:  # fmt: skip
+    """Start the keeper of an attempt; returns as soon as training is there.
+
+    `locks` are file descriptors that keeper and training hold open from now on, `granted` is the lease that
+    the keeper takes over. With `digest`, it starts nothing but that attempt, whoever may write in the folder.
+    Raises NotReady with what stopped it where training could not be started.
+    """
+    process.hold_standard_streams()
+    listening, telling = os.pipe()
+    words = [str(folder.path), str(number), str(telling), ",".join(map(str, locks))]
+    words += [] if granted is None else [str(granted.path)]
+    more = {} if digest is None else {_DIGEST: digest}
+    early: list[int] = []
+
+    def note(signalled: int, _frame: FrameType | None) -> None:
+        early.append(signalled)
+
+    try:
+        # no exception may come between the start of a child and its name
+        noted = process.handling({signal.SIGINT: note, signal.SIGTERM: note})
+        with noted, runner.private(folder.diary) as diary:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "launcher.lifecycle.supervisor", *words], stdin=subprocess.DEVNULL,
+                stdout=diary, stderr=diary, start_new_session=True, pass_fds=(telling, *locks),
+                env={**os.environ, "PYTHONPATH": _with_ours(os.environ.get("PYTHONPATH")), **more},
+            )  # fmt: skip
+            _STARTED_HERE.append(child)
+    except OSError as error:
+        os.close(listening)
+        raise rundir.not_writable(folder.path, error.strerror) from None
+    finally:
+        os.close(telling)
+    with interruptible(), os.fdopen(listening, "rb") as told:
+        if early:
+            raise KeyboardInterrupt
+        answer = told.read()
+    if answer == _STARTED:
+        return process.identify(child.pid)
+    child.wait()
+    raise NotReady(_refused(folder, answer))
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """INT and TERM inside raise KeyboardInterrupt once what this process has started is stopped.
+
+    A terminal that goes stops nothing.
+    """
+    try:
+        with process.handling(
+            {signal.SIGHUP: process.ignore, signal.SIGTERM: signal.default_int_handler}
+        ):
+            yield
+    except KeyboardInterrupt:
+        # whoever asked for the run does not want it any more; asked twice, a keeper does not wait
+        def hand_on(*_: object) -> None:
+            process.signal_all([one.pid for one in left], signal.SIGINT)
+
+        left = [one for one in _STARTED_HERE if one.poll() is None]
+        with process.handling({signal.SIGINT: hand_on, signal.SIGTERM: hand_on}):
+            hand_on()
+            for one in left:
+                one.wait()
+        raise
+
+
+def _with_ours(path: str | None) -> str:
+    """PYTHONPATH with this package on it: it may be running from a folder that is nowhere else named."""
+    ours = str(PROJECT)
+    return ours if not path else f"{path}{os.pathsep}{ours}"
+
+
+def _refused(folder: RunFolder, answer: bytes) -> list[Finding]:
+    try:
+        return [Finding(**told) for told in json.loads(answer)]
+    except (ValueError, TypeError):
+        last: list[str] = []
+        with contextlib.suppress(OSError):
+            last = folder.diary.read_text(errors="replace").splitlines()[-1:]
+        return [
+            Finding(
+                severity="error", layer="launch", code="no-keeper", file=str(folder.path),
+                message="the process that keeps the run ended before training began",
+                help=f"its last words: {brief(last[0], 300)}" if last else None,
+            )
+        ]  # fmt: skip
+
+
+def main(words: Sequence[str]) -> int:
+    """Keep one attempt to its end.
+
+    `words`: run folder, number, descriptor to tell, descriptors to hold, the lease to take over.
+    """
+    folder, number = RunFolder(Path(words[0])), int(words[1])
+    telling, locks = int(words[2]), [int(one) for one in words[3].split(",") if one]
+    digest = os.environ.pop(_DIGEST, None)
+    granted = lease.read(Path(words[4])) if words[4:] else None
+    process.adopt_orphans()
+    for descriptor in (telling, *locks):
+        os.set_inheritable(descriptor, False)
+    with os.fdopen(telling, "wb", buffering=0) as pipe:
+
+        def tell(answer: bytes) -> None:
+            with contextlib.suppress(OSError, ValueError):
+                pipe.write(answer)
+                pipe.close()
+
+        try:
+            attempt = attempts.read(folder)
+            if digest not in (None, attempt.digest()):
+                raise not_ready(
+                    "start-changed", f"{folder.start.name} is not what was written at the start",
+                    "have runs in a folder that nobody else can write", file=str(folder.start),
+                )  # fmt: skip
+            # a tmux session, a job or another shell may have started us anywhere
+            os.chdir(attempt.cwd)
+            output = None if attempt.output is None or attempt.rank else Path(attempt.output)
+            sums = checksums.Watch(folder, attempt.backend, output, attempt.world)
+            with lease.kept(granted, partial(_overtaken, folder.console(number))) as end:
+                command = attempt.command(os.environ)
+                if granted is not None:
+                    env = {**command.env, lease.VARIABLE: str(granted.path)}
+                    command = replace(command, env=env)
+                sums.start()
+                ended = runner.run(
+                    command, folder, number, held=locks, due=Due(folder, attempt).now,
+                    began=lambda: tell(_STARTED), inherited={}, adopting=True,
+                )  # fmt: skip
+                sums.end(resumable=ended.returncode != 0)
+                end(overview.ended_state(folder), ended.returncode)
+        except OSError as error:
+            message = f"the folder that launch was started in cannot be entered: {error.strerror}"
+            gone = not_ready("not-started", message, file=attempt.cwd)
+            tell(json.dumps([one.as_json() for one in gone.findings]).encode())
+            return gone.exit_code
+        except LaunchError as error:
+            tell(json.dumps([one.as_json() for one in error.findings]).encode())
+            return error.exit_code
+    # what is asked for now is for the command at the end, and a verdict takes seconds
+    ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    with process.handling(dict.fromkeys(ignored, process.ignore)):
+        return conclude(folder, attempt, ended, locks=locks, own=True)
+
+
+def _overtaken(console: Path, by: Lease) -> None:
+    """Stop the training: it must not write where another one does."""
+    told = (
+        f"launch: stopped: the output folder was taken over by the run {by.run} ({by.described}), fencing "
+        f"number {by.fence}"
+    )
+    print(told, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError), console.open("a") as log:
+        log.write(f"\n{told}\n")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def conclude(
+    folder: RunFolder, attempt: Attempt, ended: runner.Exit | None, *, locks: Sequence[int] = (),
+    own: bool = False,
+) -> int:  # fmt: skip
+    """Judge a run that is over and tell whoever asked for it; returns the run's exit code.
+
+    Where the keeper was killed, before or after it had judged, whoever looks on does what is left: once,
+    however many they are, but for one that is killed in the moment of the call. `locks` are let go before
+    the call. The attempt is the user's `own` where it was not read from a file that others may write.
+    """
+    from launcher.lifecycle import start
+
+    if attempt.rank:
+        _let_go(locks)
+        return _of_a_further_machine(folder, attempt, ended)
+    number = attempt.number
+    with rundir.concluding(folder, number) as due:
+        if not due:
+            return Exit.OK
+        code: int = Exit.BUG
+        try:
+            if not rundir.judged(folder, number):
+                # a record that cannot be written costs a point, not the verdict
+                with contextlib.suppress(OSError):
+                    start.record_inputs(folder, attempt)
+                start.discard_spoiled(folder, attempt)
+            code = start.conclusion(folder, attempt, ended)[1]
+            rundir.seal(folder, number, untold=bool(attempt.on_finish))
+        except Exception:
+            # a verdict can be asked for again; being told that it is over cannot
+            traceback.print_exc()
+        # the command may start the next run on the same cards
+        _let_go(locks)
+        on_finish.call(
+            folder, attempt, code, own=own, began=lambda: rundir.note_told(folder, number)
+        )
+    return code
+
+
+def _let_go(locks: Sequence[int]) -> None:
+    for lock in locks:
+        os.close(lock)
+
+
+def _of_a_further_machine(folder: RunFolder, attempt: Attempt, ended: runner.Exit | None) -> int:
+    """The first machine judges and tells, for all; one that failed leaves it the time for that."""
+    if ended is not None and not ended.returncode:
+        return Exit.OK
+    first = RunFolder(folder.path.parent)
+    until = time.monotonic() + OTHERS_S
+    while first.manifest.exists() and not first.exit(attempt.number).exists():
+        if time.monotonic() > until:
+            break
+        time.sleep(1)
+    return Exit.TRAINING
+
+
+class Due:
+    """Whether a request to stop is to be met now: at once, or once one more checkpoint is complete."""
+
+    EVERY_S = 2.0
+
+    def __init__(self, folder: RunFolder, attempt: Attempt) -> None:
+        self.folder = folder
+        self.attempt = attempt
+        self.before: frozenset[str] | None = None
+        self.looked = -self.EVERY_S
+
+    def now(self, request: runner.Request) -> bool:
+        """Looks for checkpoints every two seconds; those of the first look are the old ones."""
+        if not request.after_checkpoint:
+            return True
+        if time.monotonic() - self.looked < self.EVERY_S:
+            return False
+        self.looked = time.monotonic()
+        complete = self._complete()
+        if self.before is None:
+            self.before = complete
+        return bool(complete - self.before)
+
+    def _complete(self) -> frozenset[str]:
+        from launcher.artifacts import checkpoints
+
+        output = None if self.attempt.output is None else Path(self.attempt.output)
+        found = checkpoints.find(self.attempt.backend, output, ranks=self.attempt.world)
+        return frozenset(str(one.path) for one in found if one.why_incomplete is None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

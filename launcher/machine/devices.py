@@ -1,0 +1,408 @@
+"""Which GPUs a run gets: those that were named, or free ones, and none that another run has.
+
+Every GPU has a lock file under its own id, in a place that all users of the machine share. The lock is the
+kernel's and is inherited by the training process: a GPU is another run's for as long as anything of that
+run lives, and never longer. What is not launch's is known from the driver alone: from who computes there,
+and, in a container that does not see them, from the memory that is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher import files
+from launcher.errors import Finding, NotReady, UsageError, said
+from launcher.machine import process, python
+from launcher.machine.locks import locked
+from launcher.machine.python import Gpu, GpuProcess
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+# by default CUDA puts the fastest card first, nvidia-smi goes by the PCI bus: one order for both
+ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+FREE_MIB = 1024
+"""What may be in use on a GPU that counts as free: a driver's own, a display's."""
+
+LOCKS = "LAUNCH_GPU_LOCKS"
+"""The environment variable that names another folder for the locks than the machine's own."""
+_SHARED = ("/dev/shm", "/tmp")
+_NUMBER = re.compile(r"\d+")
+_NO_FILE_NAME = re.compile(r"[^\w.-]+")
+# another start that only looks holds a lock for microseconds
+_GLANCE_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What CUDA_VISIBLE_DEVICES can name; `name` is how the variable spells it."""
+
+    name: str
+    gpu: Gpu
+
+    @property
+    def id(self) -> str:
+        """The same everywhere, on every boot."""
+        return self.gpu.uuid
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return f"GPU {self.gpu.index}"
+
+    def answers_to(self, asked: str) -> bool:
+        """Whether `asked` is its number or (the beginning of) its id."""
+        if asked.isdecimal():
+            return int(asked) == self.gpu.index
+        return len(asked) > 4 and self.id.startswith(asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Who has a GPU. `run` is a run of launch's; `locked` whether it holds the GPU's lock."""
+
+    text: str
+    run: str | None = None
+    locked: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """The GPUs of this machine at one moment; `uses` by id, `hidden` is what CUDA_VISIBLE_DEVICES says.
+
+    `fault` is what nvidia-smi complains of.
+    """
+
+    present: tuple[Gpu, ...]
+    visible: tuple[Slot, ...]
+    uses: Mapping[str, Use] = field(default_factory=dict)
+    hidden: str | None = None
+    fault: str | None = None
+
+    def free(self) -> tuple[Slot, ...]:
+        """Those that nobody has."""
+        return tuple(slot for slot in self.visible if slot.id not in self.uses)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """The GPUs of a run, or why it gets none: then `findings` holds an error, and `slots` is empty."""
+
+    slots: tuple[Slot, ...] = ()
+    why: str = ""
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def visible(self) -> str:
+        """The value of CUDA_VISIBLE_DEVICES; empty for the CPU."""
+        return ",".join(slot.name for slot in self.slots)
+
+    @property
+    def refused(self) -> bool:
+        """Whether the run cannot have what it asked for."""
+        return any(finding.severity == "error" for finding in self.findings)
+
+    def env(self) -> dict[str, str]:
+        """What is added to the environment of training."""
+        told = {VARIABLE: self.visible}
+        if any(slot.name.isdecimal() for slot in self.slots):
+            told[ORDER[0]] = ORDER[1]
+        return told
+
+    def as_json(self) -> dict[str, Any]:
+        """For the manifest and envelopes."""
+        return {
+            "visible": self.visible,
+            "why": self.why,
+            "gpus": [
+                {
+                    "index": slot.gpu.index, "id": slot.id, "name": slot.gpu.name,
+                    "memory_mib": slot.gpu.memory_mib,
+                }
+                for slot in self.slots
+            ],
+        }  # fmt: skip
+
+
+# --- what is here ---------------------------------------------------------------------------------
+
+
+def look(environ: Mapping[str, str] | None = None) -> Look:
+    """Ask the driver, the lock files and /proc; no GPU is touched."""
+    environ = os.environ if environ is None else environ
+    driver = python.ask_driver()
+    slots = visible(driver.gpus, environ)
+    uses = {slot.id: use for slot in slots if (use := _use(slot, driver.processes)) is not None}
+    return Look(
+        present=driver.gpus,
+        visible=slots,
+        uses=uses,
+        hidden=environ.get(VARIABLE),
+        fault=driver.fault,
+    )
+
+
+def visible(present: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Slot, ...]:
+    """What CUDA_VISIBLE_DEVICES leaves, read as CUDA does: what follows a wrong entry is not seen.
+
+    A repeated entry hides everything (torch/cuda/__init__.py, `_parse_visible_devices`).
+    """
+    listed = environ.get(VARIABLE)
+    if listed is None:
+        return tuple(Slot(str(gpu.index), gpu) for gpu in present)
+    found: list[Slot] = []
+    for entry in (word.strip() for word in listed.split(",")):
+        slot = _entry(entry, present)
+        if slot is None:
+            break
+        if any(slot.id == other.id for other in found):
+            return ()
+        found.append(slot)
+    return tuple(found)
+
+
+def _entry(entry: str, present: Sequence[Gpu]) -> Slot | None:
+    if number := _NUMBER.match(entry):
+        return next(
+            (Slot(str(gpu.index), gpu) for gpu in present if gpu.index == int(number[0])), None
+        )
+    # an id may be cut short as long as it means one
+    fitting = [gpu for gpu in present if entry[:4] == "GPU-" and gpu.uuid.startswith(entry)]
+    return Slot(entry, fitting[0]) if len(fitting) == 1 else None
+
+
+def _use(slot: Slot, computing: Sequence[GpuProcess]) -> Use | None:
+    holder = _holder(slot)
+    if holder is not None:
+        name = Path(holder).name if holder else None
+        return Use(f"the run {name}" if name else "another start of launch", name, locked=True)
+    here = [one for one in computing if one.uuid == slot.id]
+    if here:
+        run = next((name for one in here if (name := _run_of(one.pid))), None)
+        told = ", ".join(_described(one) for one in here[:3])
+        return Use(f"the run {run} ({told})" if run else told, run)
+    if slot.gpu.used_mib > FREE_MIB:
+        return Use(f"something that is not seen from here ({slot.gpu.used_mib} MiB)")
+    return None
+
+
+def _described(one: GpuProcess) -> str:
+    name = Path(one.name).name if one.name and not one.name.startswith("[") else ""
+    told = [part for part in (name, f"{one.used_mib} MiB" if one.used_mib else "") if part]
+    return f"pid {one.pid}" + (f" ({', '.join(told)})" if told else "")
+
+
+def _run_of(pid: int) -> str | None:
+    """The run of launch's that a process belongs to; None where /proc does not tell."""
+    marks = sorted(process.marks())
+    return next((Path(mark).name for mark in marks if pid in process.family(None, mark)), None)
+
+
+# --- the choice -----------------------------------------------------------------------------------
+
+
+def named(text: str | None) -> tuple[str, ...] | None:
+    """`--devices 2,3` in parts; raises UsageError for what names nothing, or something twice."""
+    if text is None:
+        return None
+    parts = tuple(part.strip() for part in text.split(","))
+    twice = sorted({part for part in parts if parts.count(part) > 1})
+    odd = [p for p in parts if not (p.isascii() and p.isdecimal()) and p[:4] != "GPU-"]
+    if not odd and not twice:
+        return parts
+    what = f"`{odd[0]}` is no GPU" if odd else f"{', '.join(twice)} is named twice"
+    raise UsageError(
+        said("error", "bad-devices", f"--devices {text}: {what}", "numbers of nvidia-smi: 2,3")
+    )
+
+
+def choose(count: int | None, asked: Sequence[str] | None, seen: Look) -> Devices:
+    """The GPUs for a run that wants `count` of them, or the ones `asked` for by number or id.
+
+    Never raises: a refusal is an error among the findings. A GPU that was named is taken although
+    something else computes on it, with a warning; one that another run of launch's holds never is.
+    """
+    if asked is not None:
+        return _named(asked, seen)
+    if not count:
+        return Devices(why="on the CPU")
+    free = seen.free()
+    if len(free) < count:
+        return Devices(findings=(_too_few(count, seen, free),))
+    every = len(seen.visible)
+    why = "the only ones here" if count == every else f"the first free of {every}"
+    return Devices(slots=free[:count], why=why)
+
+
+def _named(names: Sequence[str], seen: Look) -> Devices:
+    slots: list[Slot] = []
+    faults: list[Finding] = []
+    for name in names:
+        slot = next((one for one in seen.visible if one.answers_to(name)), None)
+        if slot is None:
+            faults.append(_no_such(name, seen))
+            continue
+        slots.append(slot)
+        use = seen.uses.get(slot.id)
+        if use is not None and use.locked:
+            faults.append(_held_by(slot, use))
+        elif use is not None:
+            message = f"{slot.label} is named, and used by {use.text}: both may run out of memory"
+            faults.append(said("warning", "busy-gpu", message, _ending(use)))
+    refused = any(fault.severity == "error" for fault in faults)
+    return Devices(
+        slots=() if refused else tuple(slots), why="named by --devices", findings=tuple(faults)
+    )
+
+
+def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
+    here = len(seen.visible)
+    if seen.fault is not None:
+        return said(
+            "error", "no-driver", f"nvidia-smi says: {seen.fault}",
+            "mend the driver (after an update: reboot), or start the container with --gpus all; --gpus 0 "
+            "trains on the CPU",
+        )  # fmt: skip
+    if here < count:
+        limit = "" if seen.hidden is None else f" ({VARIABLE}={seen.hidden})"
+        return said(
+            "error", "too-few-gpus", f"{count} GPU(s) asked for, {here} here{limit}",
+            f"--gpus {here}" if here else "--gpus 0 trains on the CPU",
+        )  # fmt: skip
+    taken = [f"{s.label} is used by {seen.uses[s.id].text}" for s in seen.visible if s not in free]
+    runs = dict.fromkeys(use.run for use in seen.uses.values() if use.run)
+    foreign = [s.name for s in seen.visible if s not in free and not seen.uses[s.id].locked]
+    ways = [f"--gpus {len(free)}"] if free else []
+    ways += ["wait", *(f"`launch stop {run}`" for run in list(runs)[:2])]
+    if len(foreign) + len(free) >= count:
+        wanted = [s.name for s in seen.visible if s in free or s.name in foreign][:count]
+        ways.append(f"--devices {','.join(wanted)} takes them all the same")
+    return said(
+        "error", "gpus-taken",
+        f"{count} GPU(s) asked for, {len(free)} of {here} free: {'; '.join(taken)}",
+        ", or ".join(ways),
+    )  # fmt: skip
+
+
+def _no_such(name: str, seen: Look) -> Finding:
+    left = ", ".join(slot.name for slot in seen.visible) or "none"
+    hidden = any(name in {str(gpu.index), gpu.uuid} for gpu in seen.present)
+    why = f"{VARIABLE}={seen.hidden} hides it" if hidden else "there is no such GPU here"
+    return said("error", "no-such-gpu", f"--devices {name}: {why}", f"to be seen: {left}")
+
+
+def _held_by(slot: Slot, use: Use) -> Finding:
+    message = f"{slot.label} is taken by {use.text}"
+    return said("error", "gpus-taken", message, f"another one, or {_ending(use)}")
+
+
+def _ending(use: Use) -> str:
+    return f"wait, or `launch stop {use.run}`" if use.run else "wait until it is over"
+
+
+# --- locks ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def lock_slots(
+    devices: Devices, run: Path, *, patience_s: float = 10.0
+) -> Iterator[tuple[int, ...]]:
+    """Lock exactly these; yields the descriptors that the started process must inherit.
+
+    A lock that the same run holds already (its launcher, about to go) is waited for. Raises NotReady
+    where another start was quicker.
+    """
+    locks: list[int] = []
+    try:
+        # all starts go in one order: of two that want the same GPUs one gets them
+        for slot in sorted(devices.slots, key=lambda slot: slot.id):
+            lock = _opened(slot.id)
+            if lock is None:
+                continue
+            locks.append(lock)
+            if _busy(lock, _GLANCE_S) and not _passed_on(lock, run, patience_s):
+                raise NotReady(_held_by(slot, _use(slot, ()) or Use("another start of launch")))
+            _write(lock, run)
+        yield tuple(locks)
+    finally:
+        for lock in locks:
+            os.close(lock)
+
+
+def _passed_on(lock: int, run: Path, patience_s: float) -> bool:
+    """Whether the holder is this very run, and lets go in time."""
+    return _written(lock) == str(run) and not _busy(lock, patience_s)
+
+
+def _holder(slot: Slot) -> str | None:
+    """The run folder that a held lock names, empty where it names none; None where it is free."""
+    lock = _opened(slot.id, make=False)
+    if lock is None:
+        return None
+    try:
+        return _written(lock) if _busy(lock, 0.0, shared=True) else None
+    finally:
+        os.close(lock)
+
+
+def _busy(lock: int, seconds: float, *, shared: bool = False) -> bool:
+    # on a file system without locks what the driver says has to do
+    return locked(lock, shared=shared, seconds=seconds) is False
+
+
+def _write(lock: int, run: Path) -> None:
+    with contextlib.suppress(OSError):
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, json.dumps({"run": str(run)}).encode(), 0)
+
+
+def _written(lock: int) -> str:
+    try:
+        told = files.parse_json(os.pread(lock, 65536, 0))
+    except (OSError, ValueError):
+        return ""
+    run = told.get("run") if isinstance(told, dict) else None
+    return run if isinstance(run, str) else ""
+
+
+def _opened(name: str, *, make: bool = True) -> int | None:
+    """A lock file that every user of the machine can lock, and nobody else's file instead of it.
+
+    None where there is none, or none can be made.
+    """
+    file = f"launch-{_NO_FILE_NAME.sub('-', name)}.lock"
+    given = os.environ.get(LOCKS)
+    for folder in [given] if given else _SHARED:
+        with contextlib.suppress(OSError):
+            # of the whole machine, and nobody can remove another's file in it
+            if os.stat(folder).st_mode & stat.S_ISVTX or given:
+                return _shared(Path(folder) / file, make=make)
+    return None
+
+
+def _shared(path: Path, *, make: bool) -> int:
+    """Raises OSError where there is none, or something else lies in its place."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        # not O_CREAT at once: in a sticky folder Linux refuses that for the file of another user
+        lock = os.open(path, flags)
+    except FileNotFoundError:
+        if not make:
+            raise
+        with contextlib.suppress(FileExistsError):
+            lock = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+            # whatever the umask of who comes first
+            os.fchmod(lock, 0o666)
+            return lock
+        lock = os.open(path, flags)
+    status = os.fstat(lock)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+        os.close(lock)
+        raise FileNotFoundError(path)
+    return lock

@@ -1,0 +1,630 @@
+"""What lies between two commits of open-instruct, and what that does to given stage files.
+
+Commits are read from git objects, without a checkout, and compared by what things mean, not by how
+they are spelt. Each stage file is judged at both as `launch validate-config` would judge it there.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from launcher.config import load as configs
+from launcher.config import pipeline
+from launcher.config.load import Config
+from launcher.errors import Exit, Finding, InvalidConfig, brief, errors, not_ready
+from launcher.machine.git import Repository
+from launcher.pin import pin
+from launcher.pin.pin import PACKAGE, Commits, describe
+from launcher.stage import stage as stages
+from launcher.stage import unused
+from launcher.stage.stage import Judged
+from launcher.upstream import history, locate
+from launcher.upstream.locate import Locator
+from launcher.upstream.schema import Field, Read, Refusal, Schema
+from launcher.upstream.source import conditions
+from launcher.upstream.source.packages import UNKNOWN, Sources
+from launcher.upstream.trainers import BACKENDS, Entry
+
+BACKEND = BACKENDS["open_instruct"]
+_CACHE_MODULE, _CACHE_VERSION = f"{PACKAGE}.dataset_transformation", "DATASET_CACHE_VERSION"
+# findings about every commit that is not the pin
+_EVERYWHERE = {"unpinned-checkout", "other-version"}
+_FOREIGN = "for another backend than open-instruct"
+_WIDE = 160
+
+What = Literal[
+    "removed", "renamed", "added", "required", "type", "default", "unread", "read", "conditions",
+    "refused", "accepted",
+]  # fmt: skip
+_HEADINGS: Mapping[What, str] = {
+    "removed": "removed", "renamed": "renamed", "added": "added", "required": "now required",
+    "type": "other type", "default": "other default", "unread": "not read any more",
+    "read": "newly read", "conditions": "read under other conditions",
+    "refused": "newly refused", "accepted": "refused no more",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revision:
+    """One commit: what its entry scripts take and do, by stage.
+
+    `unreadable` holds the reason of every stage that is not in `schemas`. `cache` is the version that
+    goes into the keys of cached datasets, None where the source has none, UNKNOWN where only running
+    it would tell.
+    """
+
+    name: str
+    commit: str
+    date: str | None
+    subject: str | None
+    repository: Repository
+    locator: Locator
+    schemas: Mapping[str, Schema]
+    unreadable: Mapping[str, str]
+    cache: Any
+
+    @property
+    def title(self) -> str:
+        """Commit, date and subject, for people."""
+        about = ", ".join(part for part in (self.date, self.subject) if part)
+        named = f"{self.commit[:12]} ({about})" if about else self.commit[:12]
+        return f"{named}, the pin" if self.commit == pin.PIN else named
+
+    def past(self, script: str) -> Callable[[str], Sequence[history.Event]]:
+        """What happened to an argument of a script up to this commit."""
+        return functools.partial(
+            history.of, script=script, repository=self.repository, head=self.commit
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """For the envelope."""
+        return {
+            "name": self.name, "commit": self.commit, "date": self.date, "subject": self.subject,
+            "pin": self.commit == BACKEND.PIN, "unreadable": dict(self.unreadable),
+            "dataset_cache_version": None if self.cache is UNKNOWN else self.cache,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One thing that changed about one argument, or one `raise` that arguments alone lead to.
+
+    `name` is the argument, or the error that is raised. `before` and `after` are what it is about, as
+    text; `old` and `new` the `file:line` of the definitions, reads or raises. `to` is the new name of a
+    renamed argument, `why` what history says.
+    """
+
+    name: str
+    what: What
+    before: str | None = None
+    after: str | None = None
+    old: str | None = None
+    new: str | None = None
+    to: str | None = None
+    why: str | None = None
+
+    def __str__(self) -> str:
+        before, after = brief(self.before, _WIDE), brief(self.after, _WIDE)
+        match self.what:
+            case "renamed" | "removed":
+                told = self.why or self.what
+            case "added":
+                told = f"{after}; {self.why}" if self.why else after
+            case "unread":
+                told = f"nothing reads it any more, before: {before}"
+            case "read":
+                told = f"read now: {after}, before: nowhere"
+            case "conditions":
+                told = f"read {before} -> {after}"
+            case "refused" | "accepted":
+                told = f"where {brief(self.after or self.before, _WIDE)}"
+            case _:
+                told = f"{'type' if self.what == 'type' else 'default'} {before} -> {after}"
+        return f"{told}  ({self.new or self.old})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageDifference:
+    """What changed about one entry script; `reads` is whether what it reads could be compared."""
+
+    stage: str
+    script: str
+    changes: tuple[Change, ...] = ()
+    unreadable: Mapping[str, str]
+    reads: bool
+
+    def as_json(self) -> dict[str, object]:
+        """Everything."""
+        return {
+            "stage": self.stage, "script": self.script, "unreadable": dict(self.unreadable),
+            "reads_compared": self.reads, "changes": [asdict(change) for change in self.changes],
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigDifference:
+    """One stage file at both commits.
+
+    `valid` is None where the commit's source could not be read for this stage, or the file is for
+    another backend (`reason`). `defaults` are the changed defaults that the file relies on.
+    """
+
+    path: Path
+    stage: str | None
+    reason: str | None = None
+    valid: tuple[bool | None, bool | None] = (None, None)
+    appeared: tuple[Finding, ...] = ()
+    vanished: tuple[Finding, ...] = ()
+    defaults: tuple[Change, ...] = ()
+
+    @property
+    def worse(self) -> bool:
+        """Whether an error appeared, or the file cannot be judged at NEW any more."""
+        lost = self.valid[0] is not None and self.valid[1] is None
+        return lost or bool(errors(self.appeared))
+
+    def as_json(self) -> dict[str, object]:
+        """Everything."""
+        return {
+            "path": str(self.path), "stage": self.stage, "reason": self.reason,
+            "valid": {"old": self.valid[0], "new": self.valid[1]}, "worse": self.worse,
+            "findings": {
+                "appeared": [finding.as_json() for finding in self.appeared],
+                "vanished": [finding.as_json() for finding in self.vanished],
+            },
+            "defaults": [asdict(change) for change in self.defaults],
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Everything between two commits; `ahead` and `behind` count commits of NEW against OLD."""
+
+    repository: Path
+    shallow: bool
+    old: Revision
+    new: Revision
+    ahead: int | None
+    behind: int | None
+    stages: Mapping[str, StageDifference]
+    configs: tuple[ConfigDifference, ...]
+
+    @property
+    def cache_moved(self) -> bool | None:
+        """Whether cached datasets of OLD are found at NEW no more; None where that is not known."""
+        versions = (self.old.cache, self.new.cache)
+        known = all(v is None or isinstance(v, str | int | float) for v in versions)
+        return versions[0] != versions[1] if known else None
+
+    @property
+    def worse(self) -> bool:
+        """Whether NEW refuses a file that OLD took or finds another error in it; without files,
+        whether a stage that could be read at OLD cannot be read at NEW."""
+        if self.configs:
+            return any(config.worse for config in self.configs)
+        return any({*stage.unreadable} == {"new"} for stage in self.stages.values())
+
+    @property
+    def exit_code(self) -> Exit:
+        """0, or 3 where something got worse."""
+        return Exit.CONFIG if self.worse else Exit.OK
+
+    def as_json(self) -> dict[str, object]:
+        """Everything."""
+        return {
+            "repository": str(self.repository), "shallow": self.shallow,
+            "old": self.old.as_json(), "new": self.new.as_json(),
+            "ahead": self.ahead, "behind": self.behind, "worse": self.worse,
+            "dataset_cache_moved": self.cache_moved,
+            "stages": {name: stage.as_json() for name, stage in self.stages.items()},
+            "configs": [config.as_json() for config in self.configs],
+        }  # fmt: skip
+
+
+def between(
+    commits: Commits, paths: Sequence[Path] = (), *, stage: str | None = None
+) -> Difference:
+    """Compare two commits, and what they mean for the stage files `paths`.
+
+    `stage` is for flat files that do not say theirs. Raises NotReady where git lacks the commits' files,
+    InvalidConfig with all findings where a stage file cannot even be read.
+    """
+    loaded = _load(paths)
+    repository = commits.repository
+    old = _read(repository, commits.old, commits.names[0])
+    new = _read(repository, commits.new, commits.names[1])
+    compared = {
+        name: _compare(name, old, new)
+        for name, entry in BACKEND.STAGES.items()
+        # a further script of a stage that neither or only the newer commit has is no loss of anything
+        if not entry.stage or name in old.schemas
+    }
+    ahead, behind = pin.distance(repository, commits.old, commits.new)
+    return Difference(
+        repository=repository.root, shallow=repository.is_shallow(), old=old, new=new,
+        ahead=ahead, behind=behind, stages=compared,
+        configs=tuple(_judge_both(one, old, new, compared, stage) for one in loaded),
+    )  # fmt: skip
+
+
+def _load(paths: Sequence[Path]) -> list[Config]:
+    loaded: list[Config] = []
+    faults: list[Finding] = []
+    for path in paths:
+        try:
+            loaded.append(configs.load(path))
+        except InvalidConfig as error:
+            if {finding.code for finding in error.findings} == {configs.PIPELINE}:
+                links = pipeline.load(path).links
+                loaded += [configs.load(link.config, link.texts()) for link in links]
+            else:
+                faults += error.findings
+    if faults:
+        raise InvalidConfig(faults)
+    return loaded
+
+
+def _read(repository: Repository, commit: str, name: str) -> Revision:
+    _check_objects(repository, commit)
+    source = locate.at_commit(repository, commit)
+    locator = Locator.of(source)
+    schemas: dict[str, Schema] = {}
+    unreadable: dict[str, str] = {}
+    for stage, entry in BACKEND.STAGES.items():
+        try:
+            schemas[stage] = locator.schema(BACKEND.NAME, stage)
+        except InvalidConfig as error:
+            unreadable[stage] = f"{entry.script}: {error.findings[0].message}"
+    date, subject = describe(repository, commit)
+    sources = Sources(source.packages)
+    try:
+        module = sources.module(_CACHE_MODULE)
+        constant = module.constants.get(_CACHE_VERSION) if module is not None else None
+        cache = sources.evaluate(module, constant) if module is not None and constant else None
+    except (SyntaxError, ValueError, RecursionError):
+        cache = UNKNOWN
+    return Revision(
+        name=name, commit=commit, date=date, subject=subject, repository=repository,
+        locator=locator, schemas=schemas, unreadable=unreadable, cache=cache,
+    )  # fmt: skip
+
+
+def _check_objects(repository: Repository, commit: str) -> None:
+    """Files that were never fetched must not look like absent ones."""
+    if repository.ask("config", "--get-regexp", r"partialclone|promisor") is None:
+        return
+    listed = repository.ask("ls-tree", "-r", "--full-tree", commit, "--", f"{PACKAGE}/") or ""
+    files = [line.split()[2] for line in listed.splitlines() if line.endswith(".py")]
+    if None in list(repository.blobs(files)):
+        raise not_ready(
+            "missing-objects",
+            f"the files of {commit[:12]} were never fetched into {repository.root}, a "
+            "partial clone", f"git -C {repository.root} fetch --refetch --no-filter origin",
+            file=str(repository.root),
+        )  # fmt: skip
+
+
+# --- the entry scripts ----------------------------------------------------------------------------
+
+
+def _compare(stage: str, old: Revision, new: Revision) -> StageDifference:
+    script = BACKEND.STAGES[stage].script
+    sides = {"old": old, "new": new}
+    unreadable = {s: r.unreadable[stage] for s, r in sides.items() if stage in r.unreadable}
+    changes: list[Change] = []
+    followed = False
+    if not unreadable:
+        first, second = old.schemas[stage], new.schemas[stage]
+        changes += _fields(first.fields, second.fields, old.past(script), new.past(script))
+        renames = {c.name: c.to for c in changes if c.what == "renamed" and c.to}
+        followed = bool(first.path.reads) and bool(second.path.reads)
+        if followed:
+            changes += _reads(first, second, renames)
+            changes += _refusals(first.path.refusals, second.path.refusals, renames)
+    return StageDifference(
+        stage=stage, script=script, changes=tuple(changes), unreadable=unreadable, reads=followed
+    )
+
+
+def _fields(
+    old: Mapping[str, Field],
+    new: Mapping[str, Field],
+    before: Callable[[str], Sequence[history.Event]],
+    after: Callable[[str], Sequence[history.Event]],
+) -> Iterator[Change]:
+    gone = [name for name in old if name not in new]
+    added = [name for name in new if name not in old]
+    # old name -> new name; where NEW is the older commit, as it was renamed later
+    renames = dict(_renames(gone, after, added))
+    renames |= {to: name for name, to in _renames(added, before, gone) if to not in renames}
+    for name in gone:
+        to = renames.get(name)
+        yield Change(
+            name=name, what="renamed" if to else "removed", to=to, old=old[name].where,
+            before=old[name].type, after=new[to].type if to else None,
+            new=new[to].where if to else None, why=_why(after(name), gone=True),
+        )  # fmt: skip
+    for name in (name for name in added if name not in renames.values()):
+        known = new[name]
+        yield Change(
+            name=name, what="added", after=f"{known.type} = {shown_default(known)}",
+            new=known.where, why=_why(after(name), gone=False),
+        )  # fmt: skip
+    for name, known in old.items():
+        if (to := name if name in new else renames.get(name)) is not None:
+            yield from _altered(known, new[to])
+
+
+def _renames(
+    names: Iterable[str], past: Callable[[str], Sequence[history.Event]], others: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    for name in names:
+        events = past(name)
+        if events and (to := history.called_now(events[0], past, others)) is not None:
+            yield name, to
+
+
+def _why(events: Sequence[history.Event], *, gone: bool) -> str | None:
+    """How a name went away or came, for people; None where NEW is the older commit."""
+    return history.sentence(events[0]) if events and events[0].gone == gone else None
+
+
+def _altered(old: Field, new: Field) -> Iterator[Change]:
+    to = new.name if new.name != old.name else None
+    change = Change(name=old.name, what="type", old=old.where, new=new.where, to=to)
+    if _takes(old) != _takes(new):
+        yield replace(change, before=_shown_type(old), after=_shown_type(new))
+    before, after = shown_default(old), shown_default(new)
+    if new.required and not old.required:
+        yield replace(change, what="required", before=before, after=after)
+    elif before != after:
+        yield replace(change, what="default", before=before, after=after)
+
+
+def _takes(known: Field) -> tuple[object, ...]:
+    """What of a type decides which words a flag takes."""
+    kind = known.type if known.kind == "opaque" else known.kind
+    return kind, sorted(map(str, known.choices)), known.many, known.bare
+
+
+def _shown_type(known: Field) -> str:
+    return f"{known.type} ({', '.join(map(str, known.choices))})" if known.choices else known.type
+
+
+def shown_default(known: Field) -> str:
+    """A default for people: as YAML would have it, or as the source spells it."""
+    if known.required:
+        return "required"
+    if known.default_text is not None:
+        return known.default_text
+    if known.default is None or isinstance(known.default, bool):
+        return {None: "none", True: "true", False: "false"}[known.default]
+    if isinstance(known.default, float) and known.default.is_integer():
+        return str(int(known.default))
+    return str(known.default)
+
+
+def _reads(old: Schema, new: Schema, renames: Mapping[str, str]) -> Iterator[Change]:
+    entries = stages.entry_of(old), stages.entry_of(new)
+    for name, known in old.fields.items():
+        to = name if name in new.fields else renames.get(name)
+        if to is None:
+            continue
+        first, second = old.path.reads.get(name), new.path.reads.get(to)
+        if first is None or second is None:
+            continue
+        before = _shown_reads(first, entries[0], renames)
+        after = _shown_reads(second, entries[1], {})
+        if before != after:
+            what: What = "conditions" if first and second else "read" if second else "unread"
+            yield Change(
+                name=name, what=what, to=to if to != name else None, before=before, after=after,
+                old=first[0].where if first else known.where,
+                new=second[0].where if second else new.fields[to].where,
+            )  # fmt: skip
+
+
+def _shown_reads(reads: Sequence[Read], entry: Entry, renames: Mapping[str, str]) -> str:
+    """The alternatives under which an argument is read, for people."""
+    known = {frozenset(_renamed(c, renames) for c in unused.condition_of(r, entry)) for r in reads}
+    if frozenset() in known:
+        return "always"
+    weakest = [one for one in known if not any(other < one for other in known)]
+    return " or ".join(sorted(" and ".join(sorted(one)) for one in weakest)) or "nowhere"
+
+
+def _renamed(text: str, renames: Mapping[str, str]) -> str:
+    """A condition in the new names."""
+    for name in conditions.names(text) & renames.keys():
+        text = re.sub(rf"(?<![\w.'\"]){re.escape(name)}(?!\w)", renames[name], text)
+    return text
+
+
+def _refusals(
+    old: Iterable[Refusal], new: Iterable[Refusal], renames: Mapping[str, str]
+) -> Iterator[Change]:
+    def by_conditions(
+        refusals: Iterable[Refusal], renames: Mapping[str, str]
+    ) -> Mapping[object, Refusal]:
+        return {(frozenset(_renamed(c, renames) for c in r.when), r.parsing): r for r in refusals}
+
+    first, second = by_conditions(old, renames), by_conditions(new, {})
+    for key in first.keys() - second.keys():
+        one = first[key]
+        yield Change(
+            name=_raiser(one), what="accepted", before=unused.shown(one.when), old=one.where
+        )
+    for key in second.keys() - first.keys():
+        one = second[key]
+        yield Change(name=_raiser(one), what="refused", after=unused.shown(one.when), new=one.where)
+
+
+def _raiser(refusal: Refusal) -> str:
+    return f"{refusal.error} of {'the parser' if refusal.parsing else 'the script'}"
+
+
+# --- the stage files ------------------------------------------------------------------------------
+
+
+def _judge_both(
+    config: Config,
+    old: Revision,
+    new: Revision,
+    compared: Mapping[str, StageDifference],
+    stage: str | None,
+) -> ConfigDifference:
+    if stages.backend_of(config) != BACKEND.NAME:
+        return ConfigDifference(path=config.path, stage=None, reason=_FOREIGN)
+    first, second = _judge(config, old, stage), _judge(config, new, stage)
+    readable = [judged for judged in (first, second) if isinstance(judged, Judged)]
+    told = ConfigDifference(
+        path=config.path,
+        stage=next((judged.stage for judged in readable), None),
+        valid=(_is_valid(first), _is_valid(second)),
+    )
+    if not isinstance(first, Judged) or not isinstance(second, Judged):
+        return replace(told, reason="; ".join(s for s in (first, second) if isinstance(s, str)))
+    if first.schema is None or second.schema is None:
+        return replace(told, reason="names no stage that launch starts")
+    changes = compared[first.schema.key].changes
+    return replace(
+        told, appeared=_only_in(second, first), vanished=_only_in(first, second),
+        defaults=tuple(c for c in changes if _relies_on(c, first, second)),
+    )  # fmt: skip
+
+
+def _judge(config: Config, side: Revision, stage: str | None) -> Judged | str:
+    """A file against a commit; the reason where its stage cannot be read there."""
+    try:
+        judged = stages.judge(config, stage=stage, locator=side.locator)
+    except InvalidConfig as error:
+        return error.findings[0].message
+    kept = tuple(f for f in judged.findings if f.code not in _EVERYWHERE)
+    return replace(judged, findings=kept)
+
+
+def _is_valid(judged: Judged | str) -> bool | None:
+    return not errors(judged.findings) if isinstance(judged, Judged) else None
+
+
+def _only_in(judged: Judged, other: Judged) -> tuple[Finding, ...]:
+    """Findings that the other side does not have; the same code about the same key is the same."""
+    known = {_identity(finding) for finding in other.findings}
+    return tuple(finding for finding in judged.findings if _identity(finding) not in known)
+
+
+def _identity(finding: Finding) -> tuple[str | None, ...]:
+    # of several refusals of one argument its conditions tell them apart, wherever they stand
+    of_source = finding.code == "refused-by-source"
+    about = finding.message.partition(" raises ")[2] if of_source else None
+    return finding.severity, finding.code, finding.key, about
+
+
+def _relies_on(change: Change, old: Judged, new: Judged) -> bool:
+    """Whether a file leaves an argument to a default that changes, and something reads it."""
+    assert old.schema and new.schema and old.values is not None and new.values is not None
+    args, to = new.config.args, change.to or change.name
+    if change.what not in {"default", "required"}:
+        return False
+    if args.get(change.name) is not None or args.get(to) is not None:
+        return False
+    entries = stages.entry_of(old.schema), stages.entry_of(new.schema)
+    names = entries[1].names
+    derived = {*entries[1].derived, names.output, "do_not_randomize_output_dir"}
+    if new.options is not None and new.options.batch is not None:
+        derived |= {names.per_device, names.accumulation}
+    return to not in derived and (
+        change.what == "required"
+        or unused.acts(old.values, entries[0], change.name)
+        or unused.acts(new.values, entries[1], to)
+    )
+
+
+# --- as text --------------------------------------------------------------------------------------
+
+
+def lines(difference: Difference, *, everything: bool = False) -> list[str]:
+    """The answer for people. Without stage files, or with `everything`, each change has its line."""
+    told = list(_head_lines(difference))
+    for config in difference.configs:
+        if config.reason != _FOREIGN:
+            told += ["", *_config_lines(config)]
+    if foreign := [str(c.path) for c in difference.configs if c.reason == _FOREIGN]:
+        told += ["", f"{_FOREIGN}: {', '.join(foreign)}"]
+    for stage in difference.stages.values():
+        told += ["", *_stage_lines(stage, everything=everything or not difference.configs)]
+    old, new = difference.old.cache, difference.new.cache
+    if difference.cache_moved is None:
+        told += ["", "dataset cache: its version is not known at one of the commits"]
+    elif difference.cache_moved:
+        moved = f"dataset cache: version {old or 'none'} -> {new or 'none'}"
+        told += ["", f"{moved}: every dataset is tokenised again"]
+    return [*told, "", _result_line(difference)]
+
+
+def _head_lines(difference: Difference) -> Iterator[str]:
+    yield f"old  {difference.old.title}"
+    yield f"new  {difference.new.title}"
+    counts = [(difference.ahead, "ahead"), (difference.behind, "behind")]
+    steps = " and ".join(f"{n} commit(s) {word}" for n, word in counts if n)
+    if difference.old.commit == difference.new.commit:
+        steps = "the same commit"
+    if steps:
+        yield f"     {steps}"
+    if difference.shallow:
+        yield "     the history was cut off when it was cloned: counts and renames go as far as it does"
+
+
+def _config_lines(config: ConfigDifference) -> Iterator[str]:
+    words = {True: "valid", False: "INVALID", None: "cannot be judged"}
+    before, after = (words[state] for state in config.valid)
+    state = before if before == after else f"{before} -> {after}"
+    stage = f" ({config.stage})" if config.stage else ""
+    changes = config.appeared or config.vanished or config.defaults or config.reason
+    yield f"{config.path}{stage}: {state}{'' if changes else ', nothing changes'}"
+    if config.reason is not None:
+        yield f"  {config.reason}"
+    for sign, found in (("+", config.appeared), ("-", config.vanished)):
+        for finding in found:
+            place = f"  ({finding.place})" if finding.place else ""
+            yield f"  {sign} {finding.severity}[{finding.code}]: {finding.message}{place}"
+            if sign == "+" and finding.help is not None:
+                yield f"        help: {finding.help}"
+    for change in config.defaults:
+        yield f"  relies on `{change.to or change.name}`: {change}"
+
+
+def _stage_lines(stage: StageDifference, *, everything: bool) -> Iterator[str]:
+    same = ": no change" if not (stage.changes or stage.unreadable) else ""
+    yield f"{stage.stage}  {stage.script}{same}"
+    for side, reason in stage.unreadable.items():
+        yield f"  {side}: {reason}"
+    if not stage.reads and not stage.unreadable:
+        yield "  what the script reads could not be followed at one of the commits"
+    counts = []
+    for what, heading in _HEADINGS.items():
+        found = [change for change in stage.changes if change.what == what]
+        if found and everything:
+            yield f"  {heading}:"
+            for change in found:
+                name = f"{change.name} -> {change.to}" if change.to else change.name
+                yield f"    {name}: {change}"
+        elif found:
+            counts.append(f"{len(found)} {heading}")
+    if counts:
+        yield f"  in all: {', '.join(counts)} (--all shows them)"
+
+
+def _result_line(difference: Difference) -> str:
+    worse = [str(config.path) for config in difference.configs if config.worse]
+    if worse:
+        return f"worse for {len(worse)} of {len(difference.configs)} file(s): {', '.join(worse)}"
+    if difference.worse:
+        return "worse: a stage that could be read at the old commit cannot be read at the new one"
+    about = "for these files" if difference.configs else "that can be told without stage files (-c)"
+    return f"nothing gets worse {about}"

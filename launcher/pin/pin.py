@@ -1,0 +1,413 @@
+"""Which open-instruct checkouts are here and how they stand to the pin; commits by any name git knows.
+
+Everything is asked of git and of the files; nothing is changed, and nothing asks the network.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from launcher.errors import Exit, Finding, NotReady, UsageError, not_ready, usage
+from launcher.machine.git import Repository
+from launcher.paths import canonical, exists, is_file
+from launcher.upstream import locate
+from launcher.upstream.trainers import BACKENDS
+
+PIN = BACKENDS["open_instruct"].PIN
+PACKAGE = BACKENDS["open_instruct"].PACKAGES[0]
+URL = "https://github.com/allenai/open-instruct.git"
+_SHOWN = 12
+
+State = Literal["checkout", "missing", "empty", "other", "unreadable"]
+_STATES: Mapping[State, str] = {
+    "missing": "not there",
+    "empty": "an empty folder",
+    "other": "holds no open-instruct checkout",
+    "unreadable": "cannot be read",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One place where a checkout may lie, and what is there.
+
+    `source` says who names it. `commit`, `date` (YYYY-MM-DD) and `subject` are what is checked out,
+    None without a git history of its own; `edited` are tracked files that differ from that commit,
+    `changed` those files that launch reads and that differ from the pin's. `ahead` and `behind` count
+    commits against the pin, None where the pin is not among the objects (`knows_pin`).
+    """
+
+    path: Path
+    source: str
+    used: bool
+    state: State
+    commit: str | None = None
+    date: str | None = None
+    subject: str | None = None
+    edited: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    ahead: int | None = None
+    behind: int | None = None
+    knows_pin: bool = False
+    shallow: bool = False
+
+    @property
+    def edited_source(self) -> tuple[str, ...]:
+        """The edited files of the package that training runs."""
+        return tuple(name for name in self.edited if name.startswith(f"{PACKAGE}/"))
+
+    @property
+    def equal(self) -> bool:
+        """Whether it is the pin: its commit, as far as there is one, and no edit in the package."""
+        here = self.state == "checkout" and self.commit in {None, PIN}
+        return here and not self.changed and not self.edited_source
+
+    def as_json(self) -> dict[str, object]:
+        """Every fact of it."""
+        return {
+            "path": str(self.path), "source": self.source, "used": self.used, "state": self.state,
+            "equal": self.equal, "commit": self.commit, "date": self.date, "subject": self.subject,
+            "edited_files": list(self.edited), "changed_files": list(self.changed),
+            "ahead": self.ahead, "behind": self.behind, "knows_pin": self.knows_pin,
+            "shallow": self.shallow,
+        }  # fmt: skip
+
+    def lines(self) -> Iterator[str]:
+        """What there is to say of it, the place first."""
+        mark = "used" if self.used else "here" if self.state == "checkout" else "-"
+        if self.state != "checkout":
+            yield f"{mark:<5} {self.path}  ({self.source}): {_STATES[self.state]}"
+            return
+        yield f"{mark:<5} {self.path}  ({self.source}): {self._standing()}"
+        if self.commit is not None:
+            yield f"      at {self.commit[:_SHOWN]}, {self.date}, {self.subject}"
+        else:
+            yield "      without a git history of its own"
+        if counts := _counts(self.ahead, self.behind):
+            yield f"      {counts}"
+        elif self.commit is not None and not self.knows_pin:
+            yield "      the pin is not among its objects"
+        if self.edited:
+            yield f"      edited: {_listed(self.edited)}"
+        unedited = [name for name in self.changed if name not in self.edited]
+        if unedited:
+            yield f"      different from the pin: {_listed(unedited)}"
+
+    def _standing(self) -> str:
+        if self.equal:
+            edits = ", edited outside of the package" if self.edited else ""
+            return f"the pin{edits}" if self.commit else "the files of the pin"
+        parts = []
+        if self.commit not in {None, PIN}:
+            same = "" if self.changed else ", with the same files as far as launch reads them"
+            parts.append(f"another commit than the pin{same}")
+        if self.edited_source:
+            parts.append("edited")
+        return " and ".join(parts) or "other files than the pin's"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """Which checkout launch would use, which others are here, and what to do next.
+
+    `repository` is launch's own, None where it was installed without it; `recorded` the commit that its
+    index names for the submodule. `fault` is why the place that was named cannot be used.
+    """
+
+    places: tuple[Place, ...]
+    repository: Path | None = None
+    recorded: str | None = None
+    fault: Finding | None = None
+
+    @property
+    def submodule(self) -> Place:
+        """The place of launch's own submodule."""
+        own = canonical(locate.SUBMODULE)
+        return next(place for place in self.places if canonical(place.path) == own)
+
+    @property
+    def fill(self) -> str | None:
+        """The one command that fills the submodule, from wherever it is typed."""
+        if self.repository is None or self.recorded is None:
+            return None
+        below = locate.SUBMODULE.relative_to(self.repository)
+        return f"git -C {_word(self.repository)} submodule update --init {below}"
+
+    @property
+    def used(self) -> Place | None:
+        """The checkout that a run would use; None: only the committed snapshot is here."""
+        return next((place for place in self.places if place.used), None)
+
+    @property
+    def exit_code(self) -> Exit:
+        """0 for the pin, 3 for another commit or edits, 5 where there is no checkout."""
+        if self.used is None:
+            return Exit.NOT_READY
+        return Exit.OK if self.used.equal else Exit.CONFIG
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is wrong, for the envelope."""
+        if self.fault is not None:
+            return (self.fault,)
+        if self.used is None:
+            found = not_ready(
+                "no-checkout",
+                "there is no open-instruct checkout; what needs none uses the committed snapshot",
+                next(iter(self.next), None),
+            )
+        elif not self.used.equal:
+            edited = ", edited" if self.used.edited_source else ""
+            found = not_ready(
+                "unpinned-checkout",
+                f"the checkout is at {self.used.commit or 'an unknown commit'}{edited}, the pin is {PIN}",
+                next(iter(self.next), None), file=str(self.used.path),
+            )  # fmt: skip
+        else:
+            return ()
+        return tuple(found.findings)
+
+    @property
+    def next(self) -> tuple[str, ...]:
+        """The commands that mend what is wrong, most useful first."""
+        return tuple(_next(self))
+
+    def as_json(self) -> dict[str, object]:
+        """Every fact, for the envelope."""
+        used = self.used
+        return {
+            "pin": PIN,
+            "equal": used is not None and used.equal,
+            "used": None if used is None else used.as_json(),
+            "places": [place.as_json() for place in self.places],
+            "submodule": {
+                "path": str(locate.SUBMODULE), "state": self.submodule.state,
+                "repository": None if self.repository is None else str(self.repository),
+                "recorded": self.recorded, "fill": self.fill,
+            },
+            "next": list(self.next),
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """The answer for people."""
+        told = [f"pin   {PIN}"]
+        for place in self.places:
+            told += place.lines()
+        if self.used is None:
+            told.append("used  none of these: what needs no checkout uses the committed snapshot")
+        if self.repository is None:
+            told.append("launch is installed without its repository: there is no submodule here")
+        elif self.recorded is None:
+            told.append(f"{self.repository} records no commit for its submodule")
+        elif self.recorded != PIN:
+            told.append(f"launch's repository records {self.recorded[:_SHOWN]}, not the pin")
+        return told + [f"next: {command}" for command in self.next]
+
+
+def status(checkout: Path | None, environ: Mapping[str, str]) -> Status:
+    """Look at every documented place, in the order in which launch looks for a checkout.
+
+    Raises nothing for what is there: a place that was named and cannot be used is `Status.fault`.
+    """
+    fault, used = None, None
+    try:
+        used = locate.locate("open_instruct", checkout=checkout, environ=environ).root
+    except NotReady as error:
+        fault = error.findings[0]
+    places: list[Place] = []
+    for path, source in locate.checkout_places(checkout, environ):
+        if all(canonical(path) != canonical(known.path) for known in places):
+            taken = used is not None and canonical(path) == canonical(used)
+            places.append(_look(path, source, used=taken and not any(p.used for p in places)))
+    # launch may be installed somewhere inside of another repository
+    root = locate.REPOSITORY
+    if not locate.SUBMODULE.is_relative_to(root) or not _is_own(Repository(root)):
+        return Status(places=tuple(places), fault=fault)
+    recorded = gitlink(Repository(root), locate.SUBMODULE.relative_to(root).as_posix())
+    return Status(places=tuple(places), repository=root, recorded=recorded, fault=fault)
+
+
+def _look(path: Path, source: str, *, used: bool) -> Place:
+    state = _state(path)
+    if state != "checkout":
+        return Place(path=path, source=source, used=used, state=state)
+    facts = locate.locate("open_instruct", checkout=path, environ={})
+    repository = Repository(path)
+    if not _is_own(repository):
+        return Place(path=path, source=source, used=used, state=state, changed=facts.changed)
+    commit = repository.commit("HEAD")
+    date, subject = describe(repository, commit) if commit else (None, None)
+    edited = repository.ask("diff", "--name-only", "--no-ext-diff", "-z", "HEAD", "--") or ""
+    ahead, behind = distance(repository, PIN, commit) if commit else (None, None)
+    return Place(
+        path=path, source=source, used=used, state=state, commit=commit, date=date,
+        subject=subject, edited=tuple(filter(None, edited.split("\0"))), changed=facts.changed,
+        ahead=ahead, behind=behind, knows_pin=repository.commit(PIN) is not None,
+        shallow=repository.is_shallow(),
+    )  # fmt: skip
+
+
+def _state(path: Path) -> State:
+    if is_file(path / PACKAGE / "finetune.py"):
+        return "checkout"
+    if not exists(path):
+        return "missing"
+    try:
+        return "empty" if path.is_dir() and not any(path.iterdir()) else "other"
+    except OSError:
+        return "unreadable"
+
+
+def gitlink(repository: Repository, path: str) -> str | None:
+    """The commit that a repository's index names for a submodule."""
+    told = repository.ask("ls-files", "-s", "--", path) or ""
+    found = re.match(r"160000 ([0-9a-f]+) 0\t", told)
+    return found[1] if found else None
+
+
+def _next(told: Status) -> Iterator[str]:
+    used, recorded = told.used, told.recorded == PIN
+    if used is None:
+        other = next((place for place in told.places if place.equal), None)
+        if other is not None and told.fault is not None:
+            # the place that was named is none, another one is
+            yield f"export LAUNCH_OPEN_INSTRUCT={_word(other.path)}"
+        place = _word(told.places[-1].path)
+        yield told.fill or f"git clone {URL} {place} && git -C {place} checkout {PIN}"
+    elif not used.equal and used.commit is None:
+        yield f"git clone {URL} PATH && git -C PATH checkout {PIN}"
+    elif not used.equal:
+        git = f"git -C {_word(used.path)}"
+        if used.edited_source:
+            yield f"{git} stash"
+        if used.commit != PIN and used.source == "submodule" and recorded and told.fill:
+            yield told.fill
+        elif used.commit != PIN:
+            fetch = "" if used.knows_pin else f"{git} fetch origin {PIN} && "
+            yield f"{fetch}{git} checkout {PIN}"
+    elif recorded and told.fill is not None and told.submodule.state in {"empty", "missing"}:
+        # not needed, while the other one is there
+        yield told.fill
+    if told.repository is not None and told.recorded is not None and not recorded:
+        below = locate.SUBMODULE.relative_to(told.repository)
+        index = f"git -C {_word(told.repository)} update-index"
+        yield f"{index} --cacheinfo 160000,{PIN},{below}"
+
+
+# --- repositories and commits ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Commits:
+    """Two commits of one repository, under the names they were asked for."""
+
+    repository: Repository
+    old: str
+    new: str
+    names: tuple[str, str]
+
+
+def find_commits(
+    words: Sequence[str], checkout: Path | None, environ: Mapping[str, str]
+) -> Commits:
+    """Two commits for `OLD NEW`, `OLD..NEW`, or `NEW` alone (against the pin), and where they are.
+
+    A name is any that git knows, or `pin`. Searched are the checkout that was named (also a bare
+    repository), else all documented places: the first that holds both commits counts.
+
+    Raises UsageError for words or names that make no sense, NotReady where there is no repository or
+    where objects were never fetched; the help is the command that gets them.
+    """
+    names = _names(words)
+    places = list(locate.checkout_places(checkout, environ))
+    named = checkout is not None or bool(environ.get("LAUNCH_OPEN_INSTRUCT"))
+    places = places[:1] if named else places
+    repositories = [Repository(path) for path, _ in places if _is_own(Repository(path), bare=True)]
+    if not repositories:
+        where = f"{places[0][1]} names no git repository: {places[0][0]}"
+        raise not_ready(
+            "no-repository",
+            where if named else "there is no open-instruct repository to read commits from",
+            f"git clone {URL}, then --open-instruct PATH (a bare clone will do)",
+        )
+    for repository in repositories:
+        found = [repository.commit(PIN if name == "pin" else name) for name in names]
+        if found[0] is not None and found[1] is not None:
+            return Commits(repository, found[0], found[1], names)
+    raise _unknown(repositories[0], names)
+
+
+def _names(words: Sequence[str]) -> tuple[str, str]:
+    if len(words) == 1 and ".." in words[0]:
+        old, _, new = words[0].partition("..")
+        return old or "pin", new.lstrip(".") or "HEAD"
+    if len(words) == 1:
+        return "pin", words[0]
+    if len(words) == 2:
+        return words[0], words[1]
+    raise usage("unknown-commit", "two commits are compared", "launch pin diff pin origin/main")
+
+
+def _is_own(repository: Repository, *, bare: bool = False) -> bool:
+    """Whether a folder is a repository: an empty one inside of another would answer for that one."""
+    if not exists(repository.root):
+        return False
+    here = canonical(repository.root)
+    top = repository.top()
+    if top is not None and canonical(top) == here:
+        return True
+    folder = repository.ask("rev-parse", "--absolute-git-dir") if bare else None
+    return folder is not None and canonical(Path(folder)) == here
+
+
+def _unknown(first: Repository, names: tuple[str, str]) -> NotReady | UsageError:
+    """The error for names that no repository knows, of the first one, with what would get them."""
+    meant = [PIN if name == "pin" else name for name in dict.fromkeys(names)]
+    lacking = [name for name in meant if first.commit(name) is None] or meant
+    git, name = f"git -C {_word(first.root)}", lacking[0]
+    whole = re.fullmatch(r"[0-9a-f]{40,64}", name) is not None
+    shallow = first.is_shallow()
+    help = f"{git} fetch origin{f' {name}' if whole else ''}"
+    if shallow and not whole:
+        help = f"{git} fetch --unshallow origin"
+    finding = Finding(
+        severity="error", layer="launch", code="unknown-commit", file=str(first.root), help=help,
+        message=f"{' and '.join(f'`{n}`' for n in lacking)}: no commit that {first.root} knows"
+        + (", whose history was cut off when it was cloned" if shallow else ""),
+    )  # fmt: skip
+    return NotReady(finding) if shallow or whole else UsageError(finding)
+
+
+def describe(repository: Repository, commit: str) -> tuple[str | None, str | None]:
+    """The date (YYYY-MM-DD) and the subject of a commit; None where it is not there."""
+    told = repository.ask("show", "-s", "--no-show-signature", "--format=%cs%x00%s", commit)
+    date, found, subject = (told or "").partition("\0")
+    return (date, subject) if found else (None, None)
+
+
+def distance(repository: Repository, old: str, new: str) -> tuple[int | None, int | None]:
+    """How many commits `new` is ahead of `old` and behind it; None where one is not there."""
+    told = repository.ask("rev-list", "--left-right", "--count", f"{old}...{new}", "--")
+    counts = (told or "").split()
+    return (int(counts[1]), int(counts[0])) if len(counts) == 2 else (None, None)
+
+
+def _counts(ahead: int | None, behind: int | None) -> str:
+    if ahead and behind:
+        return f"{ahead} commit(s) ahead of it, {behind} behind it"
+    number, word = (ahead, "ahead of") if ahead else (behind, "behind")
+    return f"{number} commit(s) {word} it" if number else ""
+
+
+def _listed(names: Sequence[str], limit: int = 6) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _word(path: Path) -> str:
+    return shlex.quote(str(path))

@@ -1,0 +1,146 @@
+"""What of a set-up can be turned so that it fits a card, by the same estimate of memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from launcher.errors import InvalidConfig
+from launcher.plan.footprint import Footprint
+from launcher.plan.plan import Plan, divisors
+from launcher.rules.model import LIGER_MODELS
+from launcher.stage.options import deepspeed_file
+from launcher.upstream.schema import Values
+
+Way = tuple[str, Mapping[str, Any]]
+"""One change in words and by name: `per_device`, `gpus`, `nodes`, `deepspeed`, or arguments."""
+
+
+def mends(
+    footprint: Footprint, peak_of: Callable[[Footprint], float], usable: float
+) -> list[tuple[str, float]]:
+    """What can be turned so that it fits, with its peak in GiB: one change alone, else two together.
+
+    The mildest come first, and of each group only the first that fits. The global batch and the rows stay.
+    """
+    groups = [tuple(group(footprint)) for group in (
+        _smaller_batches, _recomputing, _kernels, _zero_stages, _more_gpus,
+    )]  # fmt: skip
+
+    def first(choices: Iterator[tuple[Way, ...]]) -> Iterator[tuple[str, float]]:
+        for ways in choices:
+            try:
+                changed = _changed(footprint, {k: v for _, way in ways for k, v in way.items()})
+                peak = math.inf if changed is None else peak_of(changed)
+            except InvalidConfig:
+                continue
+            if peak <= usable:
+                yield " with ".join(words for words, _ in ways), peak
+                return
+
+    for size in (1, 2):
+        sets = itertools.combinations(groups, size)
+        if fitting := [mend for some in sets for mend in first(itertools.product(*some))]:
+            return fitting
+    return []
+
+
+def _changed(footprint: Footprint, way: Mapping[str, Any]) -> Footprint | None:
+    """The same set-up with a change; None where the batch cannot be split so, or it would crash."""
+    planned, stage, args = footprint.plan, footprint.plan.stage, dict(way)
+    split = {k: args.pop(k, getattr(planned, k)) for k in ("per_device", "gpus", "nodes")}
+    accumulation, rest = divmod(planned.global_batch, math.prod(split.values()))
+    if rest or not accumulation:
+        return None
+    name = args.pop("deepspeed", None)
+    if name is not None:
+        file = deepspeed_file(name)
+        options = replace(stage.options, deepspeed=file, deepspeed_name=name)
+        stage = replace(stage, options=options)
+    derived = {name: one.value for name, one in planned.derived.items()}
+    values = Values(stage.schema, {**stage.args, **derived, **args})
+    made = replace(planned, stage=stage, values=values, accumulation=accumulation, **split)
+    changed = replace(footprint, plan=made)
+    zero = changed.zero
+    # LoRA's frozen weights under ZeRO-3 are gone when finetune.py computes a layer again: CheckpointError.
+    # It takes transformers' own way of checkpointing, which is not the reentrant one that TRL asks for
+    # (finetune.py:624, transformers/modeling_utils.py:3132)
+    adapted = not changed.trl and changed.adapters is not None and changed.checkpointing
+    return None if adapted and zero is not None and zero.stage == 3 else changed
+
+
+def _smaller_batches(footprint: Footprint) -> Iterator[Way]:
+    planned = footprint.plan
+    if planned.stage.entry.torchrun and planned.values.get("packing"):
+        # a packed row is as long as it may be, however many pairs stand in it
+        return
+    names, batch = planned.stage.entry.names, planned.stage.options.batch
+    each = planned.per_device * planned.accumulation
+    smaller = [one for one in divisors(each) if one < planned.per_device]
+    # a search through all of them would take long where the batch is large
+    for one in reversed([*smaller[:1], *smaller[1:][-8:]]):
+        words = f"`per_device: {one}`"
+        if batch is None or batch.total is None:
+            words = f"`{names.per_device}: {one}` and `{names.accumulation}: {each // one}`"
+        args, also = unpacked(planned, one)
+        yield words + also, {"per_device": one, **args}
+
+
+def unpacked(planned: Plan, per_device: int) -> tuple[Mapping[str, Any], str]:
+    """What goes with a micro-batch of so many rows that packs nothing where the file packs, and in words."""
+    entry, values, expect = planned.stage.entry, planned.values, planned.stage.options.expect
+    if not entry.packs(values, planned.per_device) or entry.packs(values, per_device):
+        return {}, ""
+    name = "packing" if values.get("packing") else "padding_free"
+    also = " and `expect: {packing: off}`" if expect.get("packing") in ("isolated", "on") else ""
+    return {name: False}, f" with `{name}: false`{also}"
+
+
+def _recomputing(footprint: Footprint) -> Iterator[Way]:
+    values, key = footprint.plan.values, "activation_memory_budget"
+    now = values.get(key)
+    if footprint.plan.stage.entry.torchrun:
+        # computed again is only what is compiled (olmo_core_utils.py:101)
+        compiled = bool(values.get("compile_model"))
+        also = "" if compiled else " with `compile_model: true`"
+        for share in (0.5, 0.1):
+            if not compiled or share < float(now or 0):
+                yield f"`{key}: {share}`{also}", {key: share, "compile_model": True}
+    elif not footprint.checkpointing and not isinstance(now, int | float):
+        yield "`gradient_checkpointing: true`", {"gradient_checkpointing": True}
+    elif not footprint.checkpointing and footprint.adapters is None:
+        # dpo_tune_cache.py:376
+        yield f"`{key}: 0.5`", {key: 0.5}
+
+
+def _kernels(footprint: Footprint) -> Iterator[Way]:
+    entry = footprint.plan.stage.entry
+    name = entry.names.liger
+    known = name in footprint.plan.values and footprint.shape.family in LIGER_MODELS
+    if known and not footprint.liger and footprint.adapters is None and not entry.torchrun:
+        yield f"`{name}: true`", {name: True}
+
+
+def _zero_stages(footprint: Footprint) -> Iterator[Way]:
+    stage, zero = footprint.plan.stage, footprint.zero
+    if stage.entry.torchrun or (zero is not None and zero.offload_params):
+        return
+    now = 0 if zero is None else zero.stage
+    # with LoRA, ZeRO-2 crashes on models with biases: what comes after it takes less anyhow
+    known = [one for one in (2, 3) if one > now and not (one == 2 and footprint.adapters)]
+    wide = "_fp32_comm" if stage.options.deepspeed_name.endswith("_fp32_comm") else ""
+    for name in (*(f"zero{one}{wide if one == 2 else ''}" for one in known), "zero3_offload"):
+        yield f"`deepspeed: {name}`", {"deepspeed": name}
+
+
+def _more_gpus(footprint: Footprint) -> Iterator[Way]:
+    planned = footprint.plan
+    for count in (2, 4, 8):
+        if count > planned.gpus and planned.nodes == 1:
+            yield f"`--gpus {count}`", {"gpus": count}
+    if planned.gpus >= 8:
+        for nodes in (2 * planned.nodes, 4 * planned.nodes):
+            yield f"`--nodes {nodes}`", {"nodes": nodes}

@@ -1,0 +1,460 @@
+"""`Plan` -> `Setup`: what of a stage file memory and time depend on, under either backend's names."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from launcher.artifacts import architecture, lengths, model_config
+from launcher.artifacts.architecture import Shape
+from launcher.artifacts.lengths import Batch, Lengths, Packed, pack
+from launcher.errors import Finding, InvalidConfig
+from launcher.plan.memory import setup as setups
+from launcher.plan.memory.setup import FULL, HALF, Adapters, Quantised, Setup, Sharding, Zero
+from launcher.plan.plan import Plan, limited, steps_of
+from launcher.rules.deepspeed import engine_config
+from launcher.rules.model import LIGER_MODELS
+from launcher.rules.open_instruct import olmo_core
+from launcher.rules.trl import resolved
+from launcher.upstream.schema import Values
+
+ATTENTIONS = ("flash_2", "flash_3", "flash_4", "sdpa", "eager")
+UNKNOWN_STEPS = 1000
+"""The largest of so many steps is taken where it is not known how many there are."""
+# finetune.py:633 and dpo_tune_cache.py:372; PEFT's own choice where TRL names none
+_OPEN_INSTRUCT_TARGETS = (
+    "q_proj", "o_proj", "v_proj", "k_proj", "gate_proj", "up_proj", "down_proj",
+)  # fmt: skip
+# peft/utils/constants.py: of the families of shapes.py for which it chooses itself
+# peft/utils/constants.py:67: what PEFT adapts where nothing is named, and of the families in `shapes` those
+# for which it does
+_PEFT_TARGETS, _PEFT_CHOOSES = ("q_proj", "v_proj"), ("llama", "mistral", "qwen2", "qwen3")
+# what keeps Adam's two states, and whether it is the fused one; transformers/training_args.py:809
+_ADAM = {"adamw_torch_fused": True, "adamw_torch": False}
+_BITSANDBYTES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Tokens of one optimizer step over all ranks: `real` ones, and `computed` with padding."""
+
+    real: float
+    computed: float
+    formula: str
+
+    @property
+    def waste(self) -> float:
+        """Share of computed positions that are padding."""
+        return 1 - self.real / self.computed if self.computed else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """One plan with the shape of its model and the lengths of its rows; `attention` as in ATTENTIONS."""
+
+    plan: Plan
+    shape: Shape
+    rows: Lengths
+    attention: str
+
+    @property
+    def trl(self) -> bool:
+        """Whether TRL trains it."""
+        return self.plan.stage.options.backend == "trl"
+
+    @property
+    def dpo(self) -> bool:
+        """Whether a row is two sequences, forwarded together."""
+        return self.plan.stage.options.stage == "dpo"
+
+    @property
+    def packed(self) -> bool:
+        """Whether the rows of a micro-batch lie behind each other, without padding."""
+        return self._packed(self.plan.per_device)
+
+    def _packed(self, per_device: int) -> bool:
+        # TRL's DPO pads whatever is asked for (trl/trainer/dpo_trainer.py:735)
+        pads = self.trl and self.dpo
+        return not pads and self.plan.stage.entry.packs(self.plan.values, per_device)
+
+    @property
+    def typical(self) -> Batch:
+        """A micro-batch as it is on average."""
+        sequences = self.plan.per_device * (2 if self.dpo else 1)
+        return lengths.typical(self.rows, rows=sequences, packed=self.packed)
+
+    @property
+    def tokens(self) -> Tokens:
+        """What one step reads on average; DPO reads two sequences a row, as one batch.
+
+        Rows that dpo.py packs are computed whole, however full: one a rank.
+        """
+        ranks = self.plan.processes
+        if (row := packed_row(self.plan, self.rows)) is not None:
+            formula = (
+                f"{ranks} rows of {row.positions:,} positions, {row.pairs:.1f} pairs and "
+                f"{row.real:,.0f} tokens in each on average"
+            )
+            computed = float(row.positions * ranks)
+            return Tokens(real=row.real * ranks, computed=computed, formula=formula)
+        one, times = self.typical, self.plan.accumulation * ranks
+        formula = f"{one.formula}, x {self.plan.accumulation} x {ranks}"
+        return Tokens(real=one.real * times, computed=one.tokens * times, formula=formula)
+
+    @property
+    def checkpointing(self) -> bool:
+        """Whether activations are computed again: open-instruct's DPO asks by its memory budget."""
+        values = self.plan.values
+        budget = values.get("activation_memory_budget")
+        if isinstance(budget, int | float):
+            # dpo_tune_cache.py:359
+            return budget < 1 and (self.adapters is None or self.quantised is not None)
+        return bool(values.get("gradient_checkpointing"))
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """LoRA, if any."""
+        values, narrow = self.plan.values, self.zero is not None
+        targets: tuple[str, ...] = _OPEN_INSTRUCT_TARGETS
+        if values.get("use_lora"):
+            rank = values["lora_rank"]
+        elif values.get("use_peft"):
+            rank, targets = values["lora_r"], self._targets()[0]
+            # on 4-bit weights TRL has made them bf16 (trl/trainer/sft_trainer.py:908)
+            narrow = narrow or self.quantised is not None
+        else:
+            return None
+        return Adapters(
+            rank=int(rank), targets=targets, bytes=HALF if narrow else FULL,
+            dropout=bool(values.get("lora_dropout")),
+        )  # fmt: skip
+
+    def _targets(self) -> tuple[tuple[str, ...], str]:
+        """The layer's linears that PEFT adapts, by the ends of their paths; and what is not described."""
+        named, linears = self.plan.values.get("lora_target_modules"), self.shape.linears()
+        if named in ("all-linear", ["all-linear"]):
+            return tuple(linears), ""
+        if not named:
+            chosen = self.shape.family in _PEFT_CHOOSES
+            fault = f"PEFT itself chooses no `lora_target_modules` for {self.shape.family} models"
+            return _PEFT_TARGETS, "" if chosen else fault
+        paths = [name.removesuffix(".weight") for name in self.shape.layer]
+        adapted, fault = set[str](), ""
+        for target in [named] if isinstance(named, str) else named:
+            ends = {path.split(".")[-1] for path in paths if f".{path}".endswith(f".{target}")}
+            if not ends or not ends <= linears.keys():
+                known = ", ".join(linears)
+                fault = f"the memory of LoRA on `{target}` is not described: described are {known}"
+            adapted |= ends
+        return tuple(name for name in linears if name in adapted), fault
+
+    @property
+    def quantised(self) -> Quantised | None:
+        """Whether the frozen weights are of 4 bits; open-instruct always takes nested scales for them."""
+        values = self.plan.values
+        if values.get("use_qlora"):
+            return Quantised(nested=True)
+        if values.get("load_in_4bit"):
+            return Quantised(nested=bool(values.get("use_bnb_nested_quant")))
+        return None
+
+    @property
+    def zero(self) -> Zero | None:
+        """DeepSpeed, by the stage file or by DPO's own option, which replaces it; None on the CPU."""
+        if not self.plan.gpus:
+            return None
+        file, _ = self.plan.stage.options.read_deepspeed()
+        config = engine_config(self.plan.values, file)
+        return setups.zero_of(config, self.shape.hidden)
+
+    @property
+    def autocast(self) -> bool:
+        """Whether accelerate casts to 16 bits around each operator; DeepSpeed casts the model instead."""
+        if self.zero is not None:
+            return False
+        if self.trl:
+            return resolved.precision(self.plan.values) is not None
+        return self.plan.mixed_precision != "no"
+
+    @property
+    def liger(self) -> bool:
+        """Whether Liger's kernels run: TRL goes on without them where it has none for the model."""
+        values = self.plan.values
+        # finetune.py:572
+        wanted = bool(values.get(self.plan.stage.entry.names.liger)) and not values.get("use_qlora")
+        return wanted and self.shape.family in LIGER_MODELS
+
+    @property
+    def reference(self) -> str:
+        """Where DPO's reference stands, as in `Setup`."""
+        if not self.plan.stage.refers:
+            return ""
+        if not self.trl:
+            return "cache"
+        if self.adapters is not None:
+            return "adapter"
+        return "" if self.plan.values.get("precompute_ref_log_probs") else "model"
+
+    def setup(self, per_device: int | None = None, accumulation: int | None = None) -> Setup:
+        """What memory depends on; another split of the global batch where one is given.
+
+        Raises InvalidConfig (`unknown-memory`) for what is not described.
+        """
+        plan, values = self.plan, self.plan.values
+        self._require_described()
+        each, times = per_device or plan.per_device, accumulation or plan.accumulation
+        rows, packed = each * (2 if self.dpo else 1), self._packed(each)
+        if plan.stage.entry.torchrun:
+            return self._sharded(rows, times)
+        batches = (plan.steps or UNKNOWN_STEPS) * times * plan.processes
+        fused = values.get("fused_optimizer") or values.get("use_qlora")
+        loss = "logprobs" if self.dpo else "liger" if self.liger else "full"
+        return Setup(
+            shape=self.shape,
+            batch=lengths.largest(self.rows, rows=rows, batches=batches, packed=packed),
+            processes=plan.processes, accumulation=times, reference=self.reference, zero=self.zero,
+            # TRL's own head goes through the vocabulary in tiles (trl/kernels/chunked_logprob.py:31)
+            loss="tiled" if self.trl else loss, attention=self.attention.partition("_")[0],
+            liger=self.liger, checkpointing=self.checkpointing, weight_bytes=self._weight_bytes(),
+            autocast=self.autocast, adapters=self.adapters, packed=packed,
+            quantised=self.quantised, state_bytes=self._state_bytes(),
+            # bitsandbytes' kernel makes nothing beside its states
+            fused_optimizer=_ADAM.get(self._optimizer, True) if self.trl else bool(fused),
+        )  # fmt: skip
+
+    def _sharded(self, rows: int, times: int) -> Setup:
+        """dpo.py: FSDP, no mask, and packed rows that are as long as they may be, however full."""
+        plan, values = self.plan, self.plan.values
+        limit = int(values.get(plan.stage.entry.names.max_length) or self.rows.longest)
+        if self.packed:
+            one = whole = Batch(
+                rows=1, width=2 * limit, real=2 * limit,
+                formula=f"{2 * limit:,} tokens: chosen and rejected, each filled up to {limit:,}",
+            )  # fmt: skip
+            # every step is one row: nothing is accumulated (dpo.py:224)
+            times = 1
+        else:
+            batches = (plan.steps or UNKNOWN_STEPS) * times * plan.processes
+            # the reference takes four times the rows (dpo.py:244)
+            one, whole = (
+                _unmasked(lengths.largest(self.rows, rows=n * rows, batches=b, packed=False))
+                for n, b in ((1, batches), (4, max(1, batches // 4)))
+            )
+        share = min(1.0, float(values.get("activation_memory_budget") or 0))
+        shards = olmo_core.mesh(values, plan.processes, plan.nodes)[1]
+        return Setup(
+            shape=self.shape, batch=one, reference_batch=whole, processes=plan.processes,
+            accumulation=times, loss="logprobs", reference="cache",
+            attention=self.attention.partition("_")[0],
+            sharding=Sharding(shards=shards, share=share if values.get("compile_model") else None),
+            fused_optimizer=bool(values.get("fused_optimizer")),
+        )  # fmt: skip
+
+    @property
+    def _optimizer(self) -> str:
+        values = self.plan.values
+        if values.get("use_qlora"):
+            # finetune.py:678
+            return "paged_adamw_8bit" if values.get("use_8bit_optimizer") else "paged_adamw_32bit"
+        return str(values.get("optim") or "adamw_torch_fused")
+
+    def _state_bytes(self) -> float | None:
+        """Of bitsandbytes' Adam, an element; None for torch's own.
+
+        Two states of 8 bits, but those of the embedding, with scales for every 256
+        (transformers/trainer.py:1296). Paged states leave the card where there is no room, scales stay.
+        """
+        name = self._optimizer
+        if name not in _BITSANDBYTES:
+            return None
+        narrow = 1 - (0 if self.adapters else self.shape.embedding / self.shape.parameters)
+        if "8bit" not in name:
+            return 0.0
+        scales = narrow * 2 * FULL / 256
+        return scales if "paged" in name else scales + 2 * narrow + 2 * FULL * (1 - narrow)
+
+    def _weight_bytes(self) -> int:
+        """Bytes an element of the loaded weights; what DeepSpeed trains it has cast to 16 bits.
+
+        Raises InvalidConfig where the config would have to say their type, or everything is of 32 bits.
+        """
+        if self.zero is not None:
+            # deepspeed/runtime/engine.py:2088
+            return HALF
+        values, dtype = self.plan.values, "bfloat16"
+        if values.get("use_qlora"):
+            # what is not quantised PEFT makes fp32 (peft/utils/other.py:204)
+            dtype = "float32"
+        elif self.trl:
+            own = _model_arguments(values)
+            dtype = str(
+                own.get("dtype") or own.get("torch_dtype") or values.get("dtype") or "float32"
+            )
+        elif self.liger:
+            # finetune.py:578 names no type there
+            dtype = "auto"
+        dtype = self.shape.dtype if dtype == "auto" else dtype
+        if not dtype:
+            raise self._undescribed(
+                "the type of the loaded weights is not known: the model's config.json has no "
+                "`torch_dtype`"
+            )
+        width = HALF if dtype in {"bfloat16", "float16", "bf16", "fp16"} else FULL
+        if width == FULL and not self.autocast and self.plan.gpus:
+            raise self._undescribed("the memory of training in 32 bits throughout is not described")
+        return width
+
+    def _require_described(self) -> None:
+        values, optimizer, torchrun = (
+            self.plan.values,
+            self._optimizer,
+            self.plan.stage.entry.torchrun,
+        )
+        narrow = bool(values.get("use_qlora") or values.get("load_in_4bit"))
+        lora = values.get("use_lora") or values.get("use_peft")
+        more = ("use_dora", "lora_modules_to_save", "lora_target_parameters")
+        table = {
+            "eager attention": self.attention == "eager",
+            "weights quantised to 8 bits": values.get("load_in_8bit"),
+            "quantised weights without adapters": narrow and not lora,
+            "FSDP": values.get("fsdp"),
+            "tensor parallelism": torchrun and int(values.get("tensor_parallel_degree") or 1) > 1,
+            "sequence parallelism": int(values.get("sequence_parallel_size") or 1) > 1,
+            f"`optim: {optimizer}`": self.trl and optimizer not in (*_ADAM, *_BITSANDBYTES),
+            f"`optim: {optimizer}` under DeepSpeed": optimizer in _BITSANDBYTES
+            and self.zero is not None,
+            # dpo_tune_cache.py:425
+            "a paged optimizer": values.get("dpo_use_paged_optimizer"),
+            "separate forward passes": values.get("concatenated_forward") is False,
+            "adapters that are more than LoRA": self.trl and values.get("use_peft")
+            and any(values.get(key) for key in more),
+            "offloaded activations": self.trl and values.get("activation_offloading"),
+            "the Muon optimizer": values.get("optimizer_type") == "muon",
+        }  # fmt: skip
+        if lacking := [name for name, present in table.items() if present]:
+            raise self._undescribed(f"the memory of {' and '.join(lacking)} is not described")
+        if values.get("use_peft") and (fault := self._targets()[1]):
+            raise self._undescribed(fault)
+
+    def _undescribed(self, message: str) -> InvalidConfig:
+        return InvalidConfig(Finding(
+            severity="error", layer="launch", code="unknown-memory", message=message,
+            help="measure it: `launch check` tells the peak of a short run",
+            **self.plan.stage.config.origin("args").place,
+        ))  # fmt: skip
+
+
+def _unmasked(batch: Batch) -> Batch:
+    """The same batch for a model that is told of no padding, and computes it like any token."""
+    return replace(batch, real=batch.tokens)
+
+
+_SPELT = {"flash_attention_2": "flash_2", "flash_attention_3": "flash_3", "torch": "sdpa"}
+
+
+def attention_of(plan: Plan, named: str | None = None) -> str:
+    """The attention that is asked for, else what the file says, else the backend's own choice.
+
+    That is sdpa for TRL and on the CPU; open-instruct takes the best that is installed: said to be flash_2.
+    """
+    trl = plan.stage.options.backend == "trl"
+    chosen = named or plan.values.get("attn_implementation")
+    if named is None and trl:
+        chosen = resolved.attention(plan.values)[0]
+    if isinstance(chosen, str) and _SPELT.get(chosen, chosen) in ATTENTIONS:
+        return _SPELT.get(chosen, chosen)
+    return "sdpa" if trl or not plan.gpus else "flash_2"
+
+
+def _model_arguments(values: Values) -> Mapping[str, Any]:
+    """What TRL hands to the model's making (trl/scripts/sft.py:83): keys of its config among them."""
+    return resolved.inline(values.get("model_init_kwargs")) or {}
+
+
+def shape_of(
+    plan: Plan, like: str | None = None, packages: Mapping[str, str] | None = None
+) -> Shape:
+    """The model's shape, or that of another one that it is `like`; `packages` are those that train.
+
+    Raises InvalidConfig (`unknown-shape`) where no config of it is to be had.
+    """
+    values, environ, stage = plan.values, os.environ, plan.stage
+    if like is not None:
+        return architecture.find(like, environ)
+    own = values.get(stage.entry.names.model)
+    name = values.get("config_name") or own
+    if stage.entry.torchrun:
+        if values.get("config_name"):
+            # OLMo-core's name for a shape: the folder itself says it, or else the model of that name
+            known = (hub for hub, config in stage.schema.models.items() if config == name)
+            name = own if model_config.read(own, environ) else next(known, name)
+        shape = architecture.find(name, environ)
+        return shape if olmo_core.ties(values, packages or {}) else architecture.untied(shape)
+    trl = stage.options.backend == "trl"
+    replaced = _model_arguments(values) if trl else values.get("additional_model_arguments")
+    revision = values.get("model_revision")
+    return architecture.find(
+        name, environ, revision if isinstance(revision, str) else None,
+        replaced if isinstance(replaced, Mapping) else None,
+    )  # fmt: skip
+
+
+# --- rows and steps --------------------------------------------------------------------------------
+
+
+def refilled(plan: Plan) -> int | None:
+    """Tokens of the rows that rows are put together into beforehand: TRL's SFT does that."""
+    options, values = plan.stage.options, plan.values
+    if options.backend != "trl" or options.stage != "sft" or not values.get("packing"):
+        return None
+    limit = values.get(plan.stage.entry.names.max_length)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def rows_of(plan: Plan, seen: Lengths) -> Lengths:
+    """The rows as training gets them: cut at the limit, or put together into full ones.
+
+    Best fit leaves less than 1 % of a row empty, which is taken for none; only `bfd` cuts first.
+    """
+    limit = plan.values.get(plan.stage.entry.names.max_length)
+    cut = seen.cut(limit if isinstance(limit, int) else None)
+    full = refilled(plan)
+    if full is None:
+        return cut
+    before = cut if plan.values.get("packing_strategy") == "bfd" else seen
+    rows = None if before.rows is None else math.ceil(before.rows * before.mean / full)
+    return lengths.uniform(full, f"{before.source}, packed into rows of {full:,}", rows)
+
+
+def trained_rows(plan: Plan, seen: Lengths, rows: int | None) -> int | None:
+    """How many rows an epoch has where the data set has `rows`."""
+    return None if rows is None else rows_of(plan, replace(seen, rows=rows)).rows
+
+
+def packed_row(plan: Plan, rows: Lengths | None) -> Packed | None:
+    """How full the row of each rank is on average where dpo.py packs; None anywhere else."""
+    limit = plan.values.get(plan.stage.entry.names.max_length)
+    if not plan.stage.entry.torchrun or not plan.values.get("packing") or rows is None:
+        return None
+    if not isinstance(limit, int) or limit < 1:
+        return None
+    return pack(rows, pairs=plan.per_device * plan.accumulation, limit=limit)
+
+
+def optimizer_steps(
+    plan: Plan, rows: int | None, seen: Lengths | None = None, *, told: bool = False
+) -> int | None:
+    """Steps in all: what the plan knows, else by the number of rows, and (packed) their lengths.
+
+    `told`: somebody says how many rows there are, whatever the plan has counted.
+    """
+    counted = told and limited(plan.stage, plan.values) is None
+    if rows is None or (plan.steps is not None and not counted):
+        return plan.steps
+    epochs = plan.values.get(plan.stage.entry.names.epochs)
+    if (row := packed_row(plan, seen)) is not None and isinstance(epochs, int | float):
+        return int(rows / row.pairs / plan.processes) * int(epochs)
+    return steps_of(plan.stage, plan.values, rows, plan.global_batch)

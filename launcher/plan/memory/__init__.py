@@ -1,0 +1,1 @@
+"""GiB a GPU by part and phase. Start with `peak.estimate`."""

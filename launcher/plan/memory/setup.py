@@ -1,0 +1,243 @@
+"""Everything that the peak of a run depends on: shape, batch, loss, operators, and what is cut how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.artifacts.architecture import Shape
+from launcher.artifacts.lengths import Batch
+from launcher.errors import Finding, InvalidConfig, brief
+
+HALF, FULL = 2, 4
+"""Bytes of an element in 16 and in 32 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zero:
+    """A DeepSpeed config as far as memory depends on it; sizes are elements, `communication` bytes."""
+
+    stage: int
+    communication: int = HALF
+    overlap: bool = False
+    bucket: int = 500_000_000
+    prefetch: int = 50_000_000
+    persistence: int = 100_000
+    reuse: int = 1_000_000_000
+    sub_group: int = 1_000_000_000
+    offload_optimizer: bool = False
+    offload_params: bool = False
+
+
+def zero_of(config: Mapping[str, Any] | None, hidden: int) -> Zero | None:
+    """A parsed DeepSpeed file; `auto` becomes what accelerate fills in (accelerate/accelerator.py:2323).
+
+    None without DeepSpeed. Raises InvalidConfig (`unknown-memory`) for a stage that is no number.
+    """
+    if config is None:
+        return None
+    section = config.get("zero_optimization")
+    zero: Mapping[str, Any] = section if isinstance(section, Mapping) else {}
+    stage = zero.get("stage", 0)
+    if isinstance(stage, bool) or not isinstance(stage, int):
+        value = brief(repr(stage), 40)
+        raise undescribed(f"`stage` of `zero_optimization` is {value}, no number")
+    auto = {
+        "reduce_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
+
+    def number(key: str, default: int) -> int:
+        value = zero.get(key, default)
+        value = auto.get(key, default) if value == "auto" else value
+        return int(value) if isinstance(value, int | float) and value >= 0 else default
+
+    def device(key: str) -> bool:
+        part = zero.get(key)
+        return isinstance(part, Mapping) and part.get("device", "none") not in ("none", None)
+
+    said = config.get("communication_data_type")
+    overlap = zero.get("overlap_comm")
+    return Zero(
+        stage=stage, communication=FULL if said in ("fp32", "float32") else HALF,
+        overlap=bool(overlap) if overlap is not None else stage == 3,
+        bucket=number("reduce_bucket_size", 500_000_000),
+        prefetch=number("stage3_prefetch_bucket_size", 50_000_000),
+        persistence=number("stage3_param_persistence_threshold", 100_000),
+        reuse=number("stage3_max_reuse_distance", 1_000_000_000),
+        sub_group=number("sub_group_size", 1_000_000_000),
+        offload_optimizer=device("offload_optimizer"), offload_params=device("offload_param"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """LoRA: rank, the linears it is put on, and bytes an element of its weights."""
+
+    rank: int
+    targets: tuple[str, ...]
+    bytes: int = HALF
+    dropout: bool = True
+
+    def parameters(self, shape: Shape) -> int:
+        """Trained parameters."""
+        sizes = (sum(size) for name, size in shape.linears().items() if name in self.targets)
+        return shape.layers * self.rank * sum(sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantised:
+    """bitsandbytes: the layers' linears in 4 bits, with a scale for every 64 values.
+
+    transformers leaves the output layer out. `nested` scales are of 8 bits themselves, with one of theirs
+    in fp32 for every 256. Everything else, the embedding too, has the weights' type.
+    """
+
+    nested: bool = False
+
+    @property
+    def bytes(self) -> float:
+        """Bytes an element (bitsandbytes/functional.py: `quantize_4bit`, blocks of 64)."""
+        return 0.5 + ((1 + FULL / 256) if self.nested else FULL) / 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """FSDP as OLMo-core lays it: 32-bit weights cut over `shards` ranks, 16 bits where they compute.
+
+    `share` is the activation memory budget of torch.compile, None without compile. The loss is compiled
+    with the output layer (olmo_core_train_modules.py:32), but not before upstream's PR 1467.
+    """
+
+    shards: int
+    share: float | None = None
+    loss: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Everything that the peak depends on.
+
+    `batch` is the largest micro-batch (DPO: chosen and rejected rows together), `attention` flash or sdpa.
+    `loss` is "full" (the model's own), "liger" (fused into the output layer), "tiled" (TRL's) or
+    "logprobs" (open-instruct's DPO). `reference` is "" (none), "cache" (a pass beforehand: open-instruct),
+    "model" (a second model beside: TRL) or "adapter" (the adapters are switched off: TRL with LoRA).
+    `weight_bytes` are those of the loaded weights; 4 with `autocast` is TRL's default. `reference_batch`
+    is that of the pass beforehand where it is not the training's. `quantised` are frozen weights below
+    the adapters.
+    """
+
+    shape: Shape
+    batch: Batch
+    processes: int
+    accumulation: int
+    loss: str = "full"
+    reference: str = ""
+    zero: Zero | None = None
+    attention: str = "flash"
+    liger: bool = False
+    checkpointing: bool = False
+    weight_bytes: int = HALF
+    autocast: bool = False
+    fused_optimizer: bool = True
+    state_bytes: float | None = None
+    adapters: Adapters | None = None
+    quantised: Quantised | None = None
+    packed: bool = False
+    sharding: Sharding | None = None
+    reference_batch: Batch | None = None
+
+    @property
+    def wide(self) -> bool:
+        """Whether the states between layers are fp32: fp32 weights under bf16 autocast."""
+        return self.weight_bytes == FULL
+
+    @property
+    def state_width(self) -> int:
+        """Bytes an element of the states between layers."""
+        return FULL if self.wide else HALF
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast keeps 16-bit copies of the weights."""
+        return self.autocast and self.wide and self.quantised is None
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step has several micro-batches."""
+        return self.accumulation > 1
+
+    @property
+    def states(self) -> float:
+        """Bytes of the optimizer's states for each trained element, without DeepSpeed or FSDP."""
+        return 2.0 * self.gradient_bytes if self.state_bytes is None else self.state_bytes
+
+    @property
+    def frozen(self) -> bool:
+        """Whether linears that adapters are put on keep nothing of their input.
+
+        Those keep it that ZeRO-3 puts in place of torch's (deepspeed/runtime/zero/linear.py:105).
+        """
+        return self.adapters is not None and (self.zero is None or self.zero.stage != 3)
+
+    @property
+    def padded(self) -> bool:
+        """Whether some of the positions are padding."""
+        return self.batch.real < self.batch.tokens
+
+    @property
+    def share(self) -> float | None:
+        """The activation memory budget of torch.compile; None without compile."""
+        return None if self.sharding is None else self.sharding.share
+
+    @property
+    def compiles_loss(self) -> bool:
+        """Whether the loss is compiled with the output layer."""
+        return self.sharding is not None and self.share is not None and self.sharding.loss
+
+    @property
+    def cached(self) -> bool:
+        """Whether keys and values are kept as for generating: dpo_utils.py:865 does not say `use_cache`."""
+        return self.loss == "logprobs" and not self.checkpointing and self.sharding is None
+
+    @property
+    def parted(self) -> bool:
+        """Whether a mask parts packed rows, as transformers does where nothing is cached.
+
+        (transformers/masking_utils.py:860)
+        """
+        return self.packed and not self.cached
+
+    @property
+    def trained(self) -> int:
+        """Trained parameters."""
+        return self.adapters.parameters(self.shape) if self.adapters else self.shape.parameters
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the adapters' weights; 0 where the model itself is trained."""
+        return self.adapters.bytes * self.trained if self.adapters else 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the model's own weights as they are loaded."""
+        whole = self.weight_bytes * self.shape.parameters
+        if self.quantised is None:
+            return whole
+        less = self.weight_bytes - self.quantised.bytes
+        return int(whole - less * self.shape.linear_elements)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes an element of a gradient as the backward pass makes it."""
+        return self.adapters.bytes if self.adapters else self.weight_bytes
+
+
+def undescribed(message: str) -> InvalidConfig:
+    """`unknown-memory`: what the memory model leaves out."""
+    return InvalidConfig(Finding(
+        severity="error", layer="launch", code="unknown-memory", message=message,
+        help="memory cannot be planned for it; the steps and tokens can",
+    ))  # fmt: skip

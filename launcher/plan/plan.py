@@ -1,0 +1,407 @@
+"""GPUs -> `Plan`: batch x accumulation, steps, and the arguments that upstream will be given."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launcher.artifacts.rows import entry_rows, lines_of
+from launcher.errors import Finding, InvalidConfig
+from launcher.paths import expanded
+from launcher.stage.stage import Stage, preferred_attention, trend_fault
+from launcher.upstream.schema import Values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """A value that launch sets where the stage file is silent, and why."""
+
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What will run on how many devices.
+
+    `gpus` 0 is the CPU. `per_device` x `accumulation` x devices = `global_batch`, in rows. `rows` and
+    `steps` are None where they cannot be known without reading data elsewhere. `values` are the typed
+    values, derived ones included.
+    """
+
+    stage: Stage
+    gpus: int
+    nodes: int
+    per_device: int
+    accumulation: int
+    global_batch: int
+    rows: int | None
+    steps: int | None
+    derived: Mapping[str, Derived]
+    values: Values
+    findings: tuple[Finding, ...]
+
+    @property
+    def processes(self) -> int:
+        """Training processes over all nodes; the CPU runs one a node."""
+        return max(1, self.gpus) * self.nodes
+
+    @property
+    def mixed_precision(self) -> str:
+        """What accelerate is told: the stage file's word, else bf16 on GPUs.
+
+        TRL's own `bf16` and `fp16` decide there; accelerate's bf16 would win over `bf16: false`.
+        """
+        own = self.stage.options.backend == "trl"
+        return self.stage.options.mixed_precision or ("bf16" if self.gpus and not own else "no")
+
+    @property
+    def attention(self) -> str | None:
+        """The implementation chosen of those that the stage file prefers; None where it prefers none."""
+        chosen = self.derived.get("attn_implementation")
+        return None if chosen is None else str(chosen.value)
+
+    @property
+    def title(self) -> str:
+        """Stage and name, the stage not said twice."""
+        return titled(self.stage.options.stage, self.stage.name)
+
+    def arguments(self) -> dict[str, list[str]]:
+        """Upstream's flags and their words, the file's first, then the derived ones."""
+        schema = self.stage.schema
+        given = {**self.stage.args, **{k: d.value for k, d in self.derived.items()}}
+        return {name: schema.words(name, value) for name, value in given.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        """One entry of the `gpus` list in the plan's JSON contract."""
+        return {
+            "gpus": self.gpus,
+            "nodes": self.nodes,
+            "per_device": self.per_device,
+            "accumulation": self.accumulation,
+            "global": self.global_batch,
+            "rows": self.rows,
+            "steps": self.steps,
+        }
+
+
+def titled(kind: str, name: str) -> str:
+    """`kind name`, or the name alone where it says the kind itself."""
+    return name if name.startswith(kind) else f"{kind} {name}"
+
+
+def make(
+    stage: Stage, *, gpus: int, nodes: int = 1, output: Path | None = None,
+    packages: Mapping[str, str] | None = None, rows: int | None = None,
+) -> Plan:  # fmt: skip
+    """Solve the batch for this many GPUs (a node) and settle every argument.
+
+    `output` is where the model goes when the stage file names no place; `packages` are those of the
+    trainer's Python, where they count; `rows` are those of the data set where somebody says how many.
+    Raises InvalidConfig with the nearest possible splits where the global batch cannot be divided.
+    """
+    names = stage.entry.names
+    # GPUs that share a sequence work on the same rows (finetune.py:737), those that share each matrix
+    # product too (dpo.py:199)
+    split = "tensor_parallel_degree" if stage.entry.torchrun else "sequence_parallel_size"
+    shared = int(stage.values.get(split) or 1)
+    devices = max(1, max(1, gpus) * nodes // max(1, shared))
+    per_device, accumulation = _solve(stage, devices)
+    world = per_device * accumulation * devices
+    derived: dict[str, Derived] = {}
+    if stage.options.batch is not None:
+        why = f"batch of {world} over {devices} device(s)"
+        for name, number in ((names.per_device, per_device), (names.accumulation, accumulation)):
+            if stage.args.get(name) is None:
+                derived[name] = Derived(value=number, why=why)
+    notes = [*_devices_and_deepspeed(stage, gpus, nodes), *_without_probe(stage, gpus)]
+    for name, value, why in _settings(stage, gpus):
+        derived[name] = Derived(value=value, why=why)
+        notes.append(Finding(
+            severity="note", layer="launch", code="derived", key=f"args.{name}",
+            message=f"`{name}: {value}` is set by launch: {why}", file=str(stage.config.path),
+        ))  # fmt: skip
+    attention, fallback = _attention(stage, gpus * nodes, packages)
+    notes += fallback
+    derived |= attention
+    if names.output not in stage.args and output is not None:
+        why = "the stage file names no place: inside the run folder"
+        derived[names.output] = Derived(value=str(output), why=why)
+        if not stage.entry.torchrun and "do_not_randomize_output_dir" in stage.schema.fields:
+            derived.setdefault("do_not_randomize_output_dir", Derived(value=True, why=why))
+    values = Values(stage.schema, {**stage.args, **{k: d.value for k, d in derived.items()}})
+    rows = count_rows(stage, values) if rows is None else rows
+    notes += _olmo_core(stage, rows, per_device, accumulation, devices, max(1, gpus) * nodes)
+    steps = total_steps(stage, values, rows, world)
+    late = trend_fault(stage.options, steps)
+    if late is not None and late.key not in {finding.key for finding in stage.findings}:
+        notes.append(stage.config.placed(late))
+    return Plan(
+        stage=stage, gpus=gpus, nodes=nodes, per_device=per_device, accumulation=accumulation,
+        global_batch=world, rows=rows, derived=derived, values=values, steps=steps, findings=tuple(notes),
+    )  # fmt: skip
+
+
+def _olmo_core(
+    stage: Stage, rows: int | None, per_device: int, accumulation: int, devices: int, processes: int
+) -> Iterator[Finding]:
+    """What the batch and the processes mean to dpo.py: its degrees, a packed step, rows that fill none."""
+    if not stage.entry.torchrun:
+        return
+    from launcher.rules.open_instruct import olmo_core as rules
+
+    batch = stage.options.batch
+    found = [*rules.degrees(stage.values, processes), *rules.too_few_rows(
+        stage.values, rows, per_device=per_device, accumulation=accumulation, processes=devices
+    )]  # fmt: skip
+    if batch is not None and batch.total is not None:
+        found += rules.unreached(stage.values, accumulation=accumulation, processes=devices)
+    for finding in found:
+        yield stage.config.placed(finding)
+
+
+def _attention(
+    stage: Stage, gpus: int, packages: Mapping[str, str] | None
+) -> tuple[dict[str, Derived], list[Finding]]:
+    """The implementation that `attention:` comes to here; those passed over are said, with reasons."""
+    choice = preferred_attention(stage.options, stage.values, gpus=gpus, packages=packages)
+    if choice is None:
+        return {}, []
+    chosen = {"attn_implementation": Derived(value=choice.name, why="the first of `attention:`")}
+    if not choice.passed:
+        return chosen if choice.name is not None else {}, []
+    place = stage.config.origin("attention").place
+    if choice.name is None:
+        return {}, [Finding(
+            severity="error", layer="run", key="attention", code="attention-missing",
+            message=f"no implementation of `attention:` can be had here: {choice.why}",
+            help="add sdpa to the list", **place,
+        )]  # fmt: skip
+    chosen["attn_implementation"] = Derived(value=choice.name, why=f"`attention:` ({choice.why})")
+    return chosen, [Finding(
+        severity="note", layer="run", key="attention", code="attention-fallback",
+        message=f"attention falls back to {choice.name}: {choice.why}", **place,
+    )]  # fmt: skip
+
+
+def applied(plan: Plan, derived: Mapping[str, Derived]) -> Plan:
+    """The plan with these among its derived arguments, whatever the stage file says."""
+    if not derived:
+        return plan
+    more = {**plan.derived, **derived}
+    given = {**plan.stage.args, **{name: one.value for name, one in more.items()}}
+    return replace(plan, derived=more, values=Values(plan.stage.schema, given))
+
+
+def output_folder(plan: Plan) -> Path | None:
+    """Where upstream will put the final model."""
+    return plan.stage.backend.output_folder(plan.values)
+
+
+def model_in(plan: Plan, output: Path) -> Path:
+    """Where in an output folder the model lies that can be loaded: dpo.py:111 puts it into one below."""
+    return output / "hf_model" if plan.stage.entry.torchrun else output
+
+
+def _settings(stage: Stage, gpus: int) -> Iterator[tuple[str, Any, str]]:
+    """Arguments that are set where the stage file is silent, and why."""
+    for name, (value, why) in stage.entry.derived.items():
+        if name not in stage.args:
+            yield name, value, why
+    tracked = stage.values["with_tracking"] if stage.entry.torchrun else True
+    if not tracked and "wandb_entity" not in stage.args:
+        why = "without it dpo.py asks wandb who is logged in, tracking or not (utils.py:1357)"
+        yield "wandb_entity", "none", why
+    if gpus or stage.options.backend != "trl":
+        return
+    why = "without a GPU transformers refuses its defaults (transformers/training_args.py:1746)"
+    given, fields = stage.args, stage.schema.fields
+    if "use_cpu" in fields and given.get("use_cpu") is None:
+        yield "use_cpu", True, why
+    if "bf16" in fields and given.get("bf16") is None and given.get("fp16") is None:
+        yield "bf16", False, why
+
+
+def _without_probe(stage: Stage, gpus: int) -> Iterator[Finding]:
+    """What is lost without the probe, and where upstream cannot even run without it."""
+    if stage.options.probe is not None:
+        return
+    origin = stage.config.origin("probe")
+    if not gpus and stage.options.backend == "open_instruct":
+        yield Finding(
+            severity="error", layer="run", code="probe-needed", key="probe",
+            message="the pinned scripts do not run on a CPU without what the probe supplies there "
+            "(memory counters, a process group)",
+            help="leave the probe on, or use GPUs", **origin.place,
+        )  # fmt: skip
+        return
+    yield Finding(
+        severity="note", layer="launch", code="no-probe", key="probe",
+        message="without the probe nothing that runs inside is counted, tested or enforced: the verdict "
+        "has the console log alone", **origin.place,
+    )  # fmt: skip
+
+
+def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Finding]:
+    key, options = "deepspeed", stage.options
+    origin = stage.config.origin(key)
+    if options.deepspeed is not None and not gpus:
+        yield Finding(
+            severity="note", layer="launch", code="deepspeed-left-out", key=key,
+            message=f"`deepspeed: {options.deepspeed_name}` is left out on the CPU",
+            **origin.place,
+        )  # fmt: skip
+    alone = gpus == 1 and nodes == 1 and options.deepspeed is None
+    # DPO's own `zero_stage` starts DeepSpeed too (dpo_tune_cache.py:129)
+    alone = alone and stage.values.get("zero_stage") is None and not stage.entry.torchrun
+    if alone and options.backend == "open_instruct" and options.stage == "dpo":
+        yield Finding(
+            severity="error", layer="run", code="no-process-group", key=key,
+            message="one process without DeepSpeed has no process group: the reference pass crashes "
+            "in dist.barrier (dpo_utils.py:453)",
+            help="set a `deepspeed:`, such as zero2", **origin.place,
+        )  # fmt: skip
+    if nodes > 1:
+        yield Finding(
+            severity="note", layer="launch", code="several-nodes", key="nodes",
+            message="the same command runs on each machine, with NODE_RANK (0, 1, ...), "
+            "HEAD_ADDRESS and HEAD_PORT filled in: by --node-rank and --main-address, Slurm or SkyPilot",
+        )  # fmt: skip
+
+
+def _solve(stage: Stage, devices: int) -> tuple[int, int]:
+    """Rows per device and forward pass, and forward passes per optimizer step."""
+    names, batch = stage.entry.names, stage.options.batch
+    per_device = (batch and batch.per_device) or int(stage.values[names.per_device])
+    total = batch.total if batch else None
+    if total is None:
+        return per_device, int(stage.values[names.accumulation])
+    if total % (per_device * devices):
+        raise InvalidConfig(_impossible(stage, total, per_device, devices))
+    return per_device, total // (per_device * devices)
+
+
+def _impossible(stage: Stage, total: int, per_device: int, devices: int) -> Finding:
+    unit = per_device * devices
+    lower, upper = total // unit * unit, -(-total // unit) * unit
+    totals = [str(n) for n in (lower, upper) if n]
+    options = [f"batch.global={' or '.join(totals)} with per_device {per_device}"]
+    near = [n for n in (total // devices * devices, -(-total // devices) * devices) if n]
+    if near[0] == total:
+        parts = sorted(nearest(divisors(total // devices), per_device)[:2])
+        options.append(f"batch.per_device={' or '.join(map(str, parts))} with global {total}")
+    elif not {*near} <= {lower, upper}:
+        each = [(n, nearest(divisors(n // devices), per_device)[0]) for n in near]
+        options.append(
+            "batch.global=" + " or ".join(f"{n} with per_device {one}" for n, one in each)
+        )
+    asked = stage.config.origin("batch.per_device")
+    origin = stage.config.origin("batch.global") if asked.override is None else asked
+    return Finding(
+        severity="error", layer="launch", code="impossible-batch", key="batch.global",
+        message=f"a global batch of {total} cannot be split into {per_device} rows on "
+        f"{devices} device(s)",
+        help="nearest possible: " + "; ".join(options), **origin.place,
+    )  # fmt: skip
+
+
+def divisors(number: int) -> list[int]:
+    """What divides a number without a rest, smallest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def splits(total: int, processes: int) -> list[int]:
+    """Per-device batches that keep a global batch of `total`, smallest first."""
+    if total < 1 or processes < 1 or total % processes:
+        return []
+    return divisors(total // processes)
+
+
+def nearest(numbers: Sequence[int], to: int) -> list[int]:
+    """The nearest first, of two as near the smaller one."""
+    return sorted(numbers, key=lambda n: (abs(n - to), n))
+
+
+def total_steps(stage: Stage, values: Values, rows: int | None, batch: int) -> int | None:
+    """Optimizer steps in all; an epoch's last batch is rounded up (finetune.py:692, trainer.py)."""
+    if (limit := limited(stage, values)) is not None:
+        return limit
+    if rows is None or repacks(stage, values):
+        return None
+    return steps_of(stage, values, rows, batch)
+
+
+def limited(stage: Stage, values: Values) -> int | None:
+    """Steps that are trained however many rows there are; None where the rows decide.
+
+    open-instruct's scripts take every limit but None for one, 0 and -1 too: no epoch is begun
+    (finetune.py:693, finetune.py:723, dpo_tune_cache.py:441, dpo.py:281, dpo.py:344). TRL's -1 and 0
+    stand for none (transformers/trainer.py:2450).
+    """
+    if caches_only(stage, values) is not None:
+        return 0
+    limit = values[stage.entry.names.max_steps]
+    if not isinstance(limit, int) or (stage.options.backend == "trl" and limit < 1):
+        return None
+    return max(0, limit)
+
+
+def caches_only(stage: Stage, values: Values) -> str | None:
+    """What a run ends after, without a step and without a model: `data set`, or dpo.py's `reference pass`.
+
+    finetune.py:520, dpo_tune_cache.py:267, dpo.py:182; of the DPO scripts only dpo.py ends after the
+    reference (dpo.py:335).
+    """
+    if values.get("cache_dataset_only"):
+        return "data set"
+    if stage.entry.torchrun and values.get("cache_logprobs_only"):
+        return "reference pass"
+    return None
+
+
+def steps_of(stage: Stage, values: Values, rows: int, batch: int) -> int | None:
+    """Optimizer steps of all epochs over so many rows, `batch` of them a step."""
+    epochs = values[stage.entry.names.epochs]
+    if not isinstance(epochs, int | float):
+        return None
+    if stage.entry.torchrun:
+        # an epoch's last batch is left out where it is not full (dpo.py:235, data_loader.py:283)
+        return int(rows // batch * epochs)
+    return math.ceil(epochs * -(-rows // batch))
+
+
+def repacks(stage: Stage, values: Values) -> bool:
+    """Whether rows are put together before they are counted into batches: TRL's SFT and dpo.py do."""
+    entry = stage.entry
+    own = stage.options.backend == "trl" and entry.names.packing == "packing"
+    return bool(values.get("packing")) and (own or entry.torchrun)
+
+
+def count_rows(stage: Stage, values: Values) -> int | None:
+    """Rows before filtering: counts in the mixer list, local files, known sets; None if unknown."""
+    listed = values.get(stage.entry.names.data)
+    if isinstance(listed, list) and listed and len(listed) % 2 == 0:
+        splits = values.get(f"{stage.entry.names.data}_splits") or ["train"]
+        if set(splits) != {"train"} and not all(str(n).endswith(".jsonl") for n in listed[::2]):
+            return None
+        pairs = zip(listed[::2], listed[1::2], strict=True)
+        counted = [entry_rows(str(name), str(amount)) for name, amount in pairs]
+        return sum(n for n in counted if n is not None) if None not in counted else None
+    if isinstance(listed, str):
+        split = str(values.get("dataset_train_split") or "train")
+        return lines_of(_files_of(expanded(listed), split))
+    return None
+
+
+def _files_of(folder: Path, split: str) -> list[Path]:
+    # `train[:100]` is a part of the split, which no file is
+    try:
+        names = sorted(os.listdir(folder)) if split.isidentifier() else []
+    except (OSError, ValueError):
+        return []
+    return [folder / n for n in names if n.startswith(split) and n.endswith(".jsonl")]

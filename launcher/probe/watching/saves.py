@@ -1,0 +1,43 @@
+"""What was saved, by content: the fingerprint of each file of weights right after the save.
+
+`artifacts/digest.py` does the reading, for launch compares with the same functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from .process import Record
+
+
+@functools.cache
+def content() -> Any:
+    """The module of that name, by its place."""
+    launcher = Path(__file__).resolve().parents[2]
+    path = launcher / "artifacts" / "digest.py"
+    spec = importlib.util.spec_from_file_location("launch_content", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # a dataclass looks its module up
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def note(record: Record, folder: Any) -> None:
+    """Fingerprint a model that has just been saved; a checkpoint is none of the final ones."""
+    if not isinstance(folder, (str, os.PathLike)) or content().CHECKPOINT.search(os.fspath(folder)):
+        return
+    path = os.path.abspath(os.fspath(folder))
+    files = []
+    for name in content().weights(path) if os.path.isdir(path) else ():
+        found, _ = content().read(Path(path, name))
+        files.append(
+            {"name": name, "size": found.size, "method": found.method, "digest": found.digest}
+        )
+    record.write("saved_model", path=path, files=files)

@@ -1,0 +1,259 @@
+"""Results -> text for people, the JSON envelope for machines. The only module that knows colour."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from launcher.errors import Finding
+from launcher.printable import escaped, folded, printable
+from launcher.redaction import redact
+
+if TYPE_CHECKING:
+    # only for annotations: validation must not pay for importing what judges a run
+    from launcher.plan.plan import Plan
+    from launcher.runs.command import Command
+    from launcher.upstream.schema import Schema
+    from launcher.verdict.check import Verdict
+
+SCHEMA_VERSION = 1
+_COLOUR = {"error": "red", "warning": "yellow", "note": "cyan"}
+_STATUS = {"pass": "green", "fail": "red", "unproven": "yellow"}
+_MARK = {True: "ok", False: "FAIL", None: "unproven"}
+
+
+class _Styled(str):
+    """A word of launch's own in colour: nothing else reaches a terminal with an escape sequence."""
+
+
+def _style(word: str, colour: str, *, bold: bool = True) -> _Styled:
+    return _Styled(typer.style(word, fg=colour, bold=bold))
+
+
+def _echo(*parts: str, err: bool = False, nl: bool = True) -> None:
+    """Print, without the tokens in it: most of what is shown quotes what was given."""
+    # first what is invisible: it may part a token
+    clean = [one if isinstance(one, _Styled) else redact(printable(one)) for one in parts]
+    _write("".join(clean), err=err, nl=nl)
+
+
+def _write(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print what is printable; a reader that has gone takes neither a run nor its exit code with it."""
+    try:
+        try:
+            typer.echo(text, err=err, nl=nl)
+        except UnicodeEncodeError:
+            # a path that is no UTF-8
+            typer.echo(text.encode(errors="backslashreplace").decode(), err=err, nl=nl)
+    except OSError as error:
+        if error.errno not in {errno.EPIPE, errno.EIO}:
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2 if err else 1)
+        os.close(nowhere)
+
+
+def envelope(command: str, ok: bool, findings: Iterable[Finding], data: Any) -> None:
+    """Print the one JSON shape of every command to stdout."""
+    whole = {
+        "schema_version": SCHEMA_VERSION,
+        "command": command,
+        "ok": ok,
+        "findings": [finding.as_json() for finding in findings],
+        "data": data,
+    }
+    # as data, not as text: there `"hub_token": {` would be a name and its value
+    _write(escaped(json.dumps(redact(whole), indent=2, ensure_ascii=False, default=_text_of)))
+
+
+def _text_of(value: object) -> str:
+    return redact(str(value))
+
+
+def raw(text: str) -> None:
+    """Text to stdout without a line end of its own: what another program reads."""
+    _echo(text, nl=False)
+
+
+def plain_json(data: Any) -> None:
+    """JSON of somebody else's form to stdout."""
+    _write(escaped(json.dumps(data, indent=1, ensure_ascii=False, default=str)))
+
+
+def annotate(found: Iterable[Finding]) -> None:
+    """Findings as GitHub's workflow commands, which it shows as annotations of a pull request."""
+    for finding in found:
+        _write(redact(printable(workflow_command(finding, Path.cwd()), commands=True)))
+
+
+def workflow_command(finding: Finding, root: Path) -> str:
+    """One finding as one line; a file below `root` is named relative to it."""
+    properties = {"title": finding.code}
+    if finding.file is not None:
+        path = Path(os.path.abspath(root / finding.file))
+        name = path.relative_to(root) if path.is_relative_to(root) else path
+        line = {} if finding.line is None else {"line": str(finding.line)}
+        properties = {"file": str(name), **line, **properties}
+    escaped = (
+        f"{name}={_data(value).replace(':', '%3A').replace(',', '%2C')}"
+        for name, value in properties.items()
+    )
+    help = "" if finding.help is None else f"\nhelp: {finding.help}"
+    kind = "notice" if finding.severity == "note" else finding.severity
+    return f"::{kind} {','.join(escaped)}::{_data(f'{finding.message}{help}')}"
+
+
+def _data(text: str) -> str:
+    """A text inside a workflow command; no stream takes the lone surrogates of a name that is no UTF-8."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def arguments(schemas: Sequence[Schema], notes: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
+    """Every argument of some stages: name, type, default, place, and what is to be known of it.
+
+    `notes` are lines about arguments, by script and name.
+    """
+    for schema in schemas:
+        _echo(f"{schema.stage} on {schema.backend}: {schema.script} at {schema.version}")
+        rows = [
+            {
+                "name": name,
+                "type": known.type,
+                "default": known.default_text or known.default,
+                "defined": known.where,
+                "note": "; ".join(notes[schema.script].get(name, ())) or None,
+            }
+            for name, known in schema.fields.items()
+        ]
+        table(rows, ("name", "type", "default", "defined", "note"))
+
+
+def say(text: str) -> None:
+    """Plain text to stdout, never wrapped."""
+    _echo(text)
+
+
+def aside(text: str) -> None:
+    """How far a command is, to stderr: its answer goes to stdout."""
+    _echo(text, err=True)
+
+
+def findings(found: Sequence[Finding]) -> None:
+    """Every finding, on stderr: what, where, what to do next."""
+    # all at once: for each the environment would be looked through again
+    for finding in redact(tuple(found)):
+        head = _style(f"{finding.severity}[{finding.code}]", _COLOUR[finding.severity])
+        _write(head + folded(f": {finding.message}"), err=True)
+        if finding.place is not None:
+            _write(folded(f"  --> {finding.place}"), err=True)
+        if finding.help is not None:
+            _write(folded(f"  help: {finding.help}"), err=True)
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The plan, the source and the derived values, one fact a line."""
+    where = f"{plan.gpus} GPU(s)" if plan.gpus else "the CPU"
+    nodes = f" on each of {plan.nodes} nodes" if plan.nodes > 1 else ""
+    rows = "unknown number of" if plan.rows is None else f"{plan.rows:,}"
+    steps = (
+        "steps unknown until the data is read" if plan.steps is None else f"{plan.steps:,} steps"
+    )
+    lines = [
+        f"{plan.title} on {where}{nodes}, deepspeed {plan.stage.options.deepspeed_name}",
+        f"source: {plan.stage.upstream.describe()}",
+        f"batch: {plan.per_device} rows x {plan.accumulation} accumulated x {plan.processes} "
+        f"process(es) = {plan.global_batch} rows a step",
+        f"data: {rows} rows, {steps}",
+    ]
+    return lines + [f"set: {name}={d.value}  ({d.why})" for name, d in plan.derived.items()]
+
+
+def beginning(plan: Plan, console: Path) -> None:
+    """The plan, and where to read along, before the first process starts."""
+    for line in plan_lines(plan):
+        _echo(line, err=True)
+    _echo(f"log: {console}", err=True)
+
+
+def dry_run(plan: Plan, command: Command) -> None:
+    """The plan and the environment as comments, then the command on one line, ready to paste."""
+    shown = command.redacted()
+    for line in plan_lines(plan):
+        _echo(_comment(line))
+    _echo("# environment:")
+    for name, value in shown.env.items():
+        _echo(_comment(f"  {name}={value}"))
+    for variable in sorted(set(command.variables.values()) - os.environ.keys()):
+        _echo(f"# {variable} is a secret: export it before you paste this")
+    _echo(shown.shell())
+
+
+def _comment(text: str) -> str:
+    """A shell comment throughout: what is pasted must not run the second line of a value."""
+    return "\n".join(f"# {line}" for line in text.splitlines())
+
+
+def verdict(judged: Verdict) -> None:
+    """Why the run stopped itself, if it did; then the verdict as a table of points, and the figures."""
+    if judged.stopped is not None:
+        _echo(_style("stopped", "red"), folded(f": {judged.stopped}"))
+    what = f"  ({judged.stage or 'unknown stage'}, {judged.steps or 0} steps)"
+    _echo("verdict: ", _style(judged.status, _STATUS[judged.status]), folded(what))
+    for point in judged.points:
+        expected = "" if point.expected in {None, "any"} else f"expected {point.expected}"
+        mark = _MARK[point.ok]
+        colour = {True: "green", False: "red", None: "yellow"}[point.ok]
+        state = folded(f"  {point.name:<16}{point.state!s:<18}")
+        _echo(state, _style(f"{mark:<10}", colour, bold=False), folded(expected))
+        if point.ok is not True:
+            for line in _reasons(point.detail):
+                _echo(folded(f"    {line}"))
+        if wasted := point.detail.get("wasted"):
+            # nothing that was asked for failed, and half of it was for nothing
+            _echo(folded(f"    {wasted}"))
+    figures = [
+        f"{name} {_number(value)}" for name, value in judged.metrics.items() if value is not None
+    ]
+    if figures:
+        _echo("  " + ", ".join(figures))
+
+
+def _reasons(detail: Mapping[str, Any]) -> list[str]:
+    """Why a point is not as expected, and what to do about it."""
+    lines = []
+    error = detail.get("error")
+    if isinstance(error, Mapping):
+        where = f"  ({error['at']})" if error.get("at") else ""
+        lines.append(f"{error.get('type')}: {error.get('message')}{where}")
+    lines += [str(detail[key]) for key in ("signal", "reason", "detail", "help") if detail.get(key)]
+    return lines
+
+
+def _number(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Plain columns, as wide as their widest entry; one that is empty all the way is left out."""
+    columns = [c for c in columns if any(row.get(c) is not None for row in rows)]
+    shown = [
+        [
+            " ".join(printable(str(row.get(c) if row.get(c) is not None else "-")).split("\n"))
+            for c in columns
+        ]
+        for row in rows
+    ]
+    widths = [max(len(c), *(len(r[i]) for r in shown)) for i, c in enumerate(columns)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+        for cells in [list(columns), *shown]
+    ]
+    for line in redact(lines):
+        _write(line)

@@ -1,0 +1,174 @@
+"""All runs, one line each: state, step, loss, age."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from launcher import files
+from launcher.artifacts import checkpoints
+from launcher.machine import process
+from launcher.redaction import redact
+from launcher.report.progress import Progress, clock
+from launcher.runs import rundir, runner, slurm
+from launcher.runs.record import Record
+from launcher.runs.rundir import RunFolder
+
+COLUMNS = (
+    "run", "stage", "state", "verdict", "step", "loss", "tokens/s", "age", "gpus", "checkpoint", "output",
+    "wandb",
+)  # fmt: skip
+_ENDED = ("finished", "failed", "stopped", "lost")
+_TRACKED = re.compile(rb"View run\b.{0,200}?(https?://[^\s\x1b\"']+)", re.DOTALL)
+_TRACKED_WITHIN = 4 * 2**20
+
+
+def rows(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    """Rows of the runs that have begun, oldest first."""
+    return [row(folder) for folder in folders if rundir.begun(folder)]
+
+
+def row(folder: RunFolder) -> dict[str, Any]:
+    """One run for `launch runs`."""
+    manifest = rundir.read_head(folder)
+    progress = Progress(total=manifest.value("plan", "steps"), world=manifest.processes or 1)
+    last_steps(folder, progress)
+    now = state(folder, progress)
+    # the file of an attempt that goes on is that of the one before
+    over = now in _ENDED and not _judged_before(folder)
+    judged = Record(rundir.read_json(folder.verdict) if over else {})
+    rate = _steady(judged)
+    rate = progress.tokens_per_second if rate is None else rate
+    return {
+        "run": folder.path.name,
+        "path": str(folder.path),
+        "stage": manifest.get("stage"),
+        "state": now,
+        "verdict": judged.get("status"),
+        "step": progress.step,
+        "steps": progress.total,
+        "loss": None if progress.loss is None else round(progress.loss, 4),
+        "tokens/s": None if rate is None else round(rate),
+        "age": age(manifest.get("created")),
+        "gpus": manifest.value("plan", "gpus"),
+        "checkpoint": _last_checkpoint(manifest),
+        "output": manifest.get("output"),
+        "wandb": _tracked(folder, manifest),
+    }
+
+
+def _judged_before(folder: RunFolder) -> bool:
+    """Whether verdict.json is still that of the attempt before: nobody lived to judge the last one."""
+    number = folder.attempts()
+    return not folder.concluded(number).exists() and rundir.judged(folder, number - 1)
+
+
+def _steady(judged: Record) -> float | None:
+    """The speed that a verdict came to: that of all steady steps, and of every rank."""
+    rate = judged.value("metrics", "tokens_per_second")
+    return rate if isinstance(rate, int | float) else None
+
+
+def _last_checkpoint(manifest: Record) -> str | None:
+    """How long ago the last checkpoint was written."""
+    written = checkpoints.last_written(str(manifest.get("backend")), manifest.output)
+    return None if written is None else clock(max(0.0, time.time() - written))
+
+
+def _tracked(folder: RunFolder, manifest: Mapping[str, Any]) -> str | None:
+    """The address of the run at W&B, as it says itself at the beginning of the log."""
+    if not manifest.get("tracked"):
+        return None
+    try:
+        with files.open_regular(folder.console(max(1, folder.attempts()))) as log:
+            found = _TRACKED.search(log.read(_TRACKED_WITHIN))
+    except OSError:
+        return None
+    # of an anonymous run the address holds its key
+    return redact(found[1].decode(errors="replace")) if found else None
+
+
+def state(folder: RunFolder, progress: Progress | None = None) -> str:
+    """queued, running, orphaned, finished, failed, stopped, unknown or lost.
+
+    Unknown: its processes cannot be seen from here, and there was no heartbeat lately. Lost: ended without
+    a record of how. An orphan trains without the process that keeps it. Where that did not live to record
+    the end, the last word of rank 0's probe counts.
+    """
+    job = slurm.job(folder)
+    if job is not None and (told := _jobs(int(time.monotonic()))) is not None:
+        word = slurm.word(told.get(job.id))
+        if word is not None:
+            return word
+    if runner.alive(folder.path, lambda: _marks(int(time.monotonic()))):
+        return "orphaned" if runner.orphaned(folder) else "running"
+    word = ended_state(folder, progress)
+    return "unknown" if word == "lost" and runner.unknown(folder) is not None else word
+
+
+def ended_state(folder: RunFolder, progress: Progress | None = None) -> str:
+    """finished, failed, stopped or lost, by the run's own record alone."""
+    ended = rundir.read_json(folder.exit(max(1, folder.attempts())))
+    if ended.get("stopped") is not None:
+        return "stopped"
+    code = ended.get("returncode")
+    if not ended and progress is not None and progress.exit is not None and _last_told(folder):
+        code = progress.exit
+    if code is None:
+        return "lost"
+    return "finished" if code == 0 else "failed"
+
+
+def _last_told(folder: RunFolder) -> bool:
+    """Whether what rank 0's record ends with is of the last attempt, and not of one before."""
+    if folder.attempts() < 2:
+        return True
+    try:
+        with files.open_regular(folder.probe / "rank-0.jsonl") as record:
+            begun = [rundir.parse_line(line) for line in files.lines(record) if b'"start"' in line]
+    except OSError:
+        return False
+    told = [one.get("attempt") for one in begun if one.get("event") == "start"]
+    return not told or told[-1] in (None, folder.attempts())
+
+
+@lru_cache(maxsize=1)
+def _jobs(_second: int) -> dict[str, str] | None:
+    """One squeue serves a whole list of runs too."""
+    return slurm.states()
+
+
+@lru_cache(maxsize=1)
+def _marks(_second: int) -> frozenset[str]:
+    """One look at all processes serves a whole list of runs."""
+    return process.marks()
+
+
+def last_steps(folder: RunFolder, progress: Progress, window: int = 2048) -> None:
+    """Fill in the progress from the end of rank 0's record."""
+    try:
+        with files.open_regular(folder.probe / "rank-0.jsonl") as record:
+            record.seek(max(0, os.fstat(record.fileno()).st_size - window))
+            lines = record.read().split(b"\n")
+    except OSError:
+        return
+    # the first may be torn by the window, the last not be finished: neither is JSON then
+    for line in lines:
+        progress.event(rundir.parse_line(line))
+
+
+def age(created: object) -> str | None:
+    """Time since the start, short."""
+    try:
+        begun = datetime.datetime.fromisoformat(str(created))
+        passed = datetime.datetime.now(datetime.UTC) - begun
+    except (TypeError, ValueError):
+        return None
+    # a clock that was set back makes nothing younger than now
+    seconds = max(0.0, passed.total_seconds())
+    return f"{passed.days}d" if passed.days > 0 else clock(seconds)

@@ -1,0 +1,317 @@
+"""What runs left behind -> `Run`: their curves by step, the verdict, and what was decided before.
+
+A run of ours is read from its folder, live or finished; a stranger's from its console log alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from launcher import files
+from launcher.errors import not_ready, usage
+from launcher.redaction import redact
+from launcher.runs import attempt as attempts
+from launcher.runs import rundir
+from launcher.runs.record import mapping
+from launcher.runs.rundir import RunFolder
+from launcher.verdict import check, evidence, judge, metrics
+from launcher.verdict.evidence import Evidence
+from launcher.verdict.judge import Judged
+from launcher.verdict.metrics import Row
+
+REPORT_VERSION = 1
+"""Of the JSON form; a change that a reader would notice counts it up."""
+
+_RUN_FILES = ("run.json", "verdict.json", "metrics.jsonl", "console.log", "probe")
+"""Any of these makes a folder a run's, also where only results were kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """A table: one row a step, one column a quantity; None where a step does not have it.
+
+    `nonfinite` are the steps whose loss, or whatever else the probe looks at, was NaN or infinite.
+    """
+
+    steps: tuple[int, ...] = ()
+    columns: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    nonfinite: tuple[int, ...] = ()
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values, no NaN; what a data frame is made of."""
+        columns = {name: list(values) for name, values in self.columns.items()}
+        return {"steps": list(self.steps), "columns": columns, "nonfinite": list(self.nonfinite)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run: `manifest` is run.json (empty for a log), `verdict` the JSON form, `ended` exit.json.
+
+    `asked` holds value and origin of every argument, `ranks` is how many processes the probe saw or
+    missed. Tokens are taken out of all of it.
+    """
+
+    name: str
+    path: Path
+    manifest: Mapping[str, Any]
+    verdict: Mapping[str, Any]
+    series: Series
+    ended: Mapping[str, Any]
+    asked: Mapping[str, Mapping[str, Any]]
+    ranks: int | None = None
+
+    @property
+    def stage(self) -> str | None:
+        """`sft` or `dpo`, as decided, else as seen."""
+        named = self.manifest.get("stage") or self.verdict.get("stage")
+        return None if named is None else str(named)
+
+    def as_json(self) -> dict[str, object]:
+        """What `launch report --format json` says of one run."""
+        return {
+            "run": self.name,
+            "path": str(self.path),
+            "stage": self.stage,
+            "verdict": self.verdict or None,
+            "plan": mapping(self.manifest.get("plan")) or None,
+            "measured": measured(self),
+            "series": self.series.as_json(),
+            "ended": self.ended or None,
+            "upstream": mapping(self.manifest.get("upstream")) or None,
+            "args": {name: dict(entry) for name, entry in self.asked.items()},
+        }
+
+
+def as_json(runs: Sequence[Run]) -> dict[str, object]:
+    """The data of `launch report --format json`."""
+    return {"report_version": REPORT_VERSION, "runs": [run.as_json() for run in runs]}
+
+
+def gather(targets: Sequence[str]) -> list[Run]:
+    """Runs by folder, name, unique beginning or `last`, and console logs, each called differently.
+
+    Raises UsageError where one is not known, NotReady where a file cannot be read.
+    """
+    runs = []
+    for target in targets:
+        path = _path(target)
+        try:
+            runs.append(read(path))
+        except OSError as error:
+            file = str(error.filename or path)
+            message = f"cannot be read: {error.strerror}"
+            raise not_ready("unreadable-file", message, file=file) from None
+    return named_apart(runs)
+
+
+def _path(target: str) -> Path:
+    path = Path(target)
+    if path.is_file() or any((path / name).exists() for name in _RUN_FILES):
+        return path
+    found = rundir.find(target)
+    if found is None:
+        raise usage("no-such-run", f"there is no run or log `{target}`", "launch runs")
+    return found.path
+
+
+def read(target: Path) -> Run:
+    """A run folder, or a console log alone. Raises OSError where it cannot be read."""
+    return read_log(target) if target.is_file() else read_folder(target)
+
+
+def read_log(path: Path) -> Run:
+    """What a console log by itself can tell."""
+    found = evidence.read_log(path)
+    assert found.log is not None
+    verdict = check.judge(found.stage, check.expected_from_log(found.log), found)
+    at = found.log.asked_at
+    asked = {
+        name: {"value": _unquoted(value), "origin": f"{path.name}:{at.get(name)}"}
+        for name, value in found.log.asked.items()
+    }
+    return Run(
+        name=path.name, path=path.absolute(), manifest={}, verdict=redact(verdict.as_json()),
+        series=of_rows(metrics.metrics_rows(found)), ended={}, asked=redact(asked),
+    )  # fmt: skip
+
+
+def read_folder(path: Path) -> Run:
+    """A run folder, judged as it stands now; where only results were kept, those."""
+    found = evidence.read_run(path)
+    if found.log is None and found.probe is None:
+        kept = rundir.read_json(path / "verdict.json")
+        rows = _kept_rows(path / "metrics.jsonl")
+        return of_kept(path, rundir.read_json(path / "run.json"), kept, rows, found)
+    return of_judged(path, judge.judge(RunFolder(path)))
+
+
+def of_judged(path: Path, judged: Judged) -> Run:
+    """A run folder that has been judged already."""
+    rows = judge.rows_of(judged.attempts)
+    return of_kept(path, judged.manifest, judged.verdict.as_json(), rows, judged.attempts[-1])
+
+
+def of_kept(
+    path: Path, manifest: object, verdict: object, rows: Iterable[Row],
+    last: Evidence | None = None,
+) -> Run:  # fmt: skip
+    """A run out of what was written about it, whatever it is by now, and its last attempt."""
+    path = path.absolute()
+    ended = {} if last is None or last.exit is None else rundir.read_json(last.exit.path)
+    told = {"manifest": mapping(manifest), "verdict": mapping(verdict), "ended": ended}
+    clean = redact(told, attempts.tokens(RunFolder(path)))
+    asked = mapping(clean["manifest"].get("args"))
+    return Run(
+        name=path.name, path=path, manifest=clean["manifest"], verdict=clean["verdict"],
+        series=of_rows(rows), ended=clean["ended"],
+        asked={name: entry for name, entry in asked.items() if isinstance(entry, Mapping)},
+        ranks=None if last is None or last.probe is None else last.probe.world,
+    )  # fmt: skip
+
+
+def of_rows(rows: Iterable[Row]) -> Series:
+    """A table out of rows in the order of their steps, with what follows from its columns."""
+    kept = [row for row in rows if number(row.get("step")) is not None]
+    names = dict.fromkeys(name for row in kept for name in row if name not in ("step", "finite"))
+    columns = {name: tuple(number(row.get(name)) for row in kept) for name in names}
+    if "seconds" in columns and "tokens" in columns:
+        columns.setdefault("tokens_per_second", _ratio(columns["tokens"], columns["seconds"]))
+    if "wasted" in columns and "positions" in columns:
+        columns.setdefault("wasted_share", _ratio(columns["wasted"], columns["positions"]))
+    return Series(
+        steps=tuple(int(row["step"]) for row in kept),
+        columns={name: values for name, values in columns.items() if any_number(values)},
+        nonfinite=tuple(int(row["step"]) for row in kept if row.get("finite") is False),
+    )
+
+
+def any_number(values: Iterable[float | None]) -> bool:
+    """Whether there is anything to draw."""
+    return any(value is not None for value in values)
+
+
+def _kept_rows(path: Path) -> list[Row]:
+    rows = files.read_lines(path)
+    return sorted((r for r in rows if number(r.get("step")) is not None), key=lambda r: r["step"])
+
+
+def number(value: object) -> float | None:
+    """The value if it is a finite number."""
+    if type(value) is float:
+        return value if math.isfinite(value) else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _ratio(
+    above: Sequence[float | None], below: Sequence[float | None]
+) -> tuple[float | None, ...]:
+    return tuple(a / b if a is not None and b else None for a, b in zip(above, below, strict=True))
+
+
+def _unquoted(value: str) -> Any:
+    """A value of the arguments dump as people write it: `'x'` is x."""
+    if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
+        return value[1:-1]
+    return value
+
+
+_MEASURED = (
+    "tokens_per_second", "logged_tokens_per_second", "mfu", "wasted_share", "first_loss", "last_loss",
+    "min_loss", "rewards_margin", "rewards_accuracy",
+)  # fmt: skip
+
+
+def measured(run: Run) -> dict[str, float | None]:
+    """What the run turned out to be, under the plan's names; None where nobody measured it.
+
+    Memory is the peak in GiB, `hours` the whole attempt, `wasted_share` and `mfu` are shares of 1;
+    `logged_tokens_per_second` is upstream's own figure.
+    """
+    figures = mapping(run.verdict.get("metrics"))
+    return {
+        "processes": run.ranks,
+        "rows_per_step": _rows_per_step(run),
+        "steps": number(run.verdict.get("steps")),
+        "tokens_per_step": _mean(run.series.columns.get("tokens", ())),
+        "peak_gib": number(figures.get("peak_allocated_gib")),
+        "reserved_gib": number(figures.get("peak_reserved_gib")),
+        "hours": hours(run),
+        **{name: number(figures.get(name)) for name in _MEASURED},
+    }
+
+
+def planned(run: Run) -> dict[str, float | None]:
+    """What the plan said, under the names of `measured`; None where it does not say."""
+    plan = mapping(run.manifest.get("plan"))
+    steps, tokens = number(plan.get("steps")), number(plan.get("tokens_per_step"))
+    hours = number(plan.get("hours"))
+    rate = number(plan.get("tokens_per_second"))
+    if rate is None and steps and tokens and hours:
+        rate = steps * tokens / (hours * 3600)
+    gpus, nodes = number(plan.get("gpus")), number(plan.get("nodes")) or 1
+    return {
+        "processes": None if gpus is None else max(1, gpus) * nodes,
+        "rows_per_step": number(plan.get("global")),
+        "steps": steps,
+        "tokens_per_step": tokens,
+        "tokens_per_second": rate,
+        "peak_gib": number(mapping(plan.get("memory_gib")).get("peak")),
+        "hours": hours,
+    }
+
+
+def hours(run: Run) -> float | None:
+    """How long the last attempt took, loading and saving included."""
+    import datetime
+
+    try:
+        begun, ended = (
+            datetime.datetime.fromisoformat(str(run.ended[key])) for key in ("started", "ended")
+        )
+        return (ended - begun).total_seconds() / 3600
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    kept = [v for v in values if v is not None]
+    return math.fsum(kept) / len(kept) if kept else None
+
+
+def _rows_per_step(run: Run) -> float | None:
+    """In the rows of the data, as the plan counts: DPO's batches hold two sequences of each."""
+    seen = _mean(run.series.columns.get("rows", ()))
+    return seen / 2 if seen is not None and run.stage == "dpo" else seen
+
+
+def named_apart(runs: Sequence[Run]) -> list[Run]:
+    """The same runs, each under a name of its own: two logs may both be called `train.log`."""
+    names = [run.name for run in runs]
+    apart: list[Run] = []
+    for number, run in enumerate(runs, start=1):
+        name = run.name
+        if names.count(name) > 1:
+            name = f"{run.path.parent.name}/{name}"
+        taken = {other.name for other in apart}
+        apart.append(replace(run, name=f"{name} ({number})" if name in taken else name))
+    return apart
+
+
+def compact(series: Series) -> str:
+    """The JSON form with no more digits than a curve can show: half of the bytes."""
+    columns = ",".join(
+        f"{json.dumps(name)}:[{','.join(['null' if v is None else f'{v:.7g}' for v in values])}]"
+        for name, values in series.columns.items()
+    )
+    steps, bad = (",".join(map(str, numbers)) for numbers in (series.steps, series.nonfinite))
+    return f'{{"steps":[{steps}],"columns":{{{columns}}},"nonfinite":[{bad}]}}'

@@ -1,0 +1,74 @@
+"""What a rule may know beside upstream's arguments: launch's own options, this machine, what lies here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import Finding
+from launcher.upstream.schema import Values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """One stage about to run, or only looked at; None stands for what is not known.
+
+    `deepspeed` is the parsed DeepSpeed file in use. `gpus` counts those of all nodes, 0 is the CPU.
+    `per_device` (rows) and `accumulation` (forward passes a step) are what upstream will be given.
+    `packages` are names and versions in the trainer's Python, `cpus` its processors. `output` is
+    where the model goes.
+    """
+
+    values: Values
+    environ: Mapping[str, str] = field(default_factory=dict)
+    deepspeed: Mapping[str, Any] | None = None
+    mixed_precision: str | None = None
+    gpus: int | None = None
+    per_device: int | None = None
+    accumulation: int | None = None
+    cpus: int | None = None
+    packages: Mapping[str, str] | None = None
+    running: bool = False
+    output: Path | None = None
+
+    @property
+    def zero_stage(self) -> int | None:
+        """The ZeRO stage that would run: DPO's own argument wins (dpo_tune_cache.py:129)."""
+        own = self.values.get("zero_stage")
+        if isinstance(own, int):
+            return own
+        if self.deepspeed is None or self.gpus == 0:
+            return None
+        stage = section(self.deepspeed, "zero_optimization").get("stage", 0)
+        return stage if isinstance(stage, int) else None
+
+    @property
+    def file(self) -> Mapping[str, Any] | None:
+        """The DeepSpeed file as far as it is read: not on the CPU, nor beside DPO's `zero_stage`."""
+        own = self.values.get("zero_stage") is not None
+        return None if own or self.gpus == 0 else self.deepspeed
+
+    @property
+    def distributed(self) -> bool:
+        """Whether DeepSpeed would run at all."""
+        return self.file is not None or self.values.get("zero_stage") is not None
+
+    def lacks(self, *names: str) -> bool:
+        """Whether the trainer's Python is known to hold none of these packages."""
+        return self.packages is not None and not any(name in self.packages for name in names)
+
+
+StageRule = Callable[[Context], Iterator[Finding]]
+
+
+def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A part of a JSON mapping; empty where there is none."""
+    part = config.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
+def caches_only(context: Context) -> bool:
+    """Whether the run ends once the data are tokenised (finetune.py:520, dpo_tune_cache.py:267)."""
+    return context.values.get("cache_dataset_only") is True

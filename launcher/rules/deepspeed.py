@@ -1,0 +1,529 @@
+"""Rules about DeepSpeed: its file, its stages, what it cannot train, which releases corrupt gradients.
+
+docs/gradients.md has what was measured with each release. Line numbers are those of the pins, of the
+packages named in tests/test_upstream_facts.py, and of DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from launcher.artifacts import model_config
+from launcher.errors import Finding, Severity, brief
+from launcher.rules.context import Context, StageRule, caches_only, section
+from launcher.rules.rule import say
+from launcher.rules.trl import resolved
+
+OVERLAP = "overlap-corrupts"
+SYNCHRONIZED = Version("0.17.5")  # DeepSpeed's PR 7371
+UNSYNCHRONIZED = (Version("0.18.5"), Version("0.19.0"))  # from PR 7805 on, until PR 7965
+ALL_STREAMS = Version("0.19.3")  # PR 8080
+LOSES_MICRO_BATCHES = (Version("0.17.6"), Version("0.18.3"))  # until PR 7665
+LARGEST_WEIGHT = 1e9  # elements; no gradient is then larger than the bucket, which is copied
+_FORMATS = {
+    "fp32": "no",
+    "float32": "no",
+    "fp16": "fp16",
+    "half": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+}
+_GATHER = "stage3_gather_16bit_weights_on_model_save"
+_PASSES = "gradient_accumulation_steps"
+_MICRO = "train_micro_batch_size_per_gpu"
+# attention with biases whatever else their config says; `attention_bias` tells for the others
+_BIASED = frozenset({"qwen2", "qwen2_moe"})
+# accelerate/utils/deepspeed.py:48,53,84: those that stay what they are where DeepSpeed offloads
+_OFFLOADED = (
+    "adamw_torch", "adamw_torch_fused", "paged_adamw_32bit", "adagrad", "lion_32bit",
+    "paged_lion_32bit",
+)  # fmt: skip
+
+
+def engine_config(
+    values: Mapping[str, Any], file: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
+    """The DeepSpeed config in use: DPO's own argument wins over `file`, launch's `deepspeed`.
+
+    None without DeepSpeed. The caller knows whether a GPU is used.
+    """
+    stage = values.get("zero_stage")
+    if not isinstance(stage, int) or isinstance(stage, bool):
+        return file
+    # as far as memory and gradients depend on it (dpo_tune_cache.py:78, dpo_tune_cache.py:82)
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "reduce_bucket_size": "auto"}
+    if stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+            "zero_hpz_partition_size": values.get("zero_hpz_partition_size"),
+        }  # fmt: skip
+    for name in ("offload_optimizer", "offload_param"):
+        if values.get(name):
+            zero[name] = {"device": "cpu"}
+    return {"zero_optimization": zero}
+
+
+def _of_file(code: str, message: str, help: str, severity: Severity = "error") -> Finding:
+    """A finding about launch's own option instead of one of upstream's arguments."""
+    return Finding(
+        severity=severity, layer="run", code=code, key="deepspeed", message=message, help=help
+    )
+
+
+# --- the file, under any trainer ------------------------------------------------------------------
+
+
+def zero_section(context: Context) -> Iterator[Finding]:
+    """accelerate/utils/dataclasses.py:1277."""
+    if context.file is not None and "zero_optimization" not in context.file:
+        yield _of_file(
+            "deepspeed-no-zero",
+            "the DeepSpeed file has no `zero_optimization`: accelerate refuses it",
+            'add `"zero_optimization": {"stage": 2}`',
+        )
+
+
+def no_batch(context: Context) -> Iterator[Finding]:
+    """accelerate/utils/dataclasses.py:1369: an `auto` batch is filled from the micro-batch alone, but by
+    transformers, which fills in both (deepspeed/runtime/config.py:650).
+    """
+    file = context.file
+    # none or `auto` means that the other one has to say it
+    unknown = (None,) if context.values.schema.backend == "trl" else (None, "auto")
+    if file and file.get(_MICRO) is None and file.get("train_batch_size") in unknown:
+        yield _of_file(
+            "deepspeed-no-batch",
+            f"the DeepSpeed file has no `{_MICRO}`",
+            f'add `"{_MICRO}": "auto"` and `"train_batch_size": "auto"`',
+        )
+
+
+def unsaved_weights(context: Context) -> Iterator[Finding]:
+    """model_utils.py:555, transformers/trainer.py:3972; an adapter is gathered all the same
+    (transformers/trainer.py:3965).
+    """
+    file, trl = context.file, context.values.schema.backend == "trl"
+    if file is None or context.zero_stage != 3 or caches_only(context):
+        return
+    if section(file, "zero_optimization").get(_GATHER) is True or context.values.get("use_peft"):
+        return
+    yield _of_file(
+        "zero3-unsaved",
+        f"ZeRO-3 without `{_GATHER}: true` "
+        + (
+            "saves no model, only DeepSpeed's own checkpoint"
+            if trl
+            else "crashes when the trained model is saved"
+        ),
+        "add it to `zero_optimization` in the DeepSpeed file",
+        "warning" if trl else "error",
+    )
+
+
+def clipping(context: Context) -> Iterator[Finding]:
+    """accelerate/accelerator.py:3023 leaves it to DeepSpeed; `auto` is 1.0 (accelerator.py:2224).
+
+    What is not above 0 asks for none (finetune.py:855, dpo_tune_cache.py:592).
+    """
+    key = "clip_grad_norm" if "clip_grad_norm" in context.values else "max_grad_norm"
+    ours = context.values[key]
+    given = "auto" if context.file is None else context.file.get("gradient_clipping", 0.0)
+    if (
+        not context.distributed
+        or not context.values.given(key)
+        or not isinstance(ours, int | float)
+    ):
+        return
+    # transformers fills in what is `auto`, and refuses another number
+    if context.values.schema.backend == "trl" and given not in (None, 0.0):
+        return
+    wanted = ours if ours > 0 else 0.0
+    theirs = 1.0 if given == "auto" else given
+    if not isinstance(theirs, int | float) or not theirs > 0:
+        theirs = 0.0
+    if theirs != wanted:
+        what = f"clips at {theirs}" if theirs else "does not clip"
+        instead = ", in place of `zero_stage`" if context.file is None else ""
+        yield say(
+            "warning", "run", "clipping-unread", key,
+            f"`{key}: {ours}` is not read with DeepSpeed, which {what}",
+            f'write `"gradient_clipping": {wanted}` in the DeepSpeed file{instead}',
+        )  # fmt: skip
+
+
+# --- the file, under open-instruct ----------------------------------------------------------------
+
+
+def refused_file(context: Context) -> Iterator[Finding]:
+    """accelerate/accelerator.py:2253, accelerate/accelerator.py:2268: the scripts bring their own optimizer.
+
+    accelerate/utils/dataclasses.py:1440: the precision. It comes to light once the data are tokenised.
+    """
+    file = context.file
+    if file is None:
+        return
+    for key in ("optimizer", "scheduler"):
+        if key in file:
+            yield _of_file(
+                "deepspeed-optimizer",
+                f"the DeepSpeed file sets `{key}`, and so does upstream: accelerate refuses both",
+                f"delete `{key}` from the file; the arguments decide",
+            )
+    other = {"bf16": "fp16", "fp16": "bf16"}.get(context.mixed_precision or "", "")
+    if str(section(file, other).get("enabled", False)).lower() == "true":
+        yield _of_file(
+            "deepspeed-precision",
+            f"the DeepSpeed file enables {other}, `mixed_precision` is {context.mixed_precision}",
+            f'set `mixed_precision: {other}`, or `"enabled": "auto"` in the file',
+        )
+
+
+def batch_of_the_file(context: Context) -> Iterator[Finding]:
+    """accelerate/accelerator.py:2219: the file's accumulation wins, a missing one is 1, and upstream goes on
+    counting with its own argument (finetune.py:692). accelerate/accelerator.py:2230 fills in what is
+    `auto`; DeepSpeed asserts that the batch multiplies.
+    """
+    file, ours = context.file, context.accumulation
+    if file is None or ours is None:
+        return
+    passes = file.get(_PASSES, 1)
+    if isinstance(passes, int) and passes != ours:
+        verb = "sets" if _PASSES in file else "is silent, which means"
+        yield _of_file(
+            "deepspeed-accumulation",
+            f"the DeepSpeed file {verb} `{_PASSES}: {passes}`: {ours} would not be used, "
+            "and the steps be counted wrongly",
+            f'write `"{_PASSES}": "auto"` in the file',
+            "warning",
+        )
+    total = file.get("train_batch_size")
+    rows = _number(file.get(_MICRO), context.per_device)
+    times = _number(passes, ours)
+    devices = (context.gpus or 0) // max(1, context.values.get("sequence_parallel_size") or 1)
+    if isinstance(total, int) and rows and times and devices and total != rows * times * devices:
+        yield _of_file(
+            "deepspeed-batch",
+            f"the DeepSpeed file sets `train_batch_size: {total}`, but {rows} rows x {times} passes x "
+            f"{devices} devices is {rows * times * devices}",
+            'write `"train_batch_size": "auto"` in the file',
+        )
+
+
+def _number(given: Any, ours: int | None) -> int | None:
+    if given in ("auto", None):
+        return ours
+    return given if isinstance(given, int) else None
+
+
+def half_precision(context: Context) -> Iterator[Finding]:
+    """finetune.py:597, dpo_tune_cache.py:337: the model is loaded in bfloat16 whatever is asked for."""
+    if context.mixed_precision == "fp16":
+        yield Finding(
+            severity="warning", layer="run", code="fp16-over-bf16", key="mixed_precision",
+            message="upstream loads the model in bfloat16: `mixed_precision: fp16` then casts its "
+            "weights to half precision, or fails in the gradient scaler",
+            help="write `mixed_precision: bf16`",
+        )  # fmt: skip
+
+
+def two_zero_stages(context: Context) -> Iterator[Finding]:
+    """dpo_tune_cache.py:136 builds a config of its own, and accelerate then reads no file."""
+    own = context.values["zero_stage"]
+    if own is None or context.deepspeed is None or context.gpus == 0:
+        return
+    theirs = section(context.deepspeed, "zero_optimization").get("stage", 0)
+    differs = f", and its stage {theirs} is not {own}" if theirs != own else ""
+    yield say(
+        "warning", "run", "two-zero-stages", "zero_stage",
+        f"`zero_stage: {own}` replaces `deepspeed:`: nothing of that file is read{differs}",
+        "keep one: `deepspeed:` for a file, `zero_stage` for upstream's own settings",
+    )  # fmt: skip
+
+
+# --- adapters and quantised models under open-instruct --------------------------------------------
+
+
+def quantised(context: Context) -> Iterator[Finding]:
+    """finetune.py:560, dpo_tune_cache.py:300: a device_map, see transformers/integrations/accelerate.py:135.
+
+    upstream calls DeepSpeed incompatible (finetune.py:209, dpo_utils.py:269).
+    """
+    if not context.values["use_qlora"] or not context.distributed or caches_only(context):
+        return
+    crashes = context.zero_stage == 3
+    yield say(
+        "error" if crashes else "warning", "run", "qlora-deepspeed", "use_qlora",
+        "`use_qlora` with ZeRO-3 crashes: a quantised model is placed by a device_map" if crashes
+        else "`use_qlora` is not compatible with DeepSpeed, upstream says",
+        "write `deepspeed: none`, or leave out `use_qlora`",
+    )  # fmt: skip
+
+
+def frozen_biases(context: Context) -> Iterator[Finding]:
+    """finetune.py:670, dpo_tune_cache.py:417 put biases into a group of their own; with LoRA none of
+    it is trained, and ZeRO-1 and 2 cannot take an empty group (deepspeed/runtime/zero/stage_1_and_2.py:442).
+    """
+    values = context.values
+    if not values["use_lora"] or context.zero_stage not in {1, 2} or caches_only(context):
+        return
+    config = model_config.built_from(context.values, context.environ)
+    kind = str(config.get("model_type"))
+    if kind in _BIASED or config.get("attention_bias") is True or config.get("mlp_bias") is True:
+        yield say(
+            "error", "run", "lora-biases", "use_lora",
+            f"LoRA on a {kind} model crashes with ZeRO-{context.zero_stage}: the frozen biases are an "
+            "optimizer group with nothing to train",
+            "write `deepspeed: none`, or `deepspeed: zero3` without gradient checkpointing",
+        )  # fmt: skip
+
+
+def frozen_released(context: Context) -> Iterator[Finding]:
+    """finetune.py:624 checkpoints as transformers does by itself, not reentrant
+    (transformers/modeling_utils.py:3132): when a layer is computed again, ZeRO-3 has released its
+    frozen weights, and torch compares their shapes with those of the forward pass (CheckpointError).
+    """
+    values = context.values
+    lora = values["use_lora"] and not values["use_qlora"]
+    zero3 = context.distributed and context.zero_stage == 3
+    if lora and zero3 and values["gradient_checkpointing"]:
+        yield say(
+            "error", "run", "lora-zero3-checkpointing", "gradient_checkpointing",
+            "`gradient_checkpointing` with LoRA and ZeRO-3 crashes in the first backward pass: the frozen "
+            "weights have been released when a layer is computed again",
+            "leave out one of the three: `deepspeed: none` has LoRA's small optimizer state on each GPU",
+        )  # fmt: skip
+
+
+# --- the file, under TRL --------------------------------------------------------------------------
+
+
+def mismatches(context: Context) -> Iterator[Finding]:
+    """transformers/integrations/deepspeed.py:129,256: raised when training begins. What a file leaves out
+    is not compared, but for the accumulation: accelerate fills in 1 (accelerate/utils/dataclasses.py:1275).
+    """
+    if not context.file:
+        return
+    file = {_PASSES: 1, **context.file}
+    differing = [
+        f"`{name}: {brief(theirs)}` is not `{key}: {brief(ours)}`"
+        for name, key, ours in _expected(context)
+        if ours is not None and (theirs := _entry(file, name)) not in (None, "auto", ours)
+    ]
+    if differing:
+        yield _of_file(
+            "deepspeed-mismatch",
+            f"transformers refuses the DeepSpeed file: {'; '.join(differing)}",
+            'write "auto" for what the arguments say',
+        )
+
+
+def _expected(context: Context) -> Iterator[tuple[str, str, Any]]:
+    """What a config must say, under which name, and the argument that says it; None if unknown."""
+    values, rows, passes = context.values, context.per_device, context.accumulation
+    yield _MICRO, "per_device_train_batch_size", rows
+    yield _PASSES, _PASSES, passes
+    if rows is not None and passes is not None and context.gpus:
+        total = rows * passes * context.gpus
+        yield "train_batch_size", "rows x passes x devices", total
+    yield "gradient_clipping", "max_grad_norm", values["max_grad_norm"]
+    rate, decay = values["learning_rate"], values["weight_decay"]
+    yield "optimizer.params.lr", "learning_rate", rate
+    betas = [values["adam_beta1"], values["adam_beta2"]]
+    yield "optimizer.params.betas", "adam_beta1, adam_beta2", None if None in betas else betas
+    yield "optimizer.params.eps", "adam_epsilon", values["adam_epsilon"]
+    yield "optimizer.params.weight_decay", "weight_decay", decay
+    yield "scheduler.params.warmup_max_lr", "learning_rate", rate
+    warmup = values["warmup_steps"]
+    # a share below 1 is one of steps that are not known here
+    counted = isinstance(warmup, int | float) and (1 <= warmup < math.inf or warmup == 0)
+    yield "scheduler.params.warmup_num_steps", "warmup_steps", int(warmup) if counted else None
+
+
+def _entry(config: Mapping[str, Any], name: str) -> Any:
+    node: Any = config
+    for part in name.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def precision(context: Context) -> Iterator[Finding]:
+    """accelerate/utils/dataclasses.py:1440,1446, transformers/integrations/deepspeed.py:129.
+
+    accelerate fills a file by the precision of training, transformers then compares it with that of
+    evaluation too.
+    """
+    file, values = context.file, context.values
+    if not file:
+        return
+    running = resolved.precision(values)
+    if running is None and context.gpus is None:
+        # what stands in the stage file; once the GPUs are known its default is filled in
+        running = context.mixed_precision or "no"
+    for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
+        evaluated = bool(values[f"{name}_full_eval"])
+        wanted = resolved.precision(values) == name or evaluated
+        stated = _entry(file, f"{name}.enabled")
+        unset = stated == "auto" or not isinstance(file.get(name), Mapping)
+        if running == other and str(stated).lower() == "true":
+            what = f"enables {name}, and training runs in {other}"
+        elif stated is not None and not unset and stated != wanted:
+            what = f"has `{name}.enabled: {brief(stated)}`, and TRL's arguments say {wanted}"
+        elif unset and running is not None and (running == name) != wanted:
+            source = f"`{name}_full_eval`" if wanted else "`mixed_precision`"
+            what = f"takes {name} from training, which is {running}, against {source}"
+        else:
+            continue
+        yield _of_file(
+            "deepspeed-precision",
+            f"the DeepSpeed file {what}: that is refused",
+            f'write `"enabled": "auto"`; delete `{name}_full_eval`'
+            if evaluated
+            else f'write `"enabled": "auto"`, delete `mixed_precision`, and let `{name}` decide',
+        )
+        return
+
+
+def fsdp_too(context: Context) -> Iterator[Finding]:
+    """transformers/trainer.py:461; accelerate/utils/dataclasses.py:1265 reads launch's file."""
+    if context.file is not None and context.values["fsdp"]:
+        yield say(
+            "error", "run", "two-engines", "fsdp",
+            "`fsdp` beside `deepspeed:`: transformers refuses both", "write `deepspeed: none`",
+        )  # fmt: skip
+
+
+def optimizer_unread(context: Context) -> Iterator[Finding]:
+    """transformers/integrations/deepspeed.py:546: a config that has one decides.
+    accelerate/accelerator.py:2383: one that offloads makes DeepSpeed's own Adam of what was asked for.
+    """
+    file, name = context.file, str(context.values["optim"])
+    if not file or not context.values.given("optim"):
+        return
+    theirs = section(file, "optimizer").get("type")
+    if theirs is not None:
+        yield say(
+            "warning", "run", "optim-unread", "optim",
+            f"`optim: {name}` is not read: the DeepSpeed file has its own, {brief(theirs)}",
+            "delete one of them",
+        )  # fmt: skip
+    if "optimizer" in file or file.get("zero_force_ds_cpu_optimizer") is False:
+        return
+    offloaded = section(section(file, "zero_optimization"), "offload_optimizer").get("device")
+    if offloaded not in (None, "none") and name not in _OFFLOADED:
+        yield say(
+            "warning", "run", "optim-replaced", "optim",
+            f"`optim: {name}` becomes DeepSpeed's Adam on the CPU, with states of 32 bits and a weight "
+            "decay that is not decoupled: its file offloads the optimizer",
+            "write `optim: adamw_torch`, or a `deepspeed:` that does not offload",
+        )  # fmt: skip
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def fault(
+    config: Mapping[str, Any], version: str | None, *, precision: str | None = None,
+    accumulation: int | None = None,
+) -> tuple[Severity, str, str, str] | None:  # fmt: skip
+    """What DeepSpeed is known to do to gradients: severity, code, message, help; None for nothing.
+
+    `precision` is accelerate's word (bf16, fp16, no), `accumulation` the micro-batches of a step.
+    """
+    zero = section(config, "zero_optimization")
+    stage, overlaps = zero.get("stage", 0), zero.get("overlap_comm") is True
+    if stage not in (1, 2):
+        return None
+    try:
+        release = Version(version or "")
+    except InvalidVersion:
+        release = None
+    serial = "or set `overlap_comm: false` in the DeepSpeed file"
+    wire = _FORMATS.get(str(config.get("communication_data_type")).lower())
+    bucket = zero.get("reduce_bucket_size")
+    whole = isinstance(bucket, int | float) and bucket >= LARGEST_WEIGHT
+    converts = wire is not None and wire != (precision or "bf16")
+    if stage == 2 and overlaps and converts and not whole:
+        # stage_1_and_2.py, allreduce_and_copy_with_multiple_ranks: only the converted copy is recorded on
+        # the stream of the reduction, so the gradient's memory is used again before it was read
+        return (
+            "error", OVERLAP,
+            "ZeRO-2 with `overlap_comm` and a `communication_data_type` of its own trains on corrupt "
+            "gradients: every release up to 0.19.8 reuses the memory of gradients larger than "
+            "`reduce_bucket_size` before they were sent",
+            "set `overlap_comm: false` in the DeepSpeed file, or use ZeRO-1 or ZeRO-3",
+        )  # fmt: skip
+    if stage == 2 and release and _within(release, LOSES_MICRO_BATCHES) and (accumulation or 1) > 1:
+        return (
+            "error", "accumulation-lost",
+            f"DeepSpeed {version} keeps only the last micro-batch of a step under ZeRO-2",
+            "install deepspeed 0.19.8, or do not accumulate",
+        )  # fmt: skip
+    if not overlaps:
+        return None
+    corrupts = "trains on corrupt gradients: buffers are reused before their reduction is done"
+    if release is None:
+        return (
+            "warning", OVERLAP,
+            "ZeRO 1 and 2 with `overlap_comm` " + corrupts + ", with DeepSpeed 0.18.5 to 0.18.9 and before "
+            "0.17.5; the installed version is not known here",
+            f"install deepspeed 0.19.8 where it trains, {serial}",
+        )  # fmt: skip
+    if release < SYNCHRONIZED or _within(release, UNSYNCHRONIZED):
+        message = f"DeepSpeed {version} with ZeRO-{stage} and `overlap_comm` {corrupts}"
+        return "error", OVERLAP, message, f"install deepspeed 0.19.8, {serial}"
+    if UNSYNCHRONIZED[1] <= release < ALL_STREAMS:
+        return (
+            "warning", OVERLAP,
+            f"DeepSpeed {version} with ZeRO-{stage} and `overlap_comm` may send gradients before they are "
+            "complete where several streams compute them, as under torch.compile",
+            f"install deepspeed 0.19.8, {serial}",
+        )  # fmt: skip
+    return None
+
+
+def _within(version: Version, span: tuple[Version, Version]) -> bool:
+    return span[0] <= version < span[1]
+
+
+def true_gradients(context: Context) -> Iterator[Finding]:
+    """deepspeed/runtime/zero/stage_1_and_2.py:1516; the probe compares gradients in each run."""
+    values, config = context.values, engine_config(context.values, context.file)
+    # at a start the packages are looked at in a moment
+    if context.gpus == 0 or not config or (context.running and context.packages is None):
+        return
+    trl = values.schema.backend == "trl"
+    found = fault(
+        config,
+        None if context.packages is None else context.packages.get("deepspeed"),
+        precision=resolved.precision(values) or "no" if trl else context.mixed_precision,
+        accumulation=context.accumulation,
+    )
+    if found is None:
+        return
+    severity, code, message, help = found
+    key = "deepspeed"
+    if values.get("zero_stage") is not None:
+        key = "args.zero_stage"
+        help = "leave out `zero_stage` and set launch's `deepspeed: zero2`, which does not overlap"
+    yield Finding(severity=severity, layer="run", code=code, key=key, message=message, help=help)
+
+
+_SHARED: tuple[StageRule, ...] = (
+    zero_section, no_batch, unsaved_weights, clipping, true_gradients,
+)  # fmt: skip
+_OPEN_INSTRUCT: tuple[StageRule, ...] = (
+    *_SHARED, refused_file, batch_of_the_file, half_precision, quantised, frozen_biases,
+)  # fmt: skip
+_TRL: tuple[StageRule, ...] = (*_SHARED, mismatches, precision, fsdp_too, optimizer_unread)
+
+RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
+    "open_instruct": {
+        "sft": (*_OPEN_INSTRUCT, frozen_released),
+        "dpo": (*_OPEN_INSTRUCT, two_zero_stages),
+    },
+    "trl": dict.fromkeys(("sft", "dpo"), _TRL),
+}

@@ -1,0 +1,1 @@
+"""Rules about finetune.py, dpo_tune_cache.py and dpo.py."""

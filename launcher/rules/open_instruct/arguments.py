@@ -1,0 +1,487 @@
+"""Rules for open-instruct's arguments: what its `__post_init__`s refuse, then what parses and goes wrong.
+
+Line numbers are those of the pin; tests/test_upstream_facts.py holds them against a checkout.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from launcher.artifacts import model_config, rows
+from launcher.errors import Finding, Severity, brief
+from launcher.paths import exists
+from launcher.rules.rule import Range, Rule, check, outside, say
+from launcher.upstream.open_instruct import PIN
+from launcher.upstream.schema import Values, json_fault
+
+LOCAL_DATA = (".jsonl", ".json", ".parquet")
+# transformers/trainer_utils.py:561: those that take nothing but steps
+SCHEDULES = (
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
+    "inverse_sqrt",
+)  # fmt: skip
+# a path that a shell would have changed
+_UNEXPANDED = re.compile(r"~|.*\$\{?\w", re.DOTALL)
+
+
+# --- what __post_init__ refuses -------------------------------------------------------------------
+
+
+def two_data_sources(values: Values) -> Iterator[Finding]:
+    """finetune.py:330, dpo_utils.py:342: beside a list that is never None, both others fail."""
+    data = listed(values)
+    if values[data] is None:  # a commit whose list has no default: its own `__post_init__` is read
+        return
+    for key in ("dataset_name", "dataset_mixer"):
+        if values[key] is not None:
+            yield say(
+                "error", "parser", "two-data-sources", key,
+                f"`{key}` beside `{data}` is refused, even where `{data}` is not given",
+                f"write `{data}: [name, amount, ...]` instead",
+            )  # fmt: skip
+
+
+def beaker_without_push(values: Values) -> Iterator[Finding]:
+    """finetune.py:335, dpo_utils.py:347."""
+    if values["try_launch_beaker_eval_jobs"] and not values["push_to_hub"]:
+        why = "is true" if values.given("try_launch_beaker_eval_jobs") else "defaults to true"
+        yield say(
+            "error", "parser", "beaker-without-push", "push_to_hub",
+            f"`push_to_hub: false` alone is refused: `try_launch_beaker_eval_jobs` {why}",
+            "add `try_launch_beaker_eval_jobs: false`",
+        )  # fmt: skip
+
+
+def final_lr_ratio(values: Values) -> Iterator[Finding]:
+    """finetune.py:338, finetune.py:340."""
+    ratio = values.get("final_lr_ratio")
+    if ratio is None:
+        return
+    if values["lr_scheduler_type"] != "linear":
+        yield say(
+            "error", "parser", "final-lr-scheduler", "final_lr_ratio",
+            f"`final_lr_ratio` needs `lr_scheduler_type: linear`, not {values['lr_scheduler_type']}",
+        )  # fmt: skip
+    elif not 1.0 >= ratio >= 0.0:
+        yield say(
+            "error", "parser", "final-lr-range", "final_lr_ratio",
+            f"`final_lr_ratio` is between 0 and 1, not {ratio}",
+        )  # fmt: skip
+
+
+def json_mappings(values: Values) -> Iterator[Finding]:
+    """finetune.py:348, dpo_utils.py:353: a text that starts with a brace is read as JSON."""
+    for key in ("additional_model_arguments", "optimizer_kwargs"):
+        if (fault := json_fault(values.get(key))) is not None:
+            yield say("error", "parser", "bad-json", key, f"`{key}` is not JSON: {fault}")
+
+
+def zero_stage(values: Values) -> Iterator[Finding]:
+    """dpo_utils.py:358, dpo_utils.py:360."""
+    stage = values["zero_stage"]
+    if stage is None:
+        return
+    if stage not in {0, 1, 2, 3}:
+        message = f"`zero_stage` is 0, 1, 2 or 3, not {stage}"
+        yield say("error", "parser", "zero-stage", "zero_stage", message)
+    elif values["offload_param"] and stage != 3:
+        yield say(
+            "error", "parser", "offload-without-zero3", "offload_param",
+            f"`offload_param` needs `zero_stage: 3`, not {stage}",
+        )  # fmt: skip
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def listed(values: Values) -> str:
+    """How this stage calls its mixer list."""
+    return "mixer_list" if "mixer_list" in values.schema.fields else "dataset_mixer_list"
+
+
+def no_data(values: Values) -> Iterator[Finding]:
+    """SFT would train on a small default set (finetune.py:126); DPO's default is an empty list."""
+    data = listed(values)
+    others = ("dataset_name", "dataset_mixer", "train_file")
+    if values[data] is None and any(values.get(other) is not None for other in others):
+        return  # a commit that takes its data from there too
+    if not values.given(data):
+        what = f"train on its default {values[data]}" if values[data] else "find no data at all"
+        yield say(
+            "error", "launch", "no-data", data,
+            f"no data named: upstream would {what}", f"add `{data}: [name, amount, ...]`",
+        )  # fmt: skip
+
+
+def mixer_amounts(values: Values) -> Iterator[Finding]:
+    """dataset_transformation.py:2051: with a dot a share, without one a count."""
+    data = listed(values)
+    if not values.given(data):
+        return
+    words = values[data]
+    if len(words) % 2:
+        yield say(
+            "error", "run", "odd-mixer-list", data,
+            f"`{data}` alternates names and amounts, but has {len(words)} entries",
+            "every set needs its amount: 1.0 is all of it, 200 is 200 samples",
+        )  # fmt: skip
+        return
+    for index in range(0, len(words), 2):
+        name, amount = words[index : index + 2]
+        yield from _amount(f"{data}[{index + 1}]", str(name), str(amount))
+
+
+def _amount(key: str, name: str, amount: str) -> Iterator[Finding]:
+    try:
+        number = float(amount) if "." in amount else int(amount)
+    except ValueError:
+        yield say(
+            "error", "run", "mixer-amount", key, f"`{brief(amount)}` is no amount for {name}",
+            "with a dot it is a share (0.25), without one a number of samples (200)",
+        )  # fmt: skip
+        return
+    if not number > 0:
+        # below 0 upstream counts from the end, and draws at random (dataset_transformation.py:1658)
+        what = f"is below 0, for {name}" if number < 0 else f"leaves nothing of {name}"
+        message = f"the amount {amount} {what}"
+        yield say("error", "run", "mixer-amount", key, message)
+    elif number == 1 and isinstance(number, int):
+        message = f"the amount {amount} is ONE sample of {name}"
+        yield say("warning", "run", "one-sample", key, message, "1.0 is all of it")
+
+
+def missing_data_files(values: Values) -> Iterator[Finding]:
+    """dataset_transformation.py:1618: what is no .jsonl or .parquet here is looked up on the hub."""
+    data = listed(values)
+    if not values.given(data):
+        return
+    for index, word in enumerate(values[data][::2]):
+        name, key = str(word), f"{data}[{2 * index}]"
+        if not name.endswith(LOCAL_DATA):
+            continue
+        # upstream expands no `~`
+        if not exists(Path(name)):
+            yield say(
+                "warning", "run", "missing-data", key, f"there is no file {brief(name)} here",
+                "relative paths start where launch is started; `~` is not expanded",
+            )  # fmt: skip
+        elif name.endswith(".json"):
+            yield say(
+                "error", "run", "json-data", key,
+                f"{brief(name)} would be looked up on the hub: only .jsonl and .parquet are read from disk",
+                "write one JSON object a line, and name the file .jsonl",
+            )  # fmt: skip
+        elif (what := rows.fault(Path(name))) is not None:
+            yield say(
+                "error", "run", "bad-data", key, f"{brief(name)}: {what}", "correct the file, or name another"
+            )  # fmt: skip
+
+
+DATA_RULES: tuple[Rule, ...] = (no_data, mixer_amounts, missing_data_files)
+
+
+# --- what is saved and sent ------------------------------------------------------------------------
+
+
+def entity_twice(values: Values) -> Iterator[Finding]:
+    """finetune.py:438, dpo_tune_cache.py:180 prefix `hf_entity`, or whoever is logged in."""
+    repo = values["hf_repo_id"]
+    if values["push_to_hub"] and isinstance(repo, str) and "/" in repo:
+        entity, _, name = repo.rpartition("/")
+        owner = values["hf_entity"] or "<you>"
+        yield say(
+            "error", "run", "entity-twice", "hf_repo_id",
+            f"would be pushed to {owner}/{repo}: the entity is prefixed to `hf_repo_id`",
+            f"write `hf_entity: {entity}` and `hf_repo_id: {name}`",
+        )  # fmt: skip
+
+
+def tracker_without_wandb(values: Values) -> Iterator[Finding]:
+    """finetune.py:470 asks for wandb's tracker whatever `report_to` says (finetune.py:374)."""
+    reported = values["report_to"]
+    if not values["with_tracking"] or {"wandb", "all"} & set(reported or ()):
+        return
+    # the parser drops the default `all` of a list that is none (hf_argparser.py:223)
+    what = f"with `report_to: {', '.join(reported)}`" if reported else "without `report_to`"
+    yield say(
+        "error", "run", "tracking-needs-wandb", "report_to",
+        f"`with_tracking` {what} crashes: upstream asks for wandb's tracker",
+        "write `report_to: wandb`, or `with_tracking: false`",
+    )  # fmt: skip
+
+
+def no_checkpoints(values: Values) -> Iterator[Finding]:
+    """SFT writes none without (finetune.py:974, finetune.py:988); short runs need none."""
+    steps = values["max_train_steps"]
+    short = isinstance(steps, int) and steps <= 200
+    words = values[listed(values)] or []
+    counts = [str(amount) for amount in words[1::2]]
+    small = bool(counts) and all(c.isdecimal() and int(c) <= 2000 for c in counts)
+    if values["checkpointing_steps"] is None and not short and not small:
+        yield say(
+            "warning", "run", "no-checkpoints", "checkpointing_steps",
+            "no checkpoints: whatever stops this run loses all of it",
+            "add `checkpointing_steps: epoch`, or a number of steps",
+        )  # fmt: skip
+
+
+def checkpoint_steps(values: Values) -> Iterator[Finding]:
+    """finetune.py:734: anything but SFT's `epoch` goes through int(). finetune.py:974 and
+    dpo_tune_cache.py:696 divide by it, and the sign does not change what is divisible.
+    """
+    key, steps = "checkpointing_steps", values["checkpointing_steps"]
+    if steps is None or steps == "epoch":
+        return
+    try:
+        number = int(str(steps))
+    except ValueError:
+        number = 0
+    if number == 0:
+        yield say(
+            "error", "run", "checkpoint-steps", key,
+            f"`{key}` is a number of steps{' or `epoch`' * (values.schema.stage == 'sft')}, not "
+            f"`{brief(steps)}`",
+        )  # fmt: skip
+    elif number < 0:
+        often = "every step" if number == -1 else f"every {-number} steps"
+        yield say(
+            "warning", "run", "checkpoint-sign", key,
+            f"`{key}: {number}` saves a full checkpoint {often}",
+            "for none, write a number that no step reaches",
+        )  # fmt: skip
+
+
+def samples_crash(values: Values) -> Iterator[Finding]:
+    """dpo_tune_cache.py:393: the reference cache is sized for the full set (dpo_utils.py:501)."""
+    limit = values["max_train_samples"]
+    # simpo alone needs no reference (dpo_utils.py:88)
+    if limit is None or values["loss_type"] == "simpo":
+        return
+    amounts = [str(amount) for amount in (values[listed(values)] or [])[1::2]]
+    if amounts and all(a.isdecimal() for a in amounts) and sum(map(int, amounts)) <= limit:
+        return  # it leaves nothing out
+    yield say(
+        "error", "run", "max-train-samples", "max_train_samples",
+        "`max_train_samples` crashes: the reference cache misses the samples left out",
+        f"give a number of samples in `{listed(values)}` instead: [name, 200]",
+    )  # fmt: skip
+
+
+# at the end of training the default uploads the model
+push_by_default = check(
+    "finetune.py:283, dpo_utils.py:159", "push-by-default", "push_to_hub",
+    lambda v: v["push_to_hub"] and not v.given("push_to_hub"),
+    "the model will be uploaded to the hub: `push_to_hub` defaults to true",
+    "write `push_to_hub: false` and `try_launch_beaker_eval_jobs: false`, or true to keep it",
+    severity="warning",
+)  # fmt: skip
+# with `config_name` upstream starts from random weights
+no_model = check(
+    "finetune.py:548, dpo_tune_cache.py:287", "no-model", "model_name_or_path",
+    lambda v: not v["model_name_or_path"]
+    and not (v["config_name"] and v["tokenizer_name_or_path"]),
+    "no model named", "add `model_name_or_path: <hub name or folder>`",
+)  # fmt: skip
+
+# --- numbers --------------------------------------------------------------------------------------
+
+_RANGES: Mapping[str, tuple[Range, ...]] = {
+    # finetune.py:688, dpo_tune_cache.py:435
+    "learning_rate": (
+        Range(lambda n: n >= 0, "error", "the optimizer refuses it"),
+        Range(lambda n: n != 0, "warning", "nothing is learnt"),
+    ),
+    # finetune.py:674, dpo_tune_cache.py:421: as a group's own it is not looked at by torch
+    "weight_decay": (
+        Range(
+            lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"
+        ),
+    ),
+    # finetune.py:356, dpo_tune_cache.py:464
+    "warmup_ratio": (
+        Range(
+            lambda n: 0 <= n <= 1,
+            "warning",
+            "it is a share of all steps; above 1 the learning rate never gets to its value",
+        ),
+    ),
+    # dataset_transformation.py:1195, dataset_transformation.py:1236
+    "max_seq_length": (Range(lambda n: n > 0, "error", "it leaves nothing of any row"),),
+    # finetune.py:630, dpo_tune_cache.py:369
+    "lora_rank": (Range(lambda n: n > 0, "error", "peft refuses it", needs="use_lora"),),
+    # finetune.py:865, finetune.py:932, dpo_tune_cache.py:623, dpo_tune_cache.py:626
+    "logging_steps": (
+        Range(lambda n: n != 0, "warning", "no loss is ever printed"),
+        Range(lambda n: n >= 0, "warning", "every loss is printed with the wrong sign"),
+    ),
+    # finetune.py:985, dpo_tune_cache.py:708
+    "max_train_steps": (Range(lambda n: n > 0, "warning", "the model is saved untrained"),),
+    # utils.py:831
+    "keep_last_n_checkpoints": (
+        Range(lambda n: n != 0, "warning", "each checkpoint is deleted as soon as it is saved"),
+    ),
+    # dpo_utils.py:561, dpo_utils.py:608, dpo_utils.py:639
+    "beta": (
+        Range(math.isfinite, "error", "the loss is no number"),
+        Range(lambda n: not n < 0, "warning", "the rejected answers are preferred"),
+        Range(
+            lambda n: n != 0,
+            "warning",
+            "the loss does not tell chosen from rejected answers: no preference is learnt",
+            code="zero-beta",
+        ),
+    ),
+    "label_smoothing": (
+        Range(
+            lambda n: 0 <= n < 0.5,
+            "warning",
+            "it is a share of pairs; from 0.5 on the rejected answers weigh as much or more",
+        ),
+    ),
+}
+
+
+def out_of_range(values: Values) -> Iterator[Finding]:
+    """finetune.py:688, dpo_tune_cache.py:435 and the places that the table above names."""
+    for key, value, one in outside(values, _RANGES):
+        yield say(one.severity, "run", one.code, key, f"`{key}: {value}`: {one.otherwise}")
+
+
+def no_epochs(values: Values) -> Iterator[Finding]:
+    """finetune.py:694, dpo_tune_cache.py:442: read where no number of steps is given, and written over
+    (finetune.py:723, dpo_tune_cache.py:478), which is why the reads of the source alone do not tell.
+    """
+    key = "num_epochs" if "num_epochs" in values else "num_train_epochs"
+    steps = values["max_train_steps"]
+    if steps is None and isinstance(values[key], int) and values[key] < 1:
+        yield say(
+            "warning", "run", "out-of-range", key,
+            f"`{key}: {values[key]}`: the model is saved untrained",
+        )  # fmt: skip
+    elif steps is not None and values.given(key):
+        yield say(
+            "warning", "run", "conditional-key", key,
+            f"`{key}` does nothing here: it is read only where `max_train_steps` is not set, and "
+            f"`max_train_steps` is {steps}",
+            "delete one of the two lines",
+        )  # fmt: skip
+
+
+# --- names that upstream looks up ------------------------------------------------------------------
+
+
+def unknown_template(values: Values) -> Iterator[Finding]:
+    """dataset_transformation.py:846; dataset_transformation.py:869 has the functions: one reads no
+    template, one refuses those that it does not know (dataset_transformation.py:775).
+    """
+    name, function = values["chat_template_name"], values["get_tokenizer_fn"]
+    known = values.schema.tables.get("CHAT_TEMPLATES", {})
+    if name is None or not known or name in known or function == "get_tokenizer_simple_v1":
+        return
+    strict = function == "get_tokenizer_tulu_v2_1"
+    what = "refuses it" if strict else "silently uses the tokenizer's own"
+    yield say(
+        "error" if strict else "warning", "run", "unknown-template", "chat_template_name",
+        f"there is no chat template `{brief(name)}`: upstream {what}",
+        f"one of {', '.join(sorted(known))}",
+    )  # fmt: skip
+
+
+def unknown_function(values: Values) -> Iterator[Finding]:
+    """dataset_transformation.py:920, dataset_transformation.py:1716 look them up."""
+    key = "transform_fn" if "transform_fn" in values else "dataset_transform_fn"
+    names = [("GET_TOKENIZER_FN", "get_tokenizer_fn", values["get_tokenizer_fn"])]
+    names += [
+        ("TRANSFORM_FNS", f"{key}[{index}]", name) for index, name in enumerate(values[key] or ())
+    ]
+    for table, place, name in names:
+        known = values.schema.tables.get(table, {})
+        if known and name not in known:
+            yield say(
+                "error", "run", "unknown-function", place, f"there is no function `{brief(name)}`",
+                f"one of {', '.join(sorted(known))}",
+            )  # fmt: skip
+
+
+def scheduler_type(values: Values) -> Iterator[Finding]:
+    """dpo_tune_cache.py:460, once the model is loaded: transformers/optimization.py:986 looks it up, and
+    this script hands over numbers of steps alone.
+    """
+    name = values["lr_scheduler_type"]
+    if name not in SCHEDULES and not values["cache_dataset_only"]:
+        # another commit may want a newer transformers, which knows more of them
+        severity: Severity = "error" if values.schema.version == PIN else "warning"
+        yield say(
+            severity, "run", "scheduler-type", "lr_scheduler_type",
+            f"`lr_scheduler_type: {brief(name)}` crashes: it is none that a number of steps is enough for",
+            f"one of {', '.join(SCHEDULES)}",
+        )  # fmt: skip
+
+
+def model_arguments(values: Values) -> Iterator[Finding]:
+    """finetune.py:597,598, dpo_tune_cache.py:337,338: what the model is loaded with wins over the mapping."""
+    key, given = "additional_model_arguments", values["additional_model_arguments"]
+    # Liger's loader is given no precision
+    own_precision = values["use_qlora"] or not values["use_liger_kernel"]
+    unread = {"attn_implementation", *(("dtype", "torch_dtype") if own_precision else ())}
+    for name in sorted(unread & model_config.replaced(given).keys()):
+        yield say(
+            "warning", "run", "model-arguments-unread", key,
+            f"`{key}`: `{name}` is not read: attention and bfloat16 are chosen when the model is loaded",
+            f"write `{name}` beside it" if name in values.schema.fields else f"leave out `{name}`",
+        )  # fmt: skip
+
+
+def unexpanded(values: Values) -> Iterator[Finding]:
+    """finetune.py:494, dpo_tune_cache.py:241, finetune.py:428, dpo_tune_cache.py:168: as they are."""
+    cache = "dataset_local_cache_dir" if "dataset_local_cache_dir" in values else "local_cache_dir"
+    for key in ("output_dir", cache):
+        if values.given(key) and _UNEXPANDED.match(text := str(values[key])):
+            yield say(
+                "warning", "run", "unexpanded-path", key,
+                f"`{key}: {brief(text)}` would make a folder {brief(os.path.join('.', text))}: neither "
+                "`~` nor variables are expanded",
+                "write the path in full",
+            )  # fmt: skip
+
+
+_SHARED: tuple[Rule, ...] = (
+    two_data_sources, beaker_without_push, json_mappings, no_model, *DATA_RULES, entity_twice,
+    push_by_default, no_checkpoints, out_of_range, no_epochs, checkpoint_steps, unknown_template,
+    unknown_function, model_arguments, unexpanded,
+    # see transformers/optimization.py:1015
+    check(
+        "finetune.py:359, dpo_tune_cache.py:460", "warmup-unread", "warmup_ratio",
+        lambda v: v["lr_scheduler_type"] == "constant" and v.given("warmup_ratio")
+        and v["warmup_ratio"] > 0,
+        "`warmup_ratio` is not read with `lr_scheduler_type: constant`",
+        "write `lr_scheduler_type: constant_with_warmup`", severity="warning",
+    ),
+    # adapters come with `use_lora` alone
+    check(
+        "finetune.py:619, dpo_tune_cache.py:359", "qlora-without-lora", "use_qlora",
+        lambda v: v["use_qlora"] and not v["use_lora"],
+        "`use_qlora` without `use_lora` adds no adapter: the 4-bit weights are frozen, only "
+        "embeddings, norms and the head are trained", "add `use_lora: true`", severity="warning",
+    ),
+    # the output folder is there by then (finetune.py:494, dpo_tune_cache.py:241), and wins
+    check(
+        "utils.py:813", "resume-unread", "resume_from_checkpoint",
+        lambda v: v.given("resume_from_checkpoint"),
+        "`resume_from_checkpoint` is not read: upstream resumes from what the output folder holds",
+        "put the checkpoint, with its file COMPLETED, into the output folder", severity="warning",
+    ),
+)  # fmt: skip
+
+RULES: Mapping[str, tuple[Rule, ...]] = {
+    "sft": (
+        *_SHARED, final_lr_ratio, tracker_without_wandb,
+    ),
+    "dpo": (
+        *_SHARED, scheduler_type, zero_stage, samples_crash,
+    ),
+}  # fmt: skip

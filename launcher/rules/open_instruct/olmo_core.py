@@ -1,0 +1,464 @@
+"""Rules for open-instruct's second DPO script, dpo.py: OLMo-core models under FSDP.
+
+What it refuses by a `raise` is found by reading it (`noops.refused`); these say it better, and say what
+nobody raises for. Line numbers are those of the pin, and of the pinned OLMo-core where they name it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from operator import itemgetter
+from typing import Any
+
+from launcher.artifacts import architecture, model_config
+from launcher.errors import Finding, brief
+from launcher.rules import loading, services
+from launcher.rules import model as model_rules
+from launcher.rules.context import Context, StageRule, caches_only
+from launcher.rules.open_instruct.arguments import (
+    DATA_RULES,
+    beaker_without_push,
+    entity_twice,
+    json_mappings,
+    no_epochs,
+    out_of_range,
+    push_by_default,
+    two_data_sources,
+    unknown_function,
+    unknown_template,
+    zero_stage,
+)
+from launcher.rules.open_instruct.data import tokenising_outlasts
+from launcher.rules.rule import Rule, check, say
+from launcher.upstream.open_instruct import output_folder
+from launcher.upstream.schema import Values
+
+_OTHER = "leave out `script:`: dpo_tune_cache.py does that"
+_TRAINS = "leave out `script:`, dpo_tune_cache.py trains it"
+# olmo_core's prepare_training_environment, which `timeout` does not reach
+_TIMEOUT_S = 15 * 60
+# OLMo-core's shapes (olmo_core/nn/transformer/config.py), in the words of a config.json
+_SIZES = (
+    "model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads",
+)  # fmt: skip
+_SHAPES: Mapping[str, tuple[str | int, ...]] = {
+    "olmo2_1B": ("olmo2", 2048, 18, 8192, 16, 16),
+    "olmo2_1B_v2": ("olmo2", 2048, 16, 8192, 16, 16),
+    "olmo2_7B": ("olmo2", 4096, 32, 11008, 32, 32),
+    "olmo2_13B": ("olmo2", 5120, 40, 13824, 40, 40),
+    "olmo2_32B": ("olmo2", 5120, 64, 27648, 40, 8),
+    "olmo3_1B": ("olmo3", 2048, 16, 8192, 16, 16),
+    "olmo3_7B": ("olmo3", 4096, 32, 11008, 32, 32),
+    "olmo3_32B": ("olmo3", 5120, 64, 27648, 40, 8),
+    "qwen3_0_6B": ("qwen3", 1024, 28, 3072, 16, 8),
+    "qwen3_1_7B": ("qwen3", 2048, 28, 6144, 16, 8),
+    "qwen3_4B": ("qwen3", 2560, 36, 9728, 32, 8),
+    "qwen3_8B": ("qwen3", 4096, 36, 12288, 32, 8),
+    # neither is Qwen's own, which has 40 layers, and 64 heads
+    "qwen3_14B": ("qwen3", 5120, 48, 17408, 40, 8),
+    "qwen3_32B": ("qwen3", 5120, 64, 25600, 40, 8),
+    "llama3_8B": ("llama", 4096, 32, 14336, 32, 8),
+}
+# biases, joined weights and experts are refused (olmo_core/nn/conversion/state_converter.py:141); of
+# others the second norm is taken for the first one (olmo_core/nn/hf/convert.py:45)
+_LOADED = ("gemma3_text", "llama", "olmo2", "olmo3", "qwen3")
+_SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup")
+# what OLMo-core 2.6.0 ties as the models do (olmo_core/nn/transformer/config.py); at the pin it
+# ties none
+_TIED = ("qwen3_0_6B", "qwen3_1_7B", "qwen3_4B")
+# the families whose layers OLMo-core writes in transformers' form (olmo_core/nn/hf/config.py)
+_EXPORTED = ("olmo2", "olmo3", "olmoe")
+
+
+# --- what the arguments alone decide --------------------------------------------------------------
+
+
+def model(values: Values) -> Iterator[Finding]:
+    """olmo_core_utils.py:208 looks the name up, olmo_core_utils.py:212 asks OLMo-core."""
+    name, config = str(values["model_name_or_path"] or ""), values["config_name"]
+    models, configs = values.schema.models, values.schema.configs
+    requested = str(config or name)
+    key, names = "config_name" if config else "model_name_or_path", sorted(set(models.values()))
+    # the shapes are those of the pin's OLMo-core: another commit may want one that has more
+    surely = values.schema.stands is None or "/" in requested
+    if not name or not models:
+        return
+    if name in configs and not model_config.here(name):
+        # the config's vocabulary is read from the model first (olmo_core_utils.py:230)
+        key, surely = "model_name_or_path", True
+        what = f"{brief(name)} is OLMo-core's name of a shape, which has no weights"
+        help = f"write the model as `model_name_or_path` and `config_name: {name}`"
+    elif requested in models or requested in configs or (config and not configs):
+        # of a commit read without OLMo-core beside it, the names of its shapes are not known
+        return
+    elif not config and (model_config.here(name) or model_config.is_path(name)):
+        surely = True
+        what = f"OLMo-core knows models by name: of the folder {brief(name)} it cannot tell which one it is"
+        help = f"add `config_name:`, one of {', '.join(names)}"
+    else:
+        near = difflib.get_close_matches(requested, [*models, *configs], n=1, cutoff=0.8)
+        what = f"{brief(requested)} is no model that dpo.py can build"
+        help = (
+            (f"did you mean `{near[0]}`? " if near else "")
+            + f"the models {', '.join(models)}, or a `config_name` of OLMo-core's ({', '.join(names)}); for "
+            "any other leave out `script:`: dpo_tune_cache.py trains it"
+        )
+    yield say("error" if surely else "warning", "run", "unsupported-model", key, what, help)
+
+
+def budget(values: Values) -> Iterator[Finding]:
+    """olmo_core_utils.py:101: the budget acts below 1 and under compile alone."""
+    key = "activation_memory_budget"
+    share = values[key]
+    if not isinstance(share, int | float):
+        return
+    if share < 1 and not values["compile_model"]:
+        yield say(
+            "warning", "run", "budget-without-compile", key,
+            f"`{key}: {share}` does nothing with `compile_model: false`: every activation is kept",
+            "leave `compile_model` true",
+        )  # fmt: skip
+    elif not 0 < share <= 1:
+        yield say(
+            "error" if share < 0 else "warning", "run", "out-of-range", key,
+            f"`{key}: {share}` is no share above 0 and up to 1",
+            "0.1 is the lowest that was measured, 0.5 upstream's example",
+        )  # fmt: skip
+
+
+def packing(values: Values) -> Iterator[Finding]:
+    """dpo_utils.py:992 hands the model tokens and labels alone: no boundaries, no positions."""
+    if not values["packing"] or not values["concatenated_forward"]:
+        return
+    row = values["max_seq_length"]
+    size = f" of {2 * row:,} positions" if isinstance(row, int) else ""
+    yield say(
+        "warning", "run", "packing-leaks", "packing",
+        "`packing`: samples in a row attend to each other: the model is told no boundaries, and chosen "
+        f"and rejected stand in one row{size}; the reference is computed beside other samples "
+        "than training",
+        "`packing: false`, or `expect: {packing: on}` with `probe: {isolation: off}` to run it "
+        "all the same",
+    )  # fmt: skip
+
+
+def export(values: Values) -> Iterator[Finding]:
+    """olmo_core_utils.py:287: where OLMo-core cannot write the model, a plain state dict is saved."""
+    config = values["config_name"] or values["model_name_or_path"]
+    named = values.schema.models.get(str(config), str(config))
+    if values["cache_dataset_only"] or values["cache_logprobs_only"]:
+        return
+    if named in values.schema.configs and not named.startswith(_EXPORTED):
+        yield say(
+            "warning", "run", "no-hf-export",
+            "config_name" if values["config_name"] else "model_name_or_path",
+            f"OLMo-core cannot write {named} as transformers reads it: `hf_model` will hold "
+            "model_state_dict.pt under OLMo-core's names, and from_pretrained finds no weights there"
+            + (", neither on the hub" if values["push_to_hub"] else ""),
+            f"rename the weights afterwards, or {_OTHER}",
+        )  # fmt: skip
+
+
+def ranges(values: Values) -> Iterator[Finding]:
+    """Those of the other scripts, but for what is not read by this one."""
+    skipped = {f"args.{key}" for key in ("logging_steps", "keep_last_n_checkpoints", "lora_rank")}
+    yield from (found for found in out_of_range(values) if found.key not in skipped)
+
+
+RULES: tuple[Rule, ...] = (
+    two_data_sources, beaker_without_push, json_mappings, zero_stage, *DATA_RULES, entity_twice,
+    push_by_default, model, export, budget, packing, ranges, no_epochs, unknown_template,
+    unknown_function,
+    # no line of dpo.py reads it (dpo.py:160 asks for `use_lora` alone)
+    check(
+        "dpo.py:160", "not-with-olmo-core", "use_qlora", itemgetter("use_qlora"),
+        "`use_qlora` is not read by dpo.py, which would train all weights", _OTHER,
+    ),
+    check(
+        "dpo.py:157", "no-model", "model_name_or_path", lambda v: not v["model_name_or_path"],
+        "no model named", "add `model_name_or_path: <hub name or folder>`",
+    ),
+    # its default is none (dpo_utils.py:255)
+    check(
+        "olmo_core_train_modules.py:126", "no-length", "max_seq_length",
+        lambda v: v["max_seq_length"] is None,
+        "without `max_seq_length` dpo.py crashes: its default is none",
+        "add `max_seq_length: 2048`, or as long as the rows are",
+    ),
+    check(
+        "dpo.py:57, dpo.py:59", "scheduler-replaced", "lr_scheduler_type",
+        lambda v: v["lr_scheduler_type"] not in _SCHEDULERS,
+        "`lr_scheduler_type: {lr_scheduler_type}` runs a constant rate after the warm-up",
+        f"one of {', '.join(_SCHEDULERS[:3])}", severity="warning",
+    ),
+)  # fmt: skip
+
+
+# --- what needs more than the arguments -----------------------------------------------------------
+
+
+def no_deepspeed(context: Context) -> Iterator[Finding]:
+    """dpo.py:294 shards with FSDP; torchrun starts it, and nothing hands it a DeepSpeed file."""
+    if context.deepspeed is not None:
+        yield Finding(
+            severity="error", layer="launch", code="deepspeed-with-torchrun", key="deepspeed",
+            message="dpo.py shards with FSDP: nothing would read a DeepSpeed file",
+            help="delete `deepspeed:`; `fsdp_shard_degree` says over how many GPUs it shards",
+        )  # fmt: skip
+
+
+def precision(context: Context) -> Iterator[Finding]:
+    """dpo.py:298: bfloat16 for the computation, 32 bits for weights and gradients, whatever is asked."""
+    if context.mixed_precision not in {None, "bf16"} and context.gpus != 0:
+        yield Finding(
+            severity="warning", layer="run", code="mixed-precision-unread", key="mixed_precision",
+            message="`mixed_precision` is not read here: FSDP computes in bfloat16 over 32-bit weights",
+            help="delete the line",
+        )  # fmt: skip
+
+
+def other_shape(context: Context) -> Iterator[Finding]:
+    """dpo.py:329 loads the model's weights into the shape that `config_name`, or its own name, stands for.
+
+    Layers that the files do not have stay as they were made (olmo_core/nn/hf/checkpoint.py:117).
+    """
+    values, models = context.values, context.values.schema.models
+    name, config = str(values["model_name_or_path"]), values["config_name"]
+    named = models.get(str(config or name), str(config or name))
+    model = model_config.read(name, context.environ) or architecture.table().get(name.lower()) or {}
+    if named not in values.schema.configs or not model or caches_only(context):
+        return
+    key = "config_name" if config else "model_name_or_path"
+    family, differing = model.get("model_type"), _differing(model, named)
+    # OLMo-core does not scale llama's rotary embedding
+    fitting = next((s for s in _SHAPES if s != "llama3_8B" and not _differing(model, s)), None)
+    help = f"write `config_name: {fitting}`" if fitting else f"no `config_name` fits it: {_TRAINS}"
+    if family not in _LOADED and family in architecture.FAMILIES:
+        yield say(
+            "error", "run", "other-shape", key,
+            f"{brief(name)} is of the family {family}: OLMo-core loads {', '.join(_LOADED)}; of others it "
+            "refuses weights once the data are tokenised, or leaves some out", help,
+        )  # fmt: skip
+    elif differing:
+        # the one trains as the other, but for the attention beyond 4,096 positions
+        alike = [*differing] == ["model_type"] and {family, _SHAPES[named][0]} == {"olmo2", "olmo3"}
+        what = ", ".join(
+            f"{size} is {brief(model[size])}, not {n}" for size, n in differing.items()
+        )
+        yield say(
+            "warning" if alike else "error", "run", "other-shape", key,
+            f"{brief(name)} does not fit OLMo-core's {named}: {what}: loading fails once "
+            "the data are tokenised, or layers keep random weights", help,
+        )  # fmt: skip
+
+
+def _differing(model: Mapping[str, Any], shape: str) -> dict[str, str | int]:
+    """What OLMo-core's shape has otherwise than a model's config, which may leave something out."""
+    expected = zip(_SIZES, _SHAPES.get(shape, ()), strict=False)
+    return {size: n for size, n in expected if model.get(size) not in (None, n)}
+
+
+def offline_model(context: Context) -> Iterator[Finding]:
+    """dpo.py:329: after tokenising and building, OLMo-core asks the hub whether it has the name.
+
+    No cache answers that (olmo_core/nn/hf/checkpoint.py:94), and of a folder it is not asked.
+    """
+    values, environ = context.values, context.environ
+    name, variable = values["model_name_or_path"], model_config.offline_by(environ)
+    far = isinstance(name, str) and name and not model_config.here(name)
+    if variable is None or not far or model_config.is_path(name) or caches_only(context):
+        # dpo.py:213: a `config_name` is one of OLMo-core's own, no folder and nothing of the hub's
+        found = loading.missing_model(context)
+        yield from (finding for finding in found if finding.key != "args.config_name")
+        return
+    folder = model_config.snapshot(name, environ) or "<what `hf download` prints>"
+    config = f" and `config_name: {values.schema.models.get(name, '<its shape>')}`"
+    yield say(
+        "error" if context.running else "warning", "run", "offline-hub-model", "model_name_or_path",
+        f"{variable} is set and {brief(name)} is a hub name: with the data tokenised and the model built, "
+        "OLMo-core asks the hub whether it has that name, and crashes, whatever lies in the hub's cache",
+        f"write `model_name_or_path: {folder}`{'' if values['config_name'] else config}; or unset {variable}",
+    )  # fmt: skip
+
+
+def goes_on(context: Context) -> Iterator[Finding]:
+    """dpo.py:349: OLMo-core's trainer goes on from what its save folder holds; launch does not judge that."""
+    if not context.running:
+        return
+    folder = output_folder(context.values)
+    try:
+        saved = [int(n[4:]) for n in os.listdir(folder) if n[:4] == "step" and n[4:].isdecimal()]
+    except OSError:
+        return
+    if any(saved):
+        yield say(
+            "warning", "run", "resume-unjudged", "output_dir",
+            f"{folder} holds step{max(saved)}: OLMo-core goes on from there by itself, and whether data, "
+            "model and arguments are the same is not looked at for this script",
+            "name another `output_dir` to start over",
+        )  # fmt: skip
+
+
+def no_compiler(context: Context) -> Iterator[Finding]:
+    """Triton builds a launcher in C for every kernel; without a GPU OLMo-core compiles nothing."""
+    compiles = context.running and context.gpus and context.values["compile_model"]
+    if compiles and not caches_only(context):
+        yield from services.no_compiler(context, "compile_model")
+
+
+def accumulation(context: Context) -> Iterator[Finding]:
+    """data_loader.py:324: what the file itself says; of a batch that the plan splits it says `unreached`."""
+    if context.values["packing"] and not context.running and (context.accumulation or 1) > 1:
+        yield _accumulated(context.accumulation or 1, "gradient_accumulation_steps")
+
+
+def _accumulated(times: int, key: str) -> Finding:
+    """dpo.py:224: a step's pairs of one rank go into one row (data_loader.py:324), or wait for the next."""
+    return say(
+        "warning", "run", "accumulation-packed", key,
+        f"with `packing` a step is one row a GPU: {times} accumulation steps only raise "
+        "how many pairs may stand in it, and what does not fit waits for the next step",
+        "write the pairs of a row as `per_device`, without accumulation",
+    )  # fmt: skip
+
+
+def wandb_key(context: Context) -> Iterator[Finding]:
+    """olmo_core's WandBCallback wants the variable; an entry in ~/.netrc does not do."""
+    if not context.values["with_tracking"] or context.environ.get("WANDB_API_KEY"):
+        return
+    yield say(
+        "error" if context.running else "warning", "run", "no-wandb-key", "with_tracking",
+        "`with_tracking`: OLMo-core wants WANDB_API_KEY in the environment, ~/.netrc is not enough",
+        "export WANDB_API_KEY, or `with_tracking: false`",
+    )  # fmt: skip
+
+
+def tokenising(context: Context) -> Iterator[Finding]:
+    """olmo_core_utils.py:265: the others wait for so long, which `timeout` does not reach."""
+    yield from tokenising_outlasts(context, seconds=_TIMEOUT_S)
+
+
+STAGE_RULES: tuple[StageRule, ...] = (
+    no_deepspeed, precision, other_shape, goes_on, no_compiler, accumulation, wandb_key, tokenising,
+    model_rules.beyond_positions, offline_model,
+    services.hub_token, services.remote_code,
+)  # fmt: skip
+
+
+# --- what needs the number of processes -----------------------------------------------------------
+
+
+# FSDP's two degrees, also as older commits spell them; the first dpo.py has neither
+_SHARDS = ("fsdp_shard_degree", "shard_degree")
+_REPLICAS = ("fsdp_num_replicas", "num_replicas")
+
+
+def degrees(values: Values, processes: int) -> Iterator[Finding]:
+    """Whether FSDP's mesh can be laid over so many processes.
+
+    olmo_core's DataParallelConfig: replicas x shards are the data-parallel
+    processes, which are all of them divided by `tensor_parallel_degree` (dpo.py:199).
+    """
+    tensor = values["tensor_parallel_degree"]
+    if not isinstance(tensor, int) or tensor < 1 or processes % tensor:
+        yield _uneven("tensor_parallel_degree", tensor, processes, "processes")
+        return
+    world = processes // tensor
+    given: dict[str, int] = {}
+    for key in (*_SHARDS, *_REPLICAS):
+        degree = values.get(key)
+        if degree is None:
+            continue
+        given[key] = degree
+        if degree < 1 or world % degree:
+            yield _uneven(key, degree, world, "data-parallel processes")
+            return
+    if len(given) == 2 and math.prod(given.values()) != world:
+        (first, shards), (second, replicas) = given.items()
+        yield say(
+            "error", "run", "shard-degree", second,
+            f"{replicas} replicas of {shards} shards are {shards * replicas} processes, not {world}",
+            f"give one of `{first}` and `{second}`: the other follows",
+        )  # fmt: skip
+
+
+def unreached(values: Values, *, accumulation: int, processes: int) -> Iterator[Finding]:
+    """A packed batch that accumulation is to make up: the plan split it, and no step will hold it."""
+    if values["packing"] and accumulation > 1:
+        found = _accumulated(accumulation, "batch.global")
+        yield replace(
+            found, key="batch.global",
+            help=f"`batch.global` is `per_device` x {processes} GPU(s) here, and the pairs of a step are "
+            "what fits: the learning rate is for that many",
+        )  # fmt: skip
+
+
+def too_few_rows(
+    values: Values, rows: int | None, *, per_device: int, accumulation: int, processes: int
+) -> Iterator[Finding]:
+    """Fewer rows than a step of all ranks takes (the last batch is left out), or than the reference pass.
+
+    A filter may leave less than `rows`, never more. The reference pass repeats rows once to fill its
+    batch of four times as many pairs (dpo.py:244, data_loader.py:287), packed its last row.
+    """
+    if rows is None or values["cache_dataset_only"]:
+        return
+    step = processes if values["packing"] else per_device * accumulation * processes
+    reference = 0 if values["packing"] else 4 * per_device * processes
+    if rows < step and not values["cache_logprobs_only"]:
+        yield say(
+            "error", "run", "too-few-rows", "mixer_list",
+            f"{rows:,} rows are less than one step of {step:,}, and dpo.py leaves out what is not full: "
+            "there is nothing to train on", "fewer GPUs, a smaller batch, or more rows",
+        )  # fmt: skip
+    elif 2 * rows < reference:
+        yield say(
+            "error", "run", "too-few-rows", "mixer_list",
+            f"the reference pass takes {reference:,} pairs at a time and crashes below "
+            f"{reference // 2:,} rows: there are {rows:,}",
+            "a smaller `per_device`, fewer GPUs, or more rows",
+        )  # fmt: skip
+
+
+def _uneven(key: str, degree: Any, world: int, what: str) -> Finding:
+    fits = [n for n in range(1, world + 1) if world % n == 0]
+    return say(
+        "error", "run", "shard-degree", key,
+        f"`{key}: {degree}` does not divide {world} {what}",
+        f"one of {', '.join(map(str, fits))}, or leave it out: each machine then holds one whole model"
+        if key != "tensor_parallel_degree" else f"one of {', '.join(map(str, fits))}",
+    )  # fmt: skip
+
+
+def ties(values: Values, packages: Mapping[str, str]) -> bool:
+    """Whether OLMo-core trains embedding and output layer of that shape as one weight.
+
+    Where none is installed yet, it is the release of constraints.txt.
+    """
+    name = str(values["config_name"] or values["model_name_or_path"])
+    release = re.findall(r"\d+", packages.get("ai2-olmo-core", "2.6"))
+    late = [int(part) for part in release[:2]] >= [2, 6]
+    return late and values.schema.models.get(name, name) in _TIED
+
+
+def mesh(values: Values, processes: int, nodes: int) -> tuple[int, int]:
+    """(replicas, shards) of the model, as OLMo-core lays them: one replica a machine by default.
+
+    The degrees have to fit (`degrees`).
+    """
+    world = processes // max(1, values["tensor_parallel_degree"])
+    shards, replicas = (
+        next((degree for name in names if (degree := values.get(name)) is not None), None)
+        for names in (_SHARDS, _REPLICAS)
+    )
+    if shards is not None:
+        return world // shards, shards
+    if replicas is not None:
+        return replicas, world // replicas
+    return nodes, world // nodes

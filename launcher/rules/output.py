@@ -1,0 +1,145 @@
+"""Rules about what the output folder holds already, and what a run is to resume from.
+
+Whose checkpoints a folder holds, and whether they are whole, is `launcher.resume`'s to judge at a start.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from launcher.artifacts import checkpoints
+from launcher.artifacts.checkpoints import Checkpoint
+from launcher.errors import Finding, brief
+from launcher.files import read_json
+from launcher.paths import exists, is_file
+from launcher.rules.context import Context, StageRule, caches_only
+from launcher.rules.rule import say
+
+_OUTPUT, _RESUME = "output_dir", "resume_from_checkpoint"
+_WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model).*\.(safetensors|bin)\Z")
+# DeepSpeed and FSDP write other files in place of plain weights
+_STATES = re.compile(_WEIGHTS.pattern + r"|global_step\d|pytorch_model_fsdp")
+
+
+def _entries(folder: Path | None) -> list[str]:
+    try:
+        return os.listdir(folder) if folder is not None else []
+    except (OSError, ValueError):
+        return []
+
+
+def _taken(context: Context) -> Checkpoint | None:
+    """The checkpoint that open-instruct would resume from: steps before epochs (utils.py:793)."""
+    found = checkpoints.find("open_instruct", context.output)
+    kind = "step" if any(one.kind == "step" for one in found) else "epoch"
+    marked = [one for one in found if one.kind == kind and one.marked]
+    return marked[-1] if marked else None
+
+
+def foreign_checkpoints(context: Context) -> Iterator[Finding]:
+    """utils.py:813: upstream resumes from the newest checkpoint in its output folder, whoever made it."""
+    last = _taken(context)
+    if last is not None and not caches_only(context):
+        yield say(
+            "warning", "run", "foreign-checkpoints", _OUTPUT,
+            f"{context.output} holds {last.name}, which no run of launch's wrote here: upstream would "
+            "resume from it",
+            f"give another `output_dir` or `exp_name`, or empty {context.output}",
+        )  # fmt: skip
+
+
+def skipped_again(context: Context) -> Iterator[Finding]:
+    """dpo_tune_cache.py:562: the batches that were trained on are skipped in every later epoch too."""
+    last, epochs = _taken(context), context.values["num_epochs"]
+    several = context.values["max_train_steps"] is None and isinstance(epochs, int) and epochs > 1
+    if last is not None and last.kind == "step" and several and not caches_only(context):
+        yield say(
+            "warning", "run", "resume-skips", _OUTPUT,
+            f"resuming from {last.name} skips the same batches again in each later epoch",
+            "begin anew in another folder, or train a single epoch",
+        )  # fmt: skip
+
+
+def finished_model(context: Context) -> Iterator[Finding]:
+    """utils.py:816, finetune.py:1006, trl/scripts/sft.py:113: a run that ended is begun from zero again."""
+    names, trl = _entries(context.output), context.values.schema.backend == "trl"
+    if caches_only(context) or not {"config.json", "adapter_config.json"} & {*names}:
+        return
+    if (trl and context.values[_RESUME]) or not any(map(_WEIGHTS.match, names)):
+        return
+    last = None if trl else _taken(context)
+    begin = "train from zero" if last is None else f"go on from {last.name}"
+    yield say(
+        "warning", "run", "finished-output", _OUTPUT,
+        f"{context.output} holds a trained model: upstream would {begin} and write over it",
+        f"give another `output_dir`, or empty {context.output}",
+    )  # fmt: skip
+
+
+def named_checkpoint(context: Context) -> Iterator[Finding]:
+    """transformers/trainer.py:3517,1509: a name is looked up as a folder, and its state is read."""
+    name = context.values[_RESUME]
+    # true and false have a rule of their own
+    if not isinstance(name, str) or not name or name.lower() in ("true", "false"):
+        return
+    folder = Path(name)
+    if not exists(folder):
+        what = f"there is no folder {brief(name)} here" if context.running else None
+    elif not is_file(folder / "trainer_state.json"):
+        what = f"{brief(name)} is no checkpoint: it has no trainer_state.json"
+    elif any(_STATES.match(name) for name in _entries(folder)):
+        what = None
+    else:
+        what = f"{brief(name)} holds no weights"
+    if what is not None:
+        newest = (
+            checkpoints.find("trl", folder)[-1:] or checkpoints.find("trl", context.output)[-1:]
+        )
+        yield say(
+            "error", "run", "resume-missing", _RESUME, what,
+            f"write `{_RESUME}: {newest[0].path}`" if newest
+            else "relative paths start where launch is started; delete the line to begin anew",
+        )  # fmt: skip
+        return
+    yield from _remaining(context, folder)
+
+
+def _remaining(context: Context, folder: Path) -> Iterator[Finding]:
+    """transformers/trainer.py:1639,1648: training begins at the checkpoint's step, and may be over; the
+    place in the data is reckoned with the numbers of now.
+    """
+    values, state = context.values, read_json(folder / "trainer_state.json")
+    step, epoch = state.get("global_step"), state.get("epoch")
+    limit, epochs = values["max_steps"], values["num_train_epochs"]
+    if isinstance(limit, int) and limit > 0:
+        over = isinstance(step, int) and step >= limit
+        until = f"`max_steps` is {limit}"
+    else:
+        numbers = isinstance(epoch, int | float) and isinstance(epochs, int | float)
+        over = numbers and epoch >= epochs
+        until = f"`num_train_epochs` is {epochs}"
+    if over:
+        yield say(
+            "error", "run", "resume-finished", _RESUME,
+            f"{brief(str(folder))} was saved after {step} steps, and {until}: nothing would be trained",
+            "raise the limit, or delete the line to begin anew",
+        )  # fmt: skip
+    before, now = state.get("train_batch_size"), context.per_device
+    if isinstance(before, int) and now not in (None, before) and not values["ignore_data_skip"]:
+        yield say(
+            "warning", "run", "resume-position", _RESUME,
+            f"resuming from {brief(str(folder))} would go on at another place in the data: "
+            f"`per_device_train_batch_size` was {before}, is {now}", "keep the number as it was",
+        )  # fmt: skip
+
+
+_OPEN_INSTRUCT: tuple[StageRule, ...] = (foreign_checkpoints, finished_model)
+_TRL: tuple[StageRule, ...] = (named_checkpoint, finished_model)
+
+RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
+    "open_instruct": {"sft": _OPEN_INSTRUCT, "dpo": (*_OPEN_INSTRUCT, skipped_again)},
+    "trl": dict.fromkeys(("sft", "dpo"), _TRL),
+}

@@ -1,0 +1,129 @@
+"""What a rule is: a short generator over typed values that says what is wrong, and edits nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.errors import Finding, Layer, Severity, brief
+from launcher.upstream.schema import Schema, Values
+
+Rule = Callable[[Values], Iterator[Finding]]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Which numbers a field can hold, and what happens to the others; `needs` is a switch it acts under."""
+
+    holds: Callable[[float], bool]
+    severity: Severity
+    otherwise: str
+    needs: str | None = None
+    code: str = "out-of-range"
+
+
+def outside(
+    values: Values, table: Mapping[str, tuple[Range, ...]]
+) -> Iterator[tuple[str, float, Range]]:
+    """Each given number with a range that it is not in."""
+    for key, ranges in table.items():
+        value = number(values.get(key))
+        if value is None or not values.given(key):
+            continue
+        for one in ranges:
+            if not one.holds(value) and (one.needs is None or values[one.needs]):
+                yield key, value, one
+
+
+def plain(value: float) -> str:
+    """A number for a message; an int of hundreds of digits is no float, and is cut."""
+    return f"{value:g}" if isinstance(value, float) else brief(str(value))
+
+
+def say(
+    severity: Severity, layer: Layer, code: str, key: str, message: str, help: str | None = None
+) -> Finding:
+    """A finding about one argument; `stage` fills in the place in the file."""
+    return Finding(
+        severity=severity, layer=layer, code=code, key=f"args.{key}", message=message, help=help
+    )
+
+
+def number(value: Any) -> float | None:
+    """The value if it is a number: at another version a default may be unknown."""
+    return value if isinstance(value, int | float) else None
+
+
+def check(
+    cited: str,
+    code: str,
+    key: str,
+    when: Callable[[Values], object],
+    message: str,
+    help: str | None = None,
+    *,
+    severity: Severity = "error",
+    layer: Layer = "run",
+    tested: bool = False,
+) -> Rule:
+    """A rule of one condition; `{name}` in its message stands for the value of that argument.
+
+    `cited` names the upstream lines that it is about. `tested`: other releases may know more, so
+    that it only speaks at the tested one.
+    """
+
+    def rule(values: Values) -> Iterator[Finding]:
+        if (values.schema.tested or not tested) and when(values):
+            yield say(severity, layer, code, key, message.format_map(_Shown(values)), help)
+
+    rule.__doc__ = cited
+    return rule
+
+
+def unread(
+    cited: str,
+    key: str,
+    read: Callable[[Values], object],
+    where: str,
+    help: str = "delete the line",
+) -> Rule:
+    """A rule about an argument that acts under one condition, where it is given without that."""
+
+    def rule(values: Values) -> Iterator[Finding]:
+        given = values.given(key) and values[key]
+        if given and values[key] != values.schema.fields[key].default and not read(values):
+            yield say(
+                "warning", "run", "conditional-key", key,
+                f"`{key}` does nothing here: it is read only {where}", help,
+            )  # fmt: skip
+
+    rule.__doc__ = cited
+    return rule
+
+
+class _Shown(dict[str, str]):
+    """The values of arguments as a message shows them."""
+
+    def __init__(self, values: Values) -> None:
+        super().__init__()
+        self._values = values
+
+    def __missing__(self, key: str) -> str:
+        return brief(self._values[key])
+
+
+def as_it_stands(
+    rule: Callable[..., Iterator[Finding]], found: Iterator[Finding], schema: Schema
+) -> Iterator[Finding]:
+    """What a rule found; where this source is not the pin, only with what it cites counting in full."""
+    if schema.stands is None:
+        yield from found
+        return
+    from launcher.upstream import citations as cited
+
+    for one in found:
+        # what is launch's own does not hang on upstream's lines
+        places = () if one.layer == "launch" else cited.of_rule(rule)
+        gone = [place for place in places if not schema.stands(place)]
+        yield cited.said(one, gone) if gone else one

@@ -1,0 +1,125 @@
+"""Rules about what this environment has to hold: keys for services, a compiler, trust in remote code."""
+
+from __future__ import annotations
+
+import netrc
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from launcher.artifacts import model_config
+from launcher.errors import Finding, brief
+from launcher.paths import is_file
+from launcher.rules.context import Context, StageRule
+from launcher.rules.rule import say
+from launcher.rules.trl.resolved import inline
+
+WITHOUT_WANDB = {"offline", "disabled", "dryrun"}
+"""Values of WANDB_MODE with which wandb asks no server."""
+
+
+def wandb_key(context: Context) -> Iterator[Finding]:
+    """finetune.py:454, dpo_tune_cache.py:195: without `wandb_entity` upstream asks wandb's server who
+    is logged in (utils.py:1303), also in offline mode.
+    """
+    values, environ = context.values, context.environ
+    if not values["with_tracking"] or has_wandb_key(environ):
+        return
+    if values.schema.stage == "sft" and not {"wandb", "all"} & set(values["report_to"] or ()):
+        # it crashes for another reason, which has a rule of its own
+        return
+    mode = environ.get("WANDB_MODE", "online")
+    asks = values["wandb_entity"] is None
+    if mode in WITHOUT_WANDB and not asks:
+        return
+    if mode in WITHOUT_WANDB:
+        what = (
+            f"WANDB_MODE is {mode}, but without `wandb_entity` upstream asks wandb who is logged in"
+        )
+        help = "set `wandb_entity`, or WANDB_API_KEY, or `with_tracking: false`"
+    else:
+        what = "no wandb key: neither WANDB_API_KEY nor an entry in ~/.netrc"
+        help = "`wandb login`, or set WANDB_API_KEY, or `with_tracking: false`"
+    yield say(
+        "error" if context.running else "warning", "run", "no-wandb-key", "with_tracking",
+        f"`with_tracking`: {what}", help,
+    )  # fmt: skip
+
+
+def has_wandb_key(environ: Mapping[str, str]) -> bool:
+    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    home = model_config.home(environ)
+    named = environ.get("NETRC")
+    files = [Path(named)] if named else [home / ".netrc", home / "_netrc"]
+    return any(_entry(path, host) for path in files if is_file(path))
+
+
+def _entry(path: Path, host: str) -> bool:
+    try:
+        return netrc.netrc(path).authenticators(host) is not None
+    except (OSError, ValueError, netrc.NetrcParseError):
+        return False
+
+
+def hub_token(context: Context) -> Iterator[Finding]:
+    """finetune.py:435, dpo_tune_cache.py:177 ask the hub who is logged in before anything is trained;
+    with `hf_entity` given it is asked after training (finetune.py:1027, dpo_tune_cache.py:752). TRL
+    makes the repository first (transformers/trainer.py:4099).
+    """
+    values, environ = context.values, context.environ
+    # the default has a rule of its own, until it comes to a run
+    if not values["push_to_hub"] or not (context.running or values.given("push_to_hub")):
+        return
+    if model_config.offline(environ):
+        why, help = "HF_HUB_OFFLINE is set", "unset it, or write `push_to_hub: false`"
+    elif not values.get("hub_token") and not has_hub_token(environ):
+        why = "no one is logged in"
+        help = "`hf auth login`, or set HF_TOKEN, or `push_to_hub: false`"
+    else:
+        return
+    when = "once the model is trained" if values.get("hf_entity") else "before anything is trained"
+    yield say(
+        "error" if context.running else "warning", "run", "no-hub-token", "push_to_hub",
+        f"`push_to_hub` crashes {when}: {why}", help,
+    )  # fmt: skip
+
+
+def has_hub_token(environ: Mapping[str, str]) -> bool:
+    names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE")
+    if any(environ.get(name) for name in names):
+        return True
+    named = environ.get("HF_TOKEN_PATH")
+    return is_file(Path(named) if named else model_config.hub_home(environ) / "token")
+
+
+def no_compiler(context: Context, key: str, *, cpp: bool = False) -> Iterator[Finding]:
+    """torch.compile builds its kernels with a compiler of C, or of C++ for a CPU."""
+    named = context.environ.get("CXX" if cpp else "CC")
+    names = (named,) if named else ("g++", "c++", "clang++") if cpp else ("gcc", "cc", "clang")
+    if not any(shutil.which(name, path=context.environ.get("PATH")) for name in names):
+        yield say(
+            "error", "run", "no-compiler", key,
+            "torch.compile builds its kernels with a compiler, and "
+            f"{brief(' or '.join(names))} is not here",
+            f"apt-get install g++, or write `{key}: false`",
+        )  # fmt: skip
+
+
+def remote_code(context: Context) -> Iterator[Finding]:
+    """transformers/dynamic_module_utils.py:516 imports modules that a repository holds."""
+    values = context.values
+    inner = inline(values.get("model_init_kwargs")) or {}
+    for key in ("trust_remote_code", "allow_all_kernels"):
+        own = key in values and values[key] is True
+        if own or inner.get(key) is True:
+            yield say(
+                "note", "run", "remote-code", key if own else "model_init_kwargs",
+                f"`{key}` runs Python code out of the repository that is loaded, as you",
+                "pin what you have read with `model_revision`, or leave it out",
+            )  # fmt: skip
+
+
+RULES: tuple[StageRule, ...] = (wandb_key, hub_token, remote_code)

@@ -1,0 +1,407 @@
+"""Rules for TRL: what parses and then stops, or does nothing, in its trainers, by the arguments alone.
+
+What its `__post_init__`s refuse is in `trl_parser_rules`. What a rehearsal shows, and is neither common
+nor silent, has no rule: names of metrics, schedules, tasks, losses, modules.
+Line numbers are those of the pinned pair; tests/test_upstream_facts.py holds them against it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
+
+from launcher.errors import Finding, brief
+from launcher.rules.rule import Range, Rule, check, number, outside, plain, say, unread
+from launcher.rules.trl import parser
+from launcher.rules.trl.resolved import inline, prepared
+from launcher.upstream.schema import Values
+
+# --- numbers --------------------------------------------------------------------------------------
+
+# names between commas or spaces: no module has either, and no pattern is made of such
+_SEVERAL = re.compile(r"[\w.-]+(?:\s*,\s*|\s+)[\w.,\s-]*")
+
+RANGES: Mapping[str, tuple[Range, ...]] = {
+    # torch/optim/adam.py:58
+    "learning_rate": (
+        Range(lambda n: n >= 0, "error", "torch's optimizers refuse it, and none learns with it"),
+        Range(lambda n: n != 0, "warning", "nothing is learnt"),
+    ),
+    # transformers/trainer.py:1248: as a group's own it is not looked at by torch
+    "weight_decay": (
+        Range(lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"),
+    ),
+    # transformers/trainer.py:1863
+    "max_grad_norm": (Range(lambda n: n >= 0, "warning", "gradients are not clipped, as with 0"),),
+    # torch/nn/modules/dropout.py:24, peft/tuners/lora/layer.py:255
+    "lora_dropout": (
+        Range(lambda n: n != 1, "warning", "nothing reaches the adapter", needs="use_peft"),
+    ),
+    "lora_alpha": (
+        Range(lambda n: n != 0, "warning", "the adapter counts for nothing", needs="use_peft"),
+    ),
+    # trl/trainer/dpo_trainer.py:1388 and the other losses: the same as in open-instruct
+    "beta": (
+        Range(math.isfinite, "error", "the loss is no number"),
+        Range(lambda n: not -math.inf < n < 0, "warning", "the rejected answers are preferred"),
+    ),
+}  # fmt: skip
+
+
+def out_of_range(values: Values) -> Iterator[Finding]:
+    """transformers/trainer.py:1863 and the places that the table above names."""
+    for key, value, one in outside(values, RANGES):
+        if key == "beta" and not _compares(values):
+            continue
+        yield say(one.severity, "run", one.code, key, f"`{key}: {plain(value)}`: {one.otherwise}")
+
+
+def no_steps(values: Values) -> Iterator[Finding]:
+    """transformers/trainer.py:2428: below 0 epochs are counted; trainer.py:1600 goes through them."""
+    steps, epochs = number(values["max_steps"]), number(values["num_train_epochs"])
+    if steps is None or epochs is None:
+        return
+    if steps <= 0 and epochs <= 0:
+        yield say(
+            "warning", "run", "out-of-range", "num_train_epochs",
+            f"`num_train_epochs: {plain(epochs)}`: the model is saved untrained",
+        )  # fmt: skip
+    elif steps == 0:
+        yield say(
+            "warning", "run", "out-of-range", "max_steps",
+            "`max_steps: 0`: one step is trained, and no more",
+            "delete the line, and `num_train_epochs` decides",
+        )  # fmt: skip
+    elif steps > 0 and values.given("num_train_epochs"):
+        yield say(
+            "warning", "run", "conditional-key", "num_train_epochs",
+            f"`num_train_epochs` does nothing here: `max_steps`, which is {plain(steps)}, comes "
+            "before it",
+            "delete one of the two lines",
+        )  # fmt: skip
+    elif steps < -1:
+        yield say(
+            "warning", "run", "out-of-range", "max_steps",
+            f"`max_steps: {plain(steps)}` is no limit: `num_train_epochs` decides, which is {plain(epochs)}",
+            "delete the line, or write a number of steps",
+        )  # fmt: skip
+
+
+def endless_warmup(values: Values) -> Iterator[Finding]:
+    """transformers/training_args.py:2127: from 1 on it is a number of steps."""
+    warmup, steps = number(values["warmup_steps"]), number(values["max_steps"])
+    if warmup is None or steps is None or values["lr_scheduler_type"] == "constant":
+        return
+    if warmup >= 1 and 0 < steps < warmup + 1:
+        yield say(
+            "warning", "run", "out-of-range", "warmup_steps",
+            f"`warmup_steps: {plain(warmup)}`: with `max_steps: {plain(steps)}` the learning rate never "
+            "gets to its "
+            "value", "below 1 it is a share of all steps: `warmup_steps: 0.1`",
+        )  # fmt: skip
+
+
+def no_length(values: Values) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:1441,1443,1480, dpo_trainer.py:155,157,1140."""
+    length = number(values["max_length"])
+    if length is not None and length <= 0 and not prepared(values):
+        yield say(
+            "error", "run", "out-of-range", "max_length",
+            f"`max_length: {plain(length)}` leaves nothing of a row, or cuts its end off, however "
+            "long it is",
+            'write `max_length: "none"` for rows as they are',
+        )  # fmt: skip
+
+
+# --- names and mappings ---------------------------------------------------------------------------
+
+
+def model_set_twice(values: Values) -> Iterator[Finding]:
+    """trl/scripts/sft.py:83: the mapping wins over what the other arguments say of the model's loading."""
+    key, kwargs = "model_init_kwargs", inline(values["model_init_kwargs"]) or {}
+    for name in ("model_revision", "dtype", "attn_implementation", "trust_remote_code"):
+        inner = name.removeprefix("model_")
+        if inner in kwargs and values.given(name) and kwargs[inner] != values[name]:
+            yield say(
+                "warning", "run", "conditional-key", name,
+                f"`{name}` does nothing here: `{key}` has a `{inner}` of its own", "keep one of them",
+            )  # fmt: skip
+    # transformers/modeling_utils.py:4069: the old name counts without the new one, which is always
+    # given
+    if "torch_dtype" in kwargs and "dtype" not in kwargs:
+        yield say(
+            "warning", "run", "conditional-key", key,
+            f"`{key}`: `torch_dtype` is not read beside `dtype`, which is {values['dtype']}",
+            "write `dtype` in its place",
+        )  # fmt: skip
+
+
+def dataset_names(values: Values) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:1009 reads a single one."""
+    key = "dataset_kwargs"
+    others = sorted((inline(values[key]) or {}).keys() - {"skip_prepare_dataset"})
+    if values.schema.tested and others:
+        yield say(
+            "warning", "run", "conditional-key", key,
+            f"`{key}`: `{brief(others[0])}` is not read, only `skip_prepare_dataset`", "leave it out",
+        )  # fmt: skip
+
+
+def packing_without_length(values: Values) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:1468; sets that are ready are not packed."""
+    if values["max_length"] is not None or prepared(values):
+        return
+    evaluated = values["eval_strategy"] != "no" and values["eval_packing"]
+    key = "packing" if values["packing"] else "eval_packing" if evaluated else None
+    if key is not None:
+        yield say(
+            "error", "run", "packing-without-length", key,
+            f"`{key}` fills rows up to `max_length`, which is none", "add `max_length: 4096`",
+        )  # fmt: skip
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+def lora_targets(values: Values) -> Iterator[Finding]:
+    """trl/trainer/model_config.py:177: a single word is a pattern, and peft wants it to match a module.
+
+    Which modules the model has is PEFT's to say, in a rehearsal.
+    """
+    key = "lora_target_modules"
+    given = values[key]
+    words = [str(word) for word in (given if isinstance(given, list) else [given]) if word]
+    if not values["use_peft"]:
+        return
+    # a word without dots or stars is the name of no module inside of another
+    if len(words) == 1 and re.fullmatch(r"\w+", words[0]) and not values["lora_target_parameters"]:
+        yield say(
+            "error", "run", "lora-targets", key,
+            f"`{key}: {brief(words[0])}`: a single word is a pattern for whole names, which begin with "
+            "model.layers, and matches none",
+            f"write `{key}: .*{words[0]}`, or a list of several",
+        )  # fmt: skip
+    joined = next(filter(_SEVERAL.fullmatch, words), None)
+    if joined is not None:
+        names = [name for name in re.split(r"[,\s]+", joined) if name]
+        yield say(
+            "error", "run", "lora-targets", key,
+            f"`{key}: {brief(joined)}` is one name, which no module has: nothing is trained for it",
+            f"write a list: `{key}: [{', '.join(names)}]`",
+        )  # fmt: skip
+
+
+# --- losses of DPO --------------------------------------------------------------------------------
+
+
+# numbers that all losses read but that of SFT (trl/trainer/dpo_trainer.py:1388), and those that few do:
+# trl/trainer/dpo_trainer.py:1410,1431,1454,1487,1498
+_OF_PAIRS = ("beta", "ld_alpha", "f_divergence_type")
+_READ_BY: Mapping[str, frozenset[str]] = {
+    "label_smoothing": frozenset({"exo_pair", "robust", "aot", "aot_unpaired"}),
+    "discopop_tau": frozenset({"discopop"}),
+}
+
+
+def _losses(values: Values) -> tuple[str, ...]:
+    """The losses that are added up: one word, or a list of them."""
+    given = values["loss_type"]
+    return tuple(map(str, given)) if isinstance(given, list) else (str(given),)
+
+
+def _compares(values: Values) -> bool:
+    """Whether any loss compares chosen with rejected answers."""
+    return any(loss != "sft" for loss in _losses(values))
+
+
+def unread_numbers(values: Values) -> Iterator[Finding]:
+    """trl/trainer/dpo_trainer.py:1386: each loss reads its own numbers, and the others do nothing."""
+    losses = {*_losses(values)}
+    if not values.schema.tested:
+        return
+    for key in (*_OF_PAIRS, *_READ_BY):
+        readers = _READ_BY.get(key)
+        read = _compares(values) if readers is None else not losses.isdisjoint(readers)
+        idle = not values.given(key) or values[key] in (values.schema.fields[key].default, None)
+        if not idle and not read:
+            some = "any loss of pairs" if readers is None else " or ".join(sorted(readers))
+            yield say(
+                "warning", "run", "conditional-key", key,
+                f"`{key}` does nothing here: the loss {', '.join(sorted(losses))} does not read it",
+                f"it is read by {some}: delete the line, or name another `loss_type`",
+            )  # fmt: skip
+
+
+def zero_beta(values: Values) -> Iterator[Finding]:
+    """trl/trainer/dpo_trainer.py:1404,1443 divide by it; the others multiply what they compare with it."""
+    losses = _losses(values)
+    divided = [loss for loss in losses if loss in ("ipo", "sppo_hard")]
+    if values["beta"] != 0 or not _compares(values):
+        return
+    if divided:
+        message = f"`beta: 0` divides by zero in the loss {divided[0]}"
+        yield say("error", "run", "zero-beta", "beta", message)
+    else:
+        yield say(
+            "warning", "run", "zero-beta", "beta",
+            "`beta: 0`: the loss does not tell chosen from rejected answers: no preference is "
+            "learnt",
+        )  # fmt: skip
+
+
+# --- one condition, one message -------------------------------------------------------------------
+
+
+def _both(first: str, second: str) -> Callable[[Values], bool]:
+    return lambda values: bool(values[first] and values[second])
+
+
+def _quantised(values: Values) -> bool:
+    # both at once is refused earlier
+    return bool(values["load_in_4bit"]) != bool(values["load_in_8bit"])
+
+
+_EVALUATION = (
+    "do_eval", "per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model",
+    "greater_is_better",
+)  # fmt: skip
+_SHARED: tuple[Rule, ...] = (
+    *parser.RULES, out_of_range, no_steps, endless_warmup, no_length, model_set_twice,
+    lora_targets,
+    check(
+        "trl/scripts/sft.py:104 hands the trainer None.", "no-model", "model_name_or_path",
+        lambda v: not v["model_name_or_path"], "no model named",
+        "add `model_name_or_path: <hub name or folder>`",
+    ),
+    check(
+        "trl/scripts/sft.py:100, dpo.py:98: one of both must be there.", "no-data", "dataset_name",
+        lambda v: not v["dataset_name"] and not v.get("datasets"), "no data named",
+        "add `dataset_name: <hub name or folder>`",
+    ),
+    check(
+        "trl/scripts/utils.py:121: only a YAML file can give mappings.", "datasets-by-flag", "datasets",
+        lambda v: any(str(word).startswith("{") for word in v.get("datasets") or ()),
+        "`datasets` cannot be handed over as flags: each mapping would be read as a path",
+        "write `dataset_name`",
+    ),
+    check(
+        "Measured: 29.2 s against 15.2 s for the same steps (Qwen2.5-7B, one GPU).",
+        "liger-with-lora", "use_liger_kernel", _both("use_liger_kernel", "use_peft"),
+        "Liger on a LoRA model was measured at half the speed", "write `use_liger_kernel: false`",
+        severity="warning",
+    ),
+    check(
+        "transformers/trainer.py:2199", "best-without-eval", "save_strategy",
+        lambda v: v["save_strategy"] == "best" and v["eval_strategy"] == "no",
+        "`save_strategy: best` saves no checkpoint: `eval_strategy` is no",
+        "add `eval_strategy: steps`", severity="warning",
+    ),
+    check(
+        "transformers/trainer_callback.py:586", "out-of-range", "save_steps",
+        lambda v: v["save_strategy"] == "steps" and number(v["save_steps"]) is not None
+        and v["save_steps"] <= 0,
+        "`save_steps: {save_steps}`: there is no checkpoint before the end of training",
+        'write a number of steps, or `save_strategy: "no"`', severity="warning",
+    ),
+    check(
+        "transformers/optimization.py:1015", "warmup-unread", "warmup_steps",
+        lambda v: v["lr_scheduler_type"] == "constant" and v["warmup_steps"],
+        "`warmup_steps` is not read with `lr_scheduler_type: constant`",
+        "write `lr_scheduler_type: constant_with_warmup`", severity="warning",
+    ),
+    check(
+        "transformers/trainer.py:1498,3517: as a flag, true is the name of a folder.",
+        "resume-word", "resume_from_checkpoint",
+        lambda v: str(v["resume_from_checkpoint"]).lower() in ("true", "false"),
+        "`resume_from_checkpoint: {resume_from_checkpoint}` would be looked up as a folder",
+        "name the checkpoint's folder, or delete the line",
+    ),
+    check(
+        "transformers/trainer.py:702: a stream has no length.", "stream-without-steps",
+        "dataset_streaming", lambda v: v["dataset_streaming"] and not (number(v["max_steps"]) or -1) > 0,
+        "`dataset_streaming` gives no number of rows: the number of steps must be said",
+        "add `max_steps: <number of steps>`",
+    ),
+    check(
+        "transformers/trainer_utils.py:133", "quantised-whole", "load_in_4bit",
+        lambda v: _quantised(v) and not v["use_peft"],
+        "`load_in_4bit` and `load_in_8bit` need `use_peft`: quantised weights cannot be trained "
+        "themselves", "add `use_peft: true`",
+    ),
+    check(
+        "accelerate/utils/dataclasses.py:1276 reads both: launch's is checked, planned with and started.",
+        "own-deepspeed", "deepspeed", itemgetter("deepspeed"),
+        "TRL's own `deepspeed` is not taken: launch reads DeepSpeed's config from `deepspeed:` beside "
+        "`args:`", "move the line out of `args:`", layer="launch",
+    ),
+    check(
+        "transformers/trainer.py:3952", "fsdp-unsaved", "fsdp_config",
+        lambda v: v["fsdp"] and "SHARDED_STATE_DICT" in str(v["fsdp_config"]).upper(),
+        "with `state_dict_type: SHARDED_STATE_DICT` no model is saved when training has ended, "
+        "checkpoints apart", "write `state_dict_type: FULL_STATE_DICT`", severity="warning",
+    ),
+    unread(
+        "transformers/optimization.py:1015", "lr_scheduler_kwargs",
+        lambda v: not str(v["lr_scheduler_type"]).startswith("constant"),
+        "with another `lr_scheduler_type` than a constant one",
+    ),
+    unread(
+        "transformers/trainer.py:1466", "gradient_checkpointing_kwargs",
+        lambda v: v["gradient_checkpointing"], "where `gradient_checkpointing` is set",
+        "add `gradient_checkpointing: true`, or delete the line",
+    ),
+    # without a strategy the scripts hand over no set to evaluate
+    *(
+        unread("trl/scripts/sft.py:107", key, lambda v: v["eval_strategy"] != "no",
+               "with another `eval_strategy` than no", "add `eval_strategy: steps`, or delete the line")
+        for key in _EVALUATION
+    ),
+)  # fmt: skip
+
+_SFT: tuple[Rule, ...] = (
+    dataset_names, packing_without_length,
+    check(
+        "trl/trainer/sft_trainer.py:1001", "padding-free-length", "padding_free",
+        lambda v: v["padding_free"] and not v["packing"] and v["max_length"] is not None,
+        "`padding_free` without `packing` cannot cut rows, and `max_length` is {max_length}",
+        'add `packing: true`, or `max_length: "none"` for rows that are short enough',
+    ),
+    unread(
+        "trl/trainer/sft_trainer.py:1480", "packing_strategy",
+        lambda v: v["packing"] or v["eval_packing"], "where `packing` is set",
+        "add `packing: true`, or delete the line",
+    ),
+)  # fmt: skip
+
+_DPO: tuple[Rule, ...] = (
+    zero_beta, unread_numbers,
+    unread(
+        "trl/trainer/dpo_trainer.py:1366", "f_alpha_divergence_coef",
+        lambda v: v["f_divergence_type"] == "alpha_divergence",
+        "with `f_divergence_type: alpha_divergence`",
+    ),
+    check(
+        "trl/trainer/dpo_trainer.py:735", "padding-free-off", "padding_free",
+        lambda v: v["padding_free"],
+        "`padding_free` does nothing for DPO in this release: the batches are padded",
+        "delete the line", severity="warning", tested=True,
+    ),
+    # its losses are its own
+    unread(
+        "trl/trainer/dpo_trainer.py:1386", "label_smoothing_factor", lambda v: not v.schema.tested,
+        "by other trainers than DPO's", "delete the line: some losses read `label_smoothing`",
+    ),
+    unread(
+        "trl/trainer/dpo_trainer.py:1013", "precompute_ref_batch_size",
+        lambda v: v["precompute_ref_log_probs"], "where `precompute_ref_log_probs` is set",
+    ),
+    *(
+        unread("trl/trainer/dpo_trainer.py:992", key, lambda v: v["sync_ref_model"],
+               "where `sync_ref_model` is set")
+        for key in ("ref_model_sync_steps", "ref_model_mixup_alpha")
+    ),
+)  # fmt: skip
+
+RULES: Mapping[str, tuple[Rule, ...]] = {"sft": (*_SHARED, *_SFT), "dpo": (*_SHARED, *_DPO)}

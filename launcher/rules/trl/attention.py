@@ -1,0 +1,195 @@
+"""Attention and packing under TRL: which implementation a run can have, and what packing costs with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from launcher.errors import Finding, brief
+from launcher.rules.context import Context, StageRule
+from launcher.rules.rule import say
+from launcher.rules.trl import resolved
+from launcher.rules.trl.resolved import inline
+from launcher.upstream.schema import Values
+
+# transformers/modeling_utils.py:5076, beside eager
+NAMES = (
+    "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention",
+)  # fmt: skip
+PACKAGES = {
+    "flash_attention_2": "flash-attn",
+    "flash_attention_3": "flash-attn-3",
+    "flash_attention_4": "flash-attn-4",
+}
+_OLDEST = (2, 3, 3)  # transformers/utils/import_utils.py:1199
+# transformers/integrations/hub_kernels.py:648
+_KERNEL = re.compile(r"[^/:]+/[^/:]+(?:@[^/:]+)?(?::[^/:]+)?\Z")
+_MASKED = (None, "sdpa", "eager")
+
+
+# --- launch's own option --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The first implementation that can be had, None for none; those before it, each with the reason."""
+
+    name: str | None
+    passed: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def why(self) -> str:
+        """The reasons, for people."""
+        return "; ".join(f"{name}: {reason}" for name, reason in self.passed)
+
+
+def choose(preferred: Sequence[str], context: Context) -> Choice:
+    """The first of these that can be had here; what is not known speaks for it."""
+    passed: list[tuple[str, str]] = []
+    for name in preferred:
+        reason = lacking(name, context)
+        if reason is None:
+            return Choice(name=name, passed=tuple(passed))
+        passed.append((name, reason))
+    return Choice(name=None, passed=tuple(passed))
+
+
+def lacking(name: str, context: Context) -> str | None:
+    """Why an implementation cannot be had; None where it can be, or where that is not known.
+
+    A flash attention is its own package here. transformers would also fetch a kernel from the hub
+    (transformers/modeling_utils.py:1783), under another name: one that is meant is named itself.
+    """
+    if name in ("eager", "sdpa"):
+        return None
+    if context.gpus == 0:
+        return "there is no GPU"
+    if name == "flex_attention":
+        return None
+    package = PACKAGES.get(name, "kernels")
+    if context.lacks(package):
+        return f"the trainer's Python has no {package}"
+    if name in PACKAGES and full_precision(context.values, context.mixed_precision):
+        return "it takes 16 bits only, and the model is float32 with neither `bf16` nor `fp16`"
+    version = (context.packages or {}).get(package) or ""
+    if name == "flash_attention_2" and version and _release(version) < _OLDEST:
+        return f"flash-attn {version} is older than {'.'.join(map(str, _OLDEST))}"
+    return None
+
+
+def full_precision(values: Values, mixed_precision: str | None) -> bool:
+    """Whether attention gets float32 (transformers/integrations/flash_attention.py:22)."""
+    kwargs = inline(values["model_init_kwargs"]) or {}
+    plain = kwargs.get("dtype", values["dtype"]) == "float32"
+    quantised = values["load_in_4bit"] or values["load_in_8bit"]
+    mixed = resolved.precision(values) is not None or mixed_precision not in (None, "no")
+    return bool(plain and not mixed and not quantised)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+# --- TRL's arguments ------------------------------------------------------------------------------
+
+
+def unknown(context: Context) -> Iterator[Finding]:
+    """transformers/modeling_utils.py:1848."""
+    name, key = resolved.attention(context.values)
+    tested = context.values.schema.tested
+    if tested and name is not None and name not in NAMES and not _KERNEL.match(name):
+        yield say(
+            "error", "run", "unknown-attention", key,
+            f"`{brief(name)}` is no attention implementation",
+            f"one of {', '.join(NAMES)}, or the name of a kernel's repository",
+        )  # fmt: skip
+
+
+def missing(context: Context) -> Iterator[Finding]:
+    """transformers/modeling_utils.py:1607,1783: without its package, only `kernels` can bring it."""
+    name, key = resolved.attention(context.values)
+    checked = name is not None and (name in PACKAGES or name == "flex_attention")
+    if name is None or not (checked or "/" in name):
+        return
+    what, help = f"`attn_implementation: {name}`", "leave it out: sdpa is the default"
+    on_cpu = context.gpus == 0 and "/" not in name
+    if on_cpu and (name == "flex_attention" or context.lacks("kernels")):
+        yield say(
+            "error", "run", "attention-missing", key,
+            f"{what} cannot train without a GPU, and `--gpus 0` has none", help,
+        )  # fmt: skip
+        return
+    needed = PACKAGES.get(name, "kernels")
+    if name != "flex_attention" and context.lacks(needed, "kernels"):
+        yield say(
+            "error" if context.running else "warning", "run", "attention-missing", key,
+            f"{what}: the trainer's Python has no {needed}", f"pip install {needed}, or {help}",
+        )  # fmt: skip
+
+
+def flash_in_full_precision(context: Context) -> Iterator[Finding]:
+    """transformers/integrations/flash_attention.py:22: float32 goes to kernels that refuse it."""
+    name, key = resolved.attention(context.values)
+    # `mixed_precision:` may ask for another one; it is seen before the GPUs are known
+    if context.gpus is not None or name not in PACKAGES:
+        return
+    if full_precision(context.values, context.mixed_precision):
+        yield say(
+            "error", "run", "flash-in-float32", key,
+            f"`attn_implementation: {name}` takes 16 bits only, and the model is float32 with "
+            "neither `bf16` nor `fp16`",
+            "write `bf16: true`, or `dtype: bfloat16`",
+        )  # fmt: skip
+
+
+# --- packing --------------------------------------------------------------------------------------
+
+
+def packing(context: Context) -> Iterator[Finding]:
+    """trl/trainer/sft_config.py:243 calls a flattened batch supported by flash attention only. Whether
+    examples see each other is measured in the run, for any model.
+    """
+    values = context.values
+    key = "packing" if values["packing"] else "padding_free"
+    if not values[key] or resolved.prepared(values):
+        return
+    if key == "padding_free" and context.per_device == 1:
+        # TRL says so too (trl/trainer/sft_trainer.py:926)
+        yield say(
+            "warning", "run", "packing-of-one", key,
+            "`padding_free` does nothing here: it joins the rows of a device, which is one row",
+            "`batch: {per_device: 2}` or more, or `padding_free: false`",
+        )  # fmt: skip
+        return
+    # trl/trainer/sft_trainer.py:916: all rows of a device become one
+    flattened = values["padding_free"] or values["packing_strategy"] in ("bfd", "bfd_split")
+    name, _ = resolved.attention(values)
+    if values["packing"] and values["packing_strategy"] == "wrapped" and values.schema.tested:
+        yield say(
+            "warning", "run", "packing-leaks", key,
+            f"`{key}`: examples in a row attend to each other: `packing_strategy: wrapped` cuts and joins "
+            "them without a boundary",
+            "leave `packing_strategy` out: bfd keeps them whole and apart",
+        )  # fmt: skip
+    elif flattened and context.gpus != 0 and name in _MASKED:
+        yield say(
+            "warning", "run", "packing-without-flash", key,
+            f"`{key}` without flash attention: the rows of a device become one{_size(context)}",
+            "write `attn_implementation: flash_attention_2`, or fewer rows a device",
+        )  # fmt: skip
+
+
+def _size(context: Context) -> str:
+    rows, length = context.per_device, context.values["max_length"]
+    if rows is None or not isinstance(length, int):
+        return ""
+    mib = (rows * length) ** 2 / 2**20
+    return f" of up to {rows * length} tokens" + (
+        f" with a mask of {mib:,.0f} MiB" if mib >= 1 else ""
+    )
+
+
+_SHARED: tuple[StageRule, ...] = (unknown, missing, flash_in_full_precision)
+
+RULES: Mapping[str, tuple[StageRule, ...]] = {"sft": (*_SHARED, packing), "dpo": _SHARED}

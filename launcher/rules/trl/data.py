@@ -1,0 +1,247 @@
+"""Rules about the data and templates that a TRL stage names: do they lie here, and as what?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from launcher.artifacts import model_config, rows
+from launcher.errors import Finding, brief
+from launcher.paths import exists, is_file
+from launcher.rules.context import Context, StageRule
+from launcher.rules.rule import say
+from launcher.rules.trl.resolved import prepared
+from launcher.upstream.schema import Values
+
+_MOST = 2000  # entries of a folder to look at; a larger one is not judged
+# datasets/data_files.py:43
+_KEYWORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+# with these a folder describes its splits itself, or is read in another way; files such as
+# data/NAME-00000-of-00002.parquet bring splits of any name
+_DESCRIBED = re.compile(
+    r"(^|/)(readme\.md|dataset_dict\.json|dataset_infos?\.json|state\.json|task\.toml|instruction\.md"
+    r"|[^/]*\.py|[^/]*-\d{5}-of-\d{5}[^/]*)\Z"
+)
+_PICTURES = frozenset({"image", "images"})
+_WORDS = re.compile(r"[-._ 0-9/\\]+")
+
+
+def _named(context: Context) -> str | None:
+    """The data set that `load_dataset` would be asked for (trl/scripts/sft.py:96)."""
+    values = context.values
+    name = values["dataset_name"]
+    return name if isinstance(name, str) and name and not values["datasets"] else None
+
+
+def data_here(context: Context) -> Iterator[Finding]:
+    """datasets/load.py:1061,1184."""
+    name = _named(context)
+    if name is None:
+        return
+    if is_file(Path(name)):
+        yield say(
+            "error", "run", "data-file", "dataset_name",
+            f"`dataset_name: {brief(name)}` is a file, which cannot be loaded by its name",
+            f"name the folder that it lies in: `dataset_name: {Path(name).parent}`",
+        )  # fmt: skip
+    elif context.running and model_config.is_path(name) and not exists(Path(name)):
+        yield say(
+            "error", "run", "missing-data", "dataset_name", f"there is no folder {brief(name)} here",
+            "relative paths start where launch is started; `~` is not expanded",
+        )  # fmt: skip
+
+
+def _splits(name: str | None) -> Mapping[str, list[str]]:
+    """The files of each split of a local folder, by their names, as datasets/data_files.py:43 finds them.
+
+    Empty where it is no folder, describes itself, or holds too much to tell.
+    """
+    folder = Path(name or "/nonexistent")
+    try:
+        below = list(islice(folder.rglob("*"), _MOST + 1))
+        files = [str(path.relative_to(folder)) for path in below if path.is_file()]
+    except (OSError, ValueError):
+        return {}
+    shown = sorted(file for file in files if not file.startswith(".") and "/." not in file)
+    if len(below) > _MOST or any(_DESCRIBED.search(file.lower()) for file in shown):
+        return {}
+    words = {file: {*_WORDS.split(file.lower())} for file in shown}
+    found = {
+        split: [file for file in shown if not words[file].isdisjoint(keywords)]
+        for split, keywords in _KEYWORDS.items()
+    }
+    # where no name says anything, all of it is for training
+    found = found if any(found.values()) else {"train": shown}
+    return {split: files for split, files in found.items() if files}
+
+
+def _judged_splits(values: Values) -> Iterator[tuple[str, str]]:
+    """The arguments that name splits, each with the name that a folder's files give it."""
+    yield "dataset_train_split", "train"
+    if values["eval_strategy"] != "no":
+        yield "dataset_test_split", "test"
+
+
+def _read(context: Context) -> Iterator[list[tuple[str, Path]]]:
+    """The local files of each split whose rows are tokenised, by the name to show; none that is empty."""
+    values, name = context.values, _named(context)
+    if prepared(values) or values["dataset_config"]:
+        return
+    for key, split in _judged_splits(values):
+        if values[key] == split and (files := _splits(name).get(split)):
+            yield [(f"{name}/{file}", Path(name or "", file)) for file in files]
+
+
+def data_rows(context: Context) -> Iterator[Finding]:
+    """datasets/packaged_modules/json/json.py:101: a file without rows ends the run in a StopIteration."""
+    name = _named(context)
+    for file in _splits(name).get("train", ()):
+        if (what := rows.fault(Path(name or "", file))) is not None:
+            yield say(
+                "error", "run", "bad-data", "dataset_name", f"{brief(f'{name}/{file}')}: {what}",
+                "correct the file, or take it out of the folder",
+            )  # fmt: skip
+
+
+def data_columns(context: Context) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:1333,1375,1383, dpo_trainer.py:1063: columns are read by their names."""
+    values = context.values
+    judge = _missing_from_pairs if values.schema.stage == "dpo" else _missing_from_examples
+    for files in _read(context):
+        # a good first row is enough; for a bad one, all rows bring columns
+        first = rows.columns(files[0][1])
+        if first is None or not first[0] or judge(*first, values) is None:
+            continue
+        heads = [rows.columns(path) for _, path in files]
+        names = first[1].union(*(head[1] for head in heads if head is not None))
+        if None not in heads and (wrong := judge(first[0], names, values)) is not None:
+            yield say(
+                "error", "run", "data-columns", "dataset_name",
+                f"{brief(files[0][0])} has the columns {brief(', '.join(sorted(names)))}: {wrong[0]}",
+                wrong[1],
+            )  # fmt: skip
+
+
+def _missing_from_examples(
+    row: Mapping[str, Any], names: frozenset[str], values: Values
+) -> tuple[str, str] | None:
+    """What SFT misses in these rows, and what to do; None where nothing is known to be missing."""
+    text = str(values["dataset_text_field"])
+    # pictures are read in another way, tokens not at all
+    if names & {*_PICTURES, "input_ids"} or {"prompt", "completion"} <= names:
+        return None
+    chat = row.get("conversations")
+    turn = chat[0] if isinstance(chat, list) and chat else None
+    # trl/data_utils.py:927
+    converted = isinstance(turn, dict) and {"from", "value"} <= turn.keys()
+    if "prompt" in names:
+        missing = "beside `prompt` SFT reads `completion`"
+    elif converted or names & {"messages", text}:
+        return None
+    else:
+        missing = f"SFT reads `messages`, `prompt` and `completion`, or `{brief(text)}`"
+    if {"chosen", "rejected"} <= names:
+        return missing, "these are pairs: `stage: dpo` trains on them"
+    if "conversations" in names and "prompt" not in names:
+        return missing, "rename `conversations` to `messages`"
+    return missing, "rename the columns, or name that of the text: `dataset_text_field: <column>`"
+
+
+def _missing_from_pairs(
+    _row: Mapping[str, Any], names: frozenset[str], _values: Values
+) -> tuple[str, str] | None:
+    """What DPO misses in these rows, and what to do."""
+    missing = next((name for name in ("chosen", "rejected") if name not in names), None)
+    if missing is None:
+        return None
+    return (
+        f"DPO reads `chosen` and `rejected`, with or without `prompt`: there is no `{missing}`",
+        "rename the columns, or train on them with `stage: sft`",
+    )
+
+
+def splits(context: Context) -> Iterator[Finding]:
+    """trl/scripts/sft.py:106, trl/scripts/dpo.py:104: a split is looked up by its name."""
+    values, name = context.values, _named(context)
+    if name is None:
+        return
+    there = {} if values["dataset_config"] else _splits(name)
+    for key, _ in _judged_splits(values):
+        split = values[key]
+        if not isinstance(split, str):
+            continue
+        if "[" in split or "+" in split:
+            yield say(
+                "error", "run", "no-such-split", key,
+                f"`{key}: {brief(split)}` is looked up as the name of a split: parts cannot be named",
+                "name a whole split",
+            )  # fmt: skip
+        elif there and split not in there:
+            yield say(
+                "error", "run", "no-such-split", key,
+                f"`dataset_name: {brief(name)}` has no split `{brief(split)}`, only "
+                f"{', '.join(sorted(there))}",
+                f"add a file such as {split}.jsonl, or write `eval_strategy: \"no\"`"
+                if key == "dataset_test_split" else f"write `{key}: {min(there)}`",
+            )  # fmt: skip
+
+
+def template_here(context: Context) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:749: what is no template's file is a folder or a tokenizer of the hub."""
+    name = context.values["chat_template_path"]
+    if not context.running or not isinstance(name, str) or not name or exists(Path(name)):
+        return
+    if name.endswith((".jinja", ".j2")) or model_config.is_path(name):
+        yield say(
+            "error", "run", "missing-template", "chat_template_path",
+            f"there is no template {brief(name)} here",
+            "relative paths start where launch is started; `~` is not expanded",
+        )  # fmt: skip
+
+
+def no_template(context: Context) -> Iterator[Finding]:
+    """transformers/tokenization_utils_base.py:3271: conversations, and a tokenizer that cannot write them."""
+    values = context.values
+    model = values["model_name_or_path"]
+    if values.get("chat_template_path") or not _plain_tokenizer(model):
+        return
+    columns = ("prompt", "chosen") if values.schema.stage == "dpo" else ("messages", "prompt")
+    for files in _read(context):
+        head = rows.columns(files[0][1])
+        chats = (name for name in columns if head and isinstance(head[0].get(name), list))
+        if (column := next(chats, None)) is None:
+            continue
+        path = "chat_template_path" in values.schema.fields
+        yield say(
+            "error", "run", "missing-template", "model_name_or_path",
+            f"{brief(files[0][0])} holds conversations in `{column}`, and the tokenizer in "
+            f"{brief(model)} has no chat template to write them with",
+            "add `chat_template_path: <a template, or a model that has one>`" if path
+            else "put a chat_template.jinja into the model's folder",
+        )  # fmt: skip
+        return
+
+
+def _plain_tokenizer(name: Any) -> bool:
+    """Whether a folder has a tokenizer without a chat template; of the hub's cache parts may be missing."""
+    folder = Path(str(name))
+    config = folder / "tokenizer_config.json"
+    named = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    try:
+        if not is_file(config) or any(exists(folder / one) for one in named):
+            return False
+        return b'"chat_template"' not in config.read_bytes()
+    except OSError:
+        return False
+
+
+RULES: tuple[StageRule, ...] = (
+    data_here, data_rows, data_columns, splits, template_here, no_template,
+)  # fmt: skip

@@ -1,0 +1,177 @@
+"""Rules for TRL that need the machine: its devices, packages and services.
+
+Line numbers are those of the packages named in tests/test_upstream_facts.py. What was seen to work is
+left alone: quantised models and paged optimizers on the CPU. Recompilations were
+counted on the CPU with TRL 1.16 and torch 2.13, six steps of the demo's SFT with `torch_compile`: 12 with
+padded rows, 15 with packed ones, none with `pad_to_multiple_of: 256`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from launcher.errors import Finding
+from launcher.rules import services
+from launcher.rules.context import Context, StageRule
+from launcher.rules.rule import say
+from launcher.rules.trl import resolved
+
+# what an optimizer's name begins with that bitsandbytes brings (transformers/trainer_optimizer.py:254)
+_BITSANDBYTES = ("adamw_bnb", "adamw_8bit", "paged_", "ademamix", "lion", "rmsprop_bnb")
+# transformers/integrations/integration_utils.py:703 and the other integrations, called as their packages
+_REPORTS = {
+    "tensorboard": ("tensorboard", "tensorboardx"),
+    **{name: (name,) for name in ("wandb", "trackio", "mlflow", "swanlab")},
+}
+
+
+# --- devices and precision ------------------------------------------------------------------------
+
+
+def bf16_on_cpu(context: Context) -> Iterator[Finding]:
+    """transformers/training_args.py:1746; TRL's default asks for it (trl/trainer/base_config.py:108).
+
+    Before a start it is open what launch itself sets on the CPU.
+    """
+    values = context.values
+    if context.gpus != 0 or not context.running or values["use_cpu"]:
+        return
+    trained = resolved.precision(values) == "bf16"
+    if not trained and not values["bf16_full_eval"]:
+        return
+    key = "bf16" if trained else "bf16_full_eval"
+    default = "" if values.given(key) else ", TRL's default,"
+    yield say(
+        "error", "run", "bf16-on-cpu", key, f"`{key}`{default} is refused without a GPU",
+        f"add `{key}: false`, or `use_cpu: true` for bfloat16 on the CPU",
+    )  # fmt: skip
+
+
+def fp16_on_cpu(context: Context) -> Iterator[Finding]:
+    """accelerate/accelerator.py:567."""
+    if context.gpus == 0 and context.values["fp16"]:
+        yield say(
+            "warning", "run", "fp16-on-cpu", "fp16",
+            "`fp16` does nothing on the CPU: training runs in full precision",
+            "delete the line and add `bf16: false`, or `use_cpu: true` for bfloat16",
+        )  # fmt: skip
+
+
+def cpu_beside_gpus(context: Context) -> Iterator[Finding]:
+    """transformers/training_args.py:1844."""
+    if context.gpus and context.values["use_cpu"]:
+        yield say(
+            "error", "run", "cpu-beside-gpus", "use_cpu",
+            f"`use_cpu: true` trains on the CPU, and {context.gpus} GPU(s) are asked for",
+            "delete the line, or start with --gpus 0",
+        )  # fmt: skip
+
+
+def precision_option(context: Context) -> Iterator[Finding]:
+    """transformers/training_args.py:1586: `fp16` and `bf16` win over what accelerate was told."""
+    option, own = context.mixed_precision, resolved.precision(context.values)
+    # once the GPUs are known, the option's default is filled in
+    if context.gpus is not None or option is None or own in (None, option):
+        return
+    default = "" if context.values.given(own) else ", its default,"
+    finding = say(
+        "warning", "run", "mixed-precision-unread", own,
+        f"`mixed_precision: {option}` is not read: TRL's `{own}`{default} decides",
+        f"write `{own}: false`" if option == "no" else f"write `{option}: true` in its place",
+    )  # fmt: skip
+    yield replace(finding, key="mixed_precision")
+
+
+# --- optimizers and compilation -------------------------------------------------------------------
+
+
+def optimizer_package(context: Context) -> Iterator[Finding]:
+    """transformers/trainer_optimizer.py:254 and what follows there."""
+    name = str(context.values["optim"])
+    if name.startswith(_BITSANDBYTES) and context.lacks("bitsandbytes"):
+        yield say(
+            "error", "run", "optim-missing", "optim",
+            f"`optim: {name}`: the trainer's Python has no bitsandbytes",
+            "pip install bitsandbytes, or write `optim: adamw_torch`",
+        )  # fmt: skip
+
+
+def lengths_compiled(context: Context) -> Iterator[Finding]:
+    """torch/_dynamo/config.py:121: a function is compiled for so many shapes, and then no more."""
+    values = context.values
+    padded = str(values["pad_to_multiple_of"]).lower() not in ("auto", "none", "null")
+    if resolved.compiled(values) and not padded:
+        keys = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+        yield say(
+            "warning", "run", "compile-lengths", next(filter(values.given, keys), keys[0]),
+            "batches differ in length, and what is compiled is compiled again for new ones, up to eight "
+            "times: 12 times were counted in the first six steps, and none with few lengths",
+            "add `pad_to_multiple_of: 512`, so that there are few lengths",
+        )  # fmt: skip
+
+
+def no_compiler(context: Context) -> Iterator[Finding]:
+    """Inductor writes C++ for a CPU (torch/_inductor/cpp_builder.py:395), Triton a launcher in C."""
+    values = context.values
+    inductor = str(values["torch_compile_backend"] or "inductor").lower() == "inductor"
+    if context.running and resolved.compiled(values) and inductor:
+        yield from services.no_compiler(context, "torch_compile", cpp=not context.gpus)
+
+
+# --- reports and references -----------------------------------------------------------------------
+
+
+def _reports(context: Context) -> tuple[str, ...]:
+    given = context.values["report_to"]
+    return tuple(map(str, given)) if isinstance(given, list) else (str(given),)
+
+
+def report_package(context: Context) -> Iterator[Finding]:
+    """transformers/integrations/integration_utils.py:703 and the other integrations."""
+    for name in _reports(context):
+        packages = _REPORTS.get(name, ())
+        if packages and context.lacks(*packages):
+            yield say(
+                "error", "run", "report-missing", "report_to",
+                f"`report_to: {name}`: the trainer's Python has no {packages[0]}",
+                f'pip install {packages[0]}, or write `report_to: "none"`',
+            )  # fmt: skip
+
+
+def wandb_key(context: Context) -> Iterator[Finding]:
+    """transformers/integrations/integration_utils.py:762: no one is there to answer its question."""
+    reports, environ = _reports(context), context.environ
+    # `all` stands for what is installed
+    wanted = "wandb" in reports or ("all" in reports and "wandb" in (context.packages or {}))
+    silent = environ.get("WANDB_MODE") in services.WITHOUT_WANDB
+    if wanted and not silent and not services.has_wandb_key(environ):
+        yield say(
+            "error" if context.running else "warning", "run", "no-wandb-key", "report_to",
+            "`report_to: wandb` crashes: neither WANDB_API_KEY nor an entry in ~/.netrc",
+            '`wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline, or `report_to: "none"`',
+        )  # fmt: skip
+
+
+def reference_price(context: Context) -> Iterator[Finding]:
+    """trl/trainer/dpo_trainer.py:909,1168. Measured with LoRA: Qwen2.5-7B on one GPU."""
+    key = "precompute_ref_log_probs"
+    if context.values.get(key):
+        price = (
+            "with LoRA there is no second model to save: 20 % faster was measured, with 63 % more memory "
+            "(19 -> 31 GB for Qwen2.5-7B on one GPU)"
+            if context.values["use_peft"]
+            else "no reference model is kept beside the trained one, which saves its weights"
+        )
+        yield say(
+            "note", "run", "reference-price", key,
+            f"`{key}`: all rows pass the reference before the first step, however few are "
+            f"trained on; {price}",
+        )  # fmt: skip
+
+
+RULES: tuple[StageRule, ...] = (
+    bf16_on_cpu, fp16_on_cpu, cpu_beside_gpus, precision_option, optimizer_package,
+    lengths_compiled, no_compiler, report_package, wandb_key, services.hub_token,
+    services.remote_code, reference_price,
+)  # fmt: skip

@@ -1,0 +1,183 @@
+"""What the `__post_init__`s of TRL's and transformers' dataclasses refuse, as far as arguments decide it.
+
+Left to the machine, and so not said here: bfloat16 and TF32 without a GPU that has them
+(transformers/training_args.py:1747,1650), `ddp_backend` where a single process runs, packages that
+are not installed, and the environment (SageMaker, XLA, ACCELERATE_*).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+from launcher.errors import Finding
+from launcher.rules.rule import Rule, check, number, plain, say
+from launcher.upstream.schema import Values, json_fault
+
+_JSON = (
+    "accelerator_config", "fsdp_config", "deepspeed", "gradient_checkpointing_kwargs",
+    "lr_scheduler_kwargs", "model_init_kwargs", "dataset_kwargs",
+)  # fmt: skip
+_RATIO = 1_000_000
+_WITH_METRIC = ("reduce_lr_on_plateau", "greedy")
+
+_refused = partial(check, layer="parser")
+
+
+def json_mappings(values: Values) -> Iterator[Finding]:
+    """transformers/training_args.py:1510: a text that starts with a brace is read as JSON."""
+    for key in _JSON:
+        if (fault := json_fault(values.get(key))) is not None:
+            yield say("error", "parser", "bad-json", key, f"`{key}` is not JSON: {fault}")
+
+
+# --- steps and strategies -------------------------------------------------------------------------
+
+
+def _eval_steps(values: Values) -> tuple[str, float | None]:
+    """After how many steps to evaluate, and the key that says so: without one, `logging_steps`."""
+    steps = number(values["eval_steps"])
+    if steps:
+        return "eval_steps", steps
+    return "logging_steps", number(values["logging_steps"])
+
+
+def eval_without_steps(values: Values) -> Iterator[Finding]:
+    """transformers/training_args.py:1549."""
+    key, steps = _eval_steps(values)
+    by_steps = values["eval_strategy"] == "steps" and key != "eval_steps"
+    if by_steps and steps is not None and not steps > 0:
+        yield say(
+            "error", "parser", "eval-steps", "eval_steps",
+            f"`eval_strategy: steps` without `eval_steps`, and `logging_steps` is {plain(steps)}",
+            "add `eval_steps: <number of steps>`",
+        )  # fmt: skip
+
+
+def whole_steps(values: Values) -> Iterator[Finding]:
+    """transformers/training_args.py:1704,1708,1712: below 1 a share, above 1 a whole number."""
+    by_strategy = {
+        "logging_steps": (values.get("logging_strategy"), number(values.get("logging_steps"))),
+        "save_steps": (values.get("save_strategy"), number(values.get("save_steps"))),
+    }
+    key, steps = _eval_steps(values)
+    if values["eval_strategy"] == "steps":
+        by_strategy[key] = ("steps", steps)
+    for key, (strategy, steps) in by_strategy.items():
+        if strategy != "steps" or steps is None or not steps > 1:
+            continue
+        if math.isinf(steps) or steps != int(steps):
+            yield say(
+                "error", "parser", "whole-steps", key,
+                f"`{key}` is a whole number or a share below 1, not {plain(steps)}",
+            )  # fmt: skip
+
+
+def best_model_strategies(values: Values) -> Iterator[Finding]:
+    """transformers/training_args.py:1718."""
+    save, evaluate = values["save_strategy"], values["eval_strategy"]
+    if values["load_best_model_at_end"] and save != "best" and save != evaluate:
+        yield say(
+            "error", "parser", "best-model-strategy", "load_best_model_at_end",
+            f"`load_best_model_at_end` with `save_strategy: {save}` and `eval_strategy: "
+            f"{evaluate}`: "
+            "they must be the same",
+            f"write `eval_strategy: {save}`, or `save_strategy: best`",
+        )  # fmt: skip
+
+
+def best_model_steps(values: Values) -> Iterator[Finding]:
+    """transformers/training_args.py:1723,1725: a checkpoint needs an evaluation of its own."""
+    strategies = {values["save_strategy"], values["eval_strategy"]}
+    if not values["load_best_model_at_end"] or strategies != {"steps"}:
+        return
+    save, (_, every) = number(values["save_steps"]), _eval_steps(values)
+    if save is None or not every or save % every == 0:
+        return
+    both_shares = every < 1 and save < 1
+    if not both_shares or (save * _RATIO) % (every * _RATIO) != 0:
+        yield say(
+            "error", "parser", "best-model-steps", "save_steps",
+            f"`load_best_model_at_end` needs `save_steps` ({plain(save)}) to be a multiple of the steps "
+            f"between evaluations ({plain(every)})",
+        )  # fmt: skip
+
+
+def loss_weights(values: Values) -> Iterator[Finding]:
+    """trl/trainer/dpo_config.py:360."""
+    weights, losses = values["loss_weights"], values["loss_type"]
+    count = len(losses) if isinstance(losses, list) else 1
+    if weights is not None and len(weights) != count:
+        yield say(
+            "error", "parser", "loss-weights", "loss_weights",
+            f"`loss_weights` has {len(weights)} entries for {count} in `loss_type`",
+        )  # fmt: skip
+
+
+def _no_multiple(values: Values) -> bool:
+    given = values["pad_to_multiple_of"]
+    if not isinstance(given, str) or given == "auto" or given.lower() in {"none", "null"}:
+        return False
+    try:
+        int(given)
+    except ValueError:
+        return True
+    return False
+
+
+RULES: tuple[Rule, ...] = (
+    json_mappings, eval_without_steps, whole_steps, best_model_strategies, best_model_steps,
+    loss_weights,
+    _refused(
+        "transformers/training_args.py:1753", "two-precisions", "fp16",
+        lambda v: v["fp16"] and v["bf16"], "`fp16` and `bf16` exclude each other",
+    ),
+    _refused(
+        "transformers/training_args.py:1756", "two-precisions", "fp16_full_eval",
+        lambda v: v["fp16_full_eval"] and v["bf16_full_eval"],
+        "`fp16_full_eval` and `bf16_full_eval` exclude each other",
+    ),
+    _refused(
+        "trl/trainer/model_config.py:174", "two-precisions", "load_in_8bit",
+        lambda v: v["load_in_8bit"] and v["load_in_4bit"],
+        "`load_in_8bit` and `load_in_4bit` exclude each other",
+    ),
+    _refused(
+        "transformers/training_args.py:1701", "logging-steps", "logging_steps",
+        lambda v: v["logging_strategy"] == "steps" and v["logging_steps"] == 0,
+        "`logging_steps` cannot be 0", 'write `logging_strategy: "no"` for none',
+    ),
+    _refused(
+        "transformers/training_args.py:1760,1766", "scheduler-needs-eval", "lr_scheduler_type",
+        lambda v: v["lr_scheduler_type"] in _WITH_METRIC and v["eval_strategy"] == "no",
+        "`lr_scheduler_type: {lr_scheduler_type}` follows the evaluation, and there is none",
+        "add `eval_strategy: steps`",
+    ),
+    _refused(
+        "transformers/training_args.py:1768", "negative-warmup", "warmup_steps",
+        lambda v: (number(v["warmup_steps"]) or 0) < 0,
+        "`warmup_steps` is 0 or more, not {warmup_steps}",
+    ),
+    _refused(
+        "transformers/training_args.py:1771", "prefetch-workers", "dataloader_prefetch_factor",
+        lambda v: v["dataloader_num_workers"] == 0 and v["dataloader_prefetch_factor"] is not None,
+        "`dataloader_prefetch_factor` needs `dataloader_num_workers` above 0",
+    ),
+    _refused(
+        "transformers/training_args.py:1694", "empty-cache-steps", "torch_empty_cache_steps",
+        lambda v: (every := number(v["torch_empty_cache_steps"])) is not None and not every > 0,
+        "`torch_empty_cache_steps` is a number of steps above 0, not {torch_empty_cache_steps}",
+    ),
+    # accelerate/parallelism_config.py:310: no word makes one
+    _refused(
+        "transformers/training_args.py:1296", "parallelism-config", "parallelism_config",
+        lambda v: v["parallelism_config"] is not None,
+        "`parallelism_config` cannot be given as a flag, upstream refuses every value",
+    ),
+    # other texts go through int()
+    _refused(
+        "trl/trainer/sft_config.py:307, dpo_config.py:382", "pad-multiple", "pad_to_multiple_of",
+        _no_multiple, "`pad_to_multiple_of` is a whole number or auto, not `{pad_to_multiple_of}`",
+    ),
+)  # fmt: skip

@@ -1,0 +1,59 @@
+"""What TRL's arguments come to once its scripts have read them: mappings, precision, attention."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from launcher.upstream.schema import Values, json_fault
+
+
+def inline(value: Any) -> dict[str, Any] | None:
+    """The mapping that a JSON text holds, None for other texts and for broken JSON.
+
+    Numbers and bools inside texts are converted, as transformers/training_args.py:161 does.
+    """
+    if not isinstance(value, str) or not value.startswith("{") or json_fault(value) is not None:
+        return None
+    converted = _converted(json.loads(value))
+    assert isinstance(converted, dict)
+    return converted
+
+
+def _converted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _converted(item) for key, item in value.items()}
+    if not isinstance(value, str):
+        return value
+    if value.lower() in {"true", "false"}:
+        return value.lower() == "true"
+    if value.isdigit():
+        return int(value)
+    return float(value) if value.replace(".", "", 1).isdigit() else value
+
+
+def prepared(values: Values) -> bool:
+    """Whether the rows are taken as they are, tokenised (trl/trainer/sft_trainer.py:1009)."""
+    return bool((inline(values.get("dataset_kwargs")) or {}).get("skip_prepare_dataset"))
+
+
+def precision(values: Values) -> str | None:
+    """`bf16` or `fp16`, None for neither; bfloat16 by default (trl/trainer/base_config.py:108)."""
+    if values["fp16"]:
+        return "fp16"
+    bf16 = values["bf16"]
+    return "bf16" if bf16 or bf16 is None else None
+
+
+def attention(values: Values) -> tuple[str | None, str]:
+    """The attention implementation asked for, and the key that says so (trl/scripts/sft.py:83)."""
+    kwargs = inline(values["model_init_kwargs"]) or {}
+    key = "model_init_kwargs" if "attn_implementation" in kwargs else "attn_implementation"
+    given = kwargs.get("attn_implementation", values["attn_implementation"])
+    return (given.removeprefix("paged|") if isinstance(given, str) else None), key
+
+
+def compiled(values: Values) -> bool:
+    """Whether the model is compiled: a mode or a backend asks too (transformers/training_args.py:1589)."""
+    named = values["torch_compile_backend"] is not None or values["torch_compile_mode"] is not None
+    return bool(values["torch_compile"] or named)

@@ -1,0 +1,195 @@
+"""One attempt of a run as it waits to be started: everything that its keeper needs, in one private file.
+
+It holds the user's whole environment, tokens included: whoever starts the run later (tmux, Slurm,
+another shell) must not start it in another one. Hence mode 0600, and no other file repeats it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import hashlib
+import json
+import os
+import pwd
+import shlex
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher import files
+from launcher.errors import not_ready
+from launcher.paths import PACKAGE
+from launcher.runs import rundir
+from launcher.runs.record import Record
+from launcher.runs.rundir import RunFolder
+
+if TYPE_CHECKING:
+    from launcher.runs.command import Command
+
+_SCHEDULER = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
+# what a scheduler hands to a job counts for more than what the shell had that submitted it
+_OF_THE_JOB = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TMPDIR", "HOSTNAME")
+ON_FINISH_S = 600.0
+"""Seconds that `--on-finish` may take."""
+_NOBODY = 65534  # what a user namespace shows of every owner that it does not map
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What to start, and what to do around it.
+
+    `environ` is the environment of whoever gave the command, `env` what the command adds to it.
+    `rank` is the number of this machine among `nodes`, `devices` are ids of its GPUs. `caches` are
+    records of `caches.Cache`, `on_finish` is an argv that may take `on_finish_s` seconds, `total` the
+    number of optimizer steps, where known. `borrowed` are variables that the config took a secret from.
+    `request` is what was asked for (`preparation.Request`), to be asked again.
+    """
+
+    number: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    environ: Mapping[str, str]
+    cwd: str
+    stage: str
+    backend: str
+    title: str
+    output: str | None = None
+    total: int | None = None
+    world: int = 1
+    nodes: int = 1
+    rank: int = 0
+    devices: tuple[str, ...] = ()
+    caches: tuple[Mapping[str, Any], ...] = ()
+    config: str | None = None
+    on_finish: tuple[str, ...] = ()
+    on_finish_s: float = ON_FINISH_S
+    allow_unproven: bool = False
+    request: Mapping[str, Any] = field(default_factory=dict)
+    borrowed: tuple[str, ...] = ()
+    token: str = field(default_factory=lambda: os.urandom(8).hex())
+
+    def command(self, environ: Mapping[str, str]) -> Command:
+        """The command in the whole environment that it is to run in; `environ` is the starter's own."""
+        # whoever looks on starts nothing, and should not wait for what plans and validates
+        from launcher.runs.command import Command
+
+        job, inside = environ.get("SLURM_JOB_ID"), dict[str, str]()
+        if job and job != self.environ.get("SLURM_JOB_ID"):
+            names = (k for k in environ if k.startswith(_SCHEDULER) or k in _OF_THE_JOB)
+            inside = {name: environ[name] for name in names}
+        whole = {**self.environ, **inside, **self.env}
+        # for a single GPU the command names one; which one is the job's to say
+        given = inside.get("CUDA_VISIBLE_DEVICES")
+        if given and self.env.get("CUDA_VISIBLE_DEVICES") and not self.devices:
+            whole["CUDA_VISIBLE_DEVICES"] = given.partition(",")[0]
+        # an attempt that waited while launch was updated names the probe where that was before
+        probe = str(PACKAGE / "probe" / "run.py")
+        argv = [probe if word.endswith("/launcher/probe.py") else word for word in self.argv]
+        return Command(argv=tuple(argv), env=whole, cwd=Path(self.cwd))
+
+    def environ_of_the_shell(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """What the shell had and this process lacks."""
+        return {name: value for name, value in self.environ.items() if name not in environ}
+
+    def _raw(self) -> bytes:
+        # not ASCII would have to be UTF-8, which an environment need not be
+        return json.dumps(asdict(self), indent=1).encode("ascii")
+
+    def digest(self) -> str:
+        """What tells it from any other attempt, however much of it is the same."""
+        return hashlib.sha256(self._raw()).hexdigest()
+
+    def write(self, folder: RunFolder) -> None:
+        """Write `start.json`, for the owner's eyes alone. Raises NotReady where that fails."""
+        try:
+            files.write_bytes(folder.start, self._raw(), mode=0o600)
+        except OSError as error:
+            raise rundir.not_writable(folder.path, error.strerror) from None
+
+
+def read(folder: RunFolder) -> Attempt:
+    """The attempt that was prepared last. Raises NotReady where none was, or its file is damaged."""
+    data = rundir.read_json(folder.start)
+    try:
+        given = {name: data[name] for name in Attempt.__dataclass_fields__ if name in data}
+        for name in ("argv", "devices", "caches", "on_finish"):
+            given[name] = tuple(given.get(name, ()))
+        return Attempt(**given)
+    except (TypeError, KeyError):
+        raise not_ready(
+            "not-prepared", f"{folder.path.name} holds no attempt that could be started",
+            "start the stage itself: launch sft CONFIG, or launch dpo CONFIG",
+            file=str(folder.path),
+        ) from None  # fmt: skip
+
+
+def writable_by_others(folder: RunFolder, *, parents: bool = True) -> str | None:
+    """Why somebody else may have written what a run's `start.json` says; None where nobody can have.
+
+    A command out of it may run only then, as with ssh's keys: folder and file are this user's own, no
+    links, and writable by nobody else. Nor can anybody put another folder in its place, which `parents`
+    asks for: folders above it that others may write are sticky, as /tmp is.
+    """
+    own, path = os.geteuid(), folder.path.absolute()
+    try:
+        for one in (path, folder.start):
+            status = one.lstat()
+            if stat.S_ISLNK(status.st_mode):
+                return f"{one} is a symbolic link"
+            if status.st_uid != own:
+                return f"{one} belongs to {_name(status.st_uid)}, not to {_name(own)}"
+            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                return f"{one} can be written by others: chmod go-w {shlex.quote(str(one))}"
+        # the folders above as they are named, and those that links among them lead to
+        above = dict.fromkeys((*path.parents, *path.resolve().parents)) if parents else ()
+        for one in above:
+            status = one.stat()
+            if status.st_uid not in (own, 0, _NOBODY):
+                return f"{one} belongs to {_name(status.st_uid)}, who can replace the run's folder"
+            private = stat.S_IWGRP if _private(status.st_gid) else 0
+            others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) & ~private
+            if others and not status.st_mode & stat.S_ISVTX:
+                return f"others can write {one}, and so replace the run's folder"
+    except OSError as error:
+        return f"{error.filename} cannot be looked at: {error.strerror}"
+    return None
+
+
+def _name(uid: int) -> str:
+    with contextlib.suppress(KeyError):
+        return pwd.getpwuid(uid).pw_name
+    return f"user {uid}"
+
+
+def _private(gid: int) -> bool:
+    """Whether it is this user's own group without further members, as many systems make one for each."""
+    with contextlib.suppress(KeyError):
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+        named = {*group.gr_mem, group.gr_name}
+        return user.pw_gid == gid and named == {user.pw_name}
+    return False
+
+
+def require_own(folder: RunFolder) -> None:
+    """Raises NotReady where what a run folder would start may be another user's word."""
+    # by its name alone nobody else's command can be slipped in, only another run of this user's
+    if (why := writable_by_others(folder, parents=False)) is not None:
+        raise not_ready(
+            "not-your-run", f"{folder.path.name} is not started: {why}",
+            "start a stage file of your own: launch sft CONFIG", file=str(folder.path),
+        )  # fmt: skip
+
+
+def tokens(folder: RunFolder) -> dict[str, str]:
+    """The environments whose tokens may stand in what a run left: this one, and that of who started it.
+
+    For `redact`: whoever looks at a run later need not have its tokens to know them.
+    """
+    start = Record(rundir.read_json(folder.start))
+    borrowed, then = start.items_of("borrowed"), start.part("environ").items()
+    # names of their own: both may have the same variable with another value
+    held = {f"THEN_{'SECRET_' * (name in borrowed)}{name}": str(value) for name, value in then}
+    return {**os.environ, **held}

@@ -1,0 +1,329 @@
+"""Who trains into an output folder -> `Lease`: a file in that folder with an owner, a number and a heartbeat.
+
+A run folder can vanish, a home or a host can be another one, and /proc shows one PID namespace: all who
+could train into a folder share that folder alone. Each start that gets it creates `lease-N.json`, N one
+above the last, which a file system lets only one process do. Its supervisor touches that file every few
+seconds, and stops its training once another lease is in force: N is a fencing number. Beside it lies
+`run-N.json`, the manifest of that start: what a resume has to know outlives the run folder.
+
+The files are where huggingface_hub never uploads from (DEFAULT_IGNORE_PATTERNS in its utils/_paths.py):
+the names of hosts and users are not for the model's page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import re
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launcher import files
+from launcher.errors import Finding, NotReady, not_ready
+from launcher.machine import locks, process
+from launcher.machine.process import Identity
+from launcher.runs import rundir
+from launcher.runs.record import Record
+
+FOLDER = Path(".cache", "huggingface", "launch")
+"""Below the output folder."""
+BEAT_S = 5.0
+"""Seconds between two heartbeats."""
+SILENT_S = 60.0
+"""Seconds without a heartbeat after which an owner that cannot be seen from here has lost its lease."""
+VARIABLE = "LAUNCH_LEASE"
+"""Tells the probe in the training where the lease is; importing its name would import all of the probe."""
+_NAME = re.compile(r"lease-(\d{1,9})\.json\Z")
+_LARGEST = 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """`run` is the folder of the run that has it, `state` running or how that ended, with exit `code`."""
+
+    path: Path
+    run: str = ""
+    attempt: int = 1
+    owner: Identity | None = None
+    user: str = ""
+    state: str = "running"
+    code: int | None = None
+    beaten: float = 0.0
+
+    @property
+    def fence(self) -> int:
+        """The fencing number: it grows with every start."""
+        return int(self.path.stem.partition("-")[2])
+
+    @property
+    def manifest(self) -> Path:
+        """The manifest of the run as it was at this start."""
+        return self.path.with_name(f"run-{self.fence}.json")
+
+    @property
+    def lock(self) -> Path:
+        """Held, through the kernel, by the supervisor and the training of the run."""
+        return self.path.with_name("lock")
+
+    @property
+    def described(self) -> str:
+        """Whose it is, for messages."""
+        owner = "an unknown host" if self.owner is None else self.owner.place
+        return f"started by {self.user} on {owner}" if self.user else f"started on {owner}"
+
+    def silence(self) -> float | None:
+        """Seconds since the last heartbeat, by the clock of the file system that noted it.
+
+        Two machines' clocks are never compared; None where that clock cannot be asked.
+        """
+        try:
+            import tempfile
+
+            with tempfile.TemporaryFile(dir=self.path.parent) as probe:
+                # a clock that was set back leaves the last heartbeat in the future
+                return abs(os.fstat(probe.fileno()).st_mtime - self.beaten)
+        except OSError:
+            return None
+
+    def beats(self) -> bool:
+        """Whether there was a heartbeat lately."""
+        silence = self.silence() if self.state == "running" else None
+        return silence is not None and silence < SILENT_S
+
+    def write(self) -> None:
+        """Write the file, whole and for good. Raises OSError."""
+        told = {
+            "run": self.run, "attempt": self.attempt, "state": self.state, "returncode": self.code,
+            "owner": None if self.owner is None else self.owner.as_json(), "user": self.user,
+        }  # fmt: skip
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_bytes(self.path, json.dumps(told, indent=1).encode(), durable=True)
+
+    def discard(self) -> None:
+        """Take it back: nothing was trained under it."""
+        folder = self.path.parent
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+            self.manifest.unlink(missing_ok=True)
+            if not _fences(folder):
+                self.lock.unlink(missing_ok=True)
+                for empty in (folder, *folder.parents[: len(FOLDER.parts) - 1]):
+                    empty.rmdir()
+
+
+def place(output: Path) -> Path:
+    """Where the leases of an output folder are."""
+    return output / FOLDER
+
+
+def read(path: Path) -> Lease | None:
+    """A lease; None where there is none. One that cannot be read has no known owner."""
+    try:
+        # NFS asks its server for the times of a file when that is opened
+        with open(
+            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+        ) as file:
+            status = os.fstat(file.fileno())
+            raw = file.read(_LARGEST) if stat.S_ISREG(status.st_mode) else b""
+    except OSError:
+        return None
+    told, beaten = rundir.parse_line(raw), status.st_mtime
+    owner, code, attempt = (told.get(name) for name in ("owner", "returncode", "attempt"))
+    return Lease(
+        path=path, run=str(told.get("run", "")), user=str(told.get("user", "")), beaten=beaten,
+        owner=process.identity(owner) if isinstance(owner, dict) else None,
+        attempt=attempt if isinstance(attempt, int) else 1, state=str(told.get("state", "running")),
+        code=code if isinstance(code, int) else None,
+    )  # fmt: skip
+
+
+def newest(output: Path | None) -> Lease | None:
+    """The lease that is, or was last, in force for an output folder."""
+    fences = [] if output is None else _fences(place(output))
+    return read(place(output) / f"lease-{fences[-1]}.json") if output and fences else None
+
+
+def manifests(output: Path | None) -> list[Record]:
+    """The manifests of all starts into an output folder, the oldest first."""
+    folder = None if output is None else place(output)
+    found = [rundir.read_json(folder / f"run-{n}.json") for n in _fences(folder)] if folder else []
+    return [Record(one) for one in found if one]
+
+
+def _fences(folder: Path) -> list[int]:
+    try:
+        names = os.listdir(folder)
+    except (OSError, ValueError):
+        return []
+    return sorted(int(match[1]) for name in names if (match := _NAME.match(name)))
+
+
+# --- whether it is free -----------------------------------------------------------------------------
+
+
+def require_free(output: Path | None) -> None:
+    """Raise NotReady where somebody trains, or may train, into this folder."""
+    if output is not None:
+        _next_fence(output)
+
+
+def _next_fence(output: Path) -> int:
+    """The number of a lease that begins now. Raises NotReady like `require_free`."""
+    last = newest(output)
+    if last is None:
+        return 1
+    if (why := _held(last)) is not None:
+        raise NotReady(_taken(last, output, why))
+    return last.fence + 1
+
+
+def outlast(output: Path, run: Path) -> None:
+    """Wait until the lease of an earlier attempt of this run, which is known to be over, counts no more.
+
+    A scheduler that starts a job again elsewhere does not wait for the last heartbeat to be forgotten.
+    """
+    until = time.monotonic() + SILENT_S + BEAT_S
+    while time.monotonic() < until:
+        last = newest(output)
+        if last is None or last.run != str(run) or _held(last) is None:
+            return
+        time.sleep(1)
+
+
+def _held(last: Lease) -> str | None:
+    """Why a lease still counts, in words; None where its owner is known to be gone."""
+    if last.state != "running":
+        return None
+    owner, silence = last.owner, last.silence()
+    why = "" if silence is None else f", last heartbeat {silence:.0f} s ago"
+    if owner is not None and owner.lives():
+        return why
+    if last.run in process.marks() or held(last.lock):
+        gone = owner is not None and owner.here()
+        return why + ("; its supervisor is gone, and its training goes on" if gone else "")
+    if owner is not None and owner.here():
+        return None
+    if silence is None:
+        return "; its heartbeat cannot be judged, as the folder is not writable"
+    # the machine was started anew since, or nobody here can look
+    gone = owner is not None and not owner.elsewhere()
+    allowed = 3 * BEAT_S if gone else SILENT_S
+    return None if silence >= allowed else f"{why} (without one for {allowed:.0f} s it is free)"
+
+
+def held(lock_file: Path) -> bool:
+    """Whether a process that can be locked out from here holds a lock file."""
+    try:
+        lock = os.open(lock_file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return locks.locked(lock, shared=True) is False
+    finally:
+        os.close(lock)
+
+
+def _taken(last: Lease, output: Path, why: str) -> Finding:
+    name = Path(last.run).name or "another run"
+    there = " there" if last.owner is not None and last.owner.elsewhere() else ""
+    stop = f"launch stop {name}"
+    if last.owner is not None and not os.path.isdir(last.run):
+        stop = f"its run folder is gone: kill {last.owner.pid}"
+    return Finding(
+        severity="error", layer="launch", code="run-is-live", file=last.run or str(last.path),
+        message=f"the run {name} trains into {output}: {last.described}{why}",
+        help=f"wait for it, stop it{there} ({stop}), or choose another output_dir",
+    )  # fmt: skip
+
+
+# --- taken, kept, given back ------------------------------------------------------------------------
+
+
+def take(output: Path, run: Path, attempt: int) -> Lease:
+    """Take the lease of an output folder for this process.
+
+    Raises NotReady where another has it, or the folder cannot be written.
+    """
+    folder = place(output)
+    # the one above what was found free: whoever else found the same wants the same file
+    path = folder / f"lease-{_next_fence(output)}.json"
+    owner = process.identify(os.getpid())
+    lease = Lease(path=path, run=str(run), attempt=attempt, user=_user(), owner=owner)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        lease.write()
+    except FileExistsError:
+        # another start was quicker by a moment
+        raise NotReady(_taken(read(path) or Lease(path=path), output, "")) from None
+    except OSError as error:
+        raise not_ready(
+            "not-writable", f"the output folder cannot be written: {error.strerror}",
+            "choose another output_dir", file=str(output),
+        ) from None  # fmt: skip
+    return lease
+
+
+def _user() -> str:
+    with contextlib.suppress(OSError, KeyError):
+        return getpass.getuser()
+    return str(os.getuid())
+
+
+@contextlib.contextmanager
+def kept(
+    granted: Lease | None, overtaken: Callable[[Lease], None]
+) -> Iterator[Callable[[str, int], None]]:
+    """Keep a lease for this process, with a heartbeat of another thread's: whatever this one waits for.
+
+    Yields what says how the run ended; a NotReady says that nothing was trained: the lease is given back.
+    `overtaken` is called once, with the lease that is in force instead.
+    """
+    if granted is None:
+        yield lambda _state, _code: None
+        return
+    mine, over = replace(granted, owner=process.identify(os.getpid())), threading.Event()
+    # a full disk must not cost the run
+    with contextlib.suppress(OSError):
+        mine.write()
+    threading.Thread(target=_beat, args=(mine, over, overtaken), daemon=True).start()
+
+    def end(state: str, code: int) -> None:
+        over.set()
+        with contextlib.suppress(OSError):
+            replace(mine, state=state, code=code).write()
+
+    try:
+        yield end
+    except NotReady:
+        over.set()
+        mine.discard()
+        raise
+
+
+def _beat(mine: Lease, over: threading.Event, overtaken: Callable[[Lease], None]) -> None:
+    output, told = mine.path.parents[len(FOLDER.parts)], rundir.read_json(mine.manifest)
+    while not over.wait(BEAT_S):
+        last = newest(output)
+        if last is not None and last.path != mine.path:
+            overtaken(last)
+            return
+        with contextlib.suppress(OSError):
+            if last is None:
+                # somebody tidied the folder
+                mine.write()
+                files.write_json(mine.manifest, told)
+            os.utime(mine.path)
+
+
+def keep_manifest(lease: Lease, told: Mapping[str, Any]) -> None:
+    """Keep the manifest of a start beside its lease; a full disk costs a comparison later, not the start."""
+    with contextlib.suppress(OSError):
+        files.write_json(lease.manifest, told)

@@ -1,0 +1,400 @@
+"""The folder of a run: the names of its files, the manifest, and the index of all runs.
+
+A run is identified by the folder that its model goes to: starting the same stage into the same
+folder again is a new attempt of the same run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher import files
+from launcher.errors import NotReady, not_ready, usage
+from launcher.files import parse_line as parse_line
+from launcher.files import read_json as read_json
+from launcher.machine import locks
+from launcher.paths import canonical
+from launcher.redaction import redact
+from launcher.runs.record import Record
+
+if TYPE_CHECKING:
+    # looking at runs must not pay for importing what starts them
+    pass
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+_NONE = "none"
+_HEAD = 16384
+OWN = 0o755
+"""The mode of run folders, whatever the umask: what others could write is not run."""
+_ARGS = b'\n  "args": {'
+_NUMBERED = re.compile(r"(?:console|exit)(?:\.(\d{1,4}))?\.(?:log|json)\Z")
+
+
+class _File:
+    """A file of a run folder."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: RunFolder, _owner: type[RunFolder]) -> Path:
+        return folder.path / self.name
+
+
+class _AttemptFile:
+    """A file of one attempt: `console.log` of the first, `console.2.log` of the second."""
+
+    def __init__(self, stem: str, suffix: str) -> None:
+        self.stem, self.suffix = stem, suffix
+
+    def __get__(self, folder: RunFolder, _owner: type[RunFolder]) -> Callable[[int], Path]:
+        return lambda n: folder.path / f"{self.stem}{'' if n == 1 else f'.{n}'}.{self.suffix}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The only place that knows what the files of a run are called."""
+
+    path: Path
+
+    manifest = _File("run.json")
+    """Everything that was decided before the start."""
+    probe = _File("probe")
+    """One `rank-N.jsonl` a training process."""
+    metrics = _File("metrics.jsonl")
+    """One line a step, over all attempts."""
+    verdict = _File("verdict.json")
+    process = _File("process.json")
+    """Which process the attempt that began last is."""
+    lock = _File("lock")
+    """Held, through the kernel, by the process of the attempt that runs."""
+    start = _File("start.json")
+    """What the keeper of the next attempt starts, environment included; for the owner alone."""
+    stage_file = _File("stage.yaml")
+    """The stage file as it was resolved: `launch sft RUN/stage.yaml` starts it again."""
+    deepspeed = _File("deepspeed.json")
+    """The DeepSpeed config that was used, where it is none that ships."""
+    stop = _File("stop.json")
+    """That, and how, somebody asked for this attempt to be stopped."""
+    diary = _File("keeper.log")
+    """What the keeper had to say, and what the command at the end printed."""
+    report = _File("report.html")
+    checksums = _File("checksums.json")
+    """The digests of the files of every checkpoint that was complete."""
+    job = _File("slurm.json")
+    """Which job of Slurm's the run was submitted as."""
+    console = _AttemptFile("console", "log")
+    """What the training processes wrote, raw."""
+    exit = _AttemptFile("exit", "json")
+    """How the attempt ended."""
+    inputs = _AttemptFile("inputs", "json")
+    """What of data and model was not at the attempt's end what it was at its start."""
+    concluded = _AttemptFile(".concluded", "mark")
+    """There once somebody sees to the end of the attempt, and locked until that is done."""
+
+    def node(self, rank: int) -> RunFolder:
+        """What machine number `rank` keeps to itself: its log, its processes, its lock, its end."""
+        return RunFolder(self.path / f"node{rank}") if rank else self
+
+    def nodes(self) -> list[RunFolder]:
+        """This one, and those of the other machines that have begun."""
+        others = sorted(self.path.glob("node[1-9]*"), key=lambda path: (len(path.name), path.name))
+        return [self, *map(RunFolder, others)]
+
+    def attempts(self) -> int:
+        """How many attempts have begun; a log that was tidied away still counts."""
+        try:
+            names = os.listdir(self.path)
+        except OSError:
+            return 0
+        found = (_NUMBERED.match(name) for name in names)
+        return max((int(match[1] or 1) for match in found if match), default=0)
+
+
+def runs_root(environ: Mapping[str, str] | None = None) -> Path:
+    """Where runs live: LAUNCH_RUNS, else `./runs`."""
+    environ = os.environ if environ is None else environ
+    return Path(environ.get("LAUNCH_RUNS") or "runs").expanduser().absolute()
+
+
+def state_folder() -> Path:
+    """The user's state folder, where the index of runs is kept (XDG)."""
+    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(base) / "launch"
+
+
+def choose(
+    stage: str, name: str, output: Path | None, root: Path, *, reserve: bool = False, rank: int = 0
+) -> tuple[RunFolder, int]:
+    """The folder of this start and the number of the attempt.
+
+    The newest run of this stage into the same output folder is continued, any other start is a new
+    run. `rank` is the number of this machine among several, which count their attempts each. Nothing
+    is created, unless `reserve` asks for the empty folder of a new run: then two starts in the same
+    second get two. Raises NotReady where that cannot be made.
+    """
+    wanted = None if output is None else redact(str(output))
+    for folder, told in [] if wanted is None else outlines(newest_first(root)):
+        named = told.get("output")
+        if told.get("stage") != stage or not isinstance(named, str):
+            continue
+        if named == wanted or _one_folder(named, str(wanted)):
+            return folder, folder.node(rank).attempts() + 1
+    return RunFolder(new_folder(root, stage, name, reserve=reserve)), 1
+
+
+def _one_folder(one: str, other: str) -> bool:
+    """Whether both are the same folder, however it is written."""
+    try:
+        return os.path.samefile(one, other)
+    except (OSError, ValueError):
+        named = os.path.basename(one) == os.path.basename(other)
+        return named and canonical(Path(one)) == canonical(Path(other))
+
+
+def new_folder(root: Path, kind: str, name: str, *, reserve: bool = True) -> Path:
+    """A place for a new run, or for several that belong together: `<UTC time>-<kind>-<name>`.
+
+    It is made unless only looked for. Raises NotReady where it cannot be.
+    """
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+    stem = f"{now}-{kind}-{dashed(redact(name)).strip('-')[:100] or 'run'}"
+    path, count = root / stem, 1
+    while not _free(path, reserve):
+        count += 1
+        path = root / f"{stem}-{count}"
+    return path
+
+
+def dashed(text: str) -> str:
+    """A text as (part of) a file's name."""
+    return _UNSAFE.sub("-", text)
+
+
+def _free(path: Path, reserve: bool) -> bool:
+    if not reserve:
+        return not path.exists()
+    try:
+        path.parent.mkdir(OWN, parents=True, exist_ok=True)
+        path.mkdir(OWN)
+    except FileExistsError:
+        if not path.parent.is_dir():
+            raise not_writable(path.parent, "it is a file") from None
+        return False
+    except OSError as error:
+        raise not_writable(path, error.strerror) from None
+    return True
+
+
+def release(folder: RunFolder) -> None:
+    """Take back a reserved folder that nothing was written into."""
+    with contextlib.suppress(OSError):
+        folder.path.rmdir()
+
+
+def not_writable(path: Path, reason: str | None) -> NotReady:
+    """What to raise where a run folder cannot be made or written."""
+    return not_ready(
+        "runs-not-writable", f"the run folder cannot be written: {reason}",
+        "set LAUNCH_RUNS to a writable folder", file=str(path),
+    )  # fmt: skip
+
+
+def newest_first(root: Path) -> Iterator[RunFolder]:
+    """The runs of a runs folder."""
+    try:
+        names = sorted(os.listdir(root), reverse=True)
+    except OSError:
+        return
+    for name in names:
+        if os.path.isfile(f"{root}/{name}/run.json"):
+            yield RunFolder(root / name)
+
+
+def read_manifest(folder: RunFolder) -> Record:
+    """The manifest, or an empty mapping where it is missing or half written."""
+    return Record(read_json(folder.manifest))
+
+
+def read_kept_manifest(folder: RunFolder, attempt: int) -> Record:
+    """The manifest of an attempt, once another has begun."""
+    return Record(read_json(folder.path / f"run.{attempt}.json"))
+
+
+def keep_manifest(folder: RunFolder) -> None:
+    """Copy the manifest of the last attempt before the next one writes its own."""
+    last = read_manifest(folder)
+    attempt = last.number("attempt")
+    if attempt is not None and not read_kept_manifest(folder, attempt):
+        # a full disk costs a comparison later, not this start
+        with contextlib.suppress(OSError):
+            files.write_json(folder.path / f"run.{attempt}.json", last)
+
+
+def read_head(folder: RunFolder) -> Record:
+    """What the manifest says before it lists every argument: all that a list of runs needs."""
+    try:
+        with files.open_regular(folder.manifest) as stream:
+            head, found, _ = stream.read(_HEAD).partition(_ARGS)
+        told = files.parse_json(head.rstrip().rstrip(b",") + b"}") if found else None
+    except (OSError, ValueError):
+        told = None
+    # in older records the folder that was asked for stands behind the arguments
+    known = isinstance(told, dict) and "asked_output" in told
+    return Record(told or {}) if known else read_manifest(folder)
+
+
+def outlines(folders: Iterable[RunFolder]) -> Iterator[tuple[RunFolder, Record]]:
+    """Each run with what the head of its manifest tells."""
+    return ((folder, read_head(folder)) for folder in folders)
+
+
+def judged(folder: RunFolder, number: int) -> bool:
+    """Whether verdict.json is what was found at the end of this attempt: by content, not by any clock."""
+    return _mark(folder, number)[:1] == [_digest(folder.verdict)] != [_NONE]
+
+
+def concluded(folder: RunFolder, number: int) -> bool:
+    """Whether an attempt was judged and whoever asked for it was told."""
+    return len(_mark(folder, number)) == 1
+
+
+def seal(folder: RunFolder, number: int, *, untold: bool = False) -> None:
+    """Say that verdict.json is what was found at the end of this attempt, and who has still to be told."""
+    with contextlib.suppress(OSError):
+        # in place: the file is locked
+        words = [_digest(folder.verdict), *(["untold"] if untold else [])]
+        folder.concluded(number).write_text(" ".join(words))
+
+
+def note_told(folder: RunFolder, number: int) -> None:
+    """Say that whoever asked for this attempt was told of its end, judged or not."""
+    with contextlib.suppress(OSError):
+        folder.concluded(number).write_text((_mark(folder, number) or [_NONE])[0])
+
+
+@contextlib.contextmanager
+def concluding(folder: RunFolder, number: int) -> Iterator[bool]:
+    """Hold the right to conclude an attempt; yields whether that is still to be done, and by nobody else.
+
+    The kernel takes it back from one that is killed: then the next one does what is left.
+    """
+    try:
+        mark = os.open(folder.concluded(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        # a full disk: rather twice than never
+        yield True
+        return
+    try:
+        yield locks.locked(mark) is not False and not concluded(folder, number)
+    finally:
+        os.close(mark)
+
+
+def _mark(folder: RunFolder, number: int) -> list[str]:
+    try:
+        return files.read_bytes(folder.concluded(number)).decode().split()
+    except (OSError, ValueError):
+        return []
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(files.read_bytes(path)).hexdigest()
+    except OSError:
+        return _NONE
+
+
+def now() -> str:
+    """UTC, ISO 8601, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def enter(index: str, path: Path) -> None:
+    """Note a folder in an index of the user's: `runs`, or `caches`.
+
+    One small file each, named by its folder: no lock, no file that two starts could tear.
+    """
+    folder, place = state_folder() / index, os.fsencode(path.absolute())
+    # a read-only home costs the overview from elsewhere, not the run
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        files.write_bytes(folder / _entry(path), place)
+
+
+def _entry(path: Path) -> str:
+    digest = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:16]
+    return f"{dashed(path.name)[-100:]}-{digest}"
+
+
+def entered(index: str, known: Iterable[Path] = ()) -> Iterator[Path]:
+    """The folders of an index, be they there or not, but for those that are `known`."""
+    there = {_entry(path) for path in known}
+    try:
+        entries = [one for one in (state_folder() / index).iterdir() if one.name not in there]
+    except OSError:
+        return
+    for entry in entries:
+        with contextlib.suppress(OSError, ValueError):
+            path = Path(os.fsdecode(files.read_bytes(entry)))
+            if path.is_absolute():
+                yield path
+
+
+def known_runs() -> list[RunFolder]:
+    """Every run of the index and of the runs folder here, oldest first."""
+    paths = {folder.path for folder in newest_first(runs_root())}
+    for path in list(entered("runs", paths)):
+        if path not in paths and os.path.isfile(f"{path}/run.json"):
+            paths.add(path)
+    return sorted(map(RunFolder, paths), key=lambda folder: (folder.path.name, folder.path))
+
+
+def find(name: str) -> RunFolder | None:
+    """A run by its folder, its name, a unique prefix of it, or `last`: the one started last.
+
+    Raises UsageError where several begin so.
+    """
+    path = Path(name)
+    # a further machine of a run keeps no manifest of its own
+    if name and ((path / "run.json").is_file() or (path / "start.json").is_file()):
+        return RunFolder(path.absolute())
+    runs = known_runs()
+    if name == "last":
+        newest = sorted(runs, key=_started, reverse=True)
+        return next(filter(begun, newest), next(iter(newest), None))
+    matching = [folder for folder in runs if name and folder.path.name.startswith(name)]
+    exact = [folder for folder in matching if folder.path.name == name]
+    found = exact or matching
+    if len(found) > 1:
+        listed = ", ".join(str(f.path) if exact else f.path.name for f in found[-5:])
+        raise usage(
+            "ambiguous-run", f"{len(found)} runs are meant by `{name}`", f"such as {listed}",
+        )  # fmt: skip
+    return found[0] if found else None
+
+
+def begun(folder: RunFolder) -> bool:
+    """Whether a process of the run was ever started, or a job submitted: else its start was cut short."""
+    return folder.attempts() > 0 or folder.process.exists() or folder.job.exists()
+
+
+def _started(folder: RunFolder) -> tuple[float, str]:
+    # every attempt writes its manifest anew
+    try:
+        return folder.manifest.stat().st_mtime, folder.path.name
+    except OSError:
+        return 0.0, folder.path.name
+
+
+def json_line(value: Mapping[str, Any]) -> str:
+    """One line of a JSONL file."""
+    return json.dumps(value, ensure_ascii=False, default=str) + "\n"

@@ -1,0 +1,501 @@
+"""Start a `Command` in a session of its own, follow its log for display, end it, record the `Exit`.
+
+The training processes write straight into `console.log`: no pipe runs through the launcher, so
+nothing is lost and nothing stops when it dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from launcher import files
+from launcher.errors import DISK_FULL, Finding, brief, not_ready, usage
+from launcher.machine import locks, process
+from launcher.machine.process import Identity
+from launcher.runs import lease, rundir
+from launcher.runs.record import Record
+from launcher.runs.rundir import RunFolder
+
+if TYPE_CHECKING:
+    from launcher.runs.command import Command
+
+POLL_S = 0.2
+GRACE_S = (20.0, 10.0, 5.0)
+"""Seconds that a stop waits before it gets harder: after INT, after TERM, after TERM to the rest."""
+GRACE_VARIABLE = "LAUNCH_GRACE"
+"""Such seconds, as `20,10,5`; fewer numbers change the first ones only."""
+KILLED_S = 10.0
+"""Seconds that a killed process may take to be gone: it has memory to give back."""
+RESERVED = 256 * 2**10
+"""Bytes kept free in the run folder, so that a full disk leaves room to record how the run ended."""
+Grace = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How an attempt ended; `signal` is the one that killed the process, `stopped` the one we sent."""
+
+    returncode: int
+    signal: int | None
+    stopped: int | None
+    started: str
+    ended: str
+    attempt: int
+
+
+def grace(told: str | None) -> Grace:
+    """`20,10,5` as seconds. Raises UsageError where it is none of that."""
+    given = [part.strip() for part in (told or "").split(",")] if told else []
+    try:
+        numbers = [float(part) for part in given]
+    except ValueError:
+        numbers = [-1.0]
+    if len(numbers) > len(GRACE_S) or not all(0 <= number < 1e6 for number in numbers):
+        raise usage(
+            "bad-grace", f"`{brief(told)}` is no time to wait",
+            f"seconds after INT, after TERM, and for what is left: {GRACE_VARIABLE}=20,10,5",
+        )  # fmt: skip
+    first, second, third = (*numbers, *GRACE_S[len(numbers) :])
+    return first, second, third
+
+
+# --- the right to train into an output folder: one at a time --------------------------------------
+#
+# Who trains into an output folder has its lease. The kernel's locks confirm that: they are on a file beside
+# the lease and on one of the run folder, and the started process inherits them, so they are free as soon as
+# that process has gone, however it went, and never before.
+
+
+@contextlib.contextmanager
+def lock_run(
+    folder: RunFolder, attempt: int, output: Path | None
+) -> Iterator[tuple[lease.Lease | None, tuple[int, ...]]]:
+    """Hold the run folder and the output folder for this attempt, until a keeper has taken them over.
+
+    Yields the lease of the output folder, and the descriptors that `run` passes on. Raises NotReady
+    where another start holds either, or where they cannot be written.
+    """
+    process.hold_standard_streams()
+    with contextlib.ExitStack() as held:
+        granted, descriptors = None, tuple[int, ...]()
+        if output is not None:
+            granted = lease.take(output, folder.path, attempt)
+            held.callback(_give_back, granted)
+        try:
+            folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
+            files = [folder.lock] if granted is None else [folder.lock, granted.lock]
+            for file in files:
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+                descriptors = (*descriptors, os.open(file, flags, 0o666))
+                held.callback(os.close, descriptors[-1])
+        except OSError as error:
+            raise rundir.not_writable(folder.path, error.strerror) from None
+        # the attempt: another start may have been quicker, and be over already
+        free = [locks.locked(one, seconds=locks.GLANCE_S) for one in descriptors]
+        taken = False in free or alive(folder.path)
+        if taken or folder.attempts() >= attempt:
+            where = f" into {output}" if output is not None else ""
+            raise not_ready(
+                "run-is-live", f"the run {folder.path.name} was started before and trains{where}",
+                "wait for it, stop it, or choose another output_dir", file=str(folder.path),
+            )  # fmt: skip
+        yield granted, descriptors
+
+
+def _give_back(granted: lease.Lease) -> None:
+    last = lease.read(granted.path)
+    if last is not None and last.owner == granted.owner:
+        # no keeper has taken it over
+        granted.discard()
+
+
+# --- the run ----------------------------------------------------------------------------------------
+
+
+def run(
+    command: Command,
+    folder: RunFolder,
+    attempt: int,
+    held: Sequence[int] = (),
+    *,
+    due: Callable[[Request], bool] = lambda _: True,
+    began: Callable[[], None] | None = None,
+    inherited: Mapping[str, str] | None = None,
+    adopting: bool = False,
+) -> Exit:
+    """Run to the end; INT and TERM to this process stop every process of the run, HUP none.
+
+    So does a `Request` in the run folder, as soon as it is `due`. `began` is called once the process is
+    there. `held` are file descriptors that the started process holds open as long as it lives.
+    `inherited` is the environment that the command's own adds to, this process's unless given. With
+    `adopting`, all children of this process are the run's, orphans that it has adopted too. Raises
+    NotReady where the trainer's Python cannot be started at all, or the run folder cannot be written.
+    """
+    started = rundir.now()
+    inherited = os.environ if inherited is None else inherited
+    stop = _Stop(folder, attempt, due)
+    with stop.listening(), _Reserve(folder.path / ".reserve") as reserve:
+        with _console(folder, attempt) as console:
+            try:
+                child = _start(command, folder, attempt, console, held, inherited)
+            except (OSError, ValueError) as error:
+                reserve.write(folder.exit(attempt), asdict(_ended(127, None, started, attempt)))
+                reason = error.strerror if isinstance(error, OSError) else str(error)
+                raise not_ready(
+                    "not-started", f"{command.argv[0]} cannot be started: {reason}",
+                    "give the trainer's interpreter with --python PATH", file=command.argv[0],
+                ) from None  # fmt: skip
+        told = {"mark": str(folder.path), "attempt": attempt, "started": started}
+        told["keeper"] = process.identify(os.getpid()).as_json()
+        reserve.write(folder.process, {**process.identify(child.pid).as_json(), **told})
+        if began is not None:
+            began()
+        family = process.Family(process.identify(child.pid), str(folder.path))
+        if adopting:
+            family.keeper = process.identify(os.getpid())
+        stopped = _watch(child, family, stop)
+        ended = _ended(child.wait(), stopped, started, attempt)
+        if stopped is None:
+            reserve.explain(folder.console(attempt))
+        reserve.write(folder.exit(attempt), asdict(ended))
+    return ended
+
+
+@dataclass(slots=True)
+class _Reserve:
+    """Room for the records of a run whose disk becomes full: a file, given up where it is needed."""
+
+    path: Path
+
+    def __enter__(self) -> _Reserve:
+        """Raises NotReady where there is no such room to begin with."""
+        try:
+            # a hole would keep no room; nor do zeros, on a file system that compresses
+            self.path.write_bytes(os.urandom(RESERVED))
+        except OSError as error:
+            self.release()
+            raise rundir.not_writable(self.path.parent, error.strerror) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+    def write(self, path: Path, data: Mapping[str, Any]) -> None:
+        """A record, written whole or not at all: a disk that fails must not take the watch with it."""
+        for _ in range(2):
+            try:
+                return files.write_json(path, data)
+            except OSError as error:
+                if error.errno not in DISK_FULL:
+                    return
+                self.release()
+
+    def explain(self, console: Path) -> None:
+        """Say in the log that the disk is full at its end: the training could not."""
+        probing = self.path.with_name(".room")
+        try:
+            probing.write_bytes(b"\0" * 8192)
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                return
+            self.release()
+            line = f"\nlaunch: no room to write on: {os.strerror(error.errno)}: {console.name}\n"
+            with contextlib.suppress(OSError), console.open("ab") as log:
+                log.write(line.encode())
+        finally:
+            with contextlib.suppress(OSError):
+                probing.unlink(missing_ok=True)
+
+
+def _console(folder: RunFolder, attempt: int) -> BinaryIO:
+    try:
+        return private(folder.console(attempt))
+    except OSError as error:
+        raise rundir.not_writable(folder.path, error.strerror) from None
+
+
+def private(path: Path) -> BinaryIO:
+    """A file to append to, made for its owner alone: a trainer prints what it likes, its environment
+    too. Raises OSError."""
+    return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o600))
+
+
+def _start(
+    command: Command, folder: RunFolder, attempt: int, console: BinaryIO, locks: Sequence[int],
+    inherited: Mapping[str, str],
+) -> subprocess.Popen[bytes]:  # fmt: skip
+    environment = {
+        **inherited, **command.env, "LAUNCH_ATTEMPT": str(attempt), process.MARK: str(folder.path),
+    }  # fmt: skip
+    return subprocess.Popen(
+        command.argv, env=environment, cwd=command.cwd, stdin=subprocess.DEVNULL,
+        stdout=console, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=tuple(locks),
+    )  # fmt: skip
+
+
+def _ended(code: int, stopped: int | None, started: str, attempt: int) -> Exit:
+    return Exit(
+        returncode=code if code >= 0 else 128 - code, signal=-code if code < 0 else None,
+        stopped=stopped, started=started, ended=rundir.now(), attempt=attempt,
+    )  # fmt: skip
+
+
+def recorded(folder: RunFolder, attempt: int) -> Exit | None:
+    """How an attempt ended, as its keeper recorded it; None where nobody lived to do that."""
+    record = Record(rundir.read_json(folder.exit(attempt)))
+    code = record.number("returncode")
+    return None if code is None else Exit(
+        returncode=code, attempt=attempt, signal=record.number("signal"),
+        stopped=record.number("stopped"), started=str(record.get("started")),
+        ended=str(record.get("ended")),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processes:
+    """The processes of the attempt that began last: the one that was started, and its supervisor."""
+
+    leader: Identity | None
+    keeper: Identity | None
+    attempt: int | None
+    mark: str
+    started: str
+
+    @property
+    def out_of_sight(self) -> bool:
+        """Whether they live, or lived, where nobody here can look."""
+        return self.leader is not None and self.leader.elsewhere()
+
+
+def processes(folder: RunFolder) -> Processes:
+    """What `process.json` says."""
+    record = Record(rundir.read_json(folder.process))
+    return Processes(
+        leader=process.identity(record), keeper=process.identity(record.part("keeper")),
+        attempt=record.number("attempt"), mark=str(record.get("mark", folder.path)),
+        started=str(record.get("started")),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """That an attempt be stopped, as a file: whoever asks need not know which process to ask."""
+
+    attempt: int
+    after_checkpoint: bool = False
+
+    def write(self, folder: RunFolder) -> None:
+        """Leave it where the keeper looks. Raises OSError."""
+        files.write_json(folder.stop, {**asdict(self), "asked": rundir.now()})
+
+
+def request(folder: RunFolder) -> Request | None:
+    """What was asked of the run last; None where nothing was, or the file is damaged."""
+    record = Record(rundir.read_json(folder.stop))
+    attempt, after = record.number("attempt"), record.get("after_checkpoint") is True
+    return None if attempt is None else Request(attempt=attempt, after_checkpoint=after)
+
+
+class _Stop:
+    """Counts INT and TERM instead of raising in the middle of something; lets HUP pass."""
+
+    def __init__(self, folder: RunFolder, attempt: int, due: Callable[[Request], bool]) -> None:
+        self.folder, self.attempt, self.due = folder, attempt, due
+        self.waits = grace(os.environ.get(GRACE_VARIABLE))
+        self.asked: int | None = None
+        self.times = 0
+
+    def look(self) -> None:
+        """Take in a request from the run folder, once it is due."""
+        found = None if self.asked is not None else request(self.folder)
+        if found is None or found.attempt != self.attempt:
+            return
+        try:
+            due = self.due(found)
+        except Exception:
+            # whatever kept us from looking for a checkpoint: to stop was asked for
+            due = True
+        if due:
+            # upstream handles neither; INT at least shows where it stood
+            self.asked = signal.SIGINT
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.asked = self.asked or number
+        self.times += 1
+
+    def listening(self) -> contextlib.AbstractContextManager[None]:
+        # a terminal that goes stops nothing; no SIG_IGN: that would be inherited by the training
+        ignore = process.ignore
+        return process.handling(
+            {signal.SIGINT: self._note, signal.SIGTERM: self._note, signal.SIGHUP: ignore}
+        )
+
+
+def _watch(child: subprocess.Popen[bytes], family: process.Family, stop: _Stop) -> int | None:
+    """Wait for the end; returns the signal by which we were asked to stop, if we were."""
+    while not process.over(child.pid):
+        stop.look()
+        if stop.asked is not None:
+            _end(child, family, stop)
+            return stop.asked
+        if family.keeper is not None:
+            process.bury(but=child.pid)
+        time.sleep(POLL_S)
+    _end_rest(child, family, stop, stop.times)
+    return None
+
+
+def _end(child: subprocess.Popen[bytes], family: process.Family, stop: _Stop) -> None:
+    """INT or TERM to the group, TERM to everything, then KILL; asked again, it does not wait."""
+    # known from now on, whatever becomes of their parents
+    family.living()
+    _signal_group(child.pid, stop.asked or signal.SIGTERM)
+    _wait(child, 0, stop, 1)
+    if not process.over(child.pid):
+        _signal_everything(child, family, signal.SIGTERM)
+        _wait(child, 1, stop, 2)
+    if not process.over(child.pid):
+        _signal_everything(child, family, signal.SIGKILL)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    _end_rest(child, family, stop, stop.times)
+
+
+def _end_rest(
+    child: subprocess.Popen[bytes], family: process.Family, stop: _Stop, times: int
+) -> None:
+    """End what outlived the process that was started: no part of any result comes from it."""
+    # torchrun's workers are in sessions of their own: the group alone would leave them behind
+    _signal_group(child.pid, signal.SIGTERM)
+    # asked to stop once more than `times`, it does not wait
+    _vanish(family, signal.SIGTERM, stop.waits[2], lambda: stop.times > times)
+    _signal_group(child.pid, signal.SIGKILL)
+    _vanish(family, signal.SIGKILL, KILLED_S)
+
+
+def _vanish(
+    family: process.Family, number: int, seconds: float, hurry: Callable[[], bool] = lambda: False
+) -> None:
+    """Signal each of them, also those that come meanwhile, until none is left or the time is up."""
+    until, told = time.monotonic() + seconds, set[int]()
+    while left := family.living():
+        process.signal_all(left - told, number)
+        told |= left
+        if time.monotonic() >= until or hurry():
+            return
+        time.sleep(POLL_S / 4)
+
+
+def _wait(child: subprocess.Popen[bytes], which: int, stop: _Stop, times: int) -> None:
+    """Wait as long as the stop allows after its signal `which`, or until asked `times` + 1 times."""
+    begun = time.monotonic()
+    while not process.over(child.pid) and stop.times <= times:
+        if time.monotonic() - begun >= stop.waits[which]:
+            return
+        time.sleep(POLL_S / 4)
+
+
+def _signal_everything(child: subprocess.Popen[bytes], family: process.Family, number: int) -> None:
+    process.signal_all(family.living(), number)
+    _signal_group(child.pid, number)
+
+
+def end_orphans(folder: RunFolder, waits: Grace, attempt: int) -> None:
+    """End the processes of a run whose keeper has gone, or stands still: INT, TERM, KILL; record it."""
+    known = processes(folder)
+    leader, keeper = (
+        one if one is not None and one.lives() else None for one in (known.leader, known.keeper)
+    )
+    family, last = process.Family(leader, known.mark, keeper), None
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+    for number, seconds in zip(signals, (*waits[:2], KILLED_S), strict=True):
+        if not family.living():
+            break
+        last = number
+        _vanish(family, number, seconds)
+    if last is not None:
+        ended = _ended(-last, signal.SIGINT, known.started, attempt)
+        with contextlib.suppress(OSError):
+            files.write_json(folder.exit(attempt), asdict(ended))
+
+
+def _signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def keeper_of(folder: RunFolder) -> Identity | None:
+    """The process that watches, or watched, over the attempt that began last."""
+    return processes(folder).keeper
+
+
+def keeper_lives(folder: RunFolder) -> bool:
+    """Whether the process that watches over the attempt that began last still does."""
+    keeper = keeper_of(folder)
+    return keeper is not None and keeper.lives()
+
+
+def kill_keeper(folder: RunFolder) -> None:
+    """End a keeper that does not do what it is for."""
+    keeper, until = keeper_of(folder), time.monotonic() + KILLED_S
+    if keeper is not None and keeper.lives():
+        process.signal_all([keeper.pid], signal.SIGKILL)
+        while keeper.lives() and time.monotonic() < until:
+            time.sleep(POLL_S / 4)
+
+
+def orphaned(folder: RunFolder) -> bool:
+    """Whether the keeper that a run had has gone; one of an older launch never had any."""
+    keeper = keeper_of(folder)
+    return keeper is not None and not keeper.lives() and not keeper.elsewhere()
+
+
+def alive(folder: Path, marks: Callable[[], frozenset[str]] = process.marks) -> bool:
+    """Whether the attempt of a run folder that began last still runs.
+
+    It does as long as the process that was started lives, or any other that bears the run's mark. Where
+    those cannot be seen from here, the heartbeat counts, and the run's lock.
+    """
+    run = RunFolder(folder)
+    known = processes(run)
+    if known.leader is None or known.leader.lives():
+        return known.leader is not None
+    if run.exit(known.attempt or 1).exists():
+        return False
+    return known.mark in marks() or (known.out_of_sight and (lease.held(run.lock) or _beats(run)))
+
+
+def unknown(folder: RunFolder) -> Identity | None:
+    """The process of a run where nothing can be said of it here: out of sight, and without a heartbeat."""
+    known = processes(folder)
+    if not known.out_of_sight or folder.exit(known.attempt or 1).exists():
+        return None
+    return None if alive(folder.path) else known.leader
+
+
+def unknown_here(folder: RunFolder, leader: process.Identity) -> Finding:
+    """That nothing can be said of it here."""
+    name = folder.path.name
+    return Finding(
+        severity="error", layer="launch", code="run-is-elsewhere", file=str(folder.path),
+        message=f"the state of {name} is unknown here: it was started on {leader.place}, whose processes "
+        f"cannot be seen from here, and it had no heartbeat for {lease.SILENT_S:.0f} s or more",
+        help=f"ask there: launch runs, launch stop {name}; the same launch command resumes it here",
+    )  # fmt: skip
+
+
+def _beats(folder: RunFolder) -> bool:
+    last = lease.newest(rundir.read_manifest(folder).output)
+    return last is not None and Path(last.run).name == folder.path.name and last.beats()

@@ -1,0 +1,4 @@
+"""One stage file judged, explained, mended: `Config` -> `Stage`.
+
+Start with `stage.judge`.
+"""

@@ -1,0 +1,212 @@
+"""Every argument of a config against the schema: names, values, and what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+from launcher.config import keys
+from launcher.config.load import Config
+from launcher.errors import Finding, Layer, brief
+from launcher.upstream import history, locate
+from launcher.upstream.history import Event
+from launcher.upstream.schema import Field, Flag, Schema
+from launcher.upstream.trainers import BACKENDS, Entry
+
+Past = Callable[[str], Sequence[Event]]
+"""What happened to an argument of this name upstream, newest first."""
+
+
+def check(config: Config, schema: Schema, entry: Entry, past: Past) -> Iterator[Finding]:
+    """What is wrong with each argument by itself, in the order of the file."""
+    for key, value in config.args.items():
+        fault = (
+            _check_value(schema, entry, schema.fields[key], value)
+            if key in schema.fields
+            else _check_unknown(schema, entry, past, key, value)
+        )
+        if fault is not None:
+            yield fault
+
+
+def missing(
+    config: Config, schema: Schema, entry: Entry, told: Container[str | None]
+) -> Iterator[Finding]:
+    """Arguments that upstream's parser asks for, and that neither the file nor launch gives.
+
+    `told` are the keys of which enough was said.
+    """
+    given = taken(schema, config.args).keys() | entry.derived.keys() | {entry.names.output}
+    if "batch" in config.options:
+        given |= {entry.names.per_device, entry.names.accumulation}
+    for name, known in schema.fields.items():
+        if known.required and name not in given and f"args.{name}" not in told:
+            fault = Finding(
+                severity="error", layer="parser", code="missing-argument", key=f"args.{name}",
+                message=f"`{name}` must be given: it has no default  ({known.where})",
+                help=f"add `{name}: ...`; its type is {known.type}",
+            )  # fmt: skip
+            yield fault
+
+
+def taken(schema: Schema, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments under the names that upstream's parser would take them for; the last one wins."""
+    taken: dict[str, Any] = {}
+    for key, value in args.items():
+        if value is None:
+            continue
+        flag = Flag(key) if key in schema.fields else schema.taken_as(key)
+        if flag is not None and not flag.negated:
+            taken[flag.name] = value
+        elif flag is not None and value == []:
+            taken[flag.name] = False
+    return taken
+
+
+def meant(
+    config: Config, schema: Schema, entry: Entry, faults: Sequence[Finding]
+) -> frozenset[str | None]:
+    """Keys about which enough was said: wrong ones, and those that a wrong key was meant to be."""
+    keys = {fault.key for fault in faults if fault.severity == "error"}
+    for key in config.args.keys() - schema.fields.keys():
+        moved = entry.moved.get(key)
+        near = [moved.to] if moved is not None else _near(schema, key)
+        keys |= {f"args.{name}" for name in near}
+    if any(config.args.get(key) is not None for key in entry.hints):
+        keys.add(f"args.{entry.names.data}")
+    return frozenset(keys)
+
+
+def _check_value(schema: Schema, entry: Entry, known: Field, value: Any) -> Finding | None:
+    if value is None:
+        return None
+    key, help = f"args.{known.name}", f"its type is {known.type}  ({known.where})"
+    layer: Layer = "launch"
+    words = schema.words(known.name, value)
+    reason = schema.refusal(known.name, words)
+    if reason is not None:
+        layer, help = "parser", entry.hints.get(known.name) or _advice(value, words) or help
+    elif not words:
+        reason = "an empty list, which upstream would read as true"
+    elif known.kind in {"int", "float"} and any(map(_too_large, words)):
+        reason = "a number that is too large to be one"
+    elif isinstance(value, list) and any(v is None or isinstance(v, list | dict) for v in value):
+        reason = "an entry is a list, a mapping or empty, which no flag can carry"
+    elif isinstance(value, dict) and "dict" not in known.type:
+        reason = f"a mapping, which upstream would take as the text `{brief(words[0])}`"
+    elif isinstance(value, bool) and known.kind == "str":
+        return Finding(
+            severity="warning", layer="run", code="bool-as-text", key=key,
+            message=f"`{known.name}`: YAML reads a bool here, upstream will get the text {value}",
+            help="put the text in quotes",
+        )  # fmt: skip
+    else:
+        return None
+    return Finding(
+        severity="error", layer=layer, code="bad-value", key=key,
+        message=f"`{known.name}`: {reason}", help=help,
+    )  # fmt: skip
+
+
+def _too_large(word: str) -> bool:
+    """Whether Python reads infinity out of digits, as it does of `1e999`."""
+    try:
+        return math.isinf(float(word)) and any(map(str.isdigit, word))
+    except (OverflowError, ValueError):
+        return False
+
+
+def _advice(value: Any, words: Sequence[str]) -> str | None:
+    """What to write instead, where YAML or argparse reads something else than its author meant."""
+    if isinstance(value, bool):
+        return "YAML reads yes, no, on and off as a bool: put the text in quotes"
+    if len(words) == 1 and words[0].startswith("-"):
+        try:
+            plain = format(Decimal(words[0]), "f")
+        except ArithmeticError:
+            return None
+        return f'argparse knows no negative numbers with an exponent: write "{plain}", in quotes'
+    return None
+
+
+def _check_unknown(schema: Schema, entry: Entry, past: Past, key: str, value: Any) -> Finding:
+    code, message, help = _explain_unknown(schema, entry, past, key)
+    layer: Layer = "launch" if value is None else "parser"
+    flag = schema.taken_as(key)
+    if flag is not None and value is not None:
+        if flag.negated:
+            code, help = "negated-key", f"write `{flag.name}: true` or `{flag.name}: false`"
+            layer = "launch" if value == [] else layer
+        elif schema.refusal(flag.name, schema.words(key, value)) is None:
+            # argparse would take the abbreviation without a word: only we object
+            layer = "launch"
+            if code == "unknown-key":
+                code, help = "abbreviated-key", f"write `{flag.name}`"
+            message += f"; upstream would silently take it for `{flag.name}`"
+    return Finding(
+        severity="error", layer=layer, code=code, key=f"args.{key}", message=message, help=help
+    )
+
+
+def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tuple[str, str, str]:
+    message = f"`{key}` is not a field of {schema.owner or entry.owner}"
+    moved = entry.moved.get(key)
+    if moved is not None and moved.to is None:
+        return "removed-key", f"{message}: {moved.why}", "delete the line"
+    if moved is not None and moved.to is not None and moved.to in schema.fields:
+        where = schema.fields[moved.to].where
+        return "renamed-key", f"{message}: {moved.why}", f"write `{moved.to}`  ({where})"
+    events = past(key)
+    if events and events[0].gone:
+        return _explain_gone(schema, past, message, events)
+    near = _near(schema, key)
+    if (there := locate.at_pin(schema, key)) is not None:
+        if (made := history.formerly(key, schema.script, schema.fields)) is not None:
+            told = f"{message} at {schema.named}: `{made.key}`, later {history.sentence(made)}"
+            return "renamed-key", told, f"write `{made.key}`  ({schema.fields[made.key].where})"
+        help = f"it is one at the pin ({there}), not at {schema.named}: delete the line"
+    elif near:
+        help = f"did you mean `{near[0]}`?  ({schema.fields[near[0]].where})"
+    elif key in keys.KEYS:
+        help = f"`{key}` is launch's own: it stands beside `args:`, not in it"
+    elif others := list(_homes(schema, key)):
+        help = f"available only in: {', '.join(others)}"
+    else:
+        help = f"{schema.script} at {schema.named} has no such argument"
+    return "unknown-key", message, help
+
+
+def _explain_gone(
+    schema: Schema, past: Past, message: str, events: Sequence[Event]
+) -> tuple[str, str, str]:
+    """A key that once was an argument: what became of it, followed over all its renames."""
+    told = f"{message}: {history.sentence(events[0])}"
+    name = history.called_now(events[0], past, schema.fields)
+    if name is not None:
+        return "renamed-key", told, f"write `{name}`  ({schema.fields[name].where})"
+    instead = [see for see in events[0].see if see in schema.fields]
+    help = f"delete the line; see `{'`, `'.join(instead)}`" if instead else "delete the line"
+    return "removed-key", told, help
+
+
+def _near(schema: Schema, key: str) -> list[str]:
+    return _nearest(key, tuple(schema.fields))
+
+
+@functools.lru_cache
+def _nearest(key: str, names: tuple[str, ...]) -> list[str]:
+    return difflib.get_close_matches(key, names, n=1, cutoff=0.7)
+
+
+def _homes(schema: Schema, key: str) -> Iterator[str]:
+    """The other stages and backends that have a field of this name."""
+    for backend in BACKENDS:
+        for stage, names in locate.snapshot(backend)["stages"].items():
+            # a further script of a stage has the arguments of the stage's own
+            further = BACKENDS[backend].STAGES[stage].stage
+            if not further and any(name.partition(".")[2] == key for name in names):
+                yield f"{stage} on {backend}"

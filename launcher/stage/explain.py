@@ -1,0 +1,282 @@
+"""Everything known about one argument: what it is, who reads it, its value here, what became of it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.config.keys import KEYS, STAGES, Key
+from launcher.config.load import Config
+from launcher.errors import Finding, InvalidConfig, brief
+from launcher.redaction import redact
+from launcher.runs import skypilot
+from launcher.stage import gates, stage, unused
+from launcher.upstream import history
+from launcher.upstream import locate as upstream
+from launcher.upstream.history import Event
+from launcher.upstream.locate import Locator, Upstream
+from launcher.upstream.schema import Field, Read, Schema
+from launcher.upstream.trainers import BACKENDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Here:
+    """The value that a stage file gives an argument, and who set it.
+
+    `origin` is `default`, `derived`, a `file:line` or the text of an override; `via` tells how a
+    parent comes in. `words` is what stands on the command line.
+    """
+
+    value: Any
+    origin: str
+    via: str | None = None
+    words: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """One argument of one entry script; `field` is None where the script has no such argument.
+
+    `option` is what launch itself reads under that name beside `args:`, and `words` what may stand there.
+    """
+
+    key: str
+    stage: str
+    upstream: Upstream
+    schema: Schema
+    field: Field | None
+    option: Key | None
+    words: tuple[str, ...]
+    reads: tuple[Read, ...] | None
+    advice: str | None
+    here: Here | None
+    history: tuple[Event, ...]
+
+    @property
+    def known(self) -> bool:
+        """Whether there is anything to tell."""
+        return self.field is not None or bool(self.history) or self.advice is not None
+
+    def as_json(self) -> dict[str, Any]:
+        """One entry of the `explained` list."""
+        known, option = self.field, self.option
+        shadow = self.schema.path.shadows.get(self.key)
+        return {
+            "key": self.key,
+            "stage": self.stage,
+            "backend": self.schema.backend,
+            "script": self.schema.script,
+            "upstream": self.upstream.as_json(),
+            "exists": known is not None,
+            "option": option
+            and {"type": option.shape, "default": option.default, "words": list(self.words)},
+            "type": known and known.type,
+            "default": known and _default(known),
+            "required": known and known.required,
+            "choices": list(known.choices) if known else [],
+            "defined": known and known.where,
+            "owner": known and known.owner,
+            "reads": None if self.reads is None else [asdict(read) for read in self.reads],
+            "beside": {
+                script: [asdict(read) for read in reads.get(self.key, ())]
+                for script, reads in self.schema.beside.items()
+            },
+            "shadowed_by": list(shadow.by) if shadow else [],
+            "advice": self.advice,
+            "here": self.here and asdict(self.here),
+            "history": [
+                {**asdict(event), "text": history.sentence(event)} for event in self.history
+            ],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For people: one fact a line, the name of the fact in front."""
+        name = self.schema.script
+        yield f"{self.key}  ({self.stage} on {self.schema.backend}, {name} at {self.schema.named})"
+        if self.field is not None:
+            yield from self._definition(self.field)
+            if self.option is not None:
+                shape = self.option.shape
+                yield f"  option     launch's own of that name stands beside `args:`: {shape}"
+        elif self.option is not None:
+            yield f"  option     {self.advice}"
+            yield f"  type       {self.option.shape}"
+            # names fit into one line, what has an explanation gets its own
+            explained = any(" " in word for word in self.words)
+            lines = self.words if explained else (", ".join(self.words),)
+            for number, line in enumerate(lines if self.words else ()):
+                yield f"  {'' if number else 'values':<9}  {line}"
+            yield f"  default    {self.option.default}"
+        elif self.advice is not None:
+            yield f"  none       {self.advice}"
+        else:
+            yield "  none       this script has no such argument"
+        if self.here is not None:
+            via = f", {self.here.via}" if self.here.via else ""
+            yield f"  here       {brief(self.here.value)}  ({self.here.origin}{via})"
+            for finding in self.here.findings:
+                yield f"  {finding.severity:<9}  {finding.message}"
+        for event in self.history:
+            yield f"  history    {history.sentence(event)}"
+
+    def _definition(self, known: Field) -> Iterator[str]:
+        yield f"  type       {known.type}"
+        if known.choices:
+            yield f"  choices    {', '.join(str(choice) for choice in known.choices)}"
+        yield f"  default    {'none, it must be given' if known.required else _default(known)}"
+        yield f"  defined    {known.where}  ({known.owner})"
+        shadow = self.schema.path.shadows.get(self.key)
+        if self.reads is None:
+            yield "  read       not known for this source"
+        elif not self.reads and shadow is not None:
+            by = " and ".join(shadow.by)
+            yield f"  read       never: {shadow.where} is not reached, {by} comes first"
+        elif not self.reads:
+            yield "  read       no read found: it does nothing here"
+        entry = stage.entry_of(self.schema)
+        for read in self.reads or ():
+            conditions = unused.condition_of(read, entry)
+            when = f"  where {' and '.join(conditions)}" if conditions else ""
+            yield f"  read       {read.where}{when}"
+        for script, found in self.schema.beside.items():
+            for read in found.get(self.key, ())[:1]:
+                yield f"  beside     {script} reads it too: {read.where}"
+
+
+def explain(
+    key: str,
+    *,
+    locator: Locator,
+    config: Config | None = None,
+    stage_name: str | None = None,
+    backend: str | None = None,
+) -> list[Explained]:
+    """The argument `key`, for the stage of a config, or for each stage of a backend.
+
+    `stage_name` is a stage; `backend` counts where no config is given. Raises what judging the config
+    raises, and InvalidConfig where the source cannot be read.
+    """
+    # of what stands inside a mapping or a list, the whole is explained
+    key = re.split(r"[.\[]", key.removeprefix("args."), maxsplit=1)[0]
+    if config is not None:
+        judged = stage.judge(config, stage=stage_name, locator=locator)
+        if judged.schema is None or judged.upstream is None or judged.values is None:
+            # what is wrong with the file stands before any of its keys
+            raise InvalidConfig(judged.findings)
+        return [_explained(key, judged.schema, judged.upstream, _here(key, config, judged))]
+    explained = []
+    for name in [stage_name] if stage_name else STAGES:
+        chosen = backend or "open_instruct"
+        explained.append(_explained(key, locator.schema(chosen, name), locator.find(chosen), None))
+    return explained
+
+
+def notes(schema: Schema) -> dict[str, list[str]]:
+    """One line for every argument that nothing reads, or that is read only sometimes."""
+    entry = stage.entry_of(schema)
+    lines = {}
+    for name, reads in schema.path.reads.items():
+        alternatives = [unused.condition_of(read, entry) for read in reads]
+        if not reads:
+            lines[name] = [f"no read found: {unused.instead(schema, entry, name)}"]
+        elif alternatives and all(alternatives):
+            shortest = min(alternatives, key=len)
+            more = " (and elsewhere)" if len(alternatives) > 1 else ""
+            lines[name] = [f"read only where {unused.shown(shortest)}{more}"]
+    return lines
+
+
+def near(key: str) -> list[str]:
+    """Names of any stage and backend that are spelt like `key`, the nearest first."""
+    names = {
+        name.partition(".")[2]
+        for backend in BACKENDS
+        for listed in upstream.snapshot(backend)["stages"].values()
+        for name in listed
+    }
+    return difflib.get_close_matches(key, sorted(names | set(KEYS)), n=3, cutoff=0.6)
+
+
+def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) -> Explained:
+    entry = stage.entry_of(schema)
+    moved = entry.moved.get(key)
+    there = upstream.at_pin(schema, key) if key not in schema.fields else None
+    option = KEYS.get(key)
+    advice = None
+    if key not in schema.fields and moved is not None and moved.to is None:
+        advice = moved.why
+    elif key not in schema.fields and moved is not None and moved.to in schema.fields:
+        advice = f"{moved.why}: write `{moved.to}`"
+    elif there is not None:
+        advice = f"not at {schema.named}; it is one at the pin ({there})"
+    elif key not in schema.fields and option is not None:
+        advice = f"launch's own, beside `args:`: {option.meaning}"
+    return Explained(
+        key=key, stage=schema.stage, upstream=source, schema=schema,
+        field=schema.fields.get(key), option=option,
+        words=_words(option, schema) if option is not None else (), reads=schema.path.reads.get(key),
+        advice=advice, here=here, history=upstream.past(source, schema.script, key),
+    )  # fmt: skip
+
+
+def _here(key: str, config: Config, judged: stage.Judged) -> Here | None:
+    schema, values = judged.schema, judged.values
+    assert schema is not None and values is not None
+    known = schema.fields.get(key)
+    if key in KEYS and known is None and key not in config.args:
+        # one of launch's own options, of which a file may be silent
+        if config.options.get(key) is None:
+            return None
+        found = tuple(f for f in judged.findings if (f.key or "").partition(".")[0] == key)
+        return Here(value=config.options[key], origin=str(config.origin(key)), findings=found)
+    found = tuple(f for f in judged.findings if (f.key or "").partition("[")[0] == f"args.{key}")
+    if config.args.get(key) is not None:
+        origin = config.origin(f"args.{key}")
+        parents = {str(path) for path in config.parents}
+        via = "from a parent, by `extends`" if origin.file in parents else None
+        words = tuple(schema.words(key, config.args[key])) if known is not None else ()
+        # by its name too: a password has no shape
+        value, words = redact({key: (config.args[key], words)})[key]
+        return Here(value=value, origin=str(origin), via=via, words=words, findings=found)
+    if known is None:
+        return None
+    derived = stage.entry_of(schema).derived.get(key)
+    if derived is not None:
+        return Here(value=derived[0], origin=f"set by launch: {derived[1]}", findings=found)
+    return Here(value=_default(known), origin=f"default, {known.where}", findings=found)
+
+
+def _words(key: Key, schema: Schema) -> tuple[str, ...]:
+    """What may stand under one of launch's own keys: words, or the keys of a mapping with what they take."""
+    if key.name == "script":
+        return tuple(
+            f"{name} ({Path(entry.script).name})"
+            for name, entry in BACKENDS[schema.backend].STAGES.items()
+            if schema.stage in {name, entry.stage}
+        )
+    if key.name == "skypilot":
+        return tuple(skypilot.FIELDS)
+    if key.name == "gates":
+        return tuple(f"{gate}: {what}; {_limits(at)}" for gate, (at, what) in gates.GATES.items())
+    return key.words or tuple(_part(part) for part in key.parts)
+
+
+def _part(part: Key) -> str:
+    if part.words:
+        return f"{part.name}: {', '.join(part.words)}"
+    usual = "" if part.default == "none" else f", {part.default} unless set"
+    return f"{part.name}: {part.shape}{usual}; {part.meaning}"
+
+
+def _limits(limit: gates.Limit) -> str:
+    limits = {"red": limit.red, "yellow": limit.yellow}
+    return ", ".join(f"{colour} {at:g}" for colour, at in limits.items() if at is not None)
+
+
+def _default(known: Field) -> Any:
+    return known.default_text if known.default_text is not None else known.default

@@ -1,0 +1,299 @@
+"""launch's own top-level keys of a stage file -> `Options`."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from launcher.config.keys import DEEPSPEED, KEYS, STAGES, Key, nearest
+from launcher.config.load import Config
+from launcher.errors import Finding, brief
+from launcher.paths import expanded, is_file
+from launcher.upstream.trainers import BACKENDS
+
+# what a file of the shape `open_instruct:` may say; the rest of the table is for `stage:` and `args:`
+WRAPPED_KEYS = (
+    *(name for name in KEYS if name not in {"stage", "backend", "attention", "args", "extends"}),
+    "num_gpus",
+)
+# as an override on a stage file it would say what --gpus says
+_ELSEWHERE = {
+    "num_gpus": "the number of GPUs is given with --gpus",
+    "open_instruct": "either `stage:` and `args:`, or everything inside `open_instruct:`",
+}
+SCRIPTS = {
+    Path(entry.script).name: name for name, entry in BACKENDS["open_instruct"].STAGES.items()
+}
+"""open-instruct's scripts by file name: the wrapped shape names its stage by one."""
+
+# those whose value the table alone judges
+_READ = [KEYS[name] for name in (
+    "attention", "mixed_precision", "batch", "expect", "on_violation", "on_hang", "probe", "rehearse",
+    "name",
+)]  # fmt: skip
+NUM_GPUS = Key(name="num_gpus", kind="number", takes="a whole number", least=0)
+"""A key of the wrapped shape alone."""
+
+TREND_LOSSES = 8
+"""Losses, one a step, of which a trend can be told; fewer say nothing."""
+# what a verdict calls a switch that is on, and one that is off
+SWITCHED = {"liger": ("engaged", "off"), "packing": ("isolated", "off")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Rows per optimizer step, and per device and forward pass; None where the file is silent."""
+
+    total: int | None = None
+    per_device: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """How the probe watches a run.
+
+    What is expected must be proved `within` so many optimizer steps. Packing is tested where
+    `isolation` is set. A run hangs when nothing moves for `hang_factor` times the median step and for
+    `hang_seconds` at least.
+    Without `final_save` it ends after the last step and leaves no model: only trials ask for that, no file.
+    """
+
+    within: int = 3
+    isolation: bool = True
+    hang_factor: int = 20
+    hang_seconds: int = 300
+    final_save: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the stage file asks of launch itself.
+
+    `script` is the key of a further script of the stage, None for the stage's own. `deepspeed` is a
+    file, or None for no DeepSpeed; `attention` are implementations in the order of preference;
+    `probe` is None where training runs without it; `rehearse` where the file leaves that to the command.
+    `slurm` are options of sbatch, None for one without a value; `skypilot` what goes into a task;
+    `gates` those limits of a ladder that are not the usual ones.
+    """
+
+    stage: str
+    backend: str = "open_instruct"
+    script: str | None = None
+    deepspeed: Path | None = None
+    deepspeed_name: str = "none"
+    attention: tuple[str, ...] = ()
+    mixed_precision: str | None = None
+    batch: Batch | None = None
+    expect: Mapping[str, str] = field(default_factory=dict)
+    on_violation: str = "stop"
+    on_hang: str = "report"
+    probe: Watch | None = Watch()
+    rehearse: bool | None = None
+    name: str | None = None
+    gpus: int | None = None
+    slurm: Mapping[str, str | None] = field(default_factory=dict)
+    skypilot: Mapping[str, Any] = field(default_factory=dict)
+    gates: Mapping[str, Any] = field(default_factory=dict)
+
+    def read_deepspeed(self) -> tuple[Mapping[str, Any] | None, Finding | None]:
+        """The DeepSpeed file in use, parsed, or what is wrong with it."""
+        if self.deepspeed is None:
+            return None, None
+        try:
+            content = json.loads(self.deepspeed.read_text(encoding="utf-8"))
+            reason = None if isinstance(content, dict) else "it is no mapping"
+        except (OSError, ValueError, RecursionError) as error:
+            content, reason = None, str(error)
+        if reason is None:
+            return content, None
+        message = f"{self.deepspeed} is no DeepSpeed config: {reason}"
+        return None, _bad("deepspeed", message, "a JSON mapping, as DeepSpeed reads it")
+
+
+def read(
+    config: Config, stage: str, folders: Sequence[Path] = (), fields: Collection[str] = ()
+) -> tuple[Options, list[Finding]]:
+    """The options of a config and everything wrong with them; faulty ones keep their default.
+
+    `folders` are further places (a checkout) that a relative DeepSpeed path may start from;
+    `fields` are upstream's own names, for those who write them beside `args:`.
+    """
+    keys = WRAPPED_KEYS if config.shape == "wrapped" else tuple(KEYS)
+    findings = [_unknown(key, keys, fields) for key in config.options if key not in keys]
+    raw = config.options
+    unlike = backend_fault(config)
+    backend = str(raw.get("backend") or "open_instruct") if unlike is None else "open_instruct"
+    script, fault = entry_of(config, stage, backend)
+    findings += [one for one in (unlike, fault) if one is not None]
+    values: dict[str, Any] = {}
+    for key in (*_READ, NUM_GPUS):
+        values[key.name], faults = key.read(raw.get(key.name))
+        findings += [_bad(*one) for one in faults]
+    # three that a module of their own reads, imported only where a file has one
+    for name in ("slurm", "skypilot", "gates"):
+        values[name], wrong = (
+            _read_elsewhere(config, name) if raw.get(name) is not None else ({}, [])
+        )
+        findings += wrong
+    if values["attention"] and backend != "trl":
+        values["attention"] = None
+        message = (
+            "`attention` is read for TRL only: open-instruct takes the first that is installed"
+        )
+        findings.append(_bad("attention", message, "delete the line"))
+    deepspeed, deepspeed_name, fault = _deepspeed(config, folders)
+    findings += [fault] if fault is not None else []
+    batch, probe = values["batch"], values["probe"]
+    watched = {name: value for name, value in (probe or {}).items() if value is not None}
+    return Options(
+        stage=stage, backend=backend, script=None if script == stage else script,
+        deepspeed=deepspeed, deepspeed_name=deepspeed_name,
+        attention=values["attention"] or (), mixed_precision=values["mixed_precision"],
+        batch=None if batch is None
+        else Batch(total=batch.get("global"), per_device=batch.get("per_device")),
+        expect={point: state or "any" for point, state in (values["expect"] or {}).items()},
+        on_violation=values["on_violation"] or "stop", on_hang=values["on_hang"] or "report",
+        probe=None if probe is False else Watch(**watched),
+        rehearse=values["rehearse"], name=values["name"],
+        gpus=values["num_gpus"], slurm=values["slurm"], skypilot=values["skypilot"],
+        gates=values["gates"],
+    ), findings  # fmt: skip
+
+
+def _read_elsewhere(config: Config, key: str) -> tuple[Mapping[str, Any], list[Finding]]:
+    from launcher.runs import sbatch, skypilot
+    from launcher.stage import gates
+
+    def complain(code: str, below: str, message: str, help: str | None) -> Finding:
+        where = f"{key}.{below}" if below else key
+        return replace(_bad(where, message, help), code=code)
+
+    readers: Mapping[str, Any] = {
+        "slurm": sbatch.read, "skypilot": skypilot.read, "gates": gates.read,
+    }  # fmt: skip
+    values, wrong = readers[key](config.options[key], complain)
+    return values, wrong
+
+
+def stage_of(config: Config) -> str | None:
+    """The stage that a file names: by `stage`, or by the script of the wrapped shape."""
+    stage = config.options.get("stage")
+    if config.shape == "wrapped":
+        key = _script_key(config.options.get("script"), "open_instruct")
+        return None if key is None else _stage_of(key)
+    return stage if isinstance(stage, str) and stage in STAGES else None
+
+
+def entry_of(config: Config, stage: str, backend: str) -> tuple[str, Finding | None]:
+    """Which of a backend's scripts a file of this stage asks for, by its key, and what is wrong there.
+
+    `script:` may be the key or a file name of upstream's; without it the stage's own script runs.
+    """
+    given = config.options.get("script")
+    if given is None:
+        return stage, None
+    key = _script_key(given, backend)
+    if key is None:
+        message = f"`{brief(given)}` is no script that launch starts"
+    elif _stage_of(key, backend) == stage:
+        return key, None
+    else:
+        own = _stage_of(key, backend)
+        message = f"`script: {brief(given)}` belongs to {own}, the file's stage is {stage}"
+    entries = BACKENDS[backend].STAGES
+    near = difflib.get_close_matches(str(given), entries, n=1) if key is None else ()
+    names = [name for name in entries if _stage_of(name, backend) == stage]
+    return stage, _bad("script", message, nearest(str(given), tuple(near or names)))
+
+
+def _script_key(given: Any, backend: str) -> str | None:
+    """The key of the script that a text names: itself, or a path that ends in upstream's file name."""
+    entries = BACKENDS[backend].STAGES
+    if not isinstance(given, str) or given in entries:
+        return given if isinstance(given, str) else None
+    name = Path(given).name
+    return next((key for key, one in entries.items() if Path(one.script).name == name), None)
+
+
+def _stage_of(key: str, backend: str = "open_instruct") -> str:
+    return BACKENDS[backend].STAGES[key].stage or key
+
+
+def stage_fault(config: Config) -> Finding | None:
+    """Why a file that should name its stage does not; None for flat files, which need not."""
+    if stage_of(config) is not None or (config.shape == "flat" and "stage" not in config.options):
+        return None
+    key = "script" if config.shape == "wrapped" else "stage"
+    given = config.options.get(key)
+    if key == "script":
+        message, help = f"`{brief(given)}` is no script that launch starts", _one_of(SCRIPTS)
+    else:
+        message, help = f"`{brief(given)}` is no stage", _one_of(STAGES)
+    if given is None:
+        inside = " inside `open_instruct:`" if key == "script" else ""
+        message, help = f"`{key}` is missing", f"add `{key}:`{inside}, {help}"
+    return _bad(key, message, help)
+
+
+def backend_fault(config: Config) -> Finding | None:
+    """Why the backend that a file names is none; None where it is one, or none is named."""
+    _, faults = KEYS["backend"].read(config.options.get("backend"))
+    return _bad(*faults[0]) if faults else None
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return f"one of {', '.join(names)}"
+
+
+def _bad(key: str, message: str, help: str | None = None) -> Finding:
+    return Finding(
+        severity="error", layer="launch", code=f"bad-{key.partition('.')[0].replace('_', '-')}",
+        key=key, message=message, help=help,
+    )  # fmt: skip
+
+
+def _unknown(key: str, keys: tuple[str, ...], fields: Collection[str]) -> Finding:
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
+    if key in _ELSEWHERE:
+        help = _ELSEWHERE[key]
+    elif key in fields:
+        help = f"`{key}` is upstream's: write it under `args:`"
+    elif near:
+        help = f"did you mean `{near[0]}`?"
+    else:
+        help = f"upstream's own names go under `args:`; ours are {', '.join(keys)}"
+    return Finding(
+        severity="error", layer="launch", code="unknown-option", key=key,
+        message=f"`{key}` is not a stage-file option", help=help,
+    )  # fmt: skip
+
+
+def deepspeed_file(name: str) -> Path:
+    """The packaged DeepSpeed config of that name."""
+    return Path(str(files("launcher.plan.deepspeed").joinpath(f"{name}.json")))
+
+
+def _deepspeed(config: Config, folders: Sequence[Path]) -> tuple[Path | None, str, Finding | None]:
+    """The DeepSpeed file, what it is called, and what is wrong with the key."""
+    given = config.options.get("deepspeed")
+    if given is None or given is False or given == "none":
+        return None, "none", None
+    if given in DEEPSPEED:
+        return deepspeed_file(given), str(given), None
+    if isinstance(given, str):
+        # beside the stage file, or where launch was started
+        for base in (Path(), config.path.parent, *folders):
+            path = base / expanded(given)
+            if is_file(path):
+                return path.absolute(), path.stem, None
+    message = f"`{brief(given)}` is neither a DeepSpeed file nor a known name"
+    return (
+        None,
+        "none",
+        _bad("deepspeed", message, nearest(str(given), ("a path", *DEEPSPEED, "none"))),
+    )

@@ -1,0 +1,346 @@
+"""Config + schema + rules -> `Stage`: a stage exists only if nothing about it is wrong."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from launcher.config.load import Config
+from launcher.errors import Finding, InvalidConfig, errors, said
+from launcher.rules import registry
+from launcher.rules.context import Context
+from launcher.stage import arguments, options, unused
+from launcher.stage.options import TREND_LOSSES, Batch, Options
+from launcher.upstream import locate as upstream
+from launcher.upstream.locate import Locator, Upstream
+from launcher.upstream.schema import Schema, Values
+from launcher.upstream.trainers import BACKENDS, Backend, Entry
+
+if TYPE_CHECKING:
+    from launcher.rules.trl.attention import Choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A stage that upstream would take: what was asked for, typed, and what is worth saying of it.
+
+    `args` are the values given, under upstream's names and as the file holds them; `findings` hold
+    no errors.
+    """
+
+    config: Config
+    options: Options
+    schema: Schema
+    upstream: Upstream
+    values: Values
+    args: Mapping[str, Any]
+    findings: tuple[Finding, ...]
+
+    @property
+    def name(self) -> str:
+        """What the run is called: `name:`, else the file's."""
+        return self.options.name or self.config.path.stem
+
+    @property
+    def entry(self) -> Entry:
+        """The entry script's description."""
+        return entry_of(self.schema)
+
+    @property
+    def backend(self) -> Backend:
+        """What differs between the trainers."""
+        return BACKENDS[self.options.backend]
+
+    @property
+    def refers(self) -> bool:
+        """Whether DPO holds its log-probabilities against those of a reference model.
+
+        Upstream's simpo alone does not (dpo_utils.py:88), and dpo.py makes them for it too (dpo.py:333).
+        """
+        without = self.options.backend == "open_instruct" and not self.entry.torchrun
+        return self.options.stage == "dpo" and not (
+            without and self.values.get("loss_type") == "simpo"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A config with everything found out about it, valid or not."""
+
+    config: Config
+    stage: str | None
+    options: Options | None
+    schema: Schema | None
+    upstream: Upstream | None
+    values: Values | None
+    findings: tuple[Finding, ...]
+
+
+def judge(
+    config: Config,
+    *,
+    stage: str | None = None,
+    locator: Locator | None = None,
+    running: bool = False,
+) -> Judged:
+    """Check a config against the source that would run it; collects, never raises for its content.
+
+    `stage` is what the command line asked for; `locator` finds the source, once for several configs.
+    Raises NotReady where a checkout was named and is none.
+    """
+    locator = locator or Locator()
+    found, findings = _stage_name(config, stage, locator)
+    if found is None:
+        return _rejected(config, findings)
+    source = locator.find(backend_of(config))
+    pin = upstream.unpinned(source, running=running, allowed=locator.allow_unpinned)
+    key, _ = options.entry_of(config, found, source.backend)
+    schema = locator.schema(source.backend, key)
+    about_source = [] if pin is None else [pin]
+    folders = (source.root,) if source.root is not None else ()
+    opts, problems = options.read(config, found, folders, schema.fields)
+    findings += problems
+    entry = entry_of(schema)
+    past = functools.partial(upstream.past, source, schema.script)
+    checked = list(arguments.check(config, schema, entry, past))
+    values = _values(opts, schema, arguments.taken(schema, config.args))
+    meant = arguments.meant(config, schema, entry, checked)
+    lacking = list(arguments.missing(config, schema, entry, meant))
+    meant |= {fault.key for fault in lacking}
+    checked += lacking
+    ruled = [_accepted(opts, finding) for finding in registry.apply(values)]
+    findings += [*checked, *(f for f in ruled if f.layer == "parser" or f.key not in meant)]
+    wrong = {finding.key for finding in findings if finding.severity == "error"}
+    findings += unused.refused(values, entry, wrong)
+    # the analysis says nothing more of keys of which something as grave was said
+    grave = {f.key for f in findings if f.severity in {"error", "warning"}}
+    findings += [finding for finding in unused.find(values, entry) if finding.key not in grave]
+    findings += [*_batch_faults(opts, entry, values), *_attention_faults(opts, config)]
+    findings += _expect_faults(opts, entry, values)
+    wrong = {finding.key for finding in findings if finding.severity == "error"}
+    around = _environment_faults(opts, entry, values, running=running)
+    findings += [finding for finding in around if finding.key not in meant | wrong]
+    return Judged(
+        config=config, stage=found, options=opts, schema=schema, upstream=source, values=values,
+        findings=_in_order(config, findings, about_source),
+    )  # fmt: skip
+
+
+def validate(judged: Judged, *, strict: bool = False) -> Stage:
+    """The stage, if it stands; raises InvalidConfig with all findings where one of them stops it."""
+    if errors(judged.findings, strict=strict):
+        raise InvalidConfig(judged.findings)
+    assert judged.options and judged.schema and judged.upstream and judged.values is not None
+    known = {k: v for k, v in judged.config.args.items() if v is not None}
+    return Stage(
+        config=judged.config, options=judged.options, schema=judged.schema,
+        upstream=judged.upstream, values=judged.values, args=known, findings=judged.findings,
+    )  # fmt: skip
+
+
+def entry_of(schema: Schema) -> Entry:
+    """The description of a schema's entry script, in the names of its commit."""
+    entry = BACKENDS[schema.backend].STAGES[schema.key]
+    return entry if schema.tested else entry.at(schema.fields)
+
+
+def _accepted(opts: Options, finding: Finding) -> Finding:
+    """What the file itself says it puts up with is told, and stops nothing."""
+    known = finding.code == "packing-leaks" and opts.expect.get("packing") in {"on", "any"}
+    return replace(finding, severity="note", help=None) if known else finding
+
+
+def _values(opts: Options, schema: Schema, given: Mapping[str, Any]) -> Values:
+    """The values as they will be if the first choice of `attention:` can be had."""
+    values = Values(schema, given)
+    choice = preferred_attention(opts, values)
+    if choice is None or choice.name is None or values.given("attn_implementation"):
+        return values
+    return Values(schema, {**given, "attn_implementation": choice.name})
+
+
+def preferred_attention(
+    options: Options, values: Values, *, gpus: int | None = None,
+    packages: Mapping[str, str] | None = None,
+) -> Choice | None:  # fmt: skip
+    """Which of the attention implementations that a stage file prefers can be had; None without any.
+
+    `gpus` counts those of all nodes, `packages` are those of the trainer's Python: None is not known.
+    """
+    if not options.attention or "attn_implementation" not in values.schema.fields:
+        return None
+    from launcher.rules.trl import attention
+
+    context = Context(
+        values=values, environ=os.environ, mixed_precision=options.mixed_precision, gpus=gpus,
+        packages=packages,
+    )  # fmt: skip
+    return attention.choose(options.attention, context)
+
+
+def _environment_faults(
+    opts: Options, entry: Entry, values: Values, *, running: bool
+) -> Iterator[Finding]:
+    """What is wrong with the environment and the files here; `doctor.situation` knows GPUs and packages."""
+    deepspeed, fault = opts.read_deepspeed()
+    if fault is not None:
+        yield fault
+    batch = opts.batch or Batch()
+    yield from registry.apply_in(Context(
+        values=values, environ=os.environ, deepspeed=deepspeed,
+        mixed_precision=opts.mixed_precision, gpus=opts.gpus,
+        per_device=batch.per_device or _number(values, entry.names.per_device),
+        accumulation=None if batch.total else _number(values, entry.names.accumulation),
+        running=running,
+    ))  # fmt: skip
+
+
+def _number(values: Values, name: str) -> int | None:
+    given = values.get(name)
+    return given if isinstance(given, int) else None
+
+
+def _attention_faults(opts: Options, config: Config) -> Iterator[Finding]:
+    """Arguments that say the same as `attention:`."""
+    key = "attn_implementation"
+    inside = config.args.get("model_init_kwargs")
+    twice = [f"args.{key}"] if config.args.get(key) is not None else []
+    twice += ["args.model_init_kwargs"] if isinstance(inside, dict) and key in inside else []
+    for where in twice if opts.attention else ():
+        message = f"`{key}` and `attention:` both name the attention implementation"
+        yield _error("attention-twice", where, message, "keep `attention:`, leave this one out")
+
+
+def _error(code: str, key: str, message: str, help: str) -> Finding:
+    return replace(said("error", code, message, help), key=key)
+
+
+def _expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:
+    """What `expect:` asks of a run that these arguments do not ask for."""
+    names = entry.names
+    liger = bool(names.liger and values.get(names.liger)) and not entry.torchrun
+    per_device = (opts.batch or Batch()).per_device or values[names.per_device]
+    packs = entry.packs(values, per_device)
+    alone = entry.packs(values, None) and not packs
+    wanted = (
+        ("liger", {"engaged"}, liger, names.liger, "dpo.py has no Liger" if entry.torchrun else ""),
+        (
+            "packing", {"isolated", "on"}, packs, names.packing,
+            "a micro-batch of one row has nothing to pack" if alone else "",
+        ),
+    )  # fmt: skip
+    for point, states, asked, name, none in wanted:
+        state = opts.expect.get(point)
+        if state not in states or asked:
+            continue
+        if name and name not in values.schema.fields:
+            none = f"{values.schema.script} at {values.schema.named} has no `{name}`"
+        message = f"`expect.{point}: {state}` cannot hold: {none or f'`{name}` is not true'}"
+        off = f"expect.{point}=off"
+        help = off if none else f"set `{name}: true`, or {off}"
+        if opts.on_violation == "stop":
+            message += ", and the probe would stop the run"
+        found = _error("impossible-expectation", f"expect.{point}", message, help)
+        yield found if opts.on_violation == "stop" else replace(found, severity="warning")
+    limit = values.get(names.max_steps)
+    # TRL's 0 and -1 are no limit
+    if isinstance(limit, int) and limit > 0 and (fault := trend_fault(opts, limit)) is not None:
+        yield fault
+
+
+def trend_fault(opts: Options, steps: int | None) -> Finding | None:
+    """Where `expect:` asks a run of at most so many steps for a trend that fewer losses cannot show."""
+    if opts.expect.get("trend") in {None, "any"} or steps is None or steps >= TREND_LOSSES:
+        return None
+    message = (
+        f"`expect.trend: {opts.expect['trend']}` cannot be proved: a run of {max(steps, 0)} steps "
+    )
+    message += f"has as many losses at most, {TREND_LOSSES} are needed"
+    help = "a longer run, or expect.trend=any"
+    return replace(said("warning", "impossible-expectation", message, help), key="expect.trend")
+
+
+def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:
+    """Batch numbers below 1, and those that stand both in `batch:` and among the arguments."""
+    batch = opts.batch or Batch()
+    for name, wanted in (
+        (entry.names.per_device, batch.per_device),
+        (entry.names.accumulation, batch.total),
+    ):
+        key = f"args.{name}"
+        if wanted and values.given(name):
+            message = f"`{name}` and `batch:` both set the batch"
+            yield _error("batch-twice", key, message, "keep `batch:`, leave this one out")
+        elif not wanted and isinstance(values[name], int) and values[name] < 1:
+            message = f"`{name}: {values[name]}` is no batch"
+            fault = _error("impossible-batch", key, message, "a whole number above 0")
+            yield replace(fault, layer="run")
+
+
+def _rejected(config: Config, findings: list[Finding]) -> Judged:
+    return Judged(
+        config=config, stage=None, options=None, schema=None, upstream=None, values=None,
+        findings=_in_order(config, findings),
+    )  # fmt: skip
+
+
+def _in_order(
+    config: Config, findings: Sequence[Finding], placeless: Sequence[Finding] = ()
+) -> tuple[Finding, ...]:
+    """The findings with their places, in the order of the file."""
+    placed = [one if one.file is not None else config.placed(one) for one in findings]
+    by_line = sorted([*placeless, *placed], key=lambda one: (one.file or "", one.line or 0))
+    return tuple(by_line)
+
+
+def backend_of(config: Config) -> str:
+    """The backend that a file names, or the default where it names none that there is."""
+    backend = config.options.get("backend")
+    return backend if isinstance(backend, str) and backend in BACKENDS else "open_instruct"
+
+
+def _stage_name(
+    config: Config, asked: str | None, locator: Locator
+) -> tuple[str | None, list[Finding]]:
+    """The stage to check against, None where that makes no sense, and what is wrong so far."""
+    faults = list(config.faults)
+    unlike, fault = options.backend_fault(config), options.stage_fault(config)
+    if unlike is not None:
+        # held against another trainer's arguments, nearly every line would be wrong
+        return None, [*faults, unlike, *([fault] if fault is not None else [])]
+    if fault is not None:
+        faults.append(fault)
+        # a stage that was forgotten can be guessed, and everything else said too
+        forgotten = config.shape == "stage" and config.options.get("stage") is None
+        return (asked or _guess(config, locator), faults) if forgotten else (None, faults)
+    named = options.stage_of(config)
+    if named is not None and asked is not None and named != asked:
+        key = "script" if config.shape == "wrapped" else "stage"
+        message = f"the file's stage is {named}, not {asked}"
+        wrong = _error("wrong-stage", key, message, f"launch {named} {config.path}")
+        return None, [*faults, wrong]
+    return named or asked or _guess(config, locator), faults
+
+
+def _guess(config: Config, locator: Locator) -> str:
+    """Which stage a flat upstream file belongs to: the one whose own names it uses more."""
+    if any(key.startswith("dpo_") for key in config.args):
+        return "dpo"  # of no script's for SFT, at any commit
+    sft, dpo = (_fields_of(stage, locator) for stage in ("sft", "dpo"))
+    only_sft = len(config.args.keys() & (sft - dpo))
+    only_dpo = len(config.args.keys() & (dpo - sft))
+    if only_sft == only_dpo:
+        return "dpo" if "dpo" in str(config.path).lower() else "sft"
+    return "sft" if only_sft > only_dpo else "dpo"
+
+
+def _fields_of(stage: str, locator: Locator) -> set[str]:
+    """The names of a stage's arguments, those of the pin where the source here cannot be read."""
+    try:
+        return set(locator.schema("open_instruct", stage).fields)
+    except InvalidConfig:
+        named = upstream.snapshot("open_instruct")["stages"][stage]
+        return {key.partition(".")[2] for key in named}

@@ -1,0 +1,313 @@
+"""What one upstream source says about its entry scripts: read from the trees, kept as plain JSON.
+
+The committed snapshots, the cache and what was just read have the same form; `schema_of` makes a
+`Schema` of any of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from launcher.paths import PACKAGE
+from launcher.upstream.schema import Path as ScriptPath
+from launcher.upstream.schema import Read, Refusal, Schema, Shadow, field_as_json, field_from_json
+from launcher.upstream.trainers import Backend, Entry
+
+if TYPE_CHECKING:
+    import ast
+
+    # what reads sources is imported only where there is something to read
+    from launcher.upstream.source.packages import Module, Sources, Tree
+
+FORM = 3
+"""Of the JSON; part of a cache entry's name."""
+
+Facts = Mapping[str, Any]
+
+
+def read(
+    backend: Backend,
+    trees: Mapping[str, Tree],
+    externals: Mapping[str, Sequence[Any]],
+    stages: Sequence[str],
+) -> dict[str, Any]:
+    """Everything about these stages of a backend, parsed now.
+
+    `externals` are the choices of types that live in packages which are not among the trees. A stage
+    whose script or dataclasses cannot be read stands under `unreadable` with the reason. `absent` are
+    files that were looked for and are not there.
+    """
+    from launcher.upstream.source.packages import Sources
+
+    told: dict[str, Any] = {
+        "stages": {}, "classes": {}, "paths": {}, "fields": {}, "externals": {},
+        **({"tables": {}} if any(entry.tables for entry in backend.STAGES.values()) else {}),
+        **({"models": {}} if any(entry.models for entry in backend.STAGES.values()) else {}),
+        "unreadable": {}, "files": {}, "absent": [],
+    }  # fmt: skip
+    # what a script does is read in upstream's own packages only: the same whatever else is here
+    own = {name: tree for name, tree in trees.items() if name in backend.PACKAGES}
+    for stage in stages:
+        sources, walked = Sources(trees), Sources(own)
+        try:
+            if digest(trees, script := backend.STAGES[stage].script) is None:
+                raise LookupError(f"it has no {script}")
+            _read_stage(backend, stage, sources, walked, externals, told)
+            if (tables := backend.STAGES[stage].tables) is not None:
+                told["tables"][stage] = _tables(walked, *tables)
+            if (places := backend.STAGES[stage].models) is not None:
+                told["models"][stage] = _models(sources, *places)
+        except (LookupError, OSError, RecursionError, SyntaxError, TypeError, ValueError) as error:
+            told["unreadable"][stage] = str(error) or type(error).__name__
+        told["files"] |= sources.digests | walked.digests
+        told["absent"] += sources.absent | walked.absent
+    told["absent"] = sorted(set(told["absent"]))
+    told["files"] = dict(sorted(told["files"].items()))
+    told["fields"] = dict(sorted(told["fields"].items()))
+    return told
+
+
+def _read_stage(
+    backend: Backend,
+    stage: str,
+    sources: Sources,
+    walked: Sources,
+    externals: Mapping[str, Sequence[Any]],
+    told: dict[str, Any],
+) -> None:
+    from launcher.upstream.source import reads
+    from launcher.upstream.source.fields import read_fields
+
+    entry = backend.STAGES[stage]
+    try:
+        classes = reads.entry_classes(walked, entry.script)
+    except LookupError:
+        # a script that builds its parser in a way of its own
+        classes = list(entry.classes)
+    fields = read_fields(
+        sources, classes, {**externals, **backend.COMPUTED}, takes_none=backend.TAKES_NONE
+    )
+    if absent := sorted(entry.at(fields).names.needed - fields.keys()):
+        raise LookupError(f"it has no {', '.join(absent)}")
+    path = reads.find(walked, entry.script, classes, fields, entry.recorders)
+    if not any(path.reads.values()):
+        # nothing was followed: that says nothing about any argument
+        path = ScriptPath()
+    keys = [f"{known.owner}.{known.name}" for known in fields.values()]
+    told["stages"][stage] = keys
+    told["classes"][stage] = [list(one) for one in classes]
+    told["paths"][stage] = _path_as_json(path)
+    for key, known in zip(keys, fields.values(), strict=True):
+        told["fields"][key] = field_as_json(known)
+        if known.external and known.external.partition(".")[0] not in backend.PACKAGES:
+            told["externals"][known.external] = list(known.choices)
+
+
+def _models(
+    sources: Sources, named: tuple[str, str], configured: tuple[str, str]
+) -> dict[str, Any]:
+    """The models that a script can build, by hub name, and its library's names of configs.
+
+    A library that is not among the trees has none: its source is not here.
+    """
+    module, library = sources.module(named[0]), sources.module(configured[0])
+    models = sources.evaluate(module, module.constants.get(named[1])) if module else None
+    made = library.classes.get(configured[1]) if library is not None else None
+    # a config of a given size takes the vocabulary and no other size
+    sized = ["cls", "vocab_size"]
+    configs = [name for node in made.body if (name := _named(node, sized))] if made else []
+    return {"names": models if isinstance(models, dict) else {}, "configs": sorted(configs)}
+
+
+def _named(node: ast.stmt, parameters: Sequence[str]) -> str:
+    """The name of a function that takes these arguments; empty for any other statement."""
+    import ast
+
+    if not isinstance(node, ast.FunctionDef):
+        return ""
+    taken = [one.arg for one in (*node.args.args, *node.args.kwonlyargs)]
+    return node.name if taken == parameters else ""
+
+
+def _tables(sources: Sources, where: str, names: Sequence[str]) -> dict[str, dict[str, list[str]]]:
+    """The texts that a script looks up in these mappings of a module, each with the parameters of the
+    function that it stands for. A mapping that is not there, or that the module changes later, is none.
+    """
+    import ast
+
+    module, tables = sources.module(where), {}
+    if module is None:
+        return {}
+    changed = set()
+    for node in ast.walk(module.tree):
+        match node:
+            case (
+                ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del())
+                | ast.Attribute(value=ast.Name(id=name), attr="update" | "setdefault")
+                | ast.AugAssign(target=ast.Name(id=name))
+            ):
+                changed.add(name)
+    for name in names:
+        table = module.constants.get(name)
+        if not isinstance(table, ast.Dict) or name in changed:
+            continue
+        keys = [sources.evaluate(module, key) for key in table.keys]
+        if all(isinstance(key, str) for key in keys):
+            functions = [_parameters(sources, module, value) for value in table.values]
+            tables[name] = dict(zip(keys, functions, strict=True))
+    return tables
+
+
+def _parameters(sources: Sources, module: Module, node: ast.expr) -> list[str]:
+    """The parameters of a function that stands alone or first in a tuple; `**` for any others."""
+    import ast
+
+    node = node.elts[0] if isinstance(node, ast.Tuple) and node.elts else node
+    origin = sources.resolve(module, node.id) if isinstance(node, ast.Name) else None
+    function = origin[0].functions.get(origin[1]) if origin is not None else None
+    if function is None:
+        return []
+    taken = function.args
+    names = [one.arg for one in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)]
+    return [*names, "**"] if taken.kwarg is not None else names
+
+
+def schema_of(
+    facts: Facts, backend: Backend, stage: str, source: Literal["source", "snapshot"], version: str
+) -> Schema:
+    """The `Schema` of one entry script (`stage` is its key in `STAGES`).
+
+    Raises LookupError with the reason where it is unreadable.
+    """
+    reason = facts.get("unreadable", {}).get(stage)
+    if reason is not None:
+        raise LookupError(reason)
+    entry = backend.STAGES[stage]
+    if stage not in facts["stages"]:
+        # taken before this script was started from here
+        raise LookupError(f"nothing was read of {entry.script}")
+    listed = [field_from_json(facts["fields"][key]) for key in facts["stages"][stage]]
+    fields = {known.name: known for known in listed}
+    owners = [known.owner for known in listed]
+    here = entry if source == "snapshot" else entry.at(fields)
+    return Schema(
+        backend=backend.NAME, stage=entry.stage or stage, entry=stage, script=entry.script,
+        source=source, version=version, fields=fields, digests=facts["files"], splits=here.splits,
+        owner=entry.owner if entry.owner in owners else max(set(owners), key=owners.count),
+        path=_path_from_json(facts.get("paths", {}).get(stage) or {}),
+        beside=_beside(facts, backend, entry),
+        tables=facts.get("tables", {}).get(stage, {}),
+        models=facts.get("models", {}).get(stage, {}).get("names", {}),
+        configs=frozenset(facts.get("models", {}).get(stage, {}).get("configs", ())),
+    )  # fmt: skip
+
+
+def _beside(facts: Facts, backend: Backend, entry: Entry) -> dict[str, Mapping[str, Any]]:
+    """The reads of other scripts that parse the same dataclasses, as far as they were read."""
+    return {
+        other.script: _path_from_json(facts["paths"][name]).reads
+        for name, other in backend.STAGES.items()
+        if other.script in entry.beside and name in facts.get("paths", {})
+    }
+
+
+def _path_as_json(path: ScriptPath) -> dict[str, Any]:
+    return {
+        "reads": {
+            name: [[one.where, *one.when] for one in found] for name, found in path.reads.items()
+        },
+        "shadows": {name: [one.where, *one.by] for name, one in path.shadows.items()},
+        "refusals": [
+            {"where": r.where, "when": list(r.when), "error": r.error, "parsing": r.parsing}
+            for r in path.refusals
+        ],
+    }
+
+
+def _path_from_json(data: Mapping[str, Any]) -> ScriptPath:
+    return ScriptPath(
+        reads={name: _reads(found) for name, found in data.get("reads", {}).items()},
+        shadows={
+            name: Shadow(where=where, by=tuple(by))
+            for name, (where, *by) in data.get("shadows", {}).items()
+        },
+        refusals=tuple(
+            Refusal(where=r["where"], when=tuple(r["when"]), error=r["error"], parsing=r["parsing"])
+            for r in data.get("refusals", ())
+        ),
+    )
+
+
+def _reads(found: Sequence[Sequence[str]]) -> tuple[Read, ...]:
+    return tuple(Read(where=where, when=tuple(when)) for where, *when in found)
+
+
+# --- the cache ------------------------------------------------------------------------------------
+
+
+def cached(
+    backend: Backend,
+    trees: Mapping[str, Tree],
+    externals: Mapping[str, Sequence[Any]],
+    stage: str,
+) -> dict[str, Any]:
+    """`read` of one stage, remembered by the content of every file that was read.
+
+    An entry is used only while all those files still have the same sha256, and none is there now that
+    was looked for in vain; a folder that cannot be written costs time, nothing else. Several processes
+    may write at once: the last one stays.
+    """
+    script = digest(trees, backend.STAGES[stage].script) or ""
+    name = hashlib.sha256(f"{FORM} {_reader()} {backend.NAME} {stage} {script}".encode())
+    place = cache_folder() / f"{name.hexdigest()[:32]}.json"
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        known: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
+        answers = (stage in known["stages"] and known["files"]) or stage in known["unreadable"]
+        held = {**known["files"], **dict.fromkeys(known["absent"])}
+        if answers and all(digest(trees, label) == sha for label, sha in held.items()):
+            return known
+    # only where there is something to write
+    import tempfile
+
+    told = read(backend, trees, externals, [stage])
+    with suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(dir=place.parent, suffix=".part")
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump(told, stream, separators=(",", ":"))
+        os.replace(scratch, place)
+    return told
+
+
+def cache_folder() -> Path:
+    """Where what was read of upstream sources is remembered."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # the XDG specification: a relative path does not count
+    folder = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
+    return folder / "launch" / "sources"
+
+
+def digest(trees: Mapping[str, Tree], label: str) -> str | None:
+    """The sha256 of a file that is known as `package/path/below.py`."""
+    package, _, below = label.partition("/")
+    raw = trees[package].read(below) if package in trees else None
+    return None if raw is None else hashlib.sha256(raw).hexdigest()
+
+
+@cache
+def _reader() -> str:
+    """What reads the sources, by content: another version of it may find other facts."""
+    files = [PACKAGE / "upstream" / name for name in ("schema.py", "facts.py")]
+    files += sorted((PACKAGE / "upstream" / "source").glob("*.py"))
+    whole = hashlib.sha256()
+    for path in files:
+        with suppress(OSError):
+            whole.update(path.read_bytes())
+    return whole.hexdigest()

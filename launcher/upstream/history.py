@@ -1,0 +1,258 @@
+"""What became of an argument that upstream once had: which commit, which pull request, what instead.
+
+The committed table holds every change up to the commit that it was made at. What lies beyond it is
+looked up in a checkout's own git history, by the lines that define the argument.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from launcher.machine.git import Repository
+
+What = Literal["added", "removed", "renamed"]
+# TRL's configurations are built on transformers'
+_TRAINING_ARGUMENTS = "transformers/training_args.py"
+_PULL = re.compile(r"\(#(\d{1,9})\)\s*$|^Merge pull request #(\d{1,9})\b")
+_DEFINITION = re.compile(r"[-+]\s+(\w+)\s*:\s*([^=]+)")
+_HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@ ?(?:class (\w+))?")
+# with more changes than this, what came with a removal says nothing about it
+_FEW = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One change of one argument of an entry script.
+
+    `owner` is the dataclass (empty for a plain argparse flag); `file` and `line` its definition, at
+    the commit for what was added, before it for what is gone. `to` is the new name of a renamed
+    argument; `see` are arguments that took the place of a removed one, or that upstream said to use
+    instead, without doing the same. `date` is the commit's (YYYY-MM-DD), `pull` its pull request,
+    `release` the first version that holds it, which may be all that is known (an empty `commit`).
+    """
+
+    key: str
+    what: What
+    to: str | None = None
+    see: tuple[str, ...] = ()
+    owner: str
+    file: str
+    line: int
+    commit: str
+    date: str
+    pull: int | None = None
+    release: str | None = None
+
+    @property
+    def gone(self) -> bool:
+        """Whether the name is no argument any more after the commit."""
+        return self.what != "added"
+
+
+def of(
+    key: str, script: str, repository: Repository | None = None, *, head: str = "HEAD"
+) -> tuple[Event, ...]:
+    """What happened to one argument of `script` (`open_instruct/finetune.py`) up to `head`.
+
+    Newest first; empty for a name that never was an argument. `repository` is the checkout's; for
+    TRL there is the table only: it is installed without a history.
+    """
+    known = tuple(event for event in events(script) if event.key == key)
+    at = table_commit(script.partition("/")[0])
+    if repository is None or script.startswith("trl/") or head == at or not key.isidentifier():
+        return known
+    commit = repository.commit(head)
+    if commit is None or commit == at:
+        return known
+    base = at if repository.commit(at) is not None else None
+    later = tuple(find(repository, key, script, base, commit))
+    if base is None:
+        return later or known
+    before = _ancestors(repository, commit)
+    cut = repository.is_shallow()
+    return later + tuple(event for event in known if event.commit in before or cut)
+
+
+@cache
+def events(script: str) -> tuple[Event, ...]:
+    """The committed changes of all arguments of `script`, newest first."""
+    package = script.partition("/")[0]
+    found = _events(package, script)
+    return found + _events("transformers", _TRAINING_ARGUMENTS) if package == "trl" else found
+
+
+def called_now(
+    event: Event, past: Callable[[str], Sequence[Event]], fields: Collection[str]
+) -> str | None:
+    """The field that a renamed argument is now, followed over later renames; None without one."""
+    name, seen = event.to, {event.key}
+    while name is not None and name not in fields and name not in seen:
+        seen.add(name)
+        later = past(name)
+        name = later[0].to if later and later[0].gone else None
+    return name if name in fields else None
+
+
+def formerly(key: str, script: str, fields: Collection[str]) -> Event | None:
+    """The rename that made a field what is called `key` at the pin: of an older commit, which has not
+    had it yet. Followed over earlier renames; None without one.
+    """
+    known, seen = events(script), {key}
+    while True:
+        made = next((one for one in known if one.to in seen and one.key not in seen), None)
+        if made is None or made.key in fields:
+            return made
+        seen.add(made.key)
+
+
+def sentence(event: Event) -> str:
+    """One event for people: `removed by #1567 (9e8e2187c, 2026-03-30)`."""
+    what = f"renamed to `{event.to}`" if event.to else event.what
+    short = event.commit[:9]
+    if not short:
+        where = f" in {event.release}"
+    elif event.pull:
+        where = f" by #{event.pull} ({', '.join(filter(None, [short, event.release, event.date]))})"
+    else:
+        where = f" by {short} ({', '.join(filter(None, [event.release, event.date]))})"
+    names = [f"`{name}`" for name in event.see]
+    instead = f"; see {' and '.join(names)}" if names else ""
+    return f"{what}{where}{instead}"
+
+
+# --- the committed table --------------------------------------------------------------------------
+
+
+@cache
+def _table() -> Mapping[str, Any]:
+    raw = files("launcher.upstream.snapshots").joinpath("history.json").read_text(encoding="utf-8")
+    told: dict[str, Any] = json.loads(raw)
+    return told
+
+
+def table_commit(package: str) -> str:
+    """The commit up to which the table holds every change of a package; "" for any other package."""
+    return str(_table().get(package, {}).get("commit", ""))
+
+
+def _events(package: str, script: str) -> tuple[Event, ...]:
+    """The rows of the table: the scripts (their numbers), what, key, new name or names to see, owner,
+    file, line."""
+    data = _table().get(package, {"scripts": [], "changes": []})
+    if script not in data["scripts"]:
+        return ()
+    number, found = str(data["scripts"].index(script)), []
+    for change in data["changes"]:
+        at = {key: change.get(key) for key in ("commit", "date", "pull", "release")}
+        for numbers, what, key, to, owner, file, line in change["events"]:
+            if number in numbers:
+                see = tuple(to) if isinstance(to, list) else ()
+                to = to if isinstance(to, str) else None
+                found.append(
+                    Event(
+                        key=key, what=what, to=to, see=see, owner=owner, file=file, line=line, **at
+                    )
+                )
+    return tuple(found)
+
+
+# --- git ------------------------------------------------------------------------------------------
+
+
+def find(
+    repository: Repository, key: str, script: str, base: str | None, head: str
+) -> Iterator[Event]:
+    """The commits from `base` to `head` that changed whether `key` is defined, newest first.
+
+    Searched are the files that have ever defined an argument of the script. A definition that only
+    moves, or changes its type, is no change.
+    """
+    paths = sorted({script, *(event.file for event in events(script))})
+    told = repository.ask(
+        "log", "--root", "--first-parent", "--diff-merges=first-parent", "--no-renames", "--no-color",
+        "--relative", "--src-prefix=a/", "--dst-prefix=b/", "--pickaxe-all", "-U0",
+        f"-G^\\s+{key}\\s*:", "--format=%x02%H %cs %P%x03%s%x03",
+        head, *([f"^{base}"] if base else []), "--", *paths,
+    )  # fmt: skip
+    for block in (told or "").split("\x02")[1:]:
+        names, subject, patch = block.split("\x03", 2)
+        commit, date, *parents = names.split()
+        event = _event(key, patch, commit, date, subject)
+        # the oldest commit of a history that was cut off only looks as if it added everything
+        if event is not None and (parents or not repository.is_shallow()):
+            yield event
+
+
+def _event(key: str, patch: str, commit: str, date: str, subject: str) -> Event | None:
+    """What one commit did to an argument; None where it is defined before and after it."""
+    lost, new = ([d for d in _definitions(patch) if d.sign == sign] for sign in "-+")
+    own = [d for d in (*lost, *new) if d.key == key]
+    if len({d.sign for d in own}) != 1:
+        return None
+    before = {d.key for d in lost}
+    one, see = own[0], list[str]()
+    to = _new_name(one, lost, new) if one.sign == "-" else None
+    if one.sign == "-" and to is None:
+        came = [d.key for d in new if d.key not in before and d.hunk == one.hunk]
+        about = {*key.split("_")} - {"use"}
+        see = [name for name in came if {*name.split("_")} & about] if len(came) <= _FEW else []
+    number = _PULL.search(subject)
+    return Event(
+        key=key, what="added" if one.sign == "+" else "renamed" if to else "removed", to=to,
+        see=tuple(see), owner=one.owner, file=one.file, line=one.line, commit=commit, date=date,
+        pull=int(number[1] or number[2]) if number else None,
+    )  # fmt: skip
+
+
+def _new_name(
+    one: _Definition, lost: Sequence[_Definition], new: Sequence[_Definition]
+) -> str | None:
+    """The argument of the same type that took the place of one: alone, or with the same words."""
+    before, after = {d.key for d in lost}, {d.key for d in new}
+    came = {d.key: d for d in new if d.key not in before and d.type == one.type}
+    beside = {d.key for d in lost if d.key not in after and d.hunk == one.hunk}
+    here = [d for d in new if d.key not in before and d.hunk == one.hunk]
+    if len(beside) == len(here) == 1 and here[0].key in came:
+        return here[0].key
+    words = {*one.key.split("_")}
+    alike = [name for name in came if (w := {*name.split("_")}) <= words or words <= w]
+    return max(alike, key=len, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Definition:
+    """A field that a patch takes away (`-`) or adds (`+`)."""
+
+    sign: str
+    key: str
+    type: str
+    owner: str
+    file: str
+    line: int
+    hunk: int
+
+
+def _definitions(patch: str) -> Iterator[_Definition]:
+    file, owner, at, hunk = "", "", {"-": 0, "+": 0}, 0
+    for line in patch.splitlines():
+        if line.startswith(("--- ", "+++ ")):
+            file = line[6:] if line[4:] != "/dev/null" else file
+        elif found := _HUNK.match(line):
+            at, owner, hunk = {"-": int(found[1]), "+": int(found[2])}, found[3] or "", hunk + 1
+        elif line[:1] in at:
+            if told := _DEFINITION.match(line):
+                number = at[line[0]]
+                yield _Definition(line[0], told[1], told[2].strip(), owner, file, number, hunk)
+            at[line[0]] += 1
+
+
+@lru_cache(maxsize=8)
+def _ancestors(repository: Repository, commit: str) -> frozenset[str]:
+    return frozenset((repository.ask("rev-list", commit, "--") or "").split())

@@ -1,0 +1,347 @@
+"""Which upstream source is here, whether it is the pinned one, and the `Schema` of an entry script.
+
+The committed snapshot answers when nothing is installed or checked out, and also when the files
+here are byte for byte those that it was read from: then nothing has to be parsed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import Finding, InvalidConfig, NotReady
+from launcher.machine.git import CommitTree, Repository
+from launcher.paths import PROJECT, exists, expanded, is_file
+from launcher.upstream import facts, history
+from launcher.upstream.history import Event
+from launcher.upstream.schema import Schema
+from launcher.upstream.source.packages import Folder, Tree, find_package
+from launcher.upstream.trainers import BACKENDS, Entry
+
+REPOSITORY = PROJECT
+SUBMODULE = REPOSITORY / "external" / "open-instruct"
+FOUND_IN = (Path("/workspace/open-instruct"), Path("~/open-instruct"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upstream:
+    """The upstream source that a run or a check would use.
+
+    `root` is the folder on PYTHONPATH (the checkout, or the one that holds the entry scripts'
+    package), None where only the snapshot is here; `packages` are the files of all packages that
+    are read, on disk in one or several places, or at a commit. `asked` is false for a checkout that
+    was merely found in one of the usual places. `changed` are the files that differ from the
+    snapshot's.
+    """
+
+    backend: str
+    root: Path | None
+    source: str
+    asked: bool
+    pin: str
+    version: str
+    packages: Mapping[str, Tree] = field(default_factory=dict)
+    changed: tuple[str, ...] = ()
+
+    @property
+    def pinned(self) -> bool:
+        """Whether every file that matters is the pinned one."""
+        return not self.changed
+
+    def describe(self) -> str:
+        """One line for every answer: which source, which commit."""
+        where = f"{self.root} ({self.source})" if self.root else "the committed snapshot"
+        name = "" if self.version.startswith(self.backend) else f"{self.backend} "
+        return f"{name}{self.version}, {where}"
+
+    def as_json(self) -> dict[str, object]:
+        """For envelopes and the manifest."""
+        return {
+            "backend": self.backend,
+            "root": None if self.root is None else str(self.root),
+            "source": self.source,
+            "pin": self.pin,
+            "version": self.version,
+            "pinned": self.pinned,
+            "changed_files": list(self.changed),
+        }
+
+
+@cache
+def snapshot(backend: str) -> Mapping[str, Any]:
+    """The committed facts of one backend; raises FileNotFoundError where it was never taken."""
+    raw = (
+        files("launcher.upstream.snapshots").joinpath(f"{backend}.json").read_text(encoding="utf-8")
+    )
+    data: dict[str, Any] = json.loads(raw)
+    return data
+
+
+def locate(
+    backend: str,
+    *,
+    checkout: Path | None = None,
+    search: Sequence[Path] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Upstream:
+    """Find the source of `backend`: the checkout in the documented order, or installed packages.
+
+    `search` is the import path of another interpreter (the trainer's). Raises NotReady where a
+    checkout was named and is none.
+    """
+    if backend == "open_instruct":
+        environ = os.environ if environ is None else environ
+        return _locate_checkout(checkout, environ)
+    return _locate_packages(backend, tuple(search) if search is not None else None)
+
+
+def checkout_places(named: Path | None, environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
+    """Where a checkout may lie, each place with who names it, in the documented order."""
+    if named is not None:
+        yield expanded(named).absolute(), "--open-instruct"
+    if variable := environ.get("LAUNCH_OPEN_INSTRUCT"):
+        yield expanded(variable).absolute(), "LAUNCH_OPEN_INSTRUCT"
+    yield SUBMODULE, "submodule"
+    for place in FOUND_IN:
+        yield expanded(place), "found"
+
+
+def _locate_checkout(named: Path | None, environ: Mapping[str, str]) -> Upstream:
+    for root, source in checkout_places(named, environ):
+        if _is_checkout(root):
+            packages = packages_below("open_instruct", root)
+            return _compare("open_instruct", root, packages, source, asked=source != "found")
+        if source not in {"submodule", "found"}:
+            raise NotReady(_no_checkout(root, source))
+    return _snapshot_only("open_instruct")
+
+
+def _is_checkout(root: Path) -> bool:
+    return is_file(root / "open_instruct" / "finetune.py")
+
+
+def _no_checkout(root: Path, source: str) -> Finding:
+    state = "is not there"
+    if exists(root):
+        state = "does not hold one" if not root.is_dir() or any(root.iterdir()) else "is empty"
+    help = "name a folder that holds open_instruct/finetune.py, or leave the option out"
+    if source == "LAUNCH_OPEN_INSTRUCT":
+        help = "set that variable to a folder that holds open_instruct/finetune.py, or unset it"
+    if root == SUBMODULE:
+        help = "git submodule update --init external/open-instruct"
+    named = "the environment variable " if source == "LAUNCH_OPEN_INSTRUCT" else ""
+    return Finding(
+        severity="error", layer="launch", code="no-checkout", file=str(root),
+        message=f"{named}{source} names an open-instruct checkout, but {root} {state}", help=help,
+    )  # fmt: skip
+
+
+def _snapshot_only(backend: str) -> Upstream:
+    pin = str(snapshot(backend)["version"])
+    return Upstream(
+        backend=backend, root=None, source="snapshot", asked=False, pin=pin, version=pin
+    )
+
+
+def _locate_packages(backend: str, search: tuple[Path, ...] | None) -> Upstream:
+    packages = {}
+    for name in BACKENDS[backend].PACKAGES:
+        path = find_package(name, search)
+        if path is None:
+            return _snapshot_only(backend)
+        packages[name] = Folder(path)
+    root = packages[BACKENDS[backend].PACKAGES[0]].path.parent
+    return _compare(backend, root, packages, "installed", asked=True)
+
+
+def packages_below(backend: str, root: Path) -> dict[str, Folder]:
+    """The folders of a backend's packages, all in one place."""
+    return {name: Folder(root / name) for name in BACKENDS[backend].PACKAGES}
+
+
+def at_commit(repository: Repository, commit: str) -> Upstream:
+    """open-instruct as it was at a commit of a repository, without a checkout of it.
+
+    Its `root` is the repository's folder: DeepSpeed files that a stage file names may lie there.
+    """
+    names = BACKENDS["open_instruct"].PACKAGES
+    trees = {name: CommitTree(repository, commit, name) for name in names}
+    source = _compare("open_instruct", repository.top(), trees, "git", asked=True)
+    return replace(source, version=commit)
+
+
+def _compare(
+    backend: str, root: Path | None, packages: Mapping[str, Tree], source: str, *, asked: bool
+) -> Upstream:
+    told = snapshot(backend)
+    changed = tuple(n for n, sha in told["files"].items() if facts.digest(packages, n) != sha)
+    pin = str(told["version"])
+    folders = {name: tree for name, tree in packages.items() if isinstance(tree, Folder)}
+    version = version_of(backend, folders) if changed and folders else pin
+    return Upstream(
+        backend=backend, root=root, source=source, asked=asked, pin=pin, version=version,
+        packages=packages, changed=changed,
+    )  # fmt: skip
+
+
+def version_of(backend: str, packages: Mapping[str, Folder]) -> str:
+    """The commit of a checkout (`+edited` with local changes), or the versions of packages."""
+    if backend == "open_instruct":
+        from launcher.machine.python import git_version
+
+        return git_version(packages[backend].path.parent, backend) or "no git history"
+    return ", ".join(
+        f"{name} {package_version(p.path.parent, name)}" for name, p in packages.items()
+    )
+
+
+def package_version(site: Path, name: str) -> str:
+    """The version of an installed distribution, from the name of its metadata folder."""
+    stem = name.replace("-", "_").lower()
+    found = sorted(
+        p.name for p in site.glob("*.dist-info") if p.name.lower().startswith(f"{stem}-")
+    )
+    return found[0].removesuffix(".dist-info").partition("-")[2] if found else "unknown"
+
+
+def unpinned(upstream: Upstream, *, running: bool, allowed: bool) -> Finding | None:
+    """What to say about a source that is not the pinned one; None where there is nothing to say.
+
+    A checkout that was named, or is the submodule, must be the pin. One merely found is only warned
+    about while nothing runs. Installed TRL packages are simply read: they are what will run.
+    """
+    if upstream.pinned:
+        return None
+    if upstream.backend != "open_instruct":
+        return Finding(
+            severity="note", layer="launch", code="other-version",
+            message=f"checked against the installed {upstream.version}; tested with {upstream.pin}",
+        )  # fmt: skip
+    stops = (running or upstream.asked) and not allowed
+    files_changed = ", ".join(upstream.changed[:4])
+    git, commit = f"git -C {upstream.root}", upstream.version.removesuffix("+edited")
+    # checking out the commit that is checked out undoes no edit
+    steps = [f"{git} stash"] if commit != upstream.version else []
+    if commit != upstream.pin or not steps:
+        steps.append(f"{git} checkout {upstream.pin[:12]}")
+    return Finding(
+        severity="error" if stops else "warning",
+        layer="launch",
+        code="unpinned-checkout",
+        file=str(upstream.root),
+        message=f"the checkout is at {upstream.version}, the pin is {upstream.pin} "
+        f"(different: {files_changed})",
+        help=" && ".join(steps) + ("" if allowed else ", or go on with --allow-unpinned"),
+    )
+
+
+def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False) -> Schema:
+    """The schema of one entry script, from source where it differs from the snapshot and is wanted.
+
+    Raises InvalidConfig where the source lacks the dataclasses (another commit's layout).
+    """
+    backend = BACKENDS[upstream.backend]
+    told = snapshot(upstream.backend)
+    use_source = not upstream.pinned
+    if upstream.backend == "open_instruct" and not allow_unpinned:
+        use_source = False
+    if not use_source:
+        return facts.schema_of(told, backend, stage, "snapshot", str(told["version"]))
+    found = facts.cached(backend, upstream.packages, told["externals"], stage)
+    try:
+        schema = facts.schema_of(found, backend, stage, "source", upstream.version)
+        known = told.get("models", {}).get(stage, {})
+        return replace(
+            schema,
+            # OLMo-core is no part of a checkout
+            configs=schema.configs or frozenset(known.get("configs", ())),
+            stands=_standing(upstream, schema.script),
+        )  # fmt: skip
+    except LookupError as error:
+        raise InvalidConfig(
+            Finding(
+                severity="error", layer="launch", code="unreadable-source",
+                file=None if upstream.root is None else str(upstream.root),
+                message=f"{upstream.version} cannot be read as this stage's source: "
+                f"{error.args[0]}",
+            )
+        ) from None  # fmt: skip
+
+
+def _standing(upstream: Upstream, script: str) -> Callable[[str], bool]:
+    from launcher.upstream.citations import Standing
+
+    entries = BACKENDS[upstream.backend].STAGES.values()
+    own = {entry.script: {entry.script, *_defining(entry)} for entry in entries}
+    raw = files("launcher.upstream.snapshots").joinpath("cited.json").read_text(encoding="utf-8")
+    known = json.loads(raw)[upstream.backend]
+    others = set().union(*own.values()) - own[script]
+    return Standing(known, upstream.packages, frozenset(others))
+
+
+def _defining(entry: Entry) -> Iterator[str]:
+    return (f"{module.replace('.', '/')}.py" for module, _ in entry.classes)
+
+
+def at_pin(schema: Schema, key: str) -> str | None:
+    """The `file:line` that defines an argument of this script at the pin; None there or without one."""
+    told = snapshot(schema.backend)
+    if schema.version == told["version"]:
+        return None
+    listed = told["stages"].get(schema.key, ())
+    known = next((name for name in listed if name.partition(".")[2] == key), None)
+    return None if known is None else str(told["fields"][known]["where"])
+
+
+def past(upstream: Upstream, script: str, key: str) -> tuple[Event, ...]:
+    """What happened to an argument of a script, newest first; see `history.of`.
+
+    At the pin the committed table answers; anything else asks its own git history, if it has one.
+    """
+    if upstream.backend != "open_instruct" or upstream.pinned:
+        return history.of(key, script)
+    tree = upstream.packages.get("open_instruct")
+    if isinstance(tree, CommitTree):
+        return history.of(key, script, tree.repository, head=tree.commit)
+    repository = Repository(upstream.root) if upstream.root is not None else None
+    return history.of(key, script, repository)
+
+
+@dataclass(slots=True)
+class Locator:
+    """Finds each source once, and reads each schema once, for as many files as one command judges.
+
+    The parameters are those of `locate` and `load_schema`.
+    """
+
+    checkout: Path | None = None
+    search: Sequence[Path] | None = None
+    allow_unpinned: bool = False
+    _found: dict[str, Upstream] = field(default_factory=dict)
+    _schemas: dict[tuple[str, str], Schema] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, source: Upstream) -> Locator:
+        """One that answers with this source, whatever lies on this machine."""
+        return cls(allow_unpinned=True, _found={source.backend: source})
+
+    def find(self, backend: str) -> Upstream:
+        """The source of a backend; raises NotReady where a checkout was named and is none."""
+        if backend not in self._found:
+            self._found[backend] = locate(backend, checkout=self.checkout, search=self.search)
+        return self._found[backend]
+
+    def schema(self, backend: str, stage: str) -> Schema:
+        """The schema of an entry script; raises InvalidConfig where the source cannot be read."""
+        key = (backend, stage)
+        if key not in self._schemas:
+            self._schemas[key] = load_schema(
+                self.find(backend), stage, allow_unpinned=self.allow_unpinned
+            )
+        return self._schemas[key]

@@ -1,0 +1,1 @@
+"""What the trainers print, as patterns."""

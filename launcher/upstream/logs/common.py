@@ -1,0 +1,270 @@
+"""What the log of any trainer says when it fails: torch, torchrun, accelerate, the shell, Slurm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from signal import Signals
+
+from launcher.upstream.logs.pattern import Pattern, pattern
+
+SHELL_SIGNALS: Mapping[str, Signals] = {
+    "Killed": Signals.SIGKILL,
+    "Terminated": Signals.SIGTERM,
+    "Segmentation fault": Signals.SIGSEGV,
+    "Aborted": Signals.SIGABRT,
+    "Bus error": Signals.SIGBUS,
+    "Illegal instruction": Signals.SIGILL,
+    "Floating point exception": Signals.SIGFPE,
+    "Out Of Memory": Signals.SIGKILL,
+}
+"""How bash (glibc's strsignal) and srun say which signal ended a process."""
+
+# What may stand before a word of the shell's: a number, a job, or a bar.
+_SHELL = r"(?:^|[\]|>] ?|[\d\]]: ?|[ZF] |\d |^\[\d+\][+-]? +)"
+# Raised: what is only warned about is tried again, or done without. Others than the hub, such as wandb,
+# answer in the same words.
+_RAISED = r"\b(?:requests|urllib3|httpx|huggingface_hub)\.[\w.]+: "
+_BY_HUB = r"\b(?:huggingface_hub\.[\w.]+: |(?:requests|httpx)\.[\w.]+: (?=.*//huggingface\.co/))"
+
+Table = Mapping[str, tuple[str | tuple[str, str], ...]]
+"""Name -> what is looked for: a regular expression, or one with the text that is found first."""
+
+
+def patterns(table: Table) -> tuple[Pattern, ...]:
+    """The patterns of a table."""
+    return tuple(
+        pattern(name, *((regex,) if isinstance(regex, str) else regex[::-1]))
+        for name, regexes in table.items()
+        for regex in regexes
+    )
+
+
+_TABLE: Table = {
+    "begun": (
+        r"^nohup: ignoring input",
+        r"real_accelerator\.py:\d+:get_accelerator\] Setting ",
+    ),
+    "oom": (
+        (
+            r"(?:CUDA|HIP|XPU|MPS|cuda|hip|Cuda failure)[^\n]{0,60}[Oo]ut of memory"
+            r"(?:.*Tried to allocate (?P<tried>[\d.]+ \w+))?(?:.*GPU (?P<gpu>\d+) has)?"
+        ),
+        "CUBLAS_STATUS_ALLOC_FAILED",
+    ),
+    "oom_host": (
+        (
+            "allocate memory",
+            r"DefaultCPUAllocator: (?:not enough|can't allocate) memory|Cannot allocate memory",
+        ),
+        r"(?:^|[\s.])(?:_Array|Arrow)?MemoryError(?::|$)",  # numpy, pyarrow
+        "terminate called after throwing an instance of 'std::bad_alloc'",
+        ("oom-kill", r"oom.kill event|oom-kill:"),  # slurmstepd; the kernel
+        r"Detected \d+ oom_kill event",
+        r"srun: error: \S+: tasks? [\d,-]+: Out Of Memory$",
+        r"ut of memory: Killed process \d+",  # the kernel
+    ),
+    "worker_killed": (r"DataLoader worker \(pid \d+\) is killed by signal: Killed",),
+    "shared_memory": (
+        r"DataLoader worker \(pid \d+\) is killed by signal: Bus error",
+        "Unexpected bus error encountered in worker",
+        r"unable to (?:write to|resize) file </torch_",
+    ),
+    "child_failed": (
+        # torch/distributed/elastic/multiprocessing/api.py:1003
+        r"failed \(exitcode: (?P<exitcode>-?\d+)\)(?: local_rank: (?P<rank>\d+))?",
+        # torch/distributed/elastic/multiprocessing/errors/__init__.py:188
+        r"exitcode  : (?P<exitcode>-?\d+) +\(pid: \d+\)",
+        # subprocess.CalledProcessError, raised by accelerate/commands/launch.py:999,1070
+        r"returned non-zero exit status (?P<exitcode>\d{1,12})",
+        r"launch\.py:\d+:sigkill_handler\] .* exits with return code = (?P<exitcode>-?\d{1,12})$",
+        r"srun: error: \S+: tasks? [\d,-]+: Exited with exit code (?P<exitcode>\d{1,12})$",
+    ),
+    "child_signal": (
+        # accelerate/commands/launch.py:999,1070
+        r"died with <Signals\.(?P<name>SIG\w+): (?P<signal>\d{1,12})>",
+        # torch/distributed/elastic/multiprocessing/errors/__init__.py:143
+        r"Signal (?P<signal>\d{1,12}) \((?P<name>SIG\w+)\) received by PID",
+    ),
+    "stop_asked": (
+        # torch/distributed/elastic/multiprocessing/api.py:86 SignalException
+        r"Process \d+ got signal: (?P<signal>\d{1,12})",
+        (
+            "Main process received SIG",  # deepspeed/launcher/launch.py sigkill_handler
+            r"launch\.py:\d+:sigkill_handler\] Main process received (?P<name>SIG(?:INT|TERM)), exiting",
+        ),
+        (
+            " death signal, shutting down workers",  # torch/distributed/elastic/agent/server/api.py
+            r"Received (?:Signals\.(?P<name>SIG\w+)|(?P<signal>\d{1,12})) death signal, shutting down",
+        ),
+    ),
+    "shell_killed": (
+        *(
+            (word, _SHELL + rf"(?P<how>{word})(?: \(core dumped\))?(?:\s{{2,}}|$)")
+            for word in SHELL_SIGNALS
+        ),
+        rf"Fatal Python error: (?P<how>{'|'.join(SHELL_SIGNALS)})$",
+    ),
+    "terminated": (
+        # libstdc++: an exception that nothing caught, then SIGABRT
+        r"terminate called after throwing an instance of '(?P<type>[^']+)'",
+    ),
+    "watchdog": (
+        # torch ProcessGroupNCCL.cpp: the process goes down with it
+        (
+            "watchdog thread terminated with exception: ",
+            r"(?P<type>watchdog) thread terminated with exception: (?P<message>.*)",
+        ),
+    ),
+    "what": (r"^ *what\(\):  (?P<message>.*)",),
+    # of the script itself: no traceback stands before it
+    "syntax": (("Error: ", r"^(?P<type>SyntaxError|IndentationError|TabError): (?P<message>.+)"),),
+    "not_started": (
+        r"(?:^|[\s/:|>])python[\d.]*: (?P<message>can't open file .*|No module named \S+$)",
+    ),
+    "not_found": (
+        (
+            "not found",
+            r"(?P<message>(?:[\w./-]+: )?(?:line \d+: )?[\w./-]+: command not found"
+            r"|\bsh: \d+: [\w./-]+: not found)$",
+        ),
+    ),
+    "cancelled": (
+        (
+            r"slurmstepd(?:-[\w.-]+)?: error: \*\*\* \w+ (?P<job>\d*).* CANCELLED AT \S+"
+            r"(?: DUE TO (?P<why>[A-Z ]+?))?(?:,[^*]*)? *\*\*\*"
+        ),
+    ),
+    "refused": (
+        (
+            r"(?:\w\.py|^[\w-]+(?: [\w<>\[\] -]+)?): error: (?P<message>(?:argument |unrecognized "
+            r"|ambiguous |the following |one of |expected ).*)"
+        ),
+        # transformers/hf_argparser.py:354,383
+        (
+            "are not used by the HfArgumentParser",
+            r"(?P<message>Some (?:specified arguments|keys) are not used by the HfArgumentParser: \[.*)",
+        ),
+    ),
+    "nccl_timeout": (
+        r"Watchdog caught collective operation timeout: (?P<what>.*)",
+        r"ProcessGroupNCCL's watchdog got stuck for (?P<what>\d+ seconds)",
+        *(
+            (
+                f"ms for {way} operation to complete",  # gloo
+                rf"Timed out waiting (?P<what>\d+ms for {way} operation to complete)",
+            )
+            for way in ("send", "recv")
+        ),
+    ),
+    "port_in_use": (
+        r"[Aa]ddress already in use",
+        # accelerate/utils/launch.py:245,517
+        "Tried to launch distributed communication on port ",
+    ),
+    "nccl_error": (
+        r"NCCL error in: \S+, (?P<what>.*?)(?:, NCCL version (?P<version>[\d.]+))?$",
+        "Bootstrap : no socket interface found",
+    ),
+    "rendezvous": (
+        r"Timed out after \d+ seconds waiting for clients\. (?P<joined>\d+/\d+) clients joined",
+        r"wait timeout after \d+ms, keys: ",
+        r"The client socket has timed out after .* trying to connect to \((?P<address>[^)]+)\)",
+    ),
+    "gpu_fault": ("uncorrectable ECC error encountered", "GPU has fallen off the bus"),
+    "device_assert": (r"(?:CUDA|HIP) error: device-side assert triggered",),
+    "illegal_access": (
+        (
+            "an illegal memory access was encountered",
+            r"(?:(?:CUDA|HIP) error: |Cuda failure (?:\d+ )?')an illegal memory access was",
+        ),
+    ),
+    "loss_scale": ("Current loss scale already at minimum",),
+    "abi_mismatch": (r"[Ee]rror: /\S+\.so[.\d]*: undefined symbol: (?P<symbol>\S+)",),
+    "corrupt_file": (
+        r"SafetensorError: Error while deserializing header: (?P<what>.*)",
+        r"Error: (?:\[enforce fail at [^\]]*\] *\. *)?PytorchStreamReader failed (?P<what>.*)",
+    ),
+    "no_gpu": (
+        "no CUDA-capable device is detected",
+        "CUDA error: invalid device ordinal",
+        r"(?<!CUDA initialization: )Found no NVIDIA driver on your system",
+        "Torch not compiled with CUDA enabled",  # torch/cuda/__init__.py:522
+    ),
+    "cuda_driver": (
+        (
+            r"(?<!CUDA initialization: )The NVIDIA driver on your system is too old"
+            r"(?: \(found version (?P<version>\d+)\))?"
+        ),
+        "CUDA driver version is insufficient for CUDA runtime version",
+        "no kernel image is available for execution on the device",
+        "Error 804: forward compatibility was attempted on non supported HW",
+        "Error 803: system has unsupported display driver / cuda driver combination",
+    ),
+    "flash_attn_missing": (
+        # open_instruct/model_utils.py:69; transformers/modeling_utils.py
+        ("flash_attn", r"No module named 'flash_attn|package flash_attn seems to be not installed"),
+        # transformers/modeling_utils.py:1563
+        (
+            " doesn't seem to be installed",
+            r"the package for FlashAttention\d doesn't seem to be installed",
+        ),
+    ),
+    "hub_access": (
+        "You are trying to access a gated repo",  # transformers/utils/hub.py:512
+        # huggingface_hub/utils/_http.py:860
+        r"Cannot access gated repo for url (?P<url>\S+?)\.?$",
+        # datasets/load.py:1127
+        r"Dataset '(?P<name>[^']*)' is a gated dataset on the Hub",
+        # huggingface_hub/utils/_http.py:917
+        r"Repository Not Found for url: (?P<url>\S+?)\.?$",
+        # transformers/utils/hub.py:471
+        r"(?P<name>\S+) is not a local folder and is not a valid model identifier",
+        # datasets/load.py:1134
+        r"Dataset '(?P<name>[^']*)' doesn't exist on the Hub or cannot be accessed",
+        "Error: 401 Client Error",
+        "Client error '401 Unauthorized' for url",
+        ("403 ", _BY_HUB + r".*(?:403 Client Error|Client error '403 |\b403 Forbidden: )"),
+        # huggingface_hub/utils/_http.py, below `403 Forbidden: ` and the address
+        r"^Make sure your token has the correct permissions",
+        # huggingface_hub/hf_api.py:2343, huggingface_hub/utils/_headers.py:140
+        r"Token is required (?:to call the /whoami-v2 endpoint|\(`token=True`\)), but no token",
+        r"Invalid user token\.",  # huggingface_hub/hf_api.py:2367
+    ),
+    "hub_limit": (
+        ("429 ", _BY_HUB + r".*(?:429 Client Error|Client error '429 |\b429 Too Many Requests)"),
+    ),
+    "hub_unreachable": (
+        # transformers/utils/hub.py:522
+        (
+            " to load the files, and couldn't find them in the",
+            r"We couldn't connect to '(?P<url>[^']*)' to load the files",
+        ),
+        r"Cannot find .* and outgoing traffic has been disabled",
+        r"Couldn't reach '(?P<name>[^']*)' on the Hub",  # datasets/load.py:1125
+        (
+            "huggingface.co",
+            _RAISED + r".*(?:\b50[0234] Server Error: .* for url: https://huggingface\.co/"
+            r"|Server error '50[0234] [^']*' for url 'https://huggingface\.co/"
+            r"|HTTPSConnectionPool\(host='huggingface\.co', port=443\): (?:Max retries|Read timed))",
+        ),
+    ),
+    "wandb_login": (
+        "No API key configured. Use `wandb login`",  # wandb/sdk/lib/wbauth/authenticate.py:142
+        r"api_key not configured \(no-tty\)",  # older wandb
+    ),
+    "wandb_unreachable": (
+        # wandb/sdk/wandb_login.py:352
+        r"Failed to verify credentials with (?P<url>\S+?): ",
+        "Run initialization has timed out after ",  # older wandb
+    ),
+    "too_many_files": ("Too many open files",),
+    "disk_full": ("No space left on device", "Disk quota exceeded"),
+    "file_limit": (
+        ("File too large", r"\[Errno 27\] File too large|File too large \(os error 27\)"),
+    ),
+    # launcher/probe.py, of a run of ours
+    "violation": (r"(?:^|[\s:])launch: stopped: (?P<message>.*)",),
+    "warned": (r"(?:^|[\s:])launch: warning: (?P<message>.*)",),
+}
+
+PATTERNS: tuple[Pattern, ...] = patterns(_TABLE)

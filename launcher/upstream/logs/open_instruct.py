@@ -1,0 +1,137 @@
+"""What open-instruct prints at the pin (45901fd0), as patterns with the line that prints each."""
+
+from __future__ import annotations
+
+from launcher.upstream.logs import common
+from launcher.upstream.logs.pattern import Pattern, pattern
+
+STAGES = {"FlatArguments": "sft", "DPOExperimentConfig": "dpo", "ExperimentConfig": "dpo"}
+"""Which stage a dataclass in the arguments dump belongs to.
+
+Until April 2026 DPO's was called ExperimentConfig, until January 2026 FlatArguments like SFT's.
+"""
+
+ATTENTION = {
+    "flash_4": "flash_attention_4",
+    "flash_3": "flash_attention_3",
+    "flash_2": "flash_attention_2",
+    "torch": "sdpa",
+    "te": "sdpa",
+}
+"""olmo-core's names of attention -> those of transformers (open_instruct/model_utils.py:50)."""
+
+# A logged line, not the same words in a training sample that visualize_token prints.
+# Before August 2025 the logger's name stood where the file does now.
+_LOGGED = r"(?:\.py:\d+ -|\[RANK \d+\]|INFO:[\w.]+:| - [A-Z]+ - [\w.]+ -)\s+"
+# of a row of the data, which upstream shows as a dict, the same words are no announcement
+_BARE = r"^[^'\"{}]{0,400}?"
+_LIGER = (
+    r"^(?:\[\w+\]:?\s*|\d+:\s+)?(?:[^'\"{}]{0,400}?(?:" + _LOGGED + r"|[A-Z]+:[\w.]+:\s*|>>\s+))?"
+)
+
+_ARGUMENT = (
+    r"│   (?:(?P<block>(?P<first>FlatArguments|(?:DPO)?ExperimentConfig)|TokenizerConfig)\(|"
+    r"│   (?P<deep>(?:│   )+)?(?P<field>\S.*)|(?P<other>\S.*))"
+)
+
+_LINES: tuple[Pattern, ...] = (
+    # open_instruct/finetune.py:477, dpo_tune_cache.py:219 (rich.pretty.pprint)
+    *(
+        pattern("arguments", _ARGUMENT, f"{begin}(")
+        for begin in ("│   FlatArguments", "ExperimentConfig", "│   TokenizerConfig")
+    ),
+    # open_instruct/finetune.py:745, dpo_tune_cache.py:494
+    pattern("total_steps", _LOGGED + r"Total optimization steps = (?P<total>\d{1,12})"),
+    # open_instruct/finetune.py:951,956, dpo_tune_cache.py:668
+    pattern(
+        "step",
+        _LOGGED + r"Step: (?P<step>\d{1,12}), LR: (?P<lr>[^\s,]+), Loss: (?P<loss>[^\s,]+)"
+        r"(?:,? Aux Loss: (?P<aux>[^\s,]+))?(?:, TPS: (?P<tps>[^\s,]+))?",
+        "Step: ",
+        always=(r"Loss: -?[niNI]",),
+    ),
+)
+
+_TABLE: common.Table = {
+    # open_instruct/finetune.py:427, dpo_tune_cache.py:167
+    "output_dir": (_LOGGED + r"using the output directory: (?P<path>.+)",),
+    # accelerate/state.py, by open_instruct/finetune.py:481, dpo_tune_cache.py:228
+    "processes": (r"Num processes: (?P<count>\d+)",),
+    # open_instruct/finetune.py:575, dpo_tune_cache.py:315
+    "liger_attempted": (
+        (
+            "Attempting to apply liger-kernel",
+            _BARE + _LOGGED + r"Attempting to apply liger-kernel\."
+            r"(?: fused_linear_cross_entropy=(?P<fused>\w+))?",
+        ),
+    ),
+    # liger_kernel/transformers/monkey_patch.py:2953 (liger-kernel 0.7.0)
+    "liger_applied": (
+        (
+            _LIGER + r"Applying Liger kernels (?:for|to model instance with) model type: "
+            r"(?P<model_type>\w+)(?: with kwargs: (?P<kwargs>.*))?"
+        ),
+    ),
+    # liger_kernel/transformers/monkey_patch.py _apply_liger_kernel
+    "liger_unsupported": (
+        (
+            "Liger kernels",
+            _LIGER + r"(?:There are currently no Liger kernels supported"
+            r"|No Liger kernels will be applied).*",
+        ),
+    ),
+    # open_instruct/model_utils.py:93
+    "attention": (_LOGGED + r"Auto-detected attention implementation: (?P<value>\S+)",),
+    # open_instruct/dpo_tune_cache.py:405, dpo.py:217
+    "packing": ("Using packing/padding-free collation",),
+    "dataset_missed": (
+        # open_instruct/dataset_transformation.py:1927 (local), :1821 (hf)
+        (
+            "Cache not found",
+            r"Cache not found(?: or invalid)?, transforming datasets\.\.\.",
+        ),
+        # open_instruct/dataset_transformation.py:1807
+        (
+            "dataset_skip_cache is True",
+            r"dataset_skip_cache is True, so we will not load the dataset from cache",
+        ),
+    ),
+    # open_instruct/dataset_transformation.py:1995 (local), :1842 (hf)
+    "dataset_saved": (r"(?:Saved|Pushed) transformed dataset to (?P<path>[^🚀✅\n]+)",),
+    # open_instruct/dataset_transformation.py:1913 (hit), :1996 (miss), :1805 and :1872 (hf)
+    "dataset_found": (r"Found cached dataset at (?P<path>[^🚀✅\n]+)",),
+    # open_instruct/dpo_utils.py:439
+    "reference_hit": (_LOGGED + r"Loading reference logprobs cache from (?P<path>.+)",),
+    "reference_missed": (
+        # open_instruct/dpo_utils.py:463. The bar, as it first stands: open_instruct/dpo.py:332 logs
+        # the same words before it looks for the cache.
+        r"Caching reference logprobs:   0%\|",
+        # open_instruct/dpo_utils.py:512,514
+        _LOGGED + r"Reference logprobs cached, using",
+        # open_instruct/dpo_utils.py:517
+        _LOGGED + r"Saving reference logprobs cache to (?P<path>.+)",
+    ),
+    # open_instruct/finetune.py:754, dpo_tune_cache.py:502
+    "resumed": (r"Resumed from checkpoint: (?P<path>.+)",),
+    # olmo_core/train/callbacks/console_logger.py:84, by open_instruct/dpo.py:360
+    "progress": (("[step=", r"\[step=(?P<step>\d{1,12})/(?P<total>\d{1,12}),epoch="),),
+    # olmo_core/train/trainer.py cancel_run, by open_instruct/dpo.py
+    "stop_asked": (
+        (
+            r"Run canceled from (?:rank \d+|all ranks)\. Reason: (?P<name>SIG(?:TERM|INT)) "
+            r"received"
+        ),
+    ),
+    # transformers/modeling_utils.py:3556,3565; accelerate/checkpointing.py:115 for checkpoints
+    "saved": (
+        r"Model weights saved in (?P<path>.+)",
+        (
+            "You can find where each parameters has been saved in the index located at",
+            r"saved in the index located at (?P<path>.+?)\.?$",
+        ),
+    ),
+    # open_instruct/utils.py:835, after every checkpoint too
+    "remaining": (_LOGGED + r"Remaining files: ?\[(?P<files>.*)\]",),
+}
+
+PATTERNS: tuple[Pattern, ...] = (*_LINES, *common.patterns(_TABLE), *common.PATTERNS)

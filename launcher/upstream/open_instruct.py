@@ -1,0 +1,184 @@
+"""allenai/open-instruct at the pin: its SFT and DPO scripts, as data.
+
+Line numbers are those of the pin; tests/test_upstream_facts.py holds them against a checkout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.upstream.entry import Entry, Moved, Names
+from launcher.upstream.schema import Values
+
+__all__ = [
+    "COMPUTED", "EXTRA", "NAME", "NEEDS", "OLMO_CORE", "PACKAGES", "PIN", "STAGES", "TAKES_NONE",
+    "output_folder",
+]  # fmt: skip
+
+NAME = "open_instruct"
+PACKAGES: tuple[str, ...] = ("open_instruct",)
+PIN = "45901fd00593422a366dc303012b55b4fe5f4241"
+TAKES_NONE = False
+# an enum of OLMo-core's that arguments of commits after the pin have as their type
+COMPUTED: Mapping[str, tuple[str, ...]] = {
+    "olmo_core.nn.lm_head.LMLossImplementation": ("default", "fused_linear"),
+}
+# finetune.py:22-60 and what those modules import in turn
+NEEDS: tuple[str, ...] = (
+    "torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "ai2-olmo-core",
+    "absl-py", "bettermap", "beaker-py", "immutabledict", "langdetect", "litellm", "nltk", "ray",
+    "wandb",
+)  # fmt: skip
+EXTRA = "open-instruct"
+
+_TOKENIZER = ("open_instruct.dataset_transformation", "TokenizerConfig")
+
+# The same idea under two names, on purpose upstream: (SFT's, DPO's).
+_PAIRS = (
+    ("dataset_mixer_list", "mixer_list"),
+    ("dataset_mixer_list_splits", "mixer_list_splits"),
+    ("dataset_transform_fn", "transform_fn"),
+    ("dataset_target_columns", "target_columns"),
+    ("dataset_cache_mode", "cache_mode"),
+    ("dataset_local_cache_dir", "local_cache_dir"),
+    ("dataset_config_hash", "config_hash"),
+    ("dataset_skip_cache", "skip_cache"),
+    ("num_train_epochs", "num_epochs"),
+    ("wandb_project_name", "wandb_project"),
+    ("clip_grad_norm", "max_grad_norm"),
+    ("gradient_checkpointing", "activation_memory_budget"),
+)
+
+_REMOVED = {
+    "use_flash_attn": Moved(
+        None, "removed upstream by #1567 (9e8e2187c): attention is detected from what is installed"
+    ),
+    "chat_template": Moved("chat_template_name", "the tokenizer's argument has another name"),
+    "model_name": Moved("model_name_or_path", "upstream's name"),
+    "max_length": Moved("max_seq_length", "TRL's name"),
+    "max_steps": Moved("max_train_steps", "TRL's name"),
+    "use_peft": Moved("use_lora", "TRL's name"),
+    "lora_r": Moved("lora_rank", "TRL's name"),
+}
+
+
+# What does what the argument says, where the argument itself does nothing.
+_INSTEAD = {
+    "tokenizer_name": "write `tokenizer_name_or_path`",
+    "use_slow_tokenizer": "write `use_fast: false`",
+    "use_8bit_optimizer": "without QLoRA the optimizer keeps 32 bits: delete the line",
+}
+
+
+def _data_hints(listed: str) -> dict[str, str]:
+    help = f"write the sets as `{listed}: [name, amount, name, amount, ...]`"
+    return {"dataset_mixer": help, "dataset_name": help}
+
+
+_TABLES = (
+    "open_instruct.dataset_transformation",
+    ("CHAT_TEMPLATES", "GET_TOKENIZER_FN", "TRANSFORM_FNS"),
+)
+
+_DPO = Entry(
+    script="open_instruct/dpo_tune_cache.py",
+    classes=(("open_instruct.dpo_utils", "DPOExperimentConfig"), _TOKENIZER),
+    owner="DPOExperimentConfig",
+    names=Names(
+        data="mixer_list",
+        epochs="num_epochs",
+        max_steps="max_train_steps",
+        max_length="max_seq_length",
+    ),
+    splits=frozenset({"mixer_list"}),
+    hints={
+        **_data_hints("mixer_list"),
+        "checkpointing_steps": "DPO counts steps: write a number (`epoch` is SFT's)",
+    },
+    moved={
+        **_REMOVED,
+        **{theirs: Moved(ours, f"SFT's name; DPO has `{ours}`") for theirs, ours in _PAIRS},
+    },
+    older={"data": ("dataset_mixer_list",), "epochs": ("num_train_epochs",)},
+    tables=_TABLES,
+    # a hash of the key is no use of a value
+    recorders=frozenset({"compute_reference_cache_hash"}),
+    beside=("open_instruct/dpo.py",),
+    instead={
+        **_INSTEAD,
+        "overwrite_cache": "`skip_cache: true` builds the dataset cache anew",
+        "report_to": "this script reports to wandb only (dpo_tune_cache.py:123)",
+    },
+    partial=frozenset({"cache_dataset_only", "cache_logprobs_only"}),
+)
+
+OLMO_CORE = "dpo_olmo_core"
+"""The key of upstream's second DPO script: OLMo-core models under FSDP, started by torchrun."""
+
+STAGES: Mapping[str, Entry] = {
+    "sft": Entry(
+        script="open_instruct/finetune.py",
+        classes=(("open_instruct.finetune", "FlatArguments"), _TOKENIZER),
+        owner="FlatArguments",
+        names=Names(
+            data="dataset_mixer_list", max_steps="max_train_steps", max_length="max_seq_length"
+        ),
+        splits=frozenset({"dataset_mixer_list"}),
+        hints=_data_hints("dataset_mixer_list"),
+        tables=_TABLES,
+        flattens=True,
+        moved={
+            **_REMOVED,
+            **{theirs: Moved(ours, f"DPO's name; SFT has `{ours}`") for ours, theirs in _PAIRS},
+        },
+        derived={
+            "logging_steps": (1, "upstream's default prints no loss line at all (finetune.py:183)"),
+        },
+        partial=frozenset({"cache_dataset_only"}),
+        instead={
+            **_INSTEAD,
+            "overwrite_cache": "`dataset_skip_cache: true` builds the dataset cache anew",
+            "max_train_samples": "give a number of samples in `dataset_mixer_list`: [name, 200]",
+        },
+    ),
+    "dpo": _DPO,
+    OLMO_CORE: replace(
+        _DPO,
+        script="open_instruct/dpo.py",
+        stage="dpo",
+        torchrun=True,
+        models=(
+            ("open_instruct.olmo_core_utils", "OLMO_MODEL_CONFIG_MAP"),
+            ("olmo_core.nn.transformer.config", "TransformerConfig"),
+        ),
+        beside=(_DPO.script,),
+        # data_loader.py imports what GRPO needs
+        needs=("vllm", "backoff", "docker", "openenv-core"),
+        instead={
+            **_INSTEAD,
+            "overwrite_cache": "`skip_cache: true` builds the dataset cache anew",
+            "report_to": "this script reports to wandb only (dpo.py:76)",
+            "model_revision": "download the revision and name its folder",
+            "max_train_samples": "give a number of samples in `mixer_list`: [name, 200]",
+            "resume_from_checkpoint": "OLMo-core resumes from what the output folder holds",
+            "gradient_checkpointing": "write `activation_memory_budget`",
+        },
+    ),
+}
+
+
+def output_folder(values: Values) -> Path | None:
+    """`output_dir`, with `exp_name` below it unless told otherwise (finetune.py:425).
+
+    dpo.py cannot be told otherwise, and adds the seed (utils.py:1334, utils.py:1335). A commit that
+    cannot be told otherwise and is no dpo.py puts nothing below.
+    """
+    folder = Path(str(values["output_dir"]))
+    if values.schema.key == OLMO_CORE:
+        return folder / f"{values['exp_name']}__{values['seed']}"
+    as_it_is = "do_not_randomize_output_dir"
+    if as_it_is not in values.schema.fields or values[as_it_is]:
+        return folder
+    return folder / str(values["exp_name"])

@@ -1,0 +1,145 @@
+"""Which arguments an entry script reads, where, and under which conditions: by AST, from its start.
+
+The walk follows the parsed dataclasses through calls, attributes and helper modules, over all files
+of the packages given. It errs on the side of `read`; what it does not count as reading:
+
+- tests whose only effect is to raise or to warn, and what is written to a log or the screen;
+- the whole object handed to a tracker, a printer or a hash (`vars(args)`, `asdict(args)`, `getattr`
+  with a computed name);
+- values that `__post_init__` puts back into the same argument;
+- branches that cannot be reached after an earlier `raise` or `return`.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from launcher.upstream.schema import Path, Read, Refusal
+from launcher.upstream.source import conditions
+from launcher.upstream.source.packages import Module, Sources
+from launcher.upstream.source.statements import PERHAPS, Passed, Walk
+from launcher.upstream.source.values import by_place
+
+_PARSERS = {"ArgumentParserPlus", "HfArgumentParser", "TrlParser"}
+_MAX_PASSES = 12
+_MAX_RECURSION = 8_000
+
+
+def entry_classes(sources: Sources, script: str) -> list[tuple[str, str]]:
+    """The dataclasses that a script parses, as (module, class name): the parser's first argument.
+
+    Raises LookupError where there is no such script, or it hands its parser something else.
+    """
+    module = _script(sources, script)
+    inside = replace(module, imports=dict(module.imports), modules=dict(module.modules))
+    assigned = {
+        target.id: node.value
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            # also inside the function that builds the parser
+            inside.bind(node)
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        if ast.unparse(node.func).rpartition(".")[2] not in _PARSERS:
+            continue
+        given = node.args[0]
+        if isinstance(given, ast.Name):
+            given = assigned.get(given.id, given)
+        items = given.elts if isinstance(given, ast.Tuple | ast.List) else [given]
+        found = [sources.resolve_class(inside, item) for item in items]
+        if None not in found:
+            return [(owner.name, known.name) for owner, known in (f for f in found if f)]
+    raise LookupError(f"{script} hands its parser no dataclasses")
+
+
+def _script(sources: Sources, script: str) -> Module:
+    name = script.removesuffix(".py").replace("/", ".")
+    module = sources.module(name)
+    if module is None:
+        raise LookupError(f"there is no {script}")
+    return module
+
+
+def find(
+    sources: Sources,
+    script: str,
+    classes: Sequence[tuple[str, str]],
+    fields: Iterable[str],
+    recorders: Iterable[str] = (),
+) -> Path:
+    """Every read of each argument on the path of `script`, and every refusal of their values.
+
+    `classes` are the parsed dataclasses as (module, class name). `recorders` are functions that only
+    write down what they read, such as the hash of a cache key. Raises LookupError without the script.
+    """
+    walk = Walk(
+        sources, classes, script=_script(sources, script), fields=frozenset(fields),
+        recorders=frozenset(recorders),
+    )  # fmt: skip
+    with _deep():
+        walk.begin()
+        for _ in range(_MAX_PASSES):
+            # what is kept somewhere may be learnt after the place that uses it was walked
+            before = walk.learnt()
+            walk.start()
+            if walk.learnt() == before:
+                break
+    return Path(
+        reads={name: _reads(walk, name) for name in sorted(walk.fields)},
+        refusals=_refusals(walk),
+        shadows=walk.shadows,
+    )
+
+
+@contextmanager
+def _deep() -> Iterator[None]:
+    """A chain of calls upstream is several times as long a chain here."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, _MAX_RECURSION))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def _reads(walk: Walk, name: str) -> tuple[Read, ...]:
+    """The reads of one argument, in the order of files and lines."""
+    told = []
+    for where, alternatives in walk.reads.get(name, {}).items():
+        # what the script itself changes on the way says nothing about the stage file
+        kept = {
+            conditions.simplified(
+                str(c)
+                for c in guards - walk.assumed - {PERHAPS}
+                if not isinstance(c, Passed) and walk.stands(c)
+            )
+            for guards in alternatives
+        }
+        kept = {one for one in kept if not any(other < one for other in kept)}
+        kept = {one for one in kept if not conditions.impossible(one)}
+        told += [Read(where=where, when=tuple(sorted(guards))) for guards in kept]
+    return tuple(sorted(told, key=by_place))
+
+
+def _refusals(walk: Walk) -> tuple[Refusal, ...]:
+    """The `raise` statements that arguments alone lead to; what is needed to get there included."""
+    told = []
+    for where, alternatives in walk.refusals.items():
+        for guards, name in alternatives:
+            if not guards or conditions.impossible(guards):
+                continue
+            # what earlier refusals on the way exclude need not be said again
+            needed = frozenset(str(c) for c in guards if not isinstance(c, Passed)) or guards
+            when = tuple(sorted(map(str, conditions.simplified(needed))))
+            told.append(Refusal(where=where, when=when, error=name, parsing=where in walk.parsing))
+    return tuple(sorted(told, key=by_place))

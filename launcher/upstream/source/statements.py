@@ -1,0 +1,1527 @@
+"""The walk along an entry script, statement by statement, under the conditions known there.
+
+It errs on the side of `read`; `reads` says what counts as reading at all. A condition is kept only
+where it speaks of values that nothing has changed since.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from launcher.upstream.schema import Shadow
+from launcher.upstream.source import conditions
+from launcher.upstream.source.packages import Module
+from launcher.upstream.source.values import (
+    DEFAULT,
+    INLINE,
+    NOTHING,
+    UNKNOWN,
+    Args,
+    Class,
+    Default,
+    Frame,
+    Function,
+    FunctionNode,
+    Given,
+    Items,
+    Keywords,
+    Lookup,
+    ModuleName,
+    Object,
+    Partial,
+    Several,
+    Shape,
+    Super,
+    Text,
+    Unknown,
+    Value,
+    Values,
+    carried,
+    contents,
+    entries,
+    followable,
+    forgotten,
+    last,
+    leaves,
+    listed,
+    mapping,
+    mark,
+    merged,
+    objects,
+    parameters_of,
+    shallow,
+    within,
+    without_texts,
+)
+
+# methods of the parser that return one object for each dataclass
+_PARSES = {"parse_args_into_dataclasses", "parse_args_and_config", "parse", "parse_args"}
+LOGS = frozenset({
+    "debug", "info", "warning", "warning_once", "warning_rank0", "error", "exception", "critical",
+})  # fmt: skip
+SHOWS = frozenset({"print", "pprint", "warn", "warn_once", "print_rank0"})
+_LOGGER = re.compile(r"(^|[._])log(s|ger|gers|ging)?([._(]|$)", re.IGNORECASE)
+# what these give back holds none of what they were given
+_TELLS = {
+    "isinstance", "issubclass", "len", "str", "repr", "bool", "int", "float", "id", "hash", "type",
+    "any", "all", "sum", "callable", "format", "print", "dir",
+}  # fmt: skip
+_PUTS = {"append", "appendleft", "add", "extend", "insert", "update", "setdefault", "put", "push"}
+_CHANGES = _PUTS | {"pop", "popitem", "clear", "remove", "discard", "sort", "reverse"}
+_COLLECTS = {
+    "dict", "list", "tuple", "set", "frozenset", "zip", "enumerate", "reversed", "sorted", "iter",
+    "next", "chain", "itertools",
+}  # fmt: skip
+_COPIES = {"copy", "deepcopy", "replace", "cast"}
+_AS_MAPPING = {"vars", "asdict"}
+# one function under more sets of conditions than this is walked without any
+_MAX_GUARDS = 16
+_MAX_DEPTH = 60
+_MAX_RECURSION = 2
+_TABLES = ast.Dict | ast.List | ast.Tuple | ast.Name | ast.Attribute
+_ENDS = {"sys.exit", "os._exit", "exit", "quit", "os.abort", "os.execv", "os.execvp", "os.execvpe"}
+_DEFINES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
+_LITERALS = ast.List | ast.ListComp | ast.Set | ast.SetComp | ast.Dict | ast.DictComp | ast.Tuple
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+_LEAVES = ast.Return | ast.Break | ast.Continue
+_LOOPS = ast.For | ast.AsyncFor | ast.While
+
+PERHAPS = "..."
+"""A condition that is not known from the arguments: what stands under it happens perhaps."""
+
+Guards = frozenset[str]
+ANYHOW: Guards = frozenset()
+UNSURE: Guards = frozenset({PERHAPS})
+EXITS = "sys.exit"
+"""Among what a statement writes: it may end the script."""
+
+
+class Passed(str):
+    """A condition that holds because the path would have ended in a `raise` otherwise."""
+
+    __slots__ = ()
+
+
+@dataclass(slots=True)
+class Walk(Lookup):
+    """One entry script being walked, several times until nothing new is learnt: what is known, and
+    what was found."""
+
+    script: Module = field(kw_only=True)
+    fields: frozenset[str] = field(kw_only=True)
+    recorders: frozenset[str] = frozenset()
+    reads: dict[str, dict[str, set[Guards]]] = field(default_factory=dict)
+    refusals: dict[str, set[tuple[Guards, str]]] = field(default_factory=dict)
+    shadows: dict[str, Shadow] = field(default_factory=dict)
+    # arguments that the script itself gives other values, as far as it was walked
+    written: set[str] = field(default_factory=set)
+    # those of them that keep their truth: entries of a list are given another form
+    reshaped: set[str] = field(default_factory=set)
+    # the places of refusals inside `__post_init__`
+    parsing: set[str] = field(default_factory=set)
+    # what holds because the script would have raised otherwise, wherever it got to
+    assumed: set[str] = field(default_factory=set)
+    _walked: dict[object, list[Guards]] = field(default_factory=dict)
+    _visited: set[object] = field(default_factory=set)
+    _tables: dict[tuple[str, str], Values] = field(default_factory=dict)
+    # kept from pass to pass: what calls return, write, and see
+    _returns: dict[object, set[Value]] = field(default_factory=dict)
+    _effects: dict[object, set[str]] = field(default_factory=dict)
+    _frames: dict[object, Frame] = field(default_factory=dict)
+    _wrote: set[str] = field(default_factory=set)
+    _silent: int = 0
+    _leaving: dict[ast.stmt, bool] = field(default_factory=dict)
+    _active: dict[ast.AST, int] = field(default_factory=dict)
+    _depth: int = 0
+    _count: int = 0
+
+    # --- what is known at a place --------------------------------------------------------------------
+
+    def learnt(self) -> int:
+        """How much is known that a further pass could build on; it only ever grows."""
+        told = sum(map(len, self._returns.values())) + sum(map(len, self._effects.values()))
+        return self.known() + told
+
+    def stands(self, text: str) -> bool:
+        """Whether a condition speaks of the stage file's values, as far as the script was walked."""
+        names = conditions.names(text)
+        if names & self.reshaped and conditions.compares(text):
+            return False
+        return not names & self.written
+
+    @contextmanager
+    def _watched(self) -> Iterator[set[str]]:
+        """The arguments that get other values meanwhile."""
+        before, self._wrote = self._wrote, set()
+        try:
+            yield self._wrote
+        finally:
+            before |= self._wrote
+            self._wrote = before
+
+    def _forget(self, wrote: set[str], frame: Frame, guards: Guards) -> Guards:
+        """The conditions that are still known after arguments were given other values."""
+        if not wrote:
+            return guards
+        for one in frame.chain():
+            for name, held in one.env.items():
+                one.env[name] = forgotten(held, wrote)
+        kept = frozenset(c for c in guards if c == PERHAPS or not conditions.names(c) & wrote)
+        # with a condition less, what follows happens for certain no longer
+        lost = any(not isinstance(c, Passed) for c in guards - kept)
+        return kept | UNSURE if lost or EXITS in wrote else kept
+
+    @contextmanager
+    def _silently(self, quiet: bool = True) -> Iterator[None]:
+        self._silent += quiet
+        try:
+            yield
+        finally:
+            self._silent -= quiet
+
+    @contextmanager
+    def _aloud(self) -> Iterator[None]:
+        silent, self._silent = self._silent, 0
+        try:
+            yield
+        finally:
+            self._silent = silent
+
+    # --- what was found ------------------------------------------------------------------------------
+
+    def _read(self, name: str, where: str, guards: Guards) -> None:
+        if not self._silent:
+            self._count += 1
+            self.reads.setdefault(name, {}).setdefault(where, set()).add(guards)
+
+    def _refused(
+        self, node: ast.stmt, raised: ast.expr | None, frame: Frame, guards: Guards
+    ) -> None:
+        """A `raise`: worth knowing where nothing but arguments decides whether it is reached."""
+        if isinstance(raised, ast.Call):
+            raised = raised.func
+        if PERHAPS in guards or raised is None:
+            return
+        if not all(self.stands(c) for c in guards):
+            return
+        name = ast.unparse(raised).rpartition(".")[2]
+        self.refusals.setdefault(place(node, frame), set()).add((guards, name))
+
+    def _shadowed(self, test: ast.expr, frame: Frame, guards: Guards) -> None:
+        """A branch that cannot be reached: what its test reads loses against what it contradicts."""
+        rivals = {
+            name
+            for one in guards
+            if conditions.negated(one) in guards
+            for name in conditions.names(one)
+        }
+        told = self._expressed(test, frame)
+        read = conditions.names(ast.unparse(told)) if told is not None else frozenset()
+        for name in read - rivals:
+            self.shadows[name] = Shadow(where=place(test, frame), by=tuple(sorted(rivals)))
+
+    def _write(self, name: str | None) -> None:
+        """An argument gets another value; None where it is not known which one."""
+        if name is not None and name in self.fields:
+            self.written.add(name)
+            self._wrote.add(name)
+
+    def _changed(self, held: Values) -> None:
+        """A value is changed in place: that of an argument, perhaps."""
+        for value in held:
+            if isinstance(value, Text):
+                for name in conditions.names(value.text):
+                    self._write(name)
+
+    # --- expressions over arguments ------------------------------------------------------------------
+
+    def _taken(self, test: ast.expr, say: conditions.Say) -> tuple[Guards, Guards]:
+        """What must hold where a test is true, and where it is false; marked where that is not all."""
+        known = all(say(part) is not None for part in single_tests(test))
+        sure = ANYHOW if known else UNSURE
+        return (
+            conditions.implied(test, True, say) | sure,
+            conditions.implied(test, False, say) | sure,
+        )
+
+    def _say(self, frame: Frame) -> conditions.Say:
+        told: dict[ast.expr, str | None] = {}
+
+        def say(node: ast.expr) -> str | None:
+            if node not in told:
+                known = self._expressed(node, frame)
+                text = None if known is None else ast.unparse(known)
+                # a condition that speaks of no argument says nothing about a stage file
+                told[node] = text if text is not None and conditions.names(text) else None
+            return told[node]
+
+        return say
+
+    def _texted(self, node: ast.expr, frame: Frame) -> Values:
+        told = self._expressed(node, frame)
+        return NOTHING if told is None else frozenset({Text(ast.unparse(told))})
+
+    def _expressed(self, node: ast.expr, frame: Frame) -> ast.expr | None:
+        """An expression with argument names for the objects they belong to; None where that fails."""
+        match node:
+            case ast.Constant():
+                return node
+            case ast.Name(id=name):
+                held = frame.find(name)
+                if held is None:
+                    return self.literal(frame.module, node)
+                texts = [v.text for v in held if isinstance(v, Text)]
+                return conditions.parsed(texts[0]) if len(texts) == len(held) == 1 else None
+            case ast.Attribute(value=ast.Name() | ast.Attribute() as owner, attr=name):
+                return self._attribute_expressed(node, owner, name, frame)
+            case ast.Compare(left=left, ops=ops, comparators=comparators):
+                parts = self._all_expressed([left, *comparators], frame)
+                return None if parts is None else ast.Compare(parts[0], ops, parts[1:])
+            case ast.BoolOp(op=op, values=parts):
+                told = self._all_expressed(parts, frame)
+                return None if told is None else ast.BoolOp(op, told)
+            case ast.UnaryOp(op=ast.Not() | ast.USub() as op, operand=operand):
+                inner = self._expressed(operand, frame)
+                return None if inner is None else ast.UnaryOp(op, inner)
+            case ast.NamedExpr(value=value):
+                return self._expressed(value, frame)
+            case ast.Call(
+                func=ast.Name(id="getattr"),
+                args=[ast.Name() | ast.Attribute() as owner, ast.Constant(value=str(name)), *_],
+            ):
+                return self._attribute_expressed(
+                    ast.Attribute(owner, name, ast.Load()), owner, name, frame
+                )
+            case ast.Call(func=function, args=[inner], keywords=[]):
+                # the member of that value
+                known = self.is_enum(frame.module, function)
+                return self._expressed(inner, frame) if known else None
+            case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
+                told = self._all_expressed(items, frame)
+                return None if told is None else ast.Tuple(told, ast.Load())
+        return None
+
+    def _attribute_expressed(
+        self, node: ast.Attribute, owner: ast.expr, name: str, frame: Frame
+    ) -> ast.expr | None:
+        if name == "value":
+            # of a member of an enum
+            return self._expressed(owner, frame)
+        if name in self.fields:
+            with self._silently():
+                owners = self.value(owner, frame, UNSURE)
+            known = owners - {DEFAULT}
+            if known and all(isinstance(o, Args) for o in known):
+                return ast.Name(name, ast.Load())
+        root = owner
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if isinstance(root, ast.Name) and frame.find(root.id) is None:
+            return self.literal(frame.module, node)
+        return None
+
+    def _all_expressed(self, nodes: Sequence[ast.expr], frame: Frame) -> list[ast.expr] | None:
+        told = []
+        for node in nodes:
+            one = self._expressed(node, frame)
+            if one is None:
+                return None
+            told.append(one)
+        return told
+
+    # --- names that are spelt out --------------------------------------------------------------------
+
+    def _constant_text(self, node: ast.expr, frame: Frame) -> str | None:
+        if isinstance(node, ast.Constant):
+            return node.value if isinstance(node.value, str) else None
+        if isinstance(node, ast.Name) and frame.find(node.id) is not None:
+            return None
+        found = self.literal(frame.module, node)
+        return found.value if found is not None and isinstance(found.value, str) else None
+
+    def _names_meant(self, name: ast.expr, frame: Frame) -> set[str]:
+        """The arguments that a computed name may be: those that its function spells out, or parts of."""
+        if not isinstance(name, ast.Name | ast.Attribute):
+            # f"{kind}_steps": all that hold what is spelt out
+            texts = _constants(name)
+            return {known for known in self.fields if all(text in known for text in texts)}
+        told: set[str] = set()
+        nodes = next((one.node for one in frame.chain() if one.node is not None), None)
+        for node in ast.walk(nodes) if nodes is not None else ():
+            match node:
+                case ast.Constant(value=str() as text):
+                    told.add(text)
+                case ast.Name() if frame.find(node.id) is None:
+                    told |= _texts(self.sources.evaluate(frame.module, node))
+        return told & self.fields
+
+    # --- the script ---
+
+    def start(self) -> None:
+        """Walk once, from parsing to the end."""
+        for known in (self._walked, self._visited, self._tables):
+            known.clear()
+        self.reads.clear()
+        self.refusals.clear()
+        self.assumed.clear()
+        self.written.clear()
+        self.reshaped.clear()
+        for index in range(len(self.classes)):
+            for function in self.bound(Args(index), "__post_init__"):
+                self._call(function, Given(), ANYHOW)
+        self.parsing = set(self.refusals)
+        before = self._count
+        self._script()
+        main = self.script.functions.get("main")
+        if self._count == before and main is not None:
+            given = Given([frozenset({Args(i)}) for i in range(len(self.classes))])
+            self._call(Function(self.script.name, main), given, ANYHOW)
+
+    def _script(self) -> None:
+        """The statements of the script's own level, the `__main__` block among them."""
+        frame = Frame(self.script, self.shape(self.script.tree), top=True)
+        guards: Guards | None = ANYHOW
+        for node in self.script.tree.body:
+            if guards is None or isinstance(node, _DEFINES):
+                continue
+            main = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+            body = node.body if main and isinstance(node, ast.If) else [node]
+            guards = self._block(body, frame, guards)
+
+    # --- statements ----------------------------------------------------------------------------------
+
+    def _block(self, body: Sequence[ast.stmt], frame: Frame, guards: Guards) -> Guards | None:
+        """Walk statements in order; the conditions that hold after them, None if none goes on."""
+        for statement in body:
+            if conditions.impossible(guards):
+                return None
+            with self._watched() as wrote:
+                told = self._statement(statement, frame, guards)
+            if told is None:
+                return None
+            guards = self._forget(wrote, frame, told)
+        return guards
+
+    def _statement(self, node: ast.stmt, frame: Frame, guards: Guards) -> Guards | None:
+        match node:
+            case ast.If():
+                return self._if(node, frame, guards)
+            case ast.Return(value=value):
+                if value is not None:
+                    self._return(value, frame, guards)
+                return None
+            case ast.Raise(exc=raised):
+                self._refused(node, raised, frame, guards)
+                return None
+            case ast.Continue() | ast.Break():
+                return None
+            case ast.Expr() if _ends(node):
+                self.children(node, frame, guards)
+                frame.exits = True
+                return None
+            case ast.Assign(value=value) if self._puts_back(node, frame):
+                with self._silently():
+                    self.value(value, frame, guards)
+                if not self._only_named(value, frame):
+                    self._write(_attribute_of(node.targets[0]))
+            case ast.Assign(targets=targets, value=value):
+                held = self.held(value, frame, guards)
+                for target in targets:
+                    self._store(target, held, frame, guards)
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                self._store(target, self.held(value, frame, guards), frame, guards)
+            case ast.AugAssign(target=target, value=value):
+                self._augmented(target, value, frame, guards)
+            case ast.Delete(targets=targets):
+                for target in targets:
+                    self._store(target, NOTHING, frame, guards)
+            case ast.Assert(test=test):
+                return self._assert(node, test, frame, guards)
+            case ast.For() | ast.AsyncFor() | ast.While():
+                return self._loop(node, frame, guards)
+            case ast.With() | ast.AsyncWith():
+                return self._with(node, frame, guards)
+            case ast.Try() | ast.TryStar():
+                return self._try(node, frame, guards)
+            case ast.Match():
+                self.children(node, frame, guards)
+                for branch in node.cases:
+                    self._block(branch.body, frame, guards | UNSURE)
+                return self._after(guards, node)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                self._nested(node, frame, guards)
+            case ast.ClassDef(body=body):
+                # its methods see the function's names, and whoever gets an instance may call them
+                for statement in body:
+                    self._statement(statement, frame, guards)
+                    if isinstance(statement, ast.FunctionDef):
+                        method = Function(frame.module.name, statement, scope=frame)
+                        self._call(method, Given(), guards | UNSURE)
+            case ast.Import() | ast.ImportFrom():
+                self._import(node, frame)
+            case _:
+                self.children(node, frame, guards)
+        return guards
+
+    def _return(self, value: ast.expr, frame: Frame, guards: Guards) -> None:
+        held = self.held(value, frame, guards)
+        if frame.shape.single:
+            frame.returned |= held
+        else:
+            # what the other ways out give back is something else
+            frame.returned |= without_texts(held) or {UNKNOWN}
+
+    def _if(self, node: ast.If, frame: Frame, guards: Guards) -> Guards | None:
+        say = self._say(frame)
+        taken = self._taken(node.test, say)
+        yes, no = guards | taken[0], guards | taken[1]
+        dead = conditions.impossible(yes)
+        quiet = (_only_complains(node.body) or dead) and not node.orelse
+        quiet = quiet or self._only_puts_back(node, frame)
+        with self._watched() as wrote, self._silently(quiet):
+            # nothing that training does depends on such a test
+            self.value(node.test, frame, guards)
+        yes, no = self._forget(wrote, frame, yes), self._forget(wrote, frame, no)
+        dead = conditions.impossible(yes)
+        if dead and not node.orelse:
+            self._shadowed(node.test, frame, yes)
+        after_yes = None if dead else self._block(node.body, frame, yes)
+        after_no = None
+        if not conditions.impossible(no):
+            after_no = self._block(node.orelse, frame, no) if node.orelse else no
+        if after_yes is None and after_no is not None:
+            return self._passed(node.body, after_no, no, guards)
+        if after_no is None and after_yes is not None:
+            return self._passed(node.orelse, after_yes, yes, guards)
+        return None if after_no is None else self._after(guards, node)
+
+    def _passed(
+        self, body: Sequence[ast.stmt], after: Guards, taken: Guards, before: Guards
+    ) -> Guards:
+        """The conditions where only one branch goes on; whether the other one surely raises matters."""
+        if not _refuses(body):
+            return after
+        new = taken - before - UNSURE
+        if all(isinstance(c, Passed) for c in before):
+            self.assumed |= new
+        # whoever was not refused certainly gets here
+        kept = after - (UNSURE - before) if after == taken else after
+        return (kept - new) | frozenset(Passed(c) for c in new & after)
+
+    def _assert(self, node: ast.stmt, test: ast.expr, frame: Frame, guards: Guards) -> Guards:
+        yes, no = self._taken(test, self._say(frame))
+        with self._silently(), self._watched() as wrote:
+            self.value(test, frame, guards)
+        self._refused(node, ast.Name("AssertionError"), frame, guards | no)
+        new = self._forget(wrote, frame, yes - guards - UNSURE)
+        return guards | frozenset(Passed(c) for c in new)
+
+    def _loop(self, node: _LOOPS, frame: Frame, guards: Guards) -> Guards:
+        # the loop that trains has a first round, any other one perhaps none
+        rounds = ANYHOW if _trains(node) else UNSURE
+        for _ in range(3):
+            before = dict(frame.env)
+            with self._watched() as wrote:
+                inner = guards | rounds
+                if isinstance(node, ast.While):
+                    self.value(node.test, frame, guards)
+                    inner |= self._taken(node.test, self._say(frame))[0] - UNSURE
+                else:
+                    held = self.value(node.iter, frame, guards)
+                    self._store(node.target, entries(held), frame, guards)
+                self._block(node.body, frame, inner)
+            # what one round does to names and arguments, the next one meets
+            known = self._forget(wrote, frame, guards)
+            again = known != guards or any(
+                self.carries(held - before.get(name, NOTHING)) for name, held in frame.env.items()
+            )
+            guards = known
+            if not again:
+                break
+        self._block(node.orelse, frame, guards | UNSURE)
+        return self._after(guards, node)
+
+    def _with(self, node: ast.With | ast.AsyncWith, frame: Frame, guards: Guards) -> Guards | None:
+        swallows = False
+        for item in node.items:
+            swallows |= "suppress" in ast.unparse(item.context_expr)
+            held = self.value(item.context_expr, frame, guards)
+            if item.optional_vars is not None:
+                self._store(item.optional_vars, held, frame, guards)
+        after = self._block(node.body, frame, guards | UNSURE if swallows else guards)
+        return self._after(guards, node) if swallows else after
+
+    def _try(self, node: ast.Try | ast.TryStar, frame: Frame, guards: Guards) -> Guards | None:
+        perhaps = guards | UNSURE
+        with self._watched() as wrote:
+            after = self._block(node.body, frame, perhaps if node.handlers else guards)
+        if after is not None:
+            after = self._block(node.orelse, frame, after)
+        unsure = self._forget(wrote, frame, guards)
+        handled = []
+        for handler in node.handlers:
+            if handler.name:
+                frame.env[handler.name] = NOTHING
+            handled.append(self._block(handler.body, frame, unsure | UNSURE))
+        last = self._block(node.finalbody, frame, unsure)
+        ends = after is None and all(told is None for told in handled)
+        return None if ends or last is None else self._after(guards, node)
+
+    def _after(self, guards: Guards, node: ast.stmt) -> Guards:
+        """The conditions that are known after branches; perhaps one of them has left the function."""
+        if node not in self._leaving:
+            # a loop's own `break` and `continue` lead to what stands behind it
+            leaves = ast.Return if isinstance(node, _LOOPS) else _LEAVES
+            self._leaving[node] = any(isinstance(n, leaves) or _ends(n) for n in within(node))
+        return guards | UNSURE if self._leaving[node] else guards
+
+    def _nested(
+        self, node: ast.FunctionDef | ast.AsyncFunctionDef, frame: Frame, guards: Guards
+    ) -> None:
+        """A function inside a function sees its names, as they are when it is called."""
+        self.defined(node, frame, guards)
+        function = Function(frame.module.name, node, scope=frame)
+        before = frame.env.get(node.name, NOTHING)
+        frame.env[node.name] = before | {function}
+
+    def defined(
+        self,
+        node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda,
+        frame: Frame,
+        guards: Guards,
+    ) -> None:
+        """What is evaluated where a function is defined: standard values and decorators."""
+        marks = [] if isinstance(node, ast.Lambda) else node.decorator_list
+        for one in (*node.args.defaults, *node.args.kw_defaults, *marks):
+            if one is not None:
+                self.value(one, frame, guards)
+
+    def _import(self, node: ast.Import | ast.ImportFrom, frame: Frame) -> None:
+        scratch = Module(frame.module.name, frame.module.label, frame.module.tree)
+        scratch.bind(node)
+        for name in (*scratch.imports, *scratch.modules):
+            frame.env[name] = self.named(scratch, name, frame)
+
+    def _augmented(self, target: ast.expr, value: ast.expr, frame: Frame, guards: Guards) -> None:
+        held = self.value(value, frame, guards)
+        load = ast.copy_location(_loaded(target), target)
+        own = (
+            isinstance(frame.bound, Args) and ast.unparse(target) == f"self.{_attribute_of(target)}"
+        )
+        with self._silently(own):
+            before = self.value(load, frame, guards)
+        if not isinstance(target, ast.Name) or isinstance(value, _LITERALS):
+            self._changed(before)
+        self._store(target, merged(objects(before), held), frame, guards)
+
+    def _puts_back(self, node: ast.Assign, frame: Frame) -> bool:
+        """Whether a method of the arguments' own only gives one of them another form."""
+        match node.targets:
+            case [ast.Attribute(value=ast.Name(id="self"), attr=name)] if name in self.fields:
+                return isinstance(frame.bound, Args) and own_attributes(node.value) == {name}
+        return False
+
+    def _only_named(self, value: ast.expr, frame: Frame) -> bool:
+        """Whether a value stays what it is: the member of an enum for a member's value."""
+        match value:
+            case ast.Call(func=function, args=[ast.Attribute()], keywords=[]):
+                return self.is_enum(frame.module, function)
+        return isinstance(value, ast.Attribute)
+
+    def _only_puts_back(self, node: ast.If, frame: Frame) -> bool:
+        """Whether a test of one argument decides about nothing but that argument's own form."""
+        name = next(iter(own_attributes(node.test)), None)
+        if not isinstance(frame.bound, Args) or own_attributes(node.test) != {name}:
+            return False
+        for statement in (*node.body, *node.orelse):
+            match statement:
+                case ast.Assign(targets=[ast.Attribute(value=ast.Name(id="self"), attr=attr)]):
+                    if attr != name or not own_attributes(statement.value) <= {name}:
+                        return False
+                case ast.Expr(value=ast.Call() as call) if self._shows(call):
+                    continue
+                case _:
+                    return False
+        return name in self.fields
+
+    # --- calls ---------------------------------------------------------------------------------------
+
+    def _called(self, node: ast.Call, frame: Frame, guards: Guards) -> Values:
+        if self._shows(node):
+            with self._silently():
+                self.children(node, frame, guards)
+            return NOTHING
+        special = self._special(node, frame, guards)
+        if special is not None:
+            return special
+        targets: Values = NOTHING
+        if isinstance(node.func, ast.Attribute):
+            owners = self.value(node.func.value, frame, guards)
+            given = self._given(node, frame, guards)
+            told = self._of_container(node, owners, given, frame, guards)
+            if told is not None:
+                return told
+            targets = self.part(owners, node.func.attr, node.func, frame, guards)
+        else:
+            targets = self.value(node.func, frame, guards)
+            given = self._given(node, frame, guards)
+        return self._reached(node, targets, given, frame, guards)
+
+    def _reached(
+        self, node: ast.Call, targets: Values, given: Given, frame: Frame, guards: Guards
+    ) -> Values:
+        """What a call of any of these targets gives back."""
+        follow = [one for one in targets if isinstance(one, Function | Partial | Class | Object)]
+        # one of a table's entries: which one is not known
+        sure = len(targets) == len(follow) == 1 and not isinstance(node.func, ast.Subscript)
+        told = [self._call(t, given, guards if sure else guards | UNSURE) for t in follow]
+        if follow:
+            return merged(*told) if sure else without_texts(merged(*told, NOTHING))
+        self._handed_over(given, guards)
+        if isinstance(node.func, ast.Name) and node.func.id in _TELLS:
+            return NOTHING
+        # a wrapper gives back what it wraps, a copy what it was made of
+        back = carried(given.everything()) | self._wrapped(node.func, given, frame)
+        if back and last(node.func) in _COPIES:
+            for name in given.named:
+                self._write(name)
+            return back
+        return back | listed(back) | {UNKNOWN} if back else NOTHING
+
+    def _wrapped(self, function: ast.expr, given: Given, frame: Frame) -> Values:
+        """A function handed to one that is not followed, first of all: it may come back, wrapped."""
+        root = function
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if isinstance(root, ast.Name) and root.id in _COLLECTS:
+            held = leaves(value for part in given.everything() for value in part)
+            return listed(held) if objects(held) else NOTHING
+        if not isinstance(root, ast.Name) or frame.find(root.id) is not None:
+            # a method of some object, such as `map`
+            return NOTHING
+        first = given.positional[0] if given.positional else NOTHING
+        return frozenset(v for v in first if isinstance(v, Function | Partial))
+
+    def _special(self, node: ast.Call, frame: Frame, guards: Guards) -> Values | None:
+        """Calls that mean something to the walk by themselves."""
+        match node:
+            case ast.Call(func=ast.Name(id="super"), args=[]):
+                return self.named(frame.module, "super", frame)
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[owner, name, *rest]):
+                return self._getattr(node, owner, name, rest, frame, guards)
+            case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[owner, name, *rest]):
+                held = self.held(rest[0], frame, guards) if rest else NOTHING
+                self._setattr(owner, name, held, frame, guards)
+                return NOTHING
+            case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in _PARSES:
+                if last(owner) in {"version", "json", "datetime", "urlparse"}:
+                    return None
+                self.children(node, frame, guards)
+                parsed = tuple(frozenset[Value]({Args(i)}) for i in range(len(self.classes)))
+                # a single one comes by itself
+                alone = len(parsed) == 1 and name in {"parse", "parse_args"}
+                return parsed[0] if alone else frozenset({Several(parsed)})
+            case ast.Call(args=[one]) if last(node.func) in _AS_MAPPING:
+                held = self.value(one, frame, guards)
+                return frozenset({Items(v.index) for v in held if isinstance(v, Args)})
+            case ast.Call(func=ast.Name(id="dict"), args=[]):
+                given = self._given(node, frame, guards)
+                return frozenset({mapping(given.named)}) if any(given.named.values()) else NOTHING
+            case ast.Call(args=[function, *_]) if last(node.func) in {"partial", "partialmethod"}:
+                return self._partial(node, function, frame, guards)
+        return None
+
+    def _partial(self, node: ast.Call, function: ast.expr, frame: Frame, guards: Guards) -> Values:
+        targets = self.value(function, frame, guards)
+        rest = ast.copy_location(ast.Call(node.func, node.args[1:], node.keywords), node)
+        given = self._given(rest, frame, guards)
+        told: set[Value] = set()
+        for target in targets:
+            if isinstance(target, Function | Partial | Class):
+                self._call(target, given, guards | UNSURE)
+                positional = tuple(shallow(held) for held in given.positional)
+                named = tuple((key, shallow(held)) for key, held in given.named.items())
+                told.add(Partial(target, positional, named))
+        return frozenset(told) or carried(given.everything())
+
+    def _of_container(
+        self, node: ast.Call, owners: Values, given: Given, frame: Frame, guards: Guards
+    ) -> Values | None:
+        """What a method of a list or a table gives back; None for any other object."""
+        assert isinstance(node.func, ast.Attribute)
+        owner, name = node.func.value, node.func.attr
+        if name in _CHANGES:
+            self._changed(owners)
+        told: list[Values] = []
+        for value in owners:
+            if isinstance(value, Items) and name in {"get", "pop", "setdefault"} and node.args:
+                told.append(self.entry(node, frozenset({value}), node.args[0], frame, guards))
+        tables = frozenset(v for v in owners if isinstance(v, Several | Keywords))
+        if name in _PUTS and not any(isinstance(v, Object | Args | ModuleName) for v in owners):
+            for held in given.everything():
+                self.put_into(owner, contents(held) or held, frame)
+        if tables:
+            self._handed_over(given, guards)
+            held = contents(tables)
+            # `items` gives pairs, `values` and `copy` a container, `get` an entry
+            told.append(held | tables)
+        if not told:
+            return frozenset({UNKNOWN}) if any(isinstance(v, Items) for v in owners) else None
+        return merged(*told) | {UNKNOWN}
+
+    def _given(self, node: ast.Call, frame: Frame, guards: Guards) -> Given:
+        """The arguments of a call."""
+        given = Given(where=place(node, frame))
+        rest: list[Values] = []
+        for argument in node.args:
+            held = self.held(argument, frame, guards)
+            if not isinstance(argument, ast.Starred):
+                given.positional.append(held)
+                continue
+            spread = next((v for v in held if isinstance(v, Several)), None)
+            if spread is not None and spread.exact and len(held) == 1:
+                given.positional += spread.items
+            else:
+                rest.append(contents(held))
+        for keyword in node.keywords:
+            held = self.held(keyword.value, frame, guards)
+            if keyword.arg is not None:
+                given.named[keyword.arg] = held
+                continue
+            for value in held:
+                match value:
+                    case Keywords(items=pairs):
+                        given.named |= dict(pairs)
+                    case Items():
+                        # whoever gets them all may read any of them
+                        for name in self.fields:
+                            self._read(name, given.where, guards)
+                    case Several():
+                        rest.append(contents({value}))
+        given.rest = objects(merged(*rest)) if rest else NOTHING
+        return given
+
+    def _shows(self, node: ast.Call) -> bool:
+        """Whether a call only writes to a log, to the screen, or to a record."""
+        match node.func:
+            case ast.Name(id=name):
+                return name in SHOWS or name in self.recorders
+            case ast.Attribute(value=owner, attr=name):
+                logs = name in LOGS and _LOGGER.search(ast.unparse(owner)) is not None
+                return logs or name in SHOWS or name in self.recorders
+        return False
+
+    def _getattr(
+        self,
+        node: ast.Call,
+        owner: ast.expr,
+        name: ast.expr,
+        rest: Sequence[ast.expr],
+        frame: Frame,
+        guards: Guards,
+    ) -> Values:
+        owners = self.value(owner, frame, guards)
+        others = [self.held(one, frame, guards) for one in (name, *rest)][1:]
+        told = self._constant_text(name, frame)
+        if told is not None:
+            held = self.part(owners, told, node, frame, guards)
+            # it may be the value for an attribute that is not there
+            return held if told in self.fields or not rest else merged(held, *others)
+        if any(isinstance(one, Args) for one in owners) and not isinstance(frame.bound, Args):
+            for known in self._names_meant(name, frame):
+                self._read(known, place(node, frame), guards | UNSURE)
+        return NOTHING
+
+    def _setattr(
+        self, owner: ast.expr, name: ast.expr, held: Values, frame: Frame, guards: Guards
+    ) -> None:
+        owners = self.value(owner, frame, guards)
+        self.value(name, frame, guards)
+        told = self._constant_text(name, frame)
+        for value in owners:
+            if told is not None:
+                self.put(value, told, held, guards)
+            elif isinstance(value, Args):
+                for known in self._names_meant(name, frame):
+                    self._write(known)
+
+    def _handed_over(self, given: Given, guards: Guards) -> None:
+        """Functions given to something that is not followed, which may call them."""
+        functions = [one for held in given.everything() for one in followable(held)]
+        if not functions:
+            return
+        loose = (v for held in given.everything() for v in entries(held))
+        rest = frozenset(v for v in loose if isinstance(v, Args | Object) and self.carries({v}))
+        for function in functions:
+            self._call(function, Given([], {}, rest), guards | UNSURE)
+
+    # --- functions -----------------------------------------------------------------------------------
+
+    def _call(self, target: Value, given: Given, guards: Guards) -> set[Value]:
+        match target:
+            case Class():
+                return self._instance(target, given, guards)
+            case Object():
+                found = self.bound(target, "__call__")
+                return {v for f in found for v in self._call(f, given, guards)}
+            case Partial(function=function, positional=items, named=pairs):
+                more = replace(given, positional=[*items, *given.positional])
+                more.named = {**dict(pairs), **given.named}
+                return self._call(function, more, guards)
+            case Function(node=node):
+                if not isinstance(node, ast.Lambda) and node.name in self.recorders:
+                    return set()
+                return self._function(target, given, guards)
+        return set()
+
+    def _function(self, target: Function, given: Given, guards: Guards) -> set[Value]:
+        module = self.sources.module(target.module)
+        assert module is not None
+        node, shape = target.node, self.shape(target.node)
+        env = self._parameters(target, given, module, guards)
+        if not self._follows(target, env, shape):
+            self._looked_through(module, target)
+            return set()
+        if self._active.get(node, 0) >= _MAX_RECURSION:
+            env = {name: without_texts(held) for name, held in env.items()}
+        seen: frozenset[tuple[str, Values]] = frozenset()
+        if target.scope is not None:
+            around = ((n, target.scope.find(n)) for n in shape.mentioned)
+            seen = frozenset((n, held) for n, held in around if held)
+        key = (target, frozenset(env.items()), seen)
+        returned = self._returns.setdefault(key, set())
+        effects = self._effects.setdefault(key, set())
+        before = self._walked.setdefault(key, [])
+        if not any(known <= guards for known in before) and self._depth <= _MAX_DEPTH:
+            if len(before) >= _MAX_GUARDS:
+                guards = frozenset.intersection(*before, guards) | UNSURE
+            if shape.generator or isinstance(node, ast.AsyncFunctionDef):
+                guards = guards | UNSURE
+            before.append(guards)
+            frame = self._frame(target, module, env)
+            frame.returned = returned
+            with self._watched() as wrote:
+                self._run(node, frame, guards)
+            effects |= wrote | ({EXITS} if frame.exits else set())
+        self._wrote |= effects
+        return set(returned)
+
+    def _frame(self, target: Function, module: Module, env: dict[str, Values]) -> Frame:
+        """The frame of a call: one for all calls that differ in functions and containers only.
+
+        Functions inside this one see it; with a frame for each of their kind there would be no end.
+        """
+        plain = frozenset((name, _plain(held)) for name, held in env.items())
+        bound = None if isinstance(target.bound, Function | Partial) else target.bound
+        key = (target.node, target.owner, target.scope, bound, plain)
+        frame = self._frames.get(key)
+        if frame is None:
+            frame = self._frames[key] = Frame(module, self.shape(target.node), node=target.node)
+            frame.outer, frame.owner, frame.bound = target.scope, target.owner, target.bound
+        for name, held in env.items():
+            frame.given[name] = frame.given.get(name, NOTHING) | held
+        return frame
+
+    def _run(self, node: FunctionNode, frame: Frame, guards: Guards) -> None:
+        # what a silent test calls is not silent by itself
+        silent, self._silent = self._silent, 0
+        around, frame.env = frame.env, dict(frame.given)
+        for name in frame.shape.assigned & frame.env.keys():
+            frame.env[name] = without_texts(frame.env[name])
+        self._depth += 1
+        self._active[node] = self._active.get(node, 0) + 1
+        try:
+            if isinstance(node, ast.Lambda):
+                frame.returned |= self.held(node.body, frame, guards)
+            else:
+                self._block(node.body, frame, guards)
+        finally:
+            if self._active[node] > 1:
+                frame.env = around
+            self._active[node] -= 1
+            self._depth -= 1
+            self._silent = silent
+
+    def _follows(self, target: Function, env: Mapping[str, Values], shape: Shape) -> bool:
+        """Whether a call can get at the arguments: by what it is given, or by what it sees."""
+        if target.module == self.script.name or target.scope is not None:
+            return True
+        if any(self.carries(held) for held in env.values()):
+            return True
+        return any(name in shape.mentioned for _, name in self.globals)
+
+    def _parameters(
+        self, target: Function, given: Given, module: Module, guards: Guards
+    ) -> dict[str, Values]:
+        """What the parameters of a function hold at a call."""
+        arguments = target.node.args
+        parameters = parameters_of(arguments)
+        env = {p.arg: self.annotated(p, module) for p in parameters}
+        got: dict[str, Values] = {}
+        positional = list(given.positional)
+        if target.bound is not None:
+            positional.insert(0, frozenset({target.bound}))
+        places = [*arguments.posonlyargs, *arguments.args]
+        for parameter, held in zip(places, positional, strict=False):
+            got[parameter.arg] = held
+        got |= {name: held for name, held in given.named.items() if name in env}
+        for name in env:
+            if given.rest and not got.get(name):
+                got[name] = given.rest | {UNKNOWN}
+            if got.get(name, NOTHING) - {UNKNOWN}:
+                env[name] = got[name]
+        more = tuple((k, v) for k, v in given.named.items() if k not in got)
+        if arguments.vararg is not None:
+            spare = tuple(positional[len(places) :])
+            items = (*spare, given.rest) if given.rest else spare
+            env[arguments.vararg.arg] = frozenset({Several(items, exact=not given.rest)})
+        if arguments.kwarg is not None:
+            rest = (("", given.rest),) if given.rest else ()
+            env[arguments.kwarg.arg] = frozenset({Keywords((*more, *rest))})
+        return env
+
+    # --- objects -------------------------------------------------------------------------------------
+
+    def _instance(self, target: Class, given: Given, guards: Guards) -> set[Value]:
+        if (target.module, target.name) in self.ancestors:
+            # one of the parsed dataclasses that the source makes itself
+            return {DEFAULT}
+        made = Object(target.module, target.name)
+        starts = self.bound(made, "__init__")
+        for function in starts:
+            self._call(function, given, guards)
+        if not starts:
+            self._filled(made, given)
+        if self.keeps(made):
+            self._all_methods(made, guards | UNSURE)
+        return {made}
+
+    def _filled(self, made: Object, given: Given) -> None:
+        """A dataclass, or a named tuple, keeps what it is made of."""
+        names = [
+            statement.target.id
+            for _, node in reversed(self.order((made.module, made.name)))
+            for statement in node.body
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+        ]
+        pairs = {**dict(zip(names, given.positional, strict=False)), **given.named}
+        for name, held in pairs.items():
+            self.keep(made, name, objects(held))
+        if self.carries(given.rest):
+            for name in names:
+                self.keep(made, name, given.rest | {UNKNOWN})
+
+    def _all_methods(self, made: Object, guards: Guards) -> None:
+        """An object that keeps the arguments: whoever gets it may call any of its methods."""
+        for _, node in self.order((made.module, made.name)):
+            for statement in node.body:
+                if isinstance(statement, _FUNCTIONS) and statement.name != "__init__":
+                    for function in self.bound(made, statement.name):
+                        self._call(function, Given(), guards)
+
+    def _looked_through(self, module: Module, target: Function) -> None:
+        """A function that gets no arguments may still name classes that will get them."""
+        if target.node in self._visited:
+            return
+        self._visited.add(target.node)
+        for name in sorted(self.shape(target.node).names):
+            for value in self.named(module, name, None):
+                if isinstance(value, Function) and value.module == module.name:
+                    self._looked_through(module, value)
+
+    def _referenced(self, module: Module, node: ast.ClassDef) -> None:
+        """A class named on the path whose methods, or whose base's, take the arguments: a callback."""
+        key = (module.name, node.name)
+        if key in self._visited or key in self.ancestors:
+            return
+        self._visited.add(key)
+        methods = [
+            (owner, known, statement)
+            for owner, known in self.order(key)
+            for statement in known.body
+            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
+        taken = {
+            parameter.arg: held
+            for owner, _, statement in methods
+            for parameter in parameters_of(statement.args)
+            if (held := self.annotated(parameter, owner))
+        }
+        made = Object(*key)
+        with self._aloud():
+            for owner, known, statement in methods if taken else ():
+                if {p.arg for p in parameters_of(statement.args)} & taken.keys():
+                    where = f"{owner.name}:{known.name}"
+                    function = Function(owner.name, statement, made, where)
+                    self._call(function, Given([], taken), UNSURE)
+
+    # --- expressions ---
+
+    def held(self, node: ast.expr, frame: Frame, guards: Guards) -> Values:
+        """What an expression may hold, as an expression over arguments where it is one."""
+        held = self.value(node, frame, guards)
+        if isinstance(node, ast.BoolOp) and not objects(without_texts(held)) - {DEFAULT}:
+            return self._texted(node, frame)
+        return held or self._texted(node, frame)
+
+    def value(self, node: ast.expr, frame: Frame, guards: Guards) -> Values:
+        """What an expression may hold; records the arguments that it reads."""
+        match node:
+            case ast.Constant(value=value):
+                return frozenset({DEFAULT}) if value is None else NOTHING
+            case ast.Name(id=name):
+                found = frame.find(name)
+                return self.named(frame.module, name, frame) if found is None else found
+            case ast.Attribute(value=owner, attr=name):
+                return self.part(self.value(owner, frame, guards), name, node, frame, guards)
+            case ast.Call():
+                return self._called(node, frame, guards)
+            case ast.BoolOp(op=op, values=parts):
+                return self._short_circuit(isinstance(op, ast.And), parts, frame, guards)
+            case ast.IfExp():
+                return self._either(node, frame, guards)
+            case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
+                return self._sequence(items, frame, guards)
+            case ast.Dict(keys=keys, values=values):
+                return self._table(keys, values, frame, guards)
+            case ast.Subscript(value=owner, slice=key):
+                self.value(key, frame, guards)
+                return self.entry(node, self.value(owner, frame, guards), key, frame, guards)
+            case ast.Lambda():
+                self.defined(node, frame, guards)
+                function = Function(frame.module.name, node, scope=frame)
+                self._call(function, Given(), guards | UNSURE)
+                return frozenset({function})
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+                return self._comprehension(node, frame, guards)
+            case ast.NamedExpr(target=target, value=value):
+                with self._aloud():
+                    held = self.held(value, frame, guards)
+                self._store(target, held, frame, guards)
+                return held
+            case ast.Await(value=value) | ast.Starred(value=value):
+                return self.value(value, frame, guards)
+            case ast.Yield(value=ast.expr() as value):
+                frame.returned |= listed(self.value(value, frame, guards))
+                return NOTHING
+            case ast.YieldFrom(value=value):
+                frame.returned |= without_texts(self.value(value, frame, guards))
+                return NOTHING
+        self.children(node, frame, guards)
+        return NOTHING
+
+    def children(self, node: ast.AST, frame: Frame, guards: Guards) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.value(child, frame, guards)
+            elif not isinstance(child, ast.stmt):
+                self.children(child, frame, guards)
+
+    def _short_circuit(
+        self, every: bool, parts: Sequence[ast.expr], frame: Frame, guards: Guards
+    ) -> Values:
+        say = self._say(frame)
+        held = []
+        for part in parts:
+            if conditions.impossible(guards):
+                break
+            with self._watched() as wrote:
+                held.append(self.value(part, frame, guards))
+            guards = self._forget(wrote, frame, guards | self._taken(part, say)[not every])
+        return merged(*held)
+
+    def _either(self, node: ast.IfExp, frame: Frame, guards: Guards) -> Values:
+        with self._watched() as wrote:
+            self.value(node.test, frame, guards)
+        held = []
+        for part, taken in zip(
+            (node.body, node.orelse), self._taken(node.test, self._say(frame)), strict=True
+        ):
+            inner = self._forget(wrote, frame, guards | taken)
+            if not conditions.impossible(inner):
+                held.append(self.held(part, frame, inner))
+        return merged(*held)
+
+    def _sequence(self, items: Sequence[ast.expr], frame: Frame, guards: Guards) -> Values:
+        parts, exact = list[Values](), True
+        for item in items:
+            held = self.held(item, frame, guards)
+            if isinstance(item, ast.Starred):
+                exact, held = False, contents(held)
+            parts.append(shallow(held))
+        return frozenset({Several(tuple(parts), exact)}) if any(parts) else NOTHING
+
+    def _table(
+        self,
+        keys: Sequence[ast.expr | None],
+        values: Sequence[ast.expr],
+        frame: Frame,
+        guards: Guards,
+    ) -> Values:
+        pairs: dict[str, Values] = {}
+        parts: list[Values] = []
+        named = True
+        for key, value in zip(keys, values, strict=True):
+            held = shallow(self.held(value, frame, guards))
+            if key is None:
+                spread = [pair for v in held if isinstance(v, Keywords) for pair in v.items]
+                pairs |= dict(spread)
+                parts.append(leaves(held))
+                named = named and bool(spread)
+                continue
+            self.value(key, frame, guards)
+            parts.append(held)
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                pairs[key.value] = held
+            else:
+                named = False
+        if not any(parts):
+            return NOTHING
+        return frozenset({mapping(pairs) if named else Several(tuple(parts), exact=False)})
+
+    def entry(
+        self, node: ast.expr, held: Values, key: ast.expr, frame: Frame, guards: Guards
+    ) -> Values:
+        """One entry of a container: the one meant where that is plain, else any of them."""
+        told: list[Values] = []
+        for value in held:
+            match value, key:
+                case Several(items=items, exact=True), ast.Constant(value=int() as place) if (
+                    -len(items) <= place < len(items)
+                ):
+                    told.append(items[place])
+                case Keywords(items=pairs), ast.Constant(value=str() as name) if name in dict(
+                    pairs
+                ):
+                    told.append(dict(pairs)[name])
+                case Several() | Keywords(), _:
+                    told.append(contents({value}) | {UNKNOWN})
+                case Items(index), _:
+                    meant = self._constant_text(key, frame)
+                    if meant is not None:
+                        own = frozenset[Value]({Args(index)})
+                        told.append(self.part(own, meant, node, frame, guards))
+                case Unknown() | Text(), _:
+                    continue
+                case _:
+                    told.append(NOTHING)
+        return merged(*told)
+
+    def _comprehension(
+        self,
+        node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp,
+        frame: Frame,
+        guards: Guards,
+    ) -> Values:
+        inner = Frame(frame.module, INLINE, outer=frame, owner=frame.owner, bound=frame.bound)
+        for number, generator in enumerate(node.generators):
+            held = self.value(generator.iter, inner, guards)
+            if number == 0:
+                guards |= UNSURE
+            for name, part in _named_parts(generator.target, entries(held)):
+                inner.env[name] = part
+            for test in generator.ifs:
+                self.value(test, inner, guards)
+                guards |= self._taken(test, self._say(inner))[0]
+        if isinstance(node, ast.DictComp):
+            self.value(node.key, inner, guards)
+            held = self.value(node.value, inner, guards)
+        else:
+            held = self.value(node.elt, inner, guards)
+        held = objects(held)
+        return listed(held) if held else NOTHING
+
+    # --- attributes and names ------------------------------------------------------------------------
+
+    def part(
+        self, owners: Values, name: str, node: ast.AST, frame: Frame, guards: Guards
+    ) -> Values:
+        """What an attribute of these values may hold."""
+        told: list[Iterable[Value]] = []
+        for owner in owners:
+            match owner:
+                case Args() if name in self.fields:
+                    self._read(name, place(node, frame), guards)
+                    told.append({Text(name)})
+                case Args(index) if name == "__dict__":
+                    told.append({Items(index)})
+                case Super(bound=bound, owner=after):
+                    told.append(self._properties(self.bound(bound, name, after=after), guards))
+                case Args() | Object() | Class():
+                    known = self._properties(self.bound(owner, name), guards)
+                    if isinstance(owner, Object | Class):
+                        known = known | self.stored(owner, name)
+                    told.append(known)
+                case ModuleName(name=module_name):
+                    told.append(self._of_module(module_name, name))
+                case Several() | Keywords():
+                    # of what `with` gets from a generator, or of something that holds it
+                    inner = contents({owner})
+                    of_entry = self.part(inner, name, node, frame, guards) if inner else inner
+                    told.append(inner | of_entry)
+                case Text() if name == "value":
+                    # of a member of an enum
+                    told.append({owner})
+                case Default() | Unknown():
+                    continue
+                case _:
+                    told.append(NOTHING)
+        held = merged(*told)
+        return held | {UNKNOWN} if held and UNKNOWN in owners else held
+
+    def _of_module(self, module_name: str, name: str) -> Values:
+        module = self.sources.module(module_name)
+        if module is None:
+            return NOTHING
+        held = self.named(module, name, None)
+        if not held and self.sources.submodule(module, name) is not None:
+            return frozenset({ModuleName(f"{module_name}.{name}")})
+        return held
+
+    def _properties(self, held: set[Value], guards: Guards) -> Values:
+        """The methods among `held` that are properties, read: what they return."""
+        told: set[Value] = set()
+        for value in held:
+            if isinstance(value, Function) and isinstance(value.node, ast.FunctionDef):
+                marks = {mark(one) for one in value.node.decorator_list}
+                if any(one.endswith("property") for one in marks):
+                    told |= self._call(value, Given(), guards) if value.bound else set()
+                    continue
+            told.add(value)
+        return frozenset(told)
+
+    def named(self, module: Module, name: str, frame: Frame | None) -> Values:
+        """What a name of a module stands for: a function, a class, a module, a table of them."""
+        if name == "super" and frame is not None:
+            around = next((one for one in frame.chain() if one.owner and one.bound), None)
+            if around is not None and around.owner and around.bound:
+                return frozenset({Super(around.bound, around.owner)})
+        found = self.sources.resolve(module, name)
+        shared = self.globals.get((module.name, name), set())
+        if found is None:
+            owner = self.sources.named_module(module, name)
+            if owner is None:
+                return frozenset(shared)
+            return frozenset({ModuleName(owner.name)}) | shared
+        owner, name = found
+        held: Values = frozenset(shared | self.globals.get((owner.name, name), set()))
+        if name in owner.functions:
+            return held | {Function(owner.name, owner.functions[name])}
+        if name in owner.classes:
+            self._referenced(owner, owner.classes[name])
+            return held | {Class(owner.name, name)}
+        return held | self._constant(owner, name)
+
+    def _constant(self, module: Module, name: str) -> Values:
+        """A table or list of functions and classes on the level of a module."""
+        key = (module.name, name)
+        if key not in self._tables:
+            self._tables[key] = NOTHING
+            value = module.constants[name]
+            if isinstance(value, _TABLES):
+                frame = Frame(module, self.shape(module.tree))
+                with self._silently():
+                    self._tables[key] = self.value(value, frame, ANYHOW)
+        return self._tables[key]
+
+    # --- assignments ---------------------------------------------------------------------------------
+
+    def _store(self, target: ast.expr, held: Values, frame: Frame, guards: Guards) -> None:
+        match target:
+            case ast.Name(id=name):
+                self._store_name(name, held, frame)
+            case ast.Tuple(elts=targets) | ast.List(elts=targets):
+                for one, part in zip(targets, _unpacked(held, targets), strict=True):
+                    self._store(one, part, frame, guards)
+            case ast.Starred(value=inner):
+                self._store(inner, held, frame, guards)
+            case ast.Attribute(value=owner, attr=name):
+                owners = self.value(owner, frame, guards)
+                for value in owners:
+                    self.put(value, name, held, guards)
+            case ast.Subscript(value=owner, slice=key):
+                self.value(key, frame, guards)
+                owners = self.value(owner, frame, guards)
+                told = self._constant_text(key, frame)
+                if any(isinstance(one, Items) for one in owners) and held != {Text(told or "")}:
+                    self._write(told)
+                if isinstance(frame.bound, Args) and own_attributes(owner):
+                    self.reshaped |= own_attributes(owner)
+                else:
+                    self._changed(owners)
+                self.put_into(owner, held, frame)
+
+    def _store_name(self, name: str, held: Values, frame: Frame) -> None:
+        home = frame.home()
+        if (home.top or name in home.shape.globals) and self.carries(held):
+            self.globals.setdefault((frame.module.name, name), set()).update(objects(held))
+        if name in home.shape.assigned or home is not frame:
+            before = home.env.get(name)
+            home.env[name] = without_texts(held if before is None else merged(before, held))
+        else:
+            home.env[name] = held
+
+    def put(self, value: Value, name: str, held: Values, guards: Guards) -> None:
+        """An attribute of an object gets another value."""
+        if isinstance(value, Args):
+            self._write(name)
+        elif isinstance(value, Object | Class):
+            self.keep(value, name, held)
+        elif isinstance(value, ModuleName) and self.carries(held):
+            self.globals.setdefault((value.name, name), set()).update(objects(held))
+
+    def put_into(self, owner: ast.expr, held: Values, frame: Frame) -> None:
+        """A container gets another entry."""
+        if isinstance(owner, ast.Name) and self.carries(held):
+            before = frame.find(owner.id) or NOTHING
+            frame.home().env[owner.id] = before | listed(objects(held))
+        elif isinstance(owner, ast.Attribute) and self.carries(held):
+            entry = listed(objects(held))
+            for value in self.value(owner.value, frame, ANYHOW):
+                self.put(value, owner.attr, entry, ANYHOW)
+
+
+def _attribute_of(node: ast.expr) -> str | None:
+    return node.attr if isinstance(node, ast.Attribute) else None
+
+
+def _loaded(target: ast.expr) -> ast.expr:
+    """The target of an assignment as an expression that is read."""
+    match target:
+        case ast.Attribute(value=value, attr=name):
+            return ast.Attribute(value, name, ast.Load())
+        case ast.Subscript(value=value, slice=key):
+            return ast.Subscript(value, key, ast.Load())
+        case ast.Name(id=name):
+            return ast.Name(name, ast.Load())
+    return target
+
+
+def _only_complains(body: Sequence[ast.stmt]) -> bool:
+    """Whether a branch only raises, warns or logs."""
+    complains = False
+    for node in body:
+        match node:
+            case ast.Raise():
+                complains = True
+            case ast.If(body=inner, orelse=other) if _only_complains([*inner, *other]):
+                complains = True
+            case ast.Expr(value=ast.Call(func=function)):
+                if last(function) not in LOGS | SHOWS:
+                    return False
+                complains = True
+            case ast.Assign(
+                targets=[ast.Name()], value=ast.JoinedStr() | ast.Constant(value=str())
+            ):
+                # the text of the complaint
+                continue
+            case _:
+                return False
+    return complains
+
+
+def _refuses(body: Sequence[ast.stmt]) -> bool:
+    """Whether a branch ends in a `raise`, whatever happens in it."""
+    if not body or not isinstance(body[-1], ast.Raise):
+        return False
+    inside = (node for statement in body for node in within(statement))
+    return not any(isinstance(node, _LEAVES) or _ends(node) for node in inside)
+
+
+def _trains(loop: ast.stmt) -> bool:
+    """Whether a loop takes a gradient or an optimizer's step in its own statements."""
+    return any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in {"backward", "step"}
+        for node in within(loop)
+    )
+
+
+def _ends(node: ast.AST) -> bool:
+    """Whether a statement ends the script on purpose."""
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func) in _ENDS
+    )
+
+
+def _plain(held: Values) -> Values:
+    """The values without functions and containers."""
+    return frozenset(v for v in held if not isinstance(v, Function | Partial | Several | Keywords))
+
+
+def _unpacked(held: Values, targets: Sequence[ast.expr]) -> list[Values]:
+    """What each of several targets gets of a value that is unpacked."""
+    sure = not any(isinstance(target, ast.Starred) for target in targets)
+    parts: list[list[Values]] = [[] for _ in targets]
+    for value in held:
+        for index, part in enumerate(parts):
+            match value:
+                case Several(items=items, exact=True) if sure and len(items) > index:
+                    part.append(items[index])
+                case Several() | Keywords():
+                    known = contents({value})
+                    starred = isinstance(targets[index], ast.Starred)
+                    part.append(listed(known) if starred else known)
+                case Text() | Function():
+                    part.append(NOTHING)
+                case _:
+                    part.append(frozenset({value}))
+    return [merged(*part) for part in parts]
+
+
+def _named_parts(target: ast.expr, held: Values) -> Iterator[tuple[str, Values]]:
+    """The names that a loop's target gives values to."""
+    match target:
+        case ast.Name(id=name):
+            yield name, held
+        case ast.Tuple(elts=targets) | ast.List(elts=targets):
+            for one, part in zip(targets, _unpacked(held, targets), strict=True):
+                yield from _named_parts(one, part)
+        case ast.Starred(value=inner):
+            yield from _named_parts(inner, held)
+
+
+def own_attributes(node: ast.AST) -> set[str]:
+    """The attributes of `self` that an expression names."""
+    return {
+        inner.attr
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Attribute)
+        and isinstance(inner.value, ast.Name)
+        and inner.value.id == "self"
+    }
+
+
+def _constants(node: ast.expr) -> list[str]:
+    values = (one.value for one in ast.walk(node) if isinstance(one, ast.Constant))
+    return [value for value in values if isinstance(value, str)]
+
+
+def place(node: ast.AST, frame: Frame) -> str:
+    return f"{frame.module.label}:{getattr(node, 'lineno', 0)}"
+
+
+def single_tests(test: ast.expr) -> Iterator[ast.expr]:
+    """What a test is joined of by `and`, `or` and `not`."""
+    match test:
+        case ast.BoolOp(values=parts):
+            for part in parts:
+                yield from single_tests(part)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield from single_tests(operand)
+        case ast.NamedExpr(value=value):
+            yield from single_tests(value)
+        case _:
+            yield test
+
+
+def _texts(value: object) -> set[str]:
+    """The texts in a list; nothing for any other value."""
+    return {one for one in value if isinstance(one, str)} if isinstance(value, list) else set()

@@ -1,0 +1,43 @@
+"""What differs between the trainers that launch can start: as data, and a few small functions.
+
+A backend is a module that satisfies `Backend`, registered in the literal dict below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from launcher.upstream import open_instruct, trl
+from launcher.upstream.entry import Entry, Moved, Names
+from launcher.upstream.schema import Values
+
+__all__ = ["BACKENDS", "Backend", "Entry", "Moved", "Names"]
+
+
+class Backend(Protocol):
+    """The questions that the rest of launch asks a trainer."""
+
+    NAME: str
+    PACKAGES: tuple[str, ...]
+    """Top-level packages whose source holds the dataclasses."""
+    PIN: str
+    """The commit, or the version, that the committed snapshot was read from."""
+    COMPUTED: Mapping[str, tuple[str, ...]]
+    """Choices that its source computes: the expression as it stands there, or the dotted name of a type
+    of another package that no snapshot holds, and its values."""
+    TAKES_NONE: bool
+    """Whether its parser reads the word `none`."""
+    STAGES: Mapping[str, Entry]
+    NEEDS: tuple[str, ...]
+    """Distributions without which its scripts cannot be imported."""
+    EXTRA: str
+    """The extra of ours that installs them."""
+
+    def output_folder(self, values: Values) -> Path | None:
+        """Where the final model will lie; None where the config names no place."""
+        ...
+
+
+BACKENDS: dict[str, Backend] = {"open_instruct": open_instruct, "trl": trl}

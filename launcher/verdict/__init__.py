@@ -1,0 +1,4 @@
+"""What a run left -> `Evidence` -> points -> `Verdict`.
+
+Start with `judge.judge`.
+"""

@@ -1,0 +1,209 @@
+"""What was asked for + what a run left behind -> a `Verdict`, each point with its evidence.
+
+`ok` is True or False only where there is proof; None means that something was asked for and there
+is none either way. A point of which nothing is expected is fine whatever its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from launcher.errors import Exit, unreadable
+from launcher.redaction import redact
+from launcher.upstream.logs.open_instruct import ATTENTION
+from launcher.verdict import outcome, points
+from launcher.verdict.evidence import Evidence, read_log
+from launcher.verdict.logs.scan import Cite, Log
+from launcher.verdict.metrics import metrics
+from launcher.verdict.points import Observation
+
+Status = Literal["pass", "fail", "unproven"]
+
+DEFAULTS: Mapping[str, str] = {"loss": "finite", "memory": "ok", "finish": "completed"}
+"""What is expected of a point that the stage file does not name."""
+
+NOT_SHOWN = "unknown"
+"""What is expected of a point where the log does not show what was asked for."""
+
+UNKNOWN: Mapping[str, str] = {"liger": NOT_SHOWN, "packing": NOT_SHOWN}
+"""What is expected where it is not known what was asked for: nothing passes."""
+
+CITES = 8  # of one point: 64 ranks would say the same
+
+# The states that meet an expectation, where it is not the very same word.
+_MEETS: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("liger", "applied"): ("engaged", "applied"),
+    ("liger", "attempted"): ("engaged", "applied", "attempted"),
+    ("packing", "on"): ("on", "isolated"),
+    **{("attention", name): (name, meant) for name, meant in ATTENTION.items()},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One question about a run and its answer."""
+
+    name: str
+    state: str
+    expected: str | None
+    ok: bool | None
+    evidence: tuple[Cite, ...] = ()
+    detail: Mapping[str, object] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, object]:
+        """As the JSON contract spells it."""
+        return {
+            "name": self.name,
+            "state": self.state,
+            "expected": self.expected,
+            "ok": self.ok,
+            "evidence": [asdict(cite) for cite in self.evidence],
+            "detail": dict(self.detail),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The answer to `did what was asked for run?`; `steps` is the last optimizer step seen."""
+
+    status: Status
+    stage: str | None
+    steps: int | None
+    points: tuple[Point, ...]
+    metrics: Mapping[str, float | None]
+
+    def point(self, name: str) -> Point:
+        """The point of this name. Raises KeyError if this stage has none."""
+        return {point.name: point for point in self.points}[name]
+
+    @property
+    def stopped(self) -> str | None:
+        """Why a process of the run ended itself, in one line; None where none did."""
+        finish = self.point("finish").detail
+        error = finish.get("error")
+        told = finish.get("reason") in ("violation", "hang") and isinstance(error, Mapping)
+        return str(error["message"]) if told and isinstance(error, Mapping) else None
+
+    def amended(self, name: str, detail: Mapping[str, object], **changes: Any) -> Verdict:
+        """The same with one of its points changed, and the status that follows."""
+        old = self.point(name)
+        new = replace(old, detail={**old.detail, **detail}, **changes)
+        return self.with_points(new if point is old else point for point in self.points)
+
+    def with_points(self, points: Iterable[Point]) -> Verdict:
+        """The same with other points, and the status that follows from them."""
+        points = tuple(points)
+        return replace(self, points=points, status=_status([point.ok for point in points]))
+
+    def as_json(self) -> dict[str, object]:
+        """The verdict as the JSON contract spells it; plain values only, and no NaN."""
+        return {
+            "status": self.status,
+            "stage": self.stage,
+            "steps": self.steps,
+            "points": [point.as_json() for point in self.points],
+            "metrics": dict(self.metrics),
+        }
+
+
+def from_json(data: Mapping[str, Any]) -> Verdict | None:
+    """What `Verdict.as_json` wrote; None where it is damaged."""
+    try:
+        points = tuple(
+            Point(**{**one, "evidence": tuple(Cite(**cite) for cite in one["evidence"])})
+            for one in data["points"]
+        )
+        return Verdict(**{**data, "points": points})
+    except (KeyError, TypeError):
+        return None
+
+
+def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evidence) -> Verdict:
+    """Compare what was expected with what was seen.
+
+    A state of None or `any` expects nothing. Without a stage it is taken from the evidence.
+    """
+    named = stage or evidence.stage
+    found = []
+    for name, see in {**points.POINTS, **outcome.POINTS}.items():
+        if name == "reference_cache" and named != "dpo":
+            continue
+        want = expected.get(name, DEFAULTS.get(name))
+        if name == "batch" and want is None and evidence.planned.world is None:
+            continue  # a stranger's run: nobody knows what was planned
+        any_state, want = want == "any", None if want == "any" else want
+        seen = see(evidence, want)
+        if name in outcome.OPTIONAL and want is None and seen.state == "unknown":
+            continue  # a record of an older version, or a stranger's
+        found.append(_point(name, want, replace(seen, unwanted=seen.unwanted and not any_state)))
+    oks = [point.ok for point in found]
+    return Verdict(
+        status=_status(oks),
+        stage=named,
+        steps=evidence.last_step,
+        points=tuple(found),
+        metrics=metrics(evidence),
+    )
+
+
+def judge_log(path: Path) -> Verdict:
+    """What a console log can prove by itself. Raises NotReady where it cannot be read."""
+    try:
+        found = read_log(path)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    assert found.log is not None
+    return redact(judge(found.stage, expected_from_log(found.log), found))
+
+
+def exit_code(verdict: Verdict, *, allow_unproven: bool) -> Exit:
+    """The documented exit code of a verdict alone."""
+    if verdict.status == "pass" or (verdict.status == "unproven" and allow_unproven):
+        return Exit.OK
+    return Exit.VERDICT
+
+
+def _status(oks: Sequence[bool | None]) -> Status:
+    return "fail" if False in oks else "unproven" if None in oks else "pass"
+
+
+def expected_from_log(log: Log) -> dict[str, str | None]:
+    """What a stranger's log was asked for, by the arguments dump near its top or by what follows it."""
+    liger = {"True": "engaged", "False": "off"}.get(log.asked.get("use_liger_kernel", ""))
+    packs = "off" if Evidence(log=log).packs_nothing else "isolated"
+    packing = {"True": packs, "False": "off"}.get(log.asked.get("packing", ""))
+    # TRL shows no arguments, and says these only where they were asked for
+    liger = liger or ("engaged" if log.first("liger_asked") else None)
+    packing = packing or ("isolated" if log.first("packing") else None)
+    if log.headless:
+        liger, packing = liger or NOT_SHOWN, packing or NOT_SHOWN
+    return {"liger": liger, "packing": packing, **DEFAULTS}
+
+
+def _point(name: str, want: str | None, seen: Observation) -> Point:
+    met = seen.state in _MEETS.get((name, want or ""), (want,))
+    ok: bool | None = True
+    if want is not None or seen.unwanted:
+        ok = met if seen.proved and want != NOT_SHOWN else None
+    reason, help = seen.reason, seen.help
+    absent = seen.detail.get("missing_ranks")
+    if want == NOT_SHOWN:
+        reason, help = "what was asked for is not known: its record is missing", None
+    elif reason is None and seen.state == "unknown":
+        reason = "neither the probe's records nor the log show it"
+    elif reason is None and isinstance(absent, list):
+        ranks = ", ".join(map(str, absent[:8])) + (", …" if absent[8:] else "")
+        reason = f"nothing is known of rank {ranks}"
+        help = "a record that is cut off or missing is no proof: look at `probe/`, and at the disk"
+    why = {key: text for key, text in (("reason", reason), ("help", help)) if text is not None}
+    return Point(
+        name=name,
+        state=seen.state,
+        expected=want,
+        ok=ok,
+        evidence=tuple(item.cite() for item in seen.cites[:CITES]),
+        detail=seen.detail if ok is True else {**why, **seen.detail, **why},
+    )

@@ -1,0 +1,389 @@
+"""Evidence -> how the run ended, and the first real error: an `Ending`.
+
+A traceback in a log proves no crash: training data is printed into it, and a handled error may be.
+What counts is an error after which no work is seen any more, an exit code, or a signal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from signal import Signals
+
+from launcher.upstream.logs import common
+from launcher.upstream.logs.common import SHELL_SIGNALS
+from launcher.verdict.evidence import Event, Evidence
+from launcher.verdict.logs.scan import Log, Signal
+
+HELP: Mapping[str, str] = {
+    "oom": "GPU memory ran out: see the memory point",
+    "oom_host": "host memory ran out: fewer dataset or dataloader workers, no offloading, or a "
+    "machine with more memory",
+    "refused": "the trainer's parser refused the arguments: `launch validate-config` names them",
+    "gpu_fault": "a GPU is at fault (ECC, or lost from the bus): run again without that GPU or node, and "
+    "have it looked at; `nvidia-smi -q -d ECC` and `dmesg` name it",
+    "device_assert": "an index was out of range on the GPU, most often a token that the embedding has no row "
+    "for, or a label: CUDA_LAUNCH_BLOCKING=1 shows where",
+    "illegal_access": "a GPU kernel read or wrote where it must not: CUDA_LAUNCH_BLOCKING=1 shows where; "
+    "another attention, or without Liger and compile, tells whose kernel it is",
+    "nccl_timeout": "a collective timed out: one rank was busy or dead. If rank 0 was still "
+    "tokenizing, run once with `cache_dataset_only: true` or raise `timeout`",
+    "port_in_use": "another run holds the port: choose another main process port",
+    "flash_attn_missing": "with CUDA present open-instruct needs the `flash_attn` package to be "
+    "importable: `pip install --no-build-isolation flash-attn`",
+    "shared_memory": "shared memory (/dev/shm) ran out: `--shm-size` or `--ipc=host` for a container, "
+    "or fewer dataloader workers",
+    "worker_killed": "a dataloader worker was killed, most often because host memory ran out: fewer "
+    "workers, or a machine with more memory",
+    "no_gpu": "CUDA sees no such GPU: check `nvidia-smi`, CUDA_VISIBLE_DEVICES, that torch is built for "
+    "CUDA, and that there are not more processes than GPUs",
+    "cuda_driver": "the NVIDIA driver and torch's CUDA do not fit each other: update the driver, or "
+    "install torch for the CUDA version it supports",
+    "hub_access": "the hub gave no access: check the repository's name, set HF_TOKEN, and accept the "
+    "terms of a gated repository",
+    "hub_limit": "the hub allows no more requests for now: set HF_TOKEN, wait, or fetch model and data once "
+    "(`launch prepare`) before many processes ask for them",
+    "hub_unreachable": "the hub could not be reached: fetch model and data first, or name local folders",
+    "wandb_login": "wandb has no key: set WANDB_API_KEY, or switch tracking off",
+    "wandb_unreachable": "wandb's server could not be reached, which open-instruct asks even with "
+    "WANDB_MODE=offline: check the network, or switch tracking off",
+    "too_many_files": "too many open files: raise `ulimit -n`, or use fewer dataloader workers",
+    "rendezvous": "not all processes came together in time: check that every node runs, and can reach "
+    "the main address and port",
+    "disk_full": "the disk is full, or a quota: free space, or point the output and cache folders elsewhere",
+    "corrupt_file": "a file of weights is cut off or damaged, most often by a full disk or a download that "
+    "was interrupted: remove it, and fetch or save it again",
+    "abi_mismatch": "a compiled package was built for another torch or CUDA than is installed: build it "
+    "again, `pip install --no-build-isolation --force-reinstall --no-deps PACKAGE`",
+    "loss_scale": "in fp16 the gradients overflow at every loss scale: train in bf16, or with a lower "
+    "learning rate",
+    "file_limit": "a file would have been larger than is allowed: raise `ulimit -f`, or write to a file "
+    "system without such a limit",
+    "not_started": "Python did not find what it was to run: check the path, the folder in which it was "
+    "started, and which environment is active",
+    "not_found": "the shell did not find the command: check PATH and which environment is active",
+    "time_limit": "the scheduler's time limit was reached: ask for more, and set "
+    "`checkpointing_steps` so that the run can resume",
+    "preempted": "the scheduler took the machine for a job of higher priority: the same command goes on from "
+    "the last checkpoint (`sbatch --requeue`, and `launch --slurm`, do so by themselves)",
+    "node_failure": "a node of the job failed: the same command goes on from the last checkpoint, elsewhere",
+    "hangup": "the terminal or the connection that it was started from was closed: start it with --detach, "
+    "or under tmux, nohup or a scheduler",
+    "violation": "the run was not what the stage file asks for, and stopped itself: the point that failed "
+    "says why; `expect: {POINT: any}` switches a point off, `on_violation: warn` goes on",
+    "hang": "nothing moved any more: `probe/rank-N.stacks.txt` of the run shows where each rank stood",
+    "nccl_error": "NCCL could not set up or lost a connection: NCCL_DEBUG=INFO says why; with no socket "
+    "interface found, set NCCL_SOCKET_IFNAME. The first error of another rank may be the cause",
+    "killed": "killed from outside, most often because host memory ran out: see `dmesg` or the scheduler",
+    "ended_early": "training ended without an error, before the announced last step",
+    "no_save": "training ended without an error, but no final save was seen",
+    "no_steps": "the command ended without an error, but no optimizer step was seen: neither the probe nor "
+    "the log tells of one",
+    "fewer_steps": "training ended without an error after fewer steps than were planned, and nothing says "
+    "how many there were to be: the console log is not whole, or its bar was switched off (`disable_tqdm`)",
+}
+
+_STOPS = {Signals.SIGINT, Signals.SIGTERM}
+# What Slurm says of why it ended a job, where that was nobody's wish.
+_TAKEN: Mapping[str, str] = {
+    "TIME LIMIT": "time_limit",
+    "PREEMPTION": "preempted",
+    "NODE FAILURE": "node_failure",
+}
+# A process does these to itself; the others come from outside.
+_OWN_FAULTS = {s for s in Signals if s.name in ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")}
+_WORK = (
+    *("total_steps", "liger_attempted", "liger_applied", "attention", "packing", "resumed"),
+    *("begun", "loading", "reference_hit", "progress", "training_completed", "saved"),
+)
+_FAILURES = (
+    *("exception", "child_failed", "child_signal", "refused", "shell_killed", "cancelled"),
+    *("violation", "not_started", "terminated", "syntax", "watchdog"),
+)
+# Whatever uses a model loads it.
+_ANYBODYS = {known.name for known in common.PATTERNS} - {"begun"} | {"exception", "loading"}
+_END_LINES = 10  # what stands below the last word of an error: torchrun's frame, the shell, Slurm
+_LAST_LINES = 3  # of a log: what else comes after a command was not found is something else
+# What only points to the exception before (transformers/utils/import_utils.py:2648, trl/_lazy_module.py:73).
+_LOOK_UP = re.compile(r"\(look up to see its traceback\)|^Could not import module '")
+_LAUNCHED = re.compile(r"accelerate/commands/launch\.py:\d+$")
+_MESSENGERS = ("ChildFailedError", "CalledProcessError", "SignalException")
+# What a rank says because another one is gone.
+_BEREFT = re.compile(
+    r"Connection (?:closed|reset) by peer|remote process exited or there was a network error"
+)
+_WHAT_LINES = 3  # between what C++ terminates for and its message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a run ended. `state` is as in the `finish` point; `proved` is False where the evidence
+    allows it to have ended well and does not show it; `reason` is a key of `HELP`."""
+
+    state: str
+    proved: bool
+    reason: str | None = None
+    error: Mapping[str, str] | None = None
+    signal: str | None = None
+    lines: tuple[Signal, ...] = ()
+
+
+def fatal(evidence: Evidence, *names: str) -> tuple[Signal, ...]:
+    """The signals of these names after which the log shows no work any more.
+
+    One step may still be logged: rank 0 prints it while another rank is already going under. A log of
+    which nothing shows that it is a training's tells of one's failure only if it ends with it.
+    """
+    log = evidence.log
+    if log is None or not (_trains(evidence) or _ends_badly(log)):
+        return ()
+    work = max((s.line for s in log.all(*_WORK)), default=0)
+    work = max(work, log.steps[-2].line if len(log.steps) > 1 else 0, _of_an_earlier(log))
+    return tuple(s for s in log.all(*names) if s.line > work)
+
+
+def _of_an_earlier(log: Log) -> int:
+    """The last line of an earlier attempt in the same file: its launcher's word, behind which one begins.
+
+    accelerate speaks of its only child, so that what is raised later is another's; torchrun of one
+    node may have spoken before the ranks of the others. Of several jobs of Slurm the last one counts.
+    """
+    raised, begun = log.all("exception"), log.all("begun", "bar_begun", "loading")
+    ends = [s for s in raised if _carries(s)]
+    alone = [s for s in ends if _LAUNCHED.search(s.fields["at"])]
+    others = [*(s for s in raised if s not in ends), *log.all("refused", "syntax")]
+    past = [s.line for s in ends if any(one.line > s.line for one in begun)]
+    past += [s.line for s in alone if any(one.line > s.line for one in others)]
+    jobs = [s for s in log.all("cancelled") if s.fields.get("job")]
+    again = [s for s in log.all("bar_begun") if s.fields["total"] == str(log.total_steps)]
+    past += [
+        s.line
+        for s in jobs
+        if s.fields["job"] != jobs[-1].fields["job"] or any(one.line > s.line for one in again)
+    ]
+    return max(past, default=0)
+
+
+def _trains(evidence: Evidence) -> bool:
+    """Whether this is a training: a run of ours, or a log in which anything comes from a trainer."""
+    log = evidence.log
+    if log is None or evidence.exit is not None or evidence.probe is not None:
+        return True
+    own = (s for s in log.signals if s.name not in _ANYBODYS and not s.text.startswith("nohup: "))
+    return bool(log.steps or log.blocks or log.last_bar or next(own, None))
+
+
+def _ends_badly(log: Log) -> bool:
+    """Whether a failure is among the last lines."""
+    ends = log.all(*_FAILURES, "not_found", "stop_asked")
+    return any(s.line > log.lines - _END_LINES for s in ends)
+
+
+def ending(evidence: Evidence) -> Ending:
+    """How the run ended: an exit record counts first, then the log and the probe."""
+    ended = evidence.exit
+    if (stopped := evidence.stopped) is not None:
+        return _stopped(stopped)
+    failures = _failures(evidence)
+    if (told := _told(failures)) is not None and not (
+        evidence.exit and not evidence.exit.returncode
+    ):
+        return told
+    signal = _signal(evidence, failures)
+    code = ended.returncode if ended else _probe_code(evidence)
+    # what started the script may end well all the same
+    failed = bool(code or _probe_code(evidence))
+    raised = ended is None and bool(evidence.events("error"))
+    failed = failed or (code is None and bool(failures)) or raised
+    if signal is None and not failed:
+        return _well(evidence, clean=code == 0)
+    state = "crashed"
+    if signal is not None and signal not in _OWN_FAULTS:
+        state = "stopped" if signal in _STOPS else "killed"
+    reason = _reason(evidence, failures)
+    if reason is None and signal is Signals.SIGKILL:
+        reason = "killed"
+    if reason is None and signal is Signals.SIGHUP:
+        reason = "hangup"
+    taken = (_TAKEN.get(s.fields.get("why", "")) for s in failures if s.name == "cancelled")
+    if (taken_for := next(filter(None, taken), None)) is not None:
+        state, reason = "killed", taken_for
+    return Ending(
+        state=state,
+        proved=True,
+        reason=reason,
+        error=_error(evidence, failures),
+        signal=signal.name if signal else None,
+        lines=(failures or fatal(evidence, "stop_asked"))[:3],
+    )
+
+
+def _failures(evidence: Evidence) -> tuple[Signal, ...]:
+    """The signals that a run ended badly.
+
+    A job script goes on after a command that is not there: that one counts at the very end alone.
+    """
+    found = fatal(evidence, *_FAILURES, "not_found")
+    late = evidence.log.lines - _LAST_LINES if evidence.log else 0
+    return tuple(s for s in found if s.name != "not_found" or s.line > late)
+
+
+def _carries(signal: Signal) -> bool:
+    """Whether an exception only hands on that another process failed."""
+    return signal.fields["type"].endswith(_MESSENGERS)
+
+
+def _reason(evidence: Evidence, failures: tuple[Signal, ...]) -> str | None:
+    """The key of `HELP` that the log names after its last work."""
+    told = {s.name for s in (*fatal(evidence, *HELP), *failures)}
+    told -= {"not_found"} - {s.name for s in failures}
+    if any(s.name == "exception" and not _carries(s) for s in failures):
+        told -= {"not_started"}  # a job script went on without what it missed
+    return next((name for name in HELP if name in told), None)
+
+
+def _stopped(event: Event) -> Ending:
+    """A process ended itself, and the others were ended for it: what they say then counts for nothing."""
+    error = {"type": event.name, "message": event.text("message") or "", "rank": str(event.rank)}
+    return Ending(state="stopped", proved=True, reason=event.name, error=error)
+
+
+def _told(failures: tuple[Signal, ...]) -> Ending | None:
+    """The same, as the log tells it: the first line counts."""
+    said = next((s for s in failures if s.name == "violation"), None)
+    if said is None:
+        return None
+    reason = "hang" if said.fields["message"].startswith("nothing moved ") else "violation"
+    error = {"type": reason, "message": said.fields["message"]}
+    return Ending(state="stopped", proved=True, reason=reason, error=error, lines=(said,))
+
+
+def _well(evidence: Evidence, clean: bool) -> Ending:
+    """The ending of a run of which nothing bad is known; `clean` if it is known to be over."""
+    last, total, log = evidence.last_step, evidence.total_steps, evidence.log
+    done = log.last("training_completed") if log else None
+    alone = evidence.exit is None and evidence.probe is None
+    clean = clean or (
+        done is not None and not (log and log.steps and log.steps[-1].line > done.line)
+    )
+    if done is not None and last is None:
+        total = None  # the log begins after the last step
+    all_steps = last is not None and last >= total if total is not None else clean
+    doubt = _doubt(evidence) if total is None else None
+    if all_steps and not doubt and (evidence.final_save or evidence.left_out_save):
+        return Ending(state="completed", proved=True)
+    if not clean:
+        return Ending(state="running", proved=False)
+    if log and log.asked.get("cache_dataset_only") == "True" and last is None:
+        return Ending(state="completed", proved=True)
+    if not all_steps and alone and log and not log.summed:
+        # of what is filtered, or on another stream, the last steps may be: a run that has ended sums up
+        return Ending(state="running", proved=False)
+    if not all_steps and not alone and fatal(evidence, "disk_full"):
+        # training may go on without a log; whether it did is not known
+        return Ending(state="stopped", proved=False, reason="disk_full")
+    if not all_steps:
+        return Ending(state="stopped", proved=True, reason="ended_early")
+    return Ending(state="stopped", proved=False, reason=doubt or "no_save")
+
+
+def _doubt(evidence: Evidence) -> str | None:
+    """Why a good exit of ours is no proof that all steps were taken, where the log announces no number."""
+    last, planned = evidence.last_step, evidence.planned.steps
+    if last is None:
+        ours = evidence.exit is not None or evidence.probe is not None
+        return "no_steps" if ours and not evidence.events("resumed") else None
+    return "fewer_steps" if planned is not None and last < planned else None
+
+
+def _signal(evidence: Evidence, failures: tuple[Signal, ...]) -> Signals | None:
+    """The signal that ended the run, by its exit or by what torchrun, accelerate and bash say."""
+    numbers: list[int] = []
+    if evidence.exit is not None:
+        code = evidence.exit.returncode
+        if code == 0 and not evidence.exit.signal:
+            return None
+        numbers += [evidence.exit.signal or 0, -code, code - 128]
+    if asked := fatal(evidence, "stop_asked"):
+        name = asked[0].fields.get("name")
+        numbers.append(Signals[name] if name else int(asked[0].fields["signal"]))
+    roots = [s for s in failures if s.name == "child_failed" and "rank" in s.fields]
+    roots = roots or [s for s in failures if s.name == "child_failed"][-1:]
+    codes = [int(s.fields["exitcode"]) for s in roots[:1]]
+    numbers += [number for code in codes for number in (-code, code - 128)]
+    numbers += [int(s.fields["signal"]) for s in failures if s.name == "child_signal" and not roots]
+    # else it is an earlier run's, in the same file
+    error = _error(evidence, failures) if failures or evidence.exit else None
+    if error is not None and error["type"] == "KeyboardInterrupt":
+        numbers.append(Signals.SIGINT)
+    numbers += [SHELL_SIGNALS[s.fields["how"]] for s in failures if s.name == "shell_killed"]
+    numbers += [Signals.SIGTERM for s in failures if s.name == "cancelled"]
+    numbers += [Signals.SIGABRT for s in failures if s.name in ("terminated", "watchdog")]
+    if evidence.exit is not None:
+        # in the middle of imports an interrupt may end as any other exception
+        numbers.append(evidence.exit.stopped or 0)
+    return next((Signals(n) for n in numbers if n in set(Signals)), None)
+
+
+def _probe_code(evidence: Evidence) -> int | None:
+    """0 if every rank's probe saw a clean end, another number if one saw a bad one."""
+    if evidence.probe is None:
+        return None
+    # a record of two attempts has two ends
+    ends = [record.last("end") for record in evidence.probe.ranks.values()]
+    if any(end.number("exit") for end in ends if end):
+        return 1
+    return 0 if not evidence.probe.missing and all(ends) else None
+
+
+def _replaces(signal: Signal, before: Signal) -> bool:
+    """Whether this is a later exception of the same chain: a worker's is raised again by its parent.
+
+    Nor does one say more that only points to the one before.
+    """
+    if not signal.fields["chained"] or _LOOK_UP.search(signal.fields["message"]):
+        return False
+    same = all(signal.fields[key] == before.fields[key] for key in ("type", "message"))
+    return signal.fields["rank"] == before.fields["rank"] and not same
+
+
+def _error(evidence: Evidence, failures: tuple[Signal, ...]) -> dict[str, str] | None:
+    """The first real error: not the launcher's report of it, and the last of a chain."""
+    raised = [s for s in failures if s.name == "exception"]
+    real = [s for s in raised if not _carries(s)]
+    if not real and evidence.log:  # another rank was still at work when this one was going under
+        begun = max((s.line for s in evidence.log.all("begun")), default=0)
+        past = _of_an_earlier(evidence.log)
+        earlier = [s for s in evidence.log.all("exception") if s.fields["rank"] or s.line > begun]
+        real = [s for s in earlier if s.line > past and not _carries(s)][-1:]
+    left = [s for s in real if not _BEREFT.search(s.fields["message"])]
+    chosen: Signal | None = None
+    for signal in left or real:
+        if chosen is None or _replaces(signal, chosen):
+            chosen = signal
+    # in a file that is appended to the last start counts; ranks of one say the same
+    refused = next((s for s in reversed(failures) if s.name == "refused"), None)
+    if refused is not None:
+        return {"type": "arguments", "message": refused.fields["message"]}
+    absent = next((s for s in failures if s.name in ("not_started", "not_found")), None)
+    if absent is not None and not real:
+        return {"type": absent.name, "message": absent.fields["message"]}
+    if chosen is not None:
+        return {key: chosen.fields[key] for key in ("type", "message", "at", "rank")}
+    told = next((s for s in failures if s.name in ("syntax", "terminated")), None)
+    told = told or next((s for s in failures if s.name == "watchdog"), None)
+    if told is not None:
+        return {"type": told.fields["type"], "message": _message(evidence, told)}
+    for event in evidence.events("error"):
+        kind, message = event.text("type") or "", event.text("message") or ""
+        return {"type": kind, "message": message, "rank": str(event.rank)}
+    if raised:
+        return {key: raised[0].fields[key] for key in ("type", "message", "at", "rank")}
+    return None
+
+
+def _message(evidence: Evidence, told: Signal) -> str:
+    """What was said of an error that Python raised nowhere: beside its type, or right below it."""
+    near = (s for s in evidence.signals("what") if 0 < s.line - told.line <= _WHAT_LINES)
+    return (next(near, None) or told).fields.get("message", "")

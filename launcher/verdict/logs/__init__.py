@@ -1,0 +1,1 @@
+"""Logs of any size: segments, survey, meaning. Start with `scan`."""

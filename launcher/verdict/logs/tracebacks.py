@@ -1,0 +1,178 @@
+"""Lines of a Python traceback -> what was raised in the end: a `Raised`.
+
+Ranks write over each other, so every rank's prefix (`[rank3]: `) is followed on its own; a time stamp in it
+is no part of who speaks. Rich draws a box around the frames, and IPython names the type before them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from launcher.verdict.logs.segments import SEGMENT_BYTES, text
+
+FIRST_LINE = b"Traceback (most recent call last)"
+MOST_LINES = 2_000
+_FRAME_LINE = rb'(?P<frame>[^\r\n]{0,100}?  File "[^"\r\n]+", line \d+, in [^\r\n]*)'
+FRAMES_FIRST = re.compile(rb"(?:[^\r\n]{0,100}?    [^\r\n]*\r?\n){0,3}?" + _FRAME_LINE)
+"""A log that begins within a traceback, such as what `tail` shows."""
+BEFORE_BYTES = 1_000  # of the log before a traceback, which say what it belongs to
+
+# What stands before the lines of many processes: a time, torchrun, srun, SkyPilot. One space ends it: those
+# that follow are the line's own.
+_STAMP = rb"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?(?: |$)"
+_TAG = (
+    rb"\[rank\d+\]: ?|\[default\d+\]:|\[\d{1,4}\]: ?|\d{1,4}:(?: |$)|[\w.-]{1,64} *\|(?: |$)"
+    rb"|\([\w.-]+,? (?:rank=\d+, )?pid=\d+(?:, ip=[\w.:]+)?\)(?: |$)"
+)
+_PREFIX = re.compile(rb"(?:%s|%s)+" % (_STAMP, _TAG))
+_STAMPS = re.compile(_STAMP)
+_RANK = re.compile(rb"(?:^|[\s:])(?:\[(?:rank|default|)(\d+)\]|(\d{1,4})):")
+# What stands around the first line: Python's colon, Rich's box, or the type as IPython puts it.
+_OPENS = re.compile(
+    rb"Traceback \(most recent call last\)(?::| (?:\xe2\x94\x80|-){3})"
+    rb"|^\w+ {2,}Traceback \(most recent call last\)$"
+)
+_FRAME = re.compile(
+    rb'\s+File "(?P<file>[^"]+)", line (?P<line>\d+)'
+    rb"|(?:File )?(?P<file_>[^\s:]+(?::\\[^\s:]*)?):(?P<line_>\d+),? ?in "
+)
+_IN_BOX = re.compile(rb"(?:\xe2\x94\x82|\|) (?P<words>.*?)\s*(?:\xe2\x94\x82|\|)?$")
+_RAISED = re.compile(
+    rb"(?P<type>(?:\w+\.)+(?:[A-Z]\w*|\w*error|timeout)"
+    rb"|\w*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout|StopIteration|Fault))"
+    rb"(?::(?P<message>.*))?$"
+)
+# The line before a traceback that ends no process.
+_HARMLESS = re.compile(
+    rb"Exception ignored |--- Logging error ---|Exception in thread|^future: <Task finished "
+)
+_CHAINED = re.compile(rb"During handling of the above|The above exception was the direct cause")
+# What a worker raised, told behind what its parent raised because of it.
+_OF_WORKER = b"Original " + FIRST_LINE + b":"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """The last line of a traceback; `at` is the innermost frame's `file:line`.
+
+    `chained` says that it belongs to the exception before it: raised while that was being handled,
+    or what a worker process had raised at first.
+    """
+
+    type: str
+    message: str
+    at: str
+    rank: str
+    chained: bool
+    line: int
+    segment: bytes
+
+    def as_fields(self) -> dict[str, str]:
+        """As a signal's fields, which are text."""
+        chained = "yes" if self.chained else ""
+        fields = {"type": self.type, "message": self.message, "at": self.at}
+        return {**fields, "rank": self.rank, "chained": chained}
+
+
+@dataclass(slots=True, kw_only=True)
+class _Open:
+    """A traceback of which the end has not been seen yet."""
+
+    chained: bool
+    harmless: bool
+    at: str = ""
+    headless: bool = False
+    wrapped: bytes = b""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tracebacks:
+    """The tracebacks that are open, by their rank's prefix, and what each rank said last."""
+
+    open: dict[bytes, _Open] = field(default_factory=dict)
+    said: dict[bytes, bytes] = field(default_factory=dict)
+    followed: int = 0
+
+    def recall(self, before: bytes) -> None:
+        """Take in what stands before the first line of a traceback."""
+        for segment in re.split(rb"[\r\n]", before[-BEFORE_BYTES:]):
+            self._say(segment.rstrip())
+
+    def follow(self, block: bytes, start: int, limit: int, line: int) -> tuple[int, list[Raised]]:
+        """Read on from `start`, in line `line`, until every open traceback says what was raised.
+
+        Where a frame stands at `start`, one whose first line is not there is open. From `limit` on no
+        other is opened. Gives the position reached and what was raised on the way.
+        """
+        raised: list[Raised] = []
+        if frame := FRAMES_FIRST.match(block, start):
+            prefix, _ = self._say(frame["frame"])
+            self.open[prefix] = _Open(chained=False, harmless=False, headless=True)
+        while start < len(block):
+            stop = block.find(b"\n", start)
+            stop = stop if stop >= 0 else len(block)
+            for segment in block[start : min(stop, start + SEGMENT_BYTES)].split(b"\r"):
+                raised += self._line(segment.rstrip(), line, start < limit)
+            start, line, self.followed = stop + 1, line + 1, self.followed + 1
+            if self.followed > MOST_LINES:
+                self.open.clear()
+            if not self.open:
+                break
+        return start, raised
+
+    def _say(self, segment: bytes) -> tuple[bytes, bytes]:
+        prefix = found[0] if (found := _PREFIX.match(segment)) else b""
+        body = segment[len(prefix) :]
+        prefix = _STAMPS.sub(b"", prefix).strip() if prefix else prefix
+        if body and not _opens(body):
+            self.said[prefix] = body
+        return prefix, body
+
+    def _line(self, segment: bytes, line: int, opening: bool) -> list[Raised]:
+        before = dict(self.said) if FIRST_LINE in segment else {}
+        prefix, body = self._say(segment)
+        if _opens(body):
+            if opening:
+                said = before.get(prefix, b"")
+                chained = _OF_WORKER in body or bool(_CHAINED.search(said))
+                self.open[prefix] = _Open(chained=chained, harmless=bool(_HARMLESS.search(said)))
+                self.followed = 0
+            else:
+                self.open.pop(prefix, None)
+        elif found := self.open.get(prefix):
+            if box := _IN_BOX.match(body):  # a long path goes on in the next line of the box
+                body = found.wrapped + box["words"]
+                whole = not box["words"] or b" " in body or body[:1].isdigit()
+                found.wrapped = b"" if whole else body
+            if frame := _FRAME.match(body):
+                file, line_ = frame["file"] or frame["file_"], frame["line"] or frame["line_"]
+                found.at = f"{text(file)}:{text(line_)}"
+            elif end := _RAISED.match(body):
+                del self.open[prefix]
+                return [] if found.harmless else [_raised(end, found, prefix, line, segment)]
+            elif found.headless and body and not body.startswith(b"    "):
+                del self.open[prefix]  # not even a frame may be one: stacks are shown otherwise too
+        return []
+
+
+def _opens(body: bytes) -> bool:
+    return FIRST_LINE in body and bool(_OPENS.search(body))
+
+
+def _raised(end: re.Match[bytes], found: _Open, prefix: bytes, line: int, segment: bytes) -> Raised:
+    return Raised(
+        type=text(end["type"]),
+        message=text(end["message"] or b""),
+        at=found.at,
+        rank=_rank(prefix),
+        chained=found.chained,
+        line=line,
+        segment=segment,
+    )
+
+
+def _rank(prefix: bytes) -> str:
+    """The rank that a prefix names, empty where it names none."""
+    found = _RANK.search(prefix)
+    return text(found[1] or found[2]) if found else ""

@@ -1,0 +1,246 @@
+"""Evidence -> the run in numbers: losses, one row a step, speed and memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from launcher.machine.datasheets import flops_a_token, peak_flops
+from launcher.verdict.evidence import MEASURED, Event, Evidence, ProbeStep, RankRecord
+
+Row = dict[str, float]
+"""One optimizer step: `step`, `finite`, and what is known of the rest."""
+
+_SUMMED = ("tokens", "positions", "wasted", "rows")
+REWARDS = {
+    "rewards_accuracy": ("rewards/accuracies", "rewards/accuracy"),
+    "rewards_margin": ("rewards/margins", "rewards/margin"),
+}
+"""DPO's rewards, by what the logs of the scripts call them."""
+
+
+def losses(evidence: Evidence) -> tuple[float, ...]:
+    """One loss a step as the probe saw them, else as logged; NaN where it was not finite."""
+    if evidence.lines and not any(record.steps for record in evidence.records):
+        return tuple(line.loss for line in evidence.lines)
+    rows = (row for row in metrics_rows(evidence) if "loss" in row or row.get("finite") is False)
+    return tuple(row.get("loss", math.nan) for row in rows)
+
+
+def whole_losses(evidence: Evidence) -> tuple[float, ...]:
+    """The same with those of the attempts that it goes on from."""
+    return (*earlier(evidence, "loss"), *losses(evidence))
+
+
+def earlier(evidence: Evidence, name: str) -> list[float]:
+    """What the attempts that this one goes on from had of a quantity."""
+    return [row[name] for row in evidence.earlier if name in row]
+
+
+def moved_share(evidence: Evidence) -> float | None:
+    """The share of a sample of the trained weights, over all ranks, that differs from the start."""
+    sampled, moved = (
+        math.fsum(event.number(key) or 0 for event in evidence.last_events("weights"))
+        for key in ("sampled", "moved")
+    )
+    return _share(moved, sampled)
+
+
+def peak_allocated_gib(evidence: Evidence) -> float | None:
+    """The peak of torch's allocated memory on the fullest rank."""
+    return _peak(evidence, "allocated_gib")
+
+
+def _peak(evidence: Evidence, name: str) -> float | None:
+    return max(_values(evidence, name), default=None)
+
+
+def memory_phases(evidence: Evidence) -> dict[str, dict[str, float]]:
+    """Memory at the end of each phase in GiB, each number that of the rank where it is largest.
+
+    The peaks are cumulative, because upstream reads the same counters and nobody resets them: a phase
+    whose peak is above that of the one before made it, any other stayed below.
+    """
+    phases: dict[str, dict[str, float]] = {}
+    for event in evidence.events("memory"):
+        phase = phases.setdefault(event.text("phase") or "?", {})
+        for name in event.fields:
+            value = event.number(name) if name.endswith("_gib") else None
+            if value is not None:
+                phase[name] = max(value, phase.get(name, value))
+    return phases
+
+
+def steady(record: RankRecord) -> Sequence[ProbeStep]:
+    """The steps that tell the speed: without the warm-up, and those that followed a save."""
+    after = record.steps[warm_up(len(record.steps)) :]
+    return [step for step in after if not step.interrupted]
+
+
+def warm_up(steps: int) -> int:
+    """How many of so many steps are left out at the beginning: a fifth, at least 1, at most 20.
+
+    The first step compiles, and the next few still fill caches.
+    """
+    return min(20, max(1, steps // 5))
+
+
+def tokens_per_second(evidence: Evidence) -> float | None:
+    """Steady tokens a second of all ranks, counted from the batches, padding left out."""
+    rates = []
+    for record in evidence.records:
+        kept = steady(record)
+        seconds = math.fsum(s.seconds or 0.0 for s in kept)
+        tokens = math.fsum(s.tokens or 0.0 for s in kept)
+        rates.append(tokens / seconds if seconds > 0 else 0.0)
+    return math.fsum(rates) if rates and all(rates) else None
+
+
+def _total(evidence: Evidence, name: str) -> float | None:
+    known = _values(evidence, name)
+    return math.fsum(known) if known else None
+
+
+def _values(evidence: Evidence, name: str) -> list[float]:
+    ranks = evidence.records
+    return [v for r in ranks for s in r.steps if (v := getattr(s, name)) is not None]
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole
+
+
+def flops_per_token(model: Event, tokens_per_row: float | None) -> float | None:
+    """Of one training step; None for experts, of which only some work on a token."""
+    size, trained = model.number("parameters"), model.number("trainable")
+    if size is None or trained is None or model.number("experts"):
+        return None
+    # a table that is only looked up multiplies nothing
+    looked_up = 0.0 if model.fields.get("tied") is True else model.number("embedding") or 0.0
+    frozen = size - trained
+    if frozen:
+        frozen -= looked_up
+    else:
+        trained -= looked_up
+    heads, width = model.number("heads"), model.number("head_dim")
+    query = heads * width if heads and width else model.number("hidden")
+    return flops_a_token(
+        trained=trained, frozen=frozen, layers=model.number("layers") or 0.0, query=query or 0.0,
+        width=tokens_per_row or 0.0,
+    )  # fmt: skip
+
+
+def mfu(evidence: Evidence) -> float | None:
+    """The share of the GPUs' peak that training needs at its steady speed; DPO's policy alone counts."""
+    speed, ranks = tokens_per_second(evidence), evidence.records
+    model = ranks[0].first("model") if ranks else None
+    device = ranks[0].last("device") if ranks else None
+    peak = peak_flops(device.text("name") if device else None)
+    if speed is None or model is None or peak is None:
+        return None
+    needed = flops_per_token(model, _share(_total(evidence, "tokens"), _total(evidence, "rows")))
+    return None if needed is None else needed * speed / (peak * len(ranks))
+
+
+def _norms(evidence: Evidence) -> dict[str, float | None]:
+    """The gradient norm of the last step, and the largest, of all attempts that came to this."""
+    own = [s.grad_norm for r in evidence.records[:1] for s in r.steps if s.grad_norm is not None]
+    # without the probe no norm is known of every step
+    norms = [*earlier(evidence, "grad_norm"), *own] if own else []
+    return {
+        "last_grad_norm": norms[-1] if norms else None,
+        "max_grad_norm": max(norms, default=None),
+    }
+
+
+def metrics(evidence: Evidence) -> dict[str, float | None]:
+    """The whole run in numbers, None where unknown or not finite.
+
+    `logged_tokens_per_second` is open-instruct's own, warm-up included. DPO's rewards are there
+    only where the log prints them.
+    """
+    seen = whole_losses(evidence)
+    last = evidence.lines[-1] if evidence.lines else None
+    rewards = {
+        name: value
+        for name, keys in REWARDS.items()
+        for key in keys
+        if last and math.isfinite(value := last.extra.get(key, math.nan))
+    }
+    return {
+        "first_loss": seen[0] if seen and math.isfinite(seen[0]) else None,
+        "last_loss": seen[-1] if seen and math.isfinite(seen[-1]) else None,
+        "min_loss": min(filter(math.isfinite, seen), default=None),
+        "tokens_per_second": tokens_per_second(evidence),
+        "logged_tokens_per_second": last.tokens_per_second if last else None,
+        "mfu": mfu(evidence),
+        "tokens_per_row": _share(_total(evidence, "tokens"), _total(evidence, "rows")),
+        "wasted_share": _share(_total(evidence, "wasted"), _total(evidence, "positions")),
+        **_norms(evidence),
+        "peak_allocated_gib": peak_allocated_gib(evidence),
+        "peak_reserved_gib": _peak(evidence, "reserved_gib"),
+        **rewards,
+    }
+
+
+def merged_rows(attempts: Iterable[Sequence[Row]]) -> list[Row]:
+    """The rows of a run out of those of its attempts, first to last: every optimizer step once.
+
+    An attempt goes on from a checkpoint, so whatever earlier ones did from its first step on is gone
+    from the weights, and is left out here too.
+    """
+    rows: list[Row] = []
+    for after in attempts:
+        if after:
+            rows = [row for row in rows if row["step"] < after[0]["step"]] + list(after)
+    return rows
+
+
+def metrics_rows(evidence: Evidence) -> list[Row]:
+    """One row a step of one attempt, sorted: what the probe says, and of the log what it does not.
+
+    A logged loss is a mean over the steps since the line before: where the probe has the loss of every
+    step and the log tells of fewer, the mean is `logged_loss`. Tokens, positions, wasted positions and
+    rows are sums over the ranks, seconds and memory (GiB) the largest of them. A number that is not
+    finite is left out, and `finite` is then false.
+    """
+    rows = {row["step"]: row for row in _probe_rows(evidence)}
+    lines = evidence.lines
+    measured = sum("loss" in row for row in rows.values())
+    # Trainer's lines bear no step: after a resume the first may be counted from the bar's begin
+    first = min(rows, default=0)
+    for line in lines:
+        if line.step < first:
+            continue
+        row = rows.setdefault(line.step, {"step": line.step})
+        own = row.get("loss")
+        logged = {
+            "loss": own if own is not None and math.isfinite(line.loss) else line.loss,
+            "logged_loss": line.loss if len(lines) < measured else None,
+            "learning_rate": line.learning_rate,
+            "logged_tokens_per_second": line.tokens_per_second,
+            **line.extra,
+        }
+        row["finite"] = row.get("finite", True) and math.isfinite(line.loss)
+        if not math.isfinite(line.loss):
+            row.pop("loss", None)
+        row.update({k: v for k, v in logged.items() if v is not None and math.isfinite(v)})
+    return [rows[step] for step in sorted(rows)]
+
+
+def _probe_rows(evidence: Evidence) -> list[Row]:
+    by_step: dict[int, list[ProbeStep]] = {}
+    for record in evidence.records:
+        for step in record.steps:
+            by_step.setdefault(step.step, []).append(step)
+    return [_probe_row(number, by_step[number]) for number in sorted(by_step)]
+
+
+def _probe_row(number: int, steps: Sequence[ProbeStep]) -> Row:
+    row: Row = {"step": number, "finite": all(s.finite for s in steps)}
+    if row["finite"] and (losses := [s.loss for s in steps if s.loss is not None]):
+        row["loss"] = math.fsum(losses) / len(losses)
+    for key in MEASURED:
+        if parts := [v for s in steps if (v := getattr(s, key)) is not None]:
+            row[key] = sum(parts) if key in _SUMMED else max(parts)
+    return row

@@ -1,0 +1,589 @@
+"""Evidence -> what came of a run: losses, gradients, memory, its end, weights, model, inputs, resumes.
+
+Functions are like those of `points`. An `OPTIONAL` point of which nothing is known and nothing is expected
+is left out of a verdict: records of older versions hold none of this.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from launcher.stage.options import TREND_LOSSES
+from launcher.verdict.ending import HELP, ending, fatal
+from launcher.verdict.evidence import Event, Evidence
+from launcher.verdict.logs.scan import Log, Signal, StepLine
+from launcher.verdict.metrics import (
+    earlier,
+    losses,
+    memory_phases,
+    moved_share,
+    peak_allocated_gib,
+    whole_losses,
+)
+from launcher.verdict.points import UNKNOWN, Citable, Observation, probe_lines
+
+OPTIONAL = ("weights", "model", "inputs", "resume")
+
+TREND_BINS = 64
+TREND_CHANGE = 0.01  # of the loss, from the first step to the last
+TREND_Z = 2.33  # one-sided 1 %
+NORMS = 4  # gradient norms at least, to tell what is usual
+WILD_NORM = 1e4  # beside a loss that does not fall
+JUMP = 10.0
+MOVED = 0.05
+"""The share of the weights that must have moved. Pure bfloat16 at 1e-6 moves about 2 %."""
+STILL = 0.001
+_LOSSES_BEFORE, _LOSSES_AFTER, _LEAST = 16, 4, 4  # losses compared around a resume
+_SPREADS = 5.0
+_NARROWEST = 0.02  # of the loss
+_COMPARED = ("engine", "checks", "last_step", "parameters", "elements", "largest_error", "allowed")
+_DIFFERENCE = ("parameter", "true_norm", "used_norm", "error", "broken", "corrupt_checks")
+# What the probe says of a broken contract, in a log that came without its records.
+_NOT_FINITE = re.compile(
+    r"(?:loss|gradient) is -?(?:nan|inf)\w* \((?:step (?P<step>\d+)|[^,]*), rank (?P<rank>\d+)\)"
+)
+
+_CORRUPT_HELP = (
+    "the optimizer did not get the gradients of the batch: what was trained since is worthless. "
+    "DeepSpeed 0.18.5 to 0.18.9 does this under ZeRO 1 and 2 with `overlap_comm: true`: install a later "
+    "release or set `overlap_comm: false`; docs/gradients.md has other causes"
+)
+_NOISE_HELP = (
+    "train a few steps with the probe, which compares the optimizer's gradients with those of autograd; "
+    "`expect: {gradients: any}` accepts them as they are"
+)
+_OOM_HELP = (
+    "lower the micro-batch and keep the global batch (`batch: {per_device: N}`), switch activation "
+    "checkpointing on (SFT `gradient_checkpointing: true`, DPO `activation_memory_budget` < 1), "
+    "or lower `max_seq_length`; with packing a micro-batch holds every token of its rows at once, "
+    "so fewer rows (or `packing: false`) shrink it"
+)
+_MEAN_HELP = (
+    "`train_loss` is the mean over all steps, so the loss of a step was not finite: `logging_steps: 1` "
+    "shows which, `logging_nan_inf_filter: false` shows it as it was"
+)
+_EVALUATED_HELP = (
+    "a row of the evaluation without any label (all of it cut off or masked) makes its mean nan, and "
+    "so do weights that are broken: evaluate the saved model on its own"
+)
+_NOT_FINITE_HELP = (
+    "a lower learning rate or a longer warm-up; look at the rows of that step, and where a checkpoint from "
+    "before it lies"
+)
+_ZERO_HELP = (
+    "no token has a label then: look at the chat template and at the maximal length, which may cut off every "
+    "answer"
+)
+_STILL_HELP = (
+    "check the learning rate, its schedule, and what is frozen; `expect: {trend: any}` accepts it"
+)
+_MOVED_HELP = (
+    "raise the learning rate, or train fp32 weights: bfloat16 rounds away what is below 0.4 % of a "
+    "weight; see also what is frozen; `expect: {weights: any}` accepts it"
+)
+_RESUME_HELP = (
+    "the checkpoint may not hold what was trained: take an older one, or start over with --fresh"
+)
+_MODEL_HELP = "no file of it can be trusted: save it again from a checkpoint, or train again"
+_INPUTS_HELP = "train again on files that nobody writes to meanwhile"
+
+
+# -- the loss
+
+
+def _loss(evidence: Evidence, _want: str | None) -> Observation:
+    log, lines = evidence.log, evidence.lines
+    steps = list(evidence.rank_steps)
+    detail: dict[str, object] = {"logged": len(lines), "counted": len(steps)}
+    bad = _bad_steps(evidence)
+    before = [int(row["step"]) for row in evidence.earlier if row.get("finite") is False]
+    if before and not any(one.seen for one in bad):
+        return Observation(
+            state="nonfinite",
+            detail={"first_step": before[0], "nonfinite": len(before), "rank": None},
+            reason=f"step {before[0]} was not finite in an earlier attempt, and this one went on from "
+            "weights that had been through it",
+            help=_NOT_FINITE_HELP,
+        )
+    if bad:
+        # a rank that is known tells more than a logged mean of the same step
+        first = min(bad, key=lambda one: (one.step, one.rank is None, one.rank or 0))
+        numbered = steps or not log or log.numbered
+        detail |= {"first_step": first.step if numbered else None, "rank": first.rank}
+        detail |= {"nonfinite": len(bad), **_around(evidence, first)}
+        # before training is announced, such a line may be a word of the data that upstream shows
+        begun = evidence.records or not log or not log.blocks
+        return Observation(
+            state="nonfinite",
+            proved=bool(begun or evidence.signals("total_steps", "progress")),
+            cites=[one.cite for one in bad],
+            detail=detail,
+            reason=_nonfinite_reason(detail),
+            help=_NOT_FINITE_HELP,
+        )
+    if means := _nonfinite_means(log):
+        # a sum over all steps: one of them made it so, and nothing tells which
+        trained = any(s.fields["what"] == "train_loss" for s in means)
+        named = ", ".join(f"{s.fields['what']} is {s.fields['value']}" for s in means)
+        reason = f"the log says that {named}"
+        if trained:
+            detail |= {"first_step": None, "rank": None}
+            return Observation(
+                state="nonfinite", cites=means, detail=detail, reason=reason, help=_MEAN_HELP
+            )
+        if losses(evidence):
+            # an evaluation proves nothing of the training, and is no good news of it
+            return Observation(
+                state="finite", proved=False, cites=means, detail=detail, reason=reason,
+                help=_EVALUATED_HELP,
+            )  # fmt: skip
+    if not losses(evidence):
+        return Observation(
+            state="none_logged",
+            proved=False,
+            detail=detail,
+            reason="nothing tells of a loss: the probe saw no step, and the log has none",
+            help="`logging_steps: 1` logs every step",
+        )
+    if (doubt := _loss_doubt(evidence)) is not None:
+        reason, cites = doubt
+        return Observation(state="finite", proved=False, cites=cites, detail=detail, reason=reason)
+    every = [step.loss for step in steps] or [_exact(line) for line in lines]
+    zero = bool(every) and not any(loss is None or loss for loss in every)
+    return Observation(
+        state="zero" if zero else "finite",
+        cites=_first_and_last(evidence),
+        detail=detail,
+        reason="the loss was exactly 0 in every step" if zero else None,
+        help=_ZERO_HELP if zero else None,
+    )
+
+
+def _first_and_last(evidence: Evidence) -> Sequence[Citable]:
+    """The first and the last loss: of the log, or where nothing is logged of a record."""
+    shown: Sequence[Citable] = evidence.lines
+    for record in evidence.records:
+        shown = shown or record.steps
+    return (shown[0], shown[-1]) if shown else ()
+
+
+@dataclass(frozen=True, slots=True)
+class _BadStep:
+    """A step that was not finite; `seen` is False of what the probe only said on the console."""
+
+    step: int
+    rank: int | None
+    cite: Citable
+    seen: bool = True
+
+
+def _bad_steps(evidence: Evidence) -> list[_BadStep]:
+    """The steps that were not finite: as logged, as each rank saw them, else as the probe said."""
+    bad = [_BadStep(line.step, None, line) for line in evidence.lines if _nonfinite(line)]
+    bad += [_BadStep(one.step, one.rank, one) for one in evidence.rank_steps if not one.finite]
+    for line in () if evidence.records else probe_lines(evidence):
+        if found := _NOT_FINITE.match(line.fields["message"]):
+            bad.append(_BadStep(int(found["step"] or 0), int(found["rank"]), line, seen=False))
+    return bad
+
+
+def _around(evidence: Evidence, bad: _BadStep) -> dict[str, object]:
+    """What it was that was not finite, and the last values before, as that rank saw them."""
+    found: dict[str, object] = {}
+    for event in evidence.events("nonfinite"):
+        if event.rank == bad.rank and event.number("step") == bad.step:
+            found = {"what": event.text("what"), "value": event.text("value")}
+    for step in evidence.rank_steps:
+        if step.rank == bad.rank and step.step < bad.step and step.finite:
+            last = {"step": step.step, "loss": step.loss, "grad_norm": step.grad_norm}
+            found["last_finite"] = last
+    return found
+
+
+def _nonfinite_reason(detail: Mapping[str, Any]) -> str:
+    step, rank, last = (detail.get(key) for key in ("first_step", "rank", "last_finite"))
+    what = detail.get("what") or ("loss" if rank is None else "loss or gradient")
+    reason = f"{what} is {detail.get('value') or 'not finite'}"
+    if step is not None:
+        reason += f" at step {step}" + ("" if rank is None else f", rank {rank}")
+    if detail["nonfinite"] != 1:
+        reason += f", the first of {detail['nonfinite']}"
+    if last and last["loss"] is not None:
+        reason += f"; last finite: {last['loss']:.4g} at step {last['step']}"
+    return reason
+
+
+def _nonfinite_means(log: Log | None) -> tuple[Signal, ...]:
+    """The first word for each mean of losses that HF Trainer says is not finite."""
+    # in a log of open-instruct's it is a word of the training data
+    lines = log.all("mean_nonfinite") if log is not None and not log.blocks else ()
+    return tuple({s.fields["what"]: s for s in reversed(lines)}.values())[::-1]
+
+
+def _loss_doubt(evidence: Evidence) -> tuple[str, Sequence[Citable]] | None:
+    """Why losses that all are finite are no proof, and the lines that say so."""
+    lines = evidence.lines
+    if lines and (not evidence.records or _unseen(evidence)):
+        for line in lines:
+            if line.loss == 0 and "epoch" in line.extra and "grad_norm" not in line.extra:
+                return "a loss of 0 may have been NaN, and no gradient norm is logged", (line,)
+        norm = lines[-1].extra.get("grad_norm", 0.0)
+        if not math.isfinite(norm):
+            # what such a step left shows in the loss after it, and there is none
+            return f"the last gradient norm is {norm}", lines[-1:]
+    if unseen := _unseen(evidence, lines[-1].step if lines else 0):
+        named = ", ".join(map(str, unseen[:3])) + (", …" if unseen[3:] else "")
+        reason = f"no loss of step {named} was seen on every rank, and none is logged"
+        return reason, _first_and_last(evidence)
+    return None
+
+
+def _unseen(evidence: Evidence, after: int = 0) -> list[int]:
+    """The first steps of a run that came to its end which some rank's record does not tell of.
+
+    Of any other run the last ones may still have been on their way.
+    """
+    probe, last = evidence.probe, evidence.last_step
+    if probe is None or last is None or ending(evidence).state != "completed":
+        return []
+    begun = max((event.number("step") or 0 for event in evidence.events("resumed")), default=0)
+    first = min((r.steps[0].step for r in evidence.records if r.steps), default=last + 1)
+    seen = [{step.step for step in record.steps} for record in evidence.records]
+    whole = set() if probe.missing else set.intersection(*seen)
+    steps = range(max(min(first, int(begun) + 1), after + 1), last + 1)
+    return list(itertools.islice((step for step in steps if step not in whole), 4))
+
+
+def _nonfinite(line: StepLine) -> bool:
+    """HF Trainer prints 0 for a loss that is NaN; what stands beside it tells."""
+    hidden = line.loss == 0 and not all(map(math.isfinite, line.extra.values()))
+    return hidden or not math.isfinite(line.loss)
+
+
+def _exact(line: StepLine) -> float:
+    """HF Trainer rounds a loss, and prints no 0 for the gradient of a small one."""
+    return line.loss or (line.extra.get("grad_norm", 0.0) if "epoch" in line.extra else 0.0)
+
+
+# -- gradients
+
+
+def _gradients(evidence: Evidence, _want: str | None) -> Observation:
+    """What each rank's comparison came to; without one, whether the norms look like noise."""
+    reports = evidence.last_events("gradients")
+    corrupt = [event for event in reports if event.text("state") == "corrupt"]
+    if corrupt:
+        event = min(corrupt, key=lambda event: event.number("first_corrupt") or 0)
+        detail = {
+            "first_step": event.fields.get("first_corrupt"),
+            "rank": event.rank,
+            **{key: event.fields.get(key) for key in (*_COMPARED, *_DIFFERENCE)},
+        }
+        reason = (
+            f"step {detail['first_step']}, rank {event.rank}: for {detail['parameter']} the optimizer "
+            f"used a gradient of norm {detail['used_norm']}, that of the batch is {detail['true_norm']}; "
+            f"{detail['broken']} of {detail['parameters']} parameters compared there were wrong"
+        )
+        return Observation(
+            state="corrupt", unwanted=True, cites=corrupt, detail=detail, reason=reason,
+            help=_CORRUPT_HELP,
+        )  # fmt: skip
+    if lines := probe_lines(evidence, "gradients are corrupt"):
+        return Observation(state="corrupt", unwanted=True, cites=lines, help=_CORRUPT_HELP)
+    true = [event for event in reports if event.text("state") == "true"]
+    noise = _noise(evidence)
+    detail = {} if noise is None else {"norms": noise[0]}
+    if true:
+        # the comparison that is off most
+        worst = max(true, key=lambda event: event.number("largest_error") or 0.0)
+        missing = evidence.missing_ranks({event.rank for event in true})
+        detail |= {key: worst.fields.get(key) for key in _COMPARED} | missing
+        return Observation(state="true", proved=not missing, cites=true, detail=detail)
+    if noise is None:
+        return replace(UNKNOWN, cites=reports, reason=_reason_of(reports))
+    cites = (*reports, noise[1])
+    return replace(
+        UNKNOWN, unwanted=True, cites=cites, detail=detail, reason=noise[0], help=_NOISE_HELP
+    )
+
+
+def _reason_of(events: Sequence[Event]) -> str | None:
+    """The first reason that events give."""
+    return next((text for event in events if (text := event.text("reason"))), None)
+
+
+def _noise(evidence: Evidence) -> tuple[str, Citable] | None:
+    """Gradient norms that no batch gives, in words, with the place of the largest."""
+    norms: list[tuple[float, int, Citable]] = []
+    for record in evidence.records:
+        norms = norms or [
+            (step.grad_norm, step.step, step) for step in record.steps if step.grad_norm is not None
+        ]
+    norms = norms or [
+        (norm, line.step, line)
+        for line in evidence.lines
+        if math.isfinite(norm := line.extra.get("grad_norm", math.nan))
+    ]
+    if len(norms) < NORMS:
+        return None
+    largest, step, cite = max(norms, key=lambda one: one[0])
+    usual = statistics.median(norm for norm, *_ in norms)
+    if largest >= WILD_NORM and not _falls([x for x in whole_losses(evidence) if math.isfinite(x)]):
+        return f"gradient norms up to {largest:.3g} (step {step}), and the loss does not fall", cite
+    # the first steps of a run may well be far from the others
+    jumps = [
+        one
+        for before, one, after in zip(norms[1:], norms[2:], norms[3:], strict=False)
+        if one[0] > JUMP * max(before[0], after[0], usual) > 0
+    ]
+    if not jumps:
+        return None
+    largest, step, cite = max(jumps, key=lambda one: one[0])
+    return f"the gradient norm jumps to {largest:.3g} at step {step}; {usual:.3g} is usual", cite
+
+
+# -- the trend
+
+
+def _falls(series: Sequence[float]) -> bool:
+    if len(series) < 2:
+        return False
+    if len(series) < TREND_LOSSES:
+        return series[-1] < series[0] * (1 - TREND_CHANGE)
+    change, z = trend(series)
+    return change <= -TREND_CHANGE and z <= -TREND_Z
+
+
+def _trend(evidence: Evidence, want: str | None) -> Observation:
+    if (still := _still(evidence)) is not None:
+        return Observation(
+            state="still",
+            unwanted=True,
+            cites=_first_and_last(replace(evidence, log=None)) or _first_and_last(evidence),
+            reason=f"the {still} was 0 in every step: nothing was learned",
+            help=_STILL_HELP,
+        )
+    # a run that was resumed is one run
+    finite = [loss for loss in whole_losses(evidence) if math.isfinite(loss)]
+    detail: dict[str, object] = {"losses": len(finite)}
+    if len(finite) < TREND_LOSSES:
+        reason = f"{len(finite)} losses were seen, {TREND_LOSSES} are needed"
+        return Observation(state="too_short", proved=False, detail=detail, reason=reason)
+    change, z = trend(finite)
+    detail |= {"change": round(change, 4), "z": round(z, 2)}
+    sure = abs(z) >= TREND_Z and abs(change) >= TREND_CHANGE
+    reason = f"from the first step to the last the loss changes by {round(change, 4):+.1%}"
+    if not sure:
+        small = abs(round(change, 4)) < TREND_CHANGE
+        reason += f", less than {TREND_CHANGE:.0%}" if small else f", within its noise (z {z:.1f})"
+    advice = "a longer run, or another learning rate; `expect: {trend: any}` asks for none"
+    return Observation(
+        state="flat" if not sure else "falling" if change < 0 else "rising",
+        cites=_first_and_last(evidence),
+        detail=detail,
+        reason=reason,
+        help=advice if want == "falling" else None,
+    )
+
+
+def _still(evidence: Evidence) -> str | None:
+    """What was 0, as every rank saw it in every one of two steps or more, or the log."""
+    steps: list[tuple[int, float | None, float | None]] = [
+        (one.step, one.grad_norm, one.learning_rate) for one in evidence.rank_steps
+    ]
+    if not steps and _from_the_first(evidence.lines):
+        steps = [(x.step, x.extra.get("grad_norm"), x.learning_rate) for x in evidence.lines]
+    if len({step for step, *_ in steps}) < 2:
+        return None
+    for place, words in ((1, "gradient norm"), (2, "learning rate")):
+        if all(one[place] == 0 for one in steps):
+            return words
+    return None
+
+
+def _from_the_first(steps: Sequence[StepLine]) -> bool:
+    """Whether the first line is there: at the end of a schedule the learning rate may well be 0."""
+    return len(steps) > 1 and steps[0].step <= max(1, steps[1].step - steps[0].step)
+
+
+def trend(series: Sequence[float]) -> tuple[float, float]:
+    """Relative change from first to last by the Theil-Sen slope, and Mann-Kendall's z.
+
+    Both go by pairs of losses, so that a few spikes move neither. Needs two losses or more.
+    """
+    size = math.ceil(len(series) / TREND_BINS)
+    bins = [statistics.median(series[i : i + size]) for i in range(0, len(series), size)]
+    n = len(bins)
+    pairs = [(j - i, bins[j] - bins[i]) for i in range(n) for j in range(i + 1, n)]
+    slope = statistics.median(rise / run for run, rise in pairs)
+    score = sum((rise > 0) - (rise < 0) for _, rise in pairs)
+    deviation = math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
+    level = statistics.median(map(abs, bins)) or 1.0
+    return slope * (n - 1) / level, (score - math.copysign(min(1, abs(score)), score)) / deviation
+
+
+# -- memory and the end
+
+
+def _memory(evidence: Evidence, _want: str | None) -> Observation:
+    end = ending(evidence)
+    detail: dict[str, object] = {"peak_allocated_gib": peak_allocated_gib(evidence)}
+    if phases := memory_phases(evidence):
+        detail["phases"] = phases
+    gpu, host = fatal(evidence, "oom"), fatal(evidence, "oom_host")
+    if end.state == "completed":  # what is only said behind a good end is something else's
+        raised = {s.line for s in evidence.signals("exception")}
+        gpu, host = (tuple(s for s in lines if s.line in raised) for lines in (gpu, host))
+    if host and not gpu:
+        return Observation(state="oom", cites=host, detail=detail, help=HELP["oom_host"])
+    error = " ".join((end.error or {}).values())
+    if not gpu and not re.search(r"OutOfMemory|out of memory", error):
+        known = bool(evidence.log or evidence.probe)
+        return Observation(state="ok", proved=known, detail=detail)
+    keys = ("per_device_train_batch_size", "gradient_checkpointing", "packing", "max_seq_length")
+    asked = {key: evidence.asked[key] for key in keys if key in evidence.asked}
+    detail |= {"asked": asked, **(gpu[0].fields if gpu else {})}
+    return Observation(state="oom", cites=gpu, detail=detail, help=_OOM_HELP)
+
+
+def _finish(evidence: Evidence, _want: str | None) -> Observation:
+    end, saved, ended = ending(evidence), evidence.final_save, evidence.exit
+    detail: dict[str, object] = {
+        "last_step": evidence.last_step,
+        "total_steps": evidence.total_steps,
+        "saved": saved is not None,
+    }
+    if evidence.left_out_save:
+        detail["left_out"] = "the final save: of a trial nobody wants the model"
+    causes = {"reason": end.reason, "signal": end.signal, "error": end.error}
+    detail |= {key: cause for key, cause in causes.items() if cause is not None}
+    help = None if end.reason is None else HELP[end.reason]
+    cites = [evidence.stopped, *end.lines, *evidence.lines[-1:], saved, ended]
+    if ended is not None:
+        detail["returncode"] = ended.returncode
+        if ended.returncode and not any(causes.values()):
+            help = (
+                f"exit code {ended.returncode}, and no error is known: the last lines of the console log "
+                "may tell"
+            )
+    return Observation(
+        state=end.state,
+        proved=end.proved,
+        cites=[cite for cite in cites if cite is not None],
+        detail=detail,
+        help=help,
+    )
+
+
+# -- what the optimizer changed, what was saved, what was read
+
+
+def _weights(evidence: Evidence, _want: str | None) -> Observation:
+    """Whether the weights that the optimizer updates are others than before its first step."""
+    last = evidence.last_events("weights")
+    share = moved_share(evidence)
+    if share is None:
+        return replace(UNKNOWN, cites=last, reason=_reason_of(last))
+    share = max(share, evidence.moved_before)
+    missing = evidence.missing_ranks({event.rank for event in last})
+    keys = ("sampled", "tensors", "steps", "largest")
+    detail: dict[str, object] = {key: last[0].fields.get(key) for key in keys}
+    detail |= {"share": float(f"{share:.4g}"), **missing}
+    if share >= MOVED:
+        return Observation(state="moved", proved=not missing, cites=last, detail=detail)
+    if max(event.number("steps") or 0 for event in last) < 2:
+        # the first step of a warm-up may have a learning rate of 0
+        return replace(UNKNOWN, cites=last, detail=detail)
+    moved = "none" if not share else f"{share:.2%}"
+    return Observation(
+        state="still" if share < STILL else "few",
+        proved=share < STILL,
+        unwanted=True,
+        cites=last,
+        detail=detail,
+        reason=f"{moved} of a sample of the trained weights moved",
+        help=_MOVED_HELP,
+    )
+
+
+def _model(evidence: Evidence, _want: str | None) -> Observation:
+    """Whether the model on the disk is the one that was saved."""
+    if evidence.model is None:
+        return UNKNOWN
+    detail = dict(evidence.model)
+    state = str(detail.pop("state", "saved"))
+    other = state in ("missing", "changed")
+    return Observation(
+        state=state,
+        proved=state != "unknown",
+        unwanted=other,
+        cites=evidence.events("saved_model")[-1:],
+        detail=detail,
+        help=_MODEL_HELP if other else None,
+    )
+
+
+def _inputs(evidence: Evidence, _want: str | None) -> Observation:
+    """Whether data and model were the same at the start and at the end."""
+    if evidence.inputs is None:
+        return UNKNOWN
+    if not evidence.inputs:
+        return Observation(state="same")
+    # an input that was deleted may well have been read as it was
+    change = min(evidence.inputs, key=lambda one: one.get("after") is None)
+    detail = {key: change.get(key) for key in ("role", "name", "file", "before", "after")}
+    gone = change.get("after") is None
+    reason = f"{detail['file']} was gone at the end" if gone else _differs(change)
+    return Observation(
+        state="gone" if gone else "changed",
+        proved=not gone,
+        unwanted=True,
+        detail=detail,
+        reason=reason,
+        help=_INPUTS_HELP,
+    )
+
+
+def _differs(one: Mapping[str, object]) -> str:
+    before, after = (str(one.get(key) or "none")[:12] for key in ("before", "after"))
+    return f"{one.get('file')} was not what it was at the start: sha256 {before}, then {after}"
+
+
+def _resume(evidence: Evidence, _want: str | None) -> Observation:
+    """Whether the first losses after a resume go on where those before it were."""
+    before = earlier(evidence, "loss")[-_LOSSES_BEFORE:]
+    after = [loss for loss in losses(evidence) if math.isfinite(loss)][:_LOSSES_AFTER]
+    if len(before) < _LEAST or not after:
+        return UNKNOWN
+    level, now = statistics.median(before), statistics.median(after)
+    spread = 1.4826 * statistics.median(abs(loss - level) for loss in before)
+    limit = max(level + _SPREADS * max(spread, _NARROWEST * abs(level)), *before)
+    jump = now > limit
+    return Observation(
+        state="jump" if jump else "continuous",
+        proved=not jump,
+        unwanted=jump,
+        cites=evidence.events("resumed"),
+        detail={"before": round(level, 4), "after": round(now, 4), "limit": round(limit, 4)},
+        reason=f"the loss was {level:.4g} before the resume and is {now:.4g} after it, more than {limit:.4g}",
+        help=_RESUME_HELP,
+    )
+
+
+POINTS: Mapping[str, Callable[[Evidence, str | None], Observation]] = {
+    "loss": _loss,
+    "gradients": _gradients,
+    "trend": _trend,
+    "memory": _memory,
+    "finish": _finish,
+    "weights": _weights,
+    "model": _model,
+    "inputs": _inputs,
+    "resume": _resume,
+}

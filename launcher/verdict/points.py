@@ -1,0 +1,454 @@
+"""Evidence -> what ran: an `Observation` of Liger, packing, attention, batch and caches.
+
+Each function takes the evidence and what is expected (None: nothing), because what proves a point
+depends on it: an announcement can disprove `off`, and never prove `engaged`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from launcher.upstream.logs.open_instruct import ATTENTION
+from launcher.verdict.ending import fatal
+from launcher.verdict.evidence import Event, Evidence, Planned, ProbeStep
+from launcher.verdict.logs.scan import Cite, Log, Signal, StepLine
+
+OPERATIONS = ("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy", "preference_loss")
+FUSED = ("fused_linear_cross_entropy", "cross_entropy")
+FIRST_LOSS = 0.01  # more than rounding moves DPO's first loss by
+_LEAKING_HELP = (
+    "packed samples see each other: take an attention that keeps them apart (flash-attn), or "
+    "`packing: false`; TRL's `packing_strategy: wrapped` never does. open-instruct's DPO on SDPA: "
+    "transformers keeps no samples apart beside a cache, which "
+    "`additional_model_arguments: {use_cache: false}` switches off"
+)
+_STALE_HELP = (
+    "the cached log-probs are not those of the model that training starts from, or were computed "
+    "under another attention mask: remove the file, or give a fresh REFERENCE_LOGPROBS_CACHE_PATH"
+)
+_STALE = re.compile(r"reference_cache expected .*, seen stale: ")
+_NOT_PACKED_HELP = (
+    "open-instruct's SFT packs the rows of one micro-batch, so that one row has none beside it; in rows made "
+    "beforehand one that is as long as the limit leaves no room: look at the batch, and at the row lengths; "
+    "`launch explain packing CONFIG` says who reads it"
+)
+_BATCH_HELP = (
+    "see what started the processes (an accelerate config, a scheduler's task count, the GPUs that could be "
+    "seen) and what set the batch anew (a DeepSpeed file, `auto_find_batch_size`); `expect: {batch: any}` "
+    "takes it so"
+)
+_LIGER_LOGGED = "the log says {}: that its kernels run, only the probe can count"
+
+
+class Citable(Protocol):
+    """A line of a log or a record, which knows where it stands."""
+
+    def cite(self) -> Cite:
+        """Where it stands."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """A point's state; `proved` is False where the evidence settles nothing for what is expected.
+
+    An `unwanted` state must not pass even where nothing is expected; `reason` and `help` are only said of
+    a point that is not as expected.
+    """
+
+    state: str = "unknown"
+    proved: bool = True
+    unwanted: bool = False
+    cites: Sequence[Citable] = ()
+    detail: Mapping[str, object] = field(default_factory=dict)
+    reason: str | None = None
+    help: str | None = None
+
+
+UNKNOWN = Observation(proved=False)
+
+
+def probe_lines(evidence: Evidence, start: str | re.Pattern[str] = "") -> tuple[Signal, ...]:
+    """What the probe said on the console, where it starts so."""
+    lines = (*fatal(evidence, "violation"), *evidence.signals("warned"))
+    return tuple(s for s in lines if re.match(start, s.fields["message"]))
+
+
+# -- Liger
+
+
+def _liger(evidence: Evidence, want: str | None) -> Observation:
+    calls = {record.rank: record.liger_calls for record in evidence.records if record.steps}
+    return _liger_counted(evidence, want, calls) if calls else _liger_logged(evidence, want)
+
+
+def _liger_counted(
+    evidence: Evidence, want: str | None, calls: Mapping[int, Mapping[str, int]]
+) -> Observation:
+    """From the calls counted in every rank that came as far as a step."""
+    names = dict.fromkeys((*OPERATIONS, *(op for counts in calls.values() for op in counts)))
+    missing = evidence.missing_ranks(calls)
+    detail: dict[str, object] = {op: _calls_of(op, calls) for op in names} | missing
+    patches, cites = evidence.events("liger_patch"), evidence.last_events("liger")
+    idle = [rank for rank, counts in calls.items() if not any(counts.values())]
+    uncalled = {} if idle or want != "engaged" else _uncalled(patches, calls)
+    if uncalled:
+        return Observation(
+            state="not_engaged",
+            cites=(*cites, *patches),
+            detail={**detail, "uncalled": uncalled},
+            reason=f"`{', '.join(uncalled)}` was patched in and never called in {evidence.last_step} steps: "
+            "the logits are whole",
+            help="the model does not take its loss from Liger's forward: see whether Liger knows the "
+            "model type, and who computes the loss; `expect: {liger: any}` takes it so",
+        )
+    if not idle:
+        called = ", ".join(op for op in names if any(counts.get(op) for counts in calls.values()))
+        reason = f"Liger's kernels were called: {called}" if want == "off" else None
+        proved = not missing or want == "off"
+        return Observation(
+            state="engaged", proved=proved, cites=cites, detail=detail, reason=reason
+        )
+    some = len(idle) < len(calls)
+    where = f" on rank {', '.join(map(str, idle))}" if some else ""
+    detail |= {"idle_ranks": idle} if some else {}
+    steps = [record.steps[-1] for record in evidence.records if record.rank in idle]
+    if not (some or want == "engaged" or evidence.asked.get("use_liger_kernel") == "True"):
+        # of a rank without steps it is not known, unless another one shows that it is not as expected
+        return Observation(state="off", proved=not missing, cites=(*cites, *steps), detail=detail)
+    patched = "though its patches were applied" if patches else "and no patch was applied"
+    return Observation(
+        state="not_engaged",
+        cites=(*cites, *steps),
+        detail=detail,
+        reason=f"no kernel of Liger's was called{where} in {evidence.last_step} steps, {patched}",
+        help="the class that trains is another than the patched one"
+        if patches
+        else "see whether liger-kernel is installed (`launch doctor`) and knows the model type",
+    )
+
+
+def _calls_of(operation: str, calls: Mapping[int, Mapping[str, int]]) -> dict[str, int]:
+    return {str(rank): counts.get(operation, 0) for rank, counts in calls.items()}
+
+
+def _uncalled(
+    patches: Sequence[Event], calls: Mapping[int, Mapping[str, int]]
+) -> dict[str, dict[str, int]]:
+    """The losses that Liger was to put in and that some rank never called, with the calls of each.
+
+    It is they that save the logits' memory, and the other kernels run without them. Which of those a
+    model has is for Liger to know.
+    """
+    patched = [event.fields.get("kwargs") for event in patches]
+    asked = [op for op in FUSED if any(isinstance(k, dict) and k.get(op) is True for k in patched)]
+    return {op: counts for op in asked if not all((counts := _calls_of(op, calls)).values())}
+
+
+def _liger_logged(evidence: Evidence, want: str | None) -> Observation:
+    """From announcements, which can rule Liger out but never prove that it runs."""
+    log, asked = evidence.log, evidence.asked
+    patches, asked_off = evidence.events("liger_patch"), asked.get("use_liger_kernel") == "False"
+    # upstream asks Liger for nothing then: whatever speaks of it is a row of the data
+    applied, attempted, refused = (
+        () if asked_off else evidence.signals(f"liger_{name}")
+        for name in ("applied", "attempted", "unsupported")
+    )
+    if applied or patches:
+        kwargs = applied[0].fields.get("kwargs") if applied else None
+        return Observation(
+            state="applied",
+            proved=want != "engaged",
+            cites=(*patches, *applied),
+            detail={} if kwargs is None else {"kwargs": kwargs},
+            reason=_LIGER_LOGGED.format("that patches were applied"),
+        )
+    cites = (*attempted, *refused)
+    if refused:
+        return Observation(state="not_engaged", cites=cites, reason=refused[0].text)
+    if attempted:
+        reason = _LIGER_LOGGED.format("only that it tries")
+        return Observation(state="attempted", proved=want == "off", cites=cites, reason=reason)
+    # Training began and the attempt, logged right before it, is not there. That it was never made is
+    # proved where the arguments or the script rule it out (use_qlora wins over use_liger_kernel, and
+    # dpo.py does not read it), or where the source is known to announce it in these words.
+    began = bool(asked and evidence.signals("total_steps", "progress"))
+    ruled_out = asked.get("use_qlora") == "True" or bool(evidence.signals("progress"))
+    never = began and (ruled_out or evidence.pinned is True)
+    return Observation(
+        state="off" if never or asked_off else "unknown",
+        proved=never or (asked_off and want == "off"),
+        cites=(log.argument("use_liger_kernel") if log else ()) or evidence.signals("liger_asked"),
+        reason="the log shows no attempt to apply it" if want == "engaged" else None,
+    )
+
+
+# -- packing
+
+
+def _packing(evidence: Evidence, want: str | None) -> Observation:
+    seen = _packing_by_rank(evidence, want) or _packing_logged(evidence, want)
+    reason, help = seen.reason, seen.help
+    if want in ("isolated", "on") and seen.state == "off":
+        ranks = seen.detail.get("ranks")
+        idle = [r for r, s in ranks.items() if s == "off"] if isinstance(ranks, Mapping) else []
+        where = f" of rank {', '.join(idle)}" if idle else ""
+        reason, help = f"no batch{where} held two samples in one row", _NOT_PACKED_HELP
+    elif want == "off" and seen.state in ("on", "isolated"):
+        reason = "several samples stand in one row"
+        help = "write `packing: false`, or `expect: {packing: isolated}`"
+    elif want == "isolated" and seen.state == "on" and "missing_ranks" not in seen.detail:
+        why = "was not tested" if evidence.probe else "cannot be shown by a log alone"
+        reason = reason or f"whether packed samples see each other {why}"
+    return replace(seen, reason=reason, help=help)
+
+
+def _packing_logged(evidence: Evidence, want: str | None) -> Observation:
+    announced = evidence.signals("packing")
+    asked = evidence.log.argument("packing") if evidence.log else ()
+    if announced or (evidence.asked.get("packing") == "True" and not evidence.packs_nothing):
+        cites = (*announced, *asked)
+        return Observation(state="on", proved=want != "isolated", cites=cites)
+    return Observation(state="off" if asked else "unknown", proved=bool(asked), cites=asked)
+
+
+def _packing_by_rank(evidence: Evidence, want: str | None) -> Observation | None:
+    """As the ranks saw it, the gravest of them; None where none looked at a batch."""
+    by_rank: dict[int, Event] = {}
+    for record in evidence.records:
+        looks = record.all("packing_isolation", "packing")
+        states = {event.text("state"): event for event in looks}
+        for known in ("off", "on", "isolated", "leaking"):
+            if known in states:
+                by_rank[record.rank] = states[known]
+    if not by_rank:
+        return None
+    states_by_rank = {str(rank): str(event.text("state")) for rank, event in by_rank.items()}
+    packed = want in ("isolated", "on")
+    order = ("leaking", "off", "on", "isolated") if packed else ("leaking", "on", "isolated", "off")
+    state = next(s for s in order if s in states_by_rank.values())
+    cites = [event for event in by_rank.values() if event.text("state") == state]
+    untested = (event.text("reason") for event in evidence.events("packing_isolation"))
+    why = next(filter(None, untested), None) if state == "on" else None
+    missing = evidence.missing_ranks(by_rank)
+    detail = _fields(cites[0]) | missing
+    if len({*states_by_rank.values()}) > 1:
+        detail["ranks"] = states_by_rank
+    for event in evidence.events("half_wasted")[:1]:
+        # packed rows are mostly empty, and another batch would fill them
+        detail["wasted"] = event.text("message")
+    # a single rank can disprove what was asked for; to prove it takes all. `on` is neither for isolation
+    disproved = state == "leaking" or (state == "off") == packed
+    return Observation(
+        state=state,
+        proved=disproved or not (missing or (state == "on" and want == "isolated")),
+        unwanted=state == "leaking",
+        cites=cites,
+        detail=detail,
+        reason=f"isolation was not tested: {why}" if why else None,
+        help=_LEAKING_HELP if state == "leaking" else None,
+    )
+
+
+# -- attention
+
+
+def _attention(evidence: Evidence, want: str | None) -> Observation:
+    events = [event for event in evidence.events("model") if event.text("attention")]
+    if not events:
+        return _attention_logged(evidence, want)
+    meant = (want, ATTENTION.get(want or "", want))
+    other = [e for e in events if want is not None and e.text("attention") not in meant]
+    state = str((other or events)[0].text("attention"))
+    detail = evidence.missing_ranks({event.rank for event in events})
+    proved, where = bool(other) or not detail, ""
+    if len({event.text("attention") for event in events}) > 1:
+        by_rank = {str(event.rank): event.text("attention") for event in events}
+        detail["ranks"] = by_rank
+        where = f" ({', '.join(f'rank {rank} {name}' for rank, name in by_rank.items())})"
+    return Observation(
+        state=state,
+        proved=proved,
+        cites=[event for event in events if event.text("attention") == state],
+        detail=detail,
+        reason=f"the loaded model has {state}{where}" if proved else None,
+        help=f"see whether `{want}` can be had there (`launch doctor`), and what asks for it"
+        if proved
+        else None,
+    )
+
+
+def _attention_logged(evidence: Evidence, want: str | None) -> Observation:
+    detected = evidence.signals("attention")[-1:]
+    # DPO's own argument wins
+    word = evidence.asked.get("attn_implementation", "").strip("'")
+    word = word or "".join(s.fields["value"] for s in detected)
+    if word in ("", "None"):
+        return UNKNOWN
+    state = ATTENTION.get(word, word)
+    return Observation(
+        state=state,
+        proved=want is not None and ATTENTION.get(want, want) != state,
+        cites=detected,
+        detail={"announced": word},
+        reason=f"the log announces {word}, and a log alone proves no more",
+    )
+
+
+# -- the batch
+
+
+def _batch(evidence: Evidence, _want: str | None) -> Observation:
+    """Whether as many processes trained as were planned, and a step of each took as many rows."""
+    probe, planned = evidence.probe, evidence.planned
+    if probe is None or planned.world is None:
+        return UNKNOWN
+    started = evidence.last_events("start")
+    detail: dict[str, object] = {"world": probe.world, "planned_world": planned.world}
+
+    def different(reason: str, cites: Sequence[Citable]) -> Observation:
+        return Observation(
+            state="different",
+            unwanted=True,
+            cites=cites,
+            detail=detail,
+            reason=reason,
+            help=_BATCH_HELP,
+        )
+
+    other = [event for event in started if event.number("world") not in (None, planned.world)]
+    if other:
+        return different(f"the world size was {probe.world}, {planned.world} was planned", other)
+    as_planned = []
+    for start in started:
+        steps = probe.ranks[start.rank].steps
+        odd = [_other_size(step, planned) for step in steps]
+        # an epoch's last step may be smaller, and then none beside it
+        for step, before, now in zip(steps[1:], odd, odd[1:], strict=False):
+            if before and now:
+                return different(_size(step, planned), (step,))
+        if start.number("world") and (planned.steps == 0 or not all(odd)):
+            as_planned.append(start.rank)
+    if absent := [rank for rank in range(planned.world) if rank not in as_planned]:
+        detail["missing_ranks"] = absent
+    state = "planned" if as_planned else "unknown"
+    return Observation(state=state, proved=not absent, cites=started, detail=detail)
+
+
+def _other_size(step: ProbeStep, planned: Planned) -> bool:
+    """Whether a rank's step was not as large as planned; what its record does not tell is no difference."""
+    each, rows = planned.micro_batches, planned.per_device
+    sizes = [(step.micro_batches, each), (step.rows, each and rows and each * rows)]
+    over = [seen - want for seen, want in sizes if seen and want]
+    # of data that have not the rows of one step, every step is an epoch's last
+    few = planned.data is not None and planned.batch is not None and planned.data < planned.batch
+    return any(more > 0 or (more < 0 and not few) for more in over)
+
+
+def _size(step: ProbeStep, planned: Planned) -> str:
+    """What a rank's step took, and what it was to take."""
+    each, rows = planned.micro_batches or 0, planned.per_device
+    took = (("micro-batches", step.micro_batches), ("rows", step.rows))
+    plan = (("micro-batches", each), ("rows", each * rows if rows else None))
+    seen, wanted = (
+        ", ".join(f"{name} {number:.0f}" for name, number in sizes if number)
+        for sizes in (took, plan)
+    )
+    return f"step {step.step} of rank {step.rank}: {seen}; planned: {wanted}"
+
+
+# -- caches
+
+
+def _dataset_cache(evidence: Evidence, want: str | None) -> Observation:
+    seen = _cache_by_rank(evidence, "dataset_cache")
+    if seen is None:
+        misses = ("dataset_missed", "dataset_saved")
+        whole = not (evidence.log and evidence.log.headless)
+        seen = _cache_logged(evidence, misses, "dataset_found", whole=whole)
+    return _with_reason(seen, want)
+
+
+def _reference_cache(evidence: Evidence, want: str | None) -> Observation:
+    stale = Observation(state="stale", unwanted=True, help=_STALE_HELP)
+    seen = _cache_by_rank(evidence, "reference_cache")
+    if seen is not None and seen.state == "stale":
+        seen = replace(stale, cites=seen.cites, detail=seen.detail)
+    if seen is None and (lines := probe_lines(evidence, _STALE)):
+        seen = replace(stale, cites=lines)
+    if seen is None:
+        seen = _cache_logged(evidence, ("reference_missed",), "reference_hit")
+        first = _first_loss(evidence.log) if seen.state == "hit" else None
+        if first is not None and abs(first.loss - math.log(2)) > FIRST_LOSS:
+            # dropout moves the first loss too: what the log shows is a doubt, and no proof
+            detail = {**seen.detail, "first_loss": first.loss}
+            seen = replace(stale, proved=False, cites=(*seen.cites, first), detail=detail)
+    return _with_reason(seen, want)
+
+
+def _first_loss(log: Log | None) -> StepLine | None:
+    """The first step of a DPO whose loss must be ln 2, if the policy still is its own reference."""
+    if log is None or not log.steps or log.first("resumed"):
+        return None
+    plain = re.search(r"\bdpo(?:_norm)?\b", log.asked.get("loss_type", ""))
+    added = log.asked.get("load_balancing_loss") != "False"
+    return log.steps[0] if log.steps[0].step == 1 and plain and not added else None
+
+
+def _cache_logged(
+    evidence: Evidence, misses: Sequence[str], hit: str, *, whole: bool = True
+) -> Observation:
+    """One rank fills a cache and the others then find it, so a single miss outweighs all finds.
+
+    Where another source may say a miss in other words, or the log is not `whole` and what was said before the
+    find is not there, a find proves nothing.
+    """
+    missed, found = evidence.signals(*misses), evidence.signals(hit)
+    if not missed and (not found or not whole or evidence.pinned is False):
+        return UNKNOWN
+    paths = [s.fields["path"] for s in (*found, *missed) if "path" in s.fields]
+    return Observation(
+        state="miss" if missed else "hit",
+        cites=(*missed[:1], *missed[1:][-1:]) if missed else found,
+        detail={"path": paths[0]} if paths else {},
+    )
+
+
+def _cache_by_rank(evidence: Evidence, name: str) -> Observation | None:
+    """The gravest state that an event of this name has on any rank."""
+    for state in ("stale", "miss", "hit"):
+        if found := [event for event in evidence.events(name) if event.text("state") == state]:
+            # whoever left no record may be the one that filled the cache
+            ranks = evidence.probe.ranks if evidence.probe else {}
+            missing = evidence.missing_ranks(ranks) if state == "hit" else {}
+            detail = _fields(found[0]) | missing
+            return Observation(state=state, proved=not missing, cites=found, detail=detail)
+    return None
+
+
+def _fields(event: Event) -> dict[str, object]:
+    return {key: value for key, value in event.fields.items() if key not in ("t", "state")}
+
+
+def _with_reason(seen: Observation, want: str | None) -> Observation:
+    path = f": {seen.detail['path']}" if seen.detail.get("path") else ""
+    if want == "hit" and seen.state == "miss":
+        help = "`launch cache why RUN` says what differs from what is there"
+        return replace(seen, reason=f"it was not there, and was made anew{path}", help=help)
+    if want == "miss" and seen.state == "hit":
+        return replace(seen, reason=f"it was there already{path}")
+    return seen
+
+
+POINTS: Mapping[str, Callable[[Evidence, str | None], Observation]] = {
+    "liger": _liger,
+    "packing": _packing,
+    "attention": _attention,
+    "batch": _batch,
+    "dataset_cache": _dataset_cache,
+    "reference_cache": _reference_cache,
+}

@@ -1,0 +1,1 @@
+"""Several starts decided by each other's verdicts. Each folder is one command."""

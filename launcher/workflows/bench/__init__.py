@@ -1,0 +1,1 @@
+"""`launch bench`: settings side by side. Start with `bench.plan`."""

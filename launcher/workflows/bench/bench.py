@@ -1,0 +1,516 @@
+"""Settings side by side: judged before the first starts, then short real runs in turn, compared."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from launcher.config.keys import EXPECT
+from launcher.errors import (  # fmt: skip
+    Exit,
+    Finding,
+    InvalidConfig,
+    NotReady,
+    brief,
+    errors,
+    not_ready,
+    usage,
+)
+from launcher.lifecycle import prepare  # fmt: skip
+from launcher.lifecycle.prepare import Prepared, Request
+from launcher.machine import devices  # fmt: skip
+from launcher.plan.plan import Plan
+from launcher.report import console  # fmt: skip
+from launcher.report.html import figure
+from launcher.runs import rundir  # fmt: skip
+from launcher.stage.options import SWITCHED
+from launcher.stage.stage import Stage
+from launcher.upstream.logs.open_instruct import ATTENTION
+from launcher.workflows import experiment, trial  # fmt: skip
+from launcher.workflows.bench import comparison, measure, variants, worktrees  # fmt: skip
+from launcher.workflows.bench.comparison import LOSS, SPEED, Assertion, Cause, Row, Sample, compare
+from launcher.workflows.bench.measure import identity, of_variant, short
+from launcher.workflows.bench.variants import Variant
+from launcher.workflows.experiment import Campaign
+
+BENCH_VERSION = 1
+FILE, PAGE = "bench.json", "bench.html"
+
+_AGAIN: tuple[Cause, ...] = ("refused", "interrupted")
+"""What is tried again when the same comparison goes on: it says nothing of the setting."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Bench:
+    """One comparison: what is compared, and what is known so far.
+
+    `key` names settings, contents and machine: what was measured under another key is another
+    comparison. `batch` is the rows of a step, of the largest variant. `proposed` is what a search has
+    chosen, which need not be the fastest.
+    """
+
+    request: Request
+    variants: tuple[Variant, ...]
+    steps: int
+    repeats: int
+    timeout_s: float | None = None
+    assertions: tuple[Assertion, ...] = ()
+    key: str = ""
+    batch: int | None = None
+    findings: tuple[Finding, ...] = ()
+    folder: Path = Path()
+    samples: list[Sample] = field(default_factory=list)
+    proposed: str | None = None
+
+    @property
+    def tolerance(self) -> float:
+        """How far a loss may be from the first one's, as a share."""
+        asserted = [one.tolerance for one in self.assertions if one.tolerance is not None]
+        return min(asserted, default=comparison.TOLERANCE)
+
+    @property
+    def rows(self) -> list[Row]:
+        """One a variant, in the order in which they were named; those without a sample are left out."""
+        order = {variant.name: nth for nth, variant in enumerate(self.variants)}
+        known = sorted(self.samples, key=lambda one: (order.get(one.variant, 0), one.repeat))
+        rows = compare(known, self.tolerance)
+        if self.proposed is None:
+            return rows
+        return [
+            replace(row, recommended=row.standing == "faster" and row.variant == self.proposed)
+            for row in rows
+        ]
+
+    @property
+    def broken(self) -> list[dict[str, Any]]:
+        """Assertions that do not hold, judged once the first variant is measured."""
+        rows = self.rows
+        first = rows[:1] and rows[0].variant == self.variants[0].name
+        return comparison.broken(self.assertions, rows) if first else []
+
+    @property
+    def weights(self) -> str:
+        """What each step's loss is weighted by."""
+        return "rows" if self.request.stage == "dpo" else "tokens"
+
+    def order(self) -> list[tuple[int, Variant]]:
+        """Every trial: round by round, every second round backwards, so that drift hits all alike."""
+        return [
+            (repeat, variant)
+            for repeat in range(self.repeats)
+            for variant in (self.variants[::-1] if repeat % 2 else self.variants)
+        ]
+
+    def due(self) -> list[tuple[int, Variant]]:
+        """Trials that are still to be run: what failed for a reason of its own would fail again."""
+        done = {(s.repeat, s.variant) for s in self.samples}
+        failed = {s.variant for s in self.samples if not s.measured}
+        return [(n, v) for n, v in self.order() if (n, v.name) not in done and v.name not in failed]
+
+    def as_json(self) -> dict[str, Any]:
+        """The record, and the data of `--format json`."""
+        return {
+            "bench_version": BENCH_VERSION, "key": self.key, "config": str(self.request.config),
+            "overrides": list(self.request.overrides), "gpus": self.request.gpus,
+            "steps": self.steps, "repeats": self.repeats, "batch": self.batch,
+            "variants": [asdict(variant) for variant in self.variants],
+            "compared": {
+                "loss": f"mean of the probe's loss a step, weighted by {self.weights}",
+                "tokens": comparison.common_tokens(self.samples), "tolerance": self.tolerance,
+                "asserted": [one.text for one in self.assertions],
+            },
+            "complete": not self.due(), "rows": [row.as_json() for row in self.rows],
+            "broken": self.broken,
+            "samples": [one.as_json() for one in self.samples], "folder": str(self.folder),
+        }  # fmt: skip
+
+    def write(self) -> None:
+        """The record, whole or not at all. Raises NotReady where it cannot be written."""
+        experiment.write(self.folder / FILE, self.as_json())
+
+
+def require_gpu(request: Request, *, cpu: bool) -> Request:
+    """The request on the GPUs that it asks for, or on the CPU where that is said.
+
+    Raises NotReady without a GPU, UsageError where both are asked for.
+    """
+    if cpu and (request.gpus or request.devices):
+        raise usage("useless-option", "--gpus and --devices say nothing with --cpu")
+    if cpu:
+        return replace(request, gpus=0)
+    if request.gpus == 0 or devices.look(os.environ).visible:
+        return request
+    raise not_ready(
+        "no-gpu-here", "no GPU is visible here, and speed is measured on GPUs",
+        "--cpu tries the mechanics: "
+        "launch bench configs/demo/sft.yaml --cpu --vary batch.per_device=8,16",
+    )  # fmt: skip
+
+
+# --- before the first trial -----------------------------------------------------------------------
+
+
+def plan(
+    request: Request, asked: Sequence[Variant], *, steps: int, repeats: int,
+    timeout_s: float | None = None, assertions: Sequence[Assertion] = (), running: bool = False,
+) -> Bench:  # fmt: skip
+    """Judge every variant, and its trial, before the first one starts.
+
+    The global batch stays as the file has it where a variant changes only the rows of a device; what
+    the file expects of a switch follows the variant that turns it. Raises InvalidConfig with the
+    findings of all variants, each with its name, or UsageError; where trials will be `running`, NotReady
+    too if no variant can start on this machine, whatever its GPUs do now.
+    """
+    relative = [one.text for one in assertions if one.relative]
+    if relative and len(asked) < 2:
+        raise usage(
+            "bad-assert", f"`{brief(relative[0])}` holds the others to the first variant: there is one",
+            "--vary KEY=A,B, or figures that stand by themselves: mfu>=48%",
+        )  # fmt: skip
+    if any(one.checkout for one in asked):
+        request = replace(request, python=request.python or worktrees.python_of(request))
+    judgements = _Judgements(len(asked))
+    base = _base(request)
+    full: list[tuple[Variant, Prepared]] = []
+    for one in asked:
+        with judgements.of(one.name):
+            checkout = one.checkout and str(worktrees.find(request, one.checkout))
+            variant = _adapted(request, replace(one, checkout=checkout), base)
+            full.append((variant, prepare.prepare(of_variant(request, variant), running=False)))
+    judgements.require(ready=len(full) == len(asked))
+    batch, root = (
+        max(made.plan.global_batch for _, made in full),
+        request.runs or rundir.runs_root(),
+    )
+    startable = 0
+    for variant, made in full:
+        # whoever names a commit knows that it is not the pin
+        known = "unpinned-checkout" if variant.checkout is not None else ""
+        warnings = (f for f in made.findings if f.severity != "note" and f.code != known)
+        judgements.note(variant.name, warnings)
+        with judgements.of(variant.name):
+            trial_request = short(of_variant(request, variant), steps, root / "models", batch)
+            # a trial that a killed command left may have the GPUs: it is ended later
+            trial_request = replace(trial_request, runs=root, elsewhere=True)
+            prepared = prepare.prepare(trial_request, running=running)
+            if running:
+                rundir.release(prepared.folder)
+            startable += 1
+    judgements.require(ready=startable > 0)
+    first = full[0][1].plan
+    key = [BENCH_VERSION, steps, [[variant.name, identity(made)] for variant, made in full]]
+    return Bench(
+        request=replace(request, stage=first.stage.options.stage, gpus=first.gpus),
+        variants=tuple(variant for variant, _ in full),
+        steps=steps,
+        repeats=repeats,
+        timeout_s=timeout_s,
+        assertions=tuple(assertions),
+        batch=batch,
+        key=experiment.key_of(key),
+        findings=(*judgements.findings(judgements.notes), *_other_batches(full)),
+    )
+
+
+class _Judgements:
+    """What was found of several variants: each finding once, with the names of those that it is about."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.notes, self.wrong, self.unready = (dict[Finding, list[str]]() for _ in range(3))
+
+    def note(self, name: str, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            self.notes.setdefault(finding, []).append(name)
+
+    @contextlib.contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Keep what stops a variant, for all of them to be judged."""
+        try:
+            yield
+        except (InvalidConfig, NotReady) as error:
+            kept = self.wrong if isinstance(error, InvalidConfig) else self.unready
+            for finding in errors(error.findings) or error.findings:
+                kept.setdefault(finding, []).append(name)
+
+    def require(self, *, ready: bool) -> None:
+        """Raise InvalidConfig where a variant is wrong, NotReady where none is ready."""
+        if self.wrong:
+            raise InvalidConfig(self.findings(self.wrong))
+        if not ready:
+            raise NotReady(self.findings(self.unready))
+
+    def findings(self, kept: dict[Finding, list[str]]) -> list[Finding]:
+        """With the names in their messages."""
+        if self.count == 1:
+            return list(kept)
+        whose = {
+            finding: "every variant" if len(names) == self.count else ", ".join(names)
+            for finding, names in kept.items()
+        }
+        return [replace(f, message=f"[{names}] {f.message}") for f, names in whose.items()]
+
+
+def _base(request: Request) -> Plan | None:
+    """The stage file as it is written; None where only its variants stand."""
+    try:
+        return prepare.prepare(request, running=False).plan
+    except InvalidConfig:
+        return None
+
+
+def _adapted(request: Request, variant: Variant, base: Plan | None) -> Variant:
+    """The variant with what follows from it. Raises InvalidConfig where its batch cannot be kept."""
+    asked = of_variant(request, variant)
+    # what it expects of a switch that is turned is not wrong before it has followed
+    asked = replace(asked, overrides=(*asked.overrides, "on_violation=warn"))
+    stage = prepare.ask(asked, running=False).stage
+    changed = {variants.bare(text) for text in variant.overrides}
+    more = [*_expected(asked, stage, changed), *_batch(asked, stage, changed, base)]
+    return replace(variant, overrides=(*variant.overrides, *more))
+
+
+def _expected(asked: Request, stage: Stage, changed: set[str]) -> Iterator[str]:
+    """A file that expects packing expects none of the variant without."""
+    expect, entry, values = stage.options.expect, stage.entry, stage.values
+    names, batch = entry.names, stage.options.batch
+    rows = (batch and batch.per_device) or values[names.per_device]
+    # with one row a micro-batch packing may be asked for, and there is none
+    packing = {names.packing, "padding_free", "batch", "batch.per_device", names.per_device}
+
+    def is_turned(point: str, keys: Set[str | None]) -> bool:
+        own = changed & {"expect", f"expect.{point}"}
+        return expect.get(point) not in (None, "any") and bool(changed & keys) and not own
+
+    for point, keys, on in (
+        ("liger", {names.liger}, bool(values.get(names.liger))),
+        ("packing", packing, entry.packs(values, rows)),
+    ):
+        if is_turned(point, keys) and on != (expect[point] != "off"):
+            yield f"expect.{point}={SWITCHED[point][0 if on else 1]}"
+    if is_turned("attention", {"attn_implementation", "attention"}):
+        # `any` where a verdict has no word for it
+        chosen = prepare.prepare(asked, running=False).plan.attention
+        name = str(chosen or values.get("attn_implementation"))
+        state = ATTENTION.get(name, name)
+        yield f"expect.attention={state if state in EXPECT['attention'] else 'any'}"
+
+
+def _batch(asked: Request, stage: Stage, changed: set[str], base: Plan | None) -> Iterator[str]:
+    """Accumulation that keeps the rows of a step, where only the rows of a device were changed."""
+    names = stage.entry.names
+    settled = {names.accumulation, "batch", "batch.global"} & changed
+    if base is None or settled or names.per_device not in changed or stage.options.batch:
+        return
+    made = prepare.prepare(asked, running=False).plan
+    rows = made.global_batch // made.accumulation
+    if base.global_batch % rows:
+        raise InvalidConfig(
+            Finding(
+                severity="error", layer="launch", code="impossible-batch", key=f"args.{names.per_device}",
+                message=f"{rows} rows at once do not divide the global batch of {base.global_batch}",
+                help=f"or say {names.accumulation} too: then the global batch is another",
+            )
+        )  # fmt: skip
+    yield f"{names.accumulation}={base.global_batch // rows}"
+
+
+def _other_batches(full: Sequence[tuple[Variant, Prepared]]) -> Iterator[Finding]:
+    """Variants with another number of rows a step, whose losses compare less well."""
+    first, base = full[0]
+    for variant, made in full:
+        if made.plan.global_batch != base.plan.global_batch:
+            yield Finding(
+                severity="warning", layer="launch", code="other-global-batch",
+                message=f"[{variant.name}] {made.plan.global_batch} rows a step, "
+                f"{base.plan.global_batch} in {first.name}: after the same tokens it has taken "
+                "another number of steps, and its loss says so",
+            )  # fmt: skip
+
+
+# --- going through with it ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def opened(bench: Bench, *, fresh: bool = False) -> Iterator[Bench]:
+    """The bench in its folder, with what an earlier start of the same measured.
+
+    Raises what `Campaign.opened` raises.
+    """
+    root = bench.request.runs or rundir.runs_root()
+    series = Campaign(kind="bench", key=bench.key, name=bench.request.config.stem, root=root)
+    with series.opened(fresh=fresh) as bench.folder:
+        record = rundir.read_json(bench.folder / FILE)
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            samples = [Sample.from_json(data) for data in record.get("samples") or ()]
+            bench.samples = [one for one in samples if not _again(one, bench.timeout_s)]
+        yield bench
+
+
+def _again(sample: Sample, timeout_s: float | None) -> bool:
+    """Whether a trial is to be run again: nothing of it was measured, or it gets more time now."""
+    longer = timeout_s is None or timeout_s > sample.seconds
+    return sample.cause in _AGAIN or (sample.cause == "timeout" and longer)
+
+
+def run(bench: Bench, *, show: Callable[[str], None] = lambda _: None) -> Exit:
+    """Run every trial that is due; the record is up to date after each. Returns the exit code.
+
+    Needs `opened`. What the user stops ends the comparison, whatever else happens only its trial.
+    """
+    bench.write()
+    with trial.interruptible() as stop:
+        while due := bench.due():
+            repeat, variant = due[0]
+            show(f"{variant.name}, run {repeat + 1} of {bench.repeats} ({len(due)} to go)")
+            sample = measure.measure(
+                bench.request,
+                variant,
+                steps=bench.steps,
+                root=bench.folder,
+                repeat=repeat,
+                timeout_s=bench.timeout_s,
+                batch=bench.batch,
+            )
+            if sample.cause == "interrupted":
+                raise KeyboardInterrupt
+            bench.samples.append(sample)
+            bench.write()
+            show(f"  {_figures(sample)}")
+    return Exit.INTERRUPTED if stop.requested else conclusion(bench)
+
+
+def conclusion(bench: Bench) -> Exit:
+    """0 where something was measured and every assertion holds."""
+    measured = {sample.variant for sample in bench.samples if sample.measured}
+    if not measured:
+        refused = all(sample.cause == "refused" for sample in bench.samples)
+        return Exit.NOT_READY if refused else Exit.TRAINING
+    unproven = bench.assertions and bench.variants[0].name not in measured
+    return Exit.VERDICT if bench.broken or unproven else Exit.OK
+
+
+def interrupted(bench: Bench) -> str:
+    """What is left to do where the user has stopped it."""
+    done = len(bench.samples)
+    return (
+        f"interrupted: the same command goes on here, {done} of {done + len(bench.due())} runs are done"
+        f"\nruns: {bench.folder / FILE}"
+    )
+
+
+def _figures(sample: Sample) -> str:
+    if not sample.measured:
+        return f"{sample.cause}: {sample.reason}"
+    speed, loss = (sample.metrics.get(k) for k in (SPEED, "loss_per_token"))
+    shown = "no speed" if speed is None else f"{speed:,.0f} tokens/s per GPU"
+    return f"{shown}, loss {'unknown' if loss is None else format(loss, '.4f')}, {sample.seconds:.0f} s"
+
+
+# --- for people -----------------------------------------------------------------------------------
+
+
+def write_page(bench: Bench) -> None:
+    """The curves of one measured run of each variant. Raises NotReady where it cannot be written."""
+    runs = (
+        next((s.run for s in bench.samples if s.variant == row.variant and s.run), None)
+        for row in bench.rows
+    )
+    known = [Path(run) for run in runs if run is not None]
+    experiment.page([run for run in known if run.is_dir()], bench.folder / PAGE)
+
+
+def _spread(name: str, scale: float = 1.0, unit: str = "", digits: int = 4) -> Callable[[Row], str]:
+    """`median (least – most)`, or the one value."""
+
+    def cell(row: Row) -> str:
+        found = row.loss if name == LOSS else row.spreads.get(name)
+        if found is None:
+            return "–"
+        middle, low, high = (
+            figure(v * scale, digits) for v in (found.median, found.min, found.max)
+        )
+        return f"{middle}{unit}" if low == high else f"{middle}{unit} ({low} – {high})"
+
+    return cell
+
+
+def _wasted(row: Row) -> str:
+    """The share of positions without a token, and how many of a whole trial."""
+    share, count = _spread("wasted_share", 100, " %", 3)(row), row.median("wasted_tokens")
+    return share if count is None else f"{share}, {count:,.0f}"
+
+
+def _runs(row: Row) -> str:
+    speed = row.spreads.get(SPEED)
+    failed = f", {len(row.failures)} failed" if row.failures else ""
+    return f"{0 if speed is None else speed.n}{failed}"
+
+
+COLUMNS: Mapping[str, Callable[[Row], str]] = {
+    "tokens/s per GPU": _spread(SPEED),
+    "to first": lambda row: "–" if row.speed_ratio is None else f"{row.speed_ratio:.2f}x",
+    "MFU": _spread("mfu", 100, " %", 3),
+    "wasted, tokens": _wasted,
+    "tokens a step": _spread("tokens_per_step"),
+    "s a step": _spread("seconds_per_step"),
+    "s before": _spread("seconds_before_steps", digits=3),
+    "peak GiB": _spread("peak_allocated_gib"),
+    "loss per token": _spread(LOSS, digits=5),
+    "loss to first": lambda row: "–" if row.loss_change is None else f"{row.loss_change:+.2%}",
+    "runs": _runs,
+}
+
+
+def cells(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """The heads of the columns of which anything is known, and each row's cells."""
+    heads = [head for head, cell in COLUMNS.items() if any(cell(row) != "–" for row in rows)]
+    return heads, [[COLUMNS[head](row) for head in heads] for row in rows]
+
+
+def standing(row: Row) -> str:
+    """In words what is to be thought of a variant."""
+    word = f"{row.standing}{', recommended' if row.recommended else ''}"
+    return f"{word}: {row.why}" if row.why else word
+
+
+def facts(bench: Bench) -> list[str]:
+    """What was compared, over what, and what does not hold."""
+    tokens = comparison.common_tokens(bench.samples)
+    lines = [f"error: {fault.message}" for fault in comparison.baseline_fault(bench.samples)]
+    if tokens is not None:
+        pair = " of a pair" if bench.weights == "rows" else ""
+        lines.append(
+            f"loss{pair}: mean of the probe's losses a step, weighted by {bench.weights}, over the first "
+            f"{tokens:,.0f} tokens of every run; tolerance {comparison.share(bench.tolerance)} of the first"
+        )
+    if any(sample.measured for sample in bench.samples):
+        lines.append(
+            "speed: real tokens of steady steps (without the first fifth, at least one, and what "
+            "follows a save); median (least – most) of the runs"
+        )
+    for one in bench.broken:
+        why = "its figure was not measured" if one["unknown"] else "it does not hold"
+        lines.append(f"assert {one['assert']}, {one['variant']}: {why}")
+    return lines
+
+
+def show(bench: Bench) -> None:
+    """The table to stdout."""
+    console.findings(comparison.baseline_fault(bench.samples))
+    rows = bench.rows
+    heads, body = cells(rows)
+    lines = [
+        {"variant": row.variant, **dict(zip(heads, texts, strict=True))}
+        for row, texts in zip(rows, body, strict=True)
+    ]
+    if lines:
+        console.table(lines, ("variant", *heads))
+    for line in [*(f"{row.variant}: {standing(row)}" for row in rows), *facts(bench)]:
+        console.say(line)
+    if (bench.folder / PAGE).exists():
+        console.say(str(bench.folder / PAGE))

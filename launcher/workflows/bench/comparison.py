@@ -1,0 +1,483 @@
+"""Measured runs of several settings -> which is faster, and whether it still trains the same.
+
+Nothing here starts or reads anything: samples in, rows out.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
+from typing import Any, Literal
+
+from launcher.errors import Finding, brief, usage
+from launcher.workflows.bench.significance import ERROR, LEAST_RUNS, Pace, chance, steadily
+
+SPEED, LOSS = "tokens_per_second_per_gpu", "loss_per_token"
+
+TOLERANCE = 0.05
+"""How far the loss may lie from that of the first variant, as a share of it, unless told otherwise."""
+ALONE = 0.03
+"""What fewer runs of either than `LEAST_RUNS` have to differ by: of two each, ranges are apart by chance in
+one of three comparisons, and one alone has no spread to tell."""
+LEAST = 0.01
+"""What counts as no difference, however little the runs scatter."""
+SAME_NORM = 0.03
+"""How far the gradient norm of the first step may lie from the first variant's where the same rows are
+split alike over micro-batches: other kernels round otherwise."""
+SPLIT_NORM = 0.15
+"""The same where they are split otherwise: a mean of means weighs rows by their micro-batch's tokens.
+Measured: up to 9.6 % over 20 batches of 32 chats split into 1 to 32 parts, 5.7 % at 7B between 16 and 32
+rows."""
+LESS_FALL = 0.1
+"""What a loss may fall less than the first variant's, as a share of that fall."""
+
+Cause = Literal[
+    "ok", "oom", "diverged", "hang", "timeout", "contract", "crash", "refused", "interrupted"
+]
+"""What became of a trial; `refused`: it could not be started, `contract`: it was not what was asked."""
+Word = Literal["faster", "slower", "no difference"]
+Standing = Word | Literal["baseline", "loss changed", "unproven", "flawed", "failed", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step over all ranks: its tokens, what its loss is a mean over, and that mean.
+
+    `weight` is tokens for SFT, rows for DPO, whose loss is one of pairs. `norm` is that of the gradient,
+    `micro_batches` those of one rank; None where nobody recorded it.
+    """
+
+    tokens: float
+    weight: float
+    loss: float
+    norm: float | None = None
+    micro_batches: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One trial. `metrics` are numbers of the whole trial, or None where unknown.
+
+    `pace` are seconds a token of the steady steps, of all ranks together; empty where that is not known.
+    `reason` says why it is no measurement, `flaws` are points of the verdict that failed,
+    `unproved` those that could not be settled either way. `gradients` is the state of that point, None in
+    records of before there was one. `seconds` is wall time, start-up included.
+    """
+
+    variant: str
+    repeat: int = 0
+    cause: Cause = "ok"
+    reason: str | None = None
+    flaws: tuple[str, ...] = ()
+    unproved: tuple[str, ...] = ()
+    gradients: str | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    curve: tuple[Step, ...] = ()
+    pace: tuple[float, ...] = ()
+    run: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def measured(self) -> bool:
+        """Whether it came to its end and its numbers count."""
+        return self.cause == "ok"
+
+    def as_json(self) -> dict[str, Any]:
+        """For the record; `from_json` reads it."""
+        curve = [astuple(step) for step in self.curve]
+        return {**asdict(self), "curve": curve, "seconds": round(self.seconds, 1)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Sample:
+        """What `as_json` wrote. Raises KeyError, TypeError or ValueError where it did not."""
+        curve = tuple(Step(*map(float, one[:3]), *one[3:]) for one in data["curve"])
+        known = {k: data[k] for k in ("variant", "repeat", "cause", "reason", "run", "seconds")}
+        return cls(
+            **known, flaws=tuple(data["flaws"]), unproved=tuple(data.get("unproved") or ()),
+            gradients=data.get("gradients"),
+            metrics=dict(data["metrics"]), curve=curve,
+            pace=tuple(map(float, data.get("pace") or ())),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Several measurements of the same thing."""
+
+    median: float
+    min: float
+    max: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Spread | None:
+        """Of those that are known; None where none is."""
+        known = [value for value in values if value is not None and math.isfinite(value)]
+        if not known:
+            return None
+        return cls(statistics.median(known), min(known), max(known), len(known))
+
+    def apart(self, other: Spread) -> bool:
+        """Whether no measurement of one lies among those of the other."""
+        return self.min > other.max or self.max < other.min
+
+    def __str__(self) -> str:
+        """`median (least – most, n runs)`."""
+        if self.n == 1:
+            return f"{self.median:,.0f} (one run)"
+        return f"{self.median:,.0f} ({self.min:,.0f} – {self.max:,.0f}, {self.n} runs)"
+
+    def as_json(self) -> dict[str, float]:
+        """As benchmarks.json has it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedTest:
+    """Faster, slower or neither, and what there is to say of it.
+
+    `chance`: how often what is no faster (no slower, where the medians say so) looks so all the same.
+    """
+
+    word: Word
+    chance: float
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What is known of one variant. Ratios and changes are against the first one, None without.
+
+    `loss` is over the tokens that every measured trial has seen, and `steps_within` how many optimizer
+    steps (parts of one included) it took to see them. `recommended` is the fastest of
+    those that train the same, if it is faster than the first. `chance`: see `SpeedTest`.
+    """
+
+    variant: str
+    standing: Standing
+    why: str
+    recommended: bool = False
+    spreads: Mapping[str, Spread | None]
+    loss: Spread | None = None
+    steps_within: float | None = None
+    speed_ratio: float | None = None
+    chance: float | None = None
+    loss_change: float | None = None
+    failures: tuple[str, ...] = ()
+    flaws: tuple[str, ...] = ()
+
+    def median(self, name: str) -> float | None:
+        """The median of a metric; None where it is not known."""
+        spread = self.loss if name == LOSS else self.spreads.get(name)
+        return None if spread is None else spread.median
+
+    def as_json(self) -> dict[str, Any]:
+        """One entry of `rows`."""
+        row = asdict(self)
+        return {**row.pop("spreads"), LOSS: row.pop("loss"), **row}
+
+
+def within(curve: Sequence[Step], tokens: float) -> tuple[float | None, float]:
+    """The mean loss of the first `tokens` tokens, each counted alike, and how many steps they take.
+
+    A step that reaches beyond counts by the share of its tokens that lies within. The loss is None where
+    the curve ends before, or is empty.
+    """
+    left, total, weight, steps = tokens, 0.0, 0.0, 0.0
+    for step in curve:
+        if left <= 0:
+            break
+        share = min(1.0, left / step.tokens) if step.tokens > 0 else 0.0
+        total += share * step.weight * step.loss
+        weight += share * step.weight
+        steps += share
+        left -= step.tokens
+    # what summing in another order loses is no missing step
+    whole = weight > 0 and left <= 1e-6 * tokens
+    return (total / weight if whole else None), steps
+
+
+def common_tokens(samples: Iterable[Sample]) -> float | None:
+    """How many tokens every measured trial has seen; None where none has a loss."""
+    seen = [math.fsum(s.tokens for s in one.curve) for one in samples if one.measured and one.curve]
+    return min(seen, default=None)
+
+
+def compare(samples: Sequence[Sample], tolerance: float = TOLERANCE) -> list[Row]:
+    """One row a variant, in the order of their first samples; the first is what the others are held to.
+
+    A variant is faster (or slower) than the first where `significance` says so and the medians of their
+    speeds differ by `LEAST`. With fewer than `LEAST_RUNS` runs of either: where their ranges do not overlap,
+    the medians differ by `ALONE`, and it is so at nearly all steps.
+    """
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.variant, []).append(sample)
+    tokens = common_tokens(samples)
+    base: list[Sample] = next(iter(groups.values()), [])
+    rows: list[Row] = []
+    for group in groups.values():
+        rows.append(_row(group, base, rows[0] if rows else None, tokens, tolerance))
+    best = max(
+        (row for row in rows if row.standing == "faster"),
+        key=lambda row: row.median(SPEED) or 0.0, default=None,
+    )  # fmt: skip
+    return [replace(row, recommended=True) if row is best else row for row in rows]
+
+
+def corrupt(samples: Iterable[Sample]) -> str | None:
+    """Why a run's gradients were not its batch's; None where none was seen to be so."""
+    for one in samples:
+        if one.gradients == "corrupt":
+            return one.reason or "gradients are corrupt"
+    return None
+
+
+def baseline_fault(samples: Sequence[Sample]) -> tuple[Finding, ...]:
+    """An error where the first variant cannot be what others are held to."""
+    first = [one for one in samples if one.variant == samples[0].variant]
+    why = corrupt(first)
+    if why is None:
+        return ()
+    return (
+        Finding(
+            severity="error", layer="run", code="corrupt-baseline",
+            message=f"{first[0].variant} trained on corrupt gradients, nothing is compared with it: {why}",
+            help="docs/gradients.md: another DeepSpeed, or `overlap_comm: false`",
+        ),
+    )  # fmt: skip
+
+
+def unlike(samples: Sequence[Sample], base: Sequence[Sample]) -> str | None:
+    """Why runs did not train as those of `base` did, although no loss lies beyond the tolerance.
+
+    By the gradient norm of the first step, taken from the same weights, where it is of the same rows; and
+    by how far the loss fell, step by step where steps hold the same tokens.
+    """
+    ours = [one for one in samples if one.measured and one.curve]
+    others = [one for one in base if one.measured and one.curve]
+    if not ours or not others:
+        return None
+    step, theirs = ours[0].curve[0], others[0].curve[0]
+    if step.norm is not None and theirs.norm and step.tokens == theirs.tokens:
+        alike = step.micro_batches == theirs.micro_batches
+        allowed = SAME_NORM if alike else SPLIT_NORM
+        change = step.norm / theirs.norm - 1
+        if not abs(change) <= allowed:
+            return (
+                f"the first step's gradient norm is {step.norm:.4g}, {theirs.norm:.4g} in "
+                f"{others[0].variant}: beyond {share(allowed)} for the same rows"
+            )
+    return _falls_less(ours, others)
+
+
+def _falls_less(ours: Sequence[Sample], others: Sequence[Sample]) -> str | None:
+    length = min(len(one.curve) for one in (*ours, *others))
+    pairs = zip(ours[0].curve[:length], others[0].curve[:length], strict=True)
+    if length < 2 or any(a.tokens != b.tokens for a, b in pairs):
+        return None
+    # the last half, against the first step, which was taken before any update
+    late = range(max(1, length // 2), length)
+    levels = [
+        [math.fsum(one.curve[i].loss for i in late) / len(late) for one in some]
+        for some in (ours, others)
+    ]
+    start = statistics.fmean(one.curve[0].loss for one in others)
+    fell, base = (start - statistics.median(some) for some in levels)
+    spread = max(max(some) - min(some) for some in levels)
+    if base <= 0 or base - fell <= max(LESS_FALL * base, spread):
+        return None
+    return f"the loss falls by {fell:.4g}, {base:.4g} in {others[0].variant} over the same steps"
+
+
+def _row(
+    samples: Sequence[Sample], base: Sequence[Sample], first: Row | None, tokens: float | None,
+    tolerance: float,
+) -> Row:  # fmt: skip
+    measured = [sample for sample in samples if sample.measured]
+    # a loss over everything that a trial saw compares with no other's
+    keys = dict.fromkeys(key for sample in measured for key in sample.metrics if key != LOSS)
+    spreads = {key: Spread.of(sample.metrics.get(key) for sample in measured) for key in keys}
+    loss = steps = None
+    if tokens is not None:
+        seen = [within(sample.curve, tokens) for sample in measured]
+        loss, steps = Spread.of(one for one, _ in seen), Spread.of(count for _, count in seen)
+    speed = spreads.get(SPEED)
+    known = None if first is None else first.spreads.get(SPEED)
+    test = None if first is None else speed_test(samples, base)
+    row = Row(
+        variant=samples[0].variant, standing="unknown", why="", spreads=spreads, loss=loss,
+        speed_ratio=speed.median / known.median if speed and known and known.median > 0 else None,
+        chance=None if test is None else round(test.chance, 4),
+        loss_change=_change(loss, None if first is None else first.loss),
+        failures=tuple(f"{one.cause}: {one.reason}" for one in samples if not one.measured),
+        flaws=tuple(dict.fromkeys(flaw for one in measured for flaw in one.flaws)),
+        steps_within=None if steps is None else steps.median,
+    )  # fmt: skip
+    standing, why = _standing(row, samples, base, first, test, tokens, tolerance)
+    return replace(row, standing=standing, why=why)
+
+
+def share(tolerance: float) -> str:
+    """A tolerance for people: `±5 %`."""
+    return f"±{100 * tolerance:.4g} %"
+
+
+def _change(loss: Spread | None, base: Spread | None) -> float | None:
+    if loss is None or base is None or base.median == 0:
+        return None
+    return (loss.median - base.median) / abs(base.median)
+
+
+def _standing(
+    row: Row, samples: Sequence[Sample], base: Sequence[Sample], first: Row | None,
+    test: SpeedTest | None, tokens: float | None, tolerance: float,
+) -> tuple[Standing, str]:  # fmt: skip
+    """What to say of a variant, gravest first."""
+    if wrong := corrupt(base):
+        why = f"{base[0].variant} trained on corrupt gradients: nothing is compared with it"
+        return ("flawed", wrong) if first is None else ("unknown", why)
+    measured = [sample for sample in samples if sample.measured]
+    if not measured:
+        return "failed", row.failures[0]
+    if row.flaws:
+        return "flawed", f"not what was asked for: {'; '.join(row.flaws)}"
+    unproved = dict.fromkeys(name for sample in measured for name in sample.unproved)
+    if any(sample.gradients == "unknown" for sample in measured):
+        unproved["gradients"] = None
+    doubts = [f"not proved either way: {', '.join(unproved)}"] if unproved else []
+    if row.failures:
+        doubts.append(f"{len(row.failures)} of its runs failed: {row.failures[0]}")
+    if first is None:
+        return "baseline", "; ".join(doubts)
+    if test is None:
+        return "unknown", "no speed of both to compare"
+    word, change, steps = test.word, row.loss_change, row.steps_within
+    if change is None:
+        return "unknown", f"{word}; no loss of both to compare"
+    if abs(change) > tolerance:
+        but = "but" if word == "faster" else "and"
+        why = f"{word}, {but} the loss is {change:+.1%}: beyond {share(tolerance)}"
+        if steps and first.steps_within and abs(steps / first.steps_within - 1) >= 0.1:
+            # nothing need be wrong: more tokens a step are fewer updates
+            why += f" ({steps:.3g} steps against {first.steps_within:.3g} within the same tokens)"
+        return "loss changed", why
+    early = [one.variant for one in (first, row) if one.steps_within and one.steps_within <= 1]
+    if early:
+        doubts.append(
+            f"the {tokens:,.0f} tokens that all have seen are the first step of {' and '.join(early)}: "
+            "no loss after an update is compared (more --steps)"
+        )
+    if doubts:
+        return ("unproven" if unproved or early else "flawed"), f"{word}, but {'; '.join(doubts)}"
+    if difference := unlike(samples, base):
+        return "loss changed", f"{word}, but {difference}"
+    return word, test.why
+
+
+def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | None:
+    """How fast runs are beside those of `base`: see `compare`. None without a speed of both."""
+    ours, others = ([one for one in some if one.measured and one.metrics.get(SPEED)]
+                    for some in (runs, base))  # fmt: skip
+    speed, known = (Spread.of(one.metrics[SPEED] for one in some) for some in (ours, others))
+    if speed is None or known is None:
+        return None
+    ratio, fewest = speed.median / known.median, min(speed.n, known.n)
+    few = fewest < LEAST_RUNS
+    paces = [[_pace(one) for one in some] for some in (ours, others)]
+    ahead, behind = paces if ratio > 1 else paces[::-1]
+    by_chance = chance(ahead, behind)
+    clear = speed.apart(known) and steadily(ahead, behind) if few else by_chance <= ERROR
+    far = abs(ratio - 1) >= (ALONE if few else LEAST)
+    word: Word = "no difference" if not (clear and far) else "faster" if ratio > 1 else "slower"
+    why = "one run: no spread" if fewest == 1 else ""
+    if far and not clear and not few:
+        why = (
+            f"{ratio - 1:+.1%} by the medians, which chance alone does in {by_chance:.0%} of cases: "
+            "more runs may tell"
+        )
+    return SpeedTest(word, by_chance, why)
+
+
+def _pace(sample: Sample) -> Pace:
+    """Seconds a token of each step, or of all of them where steps are not known."""
+    return sample.pace or (1 / (sample.metrics[SPEED] or math.inf),)
+
+
+# --- what must hold of a comparison ----------------------------------------------------------------
+
+RELATIVE = {
+    "loss": LOSS, "tokens_per_second": SPEED, "seconds_per_step": "seconds_per_step",
+    "peak_memory": "peak_allocated_gib",
+}  # fmt: skip
+"""Held to the first variant: `1.2` is a ratio, `20%` a change; of the loss either way."""
+ABSOLUTE = {"mfu": "mfu", "wasted": "wasted_share"}
+"""Shares by themselves, of every variant: `48%` is 0.48."""
+
+_EXPRESSION = re.compile(r"\s*([a-z_]+)\s*(<=|>=|<|>)\s*([+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*(%?)\s*")
+_HOLDS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assertion:
+    """`loss<=1%`, `tokens_per_second>=1.2`, `mfu>=48%`: one figure, one limit."""
+
+    text: str
+    name: str
+    operator: str
+    number: float
+    percent: bool
+
+    @property
+    def relative(self) -> bool:
+        """Whether the figure is held to the first variant's, which then is not judged itself."""
+        return self.name in RELATIVE
+
+    @property
+    def tolerance(self) -> float | None:
+        """How far the loss may go by this; None where it speaks of something else."""
+        if self.name != "loss" or self.operator not in ("<", "<="):
+            return None
+        return self.number / 100 if self.percent else max(0.0, self.number - 1)
+
+    def holds(self, row: Row, first: Row) -> bool | None:
+        """Whether it is so; None where a figure that it needs is not known."""
+        value = row.median((RELATIVE | ABSOLUTE)[self.name])
+        if self.relative:
+            base = first.median(RELATIVE[self.name])
+            value = value / base if value is not None and base else None
+        if value is None:
+            return None
+        if self.percent:
+            value = 100 * (value - 1) if self.relative else 100 * value
+            # 1.01 / 1 is a little more than 1 %
+            value = round(abs(value) if self.name == "loss" else value, 9)
+        return bool(_HOLDS[self.operator](value, self.number))
+
+
+def assertion(text: str) -> Assertion:
+    """Read one. Raises UsageError for what is none."""
+    found = _EXPRESSION.fullmatch(text)
+    if found is None or found[1] not in RELATIVE | ABSOLUTE:
+        raise usage(
+            "bad-assert", f"`{brief(text)}` cannot be asserted",
+            f"such as loss<=1%, tokens_per_second>=1.2; of {', '.join(RELATIVE | ABSOLUTE)}",
+        )  # fmt: skip
+    name, comparison, number, percent = found.groups()
+    return Assertion(
+        text=text.strip(), name=name, operator=comparison, number=float(number), percent=bool(percent)
+    )  # fmt: skip
+
+
+def broken(assertions: Sequence[Assertion], rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Every assertion with every variant that it does not hold of; `unknown`: its figure was not measured."""
+    return [
+        {"assert": one.text, "variant": row.variant, "unknown": holds is None}
+        for one in assertions
+        for row in (rows[1:] if one.relative else rows)
+        if (holds := one.holds(row, rows[0])) is not True
+    ]

@@ -1,0 +1,221 @@
+"""One trial of a setting -> `Sample`: a short real run of the stage, judged and measured.
+
+It is the stage as `launch ladder` shortens it, and goes through keeper, probe and verdict as any other. What
+fails ends that trial alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from launcher.cache import inputs  # fmt: skip
+from launcher.errors import Exit, LaunchError, errors
+from launcher.lifecycle import prepare  # fmt: skip
+from launcher.lifecycle.prepare import Prepared, Request
+from launcher.machine import python  # fmt: skip
+from launcher.runs import rundir  # fmt: skip
+from launcher.verdict import evidence, metrics  # fmt: skip
+from launcher.verdict.evidence import Evidence, RankRecord
+from launcher.workflows import trial  # fmt: skip
+from launcher.workflows.bench import comparison, worktrees  # fmt: skip
+from launcher.workflows.bench.comparison import Cause, Sample, Step
+from launcher.workflows.bench.variants import Variant
+from launcher.workflows.ladder import ladder  # fmt: skip
+from launcher.workflows.trial import Outcome
+
+
+def measure(
+    request: Request, variant: Variant, *, steps: int, root: Path, timeout_s: float | None,
+    repeat: int = 0, batch: int | None = None,
+) -> Sample:  # fmt: skip
+    """One short real run of a variant, judged and measured; its folder is made below `root`.
+
+    `batch` is the rows of a step that data are cut for: the largest of all variants, so that all see
+    the same rows. `timeout_s` counts from this call. Never raises for a training that fails, or that
+    cannot be started: the sample says so. It ends before its model is saved. INT and TERM stop the run:
+    then its cause is `interrupted`. Raises NotReady where its folder cannot be written: then nothing
+    else can be started either.
+    """
+    began, models = time.monotonic(), root / "models"
+    place = models / f"{rundir.dashed(variant.name)[:60]}-{repeat + 1}"
+    try:
+        asked = short(of_variant(request, variant), steps, place, batch)
+        prepared = prepare.prepare(replace(asked, runs=root), running=True)
+        left = None if timeout_s is None else timeout_s - (time.monotonic() - began)
+        outcome = trial.of_prepared(prepared, timeout_s=left, allow_unproven=True, quiet=True)
+    except LaunchError as error:
+        stops = errors(error.findings) or error.findings
+        if any(finding.code == "runs-not-writable" for finding in stops):
+            raise
+        reason = "; ".join(finding.message for finding in stops)
+        return Sample(variant=variant.name, repeat=repeat, cause="refused", reason=reason)
+    finally:
+        # all of it: one that was killed before may have left its own
+        shutil.rmtree(models, ignore_errors=True)
+    return sample_of(outcome, variant.name, repeat)
+
+
+def of_variant(request: Request, variant: Variant) -> Request:
+    """The request with what the variant says on top."""
+    overrides = (*request.overrides, *variant.overrides)
+    if variant.checkout is None:
+        return replace(request, overrides=overrides)
+    # whoever names commits to compare knows that they are not all the pin
+    checkout = Path(variant.checkout)
+    return replace(request, overrides=overrides, checkout=checkout, allow_unpinned=True)
+
+
+def short(asked: Request, steps: int, place: Path, batch: int | None) -> Request:
+    """The same, short and harmless, watched by the probe, stopped where it hangs, without its model.
+
+    For the others see `measure`; the model would go to `place`. Raises what `preparation.ask` raises.
+    """
+    stage = prepare.ask(asked, running=False).stage
+    watched = ["on_hang=stop"]
+    if stage.options.probe is None:
+        watched.append("probe=on")
+    if stage.options.expect.get("loss") == "any":
+        # what diverges would be compared by the steps before
+        watched.append("expect.loss=finite")
+    shorter = ladder.short_overrides(stage, steps=steps, output=place, batch=batch)
+    return replace(
+        asked,
+        overrides=(*asked.overrides, *shorter, *watched),
+        fresh=True,
+        probe=True,
+        # to gather and write a model of 7B takes 10 to 20 s of a trial
+        final_save=False,
+        # what a short run is warned of says nothing of the stage file
+        strict=False,
+    )
+
+
+def sample_of(outcome: Outcome, variant: str, repeat: int = 0) -> Sample:
+    """What one run says: its figures, or why it has none."""
+    found = evidence.read_run(outcome.run.path)
+    cause, points = _cause(outcome), outcome.verdict.points
+    curve = _curve(found, outcome.verdict.stage)
+    # why a trial ended early is in its cause; what it broke is the setting's fault
+    failed = [p for p in points if p.ok is False and cause in ("ok", "contract")]
+    return Sample(
+        variant=variant, repeat=repeat, cause=cause,
+        flaws=tuple(f"{p.name} is {p.state}" for p in failed),
+        unproved=tuple(p.name for p in points if p.ok is None and cause == "ok"),
+        gradients=next((p.state for p in points if p.name == "gradients"), None),
+        reason=None if cause == "ok" else outcome.reason or "it did not come to its end",
+        metrics=_metrics(found, outcome, curve), curve=curve, pace=_pace(found),
+        run=str(outcome.run.path), seconds=outcome.seconds,
+    )  # fmt: skip
+
+
+def _cause(outcome: Outcome) -> Cause:
+    """What a trial ended of, by its verdict; a flaw that let it run to its end is none."""
+    if outcome.timed_out:
+        return "timeout"
+    if outcome.interrupted:
+        return "interrupted"
+    points = {point.name: point for point in outcome.verdict.points}
+    if outcome.exit in (Exit.OK, Exit.VERDICT) and points["finish"].state == "completed":
+        return "diverged" if points["loss"].ok is False else "ok"
+    if points["memory"].state == "oom":
+        return "oom"
+    if points["loss"].state == "nonfinite":
+        return "diverged"
+    if outcome.verdict.stopped is None:
+        return "crash"
+    return "hang" if points["finish"].detail.get("reason") == "hang" else "contract"
+
+
+def _metrics(found: Evidence, outcome: Outcome, curve: Sequence[Step]) -> dict[str, float | None]:
+    ranks = list(found.probe.ranks.values()) if found.probe else []
+    figures, steady = outcome.verdict.metrics, [metrics.steady(record) for record in ranks]
+    speed = figures.get("tokens_per_second")
+    timed = [[s.seconds for s in steps if s.seconds is not None] for steps in steady]
+    wasted = [s.wasted for record in ranks for s in record.steps if s.wasted is not None]
+    tokens = math.fsum(step.tokens for step in curve) or None
+    return {
+        "tokens_per_second_per_gpu": None if speed is None else speed / max(1, len(ranks)),
+        "seconds_per_step": max((statistics.fmean(one) for one in timed if one), default=None),
+        "seconds_before_steps": _before(ranks),
+        "tokens_per_step": _tokens_per_step(steady),
+        "mfu": figures.get("mfu"),
+        "wasted_share": figures.get("wasted_share"),
+        "wasted_tokens": math.fsum(wasted) if wasted else None,
+        "peak_allocated_gib": figures.get("peak_allocated_gib"),
+        "peak_reserved_gib": figures.get("peak_reserved_gib"),
+        "loss_per_token": comparison.within(curve, tokens or 0.0)[0],
+        "steps": found.last_step,
+        "steady_steps": min(map(len, steady), default=None),
+        "tokens": tokens,
+    }  # fmt: skip
+
+
+def _tokens_per_step(steady: Sequence[Sequence[evidence.ProbeStep]]) -> float | None:
+    known = [[s.tokens for s in steps if s.tokens is not None] for steps in steady]
+    return math.fsum(map(statistics.fmean, known)) if known and all(known) else None
+
+
+def _by_step(some: Iterable[Iterable[evidence.ProbeStep]]) -> Iterator[list[evidence.ProbeStep]]:
+    """What the ranks recorded of each step, in order."""
+    by_step: dict[int, list[evidence.ProbeStep]] = {}
+    for step in itertools.chain.from_iterable(some):
+        by_step.setdefault(step.step, []).append(step)
+    return (parts for _, parts in sorted(by_step.items()))
+
+
+def _pace(found: Evidence) -> tuple[float, ...]:
+    """Seconds a token of each steady step: of the slowest rank, over the tokens of all."""
+    ranks = found.probe.ranks.values() if found.probe else ()
+    pace = []
+    for parts in _by_step(map(metrics.steady, ranks)):
+        seconds = max(part.seconds or 0.0 for part in parts)
+        tokens = math.fsum(part.tokens or 0.0 for part in parts)
+        pace.append(seconds / tokens if tokens else 0.0)
+    return tuple(pace) if all(pace) else ()
+
+
+def _before(ranks: Sequence[RankRecord]) -> float | None:
+    """From when the probe was loaded to the first step: data, weights, and what is computed beforehand."""
+    start, begun = (ranks[0].last(name) if ranks else None for name in ("start", "device"))
+    moments = [None if event is None else event.number("t") for event in (start, begun)]
+    return moments[1] - moments[0] if moments[0] is not None and moments[1] is not None else None
+
+
+def _curve(found: Evidence, stage: str | None) -> tuple[Step, ...]:
+    """The steps that every rank finished: tokens of all ranks, the mean of their losses."""
+    ranks = found.probe.ranks if found.probe else {}
+    curve = []
+    for parts in _by_step(record.steps for record in ranks.values()):
+        losses = [part.loss for part in parts if part.finite and part.loss is not None]
+        if len(losses) < len(ranks):
+            break
+        tokens = math.fsum(part.tokens or 0.0 for part in parts)
+        weight = math.fsum(part.rows or 0.0 for part in parts) if stage == "dpo" else tokens
+        # an engine's norm is of all ranks' gradients, and the same on each
+        norm, micro_batches = parts[0].grad_norm, parts[0].micro_batches
+        curve.append(Step(tokens, weight, math.fsum(losses) / len(losses), norm, micro_batches))
+    return tuple(curve)
+
+
+def identity(made: Prepared) -> dict[str, Any]:
+    """What a measurement is one of: settings, source, contents, packages, machine."""
+    stage = made.plan.stage
+    source, output = stage.upstream, stage.entry.names.output
+    return {
+        "stage": stage.options.stage, "backend": stage.options.backend,
+        "options": {k: v for k, v in stage.config.options.items() if k != "name"},
+        # the place of the model is another in every trial
+        "arguments": {k: v for k, v in made.plan.arguments().items() if k != output},
+        "gpus": made.plan.gpus, "source": source.version,
+        "changed": worktrees.edits(source.root) if not source.pinned else None,
+        "contents": inputs.of_plan(made.plan), "python": str(made.trainer.python),
+        "packages": dict(made.trainer.packages), "machine": python.describe(),
+    }  # fmt: skip

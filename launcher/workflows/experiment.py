@@ -1,0 +1,130 @@
+"""Several runs that belong together: the folder that they share, found again, and the record in it.
+
+Ladders, pipelines, comparisons and searches each keep one; one command at a time works in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher import files
+from launcher.errors import Finding, LaunchError
+from launcher.lifecycle import stop
+from launcher.machine import locks
+from launcher.redaction import redact
+from launcher.report import page as report_page
+from launcher.report import series
+from launcher.runs import lease, rundir, runner
+from launcher.runs.rundir import RunFolder
+
+
+def key_of(about: Any) -> str:
+    """The key of what a campaign is about: the same for the same values."""
+    text = json.dumps(about, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Campaign:
+    """Which one: its `kind`, the `key` of what it is about, a name for people, and the runs folder.
+
+    Another key is another campaign. Its record is `<kind>.json`.
+    """
+
+    kind: str
+    key: str
+    name: str
+    root: Path
+
+    @property
+    def file(self) -> str:
+        """The name of the record."""
+        return f"{self.kind}.json"
+
+    def earlier(self) -> Path | None:
+        """The newest folder of it; None where it has never begun."""
+        known = records(self.kind, self.file, self.root)
+        return next((folder for folder, record in known if record.get("key") == self.key), None)
+
+    def new(self) -> Path:
+        """Make another folder of it: `<UTC time>-<kind>-<name>`. Raises NotReady where it cannot be made."""
+        return rundir.new_folder(self.root, self.kind, self.name)
+
+    @contextlib.contextmanager
+    def opened(self, *, fresh: bool = False, taken: Finding | None = None) -> Iterator[Path]:
+        """Its folder, for this command alone; what an earlier one left running there is ended.
+
+        `fresh` makes another one. Raises NotReady where it cannot be made, or (`taken`) where another process
+        is at it.
+        """
+        # two that begin at once have no folder in common yet
+        name = hashlib.sha256(os.fsencode(f"{self.root}\0{self.key}")).hexdigest()[:32]
+        place = rundir.state_folder() / f"{self.kind}s" / name
+        with contextlib.ExitStack() as stack:
+            with locks.alone(place, taken=taken or _under_way(self.root)):
+                before = None if fresh else self.earlier()
+                folder = before or self.new()
+                lock = folder / ".lock"
+                stack.enter_context(locks.alone(lock, taken=taken or _under_way(lock)))
+                if before is None:
+                    # from now on the same command finds it, and its lock
+                    write(folder / self.file, {"key": self.key})
+            _end_left_over(folder)
+            yield folder
+
+
+def _under_way(file: Path) -> Finding:
+    return Finding(
+        severity="error",
+        layer="launch",
+        code="under-way",
+        file=str(file),
+        message="the same command is under way in another process",
+        help="wait for it, or --fresh for a folder of its own",
+    )
+
+
+def records(kind: str, file: str, root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Folders of that kind, newest first, with what their record `file` says."""
+    try:
+        names = sorted(os.listdir(root), reverse=True)
+    except OSError:
+        return
+    for name in names:
+        if f"-{kind}-" in name and (root / name / file).is_file():
+            yield root / name, rundir.read_json(root / name / file)
+
+
+def write(file: Path, record: Mapping[str, Any]) -> None:
+    """A record, whole or not at all. Raises NotReady where it cannot be written."""
+    try:
+        files.write_json(file, redact(dict(record)))
+    except OSError as error:
+        raise rundir.not_writable(file.parent, error.strerror) from None
+
+
+def _end_left_over(folder: Path) -> None:
+    """Stop runs that still train, or are about to, although their command has gone: nobody waits for them."""
+    for run in rundir.newest_first(folder):
+        if runner.alive(run.path) or lease.held(run.lock):
+            with contextlib.suppress(LaunchError, OSError):
+                stop.stop(run)
+
+
+def page(runs: Iterable[Path], path: Path) -> Path | None:
+    """One page of those runs that began and are still there; None where none is.
+
+    Raises NotReady where a run cannot be read or the page cannot be written.
+    """
+    begun = [str(run) for run in runs if RunFolder(run).attempts()]
+    if not begun:
+        return None
+    report_page.write(series.gather(begun), path)
+    return path

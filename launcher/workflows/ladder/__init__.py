@@ -1,0 +1,1 @@
+"""`launch ladder`: 1, 2, 8 GPUs, gated. Start with `ladder.plan_rungs`."""

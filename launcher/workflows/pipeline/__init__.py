@@ -1,0 +1,1 @@
+"""`launch pipeline`: stages in turn. Start with `pipeline.run`."""

@@ -1,0 +1,401 @@
+"""Stages run in turn, each on the model of the one before; what has not changed is not trained again.
+
+Whether something has changed is asked of contents, by the same comparison that a resume makes
+(`resume.Decision.changes`): data, model, tokenizer, arguments, upstream's code. A model that was trained
+again has another content, so whatever was made of it is made again, in a folder beside the old one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from launcher.artifacts import checkpoints
+from launcher.config.pipeline import placed
+from launcher.errors import Exit, Finding, LaunchError, brief, errors
+from launcher.lifecycle import follow, forecast, prepare, start
+from launcher.lifecycle.prepare import Prepared, Request
+from launcher.plan import plan
+from launcher.redaction import redact
+from launcher.report import console
+from launcher.runs import rundir
+from launcher.verdict import check
+from launcher.workflows import experiment, trial
+from launcher.workflows.experiment import Campaign
+from launcher.workflows.pipeline import plan as handover
+from launcher.workflows.pipeline.plan import Order, Step, Survey
+from launcher.workflows.trial import Outcome
+
+RECORD = "pipeline.json"
+PAGE = "report.html"
+KIND = "pipeline"
+SUMMARY = ("stage", "status", "steps", "loss", "seconds", "model", "run")
+"""The columns of the table at the end."""
+
+Status = Literal["pending", "running", "passed", "skipped", "failed", "refused", "interrupted"]
+
+# how it is trained, and on what: none of it is what a stage depends on
+_NO_INPUT = frozenset({"gpus", "packages", "position", "reference"})
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One stage in the record. `seconds` is wall time of this start of the pipeline; `reason` is why it did
+    not pass, was refused, or was trained again; `whole` is whether a trained model lies there.
+    """
+
+    name: str
+    stage: str
+    config: str
+    model: str | None
+    output: str | None
+    status: Status = "pending"
+    run: str | None = None
+    seconds: float = 0.0
+    exit: int | None = None
+    reason: str | None = None
+    verdict: str | None = None
+    steps: int | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    whole: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """For the record and the envelope."""
+        row = {**asdict(self), "skipped": self.status == "skipped"}
+        del row["whole"]
+        return {**row, "seconds": round(self.seconds, 1)}
+
+    def shown(self) -> dict[str, Any]:
+        """For the table at the end."""
+        losses = [self.metrics.get(name) for name in ("first_loss", "last_loss")]
+        known = [f"{one:.4g}" for one in losses if isinstance(one, int | float)]
+        return {
+            "stage": self.name, "status": self.status, "steps": self.steps,
+            "loss": " -> ".join(known) or None, "model": self.output, "run": self.run,
+            "seconds": f"{self.seconds:.0f}" if self.seconds else None,
+        }  # fmt: skip
+
+    def ending(self) -> str:
+        """One line after the stage."""
+        if self.status == "skipped":
+            unchanged = "finished before, nothing that it depends on has changed"
+            return f"{self.name}: {unchanged}: {self.output}"
+        why = f": {brief(self.reason, 300)}" if self.reason and self.status != "passed" else ""
+        return f"{self.name}: {self.status}{why}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What came of one start; `exit` is the command's, `findings` what stopped it, if that was one."""
+
+    folder: Path
+    order: Order
+    rows: list[Row]
+    key: str
+    began: str
+    state: str = "running"
+    exit: Exit = Exit.OK
+    findings: tuple[Finding, ...] = ()
+    ended: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The record; the envelope's data is the same."""
+        chain = self.order.chain
+        record: dict[str, Any] = redact({
+            "pipeline": str(self.folder), "name": chain.name, "file": str(chain.path.absolute()),
+            "key": self.key, "cwd": os.getcwd(), "from": self.order.first, "until": self.order.last,
+            "state": self.state, "exit": int(self.exit), "began": self.began, "ended": self.ended,
+            "report": None if self.page is None else str(self.page),
+            "stages": [row.as_json() for row in self.rows],
+        })  # fmt: skip
+        return record
+
+    @property
+    def page(self) -> Path | None:
+        """The page of all stages; None where none has begun."""
+        page = self.folder / PAGE
+        return page if page.exists() else None
+
+    @property
+    def stopped_at(self) -> Row | None:
+        """The stage that did not pass."""
+        bad = ("failed", "refused", "interrupted")
+        return next((row for row in self.rows if row.status in bad), None)
+
+    def advice(self) -> list[str]:
+        """How to go on, a way a line; nothing where all has passed."""
+        row = self.stopped_at
+        if row is None:
+            return []
+        if row.status != "failed" or row.exit != Exit.VERDICT or not row.whole:
+            return [f"the same command goes on with {row.name}; what is finished is skipped"]
+        # trained to its end: the same command would judge it again, not train it
+        lines = [f"the same command with `--from {row.name} --fresh` trains it again"]
+        if row.verdict == "unproven":
+            lines.append("with `--allow-unproven` it takes what is not proved as good enough")
+        after = self.rows[self.rows.index(row) + 1 :]
+        return [
+            *lines,
+            *(f"with `--from {one.name}` it takes its model as it is" for one in after[:1]),
+        ]
+
+
+def run(
+    order: Order,
+    *,
+    quiet: bool = False,
+    rehearse: Callable[[Mapping[str, Request]], None] | None = None,
+) -> Result:
+    """Run the stages of an order that are to run, one after the other; stops where one does not pass.
+
+    Everything is judged, and handed to `rehearse`, before the first one starts. Raises what both raise, and
+    NotReady where the pipeline is running already or the model that it is to begin from is not there.
+    """
+    survey = handover.survey(order, running=True)
+    if not quiet:
+        console.findings([one for one in survey.findings if one.severity != "note"])
+    if rehearse is not None:
+        rehearse(survey.requests(order))
+    root = order.common.runs or rundir.runs_root()
+    key = experiment.key_of([str(order.chain.path.absolute()), os.getcwd()])
+    series = Campaign(kind=KIND, key=key, name=order.chain.name, root=root)
+    running = Finding(
+        severity="error",
+        layer="launch",
+        code="pipeline-running",
+        file=str(order.chain.path),
+        message="this pipeline is running already",
+        help="launch runs shows its stage; launch stop ends it",
+    )
+    # one that came to its end has its record
+    before = series.earlier()
+    over = before is not None and rundir.read_json(before / RECORD).get("state") == "finished"
+    with series.opened(fresh=over, taken=running) as folder:
+        rows = [_row(survey.steps[link.name]) for link in survey.links]
+        result = Result(folder=folder, order=order, rows=rows, key=key, began=rundir.now())
+        _Runner(order, survey, result, quiet).run()
+    return result
+
+
+def _row(step: Step) -> Row:
+    stage = step.plan.stage
+    return Row(
+        name=step.link.name,
+        stage=stage.options.stage,
+        config=str(step.link.config),
+        model=str(step.plan.values.get(stage.entry.names.model)),
+        output=str(step.output),
+    )
+
+
+def dry_run(order: Order) -> Survey:
+    """What would be started, in order, and what of it earlier runs have. Raises like `handover.survey`."""
+    survey = handover.survey(order, running=False)
+    return replace(survey, findings=(*survey.findings, *_earlier_runs(survey)))
+
+
+def _earlier_runs(survey: Survey) -> Iterator[Finding]:
+    """Printed commands that would write into the outputs of earlier runs."""
+    for link in survey.links:
+        found = prepare.of_earlier_run(survey.steps[link.name].prepared)
+        yield from (placed(link, one) for one in found)
+
+
+class _Runner:
+    def __init__(self, order: Order, survey: Survey, result: Result, quiet: bool) -> None:
+        self.order = order
+        self.survey = survey
+        self.result = result
+        self.quiet = quiet
+        self.models = {name: step.model for name, step in survey.steps.items()}
+        self.joined = {step.link.name for step in survey.live}
+
+    def run(self) -> None:
+        result = self.result
+        self._write()
+        with trial.interruptible() as stop:
+            self._run_stages()
+        if stop.requested:
+            result.exit = Exit.INTERRUPTED
+            for row in result.rows:
+                row.status = "interrupted" if row.status == "running" else row.status
+        states = {Exit.OK: "finished", Exit.INTERRUPTED: "interrupted"}
+        result.state = states.get(result.exit, "stopped")
+        result.ended = rundir.now()
+        self._write()
+
+    def _run_stages(self) -> None:
+        rows = self.result.rows
+        # first of all: until it is over, no other stage gets its GPUs
+        waiting = [row for row in rows if row.name in self.joined]
+        if not all(self._went_well(row, self._join) for row in waiting):
+            return
+        for number, row in enumerate(rows, 1):
+            self._say(f"stage {number} of {len(rows)}: {row.name}  ({row.stage}, {row.config})")
+            if not self._went_well(row, self._outcome):
+                return
+
+    def _went_well(self, row: Row, work: Callable[[Step, Row], Outcome | None]) -> bool:
+        """Do one thing with a stage; what comes of it stands in its row, of None nothing."""
+        began, row.status = time.monotonic(), "running"
+        self._write()
+        try:
+            outcome = work(self.survey.steps[row.name], row)
+        except LaunchError as error:
+            self._refused(row, error)
+        else:
+            row.seconds += time.monotonic() - began
+            if outcome is None:
+                row.status = "pending"
+                return True
+            self._came_of(row, outcome)
+        self._page()
+        self._write()
+        self._say(row.ending())
+        return self.result.exit is Exit.OK
+
+    def _say(self, line: str) -> None:
+        # machines get one answer at the end
+        if not self.quiet:
+            console.say(line)
+
+    def _show(self, findings: list[Finding]) -> None:
+        if not self.quiet:
+            console.findings(findings)
+
+    def _refused(self, row: Row, error: LaunchError) -> None:
+        row.status, row.exit = "refused", int(error.exit_code)
+        # its folder was only reserved
+        row.run = row.run if row.run and os.path.isdir(row.run) else None
+        stops = errors(error.findings) or error.findings
+        row.reason = str(stops[0].message) if stops else str(error)
+        self.result.exit, self.result.findings = error.exit_code, error.findings
+        self._show(list(error.findings))
+
+    def _came_of(self, row: Row, outcome: Outcome) -> None:
+        row.exit, row.verdict = int(outcome.exit), outcome.verdict.status
+        row.steps, row.metrics = outcome.verdict.steps, dict(outcome.verdict.metrics)
+        row.whole = checkpoints.model_fault(self.models[row.name]) is None
+        self.result.exit = outcome.exit
+        if outcome.exit is Exit.OK:
+            row.status = "skipped" if outcome.finished_before else "passed"
+        else:
+            row.status = "interrupted" if outcome.interrupted else "failed"
+            row.reason = outcome.reason
+
+    def _outcome(self, step: Step, row: Row) -> Outcome:
+        source, link = step.link.source, step.link
+        more = [] if source is None else step.handed(self.models[source])
+        if source is not None:
+            row.model = str(self.models[source])
+        request = replace(self.order.request(link, more), allowed=_allowed(self.order, step))
+        prepared, why = _prepared(request, fresh=self.order.common.fresh)
+        prepared = forecast.with_forecast(prepared)
+        output = prepared.output or step.output
+        self.models[link.name] = plan.model_in(prepared.plan, output)
+        row.output, row.run = str(output), str(prepared.folder.path)
+        if why is not None:
+            row.reason = f"trained again, beside the old one: {why}"
+            message = f"{link.name} is trained again, into {prepared.output}: {why}"
+            note = Finding(
+                severity="note",
+                layer="launch",
+                code="pipeline-restarts",
+                message=message,
+                **link.origin().place,
+            )
+            self._show([note])
+        self._write()
+        # what validation said has been shown, and that a stage is finished is shown at its end
+        known = {"already-finished", *(one.message for one in self.survey.findings)}
+        self._show([one for one in prepared.findings if not {one.code, one.message} & known])
+        if not self.quiet and prepared.decision.kind != "finished":
+            console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
+        allow = self.order.allow_unproven
+        outcome = trial.of_prepared(prepared, allow_unproven=allow, quiet=True)
+        if not outcome.finished_before:
+            return outcome
+        # by what is expected of it now: that may have been changed since
+        verdict = start.judged_now(outcome.run, outcome.plan, outcome.verdict)
+        code = check.exit_code(verdict, allow_unproven=allow)
+        # its training ended while we looked on
+        mine = link.name in self.joined and code is Exit.OK
+        return replace(outcome, verdict=verdict, exit=code, finished_before=not mine)
+
+    def _join(self, step: Step, row: Row) -> Outcome | None:
+        """Wait for a stage that is being trained already; what came of it, where that is no good."""
+        folder = step.prepared.folder
+        row.run = str(folder.path)
+        self._write()
+        attempt = follow.newest_attempt(folder)
+        self._say(f"{step.link.name} is being trained: {folder.path}")
+        interrupted = follow.until_over(folder, attempt, forward=True)
+        # by what is allowed now
+        attempt = replace(attempt, allow_unproven=self.order.allow_unproven)
+        verdict, code = start.conclusion(folder, attempt)
+        if code is Exit.OK and not interrupted:
+            return None
+        code = Exit.INTERRUPTED if interrupted else code
+        return Outcome(run=folder, plan=step.plan, verdict=verdict, exit=code)
+
+    def _write(self) -> None:
+        # a full disk costs the record, not the run that goes on
+        with contextlib.suppress(LaunchError):
+            experiment.write(self.result.folder / RECORD, self.result.as_json())
+
+    def _page(self) -> None:
+        """The stages so far on one page."""
+        runs = [Path(row.run) for row in self.result.rows if row.run]
+        try:
+            experiment.page(runs, self.result.folder / PAGE)
+        except LaunchError as error:
+            self._show(list(error.findings))
+
+
+# --- has anything changed? -------------------------------------------------------------------------
+
+
+def _prepared(request: Request, *, fresh: bool) -> tuple[Prepared, str | None]:
+    """Ready to start: as it is, or started over with the reason why."""
+    if fresh:
+        prepared = prepare.prepare(replace(request, fresh=True), running=True)
+        return prepared, None if prepared.output == prepared.asked else "--fresh"
+    why = _of_nobody(request) or _changed(request)
+    return prepare.prepare(replace(request, fresh=why is not None), running=True), why
+
+
+def _of_nobody(request: Request) -> str | None:
+    """Says so where a whole model lies in the output folder, and no run here is known to have trained it."""
+    dry = prepare.prepare(request, running=False)
+    if dry.attempt > 1 or dry.output is None:
+        return None
+    if checkpoints.model_fault(plan.model_in(dry.plan, dry.output)) is not None:
+        return None
+    return f"{dry.output} holds a model, and no run is known that made it"
+
+
+def _changed(request: Request) -> str | None:
+    """The changes for which a stage's own result, or what there is of it, is not what was asked for."""
+    dry = prepare.prepare(replace(request, allowed=()), running=False)
+    every = handover.known_changes(dry.plan.stage.schema.fields)
+    # the same start with every change allowed; never to be begun
+    anyhow = replace(request, allowed=tuple(sorted(every)), strict=False)
+    prepared = prepare.prepare(anyhow, running=True)
+    rundir.release(prepared.folder)
+    if prepared.decision.kind == "new":
+        return None
+    allowed = {*request.allowed, *_NO_INPUT}
+    changes = prepared.decision.changes
+    differs = [one.differs for one in changes if one.severity != "note" and one.what not in allowed]
+    return "; ".join(differs[:4]) or None
+
+
+def _allowed(order: Order, step: Step) -> tuple[str, ...]:
+    """What of `--allow-changed-resume` a stage knows."""
+    known = handover.known_changes(step.plan.stage.schema.fields)
+    return tuple(name for name in order.common.allowed if name in known)

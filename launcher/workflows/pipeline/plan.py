@@ -1,0 +1,424 @@
+"""What each stage of a pipeline gets from the one before, and everything that is wrong with that.
+
+All of it is asked before the first stage starts, when the models in between do not exist yet. So a stage
+is judged twice: with the model that the whole chain begins from, whose shape every later one has, and
+with the folder that it will really be given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launcher.artifacts import checkpoints
+from launcher.config import load
+from launcher.config import pipeline as chains
+from launcher.config.load import Config, spelt
+from launcher.config.pipeline import Chain, Link
+from launcher.errors import (
+    Finding,
+    InvalidConfig,
+    Layer,
+    NotReady,
+    Severity,
+    brief,
+    errors,
+    not_ready,
+    usage,
+)
+from launcher.lifecycle import prepare
+from launcher.lifecycle.doctor import checks
+from launcher.lifecycle.prepare import Asked, Prepared, Request
+from launcher.lifecycle.resume import changes, decision
+from launcher.paths import canonical
+from launcher.plan import plan as plans
+from launcher.plan.plan import Plan
+from launcher.runs import runner
+from launcher.stage import stage as stages
+
+# every script calls the first two so; TRL's have no third
+MODEL, OUTPUT, TOKENIZER = "model_name_or_path", "output_dir", "tokenizer_name_or_path"
+_ADAPTERS = ("use_lora", "use_qlora", "use_peft")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What was asked of a pipeline: from which stage to which (None: from the start, to the end).
+
+    `common` is what its command line says for every stage.
+    """
+
+    chain: Chain
+    common: Request
+    first: str | None = None
+    last: str | None = None
+    allow_unproven: bool = False
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The stages that are to run. Raises UsageError where a name is none."""
+        return self.chain.between(self.first, self.last)
+
+    def request(self, link: Link, more: Iterable[str] = ()) -> Request:
+        """The command line of one stage, with further overrides."""
+        return replace(
+            self.common, stage=link.stage, config=link.config, overrides=(*link.texts(), *more),
+            gpus=link.gpus if self.common.gpus is None else self.common.gpus, fresh=False, allowed=(),
+        )  # fmt: skip
+
+    def unheeded(self) -> list[tuple[Link, str]]:
+        """Overrides of stages that do not run, but for where a model lies that is begun from."""
+        needed = {one.source for one in self.links}
+        return [
+            (link, text)
+            for link in self.chain.links
+            if link not in self.links
+            for text in link.overrides
+            if link.name not in needed or text.partition("=")[0].removeprefix("args.") != OUTPUT
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One stage as it is known beforehand.
+
+    `root` is the model that its chain begins from, `output` where its model goes, or lies already, and
+    `asked` where its own file says; `prepared` is the dry run, with what the stage before hands over.
+    """
+
+    link: Link
+    prepared: Prepared
+    root: str | None
+
+    @property
+    def plan(self) -> Plan:
+        """How it would run."""
+        return self.prepared.plan
+
+    @property
+    def output(self) -> Path:
+        """Where its model goes, absolute."""
+        assert self.prepared.output is not None
+        return self.prepared.output
+
+    @property
+    def model(self) -> Path:
+        """The folder that a later stage begins from."""
+        return plans.model_in(self.plan, self.output)
+
+    @property
+    def live(self) -> bool:
+        """Whether it is being trained, or judged, right now."""
+        folder = self.prepared.folder
+        return runner.alive(folder.path) or runner.keeper_lives(folder)
+
+    def handed(self, source: Path | str) -> list[str]:
+        """The overrides that make `source` its model and its tokenizer."""
+        return _handed(self.plan.stage.options.backend, source)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """All stages that matter, by name, in order, and what is worth saying of those that are to run.
+
+    `live` are those of the latter that are being trained already: whoever started them did not live to.
+    """
+
+    steps: Mapping[str, Step]
+    links: tuple[Link, ...]
+    findings: tuple[Finding, ...]
+    live: tuple[Step, ...] = ()
+
+    def requests(self, order: Order) -> dict[str, Request]:
+        """The command line of each stage that is to run, with the model that its chain begins from."""
+        steps = [self.steps[link.name] for link in self.links]
+        return {
+            step.link.name: order.request(
+                step.link, step.handed(step.root) if step.link.source else ()
+            )
+            for step in steps
+            if step.root is not None
+        }
+
+
+def survey(order: Order, *, running: bool) -> Survey:
+    """Judge every stage that is to run, and what they hand to each other; nothing is started.
+
+    Raises InvalidConfig with everything that is wrong with any of them, NotReady with everything that
+    this machine lacks for any of them, UsageError for stages or names that there are not.
+    """
+    surveyor = _Surveyor(order, running)
+    links = order.links
+    # those before the first one are needed for where their model lies
+    needed = {one.source for one in links}
+    for link in order.chain.links:
+        if link in links or link.name in needed:
+            surveyor.visit(link)
+    live = tuple(step for step in surveyor.steps.values() if step.link in links and step.live)
+    surveyor.ask_machine(live=bool(live))
+    surveyor.check_words()
+    found = tuple(dict.fromkeys(surveyor.findings))
+    if surveyor.refused or errors(found, strict=order.common.strict):
+        raise InvalidConfig(found)
+    if running and surveyor.lacking:
+        raise NotReady(tuple(dict.fromkeys(surveyor.lacking)))
+    return Survey(steps=surveyor.steps, links=links, findings=found, live=live)
+
+
+def known_changes(fields: Iterable[str]) -> frozenset[str]:
+    """What `--allow-changed-resume` may name for stages with these arguments."""
+    return frozenset((*changes.NAMES, *fields))
+
+
+def _handed(backend: str, source: Path | str) -> list[str]:
+    names = [MODEL, TOKENIZER] if backend == "open_instruct" else [MODEL]
+    return [f"{name}={spelt(str(source))}" for name in names]
+
+
+_UNMADE = frozenset({"incomplete-model", "incomplete-tokenizer"})
+
+
+class _Surveyor:
+    """Goes through the stages in order; collects what is wrong."""
+
+    def __init__(self, order: Order, running: bool) -> None:
+        self.order = order
+        self.running = running
+        self.steps: dict[str, Step] = {}
+        self.findings: list[Finding] = []
+        self.lacking: list[Finding] = []
+        self.refused = False
+        self.roots: dict[str, str | None] = {}
+        self.starts: list[tuple[Link, Asked, Plan]] = []
+        files = [canonical(link.config) for link in order.chain.links]
+        self.twice = {file for file in files if files.count(file) > 1}
+
+    def visit(self, link: Link) -> None:
+        """Judge one stage; one that is not to run only as far as it is needed."""
+        try:
+            self._visit(link, within=link in self.order.links)
+        except InvalidConfig as error:
+            self._say(link, error.findings)
+            self.refused = True
+        except NotReady as error:
+            self.lacking += [self._named(link, one) for one in error.findings]
+
+    def _visit(self, link: Link, *, within: bool) -> None:
+        order, source = self.order, self.steps.get(link.source or "")
+        loaded = load.load(link.config, link.texts())
+        backend = stages.backend_of(loaded)
+        root, facts, given = _text(loaded.args.get(MODEL)), list[str](), list[str]()
+        if link.source is not None:
+            root = self.roots.get(link.source)
+            if source is not None:
+                self._check_models(link, loaded, source)
+                if within and source.link not in order.links:
+                    root = str(source.model)
+                    if self.running:
+                        _require(source, link, order)
+            if within and root is None and source is None:
+                # of a model that nobody knows nothing can be said
+                return
+            known = root or f"the model of {link.source}"
+            facts = _handed(backend, known)
+            given = _handed(backend, known if source is None else source.model)
+        self.roots[link.name] = root
+        named = loaded.args.get(OUTPUT) is not None
+        if not named:
+            message = f"`{OUTPUT}` is missing: where a stage's model goes must be known beforehand"
+            help = f"give it an `{OUTPUT}`, in its file or under `with:`"
+            self._add(link, "pipeline-output", message, help, "args")
+        fresh = order.common.fresh and within
+        if within:
+            self._examine(link, replace(order.request(link, facts), fresh=fresh))
+        dry = prepare.prepare(replace(order.request(link, given), fresh=fresh), running=False)
+        if within:
+            # what a run of the chain makes anew may lie there half made
+            passing = _UNMADE if source is not None and source.link in order.links else frozenset()
+            told = (f for f in dry.findings if f.severity != "note" and f.code not in passing)
+            self._say(link, told)
+        step = Step(link=link, prepared=dry, root=root)
+        if named and self._has_own_output(step):
+            if source is not None and within:
+                self._check_between(source, step)
+            self.steps[link.name] = step
+
+    def _examine(self, link: Link, request: Request) -> None:
+        """With the model that the chain begins from: by the rules, and for a run by this machine."""
+        asked = prepare.ask(request, running=self.running)
+        made = plans.make(asked.stage, gpus=asked.gpus, output=Path("model"))
+        self._say(link, (*asked.stage.findings, *made.findings))
+        if not self.running:
+            return
+        dry = prepare.prepare(request, running=False)
+        around = checks.situation(made, asked.trainer, dry.output)
+        # of a run of ours the start itself knows more; a model of nobody's is not written over
+        known = decision.SUPERSEDED if dry.attempt > 1 else {"finished-output"}
+        self._say(link, [finding for finding in around if finding.code not in known])
+        self.starts.append((link, asked, made))
+
+    def ask_machine(self, *, live: bool) -> None:
+        """What this machine lacks for any stage; not of its GPUs while one is training on them."""
+        for link, asked, made in self.starts:
+            try:
+                chosen = None if live else asked.chosen()
+                self._say(link, checks.require_ready(made, asked.trainer, chosen, elsewhere=live))
+            except NotReady as error:
+                self.lacking += [self._named(link, one) for one in error.findings]
+
+    def check_words(self) -> None:
+        """Words of the command line that would do nothing.
+
+        Raises UsageError where `--allow-changed-resume` names nothing in any stage.
+        """
+        fields = [step.plan.stage.schema.fields for step in self.steps.values()]
+        known = known_changes(name for each in fields for name in each)
+        wrong = [n for n in self.order.common.allowed if n not in known]
+        if wrong and not self.refused:
+            message = f"--allow-changed-resume: nothing is called {', '.join(map(repr, wrong))}"
+            raise usage("unknown-change", message)
+        for link, text in self.order.unheeded():
+            self.findings.append(
+                Finding(
+                    severity="warning", layer="launch", code="override-left-out",
+                    file=str(self.order.chain.path), override=f"{link.name}.{text}",
+                    message=f"`{link.name}.{brief(text)}` does nothing: {link.name} is not among the "
+                    "stages that are to run",
+                    help=f"leave it out, or say --from and --until so that {link.name} runs",
+                )
+            )  # fmt: skip
+
+    # -- how the stages fit
+
+    def _check_models(self, link: Link, loaded: Config, source: Step) -> None:
+        """A stage that names another model, or tokenizer, than the stage before leaves."""
+        places = {
+            canonical(one) for one in (source.model, source.prepared.asked) if one is not None
+        }
+        for key in (MODEL, TOKENIZER):
+            own, origin = _text(loaded.args.get(key)), loaded.origin(f"args.{key}")
+            if own is None or canonical(Path(own)) in places:
+                continue
+            if link.explicit and origin.override is None:
+                continue
+            help = f"delete the line, or say which with `from: {link.source}` or `from: none`"
+            if link.explicit:
+                help = f"delete it, or write `from: none` instead of `from: {link.source}`"
+            message = (
+                f"`{key}` is {brief(own)} here, and the pipeline hands over {source.model}, "
+                f"the model of {link.source}"
+            )
+            self._add(link, "pipeline-model", message, help, f"args.{key}")
+
+    def _has_own_output(self, step: Step) -> bool:
+        """Whether no other stage's model goes to the same place."""
+        asked = step.prepared.asked or step.output
+        for other in self.steps.values():
+            if canonical(other.prepared.asked or other.output) == canonical(asked):
+                message = f"{step.link.name} and {other.link.name} both write into {asked}"
+                help = f"give one of them another `{OUTPUT}`"
+                key = f"args.{OUTPUT}"
+                self._add(step.link, "pipeline-output", message, help, key)
+                return False
+        return True
+
+    def _check_between(self, source: Step, step: Step) -> None:
+        """What of the one stage's output the other cannot use."""
+        given, values, link = source.plan.values, step.plan.values, step.link
+        before = source.link.name
+        for name in sorted(source.plan.stage.entry.partial):
+            if given.get(name) is True:
+                message = f"`{name}` ends {before} before there is a model to go on from"
+                help = f"write `{name}: false`"
+                self._add(source.link, "pipeline-output", message, help, f"args.{name}")
+        if any(given.get(name) for name in _ADAPTERS) or _left_an_adapter(source, self.order):
+            # finetune.py:540, dpo_tune_cache.py:279, trl/trainer/utils.py:1354 read the model's config
+            message = f"{before} saves an adapter without its model: {link.name} cannot load it"
+            help = "merge it into its model (`merge_and_unload` of peft), and begin from that"
+            self._add(link, "pipeline-adapter", message, help, "from", layer="run")
+        own = step.plan.stage.options
+        if own.backend == "open_instruct" and own.stage == "sft" and own.probe is None:
+            message = (
+                f"finetune.py:528 asks the hub for {source.model}: without the probe, which answers "
+                "it, a local model cannot be trained"
+            )
+            self._add(link, "pipeline-probe", message, "leave the probe on", "probe", layer="run")
+        # one tokenizer for all of them: its chat template, and the token that it begins with
+        name = "chat_template_name"
+        was, now = given.get(name), values.get(name)
+        if now is not None and now != was:
+            shown = f"`{was}`" if was else "the tokenizer's own template"
+            message = f"`{name}: {now}`: {before} trains with {shown}"
+            help = (
+                f"one template for both: {f'write `{name}: {was}`' if was else 'delete the line'}"
+            )
+            self._add(link, "pipeline-template", message, help, f"args.{name}", severity="warning")
+        elif now is None and given.get("add_bos") is True and values.get("add_bos") is True:
+            # dataset_transformation.py:861
+            message = (
+                f"`add_bos` crashes: {before} saves a template that begins with the token already"
+            )
+            help = "write `add_bos: false`"
+            self._add(link, "pipeline-template", message, help, "args.add_bos", layer="run")
+
+    # -- findings
+
+    def _add(
+        self,
+        link: Link,
+        code: str,
+        message: str,
+        help: str,
+        key: str,
+        *,
+        severity: Severity = "error",
+        layer: Layer = "launch",
+    ) -> None:
+        """A finding about how stages fit: in the stage's file where the key stands there."""
+        origin = link.origin("from")
+        if key != "from":
+            origin = load.load(link.config, link.texts()).origin(key)
+        finding = Finding(
+            severity=severity,
+            layer=layer,
+            code=code,
+            key=key,
+            message=message,
+            help=help,
+            **origin.place,
+        )
+        self._say(link, [finding])
+
+    def _say(self, link: Link, found: Iterable[Finding]) -> None:
+        self.findings += [self._named(link, one) for one in found]
+
+    def _named(self, link: Link, finding: Finding) -> Finding:
+        finding = chains.placed(link, finding)
+        if canonical(link.config) not in self.twice or finding.message.startswith(f"{link.name}: "):
+            return finding
+        return replace(finding, message=f"{link.name}: {finding.message}")
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _left_an_adapter(source: Step, order: Order) -> bool:
+    """Of a stage that is not run again, what lies there says it."""
+    names = {path.name for path in source.model.glob("*config.json")}
+    left = "adapter_config.json" in names and "config.json" not in names
+    return left and source.link not in order.links
+
+
+def _require(source: Step, link: Link, order: Order) -> None:
+    """With `--from`, the model of a stage that is left out must lie there. Raises NotReady."""
+    wrong = "it is being trained" if source.live else checkpoints.model_fault(source.model)
+    if wrong is not None:
+        raise not_ready(
+            "pipeline-needs",
+            f"{link.name} begins from {source.model}, the model of {source.link.name}: {wrong}",
+            f"`--from {source.link.name}` trains it first",
+            file=str(source.model),
+        )

@@ -1,0 +1,1 @@
+"""`launch prepare`: what needs no GPU, done beforehand."""

@@ -1,0 +1,430 @@
+"""`launch prepare`: whatever a run will need and no GPU has to do, done beforehand and proved to be found.
+
+Downloads come first: upstream's key of tokenised data holds what is in the hub's cache
+(dataset_transformation.py:84). Then upstream's own script tokenises, in one process on the CPU: it leaves
+before the model is loaded (finetune.py:520, dpo_tune_cache.py:267, dpo.py:182). What cannot be had so is
+listed: TRL tokenises while its trainer is made, and reference log-probabilities need the model.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launcher.artifacts import lengths  # fmt: skip
+from launcher.artifacts.fingerprint import cache_home
+from launcher.artifacts.lengths import Lengths
+from launcher.artifacts.model_config import offline
+from launcher.cache import entries, hub, keys
+from launcher.cache import folders as cache_folders  # fmt: skip
+from launcher.cache.hub import Part
+from launcher.cache.keys import Cache
+from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, errors
+from launcher.lifecycle import prepare as preparation  # fmt: skip
+from launcher.lifecycle.doctor import checks  # fmt: skip
+from launcher.lifecycle.prepare import Request
+from launcher.machine import locks, sizes  # fmt: skip
+from launcher.machine.python import Trainer
+from launcher.machine.sizes import sized
+from launcher.plan import command, plan  # fmt: skip
+from launcher.plan.plan import Plan
+from launcher.redaction import redact
+from launcher.runs import rundir, runner  # fmt: skip
+from launcher.runs.command import Command
+from launcher.runs.rundir import RunFolder
+from launcher.verdict import evidence  # fmt: skip
+from launcher.verdict.ending import ending
+
+# what other machines' packages decide, which need not be the ones here
+_OF_THESE_PACKAGES = frozenset(
+    {"attention-missing", "attention-replaced", "optim-missing", "report-missing"}
+)
+# no key of tokenised data holds any of these: services, engines, devices. None: not handed over
+_REPLACED: Mapping[str, Any] = {
+    "cache_dataset_only": True, "push_to_hub": False, "try_launch_beaker_eval_jobs": False,
+    "with_tracking": False, "send_slack_alerts": False, "zero_stage": None, "use_liger_kernel": None,
+    "use_qlora": None, "use_lora": None, "use_8bit_optimizer": None, "dpo_use_paged_optimizer": None,
+    "attn_implementation": None, "offload_param": None, "offload_optimizer": None,
+}  # fmt: skip
+
+Say = Callable[[str], None]
+
+
+class TokenisingFailed(LaunchError):
+    """Upstream's script ended with an error before the data were ready (exit 4)."""
+
+    exit_code = Exit.TRAINING
+
+
+class Interrupted(LaunchError):
+    """The user stopped it (exit 130)."""
+
+    exit_code = Exit.INTERRUPTED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenised:
+    """The tokenised data of a run: where, how large, and what is known of their rows.
+
+    `state` is `there`, `filled`, `missed` (the run would not find them), or `left` (the run makes them).
+    `of` are the rows before filters, `limit` is the longest a row may be, in tokens.
+    """
+
+    state: str
+    place: Path | None = None
+    seconds: float = 0.0
+    rows: int | None = None
+    of: int | None = None
+    lengths: Lengths | None = None
+    limit: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the set that the run reads."""
+        return 0 if self.place is None else sizes.below(self.place, links=True)
+
+    @property
+    def cut(self) -> int | None:
+        """The rows that are as long as a row may be."""
+        if self.lengths is None or self.limit is None:
+            return None
+        return self.lengths.reaching(self.limit)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the envelope: tokens a row, `bytes`, `seconds`."""
+        known = self.lengths
+        return {
+            "state": self.state, "places": [] if self.place is None else [str(self.place)],
+            "bytes": self.size, "seconds": round(self.seconds, 2), "rows": self.rows,
+            "rows_before_filters": self.of,
+            "tokens": None if known is None else known.tokens,
+            "mean": None if known is None else round(known.mean, 2),
+            "longest": None if known is None else known.longest,
+            "limit": self.limit, "at_limit": self.cut,
+        }  # fmt: skip
+
+    def line(self) -> str:
+        """Rows and tokens in one line; empty where nothing is known of them."""
+        if self.rows is None:
+            return ""
+        line, known = f"{self.rows:,} rows", self.lengths
+        if self.of is not None and self.of != self.rows:
+            line += f" of {self.of:,} ({self.of - self.rows:,} dropped)"
+        if known is not None:
+            line += f"; {known.mean:,.1f} tokens a row, {known.longest:,} at most, {known.tokens:,} in all"
+        if self.cut is not None:
+            line += f"; {self.cut:,} cut at {self.limit:,}, or exactly so long"
+        return line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetch:
+    """What `launch prepare` has done, and what the run will find."""
+
+    plan: Plan
+    parts: tuple[Part, ...]
+    tokenised: Tokenised
+    left: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    seconds: float
+    work: Path | None
+
+    @property
+    def exit(self) -> Exit:
+        """1 where the run would miss something."""
+        missed = any(one.code == "would-miss" for one in self.findings)
+        return Exit.VERDICT if missed else Exit.OK
+
+    @property
+    def did_nothing(self) -> bool:
+        """Whether all of it was there already."""
+        states = {self.tokenised.state, *(one.state for one in self.parts)}
+        return states <= {"there", "unknown", "left"}
+
+    @property
+    def size(self) -> int:
+        """Bytes of all that the run will read."""
+        return self.tokenised.size + sum(one.size for one in self.parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the envelope."""
+        return {
+            "plan": {"gpus": [self.plan.as_json()]}, "ready": self.exit is Exit.OK,
+            "already_there": self.did_nothing, "seconds": round(self.seconds, 2), "bytes": self.size,
+            "parts": [one.as_json() for one in self.parts], "dataset": self.tokenised.as_json(),
+            "left": list(self.left),
+            "log": None if self.work is None else str(RunFolder(self.work).console(1)),
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """For people: a line for each thing, then what is left to the run."""
+        made = self.tokenised
+        rows = [(one.kind, one.name, one.state, one.size, one.seconds) for one in self.parts]
+        rows.append(("tokenised", str(made.place or "-"), made.state, made.size, made.seconds))
+        wide = max(len(row[1]) for row in rows)
+        lines = []
+        for kind, name, state, size, seconds in rows:
+            took = f"  in {seconds:.0f} s" if state in ("fetched", "filled") else ""
+            lines.append(f"{kind:<10} {name:<{wide}}  {state:<8} {sized(size):>9}{took}")
+        lines += [f"rows       {line}"] if (line := made.line()) else []
+        lines += [f"left       {one}" for one in self.left]
+        where = f"{self.plan.gpus} GPU(s)" if self.plan.gpus else "the CPU"
+        if self.exit is not Exit.OK:
+            end = f"not prepared: the run on {where} would miss what it needs"
+        elif self.did_nothing:
+            end = f"already there: nothing was to be done for {where}"
+        else:
+            end = f"prepared for {where} in {self.seconds:.0f} s"
+        return [*lines, f"{end}; {sized(self.size)} in all"]
+
+
+def prepare(request: Request, say: Say = lambda _: None) -> Prefetch:
+    """Do for a run whatever needs no GPU; `say` gets a line before what takes long.
+
+    Raises InvalidConfig and NotReady as a start would, NotReady too where a model cannot be fetched,
+    TokenisingFailed where upstream's script fails, and Interrupted.
+    """
+    began = time.monotonic()
+    asked = preparation.ask(replace(request, elsewhere=True), running=False)
+    planned, trainer = _planned(request, asked), asked.trainer
+    _require_ready(planned, trainer)
+    wanted = hub.wanted(planned)
+    parts = _fetched([one for one in wanted if one.role != "data"], planned, trainer, {})
+    # of what lies here now: the names of the cache folders hold the tokenizer's content
+    folders = keys.derive(planned, trainer.packages)
+    environment = keys.environment(folders)
+    parts += _fetched([one for one in wanted if one.role == "data"], planned, trainer, environment)
+    filling = _Filling(planned, trainer, request, say, folders)
+    tokenised, missed = filling.done()
+    return Prefetch(
+        plan=planned,
+        parts=parts,
+        tokenised=tokenised,
+        left=tuple(_left(planned, parts, folders, tokenised)),
+        work=filling.work,
+        findings=tuple(dict.fromkeys((*planned.stage.findings, *planned.findings, *missed))),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _planned(request: Request, asked: preparation.Asked) -> Plan:
+    """The later run's own plan. Raises InvalidConfig with what a start would refuse."""
+    made = plan.make(
+        asked.stage, gpus=asked.gpus, nodes=request.nodes, output=rundir.runs_root() / "model"
+    )
+    found = [
+        replace(one, severity="warning") if one.code in _OF_THESE_PACKAGES else one
+        # what lies in the output folder is asked when something is to be trained into it
+        for one in checks.situation(made, asked.trainer, None)
+        if one.code not in ("missing-model", "incomplete-model")
+    ]
+    made = replace(made, findings=(*made.findings, *found))
+    if errors(made.findings, strict=request.strict):
+        raise InvalidConfig((*made.stage.findings, *made.findings))
+    return made
+
+
+def _require_ready(planned: Plan, trainer: Trainer) -> None:
+    """What tokenising needs here; what training needs besides is asked where it trains."""
+    subject = replace(checks.of_plan(planned, trainer), gpus=0, plan=None)
+    found = [
+        *checks.checkout(subject), *checks.interpreter(trainer), *checks.packages(subject),
+        *checks.local_files(planned),
+    ]  # fmt: skip
+    if errors(found):
+        raise NotReady(errors(found))
+
+
+def _fetched(
+    wanted: Sequence[Part], planned: Plan, trainer: Trainer, more: Mapping[str, str]
+) -> tuple[Part, ...]:
+    parts = hub.fetch(wanted, trainer, {**os.environ, **more})
+    missing = tuple(hub.findings(parts, planned, offline=offline(os.environ)))
+    if missing:
+        raise NotReady(missing)
+    return parts
+
+
+def _left(
+    planned: Plan, parts: Sequence[Part], folders: Sequence[Cache], tokenised: Tokenised
+) -> Iterator[str]:
+    """What the run will still have to do."""
+    if tokenised.state == "left":
+        yield "tokenising: TRL does it while its trainer is made, before the first step"
+    model = next((one for one in parts if one.role in ("whole", "model")), None)
+    if model is not None:
+        yield f"loading {model.name} ({sized(model.size)}) on every process"
+    reference = next((one for one in folders if one.kind == "reference"), None)
+    if planned.values.get("precompute_ref_log_probs") is True:
+        yield "the reference log-probabilities (`precompute_ref_log_probs`): one pass of the model"
+    elif reference is not None:
+        yield (
+            "the reference log-probabilities, where they are not there yet: one pass of the model over "
+            f"every pair, before the first step, kept in {reference.path}"
+        )
+
+
+# --- tokenising -----------------------------------------------------------------------------------
+
+
+class _Filling:
+    """The tokenised data of one plan, made where the run will look."""
+
+    def __init__(
+        self, planned: Plan, trainer: Trainer, request: Request, say: Say, folders: Sequence[Cache]
+    ) -> None:
+        self.plan, self.trainer, self.request, self.say = planned, trainer, request, say
+        self.cache = next((one for one in folders if one.kind == "dataset"), None)
+        self.work: Path | None = None
+
+    def done(self) -> tuple[Tokenised, tuple[Finding, ...]]:
+        """Fill what is not there; returns the data and what the run would miss."""
+        if self.plan.stage.options.backend == "trl":
+            return Tokenised(state="left"), ()
+        missed = tuple(self._impossible())
+        if missed:
+            return Tokenised(state="missed"), missed
+        entry = self._entry()
+        if entry is not None or self.cache is None:
+            return self._of(entry, "there", 0.0), ()
+        lock = cache_home() / "prepared" / f"{self.cache.path.name}.lock"
+        waiting = "another `launch prepare` is filling this: waiting for it"
+        with locks.alone(lock, waiting=lambda: self.say(waiting)):
+            # whoever was at it may have filled it in the meantime
+            entry = self._entry()
+            if entry is None:
+                return self._fill(self.cache)
+            return self._of(entry, "there", 0.0), ()
+
+    def _impossible(self) -> Iterator[Finding]:
+        """What no preparation helps with."""
+        values = self.plan.values
+        prefix = "dataset_" if "dataset_skip_cache" in values else ""
+        skip, mode, name = (f"{prefix}{key}" for key in ("skip_cache", "cache_mode", "config_hash"))
+        if values.get(skip) is True:
+            why = (
+                "the run tokenises all over, and looks for no set (dataset_transformation.py:1912)"
+            )
+            yield self._missed(skip, f"`{skip}: true`: {why}", f"leave {skip} out")
+        if values.get(mode) != "local":
+            why = "the run looks for its set on the hub, not here"
+            yield self._missed(mode, f"`{mode}: {values.get(mode)}`: {why}", f"{mode}: local")
+        if values.get(name) is not None and self._entry() is None:
+            why = "a set is asked for by its name, and there is no complete set"
+            yield self._missed(name, f"{why} {values[name]}", f"leave {name} out")
+
+    def _missed(self, key: str | None, message: str, help: str) -> Finding:
+        """That the run would not find what was, or could be, made."""
+        origin = self.plan.stage.config.origin(f"args.{key}")
+        return Finding(
+            severity="error", layer="launch", code="would-miss", key=f"args.{key}" if key else None,
+            message=message, help=help, **origin.place,
+        )  # fmt: skip
+
+    def _entry(self) -> Path | None:
+        """The complete set that the run would take; None where it would tokenise."""
+        if self.cache is not None:
+            return entries.hit(self.cache.path, self.plan)
+        values = self.plan.values
+        prefix = "dataset_" if "dataset_config_hash" in values else ""
+        base = Path(str(values.get(f"{prefix}local_cache_dir")))
+        named = base / str(values.get(f"{prefix}config_hash"))
+        return named if cache_folders.is_complete(named) else None
+
+    def _of(self, entry: Path | None, state: str, seconds: float) -> Tokenised:
+        if entry is None:
+            return Tokenised(state=state)
+        dpo = self.plan.stage.options.stage == "dpo"
+        columns = ("chosen_input_ids", "rejected_input_ids") if dpo else ("input_ids",)
+        try:
+            known: Lengths | None = lengths.of_dataset(entry, columns)
+        except LaunchError:
+            # no pyarrow in launch's own Python, or other columns: nothing hangs on it
+            known = None
+        stats = rundir.read_json(entry / "dataset_statistics.json").get("per_dataset_stats")
+        rows = None if known is None else known.rows
+        limit = self.plan.values.get("max_seq_length")
+        return Tokenised(
+            state=state, place=entry, seconds=seconds, lengths=known,
+            rows=_sum(stats, "final_instances") if rows is None else rows,
+            of=_sum(stats, "initial_instances"), limit=limit if isinstance(limit, int) else None,
+        )  # fmt: skip
+
+    def _fill(self, cache: Cache) -> tuple[Tokenised, tuple[Finding, ...]]:
+        began = time.monotonic()
+        root = self.request.runs or rundir.runs_root()
+        self.work = rundir.new_folder(root, "prepare", self.plan.stage.name)
+        folder = RunFolder(self.work)
+        self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
+        with cache_folders.held((cache,), folder, 1, config=self.request.config) as locks:
+            made = self._command(cache, folder)
+            ended = runner.run(made, folder, 1, held=locks, inherited=os.environ)
+        if ended.stopped is not None:
+            raise Interrupted(())
+        if ended.returncode:
+            raise self._failure(folder, _reason(folder))
+        spoiled = cache_folders.discard_spoiled(cache) is not None
+        entry = self._entry()
+        if entry is not None and not spoiled:
+            return self._of(entry, "filled", time.monotonic() - began), ()
+        why = "the data, the tokenizer or the model were written to while they were read"
+        if not spoiled:
+            sets = cache_folders.CacheFolder(cache.path, {"kind": "dataset"}).entries()
+            if not sets:
+                raise self._failure(folder, "upstream saved no set of tokenised data")
+            newest = max((cache.path / name for name in sets), key=lambda p: p.stat().st_mtime)
+            unlike = entries.differences(entries.key(self.plan), newest)
+            why = f"the run would not find what was tokenised: {'; '.join(unlike)}"
+        return Tokenised(state="missed"), (self._missed(None, why, "run this again"),)
+
+    def _command(self, cache: Cache, folder: RunFolder) -> Command:
+        """Upstream's script in one process on the CPU, as far as its data are ready."""
+        made = replace(keys.applied(self.plan, (cache,)), gpus=0, nodes=1)
+        stage, arguments = made.stage, dict(made.arguments())
+        for name, value in _REPLACED.items():
+            arguments.pop(name, None)
+            if value is not None and name in stage.schema.fields:
+                arguments[name] = stage.schema.words(name, value)
+        arguments[stage.entry.names.output] = [str(folder.path / "model")]
+        built = command.build(
+            made, self.trainer, folder.path, environ=os.environ, caches=keys.environment((cache,))
+        )
+        root = stage.upstream.root
+        assert root is not None
+        words = [word for name, given in arguments.items() for word in (f"--{name}", *given)]
+        env = {name: value for name, value in built.env.items() if name != "LAUNCH_PROBE"}
+        argv = (str(self.trainer.python), str(root / stage.entry.script), *words)
+        return Command(argv=argv, env=env, cwd=built.cwd)
+
+    def _failure(self, folder: RunFolder, why: str) -> TokenisingFailed:
+        return TokenisingFailed(
+            Finding(
+                severity="error", layer="run", code="tokenising-failed", file=str(folder.console(1)),
+                message=f"upstream's script failed before the data were ready: {redact(why)}",
+                help="read the log",
+            )
+        )  # fmt: skip
+
+
+def _reason(folder: RunFolder) -> str:
+    """What upstream's script said in the end."""
+    found = evidence.read_run(folder.path, attempt=1)
+    if found.log is None:
+        return "no reason"
+    end = ending(found)
+    error = end.error or {}
+    why = ": ".join(str(error[k]) for k in ("type", "message") if error.get(k))
+    if not why and found.exit is not None and found.exit.signal:
+        why = f"killed by {signal.Signals(found.exit.signal).name}"
+    return why or end.reason or "no reason"
+
+
+def _sum(stats: Any, name: str) -> int | None:
+    """Over all data sets; None where one of them does not say."""
+    rows = [one.get(name) for one in stats] if isinstance(stats, list) else []
+    return sum(rows) if rows and all(isinstance(one, int) for one in rows) else None

@@ -1,0 +1,155 @@
+"""A stage's arguments as they are rehearsed: harmless, small, and without what one CPU process cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from launcher.stage.options import Batch, Options
+from launcher.upstream.schema import Schema
+from launcher.upstream.trainers import Entry
+
+OWN = "@own"
+"""In a request's words: its own folder, which is gone afterwards (`server.py`)."""
+ROWS = 64
+"""Rows that are read of each data set."""
+LARGEST_BATCH = 2
+
+# what an argument is in a rehearsal, where the entry script has it; None: it is left out
+_HARMLESS: Mapping[str, Mapping[str, Any]] = {
+    "trl": {
+        "use_cpu": True, "push_to_hub": None, "report_to": "none", "trust_remote_code": None,
+        "resume_from_checkpoint": None,
+    },
+    "open_instruct": {
+        "with_tracking": None, "push_to_hub": False, "try_launch_beaker_eval_jobs": False,
+        "try_auto_save_to_beaker": False, "send_slack_alerts": None, "profiling": None,
+        "do_not_randomize_output_dir": True, "max_train_steps": 2, "logging_steps": 1,
+        "checkpointing_steps": None, "ephemeral_save_interval": None, "resume_from_checkpoint": None,
+        "dataset_config_hash": None, "config_hash": None, "hf_entity": None,
+        "trust_remote_code": None,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What one process on a CPU cannot show: which arguments ask for it, when, and their stand-in."""
+
+    what: str
+    names: tuple[str, ...]
+    asks: Callable[[Any], bool] = bool
+    instead: Any = None
+
+
+def _on_gpu(attention: Any) -> bool:
+    return isinstance(attention, str) and attention not in {"eager", "sdpa", "torch"}
+
+
+def _quantised(optimizer: Any) -> bool:
+    return any(word in str(optimizer) for word in ("8bit", "4bit", "bnb", "paged", "apex", "npu"))
+
+
+LEFT_OUT: tuple[LeftOut, ...] = (
+    LeftOut("DeepSpeed", ("deepspeed", "zero_stage"), lambda value: value is not None),
+    LeftOut("FSDP", ("fsdp", "fsdp_config", "fsdp_shard_degree", "fsdp_num_replicas")),
+    LeftOut(
+        "torch.compile",
+        ("torch_compile", "torch_compile_backend", "torch_compile_mode", "compile_model"),
+    ),
+    LeftOut("Liger's kernels", ("use_liger_kernel", "liger_kernel_config")),
+    LeftOut("the attention kernels of GPUs", ("attn_implementation",), _on_gpu),
+    LeftOut("quantised weights", ("load_in_8bit", "load_in_4bit", "use_bnb_nested_quant", "use_qlora")),
+    LeftOut("16-bit floats", ("fp16", "tf32")),
+    LeftOut("the optimizers of GPUs", ("optim",), _quantised, "adamw_torch"),
+    LeftOut("the optimizers of GPUs", ("use_8bit_optimizer", "dpo_use_paged_optimizer")),
+    LeftOut(
+        "parallel sequences and tensors",
+        ("sequence_parallel_size", "tensor_parallel_degree", "context_parallel_degree"),
+        lambda value: value not in (None, 1),
+    ),
+    LeftOut("resuming", ("resume_from_checkpoint",)),
+    LeftOut("code of the model's repository", ("trust_remote_code",)),
+    LeftOut("a checkpointing budget", ("activation_memory_budget",), lambda value: value not in (None, 1)),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """The arguments of one rehearsal: those of the file (`given`), as far as they are rehearsed.
+
+    `added` are launch's own, which no finding is about. `left_out` says what is not rehearsed, each with
+    the file's arguments that ask for it.
+    """
+
+    given: Mapping[str, Any]
+    added: Mapping[str, Any]
+    left_out: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    report_to: tuple[str, ...] = ()
+
+    def words(self, schema: Schema) -> list[str]:
+        """The command line."""
+        whole = {**self.given, **self.added}
+        return [
+            word
+            for name, value in whole.items()
+            if value is not None
+            for word in (f"--{name}", *schema.words(name, value))
+        ]
+
+
+def of_stage(args: Mapping[str, Any], options: Options, schema: Schema, entry: Entry) -> Arguments:
+    """What of a stage's arguments is rehearsed; the model and the caches go into a request's own folder."""
+    fields, names = schema.fields, entry.names
+    given = {name: value for name, value in args.items() if value is not None and name in fields}
+    left: dict[str, tuple[str, ...]] = {}
+    added: dict[str, Any] = {}
+    for one in LEFT_OUT:
+        asking = tuple(name for name in one.names if name in given and one.asks(given[name]))
+        for name in asking:
+            del given[name]
+            if one.instead is not None:
+                added[name] = one.instead
+        if asking:
+            left[one.what] = (*left.get(one.what, ()), *asking)
+    if options.deepspeed is not None:
+        left.setdefault("DeepSpeed", ())
+    reporters = given.get("report_to")
+    for name, value in _HARMLESS[schema.backend].items():
+        if name in fields:
+            given.pop(name, None)
+            added[name] = value
+    _shrink_batch(given, added, options, entry)
+    for name in (names.output, "dataset_local_cache_dir", "local_cache_dir"):
+        if name in fields:
+            given.pop(name, None)
+            added[name] = f"{OWN}/{'model' if name == names.output else 'cache'}"
+    for name in ("dataset_cache_mode", "cache_mode"):
+        if given.pop(name, None) == "hf":
+            left["the dataset cache on the hub"] = (name,)
+    if entry.torchrun:
+        added |= {"attn_implementation": "torch", "compile_model": False, "wandb_entity": "none"}
+    listed = reporters if isinstance(reporters, list) else [reporters] if reporters else []
+    trackers = tuple(str(name) for name in listed if name not in ("none", "all"))
+    known = schema.backend == "trl"
+    return Arguments(given=given, added=added, left_out=left, report_to=trackers if known else ())
+
+
+def _shrink_batch(
+    given: dict[str, Any], added: dict[str, Any], options: Options, entry: Entry
+) -> None:
+    """At most two rows a micro-batch and two micro-batches a step."""
+    batch, names = options.batch or Batch(), entry.names
+    wanted = {
+        names.per_device: batch.per_device or LARGEST_BATCH,
+        names.accumulation: 1 if batch.total else None,
+        "per_device_eval_batch_size": None,
+    }
+    for name, default in wanted.items():
+        value = given.pop(name, default)
+        if isinstance(value, int):
+            added[name] = min(value, LARGEST_BATCH)
+        elif value is not None:
+            # not a number: the parser has something to say of it
+            given[name] = value

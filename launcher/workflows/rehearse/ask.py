@@ -1,0 +1,199 @@
+"""Talking to the trainer's Python: one server process, many requests, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import Finding, not_ready
+from launcher.machine.python import Trainer
+
+SERVER = Path(__file__).resolve().parent / "server.py"
+STARTS_S = 300.0
+"""Seconds that importing the trainer's packages may take."""
+LIMIT_S = 120.0
+"""Seconds that one request may take."""
+JOBS = 2
+
+
+def environment(scratch: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """No GPU, no network, no tracker, and every temporary file in `scratch`."""
+    kept = {
+        name: value for name, value in environ.items() if not name.startswith(("LAUNCH_", "WANDB_"))
+    }
+    return {
+        **kept, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "disabled",
+        "TMPDIR": str(scratch), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONDONTWRITEBYTECODE": "1",
+        "REFERENCE_LOGPROBS_CACHE_PATH": str(scratch / "reference"), "HF_HUB_DISABLE_TELEMETRY": "1",
+    }  # fmt: skip
+
+
+class Server:
+    """A fork server under the trainer's Python. `scratch` is its folder, gone when the server is."""
+
+    def __init__(self, trainer: Trainer, backend: str, stage: str, root: Path | None) -> None:
+        self.trainer, self.backend, self.stage, self.root = trainer, backend, stage, root
+        self._count, self._text = 0, b""
+
+    def folder(self) -> Path:
+        """A folder of `scratch` that is not there yet."""
+        self._count += 1
+        return self.scratch / f"small-{self._count}"
+
+    def __enter__(self) -> Server:
+        try:
+            self.scratch = Path(tempfile.mkdtemp(prefix="launch-rehearsal-"))
+        except OSError as error:
+            raise not_ready(
+                "no-space", f"no temporary folder can be made: {error.strerror}"
+            ) from None
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
+        self._log = (self.scratch / "server.log").open("wb")
+        self._process = subprocess.Popen(
+            [str(self.trainer.python), "-u", str(SERVER)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+            env=environment(self.scratch, os.environ), start_new_session=True,
+        )  # fmt: skip
+        self._send({
+            "backend": self.backend, "stage": self.stage, "jobs": JOBS,
+            "paths": [] if self.root is None else [str(self.root)],
+        })  # fmt: skip
+        first = next(self._lines(1, STARTS_S), None)
+        if first is None or "failed" in first:
+            why = "it ended, or did not answer" if first is None else described(first["failed"])
+            raise not_ready(
+                "rehearsal-imports", f"{self.trainer.python} cannot import the training script: {why}",
+                "launch doctor CONFIG says what is missing and installs it",
+            )  # fmt: skip
+
+    def __exit__(self, *_: object) -> None:
+        process = getattr(self, "_process", None)
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            self._log.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def ask(self, *requests: Mapping[str, Any], limit_s: float = LIMIT_S) -> list[dict[str, Any]]:
+        """The answers to some requests, in their order; they are worked on at the same time.
+
+        An answer without a `phase` is that of a process that ended by itself: `ended` is its exit code or
+        minus its signal, `hung` whether its time was over, `stack` where it was.
+        """
+        ids = []
+        for request in requests:
+            self._count += 1
+            ids.append(self._count)
+            common = {"id": self._count, "scratch": str(self.scratch), "folder": os.getcwd()}
+            self._send({**common, "limit_s": limit_s, **request})
+        answers: dict[int, dict[str, Any]] = {}
+        for answer in self._lines(len(ids), limit_s * len(ids) + 30):
+            answers[answer["id"]] = answer
+        lost: dict[str, Any] = {"ended": self._process.poll(), "hung": False, "stack": ""}
+        return [answers.get(number, lost) for number in ids]
+
+    def log(self, answer: Mapping[str, Any]) -> str:
+        """The last lines that a request printed."""
+        with contextlib.suppress(OSError):
+            return (
+                (self.scratch / f"{answer['id']}.log").read_bytes()[-4000:].decode(errors="replace")
+            )
+        return ""
+
+    def _send(self, data: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(data).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _lines(self, count: int, seconds: float) -> Iterator[dict[str, Any]]:
+        """So many lines of the server, until it ends or the time is over."""
+        assert self._process.stdout is not None
+        descriptor, end = self._process.stdout.fileno(), time.monotonic() + seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, selectors.EVENT_READ)
+            while count:
+                while count and b"\n" in self._text:
+                    line, _, self._text = self._text.partition(b"\n")
+                    count -= 1
+                    yield json.loads(line)
+                left = end - time.monotonic()
+                if not count or left <= 0 or not selector.select(left):
+                    return
+                piece = os.read(descriptor, 1 << 16)
+                if not piece:
+                    return
+                self._text += piece
+
+
+class Servers:
+    """Servers for several stages: one for each script, started when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._open: dict[tuple[Any, ...], Server] = {}
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def of(self, trainer: Trainer, backend: str, stage: str, root: Path | None) -> Server:
+        """The server of a script. Raises NotReady where the Python cannot import it."""
+        key = (trainer.python, backend, stage, root)
+        if key not in self._open:
+            self._open[key] = self._stack.enter_context(Server(trainer, backend, stage, root))
+        return self._open[key]
+
+
+def described(refusal: Mapping[str, Any]) -> str:
+    """What an exception says, in one line, with the place in the library that raised it."""
+    kind = refusal["type"]
+    message = " ".join(str(refusal["message"]).split())
+    plain = kind in {"SystemExit", "Refused", "KeyError"}
+    text = message if plain else f"{kind}: {message}"
+    place = f" ({refusal['file']}:{refusal['line']})" if refusal.get("file") and not plain else ""
+    return f"{text[:600]}{place}"
+
+
+def crash(answer: Mapping[str, Any], log: str) -> Finding:
+    """A finding about a process that ended without an answer."""
+    stack: Sequence[str] = [line for line in str(answer["stack"]).splitlines() if "File" in line]
+    where = f"; it was in {stack[0].strip()}" if stack else ""
+    code = answer["ended"]
+    if answer["hung"]:
+        name, what = (
+            "rehearsal-hangs",
+            f"the training script does not come to an end in {LIMIT_S:.0f} s",
+        )
+    elif isinstance(code, int) and code < 0:
+        name = "rehearsal-crash"
+        what = f"the training script's process was ended by {signal.Signals(-code).name}"
+    else:
+        name, what = "rehearsal-crash", f"the training script's process ended with {code}"
+    help = next((line for line in reversed(log.splitlines()) if line.strip()), None)
+    return Finding(
+        severity="error", layer="trainer", code=name, message=what + where,
+        help=f"its last line: {help.strip()[:200]}" if help else None,
+    )  # fmt: skip

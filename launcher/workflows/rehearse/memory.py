@@ -1,0 +1,91 @@
+"""Rehearsals remembered by content: the same stage, model, data and packages are not rehearsed twice."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.artifacts.fingerprint import cache_home
+from launcher.artifacts.model_config import commit
+from launcher.files import parse_json, read_bytes
+from launcher.machine.python import DECISIVE, Trainer
+from launcher.stage.stage import Judged, entry_of
+from launcher.workflows.rehearse import arguments
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+FORM = 1
+KEPT = 200
+_HEAD = 1 << 20
+
+
+def recall(judged: Judged, trainer: Trainer) -> dict[str, Any] | None:
+    """What a rehearsal of the same found; None where there was none."""
+    with contextlib.suppress(OSError, ValueError):
+        known = parse_json(read_bytes(_path(judged, trainer)))
+        return known if isinstance(known, dict) and known.get("form") == FORM else None
+    return None
+
+
+def keep(judged: Judged, trainer: Trainer, found: Mapping[str, Any]) -> None:
+    """Remember a rehearsal; the oldest make room. Where nothing can be written it is only not remembered."""
+    path = _path(judged, trainer)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        scratch.write_text(json.dumps({"form": FORM, **found}), encoding="utf-8")
+        os.replace(scratch, path)
+        known = sorted(path.parent.glob("*.json"), key=lambda one: one.stat().st_mtime)
+        for old in known[:-KEPT]:
+            old.unlink(missing_ok=True)
+
+
+def _path(judged: Judged, trainer: Trainer) -> Path:
+    digest = hashlib.sha256()
+    for part in _parts(judged, trainer):
+        digest.update(json.dumps(part, sort_keys=True, default=str).encode() + b"\n")
+    return cache_home() / "rehearsals" / f"{digest.hexdigest()[:32]}.json"
+
+
+def _parts(judged: Judged, trainer: Trainer) -> Iterator[Any]:
+    """Everything that a rehearsal depends on."""
+    assert judged.schema is not None and judged.upstream is not None and judged.options is not None
+    entry = entry_of(judged.schema)
+    whole = arguments.of_stage(judged.config.args, judged.options, judged.schema, entry)
+    yield [judged.schema.key, judged.upstream.as_json()]
+    yield {name: trainer.packages.get(name) for name in (*DECISIVE, "safetensors")}
+    yield [whole.given, whole.added, whole.left_out, whole.report_to]
+    yield [[one.code, one.key] for one in judged.findings if one.severity == "error"]
+    for folder in (Path(__file__).parent, Path(__file__).parent / "inside"):
+        yield [[one.name, one.stat().st_mtime_ns] for one in sorted(folder.glob("*.py"))]
+    for value in _texts(whole.given):
+        if _HUB_NAME.fullmatch(value):
+            yield [commit(value, os.environ, kind=kind) for kind in ("models", "datasets")]
+        yield _state(Path(os.path.expanduser(value)))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | Mapping):
+        for below in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(below)
+
+
+def _state(path: Path) -> Any:
+    """Of a local file its head, size and time of writing; of a folder that of the files in it."""
+    with contextlib.suppress(OSError, ValueError):
+        if path.is_dir():
+            files = sorted(one for one in path.rglob("*") if one.is_file())[:1000]
+            return [[str(one), one.stat().st_size, one.stat().st_mtime_ns] for one in files]
+        if path.is_file():
+            with path.open("rb") as file:
+                head = hashlib.sha256(file.read(_HEAD)).hexdigest()
+            return [head, path.stat().st_size, path.stat().st_mtime_ns]
+    return None

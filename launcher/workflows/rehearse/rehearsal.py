@@ -1,0 +1,474 @@
+"""A stage rehearsed: what the trainer refuses, named by the arguments without which it does not."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from launcher.artifacts import architecture
+from launcher.errors import Finding, brief
+from launcher.machine.python import Trainer
+from launcher.stage.stage import Judged, entry_of
+from launcher.upstream.trainers import Entry
+from launcher.workflows.rehearse import arguments, memory
+from launcher.workflows.rehearse.arguments import ROWS, Arguments
+from launcher.workflows.rehearse.ask import Server, Servers, crash, described
+
+PHASES = ("shrink", "parse", "data", "construct", "train", "evaluate", "save", "load")
+MOST_REFUSALS = 8
+MUCH = 0.1
+"""The share of rows from which a remark about rows is worth a warning."""
+_DOING = {
+    "shrink": "while its model was made", "parse": "when it reads the arguments",
+    "data": "when it loads the data", "construct": "when it prepares the data and the trainer",
+    "train": "in the first two steps", "evaluate": "when it evaluates", "save": "when it saves",
+    "load": "when the saved model is loaded",
+}  # fmt: skip
+MADE_UP_ROWS = "launch/made-up-rows"
+_COMMON = "qwen/qwen2.5-0.5b"
+_DISK_FULL = {28, 122}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """What a rehearsal found and saw. `rows` describes the prepared rows as `inside/rows.py` does."""
+
+    findings: tuple[Finding, ...]
+    seconds: float
+    rows: Mapping[str, Any] = field(default_factory=dict)
+    losses: tuple[float, ...] = ()
+    left_out: tuple[str, ...] = ()
+    stand_ins: tuple[str, ...] = ()
+    remembered: bool = False
+
+    @property
+    def row_tokens(self) -> str | None:
+        """Tokens a row as `launch plan --row-tokens` takes them; None where rows were not seen."""
+        count = self.rows.get("rows")
+        if not count or self.stand_ins:
+            return None
+        return f"{max(1, round(self.rows['tokens'] / count))}:{self.rows['longest']}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The JSON contract of `launch rehearse`."""
+        return {
+            "seconds": round(self.seconds, 1), "rows": dict(self.rows), "losses": list(self.losses),
+            "left_out": list(self.left_out), "stand_ins": list(self.stand_ins),
+            "row_tokens": self.row_tokens, "remembered": self.remembered,
+        }  # fmt: skip
+
+    def lines(self) -> Iterator[str]:
+        """What was seen, for people."""
+        if count := self.rows.get("rows"):
+            mean = self.rows["tokens"] / count
+            yield (
+                f"{count} rows: {mean:.0f} tokens on average, {self.rows['longest']} at most, "
+                f"{self.rows['trained'] / max(1, self.rows['tokens']):.0%} of them trained on"
+            )
+        if self.losses:
+            yield f"loss of the first steps: {', '.join(f'{loss:.3f}' for loss in self.losses[:4])}"
+        if self.row_tokens:
+            yield f"for launch plan: --row-tokens {self.row_tokens}"
+        yield f"rehearsed in {self.seconds:.0f} s" + (", earlier" if self.remembered else "")
+
+
+def rehearse(
+    judged: Judged,
+    trainer: Trainer,
+    servers: Servers | None = None,
+    *,
+    anew: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> Rehearsal:
+    """Run a stage's own script on the CPU with a tiny model, and say everything it refuses.
+
+    It uses one of the `servers`, else one of its own; `say` gets a line before what takes long. What errors
+    of `judged` are about is left out, so that the rest is found too. Raises NotReady where the trainer's
+    Python cannot import the script.
+    """
+    if judged.schema is None or judged.options is None or judged.upstream is None:
+        return Rehearsal(findings=(), seconds=0)
+    known = None if anew else memory.recall(judged, trainer)
+    if known is not None:
+        return _from_json(known, judged)
+    began = time.monotonic()
+    say("rehearsing on the CPU; first the trainer's packages are imported")
+    with contextlib.nullcontext(servers) if servers is not None else Servers() as opened:
+        key = judged.schema.backend, judged.schema.key, judged.upstream.root
+        done = Attempts(judged, opened.of(trainer, *key)).all()
+    done = replace(done, seconds=time.monotonic() - began)
+    memory.keep(judged, trainer, {
+        **done.as_json(), "findings": [one.as_json() for one in done.findings],
+    })  # fmt: skip
+    return done
+
+
+def combined(first: Iterable[Finding], more: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Findings of validation, then those of a rehearsal that it does not say itself, or worse."""
+    first = tuple(first)
+    wrong = {one.key for one in first if one.severity == "error" and one.key}
+    codes = {one.code for one in first}
+    kept = (one for one in more if one.severity == "note" or one.key not in wrong)
+    return (*first, *(one for one in kept if one.code not in codes))
+
+
+def _from_json(known: Mapping[str, Any], judged: Judged) -> Rehearsal:
+    placed = (Finding(**one) for one in known["findings"])
+    return Rehearsal(
+        findings=tuple(judged.config.placed(one) for one in placed), seconds=known["seconds"],
+        rows=known["rows"], losses=tuple(known["losses"]), left_out=tuple(known["left_out"]),
+        stand_ins=tuple(known["stand_ins"]), remembered=True,
+    )  # fmt: skip
+
+
+class Attempts:
+    """The arguments of one stage, tried again without what was refused until nothing is."""
+
+    def __init__(self, judged: Judged, server: Server) -> None:
+        assert judged.schema is not None and judged.options is not None
+        self.config, self.schema, self.server = judged.config, judged.schema, server
+        self.entry: Entry = entry_of(self.schema)
+        self.findings: list[Finding] = []
+        self.stand_ins: list[str] = []
+        self.model: str | None = None
+        self.special: Mapping[str, int] = {}
+        self.whole = arguments.of_stage(self.config.args, judged.options, self.schema, self.entry)
+        refused = {
+            str(one.key).removeprefix("args.").partition("[")[0]
+            for one in judged.findings
+            if one.severity == "error" and one.key
+        }
+        self.refused = refused
+        for name in refused:
+            self.whole = self.without(self.whole, [name])
+
+    def first(self) -> dict[str, Any]:
+        """What came of all arguments together: `phase`, and `refusal` if there is one. Takes `model`."""
+        return self.server.ask(self.request(self.whole))[0]
+
+    def all(self) -> Rehearsal:
+        """Every refusal, and what the last attempt saw."""
+        self.shrink()
+        self.parse_what_is_left_out()
+        answer: dict[str, Any] = {}
+        for _ in range(MOST_REFUSALS):
+            answer = self.first()
+            self.note(answer)
+            if "phase" not in answer:
+                self.findings.append(crash(answer, self.server.log(answer)))
+                break
+            if (refusal := answer.get("refusal")) is None:
+                break
+            if refusal.get("errno") in _DISK_FULL or refusal["type"] == "MemoryError":
+                self.findings.append(_no_room(refusal))
+                break
+            culprits = self.blame(answer)
+            self.findings.append(self.refusal(answer, culprits))
+            if not culprits:
+                break
+            self.whole = self.without(self.whole, culprits[:1])
+        clean = answer.get("refusal") is None
+        rows = answer.get("data", {}) if clean else {}
+        self.findings += _about_rows(rows, self.entry) if clean else ()
+        if answer.get("raw"):
+            self.findings.append(_raw_state(self.entry))
+        self.findings += self.not_rehearsed()
+        placed = [self.config.placed(one) for one in self.findings]
+        return Rehearsal(
+            findings=tuple(placed), seconds=0, rows=rows,
+            losses=tuple(answer.get("losses", ())) if clean else (),
+            left_out=tuple(self.whole.left_out), stand_ins=tuple(self.stand_ins),
+        )  # fmt: skip
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def request(self, whole: Arguments, level: str = "train") -> dict[str, Any]:
+        """What the server is asked; without a model it only parses."""
+        return {
+            "kind": "run", "level": level if self.model else "parse", "words": whole.words(self.schema),
+            "model": self.model, "stage": self.entry.stage or self.schema.key,
+            "entry": self.schema.key, "rows": ROWS, "special": self.special,
+            "report_to": list(whole.report_to),
+        }  # fmt: skip
+
+    def shrink(self) -> None:
+        """Have the small model made; without one the arguments are only parsed, which is said."""
+        name = self.config.args.get(self.entry.names.model)
+        table = architecture.table()
+        # where nothing else is known: as a hub model's name says, or the most common family
+        shape = table.get(str(name).lower()) or table[_COMMON]
+        out = self.server.folder()
+        own = {"kind": "shrink", "model": str(name), "out": str(out), "shape": None}
+        revision = self.config.args.get("model_revision")
+        (answer,) = self.server.ask({**own, "shape": dict(shape), "revision": revision})
+        self.note(answer)
+        if "phase" in answer and answer.get("refusal") is None:
+            self.model, self.special = str(out), answer.get("special", {})
+            return
+        why = described(answer["refusal"]) if answer.get("refusal") else "its process ended"
+        self.findings.append(_note(
+            "not-rehearsed", f"args.{self.entry.names.model}",
+            f"no small model of this kind can be made, so the arguments are only parsed: {why}",
+        ))  # fmt: skip
+
+    def parse_what_is_left_out(self) -> None:
+        """The arguments that are not rehearsed as they are, are at least parsed so, with the others."""
+        given = {
+            name: value
+            for name, value in self.config.args.items()
+            if name in self.schema.fields
+            and name not in {*self.whole.given, *self.refused}
+            and value is not None
+        }
+        if not given:
+            return
+        added = {name: value for name, value in self.whole.added.items() if name not in given}
+        whole = replace(self.whole, given={**self.whole.given, **given}, added=added)
+        (answer,) = self.server.ask(self.request(whole, "parse"))
+        (alone,) = self.server.ask(self.request(self.whole, "parse"))
+        refusal = answer.get("refusal")
+        # what a CPU alone lacks is no fault of the file
+        if (
+            refusal is None
+            or alone.get("refusal")
+            or re.search(r"GPU|CUDA|cuda", refusal["message"])
+        ):
+            return
+        culprits = [name for name in given if name in refusal["message"]] or list(given)
+        self.findings.append(self.refusal(answer, culprits[:1]))
+
+    def note(self, answer: Mapping[str, Any]) -> None:
+        """Keep what stood in for something that is not on this machine."""
+        for kind, name in answer.get("notes", ()):
+            text = {
+                "model": f"random weights in the shape of {name}, whose config is not on this machine",
+                "tokenizer": f"a tokenizer of single bytes, as that of {name} is not on this machine",
+                "data": "made-up rows in place of those that are refused"
+                if name == MADE_UP_ROWS
+                else f"made-up rows, as {name} is not on this machine",
+                "package": f"an empty package, as {name} is not installed",
+            }[kind]
+            if text not in self.stand_ins:
+                self.stand_ins.append(text)
+
+    # -- blame -------------------------------------------------------------------------------------
+
+    def blame(self, answer: Mapping[str, Any]) -> list[str]:
+        """The arguments of the file without any one of which this refusal does not come, likeliest first."""
+        refusal = answer["refusal"]
+        given = {
+            **self.whole.given,
+            **({"report_to": self.whole.report_to} if self.whole.report_to else {}),
+        }
+        names = [name for name in given if name != self.entry.names.model]
+        likely = _likely(refusal, given, names)
+        if answer["phase"] in {"data", "construct"} or refusal["type"] == "KeyError":
+            likely = [*likely, *(name for name in self.data() if name not in likely)]
+        likely = likely[:6]
+        culprits, change = self.test(answer, likely)
+        if change > _OTHER_WORDS:
+            return culprits
+        rest = [name for name in names if name not in likely]
+        return self.halve(answer, rest, more_than=change) or culprits
+
+    def test(self, answer: Mapping[str, Any], names: Iterable[str]) -> tuple[list[str], int]:
+        """Those of some arguments whose absence changes the refusal most, and how; all are tried at once."""
+        listed = list(names)
+        tried = [self.request(self.without(self.whole, [name])) for name in listed]
+        answers = self.server.ask(*tried) if tried else []
+        pairs = [
+            (name, _change(answer, other)) for name, other in zip(listed, answers, strict=True)
+        ]
+        best = max((change for _, change in pairs), default=0)
+        return [name for name, change in pairs if change == best > 0], best
+
+    def halve(self, answer: Mapping[str, Any], names: list[str], more_than: int) -> list[str]:
+        """The one argument whose absence changes the refusal so, by halves; none where it takes several."""
+
+        def changes(some: list[str]) -> bool:
+            (other,) = self.server.ask(self.request(self.without(self.whole, some)))
+            return _change(answer, other) > more_than
+
+        if names and not changes(names):
+            return []
+        while len(names) > 1:
+            middle = len(names) // 2
+            for half in (names[:middle], names[middle:]):
+                if changes(half):
+                    names = half
+                    break
+            else:
+                return names
+        return names
+
+    def data(self) -> list[str]:
+        """The arguments that name data."""
+        listed = (
+            self.entry.names.data,
+            "dataset_name",
+            "datasets",
+            "dataset_mixer",
+            "dataset_config",
+        )
+        return [name for name in dict.fromkeys(listed) if name in self.whole.given]
+
+    def without(self, whole: Arguments, names: Iterable[str]) -> Arguments:
+        """The arguments without some; in the place of the data comes a set that each trainer takes."""
+        names = set(names)
+        given = {name: value for name, value in whole.given.items() if name not in names}
+        added = dict(whole.added)
+        if names & set(self.data_names()):
+            for name in self.data_names():
+                given.pop(name, None)
+            mixed = self.schema.backend != "trl"
+            added[self.entry.names.data] = [MADE_UP_ROWS, "1.0"] if mixed else MADE_UP_ROWS
+        if self.entry.names.model in names:
+            added[self.entry.names.model] = "launch/made-up-model"
+        left = set(names) & set(whole.report_to and ("report_to",))
+        return replace(whole, given=given, added=added, report_to=() if left else whole.report_to)
+
+    def data_names(self) -> tuple[str, ...]:
+        """The names of arguments that say which rows are read."""
+        return (self.entry.names.data, "datasets", "dataset_mixer", "dataset_config")
+
+    # -- findings ----------------------------------------------------------------------------------
+
+    def refusal(self, answer: Mapping[str, Any], culprits: list[str]) -> Finding:
+        """What the trainer said, in its words, at the argument that it is about."""
+        phase, refusal = answer["phase"], answer["refusal"]
+        also = " and ".join(f"`{name}`" for name in culprits[1:3])
+        help = f"it is also gone without {also}" if also else None
+        if culprits:
+            value = self.config.args.get(culprits[0])
+            what = f"the trainer refuses `{culprits[0]}: {brief(value)}` {_DOING[phase]}"
+        else:
+            what = f"the trainer refuses this stage {_DOING[phase]}"
+        return Finding(
+            severity="error", layer="trainer", code="trainer-refuses",
+            key=f"args.{culprits[0]}" if culprits else None,
+            message=f"{what}: {described(refusal)}", help=help,
+        )  # fmt: skip
+
+    def not_rehearsed(self) -> Iterator[Finding]:
+        """One line for each thing that the rehearsal cannot show, and for each stand-in."""
+        for what, names in self.whole.left_out.items():
+            key = f"args.{names[0]}" if names else "deepspeed"
+            yield _note("not-rehearsed", key, f"not rehearsed on the CPU: {what}")
+        for text in self.stand_ins:
+            yield _note("stand-in", None, f"rehearsed with {text}")
+
+
+def _likely(refusal: Mapping[str, Any], given: Mapping[str, Any], names: list[str]) -> list[str]:
+    """Arguments that a refusal names, or whose value it quotes, or that the code that raised it reads."""
+    message, code = str(refusal["message"]), "\n".join(refusal.get("code", ()))
+    words = set(re.findall(r"[A-Za-z_][\w.]*", message))
+
+    def quoted(value: Any) -> bool:
+        texts = (
+            value
+            if isinstance(value, list | tuple)
+            else [*value, *value.values()]
+            if isinstance(value, dict)
+            else [value]
+        )
+        return any(len(str(text)) > 2 and str(text) in message for text in texts)
+
+    by_name = [name for name in names if name in words or f"--{name}" in message]
+    by_value = [name for name in names if not isinstance(given[name], bool) and quoted(given[name])]
+    by_code = [name for name in names if re.search(rf"\b{re.escape(name)}\b", code)]
+    return list(dict.fromkeys([*by_name, *by_value, *by_code]))
+
+
+_OTHER_WORDS = 1
+
+
+def _change(before: Mapping[str, Any], now: Mapping[str, Any]) -> int:
+    """What became of a refusal: 0, it comes still, or nothing is known; 1, other words at the same place.
+
+    2, another refusal in its place or after it; 3, none.
+    """
+    if "phase" not in now:
+        return 0
+    if now.get("refusal") is None:
+        return 3
+    if PHASES.index(now["phase"]) < PHASES.index(before["phase"]):
+        return 0
+    was, is_ = _signature(before["refusal"]), _signature(now["refusal"])
+    return 0 if was == is_ else 1 if was[:3] == is_[:3] else 2
+
+
+def _signature(refusal: Mapping[str, Any]) -> tuple[Any, ...]:
+    message = str(refusal["message"])
+    if refusal["type"] == "Refused":
+        # launch's own: one kind of fault a line, with other figures each time
+        message = ""
+    elif refusal["type"] != "KeyError":
+        # the same sentence about other columns, rows or numbers
+        message = re.sub(r"\d+|\[[^\]]*\]|\([^)]*\)", "#", message)
+    return refusal["type"], refusal.get("file"), refusal.get("line"), message[:120]
+
+
+def _no_room(refusal: Mapping[str, Any]) -> Finding:
+    memory_ = refusal["type"] == "MemoryError"
+    what = "there is not enough memory" if memory_ else "there is no space left"
+    return Finding(
+        severity="error", layer="launch", code="rehearsal-no-room",
+        message=f"{what} for a rehearsal: {described(refusal)}",
+        help="free some" if memory_ else "free some, or set TMPDIR to a larger disk",
+    )  # fmt: skip
+
+
+def _raw_state(entry: Entry) -> Finding:
+    return Finding(
+        severity="warning", layer="trainer", code="no-hf-export", key="args.config_name",
+        message="OLMo-core cannot export this model: the run leaves model_state_dict.pt, which "
+        "transformers cannot load (olmo_core_utils.py:287)",
+        help="an OLMo-2 or OLMo-3 model, or the script dpo_tune_cache.py",
+    )  # fmt: skip
+
+
+def _about_rows(rows: Mapping[str, Any], entry: Entry) -> Iterator[Finding]:
+    """What is wrong with rows although nobody refuses them; `rows` is empty where they were not seen."""
+    count = rows.get("rows")
+    if not count:
+        return
+    data, length = f"args.{entry.names.data}", f"args.{entry.names.max_length}"
+    empty, masked, cut = (rows[name] / count for name in ("empty", "masked", "cut"))
+    if empty:
+        yield _about(
+            "empty-rows", data, f"{empty:.0%} of the first rows have no token", empty == 1, None
+        )
+    if masked > empty:
+        yield _about(
+            "nothing-to-learn", data,
+            f"{masked:.0%} of the first rows have no token that counts in the loss", masked == 1,
+            "an answer that is cut off, or a chat template without the markers that masking needs",
+        )  # fmt: skip
+    if cut >= MUCH:
+        yield _about(
+            "cut-rows", length, f"{cut:.0%} of the first rows are cut off at the limit", False,
+            f"a larger `{entry.names.max_length}`",
+        )  # fmt: skip
+    for token, present in rows.get("present", {}).items():
+        if present < (1 - cut) * count * (1 - MUCH):
+            share = present / count
+            yield _about(
+                "no-end-token", data,
+                f"only {share:.0%} of the first rows hold the tokenizer's end token `{token}`: the "
+                "model does not learn to stop", False, "a chat template that ends answers with it",
+            )  # fmt: skip
+
+
+def _about(code: str, key: str, message: str, every: bool, help: str | None) -> Finding:
+    return Finding(
+        severity="error" if every else "warning", layer="trainer", code=code, key=key,
+        message=message, help=help,
+    )  # fmt: skip
+
+
+def _note(code: str, key: str | None, message: str) -> Finding:
+    return Finding(severity="note", layer="launch", code=code, key=key, message=message)

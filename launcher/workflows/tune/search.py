@@ -1,0 +1,578 @@
+"""Which setting to try next, and when to stop: the plan's estimates, corrected by what trials measured.
+
+One greedy pass: the file as written, the fastest setting that fits by the plan, then one lever of the best
+at a time, the most promising first; each value of a lever is tried once. What is left of the budget goes into
+more runs of the best and of the file. Nothing here starts, reads or waits.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from launcher.artifacts.architecture import Shape
+from launcher.errors import InvalidConfig
+from launcher.machine.datasheets import Card
+from launcher.plan import footprint
+from launcher.plan import speed as throughput
+from launcher.plan.footprint import Footprint
+from launcher.plan.memory import peak as memory
+from launcher.plan.memory.phases import usable
+from launcher.workflows.bench.comparison import SPEED, Cause, Sample, Spread
+from launcher.workflows.tune import space as levers
+from launcher.workflows.tune.space import ORDER, Setting, Settings, Space, described
+
+THRESHOLD = 0.005
+"""The search ends where nothing that is left could gain more than this share."""
+RUNS = 3
+"""How often the best and the file are run, where the budget allows."""
+SAME = 0.01
+"""Speeds that differ by less are taken for the same: then fewer changes are better."""
+START_S = 60.0
+"""Seconds that a start takes, before one was measured."""
+
+_DOUBT: Mapping[str, float] = {
+    "attention": 0.15,
+    "packing": 0.2,
+    "liger": 0.15,
+    "per_device": 0.08,
+    "checkpointing": 0.08,
+    "deepspeed": 0.1,
+}
+"""By what share a change of a lever may gain more than the plan says."""
+
+Status = Cause | Literal["unproven", "loss changed", "no speed"]
+"""The outcome of a trial; only `ok` counts. `contract` was disproved, `unproven` neither way."""
+
+Item = tuple[str, Setting]
+"""A lever with its value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """The plan's estimate for one setting: peak in GiB (None: unknown), and a step's seconds and real tokens.
+
+    `peak` is that of the whole run, which meets longer rows than a trial of a few steps; `short` is the
+    trial's, with which the measured peak is compared.
+    """
+
+    peak: float | None
+    seconds: float
+    tokens: float
+    short: float | None = None
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One setting with its estimate; `purpose` says what a trial of it is for, `why` in words."""
+
+    settings: Settings
+    expected: Expected
+    purpose: str = "search"
+    why: str = ""
+
+    @property
+    def key(self) -> tuple[Item, ...]:
+        """The setting as a value that compares."""
+        return tuple((name, self.settings[name]) for name in ORDER if name in self.settings)
+
+    @property
+    def rows(self) -> int:
+        """Rows a device."""
+        return int(self.settings.get("per_device", 1))
+
+    def differing(self, other: Candidate) -> list[str]:
+        """The levers that have another value there."""
+        return [name for name in ORDER if self.settings.get(name) != other.settings.get(name)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run of a candidate: what was measured, what that means, and what was learned from it, in one line.
+
+    `blamed` are the levers that a verdict names. `loss_change` is against the file as written, as a share.
+    """
+
+    candidate: Candidate
+    sample: Sample
+    status: Status = "ok"
+    reason: str | None = None
+    blamed: tuple[str, ...] = ()
+    loss_change: float | None = None
+    learned: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it may be proposed."""
+        return self.status == "ok" and bool(self.speed)
+
+    @property
+    def counts(self) -> bool:
+        """Whether its end says something about the setting: the budget's end and a refusal do not."""
+        return self.status not in ("timeout", "refused")
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second and GPU; 0 where none was measured."""
+        return self.sample.metrics.get(SPEED) or 0.0
+
+    @property
+    def step(self) -> float | None:
+        """Seconds of a step."""
+        return self.sample.metrics.get("seconds_per_step")
+
+    @property
+    def peak(self) -> float | None:
+        """GiB allocated at most."""
+        return self.sample.metrics.get("peak_allocated_gib")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingRuns:
+    """A setting with all its runs: medians, and the largest peak; a failed run decides for all."""
+
+    candidate: Candidate
+    runs: tuple[Trial, ...]
+
+    @property
+    def counted(self) -> list[Trial]:
+        """The runs whose end says something about the setting."""
+        return [run for run in self.runs if run.counts]
+
+    @property
+    def decisive(self) -> Trial:
+        """The run whose outcome is that of the setting."""
+        failed = [run for run in self.counted if not run.ok]
+        return (failed or self.counted or self.runs)[-1]
+
+    @property
+    def ok(self) -> bool:
+        """Whether it may be proposed: every run passed."""
+        return self.decisive.counts and self.decisive.ok
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second and GPU."""
+        return statistics.median([run.speed for run in self.counted] or [0.0])
+
+    @property
+    def step(self) -> float | None:
+        """Seconds of a step."""
+        steps = [run.step for run in self.counted if run.step]
+        return statistics.median(steps) if steps else None
+
+    @property
+    def peak(self) -> float | None:
+        """GiB allocated at most."""
+        return max((run.peak for run in self.counted if run.peak is not None), default=None)
+
+    @property
+    def spread(self) -> Spread:
+        """The speeds of the runs that passed; there has to be one."""
+        spread = Spread.of(run.speed for run in self.runs if run.ok)
+        assert spread is not None
+        return spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """The basis of estimates: the levers, the model's shape, the card; a trial's `steps`."""
+
+    space: Space
+    shape: Shape
+    card: Card
+    steps: int
+    attention: str | None = None
+
+    def grid(self) -> Iterator[Candidate]:
+        """Every setting that can be planned, the file's own among them."""
+        for settings in self.space.settings():
+            if (expected := self.expected(settings)) is not None:
+                yield Candidate(settings=settings, expected=expected)
+
+    def candidate(self, settings: Settings) -> Candidate:
+        """One setting, whether it can be planned or not."""
+        expected = self.expected(settings) or Expected(peak=None, seconds=1.0, tokens=1.0)
+        return Candidate(settings=settings, expected=expected)
+
+    def base(self) -> Candidate:
+        """The file as it is written."""
+        return self.candidate(self.space.base)
+
+    def expected(self, settings: Settings) -> Expected | None:
+        """The peak and the pace; None where these settings cannot be planned."""
+        try:
+            whole = self.footprint(settings)
+        except InvalidConfig:
+            return None
+        short = replace(whole, plan=replace(whole.plan, steps=self.steps))
+        return Expected(
+            peak=self._peak(whole),
+            short=self._peak(short),
+            seconds=throughput.step_seconds(whole, self.card),
+            tokens=whole.tokens.real,
+        )
+
+    def footprint(self, settings: Settings) -> Footprint:
+        """What speed and memory follow from. Raises InvalidConfig where it cannot be planned."""
+        plan = levers.planned(self.space, settings)
+        attention = None if "attention" in settings else self.attention
+        return Footprint(
+            plan=plan,
+            shape=self.shape,
+            rows=footprint.rows_of(plan, self.space.rows),
+            attention=footprint.attention_of(plan, attention),
+        )
+
+    def _peak(self, setting: Footprint) -> float | None:
+        try:
+            return memory.estimate(setting.setup()).on(self.card.gib).peak
+        except InvalidConfig:
+            return None
+
+
+class Search:
+    """Proposes candidates of a grid and learns from their trials.
+
+    `base` is the file as written, `room` the card's memory in GiB where it is known. `runs` are all trials
+    as they came; `stopped` says why nothing follows.
+    """
+
+    def __init__(
+        self, grid: Iterable[Candidate], base: Candidate, *, steps: int, room: float | None = None,
+        threshold: float = THRESHOLD, start_s: float = START_S,
+    ) -> None:  # fmt: skip
+        self.base, self.steps, self.room = base, steps, room
+        self.threshold, self.start_s = threshold, start_s
+        self.grid = {one.key: one for one in (base, *grid)}
+        self.runs: list[Trial] = []
+        self.results: list[SettingRuns] = []
+        """The settings of all runs, each once, in the order of their first."""
+        self.guilty: list[frozenset[Item]] = []
+        """Values that fail wherever all of a set are together."""
+        self.passed: set[Item] = set()
+        """Values that had their trial in the greedy pass."""
+        self.stopped: str | None = None
+
+    # --- what was measured ---
+
+    def runs_of(self, candidate: Candidate) -> list[Trial]:
+        """The trials of one setting, as they came."""
+        return [run for run in self.runs if run.candidate.key == candidate.key]
+
+    @property
+    def good(self) -> list[SettingRuns]:
+        """All that may be proposed, fastest first; of those as fast, the one with the fewest changes."""
+        left = [one for one in self.results if one.ok and self.fits(one)]
+        ranked: list[SettingRuns] = []
+        while left:
+            top = max(one.speed for one in left)
+            near = [one for one in left if one.speed >= top * (1 - SAME)]
+            near.sort(key=lambda one: (len(one.candidate.differing(self.base)), -one.speed))
+            ranked.append(near[0])
+            left.remove(near[0])
+        return ranked
+
+    @property
+    def best(self) -> SettingRuns | None:
+        """The first of `good`."""
+        return next(iter(self.good), None)
+
+    @property
+    def first(self) -> SettingRuns | None:
+        """The file as written, where it was tried."""
+        return next((one for one in self.results if one.candidate.key == self.base.key), None)
+
+    # --- memory ---
+
+    @property
+    def limit(self) -> float:
+        """GiB that may be planned for."""
+        return math.inf if self.room is None else usable(self.room)
+
+    def fits(self, one: SettingRuns | Trial) -> bool:
+        """Whether the whole run should fit, which meets longer rows than the trial that did.
+
+        The file as written is the author's own: that it fits a trial is enough.
+        """
+        return one.candidate.key == self.base.key or (_whole_peak(one) or 0) <= self.limit
+
+    def peak(self, candidate: Candidate) -> float | None:
+        """The estimate in GiB, corrected by measured peaks: of its kind, else of any."""
+        if candidate.expected.peak is None:
+            return None
+        alike, others = list[float](), [1.0]
+        for one in self.results:
+            full = one.decisive.status == "oom"
+            # what ran out wanted more than there is, whatever was counted when it failed
+            peak, estimate = self.room if full else one.peak, one.candidate.expected.short
+            if estimate and peak and (one.ok or full):
+                kinds = (_memory_kind(each) for each in (one.candidate, candidate))
+                others.append(peak / estimate)
+                alike += others[-1:] if len(set(kinds)) == 1 else []
+        return candidate.expected.peak * max(alike or others)
+
+    def eligible(self, candidate: Candidate) -> bool:
+        """Whether nothing that was learned speaks against it."""
+        if any(bad <= set(candidate.key) for bad in self.guilty):
+            return False
+        full = [run.candidate for run in self.runs if run.status == "oom"]
+        peak, estimate = self.peak(candidate), candidate.expected.peak
+        if peak is None or estimate is None:
+            return candidate.rows < min((one.rows for one in full), default=math.inf)
+        least = min((one.expected.peak for one in full if one.expected.peak), default=math.inf)
+        return estimate < least and peak <= self.limit
+
+    # --- time ---
+
+    def predicted(self, candidate: Candidate) -> float:
+        """Tokens a second and GPU: as much faster than the best as the plan says."""
+        best = self.best
+        scale = best.speed / best.candidate.expected.speed if best else 1.0
+        return candidate.expected.speed * scale
+
+    def _step_seconds(self, candidate: Candidate) -> float:
+        best = self.best
+        if best is None or best.step is None:
+            return candidate.expected.seconds
+        return best.step * candidate.expected.seconds / best.candidate.expected.seconds
+
+    def _start(self) -> float:
+        starts = [
+            run.sample.seconds - self.steps * run.step for run in self.runs if run.ok and run.step
+        ]
+        # the first one fills caches that the others find
+        return max(0.0, statistics.median(starts[1:] or starts)) if starts else self.start_s
+
+    def trial_seconds(self, candidate: Candidate) -> float:
+        """Wall time of a trial, learned from those before."""
+        own = [run.sample.seconds for run in self.runs_of(candidate) if run.ok]
+        if self.runs and self.runs[0].candidate.key == candidate.key:
+            own = own[1:]
+        return max(own, default=self._start() + self.steps * self._step_seconds(candidate))
+
+    # --- the next one ---
+
+    def propose(self, left: float = math.inf) -> Candidate | None:
+        """The next candidate, None at the end: `stopped` says why. `left` are seconds of the budget."""
+        if not self.runs and (self.base.expected.peak or 0) <= (self.room or math.inf):
+            if left > 0:
+                return replace(self.base, purpose="baseline", why="the file as it is written")
+            self.stopped = "the budget: not even one trial fits into it"
+            return None
+        if (fault := self._fault()) is not None:
+            self.stopped = fault
+            return None
+        ranked = self.ranked()
+        worth = [one for gain, one in ranked if gain >= self.threshold]
+        for one in worth:
+            if self.trial_seconds(one) <= left:
+                return replace(one, why=self._why(one))
+        if (again := self._again(left)) is not None:
+            return again
+        seconds = f"{max(0.0, left):.0f} s are left"
+        if worth:
+            self.stopped = (
+                f"the budget: {self._why(worth[0])} and not tried, because a trial of it takes about "
+                f"{self.trial_seconds(worth[0]):.0f} s and {seconds}: a larger --budget goes on here"
+            )
+        elif ranked:
+            self.stopped = f"what is left could gain {max(0.0, ranked[0][0]):.1%} at most"
+        else:
+            self.stopped = "nothing is left that fits and was not tried"
+        if (due := self._again(math.inf)) is not None:
+            self.stopped += f"; {due.why} takes about {self.trial_seconds(due):.0f} s, {seconds}"
+        return None
+
+    def _fault(self) -> str | None:
+        """Why there is nothing to compare with: even the file as written did not come to its end."""
+        if self.first is None or self.best is not None:
+            return None
+        run = self.first.decisive
+        if run.status in ("ok", "oom"):
+            return None
+        if run.status == "timeout":
+            return (
+                "the budget: the file as written did not end within it (a larger --budget goes on)"
+            )
+        if run.blamed:
+            return None
+        return f"nothing can be compared with the file as written ({run.status}): {run.reason}"
+
+    def ranked(self) -> list[tuple[float, Candidate]]:
+        """What may be tried next, with the share that it could gain at most; the most first."""
+        best = self.best
+        fresh = [one for one in self.grid.values() if self.eligible(one) and not self.runs_of(one)]
+        leaps = (one for one in self.results if one.candidate.key != self.base.key)
+        if best is None or all(one.decisive.status in ("oom", "refused") for one in leaps):
+            # the fastest by the plan, until one runs
+            fresh.sort(key=lambda one: (-one.expected.speed, len(one.differing(self.base))))
+            gains = [(self.predicted(one) / best.speed - 1 if best else 1.0, one) for one in fresh]
+            if gains and gains[0][0] >= self.threshold:
+                return gains
+        if best is None:
+            return []
+        near = [
+            (self.predicted(one) / best.speed - 1 + _DOUBT[name], one)
+            for name, one in self._neighbours(best.candidate, fresh)
+        ]
+        return sorted(
+            near, key=lambda pair: (-round(pair[0], 4), len(pair[1].differing(self.base)))
+        )
+
+    def _neighbours(
+        self, best: Candidate, fresh: Sequence[Candidate]
+    ) -> Iterator[tuple[str, Candidate]]:
+        """For each value of a lever that had no trial, the fastest in micro-batches that fit."""
+        for name in ORDER:
+            around = [one for one in fresh if _changes_only(one, best, name)]
+            if name == "per_device":
+                # the next larger and the next smaller size
+                around.sort(key=lambda one: one.rows)
+                below = sum(one.rows < best.rows for one in around)
+                yield from ((name, one) for one in around[max(0, below - 1) : below + 1])
+                continue
+            for value in dict.fromkeys(one.settings.get(name) for one in around):
+                if (name, value) not in self.passed:
+                    alike = [one for one in around if one.settings.get(name) == value]
+                    yield name, max(alike, key=lambda one: one.expected.speed)
+
+    def _again(self, left: float) -> Candidate | None:
+        """The best beside the file, or the file, whose turn it is, until each was run often enough.
+
+        They take turns: A B, B A, A B.
+        """
+        keys = [one.candidate.key for one in self.good if one.candidate.key != self.base.key][:1]
+        if keys and self.first is not None and self.first.ok:
+            keys.append(self.base.key)
+        contenders = [one for one in self.results if one.candidate.key in keys]
+        fewest = min((len(one.runs) for one in contenders), default=RUNS)
+        turns = [one for one in contenders if len(one.runs) == fewest < RUNS]
+        for one in turns[::-1] if fewest % 2 else turns:
+            if self.trial_seconds(one.candidate) <= left:
+                words = self.words(one.candidate, self.base) or "the file as it is written"
+                why = f"{words} once more: run {fewest + 1}"
+                return replace(one.candidate, purpose="repeat", why=why)
+        return None
+
+    # --- learning ---
+
+    def learn(self, trial: Trial) -> Trial:
+        """Take in the outcome of a trial; returns it with what was learned, in one line.
+
+        Of a setting that was tried before it is one more run, which has to pass as the others.
+        """
+        candidate, before = trial.candidate, self.best
+        if before is not None and candidate.purpose == "search":
+            changed = [
+                name for name in candidate.differing(before.candidate) if name != "per_device"
+            ]
+            if len(changed) == 1 and trial.counts and trial.status != "oom":
+                self.passed.add((changed[0], candidate.settings[changed[0]]))
+        trial = replace(trial, learned=self._learned(trial, before))
+        self.runs.append(trial)
+        keys = dict.fromkeys(run.candidate.key for run in self.runs)
+        runs = [tuple(run for run in self.runs if run.candidate.key == key) for key in keys]
+        self.results = [SettingRuns(candidate=own[0].candidate, runs=own) for own in runs]
+        return trial
+
+    def _learned(self, trial: Trial, before: SettingRuns | None) -> str:
+        candidate, status, speed = trial.candidate, trial.status, trial.speed
+        earlier = self.runs_of(candidate)
+        failure = f"{status}: {trial.reason or 'no reason given'}"
+        if status == "timeout":
+            return "the budget was used up before it ended"
+        if status == "oom":
+            return "out of memory: nothing that needs at least as much is tried"
+        if earlier and not trial.ok:
+            kept = status == "refused"
+            return failure if kept else f"{failure}; no longer kept: every run has to pass"
+        if earlier:
+            return f"now {Spread.of([speed, *(run.speed for run in earlier if run.ok)])}"
+        if not trial.ok:
+            return failure + self._blame(trial)
+        parts = [f"{speed / before.speed - 1:+.1%} against the best before"] if before else []
+        if trial.peak is not None and candidate.expected.short:
+            parts.append(f"{trial.peak:.1f} GiB, {candidate.expected.short:.1f} estimated")
+        if not self.fits(trial):
+            parts.append(
+                f"not kept: with its longest rows the run needs {_whole_peak(trial):.0f} of "
+                f"{self.room:.0f} GiB"
+            )
+        elif before is not None:
+            parts.append("kept" if speed > before.speed else "not kept")
+        return "; ".join(parts) or "the others are compared with it"
+
+    def _blame(self, trial: Trial) -> str:
+        """Which values must not come together again: those that a verdict names, else all that is new."""
+        settings, names = trial.candidate.settings, list(trial.blamed)
+        for name in names:
+            items = {(name, settings[name])}
+            if name == "packing" and "attention" in settings:
+                # packing leaks under one attention, not under another
+                items.add(("attention", settings["attention"]))
+            self.guilty.append(frozenset(items))
+        if not names:
+            proved = [one.candidate for one in self.results if one.ok] or [self.base]
+            nearest = min(proved, key=lambda one: len(trial.candidate.differing(one)))
+            names = [name for name in trial.candidate.differing(nearest) if name in settings]
+            if len(names) > 1 and len(set(names) - {"per_device"}) == 1:
+                # a micro-batch that fits comes with a lever
+                names.remove("per_device")
+            if names:
+                self.guilty.append(frozenset((name, settings[name]) for name in names))
+        words = ", ".join(described(name, settings[name]) for name in names)
+        return f"; {words}: not tried again{' together' * (len(names) > 1)}" if names else ""
+
+    # --- words ---
+
+    def words(self, one: Candidate, other: Candidate) -> str:
+        """What one setting changes of another."""
+        changed = [name for name in one.differing(other) if name in one.settings]
+        return ", ".join(described(name, one.settings[name]) for name in changed)
+
+    def _why(self, candidate: Candidate) -> str:
+        best = self.best
+        if best is None:
+            return "the fastest that fits, by the plan"
+        gain = self.predicted(candidate) / best.speed - 1
+        why = f"{self.words(candidate, best.candidate)}: {gain:+.0%} expected"
+        peak = self.peak(candidate)
+        return why if peak is None or not self.room else f"{why}, {peak:.0f} of {self.room:.0f} GiB"
+
+    def summary(self) -> dict[str, Any]:
+        """How large the grid is, and how much of it the plan and the trials have ruled out."""
+        grid = self.grid.values()
+        return {
+            "settings": len(self.grid),
+            "too_large": sum(1 for one in grid if (one.expected.peak or 0.0) > self.limit),
+            "tried": len(self.results),
+            "left": sum(1 for one in grid if self.eligible(one) and not self.runs_of(one)),
+        }
+
+
+def _changes_only(one: Candidate, other: Candidate, name: str) -> bool:
+    """Whether one differs from the other in this lever, and at most in the micro-batch beside."""
+    changed = one.differing(other)
+    return name in changed and set(changed) <= {name, "per_device"}
+
+
+def _whole_peak(one: SettingRuns | Trial) -> float | None:
+    """The peak of the whole run in GiB, by what a trial measured; None where nobody can tell."""
+    expected = one.candidate.expected
+    if not expected.peak or not expected.short or one.peak is None:
+        return None
+    return expected.peak * one.peak / expected.short
+
+
+def _memory_kind(candidate: Candidate) -> tuple[Setting | None, ...]:
+    """The levers that decide which of memory's moments is the peak."""
+    return tuple(candidate.settings.get(name) for name in ("checkpointing", "packing", "liger"))

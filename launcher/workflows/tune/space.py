@@ -1,0 +1,378 @@
+"""What can be turned to make a stage faster without changing what it learns, for each backend and stage.
+
+Data with reasons: which keys a lever is written as, which values it can take here, and why another one
+stays as it is. Nothing is measured or decided here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from launcher.artifacts.lengths import Lengths
+from launcher.config.keys import DEEPSPEED
+from launcher.config.load import spelt
+from launcher.plan import plan
+from launcher.plan.plan import Plan
+from launcher.stage import options
+from launcher.stage.options import SWITCHED, Batch
+from launcher.upstream.schema import Values
+
+Setting = str | int | bool
+Settings = Mapping[str, Setting]
+"""One value for each lever, by the names in ORDER."""
+
+ORDER = ("attention", "packing", "liger", "per_device", "checkpointing", "deepspeed")
+
+_SPELT = {"flash_2": "flash_attention_2", "torch": "sdpa"}
+_ROUNDING = 0.1
+"""How far the tokens of a step may be from the file's where other rows hold them."""
+_ON, _OFF = True, False
+# open-instruct's DPO asks for checkpointing by it; its commits before #1444 have the flag that SFT has
+_BUDGET = "activation_memory_budget"
+
+Packages = Mapping[str, str]
+"""Those of the trainer's environment, with their versions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lever:
+    """One lever: the value as the file is written, and all that may be tried, that one included."""
+
+    name: str
+    now: Setting
+    values: tuple[Setting, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The levers of a plan, and those that stay as they are, each with the reason.
+
+    `packages` are those of the trainer's environment: what of `attention:` can be had depends on them.
+    """
+
+    plan: Plan
+    rows: Lengths
+    levers: tuple[Lever, ...]
+    fixed: Mapping[str, str] = field(default_factory=dict)
+    packages: Packages | None = None
+
+    @property
+    def base(self) -> dict[str, Setting]:
+        """The file as it is written."""
+        return {lever.name: lever.now for lever in self.levers}
+
+    def settings(self) -> Iterator[dict[str, Setting]]:
+        """Every combination that can be split over the devices, the file's own among them."""
+        around = [lever for lever in self.levers if lever.name != "per_device"]
+        for values in itertools.product(*(lever.values for lever in around)):
+            chosen = {lever.name: value for lever, value in zip(around, values, strict=True)}
+            total = total_rows(self.plan, self.rows, chosen)
+            if total == self.plan.global_batch and len(around) == len(self.levers):
+                split = [chosen]
+            else:
+                sizes = plan.splits(total, devices(self.plan))
+                split = [{**chosen, "per_device": per_device} for per_device in sizes]
+            yield from (one for one in split if one == self.base or not self._packs_nothing(one))
+
+    def _packs_nothing(self, chosen: Settings) -> bool:
+        """One row a micro-batch has none to be packed with: that is the setting without packing."""
+        entry, values = self.plan.stage.entry, {"packing": chosen.get("packing")}
+        rows = int(chosen.get("per_device", self.plan.per_device))
+        return entry.packs(values, None) and not entry.packs(values, rows)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the record."""
+        return {"levers": [asdict(one) for one in self.levers], "fixed": dict(self.fixed)}
+
+
+def has(packages: Packages, name: str) -> bool:
+    """Whether a package is installed, under either spelling of its name."""
+    return name in packages or name.replace("-", "_") in packages
+
+
+def of_plan(made: Plan, packages: Packages, rows: Lengths) -> Space:
+    """The levers of a stage on this machine.
+
+    What the file expects of a lever's point follows the lever, as strict as it can be: see `changes`.
+    """
+    makers = {
+        "attention": _attention, "packing": _packing, "liger": _liger, "per_device": _per_device,
+        "checkpointing": _checkpointing, "deepspeed": _deepspeed,
+    }  # fmt: skip
+    levers, fixed = [], {}
+    for name in ORDER:
+        choice = makers[name](made, packages, rows)
+        if isinstance(choice, str):
+            fixed[name] = choice
+        elif choice is not None:
+            levers.append(choice)
+    return Space(plan=made, rows=rows, levers=tuple(levers), fixed=fixed, packages=packages)
+
+
+Choice = Lever | str | None
+"""A lever, why there is none, or None where the backend does not know it at all."""
+
+
+def _trl(made: Plan) -> bool:
+    return made.stage.options.backend == "trl"
+
+
+def _dpo(made: Plan) -> bool:
+    return made.stage.options.stage == "dpo"
+
+
+def _adapters(made: Plan) -> bool:
+    return bool(made.values.get("use_lora") or made.values.get("use_qlora")
+                or made.values.get("use_peft"))  # fmt: skip
+
+
+def _attention(made: Plan, packages: Packages, _rows: Lengths) -> Choice:
+    flash_attn = has(packages, "flash-attn")
+    if "attn_implementation" not in made.values:
+        word = "is" if flash_attn else "is not"
+        chosen = f"upstream takes the best that is installed; flash-attn {word} installed"
+        return chosen if made.gpus else None
+    if not made.gpus:
+        return "the CPU has one"
+    if made.stage.options.attention:
+        return "`attention:` names what is taken"
+    if _trl(made):
+        if isinstance(made.values.get("model_init_kwargs"), str | dict):
+            return "`model_init_kwargs` may set it"
+        flash, plain = "flash_attention_2", "sdpa"
+        now = made.values["attn_implementation"] or plain
+    else:
+        flash, plain = "flash_2", "torch"
+        now = made.values["attn_implementation"] or (flash if flash_attn else plain)
+    if now not in (flash, plain):
+        return f"`attn_implementation: {now}` is the file's own choice"
+    if not flash_attn:
+        return "flash-attn is not installed"
+    return Lever(name="attention", now=str(now), values=(plain, flash))
+
+
+def _packing(made: Plan, _packages: Packages, rows: Lengths) -> Choice:
+    names = made.stage.entry.names
+    if names.packing is None or names.packing not in made.values:
+        return None
+    if _trl(made) and _dpo(made):
+        return "TRL's DPO pads whatever is asked for"
+    if made.stage.entry.torchrun:
+        return "packed, a step of dpo.py holds the pairs that fit into a row a GPU: another global batch"
+    now = bool(made.values[names.packing])
+    if _trl(made):
+        limit = made.values.get(names.max_length)
+        if made.values.get("padding_free"):
+            return "`padding_free` is the file's own choice"
+        if now and made.values.get("packing_strategy") == "wrapped":
+            return "`packing_strategy: wrapped` is the file's own choice"
+        if made.values.get("dataset_kwargs"):
+            return "`dataset_kwargs` prepares the rows in its own way"
+        if not isinstance(limit, int):
+            return f"without `{names.max_length}` there is no length to fill"
+        if not _tokens_kept(made, rows, not now):
+            return f"a step of as many tokens in rows of {limit} cannot be made: fewer `{names.max_length}`"
+    return Lever(name="packing", now=now, values=(_OFF, _ON))
+
+
+def _liger(made: Plan, packages: Packages, _rows: Lengths) -> Choice:
+    name = made.stage.entry.names.liger
+    # dpo.py has the argument and reads it nowhere
+    if name not in made.values or made.stage.entry.torchrun:
+        return None
+    now = bool(made.values[name])
+    if not made.gpus:
+        return "its kernels need a GPU"
+    if not has(packages, "liger-kernel"):
+        return "liger-kernel is not installed"
+    if _adapters(made) and not now:
+        return "on adapters it slows training down: only a full fine-tune gains by it"
+    return Lever(name="liger", now=now, values=(_OFF, _ON))
+
+
+def _per_device(made: Plan, _packages: Packages, _rows: Lengths) -> Choice:
+    if made.stage.entry.torchrun and made.values.get("packing"):
+        return "packed, dpo.py computes one row a GPU in a step, whatever stands in it"
+    values = tuple(plan.splits(made.global_batch, devices(made)))
+    if len(values) < 2:
+        return f"{made.global_batch} rows a step cannot be split in another way"
+    return Lever(name="per_device", now=made.per_device, values=values)
+
+
+def _checkpointing(made: Plan, _packages: Packages, _rows: Lengths) -> Choice:
+    if _BUDGET in made.values:
+        if _adapters(made):
+            return "open-instruct's DPO reads it for the full model alone"
+        if made.stage.entry.torchrun and not made.values.get("compile_model"):
+            return "dpo.py computes again only what is compiled"
+        return Lever(
+            name="checkpointing", now=float(made.values[_BUDGET]) < 1,
+            values=(_OFF, _ON),
+        )  # fmt: skip
+    if not made.gpus and not _trl(made):
+        return "on the CPU it tells nothing"
+    now = bool(made.values.get("gradient_checkpointing"))
+    return Lever(name="checkpointing", now=now, values=(_OFF, _ON))
+
+
+def _deepspeed(made: Plan, _packages: Packages, _rows: Lengths) -> Choice:
+    if not made.gpus:
+        return "DeepSpeed is left out on the CPU"
+    for key in ("zero_stage", "fsdp", "deepspeed"):
+        if made.values.get(key):
+            return f"`{key}` decides it"
+    now = made.stage.options.deepspeed_name
+    if now == "none":
+        return "the file trains without it, and with it weights would have another precision"
+    if now not in DEEPSPEED:
+        return f"`{now}` is a file of your own: `deepspeed: zero2` would be tuned"
+    if made.values.get("use_qlora") or made.values.get("load_in_4bit"):
+        return "quantised weights are not sharded"
+    # one process sends nothing, and its gradients are whole under every stage
+    alone = ("zero2", "zero2_fp32_comm", "zero3_offload")
+    values = DEEPSPEED if made.processes > 1 else alone
+    return Lever(name="deepspeed", now=now, values=tuple(dict.fromkeys((*values, now))))
+
+
+# --- what a setting is in a stage file --------------------------------------------------------------
+
+
+def total_rows(made: Plan, rows: Lengths, settings: Settings) -> int:
+    """Rows of one step that hold as many tokens as the file's: TRL's `bfd` makes few full rows of many.
+
+    Rounded to what the devices can share.
+    """
+    now = _bfd(made)
+    wanted = bool(settings.get("packing", now))
+    limit = made.values.get(made.stage.entry.names.max_length)
+    if wanted == now or not _trl(made) or not isinstance(limit, int):
+        return made.global_batch
+    share = min(rows.mean, limit) / limit
+    exact = made.global_batch * (share if wanted else 1 / share)
+    return max(1, round(exact / devices(made))) * devices(made)
+
+
+def devices(made: Plan) -> int:
+    """How many devices read rows of their own: those that share a sequence count as one."""
+    return made.global_batch // made.per_device // made.accumulation
+
+
+def _tokens_kept(made: Plan, rows: Lengths, packed: bool) -> bool:
+    """Whether rounding to whole rows leaves as many tokens a step as there were."""
+    limit = float(made.values[made.stage.entry.names.max_length])
+    row = min(rows.mean, limit)
+    one = made.global_batch * (row if packed else limit)
+    other = total_rows(made, rows, {"packing": packed}) * (limit if packed else row)
+    return abs(other / one - 1) <= _ROUNDING
+
+
+def _bfd(made: Plan) -> bool:
+    return _trl(made) and not _dpo(made) and bool(made.values.get("packing"))
+
+
+def changes(space: Space, settings: Settings) -> dict[str, Any]:
+    """The keys of a stage file that differ with these settings: `batch.…`, `deepspeed`, `args.…`.
+
+    Where the file expects a state of what is turned (`expect: {packing: off}`), that follows: what is
+    on must be `isolated` or `engaged`.
+    """
+    changed: dict[str, Any] = {}
+    for name in ORDER:
+        if name in settings and name != "per_device" and settings[name] != space.base[name]:
+            changed |= _keys(space.plan, name, settings[name])
+            changed |= _contract(space.plan, name, settings[name])
+    return changed | _batch(space, settings)
+
+
+def _contract(made: Plan, name: str, value: Setting) -> dict[str, Any]:
+    """What the file must expect instead of what it expects: what is turned on is to be proved."""
+    expected = made.stage.options.expect.get(name)
+    if name == "attention":
+        # without a word in the file, only the probe of TRL's model knows what it came to
+        held = _trl(made) if expected is None else expected != "any"
+        return {"expect.attention": _SPELT.get(str(value), str(value))} if held else {}
+    if name not in SWITCHED or expected is None or (expected == "any" and not value):
+        return {}
+    if expected == "any":
+        return {f"expect.{name}": SWITCHED[name][0]}
+    return (
+        {}
+        if (expected != "off") == value
+        else {f"expect.{name}": SWITCHED[name][0 if value else 1]}
+    )
+
+
+def _batch(space: Space, settings: Settings) -> dict[str, Any]:
+    """The split of the global batch, in whichever words the file has it."""
+    made = space.plan
+    per_device = int(settings.get("per_device", made.per_device))
+    total = total_rows(made, space.rows, settings)
+    if (per_device, total) == (made.per_device, made.global_batch):
+        return {}
+    names, batch = made.stage.entry.names, made.stage.options.batch
+    told: dict[str, Any] = {}
+    if batch is not None and batch.total is not None:
+        if total != batch.total:
+            told["batch.global"] = total
+        in_args = batch.per_device is None and made.stage.values.given(names.per_device)
+        told[f"args.{names.per_device}" if in_args else "batch.per_device"] = per_device
+        return told
+    shared = batch is not None and batch.per_device is not None
+    told["batch.per_device" if shared else f"args.{names.per_device}"] = per_device
+    told[f"args.{names.accumulation}"] = total // per_device // devices(made)
+    return told
+
+
+def _keys(made: Plan, name: str, value: Setting) -> dict[str, Any]:
+    """One lever's value in the words of this backend and stage."""
+    entry = made.stage.entry.names
+    if name == "deepspeed":
+        return {"deepspeed": value}
+    if name == "checkpointing" and _BUDGET in made.values:
+        return {f"args.{_BUDGET}": 0.5 if value else 1.0}
+    key = {
+        "attention": "attn_implementation",
+        "packing": entry.packing or "packing",
+        "liger": entry.liger,
+        "checkpointing": "gradient_checkpointing",
+    }[name]
+    return {f"args.{key}": value}
+
+
+def overrides(space: Space, settings: Settings) -> tuple[str, ...]:
+    """The same as `key=value` texts for the command line."""
+    return tuple(f"{key}={spelt(value)}" for key, value in changes(space, settings).items())
+
+
+def planned(space: Space, settings: Settings) -> Plan:
+    """The plan of these settings. Raises InvalidConfig where it cannot be split."""
+    made = space.plan
+    stage, opts = made.stage, made.stage.options
+    told = changes(space, settings)
+    args = {**stage.args, **{k[5:]: v for k, v in told.items() if k.startswith("args.")}}
+    args = {name: value for name, value in args.items() if value is not None}
+    if "batch.per_device" in told or "batch.global" in told:
+        was = opts.batch or Batch()
+        batch = Batch(
+            total=told.get("batch.global", was.total),
+            per_device=told.get("batch.per_device", was.per_device),
+        )
+        opts = replace(opts, batch=batch)
+    zero = told.get("deepspeed")
+    if zero is not None:
+        opts = replace(opts, deepspeed=options.deepspeed_file(zero), deepspeed_name=zero)
+    turned = replace(stage, args=args, options=opts, values=Values(stage.schema, args))
+    return plan.make(turned, gpus=made.gpus, nodes=made.nodes, packages=space.packages)
+
+
+def described(name: str, value: Setting) -> str:
+    """A lever and its value in a few words."""
+    if name == "per_device":
+        return f"{value} row{'s' if value != 1 else ''} a device"
+    if name in ("deepspeed", "attention"):
+        return str(value)
+    word = "Liger" if name == "liger" else name
+    return word if value else f"no {word}"

@@ -1,0 +1,538 @@
+"""`launch tune`: short real runs of a stage until the fastest setting is found that trains the same.
+
+`search` proposes and learns, `measurement` measures; here are the budget, the record, and what a verdict
+means for a setting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, usage
+from launcher.lifecycle import forecast
+from launcher.lifecycle import prepare as preparation
+from launcher.lifecycle.prepare import Request
+from launcher.machine import devices
+from launcher.machine.datasheets import CPU, Card, card_of
+from launcher.machine.devices import Devices
+from launcher.plan import footprint, plan
+from launcher.plan.plan import Plan
+from launcher.runs import rundir
+from launcher.workflows import experiment, trial
+from launcher.workflows.bench import comparison, measure
+from launcher.workflows.bench.bench import Bench, require_gpu
+from launcher.workflows.bench.comparison import TOLERANCE, Row, Sample
+from launcher.workflows.bench.variants import AS_WRITTEN, Variant
+from launcher.workflows.experiment import Campaign
+from launcher.workflows.tune import proposal
+from launcher.workflows.tune import space as levers
+from launcher.workflows.tune.search import (
+    RUNS,
+    Candidate,
+    Outlook,
+    Search,
+    SettingRuns,
+    Status,
+    Trial,
+)
+from launcher.workflows.tune.space import Packages, Space
+
+TUNE_VERSION = 2
+FILE = "tune.json"
+TUNED = "tuned.yaml"
+STOPPING_S = 15.0
+"""What ending a trial may take after its time is up: INT, TERM, KILL."""
+_START_S = {"gpu": 60.0, "cpu": 20.0}
+_POINTS = ("liger", "packing", "attention", "batch", "loss", "memory")
+"""Points of the verdict that a setting has to prove; the others are not about settings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What the command line says beside the stage file; `budget_s` in seconds."""
+
+    budget_s: float = 600.0
+    steps: int = 8
+    row_tokens: str | None = None
+    output: Path | None = None
+    fresh: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Tuning:
+    """One search on one machine: what it is about, and what is known so far.
+
+    `key` names settings, contents and machine: another key is another search.
+    """
+
+    request: Request
+    terms: Terms
+    outlook: Outlook
+    key: str
+    search: Search = field(init=False)
+    folder: Path = Path()
+    state: str = "running"
+    findings: tuple[Finding, ...] = ()
+    place: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """A search that knows of no trial."""
+        self.search = Search(
+            self.outlook.grid(),
+            self.outlook.base(),
+            steps=self.terms.steps,
+            room=self.card.gib,
+            start_s=_START_S["gpu" if self.plan.gpus else "cpu"],
+        )
+
+    @property
+    def space(self) -> Space:
+        """The levers."""
+        return self.outlook.space
+
+    @property
+    def plan(self) -> Plan:
+        """How the file as written would run."""
+        return self.space.plan
+
+    @property
+    def card(self) -> Card:
+        """The GPU that trains."""
+        return self.outlook.card
+
+    def take_up(self, record: Mapping[str, Any]) -> None:
+        """Learn again what an earlier start has measured; a record that cannot be read is none.
+
+        A trial that could not be started, or that a smaller budget ended, is run again.
+        """
+        try:
+            more = self.terms.budget_s > record.get("budget_s", 0)
+            for data in record.get("trials") or ():
+                sample = Sample.from_json(data["sample"])
+                if sample.cause == "refused" or (sample.cause == "timeout" and more):
+                    continue
+                candidate = self.outlook.candidate({**self.space.base, **data["settings"]})
+                candidate = replace(candidate, purpose=data["purpose"], why=data["why"])
+                self.learn(candidate, sample)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            self.begin_again()
+
+    def learn(self, candidate: Candidate, sample: Sample) -> Trial:
+        """Judge one run of a setting, and have the search learn from it."""
+        earlier = self.search.runs_of(candidate)
+        # what losses are held to: runs of the file as written, or of the first that could be measured
+        passed = [one for one in self.search.runs if one.ok]
+        reference = [one.sample for one in passed if one.candidate.key == passed[0].candidate.key]
+        if passed and passed[0].candidate.key == candidate.key:
+            # how far its own losses scatter, the table says
+            reference = []
+        runs = [*(one.sample for one in earlier if one.ok), sample]
+        return self.search.learn(judge(candidate, runs, reference))
+
+    @property
+    def used(self) -> float:
+        """Seconds of the budget that are gone, those of earlier starts included."""
+        return sum(one.sample.seconds for one in self.search.runs)
+
+    @property
+    def chosen(self) -> SettingRuns | None:
+        """The best that the judge of `launch bench` calls faster than the file as written; else that file.
+
+        Where that file does not pass every time, the best.
+        """
+        good = self.search.good
+        for one in good:
+            row = self.row(one)
+            if row is None or row.standing in ("baseline", "faster"):
+                return one
+        return next(iter(good), None)
+
+    def row(self, one: SettingRuns) -> Row | None:
+        """A setting beside the file as written, by all runs of both; None where that was not measured."""
+        first = self.search.first
+        if first is None or not any(run.ok for run in first.runs):
+            return None
+        return comparison.compare([*_samples(first), *_samples(one)])[-1]
+
+    def bench(self) -> Bench:
+        """The trials as a comparison, for its table and its page."""
+        request = replace(self.request, stage=self.plan.stage.options.stage, gpus=self.plan.gpus)
+        chosen = self.chosen
+        return Bench(
+            request=request,
+            variants=tuple(Variant(_name(one)) for one in self.search.results),
+            steps=self.terms.steps,
+            repeats=RUNS,
+            key=self.key,
+            batch=self.plan.global_batch,
+            folder=self.folder,
+            samples=[sample for one in self.search.results for sample in _samples(one)],
+            proposed=None if chosen is None else _name(chosen),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The record, and the data of `--format json`."""
+        best, rows = self.chosen, self.space.rows
+        return {
+            "tune_version": TUNE_VERSION, "key": self.key, "config": str(self.request.config),
+            "overrides": list(self.request.overrides), "gpus": self.plan.gpus,
+            "steps": self.terms.steps, "budget_s": self.terms.budget_s, "used_s": round(self.used, 1),
+            "tolerance": TOLERANCE, "state": self.state, "stopped": self.search.stopped,
+            "card": {"name": self.card.name, "gib": self.card.gib},
+            "rows": {"mean": rows.mean, "longest": rows.longest, "source": rows.source},
+            "attention": self.outlook.attention, "shape": self.outlook.shape.source,
+            **self.space.as_json(), "grid": self.search.summary(),
+            "trials": [self._trial_json(one) for one in self.search.runs],
+            "best": None if best is None else self._best_json(best),
+            "proposal": None if self.place is None else str(self.place),
+            "bench": [row.as_json() for row in self.bench().rows] if self.search.runs else [],
+            "folder": str(self.folder),
+        }  # fmt: skip
+
+    def _trial_json(self, one: Trial) -> dict[str, Any]:
+        """A trial for the record; `take_up` reads what it needs of that."""
+        candidate, expected = one.candidate, one.candidate.expected
+        return {
+            "name": one.sample.variant, "purpose": candidate.purpose, "why": candidate.why,
+            "settings": dict(candidate.settings),
+            "overrides": list(levers.overrides(self.space, candidate.settings)),
+            "expected": {
+                "peak_gib": expected.peak, "trial_peak_gib": expected.short,
+                "seconds_per_step": expected.seconds, "tokens_per_step": expected.tokens,
+            },
+            "status": one.status, "reason": one.reason, "blamed": list(one.blamed),
+            "cut": one.status == "timeout",
+            "tokens_per_second_per_gpu": one.speed or None, "seconds_per_step": one.step,
+            "peak_allocated_gib": one.peak, "loss_change": one.loss_change, "learned": one.learned,
+            "seconds": round(one.sample.seconds, 1), "sample": one.sample.as_json(),
+        }  # fmt: skip
+
+    def _best_json(self, best: SettingRuns) -> dict[str, Any]:
+        first, row = self.search.first, self.row(best)
+        base = None if row is None or first is None else first.spread.as_json()
+        return {
+            "settings": dict(best.candidate.settings),
+            "changes": levers.changes(self.space, best.candidate.settings),
+            "tokens_per_second_per_gpu": best.speed, "spread": best.spread.as_json(),
+            "spread_as_written": base,
+            # the file as written is itself what others are held to
+            "speed_ratio": None if row is None else round(row.speed_ratio or 1.0, 4),
+            "loss_change": self.loss_change(best), "peak_allocated_gib": best.peak,
+        }  # fmt: skip
+
+    def loss_change(self, best: SettingRuns) -> float | None:
+        """By all runs of both, where the file as written was measured."""
+        row = self.row(best)
+        return best.decisive.loss_change if row is None else row.loss_change or 0.0
+
+    def write(self) -> None:
+        """The record, whole or not at all. Raises NotReady where it cannot be written."""
+        experiment.write(self.folder / FILE, self.as_json())
+
+
+def _name(one: SettingRuns) -> str:
+    return one.runs[0].sample.variant
+
+
+def _samples(one: SettingRuns) -> list[Sample]:
+    """All runs of a setting, but for later ones that did not end for a reason that is not the setting's."""
+    return [run.sample for nth, run in enumerate(one.runs) if not nth or run.counts]
+
+
+# --- before the first trial -----------------------------------------------------------------------
+
+
+def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
+    """Judge the stage file, look at the machine, and make the grid; nothing starts.
+
+    Raises InvalidConfig (also where rows or shape are not known), NotReady (also without a GPU, unless
+    `cpu`) or UsageError.
+    """
+    if terms.budget_s <= STOPPING_S:
+        message = (
+            f"not even one trial fits into {terms.budget_s:g} s: ending one takes {STOPPING_S:g} s"
+        )
+        raise usage("bad-time", message, "--budget 10m")
+    if terms.output is not None:
+        proposal.require_free(terms.output, request.config)
+    request = require_gpu(request, cpu=cpu)
+    asked = preparation.ask(request, running=True)
+    chosen = None
+    if asked.gpus:
+        # those that are merely in use may be a killed command's own: `opened` asks again
+        idle = replace(asked.seen or devices.look(os.environ), uses={})
+        chosen = devices.choose(asked.gpus, asked.named, idle)
+        if chosen.refused:
+            raise NotReady(chosen.findings)
+    packages = asked.trainer.packages
+    made = plan.make(asked.stage, gpus=asked.gpus, output=Path("model"), packages=packages)
+    if stopping := errors(made.findings, strict=request.strict):
+        raise InvalidConfig(stopping)
+    rows = forecast.row_lengths(made, packages, forecast.Terms(row_tokens=terms.row_tokens))
+    outlook = Outlook(
+        space=levers.of_plan(made, packages, rows),
+        shape=footprint.shape_of(made),
+        card=_card(chosen),
+        steps=terms.steps,
+        attention=_attention(made, packages),
+    )
+    request = replace(request, stage=asked.stage.options.stage, gpus=made.gpus)
+    identity = measure.identity(preparation.prepare(request, running=False))
+    key = [TUNE_VERSION, terms.steps, terms.row_tokens, outlook.card.name, outlook.card.gib,
+           outlook.space.as_json(), identity]  # fmt: skip
+    return Tuning(
+        request=request,
+        terms=terms,
+        outlook=outlook,
+        key=experiment.key_of(key),
+        findings=tuple(finding for finding in made.findings if finding.severity != "note"),
+    )
+
+
+def _card(chosen: Devices | None) -> Card:
+    """The GPU that trains, of several the smallest."""
+    if chosen is None or not chosen.slots:
+        return CPU
+    sizes = [slot.gpu.memory_mib / 1024 for slot in chosen.slots if slot.gpu.memory_mib]
+    return card_of(chosen.slots[0].gpu.name, min(sizes, default=None))
+
+
+def _attention(made: Plan, packages: Packages) -> str:
+    """What the file's own attention comes to on this machine."""
+    named = made.values.get("attn_implementation")
+    upstreams = named is None and made.stage.options.backend == "open_instruct"
+    if not made.gpus or (upstreams and not levers.has(packages, "flash-attn")):
+        return "sdpa"
+    return footprint.attention_of(made)
+
+
+# --- going through with it ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def opened(tuning: Tuning) -> Iterator[Tuning]:
+    """The search in its folder, with what an earlier start of the same has learned.
+
+    Raises what `Campaign.opened` raises, and NotReady where the GPUs are another's.
+    """
+    root = tuning.request.runs or rundir.runs_root()
+    series = Campaign(kind="tune", key=tuning.key, name=tuning.request.config.stem, root=root)
+    with series.opened(fresh=tuning.terms.fresh) as tuning.folder:
+        _require_free_gpus(tuning)
+        tuning.take_up(rundir.read_json(tuning.folder / FILE))
+        yield tuning
+
+
+def _require_free_gpus(tuning: Tuning) -> None:
+    if not tuning.plan.gpus:
+        return
+    named = devices.named(tuning.request.devices)
+    chosen = devices.choose(tuning.plan.gpus, named, devices.look(os.environ))
+    if chosen.refused:
+        raise NotReady(chosen.findings)
+
+
+def run(tuning: Tuning, *, show: Callable[[str], None] = lambda _: None) -> Exit:
+    """Run trials until nothing better is to be expected, or the budget is used up; then propose.
+
+    Needs `opened`. The record is up to date after each trial. What the user stops ends the search,
+    whatever else happens only its trial.
+    """
+    tuning.write()
+    for line in beginning(tuning):
+        show(line)
+    before = len(tuning.search.runs)
+    with trial.interruptible() as stop:
+        _run_trials(tuning, show)
+    if stop.requested:
+        tuning.state = "interrupted"
+        tuning.write()
+        return Exit.INTERRUPTED
+    show(f"end: {tuning.search.stopped}")
+    if before == len(tuning.search.runs) and before:
+        show("nothing new was tried: --fresh starts over")
+    return _conclude(tuning)
+
+
+def _run_trials(tuning: Tuning, show: Callable[[str], None]) -> None:
+    """Trial after trial. Raises KeyboardInterrupt where the user stops one."""
+    began, clock = tuning.used, time.monotonic()
+    while True:
+        # planning between trials counts too
+        gone = max(tuning.used, began + time.monotonic() - clock)
+        left = tuning.terms.budget_s - gone - STOPPING_S
+        candidate = tuning.search.propose(left)
+        if candidate is None:
+            return
+        show(f"trial {len(tuning.search.runs) + 1}: {candidate.why}")
+        one = _try(tuning, candidate, left)
+        speed = f"{one.speed:,.0f} tokens/s per GPU, " if one.speed else ""
+        show(f"  {speed}{one.learned} ({one.sample.seconds:.0f} s)")
+        tuning.write()
+
+
+def _try(tuning: Tuning, candidate: Candidate, left: float) -> Trial:
+    """One trial, measured and learned from. Raises KeyboardInterrupt where the user stops it."""
+    began, search = time.monotonic(), tuning.search
+    earlier = search.runs_of(candidate)
+    words = search.words(candidate, search.base) or AS_WRITTEN
+    name = earlier[0].sample.variant if earlier else f"{len(search.runs) + 1}: {words}"
+    sample = measure.measure(
+        tuning.request,
+        Variant(name, levers.overrides(tuning.space, candidate.settings)),
+        steps=tuning.terms.steps,
+        root=tuning.folder,
+        repeat=len(earlier),
+        timeout_s=left,
+        batch=tuning.plan.global_batch,
+    )
+    if sample.cause == "interrupted":
+        raise KeyboardInterrupt
+    if sample.cause == "refused":
+        # that another took the GPUs is no setting's fault
+        _require_free_gpus(tuning)
+    unproved = tuple(point for point in sample.unproved if point in _POINTS)
+    # with what preparing took
+    seconds = max(sample.seconds, time.monotonic() - began)
+    return tuning.learn(candidate, replace(sample, unproved=unproved, seconds=seconds))
+
+
+_STATUS: Mapping[str, Status] = {
+    "flawed": "contract",
+    "unproven": "unproven",
+    "loss changed": "loss changed",
+    "unknown": "no speed",
+}
+"""What the judge of `launch bench` says of runs that came to their end, as the status of a trial."""
+
+
+def judge(candidate: Candidate, runs: Sequence[Sample], reference: Sequence[Sample]) -> Trial:
+    """What the last of a setting's runs means: it counts only if everything that it asks for was proved.
+
+    Losses are compared by the medians of all. No `reference`: this setting is what others are held to.
+    """
+    sample = runs[-1]
+    base = reference or [replace(one, variant="itself") for one in runs]
+    row = comparison.compare([*base, *runs])[-1]
+    status, reason = _STATUS.get(row.standing, "ok"), sample.reason
+    if not sample.measured:
+        status = "crash" if sample.cause == "interrupted" else sample.cause
+    elif status != "ok":
+        reason = row.why
+    points = [flaw.partition(" is ")[0] for flaw in sample.flaws] if status == "contract" else []
+    points += [*sample.unproved, "gradients"] if status == "unproven" else []
+    return Trial(
+        candidate=candidate,
+        sample=sample,
+        status=status,
+        reason=reason,
+        blamed=tuple(point for point in points if point in candidate.settings),
+        loss_change=row.loss_change,
+    )
+
+
+def _conclude(tuning: Tuning) -> Exit:
+    tuning.state, best = "finished", tuning.chosen
+    if best is None:
+        tuning.write()
+        statuses = {one.status for one in tuning.search.runs}
+        # nothing was tried, or nothing could be started
+        return Exit.NOT_READY if statuses <= {"refused"} else Exit.TRAINING
+    place = tuning.terms.output or tuning.folder / TUNED
+    try:
+        proposal.write(
+            place,
+            tuning.space,
+            best.candidate.settings,
+            head=head(tuning, best, place),
+            overrides=tuning.request.overrides,
+        )
+        tuning.place = place
+    except NotReady as error:
+        # what was measured is there all the same
+        tuning.findings = (*tuning.findings, *error.findings)
+    tuning.write()
+    return Exit.OK if tuning.place else Exit.NOT_READY
+
+
+# --- in words ---
+
+
+def beginning(tuning: Tuning) -> list[str]:
+    """What is known before the first trial, one fact a line."""
+    counts, space, card = tuning.search.summary(), tuning.space, tuning.card
+    values = [f"{one.name} ({', '.join(map(_value, one.values))})" for one in space.levers]
+    room = "" if card.gib is None else f" of {card.gib:.0f} GiB"
+    lines = [
+        f"levers: {'; '.join(values)}",
+        f"{counts['settings']} settings on {card.name or 'this GPU'}{room}; the plan leaves out "
+        f"{counts['too_large']} that do not fit",
+        f"rows: {tuning.space.rows.source}",
+        *(f"{name} stays: {why}" for name, why in space.fixed.items()),
+    ]
+    if count := len(tuning.search.runs):
+        lines.append(f"{count} trials of an earlier start, {tuning.used:.0f} s: {tuning.folder}")
+    return lines
+
+
+def ending(tuning: Tuning) -> list[str]:
+    """What came of it: the changes, and what to run."""
+    best, record = tuning.chosen, f"trials: {tuning.folder / FILE}"
+    if tuning.state == "interrupted":
+        return ["interrupted: the same command goes on here", record]
+    if best is None:
+        return [f"nothing to propose: {tuning.search.stopped}", record]
+    tuned = "not written; the same command with another -o does no trial twice"
+    if tuning.place is not None:
+        tuned = _command(tuning, tuning.place)
+    return [*_summary(tuning, best), record, f"tuned: {tuned}"]
+
+
+def head(tuning: Tuning, best: SettingRuns, place: Path) -> list[str]:
+    """What the stage file says of itself."""
+    on = f"{tuning.plan.gpus} x {tuning.card.name or 'GPU'}" if tuning.plan.gpus else "the CPU"
+    name, count = tuning.plan.stage.config.path.name, len(tuning.search.runs)
+    return [
+        f"{name} on {on}, {count} trials of {tuning.terms.steps} steps.",
+        f"  {_command(tuning, place)}",
+        *_summary(tuning, best),
+        f"Every trial: {tuning.folder / FILE}",
+    ]
+
+
+def _summary(tuning: Tuning, best: SettingRuns) -> list[str]:
+    """The figures of the best setting, and its changes, each with what it was."""
+    row, first, loss = tuning.row(best), tuning.search.first, tuning.loss_change(best)
+    speed = f"{best.spread} tokens/s per GPU"
+    if row is not None and first is not None and row.standing != "baseline":
+        speed = f"{first.spread} -> {speed}, {row.speed_ratio:.2f}x"
+    if loss is not None:
+        # no minus before a zero
+        speed += f", loss per token {round(loss, 4) + 0.0:+.2%} after the same tokens"
+    if best.peak is not None and tuning.card.gib:
+        speed += f", peak {best.peak:.0f} of {tuning.card.gib:.0f} GiB"
+    base, settings = tuning.search.base.settings, best.candidate.settings
+    changes = [
+        f"{levers.described(name, settings[name])} (was {_value(base.get(name, 'as it is'))})"
+        for name in best.candidate.differing(tuning.search.base)
+    ] or ["nothing that was tried is faster than the file as it is written"]
+    return [f"{speed}.", *changes]
+
+
+def _command(tuning: Tuning, place: Path) -> str:
+    stage = tuning.plan.stage.options.stage
+    return f"launch {stage} {shlex.quote(str(place))} --gpus {tuning.plan.gpus}"
+
+
+def _value(value: object) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)

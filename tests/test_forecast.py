@@ -138,7 +138,7 @@ def test_why_shows_every_part_with_its_formula() -> None:
     assert all(part["formula"] for part in fullest["parts"])
     told = CliRunner().invoke(app, ["plan", TULU, "--gpus", "2", *ROWS, "--why"])
     assert "Adam's two states" in told.stdout
-    assert "launcher/shapes.json, Qwen/Qwen2.5-7B" in told.stdout
+    assert "launcher/artifacts/shapes.json, Qwen/Qwen2.5-7B" in told.stdout
 
 
 def test_trl_packs_rows_into_full_ones_before_it_counts_batches(write: Write) -> None:

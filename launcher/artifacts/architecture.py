@@ -173,7 +173,7 @@ def find(
         message = f"{path} is no config of a model: it holds no mapping of keys"
         raise _unknown(message, "download it again, or name another model")
     if not config:
-        config, source = table().get(name.lower(), {}), f"launcher/shapes.json, {name}"
+        config, source = table().get(name.lower(), {}), f"launcher/artifacts/shapes.json, {name}"
     if not config:
         where = "no config.json of it is here, nor in the hub's cache"
         help = "download its config.json, or name a folder that has one"

@@ -7,7 +7,7 @@ OUT/sft/train.jsonl   chats of made-up words, as long as those of Tulu 3: 300 to
 OUT/dpo/train.jsonl   pairs: two answers of such lengths to the same question
 OUT/assets.json       what was made, with the tokens of a sample as they were counted
 
-The shapes are those of launcher/artifacts/shapes.json; weights are made on the GPU where there is one: 15 GB take
+The shapes are those of launcher/artifacts/shapes.json; weights are made on a GPU if there is one: 15 GB take
 seconds. A model that is there already stays. `--tiny` keeps the names and makes everything small, for a CPU.
 The same libraries make the same text and, on the same kind of device, the same weights.
 """
@@ -50,7 +50,10 @@ TINY: dict[str, Any] = {
 def main(out: Path, models: Sequence[str], *, tiny: bool) -> int:
     """Make what is missing; returns the exit code."""
     if unknown := [name for name in models if name.lower() not in architecture.table()]:
-        print(f"error: no shape of {', '.join(unknown)} in launcher/artifacts/shapes.json", file=sys.stderr)
+        print(
+            f"error: no shape of {', '.join(unknown)} in launcher/artifacts/shapes.json",
+            file=sys.stderr,
+        )
         return 1
     chance = random.Random(SEED)
     words = made_up_words(chance)

@@ -22,7 +22,7 @@ from launcher.errors import Finding, InvalidConfig, NotReady, not_ready, said
 from launcher.lifecycle.prepare import Request, judge
 from launcher.machine.python import Trainer, find_trainer
 from launcher.stage.stage import Judged
-from launcher.workflows.rehearse import ask, first, rehearsal
+from launcher.workflows.rehearse import ask, first, memory, rehearsal
 from launcher.workflows.rehearse.ask import Server
 from launcher.workflows.rehearse.rehearsal import Rehearsal
 
@@ -369,3 +369,13 @@ def test_several_files_at_once(stage_file: Path) -> None:
     assert [one["code"] for one in told["findings"] if one["severity"] == "error"] == [
         "trainer-refuses"
     ]
+
+
+@needs_trl
+def test_a_plan_takes_the_length_of_rows_from_an_earlier_rehearsal(
+    stage_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["plan", str(stage_file), "--gpus", "1", "--gpu", "H100"]
+    assert isinstance(CliRunner().invoke(app, words).exception, InvalidConfig)
+    monkeypatch.setattr(memory, "recall", lambda *_: {"row_tokens": "79:159"})
+    assert "rows: the first rows, as a rehearsal saw them" in CliRunner().invoke(app, words).stdout

@@ -47,10 +47,12 @@ STATED_MFU = 0.35
 class Terms:
     """What is not in the stage file. `gpu_memory` in GiB, `price` for one GPU and hour.
 
-    `shape` names a model whose config stands for that of one that is not here yet.
+    `shape` names a model whose config stands for that of one that is not here yet. `rehearsed_tokens` is read
+    like `row_tokens`, where nothing better is known.
     """
 
     row_tokens: str | None = None
+    rehearsed_tokens: str | None = None
     rows: int | None = None
     gpu_memory: float | None = None
     gpu: str | None = None
@@ -645,7 +647,7 @@ def _measured_speed(planned: Plan, card: str) -> Speed | None:
 
 
 def row_lengths(planned: Plan, packages: Mapping[str, str], terms: Terms) -> Lengths:
-    """By `--row-tokens`, else of the tokenised dataset that the run would hit."""
+    """By `--row-tokens`, else of the tokenised data that the run would hit, else as a rehearsal saw them."""
     if terms.row_tokens is not None:
         return lengths.parse(terms.row_tokens)
     dpo = planned.stage.options.stage == "dpo"
@@ -655,13 +657,16 @@ def row_lengths(planned: Plan, packages: Mapping[str, str], terms: Terms) -> Len
             return lengths.of_dataset(folder, columns)
         except InvalidConfig:
             continue
+    if terms.rehearsed_tokens is not None:
+        rehearsed = lengths.parse(terms.rehearsed_tokens)
+        return replace(rehearsed, source="the first rows, as a rehearsal saw them")
     origin = planned.stage.config.origin(f"args.{planned.stage.entry.names.data}")
     raise InvalidConfig(
         Finding(
             severity="error", layer="launch", code="unknown-lengths", key="row_tokens",
             message="how long the rows are is not known: the data set is in no cache that this run would hit",
             help="--row-tokens MEAN:MAX, in tokens a row, such as --row-tokens 290:1100; or run `launch "
-            "prepare` first",
+            "rehearse` or `launch prepare` first",
             **origin.place,
         )
     )  # fmt: skip

@@ -45,9 +45,11 @@ def plan(
 ) -> Exit:
     """Say what a stage needs on so many GPUs: batch, steps, memory by part, time, cost, disk."""
     from launcher.lifecycle import forecast
+    from launcher.workflows.rehearse import first
 
     terms = forecast.Terms(
-        row_tokens=shared.row_tokens, rows=shared.rows, gpu=gpu, gpu_memory=gpu_memory,
+        row_tokens=shared.row_tokens, rehearsed_tokens=first.row_tokens(shared.request()),
+        rows=shared.rows, gpu=gpu, gpu_memory=gpu_memory,
         price=shared.price, tokens_per_second=tokens_per_second, attention=attention, shape=shape,
         fit=fit,
     )  # fmt: skip

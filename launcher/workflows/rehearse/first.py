@@ -10,7 +10,7 @@ from launcher.errors import Finding, InvalidConfig, NotReady, errors
 from launcher.lifecycle import prepare
 from launcher.lifecycle.prepare import Request
 from launcher.stage.stage import Judged
-from launcher.workflows.rehearse import rehearsal
+from launcher.workflows.rehearse import memory, rehearsal
 from launcher.workflows.rehearse.ask import Servers
 
 VARIABLE = "LAUNCH_REHEARSE"
@@ -49,6 +49,13 @@ def require(
     if errors(found.values(), strict=strict):
         raise InvalidConfig(tuple(found.values()))
     return tuple(found.values())
+
+
+def row_tokens(request: Request) -> str | None:
+    """Tokens a row as an earlier rehearsal saw them, in the words of `--row-tokens`; None without one."""
+    judged, trainer = prepare.judge(request)
+    known = None if judged.schema is None else memory.recall(judged, trainer)
+    return None if known is None else known.get("row_tokens")
 
 
 def _wanted(request: Request, judged: Judged) -> bool | None:

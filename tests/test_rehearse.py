@@ -220,6 +220,14 @@ def test_however_the_script_ends_there_is_one_answer_and_no_folder(ending: Train
     assert fine["phase"] == "train"
 
 
+def test_a_launch_that_was_killed_leaves_no_folder(ending: Trainer) -> None:
+    server = Server(ending, "made", "sft", None).__enter__()
+    assert server._process.stdin is not None
+    server._process.stdin.close()
+    server._process.wait(timeout=20)
+    assert not server.scratch.exists()
+
+
 def test_a_python_without_the_packages_is_not_ready(
     ending: Trainer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

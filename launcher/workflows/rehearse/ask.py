@@ -75,6 +75,7 @@ class Server:
         )  # fmt: skip
         self._send({
             "backend": self.backend, "stage": self.stage, "jobs": JOBS,
+            "scratch": str(self.scratch),
             "paths": [] if self.root is None else [str(self.root)],
         })  # fmt: skip
         first = next(self._lines(1, STARTS_S), None)

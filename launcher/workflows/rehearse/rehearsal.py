@@ -28,6 +28,21 @@ _DOING = {
     "train": "in the first two steps", "evaluate": "when it evaluates", "save": "when it saves",
     "load": "when the saved model is loaded",
 }  # fmt: skip
+# what to do about words of the trainers that do not say it
+_ADVICE = (
+    (
+        "No examples left after transformation",
+        "longer rows, or a chat template that marks the answers",
+    ),
+    (
+        "No columns in the dataset match",
+        "leave `skip_prepare_dataset` out: these rows are not tokenised",
+    ),
+    ("Please check the target modules", "`all-linear`, or a list of names such as q_proj"),
+    ("Repo id must", "a folder that is here, or the name of a repository: organisation/name"),
+    ("change no weight", "a learning rate above 0, and rows with tokens that count in the loss"),
+    ("no row is left", "a larger `max_length`: rows whose prompt fills it are dropped"),
+)
 MADE_UP_ROWS = "launch/made-up-rows"
 _COMMON = "qwen/qwen2.5-0.5b"
 _DISK_FULL = {28, 122}
@@ -341,7 +356,8 @@ class Attempts:
         """What the trainer said, in its words, at the argument that it is about."""
         phase, refusal = answer["phase"], answer["refusal"]
         also = " and ".join(f"`{name}`" for name in culprits[1:3])
-        help = f"it is also gone without {also}" if also else None
+        advice = next((text for words, text in _ADVICE if words in refusal["message"]), None)
+        help = advice or (f"it is also gone without {also}" if also else None)
         if culprits:
             value = self.config.args.get(culprits[0])
             what = f"the trainer refuses `{culprits[0]}: {brief(value)}` {_DOING[phase]}"

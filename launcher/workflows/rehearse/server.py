@@ -150,6 +150,8 @@ def main() -> None:
         return
     out.write(json.dumps({"ready": True}) + "\n")
     serve(stage, out, setup["jobs"])
+    # whoever asks ends this process before it comes here, unless it was killed itself
+    shutil.rmtree(setup["scratch"], ignore_errors=True)
 
 
 if __name__ == "__main__":

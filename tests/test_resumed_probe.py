@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from test_probe import Training
+
+from launcher.plan.command import PROBE
 
 SCRIPT = """
 from accelerate import Accelerator
@@ -53,3 +59,25 @@ def test_without_a_checkpoint_the_first_step_is_one(tmp_path: Path) -> None:
     assert training.run(script.format(counted={})).returncode == 0
     assert [event["step"] for event in training.events("step")] == [1, 2]
     assert training.events("resumed") == []
+
+
+def test_a_numbered_cpu_can_be_loaded_onto(tmp_path: Path) -> None:
+    """What accelerate calls the CPU of one of several processes; torch alone refuses it."""
+    pytest.importorskip("torch")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\ntorch.save({'a': torch.ones(2)}, 'x.pt')\n"
+        "assert torch.load('x.pt', map_location='cpu:1')['a'].sum() == 2\n"
+    )
+    settings = {
+        "target": str(script),
+        "out": str(tmp_path / "probe"),
+        "cpu": True,
+        "backend": "trl",
+    }
+    done = subprocess.run(
+        [sys.executable, str(PROBE)], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "LAUNCH_PROBE": json.dumps(settings)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "cpu_location" in (tmp_path / "probe" / "rank-0.jsonl").read_text()

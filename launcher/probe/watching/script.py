@@ -36,6 +36,8 @@ def watched(probe: Probe) -> dict[str, Callable[[types.ModuleType], None]]:
         **probe.liger.watched(),
     }
     supplied: dict[str, Callable[..., None]] = {}
+    if settings.cpu:
+        supplied["torch.serialization"] = supplies.supply_locations
     if settings.backend == "trl":
         after["datasets.arrow_dataset"] = caches.watch_maps
     if settings.backend == "open_instruct":

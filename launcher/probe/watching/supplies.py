@@ -76,6 +76,18 @@ def supply_cuda_counters(record: Record, module: types.ModuleType) -> None:
         setattr(module, name, answer(record, "cuda_counters", why, value))
 
 
+def supply_locations(record: Record, module: types.ModuleType) -> None:
+    """accelerate numbers the CPU of each of several processes, and torch cannot load a checkpoint onto it."""
+
+    def load(storage: Any, location: str) -> Any:
+        if not location.startswith("cpu:"):
+            return None
+        record.supply("cpu_location", f"torch does not load onto `{location}`")
+        return storage
+
+    module.register_package(11, lambda _: None, load)
+
+
 def supply_mfu(record: Record, module: types.ModuleType) -> None:
     """utils.py:1872: MFU needs a known GPU name; on a CPU the figure means nothing and is 0."""
     why = "MFU needs a known GPU; reported as 0"

@@ -268,6 +268,8 @@ def test_asked_again_a_stop_does_not_wait(place: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("LAUNCH_GRACE", f"{2 * PATIENCE_S},{2 * PATIENCE_S},0.3")
     folder = prepared(place, "note=INT,TERM", "pid=leader", "sleep=600")
     running = shown("exec", "a run")
+    # it is shown before the training's own handlers stand; they stand once its number is written
+    pid_of(place, "leader")
     for name in ("SIGINT", "SIGTERM"):
         running.send_signal(signal.SIGINT)
         until((place / name).exists)

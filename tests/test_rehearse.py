@@ -387,3 +387,15 @@ def test_a_plan_takes_the_length_of_rows_from_an_earlier_rehearsal(
     assert isinstance(CliRunner().invoke(app, words).exception, InvalidConfig)
     monkeypatch.setattr(memory, "recall", lambda *_: {"row_tokens": "79:159"})
     assert "rows: the first rows, as a rehearsal saw them" in CliRunner().invoke(app, words).stdout
+
+
+@needs_trl
+def test_what_is_only_parsed_is_remembered_by_its_value_too(stage_file: Path) -> None:
+    def recalled(*overrides: str) -> object:
+        judged, trainer = judge(Request(stage=None, config=stage_file, overrides=overrides))
+        return memory.recall(judged, trainer)
+
+    judged, trainer = judge(Request(stage=None, config=stage_file, overrides=("fsdp=full_shard",)))
+    memory.keep(judged, trainer, {"findings": []})
+    assert recalled("fsdp=full_shard") is not None
+    assert recalled("fsdp=nonsense") is None

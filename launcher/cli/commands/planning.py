@@ -48,7 +48,8 @@ def plan(
     from launcher.workflows.rehearse import first
 
     terms = forecast.Terms(
-        row_tokens=shared.row_tokens, rehearsed_tokens=first.row_tokens(shared.request()),
+        row_tokens=shared.row_tokens, 
+        rehearsed_tokens=None if shared.row_tokens else first.row_tokens(shared.request()),
         rows=shared.rows, gpu=gpu, gpu_memory=gpu_memory,
         price=shared.price, tokens_per_second=tokens_per_second, attention=attention, shape=shape,
         fit=fit,

@@ -60,7 +60,8 @@ def _parts(judged: Judged, trainer: Trainer) -> Iterator[Any]:
     whole = arguments.of_stage(judged.config.args, judged.options, judged.schema, entry)
     yield [judged.schema.key, judged.upstream.as_json()]
     yield {name: trainer.packages.get(name) for name in (*DECISIVE, "safetensors")}
-    yield [whole.given, whole.added, whole.left_out, whole.report_to]
+    # what is left out of the steps is parsed all the same
+    yield [dict(judged.config.args), whole.added, whole.left_out]
     yield [[one.code, one.key] for one in judged.findings if one.severity == "error"]
     for folder in (Path(__file__).parent, Path(__file__).parent / "inside"):
         yield [[one.name, one.stat().st_mtime_ns] for one in sorted(folder.glob("*.py"))]

@@ -244,14 +244,12 @@ class Attempts:
         added = {name: value for name, value in self.whole.added.items() if name not in given}
         whole = replace(self.whole, given={**self.whole.given, **given}, added=added)
         (answer,) = self.server.ask(self.request(whole, "parse"))
-        (alone,) = self.server.ask(self.request(self.whole, "parse"))
         refusal = answer.get("refusal")
         # what a CPU alone lacks is no fault of the file
-        if (
-            refusal is None
-            or alone.get("refusal")
-            or re.search(r"GPU|CUDA|cuda", refusal["message"])
-        ):
+        if refusal is None or re.search(r"GPU|CUDA|cuda", refusal["message"]):
+            return
+        (alone,) = self.server.ask(self.request(self.whole, "parse"))
+        if alone.get("refusal"):
             return
         culprits = [name for name in given if name in refusal["message"]] or list(given)
         self.findings.append(self.refusal(answer, culprits[:1]))

@@ -59,7 +59,6 @@ def import_with_dummies(name: str) -> None:
 
 def load(setup: dict[str, Any]) -> None:
     """Import once what every request needs; the checkout is among the paths."""
-    import datasets
     import torch
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
@@ -68,9 +67,7 @@ def load(setup: dict[str, Any]) -> None:
         import_with_dummies(name)
     importlib.import_module(name)
     torch.set_num_threads(1)
-    datasets.disable_caching()
     rows.prepare_in_process()
-    datasets.disable_progress_bars()
 
 
 def answer(request: dict[str, Any], seen: dict[str, Any]) -> None:

@@ -97,12 +97,14 @@ def replace_everywhere(package: str, name: str, old: Any, new: Any) -> None:
 
 
 def prepare_in_process() -> None:
-    """Have `map` and `filter` of data sets start no processes: for few rows that takes longer.
+    """Have data sets keep no caches, show no bars, and start no processes: for few rows that takes longer.
 
     Their sockets would also lie in the temporary folder, whose path may be longer than a socket's.
     """
     import datasets
 
+    datasets.disable_caching()
+    datasets.disable_progress_bars()
     for name in ("map", "filter"):
         old = getattr(datasets.Dataset, name)
 

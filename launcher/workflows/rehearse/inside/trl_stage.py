@@ -12,8 +12,7 @@ from . import rows, shrink, steps
 
 def load(setup: dict[str, Any]) -> None:
     """Import once what every request needs."""
-    import datasets
-    import datasets.packaged_modules.json.json
+    import datasets.packaged_modules.json.json  # noqa: F401
     import peft  # noqa: F401
     import torch
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
@@ -22,9 +21,7 @@ def load(setup: dict[str, Any]) -> None:
     importlib.import_module("trl.scripts.sft")
     importlib.import_module("trl.scripts.dpo")
     torch.set_num_threads(1)
-    datasets.disable_caching()
     rows.prepare_in_process()
-    datasets.disable_progress_bars()
 
 
 def answer(request: dict[str, Any], seen: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ def write(request: Request, path: Path) -> tuple[Finding, ...]:
     made = skypilot.task(
         name=stage.name, words=words, gpus=planned.gpus, nodes=planned.nodes,
         backend=stage.options.backend,
-        checkout=stage.upstream.root if stage.options.backend == "open_instruct" else None,
+        checkout=stage.upstream.root if stage.upstream.is_checkout else None,
         settings=stage.options.skypilot, environ=os.environ, cwd=Path.cwd(),
     )  # fmt: skip
     try:

@@ -33,6 +33,7 @@ from launcher.runs.rendezvous import Rendezvous
 from launcher.runs.rundir import RunFolder
 from launcher.stage import stage as stages
 from launcher.upstream.locate import Locator
+from launcher.upstream.trainers import BACKENDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,10 +160,9 @@ class Asked:
 def judge(request: Request, *, running: bool = False) -> tuple[stages.Judged, Trainer]:
     """Load and check a stage file, and find the Python that trains it. Raises InvalidConfig or NotReady."""
     loaded = config.load(request.config, request.overrides)
-    backend, checkout = stages.backend_of(loaded), None
+    backend = stages.backend_of(loaded)
     locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
-    if backend == "open_instruct":
-        checkout = locator.find(backend).root
+    checkout = locator.find(backend).root if BACKENDS[backend].CHECKOUT else None
     trainer = machine.find_trainer(request.python, checkout)
     locator.search = trainer.path
     judged = stages.judge(loaded, stage=request.stage, locator=locator, running=running)
@@ -179,7 +179,6 @@ def ask(request: Request, *, running: bool) -> Asked:
         message = f"--gpus {count}, but --devices names {len(named)}"
         raise usage("bad-devices", message, f"--gpus {len(named)}, or leave it out")
     judged, trainer = judge(request, running=running)
-    backend = stages.backend_of(judged.config)
     stage = stages.validate(judged, strict=request.strict)
     if not request.probe:
         stage = replace(stage, options=replace(stage.options, probe=None))
@@ -189,7 +188,7 @@ def ask(request: Request, *, running: bool) -> Asked:
     count = count if count is not None else stage.options.gpus
     # eight cards can take ten seconds to answer: they are asked only where the answer counts
     # and not where other machines will train
-    wanted = not request.elsewhere and (running or (count is None and backend == "trl"))
+    wanted = not request.elsewhere and (running or (count is None and stage.backend.ONE_GPU))
     seen = devices.look(os.environ) if wanted else None
     return Asked(
         stage=stage, trainer=trainer, gpus=_gpus(count, stage, seen), named=named, seen=seen
@@ -389,8 +388,8 @@ def _on_our_command_line(made: Plan) -> Iterator[Finding]:
 
 
 def _gpus(gpus: int | None, stage: stages.Stage, seen: Look | None) -> int:
-    """`--gpus`, `--devices` or `num_gpus` of the file, or for TRL whatever single device is here."""
-    if gpus is None and seen is not None and stage.options.backend == "trl":
+    """`--gpus`, `--devices` or `num_gpus` of the file, or (`ONE_GPU`) whatever single device is here."""
+    if gpus is None and seen is not None and stage.backend.ONE_GPU:
         gpus = min(1, len(seen.visible))
     if gpus is None or gpus < 0:
         raise usage("no-gpus", "how many GPUs?", "--gpus 8, or --gpus 0 for the CPU")

@@ -13,6 +13,7 @@ from launcher.machine import devices, python
 from launcher.machine.devices import Devices
 from launcher.plan import plan
 from launcher.upstream.locate import Locator
+from launcher.upstream.trainers import BACKENDS
 
 
 def of_stage(request: Request, *, importing: bool = True) -> Report:
@@ -27,7 +28,7 @@ def of_backend(request: Request, backend: str, *, importing: bool = True) -> Rep
     seen = devices.look(os.environ)
     asked = devices.named(request.devices)
     locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
-    root = locator.find(backend).root if backend == "open_instruct" else None
+    root = locator.find(backend).root if BACKENDS[backend].CHECKOUT else None
     trainer = python.find_trainer(request.python, root)
     locator.search = trainer.path
     count = request.gpus if request.gpus is not None or asked else len(seen.visible)

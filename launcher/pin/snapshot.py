@@ -96,7 +96,7 @@ def further_steps(backend: str, version: str) -> Iterator[str]:
     if named != module.PIN:
         yield f"write {named} as PIN in launcher/upstream/{backend}.py"
         yield "mend the cited lines that tests/test_upstream_facts.py names, then make golden"
-    if backend != "open_instruct":
+    if not module.CHECKOUT:
         return
     if gitlink(Repository(root), "external/open-instruct") != named:
         yield f"git update-index --cacheinfo 160000,{named},external/open-instruct"

@@ -21,6 +21,7 @@ from launcher.runs import rendezvous
 from launcher.runs.command import Command
 from launcher.stage.options import Watch
 from launcher.upstream.locate import SUBMODULE
+from launcher.upstream.trainers import Backend
 
 HUB = "HF_TOKEN"
 ARGUMENT = "LAUNCH_ARG_"
@@ -124,7 +125,7 @@ def build(
 
 
 def _expected_root(plan: Plan, trainer: Trainer) -> Path:
-    if plan.stage.options.backend == "open_instruct":
+    if plan.stage.backend.CHECKOUT:
         return SUBMODULE
     places = [path for path in trainer.path if path.name in {"site-packages", "dist-packages"}]
     return places[0] if places else Path("site-packages").absolute()
@@ -176,11 +177,7 @@ def _environment(
         env["LAUNCH_PROBE"] = json.dumps(_probe(plan, script, folder, plan.stage.options.probe))
     # training writes straight into console.log: unbuffered, or the last lines die with it
     env["PYTHONUNBUFFERED"] = "1"
-    if plan.stage.options.backend == "open_instruct":
-        path = environ.get("PYTHONPATH")
-        env["PYTHONPATH"] = f"{root}{os.pathsep}{path}" if path else str(root)
-        # importing litellm would otherwise ask the network for model prices, 5 s where there is none
-        env["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+    env |= source_environment(plan.stage.backend, root, environ)
     if plan.gpus == 0:
         if not plan.stage.entry.torchrun:
             env["ACCELERATE_USE_CPU"] = "true"
@@ -189,6 +186,14 @@ def _environment(
         # one process that sees several cards: transformers spreads it over all (nn.DataParallel)
         env["CUDA_VISIBLE_DEVICES"] = environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     return env
+
+
+def source_environment(backend: Backend, root: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """What Python needs to import a trainer's source from `root`, and what the trainer's scripts need."""
+    if not backend.CHECKOUT:
+        return {**backend.ENVIRON}
+    path = environ.get("PYTHONPATH")
+    return {"PYTHONPATH": f"{root}{os.pathsep}{path}" if path else str(root), **backend.ENVIRON}
 
 
 def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, object]:

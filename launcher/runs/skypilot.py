@@ -18,6 +18,7 @@ import yaml
 from launcher.errors import Complain, Finding, brief, usage
 from launcher.paths import PROJECT
 from launcher.redaction import redact
+from launcher.upstream.trainers import BACKENDS
 
 if TYPE_CHECKING:
     pass
@@ -90,8 +91,7 @@ def task(
     if checkout is not None and not checkout.is_relative_to(project):
         mounts[CHECKOUT] = str(checkout)
     lines = [f"cd {launch}", f"make install-{backend.replace('_', '-')}"]
-    if gpus and backend == "open_instruct":
-        # with CUDA the pinned source cannot do without flash-attn
+    if gpus and BACKENDS[backend].GPU_NEEDS:
         lines.append(".venv/bin/python -m pip install --no-build-isolation -e '.[gpu]'")
     tokens = settings.get("secrets", [name for name in SECRETS if environ.get(name)])
     made: dict[str, Any] = {

@@ -67,7 +67,8 @@ class Entry:
     no DeepSpeed. `models` says where its source lists the models that it can build, as (module, name of
     the mapping) and (module, class whose methods are the configs). `tables` are the mappings of a module in
     which it looks up what arguments name. `flattens`: `packing` lays the rows of a micro-batch behind each
-    other, and joins none beforehand. `needs` are distributions that it imports beside the backend's.
+    other, and joins none beforehand. `needs` are distributions that it imports beside the backend's,
+    `imports` modules that it imports only when it runs.
     """
 
     script: str
@@ -89,6 +90,7 @@ class Entry:
     tables: tuple[str, tuple[str, ...]] | None = None
     flattens: bool = False
     needs: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
 
     def packs(self, values: Mapping[str, Any], per_device: int | None) -> bool:
         """Whether these arguments come to rows of several samples, of `per_device` rows a micro-batch.

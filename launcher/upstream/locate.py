@@ -54,6 +54,11 @@ class Upstream:
         """Whether every file that matters is the pinned one."""
         return not self.changed
 
+    @property
+    def is_checkout(self) -> bool:
+        """Whether this trainer runs from a git checkout."""
+        return BACKENDS[self.backend].CHECKOUT
+
     def describe(self) -> str:
         """One line for every answer: which source, which commit."""
         where = f"{self.root} ({self.source})" if self.root else "the committed snapshot"
@@ -95,7 +100,7 @@ def locate(
     `search` is the import path of another interpreter (the trainer's). Raises NotReady where a
     checkout was named and is none.
     """
-    if backend == "open_instruct":
+    if BACKENDS[backend].CHECKOUT:
         environ = os.environ if environ is None else environ
         return _locate_checkout(checkout, environ)
     return _locate_packages(backend, tuple(search) if search is not None else None)
@@ -192,7 +197,7 @@ def _compare(
 
 def version_of(backend: str, packages: Mapping[str, Folder]) -> str:
     """The commit of a checkout (`+edited` with local changes), or the versions of packages."""
-    if backend == "open_instruct":
+    if BACKENDS[backend].CHECKOUT:
         from launcher.machine.python import git_version
 
         return git_version(packages[backend].path.parent, backend) or "no git history"
@@ -218,7 +223,7 @@ def unpinned(upstream: Upstream, *, running: bool, allowed: bool) -> Finding | N
     """
     if upstream.pinned:
         return None
-    if upstream.backend != "open_instruct":
+    if not upstream.is_checkout:
         return Finding(
             severity="note", layer="launch", code="other-version",
             message=f"checked against the installed {upstream.version}; tested with {upstream.pin}",
@@ -249,7 +254,7 @@ def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False)
     backend = BACKENDS[upstream.backend]
     told = snapshot(upstream.backend)
     use_source = not upstream.pinned
-    if upstream.backend == "open_instruct" and not allow_unpinned:
+    if upstream.is_checkout and not allow_unpinned:
         use_source = False
     if not use_source:
         return facts.schema_of(told, backend, stage, "snapshot", str(told["version"]))
@@ -304,9 +309,9 @@ def past(upstream: Upstream, script: str, key: str) -> tuple[Event, ...]:
 
     At the pin the committed table answers; anything else asks its own git history, if it has one.
     """
-    if upstream.backend != "open_instruct" or upstream.pinned:
+    if not upstream.is_checkout or upstream.pinned:
         return history.of(key, script)
-    tree = upstream.packages.get("open_instruct")
+    tree = upstream.packages.get(upstream.backend)
     if isinstance(tree, CommitTree):
         return history.of(key, script, tree.repository, head=tree.commit)
     repository = Repository(upstream.root) if upstream.root is not None else None

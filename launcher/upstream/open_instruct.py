@@ -12,13 +12,9 @@ from pathlib import Path
 from launcher.upstream.entry import Entry, Moved, Names
 from launcher.upstream.schema import Values
 
-__all__ = [
-    "COMPUTED", "EXTRA", "NAME", "NEEDS", "OLMO_CORE", "PACKAGES", "PIN", "STAGES", "TAKES_NONE",
-    "output_folder",
-]  # fmt: skip
-
 NAME = "open_instruct"
 PACKAGES: tuple[str, ...] = ("open_instruct",)
+CHECKOUT = True
 PIN = "45901fd00593422a366dc303012b55b4fe5f4241"
 TAKES_NONE = False
 # an enum of OLMo-core's that arguments of commits after the pin have as their type
@@ -31,7 +27,12 @@ NEEDS: tuple[str, ...] = (
     "absl-py", "bettermap", "beaker-py", "immutabledict", "langdetect", "litellm", "nltk", "ray",
     "wandb",
 )  # fmt: skip
+# with CUDA and no such package its detection raises (model_utils.py:69)
+GPU_NEEDS: tuple[str, ...] = ("flash-attn",)
 EXTRA = "open-instruct"
+# importing litellm would otherwise ask the network for model prices, 5 s where there is none
+ENVIRON: Mapping[str, str] = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+ONE_GPU = False
 
 _TOKENIZER = ("open_instruct.dataset_transformation", "TokenizerConfig")
 

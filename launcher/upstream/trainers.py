@@ -22,6 +22,8 @@ class Backend(Protocol):
     NAME: str
     PACKAGES: tuple[str, ...]
     """Top-level packages whose source holds the dataclasses."""
+    CHECKOUT: bool
+    """Whether it runs from a git checkout, of which `PIN` is a commit; else from installed packages."""
     PIN: str
     """The commit, or the version, that the committed snapshot was read from."""
     COMPUTED: Mapping[str, tuple[str, ...]]
@@ -32,8 +34,14 @@ class Backend(Protocol):
     STAGES: Mapping[str, Entry]
     NEEDS: tuple[str, ...]
     """Distributions without which its scripts cannot be imported."""
+    GPU_NEEDS: tuple[str, ...]
+    """Those without which they crash where there is CUDA; our extra `gpu` installs them."""
     EXTRA: str
-    """The extra of ours that installs them."""
+    """The extra of ours that installs `NEEDS`."""
+    ENVIRON: Mapping[str, str]
+    """Variables that its scripts are started with."""
+    ONE_GPU: bool
+    """Whether it trains on the one GPU that is here, or the CPU, where nobody says how many."""
 
     def output_folder(self, values: Values) -> Path | None:
         """Where the final model will lie; None where the config names no place."""

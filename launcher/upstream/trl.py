@@ -8,17 +8,16 @@ from pathlib import Path
 from launcher.upstream.entry import Entry, Moved, Names
 from launcher.upstream.schema import Values
 
-__all__ = [
-    "COMPUTED", "EXTRA", "NAME", "NEEDS", "PACKAGES", "PIN", "STAGES", "TAKES_NONE",
-    "output_folder",
-]  # fmt: skip
-
 NAME = "trl"
 PACKAGES: tuple[str, ...] = ("trl", "transformers")
+CHECKOUT = False
 PIN = "trl 1.16.0, transformers 5.17.0"
 TAKES_NONE = True
 NEEDS: tuple[str, ...] = ("torch", "transformers", "trl", "accelerate", "datasets")
+GPU_NEEDS: tuple[str, ...] = ()
 EXTRA = "trl"
+ENVIRON: Mapping[str, str] = {}
+ONE_GPU = True
 # transformers/training_args.py:64 builds it by calls, transformers/utils/logging.py:44 holds the names
 COMPUTED: Mapping[str, tuple[str, ...]] = {
     "trainer_log_levels.keys()": (
@@ -57,6 +56,7 @@ STAGES: Mapping[str, Entry] = {
         script="trl/scripts/sft.py",
         classes=(_SCRIPT, ("trl.trainer.sft_config", "SFTConfig"), _MODEL, _MIXTURE),
         owner="SFTConfig",
+        imports=("trl.trainer.sft_trainer",),
         names=_NAMES,
         moved=_MOVED,
         recorders=_RECORDERS,
@@ -65,6 +65,7 @@ STAGES: Mapping[str, Entry] = {
         script="trl/scripts/dpo.py",
         classes=(_SCRIPT, ("trl.trainer.dpo_config", "DPOConfig"), _MODEL, _MIXTURE),
         owner="DPOConfig",
+        imports=("trl.trainer.dpo_trainer",),
         names=Names(
             data="dataset_name",
             max_steps="max_steps",

@@ -22,6 +22,7 @@ from launcher.machine import devices as gpus
 from launcher.machine.devices import Devices, Look
 from launcher.machine.python import Trainer
 from launcher.machine.sizes import sized
+from launcher.plan.command import source_environment
 from launcher.plan.plan import Plan
 from launcher.plan.plan import output_folder as output_of
 from launcher.rules import registry
@@ -196,7 +197,7 @@ def _quick(subject: Subject, chosen: Devices, imports: Imports | None = None) ->
 
 def checkout(subject: Subject) -> Iterator[Finding]:
     """open-instruct runs from a checkout; the snapshot only validates."""
-    if subject.upstream.root is None and subject.upstream.backend == "open_instruct":
+    if subject.upstream.root is None and subject.upstream.is_checkout:
         from launcher.pin import pin
 
         fill = next(
@@ -213,7 +214,7 @@ def _standing(subject: Subject) -> Iterator[Finding]:
     """A submodule that is empty while another checkout is used, and a checkout that is not the pin."""
     from launcher.pin import pin
 
-    if subject.upstream.backend != "open_instruct" or subject.upstream.root is None:
+    if not subject.upstream.is_checkout or subject.upstream.root is None:
         return
     if subject.plan is None:
         fault = unpinned(subject.upstream, running=True, allowed=False)
@@ -268,9 +269,7 @@ def needed(subject: Subject) -> tuple[str, ...]:
     """The distributions that the scripts need, and those that the plan's switches ask for."""
     plan = subject.plan
     wanted = [*subject.backend.NEEDS, *(name for entry in subject.entries for name in entry.needs)]
-    if subject.gpus and subject.backend.NAME == "open_instruct":
-        # with CUDA and no such package its detection raises (model_utils.py:69)
-        wanted.append("flash-attn")
+    wanted += subject.backend.GPU_NEEDS if subject.gpus else ()
     if plan is not None:
         if plan.values.get(plan.stage.entry.names.liger):
             wanted.append("liger-kernel")
@@ -311,20 +310,14 @@ def _conflicts(subject: Subject) -> Iterator[Finding]:
 
 def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:
     """Import what options of the plan need, and the scripts themselves."""
-    root = subject.upstream.root
     modules = [_MODULES[name] for name in needed(subject) if name in _MODULES]
     modules += [entry.script.removesuffix(".py").replace("/", ".") for entry in subject.entries]
     environ = {**subject.environ, **(chosen.env() if subject.gpus and not chosen.refused else {})}
     if not subject.gpus:
         environ["CUDA_VISIBLE_DEVICES"] = ""
-    if subject.upstream.backend != "open_instruct":
-        # its scripts import these when they run
-        modules += [f"trl.trainer.{stage}_trainer" for stage in subject.stages]
-    elif root is not None:
-        before = environ.get("PYTHONPATH")
-        environ["PYTHONPATH"] = f"{root}{os.pathsep}{before}" if before else str(root)
-        # importing litellm would otherwise ask the network for model prices
-        environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+    modules += [module for entry in subject.entries for module in entry.imports]
+    if subject.upstream.root is not None:
+        environ |= source_environment(subject.backend, subject.upstream.root, environ)
     return environment.try_imports(
         modules, subject.trainer, environ=environ, timeout_s=timeout_s, cuda=bool(subject.gpus)
     )

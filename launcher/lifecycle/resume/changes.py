@@ -295,7 +295,7 @@ def _reference(record: Record, plan: Plan, caches: Sequence[Cache]) -> Iterator[
 
 def _versions(record: Record, plan: Plan, trainer: Trainer) -> Iterator[Change]:
     was, now = record.value("upstream", "version"), plan.stage.upstream.version
-    if plan.stage.options.backend == "open_instruct" and isinstance(was, str) and was != now:
+    if plan.stage.backend.CHECKOUT and isinstance(was, str) and was != now:
         effect = "another version may count, tokenise and save in another way"
         yield Change(what="pin", before=was, after=now, effect=effect, severity="error")
     before, after = record.part("trainer", "packages"), trainer.packages

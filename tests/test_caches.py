@@ -281,7 +281,7 @@ def used(
 ) -> Iterator[dict[str, Cache]]:
     """A run that holds its folders, and has filled them as upstream would."""
     found = derived(text, *overrides)
-    with cache_folders.held(tuple(found.values()), run(name), attempt, config=Path("s.yaml")):
+    with cache_folders.lock(tuple(found.values()), run(name), attempt, config=Path("s.yaml")):
         for one in found.values() if fill else ():
             entry(one.path, one.kind)
         yield found
@@ -425,7 +425,7 @@ def test_what_a_run_holds_is_kept(place: Path) -> None:
 
 def test_a_started_process_holds_on_when_the_launcher_is_gone(place: Path) -> None:
     found = derived("sft")
-    with cache_folders.held(tuple(found.values()), run("r1"), 1) as locks:
+    with cache_folders.lock(tuple(found.values()), run("r1"), 1) as locks:
         child = subprocess.Popen(["sleep", "600"], pass_fds=locks)
     try:
         assert cleared() == {"dataset": "kept"}

@@ -197,14 +197,14 @@ def test_a_lock_of_the_dead_is_free_and_one_of_a_stranger_is_not(world: World) -
     )  # fmt: skip
     assert stranger.stdout is not None
     stranger.stdout.readline()
-    assert lease.held(folder.lock)
+    assert lease.is_locked(folder.lock)
     done = world.launch("exec", "a run", "--format", "json")
     assert done.returncode == 5
     assert [f["code"] for f in json.loads(done.stdout)["findings"]] == ["run-is-live"]
     stranger.kill()
     stranger.communicate()
     assert folder.lock.exists()
-    assert not lease.held(folder.lock)
+    assert not lease.is_locked(folder.lock)
     assert world.launch("exec", "a run").returncode == 1
 
 
@@ -402,7 +402,7 @@ def test_streams_that_are_closed(world: World) -> None:
     launcher = next(p for p in world.left() if b"exec\0a run\0" in cmdline(p))
     os.kill(launcher, signal.SIGKILL)
     until(lambda: not process.identify(launcher).lives())
-    assert lease.held(folder.lock)
+    assert lease.is_locked(folder.lock)
     (world.root / "go").touch()
     running.wait(PATIENCE_S)
     until(lambda: rundir.judged(folder, 1))

@@ -359,13 +359,15 @@ def test_a_set_made_before_the_download_is_no_hit(folder: Path, place: Path) -> 
 
 
 def test_what_a_plan_reads(place: Path) -> None:
-    read = hub.wanted(planned("sft_open_instruct.yaml", "tokenizer_name_or_path=acme/words"))
+    read = hub.required_parts(
+        planned("sft_open_instruct.yaml", "tokenizer_name_or_path=acme/words")
+    )
     assert [(one.role, one.name) for one in read] == [
         ("whole", "build/demo/model"),
         ("tokenizer", "acme/words"),
         ("card", "build/demo/data/sft/train.jsonl"),
     ]
-    read = hub.wanted(planned("sft.yaml", "model_revision=v2"))
+    read = hub.required_parts(planned("sft.yaml", "model_revision=v2"))
     assert [(one.role, one.revision) for one in read] == [("model", "v2"), ("data", None)]
 
 

@@ -1,7 +1,7 @@
 """A model's `config.json` -> `Shape`: every weight's size, exactly, and what its layers keep.
 
 Nothing is guessed: a family that is not described here, or a missing key, is an error that names it. The
-counts are held against transformers' own modules by a test. The small committed table `shapes.json` has
+counts are compared with transformers' own modules by a test. The small committed table `shapes.json` has
 the configs of common models, for machines that have none of them.
 """
 
@@ -39,7 +39,7 @@ class Layout:
     """transformers refuses a hidden size that the heads do not divide."""
     windows: str = ""
     """Whether layers look back over `sliding_window` tokens alone: "" never, "always" all or most of them,
-    "asked" where `use_sliding_window`."""
+    "switchable" where `use_sliding_window`."""
     keys: Mapping[str, Any]
     """What transformers' config class takes where a key is absent, as far as it is not derived."""
     nulls: frozenset[str] = frozenset({"num_key_value_heads"})
@@ -56,8 +56,8 @@ FAMILIES: Mapping[str, Layout] = {
     "llama": Layout(divided=True, keys=_LLAMA, nulls=frozenset({"num_key_value_heads", "head_dim"})),
     "mistral": Layout(windows="always", keys=_MISTRAL, nulls=frozenset({"head_dim"})),
     "granite": Layout(keys=_LLAMA),
-    "qwen2": Layout(qkv_bias=True, windows="asked", keys={"num_key_value_heads": 32}),
-    "qwen3": Layout(qk_norm="head", windows="asked", keys=_QWEN3),
+    "qwen2": Layout(qkv_bias=True, windows="switchable", keys={"num_key_value_heads": 32}),
+    "qwen3": Layout(qk_norm="head", windows="switchable", keys=_QWEN3),
     "olmo2": _OLMO2,
     "olmo3": replace(_OLMO2, windows="always", keys={**_NO_BIAS, "sliding_window": 4096}),
 }  # fmt: skip
@@ -254,7 +254,7 @@ def _layer(
 def _window(reader: _Reader) -> int:
     """How far layers look back that do not see everything; 0 where all see everything."""
     size = reader.value("sliding_window")
-    switched = reader.layout.windows == "asked"
+    switched = reader.layout.windows == "switchable"
     if not reader.layout.windows or (switched and not reader.config.get("use_sliding_window")):
         return 0
     return size if isinstance(size, int) and size > 0 else 0

@@ -216,8 +216,8 @@ def _ranks_fault(
     path: Path, names: set[str], pattern: re.Pattern[str], ranks: int | None
 ) -> str | None:
     found = {int(m[1]): name for name in names if (m := pattern.match(name)) is not None}
-    wanted = range(ranks if ranks is not None else max(found, default=0) + 1)
-    lacking = [rank for rank in wanted if rank not in found]
+    expected = range(ranks if ranks is not None else max(found, default=0) + 1)
+    lacking = [rank for rank in expected if rank not in found]
     if lacking:
         listed = ", ".join(map(str, lacking[:8]))
         return f"the random states of rank {listed} are missing"
@@ -305,8 +305,8 @@ def sizes(path: Path) -> dict[str, tuple[int, ...]] | None:
     """The size of each tensor in a safetensors file; None where its header cannot be read."""
     try:
         with files.open_regular(path, 0) as file:
-            told = digest.header(file.fileno(), os.fstat(file.fileno()).st_size)[1]
-        return {name: tuple(map(int, one["shape"])) for name, one in told.items()}
+            tensors = digest.header(file.fileno(), os.fstat(file.fileno()).st_size)[1]
+        return {name: tuple(map(int, one["shape"])) for name, one in tensors.items()}
     except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, OverflowError):
         return None
 
@@ -317,8 +317,8 @@ def blank(path: Path) -> bool:
         with files.open_regular(path, 0) as file:
             size = os.fstat(file.fileno()).st_size
             regions = digest.sampled_regions(file.fileno(), size) or []
-            told = digest.header(file.fileno(), size)[1] if regions else {}
-            if not told or not all("F" in one["dtype"] for one in told.values()):
+            tensors = digest.header(file.fileno(), size)[1] if regions else {}
+            if not tensors or not all("F" in one["dtype"] for one in tensors.values()):
                 return False
             return not any(
                 os.pread(file.fileno(), length, at).strip(b"\0") for at, length in regions[1:]
@@ -336,9 +336,9 @@ def _tensors_fault(path: Path) -> str | None:
     try:
         with files.open_regular(path, 0) as file:
             size = os.fstat(file.fileno()).st_size
-            data, told = digest.header(file.fileno(), size)
-        ends = [int(one["data_offsets"][1]) for one in told.values()]
-        empty = [n for n, one in told.items() if 0 in one["shape"] and "F" in one["dtype"]]
+            data, tensors = digest.header(file.fileno(), size)
+        ends = [int(one["data_offsets"][1]) for one in tensors.values()]
+        empty = [n for n, one in tensors.items() if 0 in one["shape"] and "F" in one["dtype"]]
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
@@ -350,7 +350,7 @@ def _tensors_fault(path: Path) -> str | None:
     if data + max(ends, default=0) != size:
         return f"{path.name} is cut off"
     if empty:
-        return f"{len(empty)} of the {len(told)} tensors in {path.name} have no values, such as {empty[0]}"
+        return f"{len(empty)} of the {len(tensors)} tensors in {path.name} have no values, such as {empty[0]}"
     return None
 
 

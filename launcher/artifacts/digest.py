@@ -9,7 +9,7 @@ shapes, dtypes, offsets) and one 4 KiB block out of each stratum of each tensor;
 70 MB. What it may miss:
 
 * a change of less than two strata in one stretch (2 MiB; an eighth of a tensor below 16 MiB), if it lies
-  between the blocks: of a stretch of 2 MiB and more a whole block is always seen;
+  between the blocks: of a stretch of 2 MiB and more a whole block is always read;
 * scattered changes of a share p of a tensor's elements, with a probability of (1 - p) ** n, where n is
   the number of sampled elements: 2,048 of two bytes for each MiB, at least 32,768. Training moves all
   elements; of those too small a step for bfloat16 leaves most where they are. Already at p = 0.001 a
@@ -220,8 +220,8 @@ def header(descriptor: int, size: int) -> tuple[int, dict[str, Any]]:
 def _tensors(descriptor: int, size: int) -> tuple[int, list[tuple[str, int, int]]] | None:
     """Where the data begin, and each tensor's name and place after that, in order."""
     try:
-        data, told = header(descriptor, size)
-        offsets = {name: map(int, one["data_offsets"]) for name, one in told.items()}
+        data, entries = header(descriptor, size)
+        offsets = {name: map(int, one["data_offsets"]) for name, one in entries.items()}
         tensors = [(name, begin, end) for name, (begin, end) in offsets.items()]
         tensors.sort(key=lambda one: one[1:])
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, EOFError, Changing):

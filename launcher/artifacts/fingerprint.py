@@ -48,7 +48,7 @@ class MissingContent(NotReady):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePrint:
-    """One file: its name below what was asked for, its state when it was read, its digest.
+    """One file: its name below the fingerprinted path, its state when it was read, its digest.
 
     `method` is `whole` or `sampled` (see `content`); `mtime` is in seconds since 1970.
     """
@@ -319,7 +319,7 @@ def _below(folder: Path) -> Iterator[tuple[str, Path]]:
                 if entry.is_dir():
                     yield from look(Path(entry.path), f"{prefix}{entry.name}/", above | {real})
                 elif entry.is_file() or entry.is_symlink():
-                    # a link to nothing is a file that cannot be read: better said than skipped
+                    # a link to nothing is a file that cannot be read: report it
                     yield prefix + entry.name, Path(entry.path)
 
     yield from look(folder, "", frozenset())
@@ -344,7 +344,7 @@ def _missing(path: Path, error: OSError | ValueError) -> MissingContent:
 def of_hub(name: str, revision: str | None = None) -> Fingerprint:
     """A model on the hub by the commit that the hub's cache here holds for it, else by name alone.
 
-    No network is asked: a model that is not here yet is known by nothing else.
+    No network is used: a model that is not here yet is known by nothing else.
     """
     commit = None if is_path(name) else model_config.commit(name, os.environ, revision)
     known = f"hub {name} {commit}" if commit else f"name {name} {revision or 'main'}"

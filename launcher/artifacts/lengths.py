@@ -1,7 +1,7 @@
 """Row lengths in tokens, and what they make of a batch: from `MEAN:MAX`, from a tokenised dataset.
 
 A padded batch is as wide as its longest row; a packed one is the sum of its rows. The peak of a run is its
-largest micro-batch, so both are asked for as the median largest of so many. How full the rows are that
+largest micro-batch, so both are given as the median largest of so many. How full the rows are that
 dpo.py packs is found by packing as it does.
 """
 

@@ -102,11 +102,11 @@ def commit(
     name: str, environ: Mapping[str, str], revision: str | None = None, kind: str = "models"
 ) -> str | None:
     """The commit that the hub's cache here holds for a name and revision; None where it holds none."""
-    kept, wanted = str(repository(name, environ, kind)), revision or "main"
-    if ".." in wanted:
+    kept, branch = str(repository(name, environ, kind)), revision or "main"
+    if ".." in branch:
         return None
-    told = _line(_joined(kept, "refs", wanted))
-    return told or (wanted if exists(_joined(kept, "snapshots", wanted)) else None)
+    commit = _line(_joined(kept, "refs", branch))
+    return commit or (branch if exists(_joined(kept, "snapshots", branch)) else None)
 
 
 def snapshot(
@@ -132,7 +132,7 @@ def hub_home(environ: Mapping[str, str]) -> Path:
 
 
 def offline(environ: Mapping[str, str]) -> bool:
-    """Whether huggingface_hub is told to stay off the network."""
+    """Whether huggingface_hub stays off the network."""
     return offline_by(environ) is not None
 
 

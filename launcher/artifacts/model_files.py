@@ -32,24 +32,24 @@ def config_fault(folder: Path) -> str | None:
         if is_file(folder / ADAPTER):
             return f"it is an adapter alone, without the model that it was made for: no {_CONFIG}"
         return f"it holds no {_CONFIG}"
-    told = _read(folder / _CONFIG)
-    if not isinstance(told, dict):
+    config = _read(folder / _CONFIG)
+    if not isinstance(config, dict):
         return _unread(folder / _CONFIG)
     return (
         None
-        if "model_type" in told or "auto_map" in told
+        if "model_type" in config or "auto_map" in config
         else f"its {_CONFIG} names no `model_type`"
     )
 
 
 def tokenizer_fault(folder: Path) -> str | None:
     """What is wrong with a tokenizer; without a vocabulary transformers makes one that knows no word."""
-    config = folder / _TOKENIZER
-    told = _read(config) if is_file(config) else {}
-    if not isinstance(told, dict):
-        return _unread(config)
+    path = folder / _TOKENIZER
+    config = _read(path) if is_file(path) else {}
+    if not isinstance(config, dict):
+        return _unread(path)
     there = _tokenizers(folder)
-    if "auto_map" in told:
+    if "auto_map" in config:
         # code of its own may read anything
         return None
     if not there:

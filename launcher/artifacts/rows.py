@@ -27,7 +27,7 @@ HUB_ROWS = {
 
 
 def columns(path: Path) -> tuple[dict[str, Any], frozenset[str]] | None:
-    """The first row of a .jsonl, and the names in the rows of its head; None where it cannot be told."""
+    """The first row of a .jsonl, and the names in the rows of its head; None where that is unknown."""
     if path.suffix != ".jsonl" or fault(path) is not None:
         return None
     try:
@@ -46,10 +46,10 @@ def columns(path: Path) -> tuple[dict[str, Any], frozenset[str]] | None:
 def lines_of(paths: Sequence[Path]) -> int | None:
     """Lines of local .jsonl files in all; None where there are none or they are too large to count."""
     try:
-        seen = [(path, path.stat()) for path in paths]
-        if not seen or sum(told.st_size for _, told in seen) > 64 * 2**20:
+        sizes = [(path, path.stat()) for path in paths]
+        if not sizes or sum(status.st_size for _, status in sizes) > 64 * 2**20:
             return None
-        return sum(_lines(path, told.st_mtime_ns, told.st_size) for path, told in seen)
+        return sum(_lines(path, status.st_mtime_ns, status.st_size) for path, status in sizes)
     except (OSError, ValueError):
         return None
 
@@ -93,7 +93,7 @@ def _lines(path: Path, _changed: int, _size: int) -> int:
 
 
 def fault(path: Path) -> str | None:
-    """What is wrong with a data file; None where nothing is, or where it cannot be told."""
+    """What is wrong with a data file; None where nothing is, or where that is unknown."""
     if is_file(path) and is_pointer(path):
         return "is a git-lfs pointer, not the file: `git lfs pull`"
     if path.suffix != ".jsonl":

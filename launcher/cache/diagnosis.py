@@ -1,4 +1,4 @@
-"""`launch cache why RUN`: what made a run's caches hit or miss, told by what differed from before.
+"""`launch cache why RUN`: what made a run's caches hit or miss, by what differed from before.
 
 Two keys are looked at, from the outside in: launch's, which names the folder (contents, versions), and
 upstream's own, which names the entry in it (arguments; its `config.json` where nothing else differs).

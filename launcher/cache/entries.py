@@ -30,32 +30,32 @@ _REVISION = "main"
 
 def hit(folder: Path, plan: Plan) -> Path | None:
     """The complete set in a folder that a run of this plan would find by its key; None: it would miss."""
-    asked = key(plan)
+    expected = key(plan)
     found = folders.opened(folder)
     for name in found.entries() if found is not None else ():
-        if not list(differences(asked, folder / name)):
+        if not list(differences(expected, folder / name)):
             return folder / name
     return None
 
 
-def differences(asked: Mapping[str, Any], entry: Path) -> Iterator[str]:
-    """What a set was made with that a run would not ask for, in words."""
-    told = rundir.read_json(entry / "config.json")
-    tokenizer, data = told.get("tokenizer_config"), told.get("dataset_configs")
+def differences(expected: Mapping[str, Any], entry: Path) -> Iterator[str]:
+    """What a set was made with that a run would not use, in words."""
+    config = rundir.read_json(entry / "config.json")
+    tokenizer, data = config.get("tokenizer_config"), config.get("dataset_configs")
     if not isinstance(tokenizer, dict) or not isinstance(data, list):
         yield f"{entry} does not say what it was made of"
         return
-    for name, value in asked["tokenizer"].items():
+    for name, value in expected["tokenizer"].items():
         if name in tokenizer and tokenizer[name] != value:
-            yield f"{name}: {tokenizer[name]!r} there, {value!r} asked for"
-    if len(data) != len(asked["data"]):
-        yield f"{len(data)} data sets there, {len(asked['data'])} asked for"
+            yield f"{name}: {tokenizer[name]!r} there, {value!r} expected"
+    if len(data) != len(expected["data"]):
+        yield f"{len(data)} data sets there, {len(expected['data'])} expected"
         return
-    for there, wanted in zip(data, asked["data"], strict=True):
-        for name, value in wanted.items():
+    for there, requested in zip(data, expected["data"], strict=True):
+        for name, value in requested.items():
             # upstream leaves out of its key what is None
             if isinstance(there, dict) and there.get(name) != value:
-                yield f"{name}: {there.get(name)!r} there, {value!r} asked for"
+                yield f"{name}: {there.get(name)!r} there, {value!r} expected"
 
 
 def key(plan: Plan) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""The cache folders on this disk: made for a run, held while it lives, listed, and cleared.
+"""The cache folders on this disk: made for a run, locked while it lives, listed, and cleared.
 
 Each holds a record, `launch-cache.json`, of what its name was derived from, and one small file a run
-under `.launch-uses/`, so that nothing is ever written by two. A folder is held through a lock of the
-kernel's, which the training process inherits: what is held, or was used by a run that still lives, is
+under `.launch-uses/`, so that nothing is ever written by two. A folder is protected by a lock of the
+kernel's, which the training process inherits: what is locked, or was used by a run that still lives, is
 never cleared, and nothing is that lacks the record of its own name.
 """
 
@@ -132,10 +132,10 @@ def aged(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def held(
+def lock(
     caches: Sequence[Cache], run: RunFolder, attempt: int, *, config: Path | None = None
 ) -> Iterator[tuple[int, ...]]:
-    """Make the folders and hold them for an attempt; yields the descriptors for the started process.
+    """Make the folders and lock them for an attempt; yields the descriptors for the started process.
 
     What an earlier run left unfinished in them is taken away first, unless another run is at it now:
     upstream would take a half-written set for a finished one and crash. Raises NotReady where a
@@ -178,24 +178,24 @@ def _hold(cache: Cache) -> int | None:
 
 def _same(path: Path, descriptor: int) -> bool:
     try:
-        there, held = path.stat(), os.fstat(descriptor)
+        there, opened = path.stat(), os.fstat(descriptor)
     except OSError:
         return False
-    return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+    return (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino)
 
 
 def _record(cache: Cache, run: RunFolder, attempt: int, config: Path | None) -> None:
-    told = redact(cache.as_json())
+    described = redact(cache.as_json())
     uses = cache.path / USES
     uses.mkdir(exist_ok=True)
     if not _is_ours(cache.path, rundir.read_json(cache.path / RECORD)):
         head = {"launch_cache": RECORD_VERSION, "created": rundir.now()}
-        files.write_json(cache.path / RECORD, {**head, **told})
+        files.write_json(cache.path / RECORD, {**head, **described})
     place = str(run.path.absolute())
     name = hashlib.sha256(os.fsencode(place)).hexdigest()[:16]
     use = {
         "run": place, "attempt": attempt, "time": time.time(),
-        "config": None if config is None else str(config), "cache": told,
+        "config": None if config is None else str(config), "cache": described,
     }  # fmt: skip
     files.write_json(uses / f"{name}-{attempt}.json", use)
     rundir.enter("caches", cache.path)
@@ -326,10 +326,10 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def seconds(told: object) -> float:
+def seconds(text: object) -> float:
     """A time as records hold it, in seconds since 1970; 0 where it is none."""
     try:
-        return datetime.datetime.fromisoformat(str(told)).timestamp()
+        return datetime.datetime.fromisoformat(str(text)).timestamp()
     except ValueError:
         return 0.0
 

@@ -2,7 +2,7 @@
 
 Before anything is tokenised: upstream's key of tokenised data holds what is in the hub's cache at that
 moment (dataset_transformation.py:84), so that a set made before the download has another key than the
-same set asked for after it.
+same set made after it.
 """
 
 from __future__ import annotations
@@ -90,12 +90,14 @@ class Part:
         }  # fmt: skip
 
 
-def wanted(plan: Plan) -> tuple[Part, ...]:
+def required_parts(plan: Plan) -> tuple[Part, ...]:
     """What a plan reads: its model, the model that its config is of, its tokenizer, its data."""
-    return tuple({(one.role, one.name, one.revision): one for one in _wanted(plan)}.values())
+    return tuple(
+        {(one.role, one.name, one.revision): one for one in _required_parts(plan)}.values()
+    )
 
 
-def _wanted(plan: Plan) -> Iterator[Part]:
+def _required_parts(plan: Plan) -> Iterator[Part]:
     values, names, trl = plan.values, plan.stage.entry.names, plan.stage.options.backend == "trl"
     revision = values.get("model_revision")
     # finetune.py:528 takes the whole of the model's repository

@@ -57,7 +57,7 @@ def _contents(plan: Plan, memory: Memory) -> Iterator[dict[str, Any]]:
         revision = values.get("tokenizer_revision") or revision
         yield _known("tokenizer", of_tokenizer(tokenizer, memory, revision))
     if stage.options.deepspeed is not None:
-        # a file that cannot be read is said elsewhere
+        # a file that cannot be read is reported elsewhere
         with contextlib.suppress(OSError):
             raw = stage.options.deepspeed.read_bytes()
             path = str(stage.options.deepspeed)

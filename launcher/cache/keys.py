@@ -64,7 +64,7 @@ _PACKAGES: Mapping[str, tuple[str, ...]] = {
     "trl": ("datasets", "tokenizers", "transformers", "trl"),
 }
 # they change the reference model, and upstream's key holds none of them (dpo_utils.py:371). Liger's
-# loader is not told to use bfloat16 (dpo_tune_cache.py:318), so it is another model where that is not
+# loader is not given bfloat16 (dpo_tune_cache.py:318), so it is another model where that is not
 # the checkpoint's own.
 _REFERENCE_VALUES = ("additional_model_arguments", "use_liger_kernel")
 # dpo_trainer.py hands them to the collator and the sums, after the fingerprint of the data is made

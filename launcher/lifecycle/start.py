@@ -246,12 +246,12 @@ def _keep(
     folder: RunFolder, attempt: Attempt, granted: lease.Lease | None, locks: Sequence[int],
     chosen: Devices,
 ) -> None:  # fmt: skip
-    held = tuple(keys.from_json(one) for one in attempt.caches)
+    caches = tuple(keys.from_json(one) for one in attempt.caches)
     config_path = None if attempt.config is None else Path(attempt.config)
     if granted is not None:
         lease.keep_manifest(granted, rundir.read_manifest(folder))
     with (
-        folders.held(held, folder, attempt.number, config=config_path) as cache_locks,
+        folders.lock(caches, folder, attempt.number, config=config_path) as cache_locks,
         devices.lock_slots(chosen, folder.path) as gpu_locks,
     ):
         supervisor.spawn(

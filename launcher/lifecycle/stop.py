@@ -168,7 +168,7 @@ def _ask(folder: RunFolder, request: runner.Request) -> None:
 
 def _starting(folder: RunFolder) -> int | None:
     """The number of the attempt that is about to begin; None where none is."""
-    while lease.held(folder.lock):
+    while lease.is_locked(folder.lock):
         if runner.alive(folder.path):
             return max(1, folder.attempts())
         if runner.keeper_lives(folder):
@@ -185,7 +185,9 @@ def _starting(folder: RunFolder) -> int | None:
 def _begins(folder: RunFolder, number: int) -> bool:
     """Whether the attempt of this number was prepared, and no process of it is known as yet."""
     known = runner.processes(folder).attempt
-    return known != number and runner.recorded(folder, number) is None and lease.held(folder.lock)
+    return (
+        known != number and runner.recorded(folder, number) is None and lease.is_locked(folder.lock)
+    )
 
 
 def _end_orphan(folder: RunFolder, request: runner.Request) -> None:

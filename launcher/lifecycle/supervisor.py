@@ -166,7 +166,7 @@ def main(words: Sequence[str]) -> int:
                     command = replace(command, env=env)
                 sums.start()
                 ended = runner.run(
-                    command, folder, number, held=locks, due=Due(folder, attempt).now,
+                    command, folder, number, pass_fds=locks, due=Due(folder, attempt).now,
                     began=lambda: tell(_STARTED), inherited={}, adopting=True,
                 )  # fmt: skip
                 sums.end(resumable=ended.returncode != 0)

@@ -45,7 +45,7 @@ class Attempt:
     `rank` is the number of this machine among `nodes`, `devices` are ids of its GPUs. `caches` are
     records of `caches.Cache`, `on_finish` is an argv that may take `on_finish_s` seconds, `total` the
     number of optimizer steps, where known. `borrowed` are variables that the config took a secret from.
-    `request` is what was asked for (`preparation.Request`), to be asked again.
+    `request` is the `prepare.Request` of the command, to be prepared again.
     """
 
     number: int
@@ -191,5 +191,5 @@ def tokens(folder: RunFolder) -> dict[str, str]:
     start = Record(rundir.read_json(folder.start))
     borrowed, then = start.items_of("borrowed"), start.part("environ").items()
     # names of their own: both may have the same variable with another value
-    held = {f"THEN_{'SECRET_' * (name in borrowed)}{name}": str(value) for name, value in then}
-    return {**os.environ, **held}
+    recorded = {f"THEN_{'SECRET_' * (name in borrowed)}{name}": str(value) for name, value in then}
+    return {**os.environ, **recorded}

@@ -37,7 +37,7 @@ FOLDER = Path(".cache", "huggingface", "launch")
 BEAT_S = 5.0
 """Seconds between two heartbeats."""
 SILENT_S = 60.0
-"""Seconds without a heartbeat after which an owner that cannot be seen from here has lost its lease."""
+"""Seconds without a heartbeat after which an owner on another machine has lost its lease."""
 VARIABLE = "LAUNCH_LEASE"
 """Tells the probe in the training where the lease is; importing its name would import all of the probe."""
 _NAME = re.compile(r"lease-(\d{1,9})\.json\Z")
@@ -81,7 +81,7 @@ class Lease:
     def silence(self) -> float | None:
         """Seconds since the last heartbeat, by the clock of the file system that noted it.
 
-        Two machines' clocks are never compared; None where that clock cannot be asked.
+        Two machines' clocks are never compared; None where that clock cannot be read.
         """
         try:
             import tempfile
@@ -99,12 +99,12 @@ class Lease:
 
     def write(self) -> None:
         """Write the file, whole and for good. Raises OSError."""
-        told = {
+        content = {
             "run": self.run, "attempt": self.attempt, "state": self.state, "returncode": self.code,
             "owner": None if self.owner is None else self.owner.as_json(), "user": self.user,
         }  # fmt: skip
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_bytes(self.path, json.dumps(told, indent=1).encode(), durable=True)
+        files.write_bytes(self.path, json.dumps(content, indent=1).encode(), durable=True)
 
     def discard(self) -> None:
         """Take it back: nothing was trained under it."""
@@ -134,12 +134,12 @@ def read(path: Path) -> Lease | None:
             raw = file.read(_LARGEST) if stat.S_ISREG(status.st_mode) else b""
     except OSError:
         return None
-    told, beaten = rundir.parse_line(raw), status.st_mtime
-    owner, code, attempt = (told.get(name) for name in ("owner", "returncode", "attempt"))
+    content, beaten = rundir.parse_line(raw), status.st_mtime
+    owner, code, attempt = (content.get(name) for name in ("owner", "returncode", "attempt"))
     return Lease(
-        path=path, run=str(told.get("run", "")), user=str(told.get("user", "")), beaten=beaten,
+        path=path, run=str(content.get("run", "")), user=str(content.get("user", "")), beaten=beaten,
         owner=process.identity(owner) if isinstance(owner, dict) else None,
-        attempt=attempt if isinstance(attempt, int) else 1, state=str(told.get("state", "running")),
+        attempt=attempt if isinstance(attempt, int) else 1, state=str(content.get("state", "running")),
         code=code if isinstance(code, int) else None,
     )  # fmt: skip
 
@@ -205,7 +205,7 @@ def _held(last: Lease) -> str | None:
     why = "" if silence is None else f", last heartbeat {silence:.0f} s ago"
     if owner is not None and owner.lives():
         return why
-    if last.run in process.marks() or held(last.lock):
+    if last.run in process.marks() or is_locked(last.lock):
         gone = owner is not None and owner.here()
         return why + ("; its supervisor is gone, and its training goes on" if gone else "")
     if owner is not None and owner.here():
@@ -218,7 +218,7 @@ def _held(last: Lease) -> str | None:
     return None if silence >= allowed else f"{why} (without one for {allowed:.0f} s it is free)"
 
 
-def held(lock_file: Path) -> bool:
+def is_locked(lock_file: Path) -> bool:
     """Whether a process that can be locked out from here holds a lock file."""
     try:
         lock = os.open(lock_file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -309,7 +309,7 @@ def kept(
 
 
 def _beat(mine: Lease, over: threading.Event, overtaken: Callable[[Lease], None]) -> None:
-    output, told = mine.path.parents[len(FOLDER.parts)], rundir.read_json(mine.manifest)
+    output, manifest = mine.path.parents[len(FOLDER.parts)], rundir.read_json(mine.manifest)
     while not over.wait(BEAT_S):
         last = newest(output)
         if last is not None and last.path != mine.path:
@@ -319,11 +319,11 @@ def _beat(mine: Lease, over: threading.Event, overtaken: Callable[[Lease], None]
             if last is None:
                 # somebody tidied the folder
                 mine.write()
-                files.write_json(mine.manifest, told)
+                files.write_json(mine.manifest, manifest)
             os.utime(mine.path)
 
 
-def keep_manifest(lease: Lease, told: Mapping[str, Any]) -> None:
+def keep_manifest(lease: Lease, manifest: Mapping[str, Any]) -> None:
     """Keep the manifest of a start beside its lease; a full disk costs a comparison later, not the start."""
     with contextlib.suppress(OSError):
-        files.write_json(lease.manifest, told)
+        files.write_json(lease.manifest, manifest)

@@ -82,13 +82,13 @@ def find(
                 "give --nodes too",
             )
         return None
-    told = None
+    scheduled = None
     if rank is None or address is None:
-        told = _slurm(nodes, environ, resolves or _resolves) or _skypilot(nodes, environ)
+        scheduled = _slurm(nodes, environ, resolves or _resolves) or _skypilot(nodes, environ)
     if rank is None:
-        rank = told.rank if told is not None else None
-    if address is None and told is not None:
-        host, port = told.address, told.port
+        rank = scheduled.rank if scheduled is not None else None
+    if address is None and scheduled is not None:
+        host, port = scheduled.address, scheduled.port
     else:
         host, port = _address(address, rank, nodes)
     if rank is None:

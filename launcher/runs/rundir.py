@@ -83,7 +83,7 @@ class RunFolder:
     deepspeed = _File("deepspeed.json")
     """The DeepSpeed config that was used, where it is none that ships."""
     stop = _File("stop.json")
-    """That, and how, somebody asked for this attempt to be stopped."""
+    """The request to stop this attempt, and how."""
     diary = _File("keeper.log")
     """What the keeper had to say, and what the command at the end printed."""
     report = _File("report.html")
@@ -141,12 +141,12 @@ def choose(
     is created, unless `reserve` asks for the empty folder of a new run: then two starts in the same
     second get two. Raises NotReady where that cannot be made.
     """
-    wanted = None if output is None else redact(str(output))
-    for folder, told in [] if wanted is None else outlines(newest_first(root)):
-        named = told.get("output")
-        if told.get("stage") != stage or not isinstance(named, str):
+    expected = None if output is None else redact(str(output))
+    for folder, head in [] if expected is None else outlines(newest_first(root)):
+        named = head.get("output")
+        if head.get("stage") != stage or not isinstance(named, str):
             continue
-        if named == wanted or _one_folder(named, str(wanted)):
+        if named == expected or _one_folder(named, str(expected)):
             return folder, folder.node(rank).attempts() + 1
     return RunFolder(new_folder(root, stage, name, reserve=reserve)), 1
 
@@ -244,12 +244,12 @@ def read_head(folder: RunFolder) -> Record:
     try:
         with files.open_regular(folder.manifest) as stream:
             head, found, _ = stream.read(_HEAD).partition(_ARGS)
-        told = files.parse_json(head.rstrip().rstrip(b",") + b"}") if found else None
+        fields = files.parse_json(head.rstrip().rstrip(b",") + b"}") if found else None
     except (OSError, ValueError):
-        told = None
-    # in older records the folder that was asked for stands behind the arguments
-    known = isinstance(told, dict) and "asked_output" in told
-    return Record(told or {}) if known else read_manifest(folder)
+        fields = None
+    # in older records the requested folder stands behind the arguments
+    known = isinstance(fields, dict) and "asked_output" in fields
+    return Record(fields or {}) if known else read_manifest(folder)
 
 
 def outlines(folders: Iterable[RunFolder]) -> Iterator[tuple[RunFolder, Record]]:
@@ -263,12 +263,12 @@ def judged(folder: RunFolder, number: int) -> bool:
 
 
 def concluded(folder: RunFolder, number: int) -> bool:
-    """Whether an attempt was judged and whoever asked for it was told."""
+    """Whether an attempt was judged and its `--on-finish` command was called."""
     return len(_mark(folder, number)) == 1
 
 
 def seal(folder: RunFolder, number: int, *, untold: bool = False) -> None:
-    """Say that verdict.json is what was found at the end of this attempt, and who has still to be told."""
+    """Record that verdict.json is of this attempt's end; `untold`: `--on-finish` is still to be called."""
     with contextlib.suppress(OSError):
         # in place: the file is locked
         words = [_digest(folder.verdict), *(["untold"] if untold else [])]
@@ -276,7 +276,7 @@ def seal(folder: RunFolder, number: int, *, untold: bool = False) -> None:
 
 
 def note_told(folder: RunFolder, number: int) -> None:
-    """Say that whoever asked for this attempt was told of its end, judged or not."""
+    """Record that the `--on-finish` command of this attempt was called, judged or not."""
     with contextlib.suppress(OSError):
         folder.concluded(number).write_text((_mark(folder, number) or [_NONE])[0])
 
@@ -377,7 +377,7 @@ def find(name: str) -> RunFolder | None:
     if len(found) > 1:
         listed = ", ".join(str(f.path) if exact else f.path.name for f in found[-5:])
         raise usage(
-            "ambiguous-run", f"{len(found)} runs are meant by `{name}`", f"such as {listed}",
+            "ambiguous-run", f"{len(found)} runs match `{name}`", f"such as {listed}",
         )  # fmt: skip
     return found[0] if found else None
 

@@ -52,16 +52,16 @@ class Exit:
     attempt: int
 
 
-def grace(told: str | None) -> Grace:
+def grace(text: str | None) -> Grace:
     """`20,10,5` as seconds. Raises UsageError where it is none of that."""
-    given = [part.strip() for part in (told or "").split(",")] if told else []
+    given = [part.strip() for part in (text or "").split(",")] if text else []
     try:
         numbers = [float(part) for part in given]
     except ValueError:
         numbers = [-1.0]
     if len(numbers) > len(GRACE_S) or not all(0 <= number < 1e6 for number in numbers):
         raise usage(
-            "bad-grace", f"`{brief(told)}` is no time to wait",
+            "bad-grace", f"`{brief(text)}` is no time to wait",
             f"seconds after INT, after TERM, and for what is left: {GRACE_VARIABLE}=20,10,5",
         )  # fmt: skip
     first, second, third = (*numbers, *GRACE_S[len(numbers) :])
@@ -85,18 +85,18 @@ def lock_run(
     where another start holds either, or where they cannot be written.
     """
     process.hold_standard_streams()
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         granted, descriptors = None, tuple[int, ...]()
         if output is not None:
             granted = lease.take(output, folder.path, attempt)
-            held.callback(_give_back, granted)
+            stack.callback(_give_back, granted)
         try:
             folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
             files = [folder.lock] if granted is None else [folder.lock, granted.lock]
             for file in files:
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
                 descriptors = (*descriptors, os.open(file, flags, 0o666))
-                held.callback(os.close, descriptors[-1])
+                stack.callback(os.close, descriptors[-1])
         except OSError as error:
             raise rundir.not_writable(folder.path, error.strerror) from None
         # the attempt: another start may have been quicker, and be over already
@@ -125,7 +125,7 @@ def run(
     command: Command,
     folder: RunFolder,
     attempt: int,
-    held: Sequence[int] = (),
+    pass_fds: Sequence[int] = (),
     *,
     due: Callable[[Request], bool] = lambda _: True,
     began: Callable[[], None] | None = None,
@@ -135,7 +135,7 @@ def run(
     """Run to the end; INT and TERM to this process stop every process of the run, HUP none.
 
     So does a `Request` in the run folder, as soon as it is `due`. `began` is called once the process is
-    there. `held` are file descriptors that the started process holds open as long as it lives.
+    there. `pass_fds` are file descriptors that the started process keeps open as long as it lives.
     `inherited` is the environment that the command's own adds to, this process's unless given. With
     `adopting`, all children of this process are the run's, orphans that it has adopted too. Raises
     NotReady where the trainer's Python cannot be started at all, or the run folder cannot be written.
@@ -146,7 +146,7 @@ def run(
     with stop.listening(), _Reserve(folder.path / ".reserve") as reserve:
         with _console(folder, attempt) as console:
             try:
-                child = _start(command, folder, attempt, console, held, inherited)
+                child = _start(command, folder, attempt, console, pass_fds, inherited)
             except (OSError, ValueError) as error:
                 reserve.write(folder.exit(attempt), asdict(_ended(127, None, started, attempt)))
                 reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -154,9 +154,9 @@ def run(
                     "not-started", f"{command.argv[0]} cannot be started: {reason}",
                     "give the trainer's interpreter with --python PATH", file=command.argv[0],
                 ) from None  # fmt: skip
-        told = {"mark": str(folder.path), "attempt": attempt, "started": started}
-        told["keeper"] = process.identify(os.getpid()).as_json()
-        reserve.write(folder.process, {**process.identify(child.pid).as_json(), **told})
+        origin = {"mark": str(folder.path), "attempt": attempt, "started": started}
+        origin["keeper"] = process.identify(os.getpid()).as_json()
+        reserve.write(folder.process, {**process.identify(child.pid).as_json(), **origin})
         if began is not None:
             began()
         family = process.Family(process.identify(child.pid), str(folder.path))
@@ -303,7 +303,7 @@ class Request:
 
 
 def request(folder: RunFolder) -> Request | None:
-    """What was asked of the run last; None where nothing was, or the file is damaged."""
+    """The last request to stop the run; None where there is none, or the file is damaged."""
     record = Record(rundir.read_json(folder.stop))
     attempt, after = record.number("attempt"), record.get("after_checkpoint") is True
     return None if attempt is None else Request(attempt=attempt, after_checkpoint=after)
@@ -315,25 +315,25 @@ class _Stop:
     def __init__(self, folder: RunFolder, attempt: int, due: Callable[[Request], bool]) -> None:
         self.folder, self.attempt, self.due = folder, attempt, due
         self.waits = grace(os.environ.get(GRACE_VARIABLE))
-        self.asked: int | None = None
+        self.signal: int | None = None
         self.times = 0
 
     def look(self) -> None:
         """Take in a request from the run folder, once it is due."""
-        found = None if self.asked is not None else request(self.folder)
+        found = None if self.signal is not None else request(self.folder)
         if found is None or found.attempt != self.attempt:
             return
         try:
             due = self.due(found)
         except Exception:
-            # whatever kept us from looking for a checkpoint: to stop was asked for
+            # whatever kept us from looking for a checkpoint: the stop was requested
             due = True
         if due:
             # upstream handles neither; INT at least shows where it stood
-            self.asked = signal.SIGINT
+            self.signal = signal.SIGINT
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.asked = self.asked or number
+        self.signal = self.signal or number
         self.times += 1
 
     def listening(self) -> contextlib.AbstractContextManager[None]:
@@ -345,12 +345,12 @@ class _Stop:
 
 
 def _watch(child: subprocess.Popen[bytes], family: process.Family, stop: _Stop) -> int | None:
-    """Wait for the end; returns the signal by which we were asked to stop, if we were."""
+    """Wait for the end; returns the signal that requested a stop, if one did."""
     while not process.over(child.pid):
         stop.look()
-        if stop.asked is not None:
+        if stop.signal is not None:
             _end(child, family, stop)
-            return stop.asked
+            return stop.signal
         if family.keeper is not None:
             process.bury(but=child.pid)
         time.sleep(POLL_S)
@@ -359,10 +359,10 @@ def _watch(child: subprocess.Popen[bytes], family: process.Family, stop: _Stop) 
 
 
 def _end(child: subprocess.Popen[bytes], family: process.Family, stop: _Stop) -> None:
-    """INT or TERM to the group, TERM to everything, then KILL; asked again, it does not wait."""
+    """INT or TERM to the group, TERM to everything, then KILL; a further signal ends the wait."""
     # known from now on, whatever becomes of their parents
     family.living()
-    _signal_group(child.pid, stop.asked or signal.SIGTERM)
+    _signal_group(child.pid, stop.signal or signal.SIGTERM)
     _wait(child, 0, stop, 1)
     if not process.over(child.pid):
         _signal_everything(child, family, signal.SIGTERM)
@@ -379,7 +379,7 @@ def _end_rest(
     """End what outlived the process that was started: no part of any result comes from it."""
     # torchrun's workers are in sessions of their own: the group alone would leave them behind
     _signal_group(child.pid, signal.SIGTERM)
-    # asked to stop once more than `times`, it does not wait
+    # a signal after the first `times` ends the wait
     _vanish(family, signal.SIGTERM, stop.waits[2], lambda: stop.times > times)
     _signal_group(child.pid, signal.SIGKILL)
     _vanish(family, signal.SIGKILL, KILLED_S)
@@ -389,17 +389,17 @@ def _vanish(
     family: process.Family, number: int, seconds: float, hurry: Callable[[], bool] = lambda: False
 ) -> None:
     """Signal each of them, also those that come meanwhile, until none is left or the time is up."""
-    until, told = time.monotonic() + seconds, set[int]()
+    until, signalled = time.monotonic() + seconds, set[int]()
     while left := family.living():
-        process.signal_all(left - told, number)
-        told |= left
+        process.signal_all(left - signalled, number)
+        signalled |= left
         if time.monotonic() >= until or hurry():
             return
         time.sleep(POLL_S / 4)
 
 
 def _wait(child: subprocess.Popen[bytes], which: int, stop: _Stop, times: int) -> None:
-    """Wait as long as the stop allows after its signal `which`, or until asked `times` + 1 times."""
+    """Wait as long as the stop allows after its signal `which`, or until more than `times` signals came."""
     begun = time.monotonic()
     while not process.over(child.pid) and stop.times <= times:
         if time.monotonic() - begun >= stop.waits[which]:
@@ -466,7 +466,7 @@ def alive(folder: Path, marks: Callable[[], frozenset[str]] = process.marks) -> 
     """Whether the attempt of a run folder that began last still runs.
 
     It does as long as the process that was started lives, or any other that bears the run's mark. Where
-    those cannot be seen from here, the heartbeat counts, and the run's lock.
+    those are out of sight, the heartbeat counts, and the run's lock.
     """
     run = RunFolder(folder)
     known = processes(run)
@@ -474,11 +474,13 @@ def alive(folder: Path, marks: Callable[[], frozenset[str]] = process.marks) -> 
         return known.leader is not None
     if run.exit(known.attempt or 1).exists():
         return False
-    return known.mark in marks() or (known.out_of_sight and (lease.held(run.lock) or _beats(run)))
+    return known.mark in marks() or (
+        known.out_of_sight and (lease.is_locked(run.lock) or _beats(run))
+    )
 
 
 def unknown(folder: RunFolder) -> Identity | None:
-    """The process of a run where nothing can be said of it here: out of sight, and without a heartbeat."""
+    """The process of a run whose state is unknown here: out of sight, and without a heartbeat."""
     known = processes(folder)
     if not known.out_of_sight or folder.exit(known.attempt or 1).exists():
         return None
@@ -486,12 +488,12 @@ def unknown(folder: RunFolder) -> Identity | None:
 
 
 def unknown_here(folder: RunFolder, leader: process.Identity) -> Finding:
-    """That nothing can be said of it here."""
+    """The finding for a run whose state is unknown here."""
     name = folder.path.name
     return Finding(
         severity="error", layer="launch", code="run-is-elsewhere", file=str(folder.path),
         message=f"the state of {name} is unknown here: it was started on {leader.place}, whose processes "
-        f"cannot be seen from here, and it had no heartbeat for {lease.SILENT_S:.0f} s or more",
+        f"are not visible from here, and it had no heartbeat for {lease.SILENT_S:.0f} s or more",
         help=f"ask there: launch runs, launch stop {name}; the same launch command resumes it here",
     )  # fmt: skip
 

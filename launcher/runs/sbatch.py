@@ -123,7 +123,7 @@ def one_cpu(options: Options, gpus: int) -> str | None:
 def script(
     *, name: str, folder: Path, launch: Sequence[str], nodes: int, gpus: int, options: Options
 ) -> str:
-    """The batch script of a run: what sbatch is told, and `launch exec` on every node.
+    """The batch script of a run: its directives, and `launch exec` on every node.
 
     `gpus` is the number on each node. `launch` is the argv that stands for `launch`; it and the
     folder have to be there on the nodes too. Paths that are no UTF-8 are in it as surrogates.
@@ -143,7 +143,7 @@ def script(
         "# queued again, the run goes on from its last complete checkpoint",
         '"$@" --prepare || exit',
         "# whoever stops the job tells every process of it: wait for what they still write down",
-        "trap 'told=1' TERM INT",
+        "trap 'signalled=1' TERM INT",
         *([_REQUEUE.format(limit=_in(folder, LIMIT))] if again else []),
         # srun does not take the number of cores from the job (Slurm 22.05)
         f'{srun} ${{SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"}} "$@" &',
@@ -157,10 +157,10 @@ LOG, LIMIT = "slurm.log", "slurm.limit"
 
 _REQUEUE = """\
 # its time is almost up: back into the queue
-queue_again() {{ told=1; : >{limit}; scontrol requeue "$SLURM_JOB_ID"; }}
+queue_again() {{ signalled=1; : >{limit}; scontrol requeue "$SLURM_JOB_ID"; }}
 trap queue_again USR1"""
 _WAIT = """\
-while told=; wait $!; code=$?; [ "$told" ]; do :; done
+while signalled=; wait $!; code=$?; [ "$signalled" ]; do :; done
 exit "$code\""""
 
 
@@ -186,7 +186,7 @@ def _directives(name: str, folder: Path, nodes: int, gpus: int, options: Options
 
 
 def _pattern(folder: Path) -> str | None:
-    """The job's log as sbatch's filename pattern; None where it cannot be said in one."""
+    """The job's log as sbatch's filename pattern; None where a pattern cannot express it."""
     path = str(folder / LOG)
     # a backslash anywhere switches all patterns off and is lost itself
     return None if "\\" in path or _CONTROL.search(path) else path.replace("%", "%%")

@@ -154,7 +154,7 @@ _Dumper.add_representer(str, _represent)
 
 def text(task: Mapping[str, Any], path: Path) -> str:
     """A task as a file, with the command that starts it as its first line."""
-    asked = "".join(f" --secret {name}" for name in task.get("secrets", {}))
+    secrets = "".join(f" --secret {name}" for name in task.get("secrets", {}))
     shown = shlex.quote(path.name) if path.name.isprintable() else "FILE"
     body = yaml.dump(dict(task), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
-    return f"# sky launch{asked} {shown}\n{body}"
+    return f"# sky launch{secrets} {shown}\n{body}"

@@ -54,17 +54,17 @@ def submit(
     """Write the batch script into the run folder and queue it.
 
     Nothing of `environ` goes with it but what finds Slurm and the user's own defaults for sbatch.
-    Raises NotReady where there is no sbatch, or with what it said.
+    Raises NotReady where there is no sbatch, or with its complaint.
     """
     path = folder.path / SCRIPT
     try:
         files.write_bytes(path, os.fsencode(text))
     except OSError as error:
         raise rundir.not_writable(folder.path, error.strerror) from None
-    said = _call(["sbatch", "--parsable", str(path)], _outside(environ), TIMEOUT_S)
-    found = _JOB.match(said.strip())
+    answer = _call(["sbatch", "--parsable", str(path)], _outside(environ), TIMEOUT_S)
+    found = _JOB.match(answer.strip())
     if found is None:
-        raise NotReady(_refused("sbatch", f"answered `{brief(said.strip())}`"))
+        raise NotReady(_refused("sbatch", f"answered `{brief(answer.strip())}`"))
     record: dict[str, Any] = {
         "job": found[1],
         "submitted": rundir.now(),
@@ -88,7 +88,7 @@ def _outside(environ: Mapping[str, str]) -> dict[str, str]:
 def states(environ: Mapping[str, str] | None = None) -> dict[str, str] | None:
     """Job -> state (`PENDING`, `RUNNING`, ...) of all of the user's jobs that Slurm still knows.
 
-    None where Slurm cannot be asked: then nothing can be said.
+    None where Slurm does not answer: then nothing is known.
     """
     path = (os.environ if environ is None else environ).get("PATH")
     if shutil.which("squeue", path=path) is None:
@@ -119,7 +119,7 @@ def word(state: str | None) -> str | None:
 
 
 def state(made: Job) -> str | None:
-    """`queued` or `running`; None for a job that is over, or where Slurm cannot be asked."""
+    """`queued` or `running`; None for a job that is over, or where Slurm does not answer."""
     return word((states() or {}).get(made.id))
 
 

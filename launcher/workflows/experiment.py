@@ -113,7 +113,7 @@ def write(file: Path, record: Mapping[str, Any]) -> None:
 def _end_left_over(folder: Path) -> None:
     """Stop runs that still train, or are about to, although their command has gone: nobody waits for them."""
     for run in rundir.newest_first(folder):
-        if runner.alive(run.path) or lease.held(run.lock):
+        if runner.alive(run.path) or lease.is_locked(run.lock):
             with contextlib.suppress(LaunchError, OSError):
                 stop.stop(run)
 

@@ -193,7 +193,7 @@ def prepare(request: Request, say: Say = lambda _: None) -> Prefetch:
     asked = preparation.ask(replace(request, elsewhere=True), running=False)
     planned, trainer = _planned(request, asked), asked.trainer
     _require_ready(planned, trainer)
-    wanted = hub.wanted(planned)
+    wanted = hub.required_parts(planned)
     parts = _fetched([one for one in wanted if one.role != "data"], planned, trainer, {})
     # of what lies here now: the names of the cache folders hold the tokenizer's content
     folders = keys.derive(planned, trainer.packages)
@@ -361,9 +361,9 @@ class _Filling:
         self.work = rundir.new_folder(root, "prepare", self.plan.stage.name)
         folder = RunFolder(self.work)
         self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
-        with cache_folders.held((cache,), folder, 1, config=self.request.config) as locks:
+        with cache_folders.lock((cache,), folder, 1, config=self.request.config) as locks:
             made = self._command(cache, folder)
-            ended = runner.run(made, folder, 1, held=locks, inherited=os.environ)
+            ended = runner.run(made, folder, 1, pass_fds=locks, inherited=os.environ)
         if ended.stopped is not None:
             raise Interrupted(())
         if ended.returncode:

@@ -17,11 +17,11 @@ d'
 # queued again, the run goes on from its last complete checkpoint
 "$@" --prepare || exit
 # whoever stops the job tells every process of it: wait for what they still write down
-trap 'told=1' TERM INT
+trap 'signalled=1' TERM INT
 # its time is almost up: back into the queue
-queue_again() { told=1; : >'/runs/a\b '"'"'c'"'"'
+queue_again() { signalled=1; : >'/runs/a\b '"'"'c'"'"'
 d/slurm.limit'; scontrol requeue "$SLURM_JOB_ID"; }
 trap queue_again USR1
 srun --nodes=2 --ntasks-per-node=1 --mpi=none --cpu-bind=none --kill-on-bad-exit=0 ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"} "$@" &
-while told=; wait $!; code=$?; [ "$told" ]; do :; done
+while signalled=; wait $!; code=$?; [ "$signalled" ]; do :; done
 exit "$code"

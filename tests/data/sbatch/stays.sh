@@ -12,7 +12,7 @@ set -- env PYTHONPATH=/opt/launch /env/bin/python -m launcher exec /runs/2026010
 # queued again, the run goes on from its last complete checkpoint
 "$@" --prepare || exit
 # whoever stops the job tells every process of it: wait for what they still write down
-trap 'told=1' TERM INT
+trap 'signalled=1' TERM INT
 srun --nodes=2 --ntasks-per-node=1 --mpi=none --cpu-bind=none --kill-on-bad-exit=0 ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"} "$@" &
-while told=; wait $!; code=$?; [ "$told" ]; do :; done
+while signalled=; wait $!; code=$?; [ "$signalled" ]; do :; done
 exit "$code"

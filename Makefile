@@ -72,8 +72,8 @@ format: $(VENV)/dev
 
 # rewrites the command lines and the parsers' verdicts that the tests compare with
 golden: $(VENV)/open-instruct $(VENV)/dev
-	LAUNCH_GOLDEN=write $(BIN)/python -m pytest tests/test_command.py tests/test_parser_agreement.py \
-	  tests/test_trl_agreement.py tests/test_plan_golden.py
+	LAUNCH_GOLDEN=write $(BIN)/python -m pytest tests/plan/test_command.py tests/plan/test_plan_golden.py \
+	  tests/agreement/test_parser_agreement.py tests/agreement/test_trl_agreement.py
 
 # kills runs 20 times each at random moments and compares them with undisturbed ones; half an hour
 soak: $(VENV)/open-instruct $(VENV)/dev

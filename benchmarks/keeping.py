@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks import ratio
 from benchmarks.ratio import ROOT, Pair
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from made_runs import made, manifest  # type: ignore[import-not-found]
 

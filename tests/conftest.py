@@ -33,13 +33,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+DATA, SUPPORT = REPOSITORY / "tests" / "data", REPOSITORY / "tests" / "support"
 NO_CHECKOUT = "no open-instruct checkout at the pin"
 NO_PACKAGES = "no training packages"
 STAND_INS = os.pathsep.join(
-    filter(None, (str(Path(__file__).parent / "stand_ins"), os.environ.get("PYTHONPATH")))
+    filter(None, (str(SUPPORT / "stand_ins"), os.environ.get("PYTHONPATH")))
 )
 """PYTHONPATH for the pinned scripts without litellm, which SFT and DPO import and never call: a fifth of
-what a start takes. tests/real_parser.py imports the real one."""
+what a start takes. tests/support/real_parser.py imports the real one."""
 PATIENCE_S = 500.0
 """Seconds after which whatever a test waits for hangs. Nothing that goes well comes near it, on a machine
 that is busy or stands still for a while either; a process that is to be ended sleeps for longer."""
@@ -52,8 +53,8 @@ Write = Callable[[str, str | bytes], Path]
 LONG = (
     "test_pipeline_training", "test_contract", "test_prefetch", "test_pipeline",
     "test_outcome_training", "test_resume_training", "test_faults", "test_memory", "test_bench",
-    "test_slurm", "test_cache_training", "test_gradients", "test_tune", "test_ladder", "test_keeping",
-    "test_lease", "test_fix", "test_upstream", "test_parser_agreement", "test_trl_agreement",
+    "test_slurm", "test_cache_training", "test_gradients", "test_tune", "test_ladder", "test_supervisor",
+    "test_lease", "test_fix", "test_locate", "test_parser_agreement", "test_trl_agreement",
     "test_trl_machine_rules", "test_training", "test_gpu_benchmarks", "test_report_browser",
     "test_difference", "test_corpus", "test_secrets",
 )  # fmt: skip

@@ -95,7 +95,7 @@ def further_steps(backend: str, version: str) -> Iterator[str]:
     named = version.partition("+")[0]
     if named != module.PIN:
         yield f"write {named} as PIN in launcher/upstream/{backend}.py"
-        yield "mend the cited lines that tests/test_upstream_facts.py names, then make golden"
+        yield "mend the cited lines that tests/agreement/test_upstream_facts.py names, then make golden"
     if not module.CHECKOUT:
         return
     if gitlink(Repository(root), "external/open-instruct") != named:

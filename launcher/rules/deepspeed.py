@@ -1,7 +1,7 @@
 """Rules about DeepSpeed: its file, its stages, what it cannot train, which releases corrupt gradients.
 
 docs/gradients.md has what was measured with each release. Line numbers are those of the pins, of the
-packages named in tests/test_upstream_facts.py, and of DeepSpeed 0.19.8.
+packages named in tests/agreement/test_upstream_facts.py, and of DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations

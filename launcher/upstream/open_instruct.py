@@ -1,6 +1,6 @@
 """allenai/open-instruct at the pin: its SFT and DPO scripts, as data.
 
-Line numbers are those of the pin; tests/test_upstream_facts.py holds them against a checkout.
+Line numbers are those of the pin; tests/agreement/test_upstream_facts.py holds them against a checkout.
 """
 
 from __future__ import annotations

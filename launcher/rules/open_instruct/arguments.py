@@ -1,6 +1,6 @@
 """Rules for open-instruct's arguments: what its `__post_init__`s refuse, then what parses and goes wrong.
 
-Line numbers are those of the pin; tests/test_upstream_facts.py holds them against a checkout.
+Line numbers are those of the pin; tests/agreement/test_upstream_facts.py holds them against a checkout.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What its `__post_init__`s refuse is in `trl_parser_rules`. What a rehearsal shows, and is neither common
 nor silent, has no rule: names of metrics, schedules, tasks, losses, modules.
-Line numbers are those of the pinned pair; tests/test_upstream_facts.py holds them against it.
+Line numbers are those of the pinned pair; tests/agreement/test_upstream_facts.py holds them against it.
 """
 
 from __future__ import annotations

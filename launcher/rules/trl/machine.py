@@ -1,7 +1,7 @@
 """Rules for TRL that need the machine: its devices, packages and services.
 
-Line numbers are those of the packages named in tests/test_upstream_facts.py. What was seen to work is
-left alone: quantised models and paged optimizers on the CPU. Recompilations were
+Line numbers are those of the packages named in tests/agreement/test_upstream_facts.py. What was seen to work
+is left alone: quantised models and paged optimizers on the CPU. Recompilations were
 counted on the CPU with TRL 1.16 and torch 2.13, six steps of the demo's SFT with `torch_compile`: 12 with
 padded rows, 15 with packed ones, none with `pad_to_multiple_of: 256`.
 """

@@ -1,0 +1,183 @@
+"""Plan -> argv, environment: golden for the configs people run, and safe in any shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import DATA, PATIENCE_S
+from plans import CONFIGS, SFT, built, from_text, planned, staged, trainer
+
+from launcher.paths import PACKAGE
+from launcher.plan import command, plan
+from launcher.runs.command import Command
+
+GOLDEN = DATA / "argv"
+STUB = """#!{python}
+import json, os, sys
+with open({out!r}, "w") as stream:
+    json.dump([sys.argv[1:], dict(os.environ)], stream)
+"""
+
+
+def shown(made: Command) -> str:
+    """One word a line, the environment first, without what differs between machines."""
+    lines = [f"{name}={value}" for name, value in made.env.items()] + list(made.argv)
+    text = "\n".join(lines).replace(str(PACKAGE), "<launcher>")
+    return text.replace(str(PACKAGE.parent), "<project>") + "\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tulu/sft_qwen7b", "tulu/sft_qwen7b_25pct", "tulu/dpo_qwen7b", "llama/llama31_8b_sft_10pct",
+     "llama/llama31_8b_dpo_10pct", "smoke/sft_qwen7b", "smoke/dpo_qwen7b", "lora/sft_qwen7b",
+     "lora/dpo_qwen7b"],
+)  # fmt: skip
+def test_golden_argv(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # nothing that lies about here is taken for a model of the config
+    monkeypatch.chdir(tmp_path)
+    for gpus in (0, 1, 2, 8):
+        made = shown(built(planned(staged(CONFIGS / f"{name}.yaml"), gpus)))
+        golden = GOLDEN / f"{name.replace('/', '-')}-{gpus}gpu.txt"
+        if os.environ.get("LAUNCH_GOLDEN") == "write":
+            golden.parent.mkdir(exist_ok=True)
+            golden.write_text(made)
+        assert made == golden.read_text()
+
+
+def option(made: Command, name: str) -> str:
+    return made.argv[made.argv.index(name) + 1]
+
+
+def accelerate(made: Command) -> list[str]:
+    return list(made.argv[: made.argv.index(str(command.PROBE))])
+
+
+TULU = CONFIGS / "tulu" / "sft_qwen7b.yaml"
+
+
+def test_deepspeed_by_name_ships_with_the_package() -> None:
+    made = built(planned(staged(TULU), 8))
+    assert Path(option(made, "--deepspeed_config_file")).is_file()
+    assert option(made, "--main_process_port") == "0"
+    assert "--multi_gpu" not in made.argv
+    assert option(built(planned(staged(TULU), 1)), "--main_process_port") == "0"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        (0, ["--mixed_precision", "no", "--dynamo_backend", "no", "--cpu"]),
+        (1, ["--mixed_precision", "bf16", "--dynamo_backend", "no"]),
+        (2, ["--mixed_precision", "bf16", "--dynamo_backend", "no", "--multi_gpu",
+             "--main_process_port", "0"]),
+    ],
+)  # fmt: skip
+def test_without_deepspeed(gpus: int, expected: list[str]) -> None:
+    made = built(planned(staged(TULU, ["deepspeed=none"]), gpus))
+    words = accelerate(made)
+    assert words[words.index("--mixed_precision") :] == expected
+    assert option(made, "--num_processes") == str(max(1, gpus))
+
+
+def test_trl_decides_on_precision_itself() -> None:
+    demo = CONFIGS / "demo" / "sft.yaml"
+    assert option(built(planned(staged(demo), 1)), "--mixed_precision") == "no"
+    made = built(planned(staged(demo, ["mixed_precision=fp16"]), 1))
+    assert option(made, "--mixed_precision") == "fp16"
+
+
+@pytest.mark.parametrize("deepspeed", ["none", "zero2"])
+def test_several_nodes_leave_the_place_of_each_open(deepspeed: str) -> None:
+    stage = staged(TULU, [f"deepspeed={deepspeed}", "batch.per_device=8"])
+    made = built(planned(stage, 8, nodes=2))
+    assert option(made, "--num_processes") == "16"
+    assert option(made, "--machine_rank") == "NODE_RANK"
+    assert option(made, "--main_process_ip") == "HEAD_ADDRESS"
+    assert option(made, "--main_process_port") != "0"
+    assert ("--deepspeed_multinode_launcher" in made.argv) is (deepspeed != "none")
+
+
+def test_one_process_sees_one_gpu() -> None:
+    for gpus, outer, expected in (
+        (0, "1", ""), (1, None, "0"), (1, "3,4", "3"), (1, "GPU-a,GPU-b", "GPU-a"), (2, "3,4", None),
+    ):  # fmt: skip
+        environ = {} if outer is None else {"CUDA_VISIBLE_DEVICES": outer}
+        made = built(planned(staged(TULU), gpus), environ)
+        assert made.env.get("CUDA_VISIBLE_DEVICES") == expected
+
+
+def test_only_what_is_added_is_in_the_environment() -> None:
+    made = built(planned(staged(TULU), 8), {"HOME": "/root", "PYTHONPATH": "/mine"})
+    assert made.env["PYTHONPATH"] == "/source:/mine"
+    assert "HOME" not in made.env
+    probe = json.loads(made.env["LAUNCH_PROBE"])
+    assert probe == {
+        "target": "/source/open_instruct/finetune.py", "out": "/run/probe", "cpu": False,
+        "backend": "open_instruct", "stage": "sft", "packed": True,
+        "expect": {"loss": "finite", "liger": "engaged", "packing": "isolated", "dataset_cache": "any",
+                   "gradients": "true"},
+        "on_violation": "stop", "on_hang": "report", "within": 3, "isolation": True,
+        "hang_factor": 20, "hang_seconds": 300, "final_save": True,
+    }  # fmt: skip
+    assert "PYTHONPATH" not in built(planned(staged(CONFIGS / "demo" / "sft.yaml"), 0)).env
+
+
+# --- pasted into a shell --------------------------------------------------------------------------
+
+NASTY = (
+    "two words", "it's \"x\"", "line\nbreak", "$(touch pwned) `touch pwned`; touch pwned && touch pwned #",
+    "$HOME ~ * !x {a,b} %s", "a\\b\tc", "ümlaut \U0001f600", "",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NASTY)
+def test_the_pasted_line_is_the_command(
+    tmp_path: Path, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / f"a {value.replace('/', '-')[:40]} folder"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    out = tmp_path / "out.json"
+    python = here / "my python"
+    python.write_text(STUB.format(python=sys.executable, out=str(out)))
+    python.chmod(0o755)
+    text = SFT.format(more=f"exp_name: {json.dumps(value, ensure_ascii=False)}")
+    made = planned(from_text(here, text), 2)
+    path = {"PYTHONPATH": f"/x/{value}"}
+    shell = built(made, path, python=python, folder=here / "run")
+    environ = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "OUTER": "kept"}
+    subprocess.run(["bash", "-c", shell.shell()], env=environ, check=True, timeout=PATIENCE_S)
+    argv, seen = json.loads(out.read_text())
+    assert argv == list(shell.argv[1:])
+    assert {name: seen[name] for name in shell.env} == dict(shell.env)
+    assert (seen["OUTER"], seen["HOME"]) == ("kept", "/nowhere")
+    assert not list(tmp_path.rglob("pwned"))
+    assert value in argv
+
+
+def test_a_shown_command_has_no_tokens(tmp_path: Path) -> None:
+    made = built(planned(from_text(tmp_path, SFT.format(more="exp_name: hf_abcdefghijklmnopqrst"))))
+    assert "hf_abcdefghijklmnopqrst" in made.shell()
+    assert "hf_abcdefghijklmnopqrst" not in made.redacted().shell()
+    assert isinstance(made.redacted().argv, tuple)
+
+
+def test_without_a_source_a_dry_run_says_where_it_would_be() -> None:
+    from dataclasses import replace
+
+    def bare(path: Path) -> Command:
+        stage = staged(path)
+        stage = replace(stage, upstream=replace(stage.upstream, root=None))
+        made = plan.make(stage, gpus=0, output=Path("/run/model"))
+        python = replace(trainer(), path=(Path("/env/lib"), Path("/env/lib/site-packages")))
+        return command.build(made, python, Path("/run"), environ={})
+
+    target = json.loads(bare(TULU).env["LAUNCH_PROBE"])["target"]
+    assert target.endswith("external/open-instruct/open_instruct/finetune.py")
+    target = json.loads(bare(CONFIGS / "demo" / "sft.yaml").env["LAUNCH_PROBE"])["target"]
+    assert target == "/env/lib/site-packages/trl/scripts/sft.py"

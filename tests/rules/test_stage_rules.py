@@ -1,0 +1,624 @@
+"""Rules that know DeepSpeed, the machine, the model and the folder: where they speak, where not."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import NO_PACKAGES, Write
+from saved import loadable
+from test_rules import values_of
+
+from launcher.artifacts import model_config
+from launcher.config.keys import DEEPSPEED
+from launcher.errors import Finding
+from launcher.rules import model as model_rules
+from launcher.rules import registry
+from launcher.rules.context import Context
+from launcher.rules.open_instruct import data
+from launcher.stage.options import deepspeed_file
+from launcher.upstream import locate
+from launcher.upstream.schema import Values
+from launcher.upstream.trainers import BACKENDS
+
+ZERO2 = json.loads(deepspeed_file("zero2").read_text(encoding="utf-8"))
+ZERO3 = json.loads(deepspeed_file("zero3").read_text(encoding="utf-8"))
+BARE = {
+    "zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto", "gradient_accumulation_steps": "auto",
+}  # fmt: skip
+TRAINER = {"accelerate": "1.12.0", "flash-attn": "2.8.3", "liger-kernel": "0.7.0"}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the models and files of these tests are named relative to their own folder
+    monkeypatch.chdir(tmp_path)
+
+
+def context(script: str, args: dict[str, Any], **known: Any) -> Context:
+    known.setdefault("environ", {"HOME": str(Path.cwd() / "home")})
+    return Context(values=values_of(script, args), **known)
+
+
+def found(script: str, args: dict[str, Any], **known: Any) -> list[Finding]:
+    # what a release of DeepSpeed does to gradients: tests/probe/test_gradients.py
+    told = registry.apply_in(context(script, args, **known))
+    return [finding for finding in told if finding.code != "overlap-corrupts"]
+
+
+def one(script: str, args: dict[str, Any], **known: Any) -> tuple[str, str, str]:
+    """The code, severity and key of the only finding."""
+    (finding,) = found(script, args, **known)
+    assert finding.layer == "run"
+    assert finding.message
+    return finding.code, finding.severity, finding.key or ""
+
+
+def model(write: Write, **config: Any) -> str:
+    """A local model folder with this config; its name."""
+    write("model/config.json", json.dumps(config))
+    return "model"
+
+
+# --- quiet ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft", "trl-dpo"])
+def test_what_ships_is_quiet(script: str) -> None:
+    for name, gpus in itertools.product((None, *DEEPSPEED), (None, 0, 1, 8)):
+        file: Any = None if name is None else json.loads(deepspeed_file(name).read_text())
+        known: dict[str, Any] = {"deepspeed": file, "gpus": gpus, "packages": TRAINER, "cpus": 8}
+        known |= {"per_device": 4, "accumulation": 4, "mixed_precision": "bf16"}
+        assert found(script, {}, **known) == []
+
+
+def test_nothing_known_is_quiet() -> None:
+    assert found("sft", {"use_liger_kernel": True, "packing": True}) == []
+    assert found("dpo", {"use_lora": True, "loss_type": "wpo", "load_balancing_loss": True}) == []
+
+
+# --- the DeepSpeed file ---------------------------------------------------------------------------
+
+SILENT_ON_PASSES = {k: v for k, v in BARE.items() if k != "gradient_accumulation_steps"}
+FILES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"train_micro_batch_size_per_gpu": 1}, {}, "deepspeed-no-zero error"),
+    ({**BARE, "optimizer": {"type": "AdamW"}}, {}, "deepspeed-optimizer error"),
+    ({**BARE, "scheduler": {"type": "WarmupLR"}}, {}, "deepspeed-optimizer error"),
+    ({**BARE, "zero_optimization": {"stage": 3}}, {}, "zero3-unsaved error"),
+    ({"zero_optimization": {"stage": 2}}, {}, "deepspeed-no-batch error"),
+    ({"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}, {}, "deepspeed-no-batch error"),
+    ({**BARE, "gradient_accumulation_steps": 2}, {"accumulation": 4}, "deepspeed-accumulation warning"),
+    (SILENT_ON_PASSES, {"accumulation": 4}, "deepspeed-accumulation warning"),
+    ({**BARE, "train_batch_size": 128}, {"gpus": 8, "per_device": 4, "accumulation": 2},
+     "deepspeed-batch error"),
+    ({**BARE, "fp16": {"enabled": True}}, {"mixed_precision": "bf16"}, "deepspeed-precision error"),
+]  # fmt: skip
+GOOD: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (BARE, {"accumulation": 4, "gpus": 8, "per_device": 4}),
+    ({**BARE, "gradient_accumulation_steps": 4}, {"accumulation": 4}),
+    ({**BARE, "train_batch_size": 64}, {"gpus": 8, "per_device": 4, "accumulation": 2}),
+    ({**BARE, "fp16": {"enabled": True}}, {"mixed_precision": "no"}),
+    ({"zero_optimization": {"stage": 2}, "train_batch_size": 64}, {}),
+    # on the CPU no file is read
+    ({}, {"gpus": 0}),
+]
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo"])
+def test_deepspeed_files(script: str) -> None:
+    for file, known, expected in FILES:
+        told = one(script, {}, deepspeed=file, **known)
+        assert (" ".join(told[:2]), told[2]) == (expected, "deepspeed")
+    for file, known in GOOD:
+        assert found(script, {}, deepspeed=file, **known) == []
+
+
+ODD = (None, [], "x", 1e999)
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_files_and_configs_are_no_crash(write: Write, odd: Any) -> None:
+    keys = (
+        "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps", "gradient_clipping", "fp16", "checkpoint",
+    )  # fmt: skip
+    config = ("model_type", "attention_bias", "num_attention_heads", "num_key_value_heads")
+    config += ("max_position_embeddings", "rope_scaling", "rope_parameters", "text_config")
+    args = {
+        "model_name_or_path": "model", "use_lora": True, "use_liger_kernel": True,
+        "load_balancing_loss": True, "max_seq_length": 8, "clip_grad_norm": 0.5,
+        "sequence_parallel_size": 2,
+    }  # fmt: skip
+    known: dict[str, Any] = {
+        "gpus": 8,
+        "per_device": 1,
+        "accumulation": 1,
+        "mixed_precision": "bf16",
+    }
+    for key in keys:
+        for file in ({**BARE, key: odd}, {**BARE, "zero_optimization": {"stage": odd}}):
+            assert isinstance(found("sft", {"clip_grad_norm": 0.5}, deepspeed=file, **known), list)
+    for key in config:
+        whole = {
+            "model_type": "qwen2",
+            "max_position_embeddings": 4,
+            "rope_scaling": {"factor": odd},
+        }
+        write("model/config.json", json.dumps({**whole, key: odd}))
+        assert isinstance(found("sft", args, deepspeed=BARE, **known), list)
+
+
+@pytest.mark.parametrize(
+    ("script", "key"), [("sft", "clip_grad_norm"), ("dpo", "max_grad_norm")]
+)  # fmt: skip
+def test_clipping_is_deepspeeds(script: str, key: str) -> None:
+    expected = ("clipping-unread", "warning", f"args.{key}")
+    assert one(script, {key: 0.5}, deepspeed=ZERO2) == expected
+    assert one(script, {key: 0.5}, deepspeed=BARE) == expected
+    assert found(script, {key: 1.0}, deepspeed=ZERO2) == []
+    assert found(script, {key: 0.5}, deepspeed={**BARE, "gradient_clipping": 0.5}) == []
+    assert found(script, {key: 0.5}) == []
+    assert found(script, {key: 0.5}, deepspeed=ZERO2, gpus=0) == []
+    assert found(script, {}, deepspeed=BARE) == []
+    # what is not above 0 asks for none
+    for none in (-1, 0):
+        assert one(script, {key: none}, deepspeed=ZERO2) == expected
+        assert found(script, {key: none}, deepspeed={**ZERO2, "gradient_clipping": None}) == []
+    if script == "dpo":
+        assert one(script, {"zero_stage": 3, key: -1}) == expected
+
+
+def test_upstream_loads_bfloat16() -> None:
+    told = one("sft", {}, mixed_precision="fp16", deepspeed=ZERO2)
+    assert told == ("fp16-over-bf16", "warning", "mixed_precision")
+
+
+def test_zero_stage_beside_a_file() -> None:
+    expected = ("two-zero-stages", "warning", "args.zero_stage")
+    assert one("dpo", {"zero_stage": 3}, deepspeed=ZERO2) == expected
+    assert one("dpo", {"zero_stage": 2}, deepspeed=ZERO2) == expected
+    (differs,) = found("dpo", {"zero_stage": 3}, deepspeed=ZERO2)
+    (agrees,) = found("dpo", {"zero_stage": 2}, deepspeed=ZERO2)
+    assert "stage 2 is not 3" in differs.message
+    assert "is not" not in agrees.message
+    assert found("dpo", {"zero_stage": 3}) == []
+    # nothing of the file matters then
+    assert one("dpo", {"zero_stage": 2}, deepspeed={}) == expected
+
+
+# --- adapters and quantised models ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo"])
+def test_quantised_models_and_deepspeed(script: str) -> None:
+    args = {"use_qlora": True, "use_lora": True}
+    assert one(script, args, deepspeed=ZERO3) == ("qlora-deepspeed", "error", "args.use_qlora")
+    assert one(script, args, deepspeed=ZERO2) == ("qlora-deepspeed", "warning", "args.use_qlora")
+    assert found(script, args, gpus=1) == []
+    assert found(script, {"use_lora": True}, deepspeed=ZERO3) == []
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo"])
+def test_lora_and_frozen_biases(write: Write, script: str) -> None:
+    for kind, biased, crashes in (
+        ("qwen2", None, True),
+        ("llama", True, True),
+        ("qwen3", None, False),
+    ):
+        name = model(write, model_type=kind, attention_bias=biased)
+        args = {"use_lora": True, "model_name_or_path": name}
+        expected = ["lora-biases"] if crashes else []
+        assert [f.code for f in found(script, args, deepspeed=ZERO2)] == expected
+        # ZeRO-3 leaves such a group out, and without DeepSpeed nothing minds it
+        assert found(script, args, deepspeed=ZERO3) == []
+        assert found(script, args) == []
+        assert found(script, {**args, "use_lora": False}, deepspeed=ZERO2) == []
+
+
+def test_lora_is_not_checkpointed_under_zero_3() -> None:
+    # seen with DeepSpeed 0.18.9 and PEFT 0.21 on two processes: CheckpointError; full training is
+    # fine
+    args = {"use_lora": True, "gradient_checkpointing": True}
+    told = ("lora-zero3-checkpointing", "error", "args.gradient_checkpointing")
+    assert one("sft", args, deepspeed=ZERO3) == told
+    assert found("sft", {**args, "gradient_checkpointing": False}, deepspeed=ZERO3) == []
+    assert found("sft", {**args, "use_lora": False}, deepspeed=ZERO3) == []
+    assert found("sft", args, deepspeed=ZERO2) == []
+    # dpo_tune_cache.py:371 checkpoints no LoRA
+    assert found("dpo", {"use_lora": True, "activation_memory_budget": 0.5}, deepspeed=ZERO3) == []
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+LIGER = {"use_liger_kernel": True}
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft", "trl-dpo"])
+def test_liger_and_models_that_it_does_not_know(write: Write, script: str) -> None:
+    args = {**LIGER, "model_name_or_path": model(write, model_type="gpt2")}
+    crashes = not script.startswith("trl")
+    expected = ("liger-unknown-model", "warning", "args.use_liger_kernel")
+    assert one(script, args) == expected
+    # a later release may know it
+    assert one(script, args, packages={"liger-kernel": "0.9.0"}) == expected
+    told = one(script, args, packages={"liger-kernel": "0.7.0"})
+    assert told[1] == ("error" if crashes else "warning")
+    model(write, model_type="qwen2")
+    assert found(script, args, packages=TRAINER) == []
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft", "trl-dpo"])
+def test_liger_needs_a_gpu(script: str) -> None:
+    assert one(script, LIGER, gpus=0) == ("liger-on-cpu", "error", "args.use_liger_kernel")
+    assert found(script, LIGER, gpus=0, environ={"TRITON_INTERPRET": "1"}) == []
+
+
+def test_the_models_that_liger_knows() -> None:
+    try:
+        installed = distribution("liger-kernel")
+    except PackageNotFoundError:
+        pytest.skip(f"{NO_PACKAGES}: liger-kernel is not installed")
+    if not installed.version.startswith("0.7."):
+        pytest.skip(f"{NO_PACKAGES}: liger-kernel {installed.version} is not 0.7")
+    source = installed.locate_file("liger_kernel/transformers/monkey_patch.py")
+    tree = ast.parse(Path(str(source)).read_text(encoding="utf-8"))
+    (table,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and ast.unparse(node.targets[0]) == "MODEL_TYPE_TO_APPLY_LIGER_FN"
+    )
+    assert isinstance(table, ast.Dict)
+    assert {ast.literal_eval(key) for key in table.keys if key} == model_rules.LIGER_MODELS
+
+
+@pytest.mark.parametrize("setting", ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "HOME"])
+def test_a_model_in_the_hubs_cache(write: Write, tmp_path: Path, setting: str) -> None:
+    below = {
+        "HF_HOME": "hub/",
+        "XDG_CACHE_HOME": "huggingface/hub/",
+        "HOME": ".cache/huggingface/hub/",
+    }
+    folder = f"place/{below.get(setting, '')}models--org--name"
+    write(f"{folder}/refs/main", "abc123\n")
+    write(f"{folder}/snapshots/abc123/config.json", '{"model_type": "gpt2"}')
+    args = {**LIGER, "model_name_or_path": "org/name"}
+    environ = {setting: str(tmp_path / "place")}
+    assert one("sft", args, environ=environ)[0] == "liger-unknown-model"
+    assert found("sft", args, environ={"HOME": str(tmp_path / "nobody")}) == []
+    # another revision is another model
+    assert found("sft", {**args, "model_revision": "v2"}, environ=environ) == []
+    assert (
+        one("sft", {**args, "model_revision": "abc123"}, environ=environ)[0]
+        == "liger-unknown-model"
+    )
+
+
+def test_broken_configs_are_nothing(write: Write) -> None:
+    texts: tuple[str | bytes, ...] = ("", "[]", "[" * 5000, b"\xff\xfe", '{"model_type": 5}')
+    for text in texts:
+        write("model/config.json", text)
+        assert found("sft", {**LIGER, "model_name_or_path": "model"}) == []
+    for name in ("", "x" * 5000, "a\0b"):
+        assert model_config.read(name, {}) == {}
+
+
+def test_positions() -> None:
+    original = "original_max_position_embeddings"
+    for config, reach in (
+        ({"max_position_embeddings": 2048, "rope_scaling": None}, 2048),
+        ({"n_positions": 1024}, 1024),
+        ({"max_position_embeddings": "many"}, None),
+        ({"text_config": {"max_position_embeddings": 4096}}, 4096),
+        # the original stands in the config: stretched four times
+        (
+            {"max_position_embeddings": 32768, "rope_scaling": {"factor": 4.0, original: 32768}},
+            131072,
+        ),
+        # the stretched length stands there already
+        (
+            {"max_position_embeddings": 131072, "rope_scaling": {"factor": 8.0, original: 8192}},
+            131072,
+        ),
+    ):
+        assert model_rules.positions(config) == reach
+
+
+@pytest.mark.parametrize(
+    ("script", "key"),
+    [("sft", "max_seq_length"), ("dpo", "max_seq_length"), ("trl-sft", "max_length")],
+)
+def test_rows_longer_than_the_model(write: Write, script: str, key: str) -> None:
+    args = {"model_name_or_path": model(write, model_type="llama", max_position_embeddings=2048)}
+    told = one(script, {**args, key: 4096})
+    assert told == ("beyond-positions", "warning", f"args.{key}")
+    assert found(script, {**args, key: 2048}) == []
+    assert found(script, args) == []
+
+
+def test_packing_without_flash_attention() -> None:
+    args = {"packing": True}
+    expected = ("packing-without-flash", "warning", "args.packing")
+    assert one("sft", args, packages={}) == expected
+    assert one("dpo", args, packages={}) == expected
+    assert one("dpo", {**args, "attn_implementation": "torch"}) == expected
+    assert found("sft", args, packages=TRAINER) == []
+    assert found("sft", args, packages={"flash-attn-3": "3.0.0"}) == []
+    assert found("sft", args) == []
+    assert found("sft", args, packages={}, gpus=0) == []
+    assert found("dpo", {**args, "attn_implementation": "flash_2"}, packages=TRAINER) == []
+
+
+def test_packing_of_one_row() -> None:
+    args = {"packing": True}
+    expected = ("packing-of-one", "warning", "args.packing")
+    assert one("sft", args, per_device=1) == expected
+    assert one("sft", args, per_device=1, gpus=0) == expected
+    assert found("sft", {"packing": False}, per_device=1) == []
+    assert found("sft", args, per_device=2) == []
+    assert found("sft", args) == []
+    # of DPO one row is a pair
+    assert found("dpo", args, per_device=1) == []
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft"])
+def test_a_model_that_is_not_here(write: Write, script: str) -> None:
+    expected = ("missing-model", "error", "args.model_name_or_path")
+    for name in ("build/demo/model", "/no/such/model", "./model", "~/model"):
+        assert one(script, {"model_name_or_path": name}, running=True) == expected
+        # an earlier stage may still make it
+        assert found(script, {"model_name_or_path": name}) == []
+    assert found(script, {"model_name_or_path": "org/name"}, running=True) == []
+    told = one(
+        script, {"model_name_or_path": "org/name"}, running=True, environ={"HF_HUB_OFFLINE": "1"}
+    )
+    assert told == expected
+    model(write, model_type="llama")
+    loadable(Path("model"))
+    assert found(script, {"model_name_or_path": "./model"}, running=True) == []
+    # one of its files
+    assert one(script, {"model_name_or_path": "model/config.json"}, running=True) == expected
+    for key in ("config_name", "tokenizer_name_or_path") if script != "trl-sft" else ():
+        args = {"model_name_or_path": "./model", key: "./model"}
+        assert found(script, args, running=True) == []
+        told = one(script, {**args, key: "./other"}, running=True)
+        assert told == ("missing-model", "error", f"args.{key}")
+
+
+# --- services -------------------------------------------------------------------------------------
+
+WANDB = {"with_tracking": True, "report_to": "wandb"}
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo"])
+def test_tracking_needs_a_key(write: Write, tmp_path: Path, script: str) -> None:
+    expected = ("no-wandb-key", "warning", "args.with_tracking")
+    home = {"HOME": str(tmp_path)}
+    assert one(script, WANDB, environ=home) == expected
+    assert one(script, WANDB, environ=home, running=True)[1] == "error"
+    assert found(script, WANDB, environ={**home, "WANDB_API_KEY": "k"}) == []
+    assert found(script, {}, environ=home) == []
+    write(".netrc", "machine example.org login user password secret\n")
+    assert one(script, WANDB, environ=home) == expected
+    write(".netrc", "machine api.wandb.ai login user password secret\n")
+    assert found(script, WANDB, environ=home) == []
+    assert (
+        one(script, WANDB, environ={**home, "WANDB_BASE_URL": "https://wandb.example.org"})
+        == expected
+    )
+    write(".netrc", "machine {\n")
+    assert one(script, WANDB, environ=home) == expected
+    write("mine", "machine api.wandb.ai login user password secret\n")
+    assert found(script, WANDB, environ={**home, "NETRC": str(tmp_path / "mine")}) == []
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_offline_tracking_still_asks_who_is_logged_in(tmp_path: Path, mode: str) -> None:
+    environ = {"HOME": str(tmp_path), "WANDB_MODE": mode}
+    assert one("sft", WANDB, environ=environ)[0] == "no-wandb-key"
+    assert found("sft", {**WANDB, "wandb_entity": "me"}, environ=environ) == []
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo"])
+def test_pushing_needs_a_token(write: Write, tmp_path: Path, script: str) -> None:
+    args, home = {"push_to_hub": True}, {"HOME": str(tmp_path)}
+    expected = ("no-hub-token", "warning", "args.push_to_hub")
+    assert one(script, args, environ=home) == expected
+    assert one(script, args, environ=home, running=True)[1] == "error"
+    assert one(script, args, environ={**home, "HF_TOKEN": "t", "HF_HUB_OFFLINE": "1"}) == expected
+    assert found(script, args, environ={**home, "HF_TOKEN": "t"}) == []
+    # the default, until it comes to a run
+    assert found(script, {"push_to_hub": None}, environ=home) == []
+    assert one(script, {"push_to_hub": None}, environ=home, running=True)[1] == "error"
+    write(".cache/huggingface/token", "t")
+    assert found(script, args, environ=home) == []
+    (asked,) = found(script, args, environ={})
+    (saved,) = found(script, {**args, "hf_entity": "me"}, environ={})
+    assert "before anything is trained" in asked.message
+    assert "once the model is trained" in saved.message
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def test_tokenising_that_outlasts_the_timeout() -> None:
+    args = {"dataset_mixer_list": ["a", 20_000_000]}
+    expected = ("tokenising-outlasts", "warning", "args.timeout")
+    assert one("sft", args, gpus=8, cpus=16) == expected
+    assert one("sft", args) == expected
+    assert one("dpo", {"mixer_list": ["a", 20_000_000]}, gpus=8, cpus=16) == expected
+    assert found("sft", args, gpus=1, cpus=16) == []
+    assert found("sft", args, gpus=0, cpus=16) == []
+    assert found("sft", {**args, "timeout": 36000}, gpus=8, cpus=16) == []
+    assert found("sft", {**args, "cache_dataset_only": True}, gpus=8, cpus=16) == []
+    assert found("sft", {"dataset_mixer_list": ["a", "1.0"]}, gpus=8, cpus=1) == []
+
+
+def test_sets_whose_size_is_known() -> None:
+    tulu = {"dataset_mixer_list": ["allenai/tulu-3-sft-mixture", "1.0", "b", "0.5"]}
+    assert data.known_rows(context("sft", tulu)) == 939_343
+    assert found("sft", tulu, gpus=8, cpus=64) == []
+    assert one("sft", {**tulu, "timeout": 60}, gpus=8, cpus=64)[0] == "tokenising-outlasts"
+    assert data.known_rows(context("sft", {"dataset_mixer_list": ["b", "0.5"]})) is None
+    assert (
+        data.known_rows(context("sft", {"dataset_mixer_list": ["b", "x", "c", "1.e999"]})) is None
+    )
+
+
+def test_local_sets_are_counted_or_reckoned(write: Write) -> None:
+    write("small.jsonl", b'{"a": 1}\n{"a": 2}\n{"a": 3}')
+    write("large.jsonl", (b'{"a": "' + b"x" * 90 + b'"}\n') * 10_000)
+    write("empty.jsonl", b"")
+    rows = {
+        name: data.known_rows(context("sft", {"dataset_mixer_list": [f"{name}.jsonl", "2.0"]}))
+        for name in ("small", "large", "empty", "missing")
+    }
+    assert rows["small"] == 6
+    assert rows["large"] is not None
+    assert abs(rows["large"] - 20_000) < 20
+    assert (rows["empty"], rows["missing"]) == (0, None)
+
+
+@pytest.mark.parametrize(("script", "prefix"), [("sft", "dataset_"), ("dpo", "")])
+def test_a_cache_key_of_ones_own(script: str, prefix: str) -> None:
+    args = {f"{prefix}config_hash": "abc"}
+    key = f"args.{prefix}config_hash"
+    assert one(script, args) == ("cache-key", "warning", key)
+
+
+# --- the output folder ----------------------------------------------------------------------------
+
+OUT = "args.output_dir"
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+def saved(folder: Path, name: str, *, complete: bool = True) -> None:
+    (folder / name).mkdir()
+    if complete:
+        (folder / name / "COMPLETED").write_text("COMPLETED")
+
+
+def test_an_empty_or_missing_folder_is_quiet(output: Path) -> None:
+    (output / "notes").mkdir()
+    (output / "step_notes.txt").write_text("x")
+    assert found("sft", {}, output=output) == []
+    assert found("sft", {}, output=output / "missing") == []
+    assert found("sft", {}, output=Path("a\0b")) == []
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo"])
+def test_checkpoints_that_launch_did_not_write(output: Path, script: str) -> None:
+    saved(output, "step_500", complete=False)
+    assert found(script, {"checkpointing_steps": 500}, output=output) == []
+    saved(output, "step_250")
+    told = one(
+        script,
+        {"checkpointing_steps": 250, "num_epochs": 1}
+        if script == "dpo"
+        else {"checkpointing_steps": 250},
+        output=output,
+    )
+    assert told == ("foreign-checkpoints", "warning", OUT)
+    assert found(script, {"cache_dataset_only": True}, output=output) == []
+
+
+def test_dpo_resumed_inside_an_epoch(output: Path) -> None:
+    saved(output, "step_500")
+    skips = [("foreign-checkpoints", "warning", OUT), ("resume-skips", "warning", OUT)]
+    for args, expected in (
+        ({"num_epochs": 2}, skips),
+        ({"num_epochs": 1}, skips[:1]),
+        ({"num_epochs": 2, "max_train_steps": 100}, skips[:1]),
+    ):
+        told = found("dpo", {**args, "checkpointing_steps": 500}, output=output)
+        assert [(f.code, f.severity, f.key) for f in told] == expected
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo"])
+@pytest.mark.parametrize(
+    "names", [["config.json", "model.safetensors"], ["adapter_config.json", "adapter_model.bin"]]
+)
+def test_a_folder_with_a_finished_model(output: Path, script: str, names: list[str]) -> None:
+    (output / names[0]).write_text("{}")
+    assert found(script, {}, output=output) == []
+    (output / names[1]).write_text("x")
+    assert one(script, {}, output=output) == ("finished-output", "warning", OUT)
+    (finding,) = found(script, {}, output=output)
+    assert "from zero" in finding.message
+    saved(output, "step_5")
+    told = {
+        f.code: f
+        for f in found(
+            script,
+            {"num_epochs": 1} if script == "dpo" else {"checkpointing_steps": 5},
+            output=output,
+        )
+    }
+    assert "step_5" in told["finished-output"].message
+
+
+# --- the loss of DPO ------------------------------------------------------------------------------
+
+
+WRONG_LOSSES: list[tuple[str, float, str, str]] = [
+    ("beta", 0, "zero-beta warning", "no preference is learnt"),
+    ("beta", -0.1, "out-of-range warning", "the rejected answers are preferred"),
+    ("beta", math.nan, "out-of-range error", "no number"),
+    ("label_smoothing", -0.1, "out-of-range warning", "share of pairs"),
+    ("label_smoothing", 0.5, "out-of-range warning", "weigh as much"),
+]
+
+
+@pytest.mark.parametrize("script", ["dpo", "dpo_olmo_core"])
+def test_a_loss_that_tells_nothing_or_the_wrong_way(script: str) -> None:
+    for key, value, expected, words in WRONG_LOSSES:
+        (fault,) = of_the_loss(script, {key: value})
+        assert f"{fault.code} {fault.severity}" == expected
+        assert fault.key == f"args.{key}" and words in fault.message
+    assert of_the_loss(script, {"beta": 0.01, "label_smoothing": 0.49}) == []
+
+
+def of_the_loss(script: str, args: dict[str, Any]) -> list[Finding]:
+    schema = locate.Locator(search=()).schema("open_instruct", script)
+    return [
+        one for one in registry.apply(Values(schema, {"mixer_list": ["a", "1.0"], **args}))
+        if one.key in {"args.beta", "args.label_smoothing"}
+    ]  # fmt: skip
+
+
+# --- all of them ----------------------------------------------------------------------------------
+
+
+def everything() -> Iterator[Any]:
+    for backend, stage in itertools.product(BACKENDS, ("sft", "dpo")):
+        yield from registry.of_stage(backend, stage)
+
+
+def test_every_rule_says_where_upstream_says_so() -> None:
+    for rule in everything():
+        assert ".py:" in (rule.__doc__ or ""), rule.__name__
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft", "trl-dpo"])
+def test_another_commit_may_lack_any_field(script: str) -> None:
+    whole = values_of(script, {})
+    for missing in whole.schema.fields:
+        fields = {k: v for k, v in whole.schema.fields.items() if k != missing}
+        values = Values(replace(whole.schema, fields=fields), {})
+        known: dict[str, Any] = {"deepspeed": ZERO3, "packages": {}, "environ": {}, "running": True}
+        assert isinstance(list(registry.apply_in(Context(values=values, gpus=8, **known))), list)

@@ -1,0 +1,592 @@
+"""TRL on a machine: the rules that know devices, DeepSpeed, packages and checkpoints.
+
+Where the training packages are, their own code is asked the same questions about DeepSpeed files.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from argument_sets import generate
+from conftest import NO_PACKAGES, PATIENCE_S, SUPPORT, Write
+from test_rules import values_of
+
+from launcher.config.keys import DEEPSPEED
+from launcher.errors import Finding
+from launcher.rules import deepspeed, registry
+from launcher.rules.context import Context
+from launcher.stage.options import deepspeed_file
+from launcher.upstream.schema import Values
+
+SCRIPTS = ("trl-sft", "trl-dpo")
+AUTO: dict[str, Any] = {
+    "zero_optimization": {"stage": 2}, "train_batch_size": "auto", "gradient_clipping": "auto",
+    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+}  # fmt: skip
+SHIPPED = {name: json.loads(deepspeed_file(name).read_text("utf-8")) for name in DEEPSPEED}
+ON_CPU: dict[str, Any] = {"gpus": 0, "running": True}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # folders of these tests are named relative to their own
+    monkeypatch.chdir(tmp_path)
+
+
+def found(script: str, args: dict[str, Any], **known: Any) -> list[Finding]:
+    known.setdefault("environ", {"HOME": str(Path.cwd() / "home")})
+    return list(registry.apply_in(Context(values=values_of(script, args), **known)))
+
+
+def told(script: str, args: dict[str, Any], **known: Any) -> list[tuple[str, str, str]]:
+    """Code, severity and key of each finding, which all are about a run."""
+    findings = found(script, args, **known)
+    assert all(finding.layer == "run" and finding.message for finding in findings)
+    return [(f.code, f.severity, (f.key or "").removeprefix("args.")) for f in findings]
+
+
+def model(write: Write, **config: Any) -> str:
+    write("model/config.json", json.dumps(config))
+    return "model"
+
+
+def without(file: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in file.items() if name not in names}
+
+
+# --- quiet
+# -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_shipped_deepspeed_files_fit_any_arguments(script: str) -> None:
+    arguments: tuple[dict[str, Any], ...] = (
+        {},
+        {"bf16": False},
+        {"fp16": True},
+        {"max_grad_norm": 0.5},
+    )
+    for file in (None, *SHIPPED.values()):
+        for gpus in (None, 1, 8):
+            for args in arguments:
+                # what a start fills in for `mixed_precision:`, which TRL's own arguments decide
+                known: dict[str, Any] = {"mixed_precision": None if gpus is None else "bf16"}
+                known |= {"gpus": gpus, "per_device": 4, "accumulation": 4, "running": True}
+                assert told(script, args, deepspeed=file, packages={}, **known) == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_works_is_left_alone(script: str) -> None:
+    # each of these was run
+    quantised = {"load_in_4bit": True, "use_peft": True}
+    packages = {"bitsandbytes": "0.50.2"}
+    assert told(script, {**quantised, "bf16": False}, **ON_CPU, packages=packages) == []
+    assert told(script, quantised, gpus=8, deepspeed=SHIPPED["zero3"], packages=packages) == []
+    paged = {"optim": "paged_adamw_32bit", "bf16": False}
+    assert told(script, paged, **ON_CPU, packages=packages) == []
+    assert told(script, {"ddp_backend": "gloo"}, gpus=1, deepspeed=AUTO) == []
+    assert told(script, {"ddp_backend": "nccl"}, gpus=8) == []
+    assert told(script, {"fsdp": "full_shard"}, gpus=8) == []
+    assert told(script, {"attn_implementation": "flash_attention_2"}, gpus=8) == []
+
+
+# --- the CPU
+# ---------------------------------------------------------------------------------------
+
+CPU = [
+    ({}, ("bf16-on-cpu", "error", "bf16")),
+    ({"bf16": True}, ("bf16-on-cpu", "error", "bf16")),
+    ({"bf16": False, "bf16_full_eval": True}, ("bf16-on-cpu", "error", "bf16_full_eval")),
+    ({"fp16": True}, ("fp16-on-cpu", "warning", "fp16")),
+    (
+        {"bf16": False, "attn_implementation": "flash_attention_2"},
+        ("attention-missing", "error", "attn_implementation"),
+    ),
+    (
+        {"bf16": False, "attn_implementation": "flex_attention"},
+        ("attention-missing", "error", "attn_implementation"),
+    ),
+    (
+        {"bf16": False, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}},
+        ("attention-missing", "error", "model_init_kwargs"),
+    ),
+]
+
+
+def test_the_cpu() -> None:
+    for args, expected in CPU:
+        assert told("trl-sft", args, **ON_CPU, packages={}) == [expected]
+        # where there are GPUs the same is fine
+        assert told("trl-sft", args, gpus=8, packages={"flash-attn": "2.8.3"}) == []
+
+
+def test_ways_to_train_on_the_cpu() -> None:
+    for args in ({"use_cpu": True, "bf16": True, "bf16_full_eval": True}, {"bf16": False}):
+        assert told("trl-sft", args, **ON_CPU, packages={}) == []
+
+
+def test_the_default_precision_is_named_as_such() -> None:
+    (default,) = found("trl-sft", {}, **ON_CPU)
+    (asked,) = found("trl-sft", {"bf16": True}, **ON_CPU)
+    assert "default" in default.message
+    assert "default" not in asked.message
+    assert default.help is not None
+    assert "use_cpu: true" in default.help
+
+
+def test_the_cpu_beside_gpus() -> None:
+    assert told("trl-dpo", {"use_cpu": True}, gpus=1) == [("cpu-beside-gpus", "error", "use_cpu")]
+
+
+PRECISIONS: list[tuple[dict[str, Any], str | None, bool]] = [
+    ({}, "no", True),
+    ({}, "fp16", True),
+    ({}, "bf16", False),
+    ({}, None, False),
+    ({"bf16": False}, "bf16", False),
+    ({"bf16": False}, "no", False),
+    ({"fp16": True}, "bf16", True),
+    ({"fp16": True}, "fp16", False),
+]  # fmt: skip
+
+
+def test_accelerates_precision_is_not_read() -> None:
+    for args, option, speaks in PRECISIONS:
+        expected = [("mixed-precision-unread", "warning", "mixed_precision")] if speaks else []
+        assert told("trl-sft", args, mixed_precision=option) == expected
+        # a start fills in a default of its own
+        assert told("trl-sft", args, mixed_precision=option, gpus=8) == []
+
+
+# --- the DeepSpeed config
+# --------------------------------------------------------------------------
+
+FILES: list[tuple[dict[str, Any], dict[str, Any], tuple[str, str]]] = [
+    (without(AUTO, "zero_optimization"), {}, ("deepspeed-no-zero", "error")),
+    ({"zero_optimization": {"stage": 2}}, {}, ("deepspeed-no-batch", "error")),
+    ({**AUTO, "gradient_clipping": 0.5}, {}, ("deepspeed-mismatch", "error")),
+    (
+        {**AUTO, "train_micro_batch_size_per_gpu": 2},
+        {"per_device": 4},
+        ("deepspeed-mismatch", "error"),
+    ),
+    (
+        {**AUTO, "gradient_accumulation_steps": 2},
+        {"accumulation": 4},
+        ("deepspeed-mismatch", "error"),
+    ),
+    (
+        {**AUTO, "train_batch_size": 128},
+        {"gpus": 8, "per_device": 4, "accumulation": 2},
+        ("deepspeed-mismatch", "error"),
+    ),
+    (
+        {**AUTO, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+        {},
+        ("deepspeed-mismatch", "error"),
+    ),
+    (
+        {**AUTO, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},
+        {},
+        ("deepspeed-mismatch", "error"),
+    ),
+    (
+        without(AUTO, "gradient_accumulation_steps"),
+        {"accumulation": 4},
+        ("deepspeed-mismatch", "error"),
+    ),
+    ({**AUTO, "fp16": {"enabled": True}}, {}, ("deepspeed-precision", "error")),
+    ({**AUTO, "bf16": {"enabled": False}}, {}, ("deepspeed-precision", "error")),
+    (
+        {**AUTO, "zero_optimization": {"stage": 3}},
+        {},
+        ("zero3-unsaved", "warning"),
+    ),
+]
+
+
+def test_deepspeed_files() -> None:
+    for file, known, expected in FILES:
+        assert told("trl-sft", {}, deepspeed=file, **known) == [(*expected, "deepspeed")]
+        # on the CPU no file is read
+        assert told("trl-sft", {"bf16": False}, deepspeed=file, **{**known, "gpus": 0}) == []
+
+
+def test_good_deepspeed_files() -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}
+    good: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+        (AUTO, {}, {"gpus": 8, "per_device": 4, "accumulation": 4}),
+        (without(AUTO, "gradient_accumulation_steps"), {}, {"accumulation": 1}),
+        (without(AUTO, "train_micro_batch_size_per_gpu"), {}, {}),
+        ({**AUTO, "bf16": {"enabled": False}}, {"bf16": False}, {}),
+        ({**AUTO, "fp16": {"enabled": True}}, {"fp16": True}, {}),
+        ({**AUTO, "optimizer": optimizer}, {}, {}),
+        ({**AUTO, "zero_optimization": {"stage": 3}}, {"use_peft": True}, {}),
+        ({**AUTO, "train_batch_size": 64}, {}, {"gpus": 8, "per_device": 4, "accumulation": 2}),
+    ]  # fmt: skip
+    for file, args, known in good:
+        assert told("trl-sft", args, deepspeed=file, **known) == []
+
+
+def test_every_difference_is_said_at_once() -> None:
+    file = {**AUTO, "gradient_clipping": 0.5, "train_micro_batch_size_per_gpu": 2}
+    (finding,) = found("trl-sft", {}, deepspeed=file, per_device=8)
+    assert "gradient_clipping: 0.5" in finding.message
+    assert "per_device_train_batch_size: 8" in finding.message
+
+
+def test_clipping_that_a_file_leaves_out() -> None:
+    file, expected = (
+        without(AUTO, "gradient_clipping"),
+        ("clipping-unread", "warning", "max_grad_norm"),
+    )
+    assert told("trl-sft", {"max_grad_norm": 0.5}, deepspeed=file) == [expected]
+    assert told("trl-sft", {"max_grad_norm": 0.0}, deepspeed=file) == []
+
+
+def test_evaluating_in_another_precision() -> None:
+    for args in ({"bf16": False, "bf16_full_eval": True}, {"fp16_full_eval": True}):
+        for file in (AUTO, SHIPPED["zero2"]):
+            expected = ("deepspeed-precision", "error", "deepspeed")
+            assert told("trl-sft", args, deepspeed=file) == [expected]
+    assert told("trl-sft", {"bf16_full_eval": True}, deepspeed=AUTO) == []
+    assert told("trl-sft", {"bf16": False, "bf16_full_eval": True}) == []
+
+
+ODD: tuple[Any, ...] = (None, [], "x", 1e999)
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_files_are_no_crash(odd: Any) -> None:
+    nested = {"zero_optimization": {"stage": odd}, "optimizer": {"params": odd}}
+    known: dict[str, Any] = {"gpus": 8, "per_device": 1, "accumulation": 2}
+    for key in (*AUTO, "fp16", "bf16", "optimizer", "scheduler", "checkpoint"):
+        for file in ({**AUTO, key: odd}, {**AUTO, **nested}, {key: odd}):
+            assert isinstance(
+                found("trl-sft", {"max_grad_norm": 0.5}, deepspeed=file, **known), list
+            )
+
+
+def really(lines: str) -> str:
+    """What the packages themselves answer, in a process of their own; skips where they are not."""
+    done = subprocess.run(
+        [sys.executable, str(SUPPORT / "real_trl_machine.py")],
+        input=lines, capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    if done.returncode == 1 and "Traceback" not in done.stderr:
+        pytest.skip(f"{NO_PACKAGES}: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def draw_case(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any], str | None, int, int]:
+    """A DeepSpeed config with few faults, arguments, `mixed_precision:`, passes and devices."""
+    file = copy.deepcopy(AUTO)
+    changes: list[tuple[str, list[Any]]] = [
+        ("train_batch_size", [8, 64]), ("train_micro_batch_size_per_gpu", [4, 8]),
+        ("gradient_accumulation_steps", [1, 2]), ("gradient_clipping", [1.0, 0.5]),
+        ("bf16", [{}, {"enabled": "auto"}, {"enabled": True}, {"enabled": False}]),
+        ("fp16", [{}, {"enabled": "auto"}, {"enabled": True}, {"enabled": False}]),
+        ("optimizer", [{"type": "AdamW"}, *({"params": params} for params in (
+            {"lr": 1e-4}, {"lr": "auto"}, {"betas": [0.9, 0.999]}, {"eps": 1e-8}, {"weight_decay": 0.1},
+        ))]),
+        ("scheduler", [{"params": {"warmup_max_lr": 1e-4}}, {"params": {"warmup_min_lr": "auto"}}]),
+    ]  # fmt: skip
+    for name, values in rng.sample(changes, rng.choice([0, 1, 1, 2])):
+        file[name] = copy.deepcopy(rng.choice(values))
+    dropped = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping", "bf16")
+    for name in rng.sample(dropped, rng.choice([0, 0, 1])):
+        file.pop(name, None)
+    args: dict[str, Any] = rng.choice([{}, {}, {"bf16": False}, {"fp16": True}, {"bf16": True}])
+    evaluated: dict[str, Any] = rng.choice(
+        [{}, {}, {"bf16_full_eval": True}, {"fp16_full_eval": True}]
+    )
+    args = {
+        **args,
+        **evaluated,
+        **rng.choice([{}, {"max_grad_norm": 0.5}, {"learning_rate": 1e-4}]),
+    }
+    option = rng.choice([None, None, "no", "bf16", "fp16"])
+    return file, args, option, rng.choice([1, 2]), rng.choice([1, 8])
+
+
+def question(
+    file: dict[str, Any], args: Mapping[str, Any], option: str | None, passes: int, gpus: int
+) -> dict[str, Any]:
+    """A case as the packages are asked about it: every argument that they look at."""
+    values = values_of("trl-sft", dict(args))
+    names = (
+        "max_grad_norm", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
+        "fp16_full_eval", "bf16_full_eval", "save_on_each_node",
+    )  # fmt: skip
+    fp16 = bool(values["fp16"])
+    bf16 = not fp16 if values["bf16"] is None else values["bf16"]
+    arguments = {
+        **{name: values[name] for name in names}, "fp16": fp16, "bf16": bf16, "world_size": gpus,
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": passes,
+    }  # fmt: skip
+    running = "fp16" if fp16 else "bf16" if bf16 else option or "no"
+    return {"file": file, "arguments": arguments, "running": running}
+
+
+def refused(
+    file: dict[str, Any], args: Mapping[str, Any], option: str | None, passes: int, gpus: int
+) -> bool:
+    """Whether the rules refuse it, with what is known before the GPUs are, and with them."""
+    before: dict[str, Any] = {"gpus": None, "mixed_precision": option}
+    started: dict[str, Any] = {"gpus": gpus, "mixed_precision": "bf16"}
+    shared: dict[str, Any] = {"values": values_of("trl-sft", dict(args)), "deepspeed": file}
+    contexts = [
+        Context(**shared, per_device=4, accumulation=passes, **known) for known in (before, started)
+    ]
+    return any(
+        finding.severity == "error"
+        for context in contexts
+        for rule in (deepspeed.mismatches, deepspeed.precision)
+        for finding in rule(context)
+    )
+
+
+def test_the_rules_agree_with_transformers() -> None:
+    rng = random.Random(7)
+    cases = [draw_case(rng) for _ in range(1500)]
+    questions = (json.dumps(question(*case)) for case in cases)
+    answers = [json.loads(line) for line in really("\n".join(questions)).splitlines()]
+    assert len(answers) == len(cases)
+    for case, answer in zip(cases, answers, strict=True):
+        assert refused(*case) == answer, case
+    assert 0.2 < sum(answers) / len(answers) < 0.8
+
+
+# --- packages and services
+# -------------------------------------------------------------------------
+
+
+def test_packages_that_are_not_installed() -> None:
+    for optim, package in (
+        ("adamw_torch", None),
+        ("sgd", None),
+        ("paged_adamw_32bit", "bitsandbytes"),
+    ):
+        expected = [] if package is None else [("optim-missing", "error", "optim")]
+        assert told("trl-sft", {"optim": optim}, packages={}) == expected
+        assert told("trl-sft", {"optim": optim}) == []
+        if package is not None:
+            assert told("trl-sft", {"optim": optim}, packages={package: "1"}) == []
+    for report, missing in (("trackio", True), (["none"], False), (["all"], False)):
+        expected = [("report-missing", "error", "report_to")] if missing else []
+        assert told("trl-dpo", {"report_to": report}, packages={}) == expected
+        assert told("trl-dpo", {"report_to": report}) == []
+    for name in ("tensorboard", "tensorboardx"):
+        assert told("trl-sft", {"report_to": "tensorboard"}, packages={name: "2"}) == []
+
+
+def test_wandb_needs_a_key(tmp_path: Path) -> None:
+    script, args, home = "trl-sft", {"report_to": ["wandb"]}, {"HOME": str(tmp_path)}
+    expected = ("no-wandb-key", "warning", "report_to")
+    assert told(script, args, environ=home) == [expected]
+    assert told(script, args, environ=home, running=True)[0][1] == "error"
+    assert told(script, args, environ={**home, "WANDB_API_KEY": "k"}) == []
+    assert told(script, args, environ={**home, "WANDB_MODE": "offline"}) == []
+    assert told(script, {}, environ=home) == []
+    every = {"report_to": "all"}
+    assert told(script, every, environ=home, packages={"wandb": "0.31"}) == [expected]
+    assert told(script, every, environ=home, packages={}) == []
+
+
+def test_pushing_needs_a_token() -> None:
+    # more of it: tests/rules/test_stage_rules.py
+    expected = ("no-hub-token", "warning", "push_to_hub")
+    assert told("trl-sft", {"push_to_hub": True}) == [expected]
+    assert told("trl-sft", {"push_to_hub": True, "hub_token": "t"}) == []
+
+
+# --- checkpoints
+# -----------------------------------------------------------------------------------
+
+STATE = {"global_step": 20, "epoch": 0.5, "train_batch_size": 4, "max_steps": 40}
+
+
+def checkpoint(write: Write, name: str = "out/checkpoint-20", **parts: Any) -> str:
+    """A folder as transformers writes one; `None` leaves a file out. Its name."""
+    files: dict[str, Any] = {
+        "trainer_state.json": json.dumps(STATE),
+        "config.json": json.dumps({"model_type": "qwen2", "hidden_size": 64}),
+        "model.safetensors": "w",
+        "optimizer.pt": "o",
+    }
+    for part, content in {**files, **{k.replace("__", "."): v for k, v in parts.items()}}.items():
+        if content is not None:
+            write(f"{name}/{part}", content)
+    return name
+
+
+def resumed(script: str, args: dict[str, Any], **known: Any) -> list[tuple[str, str, str]]:
+    known = {"gpus": 1, "running": True, **known}
+    return told(script, {"resume_from_checkpoint": "out/checkpoint-20", **args}, **known)
+
+
+RESUME = "resume_from_checkpoint"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_good_checkpoint_is_quiet(write: Write, script: str) -> None:
+    checkpoint(write)
+    for known in ({}, {"per_device": 4}, {"gpus": None}, {"output": Path("out").absolute()}):
+        assert resumed(script, {"max_steps": 40}, **known) == []
+        assert resumed(script, {}, **known) == []
+
+
+def test_what_is_no_checkpoint(write: Write) -> None:
+    expected = [("resume-missing", "error", RESUME)]
+    assert resumed("trl-sft", {}) == expected
+    assert resumed("trl-sft", {}, running=False) == []
+    checkpoint(write, "out/checkpoint-5")
+    (finding,) = found("trl-sft", {RESUME: "out"}, gpus=1)
+    assert (finding.code, finding.severity) == ("resume-missing", "error")
+    assert finding.help == "write `resume_from_checkpoint: out/checkpoint-5`"
+    checkpoint(write, model__safetensors=None)
+    assert resumed("trl-sft", {})[0] == expected[0]
+
+
+def test_a_sharded_checkpoint_has_an_index(write: Write) -> None:
+    checkpoint(
+        write, **{"model.safetensors": None, "model.safetensors.index.json": "{}"},
+        **{"model-00001-of-00002.safetensors": "w"},
+    )  # fmt: skip
+    assert resumed("trl-sft", {}) == []
+
+
+def test_nothing_left_to_train(write: Write) -> None:
+    checkpoint(write)
+    expected = [("resume-finished", "error", RESUME)]
+    assert resumed("trl-sft", {"max_steps": 20}) == expected
+    assert resumed("trl-sft", {"max_steps": 21}) == []
+    assert resumed("trl-sft", {"num_train_epochs": 0.5}) == expected
+    assert resumed("trl-sft", {"num_train_epochs": 1}) == []
+
+
+def test_another_batch(write: Write) -> None:
+    checkpoint(write)
+    expected = [("resume-position", "warning", RESUME)]
+    assert resumed("trl-sft", {}, per_device=8) == expected
+    assert resumed("trl-sft", {"ignore_data_skip": True}, per_device=8) == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[" * 5000, '{"global_step": "x"}', "\udcff"])
+def test_broken_states(write: Write, text: str) -> None:
+    content = text.encode("utf-8", "surrogateescape")
+    checkpoint(write, trainer_state__json=content, config__json=content)
+    for args in ({"max_steps": 20}, {"num_train_epochs": 1}, {"use_peft": True}):
+        assert isinstance(resumed("trl-sft", args, per_device=8), list)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "."])
+def test_names_that_are_no_checkpoints(name: str) -> None:
+    assert resumed("trl-sft", {RESUME: name}) == [("resume-missing", "error", RESUME)]
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "adapter_model.safetensors"])
+def test_an_output_folder_with_a_model(write: Write, weights: str) -> None:
+    known: dict[str, Any] = {"gpus": 1, "running": True, "output": Path("out").absolute()}
+    write("out/config.json" if weights.startswith("model") else "out/adapter_config.json", "{}")
+    assert told("trl-sft", {}, **known) == []
+    write(f"out/{weights}", "w")
+    assert told("trl-sft", {}, **known) == [("finished-output", "warning", "output_dir")]
+
+
+# --- what does nothing
+# -----------------------------------------------------------------------------
+
+OFFLOADING = SHIPPED["zero3_offload"]
+INSTALLED = {"bitsandbytes": "0.50.2"}
+
+
+def test_offloading_makes_an_adam_of_it() -> None:
+    known: dict[str, Any] = {"gpus": 8, "packages": INSTALLED}
+    expected = [("optim-replaced", "warning", "optim")]
+    for name in ("adamw_bnb_8bit", "adafactor", "sgd"):
+        assert told("trl-sft", {"optim": name}, deepspeed=OFFLOADING, **known) == expected
+        # on the CPU there is no DeepSpeed
+        assert told("trl-sft", {"optim": name, "bf16": False}, gpus=0, deepspeed=OFFLOADING) == []
+    left: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"optim": "adamw_torch"}, OFFLOADING), ({"optim": "paged_adamw_32bit"}, OFFLOADING),
+        ({}, OFFLOADING), ({"optim": "adamw_bnb_8bit"}, SHIPPED["zero2"]),
+        ({"optim": "adamw_bnb_8bit"}, {**OFFLOADING, "zero_force_ds_cpu_optimizer": False}),
+    ]  # fmt: skip
+    for args, file in left:
+        assert told("trl-dpo", args, deepspeed=file, **known) == []
+
+
+def test_a_config_with_an_optimizer_decides() -> None:
+    file = {**AUTO, "optimizer": {"type": "Lamb"}}
+    known: dict[str, Any] = {"gpus": 8, "packages": INSTALLED}
+    expected = [("optim-unread", "warning", "optim")]
+    assert told("trl-sft", {"optim": "adamw_8bit"}, deepspeed=file, **known) == expected
+    offloading = {**OFFLOADING, "optimizer": {"type": "AdamW"}}
+    assert told("trl-sft", {"optim": "sgd"}, deepspeed=offloading, **known) == expected
+    plain = without(offloading, "optimizer")
+    assert told("trl-sft", {"optim": "sgd"}, deepspeed=plain, **known) == [
+        ("optim-replaced", "warning", "optim")
+    ]
+
+
+def test_lengths_are_compiled_one_by_one() -> None:
+    for args in (
+        {"torch_compile": True}, {"torch_compile_mode": "max-autotune"},
+        {"torch_compile": True, "pad_to_multiple_of": "auto"},
+    ):  # fmt: skip
+        warned = [("compile-lengths", "warning", next(iter(args)))]
+        assert told("trl-sft", args, gpus=8) == warned
+    assert told("trl-sft", {"torch_compile": True, "pad_to_multiple_of": 512}, gpus=8) == []
+
+
+def test_compiling_needs_a_compiler(tmp_path: Path) -> None:
+    args = {"torch_compile": True, "pad_to_multiple_of": 64}
+    bare = {"PATH": str(tmp_path)}
+    missing = [("no-compiler", "error", "torch_compile")]
+    assert told("trl-sft", args, gpus=8, running=True, environ=bare) == missing
+    assert told("trl-sft", {**args, "bf16": False}, gpus=0, running=True, environ=bare) == missing
+    assert told("trl-sft", args, gpus=8, environ=bare) == []
+    eager = {**args, "torch_compile_backend": "eager"}
+    assert told("trl-sft", eager, gpus=8, running=True, environ=bare) == []
+    compiler = tmp_path / "gcc"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    assert told("trl-sft", args, gpus=8, running=True, environ=bare) == []
+    named = {**bare, "CC": "no-such-compiler"}
+    assert told("trl-sft", args, gpus=8, running=True, environ=named) == missing
+
+
+def test_the_price_of_a_reference_computed_beforehand() -> None:
+    for args, words in (({"use_peft": True}, "63 % more memory"), ({}, "saves its weights")):
+        (noted,) = found("trl-dpo", {"precompute_ref_log_probs": True, **args}, gpus=1)
+        assert (noted.code, noted.severity) == ("reference-price", "note")
+        assert words in noted.message
+
+
+# --- whatever is given
+# -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_rule_breaks_whatever_is_given(script: str) -> None:
+    schema = values_of(script, {}).schema
+    bare = {name: field for name, field in schema.fields.items() if name != "fsdp_config"}
+    unknown = {k: replace(f, default=None, default_text="f()") for k, f in schema.fields.items()}
+    known: dict[str, Any] = {"deepspeed": AUTO, "packages": {}, "running": True}
+    known |= {"per_device": 2, "accumulation": 2, "output": Path.cwd(), "environ": {}}
+    for given in generate(schema, 150, seed=3):
+        for fields in (schema.fields, bare, unknown):
+            values = Values(replace(schema, fields=fields), given)
+            for gpus in (None, 0, 1, 8):
+                list(registry.apply_in(Context(values=values, gpus=gpus, **known)))

@@ -1,0 +1,238 @@
+"""`launch explain` and `launch schema`: what is said of one argument, and of all of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Write
+from unused_arguments import FINETUNE, HELPER
+from verdicts import Snapshot
+
+from launcher.cli.main import main
+from launcher.config import keys, load
+from launcher.errors import Exit
+from launcher.stage import explain
+from launcher.stage.explain import Explained
+from launcher.upstream.trainers import BACKENDS
+
+STAGE = """\
+stage: sft
+args:
+  model_name_or_path: m
+  dataset_mixer_list: [a, 1.0]
+  learning_rate: 1e-5
+  use_8bit_optimizer: true
+"""
+
+
+def one(key: str, stage: str = "sft", backend: str = "open_instruct") -> Explained:
+    (told,) = explain.explain(key, locator=Snapshot(), stage_name=stage, backend=backend)
+    return told
+
+
+def of_file(key: str, path: Path, *overrides: str) -> Explained:
+    (told,) = explain.explain(key, locator=Snapshot(), config=load.load(path, overrides))
+    return told
+
+
+def text(told: Explained) -> str:
+    return "\n".join(told.lines())
+
+
+def test_type_default_place_reads_and_owner() -> None:
+    told = one("use_liger_kernel")
+    assert told.field is not None
+    assert (told.field.type, told.field.default) == ("bool", False)
+    assert told.field.where.startswith("open_instruct/finetune.py:")
+    (read,) = told.reads or ()
+    assert read.where.startswith("open_instruct/finetune.py:")
+    assert "not use_qlora" in read.when
+    shown = text(told)
+    assert "where model_name_or_path and not use_qlora" in shown
+    # whether the script only makes a cache is asked of everything: that is no news
+    assert "cache_dataset_only" not in shown
+
+
+def test_a_removed_argument_is_answered_with_its_pull_request() -> None:
+    told = one("use_flash_attn")
+    assert told.field is None
+    assert told.known
+    assert told.history[0].what == "removed"
+    assert told.history[0].pull == 1567
+    assert "removed by #1567 (9e8e2187c, 2026-03-30)" in text(told)
+
+
+def test_what_never_acts_and_what_shadows_it() -> None:
+    assert "no read found" in text(one("max_train_samples"))
+    assert "tokenizer_name_or_path comes first" in text(one("tokenizer_name"))
+    assert one("tokenizer_name").as_json()["shadowed_by"] == ["tokenizer_name_or_path"]
+
+
+def test_who_set_it(write: Write) -> None:
+    parent = write("parent.yaml", STAGE)
+    child = write("child.yaml", "extends: parent.yaml\non_hang: stop\nargs:\n  seed: 7\n")
+    for key, overrides, value, origin, via in (
+        ("seed", (), 7, f"{child}:4", None),
+        ("learning_rate", (), 1e-5, f"{parent}:5", "from a parent, by `extends`"),
+        ("learning_rate", ("learning_rate=2e-5",), 2e-5, "override `learning_rate=2e-5`", None),
+        ("weight_decay", (), 0.0, "default, open_instruct/finetune.py:", None),
+        ("logging_steps", (), 1, "set by launch: ", None),
+        ("on_hang", (), "stop", f"{child}:2", None),
+    ):
+        here = of_file(key, child, *overrides).here
+        assert here is not None and here.origin.startswith(origin), key
+        assert (here.value, here.via) == (value, via)
+    assert of_file("on_violation", child).here is None
+
+
+def test_what_was_found_of_it(write: Write) -> None:
+    told = of_file("args.use_8bit_optimizer", write("a.yaml", STAGE))
+    assert told.here is not None
+    (finding,) = told.here.findings
+    assert (finding.code, finding.line) == ("conditional-key", 6)
+    assert "does nothing here" in text(told)
+
+
+def test_a_key_that_never_was(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "lerning_rate"]) == Exit.USAGE
+    told = capsys.readouterr()
+    assert "`learning_rate`" in told.err
+    assert not told.out
+
+
+def test_a_key_that_came_after_a_commit(capsys: pytest.CaptureFixture[str], write: Write) -> None:
+    needed = sorted(BACKENDS["open_instruct"].STAGES["sft"].names.needed)
+    text = "from dataclasses import dataclass\n@dataclass\nclass FlatArguments:\n"
+    fields = "".join(f"    {name}: str = None\n" for name in needed)
+    root = write("oi/open_instruct/finetune.py", text + fields).parent.parent
+    tokenizer = text.replace("FlatArguments", "TokenizerConfig") + "    a: int = 1\n"
+    write("oi/open_instruct/dataset_transformation.py", tokenizer)
+    asked = ["--stage", "sft", "--open-instruct", str(root), "--allow-unpinned"]
+    assert main(["explain", "push_to_hub", *asked]) == Exit.OK
+    assert "it is one at the pin (open_instruct/finetune.py:283)" in capsys.readouterr().out
+    # and nothing is advised that is not there either
+    assert main(["explain", "chat_template", *asked]) == Exit.USAGE
+
+
+def test_options_of_launch_say_what_they_take() -> None:
+    for key, known in keys.KEYS.items():
+        told = one(key)
+        assert told.option is known
+        assert f"  type       {known.shape}\n" in text(told)
+        assert f"  default    {known.default}" in text(told)
+        assert told.as_json()["option"]["words"] == list(told.words)
+
+
+def test_the_words_of_an_option_are_those_that_are_read() -> None:
+    shown = text(one("expect"))
+    assert all(f"{point}: {', '.join(states)}" in shown for point, states in keys.EXPECT.items())
+    assert "  values     report, stop\n  default    report" in text(one("on_hang"))
+    assert "hang_factor: a whole number above 0, 20 unless set" in text(one("probe"))
+    assert "dpo_olmo_core (dpo.py)" in text(one("script", "dpo"))
+    # TRL has an argument of that name: both are said
+    both = text(one("deepspeed", backend="trl"))
+    assert "  defined    transformers/" in both and "  option     launch's own" in both
+
+
+def test_json(capsys: pytest.CaptureFixture[str], write: Write) -> None:
+    path = write("a.yaml", STAGE)
+    assert main(["explain", "learning_rate", str(path), "seed=1", "--format", "json"]) == Exit.OK
+    envelope: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert envelope["command"] == "explain"
+    (told,) = envelope["data"]["explained"]
+    assert (told["key"], told["stage"], told["exists"]) == ("learning_rate", "sft", True)
+    assert told["here"] == {
+        "value": 1e-5, "origin": f"{path}:5", "via": None, "words": ["1e-05"], "findings": [],
+    }  # fmt: skip
+
+
+def test_what_is_no_stage_and_no_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--stage", "--backend"):
+        assert main(["explain", "seed", option, "x"]) == Exit.USAGE
+        assert main(["schema", option, "x"]) == Exit.USAGE
+        assert capsys.readouterr().err.count("is not one of") == 2
+
+
+def test_the_schema_lists_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "--stage", "sft", "--backend", "open_instruct"]) == Exit.OK
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines[2:]]
+    assert names == list(Snapshot().schema("open_instruct", "sft").fields)
+    (row,) = (line for line in lines if line.startswith("max_train_samples "))
+    assert "no read found: give a number of samples" in row
+
+
+def test_the_schema_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "--stage", "dpo", "--format", "json"]) == Exit.OK
+    told = json.loads(capsys.readouterr().out)["data"]["schemas"]
+    assert [(one["stage"], one["backend"]) for one in told] == [
+        ("dpo", "open_instruct"),
+        ("dpo", "trl"),
+    ]
+    fields = {field["name"]: field for field in told[0]["fields"]}
+    assert fields["compile_model"]["reads"] == []
+
+
+def test_the_schema_for_editors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "--json-schema", "--backend", "trl"]) == Exit.OK
+    told = json.loads(capsys.readouterr().out)
+    assert told["$schema"].startswith("http://json-schema.org/draft-07")
+    # what is known of its reads is there to be hovered over
+    assert "read only where" in json.dumps(told)
+
+
+def test_a_commit_before_a_further_script_has_a_schema(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("oi/open_instruct/helper.py", HELPER)
+    for name in ("finetune", "dpo_tune_cache"):
+        root = write(f"oi/open_instruct/{name}.py", FINETUNE).parent.parent
+    words = ["--backend", "open_instruct", "--open-instruct", str(root), "--allow-unpinned"]
+    assert main(["schema", "--json-schema", *words]) == Exit.OK
+    assert "forgotten_flag" in capsys.readouterr().out
+    # what a stage itself is started by has to be there
+    (root / "open_instruct" / "dpo_tune_cache.py").unlink()
+    assert main(["schema", "--json-schema", *words]) == Exit.CONFIG
+
+
+TOKEN = "hf_" + "aB3" * 11
+SECRETS = f"""\
+stage: sft
+args:
+  model_name_or_path: m
+  dataset_mixer_list: [a, 1.0]
+  exp_name: {TOKEN}
+  use_flash_attn: {TOKEN}
+  additional_model_arguments:
+    hub_token: a-plain-password
+    other: {TOKEN}
+"""
+TRL = f"""\
+stage: sft
+backend: trl
+args: {{model_name_or_path: m, dataset_name: a, hub_token: a-plain-password, run_name: {TOKEN}}}
+"""
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize(
+    ("key", "content"),
+    [("additional_model_arguments", SECRETS), ("hub_token", TRL), ("run_name", TRL)],
+)
+def test_a_token_is_not_told(
+    write: Write, key: str, content: str, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", key, str(write("a.yaml", content)), "--format", form]) == Exit.OK
+    said = capsys.readouterr().out
+    assert "<redacted>" in said
+    assert TOKEN not in said and "a-plain-password" not in said
+
+
+def test_of_what_stands_inside_an_argument_the_whole_is_explained() -> None:
+    batch = one("args.batch.per_device")
+    assert batch.key == "batch"
+    assert "global: a whole number above 0; rows per optimizer step" in text(batch)
+    assert one("dataset_mixer_list[1]").field is not None

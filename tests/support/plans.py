@@ -1,0 +1,75 @@
+"""Stages and plans for tests, from files or from text, whatever is installed on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.config import load
+from launcher.machine.python import Trainer
+from launcher.plan import command, plan
+from launcher.plan.plan import Plan
+from launcher.runs.command import Command
+from launcher.stage import stage as stages
+from launcher.stage.stage import Stage
+from launcher.upstream.locate import Locator
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SOURCE = Path("/source")
+PYTHON = Path("/env/bin/python")
+
+SFT = """
+stage: sft
+batch: {{global: 16, per_device: 2}}
+args:
+  model_name_or_path: model
+  dataset_mixer_list: [set, "64"]
+  push_to_hub: false
+  try_launch_beaker_eval_jobs: false
+  {more}
+"""
+TRL = """
+stage: sft
+backend: trl
+args:
+  model_name_or_path: model
+  dataset_name: {data}
+  {more}
+"""
+
+
+def staged(path: Path, overrides: Sequence[str] = ()) -> Stage:
+    """The stage of a file, as if its pinned source lay in `SOURCE`."""
+    judged = stages.judge(load.load(path, overrides), locator=Locator(search=()))
+    stage = stages.validate(judged)
+    return replace(stage, upstream=replace(stage.upstream, root=SOURCE))
+
+
+def from_text(folder: Path, text: str, *overrides: str) -> Stage:
+    """The stage of a text, written to a file of `folder`."""
+    path = folder / "stage.yaml"
+    path.write_text(text, encoding="utf-8")
+    return staged(path, overrides)
+
+
+def planned(stage: Stage, gpus: int = 0, nodes: int = 1) -> Plan:
+    """Its plan, with a fixed place for the model."""
+    return plan.make(stage, gpus=gpus, nodes=nodes, output=Path("/run/model"))
+
+
+def built(
+    made: Plan, environ: Mapping[str, str] | None = None, python: Path = PYTHON,
+    folder: Path = Path("/run"),
+) -> Command:  # fmt: skip
+    """Its command in a run folder."""
+    return command.build(made, trainer(python=python), folder, environ=environ or {})
+
+
+def trainer(
+    *packages: str, python: Path = PYTHON, version: tuple[int, ...] = (3, 12, 1)
+) -> Trainer:
+    """An interpreter that has these packages."""
+    return Trainer(
+        python=python, source="a test", version=version, packages=dict.fromkeys(packages, "1.0")
+    )

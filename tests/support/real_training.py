@@ -1,0 +1,88 @@
+"""What every test of real training processes starts with: the packages, the assets, the command line.
+
+One set of tiny assets for all; every run is a few steps. Skipped, with the reason, where the
+training packages are missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import PATIENCE_S, REPOSITORY, STAND_INS
+
+from launcher.upstream.locate import locate
+
+CONFIGS = REPOSITORY / "configs" / "demo"
+TRAINING = ("torch", "transformers", "accelerate", "datasets", "trl")
+OPEN_INSTRUCT = ("deepspeed", "olmo_core", "peft", "ray", "beaker")
+
+
+def missing(names: tuple[str, ...]) -> list[str]:
+    """The packages that are not installed here."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+pytestmark = [
+    pytest.mark.training,
+    pytest.mark.skipif(
+        bool(missing(TRAINING)), reason=f"no training packages: {', '.join(missing(TRAINING))}"
+    ),
+]
+
+
+def open_instruct_reason() -> str | None:
+    """Why the pinned scripts cannot run here; None where they can."""
+    source = locate("open_instruct")
+    if source.root is None:
+        return "no open-instruct checkout"
+    if not source.pinned:
+        return f"the checkout at {source.root} is not the pin"
+    lacking = missing(OPEN_INSTRUCT)
+    return f"no packages for open-instruct: {', '.join(lacking)}" if lacking else None
+
+
+needs_trl = pytest.mark.skipif(bool(missing(("trl",))), reason="no training packages: trl")
+needs_open_instruct = pytest.mark.skipif(
+    open_instruct_reason() is not None, reason=str(open_instruct_reason())
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, demo_assets: Path) -> Path:
+    """A folder to launch from, with the demo's assets in it."""
+    folder = tmp_path_factory.mktemp("training")
+    shutil.copytree(demo_assets, folder / "build" / "demo")
+    return folder
+
+
+def launch(place: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    """Run the command line in `place` with JSON answers; the exit code and the envelope."""
+    environment = {
+        **os.environ,
+        "LAUNCH_RUNS": str(place / "runs"),
+        "XDG_STATE_HOME": str(place / "state"),
+        "XDG_CACHE_HOME": str(place / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(place / "hf"),
+        "PYTHONPATH": STAND_INS,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher", *words, "--format", "json"],
+        cwd=place, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert done.stdout, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return done.returncode, answer
+
+
+def states(answer: dict[str, Any]) -> dict[str, str]:
+    """Point -> state."""
+    return {point["name"]: point["state"] for point in answer["data"]["points"]}

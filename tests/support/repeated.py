@@ -1,0 +1,142 @@
+"""A command said again and again: its stage file, its output, its attempts, and what is decided of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import saved
+from plans import built, from_text, planned, trainer
+
+from launcher import files
+from launcher.artifacts.fingerprint import Memory
+from launcher.cache import inputs
+from launcher.lifecycle import manifest
+from launcher.lifecycle.resume import decision as resume
+from launcher.lifecycle.resume.decision import Decision
+from launcher.plan import plan
+from launcher.plan.plan import Plan
+from launcher.runs import rundir
+from launcher.runs.record import Record
+from launcher.runs.rundir import RunFolder
+
+SFT = """
+stage: sft
+batch: {{global: {batch}, per_device: 4}}
+args:
+  model_name_or_path: {model}
+  dataset_mixer_list: [{data}, "1.0"]
+  max_seq_length: 64
+  output_dir: {output}
+  do_not_randomize_output_dir: true
+  num_train_epochs: 2
+  checkpointing_steps: {every}
+  push_to_hub: false
+  try_launch_beaker_eval_jobs: false
+"""
+DPO = """
+stage: dpo
+deepspeed: zero2
+batch: {{global: {batch}, per_device: 4}}
+args:
+  model_name_or_path: {model}
+  mixer_list: [{data}, "1.0"]
+  output_dir: {output}
+  do_not_randomize_output_dir: true
+  num_epochs: 2
+  checkpointing_steps: {every}
+  push_to_hub: false
+  try_launch_beaker_eval_jobs: false
+"""
+OLMO_CORE = DPO.replace("deepspeed: zero2", "script: dpo_olmo_core").replace(
+    "  num_epochs: 2\n", "  num_epochs: 2\n  config_name: olmo2_7B\n  max_seq_length: 2048\n"
+)
+TRL = """
+stage: sft
+backend: trl
+batch: {{global: {batch}, per_device: 4}}
+args:
+  model_name_or_path: {model}
+  dataset_name: {folder}
+  output_dir: {output}
+  num_train_epochs: 2
+  save_steps: {every}
+"""
+
+ROW = '{{"messages": [{{"role": "user", "content": "{}"}}]}}\n'
+
+
+class Run:
+    """A run as it is said again and again: its stage file, its output, its attempts."""
+
+    def __init__(self, place: Path, text: str, *, rows: int = 48, every: object = 2) -> None:
+        self.place, self.text, self.every = place, text, every
+        self.output, self.folder = place / "out", RunFolder(place / "runs" / "one")
+        self.folder.path.mkdir(parents=True)
+        self.data = place / "data" / "train.jsonl"
+        self.data.parent.mkdir()
+        self.data.write_text(ROW.format("a") * rows)
+        saved.model(place / "model")
+        self.allowed: tuple[str, ...] = ()
+        self.trainer = trainer("torch", "accelerate")
+
+    def plan(self, *overrides: str, batch: int = 8, gpus: int = 0) -> Plan:
+        text = self.text.format(
+            batch=batch, data=self.data, folder=self.data.parent, output=self.output, every=self.every,
+            model=self.place / "model",
+        )  # fmt: skip
+        return planned(from_text(self.place, text, *overrides), gpus=gpus)
+
+    def decide(self, *overrides: str, allow: tuple[str, ...] = (), **how: Any) -> Decision:
+        self.made = self.plan(*overrides, **how)
+        told = rundir.read_manifest(self.folder)
+        return resume.judge(
+            self.made, output=self.output, folder=self.folder if told else None,
+            history=self.history(),
+            trainer=self.trainer, now=inputs.of_plan(self.made), allowed=allow,
+        )  # fmt: skip
+
+    def history(self) -> list[Record]:
+        return resume.manifests(self.made.stage.options.stage, self.folder, self.output)
+
+    def start(self, *overrides: str, allow: tuple[str, ...] = (), **how: Any) -> Decision:
+        """Begin an attempt, as far as what it leaves in the run folder."""
+        decision = self.decide(*overrides, allow=allow, **how)
+        attempt = self.folder.attempts() + 1
+        resume.set_aside(decision, attempt)
+        rundir.keep_manifest(self.folder)
+        made = plan.applied(self.made, decision.derived)
+        told = manifest.manifest(
+            attempt, rundir.now(), made, built(made), self.trainer, self.output, []
+        )
+        more = {"resume": decision.as_json(), "contents": inputs.of_plan(made)}
+        files.write_json(self.folder.manifest, {**told, **more})
+        self.folder.console(attempt).write_text("")
+        return decision
+
+    def ended(self, code: int = 0) -> None:
+        files.write_json(self.folder.exit(self.folder.attempts()), {"returncode": code})
+
+
+Make = Callable[..., Run]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    monkeypatch.setenv("LAUNCH_CACHE", str(tmp_path / "fingerprints"))
+    # files that were only just written are read again each time
+    monkeypatch.setattr(Memory, "MARGIN_S", 0.0)
+
+    def make(text: str = SFT, **how: Any) -> Run:
+        return Run(tmp_path, text, **how)
+
+    return make
+
+
+def codes(decision: Decision) -> dict[str, str]:
+    """The gravest severity of each code."""
+    grave = ("note", "warning", "error")
+    found = sorted(decision.findings, key=lambda finding: grave.index(finding.severity))
+    return {finding.code: finding.severity for finding in found}

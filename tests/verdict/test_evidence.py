@@ -1,0 +1,199 @@
+"""Run folders -> evidence, and evidence -> numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DATA
+
+from launcher.verdict.evidence import Evidence, read_log, read_run
+from launcher.verdict.metrics import memory_phases, metrics, metrics_rows
+
+LOGS = DATA / "logs"
+
+
+def start(rank: int = 0, world: int = 1, attempt: int = 1) -> dict[str, Any]:
+    return {"event": "start", "rank": rank, "world": world, "attempt": attempt, "target": "sft.py"}
+
+
+def step(number: int, loss: float | None = 2.0, **more: Any) -> dict[str, Any]:
+    measured = {"tokens": 100, "positions": 128, "seconds": 0.5, "allocated_gib": 10.0}
+    return {"event": "step", "step": number, "loss": loss, "finite": True, **measured, **more}
+
+
+def write_rank(folder: Path, rank: int, *events: dict[str, Any] | str) -> Path:
+    path = folder / "probe" / f"rank-{rank}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [e if isinstance(e, str) else json.dumps({"t": 1.5, **e}) + "\n" for e in events]
+    with path.open("a") as file:
+        file.writelines(lines)
+    return path
+
+
+def write_exit(folder: Path, code: int, signal: int | None = None, attempt: int = 1) -> None:
+    infix = "" if attempt == 1 else f".{attempt}"
+    values = {"returncode": code, "signal": signal, "started": "a", "ended": "b"}
+    (folder / f"exit{infix}.json").write_text(json.dumps({**values, "attempt": attempt}))
+
+
+def test_an_empty_folder_is_no_evidence(tmp_path: Path) -> None:
+    assert read_run(tmp_path) == Evidence()
+
+
+def test_reads_what_a_run_left(tmp_path: Path) -> None:
+    (tmp_path / "console.log").write_bytes((LOGS / "sft_cpu_hit.log").read_bytes())
+    write_rank(tmp_path, 0, start(), step(1), {"event": "end", "exit": 0})
+    write_exit(tmp_path, 0)
+    evidence = read_run(tmp_path)
+    assert evidence.log is not None and evidence.log.last_step == 50
+    assert evidence.probe is not None and evidence.probe.last_step == 1
+    assert evidence.exit is not None and evidence.exit.returncode == 0
+    assert (evidence.stage, evidence.last_step, evidence.total_steps) == ("sft", 50, 50)
+
+
+def test_the_last_attempt_counts(tmp_path: Path) -> None:
+    (tmp_path / "console.log").write_text("first\n")
+    (tmp_path / "console.2.log").write_text("second\nand more\n")
+    write_exit(tmp_path, 1)
+    write_exit(tmp_path, 0, attempt=2)
+    for rank in range(4):
+        write_rank(tmp_path, rank, start(rank, 4), step(1), step(2))
+    for rank in range(2):
+        write_rank(tmp_path, rank, start(rank, 2, attempt=2), step(2), step(3))
+    evidence = read_run(tmp_path)
+    assert evidence.log is not None and evidence.log.lines == 2
+    assert evidence.exit is not None and evidence.exit.attempt == 2
+    assert evidence.probe is not None
+    assert sorted(evidence.probe.ranks) == [0, 1]  # ranks 2 and 3 are of the first attempt
+    assert [s.step for s in evidence.probe.ranks[0].steps] == [2, 3]
+    first = read_run(tmp_path, attempt=1)
+    assert first.exit is not None and first.exit.returncode == 1
+    assert first.probe is not None and sorted(first.probe.ranks) == [0, 1, 2, 3]
+    assert [s.step for s in first.probe.ranks[0].steps] == [1, 2]
+
+
+def test_unreadable_lines_are_no_trouble(tmp_path: Path) -> None:
+    write_rank(tmp_path, 0, start(), "what\n", "[1]\n", "\n", step(1), '{"event": "step", "ste')
+    evidence = read_run(tmp_path)
+    assert evidence.probe is not None
+    record = evidence.probe.ranks[0]
+    assert [(s.step, s.line) for s in record.steps] == [(1, 5)]
+
+
+def test_ranks_that_left_nothing_are_missing(tmp_path: Path) -> None:
+    write_rank(tmp_path, 0, start(0, 4))
+    write_rank(tmp_path, 3, start(3, 4))
+    evidence = read_run(tmp_path)
+    assert evidence.probe is not None
+    assert evidence.probe.missing == (1, 2)
+
+
+def test_rows_merge_log_and_probe(tmp_path: Path) -> None:
+    stamp = "2026-11-20 15:41:37 - INFO - finetune.py:956 - [RANK 0]   "
+    (tmp_path / "console.log").write_text(
+        f"{stamp}Step: 2, LR: 1e-05, Loss: 2.25, TPS: 50\n"
+        f"{stamp}Step: 3, LR: 1e-05, Loss: nan, TPS: 50\n"
+    )
+    write_rank(tmp_path, 0, start(0, 2), step(1), step(2), step(3, None, finite=False))
+    write_rank(tmp_path, 1, start(1, 2), step(1, 4.0), step(2, seconds=0.75), step(2), step(3))
+    rows = metrics_rows(read_run(tmp_path))
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[0]["loss"] == 3.0
+    assert rows[1]["loss"] == 2.0  # the log holds means
+    assert (rows[1]["learning_rate"], rows[1]["seconds"]) == (1e-05, 0.75)
+    assert rows[0]["tokens"] == 200
+    assert rows[2]["finite"] is False
+    assert "loss" not in rows[2]
+    json.dumps(rows, allow_nan=False)
+
+
+def test_speed_is_steady_and_of_all_ranks(tmp_path: Path) -> None:
+    for rank in range(2):
+        compiling = step(1, seconds=60.0, allocated_gib=10.0 + rank)
+        write_rank(tmp_path, rank, start(rank, 2), compiling, *(step(n) for n in range(2, 6)))
+    numbers = metrics(read_run(tmp_path))
+    assert numbers["tokens_per_second"] == 400.0
+    assert numbers["peak_allocated_gib"] == 11.0
+
+
+DICT = "{'loss': 1.25, 'grad_norm': 1.5, 'learning_rate': 1e-05, 'epoch': 0.1}\n"
+FRAME = '  File "/x/lib/python3.11/site-packages/trl/trainer/{}_trainer.py", line 9, in f\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "stage"),
+    [
+        (DICT, None),
+        ("/x/trl/trainer/sft_trainer.py:202: UserWarning: You passed a model_id\n" + DICT, "sft"),
+        ("/x/trl/trainer/dpo_trainer.py:402: UserWarning: `max_length` is not set\n", "dpo"),
+        (FRAME.format("base") + FRAME.format("sft"), "sft"),
+        (FRAME.format("sft") + FRAME.format("gkd") + DICT, None),
+        (FRAME.format("online_dpo"), None),
+        (FRAME.format("sft") + DICT.replace("'epoch'", "'objective/kl': 0.1, 'epoch'"), None),
+        (
+            "x.py:9: FutureWarning: `tokenizer` is deprecated for `DPOTrainer.__init__`. Use\n",
+            "dpo",
+        ),
+        ("x.py:9: FutureWarning: `tokenizer` is deprecated for `CPOTrainer.__init__`. Use\n", None),
+        ("Command '['/x/trl/scripts/sft.py']' returned non-zero exit status 1.\n", "sft"),
+    ],
+)
+def test_tells_the_stage_by_the_trainer_that_is_named(
+    tmp_path: Path, text: str, stage: str | None
+) -> None:
+    (tmp_path / "log").write_text(text)
+    assert read_log(tmp_path / "log").stage == stage
+
+
+def model(**more: Any) -> dict[str, Any]:
+    shape = {
+        "layers": 2,
+        "hidden": 8,
+        "heads": 2,
+        "head_dim": None,
+        "embedding": 100,
+        "tied": False,
+    }
+    return {
+        "event": "model",
+        "parameters": 1100,
+        "trainable": 1100,
+        "experts": None,
+        **shape,
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "flops"),
+    [
+        ({}, 6 * 1000 + 6 * 2 * 8 * 50),
+        ({"tied": True}, 6 * 1100 + 6 * 2 * 8 * 50),
+        ({"trainable": 300}, 6 * 300 + 4 * 700 + 6 * 2 * 8 * 50),
+        ({"head_dim": 16}, 6 * 1000 + 6 * 2 * 32 * 50),
+        ({"experts": 8}, None),
+    ],
+)
+def test_the_share_of_the_peak(tmp_path: Path, more: dict[str, Any], flops: float | None) -> None:
+    for rank in range(2):
+        device = {"event": "device", "name": "NVIDIA H200"}
+        slow = step(1, seconds=60.0, rows=2, wasted=28)
+        rest = [step(n, rows=2, wasted=28, interrupted=n == 4) for n in range(2, 7)]
+        rest[2]["seconds"] = 9.0  # it followed a save
+        write_rank(tmp_path, rank, start(rank, 2), device, model(**more), slow, *rest)
+    numbers = metrics(read_run(tmp_path))
+    assert numbers["tokens_per_second"] == 400.0
+    assert numbers["tokens_per_row"] == 50.0
+    assert numbers["wasted_share"] == 28 / 128
+    expected = None if flops is None else pytest.approx(flops * 400 / (2 * 989.5e12))
+    assert numbers["mfu"] == expected
+
+
+def test_memory_by_phase_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
+    for rank, peak in enumerate((3.0, 5.0)):
+        told = {"event": "memory", "phase": "optimizer", "step": 1, "peak_allocated_gib": peak}
+        write_rank(tmp_path, rank, start(rank, 2), told, step(1))
+    assert memory_phases(read_run(tmp_path)) == {"optimizer": {"peak_allocated_gib": 5.0}}

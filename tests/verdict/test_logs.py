@@ -1,0 +1,425 @@
+"""Lines -> signals, steps and arguments, on real logs and on what logs do to a reader."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import DATA
+
+from launcher.verdict.evidence import PATTERNS
+from launcher.verdict.logs import segments, survey
+from launcher.verdict.logs.scan import Log, scan
+
+LOGS = DATA / "logs"
+READ_SPECIALLY = ("arguments", "step", "metrics", "mean_nonfinite")
+STAMP = "2026-11-20 15:41:37 - INFO - "
+LINES: dict[str, list[str]] = {}  # the name of a signal -> real lines that mean it; `none`: nothing
+for row in (DATA / "log_lines.tsv").read_text(encoding="utf-8").split("\n")[:-1]:
+    signal, _, shown = row.partition("\t")
+    LINES.setdefault(signal, []).append(shown.replace("\\n", "\n").replace("\\\\", "\\"))
+
+
+def log_of(folder: Path, content: str | bytes) -> Log:
+    path = folder / "console.log"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return scan(path, PATTERNS)
+
+
+def sft_step(step: int, loss: float | str = 2.5) -> str:
+    return f"{STAMP}finetune.py:956 - [RANK 0]   Step: {step}, LR: 1e-05, Loss: {loss}, TPS: 12.5\n"
+
+
+def dpo_step(step: int, loss: float | str = 0.6931471824645996) -> str:
+    return f"{STAMP}dpo_tune_cache.py:682 -   Step: {step}, LR: 5e-07, Loss: {loss}\n"
+
+
+def dump(block: str = "FlatArguments", **values: object) -> str:
+    lines = "".join(f"│   │   {key}={value!r},\n" for key, value in values.items())
+    return (
+        f"[\n│   {block}(\n{lines}│   ),\n│   TokenizerConfig(\n│   │   use_fast=True\n│   )\n]\n"
+    )
+
+
+def test_reads_a_real_sft_log() -> None:
+    log = scan(LOGS / "sft_liger_pack_miss.log", PATTERNS)
+    assert log.lines == 336
+    assert [s.step for s in log.steps] == list(range(1, 31))
+    assert log.steps[0].loss == 12.101487159729004
+    assert log.steps[0].learning_rate == 4.833333333333333e-06
+    assert log.steps[0].tokens_per_second == 395.7507386232391
+    assert log.steps[0].line == 297  # as `sed -n 297p` shows it: a bar redraws on the same line
+    assert log.steps[0].text.startswith("2026-11-20 15:41:37 - INFO - finetune.py:956")
+    assert (log.total_steps, log.last_step, log.last_bar) == (30, 30, (30, 336))
+    assert log.asked["packing"] == "True"
+    assert log.asked_at["packing"] == 81
+    assert log.asked["dataset_transform_fn"] == (
+        "['sft_tulu_tokenize_and_truncate_v1', 'sft_tulu_filter_v1']"
+    )
+    applied = log.first("liger_applied")
+    assert applied is not None
+    assert applied.line == 262
+    assert applied.fields == {
+        "model_type": "qwen2",
+        "kwargs": "{'fused_linear_cross_entropy': True}",
+    }
+
+
+def test_reads_a_real_dpo_log() -> None:
+    log = scan(LOGS / "dpo_liger_pack.log", PATTERNS)
+    assert log.blocks == ("DPOExperimentConfig", "TokenizerConfig")
+    assert [s.step for s in log.steps] == list(range(1, 13))
+    assert log.steps[-1].loss == 0.6941739320755005
+    assert log.asked["loss_type"] == "<DPOLossType.dpo_norm: 'dpo_norm'>"
+    assert log.first("packing") and log.first("reference_missed")
+    assert not log.first("reference_hit")
+
+
+@pytest.mark.parametrize(
+    ("name", "every", "total"), [("trl_sft.log", 5, 150), ("trl_dpo.log", 5, 75)]
+)
+def test_numbers_the_dicts_of_trl_by_the_bar(name: str, every: int, total: int) -> None:
+    log = scan(LOGS / name, PATTERNS)
+    assert [s.step for s in log.steps] == list(range(every, total + 1, every))
+    assert (log.total_steps, log.last_step) == (total, total)
+    assert log.first("training_completed") and log.first("saved")
+    assert math.isfinite(log.steps[0].extra["grad_norm"])
+    assert ("rewards/margins" in log.steps[0].extra) == (name == "trl_dpo.log")
+
+
+def test_reads_aux_loss_in_both_spellings(tmp_path: Path) -> None:
+    sft = (
+        f"{STAMP}finetune.py:951 - [RANK 0]   Step: 1, LR: 1e-05, Loss: 2.5, Aux Loss: 0.25, TPS: 9"
+    )
+    dpo = f"{STAMP}dpo_tune_cache.py:682 -   Step: 2, LR: 1e-05, Loss: 2.5 Aux Loss: 0.5"
+    log = log_of(tmp_path, f"{sft}\n{dpo}\n")
+    assert [s.extra for s in log.steps] == [{"aux_loss": 0.25}, {"aux_loss": 0.5}]
+    assert [s.tokens_per_second for s in log.steps] == [9.0, None]
+
+
+def test_colours_carriage_returns_and_bad_bytes(tmp_path: Path) -> None:
+    log = log_of(
+        tmp_path,
+        b"\xff\xfe\x00 garbage\r\n"
+        b"\xe2\x94\x82   \x1b[1;35mFlatArguments\x1b[0m\x1b[1m(\x1b[0m\n"
+        b"\xe2\x94\x82   \xe2\x94\x82   \x1b[33mpacking\x1b[0m=\x1b[3;92mTrue\x1b[0m,\n"
+        b"\r 50%|x| 1/2 [00:01<00:01, 1it/s]\x1b[A" + sft_step(1).encode() + b"\x1b[31m"
+        + sft_step(2).replace("Step", "\x1b[1mStep\x1b[0m").encode(),
+    )  # fmt: skip
+    assert log.asked == {"packing": "True"}
+    assert [(s.step, s.line) for s in log.steps] == [(1, 4), (2, 5)]
+    assert "\x1b" not in log.steps[1].text
+
+
+def test_a_loss_that_was_cut_off_is_not_taken_for_a_number(tmp_path: Path) -> None:
+    whole = dpo_step(1) + dpo_step(2, 11.853009)
+    cut = whole.rindex("1.853009") + 1
+    assert log_of(tmp_path, whole[:cut]).last_step == 1
+    assert log_of(tmp_path, whole.rstrip("\n")).last_step == 2
+
+
+def test_the_last_run_of_an_appended_log_counts(tmp_path: Path) -> None:
+    attention = f"{STAMP}model_utils.py:93 - Auto-detected attention implementation: %s\n"
+    total = f"{STAMP}finetune.py:745 - [RANK 0]   Total optimization steps = 9\n"
+    first = attention % "flash_2" + dump(packing=True) + total + sft_step(1) + sft_step(5)
+    crash = "Traceback (most recent call last):\nRuntimeError: first run\n"
+    second = attention % "torch" + dump(packing=False) + total + sft_step(3)
+    log = log_of(tmp_path, first + crash + second)
+    assert log.asked["packing"] == "False"
+    assert [s.step for s in log.steps] == [3]
+    assert [s.fields["value"] for s in log.all("attention")] == ["torch"]
+    assert not log.all("exception")
+
+
+def test_follows_tracebacks_of_interleaved_ranks(tmp_path: Path) -> None:
+    log = log_of(
+        tmp_path,
+        "\r 10%|█ | 1/9 [00:01<00:09]\n"
+        "[rank1]: Traceback (most recent call last):\n"
+        '[rank1]:   File "/x/finetune.py", line 12, in <module>\n'
+        "[rank0]: Traceback (most recent call last):\n"
+        '[rank0]:   File "/x/a.py", line 1, in main\n'
+        "2026-11-20 15:41:37 - INFO - something else: here\n"
+        '[rank1]:   File "/x/b.py", line 34, in main\n'
+        "[rank1]: KeyError: 'x'\n"
+        "[rank0]: torch.distributed.DistBackendError: NCCL error\n"
+        "\n[rank1]: During handling of the above exception, another exception occurred:\n\n"
+        "[rank1]: Traceback (most recent call last):\n"
+        '[rank1]:   File "/x/c.py", line 5, in main\n'
+        "[rank1]: ValueError: no such column: x\n",
+    )
+    raised = [(s.fields["rank"], s.fields["type"], s.fields["at"]) for s in log.all("exception")]
+    assert raised == [
+        ("1", "KeyError", "/x/b.py:34"),
+        ("0", "torch.distributed.DistBackendError", "/x/a.py:1"),
+        ("1", "ValueError", "/x/c.py:5"),
+    ]
+    assert log.all("exception")[-1].fields["chained"] == "yes"
+    assert log.all("exception")[-1].fields["message"] == "no such column: x"
+
+
+# -- every line that means something ---------------------------------------------------------------
+
+
+def test_every_pattern_has_a_line() -> None:
+    for known in PATTERNS:
+        lines = [line.encode() for line in LINES.get(known.name, ())]
+        segments = [segment for line in lines for segment in line.split(b"\n")]
+        found = any(known.needle in one and known.regex.search(one) for one in segments)
+        assert found or known.name in READ_SPECIALLY, known
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_is_known_for_what_it_means(tmp_path: Path, name: str) -> None:
+    for lines in LINES[name]:
+        log = log_of(tmp_path, f"one\r\x1b[31m two\x1b[0m\n{lines}\nend\n")
+        if name == "none":
+            assert log.signals == ()
+        else:
+            (found, *_) = log.all(name)
+            assert " ".join(lines.split("\n")[found.line - 2].split())[:300].endswith(
+                " ".join(found.text.split())
+            )
+
+
+def test_the_line_of_the_source_that_refuses_is_not_what_was_refused(tmp_path: Path) -> None:
+    told = "Some specified arguments are not used by the HfArgumentParser: "
+    source = f'    raise ValueError(f"{told}{{remaining_args}}")\n'
+    (found,) = log_of(tmp_path, f"{source}ValueError: {told}['--x']\n").all("refused")
+    assert found.fields["message"] == f"{told}['--x']"
+
+
+# -- tracebacks ------------------------------------------------------------------------------------
+
+
+def test_only_the_traceback_right_behind_a_harmless_word_is_harmless(tmp_path: Path) -> None:
+    log = log_of(
+        tmp_path,
+        "[rank1]: Exception ignored in: <function tqdm.__del__ at 0x7f>\n"
+        '[rank1]: Traceback (most recent call last):\n[rank1]:   File "t.py", line 1\n'
+        '[rank0]: Traceback (most recent call last):\n[rank0]:   File "main.py", line 7\n'
+        "[rank1]: TypeError: ignored\n[rank0]: ValueError: fatal\n"
+        '--- Logging error ---\nTraceback (most recent call last):\n  File "l.py", line 1\n'
+        'TypeError: logged\nTraceback (most recent call last):\n  File "m.py", line 2\n'
+        "RuntimeError: real\n",
+    )
+    assert [s.fields["message"] for s in log.all("exception")] == ["fatal", "real"]
+
+
+def test_the_first_error_after_the_last_step_is_kept_among_many(tmp_path: Path) -> None:
+    handled = 'Traceback (most recent call last):\n  File "a.py", line 1\nOSError: retry\n'
+    crash = '[rank{n}]: Traceback (most recent call last):\n[rank{n}]:   File "b.py", line {n}\n'
+    crash += "[rank{n}]: ValueError: {n}\n"
+    crashes = "".join(crash.format(n=n) for n in range(512))
+    steps = "".join(sft_step(n) for n in range(1, 40))
+    log = log_of(tmp_path, handled * 200 + steps + crashes)
+    since = [s for s in log.all("exception") if s.line > log.steps[-1].line]
+    assert (since[0].fields["rank"], since[-1].fields["rank"]) == ("0", "511")
+    assert len(log.all("exception")) <= 150
+
+
+# -- what logs do to a reader --------------------------------------------------------------------
+
+
+def noise(rng: random.Random) -> Iterator[str]:
+    """A log in which everything happens, as many ranks that write over each other make it."""
+    step = 0
+    while True:
+        step += rng.randrange(2)
+        loss = rng.choice(["nan", "inf", "0.69"]) if rng.random() < 0.1 else f"{rng.random():.9f}"
+        yield rng.choice(
+            [
+                sft_step(step, loss),
+                sft_step(step, loss).replace("\n", "\r\n"),
+                f"\r {step % 100}%|███▌      | {step}/99999 [05:00<01:08,  5.28s/it]",
+                f"\r {step % 100}%|██▌ | {step}/99999 [05:00<01:08,  5.28s/it]"
+                f"{{'loss': '{loss}', 'grad_norm': '1.0', 'epoch': '{step / 1000:.3f}'}}\n",
+                "[rank1]: Traceback (most recent call last):\n"
+                '[rank0]: Traceback (most recent call last):\n[rank1]:   File "b.py", line 34\n'
+                + "x" * rng.randrange(300)
+                + '\n[rank0]:   File "c.py", line 3\n[rank1]: KeyError: 1\n[rank0]: ValueError: 2\n',
+                rng.choice(rng.choice(list(LINES.values()))) + rng.choice(["\n", "\r\n", "\r"]),
+                "x" * rng.randrange(3_000) + "\n",
+                "\x1b[32m\x1b[1mone\x1b[0m" + "\r" * rng.randrange(4) + "\n" * rng.randrange(4),
+                "\x00\ufffd\u0142",
+                dump(packing=True, names=["a", "b"]) if rng.random() < 0.1 else "",
+            ]
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_it_does_not_matter_where_a_log_is_divided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    rng = random.Random(seed)
+    lines = noise(rng)
+    content = "".join(next(lines) for _ in range(rng.randrange(1, 250))).encode()
+    content = content[: rng.randrange(len(content) + 1)] if seed % 2 else content
+    whole = log_of(tmp_path, content)
+    assert whole.lines == content.count(b"\n") + (not content.endswith((b"\n",)) and bool(content))
+    monkeypatch.setattr(survey, "_EDGE_PIECES", 1 << 30)
+    for size in (64, 333, 5_000):
+        monkeypatch.setattr(segments, "PIECE_BYTES", size)
+        assert repr(log_of(tmp_path, content)) == repr(whole)  # a NaN is not equal to itself
+
+
+def test_a_log_that_is_still_written_to(tmp_path: Path) -> None:
+    path = tmp_path / "console.log"
+    path.write_text(sft_step(1) + sft_step(2) + "2026-11-20 15:41:37 - INFO")
+    with segments.opened(path) as pieces:
+        with path.open("a") as file:
+            file.write(" - more\n" + sft_step(3) * 9)
+        assert pieces.read(0).block.decode() == sft_step(1) + sft_step(2) + STAMP.rstrip(" -")
+        with path.open("w") as file:
+            file.write("rotated\n")
+        assert pieces.read(0).block == b"rotated\n"
+    assert scan(path, PATTERNS).lines == 1
+
+
+# -- more lines than are read ----------------------------------------------------------------------
+
+
+def test_of_more_steps_an_even_sample_is_read_and_all_that_are_not_finite(tmp_path: Path) -> None:
+    count, bad = 200_000, {7, 70_000, 70_001, 133_333, 199_999}
+    lines = [sft_step(n, "nan" if n in bad else 2.5) for n in range(1, count + 1)]
+    log = log_of(tmp_path, "".join(lines))
+    steps = [s.step for s in log.steps]
+    assert (steps[0], steps[-1]) == (1, count)
+    assert {s.step for s in log.steps if not math.isfinite(s.loss)} == bad
+    assert all(s.line == s.step for s in log.steps)
+    assert 5_000 < len(steps) < 50_000
+    assert max(b - a for a, b in itertools.pairwise(steps)) < 100
+    assert steps == [s.step for s in log_of(tmp_path, "".join(lines)).steps]
+
+
+def test_a_sample_of_dicts_is_numbered_by_how_many_there_were(tmp_path: Path) -> None:
+    count, bad = 120_000, {5, 60_001, 119_998}
+    lines = [
+        f"{{'loss': '0', 'grad_norm': '{'nan' if n in bad else 1.5}', 'epoch': '{n / 100}'}}\n"
+        for n in range(1, count + 1)
+    ]
+    log = log_of(tmp_path, "".join(lines))
+    assert all(s.line == s.step for s in log.steps)
+    assert (log.steps[0].step, log.steps[-1].step) == (1, count)
+    assert (log.numbered, log.last_step) == (False, None)
+    assert {s.step for s in log.steps if math.isnan(s.extra["grad_norm"])} == bad
+
+
+# -- more than one run, and what is not said -------------------------------------------------------
+
+
+@pytest.mark.parametrize("second", ["FlatArguments", "DPOExperimentConfig"])
+def test_a_dump_of_arguments_begins_another_run(tmp_path: Path, second: str) -> None:
+    log = log_of(tmp_path, dump(packing=True) + sft_step(7) + dump(second, packing=False))
+    assert (log.asked["packing"], log.steps) == ("False", ())
+    assert log.blocks == (second, "TokenizerConfig")
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "2026-11-20T15:41:37.123456789Z ",
+        "[2026-11-20 15:41:37] ",
+        "trainer-1  | ",
+        "(sft, pid=4711) ",
+    ],
+)
+@pytest.mark.parametrize(("rank", "number"), [("", ""), ("[rank3]: ", "3"), ("[default3]:", "3")])
+def test_a_traceback_behind_what_collects_lines(
+    tmp_path: Path, prefix: str, rank: str, number: str
+) -> None:
+    lines = (
+        "Traceback (most recent call last):", '  File "a.py", line 1, in main', "    run()",
+        "KeyError: 'x'", "", "During handling of the above exception, another exception occurred:",
+        "", "Traceback (most recent call last):", '  File "b.py", line 2, in main', "    run()",
+        "ValueError: no such column: x",
+    )  # fmt: skip
+    log = log_of(tmp_path, "".join(f"{prefix}{rank}{line}".rstrip() + "\n" for line in lines))
+    first, second = log.all("exception")
+    assert (first.fields["type"], first.fields["at"]) == ("KeyError", "a.py:1")
+    assert second.fields == {
+        "type": "ValueError", "message": "no such column: x", "at": "b.py:2", "rank": number,
+        "chained": "yes",
+    }  # fmt: skip
+
+
+def test_a_step_before_training_began_is_a_word_of_the_data(tmp_path: Path) -> None:
+    total = f"{STAMP}finetune.py:745 - [RANK 0]   Total optimization steps = 9\n"
+    log = log_of(tmp_path, dump() + sft_step(3, "nan") + total + sft_step(1))
+    assert [(s.step, s.loss) for s in log.steps] == [(1, 2.5)]
+
+
+BOX = (
+    "╭──────────────── Traceback (most recent call last) ─────────────────╮\n"
+    "│ /x/finetune.py:272 in <module>                                     │\n"
+    "│ ❱ 272 │   train()                                                  │\n"
+    "│   273                                                              │\n"
+    "│                                                                    │\n"
+    "│ /x/transformers/trainer.py:22                                      │\n"
+    "│ 03 in inner_training_loop                                          │\n"
+    "╰────────────────────────────────────────────────────────────────────╯\n"
+    "ValueError: no\n"
+)
+ASCII_BOX = BOX.translate({ord(a): b for a, b in zip("╭╮╰╯─│❱", "++++-|>", strict=True)})
+CELL = (
+    "-----------------------------------------------------------------------\n"
+    "ValueError                             Traceback (most recent call last)\n"
+    "Cell In[9], line 22\n     20     args=args,\n---> 22 trainer.train()\n\n"
+    "File /x/transformers/trainer.py:2203, in Trainer.train(self)\n-> 2203 return loop(\n\n"
+    "ValueError: no\n"
+)
+
+
+@pytest.mark.parametrize(
+    "shown", [BOX, "\r 10%|█ | 4/40 [00:01<00:09, 1.00it/s]" + BOX, ASCII_BOX, CELL]
+)
+@pytest.mark.parametrize(("prefix", "rank"), [("", ""), ("[rank1]: ", "1")])
+def test_a_traceback_as_rich_and_ipython_show_it(
+    tmp_path: Path, shown: str, prefix: str, rank: str
+) -> None:
+    told = "".join(f"{prefix}{line}\n" for line in shown.splitlines())
+    (raised,) = log_of(tmp_path, told + "ValueError: another\n").all("exception")
+    assert (raised.fields["message"], raised.fields["rank"]) == ("no", rank)
+    assert raised.fields["at"] == "/x/transformers/trainer.py:2203"
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank2]: "])
+@pytest.mark.parametrize("cut", [0, 1, 2, 3])
+def test_a_log_may_begin_within_a_traceback(tmp_path: Path, prefix: str, cut: int) -> None:
+    lines = [
+        '  File "/x/a.py", line 9, in main', "    train()", "    ~~~~~^^", '  File "/x/b.py", line 3, in f',
+        "    raise ValueError(1)", "ValueError: 1",
+    ]  # fmt: skip
+    content = "".join(f"{prefix}{line}\n" for line in lines[cut:])
+    (raised,) = log_of(tmp_path, content).all("exception")
+    assert (raised.fields["at"], raised.fields["message"]) == ("/x/b.py:3", "1")
+    between = content.replace("ValueError", "that was a stack\nValueError")
+    assert log_of(tmp_path, between).all("exception") == ()
+
+
+def evaluated(tail: str) -> str:
+    bars = "".join(
+        f"\r {n}%|█ | {n}/100 [00:01<00:09, 1.00it/s]{ {'loss': 2.0, 'epoch': n / 100} }\n"
+        for n in (10, 20, 30)
+    )
+    return (
+        f"\r  0%|  | 0/100 [00:00<?, ?it/s]{bars}\r 40%|██ | 40/100 [00:01<00:09, 1.00it/s]{tail}"
+    )
+
+
+def test_the_bar_of_an_evaluation_is_no_step(tmp_path: Path) -> None:
+    bar = "\r  0%|  | 0/900 [00:00<?, ?it/s]\r  1%|  | 7/900 [00:00<?, ?it/s]"
+    log = log_of(tmp_path, evaluated(bar + "\r{'loss': 1.9, 'epoch': 0.4}\n"))
+    assert ([s.step for s in log.steps], log.total_steps) == ([10, 20, 30, 40], 100)
+    trained = "/site-packages/transformers/trainer.py:3: UserWarning: x\n"
+    data = "\r  0%|  | 0/50 [00:00<?, ?it/s]\r100%|███| 50/50 [00:01<00:00, 9.0it/s]\n"
+    silent = data + re.sub(r"\{.*?\}\n", "", evaluated(bar))
+    log = log_of(tmp_path, trained + silent)
+    assert (log.last_step, log.total_steps) == (40, 100)
+    assert log_of(tmp_path, silent).total_steps is None  # it may be of anything

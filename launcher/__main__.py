@@ -8,12 +8,12 @@ import sys
 def main() -> None:
     """The console entry; see `cli.main`."""
     try:
-        from launcher.cli import main as cli
+        from launcher.cli import main
     except KeyboardInterrupt:
         from launcher.errors import Exit
 
         sys.exit(Exit.INTERRUPTED)
-    cli.main()
+    main.main()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from launcher.plan.memory.setup import Setup, Sharding
 from launcher.probe.watching import Probe
 from launcher.rules.open_instruct import olmo_core
 from launcher.runs import rendezvous
-from launcher.stage import stage as stages
+from launcher.stage import stage
 from launcher.upstream import facts, locate
 from launcher.upstream.locate import Locator
 from launcher.upstream.schema import Values
@@ -53,10 +53,10 @@ def text(*args: str, script: str = "dpo_olmo_core", top: str = "") -> str:
     return BASE.format(script=script, top=top, args="\n  ".join(args))
 
 
-def judged(folder: Path, written: str) -> stages.Judged:
+def judged(folder: Path, written: str) -> stage.Judged:
     path = folder / "stage.yaml"
     path.write_text(written, encoding="utf-8")
-    return stages.judge(load.load(path), locator=Locator(search=()))
+    return stage.judge(load.load(path), locator=Locator(search=()))
 
 
 def found(folder: Path, written: str) -> dict[tuple[str, str], Finding]:
@@ -317,7 +317,7 @@ def starting(folder: Path, *args: str, model: str = QWEN) -> dict[str, Finding]:
     path = folder / "stage.yaml"
     written = text(*args).replace("allenai/OLMo-2-1124-7B", model)
     path.write_text(written, encoding="utf-8")
-    told = stages.judge(load.load(path), locator=Locator(search=()), running=True)
+    told = stage.judge(load.load(path), locator=Locator(search=()), running=True)
     return {f.code: f for f in told.findings if f.key == "args.model_name_or_path"}
 
 
@@ -771,7 +771,7 @@ def test_that_upstream_goes_on_by_itself_is_said(tmp_path: Path) -> None:
     path.write_text(text(f"output_dir: {tmp_path}/out", "exp_name: x", "seed: 7"), encoding="utf-8")
 
     def codes() -> set[str]:
-        seen = stages.judge(load.load(path), locator=Locator(search=()), running=True)
+        seen = stage.judge(load.load(path), locator=Locator(search=()), running=True)
         return {one.code for one in seen.findings if one.code == "resume-unjudged"}
 
     assert codes() == set()

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launcher import files
-from launcher.artifacts import digest as content
-from launcher.artifacts import model_config
+from launcher.artifacts import digest, model_config
 from launcher.artifacts.model_config import is_path
 from launcher.errors import Finding, NotReady
 from launcher.files import parse_json, read_bytes, read_json
@@ -111,17 +110,17 @@ class Memory:
         self.entries = {} if path is None else self._stored(path)
         self._fresh: dict[str, list[Any]] = {}
 
-    def recall(self, status: os.stat_result, method: str) -> content.Content | None:
+    def recall(self, status: os.stat_result, method: str) -> digest.Content | None:
         """The content of a file in exactly this state; None where it must be read."""
         key = _identity(status, method)
         entry = self.entries.get(key)
         if entry is None or entry[:3] != _state(status):
             return None
         self._fresh[key] = [*entry[:5], int(time.time())]
-        return content.Content(method=entry[3], digest=entry[4], size=status.st_size)
+        return digest.Content(method=entry[3], digest=entry[4], size=status.st_size)
 
     def note(
-        self, status: os.stat_result, method: str, found: content.Content, begun_s: float
+        self, status: os.stat_result, method: str, found: digest.Content, begun_s: float
     ) -> None:
         """Remember what was read from `begun_s` on, unless the file had only just been written."""
         # a file system that keeps no time of change answers with another
@@ -188,7 +187,7 @@ def _sound(entry: Any) -> bool:
 
 def of_file(
     path: Path, memory: Memory, *, name: str | None = None,
-    whole_below: int = content.WHOLE_BELOW,
+    whole_below: int = digest.WHOLE_BELOW,
 ) -> FilePrint:  # fmt: skip
     """The fingerprint of one file, links followed; raises MissingContent where there is none to read."""
     try:
@@ -197,7 +196,7 @@ def of_file(
         found = memory.recall(status, method)
         if found is None:
             begun = time.time()
-            found, status = content.read(path, whole_below=whole_below)
+            found, status = digest.read(path, whole_below=whole_below)
             memory.note(status, method, found, begun)
     except (OSError, ValueError) as error:
         raise _missing(path, error) from None

@@ -22,8 +22,7 @@ from launcher.machine import process
 from launcher.printable import printable_bytes
 from launcher.redaction import KEY_BLOCK, known_values, redact_bytes
 from launcher.report.progress import View
-from launcher.runs import attempt as attempts
-from launcher.runs import rundir, runner
+from launcher.runs import attempt, rundir, runner
 from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
 
@@ -133,7 +132,7 @@ def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool)
     """
     if sys.stdout is None:
         return
-    out, shown = sys.stdout.buffer, Shown(known_values(attempts.tokens(folder)))
+    out, shown = sys.stdout.buffer, Shown(known_values(attempt.tokens(folder)))
     with _opened(folder.console(number)) as log:
         log.seek(0 if last is None else _tail(log, last))
         while True:
@@ -217,7 +216,7 @@ def has_begun(folder: RunFolder, attempt: Attempt) -> bool:
 def newest_attempt(folder: RunFolder) -> Attempt:
     """The attempt that began last, as far as it is known; a run of an older launch has no private file."""
     with contextlib.suppress(NotReady):
-        return attempts.read(folder)
+        return attempt.read(folder)
     manifest = rundir.read_manifest(folder)
     return Attempt(
         number=max(1, folder.attempts()), argv=(), env={}, environ={}, cwd=str(folder.path),

@@ -8,25 +8,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.cache import inputs
-from launcher.cache import keys as caches  # fmt: skip
+from launcher.cache import inputs, keys
 from launcher.cache.keys import Cache, environment
-from launcher.config import load as config  # fmt: skip
+from launcher.config import load
 from launcher.errors import Finding, InvalidConfig, errors, usage
-from launcher.lifecycle.doctor import checks  # fmt: skip
+from launcher.lifecycle.doctor import checks
 from launcher.lifecycle.resume import decision as resume
-from launcher.lifecycle.resume import epochs  # fmt: skip
-from launcher.machine import devices  # fmt: skip
-from launcher.machine import python as machine
+from launcher.lifecycle.resume import epochs
+from launcher.machine import devices, python
 from launcher.machine.devices import Devices, Look
 from launcher.machine.python import Trainer
 from launcher.paths import exists
-from launcher.plan import command as commandline  # fmt: skip
-from launcher.plan import plan
+from launcher.plan import command, plan
 from launcher.plan.plan import Plan
 from launcher.redaction import redact
 from launcher.rules import deepspeed
-from launcher.runs import lease, rendezvous, rundir  # fmt: skip
+from launcher.runs import lease, rendezvous, rundir
 from launcher.runs.command import Command
 from launcher.runs.record import Record
 from launcher.runs.rendezvous import Rendezvous
@@ -102,7 +99,7 @@ class Prepared:
     folder: RunFolder
     attempt: int
     output: Path | None
-    caches: tuple[caches.Cache, ...] = ()
+    caches: tuple[keys.Cache, ...] = ()
     devices: Devices | None = None
     warnings: tuple[Finding, ...] = ()
     here: Rendezvous | None = None
@@ -159,11 +156,11 @@ class Asked:
 
 def judge(request: Request, *, running: bool = False) -> tuple[stages.Judged, Trainer]:
     """Load and check a stage file, and find the Python that trains it. Raises InvalidConfig or NotReady."""
-    loaded = config.load(request.config, request.overrides)
+    loaded = load.load(request.config, request.overrides)
     backend = stages.backend_of(loaded)
     locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
     checkout = locator.find(backend).root if BACKENDS[backend].CHECKOUT else None
-    trainer = machine.find_trainer(request.python, checkout)
+    trainer = python.find_trainer(request.python, checkout)
     locator.search = trainer.path
     judged = stages.judge(loaded, stage=request.stage, locator=locator, running=running)
     return replace(judged, findings=_allowed(request, judged.findings)), trainer
@@ -262,8 +259,8 @@ def prepare(request: Request, *, running: bool) -> Prepared:
             return _ready(request, resolved, location, here, chosen)
         # a dry run may be made anywhere: what lies here and is installed here says nothing
         made = _plan(request, resolved, location, None)
-        held = caches.derive(made, resolved.trainer.packages, running=False)
-        return _prepared(request, resolved, location, caches.applied(made, held), caches=held)
+        held = keys.derive(made, resolved.trainer.packages, running=False)
+        return _prepared(request, resolved, location, keys.applied(made, held), caches=held)
     except BaseException:
         rundir.release(location.folder)
         raise
@@ -281,8 +278,8 @@ def _ready(
     made = replace(made, findings=(*made.findings, *around))
     # about the machine, not the stage file: --strict leaves them warnings
     warnings = checks.require_ready(made, trainer, chosen, elsewhere=request.elsewhere)
-    held = caches.derive(made, trainer.packages)
-    made = caches.applied(made, held)
+    held = keys.derive(made, trainer.packages)
+    made = keys.applied(made, held)
     now = inputs.of_plan(made)
     decision = resume.judge(
         made, output=output, history=location.history, folder=location.earlier, trainer=trainer,
@@ -295,7 +292,7 @@ def _ready(
     better = {f.code for f in decision.findings} | (
         resume.SUPERSEDED if location.history else set()
     )
-    known = [f for f in (*made.findings, *caches.findings(made, held)) if f.code not in better]
+    known = [f for f in (*made.findings, *keys.findings(made, held)) if f.code not in better]
     made = plan.applied(made, decision.derived)
     made = replace(made, findings=(*known, *decision.findings))
     return _prepared(
@@ -329,10 +326,10 @@ def _prepared(
     if errors(made.findings, strict=request.strict):
         raise InvalidConfig(made.findings)
     watched = made.stage.options.probe is not None
-    concealed = commandline.concealed(made.arguments(), made, os.environ, watched=watched)
+    concealed = command.concealed(made.arguments(), made, os.environ, watched=watched)
     if concealed.exposed:
         raise InvalidConfig([_exposed(made, name) for name in concealed.exposed])
-    built = commandline.build(
+    built = command.build(
         made,
         resolved.trainer,
         (location.apart or location.folder).path,

@@ -13,12 +13,13 @@ from typing import Any
 
 from launcher.artifacts import checkpoints  # fmt: skip
 from launcher.errors import NotReady, UsageError, not_ready, usage
-from launcher.lifecycle import follow  # fmt: skip
-from launcher.lifecycle import supervisor as keeper
+from launcher.lifecycle import (
+    follow,  # fmt: skip
+    supervisor,
+)
 from launcher.report import overview  # fmt: skip
 from launcher.report.progress import Progress
-from launcher.runs import attempt as attempts
-from launcher.runs import lease, rundir, runner, slurm  # fmt: skip
+from launcher.runs import attempt, lease, rundir, runner, slurm  # fmt: skip
 from launcher.runs.rundir import RunFolder
 
 POLL_S = 0.1
@@ -175,7 +176,7 @@ def _starting(folder: RunFolder) -> int | None:
             # its training is over
             return None
         with contextlib.suppress(NotReady):
-            number = attempts.read(folder).number
+            number = attempt.read(folder).number
             if _begins(folder, number):
                 return number
         time.sleep(POLL_S)
@@ -193,14 +194,14 @@ def _begins(folder: RunFolder, number: int) -> bool:
 def _end_orphan(folder: RunFolder, request: runner.Request) -> None:
     """Its keeper was killed, or stands still: do what that would have done."""
     attempt = follow.newest_attempt(folder)
-    due = keeper.Due(folder, attempt)
+    due = supervisor.Due(folder, attempt)
     number = request.attempt
     while not due.now(request) and runner.alive(folder.path):
         time.sleep(POLL_S)
     runner.end_orphans(folder, _waits(folder), number)
     # not before: until then, it is what keeps orphans together
     runner.kill_keeper(folder)
-    keeper.conclude(folder, attempt, runner.recorded(folder, number))
+    supervisor.conclude(folder, attempt, runner.recorded(folder, number))
 
 
 def _wait_elsewhere(folder: RunFolder, request: runner.Request) -> None:

@@ -13,16 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher.config import load as configs
-from launcher.config import pipeline
+from launcher.config import load, pipeline
 from launcher.config.load import Config
 from launcher.errors import Exit, Finding, InvalidConfig, brief, errors, not_ready
 from launcher.machine.git import Repository
 from launcher.pin import pin
 from launcher.pin.pin import PACKAGE, Commits, describe
-from launcher.stage import stage as stages
 from launcher.stage import unused
-from launcher.stage.stage import Judged
+from launcher.stage.stage import Judged, backend_of, entry_of, judge
 from launcher.upstream import history, locate
 from launcher.upstream.locate import Locator
 from launcher.upstream.schema import Field, Read, Refusal, Schema
@@ -257,11 +255,11 @@ def _load(paths: Sequence[Path]) -> list[Config]:
     faults: list[Finding] = []
     for path in paths:
         try:
-            loaded.append(configs.load(path))
+            loaded.append(load.load(path))
         except InvalidConfig as error:
-            if {finding.code for finding in error.findings} == {configs.PIPELINE}:
+            if {finding.code for finding in error.findings} == {load.PIPELINE}:
                 links = pipeline.load(path).links
-                loaded += [configs.load(link.config, link.texts()) for link in links]
+                loaded += [load.load(link.config, link.texts()) for link in links]
             else:
                 faults += error.findings
     if faults:
@@ -410,7 +408,7 @@ def shown_default(known: Field) -> str:
 
 
 def _reads(old: Schema, new: Schema, renames: Mapping[str, str]) -> Iterator[Change]:
-    entries = stages.entry_of(old), stages.entry_of(new)
+    entries = entry_of(old), entry_of(new)
     for name, known in old.fields.items():
         to = name if name in new.fields else renames.get(name)
         if to is None:
@@ -478,7 +476,7 @@ def _judge_both(
     compared: Mapping[str, StageDifference],
     stage: str | None,
 ) -> ConfigDifference:
-    if stages.backend_of(config) != BACKEND.NAME:
+    if backend_of(config) != BACKEND.NAME:
         return ConfigDifference(path=config.path, stage=None, reason=_FOREIGN)
     first, second = _judge(config, old, stage), _judge(config, new, stage)
     readable = [judged for judged in (first, second) if isinstance(judged, Judged)]
@@ -501,7 +499,7 @@ def _judge_both(
 def _judge(config: Config, side: Revision, stage: str | None) -> Judged | str:
     """A file against a commit; the reason where its stage cannot be read there."""
     try:
-        judged = stages.judge(config, stage=stage, locator=side.locator)
+        judged = judge(config, stage=stage, locator=side.locator)
     except InvalidConfig as error:
         return error.findings[0].message
     kept = tuple(f for f in judged.findings if f.code not in _EVERYWHERE)
@@ -533,7 +531,7 @@ def _relies_on(change: Change, old: Judged, new: Judged) -> bool:
         return False
     if args.get(change.name) is not None or args.get(to) is not None:
         return False
-    entries = stages.entry_of(old.schema), stages.entry_of(new.schema)
+    entries = entry_of(old.schema), entry_of(new.schema)
     names = entries[1].names
     derived = {*entries[1].derived, names.output, "do_not_randomize_output_dir"}
     if new.options is not None and new.options.batch is not None:

@@ -12,7 +12,7 @@ from launcher.artifacts import architecture, lengths, model_config
 from launcher.artifacts.architecture import Shape
 from launcher.artifacts.lengths import Batch, Lengths, Packed, pack
 from launcher.errors import Finding, InvalidConfig
-from launcher.plan.memory import setup as setups
+from launcher.plan.memory import setup
 from launcher.plan.memory.setup import FULL, HALF, Adapters, Quantised, Setup, Sharding, Zero
 from launcher.plan.plan import Plan, limited, steps_of
 from launcher.rules.deepspeed import engine_config
@@ -168,7 +168,7 @@ class Footprint:
             return None
         file, _ = self.plan.stage.options.read_deepspeed()
         config = engine_config(self.plan.values, file)
-        return setups.zero_of(config, self.shape.hidden)
+        return setup.zero_of(config, self.shape.hidden)
 
     @property
     def autocast(self) -> bool:

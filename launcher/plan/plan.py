@@ -152,14 +152,14 @@ def _olmo_core(
     """What the batch and the processes mean to dpo.py: its degrees, a packed step, rows that fill none."""
     if not stage.entry.torchrun:
         return
-    from launcher.rules.open_instruct import olmo_core as rules
+    from launcher.rules.open_instruct import olmo_core
 
     batch = stage.options.batch
-    found = [*rules.degrees(stage.values, processes), *rules.too_few_rows(
+    found = [*olmo_core.degrees(stage.values, processes), *olmo_core.too_few_rows(
         stage.values, rows, per_device=per_device, accumulation=accumulation, processes=devices
     )]  # fmt: skip
     if batch is not None and batch.total is not None:
-        found += rules.unreached(stage.values, accumulation=accumulation, processes=devices)
+        found += olmo_core.unreached(stage.values, accumulation=accumulation, processes=devices)
     for finding in found:
         yield stage.config.placed(finding)
 

@@ -15,8 +15,7 @@ from typing import Any
 from launcher import files
 from launcher.errors import not_ready, usage
 from launcher.redaction import redact
-from launcher.runs import attempt as attempts
-from launcher.runs import rundir
+from launcher.runs import attempt, rundir
 from launcher.runs.record import mapping
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import check, evidence, judge, metrics
@@ -164,7 +163,7 @@ def of_kept(
     path = path.absolute()
     ended = {} if last is None or last.exit is None else rundir.read_json(last.exit.path)
     told = {"manifest": mapping(manifest), "verdict": mapping(verdict), "ended": ended}
-    clean = redact(told, attempts.tokens(RunFolder(path)))
+    clean = redact(told, attempt.tokens(RunFolder(path)))
     asked = mapping(clean["manifest"].get("args"))
     return Run(
         name=path.name, path=path, manifest=clean["manifest"], verdict=clean["verdict"],

@@ -120,10 +120,10 @@ def as_it_stands(
     if schema.stands is None:
         yield from found
         return
-    from launcher.upstream import citations as cited
+    from launcher.upstream import citations
 
     for one in found:
         # what is launch's own does not hang on upstream's lines
-        places = () if one.layer == "launch" else cited.of_rule(rule)
+        places = () if one.layer == "launch" else citations.of_rule(rule)
         gone = [place for place in places if not schema.stands(place)]
-        yield cited.said(one, gone) if gone else one
+        yield citations.said(one, gone) if gone else one

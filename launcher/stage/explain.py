@@ -15,8 +15,7 @@ from launcher.errors import Finding, InvalidConfig, brief
 from launcher.redaction import redact
 from launcher.runs import skypilot
 from launcher.stage import gates, stage, unused
-from launcher.upstream import history
-from launcher.upstream import locate as upstream
+from launcher.upstream import history, locate
 from launcher.upstream.history import Event
 from launcher.upstream.locate import Locator, Upstream
 from launcher.upstream.schema import Field, Read, Schema
@@ -196,7 +195,7 @@ def near(key: str) -> list[str]:
     names = {
         name.partition(".")[2]
         for backend in BACKENDS
-        for listed in upstream.snapshot(backend)["stages"].values()
+        for listed in locate.snapshot(backend)["stages"].values()
         for name in listed
     }
     return difflib.get_close_matches(key, sorted(names | set(KEYS)), n=3, cutoff=0.6)
@@ -205,7 +204,7 @@ def near(key: str) -> list[str]:
 def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) -> Explained:
     entry = stage.entry_of(schema)
     moved = entry.moved.get(key)
-    there = upstream.at_pin(schema, key) if key not in schema.fields else None
+    there = locate.at_pin(schema, key) if key not in schema.fields else None
     option = KEYS.get(key)
     advice = None
     if key not in schema.fields and moved is not None and moved.to is None:
@@ -220,7 +219,7 @@ def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) ->
         key=key, stage=schema.stage, upstream=source, schema=schema,
         field=schema.fields.get(key), option=option,
         words=_words(option, schema) if option is not None else (), reads=schema.path.reads.get(key),
-        advice=advice, here=here, history=upstream.past(source, schema.script, key),
+        advice=advice, here=here, history=locate.past(source, schema.script, key),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from launcher.rules import registry
 from launcher.rules.context import Context
 from launcher.stage import arguments, options, unused
 from launcher.stage.options import TREND_LOSSES, Batch, Options
-from launcher.upstream import locate as upstream
+from launcher.upstream import locate
 from launcher.upstream.locate import Locator, Upstream
 from launcher.upstream.schema import Schema, Values
 from launcher.upstream.trainers import BACKENDS, Backend, Entry
@@ -96,7 +96,7 @@ def judge(
     if found is None:
         return _rejected(config, findings)
     source = locator.find(backend_of(config))
-    pin = upstream.unpinned(source, running=running, allowed=locator.allow_unpinned)
+    pin = locate.unpinned(source, running=running, allowed=locator.allow_unpinned)
     key, _ = options.entry_of(config, found, source.backend)
     schema = locator.schema(source.backend, key)
     about_source = [] if pin is None else [pin]
@@ -104,7 +104,7 @@ def judge(
     opts, problems = options.read(config, found, folders, schema.fields)
     findings += problems
     entry = entry_of(schema)
-    past = functools.partial(upstream.past, source, schema.script)
+    past = functools.partial(locate.past, source, schema.script)
     checked = list(arguments.check(config, schema, entry, past))
     values = _values(opts, schema, arguments.taken(schema, config.args))
     meant = arguments.meant(config, schema, entry, checked)
@@ -342,5 +342,5 @@ def _fields_of(stage: str, locator: Locator) -> set[str]:
     try:
         return set(locator.schema("open_instruct", stage).fields)
     except InvalidConfig:
-        named = upstream.snapshot("open_instruct")["stages"][stage]
+        named = locate.snapshot("open_instruct")["stages"][stage]
         return {key.partition(".")[2] for key in named}

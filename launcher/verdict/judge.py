@@ -11,8 +11,7 @@ from launcher.artifacts import checkpoints, digest, fingerprint
 from launcher.artifacts.fingerprint import Memory, MissingContent
 from launcher.redaction import redact
 from launcher.rules.deepspeed import fault
-from launcher.runs import attempt as attempts
-from launcher.runs import rundir, runner
+from launcher.runs import attempt, rundir, runner
 from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import check, evidence, metrics
@@ -65,7 +64,7 @@ def judge(folder: RunFolder, asked: Mapping[str, str] | None = None) -> Judged:
     if verdict.point("finish").state == "completed" and found.final_save:
         verdict = _with_whole_model(verdict, output)
     # a token that training printed must not get from the log into what is shown and kept
-    clean = redact(verdict, attempts.tokens(folder))
+    clean = redact(verdict, attempt.tokens(folder))
     return Judged(verdict=clean, manifest=told, attempts=each)
 
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.errors import Exit, Finding, LaunchError, brief
-from launcher.lifecycle import follow, forecast, start
-from launcher.lifecycle import stop as stopping
+from launcher.lifecycle import follow, forecast, start, stop
 from launcher.lifecycle.prepare import Prepared
 from launcher.machine import process
 from launcher.plan.plan import Plan
@@ -152,7 +151,7 @@ def _at_most(seconds: float | None, folder: RunFolder) -> Iterator[threading.Eve
 def _leave_nothing(folder: RunFolder) -> None:
     """Stop what runs there; it may have come to its end by itself in the meantime."""
     with contextlib.suppress(LaunchError, OSError):
-        stopping.stop(folder)
+        stop.stop(folder)
 
 
 @dataclass(slots=True)

@@ -17,8 +17,7 @@ from plans import CONFIGS, SFT, TRL, from_text, planned, staged, trainer
 from launcher.errors import Exit, NotReady
 from launcher.lifecycle.doctor import checks, install
 from launcher.lifecycle.doctor.checks import Report, Subject
-from launcher.machine import devices
-from launcher.machine import python as machine
+from launcher.machine import devices, python
 from launcher.machine.devices import Devices
 from launcher.machine.python import Trainer
 from launcher.plan.plan import Plan
@@ -173,7 +172,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     """A virtual environment with nothing in it, not even pip."""
     place = tmp_path_factory.mktemp("venv") / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
-    return machine.ask_trainer(place / "bin" / "python", "--python")
+    return python.ask_trainer(place / "bin" / "python", "--python")
 
 
 CHECKOUT = {
@@ -271,7 +270,7 @@ def trl_here() -> Stage:
 @pytest.mark.training
 def test_the_environment_of_the_tests_imports(tmp_path: Path) -> None:
     trl_here()
-    own = machine.ask_trainer(Path(sys.executable), "launch's own")
+    own = python.ask_trainer(Path(sys.executable), "launch's own")
     asked = Subject(
         trainer=own, upstream=locate.locate("trl", search=own.path), stages=("sft",), gpus=0,
         runs=tmp_path / "runs",

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from launcher.errors import NotReady
 from launcher.lifecycle.doctor import install
 from launcher.lifecycle.doctor.install import Imports, Step
-from launcher.machine import python as machine
+from launcher.machine import python
 from launcher.machine.python import Trainer
 
 WITH_PIP = Trainer(
@@ -38,7 +38,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     """A virtual environment with nothing in it, not even pip."""
     place = tmp_path_factory.mktemp("venv") / "a b"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
-    return machine.ask_trainer(place / "bin" / "python", "--python")
+    return python.ask_trainer(place / "bin" / "python", "--python")
 
 
 # --- what is there --------------------------------------------------------------------------------

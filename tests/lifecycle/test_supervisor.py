@@ -27,8 +27,7 @@ from launcher.lifecycle import follow, on_finish, start, stop, supervisor, tmux
 from launcher.machine import process
 from launcher.printable import printable_bytes
 from launcher.redaction import redact_bytes
-from launcher.runs import attempt as attempts
-from launcher.runs import rundir, runner
+from launcher.runs import attempt, rundir, runner
 from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
 
@@ -183,7 +182,7 @@ def test_an_attempt_is_kept_for_its_owner_alone_and_read_back(place: Path) -> No
     odd = {"A": "$(no) `sh`;\n'x'", "B": os.fsdecode(b"\xff\xfe"), "HF_TOKEN": "hf_secret"}
     folder = prepared(place, environ=odd, argv=("a", "ü\n"), cwd=str(place))
     assert stat.S_IMODE(folder.start.stat().st_mode) == 0o600
-    told = attempts.read(folder)
+    told = attempt.read(folder)
     assert (told.environ, told.argv, told.number) == (odd, ("a", "ü\n"), 1)
     assert not [p for p in folder.path.iterdir() if p != folder.start and b"hf_s" in p.read_bytes()]
 
@@ -517,7 +516,7 @@ def test_the_command_at_the_end_finds_the_locks_free(place: Path) -> None:
 def test_a_command_at_the_end_has_its_time(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = "trap 'echo ended > ended' TERM; sleep 600 & wait; wait"
     folder = over(place, on_finish=("sh", "-c", script), on_finish_s=0.5)
-    on_finish.call(folder, attempts.read(folder), 0)
+    on_finish.call(folder, attempt.read(folder), 0)
     assert "it took longer than 0.5 s" in capfd.readouterr().err
     assert (place / "ended").exists()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.report import progress as view
+from launcher.report import progress
 from launcher.report.progress import Progress, Tail, View
 
 
@@ -110,7 +110,7 @@ def test_plain_lines_where_there_is_no_terminal(
         # not so often
         write(tmp_path, step(2, 2.0))
         shown.tick()
-        monkeypatch.setattr(view, "PLAIN_EVERY_S", 0.0)
+        monkeypatch.setattr(progress, "PLAIN_EVERY_S", 0.0)
         shown.tick()
         shown.tick()
         write(tmp_path, step(3, 3.0))

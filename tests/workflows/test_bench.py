@@ -23,8 +23,7 @@ from launcher.lifecycle.prepare import Request
 from launcher.machine.git import Repository
 from launcher.runs import rundir  # fmt: skip
 from launcher.upstream import locate  # fmt: skip
-from launcher.workflows.bench import bench, comparison, variants, worktrees  # fmt: skip
-from launcher.workflows.bench import measure as measurement
+from launcher.workflows.bench import bench, comparison, measure, variants, worktrees  # fmt: skip
 from launcher.workflows.bench.comparison import SPEED, Sample, Step, compare
 from launcher.workflows.bench.variants import Variant
 
@@ -245,7 +244,7 @@ class Trials(Here):
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Trials:
     made = Trials(capsys)
-    monkeypatch.setattr(measurement, "measure", made.measure)
+    monkeypatch.setattr(measure, "measure", made.measure)
     return made
 
 
@@ -416,10 +415,10 @@ def test_a_full_disk_is_no_fault_of_a_setting(
     def full(*_words: Any, **_more: Any) -> Any:
         raise rundir.not_writable(tmp_path, "No space left on device")
 
-    monkeypatch.setattr(measurement, "short", full)
+    monkeypatch.setattr(measure, "short", full)
     request = Request(stage=None, config=Path("x.yaml"), gpus=0)
     with pytest.raises(NotReady):
-        measurement.measure(request, Variant("one"), steps=5, root=tmp_path, timeout_s=None)
+        measure.measure(request, Variant("one"), steps=5, root=tmp_path, timeout_s=None)
 
 
 # --- before anything starts -----------------------------------------------------------------------

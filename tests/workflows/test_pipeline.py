@@ -18,7 +18,7 @@ import yaml
 from conftest import PATIENCE_S, REPOSITORY, SUPPORT, Write
 from fake_world import World, made, needs_trl, until
 
-from launcher.config import pipeline as chain
+from launcher.config import pipeline
 from launcher.errors import InvalidConfig, UsageError
 from launcher.lifecycle.prepare import Request
 from launcher.runs import lease, rundir
@@ -119,7 +119,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Chained]:
             os.kill(pid, signal.SIGKILL)
 
 
-def ordered(loaded: chain.Chain, *, last: str | None = None, **common: Any) -> Order:
+def ordered(loaded: pipeline.Chain, *, last: str | None = None, **common: Any) -> Order:
     """A pipeline as its command line asks for it."""
     request = Request(stage=None, config=loaded.path, **common)
     return Order(chain=loaded, common=request, last=last)
@@ -146,7 +146,7 @@ def test_a_stage_comes_after_the_one_above_it_unless_it_says_otherwise(write: Wr
         "  - {name: 2, config: dpo.yaml, from: sft}\n  - {name: c, config: dpo.yaml, from: 2}\n"
         "  - {name: d, config: dpo.yaml, from: no}\n",
     )
-    told = chain.load(path)
+    told = pipeline.load(path)
     assert told.name == "three"
     assert [(one.name, one.source, one.gpus) for one in told.links] == [
         ("sft", None, 2), ("dpo", "sft", 0), ("2", "sft", 2), ("c", "2", 2),
@@ -167,7 +167,7 @@ def test_everything_that_is_wrong_with_the_file_is_said_at_once(write: Write) ->
         "  - {name: c, config: gone.yaml, from: q}\n  - {config: sft.yaml, gpus: -1, with: [a]}\n  - 7\n",
     )
     with pytest.raises(InvalidConfig) as caught:
-        chain.load(path)
+        pipeline.load(path)
     told = [(f.line, f.message) for f in caught.value.findings]
     assert all(f.file == str(path) and f.code == "bad-pipeline" for f in caught.value.findings)
     for line, text in (
@@ -181,7 +181,7 @@ def test_everything_that_is_wrong_with_the_file_is_said_at_once(write: Write) ->
 def test_a_stage_file_is_no_pipeline(write: Write) -> None:
     path = write("s.yaml", "stage: sft\nbackend: trl\nargs: {seed: 1}\n")
     with pytest.raises(InvalidConfig) as caught:
-        chain.load(path)
+        pipeline.load(path)
     (found,) = caught.value.findings
     assert "a stage file" in found.message and f"launch sft {path}" in str(found.help)
 
@@ -192,18 +192,18 @@ def test_with_and_the_command_line(write: Write) -> None:
         "p.yaml",
         "stages:\n  - {config: sft.yaml, with: {learning_rate: 1e-5, batch: {per_device: 4}}}\n",
     )
-    link = chain.load(path, ["sft.learning_rate=2e-5"]).links[0]
+    link = pipeline.load(path, ["sft.learning_rate=2e-5"]).links[0]
     assert link.texts() == ["learning_rate=1e-05", "batch.per_device=4", "learning_rate=2e-5"]
     for wrong in ("learning_rate=1", "x.a=1", "nothing"):
         with pytest.raises(UsageError):
-            chain.load(path, [wrong])
+            pipeline.load(path, [wrong])
 
 
 # --- judged beforehand -----------------------------------------------------------------------------
 
 
 def surveyed(path: Path, gpus: int = 0, **more: Any) -> plan.Survey:
-    return plan.survey(ordered(chain.load(path), gpus=gpus, **more), running=False)
+    return plan.survey(ordered(pipeline.load(path), gpus=gpus, **more), running=False)
 
 
 def refused(path: Path, **more: Any) -> dict[str, tuple[str | None, int | None, str]]:
@@ -347,7 +347,7 @@ def test_the_committed_pipelines_hold_together(
         (tmp_path / "build" / "demo" / "data" / kind / "train.jsonl").write_text("{}\n")
     monkeypatch.chdir(tmp_path)
     path = REPOSITORY / "configs" / f"{name}.yaml"
-    order = ordered(chain.load(path), gpus=0 if "demo" in name else 8)
+    order = ordered(pipeline.load(path), gpus=0 if "demo" in name else 8)
     told = plan.survey(order, running=False)
     assert [f for f in told.findings if f.severity == "error"] == []
     assert [one.link.source for one in told.steps.values()] == [None, "sft"]

@@ -14,7 +14,7 @@ from conftest import REPOSITORY
 from launcher.config import load
 from launcher.errors import errors
 from launcher.plan import plan
-from launcher.stage import stage as stages
+from launcher.stage import stage
 from launcher.stage.stage import Stage
 from launcher.workflows.ladder import ladder
 
@@ -32,7 +32,7 @@ TRL = {"model_name_or_path": "some/model", "dataset_name": "a/b", "output_dir": 
 
 
 def of(path: Path, overrides: Sequence[str] = ()) -> Stage:
-    return stages.validate(stages.judge(load.load(path, overrides)))
+    return stage.validate(stage.judge(load.load(path, overrides)))
 
 
 def made(

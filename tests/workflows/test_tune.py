@@ -20,12 +20,12 @@ from fake_smi import Smi
 from fake_world import World, needs_trl
 from tuned import A100, H200, RTX4090, Machine, ran
 
-from launcher.config import load as config
+from launcher.config import load
 from launcher.errors import errors
 from launcher.lifecycle.prepare import Request
 from launcher.stage import stage
 from launcher.workflows import experiment
-from launcher.workflows.bench import measure as measurement
+from launcher.workflows.bench import measure
 from launcher.workflows.bench.comparison import SPEED, Sample, Step
 from launcher.workflows.bench.variants import Variant
 from launcher.workflows.tune import proposal, space, tune
@@ -399,8 +399,8 @@ def written(world: Outlook, place: Path, overrides: tuple[str, ...] = (), **sett
     head = ["x on 2 x H200\nb: c", "y\u2028z"]
     proposal.write(place, world.space, whole, head=head, overrides=overrides)
     path = world.space.plan.stage.config.path
-    wanted = config.load(path, (*overrides, *space.overrides(world.space, whole)))
-    found = config.load(place)
+    wanted = load.load(path, (*overrides, *space.overrides(world.space, whole)))
+    found = load.load(place)
     assert found.args == wanted.args
     # `num_gpus` is of the wrapped shape alone; elsewhere `--gpus` says it
     named = ("name", "stage", "backend", "script", "deepspeed", "deepspeed_config", "num_gpus")
@@ -446,7 +446,7 @@ def test_files_of_other_shapes_become_stage_files(write: Write, tmp_path: Path, 
     world = tuned.outlook(write(f"{shape}.yaml", yaml.safe_dump(whole)))
     more = {"deepspeed": "zero2"} if shape == "wrapped" else {}
     written(world, tmp_path / "tuned.yaml", packing=True, per_device=32, **more)
-    found = config.load(tmp_path / "tuned.yaml")
+    found = load.load(tmp_path / "tuned.yaml")
     assert found.shape == "stage" and found.args["gradient_accumulation_steps"] == 2
 
 
@@ -489,7 +489,7 @@ class Trials(Here):
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Trials:
     made = Trials(capsys)
-    monkeypatch.setattr(measurement, "measure", made.measure)
+    monkeypatch.setattr(measure, "measure", made.measure)
     return made
 
 

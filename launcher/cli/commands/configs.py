@@ -123,14 +123,14 @@ def _judge_file(
     path: Path, stage: str | None, locator: Locator
 ) -> tuple[dict[str, object], tuple[Finding, ...]]:
     """What is known of one file, and everything found about it."""
-    from launcher.config import load as config
-    from launcher.stage import stage as stages
+    from launcher.config import load
+    from launcher.stage.stage import judge
 
     try:
-        loaded = config.load(path)
-        judged = stages.judge(loaded, stage=stage, locator=locator)
+        loaded = load.load(path)
+        judged = judge(loaded, stage=stage, locator=locator)
     except InvalidConfig as error:
-        if {finding.code for finding in error.findings} == {config.PIPELINE}:
+        if {finding.code for finding in error.findings} == {load.PIPELINE}:
             return _judge_pipeline(path, locator)
         return {}, error.findings
     source = judged.upstream.as_json() if judged.upstream else None
@@ -141,7 +141,7 @@ def _judge_pipeline(path: Path, locator: Locator) -> tuple[dict[str, object], tu
     """The same for several stages in turn, and what they hand to each other."""
     from launcher.config import pipeline
     from launcher.lifecycle.prepare import Request
-    from launcher.workflows.pipeline import plan as handover
+    from launcher.workflows.pipeline.plan import Order, survey
 
     try:
         whole = pipeline.load(path)
@@ -149,7 +149,7 @@ def _judge_pipeline(path: Path, locator: Locator) -> tuple[dict[str, object], tu
             stage=None, config=path, checkout=locator.checkout, allow_unpinned=locator.allow_unpinned,
             gpus=None if all(link.gpus is not None for link in whole.links) else VALIDATED_FOR,
         )  # fmt: skip
-        plan = handover.survey(handover.Order(chain=whole, common=common), running=False)
+        plan = survey(Order(chain=whole, common=common), running=False)
     except LaunchError as error:
         return {}, error.findings
     return {"shape": "pipeline", "stages": [link.name for link in plan.links]}, plan.findings
@@ -178,10 +178,10 @@ def explain(
     overrides: list[str] | None = OVERRIDES,
 ) -> Exit:
     """Explain an argument: meaning, type, default, value here, history."""
-    from launcher.config import load as configs
+    from launcher.config import load
     from launcher.stage import explain
 
-    loaded = configs.load(config, overrides or ()) if config is not None else None
+    loaded = load.load(config, overrides or ()) if config is not None else None
     explained = explain.explain(
         key, locator=shared.locator, config=loaded, stage_name=shared.stage,
         backend=shared.backend,
@@ -224,10 +224,10 @@ def schema(
                 if not entry.stage:
                     raise
     if json_schema:
-        from launcher.stage import json_schema as schemes
+        from launcher.stage.json_schema import combined
 
         notes = {(one.backend, one.key): explain.notes(one) for one in schemas}
-        console.plain_json(schemes.combined(schemas, notes=notes))
+        console.plain_json(combined(schemas, notes=notes))
         return Exit.OK
 
     def show() -> None:

@@ -100,10 +100,10 @@ def rehearse(
     again: bool = Option(False, "--again", help="do not reuse the result of the same rehearsal"),
 ) -> Exit:
     """Run two steps of the real script on the CPU: a tiny model of the same kind, your first 64 rows."""
-    from launcher.lifecycle import prepare as preparation
+    from launcher.lifecycle import prepare
     from launcher.workflows.rehearse import rehearsal
 
-    judged, trainer = preparation.judge(shared.request())
+    judged, trainer = prepare.judge(shared.request())
     done = rehearsal.rehearse(judged, trainer, anew=again, say=shared.show_progress)
     found = rehearsal.combined(judged.findings, done.findings)
     code = Exit.CONFIG if errors(found, strict=shared.strict) else Exit.OK
@@ -144,14 +144,12 @@ def ladder(
 ) -> Exit:
     """Try a stage on 1, 2, 8 GPUs, stop at the first red flag, say what the full run takes."""
     from launcher.report import console
-    from launcher.workflows.ladder import ladder as ladders
+    from launcher.workflows.ladder import ladder
 
-    counts = ladders.counts(gpus)
-    terms = ladders.terms(
-        counts, price=shared.price, rows=shared.rows, row_tokens=shared.row_tokens
-    )
+    counts = ladder.counts(gpus)
+    terms = ladder.terms(counts, price=shared.price, rows=shared.rows, row_tokens=shared.row_tokens)
     quiet = shared.format == "json"
-    planned = ladders.plan_rungs(
+    planned = ladder.plan_rungs(
         shared.request(), counts, steps=steps, terms=terms, running=not shared.dry_run
     )
     if shared.dry_run:
@@ -159,18 +157,18 @@ def ladder(
 
         def show() -> None:
             for rung in planned.rungs:
-                console.say(f"# rung: {ladders.label(rung.gpus)}")
+                console.say(f"# rung: {ladder.label(rung.gpus)}")
                 console.dry_run(rung.prepared.plan, rung.prepared.command)
 
         return answer("ladder", shared.format, {"rungs": rungs}, show, planned.findings)
     if not quiet:
         console.findings(planned.findings)
     shared.rehearse_first({"": shared.request()})
-    result = ladders.climb(
+    result = ladder.climb(
         planned, fresh=shared.fresh, allow_unproven=shared.allow_unproven, quiet=quiet
     )
     return answer(
-        "ladder", shared.format, result.as_json(), lambda: ladders.show(result), code=result.exit,
+        "ladder", shared.format, result.as_json(), lambda: ladder.show(result), code=result.exit,
         before=planned.findings,
     )  # fmt: skip
 
@@ -198,14 +196,13 @@ def bench(
     """Measure settings side by side: speed, memory, waste, and the loss a token."""
     from launcher.config import durations
     from launcher.report import console
-    from launcher.workflows.bench import bench as benches
-    from launcher.workflows.bench import comparison, measure, variants
+    from launcher.workflows.bench import bench, comparison, measure, variants
 
     asked = variants.combinations(vary or (), variant or ())
     expressions = [comparison.assertion(text) for text in asserted or ()]
     limit = durations.seconds(timeout)
-    planned = benches.plan(
-        benches.require_gpu(shared.request(), cpu=cpu), asked, steps=steps, repeats=repeats,
+    planned = bench.plan(
+        bench.require_gpu(shared.request(), cpu=cpu), asked, steps=steps, repeats=repeats,
         timeout_s=limit, assertions=expressions, running=True,
     )  # fmt: skip
     text = shared.format == "text"
@@ -213,14 +210,14 @@ def bench(
     shared.rehearse_first(
         {one.name: measure.of_variant(planned.request, one) for one in planned.variants}
     )
-    with benches.opened(planned, fresh=shared.fresh) as opened:
-        code = benches.run(opened, show=shared.show_progress)
-        benches.write_page(opened)
+    with bench.opened(planned, fresh=shared.fresh) as opened:
+        code = bench.run(opened, show=shared.show_progress)
+        bench.write_page(opened)
         found = (*planned.findings, *comparison.baseline_fault(opened.samples))
         data = opened.as_json()
-        answer("bench", shared.format, data, lambda: benches.show(opened), code=code, before=found)
+        answer("bench", shared.format, data, lambda: bench.show(opened), code=code, before=found)
         if text and code is Exit.INTERRUPTED:
-            console.say(benches.interrupted(opened))
+            console.say(bench.interrupted(opened))
     return code
 
 
@@ -238,16 +235,16 @@ def tune(
     """Search the fastest setting at the same global batch and loss; write it as a stage file."""
     from launcher.config import durations
     from launcher.workflows.bench import bench, comparison
-    from launcher.workflows.tune import tune as tuning
+    from launcher.workflows.tune import tune
 
-    terms = tuning.Terms(
+    terms = tune.Terms(
         budget_s=durations.seconds(budget), steps=steps, row_tokens=shared.row_tokens,
         output=output, fresh=shared.fresh,
     )  # fmt: skip
-    prepared = tuning.prepare(shared.request(), terms, cpu=cpu)
+    prepared = tune.prepare(shared.request(), terms, cpu=cpu)
     shared.rehearse_first({"": shared.request()})
-    with tuning.opened(prepared) as opened:
-        code = tuning.run(opened, show=shared.show_progress)
+    with tune.opened(prepared) as opened:
+        code = tune.run(opened, show=shared.show_progress)
         trials = opened.bench() if opened.search.runs else None
         if trials is not None:
             bench.write_page(trials)
@@ -256,6 +253,6 @@ def tune(
             found = (*found, *comparison.baseline_fault([one.sample for one in opened.search.runs]))
         elif trials is not None:
             bench.show(trials)
-        data, lines = opened.as_json(), tuning.ending(opened)
+        data, lines = opened.as_json(), tune.ending(opened)
         answer("tune", shared.format, data, lines, found, code)
     return code

@@ -34,11 +34,11 @@ app.add_typer(cache, name="cache")
 @app.command(epilog="Example: launch attach last")
 def attach(run: str = LAST_RUN, format: Format = FORMAT) -> Exit:
     """Show a run that goes on, from anywhere; Ctrl-C leaves it alone."""
-    from launcher.lifecycle import follow as following
+    from launcher.lifecycle import follow
 
     folder = found_run(run)
-    attempt = following.newest_attempt(folder)
-    if not following.has_begun(folder, attempt):
+    attempt = follow.newest_attempt(folder)
+    if not follow.has_begun(folder, attempt):
         raise not_begun(folder)
     return until_over("attach", folder, attempt, (), format, forward=False)
 
@@ -51,12 +51,12 @@ def logs(
     attempt: int | None = Option(None, "--attempt", min=1, help="which one; default: the last"),
 ) -> None:
     """Print what training wrote, without tokens."""
-    from launcher.lifecycle import follow as following
+    from launcher.lifecycle.follow import print_log
 
     folder = found_run(run)
     number = attempt or max(1, folder.attempts())
     try:
-        following.print_log(folder, number, last=lines, follow=follow)
+        print_log(folder, number, last=lines, follow=follow)
     except FileNotFoundError:
         name = folder.path.name
         left = [one for one in range(1, folder.attempts() + 1) if folder.console(one).exists()]
@@ -76,15 +76,15 @@ def stop(
     format: Format = FORMAT,
 ) -> Exit:
     """Stop a run: INT, TERM, KILL to every process of it; say what that loses."""
-    from launcher.lifecycle import stop as stopping
+    from launcher.lifecycle import stop
     from launcher.report import console, overview
 
     folder = found_run(run)
-    cost = stopping.cost(folder)
+    cost = stop.cost(folder)
     if format == "text" and overview.state(folder) in {"running", "orphaned", "queued"}:
-        console.say(stopping.due(folder) if after_checkpoint else cost.line())
-    ended = stopping.stop(folder, after_checkpoint=after_checkpoint)
-    cost = stopping.cost(folder)
+        console.say(stop.due(folder) if after_checkpoint else cost.line())
+    ended = stop.stop(folder, after_checkpoint=after_checkpoint)
+    cost = stop.cost(folder)
     if ended is None or ended.stopped is not None:
         outcome = f"stopped; {cost.line()}"
     elif ended.returncode:
@@ -119,13 +119,13 @@ def check(
 ) -> Exit:
     """Judge a run of ours, or what a stranger's log alone can prove."""
     from launcher.report import console
-    from launcher.verdict import check as judging
+    from launcher.verdict import check
 
     unpinned: tuple[Finding, ...] = ()
     log = Path("/dev/stdin" if target == "-" else target)
     # a pipe is a log too
     if exists(log) and not log.is_dir():
-        verdict = judging.judge_log(log)
+        verdict = check.judge_log(log)
     else:
         # a log is judged without importing all that starts runs
         from launcher.lifecycle import start
@@ -138,7 +138,7 @@ def check(
             raise not_begun(folder)
         verdict = start.finish(folder)
         unpinned = start.unpinned_note(folder)
-    code = judging.exit_code(verdict, allow_unproven=allow_unproven)
+    code = check.exit_code(verdict, allow_unproven=allow_unproven)
     data = verdict.as_json()
     return answer("check", format, data, lambda: console.verdict(verdict), unpinned, code)
 

@@ -145,11 +145,11 @@ app.command("dpo", epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gp
 
 
 def _dry_run(request: Request, format: Format) -> Exit:
-    from launcher.lifecycle import prepare as preparation
+    from launcher.lifecycle import prepare
     from launcher.report import console
 
-    prepared = preparation.prepare(request, running=False)
-    found = (*prepared.findings, *preparation.of_earlier_run(prepared))
+    prepared = prepare.prepare(request, running=False)
+    found = (*prepared.findings, *prepare.of_earlier_run(prepared))
     return answer(
         str(request.stage), format, prepared.as_json(),
         lambda: console.dry_run(prepared.plan, prepared.command), found,
@@ -157,8 +157,7 @@ def _dry_run(request: Request, format: Format) -> Exit:
 
 
 def _run(request: Request, shared: Shared, at_end: _AtEnd, *, detach: bool) -> Exit:
-    from launcher.lifecycle import forecast, on_finish, start, supervisor
-    from launcher.lifecycle import prepare as preparation
+    from launcher.lifecycle import forecast, on_finish, prepare, start, supervisor
     from launcher.report import console
     from launcher.runs import lease, rundir, runner
 
@@ -167,7 +166,7 @@ def _run(request: Request, shared: Shared, at_end: _AtEnd, *, detach: bool) -> E
     # the keeper reads it too late to say so
     runner.grace(os.environ.get(runner.GRACE_VARIABLE))
     with supervisor.interruptible():
-        prepared = preparation.prepare(request, running=True)
+        prepared = prepare.prepare(request, running=True)
         try:
             prepared = forecast.with_forecast(prepared)
             if prepared.decision.kind == "finished":
@@ -204,11 +203,10 @@ def _conclude_finished(
 
 def _queue(request: Request, format: Format, at_end: _AtEnd) -> Exit:
     """Hand the run to Slurm."""
-    from launcher.lifecycle import forecast, start, supervisor
-    from launcher.lifecycle import prepare as preparation
+    from launcher.lifecycle import forecast, prepare, start, supervisor
     from launcher.runs import sbatch
 
-    prepared = forecast.with_forecast(preparation.prepare(request, running=True))
+    prepared = forecast.with_forecast(prepare.prepare(request, running=True))
     options, found = prepared.plan.stage.options.slurm, prepared.findings
     few = sbatch.one_cpu(options, prepared.plan.gpus)
     if few is not None:

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import Exit, Finding, NotReady, errors, said
-from launcher.lifecycle.doctor import disk
-from launcher.lifecycle.doctor import install as environment
+from launcher.lifecycle.doctor import disk, install
 from launcher.lifecycle.doctor.install import TIMEOUT_S, Failure, Imports, Step
-from launcher.machine import devices as gpus
+from launcher.machine import devices
 from launcher.machine.devices import Devices, Look
 from launcher.machine.python import Trainer
 from launcher.machine.sizes import sized
@@ -129,7 +128,7 @@ def require_ready(
     if elsewhere:
         subject, chosen = replace(subject, gpus=0), Devices()
     if chosen is None:
-        chosen = gpus.choose(plan.gpus, None, gpus.look(subject.environ))
+        chosen = devices.choose(plan.gpus, None, devices.look(subject.environ))
     found = [*_quick(subject, chosen), *local_files(plan)]
     if errors(found):
         raise NotReady(errors(found))
@@ -166,7 +165,7 @@ def examine(
     return Report(
         findings=tuple(found),
         facts=tuple(facts),
-        install=environment.steps(
+        install=install.steps(
             subject.trainer, subject.backend.EXTRA, gpus=bool(subject.gpus), more=needed(subject)
         ),
     )
@@ -248,8 +247,8 @@ def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Findi
     Without `imports` only metadata and files tell.
     """
     failures = () if imports is None else imports.failures
-    absent = environment.missing(needed(subject), subject.trainer)
-    names = {module: name for name, module in environment.MODULES.items()}
+    absent = install.missing(needed(subject), subject.trainer)
+    names = {module: name for name, module in install.MODULES.items()}
     absent += tuple(names.get(one.missing, one.missing) for one in failures if one.missing)
     yield from _missing(subject, tuple(dict.fromkeys(absent)))
     if imports is None:
@@ -283,8 +282,8 @@ def needed(subject: Subject) -> tuple[str, ...]:
 def _missing(subject: Subject, names: Sequence[str]) -> Iterator[Finding]:
     if not names:
         return
-    trainer, tested = subject.trainer, environment.tested()
-    steps = environment.install(trainer, [tested.get(name, name) for name in names])
+    trainer, tested = subject.trainer, install.tested()
+    steps = install.install(trainer, [tested.get(name, name) for name in names])
     target = "" if subject.plan is None else f" {shlex.quote(str(subject.plan.stage.config.path))}"
     yield said(
         "error", "missing-packages",
@@ -296,7 +295,7 @@ def _missing(subject: Subject, names: Sequence[str]) -> Iterator[Finding]:
 
 def _conflicts(subject: Subject) -> Iterator[Finding]:
     """What pip says does not fit together, of the packages that training needs."""
-    lines = environment.conflicts(needed(subject), subject.trainer)
+    lines = install.conflicts(needed(subject), subject.trainer)
     if lines:
         yield said(
             "warning", "other-requirements",
@@ -318,7 +317,7 @@ def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:
     modules += [module for entry in subject.entries for module in entry.imports]
     if subject.upstream.root is not None:
         environ |= source_environment(subject.backend, subject.upstream.root, environ)
-    return environment.try_imports(
+    return install.try_imports(
         modules, subject.trainer, environ=environ, timeout_s=timeout_s, cuda=bool(subject.gpus)
     )
 
@@ -330,7 +329,7 @@ def _import_error(failure: Failure, subject: Subject) -> Finding:
         message=f"importing `{failure.module}` fails: {failure.error}: {failure.message}",
         file=failure.file, line=failure.line,
         help="the package of the file named does not work here: install it anew with "
-        f"{shlex.join(environment.pip_install(subject.trainer))} --force-reinstall --no-deps PACKAGE",
+        f"{shlex.join(install.pip_install(subject.trainer))} --force-reinstall --no-deps PACKAGE",
     )  # fmt: skip
 
 

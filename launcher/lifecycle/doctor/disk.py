@@ -19,7 +19,7 @@ from launcher.artifacts.fingerprint import cache_home
 from launcher.cache.keys import REFERENCE_VARIABLE
 from launcher.errors import DISK_FULL, Finding, InvalidConfig, Severity
 from launcher.files import read_json
-from launcher.lifecycle.resume import epochs as position
+from launcher.lifecycle.resume.epochs import interval
 from launcher.machine.sizes import below, sized
 from launcher.paths import exists
 from launcher.plan.memory.setup import Setup
@@ -210,7 +210,7 @@ def _moments(optimizer: str, width: int) -> int:
 
 def _times(plan: Plan) -> int | None:
     """Checkpoints that are saved every so often in the whole run; None where that is not known."""
-    every, entry = position.interval(plan), plan.stage.entry
+    every, entry = interval(plan), plan.stage.entry
     if every is None or plan.steps == 0:
         return 0
     if every == "epoch":

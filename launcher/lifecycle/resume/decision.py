@@ -25,8 +25,7 @@ from launcher.cache.inputs import Contents
 from launcher.cache.keys import Cache
 from launcher.errors import Finding, Severity, errors, not_ready, usage
 from launcher.lifecycle import checksums
-from launcher.lifecycle.resume import changes
-from launcher.lifecycle.resume import epochs as position
+from launcher.lifecycle.resume import changes, epochs
 from launcher.lifecycle.resume.changes import Change
 from launcher.lifecycle.resume.epochs import Place, Shape, Wrong
 from launcher.machine.python import Trainer
@@ -320,8 +319,8 @@ class _Attempts:
         begun = self.maker(checkpoint).part("resume")
         at, step = begun.items_of("place"), begun.number("step")
         if len(at) == 2 and step is not None and step <= checkpoint.number:
-            return position.advanced(was, Place(int(at[0]), int(at[1])), checkpoint.number - step)
-        return position.advanced(was, Place(0, 0), checkpoint.number)
+            return epochs.advanced(was, Place(int(at[0]), int(at[1])), checkpoint.number - step)
+        return epochs.advanced(was, Place(0, 0), checkpoint.number)
 
     def total(self, record: Record | None = None) -> int | None:
         """The last step, now or under an earlier manifest."""
@@ -607,7 +606,7 @@ class _Judge:
         told = self.attempts.maker(one)
         if self.backend == "trl":
             skips = not self.plan.values.get("ignore_data_skip")
-            wrong = position.of_trl(
+            wrong = epochs.of_trl(
                 one.number, one.epochs, told.number("plan", "global"), self.plan.global_batch,
                 self.attempts.total(), skips=skips,
             )  # fmt: skip
@@ -620,10 +619,10 @@ class _Judge:
         if was is None or now is None:
             return None
         if one.kind == "epoch":
-            return position.of_epoch(one.number, was, now)
-        return position.of_step(
+            return epochs.of_epoch(one.number, was, now)
+        return epochs.of_step(
             self.plan.stage.options.stage, one.number, self.attempts.saved_at(one, was), was, now,
-            keeps_order=position.keeps_order(self.trainer),
+            keeps_order=epochs.keeps_order(self.trainer),
         )  # fmt: skip
 
     def _place(self, one: Checkpoint) -> Place:
@@ -631,7 +630,7 @@ class _Judge:
         if one.kind == "epoch":
             return Place(one.number + 1, 0)
         shape = self.attempts.shape() if self.backend == "open_instruct" else None
-        return Place(0, 0) if shape is None else position.counted(shape, one.number)
+        return Place(0, 0) if shape is None else epochs.counted(shape, one.number)
 
     def _aside(self, found: Sequence[Checkpoint], chosen: Checkpoint | None) -> tuple[Path, ...]:
         """What upstream must not see: all that is newer, and steps where an epoch is resumed.
@@ -646,7 +645,7 @@ class _Judge:
             if one is not chosen
             and (self.attempts.steps(one) > at or (steps_too and one.kind == "step"))
         ]
-        every = position.interval(self.plan)
+        every = epochs.interval(self.plan)
         written_over = None
         if isinstance(every, int):
             stem = "checkpoint-" if self.backend == "trl" else "step_"
@@ -740,7 +739,7 @@ class _Judge:
 
     def _check_schedule(self) -> None:
         """Which checkpoints there will be, and whether it will be exact to go on from them."""
-        self.findings += position.findings(self.plan, self.attempts.shape(), self.trainer)
+        self.findings += epochs.findings(self.plan, self.attempts.shape(), self.trainer)
 
 
 def _is_requested(wrong: Wrong) -> bool:

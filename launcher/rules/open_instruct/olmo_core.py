@@ -18,8 +18,8 @@ from typing import Any
 from launcher.artifacts import architecture, model_config
 from launcher.errors import Finding, brief
 from launcher.rules import loading, services
-from launcher.rules import model as model_rules
 from launcher.rules.context import Context, StageRule, caches_only
+from launcher.rules.model import beyond_positions
 from launcher.rules.open_instruct.arguments import (
     DATA_RULES,
     beaker_without_push,
@@ -346,7 +346,7 @@ def tokenising(context: Context) -> Iterator[Finding]:
 
 STAGE_RULES: tuple[StageRule, ...] = (
     no_deepspeed, precision, other_shape, goes_on, no_compiler, accumulation, wandb_key, tokenising,
-    model_rules.beyond_positions, offline_model,
+    beyond_positions, offline_model,
     services.hub_token, services.remote_code,
 )  # fmt: skip
 

@@ -36,9 +36,8 @@ from launcher.stage import gates
 from launcher.stage.gates import Facts, Flag
 from launcher.stage.stage import Stage
 from launcher.upstream.schema import Values
-from launcher.verdict import metrics as measures
-from launcher.workflows import experiment as campaigns
-from launcher.workflows import trial
+from launcher.verdict.metrics import REWARDS
+from launcher.workflows import experiment, trial
 from launcher.workflows.experiment import Campaign
 from launcher.workflows.trial import Outcome
 
@@ -288,7 +287,7 @@ def _key(asked: Asked, gpus: Sequence[int], steps: int) -> str:
         "gpu": present[0].name if present else None,
         "packages": {name: asked.trainer.packages.get(name) for name in python.DECISIVE},
     }
-    return campaigns.key_of(about)
+    return experiment.key_of(about)
 
 
 def _request(stage: Stage, request: Request, count: int, steps: int, batch: int) -> Request:
@@ -575,7 +574,7 @@ def _result(
 ) -> Result:
     page, runs = None, [Path(str(one.record.get("run"))) for one in standings]
     with contextlib.suppress(LaunchError):
-        page = campaigns.page(runs, folder / "report.html")
+        page = experiment.page(runs, folder / "report.html")
     return Result(
         folder=folder,
         standings=tuple(standings),
@@ -603,7 +602,7 @@ class _Record:
         self.write()
 
     def write(self) -> None:
-        campaigns.write(self.folder / RECORD, {**self.about, "rungs": self.rungs})
+        experiment.write(self.folder / RECORD, {**self.about, "rungs": self.rungs})
 
     def standing(self, gpus: int, below: Sequence[Standing]) -> Standing | None:
         """What the gates say of a rung; None where it was not run, or not with this launch."""
@@ -645,8 +644,8 @@ def _facts(prepared: Prepared, outcome: Outcome, climb: Climb) -> Facts:
     return Facts(
         stage=ran.stage.options.stage, devices=ran.processes, accelerated=bool(ran.gpus),
         losses=_column(rows, ("loss",)), norms=_column(rows, ("grad_norm",)),
-        accuracies=_column(rows, measures.REWARDS["rewards_accuracy"]),
-        margins=_column(rows, measures.REWARDS["rewards_margin"]),
+        accuracies=_column(rows, REWARDS["rewards_accuracy"]),
+        margins=_column(rows, REWARDS["rewards_margin"]),
         nonfinite=tuple(int(row["step"]) for row in rows if row.get("finite") is False),
         tokens_per_second=metrics.get("tokens_per_second") or metrics.get("logged_tokens_per_second"),
         step_seconds=usual_step(seconds[len(seconds) // 5 :]),

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.artifacts import checkpoints
-from launcher.config import load
-from launcher.config import pipeline as chains
+from launcher.config import load, pipeline
 from launcher.config.load import Config, spelt
 from launcher.config.pipeline import Chain, Link
 from launcher.errors import (
@@ -33,10 +32,10 @@ from launcher.lifecycle.doctor import checks
 from launcher.lifecycle.prepare import Asked, Prepared, Request
 from launcher.lifecycle.resume import changes, decision
 from launcher.paths import canonical
-from launcher.plan import plan as plans
+from launcher.plan import plan
 from launcher.plan.plan import Plan
 from launcher.runs import runner
-from launcher.stage import stage as stages
+from launcher.stage import stage
 
 # every script calls the first two so; TRL's have no third
 MODEL, OUTPUT, TOKENIZER = "model_name_or_path", "output_dir", "tokenizer_name_or_path"
@@ -106,7 +105,7 @@ class Step:
     @property
     def model(self) -> Path:
         """The folder that a later stage begins from."""
-        return plans.model_in(self.plan, self.output)
+        return plan.model_in(self.plan, self.output)
 
     @property
     def live(self) -> bool:
@@ -208,7 +207,7 @@ class _Surveyor:
     def _visit(self, link: Link, *, within: bool) -> None:
         order, source = self.order, self.steps.get(link.source or "")
         loaded = load.load(link.config, link.texts())
-        backend = stages.backend_of(loaded)
+        backend = stage.backend_of(loaded)
         root, facts, given = _text(loaded.args.get(MODEL)), list[str](), list[str]()
         if link.source is not None:
             root = self.roots.get(link.source)
@@ -248,7 +247,7 @@ class _Surveyor:
     def _examine(self, link: Link, request: Request) -> None:
         """With the model that the chain begins from: by the rules, and for a run by this machine."""
         asked = prepare.ask(request, running=self.running)
-        made = plans.make(asked.stage, gpus=asked.gpus, output=Path("model"))
+        made = plan.make(asked.stage, gpus=asked.gpus, output=Path("model"))
         self._say(link, (*asked.stage.findings, *made.findings))
         if not self.running:
             return
@@ -395,7 +394,7 @@ class _Surveyor:
         self.findings += [self._named(link, one) for one in found]
 
     def _named(self, link: Link, finding: Finding) -> Finding:
-        finding = chains.placed(link, finding)
+        finding = pipeline.placed(link, finding)
         if canonical(link.config) not in self.twice or finding.message.startswith(f"{link.name}: "):
             return finding
         return replace(finding, message=f"{link.name}: {finding.message}")

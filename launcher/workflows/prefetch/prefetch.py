@@ -20,8 +20,12 @@ from launcher.artifacts import lengths  # fmt: skip
 from launcher.artifacts.fingerprint import cache_home
 from launcher.artifacts.lengths import Lengths
 from launcher.artifacts.model_config import offline
-from launcher.cache import entries, hub, keys
-from launcher.cache import folders as cache_folders  # fmt: skip
+from launcher.cache import (
+    entries,
+    folders,  # fmt: skip
+    hub,
+    keys,
+)
 from launcher.cache.hub import Part
 from launcher.cache.keys import Cache
 from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, errors
@@ -334,7 +338,7 @@ class _Filling:
         prefix = "dataset_" if "dataset_config_hash" in values else ""
         base = Path(str(values.get(f"{prefix}local_cache_dir")))
         named = base / str(values.get(f"{prefix}config_hash"))
-        return named if cache_folders.is_complete(named) else None
+        return named if folders.is_complete(named) else None
 
     def _of(self, entry: Path | None, state: str, seconds: float) -> Tokenised:
         if entry is None:
@@ -361,20 +365,20 @@ class _Filling:
         self.work = rundir.new_folder(root, "prepare", self.plan.stage.name)
         folder = RunFolder(self.work)
         self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
-        with cache_folders.lock((cache,), folder, 1, config=self.request.config) as locks:
+        with folders.lock((cache,), folder, 1, config=self.request.config) as locks:
             made = self._command(cache, folder)
             ended = runner.run(made, folder, 1, pass_fds=locks, inherited=os.environ)
         if ended.stopped is not None:
             raise Interrupted(())
         if ended.returncode:
             raise self._failure(folder, _reason(folder))
-        spoiled = cache_folders.discard_spoiled(cache) is not None
+        spoiled = folders.discard_spoiled(cache) is not None
         entry = self._entry()
         if entry is not None and not spoiled:
             return self._of(entry, "filled", time.monotonic() - began), ()
         why = "the data, the tokenizer or the model were written to while they were read"
         if not spoiled:
-            sets = cache_folders.CacheFolder(cache.path, {"kind": "dataset"}).entries()
+            sets = folders.CacheFolder(cache.path, {"kind": "dataset"}).entries()
             if not sets:
                 raise self._failure(folder, "upstream saved no set of tokenised data")
             newest = max((cache.path / name for name in sets), key=lambda p: p.stat().st_mtime)

@@ -16,13 +16,12 @@ from typing import Any, Literal
 from launcher.artifacts.architecture import Shape
 from launcher.errors import InvalidConfig
 from launcher.machine.datasheets import Card
-from launcher.plan import footprint
-from launcher.plan import speed as throughput
+from launcher.plan import footprint, speed
 from launcher.plan.footprint import Footprint
-from launcher.plan.memory import peak as memory
+from launcher.plan.memory import peak
 from launcher.plan.memory.phases import usable
 from launcher.workflows.bench.comparison import SPEED, Cause, Sample, Spread
-from launcher.workflows.tune import space as levers
+from launcher.workflows.tune import space
 from launcher.workflows.tune.space import ORDER, Setting, Settings, Space, described
 
 THRESHOLD = 0.005
@@ -217,13 +216,13 @@ class Outlook:
         return Expected(
             peak=self._peak(whole),
             short=self._peak(short),
-            seconds=throughput.step_seconds(whole, self.card),
+            seconds=speed.step_seconds(whole, self.card),
             tokens=whole.tokens.real,
         )
 
     def footprint(self, settings: Settings) -> Footprint:
         """What speed and memory follow from. Raises InvalidConfig where it cannot be planned."""
-        plan = levers.planned(self.space, settings)
+        plan = space.planned(self.space, settings)
         attention = None if "attention" in settings else self.attention
         return Footprint(
             plan=plan,
@@ -234,7 +233,7 @@ class Outlook:
 
     def _peak(self, setting: Footprint) -> float | None:
         try:
-            return memory.estimate(setting.setup()).on(self.card.gib).peak
+            return peak.estimate(setting.setup()).on(self.card.gib).peak
         except InvalidConfig:
             return None
 

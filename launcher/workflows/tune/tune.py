@@ -31,8 +31,7 @@ from launcher.workflows.bench.bench import Bench, require_gpu
 from launcher.workflows.bench.comparison import TOLERANCE, Row, Sample
 from launcher.workflows.bench.variants import AS_WRITTEN, Variant
 from launcher.workflows.experiment import Campaign
-from launcher.workflows.tune import proposal
-from launcher.workflows.tune import space as levers
+from launcher.workflows.tune import proposal, space
 from launcher.workflows.tune.search import (
     RUNS,
     Candidate,
@@ -205,7 +204,7 @@ class Tuning:
         return {
             "name": one.sample.variant, "purpose": candidate.purpose, "why": candidate.why,
             "settings": dict(candidate.settings),
-            "overrides": list(levers.overrides(self.space, candidate.settings)),
+            "overrides": list(space.overrides(self.space, candidate.settings)),
             "expected": {
                 "peak_gib": expected.peak, "trial_peak_gib": expected.short,
                 "seconds_per_step": expected.seconds, "tokens_per_step": expected.tokens,
@@ -222,7 +221,7 @@ class Tuning:
         base = None if row is None or first is None else first.spread.as_json()
         return {
             "settings": dict(best.candidate.settings),
-            "changes": levers.changes(self.space, best.candidate.settings),
+            "changes": space.changes(self.space, best.candidate.settings),
             "tokens_per_second_per_gpu": best.speed, "spread": best.spread.as_json(),
             "spread_as_written": base,
             # the file as written is itself what others are held to
@@ -280,7 +279,7 @@ def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
         raise InvalidConfig(stopping)
     rows = forecast.row_lengths(made, packages, forecast.Terms(row_tokens=terms.row_tokens))
     outlook = Outlook(
-        space=levers.of_plan(made, packages, rows),
+        space=space.of_plan(made, packages, rows),
         shape=footprint.shape_of(made),
         card=_card(chosen),
         steps=terms.steps,
@@ -311,7 +310,7 @@ def _attention(made: Plan, packages: Packages) -> str:
     """What the file's own attention comes to on this machine."""
     named = made.values.get("attn_implementation")
     upstreams = named is None and made.stage.options.backend == "open_instruct"
-    if not made.gpus or (upstreams and not levers.has(packages, "flash-attn")):
+    if not made.gpus or (upstreams and not space.has(packages, "flash-attn")):
         return "sdpa"
     return footprint.attention_of(made)
 
@@ -389,7 +388,7 @@ def _try(tuning: Tuning, candidate: Candidate, left: float) -> Trial:
     name = earlier[0].sample.variant if earlier else f"{len(search.runs) + 1}: {words}"
     sample = measure.measure(
         tuning.request,
-        Variant(name, levers.overrides(tuning.space, candidate.settings)),
+        Variant(name, space.overrides(tuning.space, candidate.settings)),
         steps=tuning.terms.steps,
         root=tuning.folder,
         repeat=len(earlier),
@@ -523,7 +522,7 @@ def _summary(tuning: Tuning, best: SettingRuns) -> list[str]:
         speed += f", peak {best.peak:.0f} of {tuning.card.gib:.0f} GiB"
     base, settings = tuning.search.base.settings, best.candidate.settings
     changes = [
-        f"{levers.described(name, settings[name])} (was {_value(base.get(name, 'as it is'))})"
+        f"{space.described(name, settings[name])} (was {_value(base.get(name, 'as it is'))})"
         for name in best.candidate.differing(tuning.search.base)
     ] or ["nothing that was tried is faster than the file as it is written"]
     return [f"{speed}.", *changes]

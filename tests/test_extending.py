@@ -1,0 +1,105 @@
+"""What docs/internals.md says of adding something: a piece of code, and at most one row of a table."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+from conftest import DATA, REPOSITORY
+
+
+class Extended:
+    """A copy of launch to which one thing is added: in one file, and in one row of one table."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        shutil.copytree(
+            REPOSITORY / "launcher",
+            place / "launcher",
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+
+    def add(self, path: str, table: str, row: str, code: str = "") -> None:
+        """Write `row` as the first of the table of this name, and `code` before that table."""
+        module = self.place / "launcher" / path
+        text = module.read_text()
+        (node,) = (
+            one
+            for one in ast.parse(text).body
+            if isinstance(one, ast.Assign | ast.AnnAssign)
+            and table in ast.unparse(one).partition("=")[0].partition(":")[0]
+        )
+        assert isinstance(node.value, ast.Tuple | ast.Dict)
+        lines = text.splitlines(keepends=True)
+        at, opens = node.value.lineno - 1, node.value.col_offset + 1
+        lines[at] = f"{lines[at][:opens]}{row}, {lines[at][opens:]}"
+        lines.insert(node.lineno - 1, f"{code}\n\n")
+        module.write_text("".join(lines))
+
+    def launch(self, *words: str, code: int = 0) -> Any:
+        """The answer of a command, as JSON; `code` is the exit code that it must have."""
+        done = subprocess.run(
+            [sys.executable, "-m", "launcher", *words, "--format", "json"],
+            cwd=self.place, env={**os.environ, "PYTHONPATH": str(self.place)},
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout + done.stderr
+        return json.loads(done.stdout)
+
+
+@pytest.fixture
+def extended(tmp_path: Path) -> Extended:
+    return Extended(tmp_path)
+
+
+DEMO = REPOSITORY / "configs" / "demo" / "sft.yaml"
+
+
+def test_a_rule_is_a_generator_and_its_name(extended: Extended) -> None:
+    rule = """
+        def made_up_seed(values: Values) -> Iterator[Finding]:
+            if values["seed"] == 13:
+                yield say("error", "launch", "made-up-seed", "seed", "`seed` is 13")
+    """
+    extended.add("rules/trl/arguments.py", "_SHARED", "made_up_seed", dedent(rule))
+    stage = extended.place / "sft.yaml"
+    stage.write_text(DEMO.read_text() + "  seed: 13\n")
+    (found,) = extended.launch("validate-config", str(stage), code=3)["findings"]
+    assert (found["code"], found["key"]) == ("made-up-seed", "args.seed")
+    assert extended.launch("validate-config", str(DEMO))["findings"] == []
+
+
+def test_a_command_is_a_function(extended: Extended) -> None:
+    command = """
+        @app.command(epilog="Example: launch made-up configs/demo/sft.yaml")
+        @takes("format")
+        def made_up(shared: Shared) -> Exit:
+            \"\"\"Answer, and no more.\"\"\"
+            return answer("made-up", shared.format, {"made": "up"}, ["made up"], (), Exit.OK)
+    """
+    with (extended.place / "launcher/cli/commands/planning.py").open("a") as module:
+        module.write(dedent(command))
+    assert extended.launch("made-up")["data"] == {"made": "up"}
+
+
+def test_a_point_of_the_verdict_is_a_function_and_its_row(extended: Extended) -> None:
+    point = """
+        def _made_up(evidence: Evidence, _want: str | None) -> Observation:
+            last = evidence.last_step or 0
+            return Observation(state="long" if last > 1 else "short", unwanted=last > 1)
+    """
+    log = str(DATA / "logs" / "trl_sft.log")
+    before = extended.launch("check", log)
+    extended.add("verdict/outcome.py", "POINTS", '"made_up": _made_up', dedent(point))
+    answer = extended.launch("check", log, code=1)
+    (found,) = (one for one in answer["data"]["points"] if one["name"] == "made_up")
+    assert (found["state"], found["ok"]) == ("long", False)
+    assert (before["data"]["status"], answer["data"]["status"]) == ("pass", "fail")

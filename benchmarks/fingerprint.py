@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks import ratio
 from benchmarks.ratio import Pair
 from launcher.artifacts import digest
-from launcher.artifacts.fingerprint import Memory, of_file, of_model
+from launcher.artifacts.fingerprint import FingerprintCache, of_file, of_model
 
 ROUNDS = 3
 HIDDEN, FEED, KEYS, WORDS, LAYERS, SHARDS = 3584, 18944, 512, 152064, 28, 4
@@ -93,7 +93,7 @@ def pairs(folder: Path) -> Iterator[Pair]:
     if shutil.which("sha256sum"):
         yield Pair(
             name="data by content", what="CPU time of fingerprinting 512 MiB / sha256sum", rounds=5,
-            ours=ratio.timed(lambda: of_file(data, Memory()), cpu=True),
+            ours=ratio.timed(lambda: of_file(data, FingerprintCache()), cpu=True),
             beside=ratio.command(["sha256sum", str(data)], cpu=True),
         )  # fmt: skip
 
@@ -103,5 +103,5 @@ def pairs(folder: Path) -> Iterator[Pair]:
 
     yield Pair(
         name="checkpoint by content", what="samples of a 15 GB checkpoint / reading the same bytes",
-        ours=ratio.timed(lambda: of_model(str(model), Memory())), beside=ratio.timed(read),
+        ours=ratio.timed(lambda: of_model(str(model), FingerprintCache())), beside=ratio.timed(read),
     )  # fmt: skip

@@ -424,7 +424,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with made(tmp_path_factory.mktemp("complete") / "world") as world:
         folder = world.prepared("print=3", "step=1", "step=2", "exit=0")
         assert world.launch("exec", "a run").returncode == 1
-        runner.Request(attempt=1).write(folder)
+        runner.StopRequest(attempt=1).write(folder)
         assert {name for name in HALVES if not (folder.path / name).is_file()} == set()
         return folder.path
 

@@ -20,7 +20,7 @@ from launcher.config import load
 from launcher.errors import Finding, InvalidConfig
 from launcher.lifecycle.doctor import disk
 from launcher.lifecycle.resume import epochs
-from launcher.lifecycle.resume.epochs import Shape
+from launcher.lifecycle.resume.epochs import EpochLayout
 from launcher.plan import footprint
 from launcher.plan.memory import peak as memory
 from launcher.plan.memory.phases import GIB, Memory
@@ -516,7 +516,7 @@ def test_what_fsdp_holds_is_what_it_holds(
     layers = 8
     shape = architecture.find(model, {}, replaced={"num_hidden_layers": layers})
     setup = Setup(
-        shape=shape, batch=lengths.Batch(rows=rows, width=length, real=rows * length, formula=""),
+        shape=shape, batch=lengths.MicroBatch(rows=rows, width=length, real=rows * length, formula=""),
         processes=ranks, accumulation=1, loss="logprobs", reference="cache",
         sharding=Sharding(shards=ranks // replicas),
     )  # fmt: skip
@@ -594,7 +594,7 @@ def test_room_for_every_checkpoint(tmp_path: Path) -> None:
 
 
 def test_its_resume_is_not_judged_by_the_other_scripts_arithmetic(tmp_path: Path) -> None:
-    uneven = Shape(rows=44, per_device=4, devices=1, accumulation=2, epochs=2)
+    uneven = EpochLayout(rows=44, per_device=4, devices=1, accumulation=2, epochs=2)
     args = ("gradient_accumulation_steps: 2", "checkpointing_steps: 3", "num_epochs: 2")
     codes = {}
     for script, more in (("dpo_olmo_core", ""), ("dpo", "deepspeed: zero2")):

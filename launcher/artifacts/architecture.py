@@ -195,7 +195,7 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
             f"{name}: its weights are quantised (`quantization_config`), which is not described"
         )
         raise _unknown(message, "name the model that it was made from, or --shape MODEL")
-    reader = _Reader(config, layout, name)
+    reader = _ConfigReader(config, layout, name)
     heads, hidden = reader.whole("num_attention_heads"), reader.whole("hidden_size")
     kv_heads = reader.whole("num_key_value_heads", heads)
     head_count = f"`num_attention_heads: {heads}`"
@@ -220,7 +220,7 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
 
 
 def _layer(
-    reader: _Reader, hidden: int, inner: int, query: int, key: int, head_dim: int
+    reader: _ConfigReader, hidden: int, inner: int, query: int, key: int, head_dim: int
 ) -> dict[str, Size]:
     """The sizes of one layer's weights in transformers' order."""
     layout = reader.layout
@@ -251,7 +251,7 @@ def _layer(
     return sizes
 
 
-def _window(reader: _Reader) -> int:
+def _window(reader: _ConfigReader) -> int:
     """How far layers look back that do not see everything; 0 where all see everything."""
     size = reader.value("sliding_window")
     switched = reader.layout.windows == "switchable"
@@ -266,7 +266,7 @@ _LARGEST = 2**31
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _ConfigReader:
     """The config's keys, transformers' defaults for a family, and errors that name what is missing."""
 
     config: Mapping[str, Any]

@@ -1,7 +1,7 @@
 """Data files, model folders and names on the hub -> `Fingerprint`: equal exactly where the content is.
 
 Neither where a file lies nor when it was written is part of a digest: a copy, a moved folder and a
-touched file have the digest of the original. `Memory` remembers the digest of each file by its
+touched file have the digest of the original. `FingerprintCache` remembers the digest of each file by its
 identity, so that a file that nobody wrote to is not read again.
 """
 
@@ -92,7 +92,7 @@ def cache_home(environ: Mapping[str, str] | None = None) -> Path:
 # --- remembered digests ---------------------------------------------------------------------------
 
 
-class Memory:
+class FingerprintCache:
     """The digests of files by identity: device, inode, size, times of last write and last change.
 
     The time of change is the kernel's own and cannot be set: a file written to and given its old
@@ -154,9 +154,9 @@ class Memory:
 
 
 @contextlib.contextmanager
-def remembered() -> Iterator[Memory]:
+def remembered() -> Iterator[FingerprintCache]:
     """The user's own memory of digests; what is read meanwhile is kept."""
-    memory = Memory(cache_home() / "fingerprints.json")
+    memory = FingerprintCache(cache_home() / "fingerprints.json")
     try:
         yield memory
     finally:
@@ -186,7 +186,7 @@ def _sound(entry: Any) -> bool:
 
 
 def of_file(
-    path: Path, memory: Memory, *, name: str | None = None,
+    path: Path, memory: FingerprintCache, *, name: str | None = None,
     whole_below: int = digest.WHOLE_BELOW,
 ) -> FilePrint:  # fmt: skip
     """The fingerprint of one file, links followed; raises MissingContent where there is none to read."""
@@ -206,7 +206,7 @@ def of_file(
     )  # fmt: skip
 
 
-def of_data(name: str, memory: Memory, revision: str | None = None) -> Fingerprint:
+def of_data(name: str, memory: FingerprintCache, revision: str | None = None) -> Fingerprint:
     """A data file, or a folder of data with everything below it; raises MissingContent.
 
     Hidden files count for nothing; a folder's README.md does, since `datasets` reads settings from it.
@@ -217,7 +217,7 @@ def of_data(name: str, memory: Memory, revision: str | None = None) -> Fingerpri
     return _folder(name, path, _below(path), memory)
 
 
-def of_model(name: str, memory: Memory, revision: str | None = None) -> Fingerprint:
+def of_model(name: str, memory: FingerprintCache, revision: str | None = None) -> Fingerprint:
     """A model folder by its weights, their index, its configs and its own code; or a name on the hub.
 
     An adapter's folder counts together with its base model. Raises MissingContent where a file of the
@@ -234,19 +234,19 @@ def of_model(name: str, memory: Memory, revision: str | None = None) -> Fingerpr
     return replace(found, digest=both, files=files)
 
 
-def of_tokenizer(name: str, memory: Memory, revision: str | None = None) -> Fingerprint:
+def of_tokenizer(name: str, memory: FingerprintCache, revision: str | None = None) -> Fingerprint:
     """The tokenizer of a model folder, its chat templates included; or a name on the hub."""
     return _pretrained(name, memory, _TOKENIZER, revision)
 
 
-def of_config(name: str, memory: Memory, revision: str | None = None) -> Fingerprint:
+def of_config(name: str, memory: FingerprintCache, revision: str | None = None) -> Fingerprint:
     """The config of a model, which another one is built by."""
     if Path(name).is_dir():
         return of_data(str(Path(name) / "config.json"), memory)
     return of_hub(name, revision)
 
 
-READERS: Mapping[str, Callable[[str, Memory, str | None], Fingerprint]] = {
+READERS: Mapping[str, Callable[[str, FingerprintCache, str | None], Fingerprint]] = {
     "data": of_data, "model": of_model, "tokenizer": of_tokenizer, "template": of_tokenizer,
     "config": of_config,
 }  # fmt: skip
@@ -254,7 +254,7 @@ READERS: Mapping[str, Callable[[str, Memory, str | None], Fingerprint]] = {
 
 
 def _pretrained(
-    name: str, memory: Memory, patterns: Sequence[str], revision: str | None
+    name: str, memory: FingerprintCache, patterns: Sequence[str], revision: str | None
 ) -> Fingerprint:
     path = Path(name)
     if exists(path) and path.is_dir():
@@ -267,7 +267,7 @@ def _pretrained(
     return _single(name, path, memory) if is_file(path) else of_hub(name, revision)
 
 
-def _single(name: str, path: Path, memory: Memory) -> Fingerprint:
+def _single(name: str, path: Path, memory: FingerprintCache) -> Fingerprint:
     one = of_file(path, memory)
     return Fingerprint(name=name, kind="file", digest=one.digest, files=(one,))
 
@@ -278,7 +278,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _folder(
-    name: str, path: Path, found: Iterable[tuple[str, Path]], memory: Memory
+    name: str, path: Path, found: Iterable[tuple[str, Path]], memory: FingerprintCache
 ) -> Fingerprint:
     try:
         listed = sorted(found)

@@ -127,7 +127,7 @@ def log_normal(mean: float, longest: int, source: str) -> Lengths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class MicroBatch:
     """One micro-batch: `rows` sequences of `width` positions (packed: one row of all tokens).
 
     `tokens` are all positions the model computes, `real` those that are no padding.
@@ -144,29 +144,31 @@ class Batch:
         return self.rows * self.width
 
 
-def largest(lengths: Lengths, *, rows: int, batches: int, packed: bool) -> Batch:
+def largest(lengths: Lengths, *, rows: int, batches: int, packed: bool) -> MicroBatch:
     """The largest micro-batch of `rows` sequences among `batches` of them (all ranks together)."""
     if packed:
         tokens = math.ceil(lengths.sum_of(rows, batches))
         why = f"largest of {batches:,} packed sums of {rows} rows of {lengths.mean:.0f} tokens on average"
-        return Batch(rows=1, width=tokens, real=tokens, formula=f"{tokens:,} tokens: {why}")
+        return MicroBatch(rows=1, width=tokens, real=tokens, formula=f"{tokens:,} tokens: {why}")
     width = lengths.longest_of(rows * batches)
     real = min(rows * width, math.ceil(width + (rows - 1) * lengths.mean))
     why = f"padded to the longest of {rows * batches:,} rows"
-    return Batch(rows=rows, width=width, real=real, formula=f"{rows} x {width:,} tokens: {why}")
+    return MicroBatch(
+        rows=rows, width=width, real=real, formula=f"{rows} x {width:,} tokens: {why}"
+    )
 
 
-def typical(lengths: Lengths, *, rows: int, packed: bool) -> Batch:
+def typical(lengths: Lengths, *, rows: int, packed: bool) -> MicroBatch:
     """A micro-batch as it is on average: for tokens a step and time, not for memory."""
     real = math.ceil(rows * lengths.mean)
     if packed:
-        return Batch(
+        return MicroBatch(
             rows=1, width=real, real=real, formula=f"{rows} rows x {lengths.mean:.0f} tokens"
         )
     # the mean of a maximum, from its quartiles
     width = sum(lengths.quantiles(q ** (1 / rows) for q in (1 / 8, 3 / 8, 5 / 8, 7 / 8))) / 4
     wide = max(math.ceil(width), math.ceil(lengths.mean))
-    return Batch(rows=rows, width=wide, real=min(real, rows * wide),
+    return MicroBatch(rows=rows, width=wide, real=min(real, rows * wide),
                  formula=f"{rows} rows padded to {wide} on average")  # fmt: skip
 
 

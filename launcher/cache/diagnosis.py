@@ -29,7 +29,7 @@ Use = Mapping[str, Any]
 """What a cache folder records of one run that used it."""
 
 
-class Difference(NamedTuple):
+class KeyDifference(NamedTuple):
     """One thing that is not as it was: what, before and now, and the sentence for people."""
 
     what: str
@@ -50,7 +50,7 @@ class Reason:
     state: str
     folder: str
     compared: str | None
-    differences: tuple[Difference, ...]
+    differences: tuple[KeyDifference, ...]
     text: str
 
     def as_json(self) -> dict[str, Any]:
@@ -128,7 +128,9 @@ def _before(use: Use, uses: Sequence[Use]) -> Iterator[Use]:
             yield one
 
 
-def _sentence(state: str, use: Use, nearest: Use | None, differences: Sequence[Difference]) -> str:
+def _sentence(
+    state: str, use: Use, nearest: Use | None, differences: Sequence[KeyDifference]
+) -> str:
     if nearest is None:
         first = "no earlier run of this stage is known to have used one"
         return f"{state}: {first}" if state != "hit" else "hit: made before launch kept records"
@@ -151,7 +153,7 @@ def _sentence(state: str, use: Use, nearest: Use | None, differences: Sequence[D
 # --- what differs ---------------------------------------------------------------------------------
 
 
-class Fact(NamedTuple):
+class KeyFact(NamedTuple):
     """One thing that a cache depends on: what to call it, what to compare, and what to show."""
 
     name: str
@@ -159,27 +161,27 @@ class Fact(NamedTuple):
     shown: Any
 
 
-Facts = Mapping[tuple[object, ...], Fact]
+Facts = Mapping[tuple[object, ...], KeyFact]
 
 
-def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[KeyDifference]:
     return _differences(_facts(before), _facts(now))
 
 
 def _facts(cache: Mapping[str, Any]) -> Facts:
     """By what they are: files by the place of their data set or model in the list, others by name."""
     key = _mapping(cache.get("key"))
-    facts: dict[tuple[object, ...], Fact] = {
-        ("key", name): Fact(f"`{name}`", value, value) for name, value in key.items()
+    facts: dict[tuple[object, ...], KeyFact] = {
+        ("key", name): KeyFact(f"`{name}`", value, value) for name, value in key.items()
     }
     counts: collections.Counter[str] = collections.Counter()
     for one in _mappings(cache.get("inputs")):
         role, name, digest = (str(one.get(field)) for field in ("role", "name", "digest"))
         shown = _mapping(one.get("shown"))
         if role in {"code", "package"}:
-            facts[role, name] = Fact(name, digest, digest[:_DIGITS])
+            facts[role, name] = KeyFact(name, digest, digest[:_DIGITS])
         elif role == "value":
-            facts[role, name] = Fact(f"`{name}`", digest, one.get("shown"))
+            facts[role, name] = KeyFact(f"`{name}`", digest, one.get("shown"))
         else:
             counts[role] += 1
             place = role, counts[role]
@@ -187,14 +189,14 @@ def _facts(cache: Mapping[str, Any]) -> Facts:
             for file in listed:
                 # one file each, whatever they are called
                 below = "" if shown.get("kind") == "file" else f"/{file.get('name')}"
-                facts[(*place, below)] = Fact(f"{name}{below}", file.get("digest"), file)
+                facts[(*place, below)] = KeyFact(f"{name}{below}", file.get("digest"), file)
             if not listed or len(listed) != shown.get("count", len(listed)):
                 version = str(shown.get("revision") or digest)
-                facts[place] = Fact(f"{role} {name}", digest, version[:_DIGITS])
+                facts[place] = KeyFact(f"{role} {name}", digest, version[:_DIGITS])
     return facts
 
 
-def _differences(before: Facts, now: Facts) -> Iterator[Difference]:
+def _differences(before: Facts, now: Facts) -> Iterator[KeyDifference]:
     for place in dict.fromkeys([*now, *before]):
         # a value that only now counts, or no longer does, need not have changed: the keys hold it too
         key = ("key", *place[1:])
@@ -202,9 +204,9 @@ def _differences(before: Facts, now: Facts) -> Iterator[Difference]:
             continue
         was, is_ = before.get(place), now.get(place)
         if was is None or is_ is None or was.content != is_.content:
-            name = (is_ or was or Fact("", 0, 0)).name
+            name = (is_ or was or KeyFact("", 0, 0)).name
             values = was and was.shown, is_ and is_.shown
-            yield Difference(name, *values, f"{name} {_change(*values)}")
+            yield KeyDifference(name, *values, f"{name} {_change(*values)}")
 
 
 def _change(before: Any, now: Any) -> str:
@@ -225,7 +227,7 @@ def _change(before: Any, now: Any) -> str:
     return f"changed: {size}, written {times}, content {digests}"
 
 
-def _neighbour(event: Mapping[str, Any], cache: Mapping[str, Any]) -> list[Difference]:
+def _neighbour(event: Mapping[str, Any], cache: Mapping[str, Any]) -> list[KeyDifference]:
     """What upstream wrote down about the entry of this run, against its neighbours in the folder."""
     place = Path(str(event.get("path")))
     if place.parent != Path(str(cache.get("path"))):
@@ -242,7 +244,7 @@ def _neighbour(event: Mapping[str, Any], cache: Mapping[str, Any]) -> list[Diffe
 def _upstreams(entry: Path) -> Facts:
     values = _flat(rundir.read_json(entry / "config.json"))
     values.pop("config_hash", None)
-    return {("", name): Fact(f"upstream's `{name}`", one, one) for name, one in values.items()}
+    return {("", name): KeyFact(f"upstream's `{name}`", one, one) for name, one in values.items()}
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:

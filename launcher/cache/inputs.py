@@ -14,7 +14,7 @@ from typing import Any
 from launcher.artifacts.fingerprint import (
     READERS,
     Fingerprint,
-    Memory,
+    FingerprintCache,
     MissingContent,
     of_data,
     of_model,
@@ -42,7 +42,7 @@ def of_plan(plan: Plan) -> list[dict[str, Any]]:
         return list(_contents(plan, memory))
 
 
-def _contents(plan: Plan, memory: Memory) -> Iterator[dict[str, Any]]:
+def _contents(plan: Plan, memory: FingerprintCache) -> Iterator[dict[str, Any]]:
     values, stage = plan.values, plan.stage
     data = values.get(stage.entry.names.data)
     listed = list(map(str, data[::2])) if isinstance(data, list) else [str(data)] if data else []
@@ -105,7 +105,9 @@ def _records(listed: object) -> list[Mapping[str, Any]]:
     return [record for record in found if isinstance(record, Mapping)]
 
 
-def _changes(record: Mapping[str, Any], cwd: Path, memory: Memory) -> Iterator[dict[str, Any]]:
+def _changes(
+    record: Mapping[str, Any], cwd: Path, memory: FingerprintCache
+) -> Iterator[dict[str, Any]]:
     role, name, digest = str(record.get("role")), str(record.get("name")), record.get("digest")
     change = {"role": role, "name": name}
     try:

@@ -34,7 +34,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher.artifacts.fingerprint import READERS, Memory, MissingContent, cache_home, remembered
+from launcher.artifacts.fingerprint import (
+    READERS,
+    FingerprintCache,
+    MissingContent,
+    cache_home,
+    remembered,
+)
 from launcher.errors import Finding
 from launcher.paths import exists
 from launcher.plan import plan as plans
@@ -147,7 +153,7 @@ def derive(plan: Plan, packages: Mapping[str, str], *, running: bool = True) -> 
     cannot be read; a dry run (`running` false) may name what is not here.
     """
     with remembered() as memory:
-        reader = _Reader(plan, packages, memory, running, time.time())
+        reader = _Sources(plan, packages, memory, running, time.time())
         trl = plan.stage.options.backend == "trl"
         return tuple(_trl(reader) if trl else _open_instruct(reader))
 
@@ -170,12 +176,12 @@ def environment(caches: Sequence[Cache]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _Sources:
     """The plan, and what its arguments name, by content."""
 
     plan: Plan
     packages: Mapping[str, str]
-    memory: Memory
+    memory: FingerprintCache
     running: bool
     begun: float
 
@@ -259,7 +265,7 @@ def _writable(path: Path) -> bool:
 # --- open-instruct --------------------------------------------------------------------------------
 
 
-def _open_instruct(reader: _Reader) -> Iterator[Cache]:
+def _open_instruct(reader: _Sources) -> Iterator[Cache]:
     values = reader.values
     prefix = "dataset_" if "dataset_local_cache_dir" in values else ""
     option, own = f"{prefix}local_cache_dir", reader.text(f"{prefix}config_hash")
@@ -291,7 +297,7 @@ def _open_instruct(reader: _Reader) -> Iterator[Cache]:
         yield replace(made, env={REFERENCE_VARIABLE: str(made.path)})
 
 
-def _tokenising(reader: _Reader) -> list[Input]:
+def _tokenising(reader: _Sources) -> list[Input]:
     """What tokenised data depend on and upstream's key does not see."""
     data = reader.values.get(reader.plan.stage.entry.names.data)
     names = [str(name) for name in data[::2]] if isinstance(data, list) else []
@@ -309,7 +315,7 @@ def _tokenising(reader: _Reader) -> list[Input]:
 # --- TRL ------------------------------------------------------------------------------------------
 
 
-def _trl(reader: _Reader) -> Iterator[Cache]:
+def _trl(reader: _Sources) -> Iterator[Cache]:
     """`datasets` caches what TRL reads and tokenises: beside its own key goes what that cannot see."""
     values, name = reader.values, reader.text("dataset_name")
     precomputed = values.get("precompute_ref_log_probs") is True

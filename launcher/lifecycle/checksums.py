@@ -29,7 +29,7 @@ EVERY_S = 2.0
 _WHOLE = 2**63
 
 
-class Watch(threading.Thread):
+class ChecksumThread(threading.Thread):
     """Takes the checksums of an attempt's checkpoints until `end` is called."""
 
     def __init__(self, folder: RunFolder, backend: str, output: Path | None, ranks: int) -> None:
@@ -38,7 +38,9 @@ class Watch(threading.Thread):
         self.over = threading.Event()
         # a name may come again after its folder was set aside or deleted
         self.known = {
-            name: told for name, told in read(folder).items() if output and (output / name).is_dir()
+            name: digests
+            for name, digests in read(folder).items()
+            if output and (output / name).is_dir()
         }
 
     def run(self) -> None:
@@ -69,8 +71,8 @@ class Watch(threading.Thread):
 
 def read(folder: RunFolder) -> dict[str, dict[str, Any]]:
     """Digest of each file by its name below the checkpoint, by the checkpoint's name."""
-    told = rundir.read_json(folder.checksums).get("checkpoints")
-    items = told.items() if isinstance(told, dict) else ()
+    recorded = rundir.read_json(folder.checksums).get("checkpoints")
+    items = recorded.items() if isinstance(recorded, dict) else ()
     return {str(name): files for name, files in items if isinstance(files, dict)}
 
 

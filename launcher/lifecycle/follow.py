@@ -1,6 +1,6 @@
-"""Looking on while a run goes its way, from wherever one is: the view, until the run is over.
+"""Follow a run from any terminal: the view, until the run is over.
 
-Nothing that happens here touches the run, but that INT and TERM are handed on where that is wanted.
+Nothing here touches the run, except that INT and TERM are passed on with `forward`.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ LINE_BYTES = 2**20
 
 
 class Detached(Exception):
-    """Whoever looked on has seen enough; the run goes on."""
+    """The user stopped following; the run continues."""
 
 
 def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
-    """Show an attempt until it and its keeper are gone; returns whether a stop was asked for here.
+    """Show an attempt until it and its keeper are gone; returns whether a stop was requested here.
 
     With `forward`, INT and TERM stop the run (twice: without waiting); else INT raises Detached. If
     the keeper was killed, this looks after the orphan: it judges it and calls `--on-finish`. Raises NotReady
     where the run's state is unknown here.
     """
-    asked: list[int] = []
+    requests: list[int] = []
     _require_sight(folder)
     if not _goes_on(folder):
         _see_to_the_end(folder, attempt)
         return False
-    with _signals(folder, asked, forward=forward):
+    with _signals(folder, requests, forward=forward):
         view = View(
             attempt.title, folder.console(attempt.number), folder.probe, attempt.total,
             terminal=sys.stderr is not None and sys.stderr.isatty(), attempt=attempt.number,
@@ -57,7 +57,7 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
             _look_on(folder, view)
     _require_sight(folder)
     _see_to_the_end(folder, attempt)
-    return bool(asked)
+    return bool(requests)
 
 
 def _look_on(folder: RunFolder, view: View) -> None:
@@ -97,26 +97,26 @@ def _see_to_the_end(folder: RunFolder, attempt: Attempt) -> None:
 
 
 @contextlib.contextmanager
-def _signals(folder: RunFolder, asked: list[int], *, forward: bool) -> Iterator[None]:
+def _signals(folder: RunFolder, requests: list[int], *, forward: bool) -> Iterator[None]:
     def hand_on(number: int, _frame: FrameType | None) -> None:
-        asked.append(number)
-        told = runner.keeper_of(folder)
-        if told is not None and told.lives():
+        requests.append(number)
+        supervisor = runner.keeper_of(folder)
+        if supervisor is not None and supervisor.lives():
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(told.pid, number)
+                os.kill(supervisor.pid, number)
         elif runner.alive(folder.path):
             runner.end_orphans(folder, (0, 0, 0), max(1, folder.attempts()))
 
     def hung_up(_number: int, _frame: FrameType | None) -> None:
         """The terminal has gone: there is nothing to show any more, and a verdict still to come."""
 
-    wanted: dict[int, process.Handler | signal.Handlers] = {signal.SIGHUP: hung_up}
-    # Slurm signals every process of a job itself: handed on, it would count as asking twice
+    handlers: dict[int, process.Handler | signal.Handlers] = {signal.SIGHUP: hung_up}
+    # Slurm signals every process of a job itself: passed on, it would count as two requests
     if forward and "SLURM_JOB_ID" not in os.environ:
-        wanted |= {signal.SIGINT: hand_on, signal.SIGTERM: hand_on}
+        handlers |= {signal.SIGINT: hand_on, signal.SIGTERM: hand_on}
     else:
-        wanted[signal.SIGTERM] = signal.SIG_DFL
-    with process.handling(wanted):
+        handlers[signal.SIGTERM] = signal.SIG_DFL
+    with process.handling(handlers):
         try:
             yield
         except KeyboardInterrupt:
@@ -136,7 +136,7 @@ def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool)
     with _opened(folder.console(number)) as log:
         log.seek(0 if last is None else _tail(log, last))
         while True:
-            # asked before reading: what was written until then is not missed
+            # determined before reading: what was written until then is not missed
             over = not follow or not _goes_on(folder)
             if os.fstat(log.fileno()).st_size < log.tell():
                 log.seek(0)
@@ -154,7 +154,7 @@ def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool)
 class Shown:
     """A console log as it is shown: in blocks, line by line, without tokens.
 
-    A token may be cut in two wherever a block ends, so that a line is held back until it is whole.
+    A token may be cut in two wherever a block ends, so that a line waits until it is whole.
     """
 
     known: Sequence[str]

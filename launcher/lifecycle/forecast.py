@@ -44,7 +44,7 @@ STATED_MFU = 0.35
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class ForecastOptions:
     """What is not in the stage file. `gpu_memory` in GiB, `price` for one GPU and hour.
 
     `shape` names a model whose config stands for that of one that is not here yet. `rehearsed_tokens` is read
@@ -87,14 +87,16 @@ class Fit(NamedTuple):
     spare: float
 
 
-class Rung:
+class Estimate:
     """The forecast for one count of GPUs; None is what cannot be known.
 
     `rows` are those of the data set. On the CPU no memory is planned. `smallest` is the memory of one row a
     device where no split of the batch fits. Raises InvalidConfig.
     """
 
-    def __init__(self, footprint: Footprint, rows: int | None, terms: Terms, card: Card) -> None:
+    def __init__(
+        self, footprint: Footprint, rows: int | None, terms: ForecastOptions, card: Card
+    ) -> None:
         self.footprint, self.plan, self.rows = footprint, footprint.plan, rows
         self.terms, self.card = terms, card
         self.only = plan.caches_only(self.plan.stage, self.plan.values)
@@ -396,7 +398,7 @@ _HEAD = (
 class Forecast:
     """The counts that can be planned, and where the numbers come from."""
 
-    rungs: tuple[Rung, ...]
+    rungs: tuple[Estimate, ...]
     shape: str
     lengths: str
     attention: str
@@ -432,7 +434,7 @@ def counts(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
+def make(request: Request, gpus: Sequence[int], terms: ForecastOptions) -> Forecast:
     """Plan a stage file for each count of GPUs; those that it cannot be planned for are among the findings.
 
     Raises InvalidConfig where it cannot be for any, UsageError or NotReady.
@@ -460,20 +462,24 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
         raise usage("fit-without-memory", "memory is planned for GPUs, not for the CPU")
     if terms.fit and card.gib is None:
         raise _unfitted(terms)
-    asked = ask(replace(request, gpus=max(gpus)), running=False)
-    rungs: list[Rung] = []
+    resolved = ask(replace(request, gpus=max(gpus)), running=False)
+    rungs: list[Estimate] = []
     faults: list[Finding] = []
     rows: Lengths | None = None
     for count in gpus:
         try:
             planned = plan.make(
-                asked.stage, gpus=count, nodes=request.nodes, output=Path("model"), rows=terms.rows
+                resolved.stage,
+                gpus=count,
+                nodes=request.nodes,
+                output=Path("model"),
+                rows=terms.rows,
             )
             if stopping := errors(planned.findings):
                 raise InvalidConfig(stopping)
-            rows = rows or row_lengths(planned, asked.trainer.packages, terms)
+            rows = rows or row_lengths(planned, resolved.trainer.packages, terms)
             here = card if count else Card()
-            rungs.append(_rung(planned, rows, terms, here, asked.trainer.packages))
+            rungs.append(_rung(planned, rows, terms, here, resolved.trainer.packages))
         except InvalidConfig as error:
             faults += error.findings
     if rows is None or not rungs:
@@ -492,19 +498,19 @@ def make(request: Request, gpus: Sequence[int], terms: Terms) -> Forecast:
 _ASIDE = frozenset({"derived", "no-probe", "several-nodes"})
 
 
-def _split(rungs: Sequence[Rung]) -> Iterator[Finding]:
+def _split(rungs: Sequence[Estimate]) -> Iterator[Finding]:
     """What the plans themselves say: once where all counts agree, else with the count."""
-    said = [tuple(f for f in rung.plan.findings if f.code not in _ASIDE) for rung in rungs]
-    for rung, findings in zip(rungs, said, strict=True):
+    findings_of = [tuple(f for f in rung.plan.findings if f.code not in _ASIDE) for rung in rungs]
+    for rung, findings in zip(rungs, findings_of, strict=True):
         for one in findings:
-            if all(one in other for other in said):
+            if all(one in other for other in findings_of):
                 if rung is rungs[0]:
                     yield one
             else:
                 yield replace(one, message=f"{rung.where}{one.message}")
 
 
-def _unfit(rungs: Sequence[Rung], terms: Terms) -> Iterator[Finding]:
+def _unfit(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Finding]:
     """Where `--fit` finds nothing: how much a single row a device takes."""
     for rung in rungs:
         if terms.fit and rung.smallest is not None:
@@ -515,7 +521,7 @@ def _unfit(rungs: Sequence[Rung], terms: Terms) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _untrained(rungs: Sequence[Rung]) -> Iterator[Finding]:
+def _untrained(rungs: Sequence[Estimate]) -> Iterator[Finding]:
     """Why there is not a single step."""
     stage, values = rungs[0].plan.stage, rungs[0].plan.values
     only, name = rungs[0].only, stage.entry.names.max_steps
@@ -542,7 +548,7 @@ def _untrained(rungs: Sequence[Rung]) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _unpriced(rungs: Sequence[Rung], terms: Terms) -> Iterator[Finding]:
+def _unpriced(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Finding]:
     """Why a price came to no cost."""
     unknown = [rung for rung in rungs if rung.bill.cost is None]
     if terms.price is not None and unknown:
@@ -554,8 +560,8 @@ def _unpriced(rungs: Sequence[Rung], terms: Terms) -> Iterator[Finding]:
 
 
 def _rung(
-    planned: Plan, rows: Lengths, terms: Terms, card: Card, packages: Mapping[str, str]
-) -> Rung:
+    planned: Plan, rows: Lengths, terms: ForecastOptions, card: Card, packages: Mapping[str, str]
+) -> Estimate:
     counted = terms.rows if terms.rows is not None else planned.rows
     counted = rows.rows if counted is None else counted
     cut, trained = rows_of(planned, rows), trained_rows(planned, rows, counted)
@@ -564,7 +570,7 @@ def _rung(
         plan=replace(planned, steps=steps), shape=shape_of(planned, terms.shape, packages), rows=cut,
         attention=attention_of(planned, terms.attention),
     )  # fmt: skip
-    return Rung(footprint, counted, terms, card)
+    return Estimate(footprint, counted, terms, card)
 
 
 def with_forecast(prepared: Prepared) -> Prepared:
@@ -577,11 +583,11 @@ def with_forecast(prepared: Prepared) -> Prepared:
     known_already = prepared.forecast is not None or prepared.decision.kind == "finished"
     if not planned.gpus or known_already:
         return prepared
-    packages, terms, card = prepared.trainer.packages, Terms(), Card()
+    packages, terms, card = prepared.trainer.packages, ForecastOptions(), Card()
     unset = planned.values.get("attn_implementation") is None
     if unset and planned.stage.options.backend == "open_instruct" and "flash-attn" not in packages:
         # it takes the best that is installed
-        terms = Terms(attention="sdpa")
+        terms = ForecastOptions(attention="sdpa")
     if chosen is not None and chosen.slots:
         gpu = chosen.slots[0].gpu
         card = card_of(gpu.name, gpu.memory_mib / 1024 or None)
@@ -594,7 +600,7 @@ def with_forecast(prepared: Prepared) -> Prepared:
     return replace(prepared, forecast=rung.as_json(why=False), warnings=(*prepared.warnings, *new))
 
 
-def _unfitted(terms: Terms) -> UsageError:
+def _unfitted(terms: ForecastOptions) -> UsageError:
     """`--fit` without the size to fit into: a card's name does not tell it, most come in several."""
     why = "no GPU is here, and none is named"
     if terms.gpu is not None:
@@ -603,7 +609,7 @@ def _unfitted(terms: Terms) -> UsageError:
     return usage("fit-without-memory", f"how much fits is not known: {why}", help)
 
 
-def _card(terms: Terms) -> Card:
+def _card(terms: ForecastOptions) -> Card:
     present = devices.look(os.environ).present
     name = terms.gpu or (present[0].name if present else "")
     gib = terms.gpu_memory
@@ -646,7 +652,7 @@ def _measured_speed(planned: Plan, card: str) -> Speed | None:
 # --- row lengths ----------------------------------------------------------------------------------
 
 
-def row_lengths(planned: Plan, packages: Mapping[str, str], terms: Terms) -> Lengths:
+def row_lengths(planned: Plan, packages: Mapping[str, str], terms: ForecastOptions) -> Lengths:
     """By `--row-tokens`, else of the tokenised data that the run would hit, else as a rehearsal saw them."""
     if terms.row_tokens is not None:
         return lengths.parse(terms.row_tokens)

@@ -92,8 +92,8 @@ def _deepspeed(plan: Plan, trainer: Trainer) -> dict[str, Any] | None:
 
 def _tracked(plan: Plan) -> bool:
     """Whether the run reports to W&B: open-instruct does with either, whatever else is named."""
-    told = plan.values.get("report_to")
-    return plan.values.get("with_tracking") is True or "wandb" in str(told)
+    reporters = plan.values.get("report_to")
+    return plan.values.get("with_tracking") is True or "wandb" in str(reporters)
 
 
 def _resolved(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -139,22 +139,24 @@ def write_stage_file(
         files.write_bytes(folder.deepspeed, options.deepspeed.read_bytes())
         given["deepspeed"] = folder.deepspeed.name
     shown = {key: value for key, value in given.items() if value is not None}
-    told = escaped(redact({**shown, "args": {**plan.stage.args, **(restored or {})}}))
-    for name, value in told["args"].items():
+    content = escaped(redact({**shown, "args": {**plan.stage.args, **(restored or {})}}))
+    for name, value in content["args"].items():
         # what is started again takes it from where it was taken, or from where huggingface_hub looks
         whole = plan.stage.config.secrets.get(f"args.{name}")
         if whole is None and name == "hub_token" and value is not None:
             whole = f"${{oc.env:{HUB},null}}"
-        told["args"][name] = value if whole is None else whole
-    text = yaml.safe_dump(told, sort_keys=False, allow_unicode=True, width=100)
+        content["args"][name] = value if whole is None else whole
+    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
     files.write_text(folder.stage_file, _HEAD.format(stage=plan.stage.config.path) + text)
 
 
 def _told(watch: Watch) -> dict[str, Any]:
     """What a stage file can say of the probe."""
-    told = asdict(watch)
+    settings = asdict(watch)
     return {
-        part.name: told[part.name] for part in KEYS["probe"].parts if told[part.name] is not None
+        part.name: settings[part.name]
+        for part in KEYS["probe"].parts
+        if settings[part.name] is not None
     }
 
 
@@ -181,11 +183,11 @@ def create(
     """
     try:
         folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
-        told = manifest(
+        content = manifest(
             attempt, rundir.now(), plan, command, trainer, output, caches, devices=devices,
             warnings=warnings,
         )  # fmt: skip
-        files.write_json(folder.manifest, {**told, **redact(dict(more or {}))})
+        files.write_json(folder.manifest, {**content, **redact(dict(more or {}))})
     except OSError as error:
         raise rundir.not_writable(folder.path, error.strerror) from None
     rundir.enter("runs", folder.path)

@@ -201,7 +201,7 @@ class _Location:
     """
 
     requested: Path | None
-    output: resume.Placed
+    output: resume.OutputChoice
     folder: RunFolder
     attempt: int
     apart: RunFolder | None
@@ -217,7 +217,7 @@ def _locate(
     given = stage.entry.names.output in stage.args
     named = stage.backend.output_folder(stage.values) if given else None
     requested = None if named is None else named.absolute()
-    placed = resume.place(stage, requested, rundir.newest_first(root), fresh=request.fresh)
+    placed = resume.choose_output(stage, requested, rundir.newest_first(root), fresh=request.fresh)
     kind, rank, apart = stage.options.stage, 0 if here is None else here.rank, None
     if request.folder is None:
         folder, attempt = rundir.choose(

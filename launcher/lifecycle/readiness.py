@@ -1,4 +1,4 @@
-"""`launch doctor`: what is to be asked of this machine, for one stage file or for a backend at all."""
+"""`launch doctor`: is this machine ready, for one stage file or for a backend as such."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from launcher.upstream.trainers import BACKENDS
 
 def of_stage(request: Request, *, importing: bool = True) -> Report:
     """For a stage file. Raises InvalidConfig where that is refused whatever the machine."""
-    asked = prepare.ask(request, running=True)
-    subject = checks.of_plan(plan.make(asked.stage, gpus=asked.gpus), asked.trainer)
-    return checks.examine(subject, asked.chosen(), seen=asked.seen, importing=importing)
+    resolved = prepare.ask(request, running=True)
+    subject = checks.of_plan(plan.make(resolved.stage, gpus=resolved.gpus), resolved.trainer)
+    return checks.examine(subject, resolved.chosen(), look=resolved.seen, importing=importing)
 
 
 def of_backend(request: Request, backend: str, *, importing: bool = True) -> Report:
     """For a backend, with whatever stage: of the request only the machine's side counts."""
-    seen = devices.look(os.environ)
-    asked = devices.named(request.devices)
+    look = devices.look(os.environ)
+    named = devices.named(request.devices)
     locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
     root = locator.find(backend).root if BACKENDS[backend].CHECKOUT else None
     trainer = python.find_trainer(request.python, root)
     locator.search = trainer.path
-    count = request.gpus if request.gpus is not None or asked else len(seen.visible)
-    every = Devices(slots=seen.visible, why="all that are visible")
-    chosen = every if request.gpus is None and not asked else devices.choose(count, asked, seen)
+    count = request.gpus if request.gpus is not None or named else len(look.visible)
+    every = Devices(slots=look.visible, why="all that are visible")
+    chosen = every if request.gpus is None and not named else devices.choose(count, named, look)
     subject = Subject(
         trainer=trainer, upstream=locator.find(backend), stages=keys.STAGES,
         gpus=len(chosen.slots) or count or 0,
     )  # fmt: skip
-    return checks.examine(subject, chosen, seen=seen, importing=importing)
+    return checks.examine(subject, chosen, look=look, importing=importing)

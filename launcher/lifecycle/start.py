@@ -82,7 +82,7 @@ def queue(
 ) -> slurm.Job:  # fmt: skip
     """Make the run folder and hand it to Slurm, which runs `launch exec` on every node.
 
-    Raises NotReady where another run holds the place, or with what sbatch said.
+    Raises NotReady where another run holds the place, or with sbatch's complaint.
     """
     folder, planned = prepared.folder, prepared.plan
     attempt = _attempt(prepared, on_finish, on_finish_s, allow_unproven)
@@ -285,13 +285,13 @@ def of_a_further_machine(folder: RunFolder, attempt: Attempt) -> Exit:
 
 
 def conclusion(
-    folder: RunFolder, attempt: Attempt, ended: runner.Exit | None = None
+    folder: RunFolder, attempt: Attempt, ended: runner.ProcessExit | None = None
 ) -> tuple[check.Verdict, Exit]:
     """The verdict and the exit code of an attempt that is over; judged now where nobody has yet."""
     ended = ended or runner.recorded(folder, attempt.number)
     known = rundir.judged(folder, attempt.number)
-    told = check.from_json(rundir.read_json(folder.verdict)) if known else None
-    verdict = told or finish(folder)
+    recorded = check.from_json(rundir.read_json(folder.verdict)) if known else None
+    verdict = recorded or finish(folder)
     return verdict, exit_code(ended, verdict, allow_unproven=attempt.allow_unproven)
 
 
@@ -311,13 +311,15 @@ def finish(folder: RunFolder) -> check.Verdict:
 
 def judged_now(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> check.Verdict:
     """The verdict of a finished run by what is expected of it now: that may have been changed since."""
-    asked = command.expectations(planned)
-    if rundir.read_manifest(folder).get("expect") == asked:
+    expected = command.expectations(planned)
+    if rundir.read_manifest(folder).get("expect") == expected:
         return verdict
-    return judge.judge(folder, asked).verdict
+    return judge.judge(folder, expected).verdict
 
 
-def exit_code(ended: runner.Exit | None, verdict: check.Verdict, *, allow_unproven: bool) -> Exit:
+def exit_code(
+    ended: runner.ProcessExit | None, verdict: check.Verdict, *, allow_unproven: bool
+) -> Exit:
     """The documented exit code of a run that ended so, or of a verdict alone."""
     if ended is not None and ended.stopped is not None:
         return Exit.INTERRUPTED

@@ -84,12 +84,12 @@ def due(folder: RunFolder) -> str:
     return f"waiting for the checkpoint of step {step}; step {progress.step} is done"
 
 
-def stop(folder: RunFolder, *, after_checkpoint: bool = False) -> runner.Exit | None:
+def stop(folder: RunFolder, *, after_checkpoint: bool = False) -> runner.ProcessExit | None:
     """Have a run stopped, and wait until every process of it has gone; returns how it ended.
 
-    One that is about to begin is stopped as soon as it has; asked for twice at once, it is done once. Where
+    One that is about to begin is stopped as soon as it has; two requests at once are one. Where
     its keeper does not do it in time, its processes are ended from here. Raises
-    UsageError where it does not run here, NotReady where it runs on another machine or cannot be asked.
+    UsageError where it does not run here, NotReady where it runs on another machine or its state is unknown.
     """
     job = slurm.job(folder)
     if job is not None and (state := slurm.state(job)) is not None:
@@ -101,7 +101,7 @@ def stop(folder: RunFolder, *, after_checkpoint: bool = False) -> runner.Exit | 
     if number is None:
         state = overview.state(folder)
         raise usage("not-running", f"{folder.path.name} does not run: {state}", "launch runs")
-    request = runner.Request(attempt=number, after_checkpoint=after_checkpoint)
+    request = runner.StopRequest(attempt=number, after_checkpoint=after_checkpoint)
     earlier = runner.request(folder)
     # one that is in no hurry does not slow down another that is
     if earlier is None or earlier.attempt != number or not after_checkpoint:
@@ -116,7 +116,7 @@ def stop(folder: RunFolder, *, after_checkpoint: bool = False) -> runner.Exit | 
     if runner.alive(folder.path):
         _end_orphan(folder, request)
     if folder.attempts() < number:
-        # it never began; the next one gets its number, and was not meant
+        # it never began; the next one gets its number, and must not be stopped
         with contextlib.suppress(OSError):
             folder.stop.unlink(missing_ok=True)
     return runner.recorded(folder, number)
@@ -129,19 +129,23 @@ def _patience(folder: RunFolder) -> float:
 
 def _waits(folder: RunFolder) -> runner.Grace:
     """How long the keeper of a run waits after each signal."""
-    told = rundir.read_json(folder.start).get("environ")
+    environ = rundir.read_json(folder.start).get("environ")
     try:
-        return runner.grace(told.get(runner.GRACE_VARIABLE) if isinstance(told, dict) else None)
+        return runner.grace(
+            environ.get(runner.GRACE_VARIABLE) if isinstance(environ, dict) else None
+        )
     except UsageError:
         return runner.GRACE_S
 
 
-def _stop_job(folder: RunFolder, job: slurm.Job, *, after_checkpoint: bool) -> runner.Exit | None:
+def _stop_job(
+    folder: RunFolder, job: slurm.Job, *, after_checkpoint: bool
+) -> runner.ProcessExit | None:
     """Slurm ends a job on all its machines; for a checkpoint, their keepers wait themselves."""
     number = max(1, folder.attempts())
     if after_checkpoint:
         for node in folder.nodes():
-            _ask(node, runner.Request(attempt=number, after_checkpoint=True))
+            _ask(node, runner.StopRequest(attempt=number, after_checkpoint=True))
     else:
         slurm.cancel(job)
     while slurm.state(job) is not None:
@@ -149,7 +153,7 @@ def _stop_job(folder: RunFolder, job: slurm.Job, *, after_checkpoint: bool) -> r
     return runner.recorded(folder, number)
 
 
-def _ask(folder: RunFolder, request: runner.Request) -> None:
+def _ask(folder: RunFolder, request: runner.StopRequest) -> None:
     try:
         request.write(folder)
     except OSError as error:
@@ -191,7 +195,7 @@ def _begins(folder: RunFolder, number: int) -> bool:
     )
 
 
-def _end_orphan(folder: RunFolder, request: runner.Request) -> None:
+def _end_orphan(folder: RunFolder, request: runner.StopRequest) -> None:
     """Its keeper was killed, or stands still: do what that would have done."""
     attempt = follow.newest_attempt(folder)
     due = supervisor.Due(folder, attempt)
@@ -204,8 +208,8 @@ def _end_orphan(folder: RunFolder, request: runner.Request) -> None:
     supervisor.conclude(folder, attempt, runner.recorded(folder, number))
 
 
-def _wait_elsewhere(folder: RunFolder, request: runner.Request) -> None:
-    """Wait for a keeper that cannot be seen from here, and that reads requests from the run folder.
+def _wait_elsewhere(folder: RunFolder, request: runner.StopRequest) -> None:
+    """Wait for a keeper on another machine that reads requests from the run folder.
 
     Raises NotReady where it does not stop the run, as where it does not see this folder.
     """
@@ -217,7 +221,7 @@ def _wait_elsewhere(folder: RunFolder, request: runner.Request) -> None:
         if time.monotonic() > until and not request.after_checkpoint:
             raise not_ready(
                 "run-is-elsewhere",
-                f"{folder.path.name} was asked to stop, and its supervisor on {known.leader.place} does not",
+                f"the supervisor of {folder.path.name} on {known.leader.place} does not answer the request",
                 f"stop it there: launch stop {folder.path.name}", file=str(folder.path),
             )  # fmt: skip
         time.sleep(POLL_S * 5)

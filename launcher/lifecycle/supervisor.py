@@ -73,10 +73,10 @@ def spawn(
         raise rundir.not_writable(folder.path, error.strerror) from None
     finally:
         os.close(telling)
-    with interruptible(), os.fdopen(listening, "rb") as told:
+    with interruptible(), os.fdopen(listening, "rb") as pipe:
         if early:
             raise KeyboardInterrupt
-        answer = told.read()
+        answer = pipe.read()
     if answer == _STARTED:
         return process.identify(child.pid)
     child.wait()
@@ -95,7 +95,7 @@ def interruptible() -> Iterator[None]:
         ):
             yield
     except KeyboardInterrupt:
-        # whoever asked for the run does not want it any more; asked twice, a keeper does not wait
+        # the run was cancelled; a second signal ends the keeper's wait
         def hand_on(*_: object) -> None:
             process.signal_all([one.pid for one in left], signal.SIGINT)
 
@@ -115,7 +115,7 @@ def _with_ours(path: str | None) -> str:
 
 def _refused(folder: RunFolder, answer: bytes) -> list[Finding]:
     try:
-        return [Finding(**told) for told in json.loads(answer)]
+        return [Finding(**fields) for fields in json.loads(answer)]
     except (ValueError, TypeError):
         last: list[str] = []
         with contextlib.suppress(OSError):
@@ -158,7 +158,7 @@ def main(words: Sequence[str]) -> int:
             # a tmux session, a job or another shell may have started us anywhere
             os.chdir(attempt.cwd)
             output = None if attempt.output is None or attempt.rank else Path(attempt.output)
-            sums = checksums.Watch(folder, attempt.backend, output, attempt.world)
+            sums = checksums.ChecksumThread(folder, attempt.backend, output, attempt.world)
             with lease.kept(granted, partial(_overtaken, folder.console(number))) as end:
                 command = attempt.command(os.environ)
                 if granted is not None:
@@ -179,7 +179,7 @@ def main(words: Sequence[str]) -> int:
         except LaunchError as error:
             tell(json.dumps([one.as_json() for one in error.findings]).encode())
             return error.exit_code
-    # what is asked for now is for the command at the end, and a verdict takes seconds
+    # a signal now belongs to the command at the end, and a verdict takes seconds
     ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     with process.handling(dict.fromkeys(ignored, process.ignore)):
         return conclude(folder, attempt, ended, locks=locks, own=True)
@@ -187,21 +187,21 @@ def main(words: Sequence[str]) -> int:
 
 def _overtaken(console: Path, by: Lease) -> None:
     """Stop the training: it must not write where another one does."""
-    told = (
+    message = (
         f"launch: stopped: the output folder was taken over by the run {by.run} ({by.described}), fencing "
         f"number {by.fence}"
     )
-    print(told, file=sys.stderr, flush=True)
+    print(message, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError), console.open("a") as log:
-        log.write(f"\n{told}\n")
+        log.write(f"\n{message}\n")
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def conclude(
-    folder: RunFolder, attempt: Attempt, ended: runner.Exit | None, *, locks: Sequence[int] = (),
+    folder: RunFolder, attempt: Attempt, ended: runner.ProcessExit | None, *, locks: Sequence[int] = (),
     own: bool = False,
 ) -> int:  # fmt: skip
-    """Judge a run that is over and tell whoever asked for it; returns the run's exit code.
+    """Judge a run that is over and call `--on-finish`; returns the run's exit code.
 
     Where the keeper was killed, before or after it had judged, whoever looks on does what is left: once,
     however many they are, but for one that is killed in the moment of the call. `locks` are let go before
@@ -226,7 +226,7 @@ def conclude(
             code = start.conclusion(folder, attempt, ended)[1]
             rundir.seal(folder, number, untold=bool(attempt.on_finish))
         except Exception:
-            # a verdict can be asked for again; being told that it is over cannot
+            # a verdict can be made again; the call at the end cannot
             traceback.print_exc()
         # the command may start the next run on the same cards
         _let_go(locks)
@@ -241,7 +241,9 @@ def _let_go(locks: Sequence[int]) -> None:
         os.close(lock)
 
 
-def _of_a_further_machine(folder: RunFolder, attempt: Attempt, ended: runner.Exit | None) -> int:
+def _of_a_further_machine(
+    folder: RunFolder, attempt: Attempt, ended: runner.ProcessExit | None
+) -> int:
     """The first machine judges and tells, for all; one that failed leaves it the time for that."""
     if ended is not None and not ended.returncode:
         return Exit.OK
@@ -265,7 +267,7 @@ class Due:
         self.before: frozenset[str] | None = None
         self.looked = -self.EVERY_S
 
-    def now(self, request: runner.Request) -> bool:
+    def now(self, request: runner.StopRequest) -> bool:
         """Looks for checkpoints every two seconds; those of the first look are the old ones."""
         if not request.after_checkpoint:
             return True

@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.artifacts import architecture, lengths, model_config
 from launcher.artifacts.architecture import Shape
-from launcher.artifacts.lengths import Batch, Lengths, Packed, pack
+from launcher.artifacts.lengths import Lengths, MicroBatch, Packed, pack
 from launcher.errors import Finding, InvalidConfig
 from launcher.plan.memory import setup
 from launcher.plan.memory.setup import FULL, HALF, Adapters, Quantised, Setup, Sharding, Zero
@@ -81,7 +81,7 @@ class Footprint:
         return not pads and self.plan.stage.entry.packs(self.plan.values, per_device)
 
     @property
-    def typical(self) -> Batch:
+    def typical(self) -> MicroBatch:
         """A micro-batch as it is on average."""
         sequences = self.plan.per_device * (2 if self.dpo else 1)
         return lengths.typical(self.rows, rows=sequences, packed=self.packed)
@@ -230,7 +230,7 @@ class Footprint:
         plan, values = self.plan, self.plan.values
         limit = int(values.get(plan.stage.entry.names.max_length) or self.rows.longest)
         if self.packed:
-            one = whole = Batch(
+            one = whole = MicroBatch(
                 rows=1, width=2 * limit, real=2 * limit,
                 formula=f"{2 * limit:,} tokens: chosen and rejected, each filled up to {limit:,}",
             )  # fmt: skip
@@ -347,7 +347,7 @@ class Footprint:
         ))  # fmt: skip
 
 
-def _unmasked(batch: Batch) -> Batch:
+def _unmasked(batch: MicroBatch) -> MicroBatch:
     """The same batch for a model that is told of no padding, and computes it like any token."""
     return replace(batch, real=batch.tokens)
 

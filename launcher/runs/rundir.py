@@ -39,7 +39,7 @@ _ARGS = b'\n  "args": {'
 _NUMBERED = re.compile(r"(?:console|exit)(?:\.(\d{1,4}))?\.(?:log|json)\Z")
 
 
-class _File:
+class _RunFile:
     """A file of a run folder."""
 
     def __init__(self, name: str) -> None:
@@ -65,31 +65,31 @@ class RunFolder:
 
     path: Path
 
-    manifest = _File("run.json")
+    manifest = _RunFile("run.json")
     """Everything that was decided before the start."""
-    probe = _File("probe")
+    probe = _RunFile("probe")
     """One `rank-N.jsonl` a training process."""
-    metrics = _File("metrics.jsonl")
+    metrics = _RunFile("metrics.jsonl")
     """One line a step, over all attempts."""
-    verdict = _File("verdict.json")
-    process = _File("process.json")
+    verdict = _RunFile("verdict.json")
+    process = _RunFile("process.json")
     """Which process the attempt that began last is."""
-    lock = _File("lock")
+    lock = _RunFile("lock")
     """Held, through the kernel, by the process of the attempt that runs."""
-    start = _File("start.json")
+    start = _RunFile("start.json")
     """What the keeper of the next attempt starts, environment included; for the owner alone."""
-    stage_file = _File("stage.yaml")
+    stage_file = _RunFile("stage.yaml")
     """The stage file as it was resolved: `launch sft RUN/stage.yaml` starts it again."""
-    deepspeed = _File("deepspeed.json")
+    deepspeed = _RunFile("deepspeed.json")
     """The DeepSpeed config that was used, where it is none that ships."""
-    stop = _File("stop.json")
+    stop = _RunFile("stop.json")
     """The request to stop this attempt, and how."""
-    diary = _File("keeper.log")
+    diary = _RunFile("keeper.log")
     """What the keeper had to say, and what the command at the end printed."""
-    report = _File("report.html")
-    checksums = _File("checksums.json")
+    report = _RunFile("report.html")
+    checksums = _RunFile("checksums.json")
     """The digests of the files of every checkpoint that was complete."""
-    job = _File("slurm.json")
+    job = _RunFile("slurm.json")
     """Which job of Slurm's the run was submitted as."""
     console = _AttemptFile("console", "log")
     """What the training processes wrote, raw."""

@@ -1,4 +1,4 @@
-"""Start a `Command` in a session of its own, follow its log for display, end it, record the `Exit`.
+"""Start a `Command` in a session of its own, follow its log for display, end it, record the `ProcessExit`.
 
 The training processes write straight into `console.log`: no pipe runs through the launcher, so
 nothing is lost and nothing stops when it dies.
@@ -41,7 +41,7 @@ Grace = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exit:
+class ProcessExit:
     """How an attempt ended; `signal` is the one that killed the process, `stopped` the one we sent."""
 
     returncode: int
@@ -127,14 +127,14 @@ def run(
     attempt: int,
     pass_fds: Sequence[int] = (),
     *,
-    due: Callable[[Request], bool] = lambda _: True,
+    due: Callable[[StopRequest], bool] = lambda _: True,
     began: Callable[[], None] | None = None,
     inherited: Mapping[str, str] | None = None,
     adopting: bool = False,
-) -> Exit:
+) -> ProcessExit:
     """Run to the end; INT and TERM to this process stop every process of the run, HUP none.
 
-    So does a `Request` in the run folder, as soon as it is `due`. `began` is called once the process is
+    So does a `StopRequest` in the run folder, as soon as it is `due`. `began` is called once the process is
     there. `pass_fds` are file descriptors that the started process keeps open as long as it lives.
     `inherited` is the environment that the command's own adds to, this process's unless given. With
     `adopting`, all children of this process are the run's, orphans that it has adopted too. Raises
@@ -246,18 +246,18 @@ def _start(
     )  # fmt: skip
 
 
-def _ended(code: int, stopped: int | None, started: str, attempt: int) -> Exit:
-    return Exit(
+def _ended(code: int, stopped: int | None, started: str, attempt: int) -> ProcessExit:
+    return ProcessExit(
         returncode=code if code >= 0 else 128 - code, signal=-code if code < 0 else None,
         stopped=stopped, started=started, ended=rundir.now(), attempt=attempt,
     )  # fmt: skip
 
 
-def recorded(folder: RunFolder, attempt: int) -> Exit | None:
+def recorded(folder: RunFolder, attempt: int) -> ProcessExit | None:
     """How an attempt ended, as its keeper recorded it; None where nobody lived to do that."""
     record = Record(rundir.read_json(folder.exit(attempt)))
     code = record.number("returncode")
-    return None if code is None else Exit(
+    return None if code is None else ProcessExit(
         returncode=code, attempt=attempt, signal=record.number("signal"),
         stopped=record.number("stopped"), started=str(record.get("started")),
         ended=str(record.get("ended")),
@@ -291,7 +291,7 @@ def processes(folder: RunFolder) -> Processes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class StopRequest:
     """That an attempt be stopped, as a file: whoever asks need not know which process to ask."""
 
     attempt: int
@@ -302,17 +302,17 @@ class Request:
         files.write_json(folder.stop, {**asdict(self), "asked": rundir.now()})
 
 
-def request(folder: RunFolder) -> Request | None:
+def request(folder: RunFolder) -> StopRequest | None:
     """The last request to stop the run; None where there is none, or the file is damaged."""
     record = Record(rundir.read_json(folder.stop))
     attempt, after = record.number("attempt"), record.get("after_checkpoint") is True
-    return None if attempt is None else Request(attempt=attempt, after_checkpoint=after)
+    return None if attempt is None else StopRequest(attempt=attempt, after_checkpoint=after)
 
 
 class _Stop:
     """Counts INT and TERM instead of raising in the middle of something; lets HUP pass."""
 
-    def __init__(self, folder: RunFolder, attempt: int, due: Callable[[Request], bool]) -> None:
+    def __init__(self, folder: RunFolder, attempt: int, due: Callable[[StopRequest], bool]) -> None:
         self.folder, self.attempt, self.due = folder, attempt, due
         self.waits = grace(os.environ.get(GRACE_VARIABLE))
         self.signal: int | None = None

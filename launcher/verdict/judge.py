@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.artifacts import checkpoints, digest, fingerprint
-from launcher.artifacts.fingerprint import Memory, MissingContent
+from launcher.artifacts.fingerprint import FingerprintCache, MissingContent
 from launcher.redaction import redact
 from launcher.rules.deepspeed import fault
 from launcher.runs import attempt, rundir, runner
@@ -206,7 +206,7 @@ def _saved_model(found: Evidence, output: object, *, here: bool) -> dict[str, An
     return told
 
 
-def _change_of(path: Path, before: str, memory: Memory) -> dict[str, Any] | None:
+def _change_of(path: Path, before: str, memory: FingerprintCache) -> dict[str, Any] | None:
     try:
         after = fingerprint.of_file(path, memory).digest
     except MissingContent as error:

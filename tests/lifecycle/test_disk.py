@@ -14,7 +14,7 @@ from conftest import Write
 from plans import from_text
 
 from launcher.lifecycle.doctor import disk
-from launcher.lifecycle.doctor.disk import Needs, Place, Saved
+from launcher.lifecycle.doctor.disk import Needs, Saved, WriteTarget
 from launcher.plan.plan import Plan
 from launcher.stage.options import Watch
 
@@ -232,8 +232,8 @@ def small(tmp_path: Path) -> Path:
 
 def test_a_file_system_that_is_nearly_full(small: Path, tmp_path: Path) -> None:
     try:
-        found = [Place(small / "a" / "b", "run folders", "LAUNCH_RUNS", vital=True)]
-        (finding,) = disk.too_little(Needs(), None, [*found, Place(small, "kernels", "")])
+        found = [WriteTarget(small / "a" / "b", "run folders", "LAUNCH_RUNS", vital=True)]
+        (finding,) = disk.too_little(Needs(), None, [*found, WriteTarget(small, "kernels", "")])
         assert (finding.severity, finding.code) == ("warning", "little-space")
         assert "8.0 MiB free" in finding.message and "(run folders, kernels)" in finding.message
         told = needs(9 * 2**20, 9 * 2**20)
@@ -279,9 +279,9 @@ def test_the_folders_that_are_written(tmp_path: Path, model: Path) -> None:
 
 def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    vital = Place(tmp_path / "file" / "below", "run folders", "LAUNCH_RUNS", vital=True)
-    cache = Place(tmp_path / "file" / "kernels", "compiled kernels", "TRITON_CACHE_DIR")
-    first, second = disk.unwritable([vital, cache, Place(tmp_path / "new", "fine", "")])
+    vital = WriteTarget(tmp_path / "file" / "below", "run folders", "LAUNCH_RUNS", vital=True)
+    cache = WriteTarget(tmp_path / "file" / "kernels", "compiled kernels", "TRITON_CACHE_DIR")
+    first, second = disk.unwritable([vital, cache, WriteTarget(tmp_path / "new", "fine", "")])
     assert (first.severity, first.code) == ("error", "not-writable")
     assert "is no folder" in first.message and "LAUNCH_RUNS" in (first.help or "")
     assert second.severity == "warning" and "TRITON_CACHE_DIR" in (second.help or "")

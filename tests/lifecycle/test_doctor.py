@@ -286,7 +286,7 @@ def test_facts_of_gpus(smi: Smi, tmp_path: Path, write: Write) -> None:
     seen = devices.look({})
     made = planned(staged(TULU), 1)
     report = checks.examine(
-        subject(made, *ALL), devices.choose(1, None, seen), seen=seen, importing=False
+        subject(made, *ALL), devices.choose(1, None, seen), look=seen, importing=False
     )
     facts = report.as_json()["facts"]
     assert facts["driver"] == {"version": "580.159.04", "cuda": (13, 0)}

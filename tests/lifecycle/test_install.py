@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from launcher.errors import NotReady
 from launcher.lifecycle.doctor import install
-from launcher.lifecycle.doctor.install import Imports, Step
+from launcher.lifecycle.doctor.install import Imports, InstallStep
 from launcher.machine import python
 from launcher.machine.python import Trainer
 
@@ -149,7 +149,7 @@ def test_torch_is_asked_for_its_gpus(bare: Trainer, write: Write, tmp_path: Path
 # --- what installs it -----------------------------------------------------------------------------
 
 
-def names(steps: tuple[Step, ...]) -> list[list[str]]:
+def names(steps: tuple[InstallStep, ...]) -> list[list[str]]:
     """The packages of each step, without pip's own words."""
     found = []
     for step in steps:
@@ -222,10 +222,10 @@ def test_steps_are_done_in_order_and_never_by_a_shell(tmp_path: Path) -> None:
     write = "import os, sys; open(sys.argv[1], 'a').write(os.environ.get('SAID', '') + sys.argv[2])"
     place = str(tmp_path / "done")
     steps = [
-        Step(
+        InstallStep(
             argv=(sys.executable, "-c", write, place, "$(id); `id`\n"), why="one", env={"SAID": "<"}
         ),
-        Step(argv=(sys.executable, "-c", write, place, "second"), why="two"),
+        InstallStep(argv=(sys.executable, "-c", write, place, "second"), why="two"),
     ]
     told = tmp_path / "told"
     with told.open("w") as out:
@@ -236,7 +236,10 @@ def test_steps_are_done_in_order_and_never_by_a_shell(tmp_path: Path) -> None:
 
 def test_a_step_that_fails_ends_it(tmp_path: Path) -> None:
     place = tmp_path / "touched"
-    steps = [Step(argv=("false",), why="ray"), Step(argv=("touch", str(place)), why="more")]
+    steps = [
+        InstallStep(argv=("false",), why="ray"),
+        InstallStep(argv=("touch", str(place)), why="more"),
+    ]
     with (tmp_path / "out").open("w") as out, pytest.raises(NotReady) as caught:
         install.run(steps, os.environ, out)
     (finding,) = caught.value.findings

@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.lifecycle.resume import epochs
-from launcher.lifecycle.resume.epochs import Place, Shape
+from launcher.lifecycle.resume.epochs import DataPosition, EpochLayout
 
 Step = list[tuple[int, int]]
 """One optimizer step: the micro-batches it takes, each as (whose order, which of that order)."""
 
 
 def played(
-    stage: str, shape: Shape, resumed: int | None = None, *, keeps: bool = True
+    stage: str, shape: EpochLayout, resumed: int | None = None, *, keeps: bool = True
 ) -> list[Step]:
     """What finetune.py and dpo_tune_cache.py do, as their loops stand, from the start or from `step_N`."""
     done, epoch, skip = 0, 0, 0
@@ -39,7 +39,7 @@ def played(
 
 
 shapes = st.builds(
-    Shape, rows=st.integers(1, 60), per_device=st.integers(1, 4), devices=st.integers(1, 3),
+    EpochLayout, rows=st.integers(1, 60), per_device=st.integers(1, 4), devices=st.integers(1, 3),
     accumulation=st.integers(1, 5), epochs=st.integers(1, 4),
     limit=st.none() | st.integers(1, 60),
 )  # fmt: skip
@@ -48,32 +48,32 @@ shapes = st.builds(
 @settings(max_examples=1500)
 @given(st.sampled_from(["sft", "dpo"]), shapes, st.integers(1, 80), st.booleans())
 def test_a_resume_is_called_exact_just_where_the_loops_agree(
-    stage: str, shape: Shape, step: int, keeps: bool
+    stage: str, shape: EpochLayout, step: int, keeps: bool
 ) -> None:
     alone = played(stage, shape)
     assert len(alone) == shape.total
     if step > shape.total:
         return
-    saved = epochs.advanced(shape, Place(0, 0), step)
+    saved = epochs.advanced(shape, DataPosition(0, 0), step)
     wrong = epochs.of_step(stage, step, saved, shape, shape, keeps_order=keeps)
     same = played(stage, shape, step, keeps=keeps) == alone[step:]
     assert (wrong is None) == same, (wrong, alone[step:], played(stage, shape, step, keeps=keeps))
 
 
 @given(shapes, st.integers(0, 200))
-def test_advancing_in_two_parts_is_advancing_at_once(shape: Shape, steps: int) -> None:
-    at = Place(0, 0)
+def test_advancing_in_two_parts_is_advancing_at_once(shape: EpochLayout, steps: int) -> None:
+    at = DataPosition(0, 0)
     for _ in range(steps):
         at = epochs.advanced(shape, at, 1)
         # the end of an epoch is the begin of the next one
         if at.micro >= shape.micro:
-            at = Place(at.epoch + 1, 0)
-    assert at == epochs.advanced(shape, Place(0, 0), steps)
+            at = DataPosition(at.epoch + 1, 0)
+    assert at == epochs.advanced(shape, DataPosition(0, 0), steps)
 
 
 @settings(max_examples=300)
 @given(st.sampled_from(["sft", "dpo"]), shapes, st.integers(1, 12))
-def test_what_is_recommended_is_exact(stage: str, shape: Shape, every: int) -> None:
+def test_what_is_recommended_is_exact(stage: str, shape: EpochLayout, every: int) -> None:
     wrong = list(epochs.inexact(stage, shape, every))
     alone = played(stage, shape)
     for step in range(every, shape.total, every):
@@ -84,13 +84,13 @@ def test_what_is_recommended_is_exact(stage: str, shape: Shape, every: int) -> N
 
 def test_measured_at_the_pin() -> None:
     """Real runs: 44 rows of 4, accumulation 2, two epochs: 11 micro-batches an epoch, 6 steps."""
-    shape = Shape(rows=44, per_device=4, devices=1, accumulation=2, epochs=2)
+    shape = EpochLayout(rows=44, per_device=4, devices=1, accumulation=2, epochs=2)
     assert (shape.micro, shape.updates, shape.total, shape.passes) == (11, 6, 12, 2)
-    assert epochs.counted(shape, 6) == Place(1, 1)
-    assert epochs.counted(shape, 8) == Place(1, 5)
+    assert epochs.counted(shape, 6) == DataPosition(1, 1)
+    assert epochs.counted(shape, 8) == DataPosition(1, 5)
     assert list(epochs.inexact("sft", shape, 2)) == [6, 8, 10]
     assert epochs.exact_steps("sft", shape, 2) is None
-    even = Shape(rows=48, per_device=4, devices=1, accumulation=2, epochs=2)
+    even = EpochLayout(rows=48, per_device=4, devices=1, accumulation=2, epochs=2)
     assert list(epochs.inexact("sft", even, 2)) == []
     # 12 steps became 10 when DPO went on from step 2, none was lost from step 6 or 8
     assert list(epochs.inexact("dpo", even, 2)) == [2, 4]
@@ -98,20 +98,22 @@ def test_measured_at_the_pin() -> None:
     # with accelerate 1.12 SFT went on from step 4 exactly, and from step 8 elsewhere
     assert list(epochs.inexact("sft", even, 4, keeps_order=False)) == [8]
     # with max_train_steps 8 step 8 is inside the second epoch: a ninth was trained
-    limited = Shape(rows=48, per_device=4, devices=1, accumulation=2, limit=8)
-    told = epochs.of_step("sft", 8, Place(1, 4), limited, limited)
+    limited = EpochLayout(rows=48, per_device=4, devices=1, accumulation=2, limit=8)
+    told = epochs.of_step("sft", 8, DataPosition(1, 4), limited, limited)
     assert told is not None and told.reason == "over"
 
 
 def test_other_devices_and_the_same_rows() -> None:
-    was = Shape(rows=64, per_device=2, devices=2, accumulation=4, epochs=2)
+    was = EpochLayout(rows=64, per_device=2, devices=2, accumulation=4, epochs=2)
     for now in (
-        Shape(rows=64, per_device=4, devices=2, accumulation=2, epochs=2),
-        Shape(rows=64, per_device=2, devices=4, accumulation=2, epochs=2),
+        EpochLayout(rows=64, per_device=4, devices=2, accumulation=2, epochs=2),
+        EpochLayout(rows=64, per_device=2, devices=4, accumulation=2, epochs=2),
     ):
-        assert epochs.of_step("sft", 3, epochs.advanced(was, Place(0, 0), 3), was, now) is None
-    doubled = Shape(rows=64, per_device=2, devices=4, accumulation=4, epochs=2)
-    told = epochs.of_step("sft", 3, epochs.advanced(was, Place(0, 0), 3), was, doubled)
+        assert (
+            epochs.of_step("sft", 3, epochs.advanced(was, DataPosition(0, 0), 3), was, now) is None
+        )
+    doubled = EpochLayout(rows=64, per_device=2, devices=4, accumulation=4, epochs=2)
+    told = epochs.of_step("sft", 3, epochs.advanced(was, DataPosition(0, 0), 3), was, doubled)
     assert told is not None and told.reason == "place"
     assert epochs.of_epoch(0, was, was) is None
     counted = epochs.of_epoch(0, was, doubled)

@@ -379,13 +379,13 @@ def test_fresh_is_continued_without_its_run_folder(run: Make) -> None:
     one = run(TRL)
     saved.trl(one.output, 2)
     stage = one.plan().stage
-    placed = resume.place(stage, one.output, [], fresh=True)
+    placed = resume.choose_output(stage, one.output, [], fresh=True)
     assert placed.output is not None
     made = plan.applied(one.plan(), placed.derived)
     told = manifest.manifest(1, rundir.now(), made, built(made), one.trainer, placed.output, [])
     granted = lease.take(placed.output, one.folder.path, 1)
     lease.keep_manifest(granted, {**told, "asked_output": str(one.output)})
-    assert resume.place(stage, one.output, [], fresh=False).output == placed.output
+    assert resume.choose_output(stage, one.output, [], fresh=False).output == placed.output
 
 
 def test_checkpoints_without_any_record_are_not_trained_over(run: Make) -> None:
@@ -512,13 +512,13 @@ def test_a_reference_that_is_gone_is_never_made_of_a_half_trained_model(run: Mak
 def test_fresh_takes_a_folder_beside_and_the_same_command_then_goes_on_there(run: Make) -> None:
     one = run()
     stage = one.plan().stage
-    assert resume.place(stage, None, [], fresh=True).output is None
+    assert resume.choose_output(stage, None, [], fresh=True).output is None
     for fresh in (False, True):
-        placed = resume.place(stage, one.output, [], fresh=fresh)
+        placed = resume.choose_output(stage, one.output, [], fresh=fresh)
         assert (placed.output, dict(placed.derived)) == (one.output, {})
     saved.pinned(one.output, "step_2")
     (one.place / "out-2").mkdir()
-    placed = resume.place(stage, one.output, [], fresh=True)
+    placed = resume.choose_output(stage, one.output, [], fresh=True)
     assert placed.output == one.place / "out-3"
     assert placed.derived["output_dir"].value == str(one.place / "out-3")
     made = plan.applied(one.plan(), placed.derived)
@@ -527,7 +527,7 @@ def test_fresh_takes_a_folder_beside_and_the_same_command_then_goes_on_there(run
 
     told = manifest.manifest(1, rundir.now(), made, built(made), one.trainer, placed.output, [])
     files.write_json(one.folder.manifest, {**told, "asked_output": str(one.output)})
-    again = resume.place(stage, one.output, [one.folder], fresh=False)
+    again = resume.choose_output(stage, one.output, [one.folder], fresh=False)
     assert again.output == one.place / "out-3"
     assert again.derived["output_dir"].value == str(one.place / "out-3")
 

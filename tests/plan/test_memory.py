@@ -15,7 +15,7 @@ import pytest
 from conftest import PATIENCE_S, SUPPORT
 
 from launcher.artifacts import architecture, lengths
-from launcher.artifacts.lengths import Batch
+from launcher.artifacts.lengths import MicroBatch
 from launcher.errors import InvalidConfig
 from launcher.plan.memory import activations
 from launcher.plan.memory import peak as memory
@@ -138,9 +138,9 @@ def test_measured_reference_pass(rows: int, tokens: int, gigabytes: float) -> No
     assert phase.gib * GIB / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
-def flat(tokens: int) -> Batch:
+def flat(tokens: int) -> MicroBatch:
     """One row of so many tokens."""
-    return Batch(rows=1, width=tokens, real=tokens, formula="")
+    return MicroBatch(rows=1, width=tokens, real=tokens, formula="")
 
 
 def named(planned: Memory, name: str) -> Phase:
@@ -193,7 +193,7 @@ def published(kind: str, model: str, rows: int, given: dict[str, Any]) -> Setup:
     adapters = Adapters(rank=16, targets=ALL[:4], bytes=4)
     return Setup(
         shape=architecture.shape_of(POWER_CONFIG) if model == POWER else architecture.find(model, {}),
-        batch=Batch(rows=rows, width=4096, real=rows * 4096, formula=""), processes=1, accumulation=1,
+        batch=MicroBatch(rows=rows, width=4096, real=rows * 4096, formula=""), processes=1, accumulation=1,
         checkpointing=True, fused_optimizer=False, adapters=None if kind.startswith("full") else adapters,
         **given,
     )  # fmt: skip
@@ -233,7 +233,7 @@ def test_published_peaks_of_a_small_card() -> None:
     for model, rows, width, mib in ON_T4:
         shape = architecture.find(model, {}) if model else architecture.shape_of(TINY_CONFIG)
         setup = Setup(
-            shape=shape, batch=Batch(rows=rows, width=width, real=rows * width, formula=""), processes=1,
+            shape=shape, batch=MicroBatch(rows=rows, width=width, real=rows * width, formula=""), processes=1,
             accumulation=1, attention="sdpa", checkpointing=True, weight_bytes=4, autocast=True,
             quantised=Quantised(), fused_optimizer=False,
             adapters=Adapters(rank=32, targets=ALL[:4], bytes=4, dropout=False),
@@ -296,7 +296,11 @@ def test_activations_are_those_of_transformers(case: dict[str, Any]) -> None:
         allocation.config_of(model, layers), rows=rows, length=width, real=real, packing=packed, **given,
     )  # fmt: skip
     total = rows * width
-    batch = flat(total) if packed else Batch(rows=rows, width=width, real=real or total, formula="")
+    batch = (
+        flat(total)
+        if packed
+        else MicroBatch(rows=rows, width=width, real=real or total, formula="")
+    )
     loss = "liger" if given.get("liger") else "full"
     if given.pop("stage", "sft") == "dpo":
         loss = "logprobs"
@@ -334,7 +338,7 @@ def test_activations_are_those_of_olmo_core(rows: int, width: int) -> None:
 
     shape = small("allenai/OLMo-2-1124-7B", 8)
     setup = Setup(
-        shape=shape, batch=Batch(rows=rows, width=width, real=rows * width, formula=""), processes=1,
+        shape=shape, batch=MicroBatch(rows=rows, width=width, real=rows * width, formula=""), processes=1,
         accumulation=1, loss="logprobs", reference="cache", sharding=Sharding(shards=1),
     )  # fmt: skip
     planned = memory.estimate(setup)
@@ -447,7 +451,8 @@ def test_peaks_are_those_of_deepspeed(case: dict[str, Any], engines: list[dict[s
     found = engines[ENGINES.index(case)]
     shape, rows = architecture.shape_of(found["config"]), case.get("rows", 2)
     setup = Setup(
-        shape=shape, batch=Batch(rows=rows, width=64, real=64 * rows, formula=""), processes=case["ranks"],
+        shape=shape, batch=MicroBatch(rows=rows, width=64, real=64 * rows, formula=""),
+        processes=case["ranks"],
         accumulation=case.get("accumulation", 1), zero=zero_of(found["deepspeed"], shape.hidden),
         attention="sdpa", checkpointing=case.get("checkpointing", False),
         fused_optimizer=not case.get("foreach"),

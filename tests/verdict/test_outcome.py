@@ -300,15 +300,15 @@ def test_what_changed_since_the_start_fails_with_file_and_fingerprints(
 
 
 def digest(path: Path) -> str:
-    from launcher.artifacts.fingerprint import Memory, of_data
+    from launcher.artifacts.fingerprint import FingerprintCache, of_data
 
-    return of_data(str(path), Memory()).digest
+    return of_data(str(path), FingerprintCache()).digest
 
 
 def model_of(path: Path) -> dict[str, Any]:
-    from launcher.artifacts.fingerprint import Memory, of_model
+    from launcher.artifacts.fingerprint import FingerprintCache, of_model
 
-    found = of_model(str(path), Memory())
+    found = of_model(str(path), FingerprintCache())
     files = {one.name: one.digest for one in found.files}
     return {"role": "model", "name": str(path), "digest": found.digest, "files": files}
 
@@ -386,7 +386,7 @@ def test_a_checkpoint_with_other_bytes_gives_way_to_an_older_one(
         tensors(folder / "model.safetensors", noise(number))
         archive(folder / "optimizer.pt")
     if watched:
-        watch = checksums.Watch(one.folder, "trl", one.output, 1)
+        watch = checksums.ChecksumThread(one.folder, "trl", one.output, 1)
         watch.start()
         watch.end(resumable=True)
         assert set(checksums.read(one.folder)) == {"checkpoint-2", "checkpoint-4"}
@@ -408,7 +408,7 @@ def test_the_watch_takes_checksums_beside_the_training(
     monkeypatch.setattr(checksums, "EVERY_S", 0.05)
     one = stages(TRL)
     one.start()
-    watch = checksums.Watch(one.folder, "trl", one.output, 1)
+    watch = checksums.ChecksumThread(one.folder, "trl", one.output, 1)
     watch.start()
     folder = saved.trl(one.output, 2)
     until = time.monotonic() + 30

@@ -18,7 +18,7 @@ from fake_world import World, needs_trl, until
 
 from launcher import files
 from launcher.errors import Exit
-from launcher.lifecycle.forecast import Terms
+from launcher.lifecycle.forecast import ForecastOptions
 from launcher.lifecycle.prepare import Prepared, Request
 from launcher.verdict import check
 from launcher.workflows import trial
@@ -233,7 +233,7 @@ def test_deepspeed_on_one_gpu(
 
     def used(*overrides: str) -> list[str]:
         asked = replace(request, overrides=overrides)
-        planned = ladder.plan_rungs(asked, [1, 2], steps=20, terms=Terms(), running=False)
+        planned = ladder.plan_rungs(asked, [1, 2], steps=20, terms=ForecastOptions(), running=False)
         return [rung.prepared.plan.stage.options.deepspeed_name for rung in planned.rungs]
 
     assert used() == ["zero2_fp32_comm" if kept else "none", "zero2_fp32_comm"]

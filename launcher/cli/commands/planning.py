@@ -47,7 +47,7 @@ def plan(
     from launcher.lifecycle import forecast
     from launcher.workflows.rehearse import first
 
-    terms = forecast.Terms(
+    terms = forecast.ForecastOptions(
         row_tokens=shared.row_tokens, 
         rehearsed_tokens=None if shared.row_tokens else first.row_tokens(shared.request()),
         rows=shared.rows, gpu=gpu, gpu_memory=gpu_memory,

@@ -16,7 +16,7 @@ from typing import Any
 
 from launcher.errors import Exit, Finding, NotReady, errors, said
 from launcher.lifecycle.doctor import disk, install
-from launcher.lifecycle.doctor.install import TIMEOUT_S, Failure, Imports, Step
+from launcher.lifecycle.doctor.install import TIMEOUT_S, Failure, Imports, InstallStep
 from launcher.machine import devices
 from launcher.machine.devices import Devices, Look
 from launcher.machine.python import Trainer
@@ -49,7 +49,7 @@ _TORCH = re.compile(r"^(cuda|hip)\b[^=\n]*=\s*(?:'([\d.]+)[^']*'|None)", re.MULT
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is asked about: a plan, or a backend with some of its stages where there is none.
+    """What is examined: a plan, or a backend with some of its stages where there is none.
 
     `gpus` are those of one machine. `runs` is where run folders go, `output` where the model goes.
     """
@@ -85,11 +85,11 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What `launch doctor` answers: what is wrong, what was seen, and what would build the environment."""
+    """What `launch doctor` answers: what is wrong, what was found, and what would build the environment."""
 
     findings: tuple[Finding, ...]
     facts: tuple[Fact, ...]
-    install: tuple[Step, ...]
+    install: tuple[InstallStep, ...]
 
     @property
     def exit_code(self) -> Exit:
@@ -97,7 +97,7 @@ class Report:
         return Exit.NOT_READY if errors(self.findings) else Exit.OK
 
     def lines(self) -> list[str]:
-        """What was seen, a line each; the findings are shown as those of any command."""
+        """The facts, a line each; the findings are shown as those of any command."""
         width = max((len(fact.name) for fact in self.facts), default=0)
         return [f"{fact.name:<{width}}  {fact.text}" for fact in self.facts]
 
@@ -121,7 +121,7 @@ def require_ready(
     """Before a run: raises NotReady with everything that is missing, returns the warnings.
 
     `chosen` are the GPUs that the run gets; without it they are chosen here, for the answer only. Where
-    other machines will train (`elsewhere`), nothing is asked of the GPUs of this one.
+    other machines will train (`elsewhere`), the GPUs of this one do not count.
     What only an import shows is left to training, which imports the same within its first seconds.
     """
     subject = of_plan(plan, trainer)
@@ -146,7 +146,7 @@ def of_plan(plan: Plan, trainer: Trainer) -> Subject:
 
 
 def examine(
-    subject: Subject, chosen: Devices, *, seen: Look | None = None, importing: bool = True,
+    subject: Subject, chosen: Devices, *, look: Look | None = None, importing: bool = True,
     timeout_s: float = TIMEOUT_S,
 ) -> Report:  # fmt: skip
     """Look at everything, import what training imports, and say what builds the environment.
@@ -161,7 +161,7 @@ def examine(
         found += _conflicts(subject)
     found += [] if subject.plan is None else local_files(subject.plan)
     found += _standing(subject)
-    facts = [*_environment(subject, imports), *_cards(chosen, seen), *_room(subject)]
+    facts = [*_environment(subject, imports), *_cards(chosen, look), *_room(subject)]
     return Report(
         findings=tuple(found),
         facts=tuple(facts),
@@ -219,12 +219,12 @@ def _standing(subject: Subject) -> Iterator[Finding]:
         fault = unpinned(subject.upstream, running=True, allowed=False)
         if fault is not None:
             yield fault
-    told = pin.status(subject.upstream.root, subject.environ)
-    module = told.submodule
-    if told.fill is not None and module.state in {"missing", "empty"}:
+    status = pin.status(subject.upstream.root, subject.environ)
+    module = status.submodule
+    if status.fill is not None and module.state in {"missing", "empty"}:
         yield said(
             "note", "empty-submodule",
-            f"the submodule {module.path} is {module.state}; {subject.upstream.root} is used", told.fill,
+            f"the submodule {module.path} is {module.state}; {subject.upstream.root} is used", status.fill,
         )  # fmt: skip
 
 
@@ -267,16 +267,19 @@ def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Findi
 def needed(subject: Subject) -> tuple[str, ...]:
     """The distributions that the scripts need, and those that the plan's switches ask for."""
     plan = subject.plan
-    wanted = [*subject.backend.NEEDS, *(name for entry in subject.entries for name in entry.needs)]
-    wanted += subject.backend.GPU_NEEDS if subject.gpus else ()
+    distributions = [
+        *subject.backend.NEEDS,
+        *(name for entry in subject.entries for name in entry.needs),
+    ]
+    distributions += subject.backend.GPU_NEEDS if subject.gpus else ()
     if plan is not None:
         if plan.values.get(plan.stage.entry.names.liger):
-            wanted.append("liger-kernel")
+            distributions.append("liger-kernel")
         own = plan.values.get("zero_stage") is not None
         if plan.gpus and (own or plan.stage.options.deepspeed is not None):
-            wanted.append("deepspeed")
-        wanted += [name for key, name in _OPTIONAL.items() if plan.values.get(key) is True]
-    return tuple(dict.fromkeys(wanted))
+            distributions.append("deepspeed")
+        distributions += [name for key, name in _OPTIONAL.items() if plan.values.get(key) is True]
+    return tuple(dict.fromkeys(distributions))
 
 
 def _missing(subject: Subject, names: Sequence[str]) -> Iterator[Finding]:
@@ -323,7 +326,7 @@ def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:
 
 
 def _import_error(failure: Failure, subject: Subject) -> Finding:
-    """A package that is there and cannot be imported: what it said itself, and where."""
+    """A package that is there and cannot be imported: its own message, and where."""
     return Finding(
         severity="error", layer="launch", code="import-error",
         message=f"importing `{failure.module}` fails: {failure.error}: {failure.message}",
@@ -366,10 +369,10 @@ def torch_of(trainer: Trainer) -> Torch | None:
             text = (folder / "torch" / "version.py").read_text(encoding="utf-8")
         except (OSError, ValueError):
             continue
-        told = {m[1]: m[2] for m in _TORCH.finditer(text)}
-        if "cuda" in told:
+        built = {m[1]: m[2] for m in _TORCH.finditer(text)}
+        if "cuda" in built:
             version = trainer.packages.get("torch", "unknown")
-            return Torch(version=version, cuda=told["cuda"], hip=told.get("hip"))
+            return Torch(version=version, cuda=built["cuda"], hip=built.get("hip"))
         return None
     return None
 
@@ -414,13 +417,13 @@ def shared_memory(processes: int) -> Iterator[Finding]:
 def shm_size() -> int | None:
     """Bytes of /dev/shm in all; None where there is none."""
     try:
-        told = os.statvfs(SHM)
+        status = os.statvfs(SHM)
     except OSError:
         return None
-    return told.f_frsize * told.f_blocks
+    return status.f_frsize * status.f_blocks
 
 
-# --- what was seen --------------------------------------------------------------------------------
+# --- the facts --------------------------------------------------------------------------------
 
 
 def _environment(subject: Subject, imports: Imports | None) -> Iterator[Fact]:
@@ -444,16 +447,16 @@ def _environment(subject: Subject, imports: Imports | None) -> Iterator[Fact]:
         yield Fact("imports", text, {"fine": fine, "failed": failed})
 
 
-def _cards(chosen: Devices, seen: Look | None) -> Iterator[Fact]:
-    if seen is not None and not seen.present:
+def _cards(chosen: Devices, look: Look | None) -> Iterator[Fact]:
+    if look is not None and not look.present:
         yield Fact("GPUs", "none", [])
         return
-    if seen is not None:
-        driver, cuda = seen.present[0].driver, seen.present[0].cuda
+    if look is not None:
+        driver, cuda = look.present[0].driver, look.present[0].cuda
         serves = "" if cuda is None else f", CUDA up to {cuda[0]}.{cuda[1]}"
         yield Fact("driver", f"{driver or 'unknown'}{serves}", {"version": driver, "cuda": cuda})
-        for slot in seen.visible:
-            use, gpu = seen.uses.get(slot.id), slot.gpu
+        for slot in look.visible:
+            use, gpu = look.uses.get(slot.id), slot.gpu
             state = "taken" if slot in chosen.slots else "free"
             state = f"used by {use.text}" if use is not None else state
             yield Fact(

@@ -2,7 +2,7 @@
 
 What a checkpoint holds follows from the sources: DeepSpeed keeps the weights and, in 32 bits, a copy
 of them with two moments; without it the optimizer's moments have the weights' own type. A size that
-is not known is said to be unknown, and stops nothing.
+is not known is reported as unknown, and stops nothing.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def _checkpoint_bytes(output: Path | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WriteTarget:
     """A folder that a run writes into: what for, what to set for another, and whether it needs it."""
 
     path: Path
@@ -249,7 +249,7 @@ class Place:
 
 def places(
     plan: Plan | None, output: Path | None, runs: Path, environ: Mapping[str, str]
-) -> Iterator[Place]:
+) -> Iterator[WriteTarget]:
     """Every folder that a run, or what it imports, writes into."""
     hub, home = model_config.hub_home(environ), model_config.home(environ)
     triton = Path(environ.get("TRITON_HOME") or home) / ".triton" / "cache"
@@ -258,35 +258,35 @@ def places(
         return Path(environ.get(variable) or str(default))
 
     if output is not None:
-        yield Place(output, "checkpoints and the model", "output_dir", vital=True)
-    yield Place(runs, "run folders", "LAUNCH_RUNS", vital=True)
-    yield Place(model_config.hub_cache(environ), "models from the hub", "HF_HOME")
+        yield WriteTarget(output, "checkpoints and the model", "output_dir", vital=True)
+    yield WriteTarget(runs, "run folders", "LAUNCH_RUNS", vital=True)
+    yield WriteTarget(model_config.hub_cache(environ), "models from the hub", "HF_HOME")
     datasets = folder("HF_DATASETS_CACHE", hub / "datasets")
-    yield Place(datasets, "data sets from the hub", "HF_DATASETS_CACHE")
-    yield Place(cache_home(environ), "launch's caches", "LAUNCH_CACHE")
-    yield Place(folder("TRITON_CACHE_DIR", triton), "compiled kernels", "TRITON_CACHE_DIR")
-    yield Place(folder("TMPDIR", tempfile.gettempdir()), "temporary files", "TMPDIR")
+    yield WriteTarget(datasets, "data sets from the hub", "HF_DATASETS_CACHE")
+    yield WriteTarget(cache_home(environ), "launch's caches", "LAUNCH_CACHE")
+    yield WriteTarget(folder("TRITON_CACHE_DIR", triton), "compiled kernels", "TRITON_CACHE_DIR")
+    yield WriteTarget(folder("TMPDIR", tempfile.gettempdir()), "temporary files", "TMPDIR")
     if plan is None or plan.stage.options.backend != "open_instruct":
         return
     for name in ("dataset_local_cache_dir", "local_cache_dir"):
         if name in plan.stage.args:
-            yield Place(Path(str(plan.values[name])), "tokenised data", name)
+            yield WriteTarget(Path(str(plan.values[name])), "tokenised data", name)
     if plan.stage.options.stage == "dpo" and environ.get(REFERENCE_VARIABLE):
         reference = Path(environ[REFERENCE_VARIABLE])
-        yield Place(reference, "reference log-probabilities", REFERENCE_VARIABLE)
+        yield WriteTarget(reference, "reference log-probabilities", REFERENCE_VARIABLE)
 
 
 def free(path: Path) -> tuple[int, int] | None:
     """Bytes that this user may still write at a place that need not be there yet, and its file system.
 
-    None where nothing above it can be asked.
+    None where nothing above it can be read.
     """
     there = _nearest(path)
     try:
-        told, device = os.statvfs(there), os.stat(there).st_dev
+        status, device = os.statvfs(there), os.stat(there).st_dev
     except (OSError, ValueError):
         return None
-    return told.f_bavail * told.f_frsize, device
+    return status.f_bavail * status.f_frsize, device
 
 
 def not_writable(path: Path) -> str | None:
@@ -313,14 +313,14 @@ def _nearest(path: Path) -> Path:
 # --- what is wrong --------------------------------------------------------------------------------
 
 
-def unwritable(found: Iterable[Place]) -> Iterator[Finding]:
+def unwritable(found: Iterable[WriteTarget]) -> Iterator[Finding]:
     """Folders that cannot be written: errors for what every run writes, warnings for caches."""
-    said: set[Path] = set()
+    reported: set[Path] = set()
     for place in found:
         reason = not_writable(place.path)
-        if reason is None or place.path in said:
+        if reason is None or place.path in reported:
             continue
-        said.add(place.path)
+        reported.add(place.path)
         severity: Severity = "error" if place.vital else "warning"
         yield Finding(
             severity=severity, layer="launch", code="not-writable", file=str(place.path),
@@ -329,12 +329,14 @@ def unwritable(found: Iterable[Place]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def too_little(needed: Needs, output: Path | None, found: Iterable[Place]) -> Iterator[Finding]:
+def too_little(
+    needed: Needs, output: Path | None, found: Iterable[WriteTarget]
+) -> Iterator[Finding]:
     """Too little room for what is known to be written (error), or hardly enough (warning)."""
-    told = None if output is None else free(output)
+    available = None if output is None else free(output)
     tight: int | None = None
-    if told is not None and needed.least is not None and needed.likely is not None:
-        room, device = told
+    if available is not None and needed.least is not None and needed.likely is not None:
+        room, device = available
         if room < needed.likely * MARGIN:
             tight = device
             certain = room < needed.least
@@ -346,7 +348,7 @@ def too_little(needed: Needs, output: Path | None, found: Iterable[Place]) -> It
                 "another output_dir, fewer checkpoints (keep_last_n_checkpoints or save_total_limit), "
                 "or remove what is not needed",
             )  # fmt: skip
-    low: dict[int, tuple[int, list[Place]]] = {}
+    low: dict[int, tuple[int, list[WriteTarget]]] = {}
     for place in found:
         here = free(place.path)
         if here is not None and here[0] < LOW and here[1] != tight:
@@ -377,8 +379,8 @@ def described(needed: Needs) -> str:
         )
     if saved.final:
         parts.append(f"the model, {sized(saved.final)}")
-    told = f"{', '.join(parts) or 'an adapter'}; {counted(needed.parameters)} parameters"
-    return told + (f"; {sized(needed.there)} of it are there already" if needed.there else "")
+    text = f"{', '.join(parts) or 'an adapter'}; {counted(needed.parameters)} parameters"
+    return text + (f"; {sized(needed.there)} of it are there already" if needed.there else "")
 
 
 def counted(parameters: float) -> str:

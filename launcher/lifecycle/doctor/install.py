@@ -190,7 +190,7 @@ def _child(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class InstallStep:
     """One command as an argv list, never a shell; `env` is added to the environment."""
 
     argv: tuple[str, ...]
@@ -239,7 +239,7 @@ def unknown() -> Finding:
 
 def steps(
     trainer: Trainer, extra: str, *, gpus: bool, more: Sequence[str] = ()
-) -> tuple[Step, ...]:
+) -> tuple[InstallStep, ...]:
     """What installs everything that a backend needs (`extra` is its name among launch's), and `more`."""
     listed = [text for name in dict.fromkeys(("trl", extra)) for text in extras().get(name, ())]
     listed += extras().get("gpu", ()) if gpus else ()
@@ -248,25 +248,29 @@ def steps(
     return install(trainer, listed, f"the packages of `{extra}`")
 
 
-def install(trainer: Trainer, requirements: Sequence[str], why: str = "") -> tuple[Step, ...]:
+def install(
+    trainer: Trainer, requirements: Sequence[str], why: str = ""
+) -> tuple[InstallStep, ...]:
     """What installs these: the ordinary ones together, then those that torch must be there for."""
-    wanted = list(dict.fromkeys(requirements))
-    built = [text for text in wanted if _name(text) in BUILT]
-    last = [text for text in wanted if _name(text) in UNCONSTRAINED]
-    plain = [text for text in wanted if text not in (*built, *last)]
+    distinct = list(dict.fromkeys(requirements))
+    built = [text for text in distinct if _name(text) in BUILT]
+    last = [text for text in distinct if _name(text) in UNCONSTRAINED]
+    plain = [text for text in distinct if text not in (*built, *last)]
     tools = [*BUILD, *(() if "torch" in map(_name, plain) else (tested().get("torch", "torch"),))]
     lacking = [text for text in tools if _name(text) not in trainer.packages]
     plain += lacking if built else []
-    pip, steps = pip_install(trainer), list[Step]()
+    pip, steps = pip_install(trainer), list[InstallStep]()
     if "pip" not in trainer.packages and pip[0] == str(trainer.python):
         ensure = (str(trainer.python), "-m", "ensurepip", "--upgrade")
-        steps.append(Step(argv=ensure, why="this Python has no pip"))
+        steps.append(InstallStep(argv=ensure, why="this Python has no pip"))
     if plain:
-        steps.append(Step(argv=(*pip, *plain), why=why or ", ".join(map(_name, plain))))
+        steps.append(InstallStep(argv=(*pip, *plain), why=why or ", ".join(map(_name, plain))))
     if built:
         names = ", ".join(map(_name, built))
         argv = (*pip, "--no-build-isolation", *built)
-        steps.append(Step(argv=argv, env=BUILD_ENV, why=f"{names}: their builds import torch"))
+        steps.append(
+            InstallStep(argv=argv, env=BUILD_ENV, why=f"{names}: their builds import torch")
+        )
     if last:
         kept = [
             f"{name}=={trainer.packages[name]}"
@@ -275,7 +279,7 @@ def install(trainer: Trainer, requirements: Sequence[str], why: str = "") -> tup
             for name in ("torch", "transformers", "accelerate", "datasets")
         ]
         pip = pip_install(trainer, constrained=False)
-        steps.append(Step(argv=(*pip, *last, *kept), why=", ".join(map(_name, last))))
+        steps.append(InstallStep(argv=(*pip, *last, *kept), why=", ".join(map(_name, last))))
     return tuple(steps)
 
 
@@ -293,7 +297,7 @@ def pip_install(trainer: Trainer, *, constrained: bool = True) -> tuple[str, ...
 
 
 def run(
-    todo: Sequence[Step], environ: Mapping[str, str] | None = None, to: IO[str] | None = None
+    todo: Sequence[InstallStep], environ: Mapping[str, str] | None = None, to: IO[str] | None = None
 ) -> None:
     """Do one after the other, what they say to `to` (stderr: answers go to stdout).
 

@@ -1,4 +1,4 @@
-"""What is not as it was when a checkpoint was saved -> `Change`, with what a resume would make of it."""
+"""What differs from when a checkpoint was saved -> `ResumeChange`, with what a resume would make of it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _ARGUMENTS: tuple[tuple[re.Pattern[str], str, Severity | None], ...] = (
     ),
     (_OPTIMIZER, "the saved state belongs to another optimizer", "error"),
     (_ENGINE, "the saved states may not fit another engine", "error"),
-    # they lie in the optimizer's and the schedule's state, which is loaded over what was asked for
+    # they lie in the optimizer's and the schedule's state, which is loaded over the requested values
     (re.compile(r"learning_rate|weight_decay|adam_\w+|fused_optimizer"), _RESTORED, "warning"),
     (
         re.compile(
@@ -89,7 +89,7 @@ _ARGUMENTS: tuple[tuple[re.Pattern[str], str, Severity | None], ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class ResumeChange:
     """One thing that differs; `what` is the name to allow it by, `key` the argument it belongs to.
 
     `severity` is error where a resume would go on at the wrong place or with other weights, warning where
@@ -130,7 +130,7 @@ def since(
     trainer: Trainer,
     caches: Sequence[Cache],
     now: Contents,
-) -> Iterator[Change]:
+) -> Iterator[ResumeChange]:
     """Everything that differs between an attempt's manifest and what is about to start.
 
     `steps` are all steps, then and now; `caches` are the cache folders of this start, `now` its contents.
@@ -144,7 +144,7 @@ def since(
     yield from _versions(record, plan, trainer)
 
 
-def _devices(record: Record, plan: Plan) -> Iterator[Change]:
+def _devices(record: Record, plan: Plan) -> Iterator[ResumeChange]:
     """deepspeed/runtime/engine.py:4749: ZeRO's states belong to one number of processes."""
     was, gpus = record.processes, record.number("plan", "gpus")
     own_engine = plan.values.get("zero_stage") is not None or bool(plan.values.get("fsdp"))
@@ -161,10 +161,12 @@ def _devices(record: Record, plan: Plan) -> Iterator[Change]:
     else:
         effect, severity = "the random states of processes that are new begin anew", "warning"
     before, after = (gpus, plan.gpus) if was == plan.processes else (was, plan.processes)
-    yield Change(what="gpus", before=before, after=after, effect=effect, severity=severity)
+    yield ResumeChange(what="gpus", before=before, after=after, effect=effect, severity=severity)
 
 
-def _batch(record: Record, plan: Plan, steps: tuple[int | None, int | None]) -> Iterator[Change]:
+def _batch(
+    record: Record, plan: Plan, steps: tuple[int | None, int | None]
+) -> Iterator[ResumeChange]:
     rows = record.number("plan", "global")
     moved = rows not in (None, plan.global_batch)
     effect = "the same rows make a step, split in another way"
@@ -175,13 +177,13 @@ def _batch(record: Record, plan: Plan, steps: tuple[int | None, int | None]) -> 
     for what, value in (("per_device", plan.per_device), ("accumulation", plan.accumulation)):
         before = record.number("plan", what)
         if before not in (None, value):
-            yield Change(
+            yield ResumeChange(
                 what=what, before=before, after=value, effect=effect,
                 severity="error" if moved else "note", key=getattr(plan.stage.entry.names, what),
             )  # fmt: skip
 
 
-def _arguments(record: Record, plan: Plan, now: Contents) -> Iterator[Change]:
+def _arguments(record: Record, plan: Plan, now: Contents) -> Iterator[ResumeChange]:
     names = plan.stage.entry.names
     same = {
         name
@@ -210,7 +212,7 @@ def _arguments(record: Record, plan: Plan, now: Contents) -> Iterator[Change]:
             effect, severity = "nothing reads it here", "note"
         elif name == "optim" and before in _ADAMW and after in _ADAMW:
             effect, severity = _RESTORED, "warning"
-        yield Change(
+        yield ResumeChange(
             what=name, key=name, before=before, after=after, effect=effect, severity=severity,
             restored=effect == _RESTORED,
         )  # fmt: skip
@@ -234,7 +236,7 @@ _EFFECTS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def _contents(record: Record, plan: Plan, now: Contents) -> Iterator[Change]:
+def _contents(record: Record, plan: Plan, now: Contents) -> Iterator[ResumeChange]:
     before = record.items_of("contents")
     base = plan.stage.options.stage == "dpo" or _has_adapter(plan)
     for role, what, effect in _EFFECTS:
@@ -243,13 +245,13 @@ def _contents(record: Record, plan: Plan, now: Contents) -> Iterator[Change]:
             continue
         # without an adapter or a reference the weights come out of the checkpoint alone
         severity: Severity = "warning" if role == "model" and not base else "error"
-        yield Change(
+        yield ResumeChange(
             what=what, before=inputs.names(before, role), effect=effect, severity=severity,
             after=f"{inputs.names(now, role)}, with other content",
         )  # fmt: skip
 
 
-def _engine(record: Record, plan: Plan, now: Contents) -> Iterator[Change]:
+def _engine(record: Record, plan: Plan, now: Contents) -> Iterator[ResumeChange]:
     """With DeepSpeed or without, and in which precision; between a CPU and GPUs nothing is compared."""
     gpus, before = record.number("plan", "gpus"), record.items_of("contents")
     if gpus is None or bool(gpus) is not bool(plan.gpus):
@@ -261,21 +263,21 @@ def _engine(record: Record, plan: Plan, now: Contents) -> Iterator[Change]:
         ]
         if names[0] != names[1]:
             effect = "the states of the one are not those of the other"
-            yield Change(
+            yield ResumeChange(
                 what="deepspeed", before=names[0], after=names[1], effect=effect, severity="error"
             )
-    # what accelerate was told; TRL's own `bf16` and `fp16` decide there
+    # accelerate's option; TRL's own `bf16` and `fp16` decide there
     words = iter(record.items_of("argv"))
     precision = next((next(words, None) for word in words if word == "--mixed_precision"), None)
     trl = plan.stage.options.backend == "trl"
     if not trl and precision not in (None, plan.mixed_precision):
-        yield Change(
+        yield ResumeChange(
             what="mixed_precision", before=precision, after=plan.mixed_precision,
             effect="it acts from there on only", severity="warning",
         )  # fmt: skip
 
 
-def _reference(record: Record, plan: Plan, caches: Sequence[Cache]) -> Iterator[Change]:
+def _reference(record: Record, plan: Plan, caches: Sequence[Cache]) -> Iterator[ResumeChange]:
     """dpo_tune_cache.py:503, dpo_tune_cache.py:528: loaded first, then made its own reference."""
     now = next((one for one in caches if one.kind == "reference"), None)
     kept = (Record(one) for one in record.items_of("caches") if isinstance(one, dict))
@@ -286,22 +288,22 @@ def _reference(record: Record, plan: Plan, caches: Sequence[Cache]) -> Iterator[
     other = [name for name in key if name in before and before[name] != key[name]]
     if was.get("digest") != now.digest or other:
         by = ", ".join(other) or "the content of the model, the data or upstream's code"
-        yield Change(
+        yield ResumeChange(
             what="reference", before=str(was.get("path")), after=str(now.path), severity="error",
             effect=f"another reference belongs to it ({by}), and the half-trained model would be taken "
             "for it",
         )  # fmt: skip
 
 
-def _versions(record: Record, plan: Plan, trainer: Trainer) -> Iterator[Change]:
+def _versions(record: Record, plan: Plan, trainer: Trainer) -> Iterator[ResumeChange]:
     was, now = record.value("upstream", "version"), plan.stage.upstream.version
     if plan.stage.backend.CHECKOUT and isinstance(was, str) and was != now:
         effect = "another version may count, tokenise and save in another way"
-        yield Change(what="pin", before=was, after=now, effect=effect, severity="error")
+        yield ResumeChange(what="pin", before=was, after=now, effect=effect, severity="error")
     before, after = record.part("trainer", "packages"), trainer.packages
     other = [n for n in python.DECISIVE if before and before.get(n) != after.get(n)]
     if other:
-        yield Change(
+        yield ResumeChange(
             what="packages", severity="warning",
             before=", ".join(f"{name} {before.get(name) or 'none'}" for name in other),
             after=", ".join(f"{name} {after.get(name) or 'none'}" for name in other),

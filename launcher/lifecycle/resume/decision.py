@@ -1,10 +1,10 @@
-"""The same command said again -> `Decision`: a new run, a further attempt from a checkpoint, or finished.
+"""The same command again -> `Decision`: a new run, a further attempt from a checkpoint, or finished.
 
 Upstream decides by what lies in the output folder alone: open-instruct goes on from the newest checkpoint
-there (utils.py:807), whoever made it and whatever has changed since; TRL begins anew unless it is told
-(trl/scripts/sft.py:113). Here the run's own record is asked too. What has changed is said, and what would
-go on at the wrong place, or with other weights, is an error until it is allowed by name. Where the newest
-checkpoint cannot be resumed exactly and an older one can, that one is taken.
+there (utils.py:807), whoever made it and whatever has changed since; TRL begins anew without
+`resume_from_checkpoint` (trl/scripts/sft.py:113). Here the run's own record counts too. What has changed is
+reported, and what would go on at the wrong place, or with other weights, is an error until it is allowed by
+name. Where the newest checkpoint cannot be resumed exactly and an older one can, that one is taken.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from launcher.cache.keys import Cache
 from launcher.errors import Finding, Severity, errors, not_ready, usage
 from launcher.lifecycle import checksums
 from launcher.lifecycle.resume import changes, epochs
-from launcher.lifecycle.resume.changes import Change
-from launcher.lifecycle.resume.epochs import Place, Shape, Wrong
+from launcher.lifecycle.resume.changes import ResumeChange
+from launcher.lifecycle.resume.epochs import DataPosition, EpochLayout, ResumeMismatch
 from launcher.machine.python import Trainer
 from launcher.paths import canonical, exists
 from launcher.plan.plan import Derived, Plan, model_in
@@ -61,19 +61,19 @@ class Decision:
     """What saying a command again comes to.
 
     `step` is the optimizer step that training goes on from, 0 for a new run, and `place` where upstream
-    then is in the data; `asked` is the checkpoint that the stage file names, under TRL. `kept` are the
+    then is in the data; `requested` is the checkpoint that the stage file names, under TRL. `kept` are the
     checkpoints that stay where they are, `aside` those that `set_aside` has to move before the start,
-    `derived` what upstream has to be told. `findings` hold errors where the decision must not be carried
-    out.
+    `derived` the arguments that upstream needs for it. `findings` hold errors where the decision must not be
+    carried out.
     """
 
     kind: Kind = "new"
     checkpoint: Checkpoint | None = None
     step: int = 0
-    place: Place = field(default_factory=lambda: Place(0, 0))
-    changes: tuple[Change, ...] = ()
+    place: DataPosition = field(default_factory=lambda: DataPosition(0, 0))
+    changes: tuple[ResumeChange, ...] = ()
     allowed: tuple[str, ...] = ()
-    asked: str | None = None
+    requested: str | None = None
     kept: tuple[str, ...] = ()
     aside: tuple[Path, ...] = ()
     derived: Mapping[str, Derived] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Decision:
             "checkpoint": None if self.checkpoint is None else self.checkpoint.name,
             "step": self.step,
             "place": [self.place.epoch, self.place.micro],
-            "asked": self.asked,
+            "asked": self.requested,
             "kept": list(self.kept),
             "aside": [path.name for path in self.aside],
             "changes": [one.as_json() for one in self.changes],
@@ -95,7 +95,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class OutputChoice:
     """Where the model of this start goes; `derived` holds the `output_dir` if it is not the file's own."""
 
     output: Path | None
@@ -105,43 +105,45 @@ class Placed:
 # --- where -----------------------------------------------------------------------------------------
 
 
-def place(stage: Stage, asked: Path | None, runs: Iterable[RunFolder], *, fresh: bool) -> Placed:
+def choose_output(
+    stage: Stage, configured: Path | None, runs: Iterable[RunFolder], *, fresh: bool
+) -> OutputChoice:
     """The output folder of this start: the file's, or the one beside it that `--fresh` began last.
 
-    `asked` is the folder that the stage file names, `runs` the runs here, newest first. A run that was
+    `configured` is the folder that the stage file names, `runs` the runs here, newest first. A run that was
     started over is the one that the same command continues from then on. With `fresh` it is a folder that
     nobody has used: upstream resumes from whatever lies in its folder, so nothing else starts over.
     """
-    if asked is None:
-        return Placed(output=None)
+    if configured is None:
+        return OutputChoice(output=None)
     known: list[tuple[RunFolder | None, Record]] = [*rundir.outlines(runs)]
     name = stage.entry.names.output
     if fresh:
         used = {str(record.get("output")) for _, record in known}
-        if not exists(asked) and _text(asked) not in used:
-            return Placed(output=asked)
+        if not exists(configured) and _text(configured) not in used:
+            return OutputChoice(output=configured)
         value, folder = next(
             (value, folder)
             for value, folder in _beside(stage)
             if not exists(folder) and _text(folder) not in used
         )
-        why = f"--fresh: {asked} is left as it is"
-        return Placed(output=folder, derived={name: Derived(value=value, why=why)})
+        why = f"--fresh: {configured} is left as it is"
+        return OutputChoice(output=folder, derived={name: Derived(value=value, why=why)})
     # of runs whose folders are gone, their output folders tell
     beside = itertools.takewhile(lambda one: exists(one[1]), _beside(stage))
-    for folder in reversed([asked, *(folder for _, folder in beside)]):
+    for folder in reversed([configured, *(folder for _, folder in beside)]):
         known += [(None, record) for record in lease.manifests(folder)[-1:]]
     for begun, newest in known:
         requested = newest.get("asked_output") or newest.get("output")
-        if newest.get("stage") != stage.options.stage or requested != _text(asked):
+        if newest.get("stage") != stage.options.stage or requested != _text(configured):
             continue
         record = newest if begun is None else rundir.read_manifest(begun)
         value = record.argument(name)
-        if record.output in (None, Path(_text(asked))) or not isinstance(value, str):
+        if record.output in (None, Path(_text(configured))) or not isinstance(value, str):
             break
         why = "the run that was started over with --fresh goes on there"
-        return Placed(output=record.output, derived={name: Derived(value=value, why=why)})
-    return Placed(output=asked)
+        return OutputChoice(output=record.output, derived={name: Derived(value=value, why=why)})
+    return OutputChoice(output=configured)
 
 
 def _text(path: Path) -> str:
@@ -162,7 +164,7 @@ def _beside(stage: Stage) -> Iterator[tuple[str, Path]]:
 
 
 def aside_folder(output: Path) -> Path:
-    """Where checkpoints go that must not be seen: not inside, where upstream would upload them."""
+    """Where checkpoints go that upstream must not find: not inside, where upstream would upload them."""
     return output.with_name(f"{output.name}.set-aside")
 
 
@@ -265,7 +267,7 @@ class _Attempts:
                 return record
         return self.records[0] if self.records else Record()
 
-    def shape(self, record: Record | None = None) -> Shape | None:
+    def shape(self, record: Record | None = None) -> EpochLayout | None:
         """How epochs are cut into steps, now or under an earlier manifest; None where rows are unknown.
 
         The log of an earlier attempt says how many rows were left after filtering.
@@ -285,7 +287,7 @@ class _Attempts:
             accumulation = record.number("plan", "accumulation") or plan.accumulation
         shared, limit = value("sequence_parallel_size"), value(names.max_steps)
         epochs = value(names.epochs)
-        return Shape(
+        return EpochLayout(
             rows=rows, per_device=per_device, devices=max(1, count // max(1, int(shared or 1))),
             accumulation=accumulation, epochs=epochs if isinstance(epochs, int | float) else 1,
             limit=limit if isinstance(limit, int) and limit > 0 else None,
@@ -314,13 +316,15 @@ class _Attempts:
         shape = self.shape(self.maker(checkpoint) or None)
         return (checkpoint.number + 1) * (shape.updates if shape is not None else 1)
 
-    def saved_at(self, checkpoint: Checkpoint, was: Shape) -> Place:
+    def saved_at(self, checkpoint: Checkpoint, was: EpochLayout) -> DataPosition:
         """Where in the data its attempt was: from where that began, by its own count of steps."""
         begun = self.maker(checkpoint).part("resume")
         at, step = begun.items_of("place"), begun.number("step")
         if len(at) == 2 and step is not None and step <= checkpoint.number:
-            return epochs.advanced(was, Place(int(at[0]), int(at[1])), checkpoint.number - step)
-        return epochs.advanced(was, Place(0, 0), checkpoint.number)
+            return epochs.advanced(
+                was, DataPosition(int(at[0]), int(at[1])), checkpoint.number - step
+            )
+        return epochs.advanced(was, DataPosition(0, 0), checkpoint.number)
 
     def total(self, record: Record | None = None) -> int | None:
         """The last step, now or under an earlier manifest."""
@@ -383,7 +387,7 @@ def judge(
     judge = _Judge(plan, output, attempts, trainer, frozenset(allowed), caches, now)
     decision = judge.again() if history else judge.first()
     found = tuple(plan.stage.config.placed(finding) for finding in judge.findings)
-    return replace(decision, findings=found, allowed=tuple(allowed), asked=judge.named)
+    return replace(decision, findings=found, allowed=tuple(allowed), requested=judge.named)
 
 
 @dataclass(slots=True)
@@ -470,8 +474,8 @@ class _Judge:
         return self._from_zero(found)
 
     def _go_on(
-        self, found: Sequence[Checkpoint], chosen: Checkpoint, wrong: Wrong | None,
-        passed: tuple[Checkpoint, Wrong] | None,
+        self, found: Sequence[Checkpoint], chosen: Checkpoint, wrong: ResumeMismatch | None,
+        passed: tuple[Checkpoint, ResumeMismatch] | None,
     ) -> Decision:  # fmt: skip
         """From a checkpoint of this run; `passed` is the newest one, where an older one is taken."""
         total, at = self.attempts.total(), self.attempts.steps(chosen)
@@ -500,7 +504,7 @@ class _Judge:
             if one.restored
         }
         if self.backend == "trl":
-            # told nothing it begins anew, told `true` it takes the highest number, whole or not
+            # without it TRL begins anew, with `true` it takes the highest number, whole or not
             why = "the same command goes on from the last complete checkpoint"
             derived["resume_from_checkpoint"] = Derived(value=str(chosen.path), why=why)
         return Decision(
@@ -533,7 +537,7 @@ class _Judge:
             # what training would be done with now is no reason to do it again
             if one.severity != "note"
             and one.what not in ("packages", "gpus", "reference")
-            # nor what the last attempt was asked for already, and the checkpoint's value was used
+            # nor what the last attempt requested already, and the checkpoint's value was used
             and not (one.restored and (one.what, one.after) in repeated)
         ]
         again = "--fresh trains again, beside it"
@@ -542,7 +546,7 @@ class _Judge:
             message = (
                 f"{self.output} holds the finished model of this run, and since then {differs}"
             )
-            help = "--fresh trains with what is asked for now, beside it"
+            help = "--fresh trains with the new settings in a new folder"
             self._say("error", "finished-changed", message, help, changed[0].key)
         elif self.attempts.folder is None:
             message = (
@@ -588,7 +592,7 @@ class _Judge:
 
     def _chosen(
         self, whole: Sequence[Checkpoint]
-    ) -> tuple[Checkpoint, Wrong | None, tuple[Checkpoint, Wrong] | None]:
+    ) -> tuple[Checkpoint, ResumeMismatch | None, tuple[Checkpoint, ResumeMismatch] | None]:
         """The newest that can be resumed exactly; where none can, the newest and what is wrong.
 
         The last part is the newest one where an older one was taken instead.
@@ -601,21 +605,21 @@ class _Judge:
                 return older, None, (newest, wrong)
         return newest, wrong, None
 
-    def _wrong(self, one: Checkpoint) -> Wrong | None:
+    def _wrong(self, one: Checkpoint) -> ResumeMismatch | None:
         """Why upstream would not go on where this checkpoint was saved."""
-        told = self.attempts.maker(one)
+        maker = self.attempts.maker(one)
         if self.backend == "trl":
             skips = not self.plan.values.get("ignore_data_skip")
             wrong = epochs.of_trl(
-                one.number, one.epochs, told.number("plan", "global"), self.plan.global_batch,
+                one.number, one.epochs, maker.number("plan", "global"), self.plan.global_batch,
                 self.attempts.total(), skips=skips,
             )  # fmt: skip
-            begun = told.argument("ignore_data_skip") and told.number("resume", "step")
+            begun = maker.argument("ignore_data_skip") and maker.number("resume", "step")
             if wrong is None and begun and skips:
                 text = "the attempt that saved it had begun an epoch again, and rows that it never "
-                return Wrong("skipped", f"{text}reached would be skipped")
+                return ResumeMismatch("skipped", f"{text}reached would be skipped")
             return wrong
-        was, now = self.attempts.shape(told), self.attempts.shape()
+        was, now = self.attempts.shape(maker), self.attempts.shape()
         if was is None or now is None:
             return None
         if one.kind == "epoch":
@@ -625,12 +629,12 @@ class _Judge:
             keeps_order=epochs.keeps_order(self.trainer),
         )  # fmt: skip
 
-    def _place(self, one: Checkpoint) -> Place:
+    def _place(self, one: Checkpoint) -> DataPosition:
         """Where upstream goes on in the data."""
         if one.kind == "epoch":
-            return Place(one.number + 1, 0)
+            return DataPosition(one.number + 1, 0)
         shape = self.attempts.shape() if self.backend == "open_instruct" else None
-        return Place(0, 0) if shape is None else epochs.counted(shape, one.number)
+        return DataPosition(0, 0) if shape is None else epochs.counted(shape, one.number)
 
     def _aside(self, found: Sequence[Checkpoint], chosen: Checkpoint | None) -> tuple[Path, ...]:
         """What upstream must not see: all that is newer, and steps where an epoch is resumed.
@@ -664,11 +668,11 @@ class _Judge:
 
     # -- what has changed
 
-    def _since(self, record: Record) -> Iterator[Change]:
+    def _since(self, record: Record) -> Iterator[ResumeChange]:
         steps = self.attempts.total(record), self.attempts.total()
         return changes.since(record, self.plan, steps, self.trainer, self.caches, self.now)
 
-    def _changed(self, chosen: Checkpoint, wrong: Wrong | None) -> list[Change]:
+    def _changed(self, chosen: Checkpoint, wrong: ResumeMismatch | None) -> list[ResumeChange]:
         """The changes, with the place that they come to; a wrong place without any is one of its own."""
         found = list(self._since(self.attempts.maker(chosen)))
         batch = [one for one in found if one.what in changes.BATCH]
@@ -678,13 +682,13 @@ class _Judge:
             worse = [replace(one, effect=wrong.text, severity="error") for one in batch]
             return [one for one in found if one not in batch] + worse
         requested = _is_requested(wrong)
-        more = Change(
+        more = ResumeChange(
             what="position", key="ignore_data_skip" if requested else None, before=chosen.name,
             after=None, effect=wrong.text, severity="warning" if requested else "error",
         )  # fmt: skip
         return [*found, more]
 
-    def _judge_changes(self, changed: Sequence[Change], chosen: Checkpoint) -> None:
+    def _judge_changes(self, changed: Sequence[ResumeChange], chosen: Checkpoint) -> None:
         """One finding a change: an error where it is one and was not allowed."""
         for one in changed:
             names = {one.what, "position"} if one.what in changes.BATCH else {one.what}
@@ -698,7 +702,7 @@ class _Judge:
             code = "resume-inexact" if one.what == "position" else "resume-changed"
             self._say(severity, code, f"going on from {chosen.name}: {one.text}", help, one.key)
 
-    def _check_reference(self, changed: Sequence[Change]) -> None:
+    def _check_reference(self, changed: Sequence[ResumeChange]) -> None:
         """The reference log-probabilities that the attempts before used must still be there."""
         cache = next((one for one in self.caches if one.kind == "reference"), None)
         other = any(one.what == "reference" for one in changed)
@@ -742,7 +746,7 @@ class _Judge:
         self.findings += epochs.findings(self.plan, self.attempts.shape(), self.trainer)
 
 
-def _is_requested(wrong: Wrong) -> bool:
+def _is_requested(wrong: ResumeMismatch) -> bool:
     """Whether the stage file itself says so: `ignore_data_skip` begins an epoch again."""
     return wrong.reason == "again"
 

@@ -27,7 +27,7 @@ _OVER = "step {} is the last one, inside an epoch: one more would be trained"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class EpochLayout:
     """How an epoch is cut into steps.
 
     `rows` of the data, `per_device` rows a micro-batch on each of `devices` (those that share a sequence
@@ -63,7 +63,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DataPosition:
     """`micro` micro-batches into epoch `epoch`, both counted from 0."""
 
     epoch: int
@@ -71,7 +71,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Wrong:
+class ResumeMismatch:
     """Why a resume would not go on where the checkpoint was saved; `reason` is stable.
 
     `place` (other rows), `order` (rows of another epoch's order), `skips` (rows left out later), `over`
@@ -83,26 +83,32 @@ class Wrong:
     text: str
 
 
-def advanced(shape: Shape, begin: Place, steps: int) -> Place:
+def advanced(shape: EpochLayout, begin: DataPosition, steps: int) -> DataPosition:
     """Where training is `steps` optimizer steps after `begin`, nothing skipped."""
     epoch, micro = begin.epoch, begin.micro
     if micro and steps:
         left = -(-(shape.micro - micro) // shape.accumulation)
         if steps < left:
-            return Place(epoch, micro + steps * shape.accumulation)
+            return DataPosition(epoch, micro + steps * shape.accumulation)
         epoch, micro, steps = epoch + 1, 0, steps - left
     whole, rest = divmod(steps, shape.updates)
-    return Place(epoch + whole, micro + rest * shape.accumulation)
+    return DataPosition(epoch + whole, micro + rest * shape.accumulation)
 
 
-def counted(shape: Shape, step: int) -> Place:
+def counted(shape: EpochLayout, step: int) -> DataPosition:
     """Where open-instruct goes on from `step_N` (finetune.py:766)."""
-    return Place(*divmod(step * shape.accumulation, shape.micro))
+    return DataPosition(*divmod(step * shape.accumulation, shape.micro))
 
 
 def of_step(
-    stage: str, step: int, saved: Place, was: Shape, now: Shape, *, keeps_order: bool = True
-) -> Wrong | None:
+    stage: str,
+    step: int,
+    saved: DataPosition,
+    was: EpochLayout,
+    now: EpochLayout,
+    *,
+    keeps_order: bool = True,
+) -> ResumeMismatch | None:
     """What goes wrong when open-instruct resumes from `step_N`, saved at a place of shape `was`.
 
     `keeps_order` is whether accelerate's skipping keeps the epoch's order. None where nothing does.
@@ -111,12 +117,12 @@ def of_step(
     if step >= now.total:
         if then.epoch >= now.passes:
             return None
-        return Wrong("over", _OVER.format(step))
+        return ResumeMismatch("over", _OVER.format(step))
     # rows, not micro-batches: those may have another size now
     true = (saved.epoch, min(saved.micro * was.per_device * was.devices, was.rows))
     taken = (then.epoch, min(then.micro * now.per_device * now.devices, now.rows))
     if true != taken:
-        return Wrong(
+        return ResumeMismatch(
             "place",
             f"it was saved {true[1]} rows into epoch {true[0] + 1}, upstream would go on {taken[1]} rows "
             f"into epoch {taken[0] + 1}",
@@ -126,13 +132,13 @@ def of_step(
     if stage == "dpo":
         skipping = now.passes > 1
     if skipping and not keeps_order:
-        return Wrong(
+        return ResumeMismatch(
             "order",
             "accelerate here forgets which epoch it is when it skips batches, and the data would come in "
             "the order of the first epoch",
         )
     if stage == "dpo" and then.micro and then.epoch < now.passes - 1:
-        return Wrong(
+        return ResumeMismatch(
             "skips",
             f"the {taken[1]} rows that epoch {then.epoch + 1} has behind it would be skipped again in each "
             "later epoch",
@@ -140,12 +146,12 @@ def of_step(
     return None
 
 
-def of_epoch(epoch: int, was: Shape, now: Shape) -> Wrong | None:
+def of_epoch(epoch: int, was: EpochLayout, now: EpochLayout) -> ResumeMismatch | None:
     """What goes wrong when open-instruct resumes from `epoch_N`: only the count can."""
     if was.updates == now.updates or epoch + 1 >= now.passes:
         return None
     done = (epoch + 1) * was.updates
-    return Wrong(
+    return ResumeMismatch(
         "count", f"it was saved after {done} steps, which upstream would count as {(epoch + 1) * now.updates}"
     )  # fmt: skip
 
@@ -157,7 +163,7 @@ def of_trl(
     now: int,
     total: int | None,
     skips: bool = True,
-) -> Wrong | None:
+) -> ResumeMismatch | None:
     """What goes wrong when transformers resumes from `checkpoint-N`.
 
     `epochs` is what the state says of the place, `was` and `now` are the rows of a step, `total` the
@@ -165,28 +171,32 @@ def of_trl(
     """
     inside = epochs is None or not math.isclose(epochs, round(epochs), abs_tol=1e-9)
     if total is not None and step >= total:
-        return Wrong("over", _OVER.format(step)) if inside else None
+        return ResumeMismatch("over", _OVER.format(step)) if inside else None
     if step and was not in (None, now):
         text = f"a step took {was} rows and takes {now}: {step} steps are another place"
-        return Wrong("place", text)
+        return ResumeMismatch("place", text)
     if step and inside and not skips:
         text = "it was saved inside an epoch, and `ignore_data_skip` would begin that again at its first rows"
-        return Wrong("again", text)
+        return ResumeMismatch("again", text)
     return None
 
 
-def inexact(stage: str, shape: Shape, every: int, *, keeps_order: bool = True) -> Iterator[int]:
+def inexact(
+    stage: str, shape: EpochLayout, every: int, *, keeps_order: bool = True
+) -> Iterator[int]:
     """The checkpoints, of those saved every so many steps, from which a resume would go wrong.
 
     The last step of all is left out: it is resumed from only where the final save failed.
     """
     for step in range(every, shape.total, every):
-        saved = advanced(shape, Place(0, 0), step)
+        saved = advanced(shape, DataPosition(0, 0), step)
         if of_step(stage, step, saved, shape, shape, keeps_order=keeps_order) is not None:
             yield step
 
 
-def exact_steps(stage: str, shape: Shape, every: int, *, keeps_order: bool = True) -> int | None:
+def exact_steps(
+    stage: str, shape: EpochLayout, every: int, *, keeps_order: bool = True
+) -> int | None:
     """The number of steps next to `every` of which all checkpoints are exact; None where there is none.
 
     An epoch's steps, or a part of them; more than one epoch only where less is never exact.
@@ -241,7 +251,7 @@ def interval(plan: Plan) -> int | str | None:
     return int(found) or None
 
 
-def findings(plan: Plan, shape: Shape | None, trainer: Trainer) -> Iterator[Finding]:
+def findings(plan: Plan, shape: EpochLayout | None, trainer: Trainer) -> Iterator[Finding]:
     """What to say at the first start; `shape` is how epochs will be cut, where that is known."""
     yield from _none(plan)
     yield from _inexact(plan, shape, trainer)
@@ -273,7 +283,7 @@ def _note(key: str, message: str, help: str) -> Finding:
     )  # fmt: skip
 
 
-def _inexact(plan: Plan, shape: Shape | None, trainer: Trainer) -> Iterator[Finding]:
+def _inexact(plan: Plan, shape: EpochLayout | None, trainer: Trainer) -> Iterator[Finding]:
     every, options = interval(plan), plan.stage.options
     if (
         options.backend != "open_instruct"
@@ -288,7 +298,7 @@ def _inexact(plan: Plan, shape: Shape | None, trainer: Trainer) -> Iterator[Find
     wrong = list(inexact(options.stage, shape, every, keeps_order=kept))
     if not wrong:
         return
-    saved = advanced(shape, Place(0, 0), wrong[0])
+    saved = advanced(shape, DataPosition(0, 0), wrong[0])
     first = of_step(options.stage, wrong[0], saved, shape, shape, keeps_order=kept)
     number = len(range(every, shape.total, every))
     yield Finding(
@@ -299,7 +309,7 @@ def _inexact(plan: Plan, shape: Shape | None, trainer: Trainer) -> Iterator[Find
     )  # fmt: skip
 
 
-def _instead(stage: str, shape: Shape, every: int, kept: bool) -> str:
+def _instead(stage: str, shape: EpochLayout, every: int, kept: bool) -> str:
     ways: list[str] = []
     exact = exact_steps(stage, shape, every, keeps_order=kept)
     if exact is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from launcher.artifacts.architecture import Shape
-from launcher.artifacts.lengths import Batch
+from launcher.artifacts.lengths import MicroBatch
 from launcher.plan.memory.setup import FULL, HALF, Adapters, Setup
 
 
@@ -217,7 +217,7 @@ def final_norm(setup: Setup) -> Amount:
     return Amount(size, "kept and output")
 
 
-def logits(shape: Shape, batch: Batch, element: int) -> Amount:
+def logits(shape: Shape, batch: MicroBatch, element: int) -> Amount:
     """One copy of the logits."""
     formula = f"{element} x {batch.tokens:,} x {shape.vocab:,}"
     return Amount(element * shape.vocab * batch.tokens, formula)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from launcher.artifacts.lengths import Batch
+from launcher.artifacts.lengths import MicroBatch
 from launcher.plan.memory import activations, engines
 from launcher.plan.memory.activations import Amount
 from launcher.plan.memory.phases import (
@@ -181,7 +181,7 @@ def _loss(setup: Setup, ledger: Ledger) -> None:
             _add(ledger, live, kind, name, activations.logits(setup.shape, setup.batch, FULL))
 
 
-def _compiled_loss(setup: Setup, ledger: Ledger, phases: Iterable[str], batch: Batch) -> None:
+def _compiled_loss(setup: Setup, ledger: Ledger, phases: Iterable[str], batch: MicroBatch) -> None:
     """6 bytes a position and word, measured on an H200: 56.9 GiB for 2 x 16,384 positions of Qwen3-0.6B."""
     for name, element in (("logits (bf16)", HALF), ("log-softmax, compiled (fp32)", FULL)):
         amount = activations.logits(setup.shape, batch, element)

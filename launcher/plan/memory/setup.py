@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.artifacts.architecture import Shape
-from launcher.artifacts.lengths import Batch
+from launcher.artifacts.lengths import MicroBatch
 from launcher.errors import Finding, InvalidConfig, brief
 
 HALF, FULL = 2, 4
@@ -130,7 +130,7 @@ class Setup:
     """
 
     shape: Shape
-    batch: Batch
+    batch: MicroBatch
     processes: int
     accumulation: int
     loss: str = "full"
@@ -147,7 +147,7 @@ class Setup:
     quantised: Quantised | None = None
     packed: bool = False
     sharding: Sharding | None = None
-    reference_batch: Batch | None = None
+    reference_batch: MicroBatch | None = None
 
     @property
     def wide(self) -> bool:

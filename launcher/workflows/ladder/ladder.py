@@ -24,7 +24,7 @@ from launcher.cache import inputs
 from launcher.config.load import spelt
 from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, errors, not_ready, usage
 from launcher.lifecycle import forecast, prepare
-from launcher.lifecycle.forecast import Terms
+from launcher.lifecycle.forecast import ForecastOptions
 from launcher.lifecycle.prepare import Asked, Prepared, Request
 from launcher.machine import python
 from launcher.machine.devices import Look
@@ -104,7 +104,7 @@ class Climb:
     request: Request
     rungs: tuple[Rung, ...]
     steps: int
-    terms: Terms
+    terms: ForecastOptions
     campaign: Campaign
     findings: tuple[Finding, ...]
 
@@ -199,7 +199,7 @@ def counts(text: str) -> list[int]:
 
 def terms(
     gpus: Sequence[int], *, price: float | None, rows: int | None, row_tokens: str | None
-) -> Terms:
+) -> ForecastOptions:
     """What the stage file does not say. Raises UsageError for what makes no sense."""
     if price is not None and not 0 < price < math.inf:
         raise usage("bad-price", f"--price is more than 0, not {price:g}")
@@ -207,14 +207,19 @@ def terms(
         raise usage("price-without-gpus", "a price is for GPUs, and there are none")
     if row_tokens is not None:
         lengths.parse(row_tokens)
-    return Terms(price=price, rows=rows, row_tokens=row_tokens)
+    return ForecastOptions(price=price, rows=rows, row_tokens=row_tokens)
 
 
 # --- what is to be climbed ------------------------------------------------------------------------
 
 
 def plan_rungs(
-    request: Request, gpus: Sequence[int], *, steps: int, terms: Terms, running: bool = True
+    request: Request,
+    gpus: Sequence[int],
+    *,
+    steps: int,
+    terms: ForecastOptions,
+    running: bool = True,
 ) -> Climb:
     """All rungs, validated and planned before the first one starts.
 
@@ -308,7 +313,7 @@ def _request(stage: Stage, request: Request, count: int, steps: int, batch: int)
     )
 
 
-def _predicted(request: Request, terms: Terms) -> forecast.Rung | None:
+def _predicted(request: Request, terms: ForecastOptions) -> forecast.Estimate | None:
     """The forecast for one rung; None on the CPU, and where shape or row lengths are not known."""
     if not request.gpus:
         return None

@@ -277,7 +277,9 @@ def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
     made = plan.make(asked.stage, gpus=asked.gpus, output=Path("model"), packages=packages)
     if stopping := errors(made.findings, strict=request.strict):
         raise InvalidConfig(stopping)
-    rows = forecast.row_lengths(made, packages, forecast.Terms(row_tokens=terms.row_tokens))
+    rows = forecast.row_lengths(
+        made, packages, forecast.ForecastOptions(row_tokens=terms.row_tokens)
+    )
     outlook = Outlook(
         space=space.of_plan(made, packages, rows),
         shape=footprint.shape_of(made),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from launcher.artifacts import digest as content
 from launcher.artifacts.fingerprint import (
-    Memory,
+    FingerprintCache,
     MissingContent,
     of_data,
     of_file,
@@ -30,7 +30,7 @@ from launcher.errors import Exit, NotReady
 
 def digest(path: Path, **options: int) -> str:
     """The digest of one file, with nothing remembered."""
-    return of_file(path, Memory(), **options).digest
+    return of_file(path, FingerprintCache(), **options).digest
 
 
 def aged(path: Path, seconds: float = 100.0) -> None:
@@ -85,7 +85,10 @@ def test_neither_place_nor_time_nor_name_is_part_of_it(write: Write, tmp_path: P
     link = tmp_path / "link.jsonl"
     link.symlink_to(path)
     assert digest(path) == digest(copy) == digest(link)
-    assert of_data(str(path), Memory()).digest == of_data(str(copy), Memory()).digest
+    assert (
+        of_data(str(path), FingerprintCache()).digest
+        == of_data(str(copy), FingerprintCache()).digest
+    )
 
 
 # --- checkpoints are sampled ------------------------------------------------------------------------
@@ -161,7 +164,7 @@ def test_the_header_counts(write: Write) -> None:
 )
 def test_what_is_no_safetensors_file_is_read_whole(write: Write, raw: bytes) -> None:
     path = write("m.safetensors", raw)
-    found = of_file(path, Memory(), whole_below=0)
+    found = of_file(path, FingerprintCache(), whole_below=0)
     assert found.method == "whole"
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]) if raw else b"x")
     assert digest(path, whole_below=0) != found.digest
@@ -191,7 +194,7 @@ def model(folder: Path, weights: bytes = b"w" * 100) -> Path:
 
 def test_a_model_is_its_weights_and_configs(tmp_path: Path) -> None:
     folder = model(tmp_path / "m")
-    before = of_model(str(folder), Memory())
+    before = of_model(str(folder), FingerprintCache())
     assert [one.name for one in before.files] == ["config.json", "model.safetensors"]
     for name in (
         "README.md",
@@ -200,25 +203,25 @@ def test_a_model_is_its_weights_and_configs(tmp_path: Path) -> None:
         "tokenizer.json",
     ):
         (folder / name).write_bytes(b"other")
-    assert of_model(str(folder), Memory()).digest == before.digest
+    assert of_model(str(folder), FingerprintCache()).digest == before.digest
     moved = tmp_path / "deeper" / "n"
     shutil.copytree(folder, moved)
-    assert of_model(str(moved), Memory()).digest == before.digest
+    assert of_model(str(moved), FingerprintCache()).digest == before.digest
     (folder / "model.safetensors").write_bytes(safetensors({"a": b"w" * 99 + b"v"}))
-    assert of_model(str(folder), Memory()).digest != before.digest
+    assert of_model(str(folder), FingerprintCache()).digest != before.digest
 
 
 @pytest.mark.parametrize("name", ["merges.txt", "additional_chat_templates/tools.jinja"])
 def test_every_file_of_a_tokenizer_counts(tmp_path: Path, name: str) -> None:
     folder = model(tmp_path / "m")
-    before = of_tokenizer(str(folder), Memory()).digest
+    before = of_tokenizer(str(folder), FingerprintCache()).digest
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(b"another")
-    assert of_tokenizer(str(folder), Memory()).digest != before
+    assert of_tokenizer(str(folder), FingerprintCache()).digest != before
     # retrained weights leave the tokenizer what it is
-    before = of_tokenizer(str(folder), Memory()).digest
+    before = of_tokenizer(str(folder), FingerprintCache()).digest
     (folder / "model.safetensors").write_bytes(b"other")
-    assert of_tokenizer(str(folder), Memory()).digest == before
+    assert of_tokenizer(str(folder), FingerprintCache()).digest == before
 
 
 def test_an_adapter_counts_with_its_base(tmp_path: Path) -> None:
@@ -227,9 +230,9 @@ def test_an_adapter_counts_with_its_base(tmp_path: Path) -> None:
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
     (adapter / "adapter_model.safetensors").write_bytes(safetensors({"lora": b"1" * 10}))
-    before = of_model(str(adapter), Memory()).digest
+    before = of_model(str(adapter), FingerprintCache()).digest
     (base / "model.safetensors").write_bytes(safetensors({"a": b"v" * 100}))
-    assert of_model(str(adapter), Memory()).digest != before
+    assert of_model(str(adapter), FingerprintCache()).digest != before
 
 
 def test_a_folder_of_data_counts_with_everything_below_it(write: Write, tmp_path: Path) -> None:
@@ -237,19 +240,19 @@ def test_a_folder_of_data_counts_with_everything_below_it(write: Write, tmp_path
     write("data/more/train-1.jsonl", "b")
     write("data/.hidden", "c")
     folder = tmp_path / "data"
-    before = of_data(str(folder), Memory())
+    before = of_data(str(folder), FingerprintCache())
     assert [one.name for one in before.files] == ["more/train-1.jsonl", "train-0.jsonl"]
     found = {before.digest}
     # a name says to which split a file belongs
     (folder / "train-0.jsonl").rename(folder / "test-0.jsonl")
-    found.add(of_data(str(folder), Memory()).digest)
+    found.add(of_data(str(folder), FingerprintCache()).digest)
     (folder / "more" / "train-1.jsonl").write_bytes(b"x")
-    found.add(of_data(str(folder), Memory()).digest)
+    found.add(of_data(str(folder), FingerprintCache()).digest)
     write("data/README.md", "configs:")
-    found.add(of_data(str(folder), Memory()).digest)
+    found.add(of_data(str(folder), FingerprintCache()).digest)
     assert len(found) == 4
     (folder / ".hidden").unlink()
-    assert of_data(str(folder), Memory()).digest in found
+    assert of_data(str(folder), FingerprintCache()).digest in found
 
 
 def test_links_are_followed_and_circles_end(write: Write, tmp_path: Path) -> None:
@@ -258,10 +261,10 @@ def test_links_are_followed_and_circles_end(write: Write, tmp_path: Path) -> Non
     folder.mkdir()
     (folder / "part").symlink_to(tmp_path / "real")
     (folder / "back").symlink_to(folder)
-    before = of_data(str(folder), Memory())
+    before = of_data(str(folder), FingerprintCache())
     assert [one.name for one in before.files] == ["part/rows.jsonl"]
     write("real/rows.jsonl", "b")
-    assert of_data(str(folder), Memory()).digest != before.digest
+    assert of_data(str(folder), FingerprintCache()).digest != before.digest
 
 
 # --- names on the hub -------------------------------------------------------------------------------
@@ -271,20 +274,20 @@ def test_a_name_on_the_hub_is_known_by_the_commit_that_is_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    unknown = of_model("Org/name", Memory())
+    unknown = of_model("Org/name", FingerprintCache())
     assert (unknown.kind, unknown.revision) == ("name", None)
     refs = tmp_path / "models--Org--name" / "refs"
     refs.mkdir(parents=True)
     (refs / "main").write_text("c1\n")
-    first = of_model("Org/name", Memory())
+    first = of_model("Org/name", FingerprintCache())
     assert (first.kind, first.revision) == ("hub", "c1")
     (refs / "main").write_text("c2")
-    second = of_tokenizer("Org/name", Memory())
+    second = of_tokenizer("Org/name", FingerprintCache())
     (tmp_path / "models--Org--name" / "snapshots" / "c1").mkdir(parents=True)
-    asked = of_model("Org/name", Memory(), revision="c1")
+    asked = of_model("Org/name", FingerprintCache(), revision="c1")
     assert len({unknown.digest, first.digest, second.digest}) == 3
     assert asked.digest == first.digest
-    assert of_model("Org/name", Memory(), revision="../x").kind == "name"
+    assert of_model("Org/name", FingerprintCache(), revision="../x").kind == "name"
 
 
 # --- what cannot be read ----------------------------------------------------------------------------
@@ -292,19 +295,19 @@ def test_a_name_on_the_hub_is_known_by_the_commit_that_is_here(
 
 def test_what_is_not_there_is_said_plainly(tmp_path: Path) -> None:
     with pytest.raises(MissingContent) as caught:
-        of_data(str(tmp_path / "none.jsonl"), Memory())
+        of_data(str(tmp_path / "none.jsonl"), FingerprintCache())
     assert isinstance(caught.value, NotReady)
     assert caught.value.exit_code == Exit.NOT_READY
     assert caught.value.findings[0].code == "missing-file"
     for name in ("a\0b", "x" * 5000):
         with pytest.raises(MissingContent):
-            of_data(name, Memory())
+            of_data(name, FingerprintCache())
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")
     with pytest.raises(MissingContent) as caught:
-        of_data(str(tmp_path / "rows.jsonl"), Memory())
+        of_data(str(tmp_path / "rows.jsonl"), FingerprintCache())
     assert caught.value.findings[0].code == "unreadable-file"
 
 
@@ -314,14 +317,14 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
 @pytest.fixture
 def remembered(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Path, Memory]:
+) -> tuple[Path, FingerprintCache]:
     """A file that has been still for long enough, and a memory that knows it."""
     path = write("a.jsonl", b"row\n")
-    monkeypatch.setattr(Memory, "MARGIN_S", -1e9)
-    memory = Memory(tmp_path / "cache" / "prints.json")
+    monkeypatch.setattr(FingerprintCache, "MARGIN_S", -1e9)
+    memory = FingerprintCache(tmp_path / "cache" / "prints.json")
     of_file(path, memory)
     memory.save()
-    return path, Memory(memory.path)
+    return path, FingerprintCache(memory.path)
 
 
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
@@ -338,7 +341,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def test_a_change_that_hides_behind_size_and_time_is_seen(
-    remembered: tuple[Path, Memory], monkeypatch: pytest.MonkeyPatch
+    remembered: tuple[Path, FingerprintCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, memory = remembered
     seen = reads(monkeypatch)
@@ -351,7 +354,7 @@ def test_a_change_that_hides_behind_size_and_time_is_seen(
 
 
 def test_a_file_that_was_only_just_written_is_not_trusted(write: Write, tmp_path: Path) -> None:
-    path, memory = write("a.jsonl", b"row"), Memory(tmp_path / "prints.json")
+    path, memory = write("a.jsonl", b"row"), FingerprintCache(tmp_path / "prints.json")
     of_file(path, memory)
     assert not memory.entries
     memory.save()
@@ -368,7 +371,7 @@ def test_a_file_that_was_only_just_written_is_not_trusted(write: Write, tmp_path
 )
 def test_a_broken_memory_is_no_memory(write: Write, raw: str) -> None:
     path = write("prints.json", raw)
-    assert Memory(path).entries == {}
+    assert FingerprintCache(path).entries == {}
 
 
 def test_the_digests_are_those_of_every_other_machine(write: Write) -> None:
@@ -377,7 +380,7 @@ def test_the_digests_are_those_of_every_other_machine(write: Write) -> None:
     code = (
         "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
         "from launcher.artifacts.fingerprint import *; from pathlib import Path;"
-        "print(of_file(Path(sys.argv[1]), Memory()).digest)"
+        "print(of_file(Path(sys.argv[1]), FingerprintCache()).digest)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True,

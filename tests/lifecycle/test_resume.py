@@ -177,7 +177,7 @@ def test_epochs_are_always_exact_and_a_half_written_step_does_not_hide_them(run:
     saved.pinned(one.output, "epoch_0")
     saved.pinned(one.output, "step_8", completed=False)
     decision = one.decide()
-    assert (decision.step, decision.place) == (6, resume.Place(1, 0))
+    assert (decision.step, decision.place) == (6, resume.DataPosition(1, 0))
     assert [path.name for path in decision.aside] == ["step_8"]
 
 
@@ -442,7 +442,7 @@ def test_the_place_of_an_attempt_that_began_elsewhere(run: Make) -> None:
     one.start()
     saved.pinned(one.output, "step_8")
     begun = one.start(allow=("position",))
-    assert begun.place == resume.Place(1, 5)
+    assert begun.place == resume.DataPosition(1, 5)
     saved.pinned(one.output, "step_10")
     # upstream's own count goes on from where it began: the second attempt's checkpoints are exact
     assert one.decide().step == 10

@@ -116,11 +116,18 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
         folder, attempt.number, prepared.plan, prepared.command, prepared.trainer, prepared.output,
         [one.as_json() for one in prepared.caches],
         devices=prepared.devices.as_json() if prepared.devices else None,
-        warnings=prepared.warnings, more=prepared.for_record(),
+        warnings=prepared.warnings, more={**prepared.for_record(), "launch_argv": _typed()},
     )  # fmt: skip
     with contextlib.suppress(OSError):
         restored = {one.what: one.before for one in prepared.decision.changes if one.restored}
         manifest.write_stage_file(prepared.plan, folder, restored)
+
+
+def _typed() -> list[str] | None:
+    """The command line of this launch; None where another program calls it."""
+    program = Path(sys.argv[0])
+    ours = program.name == "launch" or program.parent.name == "launcher"
+    return ["launch", *sys.argv[1:]] if ours else None
 
 
 @contextlib.contextmanager

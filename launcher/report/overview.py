@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -13,7 +12,7 @@ from typing import Any
 from launcher import files
 from launcher.artifacts import checkpoints
 from launcher.machine import process
-from launcher.redaction import redact
+from launcher.report import log
 from launcher.report.progress import Progress, clock
 from launcher.runs import rundir, runner, slurm
 from launcher.runs.record import Record
@@ -24,8 +23,6 @@ COLUMNS = (
     "wandb",
 )  # fmt: skip
 _ENDED = ("finished", "failed", "stopped", "lost")
-_TRACKED = re.compile(rb"View run\b.{0,200}?(https?://[^\s\x1b\"']+)", re.DOTALL)
-_TRACKED_WITHIN = 4 * 2**20
 
 
 def rows(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
@@ -81,16 +78,10 @@ def _last_checkpoint(manifest: Record) -> str | None:
 
 
 def _tracked(folder: RunFolder, manifest: Mapping[str, Any]) -> str | None:
-    """The address of the run at W&B, as it says itself at the beginning of the log."""
-    if not manifest.get("tracked"):
-        return None
-    try:
-        with files.open_regular(folder.console(max(1, folder.attempts()))) as log:
-            found = _TRACKED.search(log.read(_TRACKED_WITHIN))
-    except OSError:
-        return None
-    # of an anonymous run the address holds its key
-    return redact(found[1].decode(errors="replace")) if found else None
+    """Where a tracker shows the run, as the beginning of its log says."""
+    return (
+        log.tracker(folder.console(max(1, folder.attempts()))) if manifest.get("tracked") else None
+    )
 
 
 def state(folder: RunFolder, progress: Progress | None = None) -> str:

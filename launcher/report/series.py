@@ -15,6 +15,7 @@ from typing import Any
 from launcher import files
 from launcher.errors import not_ready, usage
 from launcher.redaction import redact
+from launcher.report import log
 from launcher.runs import attempt, rundir
 from launcher.runs.record import mapping
 from launcher.runs.rundir import RunFolder
@@ -51,8 +52,9 @@ class Series:
 class Run:
     """One run: `manifest` is run.json (empty for a log), `verdict` the JSON form, `ended` exit.json.
 
-    `asked` holds value and origin of every argument, `ranks` is how many processes the probe saw or
-    missed. Tokens are taken out of all of it.
+    `arguments` holds value and origin of every argument, `ranks` is how many processes the probe saw or
+    missed, `tail` the last lines of the log, `tracker` the address of the run at W&B or the like. Secrets are
+    taken out of all of it.
     """
 
     name: str
@@ -61,8 +63,10 @@ class Run:
     verdict: Mapping[str, Any]
     series: Series
     ended: Mapping[str, Any]
-    asked: Mapping[str, Mapping[str, Any]]
+    arguments: Mapping[str, Mapping[str, Any]]
     ranks: int | None = None
+    tail: tuple[str, ...] = ()
+    tracker: str | None = None
 
     @property
     def stage(self) -> str | None:
@@ -82,7 +86,7 @@ class Run:
             "series": self.series.as_json(),
             "ended": self.ended or None,
             "upstream": mapping(self.manifest.get("upstream")) or None,
-            "args": {name: dict(entry) for name, entry in self.asked.items()},
+            "args": {name: dict(entry) for name, entry in self.arguments.items()},
         }
 
 
@@ -129,14 +133,21 @@ def read_log(path: Path) -> Run:
     assert found.log is not None
     verdict = check.judge(found.stage, check.expected_from_log(found.log), found)
     at = found.log.asked_at
-    asked = {
+    arguments = {
         name: {"value": _unquoted(value), "origin": f"{path.name}:{at.get(name)}"}
         for name, value in found.log.asked.items()
     }
     return Run(
-        name=path.name, path=path.absolute(), manifest={}, verdict=redact(verdict.as_json()),
-        series=of_rows(metrics.metrics_rows(found)), ended={}, asked=redact(asked),
-    )  # fmt: skip
+        name=path.name,
+        path=path.absolute(),
+        manifest={},
+        verdict=redact(verdict.as_json()),
+        series=of_rows(metrics.metrics_rows(found)),
+        ended={},
+        arguments=redact(arguments),
+        tail=log.tail(path),
+        tracker=log.tracker(path),
+    )
 
 
 def read_folder(path: Path) -> Run:
@@ -156,21 +167,33 @@ def of_judged(path: Path, judged: Judged) -> Run:
 
 
 def of_kept(
-    path: Path, manifest: object, verdict: object, rows: Iterable[Row],
+    path: Path,
+    manifest: object,
+    verdict: object,
+    rows: Iterable[Row],
     last: Evidence | None = None,
-) -> Run:  # fmt: skip
+) -> Run:
     """A run out of what was written about it, whatever it is by now, and its last attempt."""
     path = path.absolute()
+    folder = RunFolder(path)
     ended = {} if last is None or last.exit is None else rundir.read_json(last.exit.path)
-    told = {"manifest": mapping(manifest), "verdict": mapping(verdict), "ended": ended}
-    clean = redact(told, attempt.tokens(RunFolder(path)))
-    asked = mapping(clean["manifest"].get("args"))
+    secrets = attempt.tokens(folder)
+    record = {"manifest": mapping(manifest), "verdict": mapping(verdict), "ended": ended}
+    clean = redact(record, secrets)
+    arguments = mapping(clean["manifest"].get("args"))
+    console = folder.console(max(1, folder.attempts()))
     return Run(
-        name=path.name, path=path, manifest=clean["manifest"], verdict=clean["verdict"],
-        series=of_rows(rows), ended=clean["ended"],
-        asked={name: entry for name, entry in asked.items() if isinstance(entry, Mapping)},
+        name=path.name,
+        path=path,
+        manifest=clean["manifest"],
+        verdict=clean["verdict"],
+        series=of_rows(rows),
+        ended=clean["ended"],
+        arguments={name: item for name, item in arguments.items() if isinstance(item, Mapping)},
         ranks=None if last is None or last.probe is None else last.probe.world,
-    )  # fmt: skip
+        tail=log.tail(console, secrets),
+        tracker=log.tracker(console),
+    )
 
 
 def of_rows(rows: Iterable[Row]) -> Series:

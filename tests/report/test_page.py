@@ -182,6 +182,112 @@ def test_a_failed_point_says_why(tmp_path: Path) -> None:
     assert "12.25 GiB" in section(tree, "verdict").text
 
 
+def crashed(tmp_path: Path, **changes: Any) -> Run:
+    """A run that raised after step 20."""
+    broken = (
+        "Traceback (most recent call last):\n"
+        '  File "/a/train.py", line 7, in <module>\n    main()\n'
+        "ValueError: row 7 has no messages\n"
+    )
+    path = made(tmp_path / "run", steps=20, extra=broken, told=manifest(**changes))
+    over = json.loads((path / "exit.json").read_text())
+    (path / "exit.json").write_text(json.dumps({**over, "returncode": 1}))
+    return series.read(path)
+
+
+def banners(tree: Element) -> list[Element]:
+    return [s for s in tree.all("section") if "banner" in s.attributes.get("class", "")]
+
+
+def test_a_failed_run_begins_with_its_cause_and_the_end_of_its_log(tmp_path: Path) -> None:
+    text = page.overlay([crashed(tmp_path)])
+    (banner,) = banners(parsed(text))
+    assert "fail" in banner.attributes["class"]
+    first = next(banner.all("p")).text
+    assert "ValueError: row 7 has no messages" in first and "train.py:7" in first
+    assert "What to do: " in banner.text
+    assert re.search(r"console\.log:\d+ValueError: row 7 has no messages", banner.text)
+    (tail,) = banner.all("pre")
+    assert tail.text.splitlines()[-1] == "ValueError: row 7 has no messages"
+    # progress bars and all: no more of it than can be read
+    assert len(tail.text.splitlines()) <= 20
+    assert (
+        text.index("row 7 has no messages") < text.index('id="verdict"') < text.index('id="curves"')
+    )
+
+
+def test_a_run_that_passed_has_no_banner(run: Run, tmp_path: Path) -> None:
+    assert run.verdict["status"] == "pass"
+    assert not banners(parsed(page.overlay([run])))
+
+
+def test_a_run_that_was_stopped_is_not_red(tmp_path: Path) -> None:
+    path = made(tmp_path / "run", steps=20)
+    over = json.loads((path / "exit.json").read_text())
+    (path / "exit.json").write_text(
+        json.dumps({**over, "returncode": -15, "signal": 15, "stopped": 15})
+    )
+    run = series.read(path)
+    tree = parsed(page.overlay([run]))
+    assert run.verdict["status"] == "fail"
+    (heading,) = tree.all("h1")
+    assert heading.text.endswith("stopped")
+    (banner,) = banners(tree)
+    assert banner.attributes["class"] == "banner stopped"
+    assert "SIGTERM" in banner.text
+
+
+def test_evidence_is_in_words_and_the_records_are_folded(tree: Element, run: Run) -> None:
+    found = section(tree, "verdict")
+    said = row_of(found, "loss")[4]
+    assert said.startswith("losses: 40 recorded by the probe, 8 logged; all finite")
+    folded = [d for d in found.all("details") if d.attributes.get("class") == "evidence"]
+    assert folded and not any("open" in d.attributes for d in folded)
+    outside = found.text
+    for one in folded:
+        outside = outside.replace(one.text, "")
+    assert '{"event"' not in outside and "{'loss'" not in outside
+
+
+def test_stages_share_no_axis(tmp_path: Path) -> None:
+    sft = made(tmp_path / "sft", told=manifest(name="a", stage="sft"), steps=20)
+    dpo = made(tmp_path / "dpo", told=manifest(name="b"))
+    tree = parsed(page.overlay(series.gather([str(sft), str(dpo)])))
+    losses = [p for p in curves(tree)["panels"] if p["key"].startswith("loss")]
+    assert [p["runs"] for p in losses] == [[0], [1]]
+    assert [h.text for h in section(tree, "curves").all("h3") if h.attributes.get("class")] == [
+        "SFT",
+        "DPO",
+    ]
+
+
+def test_what_was_typed_stands_above_what_it_started(tmp_path: Path) -> None:
+    typed = ["launch", "dpo", "configs/a.yaml", "learning_rate=5e-7"]
+    run = series.read(made(tmp_path / "run", told=manifest(launch_argv=typed)))
+    found = section(parsed(page.overlay([run])), "versions")
+    first, second = found.all("pre")
+    assert first.text == "launch dpo configs/a.yaml learning_rate=5e-7"
+    assert "accelerate" in second.text
+    (folded,) = found.all("details")
+    assert "accelerate" in folded.text
+
+
+def test_many_runs_have_rows_and_not_columns(tmp_path: Path) -> None:
+    paths = [str(made(tmp_path / f"r{n}", told=manifest(name=f"trial {n}"))) for n in range(6)]
+    tree = parsed(page.overlay(series.gather(paths)))
+    plan = rows(section(tree, "plan"))
+    assert len(plan) == 7 and {len(row) for row in plan} == {len(plan[0])}
+    assert plan[3][0] == "3dpo trial 2"
+    assert plan[3][plan[0].index("tokens/s, steady")] == "6,000"
+
+
+def test_the_tracker_that_the_log_names_is_linked(tmp_path: Path) -> None:
+    said = "wandb: View run it at: https://wandb.ai/a/b/runs/c\n"
+    tree = parsed(page.overlay([series.read(made(tmp_path / "run", extra=said))]))
+    links = {a.attributes["href"] for a in tree.all("a")}
+    assert "https://wandb.ai/a/b/runs/c" in links
+
+
 def test_the_plan_stands_beside_what_was_measured(tree: Element) -> None:
     found = section(tree, "plan")
     # 256 sequences are 128 pairs

@@ -206,3 +206,52 @@ def test_a_report_without_curves_works_as_well(browser: Browser, tmp_path: Path)
     browser.get((tmp_path / "a.html").as_uri())
     assert found(browser, "h1").text.startswith("dpo tulu")
     assert not browser.find_elements("css selector", "a[href='#curves']")
+
+
+def test_nothing_lies_outside_of_a_narrow_screen(
+    browser: Browser, runs: list[Run], tmp_path: Path
+) -> None:
+    outside = """
+    const width = document.documentElement.clientWidth;
+    return [...document.querySelectorAll("#verdict ~ * code, #verdict ~ * td, .banner *")]
+      .filter((one) => one.getBoundingClientRect().right > width + 1).length;
+    """
+    size = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        show(browser, tmp_path / "a.html", runs[:1])
+        browser.execute_script(
+            "document.querySelectorAll('details.evidence').forEach((one) => { one.open = true; })"
+        )
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+        assert browser.execute_script(outside) == 0
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_equal_curves_are_both_seen(browser: Browser, tmp_path: Path) -> None:
+    paths = [made(tmp_path / name, told=manifest(name=name)) for name in ("one", "two")]
+    show(browser, tmp_path / "a.html", series.gather([str(path) for path in paths]))
+    counts = [count(browser, "loss", colour) for colour in ("--c0", "--c1")]
+    assert min(counts) > 50, counts
+
+
+def test_names_of_arguments_stay_whole(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
+    show(browser, tmp_path / "a.html", runs[:1])
+    heights = browser.execute_script(
+        "const names = [...document.querySelectorAll('#arguments ~ * th code')];"
+        "return names.map((one) => one.getClientRects().length)"
+    )
+    assert len(heights) > 3 and set(heights) <= {0, 1}
+
+
+def test_a_spike_is_off_the_scale_and_said(browser: Browser, tmp_path: Path) -> None:
+    table = [{"step": n, "loss": 1.0, "grad_norm": 90.0 if n == 9 else 1.0} for n in range(1, 60)]
+    run = series.of_kept(tmp_path, manifest(), {"status": "pass"}, table)
+    show(browser, tmp_path / "a.html", [run])
+    button = found(browser, "#panel-grad_norm button.clip")
+    assert button.text == "up to 90 at step 9: show"
+    clipped = count(browser, "grad_norm", "--c0")
+    button.click()
+    assert button.text == "leave spikes out"
+    assert count(browser, "grad_norm", "--c0") != clipped

@@ -8,20 +8,27 @@
   const byId = (id) => document.getElementById(id);
   const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
   const COLOURS = 8;
-  const HEIGHT = 190;
+  const HEIGHT = 208;
   const AXIS = 54;
 
-  // ---- one x axis for all: every step of every run, sorted
-  const steps = (() => {
-    const same = runs.every((run) => run.steps.length === runs[0].steps.length &&
-      run.steps.every((step, i) => step === runs[0].steps[i]));
-    if (same) return runs[0].steps;
-    return [...new Set(runs.flatMap((run) => run.steps))].sort((a, b) => a - b);
-  })();
-  const place = new Map(steps.map((step, i) => [step, i]));
+  // ---- one x axis for all charts of the same runs: every step of each, sorted
+  const axes = new Map();
+  const axisOf = (panel) => {
+    const key = panel.runs.join();
+    if (!axes.has(key)) {
+      const members = panel.runs.map((r) => runs[r]);
+      const first = members[0].steps;
+      const same = members.every((run) => run.steps.length === first.length &&
+        run.steps.every((step, i) => step === first[i]));
+      const steps = same ? first : [...new Set(members.flatMap((run) => run.steps))].sort((a, b) => a - b);
+      const sync = uPlot.sync(`steps-${key}`);
+      axes.set(key, { steps, place: new Map(steps.map((step, i) => [step, i])), sync });
+    }
+    return axes.get(key);
+  };
 
   // undefined: nothing was logged there, the line goes on; null: it was not finite, the line breaks
-  const aligned = (run, name, breaks) => {
+  const aligned = ({ steps, place }, run, name, breaks) => {
     const column = new Array(steps.length);
     const values = run.columns[name];
     run.steps.forEach((step, i) => {
@@ -66,7 +73,6 @@
   const hidden = new Set();
   let weight = 0;
   const charts = [];
-  const sync = uPlot.sync("steps");
 
   // what the y axis spans: room above and below, but from zero where less makes no sense
   const span = (floor) => (u, low, high) => {
@@ -80,7 +86,28 @@
     return floor === "zero" ? [Math.min(0, low - (low < 0 ? room : 0)), high + room] : [low - room, high + room];
   };
 
-  const curvesOf = (panel) => panel.lines.flatMap((line) => runs.flatMap((run, r) => {
+  // the most that a few spikes leave of the scale: twice what 95 of 100 values stay below; null if nothing is beyond
+  const ceiling = (columns) => {
+    const values = columns.flatMap((column) => column.filter((v) => v !== undefined && v !== null));
+    if (values.length < 20) return null;
+    values.sort((a, b) => a - b);
+    const most = 2 * values[Math.floor(0.95 * (values.length - 1))];
+    return most > 0 && values[values.length - 1] > 2 * most ? most : null;
+  };
+
+  // whether two curves cannot be told apart: within a pixel of each other wherever both are
+  const coincide = (one, other, range) => {
+    let common = 0;
+    for (let i = 0; i < one.length; i++) {
+      const known = one[i] !== undefined && one[i] !== null && other[i] !== undefined && other[i] !== null;
+      if (known && Math.abs(one[i] - other[i]) > range / HEIGHT) return false;
+      common += known;
+    }
+    return common > 0;
+  };
+
+  const curvesOf = (panel) => panel.lines.flatMap((line) => panel.runs.flatMap((r) => {
+    const run = runs[r];
     const name = line.columns.find((column) => run.columns[column]);
     return name === undefined ? [] : [{ run, r, line, name }];
   }));
@@ -121,14 +148,43 @@
     ctx.restore();
   };
 
+  // what is off the scale: a triangle at the top, in the colour of its run
+  const spikes = (chart) => (u) => {
+    if (chart.top === null) return;
+    const { ctx, bbox } = u;
+    const size = 4 * devicePixelRatio;
+    ctx.save();
+    chart.curves.forEach(({ r }, c) => {
+      if (hidden.has(r)) return;
+      ctx.fillStyle = colour(`--c${r % COLOURS}`);
+      chart.raw[c].forEach((value, i) => {
+        const step = chart.axis.steps[i];
+        if (!(value > chart.top) || step < u.scales.x.min || step > u.scales.x.max) return;
+        const x = u.valToPos(step, "x", true), y = bbox.top;
+        ctx.beginPath();
+        ctx.moveTo(x, y); ctx.lineTo(x - size, y + size * 1.6); ctx.lineTo(x + size, y + size * 1.6);
+        ctx.fill();
+      });
+    });
+    ctx.restore();
+  };
+
   class Chart {
     constructor(panel) {
       this.panel = panel;
+      this.axis = axisOf(panel);
       this.figure = byId(`panel-${panel.key}`);
       this.box = this.figure.querySelector(".plot");
       this.list = this.figure.querySelector(".readout");
       this.curves = curvesOf(panel);
-      this.raw = this.curves.map(({ run, name }) => aligned(run, name, panel.marks));
+      this.raw = this.curves.map(({ run, name }) => aligned(this.axis, run, name, panel.marks));
+      this.whole = !panel.clips;
+      this.clip = document.createElement("button");
+      this.clip.type = "button";
+      this.clip.className = "clip";
+      this.clip.hidden = true;
+      this.clip.addEventListener("click", () => { this.whole = !this.whole; this.update(); });
+      this.figure.querySelector("figcaption").append(this.clip);
       this.#readout();
       this.build();
     }
@@ -138,23 +194,58 @@
 
     data() {
       const smooth = this.raw.map((column) => (this.weight ? smoothed(column, this.weight) : []));
-      return [steps, ...this.raw, ...smooth];
+      return [this.axis.steps, ...this.raw, ...smooth];
     }
 
-    build() {
-      const { panel, curves } = this;
-      const zoom = this.plot && { min: this.plot.scales.x.min, max: this.plot.scales.x.max };
-      if (this.plot) { sync.unsub(this.plot); this.plot.destroy(); }
-      const style = ({ r, line }, over) => ({
+    // the scale without a few spikes, and a button that says what is beyond it
+    #fit() {
+      const visible = this.raw.filter((_, c) => !hidden.has(this.curves[c].r));
+      const limit = this.panel.clips ? ceiling(visible) : null;
+      this.top = this.whole ? null : limit;
+      this.clip.hidden = limit === null;
+      if (limit === null) return;
+      let most = -Infinity, at = 0;
+      visible.forEach((column) => column.forEach((value, i) => { if (value > most) { most = value; at = i; } }));
+      this.clip.textContent = this.whole ? "leave spikes out"
+        : `up to ${shown(most)} at step ${grouped.format(this.axis.steps[at])}: show`;
+    }
+
+    // how many visible curves a curve would hide
+    #below(c) {
+      if (hidden.has(this.curves[c].r)) return 0;
+      const values = this.raw[c].filter((v) => v !== undefined && v !== null);
+      const range = values.reduce((m, v) => Math.max(m, v), -Infinity) - values.reduce((m, v) => Math.min(m, v), Infinity);
+      return this.raw.slice(0, c).filter((column, other) => !hidden.has(this.curves[other].r) &&
+        coincide(this.raw[c], column, range)).length;
+    }
+
+    #style({ r, line }, over) {
+      return {
         show: !hidden.has(r) && (!over || this.weight > 0),
         label: `${runs[r].name} ${line.label}`,
         stroke: () => colour(`--c${r % COLOURS}`),
         width: over ? 1.75 : this.weight ? 1 : 1.5,
         alpha: over || !this.weight ? 1 : 0.25,
-        dash: line.second ? [5, 4] : r >= COLOURS ? [10, 3] : undefined,
         spanGaps: false,
         points: over ? { show: false } : { size: 4, space: 12 },
-      });
+      };
+    }
+
+    build() {
+      const { panel, curves } = this;
+      const zoom = this.plot && { min: this.plot.scales.x.min, max: this.plot.scales.x.max };
+      if (this.plot) { this.axis.sync.unsub(this.plot); this.plot.destroy(); }
+      this.#fit();
+      const below = curves.map((_, c) => this.#below(c));
+      const dash = ({ r, line }, c) => {
+        // what lies below shows through the gaps
+        if (below[c]) return [6, 6 * below[c]];
+        return line.second ? [5, 4] : r >= COLOURS ? [10, 3] : undefined;
+      };
+      const style = (curve, c, over) => ({ ...this.#style(curve, over), dash: dash(curve, c) });
+      const range = span(panel.floor);
+      const top = this.top;
+      const scale = top === null ? range : (u, low) => [range(u, low, top)[0], top];
       const axis = (extra) => ({
         stroke: () => colour("--soft"), font: "11px system-ui, sans-serif",
         grid: { stroke: () => colour("--grid"), width: 1 }, ticks: { show: false }, ...extra,
@@ -164,21 +255,25 @@
         legend: { show: false },
         scales: {
           x: { time: false },
-          y: { range: span(panel.floor) },
+          y: { range: scale },
         },
         axes: [
-          axis({ size: 26, gap: 4, space: 60, values: (u, splits) => splits.map((s) => (s === null || s % 1 ? "" : grouped.format(s))) }),
+          axis({
+            size: 26, gap: 4, space: 60, label: "optimizer step", labelSize: 16, labelGap: 0,
+            labelFont: "11px system-ui, sans-serif",
+            values: (u, splits) => splits.map((s) => (s === null || s % 1 ? "" : grouped.format(s))),
+          }),
           axis({ size: AXIS, gap: 6, space: 32, values: ticks }),
         ],
-        series: [{}, ...curves.map((c) => style(c, false)), ...curves.map((c) => style(c, true))],
+        series: [{}, ...curves.map((c, i) => style(c, i, false)), ...curves.map((c, i) => style(c, i, true))],
         cursor: {
           y: false,
-          sync: { key: "steps", setSeries: false, scales: ["x", null] },
+          sync: { key: this.axis.sync.key, setSeries: false, scales: ["x", null] },
           points: { size: 7, width: 1.5, fill: () => colour("--page") },
           dataIdx: (u, i, at) => (i > curves.length || i === 0 ? at : nearest(u.data[i], at)),
           drag: { x: true, y: false },
         },
-        hooks: { setCursor: [() => this.#tell()], draw: [marks(panel, curves)] },
+        hooks: { setCursor: [() => this.#tell()], draw: [marks(panel, curves), spikes(this)] },
       }, this.data(), this.box);
       if (zoom && zoom.min !== null) this.plot.setScale("x", zoom);
     }
@@ -230,11 +325,11 @@
         const column = this.raw[i];
         let at = on ? plot.cursor.idxs[i + 1] : column.findLastIndex((v) => v !== undefined && v !== null);
         const value = at === null || at < 0 ? undefined : column[at];
-        const bad = on && this.panel.marks && run.nonfinite.includes(steps[plot.cursor.idx]);
+        const bad = on && this.panel.marks && run.nonfinite.includes(this.axis.steps[plot.cursor.idx]);
         this.values[i].textContent = bad || value === null ? "not finite" : value === undefined ? "–" : shown(value);
         this.values[i].classList.toggle("bad", bad);
       });
-      byId("at").textContent = on ? `step ${grouped.format(steps[plot.cursor.idx])}` : "last step";
+      byId("at").textContent = on ? `step ${grouped.format(this.axis.steps[plot.cursor.idx])}` : "last step";
     }
 
   }
@@ -247,6 +342,7 @@
     if (width !== chart.plot.width) chart.plot.setSize({ width, height: HEIGHT });
   });
   const reset = () => charts.forEach((chart) => {
+    const { steps } = chart.axis;
     chart.plot.setScale("x", { min: steps[0], max: steps[steps.length - 1] });
   });
   const draw = (panel) => { charts.push(new Chart(panel)); charts[charts.length - 1].update(); };
@@ -275,16 +371,15 @@
   byId("reset").addEventListener("click", reset);
 
   panels.filter((panel) => !panel.folded).forEach(draw);
-  const more = byId("more-curves");
-  if (more) {
+  each(".more-curves", (more) => {
     const open = () => {
       if (!more.open || more.dataset.drawn) return;
       more.dataset.drawn = "yes";
-      panels.filter((panel) => panel.folded).forEach(draw);
+      panels.filter((panel) => panel.folded && more.contains(byId(`panel-${panel.key}`))).forEach(draw);
     };
     more.addEventListener("toggle", open);
     open();
-  }
+  });
 
   let waiting = 0;
   addEventListener("resize", () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(fit); });

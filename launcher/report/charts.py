@@ -1,0 +1,217 @@
+"""The charts of a page: which curve goes where, grouped by stage, and their data for the page's script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from launcher.report import series
+from launcher.report.html import Html, details, join, tag
+from launcher.report.series import Run, any_number
+
+COLOURS = 8
+_TOOLS = Html(
+    '<div class="tools"><label class="soft">smoothing <input type="range" id="smoothing" min="0" '
+    'max="0.99" step="0.01" value="0" autocomplete="off"> <output id="smoothing-is">0.00</output></label>'
+    '<button type="button" id="reset" title="drag over a chart to zoom">all steps</button>'
+    '<output id="at" class="at soft">last step</output></div>'
+)
+
+
+class Entry(NamedTuple):
+    """A run as the page shows it: its number, which gives it its colour, and the name of its stage file."""
+
+    number: int
+    name: str
+    run: Run
+
+    @property
+    def heading(self) -> Html:
+        """By colour, number and name: colour alone does not tell everybody."""
+        return join([self.mark, self.name])
+
+    @property
+    def mark(self) -> Html:
+        """Colour and number alone, where a name would take too much room."""
+        swatch = f'<span class="swatch k{self.number % COLOURS}" aria-hidden="true"></span>'
+        return join([Html(swatch), tag("span", self.number + 1, class_="no", title=self.name)])
+
+
+class Group(NamedTuple):
+    """The runs of one stage, which share charts: losses of SFT and DPO have nothing in common."""
+
+    name: str
+    suffix: str
+    entries: Sequence[Entry]
+
+
+def groups(entries: Sequence[Entry]) -> list[Group]:
+    """The runs by stage, in their order."""
+    stages = dict.fromkeys(entry.run.stage or "" for entry in entries)
+    return [
+        Group(
+            stage,
+            f"-{number}" if number else "",
+            [e for e in entries if (e.run.stage or "") == stage],
+        )
+        for number, stage in enumerate(stages)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One chart over the optimizer steps.
+
+    Of a run each line draws the first of its columns that the run has; a second line is dashed. The y axis
+    begins at `zero`, or is a `share` of 1. `marks` shows where a step was not finite; what is not `noisy` is
+    never smoothed; `clips` leaves a few spikes off the scale, and says so.
+    """
+
+    key: str
+    title: str
+    lines: Mapping[str, tuple[str, ...]]
+    unit: str = ""
+    floor: str | None = None
+    marks: bool = False
+    noisy: bool = True
+    clips: bool = False
+
+    def drawn(self, runs: Iterable[Run]) -> set[str]:
+        """The columns that it draws of any of these runs."""
+        drawn = set()
+        for columns in self.lines.values():
+            for run in runs:
+                there = (n for n in columns if any_number(run.series.columns.get(n, ())))
+                drawn |= set([*there][:1])
+        return drawn
+
+    def as_json(self, group: Group, *, folded: bool) -> dict[str, object]:
+        """As the page's script reads it; `runs` are the numbers of those that it draws."""
+        lines = [
+            {"columns": columns, "label": label, "second": number > 0}
+            for number, (label, columns) in enumerate(self.lines.items())
+        ]
+        return {
+            "key": f"{self.key}{group.suffix}",
+            "lines": lines,
+            "floor": self.floor,
+            "marks": self.marks,
+            "noisy": self.noisy,
+            "clips": self.clips,
+            "folded": folded,
+            "runs": [entry.number for entry in group.entries],
+        }
+
+    def figure(self, group: Group) -> Html:
+        """The place of the chart."""
+        key, unit = f"panel-{self.key}{group.suffix}", tag("span", f" {self.unit}", class_="unit")
+        lines = [
+            tag("span", label, **({"class_": "second"} if number else {}))
+            for number, label in enumerate(self.lines)
+            if label
+        ]
+        caption = [
+            tag("h3", join([self.title, unit if self.unit else ""]), id=f"{key}-title"),
+            tag("span", join(lines), class_="lines") if lines else "",
+        ]
+        return Html(
+            f'<figure id="{key}" role="group" aria-labelledby="{key}-title">'
+            f"<figcaption>{join(caption)}</figcaption>"
+            '<ul class="readout" aria-hidden="true"></ul>'
+            '<div class="plot" aria-hidden="true"></div></figure>\n'
+        )
+
+
+def _panel(key: str, title: str, *columns: str, **options: Any) -> Panel:
+    return Panel(key=key, title=title, lines={"": columns}, **options)
+
+
+PANELS: tuple[Panel, ...] = (
+    _panel("loss", "loss", "loss", marks=True),
+    _panel("learning_rate", "learning rate", "learning_rate", floor="zero", noisy=False),
+    _panel("tokens", "tokens/s", "tokens_per_second", "logged_tokens_per_second", floor="zero"),
+    Panel(
+        key="memory", title="peak memory", unit="GiB", floor="zero", noisy=False,
+        lines={"allocated": ("allocated_gib",), "reserved": ("reserved_gib",)},
+    ),
+    Panel(
+        key="rewards", title="rewards",
+        lines={"chosen": ("rewards/chosen",), "rejected": ("rewards/rejected",)},
+    ),
+    _panel("margin", "reward margin", "rewards/margins", "rewards/margin"),
+    _panel(
+        "accuracy", "reward accuracy", "rewards/accuracies", "rewards/accuracy", floor="share"
+    ),
+    _panel("grad_norm", "gradient norm", "grad_norm", floor="zero", clips=True),
+    _panel("wasted", "wasted share", "wasted_share", floor="zero"),
+)  # fmt: skip
+"""The charts that everybody looks at; any other column has one of its own, folded away."""
+
+
+def section(entries: Sequence[Entry]) -> Html:
+    """The curves of all runs, a grid of charts a stage."""
+    if not any(entry.run.series.steps for entry in entries):
+        return Html("")
+    several = groups(entries)
+    data: list[dict[str, object]] = []
+    grids: list[Html] = []
+    for group in several:
+        shown, folded = _panels([entry.run for entry in group.entries])
+        data += [panel.as_json(group, folded=False) for panel in shown]
+        data += [panel.as_json(group, folded=True) for panel in folded]
+        if len(several) > 1:
+            grids.append(tag("h3", group.name.upper() or "other", class_="stage"))
+        grids.append(_grid(shown, group))
+        if folded:
+            id = f"more-curves{group.suffix}"
+            more = details(f"{len(folded)} more", _grid(folded, group), id=id, class_="more-curves")
+            grids.append(more)
+    legend = [_switch(entry) for entry in entries] if len(entries) > 1 else []
+    title = Html('<legend class="visually-hidden">runs</legend>')
+    fieldset = tag("fieldset", join([title, *legend])) if legend else ""
+    parts = [
+        tag("h2", "Curves", id="curves"),
+        tag("div", join([fieldset, _TOOLS]), class_="controls"),
+        Html("<noscript><p>The curves need scripts; everything else does not.</p></noscript>"),
+        *grids,
+        Html(f'<script type="application/json" id="curves-data">{_data(entries, data)}</script>'),
+    ]
+    return tag("section", join(parts))
+
+
+def _panels(runs: Sequence[Run]) -> tuple[list[Panel], list[Panel]]:
+    """The charts that everybody looks at, and one for each other column."""
+    shown = [panel for panel in PANELS if panel.drawn(runs)]
+    drawn = {name for panel in shown for name in panel.drawn(runs)}
+    names = dict.fromkeys(
+        name for run in runs for name, column in run.series.columns.items() if any_number(column)
+    )
+    folded = [
+        _panel(f"column-{number}", name, name)
+        for number, name in enumerate(names)
+        if name not in drawn
+    ]
+    return shown, folded
+
+
+def _grid(panels: Sequence[Panel], group: Group) -> Html:
+    return tag("div", join(panel.figure(group) for panel in panels), class_="grid")
+
+
+def _data(entries: Sequence[Entry], charts: Sequence[object]) -> str:
+    """The curves as JSON that no text in it can end early."""
+    curves = ",".join(
+        f'{{"name":{json.dumps(entry.name)},{series.compact(entry.run.series)[1:]}'
+        for entry in entries
+    )
+    whole = f'{{"version":1,"panels":{json.dumps(charts)},"runs":[{curves}]}}'
+    return whole.replace("<", "\\u003c")
+
+
+def _switch(entry: Entry) -> Html:
+    return Html(
+        f'<label><input type="checkbox" data-run="{entry.number}" checked autocomplete="off">'
+        f"{entry.heading}</label>"
+    )

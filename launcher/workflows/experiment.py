@@ -118,13 +118,13 @@ def _end_left_over(folder: Path) -> None:
                 stop.stop(run)
 
 
-def page(runs: Iterable[Path], path: Path) -> Path | None:
-    """One page of those runs that began and are still there; None where none is.
+def page(runs: Iterable[Path], path: Path, lead: report_page.Lead) -> Path | None:
+    """One page of those runs that began and are still there, below what came of them; None where none is.
 
     Raises NotReady where a run cannot be read or the page cannot be written.
     """
     begun = [str(run) for run in runs if RunFolder(run).attempts()]
     if not begun:
         return None
-    report_page.write(series.gather(begun), path)
+    report_page.write(series.gather(begun), path, lead)
     return path

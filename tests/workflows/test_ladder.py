@@ -284,4 +284,7 @@ def test_interrupted_killed_and_gone_on_with(world: World) -> None:
     assert all(rung["first_loss"] for rung in data["rungs"])
     page = (ladders(world)[0] / "report.html").read_text()
     assert "stage-1gpu" in page and "stage-4gpu" in page
+    # the decision and the gates stand above the curves
+    top = page[page.index("<h1>") : page.index('id="curves"')]
+    assert "ladder stage" in top and ">go</span>" in top and "gate" in top
     assert not (ladders(world)[0] / "models").exists() and world.quiet()

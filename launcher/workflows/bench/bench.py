@@ -26,6 +26,7 @@ from launcher.machine import devices  # fmt: skip
 from launcher.plan.plan import Plan
 from launcher.report import console  # fmt: skip
 from launcher.report.html import figure
+from launcher.report.page import Lead
 from launcher.runs import rundir  # fmt: skip
 from launcher.stage.options import SWITCHED
 from launcher.stage.stage import Stage
@@ -421,7 +422,8 @@ def write_page(bench: Bench) -> None:
         for row in bench.rows
     )
     known = [Path(run) for run in runs if run is not None]
-    experiment.page([run for run in known if run.is_dir()], bench.folder / PAGE)
+    lead = Lead(title=f"bench {bench.folder.name}", tables=(_table(bench),), lines=_remarks(bench))
+    experiment.page([run for run in known if run.is_dir()], bench.folder / PAGE, lead)
 
 
 def _spread(name: str, scale: float = 1.0, unit: str = "", digits: int = 4) -> Callable[[Row], str]:
@@ -499,18 +501,26 @@ def facts(bench: Bench) -> list[str]:
     return lines
 
 
+def _table(bench: Bench) -> list[dict[str, str]]:
+    """Every variant with its figures."""
+    heads, body = cells(bench.rows)
+    return [
+        {"variant": row.variant, **dict(zip(heads, texts, strict=True))}
+        for row, texts in zip(bench.rows, body, strict=True)
+    ]
+
+
+def _remarks(bench: Bench) -> list[str]:
+    """What is to be thought of each variant, and of the whole comparison."""
+    return [*(f"{row.variant}: {standing(row)}" for row in bench.rows), *facts(bench)]
+
+
 def show(bench: Bench) -> None:
     """The table to stdout."""
     console.findings(comparison.baseline_fault(bench.samples))
-    rows = bench.rows
-    heads, body = cells(rows)
-    lines = [
-        {"variant": row.variant, **dict(zip(heads, texts, strict=True))}
-        for row, texts in zip(rows, body, strict=True)
-    ]
-    if lines:
-        console.table(lines, ("variant", *heads))
-    for line in [*(f"{row.variant}: {standing(row)}" for row in rows), *facts(bench)]:
+    if lines := _table(bench):
+        console.table(lines, tuple(lines[0]))
+    for line in _remarks(bench):
         console.say(line)
     if (bench.folder / PAGE).exists():
         console.say(str(bench.folder / PAGE))

@@ -30,6 +30,7 @@ from launcher.machine import python
 from launcher.machine.devices import Look
 from launcher.plan import footprint, plan
 from launcher.report import console
+from launcher.report.page import Lead
 from launcher.runs import rundir
 from launcher.runs.record import Record, mapping
 from launcher.stage import gates
@@ -577,16 +578,36 @@ def _climb(
 def _result(
     climb: Climb, folder: Path, standings: Sequence[Standing], code: Exit, reason: str | None
 ) -> Result:
-    page, runs = None, [Path(str(one.record.get("run"))) for one in standings]
-    with contextlib.suppress(LaunchError):
-        page = experiment.page(runs, folder / "report.html")
-    return Result(
+    result = Result(
         folder=folder,
         standings=tuple(standings),
         exit=code,
         reason=reason,
-        page=page,
         estimate=_estimate(climb, standings[-1]) if code is Exit.OK else None,
+    )
+    runs = [Path(str(one.record.get("run"))) for one in standings]
+    with contextlib.suppress(LaunchError):
+        page = experiment.page(runs, folder / "report.html", _lead(climb.stage, result))
+        result = replace(result, page=page)
+    return result
+
+
+def _lead(stage: Stage, result: Result) -> Lead:
+    """Rungs and gates, and whether to go, at the top of the page."""
+    go = result.exit is Exit.OK
+    flags = [
+        {"rung": label(one.gpus), "gate": flag.gate, "is": flag.colour, "why": flag.text}
+        for one in result.standings
+        for flag in one.flags
+    ]
+    lines = [f"no-go: {result.reason}"] if result.reason else []
+    lines += [result.estimate.line()] if result.estimate is not None else []
+    return Lead(
+        title=f"ladder {stage.name}",
+        decision="go" if go else "no-go",
+        colour="pass" if go else "fail",
+        tables=([_row(one) for one in result.standings], flags),
+        lines=lines,
     )
 
 

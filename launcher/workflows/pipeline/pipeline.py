@@ -23,6 +23,7 @@ from launcher.lifecycle.prepare import Prepared, Request
 from launcher.plan import plan
 from launcher.redaction import redact
 from launcher.report import console
+from launcher.report.page import Lead
 from launcher.runs import rundir
 from launcher.verdict import check
 from launcher.workflows import experiment, trial
@@ -227,6 +228,7 @@ class _Runner:
         states = {Exit.OK: "finished", Exit.INTERRUPTED: "interrupted"}
         result.state = states.get(result.exit, "stopped")
         result.ended = rundir.now()
+        self._page()
         self._write()
 
     def _run_stages(self) -> None:
@@ -348,11 +350,20 @@ class _Runner:
         with contextlib.suppress(LaunchError):
             experiment.write(self.result.folder / RECORD, self.result.as_json())
 
+    def _lead(self) -> Lead:
+        """The stages and how far they came, at the top of the page."""
+        rows = [row.shown() for row in self.result.rows]
+        shown = [{key: value for key, value in row.items() if key != "run"} for row in rows]
+        state = self.result.state
+        colour = {"finished": "pass", "stopped": "fail"}.get(state, "")
+        title = f"pipeline {self.result.order.chain.name}"
+        return Lead(title=title, decision=state, colour=colour, tables=(shown,))
+
     def _page(self) -> None:
         """The stages so far on one page."""
         runs = [Path(row.run) for row in self.result.rows if row.run]
         try:
-            experiment.page(runs, self.result.folder / PAGE)
+            experiment.page(runs, self.result.folder / PAGE, self._lead())
         except LaunchError as error:
             self._show(list(error.findings))
 

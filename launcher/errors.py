@@ -112,21 +112,21 @@ class NotReady(LaunchError):
     exit_code = Exit.NOT_READY
 
 
-def said(severity: Severity, code: str, message: str, help: str | None) -> Finding:
+def launch_finding(severity: Severity, code: str, message: str, help: str | None) -> Finding:
     """A finding of launch's own, about no place in a file."""
     return Finding(severity=severity, layer="launch", code=code, message=message, help=help)
 
 
 def usage(code: str, message: str, help: str | None = None) -> UsageError:
     """What to raise where the command line makes no sense."""
-    return UsageError(said("error", code, message, help))
+    return UsageError(launch_finding("error", code, message, help))
 
 
 def not_ready(
     code: str, message: str, help: str | None = None, *, file: str | None = None
 ) -> NotReady:
     """What to raise where this machine lacks something."""
-    return NotReady(replace(said("error", code, message, help), file=file))
+    return NotReady(replace(launch_finding("error", code, message, help), file=file))
 
 
 def unreadable(path: object, error: OSError) -> NotReady:

@@ -16,7 +16,7 @@ from typing import Any
 
 from launcher.machine.git import Repository
 from launcher.upstream import history
-from launcher.upstream.history import Event
+from launcher.upstream.history import ArgumentChange
 from launcher.upstream.locate import snapshot
 from launcher.upstream.trainers import BACKENDS
 
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     changes: dict[str, dict[str, Any]] = {}
     for stage, entry in BACKENDS[PACKAGE].STAGES.items():
         number = str(table["scripts"].index(entry.script))
-        newest: dict[str, Event] = {}
+        newest: dict[str, ArgumentChange] = {}
         for event in history.events(entry.script):
             newest.setdefault(event.key, event)
         before = {key for key, event in newest.items() if not event.gone}

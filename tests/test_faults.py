@@ -572,8 +572,8 @@ def test_a_log_without_room_does_not_end_the_training(world: World, mount: Mount
     mount(world.runs, "size=1m")
     script = (
         "import sys, os\n"
-        "from launcher.probe.watching.process import Console, Record, spare_streams\n"
-        "record = Record(sys.argv[1], 0)\n"
+        "from launcher.probe.watching.process import Console, EventLog, spare_streams\n"
+        "record = EventLog(sys.argv[1], 0)\n"
         "spare_streams()\n"
         "for number in range(20000): print('x' * 100)\n"
         "sys.stdout.flush()\n"

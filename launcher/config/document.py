@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypedDict
 
 import yaml
 
-from launcher.errors import Finding, InvalidConfig, said
+from launcher.errors import Finding, InvalidConfig, launch_finding
 from launcher.files import open_regular
 from launcher.paths import canonical
 
@@ -164,7 +164,7 @@ def _read_text(path: Path) -> str:
         raise refused(path, "not-utf8", message, line, "save it as UTF-8") from None
 
 
-class Place(TypedDict):
+class FindingPlace(TypedDict):
     """What a finding holds of an origin."""
 
     file: str
@@ -186,7 +186,7 @@ class Origin:
         return self.file if self.line is None else f"{self.file}:{self.line}"
 
     @property
-    def place(self) -> Place:
+    def place(self) -> FindingPlace:
         """For a finding, as keywords."""
         return {"file": self.file, "line": self.line, "override": self.override}
 
@@ -195,7 +195,7 @@ def bad(
     path: Path, code: str, message: str, line: int | None = None, help: str | None = None
 ) -> Finding:
     """An error in a file."""
-    return replace(said("error", code, message, help), file=str(path), line=line)
+    return replace(launch_finding("error", code, message, help), file=str(path), line=line)
 
 
 def refused(

@@ -94,7 +94,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Chain:
     document = read_yaml(path)
     _require_stages(path, document)
     value, _ = interpolate(path, document.value, document.origins)
-    reader = _Reader(path, replace(document, value=value))
+    reader = _PipelineReader(path, replace(document, value=value))
     links = reader.links()
     name = reader.name()
     if reader.findings:
@@ -127,7 +127,7 @@ def _overridden(chain: Chain, text: str) -> Chain:
     return replace(chain, links=tuple(changed if one is link else one for one in chain.links))
 
 
-class _Reader:
+class _PipelineReader:
     """Collects what is wrong instead of stopping at the first."""
 
     def __init__(self, path: Path, document: Document) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import files
-from launcher.errors import Finding, NotReady, UsageError, said
+from launcher.errors import Finding, NotReady, UsageError, launch_finding
 from launcher.machine import process, python
 from launcher.machine.locks import locked
 from launcher.machine.python import Gpu, GpuProcess
@@ -218,7 +218,9 @@ def named(text: str | None) -> tuple[str, ...] | None:
         return parts
     what = f"`{odd[0]}` is no GPU" if odd else f"{', '.join(twice)} is named twice"
     raise UsageError(
-        said("error", "bad-devices", f"--devices {text}: {what}", "numbers of nvidia-smi: 2,3")
+        launch_finding(
+            "error", "bad-devices", f"--devices {text}: {what}", "numbers of nvidia-smi: 2,3"
+        )
     )
 
 
@@ -254,7 +256,7 @@ def _named(names: Sequence[str], seen: Look) -> Devices:
             faults.append(_held_by(slot, use))
         elif use is not None:
             message = f"{slot.label} is named, and used by {use.text}: both may run out of memory"
-            faults.append(said("warning", "busy-gpu", message, _ending(use)))
+            faults.append(launch_finding("warning", "busy-gpu", message, _ending(use)))
     refused = any(fault.severity == "error" for fault in faults)
     return Devices(
         slots=() if refused else tuple(slots), why="named by --devices", findings=tuple(faults)
@@ -264,14 +266,14 @@ def _named(names: Sequence[str], seen: Look) -> Devices:
 def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
     here = len(seen.visible)
     if seen.fault is not None:
-        return said(
+        return launch_finding(
             "error", "no-driver", f"nvidia-smi says: {seen.fault}",
             "mend the driver (after an update: reboot), or start the container with --gpus all; --gpus 0 "
             "trains on the CPU",
         )  # fmt: skip
     if here < count:
         limit = "" if seen.hidden is None else f" ({VARIABLE}={seen.hidden})"
-        return said(
+        return launch_finding(
             "error", "too-few-gpus", f"{count} GPU(s) asked for, {here} here{limit}",
             f"--gpus {here}" if here else "--gpus 0 trains on the CPU",
         )  # fmt: skip
@@ -283,7 +285,7 @@ def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
     if len(foreign) + len(free) >= count:
         wanted = [s.name for s in seen.visible if s in free or s.name in foreign][:count]
         ways.append(f"--devices {','.join(wanted)} takes them all the same")
-    return said(
+    return launch_finding(
         "error", "gpus-taken",
         f"{count} GPU(s) asked for, {len(free)} of {here} free: {'; '.join(taken)}",
         ", or ".join(ways),
@@ -294,12 +296,12 @@ def _no_such(name: str, seen: Look) -> Finding:
     left = ", ".join(slot.name for slot in seen.visible) or "none"
     hidden = any(name in {str(gpu.index), gpu.uuid} for gpu in seen.present)
     why = f"{VARIABLE}={seen.hidden} hides it" if hidden else "there is no such GPU here"
-    return said("error", "no-such-gpu", f"--devices {name}: {why}", f"to be seen: {left}")
+    return launch_finding("error", "no-such-gpu", f"--devices {name}: {why}", f"to be seen: {left}")
 
 
 def _held_by(slot: Slot, use: Use) -> Finding:
     message = f"{slot.label} is taken by {use.text}"
-    return said("error", "gpus-taken", message, f"another one, or {_ending(use)}")
+    return launch_finding("error", "gpus-taken", message, f"another one, or {_ending(use)}")
 
 
 def _ending(use: Use) -> str:

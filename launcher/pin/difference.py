@@ -73,7 +73,7 @@ class Revision:
         named = f"{self.commit[:12]} ({about})" if about else self.commit[:12]
         return f"{named}, the pin" if self.commit == pin.PIN else named
 
-    def past(self, script: str) -> Callable[[str], Sequence[history.Event]]:
+    def past(self, script: str) -> Callable[[str], Sequence[history.ArgumentChange]]:
         """What happened to an argument of a script up to this commit."""
         return functools.partial(
             history.of, script=script, repository=self.repository, head=self.commit
@@ -89,7 +89,7 @@ class Revision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class ArgumentDifference:
     """One thing that changed about one argument, or one `raise` that arguments alone lead to.
 
     `name` is the argument, or the error that is raised. `before` and `after` are what it is about, as
@@ -132,7 +132,7 @@ class StageDifference:
 
     stage: str
     script: str
-    changes: tuple[Change, ...] = ()
+    changes: tuple[ArgumentDifference, ...] = ()
     unreadable: Mapping[str, str]
     reads: bool
 
@@ -158,7 +158,7 @@ class ConfigDifference:
     valid: tuple[bool | None, bool | None] = (None, None)
     appeared: tuple[Finding, ...] = ()
     vanished: tuple[Finding, ...] = ()
-    defaults: tuple[Change, ...] = ()
+    defaults: tuple[ArgumentDifference, ...] = ()
 
     @property
     def worse(self) -> bool:
@@ -180,7 +180,7 @@ class ConfigDifference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class CommitDifference:
     """Everything between two commits; `ahead` and `behind` count commits of NEW against OLD."""
 
     repository: Path
@@ -226,7 +226,7 @@ class Difference:
 
 def between(
     commits: Commits, paths: Sequence[Path] = (), *, stage: str | None = None
-) -> Difference:
+) -> CommitDifference:
     """Compare two commits, and what they mean for the stage files `paths`.
 
     `stage` is for flat files that do not say theirs. Raises NotReady where git lacks the commits' files,
@@ -243,7 +243,7 @@ def between(
         if not entry.stage or name in old.schemas
     }
     ahead, behind = pin.distance(repository, commits.old, commits.new)
-    return Difference(
+    return CommitDifference(
         repository=repository.root, shallow=repository.is_shallow(), old=old, new=new,
         ahead=ahead, behind=behind, stages=compared,
         configs=tuple(_judge_both(one, old, new, compared, stage) for one in loaded),
@@ -314,7 +314,7 @@ def _compare(stage: str, old: Revision, new: Revision) -> StageDifference:
     script = BACKEND.STAGES[stage].script
     sides = {"old": old, "new": new}
     unreadable = {s: r.unreadable[stage] for s, r in sides.items() if stage in r.unreadable}
-    changes: list[Change] = []
+    changes: list[ArgumentDifference] = []
     followed = False
     if not unreadable:
         first, second = old.schemas[stage], new.schemas[stage]
@@ -332,9 +332,9 @@ def _compare(stage: str, old: Revision, new: Revision) -> StageDifference:
 def _fields(
     old: Mapping[str, Field],
     new: Mapping[str, Field],
-    before: Callable[[str], Sequence[history.Event]],
-    after: Callable[[str], Sequence[history.Event]],
-) -> Iterator[Change]:
+    before: Callable[[str], Sequence[history.ArgumentChange]],
+    after: Callable[[str], Sequence[history.ArgumentChange]],
+) -> Iterator[ArgumentDifference]:
     gone = [name for name in old if name not in new]
     added = [name for name in new if name not in old]
     # old name -> new name; where NEW is the older commit, as it was renamed later
@@ -342,14 +342,14 @@ def _fields(
     renames |= {to: name for name, to in _renames(added, before, gone) if to not in renames}
     for name in gone:
         to = renames.get(name)
-        yield Change(
+        yield ArgumentDifference(
             name=name, what="renamed" if to else "removed", to=to, old=old[name].where,
             before=old[name].type, after=new[to].type if to else None,
             new=new[to].where if to else None, why=_why(after(name), gone=True),
         )  # fmt: skip
     for name in (name for name in added if name not in renames.values()):
         known = new[name]
-        yield Change(
+        yield ArgumentDifference(
             name=name, what="added", after=f"{known.type} = {shown_default(known)}",
             new=known.where, why=_why(after(name), gone=False),
         )  # fmt: skip
@@ -359,7 +359,9 @@ def _fields(
 
 
 def _renames(
-    names: Iterable[str], past: Callable[[str], Sequence[history.Event]], others: Sequence[str]
+    names: Iterable[str],
+    past: Callable[[str], Sequence[history.ArgumentChange]],
+    others: Sequence[str],
 ) -> Iterator[tuple[str, str]]:
     for name in names:
         events = past(name)
@@ -367,14 +369,14 @@ def _renames(
             yield name, to
 
 
-def _why(events: Sequence[history.Event], *, gone: bool) -> str | None:
+def _why(events: Sequence[history.ArgumentChange], *, gone: bool) -> str | None:
     """How a name went away or came, for people; None where NEW is the older commit."""
     return history.sentence(events[0]) if events and events[0].gone == gone else None
 
 
-def _altered(old: Field, new: Field) -> Iterator[Change]:
+def _altered(old: Field, new: Field) -> Iterator[ArgumentDifference]:
     to = new.name if new.name != old.name else None
-    change = Change(name=old.name, what="type", old=old.where, new=new.where, to=to)
+    change = ArgumentDifference(name=old.name, what="type", old=old.where, new=new.where, to=to)
     if _takes(old) != _takes(new):
         yield replace(change, before=_shown_type(old), after=_shown_type(new))
     before, after = shown_default(old), shown_default(new)
@@ -407,7 +409,7 @@ def shown_default(known: Field) -> str:
     return str(known.default)
 
 
-def _reads(old: Schema, new: Schema, renames: Mapping[str, str]) -> Iterator[Change]:
+def _reads(old: Schema, new: Schema, renames: Mapping[str, str]) -> Iterator[ArgumentDifference]:
     entries = entry_of(old), entry_of(new)
     for name, known in old.fields.items():
         to = name if name in new.fields else renames.get(name)
@@ -420,7 +422,7 @@ def _reads(old: Schema, new: Schema, renames: Mapping[str, str]) -> Iterator[Cha
         after = _shown_reads(second, entries[1], {})
         if before != after:
             what: What = "conditions" if first and second else "read" if second else "unread"
-            yield Change(
+            yield ArgumentDifference(
                 name=name, what=what, to=to if to != name else None, before=before, after=after,
                 old=first[0].where if first else known.where,
                 new=second[0].where if second else new.fields[to].where,
@@ -445,7 +447,7 @@ def _renamed(text: str, renames: Mapping[str, str]) -> str:
 
 def _refusals(
     old: Iterable[Refusal], new: Iterable[Refusal], renames: Mapping[str, str]
-) -> Iterator[Change]:
+) -> Iterator[ArgumentDifference]:
     def by_conditions(
         refusals: Iterable[Refusal], renames: Mapping[str, str]
     ) -> Mapping[object, Refusal]:
@@ -454,12 +456,14 @@ def _refusals(
     first, second = by_conditions(old, renames), by_conditions(new, {})
     for key in first.keys() - second.keys():
         one = first[key]
-        yield Change(
+        yield ArgumentDifference(
             name=_raiser(one), what="accepted", before=unused.shown(one.when), old=one.where
         )
     for key in second.keys() - first.keys():
         one = second[key]
-        yield Change(name=_raiser(one), what="refused", after=unused.shown(one.when), new=one.where)
+        yield ArgumentDifference(
+            name=_raiser(one), what="refused", after=unused.shown(one.when), new=one.where
+        )
 
 
 def _raiser(refusal: Refusal) -> str:
@@ -523,7 +527,7 @@ def _identity(finding: Finding) -> tuple[str | None, ...]:
     return finding.severity, finding.code, finding.key, about
 
 
-def _relies_on(change: Change, old: Judged, new: Judged) -> bool:
+def _relies_on(change: ArgumentDifference, old: Judged, new: Judged) -> bool:
     """Whether a file leaves an argument to a default that changes, and something reads it."""
     assert old.schema and new.schema and old.values is not None and new.values is not None
     args, to = new.config.args, change.to or change.name
@@ -546,7 +550,7 @@ def _relies_on(change: Change, old: Judged, new: Judged) -> bool:
 # --- as text --------------------------------------------------------------------------------------
 
 
-def lines(difference: Difference, *, everything: bool = False) -> list[str]:
+def lines(difference: CommitDifference, *, everything: bool = False) -> list[str]:
     """The answer for people. Without stage files, or with `everything`, each change has its line."""
     told = list(_head_lines(difference))
     for config in difference.configs:
@@ -565,7 +569,7 @@ def lines(difference: Difference, *, everything: bool = False) -> list[str]:
     return [*told, "", _result_line(difference)]
 
 
-def _head_lines(difference: Difference) -> Iterator[str]:
+def _head_lines(difference: CommitDifference) -> Iterator[str]:
     yield f"old  {difference.old.title}"
     yield f"new  {difference.new.title}"
     counts = [(difference.ahead, "ahead"), (difference.behind, "behind")]
@@ -618,7 +622,7 @@ def _stage_lines(stage: StageDifference, *, everything: bool) -> Iterator[str]:
         yield f"  in all: {', '.join(counts)} (--all shows them)"
 
 
-def _result_line(difference: Difference) -> str:
+def _result_line(difference: CommitDifference) -> str:
     worse = [str(config.path) for config in difference.configs if config.worse]
     if worse:
         return f"worse for {len(worse)} of {len(difference.configs)} file(s): {', '.join(worse)}"

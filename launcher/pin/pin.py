@@ -33,7 +33,7 @@ _STATES: Mapping[State, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class CheckoutStatus:
     """One place where a checkout may lie, and what is there.
 
     `source` says who names it. `commit`, `date` (YYYY-MM-DD) and `subject` are what is checked out,
@@ -119,13 +119,13 @@ class Status:
     index names for the submodule. `fault` is why the place that was named cannot be used.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[CheckoutStatus, ...]
     repository: Path | None = None
     recorded: str | None = None
     fault: Finding | None = None
 
     @property
-    def submodule(self) -> Place:
+    def submodule(self) -> CheckoutStatus:
         """The place of launch's own submodule."""
         own = canonical(locate.SUBMODULE)
         return next(place for place in self.places if canonical(place.path) == own)
@@ -139,7 +139,7 @@ class Status:
         return f"git -C {_word(self.repository)} submodule update --init {below}"
 
     @property
-    def used(self) -> Place | None:
+    def used(self) -> CheckoutStatus | None:
         """The checkout that a run would use; None: only the committed snapshot is here."""
         return next((place for place in self.places if place.used), None)
 
@@ -219,7 +219,7 @@ def status(checkout: Path | None, environ: Mapping[str, str]) -> Status:
         used = locate.locate("open_instruct", checkout=checkout, environ=environ).root
     except NotReady as error:
         fault = error.findings[0]
-    places: list[Place] = []
+    places: list[CheckoutStatus] = []
     for path, source in locate.checkout_places(checkout, environ):
         if all(canonical(path) != canonical(known.path) for known in places):
             taken = used is not None and canonical(path) == canonical(used)
@@ -232,19 +232,21 @@ def status(checkout: Path | None, environ: Mapping[str, str]) -> Status:
     return Status(places=tuple(places), repository=root, recorded=recorded, fault=fault)
 
 
-def _look(path: Path, source: str, *, used: bool) -> Place:
+def _look(path: Path, source: str, *, used: bool) -> CheckoutStatus:
     state = _state(path)
     if state != "checkout":
-        return Place(path=path, source=source, used=used, state=state)
+        return CheckoutStatus(path=path, source=source, used=used, state=state)
     facts = locate.locate("open_instruct", checkout=path, environ={})
     repository = Repository(path)
     if not _is_own(repository):
-        return Place(path=path, source=source, used=used, state=state, changed=facts.changed)
+        return CheckoutStatus(
+            path=path, source=source, used=used, state=state, changed=facts.changed
+        )
     commit = repository.commit("HEAD")
     date, subject = describe(repository, commit) if commit else (None, None)
     edited = repository.ask("diff", "--name-only", "--no-ext-diff", "-z", "HEAD", "--") or ""
     ahead, behind = distance(repository, PIN, commit) if commit else (None, None)
-    return Place(
+    return CheckoutStatus(
         path=path, source=source, used=used, state=state, commit=commit, date=date,
         subject=subject, edited=tuple(filter(None, edited.split("\0"))), changed=facts.changed,
         ahead=ahead, behind=behind, knows_pin=repository.commit(PIN) is not None,

@@ -126,4 +126,4 @@ def as_it_stands(
         # what is launch's own does not hang on upstream's lines
         places = () if one.layer == "launch" else citations.of_rule(rule)
         gone = [place for place in places if not schema.stands(place)]
-        yield citations.said(one, gone) if gone else one
+        yield citations.downgrade(one, gone) if gone else one

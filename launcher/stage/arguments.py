@@ -13,11 +13,11 @@ from launcher.config import keys
 from launcher.config.load import Config
 from launcher.errors import Finding, Layer, brief
 from launcher.upstream import history, locate
-from launcher.upstream.history import Event
-from launcher.upstream.schema import Field, Flag, Schema
+from launcher.upstream.history import ArgumentChange
+from launcher.upstream.schema import Field, OptionString, Schema
 from launcher.upstream.trainers import BACKENDS, Entry
 
-Past = Callable[[str], Sequence[Event]]
+Past = Callable[[str], Sequence[ArgumentChange]]
 """What happened to an argument of this name upstream, newest first."""
 
 
@@ -59,7 +59,7 @@ def taken(schema: Schema, args: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in args.items():
         if value is None:
             continue
-        flag = Flag(key) if key in schema.fields else schema.taken_as(key)
+        flag = OptionString(key) if key in schema.fields else schema.taken_as(key)
         if flag is not None and not flag.negated:
             taken[flag.name] = value
         elif flag is not None and value == []:
@@ -67,7 +67,7 @@ def taken(schema: Schema, args: Mapping[str, Any]) -> dict[str, Any]:
     return taken
 
 
-def meant(
+def reported(
     config: Config, schema: Schema, entry: Entry, faults: Sequence[Finding]
 ) -> frozenset[str | None]:
     """Keys about which enough was said: wrong ones, and those that a wrong key was meant to be."""
@@ -181,7 +181,7 @@ def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tupl
 
 
 def _explain_gone(
-    schema: Schema, past: Past, message: str, events: Sequence[Event]
+    schema: Schema, past: Past, message: str, events: Sequence[ArgumentChange]
 ) -> tuple[str, str, str]:
     """A key that once was an argument: what became of it, followed over all its renames."""
     told = f"{message}: {history.sentence(events[0])}"

@@ -16,7 +16,7 @@ from launcher.redaction import redact
 from launcher.runs import skypilot
 from launcher.stage import gates, stage, unused
 from launcher.upstream import history, locate
-from launcher.upstream.history import Event
+from launcher.upstream.history import ArgumentChange
 from launcher.upstream.locate import Locator, Upstream
 from launcher.upstream.schema import Field, Read, Schema
 from launcher.upstream.trainers import BACKENDS
@@ -54,7 +54,7 @@ class Explained:
     reads: tuple[Read, ...] | None
     advice: str | None
     here: Here | None
-    history: tuple[Event, ...]
+    history: tuple[ArgumentChange, ...]
 
     @property
     def known(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.load import Config
-from launcher.errors import Finding, InvalidConfig, errors, said
+from launcher.errors import Finding, InvalidConfig, errors, launch_finding
 from launcher.rules import registry
 from launcher.rules.context import Context
 from launcher.stage import arguments, options, unused
@@ -107,12 +107,12 @@ def judge(
     past = functools.partial(locate.past, source, schema.script)
     checked = list(arguments.check(config, schema, entry, past))
     values = _values(opts, schema, arguments.taken(schema, config.args))
-    meant = arguments.meant(config, schema, entry, checked)
-    lacking = list(arguments.missing(config, schema, entry, meant))
-    meant |= {fault.key for fault in lacking}
+    reported = arguments.reported(config, schema, entry, checked)
+    lacking = list(arguments.missing(config, schema, entry, reported))
+    reported |= {fault.key for fault in lacking}
     checked += lacking
     ruled = [_accepted(opts, finding) for finding in registry.apply(values)]
-    findings += [*checked, *(f for f in ruled if f.layer == "parser" or f.key not in meant)]
+    findings += [*checked, *(f for f in ruled if f.layer == "parser" or f.key not in reported)]
     wrong = {finding.key for finding in findings if finding.severity == "error"}
     findings += unused.refused(values, entry, wrong)
     # the analysis says nothing more of keys of which something as grave was said
@@ -122,7 +122,7 @@ def judge(
     findings += _expect_faults(opts, entry, values)
     wrong = {finding.key for finding in findings if finding.severity == "error"}
     around = _environment_faults(opts, entry, values, running=running)
-    findings += [finding for finding in around if finding.key not in meant | wrong]
+    findings += [finding for finding in around if finding.key not in reported | wrong]
     return Judged(
         config=config, stage=found, options=opts, schema=schema, upstream=source, values=values,
         findings=_in_order(config, findings, about_source),
@@ -215,7 +215,7 @@ def _attention_faults(opts: Options, config: Config) -> Iterator[Finding]:
 
 
 def _error(code: str, key: str, message: str, help: str) -> Finding:
-    return replace(said("error", code, message, help), key=key)
+    return replace(launch_finding("error", code, message, help), key=key)
 
 
 def _expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:
@@ -260,7 +260,9 @@ def trend_fault(opts: Options, steps: int | None) -> Finding | None:
     )
     message += f"has as many losses at most, {TREND_LOSSES} are needed"
     help = "a longer run, or expect.trend=any"
-    return replace(said("warning", "impossible-expectation", message, help), key="expect.trend")
+    return replace(
+        launch_finding("warning", "impossible-expectation", message, help), key="expect.trend"
+    )
 
 
 def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:

@@ -47,7 +47,7 @@ def of_rule(rule: Callable[..., object]) -> list[str]:
 
 def table(trees: Mapping[str, Tree], cited: Iterable[str]) -> dict[str, list[str]]:
     """Where each cited line of these packages stands, to be found again in another commit of them."""
-    read = _Files(trees)
+    read = _SourceFiles(trees)
     found = {}
     for citation in sorted(set(cited)):
         label, _, number = citation.rpartition(":")
@@ -58,7 +58,7 @@ def table(trees: Mapping[str, Tree], cited: Iterable[str]) -> dict[str, list[str
 
 
 @dataclass(slots=True)
-class Standing:
+class CitationCheck:
     """Whether a line that the pin has at `package/file.py:line` is in the same place of these sources.
 
     Files are read when they are asked about. A line that the table does not know counts as standing, and
@@ -68,10 +68,10 @@ class Standing:
     known: Table
     trees: Mapping[str, Tree]
     others: frozenset[str] = frozenset()
-    _read: _Files = field(init=False)
+    _read: _SourceFiles = field(init=False)
 
     def __post_init__(self) -> None:
-        self._read = _Files(self.trees)
+        self._read = _SourceFiles(self.trees)
 
     def __call__(self, citation: str) -> bool:
         label = citation.rpartition(":")[0]
@@ -82,7 +82,7 @@ class Standing:
         return file is not None and digest in file.digests(name)
 
 
-def said(found: Finding, gone: Iterable[str]) -> Finding:
+def downgrade(found: Finding, gone: Iterable[str]) -> Finding:
     """A finding of the pin where some of what it is about is `gone`: one severity less, and why."""
     listed = ", ".join(one.removeprefix("open_instruct/") for one in gone)
     return replace(
@@ -95,7 +95,7 @@ def said(found: Finding, gone: Iterable[str]) -> Finding:
 
 
 @dataclass(slots=True)
-class _File:
+class _SourceFile:
     """One file: its lines, and the first and last line of each function and class, by qualified name."""
 
     lines: list[str]
@@ -118,11 +118,11 @@ class _File:
 
 
 @dataclass(slots=True)
-class _Files:
+class _SourceFiles:
     trees: Mapping[str, Tree]
-    known: dict[str, _File | None] = field(default_factory=dict)
+    known: dict[str, _SourceFile | None] = field(default_factory=dict)
 
-    def file(self, label: str) -> _File | None:
+    def file(self, label: str) -> _SourceFile | None:
         """A file by `package/path.py`; None where it is not there or is no Python."""
         if label not in self.known:
             package, _, below = label.partition("/")
@@ -131,13 +131,13 @@ class _Files:
         return self.known[label]
 
 
-def _parsed(raw: bytes) -> _File | None:
+def _parsed(raw: bytes) -> _SourceFile | None:
     try:
         tree = ast.parse(raw)
     except (SyntaxError, ValueError, RecursionError):
         return None
     lines = raw.decode("utf-8", "replace").splitlines()
-    return _File(lines=lines, spans=list(_spans(tree, "")))
+    return _SourceFile(lines=lines, spans=list(_spans(tree, "")))
 
 
 def _spans(node: ast.AST, prefix: str) -> Iterator[tuple[str, int, int]]:

@@ -28,7 +28,7 @@ _FEW = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class ArgumentChange:
     """One change of one argument of an entry script.
 
     `owner` is the dataclass (empty for a plain argparse flag); `file` and `line` its definition, at
@@ -58,7 +58,7 @@ class Event:
 
 def of(
     key: str, script: str, repository: Repository | None = None, *, head: str = "HEAD"
-) -> tuple[Event, ...]:
+) -> tuple[ArgumentChange, ...]:
     """What happened to one argument of `script` (`open_instruct/finetune.py`) up to `head`.
 
     Newest first; empty for a name that never was an argument. `repository` is the checkout's; for
@@ -81,7 +81,7 @@ def of(
 
 
 @cache
-def events(script: str) -> tuple[Event, ...]:
+def events(script: str) -> tuple[ArgumentChange, ...]:
     """The committed changes of all arguments of `script`, newest first."""
     package = script.partition("/")[0]
     found = _events(package, script)
@@ -89,7 +89,7 @@ def events(script: str) -> tuple[Event, ...]:
 
 
 def called_now(
-    event: Event, past: Callable[[str], Sequence[Event]], fields: Collection[str]
+    event: ArgumentChange, past: Callable[[str], Sequence[ArgumentChange]], fields: Collection[str]
 ) -> str | None:
     """The field that a renamed argument is now, followed over later renames; None without one."""
     name, seen = event.to, {event.key}
@@ -100,7 +100,7 @@ def called_now(
     return name if name in fields else None
 
 
-def formerly(key: str, script: str, fields: Collection[str]) -> Event | None:
+def formerly(key: str, script: str, fields: Collection[str]) -> ArgumentChange | None:
     """The rename that made a field what is called `key` at the pin: of an older commit, which has not
     had it yet. Followed over earlier renames; None without one.
     """
@@ -112,7 +112,7 @@ def formerly(key: str, script: str, fields: Collection[str]) -> Event | None:
         seen.add(made.key)
 
 
-def sentence(event: Event) -> str:
+def sentence(event: ArgumentChange) -> str:
     """One event for people: `removed by #1567 (9e8e2187c, 2026-03-30)`."""
     what = f"renamed to `{event.to}`" if event.to else event.what
     short = event.commit[:9]
@@ -142,7 +142,7 @@ def table_commit(package: str) -> str:
     return str(_table().get(package, {}).get("commit", ""))
 
 
-def _events(package: str, script: str) -> tuple[Event, ...]:
+def _events(package: str, script: str) -> tuple[ArgumentChange, ...]:
     """The rows of the table: the scripts (their numbers), what, key, new name or names to see, owner,
     file, line."""
     data = _table().get(package, {"scripts": [], "changes": []})
@@ -156,7 +156,7 @@ def _events(package: str, script: str) -> tuple[Event, ...]:
                 see = tuple(to) if isinstance(to, list) else ()
                 to = to if isinstance(to, str) else None
                 found.append(
-                    Event(
+                    ArgumentChange(
                         key=key, what=what, to=to, see=see, owner=owner, file=file, line=line, **at
                     )
                 )
@@ -168,7 +168,7 @@ def _events(package: str, script: str) -> tuple[Event, ...]:
 
 def find(
     repository: Repository, key: str, script: str, base: str | None, head: str
-) -> Iterator[Event]:
+) -> Iterator[ArgumentChange]:
     """The commits from `base` to `head` that changed whether `key` is defined, newest first.
 
     Searched are the files that have ever defined an argument of the script. A definition that only
@@ -190,7 +190,7 @@ def find(
             yield event
 
 
-def _event(key: str, patch: str, commit: str, date: str, subject: str) -> Event | None:
+def _event(key: str, patch: str, commit: str, date: str, subject: str) -> ArgumentChange | None:
     """What one commit did to an argument; None where it is defined before and after it."""
     lost, new = ([d for d in _definitions(patch) if d.sign == sign] for sign in "-+")
     own = [d for d in (*lost, *new) if d.key == key]
@@ -204,7 +204,7 @@ def _event(key: str, patch: str, commit: str, date: str, subject: str) -> Event 
         about = {*key.split("_")} - {"use"}
         see = [name for name in came if {*name.split("_")} & about] if len(came) <= _FEW else []
     number = _PULL.search(subject)
-    return Event(
+    return ArgumentChange(
         key=key, what="added" if one.sign == "+" else "renamed" if to else "removed", to=to,
         see=tuple(see), owner=one.owner, file=one.file, line=one.line, commit=commit, date=date,
         pull=int(number[1] or number[2]) if number else None,

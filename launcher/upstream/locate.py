@@ -19,7 +19,7 @@ from launcher.errors import Finding, InvalidConfig, NotReady
 from launcher.machine.git import CommitTree, Repository
 from launcher.paths import PROJECT, exists, expanded, is_file
 from launcher.upstream import facts, history
-from launcher.upstream.history import Event
+from launcher.upstream.history import ArgumentChange
 from launcher.upstream.schema import Schema
 from launcher.upstream.source.packages import Folder, Tree, find_package
 from launcher.upstream.trainers import BACKENDS, Entry
@@ -280,14 +280,14 @@ def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False)
 
 
 def _standing(upstream: Upstream, script: str) -> Callable[[str], bool]:
-    from launcher.upstream.citations import Standing
+    from launcher.upstream.citations import CitationCheck
 
     entries = BACKENDS[upstream.backend].STAGES.values()
     own = {entry.script: {entry.script, *_defining(entry)} for entry in entries}
     raw = files("launcher.upstream.snapshots").joinpath("cited.json").read_text(encoding="utf-8")
     known = json.loads(raw)[upstream.backend]
     others = set().union(*own.values()) - own[script]
-    return Standing(known, upstream.packages, frozenset(others))
+    return CitationCheck(known, upstream.packages, frozenset(others))
 
 
 def _defining(entry: Entry) -> Iterator[str]:
@@ -304,7 +304,7 @@ def at_pin(schema: Schema, key: str) -> str | None:
     return None if known is None else str(told["fields"][known]["where"])
 
 
-def past(upstream: Upstream, script: str, key: str) -> tuple[Event, ...]:
+def past(upstream: Upstream, script: str, key: str) -> tuple[ArgumentChange, ...]:
     """What happened to an argument of a script, newest first; see `history.of`.
 
     At the pin the committed table answers; anything else asks its own git history, if it has one.

@@ -169,7 +169,7 @@ class Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class OptionString:
     """One option string of upstream's parser: the field it sets; `negated` ones set it to false."""
 
     name: str
@@ -287,17 +287,17 @@ class Schema:
                 return f"`{brief(word)}` would be read as a flag"
         return self.fields[name].refusal(words)
 
-    def flags(self) -> dict[str, Flag | None]:
+    def flags(self) -> dict[str, OptionString | None]:
         """Every flag that upstream's parser knows, in its order; None for help."""
-        known: dict[str, Flag | None] = {"-h": None, "--help": None}
+        known: dict[str, OptionString | None] = {"-h": None, "--help": None}
         for name, one in self.fields.items():
-            known[f"--{name}"] = known[f"--{name.replace('_', '-')}"] = Flag(name)
+            known[f"--{name}"] = known[f"--{name.replace('_', '-')}"] = OptionString(name)
             if one.kind == "bool" and one.default is True and not one.many:
-                negated = Flag(name, negated=True)
+                negated = OptionString(name, negated=True)
                 known[f"--no_{name}"] = known[f"--no-{name.replace('_', '-')}"] = negated
         return known
 
-    def taken_as(self, key: str) -> Flag | None:
+    def taken_as(self, key: str) -> OptionString | None:
         """What argparse takes `--key` for: an alias, or the only flag that starts like this."""
         flags = self.flags()
         if f"--{key}" in flags:

@@ -14,7 +14,12 @@ from repositories import UTILS, commit, declared, git, script, transformation
 from launcher.cli.main import main
 from launcher.errors import Exit, NotReady, UsageError
 from launcher.pin import difference, pin
-from launcher.pin.difference import Change, ConfigDifference, Difference, StageDifference
+from launcher.pin.difference import (
+    ArgumentDifference,
+    CommitDifference,
+    ConfigDifference,
+    StageDifference,
+)
 from launcher.upstream import locate
 from launcher.upstream.trainers import BACKENDS
 
@@ -81,7 +86,7 @@ class Repo:
     old: str
     new: str
 
-    def diff(self, *configs: Path, words: Sequence[str] = ()) -> Difference:
+    def diff(self, *configs: Path, words: Sequence[str] = ()) -> CommitDifference:
         commits = pin.find_commits(words or (self.old, self.new), self.path, {})
         return difference.between(commits, configs)
 
@@ -128,7 +133,7 @@ def repo(tmp_path_factory: pytest.TempPathFactory) -> Repo:
     return Repo(path, old, new)
 
 
-def changes(told: StageDifference, name: str) -> dict[str, Change]:
+def changes(told: StageDifference, name: str) -> dict[str, ArgumentDifference]:
     return {change.what: change for change in told.changes if change.name == name}
 
 
@@ -136,7 +141,7 @@ def renames(told: StageDifference) -> dict[str, str | None]:
     return {change.name: change.to for change in told.changes if change.what == "renamed"}
 
 
-def only(told: Difference) -> ConfigDifference:
+def only(told: CommitDifference) -> ConfigDifference:
     (one,) = told.configs
     return one
 
@@ -379,7 +384,7 @@ def history(checkout: Path) -> Path:
     return checkout
 
 
-def between(checkout: Path, old: str, new: str, *configs: Path) -> Difference:
+def between(checkout: Path, old: str, new: str, *configs: Path) -> CommitDifference:
     try:
         commits = pin.find_commits((old, new), checkout, {})
     except (NotReady, UsageError):

@@ -12,7 +12,7 @@ from repositories import UTILS, commit, git, script, transformation
 
 from launcher.errors import Exit
 from launcher.pin import pin
-from launcher.pin.pin import Place, Status
+from launcher.pin.pin import CheckoutStatus, Status
 from launcher.upstream import locate
 
 FILES = {
@@ -44,7 +44,7 @@ def pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def place(told: Status, source: str) -> Place:
+def place(told: Status, source: str) -> CheckoutStatus:
     return next(one for one in told.places if one.source == source)
 
 

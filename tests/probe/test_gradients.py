@@ -14,8 +14,7 @@ import pytest
 from conftest import PATIENCE_S, REPOSITORY, SUPPORT
 
 from launcher.cli.main import main
-from launcher.probe.watching.gradients import Sample as Elements
-from launcher.probe.watching.gradients import tolerance
+from launcher.probe.watching.gradients import ElementSample, tolerance
 from launcher.rules.deepspeed import fault
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import judge as judgement
@@ -141,7 +140,7 @@ def test_a_process_without_a_probe_is_waited_for_once_and_nothing_is_claimed(
 
 def test_the_samples_cover_a_parameter_and_every_part_of_it_finds_its_own() -> None:
     sizes = [1, 7, 64, 65, 4096, 100_003]
-    sample = Elements(sizes, 64)
+    sample = ElementSample(sizes, 64)
     for seed in range(50):
         sample.draw(seed)
         for row, size in enumerate(sizes):

@@ -68,11 +68,11 @@ def test_a_line_stands_where_its_function_holds_it(
     assert list(known) == [
         f"open_instruct/data.py:{number}" for number in sorted((1, 4, 7, 11), key=str)
     ]
-    stands = citations.Standing(known, package(tmp_path / "other", OLD.replace(*change)))
+    stands = citations.CitationCheck(known, package(tmp_path / "other", OLD.replace(*change)))
     assert {int(line.rpartition(":")[2]) for line in lines if not stands(line)} == gone
     assert stands("torch/a.py:1") and stands("open_instruct/never.py:1")
-    elsewhere = citations.Standing(known, {}, frozenset({"open_instruct/data.py"}))
-    assert all(map(elsewhere, lines)) and not any(map(citations.Standing(known, {}), lines))
+    elsewhere = citations.CitationCheck(known, {}, frozenset({"open_instruct/data.py"}))
+    assert all(map(elsewhere, lines)) and not any(map(citations.CitationCheck(known, {}), lines))
 
 
 def judged(checkout: Path, write: Write, more: str, data: str = "[a/b, 1.0]") -> dict[str, Finding]:
@@ -125,7 +125,7 @@ def test_the_weights() -> None:
     severities = {"error": "warning", "warning": "note", "note": "note"}
     for given, less in severities.items():
         one = say(given, "run", "x", "y", "z")  # type: ignore[arg-type]
-        told = citations.said(one, citations.of_rule(rule))
+        told = citations.downgrade(one, citations.of_rule(rule))
         assert (told.severity, told.message) == (
             less, "z (of the pin: what it has at a.py:1, b.py:2 is not in this source)",
         )  # fmt: skip

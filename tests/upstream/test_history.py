@@ -12,7 +12,7 @@ import pytest
 
 from launcher.machine.git import Repository
 from launcher.upstream import history, locate
-from launcher.upstream.history import Event
+from launcher.upstream.history import ArgumentChange
 from launcher.upstream.trainers import BACKENDS
 
 SFT, DPO, OLMO = (f"open_instruct/{name}.py" for name in ("finetune", "dpo_tune_cache", "dpo"))
@@ -58,7 +58,7 @@ class Checkout:
         self.commits.append(self.git("rev-parse", "HEAD"))
         return self.commits[-1]
 
-    def of(self, key: str, script: str = SFT, head: str = "HEAD") -> tuple[Event, ...]:
+    def of(self, key: str, script: str = SFT, head: str = "HEAD") -> tuple[ArgumentChange, ...]:
         return history.of(key, script, Repository(self.root), head=head)
 
     def last(self, key: str, script: str = SFT) -> str:
@@ -96,7 +96,7 @@ def test_the_table_agrees_with_the_snapshot(backend: str, stage: str) -> None:
     """An argument that is there was last added; one that went away is not there."""
     script = BACKENDS[backend].STAGES[stage].script
     fields = {key.partition(".")[2] for key in locate.snapshot(backend)["stages"][stage]}
-    newest: dict[str, Event] = {}
+    newest: dict[str, ArgumentChange] = {}
     for event in history.events(script):
         newest.setdefault(event.key, event)
     assert {key for key, event in newest.items() if event.gone}.isdisjoint(fields)

@@ -8,7 +8,7 @@ import pytest
 
 from launcher.upstream.schema import (
     Field,
-    Flag,
+    OptionString,
     Schema,
     Values,
     field_as_json,
@@ -128,31 +128,31 @@ def test_flags_in_the_parsers_order() -> None:
     assert schema_of(PUSH, RATE).flags() == {
         "-h": None,
         "--help": None,
-        "--push_to_hub": Flag("push_to_hub"),
-        "--push-to-hub": Flag("push_to_hub"),
-        "--no_push_to_hub": Flag("push_to_hub", negated=True),
-        "--no-push-to-hub": Flag("push_to_hub", negated=True),
-        "--rate": Flag("rate"),
+        "--push_to_hub": OptionString("push_to_hub"),
+        "--push-to-hub": OptionString("push_to_hub"),
+        "--no_push_to_hub": OptionString("push_to_hub", negated=True),
+        "--no-push-to-hub": OptionString("push_to_hub", negated=True),
+        "--rate": OptionString("rate"),
     }
 
 
 @pytest.mark.parametrize(
     ("key", "flag"),
     [
-        ("rate", Flag("rate")),
-        ("rat", Flag("rate")),
-        ("run-name", Flag("run_name")),
-        ("run-n", Flag("run_name")),
+        ("rate", OptionString("rate")),
+        ("rat", OptionString("rate")),
+        ("run-name", OptionString("run_name")),
+        ("run-n", OptionString("run_name")),
         ("run", None),  # both spellings of one field: ambiguous
-        ("run_", Flag("run_name")),
-        ("no_push_to_hub", Flag("push_to_hub", negated=True)),
-        ("no_p", Flag("push_to_hub", negated=True)),
+        ("run_", OptionString("run_name")),
+        ("no_push_to_hub", OptionString("push_to_hub", negated=True)),
+        ("no_p", OptionString("push_to_hub", negated=True)),
         ("m", None),
         ("help", None),
         ("nothing", None),
     ],
 )
-def test_what_argparse_takes_a_key_for(key: str, flag: Flag | None) -> None:
+def test_what_argparse_takes_a_key_for(key: str, flag: OptionString | None) -> None:
     assert schema_of(*ALL).taken_as(key) == flag
 
 

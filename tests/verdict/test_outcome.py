@@ -25,7 +25,7 @@ from launcher.cache import inputs
 from launcher.lifecycle import checksums, start
 from launcher.probe.watching import saves
 from launcher.probe.watching.optimizer import Movement, Optimizer
-from launcher.probe.watching.process import Process, Record, Settings
+from launcher.probe.watching.process import EventLog, Process, Settings
 from launcher.report import series
 from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
@@ -173,7 +173,7 @@ def trained(run: Run, place: Path, name: str = "model.safetensors") -> Path:
     output.mkdir()
     tensors(output / name, noise(1))
     (output / "config.json").write_text("{}")
-    record = Record(str(place / "scratch"), 0)
+    record = EventLog(str(place / "scratch"), 0)
     saves.note(record, output)
     (told,) = (place / "scratch" / "rank-0.jsonl").read_text().splitlines()
     run.log(sft(5))
@@ -468,7 +468,7 @@ def test_an_adapter_is_fingerprinted_and_a_checkpoint_is_not(run: Run, tmp_path:
     assert judged(run.folder).point("model").state == "saved"
     tensors(output / "adapter_model.safetensors", noise(3))
     assert judged(run.folder).point("model").state == "changed"
-    record = Record(str(tmp_path / "other"), 0)
+    record = EventLog(str(tmp_path / "other"), 0)
     saves.note(record, tmp_path / "out" / "checkpoint-5")
     assert not (tmp_path / "other" / "rank-0.jsonl").read_text()
 

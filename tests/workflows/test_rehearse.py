@@ -17,7 +17,7 @@ from real_training import needs_open_instruct, needs_trl
 from typer.testing import CliRunner
 
 from launcher.cli.commands import app
-from launcher.errors import Finding, InvalidConfig, NotReady, not_ready, said
+from launcher.errors import Finding, InvalidConfig, NotReady, launch_finding, not_ready
 from launcher.lifecycle.prepare import Request, judge
 from launcher.machine.python import Trainer, find_trainer
 from launcher.stage.stage import Judged
@@ -278,8 +278,8 @@ def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def rehearse(judged: Judged, *_: object, **__: object) -> Rehearsal:
         seen.append(judged.config.path.name)
-        refused = said("error", "trainer-refuses", "no", None)
-        warned = said("warning", "cut-rows", "half of the rows are cut", None)
+        refused = launch_finding("error", "trainer-refuses", "no", None)
+        warned = launch_finding("warning", "cut-rows", "half of the rows are cut", None)
         wrong = judged.config.args.get("learning_rate") == 7
         return Rehearsal(findings=(refused,) if wrong else (warned,), seconds=1)
 

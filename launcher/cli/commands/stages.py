@@ -25,7 +25,7 @@ from launcher.cli.options import (
     found_run,
     takes,
 )
-from launcher.errors import Exit, Finding, UsageError, said, usage
+from launcher.errors import Exit, Finding, UsageError, launch_finding, usage
 
 if TYPE_CHECKING:
     from launcher.lifecycle.prepare import Prepared, Request
@@ -71,7 +71,9 @@ def _require_sense(given: Mapping[str, object]) -> None:
     named = {name for name, value in given.items() if value or (value == 0 and value is not False)}
     pairs = [(one, other) for one, others in _APART.items() for other in others]
     wrong = [
-        said("error", "useless-option", f"{_flag(other)} says nothing with {_flag(one)}", None)
+        launch_finding(
+            "error", "useless-option", f"{_flag(other)} says nothing with {_flag(one)}", None
+        )
         for one, other in pairs
         if {one, other} <= named
     ]
@@ -211,7 +213,7 @@ def _queue(request: Request, format: Format, at_end: _AtEnd) -> Exit:
     few = sbatch.one_cpu(options, prepared.plan.gpus)
     if few is not None:
         message = "the job asks for one core of each machine"
-        found = (*found, said("warning", "slurm-one-cpu", message, few))
+        found = (*found, launch_finding("warning", "slurm-one-cpu", message, few))
     if prepared.decision.kind == "finished":
         return _conclude_finished(prepared, found, format, at_end)
     folder = prepared.folder

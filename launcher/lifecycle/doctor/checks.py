@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import Exit, Finding, NotReady, errors, said
+from launcher.errors import Exit, Finding, NotReady, errors, launch_finding
 from launcher.lifecycle.doctor import disk, install
 from launcher.lifecycle.doctor.install import TIMEOUT_S, Failure, Imports, InstallStep
 from launcher.machine import devices
@@ -202,7 +202,7 @@ def checkout(subject: Subject) -> Iterator[Finding]:
         fill = next(
             iter(pin.status(None, {}).next), "git submodule update --init external/open-instruct"
         )
-        yield said(
+        yield launch_finding(
             "error", "no-checkout",
             "there is no open-instruct checkout (external/open-instruct, /workspace/open-instruct, "
             "~/open-instruct)", f"{fill}, or --open-instruct PATH",
@@ -222,7 +222,7 @@ def _standing(subject: Subject) -> Iterator[Finding]:
     status = pin.status(subject.upstream.root, subject.environ)
     module = status.submodule
     if status.fill is not None and module.state in {"missing", "empty"}:
-        yield said(
+        yield launch_finding(
             "note", "empty-submodule",
             f"the submodule {module.path} is {module.state}; {subject.upstream.root} is used", status.fill,
         )  # fmt: skip
@@ -232,7 +232,7 @@ def interpreter(trainer: Trainer) -> Iterator[Finding]:
     """The probe and upstream need Python 3.10."""
     if trainer.version < OLDEST:
         version = ".".join(map(str, trainer.version))
-        yield said(
+        yield launch_finding(
             "error", "old-python", f"{trainer.python} ({trainer.source}) is Python {version}",
             f"name Python {'.'.join(map(str, OLDEST))} or later with --python",
         )  # fmt: skip
@@ -258,7 +258,7 @@ def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Findi
             yield _import_error(one, subject)
     yield from _cuda(subject, imports)
     if imports.fault is not None:
-        yield said(
+        yield launch_finding(
             "error", "no-python", f"{subject.trainer.python} could not import: {imports.fault}",
             "name another interpreter with --python",
         )  # fmt: skip
@@ -288,7 +288,7 @@ def _missing(subject: Subject, names: Sequence[str]) -> Iterator[Finding]:
     trainer, tested = subject.trainer, install.tested()
     steps = install.install(trainer, [tested.get(name, name) for name in names])
     target = "" if subject.plan is None else f" {shlex.quote(str(subject.plan.stage.config.path))}"
-    yield said(
+    yield launch_finding(
         "error", "missing-packages",
         f"{trainer.python} ({trainer.source}) lacks {', '.join(names)}",
         f"{'; then '.join(step.shell() for step in steps)} (`launch doctor{target} --install` has all that "
@@ -300,7 +300,7 @@ def _conflicts(subject: Subject) -> Iterator[Finding]:
     """What pip says does not fit together, of the packages that training needs."""
     lines = install.conflicts(needed(subject), subject.trainer)
     if lines:
-        yield said(
+        yield launch_finding(
             "warning", "other-requirements",
             f"pip check of {subject.trainer.python}: {'; '.join(lines[:_SHOWN])}",
             "nothing to do where everything imports",
@@ -344,7 +344,7 @@ def _cuda(subject: Subject, imports: Imports) -> Iterator[Finding]:
     if fault is None and torch.get("count", 0) >= subject.gpus:
         return
     what = fault or f"it sees {torch.get('count')} GPU(s) of {subject.gpus}"
-    yield said(
+    yield launch_finding(
         "error", "cuda-unusable", f"torch {torch.get('version')} cannot use the GPUs: {what}",
         "compare the driver (nvidia-smi) with what this torch is built for; in a container: --gpus all",
     )  # fmt: skip
@@ -389,12 +389,12 @@ def driver_and_torch(
     install = f"{trainer.python} -m pip install --force-reinstall torch --index-url"
     index = "https://download.pytorch.org/whl/cu" + ("" if cuda is None else f"{cuda[0]}{cuda[1]}")
     if torch.cuda is None:
-        yield said(
+        yield launch_finding(
             "error", "cpu-torch", f"torch {torch.version} of {trainer.python} is built for the CPU",
             f"install a CUDA build, such as {install} {index}, or --gpus 0",
         )  # fmt: skip
     elif cuda is not None and int(torch.cuda.partition(".")[0]) > cuda[0]:
-        yield said(
+        yield launch_finding(
             "error", "old-driver",
             f"torch {torch.version} is built for CUDA {torch.cuda}, the driver serves CUDA "
             f"{cuda[0]}.{cuda[1]} at most",
@@ -407,7 +407,7 @@ def shared_memory(processes: int) -> Iterator[Finding]:
     """/dev/shm too small for several processes: Docker gives 64 MiB."""
     size = shm_size()
     if processes > 1 and size is not None and size < LEAST_SHM:
-        yield said(
+        yield launch_finding(
             "warning", "small-shm", f"{SHM} holds {size / 2**20:.0f} MiB: NCCL and the data loaders of "
             f"{processes} processes may not fit",
             "docker run --shm-size=16g (or --ipc=host), or mount -o remount,size=16g /dev/shm",

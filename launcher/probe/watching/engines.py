@@ -18,7 +18,7 @@ class Unsupported(Exception):
     """Gradients cannot be compared here; the message says why."""
 
 
-class Piece:
+class GradientPiece:
     """Elements `start` to `end` of the parameter in row `row`; `gradient` is flat and as long."""
 
     def __init__(self, row: int, start: int, gradient: Any) -> None:
@@ -40,11 +40,11 @@ class Plain:
         """The tensors, one a row, whose gradients autograd computes; None where there is none yet."""
         return list(self.parameters)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[GradientPiece]:
         """Of all parameters that have a gradient."""
         for row, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
-                yield Piece(row, 0, parameter.grad.reshape(-1))
+                yield GradientPiece(row, 0, parameter.grad.reshape(-1))
 
 
 class FullyShard:
@@ -86,14 +86,14 @@ class FullyShard:
             for parameter, shard in zip(self.parameters, self.shards, strict=True)
         ]
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[GradientPiece]:
         """Of this process's shards."""
         for row, (parameter, shard) in enumerate(zip(self.parameters, self.shards, strict=True)):
             gradient = parameter.grad
             if gradient is None:
                 continue
             if shard is None:
-                yield Piece(row, 0, gradient.reshape(-1))
+                yield GradientPiece(row, 0, gradient.reshape(-1))
                 continue
             local = gradient._local_tensor
             mesh = shard.mesh_info
@@ -102,7 +102,7 @@ class FullyShard:
             chunk = -(-rows // mesh.shard_mesh_size)
             width = int(parameter.numel()) // max(1, rows)
             if local.numel():
-                yield Piece(row, mesh.shard_mesh_rank * chunk * width, local.reshape(-1))
+                yield GradientPiece(row, mesh.shard_mesh_rank * chunk * width, local.reshape(-1))
 
 
 def _parameter_groups(state: Any) -> list[Any]:
@@ -163,7 +163,7 @@ class DeepSpeed:
             return scale / max(1.0, (float(norm) + 1e-6) / limit)
         return scale / ((norm.detach().float() + 1e-6) / limit).clamp(min=1.0)
 
-    def pieces(self, optimizer: Any) -> Iterator[Piece]:
+    def pieces(self, optimizer: Any) -> Iterator[GradientPiece]:
         """Of what this call of the inner optimizer's `step` updates."""
         own = {id(p): row for row, p in enumerate(self.parameters)}
         for group in optimizer.param_groups:
@@ -171,11 +171,11 @@ class DeepSpeed:
                 if flat.grad is None:
                     continue
                 if id(flat) in own:
-                    yield Piece(own[id(flat)], 0, flat.grad.reshape(-1))
+                    yield GradientPiece(own[id(flat)], 0, flat.grad.reshape(-1))
                     continue
                 gradient = flat.grad.reshape(-1)
                 for row, start, offset, length in self._ranges(flat):
-                    yield Piece(row, start, gradient[offset : offset + length])
+                    yield GradientPiece(row, start, gradient[offset : offset + length])
 
     def _ranges(self, flat: Any) -> list[tuple[int, int, int, int]]:
         """Row, its first element, and place and length in `flat`, for all that `flat` holds."""

@@ -45,7 +45,7 @@ def tolerance(unit: float, additions: int) -> float:
     return max(1e-4, STRICTNESS * unit * math.sqrt(additions / 3))
 
 
-class Sample:
+class ElementSample:
     """One step's elements of each parameter: `count` of them, `stride` apart, from `offset`."""
 
     def __init__(self, sizes: list[int], width: int) -> None:
@@ -146,7 +146,7 @@ class Gradients:
         self.names = list(trained)
         sizes = [_size(p) for p in trained.values()]
         width = max(16, min(ROW, ELEMENTS // len(sizes), max(sizes)))
-        self.sample = Sample(sizes, width)
+        self.sample = ElementSample(sizes, width)
         self.rows, self.width = len(sizes), width
         self.device = next(iter(trained.values())).device
         if (

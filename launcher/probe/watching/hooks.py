@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from .process import Record
+from .process import EventLog
 
 
 def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
@@ -37,7 +37,7 @@ def wrap_known(owner: Any, names: tuple[str, ...], instead: Callable[..., Any]) 
 
 
 def observed(
-    record: Record,
+    record: EventLog,
     *,
     before: Callable[..., object] | None = None,
     after: Callable[..., object] | None = None,
@@ -64,7 +64,7 @@ def observed(
 class Watcher:
     """Calls a function once, right after the module that it is registered for has been executed."""
 
-    def __init__(self, record: Record, after: dict[str, Callable[[types.ModuleType], None]]):
+    def __init__(self, record: EventLog, after: dict[str, Callable[[types.ModuleType], None]]):
         self.record = record
         self.after = after
         self.looking: set[str] = set()

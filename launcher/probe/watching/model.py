@@ -6,7 +6,7 @@ import contextlib
 import sys
 from typing import Any
 
-from .process import Process, Record
+from .process import EventLog, Process
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "deepspeed", "trl", "liger_kernel", "flash_attn",
@@ -19,7 +19,7 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def described(model: Any, record: Record) -> dict[str, Any]:
+def described(model: Any, record: EventLog) -> dict[str, Any]:
     """The fields of the event `model`."""
     inner = model
     with record.quietly("unwrap"):
@@ -123,7 +123,7 @@ def torch_in_use(cpu: bool) -> Any:
 _COUNTERS = {"allocated_gib": "allocated_bytes", "reserved_gib": "reserved_bytes"}
 
 
-class Memory:
+class PeakMemory:
     """Peaks of torch's counters. Upstream reads them too, so they are never reset."""
 
     def __init__(self, process: Process) -> None:

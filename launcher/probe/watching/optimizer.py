@@ -13,8 +13,8 @@ import re
 import sys
 from typing import Any
 
-from .gradients import Sample, elements
-from .model import Memory
+from .gradients import ElementSample, elements
+from .model import PeakMemory
 from .process import Process, finite
 
 SAMPLED = 64  # tensors, each this small, where nobody computes a norm
@@ -32,7 +32,7 @@ _MASTERS = (
 class Optimizer:
     """The optimizer of this run. `scaled` where a loss scaler meets overflows: they are its business."""
 
-    def __init__(self, process: Process, memory: Memory) -> None:
+    def __init__(self, process: Process, memory: PeakMemory) -> None:
         self.record = process.record
         self.memory = memory
         self.given: Any = None
@@ -143,7 +143,7 @@ class Movement:
             if not sizes:
                 self.record.write("weights", reason="the optimizer's weights were not found")
                 return
-            self.sample = Sample(sizes, max(16, ELEMENTS // len(sizes)))
+            self.sample = ElementSample(sizes, max(16, ELEMENTS // len(sizes)))
             self.sample.draw(0)
             self.before = self._taken(tensors)
 

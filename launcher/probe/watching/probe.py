@@ -11,7 +11,7 @@ from typing import Any
 from .caches import Caches
 from .contract import Contract, Liger
 from .gradients import Gradients
-from .model import Memory, described, device
+from .model import PeakMemory, described, device
 from .optimizer import Movement, Optimizer
 from .packing import Packing
 from .process import Process, Settings, say
@@ -32,7 +32,7 @@ class Probe:
         self.process = Process(Settings(settings))
         self.settings = self.process.settings
         self.record = self.process.record
-        self.memory = Memory(self.process)
+        self.memory = PeakMemory(self.process)
         self.liger = Liger(self.process)
         self.contract = Contract(self.process, self.liger, self.leave)
         self.gradients = Gradients(self.process, self.contract)

@@ -58,7 +58,7 @@ def spare_streams() -> None:
             setattr(sys, name, stream)
 
 
-class Record:
+class EventLog:
     """Appends events to this rank's file; flushes each; only in the process that opened it."""
 
     def __init__(self, folder: str, rank: int) -> None:
@@ -163,7 +163,7 @@ class Process:
         self.rank = int(os.environ.get("RANK") or 0)
         self.world = int(os.environ.get("WORLD_SIZE") or 1)
         self.settings = settings
-        self.record = Record(settings.out, self.rank)
+        self.record = EventLog(settings.out, self.rank)
         self.begun = time.perf_counter()
         self.step_begun: float | None = None
         self.step = 0

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .process import Record
+from .process import EventLog
 
 
 @functools.cache
@@ -29,7 +29,7 @@ def content() -> Any:
     return module
 
 
-def note(record: Record, folder: Any) -> None:
+def note(record: EventLog, folder: Any) -> None:
     """Fingerprint a model that has just been saved; a checkpoint is none of the final ones."""
     if not isinstance(folder, (str, os.PathLike)) or content().CHECKPOINT.search(os.fspath(folder)):
         return

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from .hooks import wrap, wrap_known
-from .process import Record
+from .process import EventLog
 
 
-def answer(record: Record, what: str, why: str, value: Any = None) -> Callable[..., Any]:
+def answer(record: EventLog, what: str, why: str, value: Any = None) -> Callable[..., Any]:
     """A function that answers `value`, whatever it is asked; one each time.
 
     torch.compile's own table refuses one object under two of its names.
@@ -27,7 +27,7 @@ def answer(record: Record, what: str, why: str, value: Any = None) -> Callable[.
     return call
 
 
-def supply_snapshot(record: Record, module: types.ModuleType) -> None:
+def supply_snapshot(record: EventLog, module: types.ModuleType) -> None:
     """finetune.py:528 asks the hub for a snapshot of whatever the model is called, folders too."""
 
     def download(original: Any, repo_id: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def supply_snapshot(record: Record, module: types.ModuleType) -> None:
     wrap(module, "snapshot_download", download)
 
 
-def supply_process_group(record: Record) -> None:
+def supply_process_group(record: EventLog) -> None:
     """One process needs no group on a GPU with DeepSpeed, which makes one; on a CPU nothing does."""
     with record.quietly("process group"):
         import torch.distributed as dist
@@ -49,7 +49,7 @@ def supply_process_group(record: Record) -> None:
             record.supply("process_group", "the reference pass calls barrier (dpo_utils.py:453)")
 
 
-def supply_gloo(record: Record, module: types.ModuleType) -> None:
+def supply_gloo(record: EventLog, module: types.ModuleType) -> None:
     """OLMo-core asks for NCCL beside gloo whatever the machine has; torch for the CPU has no NCCL."""
 
     def group(original: Any, backend: str = "gloo", *args: Any, **kwargs: Any) -> Any:
@@ -59,13 +59,13 @@ def supply_gloo(record: Record, module: types.ModuleType) -> None:
     wrap(module, "init_distributed", group)
 
 
-def supply_memory_monitor(record: Record, module: types.ModuleType) -> None:
+def supply_memory_monitor(record: EventLog, module: types.ModuleType) -> None:
     """dpo.py:70 watches the GPU's memory whether there is one or not."""
     nothing = answer(record, "memory_monitor", "OLMo-core's memory monitor needs a GPU")
     wrap_known(module.GPUMemoryMonitorCallback, ("pre_train", "pre_step", "post_step"), nothing)
 
 
-def supply_cuda_counters(record: Record, module: types.ModuleType) -> None:
+def supply_cuda_counters(record: EventLog, module: types.ModuleType) -> None:
     """finetune.py:911 and dpo_utils.py:488 read them without asking whether there is a GPU."""
     why = "upstream reads CUDA memory counters at every log line"
     # upstream divides by the memory
@@ -76,7 +76,7 @@ def supply_cuda_counters(record: Record, module: types.ModuleType) -> None:
         setattr(module, name, answer(record, "cuda_counters", why, value))
 
 
-def supply_locations(record: Record, module: types.ModuleType) -> None:
+def supply_locations(record: EventLog, module: types.ModuleType) -> None:
     """accelerate numbers the CPU of each of several processes, and torch cannot load a checkpoint onto it."""
 
     def load(storage: Any, location: str) -> Any:
@@ -88,7 +88,7 @@ def supply_locations(record: Record, module: types.ModuleType) -> None:
     module.register_package(11, lambda _: None, load)
 
 
-def supply_mfu(record: Record, module: types.ModuleType) -> None:
+def supply_mfu(record: EventLog, module: types.ModuleType) -> None:
     """utils.py:1872: MFU needs a known GPU name; on a CPU the figure means nothing and is 0."""
     why = "MFU needs a known GPU; reported as 0"
     for name, value in (("calculate_mfu", 0.0), ("approximate_learner_utilization", {"mfu": 0.0})):

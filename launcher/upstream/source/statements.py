@@ -25,6 +25,7 @@ from launcher.upstream.source.values import (
     Default,
     Frame,
     Function,
+    FunctionFacts,
     FunctionNode,
     Given,
     Items,
@@ -34,7 +35,6 @@ from launcher.upstream.source.values import (
     Object,
     Partial,
     Several,
-    Shape,
     Super,
     Text,
     Unknown,
@@ -946,7 +946,7 @@ class Walk(Lookup):
             self._depth -= 1
             self._silent = silent
 
-    def _follows(self, target: Function, env: Mapping[str, Values], shape: Shape) -> bool:
+    def _follows(self, target: Function, env: Mapping[str, Values], shape: FunctionFacts) -> bool:
         """Whether a call can get at the arguments: by what it is given, or by what it sees."""
         if target.module == self.script.name or target.scope is not None:
             return True

@@ -136,7 +136,7 @@ class Frame:
     """One function being walked: where its names come from, and what they may hold."""
 
     module: Module
-    shape: Shape
+    shape: FunctionFacts
     env: dict[str, Values] = field(default_factory=dict)
     # what its parameters got in any call
     given: dict[str, Values] = field(default_factory=dict)
@@ -192,7 +192,7 @@ class Given:
 
 
 @dataclass(slots=True, eq=False)
-class Shape:
+class FunctionFacts:
     """What the body of a function says about itself, before anything is known of its callers."""
 
     # names that are given a value more than once: what they hold is not one expression
@@ -209,10 +209,10 @@ class Shape:
     inline: bool = False
 
 
-INLINE = Shape(inline=True)
+INLINE = FunctionFacts(inline=True)
 
 
-def shape_of(body: Sequence[ast.stmt], parameters: Iterable[str] = ()) -> Shape:
+def shape_of(body: Sequence[ast.stmt], parameters: Iterable[str] = ()) -> FunctionFacts:
     """The shape of a function's, or a module's, statements."""
     bound, twice, shared = set(parameters), set[str](), set[str]()
     names, attributes, generator = set[str](), set[str](), False
@@ -237,7 +237,7 @@ def shape_of(body: Sequence[ast.stmt], parameters: Iterable[str] = ()) -> Shape:
             case ast.Yield() | ast.YieldFrom():
                 generator = True
     last = body[-1] if body else None
-    return Shape(
+    return FunctionFacts(
         assigned=frozenset(twice | shared), globals=frozenset(shared), names=frozenset(names),
         mentioned=frozenset(names | attributes), generator=generator,
         single=isinstance(last, ast.Return) and sum(_returns(body)) == 1,
@@ -393,7 +393,7 @@ class Lookup:
     _orders: dict[_Key, list[tuple[Module, ast.ClassDef]]] = field(default_factory=dict)
     _methods: dict[tuple[_Key, str | None, str], _Method | None] = field(default_factory=dict)
     _annotations: dict[ast.arg, Values] = field(default_factory=dict)
-    _shapes: dict[ast.AST, Shape] = field(default_factory=dict)
+    _shapes: dict[ast.AST, FunctionFacts] = field(default_factory=dict)
     _literals: dict[tuple[str, str], ast.Constant | None] = field(default_factory=dict)
 
     def begin(self) -> None:
@@ -580,7 +580,7 @@ class Lookup:
             return NOTHING
         return frozenset({Args(self.ancestors[found[0].name, found[1].name])})
 
-    def shape(self, node: ast.AST) -> Shape:
+    def shape(self, node: ast.AST) -> FunctionFacts:
         """The shape of a function or of a module."""
         if node not in self._shapes:
             match node:
@@ -593,7 +593,7 @@ class Lookup:
                 case ast.Module():
                     shape = shape_of(node.body)
                 case _:
-                    shape = Shape()
+                    shape = FunctionFacts()
             self._shapes[node] = shape
         return self._shapes[node]
 

@@ -33,6 +33,12 @@ _SCHEDULER = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 # what a scheduler hands to a job counts for more than what the shell had that submitted it
 _OF_THE_JOB = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TMPDIR", "HOSTNAME")
 ON_FINISH_S = 600.0
+# Where files of this package were before: an attempt that waited while launch was updated names them there.
+_MOVED = {
+    "probe.py": "probe/run.py",
+    "accelerate/": "plan/accelerate/",
+    "deepspeed/": "plan/deepspeed/",
+}
 """Seconds that `--on-finish` may take."""
 _NOBODY = 65534  # what a user namespace shows of every owner that it does not map
 
@@ -85,10 +91,7 @@ class Attempt:
         given = inside.get("CUDA_VISIBLE_DEVICES")
         if given and self.env.get("CUDA_VISIBLE_DEVICES") and not self.devices:
             whole["CUDA_VISIBLE_DEVICES"] = given.partition(",")[0]
-        # an attempt that waited while launch was updated names the probe where that was before
-        probe = str(PACKAGE / "probe" / "run.py")
-        argv = [probe if word.endswith("/launcher/probe.py") else word for word in self.argv]
-        return Command(argv=tuple(argv), env=whole, cwd=Path(self.cwd))
+        return Command(argv=tuple(map(_present, self.argv)), env=whole, cwd=Path(self.cwd))
 
     def environ_of_the_shell(self, environ: Mapping[str, str]) -> dict[str, str]:
         """What the shell had and this process lacks."""
@@ -108,6 +111,16 @@ class Attempt:
             files.write_bytes(folder.start, self._raw(), mode=0o600)
         except OSError as error:
             raise rundir.not_writable(folder.path, error.strerror) from None
+
+
+def _present(word: str) -> str:
+    """A word of a command line; a file of this package's where it is today."""
+    _, _, name = word.rpartition("/launcher/")
+    for before, now in _MOVED.items():
+        path = PACKAGE / name.replace(before, now, 1)
+        if name != word and name.startswith(before) and path.is_file():
+            return str(path)
+    return word
 
 
 def read(folder: RunFolder) -> Attempt:

@@ -304,8 +304,9 @@ def test_last_is_the_run_that_was_started_last(root: Path) -> None:
     assert rundir.find("last") == first
 
 
-def test_an_attempt_of_an_earlier_version_finds_the_probe() -> None:
-    argv = ("python", "/opt/launch/launcher/probe.py", "finetune.py", "--x", "1")
+@pytest.mark.parametrize("name", ["probe.py", "accelerate/neutral.yaml", "deepspeed/zero3.json"])
+def test_an_attempt_of_an_earlier_version_finds_launchs_own_files(name: str) -> None:
+    argv = ("python", f"/opt/launch/launcher/{name}", "/mine/launcher/probe.pyx", "--x", "1")
     waiting = Attempt(
         number=1, argv=argv, env={}, environ={}, cwd="/", stage="sft", backend="trl", title="x"
     )  # fmt: skip

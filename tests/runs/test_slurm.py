@@ -310,7 +310,7 @@ def standing_still(cluster: Cluster) -> Iterator[None]:
     trainers = [
         pid
         for pid in slurm_cluster.left(cluster)
-        if b"probe.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"probe/run.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     for pid in trainers:
         os.kill(pid, signal.SIGSTOP)

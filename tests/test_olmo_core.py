@@ -87,7 +87,7 @@ def test_the_wrapped_shape_names_it_by_its_file(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     stage = staged(path)
-    assert stage.entry.torchrun and stage.options.gpus == 8
+    assert stage.entry.launcher == "torchrun" and stage.options.gpus == 8
 
 
 def test_other_scripts_are_refused(tmp_path: Path) -> None:

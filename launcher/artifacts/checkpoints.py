@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 import zipfile
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,16 +22,11 @@ from typing import Literal
 from launcher import files
 from launcher.artifacts import digest
 from launcher.paths import is_pointer
+from launcher.upstream.trainers import BACKENDS
 
 Kind = Literal["step", "epoch"]
 
-_OPEN_INSTRUCT = re.compile(r"(step|epoch)_(\d+)\Z", re.ASCII)
-_TRL = re.compile(r"checkpoint-(\d+)\Z", re.ASCII)
 _SHARD = re.compile(r"model-\d+-of-\d+\.(safetensors|bin)\Z")
-_RANKED = {
-    "open_instruct": re.compile(r"random_states_(\d+)\.pkl\Z"),
-    "trl": re.compile(r"rng_state_(\d+)\.pth\Z"),
-}
 _WHOLE = (
     "model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin",
 )  # fmt: skip
@@ -80,9 +75,9 @@ def find(
     `ranks` is how many processes must have left their part, where it is known; those whose names are
     `known` are left out.
     """
+    judge = _layout(backend).judge
     folders = (path for path in _folders(backend, output) if path.name not in known)
-    found = [_judged(backend, path, ranks) for path in folders]
-    return sorted((one for one in found if one is not None), key=lambda c: (c.kind, c.number))
+    return sorted((judge(path, ranks) for path in folders), key=lambda c: (c.kind, c.number))
 
 
 def last_written(backend: str, output: Path | None) -> float | None:
@@ -95,11 +90,12 @@ def last_written(backend: str, output: Path | None) -> float | None:
 
 
 def taken_by_upstream(backend: str, output: Path | None) -> Path | None:
-    """The checkpoint that open-instruct would resume from by itself (utils.py:789); never for TRL.
+    """The checkpoint that open-instruct would resume from by itself (utils.py:789).
 
-    Raises ValueError where a name in the folder makes its own look-up crash.
+    None for a trainer that resumes only from what is named. Raises ValueError where a name in the folder
+    makes its own look-up crash.
     """
-    if backend != "open_instruct":
+    if not _layout(backend).resumes_itself:
         return None
     names = _names(output)
     steps = [name for name in names if name.startswith("step_")]
@@ -115,10 +111,15 @@ def taken_by_upstream(backend: str, output: Path | None) -> Path | None:
 
 def strange_names(backend: str, output: Path | None) -> list[str]:
     """Names that open-instruct takes for checkpoints and that are none of its own (utils.py:791)."""
-    if backend != "open_instruct":
-        return []
-    starts = ("step_", "epoch_")
-    return [n for n in _names(output) if n.startswith(starts) and not _OPEN_INSTRUCT.match(n)]
+    layout = _layout(backend)
+    names = _names(output) if layout.resumes_itself else []
+    return [n for n in names if n.startswith(("step_", "epoch_")) and not layout.folder.match(n)]
+
+
+def folder_name(backend: str, kind: Kind, number: int) -> str | None:
+    """What a trainer calls a checkpoint of so many steps, or of an epoch; None if it saves none."""
+    stem = _layout(backend).stems.get(kind)
+    return None if stem is None else f"{stem}{number}"
 
 
 def model_fault(folder: Path | None) -> str | None:
@@ -139,48 +140,86 @@ def damage(folder: Path) -> str | None:
 
 
 def _folders(backend: str, output: Path | None) -> Iterator[Path]:
-    pattern = _TRL if backend == "trl" else _OPEN_INSTRUCT
+    pattern = _layout(backend).folder
     for name in _names(output):
         if output is not None and pattern.match(name) and (output / name).is_dir():
             yield output / name
 
 
-def _judged(backend: str, path: Path, ranks: int | None) -> Checkpoint | None:
-    if backend == "trl":
-        match = _TRL.match(path.name)
-        return _trl(path, int(match[1]), ranks) if match else None
-    match = _OPEN_INSTRUCT.match(path.name)
-    if match is None:
-        return None
-    names = set(_names(path))
-    there = _ranks(names, _RANKED[backend])
+def _of_accelerate(path: Path, ranks: int | None) -> Checkpoint:
+    kind, number = path.name.split("_")
+    names, states = set(_names(path)), _LAYOUTS["accelerate"].states
     marked = "COMPLETED" in names
     fault = None if marked else "it was not finished: no COMPLETED in it"
     fault = fault or _state_fault(path, names, "optimizer.bin", "scheduler.bin")
-    fault = fault or _ranks_fault(path, names, _RANKED[backend], ranks)
+    fault = fault or _ranks_fault(path, names, states, ranks)
     return Checkpoint(
-        path=path, kind="step" if match[1] == "step" else "epoch", number=int(match[2]),
-        marked=marked, why_incomplete=fault, ranks=there or None,
-    )  # fmt: skip
+        path=path,
+        kind="step" if kind == "step" else "epoch",
+        number=int(number),
+        marked=marked,
+        why_incomplete=fault,
+        ranks=_ranks(names, states) or None,
+    )
 
 
-def _trl(path: Path, number: int, ranks: int | None) -> Checkpoint:
-    names = set(_names(path))
+def _of_transformers(path: Path, ranks: int | None) -> Checkpoint:
+    number = int(path.name.partition("-")[2])
+    names, states = set(_names(path)), _LAYOUTS["transformers"].states
     state = files.read_json(path / "trainer_state.json")
     fault = None if "trainer_state.json" in names else "it was not finished: no trainer_state.json"
     if fault is None and state.get("global_step") != number:
         fault = f"trainer_state.json is not that of step {number}"
     fault = fault or _state_fault(path, names, "optimizer.pt", "scheduler.pt")
-    there = 1 if "rng_state.pth" in names else _ranks(names, _RANKED["trl"])
+    there = 1 if "rng_state.pth" in names else _ranks(names, states)
     if fault is None and (ranks or 1) == 1 and "rng_state.pth" in names:
         fault = _archive_fault(path / "rng_state.pth")
     elif fault is None:
-        fault = _ranks_fault(path, names, _RANKED["trl"], ranks)
+        fault = _ranks_fault(path, names, states, ranks)
     epochs = state.get("epoch")
     return Checkpoint(
         path=path, kind="step", number=number, marked=bool(state), why_incomplete=fault,
         epochs=float(epochs) if isinstance(epochs, int | float) else None, ranks=there or None,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """How the checkpoints of a loop lie in an output folder.
+
+    `folder` matches their names, which begin with one of `stems`; `states` matches the files of each rank's
+    random states; `judge` reads one. `resumes_itself`: a start takes the newest that is marked.
+    """
+
+    folder: re.Pattern[str]
+    stems: Mapping[Kind, str]
+    states: re.Pattern[str]
+    judge: Callable[[Path, int | None], Checkpoint]
+    resumes_itself: bool
+
+
+_LAYOUTS = {
+    "accelerate": _Layout(
+        folder=re.compile(r"(step|epoch)_(\d+)\Z", re.ASCII),
+        stems={"step": "step_", "epoch": "epoch_"},
+        states=re.compile(r"random_states_(\d+)\.pkl\Z"),
+        judge=_of_accelerate,
+        resumes_itself=True,
+    ),
+    "transformers": _Layout(
+        folder=re.compile(r"checkpoint-(\d+)\Z", re.ASCII),
+        stems={"step": "checkpoint-"},
+        states=re.compile(r"rng_state_(\d+)\.pth\Z"),
+        judge=_of_transformers,
+        resumes_itself=False,
+    ),
+}
+
+
+def _layout(backend: str) -> _Layout:
+    # a record may be of a backend that is no more, or say none
+    known = BACKENDS.get(backend)
+    return _LAYOUTS["accelerate" if known is None else known.CHECKPOINTS]
 
 
 def _state_fault(path: Path, names: set[str], optimizer: str, scheduler: str) -> str | None:

@@ -235,11 +235,11 @@ def parse(text: str) -> Lengths:
     return log_normal(*values, f"--row-tokens {text}")
 
 
-def of_dataset(folder: Path, columns: Sequence[str] = ("input_ids",)) -> Lengths:
+def of_dataset(folder: Path, *, pairs: bool = False) -> Lengths:
     """Lengths of a tokenised dataset on disk (`save_to_disk`, or a folder of .arrow files).
 
     The files are mapped, and only the offsets of the list columns are read: no row is made into Python
-    objects. Several columns (DPO's two) count as rows of their own. Raises NotReady without pyarrow,
+    objects. The two sequences of `pairs` count as rows of their own. Raises NotReady without pyarrow,
     InvalidConfig where there is no such dataset or column.
     """
     try:
@@ -248,6 +248,7 @@ def of_dataset(folder: Path, columns: Sequence[str] = ("input_ids",)) -> Lengths
     except ImportError:
         help = "pip install pyarrow, or give --row-tokens MEAN:MAX"
         raise NotReady(_unread(f"{folder} cannot be read without pyarrow", help).findings) from None
+    columns = ("chosen_input_ids", "rejected_input_ids") if pairs else ("input_ids",)
     counts: Counter[int] = Counter()
     rows = 0
     for path in _arrow_files(folder):

@@ -150,6 +150,8 @@ def whole_number(value: Any, least: int) -> int | None:
 
 
 STAGES = ("sft", "dpo")
+PAIRED = frozenset({"dpo"})
+"""Stages of which a row is a chosen and a rejected answer: two sequences."""
 DEEPSPEED = ("zero1", "zero1_fp32_comm", "zero2", "zero2_fp32_comm", "zero3", "zero3_offload")
 
 # What may be expected of each point of a verdict; `any` switches the point off.

@@ -24,6 +24,7 @@ from launcher.machine import datasheets, devices
 from launcher.machine.datasheets import Card, card_of
 from launcher.plan import plan
 from launcher.plan.alternatives import mends, unpacked
+from launcher.plan.command import LAUNCHERS
 from launcher.plan.footprint import (
     ATTENTIONS,
     Footprint,
@@ -234,7 +235,7 @@ class Estimate:
     def _reference_rows(self) -> int | None:
         """Rows that go through the reference: all of them beforehand, or those of every step."""
         reference, planned = self.setup.reference, self.plan
-        if not self.footprint.dpo:
+        if not self.footprint.pairs:
             return None
         if reference == "cache" or planned.values.get("precompute_ref_log_probs"):
             return self.rows
@@ -585,8 +586,7 @@ def with_forecast(prepared: Prepared) -> Prepared:
         return prepared
     packages, terms, card = prepared.trainer.packages, ForecastOptions(), Card()
     unset = planned.values.get("attn_implementation") is None
-    if unset and planned.stage.options.backend == "open_instruct" and "flash-attn" not in packages:
-        # it takes the best that is installed
+    if unset and planned.stage.entry.best_attention and "flash-attn" not in packages:
         terms = ForecastOptions(attention="sdpa")
     if chosen is not None and chosen.slots:
         gpu = chosen.slots[0].gpu
@@ -633,14 +633,13 @@ def _measured_speed(planned: Plan, card: str) -> Speed | None:
         metrics = rundir.read_json(folder.verdict).get("metrics") or {}
         rate, made = metrics.get("tokens_per_second"), manifest.get("plan") or {}
         # the stage may have another script
-        torchrun = "torch.distributed.run" in (manifest.get("argv") or ())
         args = {
             name: one.get("value") if isinstance(one, Mapping) else None
             for name, one in (manifest.get("args") or {}).items()
         }
         if (
             card in str(gpus[0]) and isinstance(rate, int | float) and made.get("gpus")
-            and torchrun == stage.entry.torchrun
+            and LAUNCHERS[stage.entry.launcher] in (manifest.get("argv") or ())
             and all(args.get(name) == planned.values.get(name) for name in _ALIKE)
         ):  # fmt: skip
             count = made["gpus"] * made.get("nodes", 1)
@@ -656,11 +655,9 @@ def row_lengths(planned: Plan, packages: Mapping[str, str], terms: ForecastOptio
     """By `--row-tokens`, else of the tokenised data that the run would hit, else as a rehearsal saw them."""
     if terms.row_tokens is not None:
         return lengths.parse(terms.row_tokens)
-    dpo = planned.stage.options.stage == "dpo"
-    columns = ("chosen_input_ids", "rejected_input_ids") if dpo else ("input_ids",)
     for folder in _tokenised(planned, packages):
         try:
-            return lengths.of_dataset(folder, columns)
+            return lengths.of_dataset(folder, pairs=planned.stage.schema.pairs)
         except InvalidConfig:
             continue
     if terms.rehearsed_tokens is not None:

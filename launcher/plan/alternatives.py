@@ -68,13 +68,13 @@ def _changed(footprint: Footprint, way: Mapping[str, Any]) -> Footprint | None:
     # LoRA's frozen weights under ZeRO-3 are gone when finetune.py computes a layer again: CheckpointError.
     # It takes transformers' own way of checkpointing, which is not the reentrant one that TRL asks for
     # (finetune.py:624, transformers/modeling_utils.py:3132)
-    adapted = not changed.trl and changed.adapters is not None and changed.checkpointing
+    adapted = not stage.entry.reentrant and changed.adapters is not None and changed.checkpointing
     return None if adapted and zero is not None and zero.stage == 3 else changed
 
 
 def _smaller_batches(footprint: Footprint) -> Iterator[Way]:
     planned = footprint.plan
-    if planned.stage.entry.torchrun and planned.values.get("packing"):
+    if planned.stage.entry.packing == "one-row" and planned.values.get("packing"):
         # a packed row is as long as it may be, however many pairs stand in it
         return
     names, batch = planned.stage.entry.names, planned.stage.options.batch
@@ -102,13 +102,12 @@ def unpacked(planned: Plan, per_device: int) -> tuple[Mapping[str, Any], str]:
 def _recomputing(footprint: Footprint) -> Iterator[Way]:
     values, key = footprint.plan.values, "activation_memory_budget"
     now = values.get(key)
-    if footprint.plan.stage.entry.torchrun:
-        # computed again is only what is compiled (olmo_core_utils.py:101)
-        compiled = bool(values.get("compile_model"))
-        also = "" if compiled else " with `compile_model: true`"
+    if (needed := footprint.plan.stage.entry.names.recompute_needs) is not None:
+        given = bool(values.get(needed))
+        also = "" if given else f" with `{needed}: true`"
         for share in (0.5, 0.1):
-            if not compiled or share < float(now or 0):
-                yield f"`{key}: {share}`{also}", {key: share, "compile_model": True}
+            if not given or share < float(now or 0):
+                yield f"`{key}: {share}`{also}", {key: share, needed: True}
     elif not footprint.checkpointing and not isinstance(now, int | float):
         yield "`gradient_checkpointing: true`", {"gradient_checkpointing": True}
     elif not footprint.checkpointing and footprint.adapters is None:
@@ -117,16 +116,15 @@ def _recomputing(footprint: Footprint) -> Iterator[Way]:
 
 
 def _kernels(footprint: Footprint) -> Iterator[Way]:
-    entry = footprint.plan.stage.entry
-    name = entry.names.liger
+    name = footprint.plan.stage.entry.names.liger
     known = name in footprint.plan.values and footprint.shape.family in LIGER_MODELS
-    if known and not footprint.liger and footprint.adapters is None and not entry.torchrun:
+    if name and known and not footprint.liger and footprint.adapters is None:
         yield f"`{name}: true`", {name: True}
 
 
 def _zero_stages(footprint: Footprint) -> Iterator[Way]:
     stage, zero = footprint.plan.stage, footprint.zero
-    if stage.entry.torchrun or (zero is not None and zero.offload_params):
+    if stage.entry.sharding != "deepspeed" or (zero is not None and zero.offload_params):
         return
     now = 0 if zero is None else zero.stage
     # with LoRA, ZeRO-2 crashes on models with biases: what comes after it takes less anyhow

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -27,6 +27,8 @@ HUB = "HF_TOKEN"
 ARGUMENT = "LAUNCH_ARG_"
 """How variables begin that hold words of the command line; watching/script.py puts them back."""
 PROBE = PACKAGE / "probe" / "run.py"
+LAUNCHERS = {"accelerate": "accelerate.commands.launch", "torchrun": "torch.distributed.run"}
+"""The module that Python runs to start the processes, by `Entry.launcher`."""
 
 CONTRACT = (
     "liger", "packing", "attention", "dataset_cache", "reference_cache", "loss", "gradients",
@@ -106,8 +108,8 @@ def build(
     script = root / plan.stage.entry.script
     watched = plan.stage.options.probe is not None
     started = str(PROBE if watched else script)
-    starter = _torchrun(plan) if plan.stage.entry.torchrun else _accelerate(plan)
-    argv = [str(trainer.python), "-m", *starter, started]
+    launcher = plan.stage.entry.launcher
+    argv = [str(trainer.python), "-m", LAUNCHERS[launcher], *_OPTIONS[launcher](plan), started]
     arguments = concealed(plan.arguments(), plan, environ, watched=watched)
     for name, words in arguments.words.items():
         argv += [f"--{name}", *words]
@@ -135,10 +137,9 @@ def _accelerate(plan: Plan) -> list[str]:
     """accelerate's own options; an own config file, so that the user's default one changes nothing."""
     options = plan.stage.options
     neutral = files("launcher.plan.accelerate").joinpath("neutral.yaml")
-    argv = ["accelerate.commands.launch", "--config_file", str(neutral)]
-    argv += ["--num_machines", str(plan.nodes), "--num_processes", str(plan.processes)]
-    argv += ["--mixed_precision", plan.mixed_precision]
-    argv += ["--dynamo_backend", "no"]
+    argv = ["--config_file", str(neutral), "--num_machines", str(plan.nodes)]
+    argv += ["--num_processes", str(plan.processes)]
+    argv += ["--mixed_precision", plan.mixed_precision, "--dynamo_backend", "no"]
     if not plan.gpus and plan.nodes == 1:
         return [*argv, "--cpu"]
     if not plan.gpus:
@@ -162,11 +163,16 @@ def _accelerate(plan: Plan) -> list[str]:
 
 def _torchrun(plan: Plan) -> list[str]:
     """torchrun and its own options; on one machine it finds a free port by itself."""
-    argv = ["torch.distributed.run", "--nnodes", str(plan.nodes)]
-    argv += ["--nproc-per-node", str(max(1, plan.gpus))]
+    argv = ["--nnodes", str(plan.nodes), "--nproc-per-node", str(max(1, plan.gpus))]
     if plan.nodes > 1:
         return [*argv, *rendezvous.placeholders(rendezvous.TORCHRUN)]
     return [*argv, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+
+
+_OPTIONS: Mapping[str, Callable[[Plan], list[str]]] = {
+    "accelerate": _accelerate,
+    "torchrun": _torchrun,
+}
 
 
 def _environment(
@@ -179,7 +185,7 @@ def _environment(
     env["PYTHONUNBUFFERED"] = "1"
     env |= source_environment(plan.stage.backend, root, environ)
     if plan.gpus == 0:
-        if not plan.stage.entry.torchrun:
+        if plan.stage.entry.launcher == "accelerate":
             env["ACCELERATE_USE_CPU"] = "true"
         env["CUDA_VISIBLE_DEVICES"] = ""
     if plan.gpus == 1:
@@ -220,10 +226,10 @@ def _first_loss(plan: Plan) -> dict[str, float]:
 
     Of open-instruct's losses that holds for these two (dpo_utils.py:656); an auxiliary loss is added.
     """
-    values = plan.values
-    if plan.stage.options.backend != "open_instruct" or plan.stage.options.stage != "dpo":
+    values, entry = plan.values, plan.stage.entry
+    if not entry.caches_reference:
         return {}
-    if plan.stage.entry.torchrun and values.get("packing"):
+    if entry.packing == "one-row" and values.get("packing"):
         # the reference is computed beside other neighbours, whom a sample attends to (dpo.py:244)
         return {}
     plain = str(values.get("loss_type")) in ("dpo", "dpo_norm")
@@ -232,10 +238,10 @@ def _first_loss(plan: Plan) -> dict[str, float]:
 
 def expectations(plan: Plan) -> dict[str, str]:
     """What the run is held to: `expect:`, completed by what the arguments ask for."""
-    names, values = plan.stage.entry.names, plan.values
+    entry, values = plan.stage.entry, plan.values
     expected = {"loss": "finite", "memory": "ok", "finish": "completed"}
-    expected["liger"] = "engaged" if values.get(names.liger) else "off"
-    expected["packing"] = "isolated" if plan.stage.entry.packs(values, plan.per_device) else "off"
+    expected["liger"] = "engaged" if entry.liger(values) else "off"
+    expected["packing"] = "isolated" if entry.packs(values, plan.per_device) else "off"
     if plan.stage.options.probe is not None:
         expected["batch"] = "planned"
         # where one process trains alone, nothing stands between backward and optimizer

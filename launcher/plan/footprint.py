@@ -61,14 +61,9 @@ class Footprint:
     attention: str
 
     @property
-    def trl(self) -> bool:
-        """Whether TRL trains it."""
-        return self.plan.stage.options.backend == "trl"
-
-    @property
-    def dpo(self) -> bool:
+    def pairs(self) -> bool:
         """Whether a row is two sequences, forwarded together."""
-        return self.plan.stage.options.stage == "dpo"
+        return self.plan.stage.schema.pairs
 
     @property
     def packed(self) -> bool:
@@ -76,14 +71,13 @@ class Footprint:
         return self._packed(self.plan.per_device)
 
     def _packed(self, per_device: int) -> bool:
-        # TRL's DPO pads whatever is asked for (trl/trainer/dpo_trainer.py:735)
-        pads = self.trl and self.dpo
-        return not pads and self.plan.stage.entry.packs(self.plan.values, per_device)
+        entry = self.plan.stage.entry
+        return entry.packing != "padded" and entry.packs(self.plan.values, per_device)
 
     @property
     def typical(self) -> MicroBatch:
         """A micro-batch as it is on average."""
-        sequences = self.plan.per_device * (2 if self.dpo else 1)
+        sequences = self.plan.per_device * (2 if self.pairs else 1)
         return lengths.typical(self.rows, rows=sequences, packed=self.packed)
 
     @property
@@ -175,7 +169,7 @@ class Footprint:
         """Whether accelerate casts to 16 bits around each operator; DeepSpeed casts the model instead."""
         if self.zero is not None:
             return False
-        if self.trl:
+        if self.plan.stage.entry.own_precision:
             return resolved.precision(self.plan.values) is not None
         return self.plan.mixed_precision != "no"
 
@@ -184,15 +178,15 @@ class Footprint:
         """Whether Liger's kernels run: TRL goes on without them where it has none for the model."""
         values = self.plan.values
         # finetune.py:572
-        wanted = bool(values.get(self.plan.stage.entry.names.liger)) and not values.get("use_qlora")
-        return wanted and self.shape.family in LIGER_MODELS
+        asks = self.plan.stage.entry.liger(values) and not values.get("use_qlora")
+        return asks and self.shape.family in LIGER_MODELS
 
     @property
     def reference(self) -> str:
         """Where DPO's reference stands, as in `Setup`."""
         if not self.plan.stage.refers:
             return ""
-        if not self.trl:
+        if self.plan.stage.entry.caches_reference:
             return "cache"
         if self.adapters is not None:
             return "adapter"
@@ -203,26 +197,25 @@ class Footprint:
 
         Raises InvalidConfig (`unknown-memory`) for what is not described.
         """
-        plan, values = self.plan, self.plan.values
+        plan, values, entry = self.plan, self.plan.values, self.plan.stage.entry
         self._require_described()
         each, times = per_device or plan.per_device, accumulation or plan.accumulation
-        rows, packed = each * (2 if self.dpo else 1), self._packed(each)
-        if plan.stage.entry.torchrun:
+        rows, packed = each * (2 if self.pairs else 1), self._packed(each)
+        if entry.sharding == "fsdp":
             return self._sharded(rows, times)
         batches = (plan.steps or UNKNOWN_STEPS) * times * plan.processes
         fused = values.get("fused_optimizer") or values.get("use_qlora")
-        loss = "logprobs" if self.dpo else "liger" if self.liger else "full"
+        loss = "logprobs" if self.pairs else "liger" if self.liger else "full"
         return Setup(
             shape=self.shape,
             batch=lengths.largest(self.rows, rows=rows, batches=batches, packed=packed),
             processes=plan.processes, accumulation=times, reference=self.reference, zero=self.zero,
-            # TRL's own head goes through the vocabulary in tiles (trl/kernels/chunked_logprob.py:31)
-            loss="tiled" if self.trl else loss, attention=self.attention.partition("_")[0],
+            loss="tiled" if entry.tiled_loss else loss, attention=self.attention.partition("_")[0],
             liger=self.liger, checkpointing=self.checkpointing, weight_bytes=self._weight_bytes(),
             autocast=self.autocast, adapters=self.adapters, packed=packed,
             quantised=self.quantised, state_bytes=self._state_bytes(),
             # bitsandbytes' kernel makes nothing beside its states
-            fused_optimizer=_ADAM.get(self._optimizer, True) if self.trl else bool(fused),
+            fused_optimizer=_ADAM.get(self._optimizer, True) if "optim" in values else bool(fused),
         )  # fmt: skip
 
     def _sharded(self, rows: int, times: int) -> Setup:
@@ -284,18 +277,14 @@ class Footprint:
         if self.zero is not None:
             # deepspeed/runtime/engine.py:2088
             return HALF
-        values, dtype = self.plan.values, "bfloat16"
+        values, entry = self.plan.values, self.plan.stage.entry
+        own = _model_arguments(values)
+        dtype = entry.liger_dtype if self.liger else entry.dtype
         if values.get("use_qlora"):
             # what is not quantised PEFT makes fp32 (peft/utils/other.py:204)
             dtype = "float32"
-        elif self.trl:
-            own = _model_arguments(values)
-            dtype = str(
-                own.get("dtype") or own.get("torch_dtype") or values.get("dtype") or "float32"
-            )
-        elif self.liger:
-            # finetune.py:578 names no type there
-            dtype = "auto"
+        else:
+            dtype = str(own.get("dtype") or own.get("torch_dtype") or values.get("dtype") or dtype)
         dtype = self.shape.dtype if dtype == "auto" else dtype
         if not dtype:
             raise self._undescribed(
@@ -308,10 +297,10 @@ class Footprint:
         return width
 
     def _require_described(self) -> None:
-        values, optimizer, torchrun = (
+        values, optimizer, shared = (
             self.plan.values,
             self._optimizer,
-            self.plan.stage.entry.torchrun,
+            self.plan.stage.entry.names.shared,
         )
         narrow = bool(values.get("use_qlora") or values.get("load_in_4bit"))
         lora = values.get("use_lora") or values.get("use_peft")
@@ -321,17 +310,16 @@ class Footprint:
             "weights quantised to 8 bits": values.get("load_in_8bit"),
             "quantised weights without adapters": narrow and not lora,
             "FSDP": values.get("fsdp"),
-            "tensor parallelism": torchrun and int(values.get("tensor_parallel_degree") or 1) > 1,
-            "sequence parallelism": int(values.get("sequence_parallel_size") or 1) > 1,
-            f"`optim: {optimizer}`": self.trl and optimizer not in (*_ADAM, *_BITSANDBYTES),
+            f"`{shared}`": int(values.get(shared) or 1) > 1,
+            f"`optim: {optimizer}`": optimizer not in (*_ADAM, *_BITSANDBYTES),
             f"`optim: {optimizer}` under DeepSpeed": optimizer in _BITSANDBYTES
             and self.zero is not None,
             # dpo_tune_cache.py:425
             "a paged optimizer": values.get("dpo_use_paged_optimizer"),
             "separate forward passes": values.get("concatenated_forward") is False,
-            "adapters that are more than LoRA": self.trl and values.get("use_peft")
+            "adapters that are more than LoRA": values.get("use_peft")
             and any(values.get(key) for key in more),
-            "offloaded activations": self.trl and values.get("activation_offloading"),
+            "offloaded activations": values.get("activation_offloading"),
             "the Muon optimizer": values.get("optimizer_type") == "muon",
         }  # fmt: skip
         if lacking := [name for name, present in table.items() if present]:
@@ -358,15 +346,13 @@ _SPELT = {"flash_attention_2": "flash_2", "flash_attention_3": "flash_3", "torch
 def attention_of(plan: Plan, named: str | None = None) -> str:
     """The attention that is asked for, else what the file says, else the backend's own choice.
 
-    That is sdpa for TRL and on the CPU; open-instruct takes the best that is installed: said to be flash_2.
+    That is sdpa, or (`Entry.best_attention`) the best that is installed on GPUs: taken to be flash_2.
     """
-    trl = plan.stage.options.backend == "trl"
-    chosen = named or plan.values.get("attn_implementation")
-    if named is None and trl:
-        chosen = resolved.attention(plan.values)[0]
-    if isinstance(chosen, str) and _SPELT.get(chosen, chosen) in ATTENTIONS:
+    given = _model_arguments(plan.values).get("attn_implementation")
+    chosen = str(named or given or plan.values.get("attn_implementation")).removeprefix("paged|")
+    if _SPELT.get(chosen, chosen) in ATTENTIONS:
         return _SPELT.get(chosen, chosen)
-    return "sdpa" if trl or not plan.gpus else "flash_2"
+    return "flash_2" if plan.gpus and plan.stage.entry.best_attention else "sdpa"
 
 
 def _model_arguments(values: Values) -> Mapping[str, Any]:
@@ -386,15 +372,14 @@ def shape_of(
         return architecture.find(like, environ)
     own = values.get(stage.entry.names.model)
     name = values.get("config_name") or own
-    if stage.entry.torchrun:
+    if stage.entry.models is not None:
         if values.get("config_name"):
             # OLMo-core's name for a shape: the folder itself says it, or else the model of that name
             known = (hub for hub, config in stage.schema.models.items() if config == name)
             name = own if model_config.read(own, environ) else next(known, name)
         shape = architecture.find(name, environ)
         return shape if olmo_core.ties(values, packages or {}) else architecture.untied(shape)
-    trl = stage.options.backend == "trl"
-    replaced = _model_arguments(values) if trl else values.get("additional_model_arguments")
+    replaced = _model_arguments(values) or values.get("additional_model_arguments")
     revision = values.get("model_revision")
     return architecture.find(
         name, environ, revision if isinstance(revision, str) else None,
@@ -406,9 +391,9 @@ def shape_of(
 
 
 def refilled(plan: Plan) -> int | None:
-    """Tokens of the rows that rows are put together into beforehand: TRL's SFT does that."""
-    options, values = plan.stage.options, plan.values
-    if options.backend != "trl" or options.stage != "sft" or not values.get("packing"):
+    """Tokens of the rows that rows are put together into beforehand; None where that is not done."""
+    values = plan.values
+    if plan.stage.entry.packing != "refilled" or not values.get("packing"):
         return None
     limit = values.get(plan.stage.entry.names.max_length)
     return limit if isinstance(limit, int) and limit > 0 else None
@@ -437,7 +422,7 @@ def trained_rows(plan: Plan, seen: Lengths, rows: int | None) -> int | None:
 def packed_row(plan: Plan, rows: Lengths | None) -> Packed | None:
     """How full the row of each rank is on average where dpo.py packs; None anywhere else."""
     limit = plan.values.get(plan.stage.entry.names.max_length)
-    if not plan.stage.entry.torchrun or not plan.values.get("packing") or rows is None:
+    if plan.stage.entry.packing != "one-row" or not plan.values.get("packing") or rows is None:
         return None
     if not isinstance(limit, int) or limit < 1:
         return None

@@ -12,6 +12,7 @@ from typing import Any
 from launcher.artifacts.rows import entry_rows, lines_of
 from launcher.errors import Finding, InvalidConfig
 from launcher.paths import expanded
+from launcher.rules import registry
 from launcher.stage.stage import Stage, preferred_attention, trend_fault
 from launcher.upstream.schema import Values
 
@@ -52,12 +53,12 @@ class Plan:
 
     @property
     def mixed_precision(self) -> str:
-        """What accelerate is told: the stage file's word, else bf16 on GPUs.
+        """accelerate's option: the stage file's word, else bf16 on GPUs.
 
-        TRL's own `bf16` and `fp16` decide there; accelerate's bf16 would win over `bf16: false`.
+        It would win over TRL's own `bf16: false`, so that there the arguments alone decide.
         """
-        own = self.stage.options.backend == "trl"
-        return self.stage.options.mixed_precision or ("bf16" if self.gpus and not own else "no")
+        bf16 = self.gpus and not self.stage.entry.own_precision
+        return self.stage.options.mixed_precision or ("bf16" if bf16 else "no")
 
     @property
     def attention(self) -> str | None:
@@ -105,10 +106,8 @@ def make(
     Raises InvalidConfig with the nearest possible splits where the global batch cannot be divided.
     """
     names = stage.entry.names
-    # GPUs that share a sequence work on the same rows (finetune.py:737), those that share each matrix
-    # product too (dpo.py:199)
-    split = "tensor_parallel_degree" if stage.entry.torchrun else "sequence_parallel_size"
-    shared = int(stage.values.get(split) or 1)
+    # GPUs that share a sequence work on the same rows (finetune.py:737)
+    shared = int(stage.values.get(names.shared) or 1)
     devices = max(1, max(1, gpus) * nodes // max(1, shared))
     per_device, accumulation = _solve(stage, devices)
     world = per_device * accumulation * devices
@@ -131,11 +130,16 @@ def make(
     if names.output not in stage.args and output is not None:
         why = "the stage file names no place: inside the run folder"
         derived[names.output] = Derived(value=str(output), why=why)
-        if not stage.entry.torchrun and "do_not_randomize_output_dir" in stage.schema.fields:
-            derived.setdefault("do_not_randomize_output_dir", Derived(value=True, why=why))
+        if names.exact_output is not None and names.exact_output in stage.schema.fields:
+            derived.setdefault(names.exact_output, Derived(value=True, why=why))
     values = Values(stage.schema, {**stage.args, **{k: d.value for k, d in derived.items()}})
     rows = count_rows(stage, values) if rows is None else rows
-    notes += _olmo_core(stage, rows, per_device, accumulation, devices, max(1, gpus) * nodes)
+    split = registry.of_split(
+        values, rows, per_device=per_device, accumulation=accumulation, devices=devices,
+        processes=max(1, gpus) * nodes,
+        is_global=stage.options.batch is not None and stage.options.batch.total is not None,
+    )  # fmt: skip
+    notes += [stage.config.placed(finding) for finding in split]
     steps = total_steps(stage, values, rows, world)
     late = trend_fault(stage.options, steps)
     if late is not None and late.key not in {finding.key for finding in stage.findings}:
@@ -144,24 +148,6 @@ def make(
         stage=stage, gpus=gpus, nodes=nodes, per_device=per_device, accumulation=accumulation,
         global_batch=world, rows=rows, derived=derived, values=values, steps=steps, findings=tuple(notes),
     )  # fmt: skip
-
-
-def _olmo_core(
-    stage: Stage, rows: int | None, per_device: int, accumulation: int, devices: int, processes: int
-) -> Iterator[Finding]:
-    """What the batch and the processes mean to dpo.py: its degrees, a packed step, rows that fill none."""
-    if not stage.entry.torchrun:
-        return
-    from launcher.rules.open_instruct import olmo_core
-
-    batch = stage.options.batch
-    found = [*olmo_core.degrees(stage.values, processes), *olmo_core.too_few_rows(
-        stage.values, rows, per_device=per_device, accumulation=accumulation, processes=devices
-    )]  # fmt: skip
-    if batch is not None and batch.total is not None:
-        found += olmo_core.unreached(stage.values, accumulation=accumulation, processes=devices)
-    for finding in found:
-        yield stage.config.placed(finding)
 
 
 def _attention(
@@ -203,27 +189,16 @@ def output_folder(plan: Plan) -> Path | None:
 
 
 def model_in(plan: Plan, output: Path) -> Path:
-    """Where in an output folder the model lies that can be loaded: dpo.py:111 puts it into one below."""
-    return output / "hf_model" if plan.stage.entry.torchrun else output
+    """Where in an output folder the model lies that can be loaded."""
+    return output / plan.stage.entry.final_model
 
 
 def _settings(stage: Stage, gpus: int) -> Iterator[tuple[str, Any, str]]:
     """Arguments that are set where the stage file is silent, and why."""
-    for name, (value, why) in stage.entry.derived.items():
+    fixed = ((name, value, why) for name, (value, why) in stage.entry.derived.items())
+    for name, value, why in (*fixed, *stage.entry.settle(stage.values, gpus)):
         if name not in stage.args:
             yield name, value, why
-    tracked = stage.values["with_tracking"] if stage.entry.torchrun else True
-    if not tracked and "wandb_entity" not in stage.args:
-        why = "without it dpo.py asks wandb who is logged in, tracking or not (utils.py:1357)"
-        yield "wandb_entity", "none", why
-    if gpus or stage.options.backend != "trl":
-        return
-    why = "without a GPU transformers refuses its defaults (transformers/training_args.py:1746)"
-    given, fields = stage.args, stage.schema.fields
-    if "use_cpu" in fields and given.get("use_cpu") is None:
-        yield "use_cpu", True, why
-    if "bf16" in fields and given.get("bf16") is None and given.get("fp16") is None:
-        yield "bf16", False, why
 
 
 def _without_probe(stage: Stage, gpus: int) -> Iterator[Finding]:
@@ -231,7 +206,7 @@ def _without_probe(stage: Stage, gpus: int) -> Iterator[Finding]:
     if stage.options.probe is not None:
         return
     origin = stage.config.origin("probe")
-    if not gpus and stage.options.backend == "open_instruct":
+    if not gpus and not stage.entry.runs_on_cpu:
         yield Finding(
             severity="error", layer="run", code="probe-needed", key="probe",
             message="the pinned scripts do not run on a CPU without what the probe supplies there "
@@ -257,8 +232,8 @@ def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Find
         )  # fmt: skip
     alone = gpus == 1 and nodes == 1 and options.deepspeed is None
     # DPO's own `zero_stage` starts DeepSpeed too (dpo_tune_cache.py:129)
-    alone = alone and stage.values.get("zero_stage") is None and not stage.entry.torchrun
-    if alone and options.backend == "open_instruct" and options.stage == "dpo":
+    alone = alone and stage.values.get("zero_stage") is None
+    if alone and stage.entry.needs_process_group:
         yield Finding(
             severity="error", layer="run", code="no-process-group", key=key,
             message="one process without DeepSpeed has no process group: the reference pass crashes "
@@ -346,22 +321,14 @@ def limited(stage: Stage, values: Values) -> int | None:
     if caches_only(stage, values) is not None:
         return 0
     limit = values[stage.entry.names.max_steps]
-    if not isinstance(limit, int) or (stage.options.backend == "trl" and limit < 1):
+    if not isinstance(limit, int) or (limit < 1 and not stage.entry.zero_is_limit):
         return None
     return max(0, limit)
 
 
 def caches_only(stage: Stage, values: Values) -> str | None:
-    """What a run ends after, without a step and without a model: `data set`, or dpo.py's `reference pass`.
-
-    finetune.py:520, dpo_tune_cache.py:267, dpo.py:182; of the DPO scripts only dpo.py ends after the
-    reference (dpo.py:335).
-    """
-    if values.get("cache_dataset_only"):
-        return "data set"
-    if stage.entry.torchrun and values.get("cache_logprobs_only"):
-        return "reference pass"
-    return None
+    """What a run ends after, without a step and without a model: `data set` or `reference pass`."""
+    return next((what for key, what in stage.entry.ends_after.items() if values.get(key)), None)
 
 
 def steps_of(stage: Stage, values: Values, rows: int, batch: int) -> int | None:
@@ -369,17 +336,14 @@ def steps_of(stage: Stage, values: Values, rows: int, batch: int) -> int | None:
     epochs = values[stage.entry.names.epochs]
     if not isinstance(epochs, int | float):
         return None
-    if stage.entry.torchrun:
-        # an epoch's last batch is left out where it is not full (dpo.py:235, data_loader.py:283)
+    if stage.entry.drops_last:
         return int(rows // batch * epochs)
     return math.ceil(epochs * -(-rows // batch))
 
 
 def repacks(stage: Stage, values: Values) -> bool:
-    """Whether rows are put together before they are counted into batches: TRL's SFT and dpo.py do."""
-    entry = stage.entry
-    own = stage.options.backend == "trl" and entry.names.packing == "packing"
-    return bool(values.get("packing")) and (own or entry.torchrun)
+    """Whether rows are put together before they are counted into batches."""
+    return bool(values.get("packing")) and stage.entry.packing in ("refilled", "one-row")
 
 
 def count_rows(stage: Stage, values: Values) -> int | None:

@@ -47,8 +47,7 @@ def _micro_batch(footprint: Footprint, card: Card) -> float:
     tokens, adapted = batch.tokens, footprint.adapters is not None
     # a backward pass costs two forward ones, but for frozen weights
     passes = (2.0 if adapted else 3.0) + (1.0 if footprint.checkpointing else 0.0)
-    if footprint.trl and footprint.dpo:
-        # the reference, which open-instruct has asked beforehand
+    if footprint.plan.stage.refers and not footprint.plan.stage.entry.caches_reference:
         passes += 0.0 if footprint.plan.values.get("precompute_ref_log_probs") else 1.0
     rate = card.flops * _MATMUL * tokens / (tokens + _HALF_FULL)
     a_pass = 2 * shape.multiplied * tokens / rate

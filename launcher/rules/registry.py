@@ -70,6 +70,14 @@ def of_stage(backend: str, key: str) -> tuple[StageRule, ...]:
     return (*shared, *services.RULES, *data_rules.RULES)
 
 
+def of_split(values: Values, rows: int | None, **split: int) -> Iterator[Finding]:
+    """Every finding of the rules about a batch as it is split over devices; see `olmo_core.of_split`."""
+    if values.schema.key == OLMO_CORE:
+        from launcher.rules.open_instruct import olmo_core
+
+        yield from olmo_core.of_split(values, rows, **split)
+
+
 def apply(values: Values) -> Iterator[Finding]:
     """Every finding of every rule about arguments alone."""
     for rule in of_script(values.schema.backend, values.schema.key):

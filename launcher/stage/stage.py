@@ -56,14 +56,9 @@ class Stage:
 
     @property
     def refers(self) -> bool:
-        """Whether DPO holds its log-probabilities against those of a reference model.
-
-        Upstream's simpo alone does not (dpo_utils.py:88), and dpo.py makes them for it too (dpo.py:333).
-        """
-        without = self.options.backend == "open_instruct" and not self.entry.torchrun
-        return self.options.stage == "dpo" and not (
-            without and self.values.get("loss_type") == "simpo"
-        )
+        """Whether DPO holds its log-probabilities against those of a reference model."""
+        loss = self.values.get("loss_type")
+        return self.schema.pairs and loss not in self.entry.without_reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,12 +216,14 @@ def _error(code: str, key: str, message: str, help: str) -> Finding:
 def _expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:
     """What `expect:` asks of a run that these arguments do not ask for."""
     names = entry.names
-    liger = bool(names.liger and values.get(names.liger)) and not entry.torchrun
     per_device = (opts.batch or Batch()).per_device or values[names.per_device]
     packs = entry.packs(values, per_device)
     alone = entry.packs(values, None) and not packs
     wanted = (
-        ("liger", {"engaged"}, liger, names.liger, "dpo.py has no Liger" if entry.torchrun else ""),
+        (
+            "liger", {"engaged"}, entry.liger(values), names.liger,
+            "" if names.liger else f"{entry.script} has no Liger",
+        ),
         (
             "packing", {"isolated", "on"}, packs, names.packing,
             "a micro-batch of one row has nothing to pack" if alone else "",

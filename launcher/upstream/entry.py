@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from launcher.upstream.schema import Field
+from launcher.upstream.schema import Field, Values
+
+Checkpoints = Literal["accelerate", "transformers"]
+Packing = Literal["flattened", "paired", "refilled", "one-row", "padded"]
+"""What packing makes of a micro-batch: its rows behind each other (`paired`: two sequences a row, so that one
+row is packed too); full rows, made before batching; one row of a rank's whole step; or still padded rows."""
 
 _CITED = re.compile(r"\b[\w/]+\.py:\d+")
 
@@ -26,7 +31,11 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """How one script spells the ideas that launch itself has to know."""
+    """How one script spells the ideas that launch itself has to know; None where it has no such argument.
+
+    `shared` says how many GPUs work on one row; `resume` names the checkpoint to start from, `exact_output`
+    puts the model into the output folder itself, `recompute_needs` is what recomputing activations needs.
+    """
 
     model: str = "model_name_or_path"
     data: str
@@ -37,8 +46,15 @@ class Names:
     max_steps: str
     max_length: str
     logging_steps: str = "logging_steps"
-    liger: str = "use_liger_kernel"
+    liger: str | None = "use_liger_kernel"
     packing: str | None = "packing"
+    shared: str = "sequence_parallel_size"
+    save_every: str
+    save_strategy: str | None = None
+    resume: str | None = None
+    exact_output: str | None = None
+    recompute_needs: str | None = None
+    tokenizer: str | None = None
 
     @property
     def needed(self) -> frozenset[str]:
@@ -53,22 +69,35 @@ class Names:
 class Entry:
     """One entry script: where it is, which dataclasses it parses, how it names things.
 
-    `script` is relative to the folder that holds the package. `classes` are (module, class name) in
-    the parser's order, for a script that does not show them; `owner` is the one of them to name to
-    people. `splits` are list keys whose value may be one text split at blanks. `hints` say what to
-    write instead of a value that is refused, or of a key that always is. `derived` are values that
-    launch sets where the stage file is silent, each with its reason. `older` are the names that ideas
-    had at other commits. `recorders` are functions of upstream's that only write down what they read.
-    `instead` says what to write for an argument that nothing reads. `beside` are other scripts that
-    parse the same dataclasses. `partial` are switches that end the script early, on purpose: what it
-    then leaves unread is no mistake.
-    `stage` is what a further script of a stage is one of; the script that a stage starts by itself
-    stands under the stage's own name. `torchrun` scripts are started by torchrun alone: no accelerate,
-    no DeepSpeed. `models` says where its source lists the models that it can build, as (module, name of
-    the mapping) and (module, class whose methods are the configs). `tables` are the mappings of a module in
-    which it looks up what arguments name. `flattens`: `packing` lays the rows of a micro-batch behind each
-    other, and joins none beforehand. `needs` are distributions that it imports beside the backend's,
-    `imports` modules that it imports only when it runs.
+    `script` is relative to the folder that holds the package. `classes` are (module, class name) in the
+    parser's order, for a script that does not show them; `owner` is the one of them to name to people.
+    `splits` are list keys whose value may be one text split at blanks. `hints` say what to write instead of a
+    value that is refused, or of a key that always is. `derived` are values that launch sets where the stage
+    file is silent, each with its reason. `older` are the names that ideas had at other commits. `recorders`
+    are functions of upstream's that only write down what they read. `instead` says what to write for an
+    argument that nothing reads. `beside` are other scripts that parse the same dataclasses. `partial` are
+    switches that end the script early, on purpose: what it then leaves unread is no mistake.
+
+    `stage` is what a further script of a stage is one of; the script that a stage starts by itself stands
+    under the stage's own name. `models` says where its source lists the models that it can build, as (module,
+    name of the mapping) and (module, class whose methods are the configs). `tables` are the mappings of a
+    module in which it looks up what arguments name. `needs` are distributions that it imports beside the
+    backend's, `imports` modules that it imports only when it runs. `settle` gives further derived values, by
+    the typed values and the number of GPUs; `rehearsal` are values for one process on a CPU.
+
+    How it starts: `launcher`; whether it runs on a CPU without the probe's stand-ins (`runs_on_cpu`), and
+    without DeepSpeed on one GPU (`needs_process_group`: not). Its loop: `loop` is the library that counts
+    steps, saves states and resumes from them; `drops_last` an epoch's last batch that is not full;
+    `zero_is_limit`: no step at all is a limit; `skips_each_epoch`: after a resume, every later epoch skips
+    batches too; `epoch_checkpoints`: it can save one an epoch; `unjudged` is a pattern of states that it
+    resumes from by itself, and launch does not read; `ends_after` are switches after which it ends without a
+    model, and after what; `final_model` is the folder of the model below the output.
+
+    Memory: `sharding`; `own_precision`: its arguments decide, not accelerate's; `dtype` of loaded weights,
+    and `liger_dtype` under Liger; `attentions` are its names for torch's own and for flash-attn's,
+    `best_attention`: it takes the best that is installed where none is named; `tiled_loss`, `reentrant`
+    checkpointing. DPO: `caches_reference` before the first step; `without_reference` are losses that take
+    none; `whole_model`: it fetches the model's whole repository.
     """
 
     script: str
@@ -85,12 +114,44 @@ class Entry:
     partial: frozenset[str] = frozenset()
     instead: Mapping[str, str] = field(default_factory=dict)
     stage: str = ""
-    torchrun: bool = False
     models: tuple[tuple[str, str], tuple[str, str]] | None = None
     tables: tuple[str, tuple[str, ...]] | None = None
-    flattens: bool = False
     needs: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
+    rehearsal: Mapping[str, Any] = field(default_factory=dict)
+    settle: Callable[[Values, int], Iterable[tuple[str, Any, str]]] = lambda values, gpus: ()
+    launcher: Literal["accelerate", "torchrun"] = "accelerate"
+    runs_on_cpu: bool = True
+    needs_process_group: bool = False
+    loop: Literal["accelerate", "transformers", "olmo_core"]
+    drops_last: bool = False
+    zero_is_limit: bool = True
+    skips_each_epoch: bool = False
+    epoch_checkpoints: bool = False
+    ends_after: Mapping[str, str] = field(default_factory=dict)
+    unjudged: str = ""
+    final_model: str = ""
+    packing: Packing
+    sharding: Literal["deepspeed", "fsdp"] = "deepspeed"
+    own_precision: bool = False
+    dtype: str
+    liger_dtype: str
+    attentions: tuple[str, str] = ("torch", "flash_2")
+    best_attention: bool = False
+    tiled_loss: bool = False
+    reentrant: bool = False
+    caches_reference: bool = False
+    without_reference: tuple[str, ...] = ()
+    whole_model: bool = False
+
+    @property
+    def mixes(self) -> bool:
+        """Whether its data are a list of sets, each with an amount; else one set."""
+        return self.names.data in self.splits
+
+    def liger(self, values: Mapping[str, Any]) -> bool:
+        """Whether these arguments ask for Liger's kernels."""
+        return bool(self.names.liger and values.get(self.names.liger))
 
     def packs(self, values: Mapping[str, Any], per_device: int | None) -> bool:
         """Whether these arguments come to rows of several samples, of `per_device` rows a micro-batch.
@@ -98,10 +159,9 @@ class Entry:
         One row alone is packed with nothing, unless rows are joined before they are batched, as by TRL's
         `packing` (trl/trainer/sft_trainer.py:926), or are pairs, as of DPO.
         """
-        name = self.names.packing
-        joined = bool(name and values.get(name))
-        if per_device == 1 and (self.flattens or name == "packing"):
-            return joined and not self.flattens
+        joined = bool(self.names.packing and values.get(self.names.packing))
+        if per_device == 1 and self.packing != "padded":
+            return joined and self.packing != "flattened"
         return joined or bool(values.get("padding_free"))
 
     def at(self, fields: Mapping[str, Field]) -> Entry:

@@ -5,11 +5,12 @@ Line numbers are those of the pin; tests/agreement/test_upstream_facts.py holds 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from launcher.upstream.entry import Entry, Moved, Names
+from launcher.upstream.entry import Checkpoints, Entry, Moved, Names
 from launcher.upstream.schema import Values
 
 NAME = "open_instruct"
@@ -32,6 +33,7 @@ GPU_NEEDS: tuple[str, ...] = ("flash-attn",)
 EXTRA = "open-instruct"
 # importing litellm would otherwise ask the network for model prices, 5 s where there is none
 ENVIRON: Mapping[str, str] = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+CHECKPOINTS: Checkpoints = "accelerate"
 ONE_GPU = False
 
 _TOKENIZER = ("open_instruct.dataset_transformation", "TokenizerConfig")
@@ -83,6 +85,9 @@ _TABLES = (
     ("CHAT_TEMPLATES", "GET_TOKENIZER_FN", "TRANSFORM_FNS"),
 )
 
+# finetune.py:520, dpo_tune_cache.py:267, dpo.py:182
+_CACHES_DATA = {"cache_dataset_only": "data set"}
+
 _DPO = Entry(
     script="open_instruct/dpo_tune_cache.py",
     classes=(("open_instruct.dpo_utils", "DPOExperimentConfig"), _TOKENIZER),
@@ -92,8 +97,23 @@ _DPO = Entry(
         epochs="num_epochs",
         max_steps="max_train_steps",
         max_length="max_seq_length",
+        save_every="checkpointing_steps",
+        exact_output="do_not_randomize_output_dir",
+        tokenizer="tokenizer_name_or_path",
     ),
     splits=frozenset({"mixer_list"}),
+    loop="accelerate",
+    runs_on_cpu=False,
+    needs_process_group=True,
+    skips_each_epoch=True,
+    ends_after=_CACHES_DATA,
+    packing="paired",
+    dtype="bfloat16",
+    liger_dtype="auto",
+    best_attention=True,
+    caches_reference=True,
+    # dpo_utils.py:88
+    without_reference=("simpo",),
     hints={
         **_data_hints("mixer_list"),
         "checkpointing_steps": "DPO counts steps: write a number (`epoch` is SFT's)",
@@ -115,6 +135,13 @@ _DPO = Entry(
     partial=frozenset({"cache_dataset_only", "cache_logprobs_only"}),
 )
 
+
+def _settle_olmo_core(values: Values, gpus: int) -> Iterator[tuple[str, Any, str]]:
+    if not values["with_tracking"]:
+        why = "without it dpo.py asks wandb who is logged in, tracking or not (utils.py:1357)"
+        yield "wandb_entity", "none", why
+
+
 OLMO_CORE = "dpo_olmo_core"
 """The key of upstream's second DPO script: OLMo-core models under FSDP, started by torchrun."""
 
@@ -123,13 +150,21 @@ STAGES: Mapping[str, Entry] = {
         script="open_instruct/finetune.py",
         classes=(("open_instruct.finetune", "FlatArguments"), _TOKENIZER),
         owner="FlatArguments",
-        names=Names(
-            data="dataset_mixer_list", max_steps="max_train_steps", max_length="max_seq_length"
-        ),
+        names=replace(_DPO.names, data="dataset_mixer_list", epochs="num_train_epochs"),
         splits=frozenset({"dataset_mixer_list"}),
+        loop="accelerate",
+        runs_on_cpu=False,
+        epoch_checkpoints=True,
+        ends_after=_CACHES_DATA,
+        packing="flattened",
+        # finetune.py:578 names no type there
+        dtype="bfloat16",
+        liger_dtype="auto",
+        best_attention=True,
+        # finetune.py:528
+        whole_model=True,
         hints=_data_hints("dataset_mixer_list"),
         tables=_TABLES,
-        flattens=True,
         moved={
             **_REMOVED,
             **{theirs: Moved(ours, f"DPO's name; SFT has `{ours}`") for ours, theirs in _PAIRS},
@@ -149,7 +184,31 @@ STAGES: Mapping[str, Entry] = {
         _DPO,
         script="open_instruct/dpo.py",
         stage="dpo",
-        torchrun=True,
+        # it has the argument for Liger and reads it nowhere; recomputed is only what is compiled
+        # (olmo_core_utils.py:101); GPUs may share each matrix product (dpo.py:199)
+        names=replace(
+            _DPO.names,
+            liger=None,
+            shared="tensor_parallel_degree",
+            exact_output=None,
+            recompute_needs="compile_model",
+        ),
+        settle=_settle_olmo_core,
+        launcher="torchrun",
+        loop="olmo_core",
+        rehearsal={"attn_implementation": "torch", "compile_model": False, "wandb_entity": "none"},
+        sharding="fsdp",
+        packing="one-row",
+        needs_process_group=False,
+        # dpo.py:235, data_loader.py:283
+        drops_last=True,
+        # dpo.py:335: of the DPO scripts only this one ends after the reference
+        ends_after={**_CACHES_DATA, "cache_logprobs_only": "reference pass"},
+        unjudged="step[1-9]*",
+        # dpo.py:111
+        final_model="hf_model",
+        # dpo.py:333 computes a reference for simpo too
+        without_reference=(),
         models=(
             ("open_instruct.olmo_core_utils", "OLMO_MODEL_CONFIG_MAP"),
             ("olmo_core.nn.transformer.config", "TransformerConfig"),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from launcher.config.keys import PAIRED
 from launcher.errors import brief
 
 Kind = Literal["int", "float", "str", "bool", "dict", "choice", "opaque"]
@@ -242,6 +243,11 @@ class Schema:
     def key(self) -> str:
         """What the description and the rules of this script are found under."""
         return self.entry or self.stage
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a row is a chosen and a rejected answer, as two sequences."""
+        return self.stage in PAIRED
 
     @property
     def tested(self) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from launcher.upstream import open_instruct, trl
-from launcher.upstream.entry import Entry, Moved, Names
+from launcher.upstream.entry import Checkpoints, Entry, Moved, Names
 from launcher.upstream.schema import Values
 
 __all__ = ["BACKENDS", "Backend", "Entry", "Moved", "Names"]
@@ -40,6 +40,8 @@ class Backend(Protocol):
     """The extra of ours that installs `NEEDS`."""
     ENVIRON: Mapping[str, str]
     """Variables that its scripts are started with."""
+    CHECKPOINTS: Checkpoints
+    """The library whose layout its checkpoints have; see artifacts/checkpoints.py."""
     ONE_GPU: bool
     """Whether it trains on the one GPU that is here, or the CPU, where nobody says how many."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from launcher.upstream.entry import Entry, Moved, Names
+from launcher.upstream.entry import Checkpoints, Entry, Moved, Names
 from launcher.upstream.schema import Values
 
 NAME = "trl"
@@ -17,6 +19,7 @@ NEEDS: tuple[str, ...] = ("torch", "transformers", "trl", "accelerate", "dataset
 GPU_NEEDS: tuple[str, ...] = ()
 EXTRA = "trl"
 ENVIRON: Mapping[str, str] = {}
+CHECKPOINTS: Checkpoints = "transformers"
 ONE_GPU = True
 # transformers/training_args.py:64 builds it by calls, transformers/utils/logging.py:44 holds the names
 COMPUTED: Mapping[str, tuple[str, ...]] = {
@@ -49,30 +52,59 @@ _MOVED = {
 # They compare these values, or copy them into the trainer's state, by computed names
 # (transformers/trainer_utils.py:1153, transformers/trainer_callback.py:163): that is no use of them.
 _RECORDERS = frozenset({"compare_trainer_and_checkpoint_args", "compute_steps"})
-_NAMES = Names(data="dataset_name", max_steps="max_steps", max_length="max_length")
+
+
+def _settle(values: Values, gpus: int) -> Iterator[tuple[str, Any, str]]:
+    if gpus:
+        return
+    why = "without a GPU transformers refuses its defaults (transformers/training_args.py:1746)"
+    if "use_cpu" in values:
+        yield "use_cpu", True, why
+    if "bf16" in values and not values.given("fp16"):
+        yield "bf16", False, why
+
+
+_SFT = Entry(
+    script="trl/scripts/sft.py",
+    classes=(_SCRIPT, ("trl.trainer.sft_config", "SFTConfig"), _MODEL, _MIXTURE),
+    owner="SFTConfig",
+    imports=("trl.trainer.sft_trainer",),
+    names=Names(
+        data="dataset_name",
+        max_steps="max_steps",
+        max_length="max_length",
+        save_every="save_steps",
+        save_strategy="save_strategy",
+        resume="resume_from_checkpoint",
+    ),
+    moved=_MOVED,
+    recorders=_RECORDERS,
+    settle=_settle,
+    loop="transformers",
+    # transformers/trainer.py:2450
+    zero_is_limit=False,
+    packing="refilled",
+    own_precision=True,
+    dtype="float32",
+    liger_dtype="float32",
+    attentions=("sdpa", "flash_attention_2"),
+    # trl/kernels/chunked_logprob.py:31
+    tiled_loss=True,
+    # transformers/modeling_utils.py:3132
+    reentrant=True,
+)
 
 STAGES: Mapping[str, Entry] = {
-    "sft": Entry(
-        script="trl/scripts/sft.py",
-        classes=(_SCRIPT, ("trl.trainer.sft_config", "SFTConfig"), _MODEL, _MIXTURE),
-        owner="SFTConfig",
-        imports=("trl.trainer.sft_trainer",),
-        names=_NAMES,
-        moved=_MOVED,
-        recorders=_RECORDERS,
-    ),
-    "dpo": Entry(
+    "sft": _SFT,
+    "dpo": replace(
+        _SFT,
         script="trl/scripts/dpo.py",
         classes=(_SCRIPT, ("trl.trainer.dpo_config", "DPOConfig"), _MODEL, _MIXTURE),
         owner="DPOConfig",
         imports=("trl.trainer.dpo_trainer",),
-        names=Names(
-            data="dataset_name",
-            max_steps="max_steps",
-            max_length="max_length",
-            packing="padding_free",
-        ),
-        recorders=_RECORDERS,
+        names=replace(_SFT.names, packing="padding_free"),
+        # trl/trainer/dpo_trainer.py:735
+        packing="padded",
         moved={
             **_MOVED,
             "chat_template_name": Moved(

@@ -110,7 +110,7 @@ def test_dpo_has_two_sequences_a_row(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(
         json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]})
     )
-    found = lengths.of_dataset(tmp_path, ("chosen_input_ids", "rejected_input_ids"))
+    found = lengths.of_dataset(tmp_path, pairs=True)
     assert (found.rows, found.mean, found.longest) == (1, 5.0, 6)
 
 

@@ -55,7 +55,7 @@ def test_a_resume_is_called_exact_just_where_the_loops_agree(
     if step > shape.total:
         return
     saved = epochs.advanced(shape, DataPosition(0, 0), step)
-    wrong = epochs.of_step(stage, step, saved, shape, shape, keeps_order=keeps)
+    wrong = epochs.of_step(stage == "dpo", step, saved, shape, shape, keeps_order=keeps)
     same = played(stage, shape, step, keeps=keeps) == alone[step:]
     assert (wrong is None) == same, (wrong, alone[step:], played(stage, shape, step, keeps=keeps))
 
@@ -74,12 +74,12 @@ def test_advancing_in_two_parts_is_advancing_at_once(shape: EpochLayout, steps: 
 @settings(max_examples=300)
 @given(st.sampled_from(["sft", "dpo"]), shapes, st.integers(1, 12))
 def test_what_is_recommended_is_exact(stage: str, shape: EpochLayout, every: int) -> None:
-    wrong = list(epochs.inexact(stage, shape, every))
+    wrong = list(epochs.inexact(stage == "dpo", shape, every))
     alone = played(stage, shape)
     for step in range(every, shape.total, every):
         assert (step in wrong) == (played(stage, shape, step) != alone[step:])
-    exact = epochs.exact_steps(stage, shape, every)
-    assert exact is None or not list(epochs.inexact(stage, shape, exact))
+    exact = epochs.exact_steps(stage == "dpo", shape, every)
+    assert exact is None or not list(epochs.inexact(stage == "dpo", shape, exact))
 
 
 def test_measured_at_the_pin() -> None:
@@ -88,18 +88,18 @@ def test_measured_at_the_pin() -> None:
     assert (shape.micro, shape.updates, shape.total, shape.passes) == (11, 6, 12, 2)
     assert epochs.counted(shape, 6) == DataPosition(1, 1)
     assert epochs.counted(shape, 8) == DataPosition(1, 5)
-    assert list(epochs.inexact("sft", shape, 2)) == [6, 8, 10]
-    assert epochs.exact_steps("sft", shape, 2) is None
+    assert list(epochs.inexact(False, shape, 2)) == [6, 8, 10]
+    assert epochs.exact_steps(False, shape, 2) is None
     even = EpochLayout(rows=48, per_device=4, devices=1, accumulation=2, epochs=2)
-    assert list(epochs.inexact("sft", even, 2)) == []
+    assert list(epochs.inexact(False, even, 2)) == []
     # 12 steps became 10 when DPO went on from step 2, none was lost from step 6 or 8
-    assert list(epochs.inexact("dpo", even, 2)) == [2, 4]
-    assert epochs.exact_steps("dpo", even, 2) == 6
+    assert list(epochs.inexact(True, even, 2)) == [2, 4]
+    assert epochs.exact_steps(True, even, 2) == 6
     # with accelerate 1.12 SFT went on from step 4 exactly, and from step 8 elsewhere
-    assert list(epochs.inexact("sft", even, 4, keeps_order=False)) == [8]
+    assert list(epochs.inexact(False, even, 4, keeps_order=False)) == [8]
     # with max_train_steps 8 step 8 is inside the second epoch: a ninth was trained
     limited = EpochLayout(rows=48, per_device=4, devices=1, accumulation=2, limit=8)
-    told = epochs.of_step("sft", 8, DataPosition(1, 4), limited, limited)
+    told = epochs.of_step(False, 8, DataPosition(1, 4), limited, limited)
     assert told is not None and told.reason == "over"
 
 
@@ -110,10 +110,10 @@ def test_other_devices_and_the_same_rows() -> None:
         EpochLayout(rows=64, per_device=2, devices=4, accumulation=2, epochs=2),
     ):
         assert (
-            epochs.of_step("sft", 3, epochs.advanced(was, DataPosition(0, 0), 3), was, now) is None
+            epochs.of_step(False, 3, epochs.advanced(was, DataPosition(0, 0), 3), was, now) is None
         )
     doubled = EpochLayout(rows=64, per_device=2, devices=4, accumulation=4, epochs=2)
-    told = epochs.of_step("sft", 3, epochs.advanced(was, DataPosition(0, 0), 3), was, doubled)
+    told = epochs.of_step(False, 3, epochs.advanced(was, DataPosition(0, 0), 3), was, doubled)
     assert told is not None and told.reason == "place"
     assert epochs.of_epoch(0, was, was) is None
     counted = epochs.of_epoch(0, was, doubled)

@@ -273,7 +273,7 @@ def needed(subject: Subject) -> tuple[str, ...]:
     ]
     distributions += subject.backend.GPU_NEEDS if subject.gpus else ()
     if plan is not None:
-        if plan.values.get(plan.stage.entry.names.liger):
+        if plan.stage.entry.liger(plan.values):
             distributions.append("liger-kernel")
         own = plan.values.get("zero_stage") is not None
         if plan.gpus and (own or plan.stage.options.deepspeed is not None):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -121,11 +121,7 @@ def saved(plan: Plan, count: int, setup: Setup | None = None) -> Saved | None:
 
     Only its `setup` tells the size of an adapter and of weights in 4 bits.
     """
-    if plan.stage.options.backend == "trl":
-        return _trl(plan, count, setup)
-    return (
-        _olmo_core(plan, count) if plan.stage.entry.torchrun else _open_instruct(plan, count, setup)
-    )
+    return _SAVED[plan.stage.entry.loop](plan, count, setup)
 
 
 def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
@@ -156,7 +152,7 @@ def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
     )  # fmt: skip
 
 
-def _olmo_core(plan: Plan, count: int) -> Saved:
+def _olmo_core(plan: Plan, count: int, _setup: Setup | None) -> Saved:
     """dpo.py:83: every checkpoint stays, the first and the last step's too (OLMo-core at the pin)."""
     times = _times(plan)
     formula = "4 + 8 bytes a parameter: weights and moments, none of which is deleted"
@@ -201,6 +197,13 @@ def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
     )  # fmt: skip
 
 
+_SAVED: Mapping[str, Callable[[Plan, int, Setup | None], Saved | None]] = {
+    "accelerate": _open_instruct,
+    "olmo_core": _olmo_core,
+    "transformers": _trl,
+}
+
+
 def _moments(optimizer: str, width: int) -> int:
     """Bytes of optimizer state a parameter; 0 for kinds of which that is not known here."""
     if not optimizer.startswith(("adamw", "paged_adamw")):
@@ -220,8 +223,7 @@ def _times(plan: Plan) -> int | None:
     if not isinstance(every, int) or plan.steps is None:
         return None
     # transformers and OLMo-core save at the end of training too, whatever the step
-    at_end = plan.stage.options.backend == "trl" or entry.torchrun
-    return -(-plan.steps // every) if at_end else plan.steps // every
+    return plan.steps // every if entry.loop == "accelerate" else -(-plan.steps // every)
 
 
 def _checkpoint_bytes(output: Path | None) -> int:
@@ -266,12 +268,12 @@ def places(
     yield WriteTarget(cache_home(environ), "launch's caches", "LAUNCH_CACHE")
     yield WriteTarget(folder("TRITON_CACHE_DIR", triton), "compiled kernels", "TRITON_CACHE_DIR")
     yield WriteTarget(folder("TMPDIR", tempfile.gettempdir()), "temporary files", "TMPDIR")
-    if plan is None or plan.stage.options.backend != "open_instruct":
+    if plan is None:
         return
     for name in ("dataset_local_cache_dir", "local_cache_dir"):
         if name in plan.stage.args:
             yield WriteTarget(Path(str(plan.values[name])), "tokenised data", name)
-    if plan.stage.options.stage == "dpo" and environ.get(REFERENCE_VARIABLE):
+    if plan.stage.entry.caches_reference and environ.get(REFERENCE_VARIABLE):
         reference = Path(environ[REFERENCE_VARIABLE])
         yield WriteTarget(reference, "reference log-probabilities", REFERENCE_VARIABLE)
 

@@ -155,7 +155,7 @@ def _devices(record: Record, plan: Plan) -> Iterator[ResumeChange]:
         effect, severity = "another kind of device rounds in another way", "warning"
     elif plan.gpus and (plan.stage.options.deepspeed is not None or own_engine):
         effect = "its states were saved for that number of processes and cannot be loaded"
-    elif plan.stage.options.backend == "open_instruct":
+    elif plan.stage.entry.loop != "transformers":
         # finetune.py:709, dpo_tune_cache.py:457
         effect = "the learning rate schedule counts every process and would go on at another place"
     else:
@@ -238,7 +238,7 @@ _EFFECTS: tuple[tuple[str, str, str], ...] = (
 
 def _contents(record: Record, plan: Plan, now: Contents) -> Iterator[ResumeChange]:
     before = record.items_of("contents")
-    base = plan.stage.options.stage == "dpo" or _has_adapter(plan)
+    base = plan.stage.schema.pairs or _has_adapter(plan)
     for role, what, effect in _EFFECTS:
         was, digests = inputs.digests(before, role), inputs.digests(now, role)
         if not was or not digests or None in (*was, *digests) or was == digests:
@@ -266,11 +266,9 @@ def _engine(record: Record, plan: Plan, now: Contents) -> Iterator[ResumeChange]
             yield ResumeChange(
                 what="deepspeed", before=names[0], after=names[1], effect=effect, severity="error"
             )
-    # accelerate's option; TRL's own `bf16` and `fp16` decide there
     words = iter(record.items_of("argv"))
     precision = next((next(words, None) for word in words if word == "--mixed_precision"), None)
-    trl = plan.stage.options.backend == "trl"
-    if not trl and precision not in (None, plan.mixed_precision):
+    if not plan.stage.entry.own_precision and precision not in (None, plan.mixed_precision):
         yield ResumeChange(
             what="mixed_precision", before=precision, after=plan.mixed_precision,
             effect="it acts from there on only", severity="warning",
@@ -282,7 +280,7 @@ def _reference(record: Record, plan: Plan, caches: Sequence[Cache]) -> Iterator[
     now = next((one for one in caches if one.kind == "reference"), None)
     kept = (Record(one) for one in record.items_of("caches") if isinstance(one, dict))
     was = next((one for one in kept if one.get("kind") == "reference"), None)
-    if now is None or was is None or plan.stage.options.backend != "open_instruct":
+    if now is None or was is None or not plan.stage.entry.caches_reference:
         return
     key, before = _plain(dict(now.key)), was.part("key")
     other = [name for name in key if name in before and before[name] != key[name]]

@@ -37,6 +37,7 @@ from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
 from launcher.stage.stage import Stage
 from launcher.upstream.schema import Values
+from launcher.upstream.trainers import Entry
 from launcher.verdict import evidence
 
 Kind = Literal["new", "resume", "finished"]
@@ -196,9 +197,10 @@ def set_aside(decision: Decision, attempt: int) -> list[Path]:
 
 def warn_pasted_command(plan: Plan, output: Path | None, folder: RunFolder) -> tuple[Finding, ...]:
     """What to know of a command that is pasted where a run has been: it knows nothing of that run."""
-    if plan.stage.options.backend == "trl":
+    resume = plan.stage.entry.names.resume
+    if resume is not None:
         # trl/scripts/sft.py:113
-        named = plan.values.get("resume_from_checkpoint")
+        named = plan.values.get(resume)
         does = f"goes on from {named}" if named else "begins anew and writes over what it left"
     elif (taken := _taken_by_upstream(plan, output)) is not None:
         does = f"goes on from {taken.name}, whatever has changed since"
@@ -285,7 +287,7 @@ class _Attempts:
             value, count = record.argument, record.processes or 1
             per_device = record.number("plan", "per_device") or plan.per_device
             accumulation = record.number("plan", "accumulation") or plan.accumulation
-        shared, limit = value("sequence_parallel_size"), value(names.max_steps)
+        shared, limit = value(names.shared), value(names.max_steps)
         epochs = value(names.epochs)
         return EpochLayout(
             rows=rows, per_device=per_device, devices=max(1, count // max(1, int(shared or 1))),
@@ -328,7 +330,7 @@ class _Attempts:
 
     def total(self, record: Record | None = None) -> int | None:
         """The last step, now or under an earlier manifest."""
-        if self.plan.stage.options.backend == "open_instruct":
+        if self.plan.stage.entry.loop != "transformers":
             shape = self.shape(record)
             return None if shape is None else shape.total
         return self.plan.steps if record is None else record.number("plan", "steps")
@@ -413,11 +415,16 @@ class _Judge:
         return self.plan.stage.options.backend
 
     @property
+    def entry(self) -> Entry:
+        """The entry script."""
+        return self.plan.stage.entry
+
+    @property
     def named(self) -> str | None:
         """The checkpoint that the stage file names; open-instruct never gets to look at it."""
-        named = self.plan.stage.args.get("resume_from_checkpoint")
+        named = self.plan.stage.args.get(self.entry.names.resume or "")
         plain = isinstance(named, str) and named.lower() not in ("", "true", "false")
-        return str(named) if plain and self.backend == "trl" else None
+        return str(named) if plain else None
 
     def _say(
         self, severity: Severity, code: str, message: str, help: str | None = None,
@@ -503,10 +510,10 @@ class _Judge:
             for one in changed
             if one.restored
         }
-        if self.backend == "trl":
-            # without it TRL begins anew, with `true` it takes the highest number, whole or not
+        if self.entry.names.resume is not None:
+            # without it TRL begins anew, and `true` takes the highest number, whole or not
             why = "the same command goes on from the last complete checkpoint"
-            derived["resume_from_checkpoint"] = Derived(value=str(chosen.path), why=why)
+            derived[self.entry.names.resume] = Derived(value=str(chosen.path), why=why)
         return Decision(
             kind="resume", checkpoint=chosen, step=at, place=self._place(chosen),
             changes=tuple(changed), kept=_names(found, aside), aside=aside, derived=derived,
@@ -565,8 +572,8 @@ class _Judge:
     def _from_zero(self, found: Sequence[Checkpoint]) -> Decision:
         self._check_names()
         self._check_schedule()
-        torchrun = self.plan.stage.entry.torchrun
-        if torchrun and self.output is not None and any(self.output.glob("step[1-9]*")):
+        own = self.entry.unjudged
+        if own and self.output is not None and any(self.output.glob(own)):
             # OLMo-core goes on from there, which a rule says (`resume-unjudged`)
             return Decision()
         why = f": {found[-1].name}: {found[-1].why_incomplete}" if found else ""
@@ -608,7 +615,7 @@ class _Judge:
     def _wrong(self, one: Checkpoint) -> ResumeMismatch | None:
         """Why upstream would not go on where this checkpoint was saved."""
         maker = self.attempts.maker(one)
-        if self.backend == "trl":
+        if self.entry.loop == "transformers":
             skips = not self.plan.values.get("ignore_data_skip")
             wrong = epochs.of_trl(
                 one.number, one.epochs, maker.number("plan", "global"), self.plan.global_batch,
@@ -625,7 +632,7 @@ class _Judge:
         if one.kind == "epoch":
             return epochs.of_epoch(one.number, was, now)
         return epochs.of_step(
-            self.plan.stage.options.stage, one.number, self.attempts.saved_at(one, was), was, now,
+            self.entry.skips_each_epoch, one.number, self.attempts.saved_at(one, was), was, now,
             keeps_order=epochs.keeps_order(self.trainer),
         )  # fmt: skip
 
@@ -633,7 +640,7 @@ class _Judge:
         """Where upstream goes on in the data."""
         if one.kind == "epoch":
             return DataPosition(one.number + 1, 0)
-        shape = self.attempts.shape() if self.backend == "open_instruct" else None
+        shape = self.attempts.shape() if self.entry.loop != "transformers" else None
         return DataPosition(0, 0) if shape is None else epochs.counted(shape, one.number)
 
     def _aside(self, found: Sequence[Checkpoint], chosen: Checkpoint | None) -> tuple[Path, ...]:
@@ -652,10 +659,11 @@ class _Judge:
         every = epochs.interval(self.plan)
         written_over = None
         if isinstance(every, int):
-            stem = "checkpoint-" if self.backend == "trl" else "step_"
-            written_over = f"{stem}{(max(at, 0) // every + 1) * every}"
-        elif every == "epoch" and self.backend == "open_instruct":
-            written_over = f"epoch_{chosen.number + 1 if chosen is not None and steps_too else 0}"
+            following = (max(at, 0) // every + 1) * every
+            written_over = checkpoints.folder_name(self.backend, "step", following)
+        elif every == "epoch":
+            following = chosen.number + 1 if chosen is not None and steps_too else 0
+            written_over = checkpoints.folder_name(self.backend, "epoch", following)
         aside = tuple(one.path for one in newer if one.marked or one.name != written_over)
         if aside and self.output is not None:
             self._say(
@@ -706,7 +714,7 @@ class _Judge:
         """The reference log-probabilities that the attempts before used must still be there."""
         cache = next((one for one in self.caches if one.kind == "reference"), None)
         other = any(one.what == "reference" for one in changed)
-        if cache is None or other or self.backend != "open_instruct":
+        if cache is None or other or not self.entry.caches_reference:
             return
         used = self.attempts.reference()
         if exists(used) if used is not None else any(cache.path.glob("*.pt")):
@@ -730,10 +738,9 @@ class _Judge:
     def _check_unrecorded(self, found: Sequence[Checkpoint]) -> None:
         """Checkpoints of which no record tells, and which upstream would not go on from."""
         whole = [one for one in found if one.complete]
-        if whole and not self.plan.stage.entry.torchrun:
-            help, key = "--fresh begins anew, beside it", None
-            if self.backend == "trl":
-                key = "resume_from_checkpoint"
+        if whole and not self.entry.unjudged:
+            help, key = "--fresh begins anew, beside it", self.entry.names.resume
+            if key is not None:
                 help = f"`{key}: {whole[-1].path}` goes on from it; {help}"
             message = (
                 f"{self.output} holds {whole[-1].name}, and no record of the run that saved it: "

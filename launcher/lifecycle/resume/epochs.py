@@ -21,6 +21,7 @@ from launcher.errors import Finding
 from launcher.machine.python import Trainer
 from launcher.paths import expanded
 from launcher.plan.plan import Plan
+from launcher.upstream.trainers import Entry
 
 _KEEPS_ORDER = re.compile(r"iteration\s*=\s*dataloader\.iteration")
 _OVER = "step {} is the last one, inside an epoch: one more would be trained"
@@ -101,7 +102,7 @@ def counted(shape: EpochLayout, step: int) -> DataPosition:
 
 
 def of_step(
-    stage: str,
+    skips_each: bool,
     step: int,
     saved: DataPosition,
     was: EpochLayout,
@@ -111,7 +112,8 @@ def of_step(
 ) -> ResumeMismatch | None:
     """What goes wrong when open-instruct resumes from `step_N`, saved at a place of shape `was`.
 
-    `keeps_order` is whether accelerate's skipping keeps the epoch's order. None where nothing does.
+    `skips_each` is `Entry.skips_each_epoch`, `keeps_order` is whether accelerate's skipping keeps the epoch's
+    order. None where nothing does.
     """
     then = counted(now, step)
     if step >= now.total:
@@ -129,7 +131,7 @@ def of_step(
         )
     # DPO takes the skipping loader for every epoch that follows, SFT for the first one only
     skipping = then.micro > 0 and then.epoch > 0
-    if stage == "dpo":
+    if skips_each:
         skipping = now.passes > 1
     if skipping and not keeps_order:
         return ResumeMismatch(
@@ -137,7 +139,7 @@ def of_step(
             "accelerate here forgets which epoch it is when it skips batches, and the data would come in "
             "the order of the first epoch",
         )
-    if stage == "dpo" and then.micro and then.epoch < now.passes - 1:
+    if skips_each and then.micro and then.epoch < now.passes - 1:
         return ResumeMismatch(
             "skips",
             f"the {taken[1]} rows that epoch {then.epoch + 1} has behind it would be skipped again in each "
@@ -182,7 +184,7 @@ def of_trl(
 
 
 def inexact(
-    stage: str, shape: EpochLayout, every: int, *, keeps_order: bool = True
+    skips_each: bool, shape: EpochLayout, every: int, *, keeps_order: bool = True
 ) -> Iterator[int]:
     """The checkpoints, of those saved every so many steps, from which a resume would go wrong.
 
@@ -190,12 +192,12 @@ def inexact(
     """
     for step in range(every, shape.total, every):
         saved = advanced(shape, DataPosition(0, 0), step)
-        if of_step(stage, step, saved, shape, shape, keeps_order=keeps_order) is not None:
+        if of_step(skips_each, step, saved, shape, shape, keeps_order=keeps_order) is not None:
             yield step
 
 
 def exact_steps(
-    stage: str, shape: EpochLayout, every: int, *, keeps_order: bool = True
+    skips_each: bool, shape: EpochLayout, every: int, *, keeps_order: bool = True
 ) -> int | None:
     """The number of steps next to `every` of which all checkpoints are exact; None where there is none.
 
@@ -205,7 +207,8 @@ def exact_steps(
     able = (
         n
         for n in sorted(parts, key=lambda n: (abs(n - every), n))
-        if n < shape.total and next(inexact(stage, shape, n, keeps_order=keeps_order), None) is None
+        if n < shape.total
+        and next(inexact(skips_each, shape, n, keeps_order=keeps_order), None) is None
     )
     return next(able, None)
 
@@ -231,16 +234,14 @@ def interval(plan: Plan) -> int | str | None:
 
     That is `epoch`, `best` (the score), or `share` of steps whose number is not known.
     """
-    values = plan.values
-    if plan.stage.options.backend == "trl":
-        strategy = str(values.get("save_strategy")).rpartition(".")[2].lower()
+    values, names = plan.values, plan.stage.entry.names
+    if names.save_strategy is not None:
+        strategy = str(values.get(names.save_strategy)).rpartition(".")[2].lower()
         if strategy != "steps":
             return strategy if strategy in ("epoch", "best") else None
-        every = values.get("save_steps")
-    else:
-        every = values.get("checkpointing_steps")
-        if every is not None and str(every).lower() == "epoch":
-            return "epoch"
+    every = values.get(names.save_every)
+    if every is not None and str(every).lower() == "epoch":
+        return "epoch"
     try:
         found = float(every) if every is not None else 0.0
     except (TypeError, ValueError):
@@ -258,18 +259,19 @@ def findings(plan: Plan, shape: EpochLayout | None, trainer: Trainer) -> Iterato
 
 
 def _none(plan: Plan) -> Iterator[Finding]:
-    every, values = interval(plan), plan.values
-    trl = plan.stage.options.backend == "trl"
-    key = "save_steps" if trl else "checkpointing_steps"
+    every, names = interval(plan), plan.stage.entry.names
+    key, strategy = names.save_every, names.save_strategy
     if every is None:
+        more = f"`{strategy}: steps` and " if strategy else ""
         yield _note(
-            "save_strategy" if trl else key, "no checkpoint is saved: a run that is stopped begins anew",
-            f"`{'save_strategy: steps` and `' if trl else ''}{key}: N` saves one every N steps",
-        )  # fmt: skip
+            strategy or key,
+            "no checkpoint is saved: a run that is stopped begins anew",
+            f"{more}`{key}: N` saves one every N steps",
+        )
     elif isinstance(every, int) and plan.steps is not None and every > plan.steps:
         why = f"the first checkpoint comes at step {every}, and the run has {plan.steps}"
         yield _note(key, f"{why}: stopped, it begins anew", f"a smaller `{key}`")
-    elif trl and values.get("save_only_model"):
+    elif plan.values.get("save_only_model"):
         yield _note(
             "save_only_model", "checkpoints hold no optimizer: a run that is stopped begins anew",
             "`save_only_model: false`",
@@ -284,37 +286,31 @@ def _note(key: str, message: str, help: str) -> Finding:
 
 
 def _inexact(plan: Plan, shape: EpochLayout | None, trainer: Trainer) -> Iterator[Finding]:
-    every, options = interval(plan), plan.stage.options
-    if (
-        options.backend != "open_instruct"
-        # OLMo-core's loader counts by itself, and exactly
-        or plan.stage.entry.torchrun
-        or not isinstance(every, int)
-        or shape is None
-        or every < 1
-    ):
+    every, entry = interval(plan), plan.stage.entry
+    # the other loops count by themselves, and exactly
+    if entry.loop != "accelerate" or not isinstance(every, int) or shape is None or every < 1:
         return
     kept = keeps_order(trainer)
-    wrong = list(inexact(options.stage, shape, every, keeps_order=kept))
+    wrong = list(inexact(entry.skips_each_epoch, shape, every, keeps_order=kept))
     if not wrong:
         return
     saved = advanced(shape, DataPosition(0, 0), wrong[0])
-    first = of_step(options.stage, wrong[0], saved, shape, shape, keeps_order=kept)
+    first = of_step(entry.skips_each_epoch, wrong[0], saved, shape, shape, keeps_order=kept)
     number = len(range(every, shape.total, every))
     yield Finding(
         severity="warning", layer="run", code="resume-inexact", key="args.checkpointing_steps",
         message=f"a resume from {len(wrong)} of the {number} checkpoints would go wrong, the first of them "
         f"step_{wrong[0]}: {first.text if first is not None else ''}",
-        help=_instead(options.stage, shape, every, kept),
+        help=_instead(entry, shape, every, kept),
     )  # fmt: skip
 
 
-def _instead(stage: str, shape: EpochLayout, every: int, kept: bool) -> str:
+def _instead(entry: Entry, shape: EpochLayout, every: int, kept: bool) -> str:
     ways: list[str] = []
-    exact = exact_steps(stage, shape, every, keeps_order=kept)
+    exact = exact_steps(entry.skips_each_epoch, shape, every, keeps_order=kept)
     if exact is not None:
         ways.append(f"`checkpointing_steps: {exact}` is exact")
-    if stage == "sft":
+    if entry.epoch_checkpoints:
         ways.append("`checkpointing_steps: epoch` is exact")
     if shape.micro % shape.accumulation:
         ways.append(

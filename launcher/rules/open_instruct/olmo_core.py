@@ -359,6 +359,22 @@ _SHARDS = ("fsdp_shard_degree", "shard_degree")
 _REPLICAS = ("fsdp_num_replicas", "num_replicas")
 
 
+def of_split(
+    values: Values, rows: int | None, *, per_device: int, accumulation: int, devices: int,
+    processes: int, is_global: int,
+) -> Iterator[Finding]:  # fmt: skip
+    """The degrees and a packed step on so many processes, and rows that fill no step of these devices.
+
+    `is_global` where the stage file says how many rows a step has.
+    """
+    yield from degrees(values, processes)
+    yield from too_few_rows(
+        values, rows, per_device=per_device, accumulation=accumulation, processes=devices
+    )
+    if is_global:
+        yield from unreached(values, accumulation=accumulation, processes=devices)
+
+
 def degrees(values: Values, processes: int) -> Iterator[Finding]:
     """Whether FSDP's mesh can be laid over so many processes.
 

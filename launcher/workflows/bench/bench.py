@@ -288,7 +288,7 @@ def _expected(asked: Request, stage: Stage, changed: set[str]) -> Iterator[str]:
         return expect.get(point) not in (None, "any") and bool(changed & keys) and not own
 
     for point, keys, on in (
-        ("liger", {names.liger}, bool(values.get(names.liger))),
+        ("liger", {names.liger}, entry.liger(values)),
         ("packing", packing, entry.packs(values, rows)),
     ):
         if is_turned(point, keys) and on != (expect[point] != "off"):

@@ -343,10 +343,9 @@ class _Filling:
     def _of(self, entry: Path | None, state: str, seconds: float) -> Tokenised:
         if entry is None:
             return Tokenised(state=state)
-        dpo = self.plan.stage.options.stage == "dpo"
-        columns = ("chosen_input_ids", "rejected_input_ids") if dpo else ("input_ids",)
+        pairs = self.plan.stage.schema.pairs
         try:
-            known: Lengths | None = lengths.of_dataset(entry, columns)
+            known: Lengths | None = lengths.of_dataset(entry, pairs=pairs)
         except LaunchError:
             # no pyarrow in launch's own Python, or other columns: nothing hangs on it
             known = None

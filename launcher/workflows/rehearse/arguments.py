@@ -128,12 +128,13 @@ def of_stage(args: Mapping[str, Any], options: Options, schema: Schema, entry: E
     for name in ("dataset_cache_mode", "cache_mode"):
         if given.pop(name, None) == "hf":
             left["the dataset cache on the hub"] = (name,)
-    if entry.torchrun:
-        added |= {"attn_implementation": "torch", "compile_model": False, "wandb_entity": "none"}
+    added |= entry.rehearsal
     listed = reporters if isinstance(reporters, list) else [reporters] if reporters else []
     trackers = tuple(str(name) for name in listed if name not in ("none", "all"))
-    known = schema.backend == "trl"
-    return Arguments(given=given, added=added, left_out=left, report_to=trackers if known else ())
+    silenced = "report_to" in added
+    return Arguments(
+        given=given, added=added, left_out=left, report_to=trackers if silenced else ()
+    )
 
 
 def _shrink_batch(

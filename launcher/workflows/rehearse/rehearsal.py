@@ -337,8 +337,9 @@ class Attempts:
         if names & set(self.data_names()):
             for name in self.data_names():
                 given.pop(name, None)
-            mixed = self.schema.backend != "trl"
-            added[self.entry.names.data] = [MADE_UP_ROWS, "1.0"] if mixed else MADE_UP_ROWS
+            added[self.entry.names.data] = (
+                [MADE_UP_ROWS, "1.0"] if self.entry.mixes else MADE_UP_ROWS
+            )
         if self.entry.names.model in names:
             added[self.entry.names.model] = "launch/made-up-model"
         left = set(names) & set(whole.report_to and ("report_to",))

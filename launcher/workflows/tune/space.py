@@ -116,14 +116,6 @@ Choice = Lever | str | None
 """A lever, why there is none, or None where the backend does not know it at all."""
 
 
-def _trl(made: Plan) -> bool:
-    return made.stage.options.backend == "trl"
-
-
-def _dpo(made: Plan) -> bool:
-    return made.stage.options.stage == "dpo"
-
-
 def _adapters(made: Plan) -> bool:
     return bool(made.values.get("use_lora") or made.values.get("use_qlora")
                 or made.values.get("use_peft"))  # fmt: skip
@@ -139,14 +131,12 @@ def _attention(made: Plan, packages: Packages, _rows: Lengths) -> Choice:
         return "the CPU has one"
     if made.stage.options.attention:
         return "`attention:` names what is taken"
-    if _trl(made):
-        if isinstance(made.values.get("model_init_kwargs"), str | dict):
-            return "`model_init_kwargs` may set it"
-        flash, plain = "flash_attention_2", "sdpa"
-        now = made.values["attn_implementation"] or plain
-    else:
-        flash, plain = "flash_2", "torch"
-        now = made.values["attn_implementation"] or (flash if flash_attn else plain)
+    if isinstance(made.values.get("model_init_kwargs"), str | dict):
+        return "`model_init_kwargs` may set it"
+    entry = made.stage.entry
+    plain, flash = entry.attentions
+    best = flash if flash_attn and entry.best_attention else plain
+    now = made.values["attn_implementation"] or best
     if now not in (flash, plain):
         return f"`attn_implementation: {now}` is the file's own choice"
     if not flash_attn:
@@ -158,12 +148,13 @@ def _packing(made: Plan, _packages: Packages, rows: Lengths) -> Choice:
     names = made.stage.entry.names
     if names.packing is None or names.packing not in made.values:
         return None
-    if _trl(made) and _dpo(made):
+    entry = made.stage.entry
+    if entry.packing == "padded":
         return "TRL's DPO pads whatever is asked for"
-    if made.stage.entry.torchrun:
+    if entry.packing == "one-row":
         return "packed, a step of dpo.py holds the pairs that fit into a row a GPU: another global batch"
     now = bool(made.values[names.packing])
-    if _trl(made):
+    if entry.packing == "refilled":
         limit = made.values.get(names.max_length)
         if made.values.get("padding_free"):
             return "`padding_free` is the file's own choice"
@@ -180,8 +171,7 @@ def _packing(made: Plan, _packages: Packages, rows: Lengths) -> Choice:
 
 def _liger(made: Plan, packages: Packages, _rows: Lengths) -> Choice:
     name = made.stage.entry.names.liger
-    # dpo.py has the argument and reads it nowhere
-    if name not in made.values or made.stage.entry.torchrun:
+    if name is None or name not in made.values:
         return None
     now = bool(made.values[name])
     if not made.gpus:
@@ -194,7 +184,7 @@ def _liger(made: Plan, packages: Packages, _rows: Lengths) -> Choice:
 
 
 def _per_device(made: Plan, _packages: Packages, _rows: Lengths) -> Choice:
-    if made.stage.entry.torchrun and made.values.get("packing"):
+    if made.stage.entry.packing == "one-row" and made.values.get("packing"):
         return "packed, dpo.py computes one row a GPU in a step, whatever stands in it"
     values = tuple(plan.splits(made.global_batch, devices(made)))
     if len(values) < 2:
@@ -206,13 +196,13 @@ def _checkpointing(made: Plan, _packages: Packages, _rows: Lengths) -> Choice:
     if _BUDGET in made.values:
         if _adapters(made):
             return "open-instruct's DPO reads it for the full model alone"
-        if made.stage.entry.torchrun and not made.values.get("compile_model"):
-            return "dpo.py computes again only what is compiled"
+        if (needed := made.stage.entry.names.recompute_needs) and not made.values.get(needed):
+            return f"{made.stage.entry.script} computes again only with `{needed}: true`"
         return Lever(
             name="checkpointing", now=float(made.values[_BUDGET]) < 1,
             values=(_OFF, _ON),
         )  # fmt: skip
-    if not made.gpus and not _trl(made):
+    if not made.gpus and not made.stage.entry.runs_on_cpu:
         return "on the CPU it tells nothing"
     now = bool(made.values.get("gradient_checkpointing"))
     return Lever(name="checkpointing", now=now, values=(_OFF, _ON))
@@ -248,7 +238,7 @@ def total_rows(made: Plan, rows: Lengths, settings: Settings) -> int:
     now = _bfd(made)
     wanted = bool(settings.get("packing", now))
     limit = made.values.get(made.stage.entry.names.max_length)
-    if wanted == now or not _trl(made) or not isinstance(limit, int):
+    if wanted == now or made.stage.entry.packing != "refilled" or not isinstance(limit, int):
         return made.global_batch
     share = min(rows.mean, limit) / limit
     exact = made.global_batch * (share if wanted else 1 / share)
@@ -270,7 +260,7 @@ def _tokens_kept(made: Plan, rows: Lengths, packed: bool) -> bool:
 
 
 def _bfd(made: Plan) -> bool:
-    return _trl(made) and not _dpo(made) and bool(made.values.get("packing"))
+    return made.stage.entry.packing == "refilled" and bool(made.values.get("packing"))
 
 
 def changes(space: Space, settings: Settings) -> dict[str, Any]:
@@ -291,9 +281,9 @@ def _contract(made: Plan, name: str, value: Setting) -> dict[str, Any]:
     """What the file must expect instead of what it expects: what is turned on is to be proved."""
     expected = made.stage.options.expect.get(name)
     if name == "attention":
-        # without a word in the file, only the probe of TRL's model knows what it came to
-        held = _trl(made) if expected is None else expected != "any"
-        return {"expect.attention": _SPELT.get(str(value), str(value))} if held else {}
+        # what a trainer that takes the best by itself came to has other names
+        names_it = not made.stage.entry.best_attention if expected is None else expected != "any"
+        return {"expect.attention": _SPELT.get(str(value), str(value))} if names_it else {}
     if name not in SWITCHED or expected is None or (expected == "any" and not value):
         return {}
     if expected == "any":

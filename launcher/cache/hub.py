@@ -98,10 +98,10 @@ def required_parts(plan: Plan) -> tuple[Part, ...]:
 
 
 def _required_parts(plan: Plan) -> Iterator[Part]:
-    values, names, trl = plan.values, plan.stage.entry.names, plan.stage.options.backend == "trl"
+    values, entry = plan.values, plan.stage.entry
+    names = entry.names
     revision = values.get("model_revision")
-    # finetune.py:528 takes the whole of the model's repository
-    role: Role = "whole" if not trl and plan.stage.options.stage == "sft" else "model"
+    role: Role = "whole" if entry.whole_model else "model"
     for key in ("model_name_or_path", "config_name"):
         if isinstance(values.get(key), str):
             yield Part(role=role, name=values[key], key=key, revision=revision)
@@ -113,7 +113,7 @@ def _required_parts(plan: Plan) -> Iterator[Part]:
         if isinstance(name, str) and name != values.get(names.model) and not is_file(Path(name)):
             yield Part(role="tokenizer", name=name, key=key, revision=at)
     listed = values.get(names.data)
-    if trl and isinstance(listed, str) and values.get("dataset_streaming") is not True:
+    if isinstance(listed, str) and values.get("dataset_streaming") is not True:
         yield Part(role="data", name=listed, key=names.data, config=values.get("dataset_config"))
     for name in listed[::2] if isinstance(listed, list) else []:
         if isinstance(name, str):

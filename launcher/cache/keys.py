@@ -65,9 +65,10 @@ _SCORING = (
     "open_instruct/dpo_utils.py", "open_instruct/padding_free_collator.py",
     "open_instruct/dpo_tune_cache.py",
 )  # fmt: skip
+# by `Backend.DATA_CACHE`
 _PACKAGES: Mapping[str, tuple[str, ...]] = {
-    "open_instruct": ("transformers", "tokenizers"),
-    "trl": ("datasets", "tokenizers", "transformers", "trl"),
+    "own": ("transformers", "tokenizers"),
+    "datasets": ("datasets", "tokenizers", "transformers", "trl"),
 }
 # they change the reference model, and upstream's key holds none of them (dpo_utils.py:371). Liger's
 # loader is not given bfloat16 (dpo_tune_cache.py:318), so it is another model where that is not
@@ -154,8 +155,8 @@ def derive(plan: Plan, packages: Mapping[str, str], *, running: bool = True) -> 
     """
     with remembered() as memory:
         reader = _Sources(plan, packages, memory, running, time.time())
-        trl = plan.stage.options.backend == "trl"
-        return tuple(_trl(reader) if trl else _open_instruct(reader))
+        own = plan.stage.backend.DATA_CACHE == "own"
+        return tuple(_open_instruct(reader) if own else _trl(reader))
 
 
 def applied(plan: Plan, caches: Sequence[Cache]) -> Plan:
@@ -218,7 +219,7 @@ class _Sources:
             yield Input(role="code", name=label, digest=digest or stage.upstream.version)
 
     def versions(self) -> Iterator[Input]:
-        for name in _PACKAGES[self.plan.stage.options.backend]:
+        for name in _PACKAGES[self.plan.stage.backend.DATA_CACHE]:
             version = self.packages.get(name, "none")
             yield Input(role="package", name=name, digest=version, shown=version)
 

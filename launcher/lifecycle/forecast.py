@@ -680,7 +680,7 @@ def _tokenised(planned: Plan, packages: Mapping[str, str]) -> Iterator[Path]:
     for one in keys.derive(planned, packages, running=False):
         if one.kind != "dataset":
             continue
-        if planned.stage.options.backend == "open_instruct":
+        if planned.stage.backend.DATA_CACHE == "own":
             # one folder may hold sets of other lengths and templates too
             found = entries.hit(one.path, planned)
             yield from () if found is None else (found,)

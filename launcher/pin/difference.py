@@ -20,13 +20,13 @@ from launcher.machine.git import Repository
 from launcher.pin import pin
 from launcher.pin.pin import PACKAGE, Commits, describe
 from launcher.stage import unused
-from launcher.stage.stage import Judged, backend_of, entry_of, judge
+from launcher.stage.stage import Judged, backend_of, judge
 from launcher.upstream import history, locate
 from launcher.upstream.locate import Locator
 from launcher.upstream.schema import Field, Read, Refusal, Schema
 from launcher.upstream.source import conditions
 from launcher.upstream.source.packages import UNKNOWN, Sources
-from launcher.upstream.trainers import BACKENDS, Entry
+from launcher.upstream.trainers import BACKENDS, Entry, entry_of
 
 BACKEND = BACKENDS["open_instruct"]
 _CACHE_MODULE, _CACHE_VERSION = f"{PACKAGE}.dataset_transformation", "DATASET_CACHE_VERSION"

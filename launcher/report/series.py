@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import files
+from launcher.config.keys import PAIRED
 from launcher.errors import not_ready, usage
 from launcher.redaction import redact
 from launcher.report import log
@@ -313,7 +314,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def _rows_per_step(run: Run) -> float | None:
     """In the rows of the data, as the plan counts: DPO's batches hold two sequences of each."""
     seen = _mean(run.series.columns.get("rows", ()))
-    return seen / 2 if seen is not None and run.stage == "dpo" else seen
+    return seen / 2 if seen is not None and run.stage in PAIRED else seen
 
 
 def named_apart(runs: Sequence[Run]) -> list[Run]:

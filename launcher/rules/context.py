@@ -9,6 +9,7 @@ from typing import Any
 
 from launcher.errors import Finding
 from launcher.upstream.schema import Values
+from launcher.upstream.trainers import Entry, entry_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,11 @@ class Context:
     packages: Mapping[str, str] | None = None
     running: bool = False
     output: Path | None = None
+
+    @property
+    def entry(self) -> Entry:
+        """The entry script."""
+        return entry_of(self.values.schema)
 
     @property
     def zero_stage(self) -> int | None:

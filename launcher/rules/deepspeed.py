@@ -93,7 +93,7 @@ def no_batch(context: Context) -> Iterator[Finding]:
     """
     file = context.file
     # none or `auto` means that the other one has to say it
-    unknown = (None,) if context.values.schema.backend == "trl" else (None, "auto")
+    unknown = (None,) if context.entry.loop == "transformers" else (None, "auto")
     if file and file.get(_MICRO) is None and file.get("train_batch_size") in unknown:
         yield _of_file(
             "deepspeed-no-batch",
@@ -106,7 +106,7 @@ def unsaved_weights(context: Context) -> Iterator[Finding]:
     """model_utils.py:555, transformers/trainer.py:3972; an adapter is gathered all the same
     (transformers/trainer.py:3965).
     """
-    file, trl = context.file, context.values.schema.backend == "trl"
+    file, crashes = context.file, context.entry.loop != "transformers"
     if file is None or context.zero_stage != 3 or caches_only(context):
         return
     if section(file, "zero_optimization").get(_GATHER) is True or context.values.get("use_peft"):
@@ -115,12 +115,12 @@ def unsaved_weights(context: Context) -> Iterator[Finding]:
         "zero3-unsaved",
         f"ZeRO-3 without `{_GATHER}: true` "
         + (
-            "saves no model, only DeepSpeed's own checkpoint"
-            if trl
-            else "crashes when the trained model is saved"
+            "crashes when the trained model is saved"
+            if crashes
+            else "saves no model, only DeepSpeed's own checkpoint"
         ),
         "add it to `zero_optimization` in the DeepSpeed file",
-        "warning" if trl else "error",
+        "error" if crashes else "warning",
     )
 
 
@@ -139,7 +139,7 @@ def clipping(context: Context) -> Iterator[Finding]:
     ):
         return
     # transformers fills in what is `auto`, and refuses another number
-    if context.values.schema.backend == "trl" and given not in (None, 0.0):
+    if context.entry.loop == "transformers" and given not in (None, 0.0):
         return
     wanted = ours if ours > 0 else 0.0
     theirs = 1.0 if given == "auto" else given
@@ -495,11 +495,11 @@ def true_gradients(context: Context) -> Iterator[Finding]:
     # at a start the packages are looked at in a moment
     if context.gpus == 0 or not config or (context.running and context.packages is None):
         return
-    trl = values.schema.backend == "trl"
+    own = context.entry.own_precision
     found = fault(
         config,
         None if context.packages is None else context.packages.get("deepspeed"),
-        precision=resolved.precision(values) or "no" if trl else context.mixed_precision,
+        precision=resolved.precision(values) or "no" if own else context.mixed_precision,
         accumulation=context.accumulation,
     )
     if found is None:

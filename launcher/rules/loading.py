@@ -29,9 +29,9 @@ def _config(context: Context) -> Mapping[str, Any]:
 def _arguments(context: Context) -> Mapping[str, Any]:
     """What the model is loaded with beside its name."""
     values = context.values
-    if values.schema.backend == "trl":
-        return inline(values["model_init_kwargs"]) or {}
-    return model_config.replaced(values["additional_model_arguments"])
+    return inline(values.get("model_init_kwargs")) or model_config.replaced(
+        values.get("additional_model_arguments")
+    )
 
 
 def other_weights(context: Context) -> Iterator[Finding]:

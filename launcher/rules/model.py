@@ -42,7 +42,7 @@ def liger_unknown(context: Context) -> Iterator[Finding]:
     if kind is None or kind in LIGER_MODELS:
         return
     have, known = _liger(context)
-    crashes = context.values.schema.backend == "open_instruct"
+    crashes = context.entry.strict_liger
     what = "upstream fails with a KeyError" if crashes else "nothing would be patched"
     yield say(
         "error" if crashes and known else "warning", "run", "liger-unknown-model",
@@ -133,7 +133,7 @@ def packed_without_flash(context: Context) -> Iterator[Finding]:
     if slow is None:
         return
     worse = "packing was measured slower than padding without"
-    if values.schema.stage == "dpo":
+    if values.schema.pairs:
         # measured with the pinned script: it leaves the cache on, and transformers drops the mask
         worse += ", and DPO's packed samples see each other"
     yield say(

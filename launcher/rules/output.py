@@ -33,7 +33,9 @@ def _entries(folder: Path | None) -> list[str]:
 
 def _taken(context: Context) -> Checkpoint | None:
     """The checkpoint that open-instruct would resume from: steps before epochs (utils.py:793)."""
-    found = checkpoints.find("open_instruct", context.output)
+    if context.entry.names.resume is not None:
+        return None
+    found = checkpoints.find(context.values.schema.backend, context.output)
     kind = "step" if any(one.kind == "step" for one in found) else "epoch"
     marked = [one for one in found if one.kind == kind and one.marked]
     return marked[-1] if marked else None
@@ -65,12 +67,12 @@ def skipped_again(context: Context) -> Iterator[Finding]:
 
 def finished_model(context: Context) -> Iterator[Finding]:
     """utils.py:816, finetune.py:1006, trl/scripts/sft.py:113: a run that ended is begun from zero again."""
-    names, trl = _entries(context.output), context.values.schema.backend == "trl"
+    names, resume = _entries(context.output), context.entry.names.resume
     if caches_only(context) or not {"config.json", "adapter_config.json"} & {*names}:
         return
-    if (trl and context.values[_RESUME]) or not any(map(_WEIGHTS.match, names)):
+    if (resume and context.values[resume]) or not any(map(_WEIGHTS.match, names)):
         return
-    last = None if trl else _taken(context)
+    last = _taken(context)
     begin = "train from zero" if last is None else f"go on from {last.name}"
     yield say(
         "warning", "run", "finished-output", _OUTPUT,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
+from typing import Any
 
 from launcher.errors import Finding
 from launcher.rules.context import Context, StageRule
@@ -16,58 +18,49 @@ from launcher.rules.rule import Rule, as_it_stands
 from launcher.upstream.open_instruct import OLMO_CORE
 from launcher.upstream.schema import NoSuchField, Values
 
-# The other backend's modules are not imported: that is a good part of the time that one file takes.
+# Modules of launcher.rules, by backend: imported where they are asked for, which is a good part of the time
+# that one file takes.
+_ARGUMENTS = {"open_instruct": "open_instruct.arguments", "trl": "trl.arguments"}
+_FURTHER = {
+    "open_instruct": ("services", "open_instruct.data"),
+    "trl": ("trl.machine", "trl.attention", "trl.data"),
+}
+
+
+def _rules(module: str, key: str, table: str = "RULES") -> tuple[Any, ...]:
+    """The rules of a module for an entry script."""
+    rules = getattr(import_module(f"launcher.rules.{module}"), table)
+    return tuple(rules[key] if isinstance(rules, Mapping) else rules)
 
 
 def of_backend(backend: str) -> Mapping[str, tuple[Rule, ...]]:
     """The rules about arguments alone, by stage."""
-    if backend == "trl":
-        from launcher.rules.trl import arguments as trl_rules
-
-        return trl_rules.RULES
-    from launcher.rules.open_instruct import arguments as open_instruct_rules
-
-    return open_instruct_rules.RULES
+    rules: Mapping[str, tuple[Rule, ...]] = import_module(
+        f"launcher.rules.{_ARGUMENTS[backend]}"
+    ).RULES
+    return rules
 
 
 def of_script(backend: str, key: str) -> tuple[Rule, ...]:
     """The rules about arguments alone of one entry script, by its key."""
-    if key != OLMO_CORE:
-        return of_backend(backend)[key]
-    from launcher.rules.open_instruct import olmo_core
-
-    return olmo_core.RULES
+    module = "open_instruct.olmo_core" if key == OLMO_CORE else _ARGUMENTS[backend]
+    return _rules(module, key)
 
 
 @cache
 def of_stage(backend: str, key: str) -> tuple[StageRule, ...]:
     """The rules of one entry script that need more than its arguments."""
     if key == OLMO_CORE:
-        from launcher.rules.open_instruct import olmo_core
-
-        return olmo_core.STAGE_RULES
+        return _rules("open_instruct.olmo_core", key, "STAGE_RULES")
     from launcher.rules import deepspeed, loading, model, output
 
-    shared = (
+    return (
         *deepspeed.RULES[backend][key],
         *model.RULES[backend][key],
         *loading.RULES,
         *output.RULES[backend][key],
+        *(rule for module in _FURTHER[backend] for rule in _rules(module, key)),
     )
-    if backend == "trl":
-        from launcher.rules.trl import attention, machine
-        from launcher.rules.trl import data as trl_data_rules
-
-        return (
-            *shared,
-            *machine.RULES,
-            *attention.RULES[key],
-            *trl_data_rules.RULES,
-        )
-    from launcher.rules import services
-    from launcher.rules.open_instruct import data as data_rules
-
-    return (*shared, *services.RULES, *data_rules.RULES)
 
 
 def of_split(values: Values, rows: int | None, **split: int) -> Iterator[Finding]:

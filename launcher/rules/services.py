@@ -26,7 +26,9 @@ def wandb_key(context: Context) -> Iterator[Finding]:
     values, environ = context.values, context.environ
     if not values["with_tracking"] or has_wandb_key(environ):
         return
-    if values.schema.stage == "sft" and not {"wandb", "all"} & set(values["report_to"] or ()):
+    if "report_to" not in context.entry.instead and not {"wandb", "all"} & set(
+        values["report_to"] or ()
+    ):
         # it crashes for another reason, which has a rule of its own
         return
     mode = environ.get("WANDB_MODE", "online")

@@ -19,7 +19,7 @@ from launcher.upstream import history, locate
 from launcher.upstream.history import ArgumentChange
 from launcher.upstream.locate import Locator, Upstream
 from launcher.upstream.schema import Field, Read, Schema
-from launcher.upstream.trainers import BACKENDS
+from launcher.upstream.trainers import BACKENDS, entry_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class Explained:
             yield f"  read       never: {shadow.where} is not reached, {by} comes first"
         elif not self.reads:
             yield "  read       no read found: it does nothing here"
-        entry = stage.entry_of(self.schema)
+        entry = entry_of(self.schema)
         for read in self.reads or ():
             conditions = unused.condition_of(read, entry)
             when = f"  where {' and '.join(conditions)}" if conditions else ""
@@ -177,7 +177,7 @@ def explain(
 
 def notes(schema: Schema) -> dict[str, list[str]]:
     """One line for every argument that nothing reads, or that is read only sometimes."""
-    entry = stage.entry_of(schema)
+    entry = entry_of(schema)
     lines = {}
     for name, reads in schema.path.reads.items():
         alternatives = [unused.condition_of(read, entry) for read in reads]
@@ -202,7 +202,7 @@ def near(key: str) -> list[str]:
 
 
 def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) -> Explained:
-    entry = stage.entry_of(schema)
+    entry = entry_of(schema)
     moved = entry.moved.get(key)
     there = locate.at_pin(schema, key) if key not in schema.fields else None
     option = KEYS.get(key)
@@ -244,7 +244,7 @@ def _here(key: str, config: Config, judged: stage.Judged) -> Here | None:
         return Here(value=value, origin=str(origin), via=via, words=words, findings=found)
     if known is None:
         return None
-    derived = stage.entry_of(schema).derived.get(key)
+    derived = entry_of(schema).derived.get(key)
     if derived is not None:
         return Here(value=derived[0], origin=f"set by launch: {derived[1]}", findings=found)
     return Here(value=_default(known), origin=f"default, {known.where}", findings=found)

@@ -28,8 +28,9 @@ from launcher.config.document import LOADER, bad
 from launcher.errors import Finding, InvalidConfig, NotReady, brief
 from launcher.files import read_bytes
 from launcher.stage import stage
-from launcher.stage.stage import Judged, entry_of
+from launcher.stage.stage import Judged
 from launcher.upstream.locate import Locator
+from launcher.upstream.trainers import entry_of
 
 BOM = b"\xef\xbb\xbf"
 _GONE = object()

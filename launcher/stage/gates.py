@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
+from launcher.config.keys import PAIRED
 from launcher.errors import Complain, Finding, brief
 
 Colour = Literal["green", "yellow", "red"]
@@ -368,7 +369,7 @@ def _of_memory(facts: Facts, ask: Ask) -> Iterator[Flag]:
 
 
 def _of_rewards(facts: Facts, ask: Ask) -> Iterator[Flag]:
-    if facts.stage != "dpo":
+    if facts.stage not in PAIRED:
         return
     if facts.starts_at_ln2 and facts.losses and math.isfinite(facts.losses[0]):
         text = f"first loss {facts.losses[0]:.4f}, ln 2 is {LN2:.4f}"

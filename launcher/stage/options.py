@@ -140,7 +140,7 @@ def read(
             _read_elsewhere(config, name) if raw.get(name) is not None else ({}, [])
         )
         findings += wrong
-    if values["attention"] and backend != "trl":
+    if values["attention"] and BACKENDS[backend].STAGES[script].best_attention:
         values["attention"] = None
         message = (
             "`attention` is read for TRL only: open-instruct takes the first that is installed"

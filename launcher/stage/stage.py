@@ -17,7 +17,7 @@ from launcher.stage.options import TREND_LOSSES, Batch, Options
 from launcher.upstream import locate
 from launcher.upstream.locate import Locator, Upstream
 from launcher.upstream.schema import Schema, Values
-from launcher.upstream.trainers import BACKENDS, Backend, Entry
+from launcher.upstream.trainers import BACKENDS, Backend, Entry, entry_of
 
 if TYPE_CHECKING:
     from launcher.rules.trl.attention import Choice
@@ -134,12 +134,6 @@ def validate(judged: Judged, *, strict: bool = False) -> Stage:
         config=judged.config, options=judged.options, schema=judged.schema,
         upstream=judged.upstream, values=judged.values, args=known, findings=judged.findings,
     )  # fmt: skip
-
-
-def entry_of(schema: Schema) -> Entry:
-    """The description of a schema's entry script, in the names of its commit."""
-    entry = BACKENDS[schema.backend].STAGES[schema.key]
-    return entry if schema.tested else entry.at(schema.fields)
 
 
 def _accepted(opts: Options, finding: Finding) -> Finding:

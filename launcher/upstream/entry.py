@@ -54,7 +54,6 @@ class Names:
     resume: str | None = None
     exact_output: str | None = None
     recompute_needs: str | None = None
-    tokenizer: str | None = None
 
     @property
     def needed(self) -> frozenset[str]:
@@ -94,10 +93,11 @@ class Entry:
     model, and after what; `final_model` is the folder of the model below the output.
 
     Memory: `sharding`; `own_precision`: its arguments decide, not accelerate's; `dtype` of loaded weights,
-    and `liger_dtype` under Liger; `attentions` are its names for torch's own and for flash-attn's,
-    `best_attention`: it takes the best that is installed where none is named; `tiled_loss`, `reentrant`
-    checkpointing. DPO: `caches_reference` before the first step; `without_reference` are losses that take
-    none; `whole_model`: it fetches the model's whole repository.
+    and `liger_dtype` under Liger, `strict_liger`: which crashes for models without kernels; `attentions` are
+    its names for torch's own and for flash-attn's, `best_attention`: it takes the best that is installed
+    where none is named; `tiled_loss`, `reentrant` checkpointing. DPO: `caches_reference` before the first
+    step; `without_reference` are losses that take none; `whole_model`: it fetches the model's whole
+    repository.
     """
 
     script: str
@@ -136,6 +136,7 @@ class Entry:
     own_precision: bool = False
     dtype: str
     liger_dtype: str
+    strict_liger: bool = False
     attentions: tuple[str, str] = ("torch", "flash_2")
     best_attention: bool = False
     tiled_loss: bool = False

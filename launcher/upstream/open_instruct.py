@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from launcher.upstream.entry import Checkpoints, Entry, Moved, Names
 from launcher.upstream.schema import Values
@@ -34,6 +34,8 @@ EXTRA = "open-instruct"
 # importing litellm would otherwise ask the network for model prices, 5 s where there is none
 ENVIRON: Mapping[str, str] = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 CHECKPOINTS: Checkpoints = "accelerate"
+DATA_CACHE: Literal["own", "datasets"] = "own"
+MODEL_ARGUMENTS: tuple[str, ...] = ("model_name_or_path", "tokenizer_name_or_path")
 ONE_GPU = False
 
 _TOKENIZER = ("open_instruct.dataset_transformation", "TokenizerConfig")
@@ -99,7 +101,6 @@ _DPO = Entry(
         max_length="max_seq_length",
         save_every="checkpointing_steps",
         exact_output="do_not_randomize_output_dir",
-        tokenizer="tokenizer_name_or_path",
     ),
     splits=frozenset({"mixer_list"}),
     loop="accelerate",
@@ -110,6 +111,7 @@ _DPO = Entry(
     packing="paired",
     dtype="bfloat16",
     liger_dtype="auto",
+    strict_liger=True,
     best_attention=True,
     caches_reference=True,
     # dpo_utils.py:88
@@ -160,6 +162,7 @@ STAGES: Mapping[str, Entry] = {
         # finetune.py:578 names no type there
         dtype="bfloat16",
         liger_dtype="auto",
+        strict_liger=True,
         best_attention=True,
         # finetune.py:528
         whole_model=True,

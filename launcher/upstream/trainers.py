@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from launcher.upstream import open_instruct, trl
 from launcher.upstream.entry import Checkpoints, Entry, Moved, Names
-from launcher.upstream.schema import Values
+from launcher.upstream.schema import Schema, Values
 
-__all__ = ["BACKENDS", "Backend", "Entry", "Moved", "Names"]
+__all__ = ["BACKENDS", "Backend", "Entry", "Moved", "Names", "entry_of"]
 
 
 class Backend(Protocol):
@@ -42,6 +42,10 @@ class Backend(Protocol):
     """Variables that its scripts are started with."""
     CHECKPOINTS: Checkpoints
     """The library whose layout its checkpoints have; see artifacts/checkpoints.py."""
+    DATA_CACHE: Literal["own", "datasets"]
+    """Whether tokenised data lie in a cache of its own, or in that of the library `datasets`."""
+    MODEL_ARGUMENTS: tuple[str, ...]
+    """Where a further stage is given the model of the one before: the model, and its tokenizer if apart."""
     ONE_GPU: bool
     """Whether it trains on the one GPU that is here, or the CPU, where nobody says how many."""
 
@@ -50,4 +54,10 @@ class Backend(Protocol):
         ...
 
 
-BACKENDS: dict[str, Backend] = {"open_instruct": open_instruct, "trl": trl}
+BACKENDS: Mapping[str, Backend] = {"open_instruct": open_instruct, "trl": trl}
+
+
+def entry_of(schema: Schema) -> Entry:
+    """The description of a schema's entry script, in the names of its commit."""
+    entry = BACKENDS[schema.backend].STAGES[schema.key]
+    return entry if schema.tested else entry.at(schema.fields)

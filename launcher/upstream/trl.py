@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from launcher.upstream.entry import Checkpoints, Entry, Moved, Names
 from launcher.upstream.schema import Values
@@ -20,6 +20,8 @@ GPU_NEEDS: tuple[str, ...] = ()
 EXTRA = "trl"
 ENVIRON: Mapping[str, str] = {}
 CHECKPOINTS: Checkpoints = "transformers"
+DATA_CACHE: Literal["own", "datasets"] = "datasets"
+MODEL_ARGUMENTS: tuple[str, ...] = ("model_name_or_path",)
 ONE_GPU = True
 # transformers/training_args.py:64 builds it by calls, transformers/utils/logging.py:44 holds the names
 COMPUTED: Mapping[str, tuple[str, ...]] = {

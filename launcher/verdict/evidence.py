@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import files
+from launcher.config.keys import PAIRED
 from launcher.runs import rundir
 from launcher.upstream.logs import open_instruct, trl
 from launcher.verdict.logs.scan import Cite, Log, Pattern, Signal, StepLine, scan
@@ -322,7 +323,8 @@ class Evidence:
     @property
     def packs_nothing(self) -> bool:
         """Whether the arguments dump leaves SFT one row a micro-batch: it is packed with no other."""
-        return self.asked.get("per_device_train_batch_size") == "1" and self.stage == "sft"
+        alone = self.asked.get("per_device_train_batch_size") == "1"
+        return alone and self.stage not in {None, *PAIRED}
 
 
 def read_log(path: Path, patterns: Sequence[Pattern] = PATTERNS) -> Evidence:

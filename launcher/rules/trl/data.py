@@ -113,7 +113,7 @@ def data_rows(context: Context) -> Iterator[Finding]:
 def data_columns(context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:1333,1375,1383, dpo_trainer.py:1063: columns are read by their names."""
     values = context.values
-    judge = _missing_from_pairs if values.schema.stage == "dpo" else _missing_from_examples
+    judge = _missing_from_pairs if values.schema.pairs else _missing_from_examples
     for files in _read(context):
         # a good first row is enough; for a bad one, all rows bring columns
         first = rows.columns(files[0][1])
@@ -212,7 +212,7 @@ def no_template(context: Context) -> Iterator[Finding]:
     model = values["model_name_or_path"]
     if values.get("chat_template_path") or not _plain_tokenizer(model):
         return
-    columns = ("prompt", "chosen") if values.schema.stage == "dpo" else ("messages", "prompt")
+    columns = ("prompt", "chosen") if values.schema.pairs else ("messages", "prompt")
     for files in _read(context):
         head = rows.columns(files[0][1])
         chats = (name for name in columns if head and isinstance(head[0].get(name), list))

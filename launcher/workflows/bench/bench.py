@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.config.keys import EXPECT
+from launcher.config.keys import EXPECT, PAIRED
 from launcher.errors import (  # fmt: skip
     Exit,
     Finding,
@@ -96,7 +96,7 @@ class Bench:
     @property
     def weights(self) -> str:
         """What each step's loss is weighted by."""
-        return "rows" if self.request.stage == "dpo" else "tokens"
+        return "rows" if self.request.stage in PAIRED else "tokens"
 
     def order(self) -> list[tuple[int, Variant]]:
         """Every trial: round by round, every second round backwards, so that drift hits all alike."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.cache import inputs  # fmt: skip
+from launcher.config.keys import PAIRED
 from launcher.errors import Exit, LaunchError, errors
 from launcher.lifecycle import prepare  # fmt: skip
 from launcher.lifecycle.prepare import Prepared, Request
@@ -198,7 +199,7 @@ def _curve(found: Evidence, stage: str | None) -> tuple[Step, ...]:
         if len(losses) < len(ranks):
             break
         tokens = math.fsum(part.tokens or 0.0 for part in parts)
-        weight = math.fsum(part.rows or 0.0 for part in parts) if stage == "dpo" else tokens
+        weight = math.fsum(part.rows or 0.0 for part in parts) if stage in PAIRED else tokens
         # an engine's norm is of all ranks' gradients, and the same on each
         norm, micro_batches = parts[0].grad_norm, parts[0].micro_batches
         curve.append(Step(tokens, weight, math.fsum(losses) / len(losses), norm, micro_batches))

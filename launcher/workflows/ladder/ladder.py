@@ -333,7 +333,7 @@ def _without_deepspeed(stage: Stage, request: Request) -> tuple[list[str], list[
     # one process shards nothing: all that DeepSpeed can save there is what it keeps on the host
     keep = "offload" in options.deepspeed_name
     why = f"`{options.deepspeed_name}` keeps on the host what the card may not hold"
-    if options.backend == "open_instruct" and options.stage == "dpo":
+    if stage.entry.needs_process_group:
         keep, why = True, "without it one process has no process group (dpo_utils.py:453)"
     key = "deepspeed"
     code, message, help = "deepspeed-kept", f"DeepSpeed stays on one GPU: {why}", None
@@ -457,7 +457,7 @@ def _short(stage: Stage, steps: int, batch: int | None) -> dict[str, Any]:
     if "checkpointing_steps" in fields:
         # DPO's is a number, which no run of so many steps comes to
         changes["checkpointing_steps"] = steps + 1
-    if stage.options.backend == "open_instruct":
+    if stage.entry.mixes:
         listed = stage.values.get(names.data)
         words = [str(word) for word in listed] if isinstance(listed, list) else []
         sliced = cut(words, _sizes(stage, words), rows_wanted(stage, steps, batch))
@@ -500,7 +500,7 @@ def _only(value: Any) -> Any:
 
 def _uncut(stage: Stage, steps: int) -> Iterator[Finding]:
     names = stage.entry.names
-    if stage.options.backend != "trl" or stage.values.get("dataset_streaming"):
+    if stage.entry.mixes or stage.values.get("dataset_streaming"):
         return
     rows, wanted = plan.count_rows(stage, stage.values), rows_wanted(stage, steps)
     if rows is not None and rows <= 2 * wanted:
@@ -705,7 +705,7 @@ def _card_gib(prepared: Prepared) -> float | None:
 def _starts_at_ln2(stage: Stage) -> bool:
     """Whether the first loss is -log sigmoid(0): policy and reference are still the same model."""
     values = stage.values
-    if stage.options.stage != "dpo" or values.get("load_balancing_loss"):
+    if not stage.schema.pairs or values.get("load_balancing_loss"):
         return False
     kinds = values.get("loss_type")
     names = {str(getattr(k, "value", k)) for k in (kinds if isinstance(kinds, list) else [kinds])}
@@ -738,7 +738,7 @@ def _estimate(climb: Climb, top: Standing) -> Estimate:
     formula = f"{steps:,} steps x {step:.3g} s, as measured"
     rows = whole.rows or terms.rows
     # reference log-probabilities that are computed before the first step
-    beforehand = stage.options.backend != "trl" or stage.values.get("precompute_ref_log_probs")
+    beforehand = stage.entry.caches_reference or stage.values.get("precompute_ref_log_probs")
     if rows and stage.refers and beforehand:
         # forward only: a third of a step over as many rows
         seconds += rows / whole.global_batch * step / 3

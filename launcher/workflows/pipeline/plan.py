@@ -36,6 +36,7 @@ from launcher.plan import plan
 from launcher.plan.plan import Plan
 from launcher.runs import runner
 from launcher.stage import stage
+from launcher.upstream.trainers import BACKENDS
 
 # every script calls the first two so; TRL's have no third
 MODEL, OUTPUT, TOKENIZER = "model_name_or_path", "output_dir", "tokenizer_name_or_path"
@@ -172,8 +173,7 @@ def known_changes(fields: Iterable[str]) -> frozenset[str]:
 
 
 def _handed(backend: str, source: Path | str) -> list[str]:
-    names = [MODEL, TOKENIZER] if backend == "open_instruct" else [MODEL]
-    return [f"{name}={spelt(str(source))}" for name in names]
+    return [f"{name}={spelt(str(source))}" for name in BACKENDS[backend].MODEL_ARGUMENTS]
 
 
 _UNMADE = frozenset({"incomplete-model", "incomplete-tokenizer"})
@@ -337,8 +337,8 @@ class _Surveyor:
             message = f"{before} saves an adapter without its model: {link.name} cannot load it"
             help = "merge it into its model (`merge_and_unload` of peft), and begin from that"
             self._add(link, "pipeline-adapter", message, help, "from", layer="run")
-        own = step.plan.stage.options
-        if own.backend == "open_instruct" and own.stage == "sft" and own.probe is None:
+        own = step.plan.stage
+        if own.entry.whole_model and own.options.probe is None:
             message = (
                 f"finetune.py:528 asks the hub for {source.model}: without the probe, which answers "
                 "it, a local model cannot be trained"

@@ -288,7 +288,7 @@ class _Filling:
 
     def done(self) -> tuple[Tokenised, tuple[Finding, ...]]:
         """Fill what is not there; returns the data and what the run would miss."""
-        if self.plan.stage.options.backend == "trl":
+        if self.plan.stage.backend.DATA_CACHE != "own":
             return Tokenised(state="left"), ()
         missed = tuple(self._impossible())
         if missed:

@@ -16,7 +16,8 @@ from launcher.artifacts.fingerprint import cache_home
 from launcher.artifacts.model_config import commit
 from launcher.files import parse_json, read_bytes
 from launcher.machine.python import DECISIVE, Trainer
-from launcher.stage.stage import Judged, entry_of
+from launcher.stage.stage import Judged
+from launcher.upstream.trainers import entry_of
 from launcher.workflows.rehearse import arguments
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

@@ -12,8 +12,8 @@ from typing import Any
 from launcher.artifacts import architecture
 from launcher.errors import Finding, brief
 from launcher.machine.python import Trainer
-from launcher.stage.stage import Judged, entry_of
-from launcher.upstream.trainers import Entry
+from launcher.stage.stage import Judged
+from launcher.upstream.trainers import Entry, entry_of
 from launcher.workflows.rehearse import arguments, memory
 from launcher.workflows.rehearse.arguments import ROWS, Arguments
 from launcher.workflows.rehearse.ask import Server, Servers, crash, described

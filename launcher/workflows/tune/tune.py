@@ -311,7 +311,7 @@ def _card(chosen: Devices | None) -> Card:
 def _attention(made: Plan, packages: Packages) -> str:
     """What the file's own attention comes to on this machine."""
     named = made.values.get("attn_implementation")
-    upstreams = named is None and made.stage.options.backend == "open_instruct"
+    upstreams = named is None and made.stage.entry.best_attention
     if not made.gpus or (upstreams and not space.has(packages, "flash-attn")):
         return "sdpa"
     return footprint.attention_of(made)

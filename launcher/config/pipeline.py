@@ -14,6 +14,7 @@ from typing import Any
 
 from launcher.config.document import Document, Origin, nearest, read_yaml
 from launcher.config.interpolation import interpolate
+from launcher.config.keys import STAGES
 from launcher.config.load import spelt
 from launcher.errors import Finding, InvalidConfig, brief, usage
 from launcher.paths import exists, expanded
@@ -173,8 +174,8 @@ class _PipelineReader:
         name = self._name(f"{where}.name", entry.get("name"), config, before)
         source = self._source(f"{where}.from", entry, before)
         kind = entry.get("stage")
-        if kind not in (None, "sft", "dpo"):
-            self._bad(f"{where}.stage", f"`{brief(kind)}` is no stage", "sft or dpo")
+        if kind not in (None, *STAGES):
+            self._bad(f"{where}.stage", f"`{brief(kind)}` is no stage", " or ".join(STAGES))
         own = self._gpus(f"{where}.gpus", entry.get("gpus"))
         given = self._given(f"{where}.with", entry.get("with"))
         if config is None or name is None:

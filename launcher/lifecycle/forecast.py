@@ -633,13 +633,15 @@ def _measured_speed(planned: Plan, card: str) -> Speed | None:
         metrics = rundir.read_json(folder.verdict).get("metrics") or {}
         rate, made = metrics.get("tokens_per_second"), manifest.get("plan") or {}
         # the stage may have another script
+        # the stage may have another script
+        is_torchrun = LAUNCHERS["torchrun"] in (manifest.get("argv") or ())
         args = {
             name: one.get("value") if isinstance(one, Mapping) else None
             for name, one in (manifest.get("args") or {}).items()
         }
         if (
             card in str(gpus[0]) and isinstance(rate, int | float) and made.get("gpus")
-            and LAUNCHERS[stage.entry.launcher] in (manifest.get("argv") or ())
+            and is_torchrun == (stage.entry.launcher == "torchrun")
             and all(args.get(name) == planned.values.get(name) for name in _ALIKE)
         ):  # fmt: skip
             count = made["gpus"] * made.get("nodes", 1)

@@ -17,14 +17,22 @@ from launcher.rules.context import Context, StageRule
 from launcher.rules.rule import Rule, as_it_stands
 from launcher.upstream.open_instruct import OLMO_CORE
 from launcher.upstream.schema import NoSuchField, Values
+from launcher.upstream.trainers import BACKENDS
 
 # Modules of launcher.rules, by backend: imported where they are asked for, which is a good part of the time
 # that one file takes.
-_ARGUMENTS = {"open_instruct": "open_instruct.arguments", "trl": "trl.arguments"}
 _FURTHER = {
     "open_instruct": ("services", "open_instruct.data"),
     "trl": ("trl.machine", "trl.attention", "trl.data"),
 }
+
+
+# a further script of a stage has the rules of that stage, or all of a module
+_OWN = {OLMO_CORE: "open_instruct.olmo_core"}
+
+
+def _stage(backend: str, key: str) -> str:
+    return BACKENDS[backend].STAGES[key].stage or key
 
 
 def _rules(module: str, key: str, table: str = "RULES") -> tuple[Any, ...]:
@@ -35,23 +43,22 @@ def _rules(module: str, key: str, table: str = "RULES") -> tuple[Any, ...]:
 
 def of_backend(backend: str) -> Mapping[str, tuple[Rule, ...]]:
     """The rules about arguments alone, by stage."""
-    rules: Mapping[str, tuple[Rule, ...]] = import_module(
-        f"launcher.rules.{_ARGUMENTS[backend]}"
-    ).RULES
+    module = import_module(f"launcher.rules.{backend}.arguments")
+    rules: Mapping[str, tuple[Rule, ...]] = module.RULES
     return rules
 
 
 def of_script(backend: str, key: str) -> tuple[Rule, ...]:
     """The rules about arguments alone of one entry script, by its key."""
-    module = "open_instruct.olmo_core" if key == OLMO_CORE else _ARGUMENTS[backend]
-    return _rules(module, key)
+    return _rules(_OWN.get(key, f"{backend}.arguments"), _stage(backend, key))
 
 
 @cache
 def of_stage(backend: str, key: str) -> tuple[StageRule, ...]:
     """The rules of one entry script that need more than its arguments."""
-    if key == OLMO_CORE:
-        return _rules("open_instruct.olmo_core", key, "STAGE_RULES")
+    if key in _OWN:
+        return _rules(_OWN[key], key, "STAGE_RULES")
+    key = _stage(backend, key)
     from launcher.rules import deepspeed, loading, model, output
 
     return (
@@ -65,10 +72,8 @@ def of_stage(backend: str, key: str) -> tuple[StageRule, ...]:
 
 def of_split(values: Values, rows: int | None, **split: int) -> Iterator[Finding]:
     """Every finding of the rules about a batch as it is split over devices; see `olmo_core.of_split`."""
-    if values.schema.key == OLMO_CORE:
-        from launcher.rules.open_instruct import olmo_core
-
-        yield from olmo_core.of_split(values, rows, **split)
+    if (module := _OWN.get(values.schema.key)) is not None:
+        yield from import_module(f"launcher.rules.{module}").of_split(values, rows, **split)
 
 
 def apply(values: Values) -> Iterator[Finding]:

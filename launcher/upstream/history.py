@@ -14,6 +14,8 @@ from functools import cache, lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal
 
+from launcher.upstream.trainers import BACKENDS
+
 if TYPE_CHECKING:
     from launcher.machine.git import Repository
 
@@ -85,7 +87,8 @@ def events(script: str) -> tuple[ArgumentChange, ...]:
     """The committed changes of all arguments of `script`, newest first."""
     package = script.partition("/")[0]
     found = _events(package, script)
-    return found + _events("transformers", _TRAINING_ARGUMENTS) if package == "trl" else found
+    based = "transformers" in BACKENDS[package].PACKAGES
+    return found + _events("transformers", _TRAINING_ARGUMENTS) if based else found
 
 
 def called_now(

@@ -37,6 +37,23 @@ CHECKPOINTS: Checkpoints = "accelerate"
 DATA_CACHE: Literal["own", "datasets"] = "own"
 MODEL_ARGUMENTS: tuple[str, ...] = ("model_name_or_path", "tokenizer_name_or_path")
 ONE_GPU = False
+SHORT_RUN: Mapping[str, Any] = {
+    "push_to_hub": False, "try_launch_beaker_eval_jobs": False, "try_auto_save_to_beaker": False,
+    "send_slack_alerts": False, "profiling": False, "cache_dataset_only": False,
+    "cache_logprobs_only": False, "resume_from_checkpoint": None,
+    "ephemeral_save_interval": None,
+    # the slice would be kept under the name of the whole
+    "dataset_config_hash": None, "config_hash": None,
+    "do_not_randomize_output_dir": True, "with_tracking": False,
+}  # fmt: skip
+REHEARSAL: Mapping[str, Any] = {
+    "with_tracking": None, "push_to_hub": False, "try_launch_beaker_eval_jobs": False,
+    "try_auto_save_to_beaker": False, "send_slack_alerts": None, "profiling": None,
+    "do_not_randomize_output_dir": True, "max_train_steps": 2, "logging_steps": 1,
+    "checkpointing_steps": None, "ephemeral_save_interval": None, "resume_from_checkpoint": None,
+    "dataset_config_hash": None, "config_hash": None, "hf_entity": None,
+    "trust_remote_code": None,
+}  # fmt: skip
 
 _TOKENIZER = ("open_instruct.dataset_transformation", "TokenizerConfig")
 

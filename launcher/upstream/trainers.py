@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from launcher.upstream import open_instruct, trl
 from launcher.upstream.entry import Checkpoints, Entry, Moved, Names
@@ -46,6 +46,10 @@ class Backend(Protocol):
     """Whether tokenised data lie in a cache of its own, or in that of the library `datasets`."""
     MODEL_ARGUMENTS: tuple[str, ...]
     """Where a further stage is given the model of the one before: the model, and its tokenizer if apart."""
+    SHORT_RUN: Mapping[str, Any]
+    """Arguments of a run without consequences, where a script has them; None: left out."""
+    REHEARSAL: Mapping[str, Any]
+    """The same in a rehearsal, one process on a CPU for two steps."""
     ONE_GPU: bool
     """Whether it trains on the one GPU that is here, or the CPU, where nobody says how many."""
 

@@ -23,6 +23,18 @@ CHECKPOINTS: Checkpoints = "transformers"
 DATA_CACHE: Literal["own", "datasets"] = "datasets"
 MODEL_ARGUMENTS: tuple[str, ...] = ("model_name_or_path",)
 ONE_GPU = True
+SHORT_RUN: Mapping[str, Any] = {
+    "push_to_hub": False, "save_strategy": "no", "eval_strategy": "no", "do_eval": False,
+    "eval_on_start": False, "load_best_model_at_end": False, "resume_from_checkpoint": None,
+    "logging_strategy": "steps", "logging_first_step": False,
+    # what is read while evaluating alone
+    "metric_for_best_model": None, "greater_is_better": None, "per_device_eval_batch_size": None,
+    "report_to": "none",
+}  # fmt: skip
+REHEARSAL: Mapping[str, Any] = {
+    "use_cpu": True, "push_to_hub": None, "report_to": "none", "trust_remote_code": None,
+    "resume_from_checkpoint": None,
+}  # fmt: skip
 # transformers/training_args.py:64 builds it by calls, transformers/utils/logging.py:44 holds the names
 COMPUTED: Mapping[str, tuple[str, ...]] = {
     "trainer_log_levels.keys()": (

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from launcher.config.keys import PAIRED
 from launcher.errors import Exit, unreadable
 from launcher.redaction import redact
 from launcher.upstream.logs.open_instruct import ATTENTION
@@ -129,7 +130,7 @@ def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evide
     named = stage or evidence.stage
     found = []
     for name, see in {**points.POINTS, **outcome.POINTS}.items():
-        if name == "reference_cache" and named != "dpo":
+        if name == "reference_cache" and named not in PAIRED:
             continue
         want = expected.get(name, DEFAULTS.get(name))
         if name == "batch" and want is None and evidence.planned.world is None:

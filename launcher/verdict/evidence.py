@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import files
-from launcher.config.keys import PAIRED
+from launcher.config.keys import PAIRED, STAGES
 from launcher.runs import rundir
 from launcher.upstream.logs import open_instruct, trl
+from launcher.upstream.trainers import BACKENDS
 from launcher.verdict.logs.scan import Cite, Log, Pattern, Signal, StepLine, scan
 
 PATTERNS: tuple[Pattern, ...] = tuple(dict.fromkeys(open_instruct.PATTERNS + trl.PATTERNS))
@@ -375,17 +376,19 @@ def _planned(told: Mapping[str, object]) -> Planned:
     steps, gpus, nodes, accumulation, per_device, batch, data = (
         value if isinstance(value := plan.get(key), int) else None for key in keys
     )
-    dpo, own = told.get("stage") == "dpo", told.get("backend") == "trl"
-    if (packing and dpo and not own) or (isinstance(split, int) and split > 1):
+    stage, backend = told.get("stage"), BACKENDS.get(str(told.get("backend")))
+    entry = None if backend is None else backend.STAGES.get(str(stage))
+    kind = entry.packing if packing and entry is not None else None
+    if kind in ("paired", "one-row") or (isinstance(split, int) and split > 1):
         # dpo.py fills its micro-batches anew (data_loader.py:283); ranks that share rows take turns with them
         accumulation = per_device = None
-    elif packing and own:
+    elif kind == "refilled":
         per_device = None  # of a row that is packed nobody knows how many it holds
     return Planned(
         steps=steps,
         world=None if gpus is None else max(1, gpus) * (nodes or 1),
         micro_batches=accumulation,
-        per_device=None if per_device is None else per_device * (2 if dpo else 1),
+        per_device=None if per_device is None else per_device * (2 if stage in PAIRED else 1),
         batch=batch,
         data=data,
     )
@@ -404,7 +407,7 @@ def _stage_of(metrics: Mapping[str, float], log: Log) -> str | None:
 def _named(log: Log) -> str | None:
     """The stage of the one trainer that warnings and frames name; None where they name several, or none."""
     told = _trainers(log)
-    return next(iter(told)) if len(told) == 1 and told < {"sft", "dpo"} else None
+    return next(iter(told)) if len(told) == 1 and told <= {*STAGES} else None
 
 
 def _trainers(log: Log) -> set[str]:

@@ -17,6 +17,7 @@ from launcher.paths import exists
 from launcher.rules.rule import Range, Rule, check, outside, say
 from launcher.upstream.open_instruct import PIN
 from launcher.upstream.schema import Values, json_fault
+from launcher.upstream.trainers import entry_of
 
 LOCAL_DATA = (".jsonl", ".json", ".parquet")
 # transformers/trainer_utils.py:561: those that take nothing but steps
@@ -243,7 +244,7 @@ def checkpoint_steps(values: Values) -> Iterator[Finding]:
     if number == 0:
         yield say(
             "error", "run", "checkpoint-steps", key,
-            f"`{key}` is a number of steps{' or `epoch`' * (values.schema.stage == 'sft')}, not "
+            f"`{key}` is a number of steps{' or `epoch`' * (entry_of(values.schema).epoch_checkpoints)}, not "
             f"`{brief(steps)}`",
         )  # fmt: skip
     elif number < 0:

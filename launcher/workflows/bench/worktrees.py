@@ -21,6 +21,7 @@ from launcher.machine.git import Repository
 from launcher.paths import expanded
 from launcher.stage.stage import backend_of
 from launcher.upstream import locate
+from launcher.upstream.trainers import BACKENDS
 
 
 def python_of(request: Request) -> Path | None:
@@ -36,7 +37,7 @@ def find(request: Request, named: str) -> Path:
     Raises UsageError for another backend, InvalidConfig for what is neither, NotReady where it cannot be
     made.
     """
-    if backend_of(load(request.config, request.overrides)) != "open_instruct":
+    if not BACKENDS[backend_of(load(request.config, request.overrides))].CHECKOUT:
         raise usage("bad-vary", "only open-instruct runs from a checkout", "vary its arguments")
     named = named.strip().strip("'\"")
     place = expanded(named)

@@ -56,26 +56,6 @@ FEWEST_ROWS = 64
 ASSUMED_DEVICES = 8
 """Taken where neither the caller nor `batch:` says how many rows a step takes."""
 
-# as a run without consequences has them, where upstream's fields are called so; None: nothing is said of it
-_HARMLESS: Mapping[str, Mapping[str, Any]] = {
-    "open_instruct": {
-        "push_to_hub": False, "try_launch_beaker_eval_jobs": False, "try_auto_save_to_beaker": False,
-        "send_slack_alerts": False, "profiling": False, "cache_dataset_only": False,
-        "cache_logprobs_only": False, "resume_from_checkpoint": None,
-        "ephemeral_save_interval": None,
-        # the slice would be kept under the name of the whole
-        "dataset_config_hash": None, "config_hash": None,
-        "do_not_randomize_output_dir": True, "with_tracking": False,
-    },
-    "trl": {
-        "push_to_hub": False, "save_strategy": "no", "eval_strategy": "no", "do_eval": False,
-        "eval_on_start": False, "load_best_model_at_end": False, "resume_from_checkpoint": None,
-        "logging_strategy": "steps", "logging_first_step": False,
-        # what is read while evaluating alone
-        "metric_for_best_model": None, "greater_is_better": None, "per_device_eval_batch_size": None,
-        "report_to": "none",
-    },
-}  # fmt: skip
 # what a slice, or a run that is too short for it, cannot be asked for
 _NOT_EXPECTED = ("dataset_cache", "reference_cache", "trend")
 
@@ -484,10 +464,10 @@ def _sizes(stage: Stage, listed: Sequence[str]) -> list[int | None]:
 
 def _harmless(stage: Stage) -> dict[str, Any]:
     """What differs from the value that the stage has, among the fields that there are."""
-    backend, values = stage.options.backend, stage.values
+    values = stage.values
     return {
         name: value
-        for name, value in _HARMLESS[backend].items()
+        for name, value in stage.backend.SHORT_RUN.items()
         if name in (stage.args if value is None else stage.schema.fields)
         and not (values[name] is None if value is None else str(_only(values[name])) == str(value))
     }

@@ -8,29 +8,13 @@ from typing import Any
 
 from launcher.stage.options import Batch, Options
 from launcher.upstream.schema import Schema
-from launcher.upstream.trainers import Entry
+from launcher.upstream.trainers import BACKENDS, Entry
 
 OWN = "@own"
 """In a request's words: its own folder, which is gone afterwards (`server.py`)."""
 ROWS = 64
 """Rows that are read of each data set."""
 LARGEST_BATCH = 2
-
-# what an argument is in a rehearsal, where the entry script has it; None: it is left out
-_HARMLESS: Mapping[str, Mapping[str, Any]] = {
-    "trl": {
-        "use_cpu": True, "push_to_hub": None, "report_to": "none", "trust_remote_code": None,
-        "resume_from_checkpoint": None,
-    },
-    "open_instruct": {
-        "with_tracking": None, "push_to_hub": False, "try_launch_beaker_eval_jobs": False,
-        "try_auto_save_to_beaker": False, "send_slack_alerts": None, "profiling": None,
-        "do_not_randomize_output_dir": True, "max_train_steps": 2, "logging_steps": 1,
-        "checkpointing_steps": None, "ephemeral_save_interval": None, "resume_from_checkpoint": None,
-        "dataset_config_hash": None, "config_hash": None, "hf_entity": None,
-        "trust_remote_code": None,
-    },
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +100,7 @@ def of_stage(args: Mapping[str, Any], options: Options, schema: Schema, entry: E
     if options.deepspeed is not None:
         left.setdefault("DeepSpeed", ())
     reporters = given.get("report_to")
-    for name, value in _HARMLESS[schema.backend].items():
+    for name, value in BACKENDS[schema.backend].REHEARSAL.items():
         if name in fields:
             given.pop(name, None)
             added[name] = value

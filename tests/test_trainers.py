@@ -1,0 +1,49 @@
+"""Which trainer, stage or script it is, is asked nowhere but where trainers are described."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from conftest import REPOSITORY
+
+from launcher.upstream.trainers import BACKENDS
+
+NAMES = {*BACKENDS, *(key for backend in BACKENDS.values() for key in backend.STAGES)}
+PACKAGE = REPOSITORY / "launcher"
+DESCRIPTIONS = {"upstream/open_instruct.py", "upstream/trl.py"}
+# they run under the trainer's Python and import nothing of launch: only names cross over to them
+APART = ("probe/", "workflows/rehearse/inside/")
+ALLOWED = {
+    # a key of the file's own, `open_instruct:`
+    "config/load.py": ["'open_instruct' in tree", "k != 'open_instruct'"],
+    # names of losses
+    "plan/command.py": ["str(values.get('loss_type')) in ('dpo', 'dpo_norm')"],
+    "rules/trl/arguments.py": ["loss != 'sft'"],
+    "workflows/ladder/ladder.py": ["names <= {'dpo', 'dpo_norm', 'sigmoid'}"],
+    # what the path of an unknown file or script suggests
+    "stage/stage.py": ["'dpo' in str(config.path).lower()"],
+    "verdict/evidence.py": ["'dpo' in script"],
+}
+
+
+def questions(path: Path) -> list[str]:
+    """The comparisons with the name of a trainer, a stage or a script, as they stand in a module."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Compare)
+        and NAMES & {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+    ]
+
+
+def test_nothing_asks_which_trainer_it_is() -> None:
+    compared = {
+        path.relative_to(PACKAGE).as_posix(): questions(path) for path in PACKAGE.rglob("*.py")
+    }
+    counted = {
+        name: sorted(found)
+        for name, found in compared.items()
+        if found and name not in DESCRIPTIONS and not name.startswith(APART)
+    }
+    assert counted == {name: sorted(found) for name, found in ALLOWED.items()}

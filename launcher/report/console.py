@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +14,18 @@ import typer
 from launcher.errors import Finding
 from launcher.printable import escaped, folded, printable
 from launcher.redaction import redact
+from launcher.verdict import summary
 
 if TYPE_CHECKING:
     # only for annotations: validation must not pay for importing what judges a run
     from launcher.plan.plan import Plan
     from launcher.runs.command import Command
     from launcher.upstream.schema import Schema
-    from launcher.verdict.check import Verdict
+    from launcher.verdict.check import Point, Verdict
 
 SCHEMA_VERSION = 1
 _COLOUR = {"error": "red", "warning": "yellow", "note": "cyan"}
-_STATUS = {"pass": "green", "fail": "red", "unproven": "yellow"}
+_STATUS = {"pass": "green", "fail": "red", "unproven": "yellow", "stopped": "yellow"}
 _MARK = {True: "ok", False: "FAIL", None: "unproven"}
 
 
@@ -200,24 +201,21 @@ def _comment(text: str) -> str:
     return "\n".join(f"# {line}" for line in text.splitlines())
 
 
-def verdict(judged: Verdict) -> None:
-    """Why the run stopped itself, if it did; then the verdict as a table of points, and the figures."""
-    if judged.stopped is not None:
-        _echo(_style("stopped", "red"), folded(f": {judged.stopped}"))
-    what = f"  ({judged.stage or 'unknown stage'}, {judged.steps or 0} steps)"
-    _echo("verdict: ", _style(judged.status, _STATUS[judged.status]), folded(what))
-    for point in judged.points:
-        expected = "" if point.expected in {None, "any"} else f"expected {point.expected}"
-        mark = _MARK[point.ok]
-        colour = {True: "green", False: "red", None: "yellow"}[point.ok]
-        state = folded(f"  {point.name:<16}{point.state!s:<18}")
-        _echo(state, _style(f"{mark:<10}", colour, bold=False), folded(expected))
-        if point.ok is not True:
-            for line in _reasons(point.detail):
-                _echo(folded(f"    {line}"))
-        if wasted := point.detail.get("wasted"):
-            # nothing that was asked for failed, and half of it was for nothing
-            _echo(folded(f"    {wasted}"))
+def verdict(judged: Verdict, name: str) -> None:
+    """The status and the name of a run, why it did not pass, its points (failed ones first), its figures."""
+    record = judged.as_json()
+    outcome = summary.outcome(record)
+    what = f"  {name}  ({judged.stage or 'unknown stage'}, {judged.steps or 0} steps)"
+    _echo("verdict: ", _style(outcome, _STATUS[outcome]), folded(what))
+    printed = _cause(record, "stopped" if judged.stopped is not None else "cause")
+    unreached = summary.unreached(record)
+    order: dict[bool | None, int] = {False: 0, None: 1, True: 2}
+    for point in sorted(judged.points, key=lambda point: order[point.ok]):
+        if point.name not in unreached:
+            _point(point, printed)
+    if unreached:
+        # each of them would say the same
+        _echo(f"  not shown, training never reached step 1: {', '.join(unreached)}")
     figures = [
         f"{name} {_number(value)}" for name, value in judged.metrics.items() if value is not None
     ]
@@ -225,15 +223,32 @@ def verdict(judged: Verdict) -> None:
         _echo("  " + ", ".join(figures))
 
 
-def _reasons(detail: Mapping[str, Any]) -> list[str]:
-    """Why a point is not as expected, and what to do about it."""
-    lines = []
-    error = detail.get("error")
-    if isinstance(error, Mapping):
-        where = f"  ({error['at']})" if error.get("at") else ""
-        lines.append(f"{error.get('type')}: {error.get('message')}{where}")
-    lines += [str(detail[key]) for key in ("signal", "reason", "detail", "help") if detail.get(key)]
-    return lines
+def _cause(record: Mapping[str, Any], label: str) -> set[str]:
+    """Print what to know first of a run that did not pass; returns the texts, none of which is due again."""
+    cause = summary.cause(record)
+    if cause is None:
+        return set()
+    colour = _STATUS[summary.outcome(record)]
+    _echo("  ", _style(label, colour), folded(f": {cause.text}"))
+    if cause.line:
+        place = ":".join(str(cause.line[key]) for key in ("file", "line") if cause.line.get(key))
+        _echo(folded(f"    {place}: {cause.line.get('text')}"))
+    if cause.help:
+        _echo(folded(f"    help: {cause.help}"))
+    return {cause.text, *cause.repeated, *([cause.help] if cause.help else [])}
+
+
+def _point(point: Point, printed: Container[str]) -> None:
+    expected = "" if point.expected in {None, "any"} else f"expected {point.expected}"
+    colour = {True: "green", False: "red", None: "yellow"}[point.ok]
+    state = folded(f"  {point.name:<16}{point.state!s:<18}")
+    _echo(state, _style(f"{_MARK[point.ok]:<10}", colour, bold=False), folded(expected))
+    lines = [] if point.ok is True else [*summary.reasons(point.detail)]
+    # of a point that is as expected too: half of the batch may hold nothing
+    lines += [str(point.detail["wasted"])] if point.detail.get("wasted") else []
+    for line in lines:
+        if line not in printed:
+            _echo(folded(f"    {line}"))
 
 
 def _number(value: Any) -> str:

@@ -130,13 +130,12 @@ def read(target: Path) -> Run:
 
 def read_log(path: Path) -> Run:
     """What a console log by itself can tell."""
-    found = evidence.read_log(path)
-    assert found.log is not None
-    verdict = check.judge(found.stage, check.expected_from_log(found.log), found)
-    at = found.log.asked_at
+    found = check.read_training_log(path)
+    verdict = check.judge(found.stage, check.expected_from_log(found), found)
+    lines = found.log.asked_at if found.log else {}
     arguments = {
-        name: {"value": _unquoted(value), "origin": f"{path.name}:{at.get(name)}"}
-        for name, value in found.log.asked.items()
+        name: {"value": _unquoted(value), "origin": f"{path.name}:{lines.get(name)}"}
+        for name, value in found.asked.items()
     }
     return Run(
         name=path.name,

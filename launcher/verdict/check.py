@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launcher.config.keys import PAIRED
-from launcher.errors import Exit, unreadable
+from launcher.errors import Exit, Finding, InvalidConfig, unreadable
 from launcher.redaction import redact
 from launcher.upstream.logs.open_instruct import ATTENTION
 from launcher.verdict import outcome, points
 from launcher.verdict.evidence import Evidence, read_log
-from launcher.verdict.logs.scan import Cite, Log
+from launcher.verdict.logs.scan import Cite
 from launcher.verdict.metrics import metrics
 from launcher.verdict.points import Observation
 
@@ -151,13 +151,34 @@ def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evide
 
 
 def judge_log(path: Path) -> Verdict:
-    """What a console log can prove by itself. Raises NotReady where it cannot be read."""
+    """What a console log can prove by itself. Raises what `read_training_log` does."""
+    found = read_training_log(path)
+    return redact(judge(found.stage, expected_from_log(found), found))
+
+
+def read_training_log(path: Path) -> Evidence:
+    """The evidence of a console log alone.
+
+    Raises NotReady where it cannot be read, InvalidConfig where no line of it could be a training's.
+    """
     try:
         found = read_log(path)
     except OSError as error:
         raise unreadable(path, error) from None
-    assert found.log is not None
-    return redact(judge(found.stage, expected_from_log(found.log), found))
+    log = found.log
+    assert log is not None
+    if not (log.signals or log.steps or log.blocks or log.last_bar):
+        raise InvalidConfig(
+            Finding(
+                severity="error",
+                layer="launch",
+                code="not-a-training-log",
+                message="not a training log: it holds no arguments, step, progress bar or error",
+                help="name a run (launch runs), or the console log of an SFT or DPO training",
+                file=str(path),
+            )
+        )
+    return found
 
 
 def exit_code(verdict: Verdict, *, allow_unproven: bool) -> Exit:
@@ -171,10 +192,13 @@ def _status(oks: Sequence[bool | None]) -> Status:
     return "fail" if False in oks else "unproven" if None in oks else "pass"
 
 
-def expected_from_log(log: Log) -> dict[str, str | None]:
+def expected_from_log(found: Evidence) -> dict[str, str | None]:
     """What a stranger's log was asked for, by the arguments dump near its top or by what follows it."""
+    log = found.log
+    if log is None:
+        return dict(UNKNOWN)
     liger = {"True": "engaged", "False": "off"}.get(log.asked.get("use_liger_kernel", ""))
-    packs = "off" if Evidence(log=log).packs_nothing else "isolated"
+    packs = "off" if found.packs_nothing else "isolated"
     packing = {"True": packs, "False": "off"}.get(log.asked.get("packing", ""))
     # TRL shows no arguments, and says these only where they were asked for
     liger = liger or ("engaged" if log.first("liger_asked") else None)

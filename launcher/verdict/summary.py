@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.runs.record import listed, mapping
@@ -26,11 +26,15 @@ _MESSAGES = ("violation", "hang", "arguments", "not_started", "not_found")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Why a run did not pass: `line` is the evidence that shows it (file, line, text), empty if none does."""
+    """Why a run did not pass: `line` is the evidence that shows it (file, line, text), empty if none does.
+
+    `repeated` are texts of the verdict that say no more than it.
+    """
 
     text: str
     help: str | None = None
     line: Mapping[str, Any]
+    repeated: tuple[str, ...] = ()
 
 
 def points(verdict: Mapping[str, Any]) -> list[Point]:
@@ -51,23 +55,33 @@ def outcome(verdict: Mapping[str, Any]) -> str:
 
 def cause(verdict: Mapping[str, Any]) -> Cause | None:
     """The first thing to know about a run that did not pass; None where it passed."""
+    if verdict.get("status") == "pass":
+        return None
     found = points(verdict)
     by_name = {str(point.get("name")): point for point in found}
     finish, memory = by_name.get("finish", {}), by_name.get("memory", {})
     if memory.get("state") == "oom":
         error = mapping(mapping(finish.get("detail")).get("error"))
         text = f"out of memory: {error['message']}" if error.get("message") else "out of memory"
-        return Cause(
-            text=text, help=_help(memory) or _help(finish), line=_line(memory) or _line(finish)
-        )
+        return _caused(text, memory, finish)
     if finish.get("ok") is not False:
         ranked = [point for state in (False, None) for point in found if point.get("ok") is state]
         if not ranked:
             return None
-        return Cause(text=_shortfall(ranked[0]), help=_help(ranked[0]), line=_line(ranked[0]))
-    raised = "error" in mapping(finish.get("detail"))
-    help = _help(finish) or (_READ_TRACEBACK if raised else None)
-    return Cause(text=_ending(finish), help=help, line=_line(finish))
+        return _caused(_shortfall(ranked[0]), ranked[0])
+    caused = _caused(_ending(finish), finish)
+    raised = caused.help is None and "error" in mapping(finish.get("detail"))
+    return replace(caused, help=_READ_TRACEBACK) if raised else caused
+
+
+def _caused(text: str, *points: Point) -> Cause:
+    """The help and the evidence are those of the first point that has any."""
+    return Cause(
+        text=text,
+        help=next(filter(None, map(_help, points)), None),
+        line=next(filter(None, map(_line, points)), {}),
+        repeated=tuple(line for point in points for line in reasons(mapping(point.get("detail")))),
+    )
 
 
 def unreached(verdict: Mapping[str, Any]) -> list[str]:

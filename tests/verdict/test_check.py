@@ -84,7 +84,7 @@ def verdict_of_log(
     path.write_text(content)
     evidence = read_log(path)
     assert evidence.log is not None
-    return judge(None, expected_from_log(evidence.log) if expected is None else expected, evidence)
+    return judge(None, expected_from_log(evidence) if expected is None else expected, evidence)
 
 
 class Run:

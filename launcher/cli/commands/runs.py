@@ -124,6 +124,7 @@ def check(
     unpinned: tuple[Finding, ...] = ()
     log = Path("/dev/stdin" if target == "-" else target)
     # a pipe is a log too
+    name = "standard input" if target == "-" else target
     if exists(log) and not log.is_dir():
         verdict = check.judge_log(log)
     else:
@@ -136,11 +137,11 @@ def check(
             raise usage("no-such-run", f"there is no run or log `{target}`", "launch runs")
         if not folder.attempts() and not exists(folder.probe):
             raise not_begun(folder)
-        verdict = start.finish(folder)
+        name, verdict = folder.path.name, start.finish(folder)
         unpinned = start.unpinned_note(folder)
     code = check.exit_code(verdict, allow_unproven=allow_unproven)
     data = verdict.as_json()
-    return answer("check", format, data, lambda: console.verdict(verdict), unpinned, code)
+    return answer("check", format, data, lambda: console.verdict(verdict, name), unpinned, code)
 
 
 @app.command("report", epilog="Example: launch report last -o curves.html")

@@ -286,7 +286,7 @@ def _conclude(
     from launcher.report import console
 
     def show() -> None:
-        console.verdict(verdict)
+        console.verdict(verdict, folder.path.name)
         console.say(f"run: {folder.path}\nreport: {folder.report}")
 
     data = {**verdict.as_json(), "run": str(folder.path)}

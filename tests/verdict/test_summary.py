@@ -1,0 +1,112 @@
+"""What a verdict says to people: the cause first, each run by its name, no verdict about any other text."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import made
+
+from launcher.cli.main import main
+from launcher.verdict import summary
+
+CRASH = (
+    "Traceback (most recent call last):\n"
+    '  File "/a/train.py", line 7, in <module>\n    main()\n'
+    "ValueError: row 7 has no messages\n"
+)
+
+
+def crashed(path: Path, *, steps: int, **ended: Any) -> Path:
+    made(path, steps=steps, extra=CRASH if not ended else "")
+    over = json.loads((path / "exit.json").read_text())
+    (path / "exit.json").write_text(json.dumps({**over, "returncode": 1, **ended}))
+    return path
+
+
+def check(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    code = main(["check", str(path)])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def test_a_crash_begins_with_its_cause_and_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = crashed(tmp_path / "20260102T030405Z-dpo-tulu", steps=0)
+    code, lines = check(path, capsys)
+    assert code == 1
+    assert lines[0] == "verdict: fail  20260102T030405Z-dpo-tulu  (dpo, 0 steps)"
+    assert lines[1] == "  cause: ValueError: row 7 has no messages  (/a/train.py:7)"
+    log = path / "console.log"
+    number = 1 + log.read_text().splitlines().index("ValueError: row 7 has no messages")
+    assert lines[2] == f"    {log}:{number}: ValueError: row 7 has no messages"
+    assert lines[3].startswith("    help: ")
+    # the point that failed first, and once what was not reached
+    assert lines[4].split() == ["finish", "crashed", "FAIL", "expected", "completed"]
+    (unreached,) = (line for line in lines if "training never reached step 1" in line)
+    assert {"liger", "loss"} <= set(unreached.partition(": ")[2].split(", "))
+    assert sum("row 7 has no messages" in line for line in lines) == 2
+
+
+def test_a_run_that_was_stopped_is_shown_as_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = crashed(tmp_path / "run", steps=20, returncode=-15, signal=15, stopped=15)
+    code, lines = check(path, capsys)
+    assert (code, lines[0]) == (1, "verdict: stopped  run  (dpo, 20 steps)")
+    assert lines[1] == "  cause: the run was stopped by SIGTERM after step 20 of 20"
+    assert json.loads((path / "verdict.json").read_text())["status"] == "fail"
+
+
+def test_a_run_that_passed_says_which_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, lines = check(made(tmp_path / "run"), capsys)
+    assert (code, lines[0]) == (0, "verdict: pass  run  (dpo, 40 steps)")
+    assert not any("cause" in line for line in lines)
+
+
+@pytest.mark.parametrize("command", ["check", "report"])
+def test_a_text_that_is_no_log_has_no_verdict(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "README.md"
+    text.write_text("# Training\n\nIt fails with an error, and the loss is nan at step 3.\n")
+    assert main([command, str(text)]) == 3
+    said = capsys.readouterr()
+    assert "error[not-a-training-log]: not a training log" in said.err
+    assert f"--> {text}" in said.err and "verdict" not in said.out
+    assert list(tmp_path.iterdir()) == [text]
+
+
+def test_a_pipe_that_is_no_log_has_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "stdin").write_text("hello\n")
+    with (tmp_path / "stdin").open() as file:
+        before = os.dup(0)
+        os.dup2(file.fileno(), 0)
+        try:
+            assert main(["check", "-"]) == 3
+        finally:
+            os.dup2(before, 0)
+            os.close(before)
+    assert "not a training log" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        {},
+        {"status": "fail"},
+        {"status": "x", "points": [{"name": 1}, 2, {"ok": False, "detail": 3}]},
+    ],
+)
+def test_a_damaged_verdict_has_a_summary(verdict: dict[str, Any]) -> None:
+    assert summary.outcome(verdict) == str(verdict.get("status"))
+    points = summary.points(verdict)
+    assert (summary.cause(verdict) is None) == (not points)
+    assert {summary.sentence(point) for point in points} <= {None}

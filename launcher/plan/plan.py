@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher.artifacts.rows import entry_rows, lines_of
-from launcher.errors import Finding, InvalidConfig
+from launcher.errors import Finding, InvalidConfig, Severity, launch_finding
 from launcher.paths import expanded
 from launcher.rules import registry
+from launcher.rules.context import Context
 from launcher.stage.stage import Stage, preferred_attention, trend_fault
 from launcher.upstream.schema import Values
 
@@ -74,8 +75,8 @@ class Plan:
     def arguments(self) -> dict[str, list[str]]:
         """Upstream's flags and their words, the file's first, then the derived ones."""
         schema = self.stage.schema
-        given = {**self.stage.args, **{k: d.value for k, d in self.derived.items()}}
-        return {name: schema.words(name, value) for name, value in given.items()}
+        args = {**self.stage.args, **{k: d.value for k, d in self.derived.items()}}
+        return {name: schema.words(name, value) for name, value in args.items()}
 
     def as_json(self) -> dict[str, Any]:
         """One entry of the `gpus` list in the plan's JSON contract."""
@@ -96,9 +97,14 @@ def titled(kind: str, name: str) -> str:
 
 
 def make(
-    stage: Stage, *, gpus: int, nodes: int = 1, output: Path | None = None,
-    packages: Mapping[str, str] | None = None, rows: int | None = None,
-) -> Plan:  # fmt: skip
+    stage: Stage,
+    *,
+    gpus: int,
+    nodes: int = 1,
+    output: Path | None = None,
+    packages: Mapping[str, str] | None = None,
+    rows: int | None = None,
+) -> Plan:
     """Solve the batch for this many GPUs (a node) and settle every argument.
 
     `output` is where the model goes when the stage file names no place; `packages` are those of the
@@ -120,10 +126,9 @@ def make(
     notes = [*_devices_and_deepspeed(stage, gpus, nodes), *_without_probe(stage, gpus)]
     for name, value, why in _settings(stage, gpus):
         derived[name] = Derived(value=value, why=why)
-        notes.append(Finding(
-            severity="note", layer="launch", code="derived", key=f"args.{name}",
-            message=f"`{name}: {value}` is set by launch: {why}", file=str(stage.config.path),
-        ))  # fmt: skip
+        message = f"`{name}: {value}` is set by launch: {why}"
+        note = launch_finding("note", "derived", message, None)
+        notes.append(replace(note, key=f"args.{name}", file=str(stage.config.path)))
     attention, fallback = _attention(stage, gpus * nodes, packages)
     notes += fallback
     derived |= attention
@@ -134,44 +139,59 @@ def make(
             derived.setdefault(names.exact_output, Derived(value=True, why=why))
     values = Values(stage.schema, {**stage.args, **{k: d.value for k, d in derived.items()}})
     rows = count_rows(stage, values) if rows is None else rows
-    split = registry.of_split(
-        values, rows, per_device=per_device, accumulation=accumulation, devices=devices,
-        processes=max(1, gpus) * nodes,
-        is_global=stage.options.batch is not None and stage.options.batch.total is not None,
-    )  # fmt: skip
+    batch = stage.options.batch
+    context = Context(
+        values=values,
+        gpus=max(1, gpus) * nodes,
+        per_device=per_device,
+        accumulation=accumulation,
+    )
+    is_global = batch is not None and batch.total is not None
+    split = registry.of_split(context, rows, devices=devices, is_global=is_global)
     notes += [stage.config.placed(finding) for finding in split]
     steps = total_steps(stage, values, rows, world)
     late = trend_fault(stage.options, steps)
     if late is not None and late.key not in {finding.key for finding in stage.findings}:
         notes.append(stage.config.placed(late))
     return Plan(
-        stage=stage, gpus=gpus, nodes=nodes, per_device=per_device, accumulation=accumulation,
-        global_batch=world, rows=rows, derived=derived, values=values, steps=steps, findings=tuple(notes),
-    )  # fmt: skip
+        stage=stage,
+        gpus=gpus,
+        nodes=nodes,
+        per_device=per_device,
+        accumulation=accumulation,
+        global_batch=world,
+        rows=rows,
+        derived=derived,
+        values=values,
+        steps=steps,
+        findings=tuple(notes),
+    )
 
 
 def _attention(
     stage: Stage, gpus: int, packages: Mapping[str, str] | None
 ) -> tuple[dict[str, Derived], list[Finding]]:
-    """The implementation that `attention:` comes to here; those passed over are said, with reasons."""
+    """The implementation that `attention:` comes to here, and why others are passed over."""
     choice = preferred_attention(stage.options, stage.values, gpus=gpus, packages=packages)
     if choice is None:
         return {}, []
     chosen = {"attn_implementation": Derived(value=choice.name, why="the first of `attention:`")}
     if not choice.passed:
         return chosen if choice.name is not None else {}, []
-    place = stage.config.origin("attention").place
     if choice.name is None:
-        return {}, [Finding(
-            severity="error", layer="run", key="attention", code="attention-missing",
-            message=f"no implementation of `attention:` can be had here: {choice.why}",
-            help="add sdpa to the list", **place,
-        )]  # fmt: skip
+        message = f"no implementation of `attention:` can be had here: {choice.why}"
+        help = "add sdpa to the list"
+        return {}, [_run_finding(stage, "error", "attention-missing", "attention", message, help)]
     chosen["attn_implementation"] = Derived(value=choice.name, why=f"`attention:` ({choice.why})")
-    return chosen, [Finding(
-        severity="note", layer="run", key="attention", code="attention-fallback",
-        message=f"attention falls back to {choice.name}: {choice.why}", **place,
-    )]  # fmt: skip
+    message = f"attention falls back to {choice.name}: {choice.why}"
+    return chosen, [_run_finding(stage, "note", "attention-fallback", "attention", message)]
+
+
+def _run_finding(
+    stage: Stage, severity: Severity, code: str, key: str, message: str, help: str | None = None
+) -> Finding:
+    finding = launch_finding(severity, code, message, help)
+    return stage.config.placed(replace(finding, layer="run", key=key))
 
 
 def applied(plan: Plan, derived: Mapping[str, Derived]) -> Plan:
@@ -179,8 +199,8 @@ def applied(plan: Plan, derived: Mapping[str, Derived]) -> Plan:
     if not derived:
         return plan
     more = {**plan.derived, **derived}
-    given = {**plan.stage.args, **{name: one.value for name, one in more.items()}}
-    return replace(plan, derived=more, values=Values(plan.stage.schema, given))
+    args = {**plan.stage.args, **{name: argument.value for name, argument in more.items()}}
+    return replace(plan, derived=more, values=Values(plan.stage.schema, args))
 
 
 def output_folder(plan: Plan) -> Path | None:
@@ -205,47 +225,44 @@ def _without_probe(stage: Stage, gpus: int) -> Iterator[Finding]:
     """What is lost without the probe, and where upstream cannot even run without it."""
     if stage.options.probe is not None:
         return
-    origin = stage.config.origin("probe")
     if not gpus and not stage.entry.runs_on_cpu:
-        yield Finding(
-            severity="error", layer="run", code="probe-needed", key="probe",
-            message="the pinned scripts do not run on a CPU without what the probe supplies there "
-            "(memory counters, a process group)",
-            help="leave the probe on, or use GPUs", **origin.place,
-        )  # fmt: skip
+        message = (
+            "the pinned scripts do not run on a CPU without what the probe supplies there (memory "
+            "counters, a process group)"
+        )
+        help = "leave the probe on, or use GPUs"
+        yield _run_finding(stage, "error", "probe-needed", "probe", message, help)
         return
-    yield Finding(
-        severity="note", layer="launch", code="no-probe", key="probe",
-        message="without the probe nothing that runs inside is counted, tested or enforced: the verdict "
-        "has the console log alone", **origin.place,
-    )  # fmt: skip
+    message = (
+        "without the probe nothing that runs inside is counted, tested or enforced: the verdict has "
+        "the console log alone"
+    )
+    note = launch_finding("note", "no-probe", message, None)
+    yield stage.config.placed(replace(note, key="probe"))
 
 
 def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Finding]:
-    key, options = "deepspeed", stage.options
-    origin = stage.config.origin(key)
+    options = stage.options
     if options.deepspeed is not None and not gpus:
-        yield Finding(
-            severity="note", layer="launch", code="deepspeed-left-out", key=key,
-            message=f"`deepspeed: {options.deepspeed_name}` is left out on the CPU",
-            **origin.place,
-        )  # fmt: skip
+        message = f"`deepspeed: {options.deepspeed_name}` is left out on the CPU"
+        note = launch_finding("note", "deepspeed-left-out", message, None)
+        yield stage.config.placed(replace(note, key="deepspeed"))
     alone = gpus == 1 and nodes == 1 and options.deepspeed is None
     # DPO's own `zero_stage` starts DeepSpeed too (dpo_tune_cache.py:129)
     alone = alone and stage.values.get("zero_stage") is None
     if alone and stage.entry.needs_process_group:
-        yield Finding(
-            severity="error", layer="run", code="no-process-group", key=key,
-            message="one process without DeepSpeed has no process group: the reference pass crashes "
-            "in dist.barrier (dpo_utils.py:453)",
-            help="set a `deepspeed:`, such as zero2", **origin.place,
-        )  # fmt: skip
+        message = (
+            "one process without DeepSpeed has no process group: the reference pass crashes in "
+            "dist.barrier (dpo_utils.py:453)"
+        )
+        help = "set a `deepspeed:`, such as zero2"
+        yield _run_finding(stage, "error", "no-process-group", "deepspeed", message, help)
     if nodes > 1:
-        yield Finding(
-            severity="note", layer="launch", code="several-nodes", key="nodes",
-            message="the same command runs on each machine, with NODE_RANK (0, 1, ...), "
-            "HEAD_ADDRESS and HEAD_PORT filled in: by --node-rank and --main-address, Slurm or SkyPilot",
-        )  # fmt: skip
+        message = (
+            "the same command runs on each machine, with NODE_RANK (0, 1, ...), HEAD_ADDRESS and "
+            "HEAD_PORT filled in: by --node-rank and --main-address, Slurm or SkyPilot"
+        )
+        yield replace(launch_finding("note", "several-nodes", message, None), key="nodes")
 
 
 def _solve(stage: Stage, devices: int) -> tuple[int, int]:
@@ -274,14 +291,15 @@ def _impossible(stage: Stage, total: int, per_device: int, devices: int) -> Find
         options.append(
             "batch.global=" + " or ".join(f"{n} with per_device {one}" for n, one in each)
         )
-    asked = stage.config.origin("batch.per_device")
-    origin = stage.config.origin("batch.global") if asked.override is None else asked
-    return Finding(
-        severity="error", layer="launch", code="impossible-batch", key="batch.global",
-        message=f"a global batch of {total} cannot be split into {per_device} rows on "
-        f"{devices} device(s)",
-        help="nearest possible: " + "; ".join(options), **origin.place,
-    )  # fmt: skip
+    origin = stage.config.origin("batch.per_device")
+    if origin.override is None:
+        origin = stage.config.origin("batch.global")
+    message = (
+        f"a global batch of {total} cannot be split into {per_device} rows on {devices} device(s)"
+    )
+    help = "nearest possible: " + "; ".join(options)
+    finding = launch_finding("error", "impossible-batch", message, help)
+    return replace(finding, key="batch.global", **origin.place)
 
 
 def divisors(number: int) -> list[int]:

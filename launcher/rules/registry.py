@@ -70,10 +70,13 @@ def of_stage(backend: str, key: str) -> tuple[StageRule, ...]:
     )
 
 
-def of_split(values: Values, rows: int | None, **split: int) -> Iterator[Finding]:
+def of_split(
+    context: Context, rows: int | None, *, devices: int, is_global: bool
+) -> Iterator[Finding]:
     """Every finding of the rules about a batch as it is split over devices; see `olmo_core.of_split`."""
-    if (module := _OWN.get(values.schema.key)) is not None:
-        yield from import_module(f"launcher.rules.{module}").of_split(values, rows, **split)
+    if (module := _OWN.get(context.values.schema.key)) is not None:
+        rules = import_module(f"launcher.rules.{module}")
+        yield from rules.of_split(context, rows, devices=devices, is_global=is_global)
 
 
 def apply(values: Values) -> Iterator[Finding]:

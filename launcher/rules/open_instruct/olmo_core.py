@@ -360,19 +360,17 @@ _REPLICAS = ("fsdp_num_replicas", "num_replicas")
 
 
 def of_split(
-    values: Values, rows: int | None, *, per_device: int, accumulation: int, devices: int,
-    processes: int, is_global: int,
-) -> Iterator[Finding]:  # fmt: skip
+    context: Context, rows: int | None, *, devices: int, is_global: bool
+) -> Iterator[Finding]:
     """The degrees and a packed step on so many processes, and rows that fill no step of these devices.
 
     `is_global` where the stage file says how many rows a step has.
     """
-    yield from degrees(values, processes)
-    yield from too_few_rows(
-        values, rows, per_device=per_device, accumulation=accumulation, processes=devices
-    )
+    values, each, times = context.values, context.per_device or 1, context.accumulation or 1
+    yield from degrees(values, context.gpus or 1)
+    yield from too_few_rows(values, rows, per_device=each, accumulation=times, processes=devices)
     if is_global:
-        yield from unreached(values, accumulation=accumulation, processes=devices)
+        yield from unreached(values, accumulation=times, processes=devices)
 
 
 def degrees(values: Values, processes: int) -> Iterator[Finding]:

@@ -161,7 +161,7 @@ def derive(plan: Plan, packages: Mapping[str, str], *, running: bool = True) -> 
 
 def applied(plan: Plan, caches: Sequence[Cache]) -> Plan:
     """The plan with upstream's options for these folders among its derived arguments."""
-    return plans.applied(plan, {
+    return plans.with_derived(plan, {
         name: Derived(value=value, why=one.why)
         for one in caches
         for name, value in one.arguments.items()

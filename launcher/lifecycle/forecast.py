@@ -23,7 +23,7 @@ from launcher.lifecycle.prepare import Prepared, Request, ask
 from launcher.machine import datasheets, devices
 from launcher.machine.datasheets import Card, card_of
 from launcher.plan import plan
-from launcher.plan.alternatives import mends, unpacked
+from launcher.plan.alternatives import find_alternatives, without_packing
 from launcher.plan.command import LAUNCHERS
 from launcher.plan.footprint import (
     ATTENTIONS,
@@ -32,8 +32,8 @@ from launcher.plan.footprint import (
     optimizer_steps,
     packed_row,
     rows_of,
+    rows_per_epoch,
     shape_of,
-    trained_rows,
 )
 from launcher.plan.memory.peak import estimate
 from launcher.plan.memory.phases import GIB, KINDS, REFERENCE, START, Memory, Phase, usable
@@ -131,7 +131,7 @@ class Estimate:
         """The phases that a run comes to on the card: without a step, those before the first one."""
         stage, values = footprint.plan.stage, footprint.plan.values
         whole = estimate(setup).on(self.card.gib)
-        if plan.limited(stage, values) != 0:
+        if plan.step_limit(stage, values) != 0:
             return whole
         if self.only == "data set":
             return Memory(phases=(Phase(name="tokenising", allocations=()),))
@@ -276,7 +276,7 @@ class Estimate:
         def peak_of(other: Footprint) -> float:
             return self.memory_of(other, other.setup()).peak
 
-        ways = mends(self.footprint, peak_of, usable(gib))
+        ways = find_alternatives(self.footprint, peak_of, usable(gib))
         if ways:
             return "this fits: " + "; or ".join(f"{way} ({peak:.1f} GiB)" for way, peak in ways[:3])
         large = max(KINDS, key=memory.of) in ("logits", "activations")
@@ -361,7 +361,7 @@ class Estimate:
                 if (rows == self.plan.per_device)
                 else (
                     f"  --fit: per device {rows}, accumulation {accumulation}"
-                    f"{unpacked(self.plan, rows)[1]}: {fullest.peak:.1f} GiB"
+                    f"{without_packing(self.plan, rows)[1]}: {fullest.peak:.1f} GiB"
                 )
             )
         if not why:
@@ -533,7 +533,7 @@ def _untrained(rungs: Sequence[Estimate]) -> Iterator[Finding]:
             severity="note", layer="launch", code="caches-only", key=f"args.{key}",
             message=f"`{key}`: the rows are {does}, and nothing is trained or saved",
         )  # fmt: skip
-    elif plan.limited(stage, values) == 0:
+    elif plan.step_limit(stage, values) == 0:
         yield Finding(
             severity="warning", layer="run", code="no-steps", key=f"args.{name}",
             message=f"`{name}: {values[name]}`: no step is trained, and the model is saved as it was",
@@ -565,8 +565,8 @@ def _rung(
 ) -> Estimate:
     counted = terms.rows if terms.rows is not None else planned.rows
     counted = rows.rows if counted is None else counted
-    cut, trained = rows_of(planned, rows), trained_rows(planned, rows, counted)
-    steps = optimizer_steps(planned, trained, cut, told=terms.rows is not None)
+    cut, trained = rows_of(planned, rows), rows_per_epoch(planned, rows, counted)
+    steps = optimizer_steps(planned, trained, cut, override=terms.rows is not None)
     footprint = Footprint(
         plan=replace(planned, steps=steps), shape=shape_of(planned, terms.shape, packages), rows=cut,
         attention=attention_of(planned, terms.attention),

@@ -293,7 +293,7 @@ def _ready(
         resume.SUPERSEDED if location.history else set()
     )
     known = [f for f in (*made.findings, *keys.findings(made, held)) if f.code not in better]
-    made = plan.applied(made, decision.derived)
+    made = plan.with_derived(made, decision.derived)
     made = replace(made, findings=(*known, *decision.findings))
     return _prepared(
         request, resolved, location, made, caches=held, here=here, devices=chosen,
@@ -309,7 +309,7 @@ def _plan(
         output=location.folder.path / "model", packages=packages,
     )  # fmt: skip
     made = replace(made, findings=_allowed(request, made.findings))
-    return plan.applied(made, location.output.derived)
+    return plan.with_derived(made, location.output.derived)
 
 
 def _output(made: Plan) -> Path | None:
@@ -326,7 +326,7 @@ def _prepared(
     if errors(made.findings, strict=request.strict):
         raise InvalidConfig(made.findings)
     watched = made.stage.options.probe is not None
-    concealed = command.concealed(made.arguments(), made, os.environ, watched=watched)
+    concealed = command.hide_secrets(made.arguments(), made, os.environ, watched=watched)
     if concealed.exposed:
         raise InvalidConfig([_exposed(made, name) for name in concealed.exposed])
     built = command.build(

@@ -15,22 +15,29 @@ from launcher.rules.model import LIGER_MODELS
 from launcher.stage.options import deepspeed_file
 from launcher.upstream.schema import Values
 
-Way = tuple[str, Mapping[str, Any]]
+Alternative = tuple[str, Mapping[str, Any]]
 """One change in words and by name: `per_device`, `gpus`, `nodes`, `deepspeed`, or arguments."""
 
 
-def mends(
+def find_alternatives(
     footprint: Footprint, peak_of: Callable[[Footprint], float], usable: float
 ) -> list[tuple[str, float]]:
     """What can be turned so that it fits, with its peak in GiB: one change alone, else two together.
 
     The mildest come first, and of each group only the first that fits. The global batch and the rows stay.
     """
-    groups = [tuple(group(footprint)) for group in (
-        _smaller_batches, _recomputing, _kernels, _zero_stages, _more_gpus,
-    )]  # fmt: skip
+    groups = [
+        tuple(group(footprint))
+        for group in (
+            _smaller_batches,
+            _recomputing,
+            _kernels,
+            _zero_stages,
+            _more_gpus,
+        )
+    ]
 
-    def first(choices: Iterator[tuple[Way, ...]]) -> Iterator[tuple[str, float]]:
+    def first(choices: Iterator[tuple[Alternative, ...]]) -> Iterator[tuple[str, float]]:
         for ways in choices:
             try:
                 changed = _changed(footprint, {k: v for _, way in ways for k, v in way.items()})
@@ -50,9 +57,9 @@ def mends(
 
 def _changed(footprint: Footprint, way: Mapping[str, Any]) -> Footprint | None:
     """The same set-up with a change; None where the batch cannot be split so, or it would crash."""
-    planned, stage, args = footprint.plan, footprint.plan.stage, dict(way)
-    split = {k: args.pop(k, getattr(planned, k)) for k in ("per_device", "gpus", "nodes")}
-    accumulation, rest = divmod(planned.global_batch, math.prod(split.values()))
+    plan, stage, args = footprint.plan, footprint.plan.stage, dict(way)
+    split = {k: args.pop(k, getattr(plan, k)) for k in ("per_device", "gpus", "nodes")}
+    accumulation, rest = divmod(plan.global_batch, math.prod(split.values()))
     if rest or not accumulation:
         return None
     name = args.pop("deepspeed", None)
@@ -60,9 +67,9 @@ def _changed(footprint: Footprint, way: Mapping[str, Any]) -> Footprint | None:
         file = deepspeed_file(name)
         options = replace(stage.options, deepspeed=file, deepspeed_name=name)
         stage = replace(stage, options=options)
-    derived = {name: one.value for name, one in planned.derived.items()}
+    derived = {name: one.value for name, one in plan.derived.items()}
     values = Values(stage.schema, {**stage.args, **derived, **args})
-    made = replace(planned, stage=stage, values=values, accumulation=accumulation, **split)
+    made = replace(plan, stage=stage, values=values, accumulation=accumulation, **split)
     changed = replace(footprint, plan=made)
     zero = changed.zero
     # LoRA's frozen weights under ZeRO-3 are gone when finetune.py computes a layer again: CheckpointError.
@@ -72,34 +79,34 @@ def _changed(footprint: Footprint, way: Mapping[str, Any]) -> Footprint | None:
     return None if adapted and zero is not None and zero.stage == 3 else changed
 
 
-def _smaller_batches(footprint: Footprint) -> Iterator[Way]:
-    planned = footprint.plan
-    if planned.stage.entry.packing == "one-row" and planned.values.get("packing"):
+def _smaller_batches(footprint: Footprint) -> Iterator[Alternative]:
+    plan = footprint.plan
+    if plan.stage.entry.packing == "one-row" and plan.values.get("packing"):
         # a packed row is as long as it may be, however many pairs stand in it
         return
-    names, batch = planned.stage.entry.names, planned.stage.options.batch
-    each = planned.per_device * planned.accumulation
-    smaller = [one for one in divisors(each) if one < planned.per_device]
+    names, batch = plan.stage.entry.names, plan.stage.options.batch
+    each = plan.per_device * plan.accumulation
+    smaller = [one for one in divisors(each) if one < plan.per_device]
     # a search through all of them would take long where the batch is large
     for one in reversed([*smaller[:1], *smaller[1:][-8:]]):
         words = f"`per_device: {one}`"
         if batch is None or batch.total is None:
             words = f"`{names.per_device}: {one}` and `{names.accumulation}: {each // one}`"
-        args, also = unpacked(planned, one)
+        args, also = without_packing(plan, one)
         yield words + also, {"per_device": one, **args}
 
 
-def unpacked(planned: Plan, per_device: int) -> tuple[Mapping[str, Any], str]:
+def without_packing(plan: Plan, per_device: int) -> tuple[Mapping[str, Any], str]:
     """What goes with a micro-batch of so many rows that packs nothing where the file packs, and in words."""
-    entry, values, expect = planned.stage.entry, planned.values, planned.stage.options.expect
-    if not entry.packs(values, planned.per_device) or entry.packs(values, per_device):
+    entry, values, expect = plan.stage.entry, plan.values, plan.stage.options.expect
+    if not entry.packs(values, plan.per_device) or entry.packs(values, per_device):
         return {}, ""
     name = "packing" if values.get("packing") else "padding_free"
     also = " and `expect: {packing: off}`" if expect.get("packing") in ("isolated", "on") else ""
     return {name: False}, f" with `{name}: false`{also}"
 
 
-def _recomputing(footprint: Footprint) -> Iterator[Way]:
+def _recomputing(footprint: Footprint) -> Iterator[Alternative]:
     values, key = footprint.plan.values, "activation_memory_budget"
     now = values.get(key)
     if (needed := footprint.plan.stage.entry.names.recompute_needs) is not None:
@@ -115,14 +122,14 @@ def _recomputing(footprint: Footprint) -> Iterator[Way]:
         yield f"`{key}: 0.5`", {key: 0.5}
 
 
-def _kernels(footprint: Footprint) -> Iterator[Way]:
+def _kernels(footprint: Footprint) -> Iterator[Alternative]:
     name = footprint.plan.stage.entry.names.liger
     known = name in footprint.plan.values and footprint.shape.family in LIGER_MODELS
     if name and known and not footprint.liger and footprint.adapters is None:
         yield f"`{name}: true`", {name: True}
 
 
-def _zero_stages(footprint: Footprint) -> Iterator[Way]:
+def _zero_stages(footprint: Footprint) -> Iterator[Alternative]:
     stage, zero = footprint.plan.stage, footprint.zero
     if stage.entry.sharding != "deepspeed" or (zero is not None and zero.offload_params):
         return
@@ -134,11 +141,11 @@ def _zero_stages(footprint: Footprint) -> Iterator[Way]:
         yield f"`deepspeed: {name}`", {"deepspeed": name}
 
 
-def _more_gpus(footprint: Footprint) -> Iterator[Way]:
-    planned = footprint.plan
+def _more_gpus(footprint: Footprint) -> Iterator[Alternative]:
+    plan = footprint.plan
     for count in (2, 4, 8):
-        if count > planned.gpus and planned.nodes == 1:
+        if count > plan.gpus and plan.nodes == 1:
             yield f"`--gpus {count}`", {"gpus": count}
-    if planned.gpus >= 8:
-        for nodes in (2 * planned.nodes, 4 * planned.nodes):
+    if plan.gpus >= 8:
+        for nodes in (2 * plan.nodes, 4 * plan.nodes):
             yield f"`--nodes {nodes}`", {"nodes": nodes}

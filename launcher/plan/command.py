@@ -31,13 +31,19 @@ LAUNCHERS = {"accelerate": "accelerate.commands.launch", "torchrun": "torch.dist
 """The module that Python runs to start the processes, by `Entry.launcher`."""
 
 CONTRACT = (
-    "liger", "packing", "attention", "dataset_cache", "reference_cache", "loss", "gradients",
-)  # fmt: skip
+    "liger",
+    "packing",
+    "attention",
+    "dataset_cache",
+    "reference_cache",
+    "loss",
+    "gradients",
+)
 """The points that the probe enforces while training runs; the others need the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arguments:
+class TrainerArguments:
     """The trainer's arguments, secrets taken out: every user of a machine may read a command line.
 
     `env` holds them instead, `variables` is as in `Command`. `exposed` are the arguments that could not
@@ -50,17 +56,15 @@ class Arguments:
     exposed: tuple[str, ...] = ()
 
 
-def concealed(
+def hide_secrets(
     given: Mapping[str, Sequence[str]], plan: Plan, environ: Mapping[str, str], *, watched: bool
-) -> Arguments:
+) -> TrainerArguments:
     """The arguments as they may be seen; what starts upstream's script (`watched`) puts the words back."""
     shown: dict[str, Any] = redact({name: list(words) for name, words in given.items()}, environ)
     words, env, variables, exposed = dict(given), dict[str, str](), dict[str, str](), list[str]()
     for name, own in given.items():
         taken = _secret_words(name, plan)
-        secret = [
-            at for at, word in enumerate(own) if word != shown[name][at] or taken & {-1, at}
-        ]  # fmt: skip
+        secret = [at for at, word in enumerate(own) if word != shown[name][at] or taken & {-1, at}]
         if not secret:
             continue
         if name == "hub_token" and environ.get(HUB, own[0]) == own[0]:
@@ -77,7 +81,7 @@ def concealed(
             variable = f"{ARGUMENT}{name.upper()}" + (f"_{at}" if len(own) > 1 else "")
             env[variable], replaced[at] = own[at], f"${variable}"
             variables[variable] = _variable(own[at], environ, variable)
-    return Arguments(words=words, env=env, variables=variables, exposed=tuple(exposed))
+    return TrainerArguments(words=words, env=env, variables=variables, exposed=tuple(exposed))
 
 
 def _variable(word: str, environ: Mapping[str, str], default: str) -> str:
@@ -95,9 +99,14 @@ def _secret_words(name: str, plan: Plan) -> set[int]:
 
 
 def build(
-    plan: Plan, trainer: Trainer, folder: Path, *, environ: Mapping[str, str],
-    caches: Mapping[str, str] | None = None, devices: Mapping[str, str] | None = None,
-) -> Command:  # fmt: skip
+    plan: Plan,
+    trainer: Trainer,
+    folder: Path,
+    *,
+    environ: Mapping[str, str],
+    caches: Mapping[str, str] | None = None,
+    devices: Mapping[str, str] | None = None,
+) -> Command:
     """The `accelerate launch` or torchrun command of a plan, with the probe as the script it starts.
 
     Without the probe it starts upstream's script itself, and nothing of ours runs inside.
@@ -110,7 +119,7 @@ def build(
     started = str(PROBE if watched else script)
     launcher = plan.stage.entry.launcher
     argv = [str(trainer.python), "-m", LAUNCHERS[launcher], *_OPTIONS[launcher](plan), started]
-    arguments = concealed(plan.arguments(), plan, environ, watched=watched)
+    arguments = hide_secrets(plan.arguments(), plan, environ, watched=watched)
     for name, words in arguments.words.items():
         argv += [f"--{name}", *words]
     return Command(
@@ -205,14 +214,14 @@ def source_environment(backend: Backend, root: Path, environ: Mapping[str, str])
 def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, object]:
     """The probe's settings; what they mean stands in its `Settings`."""
     options, expected = plan.stage.options, expectations(plan)
-    asked = [plan.values.get(name) for name in ("packing", "padding_free")]
+    packs = any(plan.values.get(name) for name in ("packing", "padding_free"))
     return {
         "target": str(script),
         "out": str(folder / "probe"),
         "cpu": plan.gpus == 0,
         "backend": options.backend,
         "stage": options.stage,
-        "packed": any(asked) or expected["packing"] in ("isolated", "on"),
+        "packed": packs or expected["packing"] in ("isolated", "on"),
         "expect": {point: state for point, state in expected.items() if point in CONTRACT},
         "on_violation": options.on_violation,
         "on_hang": options.on_hang,

@@ -11,10 +11,10 @@ from typing import Any
 from launcher.artifacts import architecture, lengths, model_config
 from launcher.artifacts.architecture import Shape
 from launcher.artifacts.lengths import Lengths, MicroBatch, Packed, pack
-from launcher.errors import Finding, InvalidConfig
+from launcher.errors import InvalidConfig, launch_finding
 from launcher.plan.memory import setup
 from launcher.plan.memory.setup import FULL, HALF, Adapters, Quantised, Setup, Sharding, Zero
-from launcher.plan.plan import Plan, limited, steps_of
+from launcher.plan.plan import Plan, step_limit, steps_of
 from launcher.rules.deepspeed import engine_config
 from launcher.rules.model import LIGER_MODELS
 from launcher.rules.open_instruct import olmo_core
@@ -26,8 +26,14 @@ UNKNOWN_STEPS = 1000
 """The largest of so many steps is taken where it is not known how many there are."""
 # finetune.py:633 and dpo_tune_cache.py:372; PEFT's own choice where TRL names none
 _OPEN_INSTRUCT_TARGETS = (
-    "q_proj", "o_proj", "v_proj", "k_proj", "gate_proj", "up_proj", "down_proj",
-)  # fmt: skip
+    "q_proj",
+    "o_proj",
+    "v_proj",
+    "k_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)
 # peft/utils/constants.py: of the families of shapes.py for which it chooses itself
 # peft/utils/constants.py:67: what PEFT adapts where nothing is named, and of the families in `shapes` those
 # for which it does
@@ -122,9 +128,11 @@ class Footprint:
         else:
             return None
         return Adapters(
-            rank=int(rank), targets=targets, bytes=HALF if narrow else FULL,
+            rank=int(rank),
+            targets=targets,
+            bytes=HALF if narrow else FULL,
             dropout=bool(values.get("lora_dropout")),
-        )  # fmt: skip
+        )
 
     def _targets(self) -> tuple[tuple[str, ...], str]:
         """The layer's linears that PEFT adapts, by the ends of their paths; and what is not described."""
@@ -209,14 +217,23 @@ class Footprint:
         return Setup(
             shape=self.shape,
             batch=lengths.largest(self.rows, rows=rows, batches=batches, packed=packed),
-            processes=plan.processes, accumulation=times, reference=self.reference, zero=self.zero,
-            loss="tiled" if entry.tiled_loss else loss, attention=self.attention.partition("_")[0],
-            liger=self.liger, checkpointing=self.checkpointing, weight_bytes=self._weight_bytes(),
-            autocast=self.autocast, adapters=self.adapters, packed=packed,
-            quantised=self.quantised, state_bytes=self._state_bytes(),
+            processes=plan.processes,
+            accumulation=times,
+            reference=self.reference,
+            zero=self.zero,
+            loss="tiled" if entry.tiled_loss else loss,
+            attention=self.attention.partition("_")[0],
+            liger=self.liger,
+            checkpointing=self.checkpointing,
+            weight_bytes=self._weight_bytes(),
+            autocast=self.autocast,
+            adapters=self.adapters,
+            packed=packed,
+            quantised=self.quantised,
+            state_bytes=self._state_bytes(),
             # bitsandbytes' kernel makes nothing beside its states
             fused_optimizer=_ADAM.get(self._optimizer, True) if "optim" in values else bool(fused),
-        )  # fmt: skip
+        )
 
     def _sharded(self, rows: int, times: int) -> Setup:
         """dpo.py: FSDP, no mask, and packed rows that are as long as they may be, however full."""
@@ -224,9 +241,11 @@ class Footprint:
         limit = int(values.get(plan.stage.entry.names.max_length) or self.rows.longest)
         if self.packed:
             one = whole = MicroBatch(
-                rows=1, width=2 * limit, real=2 * limit,
+                rows=1,
+                width=2 * limit,
+                real=2 * limit,
                 formula=f"{2 * limit:,} tokens: chosen and rejected, each filled up to {limit:,}",
-            )  # fmt: skip
+            )
             # every step is one row: nothing is accumulated (dpo.py:224)
             times = 1
         else:
@@ -239,12 +258,17 @@ class Footprint:
         share = min(1.0, float(values.get("activation_memory_budget") or 0))
         shards = olmo_core.mesh(values, plan.processes, plan.nodes)[1]
         return Setup(
-            shape=self.shape, batch=one, reference_batch=whole, processes=plan.processes,
-            accumulation=times, loss="logprobs", reference="cache",
+            shape=self.shape,
+            batch=one,
+            reference_batch=whole,
+            processes=plan.processes,
+            accumulation=times,
+            loss="logprobs",
+            reference="cache",
             attention=self.attention.partition("_")[0],
             sharding=Sharding(shards=shards, share=share if values.get("compile_model") else None),
             fused_optimizer=bool(values.get("fused_optimizer")),
-        )  # fmt: skip
+        )
 
     @property
     def _optimizer(self) -> str:
@@ -321,18 +345,16 @@ class Footprint:
             and any(values.get(key) for key in more),
             "offloaded activations": values.get("activation_offloading"),
             "the Muon optimizer": values.get("optimizer_type") == "muon",
-        }  # fmt: skip
+        }
         if lacking := [name for name, present in table.items() if present]:
             raise self._undescribed(f"the memory of {' and '.join(lacking)} is not described")
         if values.get("use_peft") and (fault := self._targets()[1]):
             raise self._undescribed(fault)
 
     def _undescribed(self, message: str) -> InvalidConfig:
-        return InvalidConfig(Finding(
-            severity="error", layer="launch", code="unknown-memory", message=message,
-            help="measure it: `launch check` tells the peak of a short run",
-            **self.plan.stage.config.origin("args").place,
-        ))  # fmt: skip
+        help = "measure it: `launch check` tells the peak of a short run"
+        finding = launch_finding("error", "unknown-memory", message, help)
+        return InvalidConfig(replace(finding, **self.plan.stage.config.origin("args").place))
 
 
 def _unmasked(batch: MicroBatch) -> MicroBatch:
@@ -382,15 +404,17 @@ def shape_of(
     replaced = _model_arguments(values) or values.get("additional_model_arguments")
     revision = values.get("model_revision")
     return architecture.find(
-        name, environ, revision if isinstance(revision, str) else None,
+        name,
+        environ,
+        revision if isinstance(revision, str) else None,
         replaced if isinstance(replaced, Mapping) else None,
-    )  # fmt: skip
+    )
 
 
 # --- rows and steps --------------------------------------------------------------------------------
 
 
-def refilled(plan: Plan) -> int | None:
+def packed_length(plan: Plan) -> int | None:
     """Tokens of the rows that rows are put together into beforehand; None where that is not done."""
     values = plan.values
     if plan.stage.entry.packing != "refilled" or not values.get("packing"):
@@ -399,24 +423,24 @@ def refilled(plan: Plan) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def rows_of(plan: Plan, seen: Lengths) -> Lengths:
+def rows_of(plan: Plan, data: Lengths) -> Lengths:
     """The rows as training gets them: cut at the limit, or put together into full ones.
 
     Best fit leaves less than 1 % of a row empty, which is taken for none; only `bfd` cuts first.
     """
     limit = plan.values.get(plan.stage.entry.names.max_length)
-    cut = seen.cut(limit if isinstance(limit, int) else None)
-    full = refilled(plan)
+    cut = data.cut(limit if isinstance(limit, int) else None)
+    full = packed_length(plan)
     if full is None:
         return cut
-    before = cut if plan.values.get("packing_strategy") == "bfd" else seen
+    before = cut if plan.values.get("packing_strategy") == "bfd" else data
     rows = None if before.rows is None else math.ceil(before.rows * before.mean / full)
     return lengths.uniform(full, f"{before.source}, packed into rows of {full:,}", rows)
 
 
-def trained_rows(plan: Plan, seen: Lengths, rows: int | None) -> int | None:
+def rows_per_epoch(plan: Plan, data: Lengths, rows: int | None) -> int | None:
     """How many rows an epoch has where the data set has `rows`."""
-    return None if rows is None else rows_of(plan, replace(seen, rows=rows)).rows
+    return None if rows is None else rows_of(plan, replace(data, rows=rows)).rows
 
 
 def packed_row(plan: Plan, rows: Lengths | None) -> Packed | None:
@@ -430,16 +454,16 @@ def packed_row(plan: Plan, rows: Lengths | None) -> Packed | None:
 
 
 def optimizer_steps(
-    plan: Plan, rows: int | None, seen: Lengths | None = None, *, told: bool = False
+    plan: Plan, rows: int | None, data: Lengths | None = None, *, override: bool = False
 ) -> int | None:
     """Steps in all: what the plan knows, else by the number of rows, and (packed) their lengths.
 
-    `told`: somebody says how many rows there are, whatever the plan has counted.
+    `override`: somebody says how many rows there are, whatever the plan has counted.
     """
-    counted = told and limited(plan.stage, plan.values) is None
+    counted = override and step_limit(plan.stage, plan.values) is None
     if rows is None or (plan.steps is not None and not counted):
         return plan.steps
     epochs = plan.values.get(plan.stage.entry.names.epochs)
-    if (row := packed_row(plan, seen)) is not None and isinstance(epochs, int | float):
+    if (row := packed_row(plan, data)) is not None and isinstance(epochs, int | float):
         return int(rows / row.pairs / plan.processes) * int(epochs)
     return steps_of(plan.stage, plan.values, rows, plan.global_batch)

@@ -194,7 +194,7 @@ def _run_finding(
     return stage.config.placed(replace(finding, layer="run", key=key))
 
 
-def applied(plan: Plan, derived: Mapping[str, Derived]) -> Plan:
+def with_derived(plan: Plan, derived: Mapping[str, Derived]) -> Plan:
     """The plan with these among its derived arguments, whatever the stage file says."""
     if not derived:
         return plan
@@ -322,14 +322,14 @@ def nearest(numbers: Sequence[int], to: int) -> list[int]:
 
 def total_steps(stage: Stage, values: Values, rows: int | None, batch: int) -> int | None:
     """Optimizer steps in all; an epoch's last batch is rounded up (finetune.py:692, trainer.py)."""
-    if (limit := limited(stage, values)) is not None:
+    if (limit := step_limit(stage, values)) is not None:
         return limit
     if rows is None or repacks(stage, values):
         return None
     return steps_of(stage, values, rows, batch)
 
 
-def limited(stage: Stage, values: Values) -> int | None:
+def step_limit(stage: Stage, values: Values) -> int | None:
     """Steps that are trained however many rows there are; None where the rows decide.
 
     open-instruct's scripts take every limit but None for one, 0 and -1 too: no epoch is begun

@@ -107,7 +107,7 @@ class Run:
         attempt = self.folder.attempts() + 1
         resume.set_aside(decision, attempt)
         rundir.keep_manifest(self.folder)
-        made = plan.applied(self.made, decision.derived)
+        made = plan.with_derived(self.made, decision.derived)
         told = manifest.manifest(
             attempt, rundir.now(), made, built(made), self.trainer, self.output, []
         )

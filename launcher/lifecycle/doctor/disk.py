@@ -23,8 +23,7 @@ from launcher.lifecycle.resume.epochs import interval
 from launcher.machine.sizes import below, sized
 from launcher.paths import exists
 from launcher.plan.memory.setup import Setup
-from launcher.plan.plan import Plan
-from launcher.plan.plan import limited as limit_of_steps
+from launcher.plan.plan import Plan, step_limit
 
 LOW = 2**30
 """Bytes below which a file system is called nearly full, whatever the run will need."""
@@ -218,7 +217,7 @@ def _times(plan: Plan) -> int | None:
         return 0
     if every == "epoch":
         epochs = plan.values.get(entry.names.epochs)
-        limited = limit_of_steps(plan.stage, plan.values) is not None
+        limited = step_limit(plan.stage, plan.values) is not None
         return math.ceil(epochs) if isinstance(epochs, int | float) and not limited else None
     if not isinstance(every, int) or plan.steps is None:
         return None

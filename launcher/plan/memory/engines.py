@@ -71,17 +71,24 @@ def _plain(setup: Setup, ledger: Ledger) -> None:
     else:
         few = setup.shape.linear_elements
         ledger.add(
-            PHASES, "weights", "linear weights (4 bits and their scales)", quantised.bytes * few,
-            f"{quantised.bytes:.3f} x {few:,}", "bitsandbytes/functional.py",
-        )  # fmt: skip
+            PHASES,
+            "weights",
+            "linear weights (4 bits and their scales)",
+            quantised.bytes * few,
+            f"{quantised.bytes:.3f} x {few:,}",
+            "bitsandbytes/functional.py",
+        )
         rest = width * (parameters - few)
         ledger.add(PHASES, "weights", "other weights", rest, f"{width} x the rest")
     _beside(setup, ledger, width, f"{width}P")
     states = setup.states
     ledger.add(
-        steps, "optimizer", "Adam's two states", states * trained,
+        steps,
+        "optimizer",
+        "Adam's two states",
+        states * trained,
         f"{states:g} x trained parameters",
-    )  # fmt: skip
+    )
     if setup.processes > 1:
         why = "DistributedDataParallel's buckets: one copy of the gradients"
         ledger.add(steps, "communication", "gradient buckets", own * trained, why)
@@ -155,10 +162,12 @@ def _fsdp(setup: Setup, sharding: Sharding, ledger: Ledger) -> None:
     # every layer has its own, for good: an empty cache is taken for none (olmo_core/nn/rope.py:388)
     width = max(setup.batch.width, (setup.reference_batch or setup.batch).width)
     ledger.add(
-        PHASES, "other", "rope: sines and cosines of each layer (fp32)",
+        PHASES,
+        "other",
+        "rope: sines and cosines of each layer (fp32)",
         shape.layers * 2 * FULL * width * shape.head_dim,
         f"{shape.layers} x 8 x {width:,} x {shape.head_dim}",
-    )  # fmt: skip
+    )
     ledger.add(steps, "optimizer", "Adam's two states (fp32)", 2 * FULL * own, "8P/N")
     live = [EMBEDDING, STEP, *([*_ahead(setup), LAYER] if setup.accumulates else [])]
     ledger.add(live, "gradients", "gradients (fp32), this rank's", FULL * own, "4P/N")
@@ -172,14 +181,20 @@ def _fsdp(setup: Setup, sharding: Sharding, ledger: Ledger) -> None:
     # before its gradients are reduced, which is its fullest point
     gather([LOSS, OUTPUT, LAYER], shape.layer_parameters + shape.embedding)
     ledger.add(
-        [LAYER], "communication", "gradients being reduced",
-        (HALF + FULL) * shape.layer_parameters, "6 x one layer, bf16 and fp32",
-    )  # fmt: skip
+        [LAYER],
+        "communication",
+        "gradients being reduced",
+        (HALF + FULL) * shape.layer_parameters,
+        "6 x one layer, bf16 and fp32",
+    )
     ledger.add([EMBEDDING], "communication", "large gradient being reduced", large, "4VH")
     ledger.add(
-        [EMBEDDING], "gradients", "embedding's and output layer's gradients, whole",
-        large * (1 - 1 / sharding.shards), "4VH - 4VH/N",
-    )  # fmt: skip
+        [EMBEDDING],
+        "gradients",
+        "embedding's and output layer's gradients, whole",
+        large * (1 - 1 / sharding.shards),
+        "4VH - 4VH/N",
+    )
     if not setup.fused_optimizer:
         _roots(ledger, FULL * own, "4P/N")
 
@@ -227,9 +242,12 @@ def _partitioned(setup: Setup, zero: Zero, ledger: Ledger) -> None:
         # nothing lets them go before the reduction (deepspeed/runtime/zero/stage_1_and_2.py:924)
         live |= {*_ahead(setup)}
     ledger.add(
-        live, "communication", "gradient buckets", HALF * buckets * zero.bucket,
+        live,
+        "communication",
+        "gradient buckets",
+        HALF * buckets * zero.bucket,
         f"{buckets} x 2 x {zero.bucket:,}",
-    )  # fmt: skip
+    )
     # a flat copy where several ranks' parts are in it, one more in the communication type
     elements, width = min(zero.bucket, trained), zero.communication
     sent = HALF * elements if setup.processes > 1 and elements == zero.bucket else 0
@@ -244,9 +262,13 @@ def _partitioned(setup: Setup, zero: Zero, ledger: Ledger) -> None:
         kept, largest = max(owned, key=lambda one: HALF * one[0] + 2 * FULL * one[1])
         ledger.add([NORM], "gradients", "gradients of this rank", HALF * kept, f"2 x {kept:,.0f}")
         ledger.add(
-            [NORM], "gradients", "one of them in fp64", 2 * FULL * largest, "8 x the largest",
+            [NORM],
+            "gradients",
+            "one of them in fp64",
+            2 * FULL * largest,
+            "8 x the largest",
             "deepspeed/runtime/zero/stage_1_and_2.py:2684",
-        )  # fmt: skip
+        )
         where = "deepspeed/runtime/zero/stage_1_and_2.py:3117"
         ledger.add([STEP], "gradients", "the same, flat", HALF * own, "2P/N", where)
         ledger.add([STEP], "gradients", "the same, fp32", FULL * own, "4P/N", where)
@@ -270,9 +292,13 @@ def _partitioned_gradients(setup: Setup, zero: Zero, ledger: Ledger, fullest: fl
     # those of other ranks stay to the end, unless they fitted into a bucket and live there
     large = 0 if setup.adapters else setup.trained - shape.smaller_than(zero.bucket + 1)
     ledger.add(
-        [EMBEDDING], "gradients", "gradients of other ranks, reduced", HALF * (large - fullest),
-        "2 x weights larger than a bucket, less this rank's", "deepspeed/runtime/zero/stage_1_and_2.py:2272",
-    )  # fmt: skip
+        [EMBEDDING],
+        "gradients",
+        "gradients of other ranks, reduced",
+        HALF * (large - fullest),
+        "2 x weights larger than a bucket, less this rank's",
+        "deepspeed/runtime/zero/stage_1_and_2.py:2272",
+    )
     if not setup.accumulates:
         return
     whole, embedding = HALF * setup.trained, 0 if setup.adapters else HALF * shape.embedding
@@ -350,9 +376,13 @@ def _sharded(setup: Setup, zero: Zero, ledger: Ledger) -> None:
     # made with the engine, for good, however small the model is
     live = [name for name in PHASES if name != START]
     ledger.add(
-        live, "communication", "gradient bucket", width * zero.bucket, f"{width} x {zero.bucket:,}",
+        live,
+        "communication",
+        "gradient bucket",
+        width * zero.bucket,
+        f"{width} x {zero.bucket:,}",
         "deepspeed/runtime/zero/stage3.py:782",
-    )  # fmt: skip
+    )
     if ranks > 1 or zero.offload_params:
         # a single rank takes its own as they are (deepspeed/runtime/zero/partition_parameters.py:2030)
         _gathered(setup, zero, ledger)

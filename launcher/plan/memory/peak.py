@@ -175,9 +175,10 @@ def _loss(setup: Setup, ledger: Ledger) -> None:
         _compiled_loss(setup, ledger, live, setup.batch)
     else:
         for name in (
-            "log-softmax, kept (fp32)", "gradient of the log-softmax (fp32)",
+            "log-softmax, kept (fp32)",
+            "gradient of the log-softmax (fp32)",
             "gradient of the logits (fp32)",
-        ):  # fmt: skip
+        ):
             _add(ledger, live, kind, name, activations.logits(setup.shape, setup.batch, FULL))
 
 
@@ -210,6 +211,10 @@ def _backward(setup: Setup, ledger: Ledger) -> None:
         element = HALF if state == HALF else HALF + FULL
         less = 2 * state * shape.intermediate * setup.batch.tokens
         ledger.add(
-            [LAYER], "weights", "one weight, dequantised", element * widest - less,
-            f"{element} x {widest:,} - {2 * state}IT", "bitsandbytes/autograd/_functions.py",
-        )  # fmt: skip
+            [LAYER],
+            "weights",
+            "one weight, dequantised",
+            element * widest - less,
+            f"{element} x {widest:,} - {2 * state}IT",
+            "bitsandbytes/autograd/_functions.py",
+        )

@@ -24,9 +24,20 @@ LAYER = "last layer's backward pass"
 FIRST_BUCKET, SECOND_BUCKET = "first bucket being sent", "second bucket being sent"
 EMBEDDING, NORM, STEP = "embedding's gradient", "gradient norm", "optimizer's step"
 PHASES = (
-    START, FLATTENED, REFERENCE, FORWARD, LOSS, OUTPUT, OUTPUT_SENT, LAYER, FIRST_BUCKET, SECOND_BUCKET,
-    EMBEDDING, NORM, STEP,
-)  # fmt: skip
+    START,
+    FLATTENED,
+    REFERENCE,
+    FORWARD,
+    LOSS,
+    OUTPUT,
+    OUTPUT_SENT,
+    LAYER,
+    FIRST_BUCKET,
+    SECOND_BUCKET,
+    EMBEDDING,
+    NORM,
+    STEP,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +53,12 @@ class Allocation:
     def as_json(self) -> dict[str, Any]:
         """The allocation as `--format json` shows it."""
         return {
-            "kind": self.kind, "name": self.name, "gib": round(self.gib, 3),
-            "formula": self.formula, "source": self.source,
-        }  # fmt: skip
+            "kind": self.kind,
+            "name": self.name,
+            "gib": round(self.gib, 3),
+            "formula": self.formula,
+            "source": self.source,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +134,14 @@ class Ledger:
         self._entries: list[tuple[frozenset[str], Allocation]] = []
 
     def add(
-        self, phases: Iterable[str], kind: str, name: str, size: float, formula: str, source: str = ""
-    ) -> None:  # fmt: skip
+        self,
+        phases: Iterable[str],
+        kind: str,
+        name: str,
+        size: float,
+        formula: str,
+        source: str = "",
+    ) -> None:
         """Enter so many bytes; nothing where there are none."""
         if size > 0:
             entry = Allocation(kind=kind, name=name, gib=size / GIB, formula=formula, source=source)
@@ -129,7 +149,8 @@ class Ledger:
 
     def memory(self, phases: Iterable[str]) -> Memory:
         """What is alive in each of these phases."""
-        return Memory(phases=tuple(
-            Phase(name=name, allocations=tuple(one for live, one in self._entries if name in live))
-            for name in phases
-        ))  # fmt: skip
+
+        def alive(name: str) -> tuple[Allocation, ...]:
+            return tuple(allocation for live, allocation in self._entries if name in live)
+
+        return Memory(phases=tuple(Phase(name=name, allocations=alive(name)) for name in phases))

@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher.artifacts.architecture import Shape
 from launcher.artifacts.lengths import MicroBatch
-from launcher.errors import Finding, InvalidConfig, brief
+from launcher.errors import InvalidConfig, brief, launch_finding
 
 HALF, FULL = 2, 4
 """Bytes of an element in 16 and in 32 bits."""
@@ -58,18 +58,20 @@ def zero_of(config: Mapping[str, Any] | None, hidden: int) -> Zero | None:
         part = zero.get(key)
         return isinstance(part, Mapping) and part.get("device", "none") not in ("none", None)
 
-    said = config.get("communication_data_type")
+    communication = config.get("communication_data_type")
     overlap = zero.get("overlap_comm")
     return Zero(
-        stage=stage, communication=FULL if said in ("fp32", "float32") else HALF,
+        stage=stage,
+        communication=FULL if communication in ("fp32", "float32") else HALF,
         overlap=bool(overlap) if overlap is not None else stage == 3,
         bucket=number("reduce_bucket_size", 500_000_000),
         prefetch=number("stage3_prefetch_bucket_size", 50_000_000),
         persistence=number("stage3_param_persistence_threshold", 100_000),
         reuse=number("stage3_max_reuse_distance", 1_000_000_000),
         sub_group=number("sub_group_size", 1_000_000_000),
-        offload_optimizer=device("offload_optimizer"), offload_params=device("offload_param"),
-    )  # fmt: skip
+        offload_optimizer=device("offload_optimizer"),
+        offload_params=device("offload_param"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +239,5 @@ class Setup:
 
 def undescribed(message: str) -> InvalidConfig:
     """`unknown-memory`: what the memory model leaves out."""
-    return InvalidConfig(Finding(
-        severity="error", layer="launch", code="unknown-memory", message=message,
-        help="memory cannot be planned for it; the steps and tokens can",
-    ))  # fmt: skip
+    help = "memory cannot be planned for it; the steps and tokens can"
+    return InvalidConfig(launch_finding("error", "unknown-memory", message, help))

@@ -706,9 +706,9 @@ def _estimate(climb: Climb, top: Standing) -> Estimate:
         seen = lengths.parse(terms.row_tokens) if repacked and terms.row_tokens else None
         rows = None if repacked else terms.rows
         if seen is not None:
-            rows = footprint.trained_rows(whole, seen, terms.rows or whole.rows)
+            rows = footprint.rows_per_epoch(whole, seen, terms.rows or whole.rows)
             seen = footprint.rows_of(whole, seen)
-        steps = footprint.optimizer_steps(whole, rows, seen, told=True)
+        steps = footprint.optimizer_steps(whole, rows, seen, override=True)
     if step is None or not steps:
         options = ["--rows N"] if whole.rows is None and terms.rows is None else []
         options += ["--row-tokens MEAN:MAX"] if repacked and terms.row_tokens is None else []

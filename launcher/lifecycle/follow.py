@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -21,12 +22,13 @@ from launcher.errors import NotReady, unreadable
 from launcher.machine import process
 from launcher.printable import printable_bytes
 from launcher.redaction import KEY_BLOCK, known_values, redact_bytes
-from launcher.report.progress import View
+from launcher.report.live import View
 from launcher.runs import attempt, rundir, runner
 from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
 
 POLL_S = 0.2
+_FRAME = re.compile(rb"[^\r\n]*\r(?=[^\r\n])")  # of a progress bar, which another one follows
 LINE_BYTES = 2**20
 """Bytes of a line that are looked at together."""
 
@@ -132,7 +134,10 @@ def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool)
     """
     if sys.stdout is None:
         return
-    out, shown = sys.stdout.buffer, Shown(known_values(attempt.tokens(folder)))
+    out, shown = (
+        sys.stdout.buffer,
+        Shown(known_values(attempt.tokens(folder)), frames=follow or last is None),
+    )
     with _opened(folder.console(number)) as log:
         log.seek(0 if last is None else _tail(log, last))
         while True:
@@ -154,16 +159,21 @@ def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool)
 class Shown:
     """A console log as it is shown: in blocks, line by line, without tokens.
 
-    A token may be cut in two wherever a block ends, so that a line waits until it is whole.
+    A token may be cut in two wherever a block ends, so that a line waits until it is whole. Without
+    `frames` of a progress bar only its last state is shown.
     """
 
     known: Sequence[str]
+    frames: bool = True
     line: bytes = b""
 
     def of(self, block: bytes) -> bytes:
         """What to write of all lines that end in the block."""
         whole = self.line + block
         end = max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
+        if not self.frames:
+            whole = _FRAME.sub(b"", whole)
+            end = whole.rfind(b"\n") + 1
         if len(whole) - end > LINE_BYTES:
             # it has no end; a word has
             end = max(whole.rfind(b" "), end - 1, len(whole) - LINE_BYTES) + 1

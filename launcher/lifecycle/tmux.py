@@ -17,6 +17,10 @@ from launcher.runs.rundir import RunFolder
 TIMEOUT_S = 10.0
 
 
+# an interrupt is for what runs in the shell
+_STAY = 'trap : INT; "$@"; printf "press Enter to close this session "; read -r _'
+
+
 def session(folder: RunFolder) -> str:
     """The name of a run's session: tmux takes no dots and no colons, and `#(...)` for a command."""
     return re.sub(r"[.:#\x00-\x1f\x7f]", "_", folder.path.name)
@@ -27,13 +31,18 @@ def opened(folder: RunFolder) -> str | None:
     if shutil.which("tmux") is None:
         return None
     ours = str(PROJECT)
-    # several words after the options are an argv: no shell reads them
+    # several words after the options are an argv, which the shell hands on as it is: the verdict is to stay
     inside = [
+        *("sh", "-c", _STAY, "sh"),
         *("env", f"PYTHONPATH={ours}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)),
         *(sys.executable, "-m", "launcher", "exec", str(folder.path)),
     ]  # fmt: skip
     name = session(folder)
     try:
+        # that of an earlier attempt waits for its key
+        subprocess.run(
+            ["tmux", "kill-session", "-t", f"={name}"], capture_output=True, timeout=TIMEOUT_S
+        )
         subprocess.run(
             ["tmux", "new-session", "-d", "-s", name, "-x", "200", "-y", "50", *inside],
             stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=True,

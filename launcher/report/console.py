@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 _COLOUR = {"error": "red", "warning": "yellow", "note": "cyan"}
 _STATUS = {"pass": "green", "fail": "red", "unproven": "yellow", "stopped": "yellow"}
+_FIGURES_WIDTH = 74  # columns of a terminal of 80
 _MARK = {True: "ok", False: "FAIL", None: "unproven"}
 
 
@@ -216,11 +217,15 @@ def verdict(judged: Verdict, name: str) -> None:
     if unreached:
         # each of them would say the same
         _echo(f"  not shown, training never reached step 1: {', '.join(unreached)}")
-    figures = [
-        f"{name} {_number(value)}" for name, value in judged.metrics.items() if value is not None
-    ]
-    if figures:
-        _echo("  " + ", ".join(figures))
+    line = ""
+    for key, value in judged.metrics.items():
+        figure = "" if value is None else f"{key} {_number(value)}"
+        if figure and len(line) + len(figure) > _FIGURES_WIDTH:
+            _echo(f"  {line},")
+            line = ""
+        line += f"{', ' if line and figure else ''}{figure}"
+    if line:
+        _echo(f"  {line}")
 
 
 def _cause(record: Mapping[str, Any], label: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""The live view of a running attempt, read from what the training processes write."""
+"""How far a running attempt is, read from what the training processes write."""
 
 from __future__ import annotations
 
@@ -6,33 +6,29 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import typer
+from typing import Any, NamedTuple
 
 from launcher import files
-from launcher.printable import printable
-from launcher.redaction import redact
-from launcher.runs import rundir
-from launcher.upstream.logs import open_instruct
-from launcher.verdict.logs.segments import BAR
+from launcher.verdict.evidence import CHECKPOINT
 
-if TYPE_CHECKING:
-    from rich.live import Live
-
-_ANNOUNCED = next(p.regex for p in open_instruct.PATTERNS if p.name == "total_steps")
-# a row of the data, which upstream shows before it trains, may say anything
-_OF_DATA = re.compile(rb"['\"{}]")
 _END = re.compile(rb"[\r\n]")
-PLAIN_EVERY_S = 5.0
 WINDOW = 20
-CAUGHT_UP = 64 * 2**10
-"""Bytes at the end of a record that are enough to say where a run stands."""
-BACKLOG = 16 * 2**20
-"""Bytes of the log that the view reads at most after falling behind a very talkative training."""
+# `Tokenizing train dataset:  38%|###   | 150/400 [00:00<00:00, 1477.32 examples/s]`
+_WORK = re.compile(
+    rb"(?:\A|[ \t])([A-Za-z][^|%\r\n:]{2,60}?): +\d+%\|[^|]*\| *([\d.]+[kMGT]?)/([\d.]+[kMGT]?) \[([^\]]*)"
+)
+# of downloads the numbers have theirs, and `it` is none
+_UNIT = re.compile(r"\d ([a-z]+)/s")
+_PROOFS = {
+    "packing": "packing",
+    "packing_isolation": "packing",
+    "dataset_cache": "data cache",
+    "reference_cache": "reference cache",
+    "gradients": "gradients",
+}
+"""Events whose `state` is shown, and under which name."""
 
 
 @dataclass(slots=True)
@@ -79,11 +75,25 @@ class Step(NamedTuple):
     interrupted: bool
 
 
+class Work(NamedTuple):
+    """A bar of the log that is not training's own: what is done, and how far, in the words of the log."""
+
+    what: str
+    done: str
+    total: str
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.done}/{self.total}{self.unit and f' {self.unit}'}"
+
+
 @dataclass(slots=True)
 class Progress:
     """What is known of the run right now; seconds since the probe began, memory in GiB.
 
-    Where an `attempt` is named, what the same record holds of others is left out.
+    Where an `attempt` is named, what the same record holds of others is left out. `phase` is what happens
+    before the first step and after the last, and `since` when that began; `began` and `saved` are times
+    too, all in seconds since the epoch. `shown` is what the probe has proved so far, by name.
     """
 
     total: int | None
@@ -91,31 +101,89 @@ class Progress:
     foreign: bool = False
     step: int = 0
     loss: float | None = None
+    losses: list[float] = field(default_factory=list)
+    grad_norm: float | None = None
+    learning_rate: float | None = None
     memory_gib: float | None = None
+    card_gib: float | None = None
     world: int = 1
     times: list[Step] = field(default_factory=list)
-    note: str = "starting"
+    phase: str = "starting"
+    since: float | None = None
+    began: float | None = None
+    saved: tuple[int, float] | None = None
+    shown: dict[str, str] = field(default_factory=dict)
     exit: int | None = None
 
     def event(self, event: dict[str, Any]) -> None:
         """Take in one line of rank 0's record."""
-        if event.get("event") == "start":
-            self.foreign = self.attempt not in (None, event.get("attempt", self.attempt))
-            self.world = int(_number(event.get("world"))) or self.world
-            self.note = "starting" if self.foreign else "loading"
-            self.step, self.times, self.exit = 0, [], None
-            self.loss = self.memory_gib = None
+        name, at = event.get("event"), _optional(event.get("t"))
+        if name == "start":
+            self._start(event, at)
         elif self.foreign:
             return
-        elif event.get("event") == "step" and isinstance(event.get("step"), int):
-            self.step = event["step"]
-            loss, memory = event.get("loss"), event.get("allocated_gib")
-            self.loss = loss if isinstance(loss, int | float) else None
-            self.memory_gib = memory if isinstance(memory, int | float) else None
-            self.times.append(_step(event))
-            del self.times[:-WINDOW]
-        elif event.get("event") == "end" and isinstance(event.get("exit"), int):
+        elif name == "step" and isinstance(event.get("step"), int):
+            self._step(event, at)
+        elif name == "end" and isinstance(event.get("exit"), int):
             self.exit = event["exit"]
+            self.enter("ended", at)
+        elif name == "model":
+            self.enter("waiting for the first step", at)
+            self.shown["attention"] = str(event.get("attention"))
+        elif name == "device":
+            self.card_gib = _optional(event.get("total_gib"))
+        elif name == "saved" and at is not None:
+            final = not CHECKPOINT.search(str(event.get("path")))
+            self.saved = self.saved if final else (self.step, at)
+            if final and self.step:
+                self.enter("model saved, ending", at)
+        elif name == "liger" and isinstance(event.get("calls"), dict):
+            self.shown["liger"] = "engaged" if any(event["calls"].values()) else "not engaged"
+        elif name in _PROOFS and event.get("state"):
+            self.shown[_PROOFS[name]] = str(event["state"])
+
+    def _start(self, event: dict[str, Any], at: float | None) -> None:
+        self.foreign = self.attempt not in (None, event.get("attempt", self.attempt))
+        self.world = int(_number(event.get("world"))) or self.world
+        self.step, self.times, self.exit, self.began = 0, [], None, at
+        self.loss = self.memory_gib = self.grad_norm = self.learning_rate = self.saved = None
+        self.losses, self.shown = [], {}
+        self.enter("starting" if self.foreign else "importing", at)
+
+    def _step(self, event: dict[str, Any], at: float | None) -> None:
+        self.step = event["step"]
+        self.loss, self.memory_gib = (
+            _optional(event.get("loss")),
+            _optional(event.get("allocated_gib")),
+        )
+        norm, rate = _optional(event.get("grad_norm")), _optional(event.get("learning_rate"))
+        self.grad_norm = self.grad_norm if norm is None else norm
+        self.learning_rate = self.learning_rate if rate is None else rate
+        if self.loss is not None:
+            self.losses.append(self.loss)
+        self.times = [*self.times, _step(event)][-WINDOW:]
+        if self.began is None and at is not None:
+            self.began = at - _number(event.get("elapsed"))
+        if self.step == self.total:
+            self.enter("saving the model", at)
+
+    def enter(self, phase: str, at: float | None = None) -> None:
+        """A phase begins, at this time or now."""
+        if phase != self.phase:
+            self.phase, self.since = phase, time.time() if at is None else at
+
+    def work(self, raw: bytes) -> None:
+        """Take in a line of the log: outside of training its bars name the phase."""
+        found = _WORK.search(raw)
+        if found is None or (self.step and self.step != self.total):
+            return
+        what, done, total, rest = (part.decode(errors="replace") for part in found.groups())
+        unit = _UNIT.search(rest)
+        work = Work(re.sub(r" *\(num_proc=\d+\)", "", what), done, total, unit[1] if unit else "")
+        # the clock is that of the whole bar
+        same = self.phase.startswith(f"{work.what} ")
+        since, self.phase = self.since, str(work)
+        self.since = since if same else time.time()
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -143,7 +211,7 @@ class Progress:
     def line(self) -> str:
         """One line for a person."""
         if not self.step:
-            return self.note
+            return self.phase
         of = f"/{self.total:,}" if self.total else ""
         parts = [f"step {self.step:,}{of}"]
         parts.append("loss not finite" if self.loss is None else f"loss {self.loss:.4f}")
@@ -165,6 +233,10 @@ def _step(event: dict[str, Any]) -> Step:
     )  # fmt: skip
 
 
+def _optional(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
 def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
@@ -174,81 +246,3 @@ def clock(seconds: float) -> str:
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-
-
-class View:
-    """Shows progress while something else waits: a live line on a terminal, plain lines elsewhere."""
-
-    def __init__(
-        self, title: str, console: Path, probe: Path, total: int | None, terminal: bool,
-        *, attempt: int = 1, world: int = 1,
-    ):  # fmt: skip
-        # a terminal is looked at over shoulders, and its lines end up in logs of jobs
-        self.title = redact(title)
-        self.log, self.events = Tail(console), Tail(probe / "rank-0.jsonl")
-        # of a run that goes on, the last of what it has done is enough
-        self.log.skip(CAUGHT_UP)
-        self.events.skip(CAUGHT_UP)
-        self.progress = Progress(total=total, attempt=attempt, world=world)
-        self.announced = False
-        self.terminal = terminal
-        self.live: Live | None = None
-        self.since = 0.0
-        self.printed = ""
-
-    @contextlib.contextmanager
-    def showing(self) -> Iterator[None]:
-        """The context in which `tick` may draw; at its end the last line stays."""
-        if self.terminal:
-            from rich.console import Console
-            from rich.live import Live
-
-            self.live = Live(console=Console(stderr=True), refresh_per_second=4, transient=False)
-            self.live.start()
-        try:
-            yield
-        finally:
-            # a terminal that has gone must not take the verdict with it
-            with contextlib.suppress(OSError, ValueError):
-                self.take_in()
-                self.show(last=True)
-            if self.live is not None:
-                with contextlib.suppress(OSError, ValueError):
-                    self.live.stop()
-
-    def tick(self) -> None:
-        """Take in what is new and show it."""
-        self.take_in()
-        self.show()
-
-    def take_in(self) -> None:
-        """Read what has been written since the last time."""
-        for raw in self.events.read():
-            self.progress.event(rundir.parse_line(raw))
-        self.log.skip(BACKLOG)
-        for raw in self.log.read():
-            self._total(raw)
-
-    def _total(self, raw: bytes) -> None:
-        told, bar = _ANNOUNCED.search(raw), BAR.match(raw)
-        if told and not _OF_DATA.search(raw, 0, told.start()):
-            # what upstream says counts for more than what the plan could know, and its last word for most
-            self.progress.total, self.announced = int(told["total"]), True
-        elif bar and self.progress.total is None and not self.announced:
-            # a bar that is further than the training is of something else
-            done, total = int(bar["done"]), int(bar["total"])
-            here = self.progress.step
-            self.progress.total = total if 0 < here <= total and done <= here + 1 else None
-
-    def show(self, *, last: bool = False) -> None:
-        """Draw the line, or print it where it is due: it changed, and not so often."""
-        line = printable(f"{self.title}   {self.progress.line()}").replace("\n", " ")
-        if self.live is not None:
-            from rich.text import Text
-
-            self.live.update(Text(line, no_wrap=True, overflow="ellipsis"))
-            return
-        due = last or time.monotonic() - self.since >= PLAIN_EVERY_S or not self.printed
-        if due and line != self.printed:
-            self.since, self.printed = time.monotonic(), line
-            typer.echo(line, err=True)

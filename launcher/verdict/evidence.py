@@ -32,7 +32,7 @@ MEASURED = (
 LARGEST_WORLD = 100_000
 """Processes of a run; whatever names more is no record of one."""
 KEPT_EVENTS = 1_000  # of each name but `step`, a rank
-_CHECKPOINT = re.compile(r"(?:^|/)(?:step_|epoch_|global_step|(?:tmp-)?checkpoint-)\d+(?:/|$)")
+CHECKPOINT = re.compile(r"(?:^|/)(?:step_|epoch_|global_step|(?:tmp-)?checkpoint-)\d+(?:/|$)")
 _SCRIPT = re.compile(r"\b(?:(?P<dpo>dpo\w*)|finetune)\.py:")
 # What HF Trainer's dicts hold of DPO, and of none of both: ORPO, KTO, online methods, a reward model.
 _DPO_METRICS = {"rewards/chosen", "rewards/margins"}
@@ -291,7 +291,7 @@ class Evidence:
         for record in self.records:
             since = record.steps[-1].line if record.steps else 0
             for event in record.all("saved"):
-                if event.line > since and not _CHECKPOINT.search(event.text("path") or ""):
+                if event.line > since and not CHECKPOINT.search(event.text("path") or ""):
                     return event
         return None
 
@@ -422,7 +422,7 @@ def _final(signal: Signal) -> bool:
     """Whether a save is the final one: open-instruct says the same of its checkpoints."""
     if signal.name == "remaining":
         return bool(re.search(r"'(?:adapter_)?(?:pytorch_)?model[\w.-]*'", signal.fields["files"]))
-    return not _CHECKPOINT.search(signal.fields["path"])
+    return not CHECKPOINT.search(signal.fields["path"])
 
 
 def _finite(value: object) -> float | None:

@@ -345,7 +345,7 @@ def test_logs_are_printed_without_what_would_steer_a_terminal(place: Path) -> No
     harmless = b"one\ntwo\xff\nthree\nfour\nfive"
     assert printed("a run") == harmless
     assert printed("a run", "-n", "1") == b"five"
-    assert printed("a run", "-n", "2") == b"three\nfour\nfive"
+    assert printed("a run", "-n", "2") == b"four\nfive"
     assert printed("a run", "-n", "99") == harmless
     folder.console(1).write_bytes(b"x" * 200_000 + b"\n" + b"y" * 70_000 + b"\n")
     assert printed("a run", "-n", "1") == b"y" * 70_000 + b"\n"
@@ -561,6 +561,31 @@ def test_a_session_shows_the_run_and_may_die(place: Path) -> None:
     until(folder.verdict.exists)
     assert folder.console(1).read_text() == "line 0\n"
     assert not list(place.rglob("pwned"))
+
+
+@pytest.mark.usefixtures("server")
+def test_a_session_stays_with_the_verdict_until_a_key_is_pressed(place: Path) -> None:
+    folder = prepared(place, f"wait={place / 'go'}", "print=1")
+    started(folder)
+    session = tmux.opened(folder)
+    assert session is not None
+    until(lambda: "sft fake" in screen(session))
+    (place / "go").touch()
+    until(lambda: "press Enter to close" in screen(session))
+    assert "verdict: " in screen(session)
+    # a further attempt gets a session of its own
+    assert tmux.opened(folder) == session
+    until(lambda: "press Enter to close" in screen(session))
+    subprocess.run(["tmux", "send-keys", "-t", session, "Enter"], check=True)
+    until(lambda: not screen(session))
+
+
+def test_the_last_lines_of_a_log_hold_one_frame_of_a_progress_bar(place: Path) -> None:
+    folder = prepared(place, "exit=0")
+    frames = "".join(f"\r{percent}%|###| {percent}/100" for percent in range(100))
+    folder.console(1).write_text(f"one\n{frames}\ntwo\r\n{frames}")
+    shown = subprocess.run([*LAUNCH, "logs", "a run", "-n", "3"], capture_output=True, check=True)
+    assert shown.stdout.split(b"\n") == [b"99%|###| 99/100", b"two", b"99%|###| 99/100"]
 
 
 def test_without_tmux_there_is_no_session(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.report import progress
-from launcher.report.progress import Progress, Tail, View
+from launcher.report import live
+from launcher.report.live import View, panel, sparkline
+from launcher.report.progress import Progress, Tail
 
 
 def step(number: int, elapsed: float, **more: object) -> dict[str, object]:
@@ -58,7 +59,7 @@ def test_speed_and_time_left() -> None:
     progress = Progress(total=10)
     assert progress.line() == "starting"
     progress.event({"event": "start", "world": 2})
-    assert progress.line() == "loading"
+    assert progress.line() == "importing"
     progress.event(step(1, 30.0))
     assert progress.tokens_per_second is None
     assert progress.line() == "step 1/10   loss 2.0000"
@@ -110,7 +111,7 @@ def test_plain_lines_where_there_is_no_terminal(
         # not so often
         write(tmp_path, step(2, 2.0))
         shown.tick()
-        monkeypatch.setattr(progress, "PLAIN_EVERY_S", 0.0)
+        monkeypatch.setattr(live, "PLAIN_EVERY_S", 0.0)
         shown.tick()
         shown.tick()
         write(tmp_path, step(3, 3.0))
@@ -186,7 +187,7 @@ def test_a_terminal_that_has_gone_takes_nothing_with_it(
     monkeypatch.undo()
 
 
-def test_a_terminal_gets_one_line_that_changes(
+def test_a_terminal_gets_a_panel_that_changes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = watching(tmp_path, 2, terminal=True)
@@ -194,3 +195,105 @@ def test_a_terminal_gets_one_line_that_changes(
         write(tmp_path, step(1, 1.0), step(2, 2.0))
         shown.tick()
     assert "step 2/2" in capsys.readouterr().err
+
+
+def shown_on(columns: int, progress: Progress, tracker: str | None = None) -> list[str]:
+    """The panel as a terminal of so many columns shows it."""
+    from rich.console import Console, Group
+
+    console = Console(width=columns, force_terminal=True, color_system=None, _environ={})
+    with console.capture() as captured:
+        console.print(Group(*panel("sft demo", progress, console, tracker)))
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) <= columns
+    return lines
+
+
+def trained(steps: int) -> Progress:
+    """A run that has come so far, with everything that a record can hold."""
+    progress = Progress(total=100)
+    progress.event({"event": "start", "t": 1000.0, "world": 1})
+    progress.event({"event": "dataset_cache", "state": "hit"})
+    progress.event({"event": "model", "attention": "sdpa"})
+    progress.event({"event": "device", "total_gib": 79.6})
+    progress.event({"event": "packing", "state": "on"})
+    progress.event({"event": "packing_isolation", "state": "isolated"})
+    progress.event({"event": "liger", "calls": {"rms_norm": 12}})
+    for number in range(1, steps + 1):
+        more = {
+            "grad_norm": 0.5,
+            "learning_rate": 1e-5,
+            "allocated_gib": 61.25,
+            "t": 1000.0 + number,
+        }
+        progress.event(step(number, float(number), **more))
+        if number == 20:
+            progress.event({"event": "saved", "t": 1020.0, "path": "out/step_20"})
+    return progress
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_panel_fits_and_shows_what_is_known(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live.time, "time", lambda: 1030.0)
+    head, figures, machine, proofs, tracked = shown_on(
+        columns, trained(25), "https://wandb.ai/a/b/runs/c"
+    )
+    assert head.startswith("sft demo   █") and head.endswith(
+        "step 25/100   0:30 elapsed   1:15 left"
+    )
+    assert figures.startswith("loss 0.0800 █") and "learning rate 1.00e-05" in figures
+    assert machine == "100 tokens/s   61.2 of 80 GiB   checkpoint of step 20, 0:10 ago"
+    assert proofs == ("so far: data cache hit, attention sdpa, packing isolated, liger engaged")
+    assert tracked == "https://wandb.ai/a/b/runs/c"
+
+
+def test_before_the_first_step_the_phase_is_shown_with_its_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.time", lambda: now)
+    progress = Progress(total=10)
+    assert shown_on(80, progress) == ["sft demo   starting"]
+    progress.event({"event": "start", "t": 1000.0})
+    now = 1004.0
+    assert shown_on(80, progress) == ["sft demo   importing   0:04 elapsed"]
+    progress.work(
+        b"Tokenizing train dataset (num_proc=2):  38%|###   | 150/400 [00:00<00:00, 1477.32 examples/s]"
+    )
+    now = 1006.0
+    assert shown_on(80, progress) == [
+        "sft demo   Tokenizing train dataset 150/400 examples   0:02   0:06 elapsed"
+    ]
+    progress.work(b"model.safetensors:  45%|####      | 445M/988M [00:02<00:02, 400MB/s]")
+    assert progress.line() == "model.safetensors 445M/988M"
+    progress.work(b"Caching reference logprobs:  20%|##    | 3/15 [00:02<00:02, 1.2it/s]")
+    assert progress.line() == "Caching reference logprobs 3/15"
+    progress.event({"event": "model", "t": 1007.0, "attention": "sdpa"})
+    assert progress.line() == "waiting for the first step"
+    progress.event(step(10, 12.0))
+    assert progress.phase == "saving the model"
+    # while it trains, bars of evaluations are not the phase
+    progress = trained(3)
+    before = progress.phase
+    progress.work(b"Evaluating:  20%|##    | 3/15 [00:02<00:02, 1.2it/s]")
+    assert progress.phase == before
+
+
+def test_a_curve_spans_all_values() -> None:
+    assert sparkline([]) == sparkline([1.0]) == ""
+    assert sparkline([3.0, 2.0, 1.0]) == "█▅▁" or sparkline([3.0, 2.0, 1.0]) == "█▄▁"
+    assert len(sparkline([float(n) for n in range(1000)])) == 20
+    assert sparkline([1.0, 1.0]) == "▁▁"
+
+
+def test_what_was_proved_at_the_beginning_is_shown_to_whoever_comes_late(tmp_path: Path) -> None:
+    (tmp_path / "probe").mkdir()
+    write(
+        tmp_path, {"event": "start", "attempt": 2, "t": 1.0}, {"event": "packing", "state": "off"}
+    )
+    write(tmp_path, *(step(number, float(number), pad="x" * 900) for number in range(1, 300)))
+    shown = watching(tmp_path)
+    shown.take_in()
+    assert shown.progress.shown == {"packing": "off"} and shown.progress.step == 299

@@ -18,7 +18,7 @@ from fake_world import World, looks_on, made, needs_trl
 from launcher.errors import Exit
 from launcher.lifecycle import follow, prepare
 from launcher.lifecycle.prepare import Request
-from launcher.report.progress import View
+from launcher.report.live import View
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
 from launcher.workflows import trial

@@ -1,0 +1,217 @@
+"""What a terminal shows while a run goes on: a panel of a few lines; elsewhere a line now and then."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from launcher.printable import printable
+from launcher.redaction import redact
+from launcher.report import log
+from launcher.report.progress import Progress, Tail, clock
+from launcher.runs import rundir
+from launcher.upstream.logs import open_instruct
+from launcher.verdict.logs.segments import BAR
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+_ANNOUNCED = next(p.regex for p in open_instruct.PATTERNS if p.name == "total_steps")
+# a row of the data, which upstream shows before it trains, may say anything
+_OF_DATA = re.compile(rb"['\"{}]")
+PLAIN_EVERY_S = 5.0
+CAUGHT_UP = 64 * 2**10
+"""Bytes at the end of a record that are enough to say where a run stands."""
+BACKLOG = 16 * 2**20
+"""Bytes of the log that the view reads at most after falling behind a very talkative training."""
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_WIDE = 100  # columns from which on there is room for a longer bar
+_BAD = ("leaking", "stale", "corrupt", "not engaged")
+
+
+class View:
+    """Shows progress while something else waits: a panel on a terminal, plain lines elsewhere."""
+
+    def __init__(
+        self, title: str, console: Path, probe: Path, total: int | None, terminal: bool,
+        *, attempt: int = 1, world: int = 1,
+    ):  # fmt: skip
+        # a terminal is looked at over shoulders, and its lines end up in logs of jobs
+        self.title = redact(title)
+        self.log, self.events = Tail(console), Tail(probe / "rank-0.jsonl")
+        # of a run that goes on, the last of what it has done is enough
+        self.progress = Progress(total=total, attempt=attempt, world=world)
+        self.tracker = log.tracker(console)
+        self.log.skip(CAUGHT_UP)
+        # what was proved stands at its beginning
+        for raw in self.events.read(CAUGHT_UP):
+            self.progress.event(rundir.parse_line(raw))
+        beginning = self.events.offset
+        self.events.skip(CAUGHT_UP)
+        if self.events.offset > beginning:
+            # an attempt that began in between is the one to show
+            self.progress.foreign = False
+        self.announced = False
+        self.terminal = terminal
+        self.live: Live | None = None
+        self.since = 0.0
+        self.printed = ""
+
+    @contextlib.contextmanager
+    def showing(self) -> Iterator[None]:
+        """The context in which `tick` may draw; at its end the last line stays."""
+        if self.terminal:
+            from rich.console import Console
+            from rich.live import Live
+
+            self.live = Live(console=Console(stderr=True), refresh_per_second=4, transient=False)
+            self.live.start()
+        try:
+            yield
+        finally:
+            # a terminal that has gone must not take the verdict with it
+            with contextlib.suppress(OSError, ValueError):
+                self.take_in()
+                self.show(last=True)
+            if self.live is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    self.live.stop()
+
+    def tick(self) -> None:
+        """Take in what is new and show it."""
+        self.take_in()
+        self.show()
+
+    def take_in(self) -> None:
+        """Read what has been written since the last time."""
+        for raw in self.events.read():
+            self.progress.event(rundir.parse_line(raw))
+        self.log.skip(BACKLOG)
+        for raw in self.log.read():
+            self._total(raw)
+            self.progress.work(raw)
+            if self.tracker is None and log.TRACKER.search(raw):
+                self.tracker = log.tracker(self.log.path)
+
+    def _total(self, raw: bytes) -> None:
+        told, bar = _ANNOUNCED.search(raw), BAR.match(raw)
+        if told and not _OF_DATA.search(raw, 0, told.start()):
+            # what upstream says counts for more than what the plan could know, and its last word for most
+            self.progress.total, self.announced = int(told["total"]), True
+        elif bar and self.progress.total is None and not self.announced:
+            # a bar that is further than the training is of something else
+            done, total = int(bar["done"]), int(bar["total"])
+            here = self.progress.step
+            self.progress.total = total if 0 < here <= total and done <= here + 1 else None
+
+    def show(self, *, last: bool = False) -> None:
+        """Draw the panel, or print a line where it is due: it changed, and not so often."""
+        if self.live is not None:
+            from rich.console import Group
+
+            self.live.update(
+                Group(*panel(self.title, self.progress, self.live.console, self.tracker))
+            )
+            return
+        line = redact(printable(f"{self.title}   {self.progress.line()}")).replace("\n", " ")
+        due = last or time.monotonic() - self.since >= PLAIN_EVERY_S or not self.printed
+        if due and line != self.printed:
+            self.since, self.printed = time.monotonic(), line
+            typer.echo(line, err=True)
+
+
+def panel(title: str, progress: Progress, console: Console, tracker: str | None) -> list[Text]:
+    """The lines on a terminal: how far, the loss, the machine, what is proved, where it is tracked."""
+    plain = console.options.ascii_only
+    parts: list[list[str]] = [_head(progress, console.width, plain=plain)]
+    if progress.step:
+        parts += [_figures(progress, plain=plain), _machine(progress)]
+    lines = [_line([title, *parts[0]], bold=len(title)), *map(_line, filter(None, parts[1:]))]
+    if progress.shown:
+        lines.append(_proofs(progress))
+    return [*lines, *([_line([tracker])] if tracker else [])]
+
+
+def _line(parts: Sequence[str], *, bold: int = 0) -> Text:
+    from rich.text import Text
+
+    text = " ".join(redact(printable("   ".join(parts))).split("\n"))
+    line = Text(text, no_wrap=True, overflow="ellipsis")
+    line.stylize("bold", 0, bold)
+    return line
+
+
+def _head(progress: Progress, width: int, *, plain: bool) -> list[str]:
+    """The bar, the step and both clocks; before the first step the phase and since when it goes on."""
+    now = time.time()
+    passed = [] if progress.began is None else [f"{clock(max(0.0, now - progress.began))} elapsed"]
+    if not progress.step:
+        whole = progress.since is None or progress.since == progress.began
+        own = [] if progress.since is None or whole else [clock(max(0.0, now - progress.since))]
+        return [progress.phase, *own, *passed]
+    parts = []
+    if progress.total:
+        cells = 30 if width >= _WIDE else 16
+        done = min(cells, cells * progress.step // progress.total)
+        full, empty = ("#", "-") if plain else ("█", "░")
+        parts.append(full * done + empty * (cells - done))
+    of = f"/{progress.total:,}" if progress.total else ""
+    parts += [f"step {progress.step:,}{of}", *passed]
+    if progress.step == progress.total:
+        parts.append(progress.phase)
+    elif progress.left_s is not None:
+        parts.append(f"{clock(progress.left_s)} left")
+    return parts
+
+
+def _figures(progress: Progress, *, plain: bool) -> list[str]:
+    loss = "loss not finite" if progress.loss is None else f"loss {progress.loss:.4f}"
+    curve = "" if plain else sparkline(progress.losses)
+    parts = [f"{loss} {curve}".strip()]
+    if progress.grad_norm is not None:
+        parts.append(f"gradient norm {progress.grad_norm:.3g}")
+    if progress.learning_rate is not None:
+        parts.append(f"learning rate {progress.learning_rate:.2e}")
+    return parts
+
+
+def _machine(progress: Progress) -> list[str]:
+    parts = []
+    if progress.tokens_per_second:
+        parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
+    if progress.memory_gib:
+        of = f" of {progress.card_gib:.0f}" if progress.card_gib else ""
+        parts.append(f"{progress.memory_gib:.1f}{of} GiB")
+    if progress.saved is not None:
+        step, at = progress.saved
+        parts.append(f"checkpoint of step {step:,}, {clock(max(0.0, time.time() - at))} ago")
+    return parts
+
+
+def _proofs(progress: Progress) -> Text:
+    line = _line(
+        ["so far: " + ", ".join(f"{name} {state}" for name, state in progress.shown.items())]
+    )
+    line.stylize("dim")
+    line.highlight_words(_BAD, "bold red")
+    return line
+
+
+def sparkline(values: Sequence[float], cells: int = 20) -> str:
+    """Values as a curve one line high, over all of them."""
+    size = -(-len(values) // cells) or 1
+    bins = [statistics.fmean(values[at : at + size]) for at in range(0, len(values), size)]
+    if len(bins) < 2:
+        return ""
+    low, high = min(bins), max(bins)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in bins)

@@ -103,3 +103,16 @@ def test_a_point_of_the_verdict_is_a_function_and_its_row(extended: Extended) ->
     (found,) = (one for one in answer["data"]["points"] if one["name"] == "made_up")
     assert (found["state"], found["ok"]) == ("long", False)
     assert (before["data"]["status"], answer["data"]["status"]) == ("pass", "fail")
+
+
+def test_an_entry_script_is_a_row(extended: Extended) -> None:
+    pytest.importorskip("trl")
+    extended.add("upstream/trl.py", "STAGES", '"sft_twin": replace(_SFT, stage="sft")')
+    stage = extended.place / "twin.yaml"
+    lines = DEMO.read_text().splitlines()
+    stage.write_text("\n".join(["script: sft_twin", *lines, "  sed: 1"]))
+    (found,) = extended.launch("validate-config", str(stage), code=3)["findings"]
+    assert (found["code"], found["key"]) == ("unknown-key", "args.sed")
+    stage.write_text("\n".join(["script: sft_twin", *lines]))
+    answer = extended.launch("sft", str(stage), "--gpus", "0", "--dry-run")
+    assert "--use_cpu" in answer["data"]["argv"]

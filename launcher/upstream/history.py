@@ -87,8 +87,10 @@ def events(script: str) -> tuple[ArgumentChange, ...]:
     """The committed changes of all arguments of `script`, newest first."""
     package = script.partition("/")[0]
     found = _events(package, script)
-    based = "transformers" in BACKENDS[package].PACKAGES
-    return found + _events("transformers", _TRAINING_ARGUMENTS) if based else found
+    backend = BACKENDS.get(package)
+    if backend is not None and "transformers" in backend.PACKAGES:
+        found += _events("transformers", _TRAINING_ARGUMENTS)
+    return found
 
 
 def called_now(

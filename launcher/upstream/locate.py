@@ -253,10 +253,9 @@ def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False)
     """
     backend = BACKENDS[upstream.backend]
     told = snapshot(upstream.backend)
-    use_source = not upstream.pinned
-    if upstream.is_checkout and not allow_unpinned:
-        use_source = False
-    if not use_source:
+    use_source = not upstream.pinned and (allow_unpinned or not upstream.is_checkout)
+    # the snapshot may be older than the description of a further script
+    if not use_source and stage in told["stages"]:
         return facts.schema_of(told, backend, stage, "snapshot", str(told["version"]))
     found = facts.cached(backend, upstream.packages, told["externals"], stage)
     try:

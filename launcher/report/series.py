@@ -99,11 +99,18 @@ def as_json(runs: Sequence[Run]) -> dict[str, object]:
 def gather(targets: Sequence[str]) -> list[Run]:
     """Runs by folder, name, unique beginning or `last`, and console logs, each called differently.
 
-    Raises UsageError where one is not known, NotReady where a file cannot be read.
+    The folder of a pipeline, bench, ladder or tune stands for its runs.
+
+    Raises UsageError where one is not known, NotReady where a file cannot be read, InvalidConfig of a
+    text that is no training log.
     """
     runs = []
-    for target in targets:
-        path = _path(target)
+    paths = [
+        path
+        for target in targets
+        for path in [run.path for run in rundir.members(Path(target))] or [_path(target)]
+    ]
+    for path in paths:
         try:
             runs.append(read(path))
         except OSError as error:

@@ -382,6 +382,33 @@ def find(name: str) -> RunFolder | None:
     return found[0] if found else None
 
 
+_RECORDS = ("pipeline.json", "bench.json", "ladder.json", "tune.json")
+
+
+def members(folder: Path) -> list[RunFolder]:
+    """The runs of a pipeline, bench, ladder or tune folder that began, each once, in its record's order."""
+    found: dict[Path, RunFolder] = {}
+    for name in _RECORDS:
+        for path in _runs_in(read_json(folder / name)):
+            # a folder that was moved took what lies in it along
+            here = path if path.is_dir() else folder / path.name
+            if RunFolder(here).attempts():
+                found[here] = RunFolder(here)
+    return list(found.values())
+
+
+def _runs_in(record: object) -> Iterator[Path]:
+    below: Iterable[object] = ()
+    if isinstance(record, dict):
+        if isinstance(record.get("run"), str):
+            yield Path(record["run"])
+        below = record.values()
+    elif isinstance(record, list):
+        below = record
+    for value in below:
+        yield from _runs_in(value)
+
+
 def begun(folder: RunFolder) -> bool:
     """Whether a process of the run was ever started, or a job submitted: else its start was cut short."""
     return folder.attempts() > 0 or folder.process.exists() or folder.job.exists()

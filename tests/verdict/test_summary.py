@@ -110,3 +110,35 @@ def test_a_damaged_verdict_has_a_summary(verdict: dict[str, Any]) -> None:
     points = summary.points(verdict)
     assert (summary.cause(verdict) is None) == (not points)
     assert {summary.sentence(point) for point in points} <= {None}
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "bench", "ladder", "tune"])
+def test_the_folder_of_several_runs_stands_for_all_of_them(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = made(tmp_path / "good")
+    crashed(tmp_path / "bad", steps=20)
+    # as it was before the folder of the second one was moved; the third never began
+    places = [good, tmp_path / "elsewhere" / "bad", tmp_path / "none", good]
+    rows = {
+        "pipeline": {"stages": [{"run": str(path)} for path in places]},
+        "bench": {"runs": [{"variant": "a", "run": str(path)} for path in places]},
+        "ladder": {"rungs": {str(n): {"run": str(path)} for n, path in enumerate(places)}},
+        "tune": {"trials": {"samples": [{"run": str(path)} for path in places]}},
+    }
+    (tmp_path / f"{kind}.json").write_text(json.dumps(rows[kind]))
+    code, lines = check(tmp_path, capsys)
+    heads = [line for line in lines if line.startswith("verdict: ")]
+    assert (code, heads) == (
+        1,
+        ["verdict: pass  good  (dpo, 40 steps)", "verdict: fail  bad  (dpo, 20 steps)"],
+    )
+    assert main(["check", str(tmp_path), "--format", "json"]) == 1
+    data = json.loads(capsys.readouterr().out)["data"]
+    assert [(Path(run["run"]).name, run["status"]) for run in data["runs"]] == [
+        ("good", "pass"),
+        ("bad", "fail"),
+    ]
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path), "-o", str(page)]) == 0
+    assert ">good<" in page.read_text() and ">bad<" in page.read_text()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 from typer import Argument, Option
@@ -22,6 +23,9 @@ from launcher.cli.options import (
 )
 from launcher.errors import Exit, Finding, usage
 from launcher.paths import exists
+
+if TYPE_CHECKING:
+    from launcher.runs.rundir import RunFolder
 
 _IN_WORDS = {"unknown": "unknown here"}
 
@@ -113,7 +117,9 @@ def runs(format: Format = FORMAT) -> Exit:
 
 @app.command(epilog="Example: launch check runs/20260101T000000Z-sft-demo --format json")
 def check(
-    target: str = Argument(..., metavar="RUN|LOG", help="a run, any console log, or - for stdin"),
+    target: str = Argument(
+        ..., metavar="RUN|LOG", help="a run, a pipeline or bench folder, a log, or -"
+    ),
     allow_unproven: bool = UNPROVEN,
     format: Format = FORMAT,
 ) -> Exit:
@@ -132,6 +138,8 @@ def check(
         from launcher.lifecycle import start
         from launcher.runs import rundir
 
+        if members := rundir.members(log):
+            return _check_each(log, members, allow_unproven, format)
         folder = rundir.find(target)
         if folder is None:
             raise usage("no-such-run", f"there is no run or log `{target}`", "launch runs")
@@ -144,10 +152,35 @@ def check(
     return answer("check", format, data, lambda: console.verdict(verdict, name), unpinned, code)
 
 
+def _check_each(
+    folder: Path, members: Sequence[RunFolder], allow_unproven: bool, format: Format
+) -> Exit:
+    """Judge every run of a pipeline, bench, ladder or tune; the code is the first that is not 0."""
+    from launcher.lifecycle import start
+    from launcher.report import console
+    from launcher.verdict import check
+
+    verdicts = {run.path: start.finish(run) for run in members}
+    codes = [check.exit_code(one, allow_unproven=allow_unproven) for one in verdicts.values()]
+    data = {
+        "folder": str(folder.absolute()),
+        "runs": [{"run": str(path), **one.as_json()} for path, one in verdicts.items()],
+    }
+
+    def show() -> None:
+        for path, verdict in verdicts.items():
+            console.verdict(verdict, path.name)
+
+    return answer("check", format, data, show, code=next(filter(None, codes), Exit.OK))
+
+
 @app.command("report", epilog="Example: launch report last -o curves.html")
 def report_command(
     targets: list[str] = Argument(
-        ..., metavar="RUN|LOG...", help="runs, or console logs", show_default=False
+        ...,
+        metavar="RUN|LOG...",
+        help="runs, pipeline or bench folders, console logs",
+        show_default=False,
     ),
     output: Path | None = Option(
         None, "--output", "-o", help="the HTML file; default: beside the run"

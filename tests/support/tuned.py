@@ -101,7 +101,7 @@ class Machine:
     def _step(self, world: Outlook, settings: Settings) -> float:
         found = world.footprint(settings)
         made, shape, zero = found.plan, found.shape, found.zero
-        rows = made.per_device * (2 if found.dpo else 1)
+        rows = made.per_device * (2 if found.pairs else 1)
         batch = lengths.typical(found.rows, rows=rows, packed=found.packed)
         passes = 4.0 if found.checkpointing else 3.0
         passes -= 1.0 if found.adapters else 0.0

@@ -169,7 +169,7 @@ class Entry:
         """This script at a commit that has these fields: each idea under the name it has there.
 
         What is said about it and cites a line says that the line is the pin's. Where the script would
-        log no step by default, it is told to.
+        log no step by default, launch sets the interval.
         """
         names = {
             idea: next((name for name in older if name in fields), getattr(self.names, idea))
@@ -179,11 +179,11 @@ class Entry:
         changed = replace(self.names, **names)
         splits = {changed.data if name == self.names.data else name for name in self.splits}
 
-        def told(text: str) -> str:
+        def cite(text: str) -> str:
             text = text.replace(f"`{self.names.data}:", f"`{changed.data}:")
             return _CITED.sub(r"\g<0> at the pin", text)
 
-        derived = {key: (value, told(text)) for key, (value, text) in self.derived.items()}
+        derived = {key: (value, cite(text)) for key, (value, text) in self.derived.items()}
         logging = fields.get(changed.logging_steps)
         if logging is not None and logging.default is None and not logging.default_text:
             derived.setdefault(
@@ -191,7 +191,7 @@ class Entry:
             )
         return replace(
             self, names=changed, splits=frozenset(splits),
-            hints={key: told(text) for key, text in self.hints.items()},
-            instead={key: told(text) for key, text in self.instead.items()},
+            hints={key: cite(text) for key, text in self.hints.items()},
+            instead={key: cite(text) for key, text in self.instead.items()},
             derived=derived,
         )  # fmt: skip

@@ -35,7 +35,7 @@ class Upstream:
 
     `root` is the folder on PYTHONPATH (the checkout, or the one that holds the entry scripts'
     package), None where only the snapshot is here; `packages` are the files of all packages that
-    are read, on disk in one or several places, or at a commit. `asked` is false for a checkout that
+    are read, on disk in one or several places, or at a commit. `is_named` is false for a checkout that
     was merely found in one of the usual places. `changed` are the files that differ from the
     snapshot's.
     """
@@ -43,7 +43,7 @@ class Upstream:
     backend: str
     root: Path | None
     source: str
-    asked: bool
+    is_named: bool
     pin: str
     version: str
     packages: Mapping[str, Tree] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def _locate_checkout(named: Path | None, environ: Mapping[str, str]) -> Upstream
     for root, source in checkout_places(named, environ):
         if _is_checkout(root):
             packages = packages_below("open_instruct", root)
-            return _compare("open_instruct", root, packages, source, asked=source != "found")
+            return _compare("open_instruct", root, packages, source, is_named=source != "found")
         if source not in {"submodule", "found"}:
             raise NotReady(_no_checkout(root, source))
     return _snapshot_only("open_instruct")
@@ -150,7 +150,7 @@ def _no_checkout(root: Path, source: str) -> Finding:
 def _snapshot_only(backend: str) -> Upstream:
     pin = str(snapshot(backend)["version"])
     return Upstream(
-        backend=backend, root=None, source="snapshot", asked=False, pin=pin, version=pin
+        backend=backend, root=None, source="snapshot", is_named=False, pin=pin, version=pin
     )
 
 
@@ -162,7 +162,7 @@ def _locate_packages(backend: str, search: tuple[Path, ...] | None) -> Upstream:
             return _snapshot_only(backend)
         packages[name] = Folder(path)
     root = packages[BACKENDS[backend].PACKAGES[0]].path.parent
-    return _compare(backend, root, packages, "installed", asked=True)
+    return _compare(backend, root, packages, "installed", is_named=True)
 
 
 def packages_below(backend: str, root: Path) -> dict[str, Folder]:
@@ -177,20 +177,20 @@ def at_commit(repository: Repository, commit: str) -> Upstream:
     """
     names = BACKENDS["open_instruct"].PACKAGES
     trees = {name: CommitTree(repository, commit, name) for name in names}
-    source = _compare("open_instruct", repository.top(), trees, "git", asked=True)
+    source = _compare("open_instruct", repository.top(), trees, "git", is_named=True)
     return replace(source, version=commit)
 
 
 def _compare(
-    backend: str, root: Path | None, packages: Mapping[str, Tree], source: str, *, asked: bool
+    backend: str, root: Path | None, packages: Mapping[str, Tree], source: str, *, is_named: bool
 ) -> Upstream:
-    told = snapshot(backend)
-    changed = tuple(n for n, sha in told["files"].items() if facts.digest(packages, n) != sha)
-    pin = str(told["version"])
+    pin_facts = snapshot(backend)
+    changed = tuple(n for n, sha in pin_facts["files"].items() if facts.digest(packages, n) != sha)
+    pin = str(pin_facts["version"])
     folders = {name: tree for name, tree in packages.items() if isinstance(tree, Folder)}
     version = version_of(backend, folders) if changed and folders else pin
     return Upstream(
-        backend=backend, root=root, source=source, asked=asked, pin=pin, version=version,
+        backend=backend, root=root, source=source, is_named=is_named, pin=pin, version=version,
         packages=packages, changed=changed,
     )  # fmt: skip
 
@@ -228,7 +228,7 @@ def unpinned(upstream: Upstream, *, running: bool, allowed: bool) -> Finding | N
             severity="note", layer="launch", code="other-version",
             message=f"checked against the installed {upstream.version}; tested with {upstream.pin}",
         )  # fmt: skip
-    stops = (running or upstream.asked) and not allowed
+    stops = (running or upstream.is_named) and not allowed
     files_changed = ", ".join(upstream.changed[:4])
     git, commit = f"git -C {upstream.root}", upstream.version.removesuffix("+edited")
     # checking out the commit that is checked out undoes no edit
@@ -252,15 +252,15 @@ def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False)
     Raises InvalidConfig where the source lacks the dataclasses (another commit's layout).
     """
     backend = BACKENDS[upstream.backend]
-    told = snapshot(upstream.backend)
+    pin_facts = snapshot(upstream.backend)
     use_source = not upstream.pinned and (allow_unpinned or not upstream.is_checkout)
     # the snapshot may be older than the description of a further script
-    if not use_source and stage in told["stages"]:
-        return facts.schema_of(told, backend, stage, "snapshot", str(told["version"]))
-    found = facts.cached(backend, upstream.packages, told["externals"], stage)
+    if not use_source and stage in pin_facts["stages"]:
+        return facts.schema_of(pin_facts, backend, stage, "snapshot", str(pin_facts["version"]))
+    found = facts.cached(backend, upstream.packages, pin_facts["externals"], stage)
     try:
         schema = facts.schema_of(found, backend, stage, "source", upstream.version)
-        known = told.get("models", {}).get(stage, {})
+        known = pin_facts.get("models", {}).get(stage, {})
         return replace(
             schema,
             # OLMo-core is no part of a checkout
@@ -295,12 +295,12 @@ def _defining(entry: Entry) -> Iterator[str]:
 
 def at_pin(schema: Schema, key: str) -> str | None:
     """The `file:line` that defines an argument of this script at the pin; None there or without one."""
-    told = snapshot(schema.backend)
-    if schema.version == told["version"]:
+    pin_facts = snapshot(schema.backend)
+    if schema.version == pin_facts["version"]:
         return None
-    listed = told["stages"].get(schema.key, ())
+    listed = pin_facts["stages"].get(schema.key, ())
     known = next((name for name in listed if name.partition(".")[2] == key), None)
-    return None if known is None else str(told["fields"][known]["where"])
+    return None if known is None else str(pin_facts["fields"][known]["where"])
 
 
 def past(upstream: Upstream, script: str, key: str) -> tuple[ArgumentChange, ...]:

@@ -250,10 +250,10 @@ STAGES: Mapping[str, Entry] = {
 
 
 def output_folder(values: Values) -> Path | None:
-    """`output_dir`, with `exp_name` below it unless told otherwise (finetune.py:425).
+    """`output_dir`, with `exp_name` below it unless `do_not_randomize_output_dir` (finetune.py:425).
 
-    dpo.py cannot be told otherwise, and adds the seed (utils.py:1334, utils.py:1335). A commit that
-    cannot be told otherwise and is no dpo.py puts nothing below.
+    dpo.py has no such switch, and adds the seed (utils.py:1334, utils.py:1335). A commit that
+    has no such switch and is no dpo.py puts nothing below.
     """
     folder = Path(str(values["output_dir"]))
     if values.schema.key == OLMO_CORE:

@@ -39,7 +39,7 @@ MORE: tuple[Any, ...] = (
 
 def schema_of(backend: str, name: str) -> Schema:
     pinned = locate.Upstream(
-        backend=backend, root=None, source="snapshot", asked=False, pin="", version=""
+        backend=backend, root=None, source="snapshot", is_named=False, pin="", version=""
     )
     return locate.load_schema(pinned, name)
 

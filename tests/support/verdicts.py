@@ -29,7 +29,7 @@ GOLDEN = DATA / "agreement"
 def schema_of(backend: str, stage_name: str) -> Schema:
     """The committed schema, whatever is installed or checked out; thousands of cases ask for it."""
     pinned = Upstream(
-        backend=backend, root=None, source="snapshot", asked=False, pin="", version=""
+        backend=backend, root=None, source="snapshot", is_named=False, pin="", version=""
     )
     return locate.load_schema(pinned, stage_name)
 
@@ -42,7 +42,7 @@ class Snapshot(Locator):
 
 
 SNAPSHOT = Upstream(
-    backend="open_instruct", root=None, source="snapshot", asked=False, pin="", version=""
+    backend="open_instruct", root=None, source="snapshot", is_named=False, pin="", version=""
 )
 
 

@@ -73,13 +73,13 @@ def test_the_order_of_places(fake: Checkout, monkeypatch: pytest.MonkeyPatch) ->
     places = {name: fake(name) for name in ("named", "variable", "submodule", "found")}
     monkeypatch.setattr(locate, "FOUND_IN", (Path("/nowhere"), places["found"]))
     assert locate.locate("open_instruct").root == places["found"]
-    assert locate.locate("open_instruct").asked is False
+    assert locate.locate("open_instruct").is_named is False
     monkeypatch.setattr(locate, "SUBMODULE", places["submodule"])
     assert locate.locate("open_instruct").source == "submodule"
     environ = {"LAUNCH_OPEN_INSTRUCT": str(places["variable"])}
     assert locate.locate("open_instruct", environ=environ).root == places["variable"]
     named = locate.locate("open_instruct", environ=environ, checkout=places["named"])
-    assert (named.root, named.source, named.asked) == (places["named"], "--open-instruct", True)
+    assert (named.root, named.source, named.is_named) == (places["named"], "--open-instruct", True)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_files_that_equal_the_snapshots_are_the_pin(
 
 
 @pytest.mark.parametrize(
-    ("asked", "running", "allowed", "severity"),
+    ("is_named", "running", "allowed", "severity"),
     [
         (False, False, False, "warning"),
         (False, True, False, "error"),
@@ -140,10 +140,10 @@ def test_files_that_equal_the_snapshots_are_the_pin(
     ],
 )
 def test_what_is_said_of_another_commit(
-    asked: bool, running: bool, allowed: bool, severity: str
+    is_named: bool, running: bool, allowed: bool, severity: str
 ) -> None:
     source = Upstream(
-        backend="open_instruct", root=Path("/x"), source="found", asked=asked, pin="a" * 40,
+        backend="open_instruct", root=Path("/x"), source="found", is_named=is_named, pin="a" * 40,
         version="b" * 40, changed=("open_instruct/finetune.py",),
     )  # fmt: skip
     found = locate.unpinned(source, running=running, allowed=allowed)
@@ -162,7 +162,7 @@ def test_what_is_said_of_another_commit(
 )
 def test_an_edit_is_not_undone_by_a_checkout(version: str, stash: bool, checkout: bool) -> None:
     source = Upstream(
-        backend="open_instruct", root=Path("/x"), source="found", asked=True, pin="a" * 40,
+        backend="open_instruct", root=Path("/x"), source="found", is_named=True, pin="a" * 40,
         version=version, changed=("open_instruct/finetune.py",),
     )  # fmt: skip
     found = locate.unpinned(source, running=True, allowed=True)
@@ -175,7 +175,7 @@ def test_an_edit_is_not_undone_by_a_checkout(version: str, stash: bool, checkout
 
 def test_other_releases_of_trl_are_read_and_noted() -> None:
     source = Upstream(
-        backend="trl", root=Path("/x"), source="installed", asked=True, pin="trl 1", version="trl 2",
+        backend="trl", root=Path("/x"), source="installed", is_named=True, pin="trl 1", version="trl 2",
         changed=("trl/x.py",),
     )  # fmt: skip
     found = locate.unpinned(source, running=True, allowed=False)

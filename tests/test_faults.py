@@ -415,7 +415,7 @@ def test_streams_that_are_closed(world: World) -> None:
 
 # --- folders that are half written ----------------------------------------------------------------
 
-HALVES = ["run.json", "start.json", "process.json", "verdict.json", "probe/rank-0.jsonl"]  # fmt: skip
+HALVES = ["run.json", "start.json", "process.json", "verdict.json", "probe/rank-0.jsonl"]
 
 
 @pytest.fixture(scope="module")

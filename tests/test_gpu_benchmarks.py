@@ -101,7 +101,7 @@ def test_the_first_and_the_best_trial_of_a_search_are_its_rows(tmp_path: Path) -
         ],
         "best": {"settings": {"rows": "3"}},
         "bench": [{"variant": n, "standing": "faster", "why": "", **measured} for n in names],
-    }  # fmt: skip
+    }
     case = next(case for case in script.CASES if case.first)
     rows, missing = script.rows_of(case, "sft-7b-2xh200", data, "launch tune")
     assert [row["setting"] for row in rows] == [case.first, "tuned"] and not missing

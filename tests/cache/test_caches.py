@@ -111,7 +111,7 @@ def rewrite(path: Path, raw: bytes) -> None:
 CHANGES: Mapping[str, Callable[[Path], object]] = {
     "row": lambda p: rewrite(p / "data/a.jsonl", rows("own")),
     "template": lambda p: (p / "model/chat_template.jinja").write_bytes(b"other"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)

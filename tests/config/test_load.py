@@ -190,9 +190,8 @@ def test_no_message_says_what_the_environment_holds(
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["${${oc.env:PGPASSWORD}}", "${oc.select:${oc.env:PGPASSWORD}}x${nope}"],
-)  # fmt: skip
+    "text", ["${${oc.env:PGPASSWORD}}", "${oc.select:${oc.env:PGPASSWORD}}x${nope}"]
+)
 def test_nor_does_one_of_an_interpolation(
     write: Write, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], text: str
 ) -> None:

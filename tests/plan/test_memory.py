@@ -175,7 +175,7 @@ PUBLISHED: list[tuple[str, str, int, dict[str, Any], int]] = [
     ("QLoRA as PEFT prepares it", MISTRAL, 4, STOCK, 20_669_338_112),
     ("QLoRA as PEFT prepares it", MISTRAL, 8, STOCK, 37_002_646_016),
     ("QLoRA", LLAMA_70B, 4, FOUR_BITS, 68_126_381_056),
-]  # fmt: skip
+]
 # of the same tables: ran out of the card's 80 GB
 OUT_OF_MEMORY: list[tuple[str, str, int, dict[str, Any]]] = [
     ("full fused", MISTRAL, 32, {"loss": "liger"}),
@@ -318,8 +318,8 @@ def test_the_reference_pass_caches_keys() -> None:
 
     model = "meta-llama/Llama-2-13b-hf"
     traced = allocation.measure(
-        allocation.config_of(model), rows=4, length=1024, packing=True, stage="dpo", no_grad=True,
-    )  # fmt: skip
+        allocation.config_of(model), rows=4, length=1024, packing=True, stage="dpo", no_grad=True
+    )
     setup = Setup(
         shape=architecture.find(model, {}), batch=flat(4096), processes=1, accumulation=1, loss="logprobs",
         reference="cache", packed=True, checkpointing=True,

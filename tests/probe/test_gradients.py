@@ -224,7 +224,7 @@ FALLING = [2.0 - 0.1 * i for i in range(10)]
         # the first steps may be far from the others
         (FALLING, [300.0, 40.0, 6.9, 7.1, 7.0, 6.8, 7.3, 7.1, 7.0, 6.9], None),
     ],
-)  # fmt: skip
+)
 def test_norms_that_no_batch_gives_pass_no_log(
     tmp_path: Path, losses: list[float], norms: list[float], reason: str | None
 ) -> None:

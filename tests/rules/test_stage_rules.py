@@ -157,9 +157,7 @@ def test_odd_files_and_configs_are_no_crash(write: Write, odd: Any) -> None:
         assert isinstance(found("sft", args, deepspeed=BARE, **known), list)
 
 
-@pytest.mark.parametrize(
-    ("script", "key"), [("sft", "clip_grad_norm"), ("dpo", "max_grad_norm")]
-)  # fmt: skip
+@pytest.mark.parametrize(("script", "key"), [("sft", "clip_grad_norm"), ("dpo", "max_grad_norm")])
 def test_clipping_is_deepspeeds(script: str, key: str) -> None:
     expected = ("clipping-unread", "warning", f"args.{key}")
     assert one(script, {key: 0.5}, deepspeed=ZERO2) == expected

@@ -85,7 +85,7 @@ SIXTEEN_BITS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"bf16": False, "dtype": "bfloat16"}, None, "flash_attention_2"),
     ({"dtype": "float32"}, None, "flash_attention_2"),
     ({"bf16": False, "dtype": "float32", "load_in_4bit": True}, None, "flash_attention_2"),
-]  # fmt: skip
+]
 
 
 def test_flash_attention_takes_16_bits() -> None:
@@ -209,7 +209,7 @@ PACKAGES: list[tuple[str, dict[str, str] | None, bool]] = [
     ("sdpa", {}, False),
     ("eager", {}, False),
     ("flash_attention_2", None, False),
-]  # fmt: skip
+]
 
 
 def test_attention_that_is_not_installed() -> None:

@@ -156,7 +156,7 @@ PRECISIONS: list[tuple[dict[str, Any], str | None, bool]] = [
     ({"bf16": False}, "no", False),
     ({"fp16": True}, "bf16", True),
     ({"fp16": True}, "fp16", False),
-]  # fmt: skip
+]
 
 
 def test_accelerates_precision_is_not_read() -> None:
@@ -232,7 +232,7 @@ def test_good_deepspeed_files() -> None:
         ({**AUTO, "optimizer": optimizer}, {}, {}),
         ({**AUTO, "zero_optimization": {"stage": 3}}, {"use_peft": True}, {}),
         ({**AUTO, "train_batch_size": 64}, {}, {"gpus": 8, "per_device": 4, "accumulation": 2}),
-    ]  # fmt: skip
+    ]
     for file, args, known in good:
         assert told("trl-sft", args, deepspeed=file, **known) == []
 

@@ -80,7 +80,7 @@ def test_the_same_output_is_another_attempt_of_the_newest_run(root: Path, tmp_pa
 @pytest.mark.parametrize(
     ("name", "shown"),
     [("../../etc", "..-..-etc"), ("a b\n'c'", "a-b-c"), ("ü", "run"), (TOKEN, "redacted")],
-)  # fmt: skip
+)
 def test_any_name_makes_a_folder_below_the_root(root: Path, name: str, shown: str) -> None:
     folder, _ = rundir.choose("dpo", name, None, root)
     assert folder.path.parent == root
@@ -309,6 +309,6 @@ def test_an_attempt_of_an_earlier_version_finds_launchs_own_files(name: str) -> 
     argv = ("python", f"/opt/launch/launcher/{name}", "/mine/launcher/probe.pyx", "--x", "1")
     waiting = Attempt(
         number=1, argv=argv, env={}, environ={}, cwd="/", stage="sft", backend="trl", title="x"
-    )  # fmt: skip
+    )
     command = waiting.command({})
     assert Path(command.argv[1]).is_file() and command.argv[2:] == argv[2:]

@@ -132,7 +132,7 @@ def test_options() -> None:
         ({"hold": "yes"}, "bad-slurm-option", None),
         ("gpu", "bad-slurm", "slurm: {"),
     ],
-)  # fmt: skip
+)
 def test_options_that_cannot_be(given: Any, code: str, help: str | None) -> None:
     options, findings = sbatch.read(given, complain)
     assert options == {}

@@ -21,9 +21,7 @@ BESIDE = {
 }  # fmt: skip
 WORDS = ["sft", "configs/tulu/sft.yaml", "--gpus", "8", "--nodes", "2"]
 TOKEN = "hf_abcdefghijklmnopqrst"
-NASTY = [
-    "it's \"x\"\n- x: y #", "$(touch pwned)`touch pwned`; touch pwned", "a\\b ü\U0001f600", "",
-]  # fmt: skip
+NASTY = ['it\'s "x"\n- x: y #', "$(touch pwned)`touch pwned`; touch pwned", "a\\b ü\U0001f600", ""]
 
 
 def complain(code: str, key: str, message: str, help: str | None) -> Finding:
@@ -131,7 +129,7 @@ def test_gpus_without_a_name_are_asked_for() -> None:
         ({"run": "x"}, "run", "command of this stage"),
         ({"accelerator": "H100:8"}, "accelerator", "--gpus"),
     ],
-)  # fmt: skip
+)
 def test_settings_that_cannot_be(given: Any, key: str, help: str | None) -> None:
     _, findings = skypilot.read(given, complain)
     assert [(finding.code, finding.key) for finding in findings] == [("bad-skypilot", key)]

@@ -190,9 +190,7 @@ def test_what_nothing_reads_stays_where_another_key_needs_it(write: Write) -> No
 
 
 def test_changes_name_the_lines_of_the_file_as_it_was(write: Write) -> None:
-    text = SFT + DATA + (
-        "  use_flash_attn: true\n  seed: 1\n  chat_template: a\n  max_length: 7\n"
-    )  # fmt: skip
+    text = SFT + DATA + ("  use_flash_attn: true\n  seed: 1\n  chat_template: a\n  max_length: 7\n")
     assert told(mended(write, text)) == [
         "line 5: `use_flash_attn: true` deleted: removed upstream by #1567 (9e8e2187c): attention is "
         "detected from what is installed",
@@ -292,7 +290,7 @@ SHAPED = {
         "!!str chat_template: a\nseed: 1\n",
         "!!str chat_template_name: a\nseed: 1\n",
     ),
-}  # fmt: skip
+}
 
 
 def test_forms_of_yaml(write: Write) -> None:

@@ -289,7 +289,7 @@ def test_liger_is_unproven_where_a_rank_left_no_record(run: Run) -> None:
         ("reference_cache", (STALE,), "any", ("stale", True)),
         ("memory", (error("OutOfMemoryError"), {"event": "end", "exit": 1}), None, ("oom", False)),
     ],
-)  # fmt: skip
+)
 def test_a_point_by_the_probe(
     run: Run, name: str, events: Sequence[dict[str, Any]], want: str | None,
     answer: tuple[str, bool | None],

@@ -17,13 +17,13 @@ from conftest import PATIENCE_S, REPOSITORY, Write
 from experiment import Here, started
 from fake_world import World, needs_trl, until
 
-from launcher.config import durations  # fmt: skip
+from launcher.config import durations
 from launcher.errors import InvalidConfig, NotReady, UsageError
 from launcher.lifecycle.prepare import Request
 from launcher.machine.git import Repository
-from launcher.runs import rundir  # fmt: skip
-from launcher.upstream import locate  # fmt: skip
-from launcher.workflows.bench import bench, comparison, measure, variants, worktrees  # fmt: skip
+from launcher.runs import rundir
+from launcher.upstream import locate
+from launcher.workflows.bench import bench, comparison, measure, variants, worktrees
 from launcher.workflows.bench.comparison import SPEED, Sample, Step, compare
 from launcher.workflows.bench.variants import Variant
 
@@ -137,7 +137,7 @@ def test_the_fastest_that_trains_the_same_is_recommended() -> None:
         ((100, 100.1, 100.2), (102, 102.1, 102.2), "faster", ""),
         ((100, 101, 102), (101.5, 120, 121), "no difference", "chance alone does in 10% of cases"),
     ],
-)  # fmt: skip
+)
 def test_faster_is_what_chance_rarely_does(
     base: tuple[float, ...], speeds: tuple[float, ...], standing: str, why: str
 ) -> None:

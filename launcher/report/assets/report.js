@@ -400,3 +400,6 @@ document.querySelectorAll("button[data-copy]").forEach((button) => {
     catch { getSelection().selectAllChildren(document.getElementById(button.dataset.copy)); }
   });
 });
+
+// What a log ends with is what one looks for.
+document.querySelectorAll(".banner pre").forEach((pre) => { pre.scrollTop = pre.scrollHeight; });

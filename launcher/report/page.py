@@ -20,7 +20,7 @@ from launcher.errors import not_ready
 from launcher.plan.plan import titled
 from launcher.report import charts, sections, series
 from launcher.report.charts import Entry
-from launcher.report.html import Html, cell, details, figure, join, number_cell, table, tag, text
+from launcher.report.html import Html, details, figure, join, number_cell, table, tag, text
 from launcher.report.series import Run
 from launcher.runs import rundir
 from launcher.runs.record import mapping
@@ -72,8 +72,8 @@ def overlay(runs: Sequence[Run], lead: Lead | None = None) -> str:
         body = {"verdict": body["verdict"], **body}
     parts = [
         _head(lead, entries, [key for key, section in body.items() if section]),
-        *(_banner(entry, several=len(runs) > 1) for entry in entries),
         _lead(lead),
+        *(_banner(entry, several=len(runs) > 1) for entry in entries),
         _overview(entries),
         tag("main", join(body.values())),
     ]
@@ -177,13 +177,22 @@ def _lead(lead: Lead) -> Html:
         columns = list(rows[0]) if rows else []
         body = [[_lead_cell(row.get(name)) for name in columns] for row in rows]
         parts.append(table(columns, body, "lead"))
-    return tag("section", join(parts), aria_label="result") if parts else Html("")
+    return tag("section", join(parts), class_="result", aria_label="result") if parts else Html("")
+
+
+_COLOURS = {
+    **dict.fromkeys(("go", "green", "passed", "skipped"), "pass"),
+    **dict.fromkeys(("no-go", "red", "failed", "refused"), "fail"),
+    "yellow": "unproven",
+}
+"""The class of a word that judges."""
 
 
 def _lead_cell(value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return cell("–" if value is None else value)
-    return figure(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return figure(value)
+    shown = "–" if value is None else str(value)
+    return tag("td", shown, class_=_COLOURS.get(shown, ""))
 
 
 def _overview(entries: Sequence[Entry]) -> Html:

@@ -216,13 +216,13 @@ def _point(name: str, want: str | None, seen: Observation) -> Point:
     reason, help = seen.reason, seen.help
     absent = seen.detail.get("missing_ranks")
     if want == NOT_SHOWN:
-        reason, help = "what was asked for is not known: its record is missing", None
+        reason, help = "what was requested is unknown: its record is missing", None
     elif reason is None and seen.state == "unknown":
-        reason = "neither the probe's records nor the log show it"
+        reason = "no record of it, neither by the probe nor in the log"
     elif reason is None and isinstance(absent, list):
         ranks = ", ".join(map(str, absent[:8])) + (", …" if absent[8:] else "")
-        reason = f"nothing is known of rank {ranks}"
-        help = "a record that is cut off or missing is no proof: look at `probe/`, and at the disk"
+        reason = f"no record of rank {ranks}"
+        help = "its file in `probe/` is missing or cut off: check that folder, and the disk"
     why = {key: text for key, text in (("reason", reason), ("help", help)) if text is not None}
     return Point(
         name=name,

@@ -21,8 +21,8 @@ HELP: Mapping[str, str] = {
     "oom_host": "host memory ran out: fewer dataset or dataloader workers, no offloading, or a "
     "machine with more memory",
     "refused": "the trainer's parser refused the arguments: `launch validate-config` names them",
-    "gpu_fault": "a GPU is at fault (ECC, or lost from the bus): run again without that GPU or node, and "
-    "have it looked at; `nvidia-smi -q -d ECC` and `dmesg` name it",
+    "gpu_fault": "a GPU is faulty (ECC, or lost from the bus): run again without that GPU or node, and "
+    "have it checked; `nvidia-smi -q -d ECC` and `dmesg` name it",
     "device_assert": "an index was out of range on the GPU, most often a token that the embedding has no row "
     "for, or a label: CUDA_LAUNCH_BLOCKING=1 shows where",
     "illegal_access": "a GPU kernel read or wrote where it must not: CUDA_LAUNCH_BLOCKING=1 shows where; "
@@ -70,18 +70,18 @@ HELP: Mapping[str, str] = {
     "node_failure": "a node of the job failed: the same command goes on from the last checkpoint, elsewhere",
     "hangup": "the terminal or the connection that it was started from was closed: start it with --detach, "
     "or under tmux, nohup or a scheduler",
-    "violation": "the run was not what the stage file asks for, and stopped itself: the point that failed "
-    "says why; `expect: {POINT: any}` switches a point off, `on_violation: warn` goes on",
-    "hang": "nothing moved any more: `probe/rank-N.stacks.txt` of the run shows where each rank stood",
+    "violation": "the run violated `expect:` and was stopped: the failed point says why; "
+    "`expect: {POINT: any}` accepts anything, `on_violation: warn` only warns",
+    "hang": "training made no progress: `probe/rank-N.stacks.txt` of the run shows where each rank was",
     "nccl_error": "NCCL could not set up or lost a connection: NCCL_DEBUG=INFO says why; with no socket "
     "interface found, set NCCL_SOCKET_IFNAME. The first error of another rank may be the cause",
     "killed": "killed from outside, most often because host memory ran out: see `dmesg` or the scheduler",
     "ended_early": "training ended without an error, before the announced last step",
     "no_save": "training ended without an error, but no final save was seen",
-    "no_steps": "the command ended without an error, but no optimizer step was seen: neither the probe nor "
-    "the log tells of one",
-    "fewer_steps": "training ended without an error after fewer steps than were planned, and nothing says "
-    "how many there were to be: the console log is not whole, or its bar was switched off (`disable_tqdm`)",
+    "no_steps": "the command ended without an error, but no optimizer step was recorded, neither by the probe nor "
+    "in the log",
+    "fewer_steps": "training ended without an error after fewer steps than planned, and the log does not say "
+    "how many there should be: it is incomplete, or its progress bar is off (`disable_tqdm`)",
 }
 
 _STOPS = {Signals.SIGINT, Signals.SIGTERM}

@@ -22,7 +22,7 @@ _WHOLE_RUN = ("liger", "packing", "attention", "batch", "gradients", "inputs")
 """What a run is asked for in each of its steps, whichever attempt made them."""
 
 _LOST_HELP = (
-    "no process of it is left, and none recorded an end: the machine went down, or all were killed"
+    "no process of it is left and none recorded an end: the machine went down, or all were killed"
 )
 
 
@@ -142,7 +142,7 @@ def _with_whole_model(verdict: Verdict, output: object) -> Verdict:
             detail = {
                 "reason": f"the saved model is not whole: {fault}",
                 "help": f"{folder} cannot be loaded: save it again from a checkpoint (the same command "
-                "goes on from the last one that is whole), and look at the disk",
+                "continues from the last complete one), and check the disk",
             }
             ok = verdict.point("finish").ok
             return verdict.amended("finish", detail, ok=None if ok else ok)
@@ -165,7 +165,7 @@ def _beside_plan(verdict: Verdict, manifest: Record) -> Verdict:
     if verdict.point("memory").state == "oom":
         largest = sorted(planned.items(), key=lambda one: -one[1])
         shares = ", ".join(f"{k} {v:.1f}" for k, v in largest if k != "peak" and v >= 0.05)
-        detail["reason"] = f"the plan said {planned['peak']:.1f} GiB a GPU: {shares}"
+        detail["reason"] = f"planned: {planned['peak']:.1f} GiB a GPU: {shares}"
     return verdict.amended("memory", detail)
 
 

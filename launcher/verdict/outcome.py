@@ -50,7 +50,7 @@ _NOT_FINITE = re.compile(
 )
 
 _CORRUPT_HELP = (
-    "the optimizer did not get the gradients of the batch: what was trained since is worthless. "
+    "the optimizer did not use the gradients of the batch: nothing trained since then can be used. "
     "DeepSpeed 0.18.5 to 0.18.9 does this under ZeRO 1 and 2 with `overlap_comm: true`: install a later "
     "release or set `overlap_comm: false`; docs/gradients.md has other causes"
 )
@@ -73,11 +73,11 @@ _EVALUATED_HELP = (
     "so do weights that are broken: evaluate the saved model on its own"
 )
 _NOT_FINITE_HELP = (
-    "a lower learning rate or a longer warm-up; look at the rows of that step, and where a checkpoint from "
-    "before it lies"
+    "lower the learning rate or lengthen the warm-up; check the rows of that step; resume from a checkpoint "
+    "before it"
 )
 _ZERO_HELP = (
-    "no token has a label then: look at the chat template and at the maximal length, which may cut off every "
+    "no token has a label then: check the chat template, and the maximal length, which may cut off every "
     "answer"
 )
 _STILL_HELP = (
@@ -90,8 +90,8 @@ _MOVED_HELP = (
 _RESUME_HELP = (
     "the checkpoint may not hold what was trained: take an older one, or start over with --fresh"
 )
-_MODEL_HELP = "no file of it can be trusted: save it again from a checkpoint, or train again"
-_INPUTS_HELP = "train again on files that nobody writes to meanwhile"
+_MODEL_HELP = "its files cannot be trusted: save it again from a checkpoint, or train again"
+_INPUTS_HELP = "train again on files that nothing writes to meanwhile"
 
 
 # -- the loss
@@ -107,8 +107,8 @@ def _loss(evidence: Evidence, _want: str | None) -> Observation:
         return Observation(
             state="nonfinite",
             detail={"first_step": before[0], "nonfinite": len(before), "rank": None},
-            reason=f"step {before[0]} was not finite in an earlier attempt, and this one went on from "
-            "weights that had been through it",
+            reason=f"step {before[0]} was not finite in an earlier attempt, and this one continued from "
+            "the weights after it",
             help=_NOT_FINITE_HELP,
         )
     if bad:
@@ -148,7 +148,7 @@ def _loss(evidence: Evidence, _want: str | None) -> Observation:
             state="none_logged",
             proved=False,
             detail=detail,
-            reason="nothing tells of a loss: the probe saw no step, and the log has none",
+            reason="no loss was recorded: training never reached step 1",
             help="`logging_steps: 1` logs every step",
         )
     if (doubt := _loss_doubt(evidence)) is not None:
@@ -373,7 +373,7 @@ def _trend(evidence: Evidence, want: str | None) -> Observation:
     finite = [loss for loss in whole_losses(evidence) if math.isfinite(loss)]
     detail: dict[str, object] = {"losses": len(finite)}
     if len(finite) < TREND_LOSSES:
-        reason = f"{len(finite)} losses were seen, {TREND_LOSSES} are needed"
+        reason = f"{len(finite)} losses were recorded, {TREND_LOSSES} are needed"
         return Observation(state="too_short", proved=False, detail=detail, reason=reason)
     change, z = trend(finite)
     detail |= {"change": round(change, 4), "z": round(z, 2)}

@@ -21,27 +21,26 @@ OPERATIONS = ("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy", "prefe
 FUSED = ("fused_linear_cross_entropy", "cross_entropy")
 FIRST_LOSS = 0.01  # more than rounding moves DPO's first loss by
 _LEAKING_HELP = (
-    "packed samples see each other: take an attention that keeps them apart (flash-attn), or "
-    "`packing: false`; TRL's `packing_strategy: wrapped` never does. open-instruct's DPO on SDPA: "
-    "transformers keeps no samples apart beside a cache, which "
-    "`additional_model_arguments: {use_cache: false}` switches off"
+    "packed samples attend to each other: use an attention that separates them (flash-attn) or set "
+    "`packing: false`; TRL's `packing_strategy: wrapped` never separates them. In open-instruct's DPO on "
+    "SDPA, transformers does not separate samples while it uses a cache: switch that off with "
+    "`additional_model_arguments: {use_cache: false}`"
 )
 _STALE_HELP = (
-    "the cached log-probs are not those of the model that training starts from, or were computed "
-    "under another attention mask: remove the file, or give a fresh REFERENCE_LOGPROBS_CACHE_PATH"
+    "the cached log-probabilities belong to another model than the one that training starts from, or to "
+    "another attention mask: remove the file, or set REFERENCE_LOGPROBS_CACHE_PATH to a new folder"
 )
 _STALE = re.compile(r"reference_cache expected .*, seen stale: ")
 _NOT_PACKED_HELP = (
-    "open-instruct's SFT packs the rows of one micro-batch, so that one row has none beside it; in rows made "
-    "beforehand one that is as long as the limit leaves no room: look at the batch, and at the row lengths; "
-    "`launch explain packing CONFIG` says who reads it"
+    "open-instruct's SFT packs the rows of one micro-batch: a single row has nothing to be packed with. In "
+    "data packed beforehand, a row of the maximal length leaves no room. Check the batch and the row lengths; "
+    "`launch explain packing CONFIG` says what reads the argument"
 )
 _BATCH_HELP = (
-    "see what started the processes (an accelerate config, a scheduler's task count, the GPUs that could be "
-    "seen) and what set the batch anew (a DeepSpeed file, `auto_find_batch_size`); `expect: {batch: any}` "
-    "takes it so"
+    "check what started the processes (an accelerate config, a scheduler's task count, the visible GPUs) and "
+    "what changed the batch (a DeepSpeed file, `auto_find_batch_size`); `expect: {batch: any}` accepts it"
 )
-_LIGER_LOGGED = "the log says {}: that its kernels run, only the probe can count"
+_LIGER_LOGGED = "the log only says {}; only the probe can count calls of the kernels"
 
 
 class Citable(Protocol):
@@ -101,10 +100,10 @@ def _liger_counted(
             state="not_engaged",
             cites=(*cites, *patches),
             detail={**detail, "uncalled": uncalled},
-            reason=f"`{', '.join(uncalled)}` was patched in and never called in {evidence.last_step} steps: "
-            "the logits are whole",
-            help="the model does not take its loss from Liger's forward: see whether Liger knows the "
-            "model type, and who computes the loss; `expect: {liger: any}` takes it so",
+            reason=f"`{', '.join(uncalled)}` was patched in but never called in {evidence.last_step} steps: "
+            "the full logits are computed",
+            help="the loss does not come from Liger's forward: check that Liger supports the model type, "
+            "and what computes the loss; `expect: {liger: any}` accepts it",
         )
     if not idle:
         called = ", ".join(op for op in names if any(counts.get(op) for counts in calls.values()))
@@ -125,10 +124,10 @@ def _liger_counted(
         state="not_engaged",
         cites=(*cites, *steps),
         detail=detail,
-        reason=f"no kernel of Liger's was called{where} in {evidence.last_step} steps, {patched}",
-        help="the class that trains is another than the patched one"
+        reason=f"no Liger kernel was called{where} in {evidence.last_step} steps, {patched}",
+        help="the model class that trains is not the one that was patched"
         if patches
-        else "see whether liger-kernel is installed (`launch doctor`) and knows the model type",
+        else "check that liger-kernel is installed (`launch doctor`) and supports the model type",
     )
 
 
@@ -171,7 +170,7 @@ def _liger_logged(evidence: Evidence, want: str | None) -> Observation:
     if refused:
         return Observation(state="not_engaged", cites=cites, reason=refused[0].text)
     if attempted:
-        reason = _LIGER_LOGGED.format("only that it tries")
+        reason = _LIGER_LOGGED.format("that it is tried")
         return Observation(state="attempted", proved=want == "off", cites=cites, reason=reason)
     # Training began and the attempt, logged right before it, is not there. That it was never made is
     # proved where the arguments or the script rule it out (use_qlora wins over use_liger_kernel, and
@@ -199,7 +198,7 @@ def _packing(evidence: Evidence, want: str | None) -> Observation:
         where = f" of rank {', '.join(idle)}" if idle else ""
         reason, help = f"no batch{where} held two samples in one row", _NOT_PACKED_HELP
     elif want == "off" and seen.state in ("on", "isolated"):
-        reason = "several samples stand in one row"
+        reason = "several samples share one row"
         help = "write `packing: false`, or `expect: {packing: isolated}`"
     elif want == "isolated" and seen.state == "on" and "missing_ranks" not in seen.detail:
         why = "was not tested" if evidence.probe else "cannot be shown by a log alone"
@@ -276,7 +275,7 @@ def _attention(evidence: Evidence, want: str | None) -> Observation:
         cites=[event for event in events if event.text("attention") == state],
         detail=detail,
         reason=f"the loaded model has {state}{where}" if proved else None,
-        help=f"see whether `{want}` can be had there (`launch doctor`), and what asks for it"
+        help=f"check that `{want}` is installed (`launch doctor`), and what requests another"
         if proved
         else None,
     )
@@ -295,7 +294,7 @@ def _attention_logged(evidence: Evidence, want: str | None) -> Observation:
         proved=want is not None and ATTENTION.get(want, want) != state,
         cites=detected,
         detail={"announced": word},
-        reason=f"the log announces {word}, and a log alone proves no more",
+        reason=f"the log announces {word}; only the probe can prove it",
     )
 
 
@@ -437,10 +436,10 @@ def _fields(event: Event) -> dict[str, object]:
 def _with_reason(seen: Observation, want: str | None) -> Observation:
     path = f": {seen.detail['path']}" if seen.detail.get("path") else ""
     if want == "hit" and seen.state == "miss":
-        help = "`launch cache why RUN` says what differs from what is there"
-        return replace(seen, reason=f"it was not there, and was made anew{path}", help=help)
+        help = "`launch cache why RUN` says what differs from the nearest one"
+        return replace(seen, reason=f"not found, so it was computed{path}", help=help)
     if want == "miss" and seen.state == "hit":
-        return replace(seen, reason=f"it was there already{path}")
+        return replace(seen, reason=f"it was found{path}")
     return seen
 
 

@@ -78,8 +78,8 @@ HELP: Mapping[str, str] = {
     "killed": "killed from outside, most often because host memory ran out: see `dmesg` or the scheduler",
     "ended_early": "training ended without an error, before the announced last step",
     "no_save": "training ended without an error, but no final save was seen",
-    "no_steps": "the command ended without an error, but no optimizer step was recorded, neither by the probe nor "
-    "in the log",
+    "no_steps": "the command ended without an error, but neither the probe nor the log recorded an optimizer "
+    "step",
     "fewer_steps": "training ended without an error after fewer steps than planned, and the log does not say "
     "how many there should be: it is incomplete, or its progress bar is off (`disable_tqdm`)",
 }

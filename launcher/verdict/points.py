@@ -33,7 +33,7 @@ _STALE_HELP = (
 _STALE = re.compile(r"reference_cache expected .*, seen stale: ")
 _NOT_PACKED_HELP = (
     "open-instruct's SFT packs the rows of one micro-batch: a single row has nothing to be packed with. In "
-    "data packed beforehand, a row of the maximal length leaves no room. Check the batch and the row lengths; "
+    "data packed beforehand, a row of the maximal length leaves no room. Check the batch and row lengths; "
     "`launch explain packing CONFIG` says what reads the argument"
 )
 _BATCH_HELP = (

@@ -609,5 +609,5 @@ def test_out_of_memory_is_explained_by_the_plan(prepared: Prepared, tmp_path: Pa
     folder.console(1).write_text(OOM)
     point = start.finish(folder).point("memory")
     assert point.state == "oom"
-    assert str(point.detail["reason"]).startswith("the plan said 85")
+    assert str(point.detail["reason"]).startswith("planned: 85")
     assert "optimizer" in str(point.detail["reason"]) and point.detail["help"]

@@ -17,6 +17,7 @@ import typer
 
 from launcher import __version__
 from launcher.cli.commands import app
+from launcher.cli.help import overrides
 from launcher.cli.options import Findings, answer
 from launcher.errors import DISK_FULL, Exit, LaunchError, not_ready, unreadable, usage
 
@@ -80,13 +81,15 @@ def _answered(arguments: list[str]) -> None:
         from launcher.redaction import redact
 
         # typer repeats the word that it does not understand, and that may be a token
-        message = redact(folded(error.format_message()))
+        instead = overrides(arguments, error.ctx.command) if error.ctx else []
+        help = f"write {redact(folded(' '.join(instead)))}" if instead else None
+        message = redact(folded(error.message if instead else error.format_message()))
         if _form(arguments) != "json":
-            error.format_message = lambda: message
+            error.format_message = lambda: f"{message}\n  help: {help}" if help else message
             error.show()
             sys.exit(error.exit_code)
         where = error.ctx.command_path if error.ctx else "launch"
-        raise usage("bad-command-line", message, f"{where} -h") from None
+        raise usage("bad-command-line", message, help or f"{where} -h") from None
     sys.exit(code)
 
 

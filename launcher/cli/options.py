@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 import typer
 from typer import Argument, Option
-from typer.core import TyperGroup
 
 from launcher import __version__
+from launcher.cli import help
 from launcher.errors import Exit, Finding, UsageError, usage
 
 if TYPE_CHECKING:
@@ -21,31 +21,14 @@ if TYPE_CHECKING:
     from launcher.runs.rundir import RunFolder
     from launcher.upstream.locate import Locator
 
-LISTED = (
-    "sft", "dpo", "validate-config", "rehearse", "plan", "prepare", "ladder", "pipeline", "bench", "tune",
-    "runs",
-    "attach", "logs", "stop", "check", "report", "doctor", "explain", "schema", "pin", "cache", "exec",
-)  # fmt: skip
-"""The commands in the order in which one meets them; whatever is not named here comes last."""
-
-
-class Listed(TyperGroup):
-    """The commands as `launch --help` lists them."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Their names in the order of `LISTED`."""
-        place = {name: nth for nth, name in enumerate(LISTED)}
-        return sorted(super().list_commands(ctx), key=lambda name: place.get(name, len(place)))
-
-
-app = typer.Typer(
-    cls=Listed,
+app = help.App(
+    cls=help.Group,
     add_completion=True,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Start SFT and DPO stages from YAML, and prove afterwards that what was asked for is what ran.",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="Run SFT and DPO stages from YAML files, and prove that what ran is what was asked for.",
 )
 
 
@@ -61,10 +44,14 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _launch(
     version: bool = Option(
-        False, "--version", is_eager=True, callback=_version, help="which launch, which pins"
+        False,
+        "--version",
+        is_eager=True,
+        callback=_version,
+        help="Show the versions of launch and of the pinned trainers and exit.",
     ),
 ) -> None:
-    """What comes before a command."""
+    """The options of `launch` itself."""
 
 
 Format = Literal["text", "json"]
@@ -72,17 +59,30 @@ Findings = Literal["text", "json", "github"]
 """How to answer where findings are all that there is to say."""
 
 # What several commands have: `Shared` holds those from which a request is made.
-FORMAT = Option("text", "--format", help="json for machines")
-RUN = Argument(..., metavar="RUN", help="a run, a unique prefix of its name, or `last`")
-LAST_RUN = Argument("last", metavar="RUN", help="a run, a unique prefix of its name, or `last`")
-OVERRIDES = Argument(None, metavar="[KEY=VALUE]...", show_default=False)
-STAGE_FILE = Argument(None, metavar="CONFIG", help="the stage file", show_default=False)
-NODE_RANK = Option(None, "--node-rank", min=0, help="which of several machines this is, from 0")
-MAIN_ADDRESS = Option(
-    None, "--main-address", metavar="HOST[:PORT]", help="the first of several machines"
+FORMAT = Option("text", "--format", help="print text, or one JSON object")
+RUN = Argument(..., metavar="RUN", help="a run, the beginning of its name, or `last`")
+LAST_RUN = Argument("last", metavar="RUN", help="a run, the beginning of its name, or `last`")
+OVERRIDES = Argument(
+    None,
+    metavar="[KEY=VALUE]...",
+    show_default=False,
+    help="replace an argument or an option of the file: learning_rate=1e-5 batch.global=64",
 )
-CPU = Option(False, "--cpu", help="only to try it: without a GPU")
-GPU_MEMORY = Option(None, "--gpu-memory", metavar="GIB", help="default: of the GPUs here")
+STAGE_FILE = Argument(None, metavar="CONFIG", help="the stage file", show_default=False)
+NODE_RANK = Option(
+    None, "--node-rank", metavar="N", min=0, help="number of this machine among several, from 0"
+)
+MAIN_ADDRESS = Option(
+    None, "--main-address", metavar="HOST[:PORT]", help="address of machine 0 of several"
+)
+CPU = Option(False, "--cpu", help="run on the CPU, to try the command out")
+GPU_MEMORY = Option(
+    None,
+    "--gpu-memory",
+    metavar="GIB",
+    help="memory of one GPU",
+    show_default="that of the GPUs here",
+)
 UNPROVEN = Option(False, "--allow-unproven", help="treat an unproven verdict as success")
 
 
@@ -93,36 +93,69 @@ class Shared:
     config: Path = Argument(..., metavar="CONFIG", help="the stage file", show_default=False)
     overrides: list[str] | None = OVERRIDES
     stage: Literal["sft", "dpo"] | None = Option(
-        None, "--stage", help="where the file does not say"
+        None, "--stage", help="training stage", show_default="as the file says"
     )
     backend: Literal["open_instruct", "trl"] | None = Option(
-        None, "--backend", help="where no file says"
+        None, "--backend", help="trainer", show_default="as the file says, else open_instruct"
     )
-    gpus: int | None = Option(None, "--gpus", min=0, help="GPUs on this machine; 0 is the CPU")
-    nodes: int = Option(1, "--nodes", min=1, help="machines")
+    gpus: int | None = Option(
+        None,
+        "--gpus",
+        metavar="N",
+        min=0,
+        help="GPUs on each machine; 0 trains on the CPU",
+        show_default="num_gpus of the file",
+    )
+    nodes: int = Option(1, "--nodes", metavar="N", min=1, help="number of machines")
     devices: str | None = Option(
-        None, "--devices", metavar="2,3", help="these GPUs; default: free ones, as many as --gpus"
+        None,
+        "--devices",
+        metavar="2,3",
+        help="use these GPUs",
+        show_default="free ones, as many as --gpus",
     )
-    dry_run: bool = Option(False, "--dry-run", help="print the plan and the command, start nothing")
-    price: float | None = Option(None, "--price", help="price per GPU-hour")
-    rows: int | None = Option(None, "--rows", min=1, help="rows of the whole data set")
-    row_tokens: str | None = Option(None, "--row-tokens", metavar="MEAN:MAX", help="tokens a row")
-    python: Path | None = Option(None, "--python", help="the trainer's Python")
-    open_instruct: Path | None = Option(None, "--open-instruct", help="the open-instruct checkout")
+    dry_run: bool = Option(False, "--dry-run", help="print the plan and the command; start nothing")
+    price: float | None = Option(None, "--price", metavar="X", help="price per GPU-hour")
+    rows: int | None = Option(
+        None, "--rows", metavar="N", min=1, help="rows of the data set", show_default="counted"
+    )
+    row_tokens: str | None = Option(
+        None, "--row-tokens", metavar="MEAN:MAX", help="tokens per row, mean and longest"
+    )
+    python: Path | None = Option(
+        None,
+        "--python",
+        metavar="PATH",
+        help="Python with the trainer's packages",
+        show_default="LAUNCH_PYTHON, .venv of the checkout, this one",
+    )
+    open_instruct: Path | None = Option(
+        None,
+        "--open-instruct",
+        metavar="DIR",
+        help="checkout of open-instruct",
+        show_default="LAUNCH_OPEN_INSTRUCT, external/, ~/",
+    )
     allow_unpinned: bool = Option(
-        False, "--allow-unpinned", help="go on at another commit than the pin"
+        False, "--allow-unpinned", help="accept a checkout at another commit than the pin"
     )
     allow_unproven: bool = UNPROVEN
-    strict: bool = Option(False, "--strict", help="warnings stop too")
+    strict: bool = Option(False, "--strict", help="treat warnings as errors")
     no_probe: bool = Option(
-        False, "--no-probe", help="upstream's script alone: nothing is counted or enforced"
+        False, "--no-probe", help="start the training script alone: nothing is measured or enforced"
     )
     rehearse: bool | None = Option(
-        None, "--rehearse/--no-rehearse", help="two steps of the script on the CPU first, or not"
+        None,
+        "--rehearse/--no-rehearse",
+        help="run two steps on the CPU with a tiny model first",
+        show_default="as the file says",
     )
-    fresh: bool = Option(False, "--fresh", help="start over, into a folder beside what is there")
+    fresh: bool = Option(False, "--fresh", help="start over in a new folder (NAME-2)")
     allow_changed_resume: list[str] | None = Option(
-        None, "--allow-changed-resume", metavar="NAME", help="go on although NAME is not as it was"
+        None,
+        "--allow-changed-resume",
+        metavar="NAME",
+        help="continue although NAME has changed (repeatable)",
     )
     format: Format = FORMAT
 

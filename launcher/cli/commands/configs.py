@@ -25,7 +25,7 @@ VALIDATED_FOR = 8
 pins = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="What the open-instruct checkout is, and what another commit would change.",
+    help="Show the pinned checkout, and what another commit changes.",
 )
 app.add_typer(pins, name="pin")
 
@@ -36,13 +36,20 @@ app.add_typer(pins, name="pin")
 @takes("stage", "python", *SOURCE, "strict")
 def validate_config(
     shared: Shared,
-    paths: list[Path] = Argument(..., help="stage files, or folders of them", show_default=False),
-    fix: bool = Option(False, "--fix", help="rewrite what is mechanical, keep comments"),
-    diff: bool = Option(False, "--diff", help="show what --fix would rewrite, write nothing"),
-    deep: bool = Option(False, "--deep", help="ask the trainer too: rehearse each stage file"),
-    format: Findings = Option("text", "--format", help="json for machines, annotations for github"),
+    paths: list[Path] = Argument(
+        ..., metavar="PATH...", help="stage files, or folders of them", show_default=False
+    ),
+    fix: bool = Option(False, "--fix", help="apply the mechanical fixes; comments are kept"),
+    diff: bool = Option(False, "--diff", help="show what --fix would change; write nothing"),
+    deep: bool = Option(False, "--deep", help="rehearse each stage file too"),
+    format: Findings = Option(
+        "text", "--format", help="print text, one JSON object, or annotations for GitHub"
+    ),
 ) -> Exit:
-    """Say everything that upstream would refuse, ignore or misread; no GPU, no packages needed."""
+    """Report everything that the trainer would refuse or ignore.
+
+    All mistakes at once, with file and line. Needs no GPU, no checkout and no packages of the trainer.
+    """
     locator, stage = shared.locator, shared.stage
     paths = [file for path in paths for file in files_of(path)]
     mended: dict[Path, Fix] = {}
@@ -177,7 +184,7 @@ def explain(
     ),
     overrides: list[str] | None = OVERRIDES,
 ) -> Exit:
-    """Explain an argument: meaning, type, default, value here, history."""
+    """Explain an argument: meaning, default, value here, history."""
     from launcher.config import load
     from launcher.stage import explain
 
@@ -200,10 +207,10 @@ def explain(
 def schema(
     shared: Shared,
     json_schema: bool = Option(
-        False, "--json-schema", help="for editors: completion, hover, red underlines"
+        False, "--json-schema", help="print the JSON Schema of stage files, for editors"
     ),
 ) -> Exit:
-    """List every argument of a stage, or print the JSON Schema of stage files."""
+    """List the arguments of a stage, or print a JSON Schema."""
     from launcher.config import keys
     from launcher.report import console
     from launcher.stage import explain
@@ -239,7 +246,7 @@ def schema(
 @pins.command("status", epilog="Example: launch pin status")
 @takes("open_instruct", "format")
 def pin_status(shared: Shared) -> Exit:
-    """Say which checkout would be used, and whether it is the pinned commit, unedited."""
+    """Show which checkout is used, and whether it is the pinned one."""
     from launcher.pin import pin
 
     status = pin.status(shared.open_instruct, os.environ)
@@ -254,18 +261,24 @@ def pin_diff(
     commits: list[str] = Argument(
         ...,
         metavar="OLD NEW",
-        help="two commits, OLD..NEW, or NEW alone; `pin` is the pinned one",
+        help="two commits, OLD..NEW, or NEW alone; `pin` is the pinned commit",
         show_default=False,
     ),
     configs: list[Path] | None = Option(
         None,
         "--config",
         "-c",
-        help="a stage file, pipeline or folder (several times); none: all fields",
+        help="stage file, pipeline or folder (repeatable)",
+        show_default="all fields",
     ),
-    everything: bool = Option(False, "--all", help="also what does not concern these files"),
+    everything: bool = Option(
+        False, "--all", help="show changes that do not concern these files too"
+    ),
 ) -> Exit:
-    """Show what changes between two commits: arguments, defaults, reads, refusals."""
+    """Show what changes between two commits.
+
+    Arguments, defaults, where they are read, and what the parser refuses.
+    """
     from launcher.pin import difference, pin
     from launcher.report import console
 

@@ -28,22 +28,34 @@ from launcher.errors import Exit, NotReady, errors
 @takes(*REQUEST, "nodes", "price", "rows", "row_tokens")
 def plan(
     shared: Shared,
-    gpus: str = Option("8", "--gpus", metavar="1,2,8", help="counts on each machine"),
-    gpu: str | None = Option(None, "--gpu", help="which one: H100, A100"),
+    gpus: str = Option(
+        "8", "--gpus", metavar="1,2,8", help="GPUs on each machine, one column each"
+    ),
+    gpu: str | None = Option(
+        None,
+        "--gpu",
+        metavar="NAME",
+        help="GPU type: H100, A100",
+        show_default="that of the GPUs here",
+    ),
     gpu_memory: float | None = GPU_MEMORY,
     tokens_per_second: float | None = Option(
-        None, "--tokens-per-second", help="on all GPUs together, as measured"
+        None, "--tokens-per-second", metavar="X", help="measured speed of all GPUs together"
     ),
     attention: str | None = Option(
-        None, "--attention", help="flash_2, flash_3, flash_4, sdpa or eager"
+        None,
+        "--attention",
+        metavar="NAME",
+        help="flash_2, flash_3, flash_4, sdpa or eager",
+        show_default="flash_2",
     ),
-    shape: str | None = Option(None, "--shape", metavar="MODEL", help="as large as this model"),
-    fit: bool = Option(
-        False, "--fit", help="the largest per-device batch that fits, global batch kept"
+    shape: str | None = Option(
+        None, "--shape", metavar="MODEL", help="use this model's size", show_default="the file's"
     ),
-    why: bool = Option(False, "--why", help="every part with its formula"),
+    fit: bool = Option(False, "--fit", help="find the largest per-device batch that fits"),
+    why: bool = Option(False, "--why", help="show every part with its formula"),
 ) -> Exit:
-    """Say what a stage needs on so many GPUs: batch, steps, memory by part, time, cost, disk."""
+    """Predict batch, steps, memory, time and cost on N GPUs."""
     from launcher.lifecycle import forecast
     from launcher.workflows.rehearse import first
 
@@ -67,10 +79,15 @@ def doctor(
     shared: Shared,
     config: Path | None = STAGE_FILE,
     overrides: list[str] | None = OVERRIDES,
-    install: bool = Option(False, "--install", help="print what builds the trainer's environment"),
-    yes: bool = Option(False, "--yes", help="with --install: run it"),
+    install: bool = Option(
+        False, "--install", help="print the commands that build the trainer's environment"
+    ),
+    yes: bool = Option(False, "--yes", help="with --install: run them"),
 ) -> Exit:
-    """Say whether this machine is ready, for a stage file or at all; import what training imports."""
+    """Check whether this machine is ready to train.
+
+    Looks at the packages by importing them, at GPUs, driver, disk and caches.
+    """
     from launcher.lifecycle import readiness
     from launcher.lifecycle.doctor import install as environment
     from launcher.report import console
@@ -97,9 +114,14 @@ def doctor(
 @takes(*REQUEST, "strict")
 def rehearse(
     shared: Shared,
-    again: bool = Option(False, "--again", help="do not reuse the result of the same rehearsal"),
+    again: bool = Option(
+        False, "--again", help="repeat it although the same rehearsal has a result"
+    ),
 ) -> Exit:
-    """Run two steps of the real script on the CPU: a tiny model of the same kind, your first 64 rows."""
+    """Run two steps on the CPU with a tiny model and your data.
+
+    It is the real training script, a model of the same architecture, and the first 64 rows.
+    """
     from launcher.lifecycle import prepare
     from launcher.workflows.rehearse import rehearsal
 
@@ -113,7 +135,7 @@ def rehearse(
 @app.command(epilog="Example: launch prepare configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
 @takes(*REQUEST, "gpus", "nodes", "strict", "rehearse")
 def prepare(shared: Shared) -> Exit:
-    """Download, tokenise and check what a run on --gpus GPUs needs; no GPU is used."""
+    """Download and tokenize what a run needs; uses no GPU."""
     from launcher.report import console
     from launcher.workflows.prefetch import prefetch
 
@@ -139,10 +161,15 @@ def prepare(shared: Shared) -> Exit:
 )
 def ladder(
     shared: Shared,
-    gpus: str = Option("1,2,8", "--gpus", metavar="1,2,8", help="the rungs, in turn; 0 is the CPU"),
-    steps: int = Option(50, "--steps", min=5, help="optimizer steps of each rung"),
+    gpus: str = Option(
+        "1,2,8", "--gpus", metavar="1,2,8", help="numbers of GPUs to try in turn; 0 is the CPU"
+    ),
+    steps: int = Option(50, "--steps", min=5, help="optimizer steps of each run"),
 ) -> Exit:
-    """Try a stage on 1, 2, 8 GPUs, stop at the first red flag, say what the full run takes."""
+    """Try 1, 2, 8 GPUs in short runs; stop at the first red flag.
+
+    Ends with go or no-go, and what the full run takes.
+    """
     from launcher.report import console
     from launcher.workflows.ladder import ladder
 
@@ -180,20 +207,28 @@ def ladder(
 def bench(
     shared: Shared,
     vary: list[str] | None = Option(
-        None, "--vary", metavar="KEY=A,B", help="these values; several times: all combinations"
+        None, "--vary", metavar="KEY=A,B", help="values to compare; repeat for a grid"
     ),
     variant: list[str] | None = Option(
-        None, "--variant", metavar="NAME:KEY=A,KEY=B", help="one setting of several keys"
+        None,
+        "--variant",
+        metavar="NAME:KEY=A,KEY=B",
+        help="one variant that sets several keys (repeatable)",
     ),
-    steps: int = Option(20, "--steps", min=2, help="optimizer steps of a run"),
+    steps: int = Option(20, "--steps", min=2, help="optimizer steps of each run"),
     repeats: int = Option(3, "--repeats", min=1, help="runs of each variant"),
-    timeout: str = Option("30m", "--timeout", metavar="30m", help="of one run, start-up included"),
+    timeout: str = Option(
+        "30m", "--timeout", metavar="30m", help="time limit of one run, start-up included"
+    ),
     asserted: list[str] | None = Option(
-        None, "--assert", metavar="EXPR", help="loss<=1%, tokens_per_second>=1.2 (several times)"
+        None,
+        "--assert",
+        metavar="EXPR",
+        help="fail unless it holds: loss<=1%, tokens_per_second>=1.2 (repeatable)",
     ),
     cpu: bool = CPU,
 ) -> Exit:
-    """Measure settings side by side: speed, memory, waste, and the loss a token."""
+    """Compare settings in short runs: speed, memory and loss."""
     from launcher.config import durations
     from launcher.report import console
     from launcher.workflows.bench import bench, comparison, measure, variants
@@ -225,14 +260,24 @@ def bench(
 @takes(*REQUEST, "gpus", "devices", "row_tokens", "rehearse", "fresh")
 def tune(
     shared: Shared,
-    budget: str = Option("10m", "--budget", metavar="10m", help="all trials together, at most"),
-    steps: int = Option(8, "--steps", min=3, help="optimizer steps of a trial"),
+    budget: str = Option(
+        "10m", "--budget", metavar="10m", help="time limit of all trials together"
+    ),
+    steps: int = Option(8, "--steps", min=3, help="optimizer steps of each trial"),
     cpu: bool = CPU,
     output: Path | None = Option(
-        None, "--output", "-o", help="the stage file; default: beside the trials"
+        None,
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="the stage file to write",
+        show_default="beside the trials",
     ),
 ) -> Exit:
-    """Search the fastest setting at the same global batch and loss; write it as a stage file."""
+    """Search the fastest setting that trains the same.
+
+    Global batch and loss stay; the result is written as a stage file.
+    """
     from launcher.config import durations
     from launcher.workflows.bench import bench, comparison
     from launcher.workflows.tune import tune

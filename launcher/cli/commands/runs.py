@@ -29,15 +29,13 @@ if TYPE_CHECKING:
 
 _IN_WORDS = {"unknown": "unknown here"}
 
-cache = typer.Typer(
-    no_args_is_help=True, help="Which caches there are, why one was hit or missed, and their end."
-)
+cache = typer.Typer(no_args_is_help=True, help="List, explain and clear caches.")
 app.add_typer(cache, name="cache")
 
 
 @app.command(epilog="Example: launch attach last")
 def attach(run: str = LAST_RUN, format: Format = FORMAT) -> Exit:
-    """Show a run that goes on, from anywhere; Ctrl-C leaves it alone."""
+    """Watch a running job; Ctrl-C detaches."""
     from launcher.lifecycle import follow
 
     folder = found_run(run)
@@ -50,11 +48,15 @@ def attach(run: str = LAST_RUN, format: Format = FORMAT) -> Exit:
 @app.command(epilog="Example: launch logs last -f")
 def logs(
     run: str = LAST_RUN,
-    follow: bool = Option(False, "--follow", "-f", help="go on until the end"),
-    lines: int | None = Option(None, "--lines", "-n", min=1, help="only the last so many"),
-    attempt: int | None = Option(None, "--attempt", min=1, help="which one; default: the last"),
+    follow: bool = Option(False, "--follow", "-f", help="follow the log until the run ends"),
+    lines: int | None = Option(
+        None, "--lines", "-n", min=1, metavar="N", help="show only the last N lines"
+    ),
+    attempt: int | None = Option(
+        None, "--attempt", min=1, metavar="N", help="number of the attempt", show_default="the last"
+    ),
 ) -> None:
-    """Print what training wrote, without tokens."""
+    """Print the training log (secrets redacted)."""
     from launcher.lifecycle.follow import print_log
 
     folder = found_run(run)
@@ -75,11 +77,14 @@ def logs(
 def stop(
     run: str = RUN,
     after_checkpoint: bool = Option(
-        False, "--after-checkpoint", help="wait until one more has been saved"
+        False, "--after-checkpoint", help="wait for the next checkpoint first"
     ),
     format: Format = FORMAT,
 ) -> Exit:
-    """Stop a run: INT, TERM, KILL to every process of it; say what that loses."""
+    """Stop a run, and say how much progress that loses.
+
+    Sends INT, then TERM, then KILL to every process of the run.
+    """
     from launcher.lifecycle import stop
     from launcher.report import console, overview
 
@@ -101,7 +106,7 @@ def stop(
 
 @app.command(epilog="Example: launch runs --format json")
 def runs(format: Format = FORMAT) -> Exit:
-    """List every run that is known on this machine."""
+    """List the runs known on this machine."""
     from launcher.report import console, overview
     from launcher.runs import rundir
 
@@ -123,7 +128,7 @@ def check(
     allow_unproven: bool = UNPROVEN,
     format: Format = FORMAT,
 ) -> Exit:
-    """Judge a run of ours, or what a stranger's log alone can prove."""
+    """Check a run, or any training log."""
     from launcher.report import console
     from launcher.verdict import check
 
@@ -183,11 +188,11 @@ def report_command(
         show_default=False,
     ),
     output: Path | None = Option(
-        None, "--output", "-o", help="the HTML file; default: beside the run"
+        None, "--output", "-o", metavar="FILE", help="the HTML file", show_default="beside the run"
     ),
     format: Format = FORMAT,
 ) -> None:
-    """Write one HTML page about runs: curves, verdicts with their evidence, plan, config."""
+    """Write one HTML page: curves, verdicts, plan and config."""
     from launcher.report import console, page, series
 
     runs = series.gather(targets)
@@ -203,7 +208,7 @@ def report_command(
 
 @cache.command("list", epilog="Example: launch cache list --format json")
 def cache_list(format: Format = FORMAT) -> Exit:
-    """List the cache folders that launch has made."""
+    """List the cache folders."""
     from launcher.cache import folders
     from launcher.report import console
 
@@ -217,7 +222,7 @@ def cache_list(format: Format = FORMAT) -> Exit:
 
 @cache.command("why", epilog="Example: launch cache why last")
 def cache_why(run: str = RUN, format: Format = FORMAT) -> Exit:
-    """Say why the caches of a run were hit or missed: what differed from the nearest run before."""
+    """Explain why the caches of a run were hit or missed."""
     from launcher.cache import diagnosis
 
     reasons = diagnosis.why(found_run(run))
@@ -229,12 +234,16 @@ def cache_why(run: str = RUN, format: Format = FORMAT) -> Exit:
     "clear", epilog="Example: launch cache clear --older-than 30d --kind reference --dry-run"
 )
 def cache_clear(
-    older_than: str | None = Option(None, "--older-than", help="not used for 30d, 12h, 2w"),
-    kind: Literal["dataset", "reference"] | None = Option(None, "--kind", help="only these"),
-    dry_run: bool = Option(False, "--dry-run", help="list what would be deleted, delete nothing"),
+    older_than: str | None = Option(
+        None, "--older-than", metavar="AGE", help="only caches not used for 30d, 12h, 2w"
+    ),
+    kind: Literal["dataset", "reference"] | None = Option(
+        None, "--kind", help="only caches of this kind"
+    ),
+    dry_run: bool = Option(False, "--dry-run", help="list what would be deleted; delete nothing"),
     format: Format = FORMAT,
 ) -> Exit:
-    """Remove cache folders that no run uses; never anything else."""
+    """Delete cache folders that no run uses."""
     from launcher.cache import folders
 
     seconds = None if older_than is None else folders.age(older_than)

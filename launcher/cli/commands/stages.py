@@ -94,27 +94,33 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
         context: typer.Context,
         overrides: list[str] | None = OVERRIDES,
         detach: bool = Option(
-            False, "--detach", help="come back at once; the run is in a tmux session of its own"
+            False, "--detach", help="start the run in a tmux session and return at once"
         ),
         on_finish: str | None = Option(
-            None, "--on-finish", metavar="CMD", help="run this at the end; no shell"
+            None,
+            "--on-finish",
+            metavar="CMD",
+            help="command to run when the run has ended, without a shell",
         ),
         on_finish_limit: str | None = Option(
             None,
             "--on-finish-limit",
             metavar="TIME",
-            help="how long it may take: 90s, 10m (the default), 2h",
+            help="time limit of that command: 90s, 2h",
+            show_default="10m",
         ),
         node_rank: int | None = NODE_RANK,
         main_address: str | None = MAIN_ADDRESS,
-        slurm: bool = Option(False, "--slurm", help="queue it as a Slurm job, on --nodes machines"),
+        slurm: bool = Option(
+            False, "--slurm", help="queue the run as a Slurm job on --nodes machines"
+        ),
         skypilot: Path | None = Option(
-            None, "--skypilot", metavar="FILE", help="write a SkyPilot task, start nothing"
+            None, "--skypilot", metavar="FILE", help="write a SkyPilot task; start nothing"
         ),
         allow_corrupting_overlap: bool = Option(
             False,
             "--allow-corrupting-overlap",
-            help="start although this DeepSpeed is known to corrupt gradients (overlap-corrupts)",
+            help="accept a DeepSpeed that corrupts gradients (finding overlap-corrupts)",
         ),
     ) -> Exit:
         _require_sense(context.params)
@@ -133,7 +139,9 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
             return _queue(request, shared.format, at_end)
         return _run(request, shared, at_end, detach=detach)
 
-    command.__doc__ = f"Validate, plan and run one {stage.upper()} stage, then judge it."
+    command.__doc__ = f"""Train one {stage.upper()} stage and judge the result.
+
+    The file is validated and planned first; nothing starts while there is an error."""
     return command
 
 
@@ -293,17 +301,15 @@ def _conclude(
     return answer(command, format, data, show, code=code, before=found)
 
 
-@app.command("exec", epilog="Example: launch exec runs/20260101T000000Z-sft-demo")
+@app.command("exec", hidden=True, epilog="Example: launch exec runs/20260101T000000Z-sft-demo")
 def exec_command(
     run: str = RUN,
-    prepare: bool = Option(
-        False, "--prepare", help="only have a further attempt wait, if none does"
-    ),
+    prepare: bool = Option(False, "--prepare", help="only add a waiting attempt, if there is none"),
     node_rank: int | None = NODE_RANK,
     main_address: str | None = MAIN_ADDRESS,
     format: Format = FORMAT,
 ) -> Exit:
-    """Start the attempt that waits in a run folder and show it; what tmux and Slurm start."""
+    """Start the attempt that waits in a run folder and show it: the command of tmux and Slurm jobs."""
     from launcher.lifecycle import start, supervisor
 
     folder = found_run(run)
@@ -322,14 +328,20 @@ def pipeline(
     shared: Shared,
     file: Path = Argument(..., metavar="FILE", help="the pipeline file", show_default=False),
     overrides: list[str] | None = Argument(
-        None, metavar="[STAGE.KEY=VALUE]...", show_default=False
+        None,
+        metavar="[STAGE.KEY=VALUE]...",
+        help="replace a key of one stage: sft.learning_rate=1e-5",
+        show_default=False,
     ),
     first: str | None = Option(
-        None, "--from", metavar="STAGE", help="begin here; what it needs must be there"
+        None, "--from", metavar="STAGE", help="first stage to run; its inputs must exist"
     ),
-    until: str | None = Option(None, "--until", metavar="STAGE", help="end after this one"),
+    until: str | None = Option(None, "--until", metavar="STAGE", help="last stage to run"),
 ) -> Exit:
-    """Run stages one after the other, each on the model of the one before; what is done is skipped."""
+    """Run several stages, each on the model of the one before.
+
+    A stage whose result is already there, and has not changed, is skipped.
+    """
     from launcher.config import pipeline as chain
     from launcher.report import console
     from launcher.workflows.pipeline import pipeline

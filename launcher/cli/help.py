@@ -1,0 +1,160 @@
+"""The help pages: commands and options in groups, and what to write for an option that is an argument."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "Run": ("sft", "dpo", "pipeline"),
+    "Before": ("init", "configs", "validate-config", "rehearse", "plan", "prepare", "doctor"),
+    "Watch": ("runs", "attach", "logs", "stop"),
+    "After": ("check", "report", "rm", "cache"),
+    "Tune": ("ladder", "bench", "tune"),
+    "Know": ("explain", "schema", "pin"),
+}
+"""The commands of `launch --help`, in the order in which one meets them."""
+
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "Machines": (
+        "gpus",
+        "nodes",
+        "devices",
+        "node_rank",
+        "main_address",
+        "slurm",
+        "skypilot",
+        "gpu",
+        "gpu_memory",
+        "cpu",
+    ),
+    "Start": (
+        "dry_run",
+        "detach",
+        "fresh",
+        "rehearse",
+        "on_finish",
+        "on_finish_limit",
+        "first",
+        "until",
+    ),
+    "Checks": (
+        "strict",
+        "no_probe",
+        "allow_unproven",
+        "allow_unpinned",
+        "allow_changed_resume",
+        "allow_corrupting_overlap",
+    ),
+    "Trainer": ("stage", "backend", "python", "open_instruct"),
+    "Output": ("format", "output", "help"),
+}
+"""Options in groups, where a command has many; every other one is a further option."""
+_FEW = 9
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _plain(text: str) -> str:
+    """Without the brackets that typer sets around a default in words, and without limits as a formula."""
+    text = re.sub(r"default: \(([^()]+)\)", r"default: \1", text)
+    return re.sub(r"  \[x>=\d+\]|; x>=\d+(?=\])", "", text)
+
+
+def _write(formatter: Any, title: str, rows: list[tuple[str, str]]) -> None:
+    if rows:
+        with formatter.section(title):
+            formatter.write_dl(rows)
+
+
+def _grouped(names: list[str], groups: Mapping[str, tuple[str, ...]], rest: str) -> Iterator[Any]:
+    """Each group with those of its names that there are; last what no group names."""
+    for title, members in groups.items():
+        yield title, [name for name in members if name in names]
+    known = {name for members in groups.values() for name in members}
+    yield rest, [name for name in names if name not in known]
+
+
+class Command(TyperCommand):
+    """A command whose options stand in groups."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, then the options by group, those of no group first."""
+        rows: dict[str, dict[str, Any]] = {"argument": {}, "option": {}}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                rows[parameter.param_type_name][str(parameter.name)] = record[0], _plain(record[1])
+        _write(formatter, "Arguments", [*rows["argument"].values()])
+        options = rows["option"]
+        *groups, (rest, others) = _grouped(
+            [*options], OPTIONS if len(options) > _FEW else {}, "Options"
+        )
+        for title, names in ((rest, others), *groups):
+            _write(formatter, title, [options[name] for name in names])
+
+
+class Group(TyperGroup):
+    """The commands as `launch --help` lists them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Their names in the order of `COMMANDS`."""
+        groups = _grouped(super().list_commands(ctx), COMMANDS, "Further")
+        return [name for _, names in groups for name in names]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write each group of commands, all in the same columns."""
+        names = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
+        longest = max(map(len, names))
+        limit = formatter.width - longest - 4
+        rows = {
+            name: (name.ljust(longest), self.commands[name].get_short_help_str(limit))
+            for name in names
+        }
+        for title, group in _grouped(names, COMMANDS, "Further"):
+            _write(formatter, title, [rows[name] for name in group])
+
+
+class App(typer.Typer):
+    """A Typer whose commands have options in groups."""
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[_Function], _Function]:
+        """Register a command as Typer does."""
+        return super().command(name, **{"cls": Command, **settings})
+
+
+def overrides(arguments: list[str], command: Any) -> list[str]:
+    """The `key=value` to write for options of a command line that are keys of a stage file.
+
+    `command` is the parsed command; without overrides it has none.
+    """
+    names = {name for parameter in command.params for name in parameter.opts}
+    if "overrides" not in {parameter.name for parameter in command.params}:
+        return []
+    from launcher.config import keys
+    from launcher.upstream import locate
+    from launcher.upstream.trainers import BACKENDS
+
+    stages = [command.name] if command.name in keys.STAGES else keys.STAGES
+    known = {*keys.KEYS} | {
+        field.partition(".")[2]
+        for backend in BACKENDS
+        for stage in stages
+        for field in locate.snapshot(backend)["stages"][stage]
+    }
+    found = []
+    for word, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        option, _, value = word.partition("=")
+        key = option.removeprefix("--").replace("-", "_")
+        if option.startswith("--") and option not in names and key in known:
+            # a switch has no value: what follows is the file, an override or the next option
+            bare = (
+                following.startswith("--")
+                or "=" in following
+                or following.endswith((".yaml", ".yml"))
+            )
+            found.append(f"{key}={value or ('true' if bare else following)}")
+    return found

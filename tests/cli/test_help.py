@@ -1,0 +1,56 @@
+"""What the help pages show, and what an argument written as an option is answered with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from launcher.cli import main
+from launcher.cli.commands import app
+
+
+def help_of(*words: str, columns: int = 80) -> list[str]:
+    """The lines of a help page in a terminal of that width."""
+    result = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": str(columns)})
+    assert result.exit_code == 0
+    return result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("words", [(), ("cache",), ("pin",)])
+def test_summaries_fit_a_line_of_80_columns(words: tuple[str, ...]) -> None:
+    lines = help_of(*words)
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if line.endswith("...") and "[OPTIONS]" not in line]
+
+
+def test_commands_and_options_stand_in_groups() -> None:
+    titles = [line for line in help_of() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == ["Options:", "Run:", "Before:", "Watch:", "After:", "Tune:", "Know:"]
+    assert not [line for line in help_of() if line.startswith("  exec ")]
+    text = "\n".join(help_of("sft", columns=120))
+    for part in ("Machines:", "Checks:", "learning_rate=1e-5", "[default: 1]"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        ("sft f.yaml --learning_rate 1e-3", "learning_rate=1e-3"),
+        ("sft f.yaml --learning-rate=1e-3 --packing --gpus 0", "learning_rate=1e-3 packing=true"),
+        ("sft --packing f.yaml --warmup_ratio 0.03", "packing=true warmup_ratio=0.03"),
+        ("plan f.yaml --beta 0.1 --deepspeed zero3", "beta=0.1 deepspeed=zero3"),
+    ],
+)
+def test_an_argument_written_as_an_option(
+    words: str, instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(words.split()) == 2
+    assert f"help: write {instead}\n" in capsys.readouterr().err
+
+
+def test_an_argument_written_as_an_option_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["sft", "f.yaml", "--beta", "1", "--max_steps", "3", "--format", "json"]) == 2
+    finding = json.loads(capsys.readouterr().out)["findings"][0]
+    assert (finding["code"], finding["help"]) == ("bad-command-line", "write max_steps=3")

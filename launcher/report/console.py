@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from launcher.plan.plan import Plan
     from launcher.runs.command import Command
     from launcher.upstream.schema import Schema
-    from launcher.verdict.check import Point, Verdict
+    from launcher.verdict.check import Verdict
 
 SCHEMA_VERSION = 1
 _COLOUR = {"error": "red", "warning": "yellow", "note": "cyan"}
@@ -210,9 +210,8 @@ def verdict(judged: Verdict, name: str) -> None:
     _echo("verdict: ", _style(outcome, _STATUS[outcome]), folded(what))
     printed = _cause(record, "stopped" if judged.stopped is not None else "cause")
     unreached = summary.unreached(record)
-    order: dict[bool | None, int] = {False: 0, None: 1, True: 2}
-    for point in sorted(judged.points, key=lambda point: order[point.ok]):
-        if point.name not in unreached:
+    for point in summary.failed_first(record):
+        if point["name"] not in unreached:
             _point(point, printed)
     if unreached:
         # each of them would say the same
@@ -237,20 +236,22 @@ def _cause(record: Mapping[str, Any], label: str) -> set[str]:
     _echo("  ", _style(label, colour), folded(f": {cause.text}"))
     if cause.line:
         place = ":".join(str(cause.line[key]) for key in ("file", "line") if cause.line.get(key))
-        _echo(folded(f"    {place}: {cause.line.get('text')}"))
+        shown = cause.line.get("text")
+        _echo(folded(f"    {place}: {shown}" if shown else f"    {place}"))
     if cause.help:
         _echo(folded(f"    help: {cause.help}"))
     return {cause.text, *cause.repeated, *([cause.help] if cause.help else [])}
 
 
-def _point(point: Point, printed: Container[str]) -> None:
-    expected = "" if point.expected in {None, "any"} else f"expected {point.expected}"
-    colour = {True: "green", False: "red", None: "yellow"}[point.ok]
-    state = folded(f"  {point.name:<16}{point.state!s:<18}")
-    _echo(state, _style(f"{_MARK[point.ok]:<10}", colour, bold=False), folded(expected))
-    lines = [] if point.ok is True else [*summary.reasons(point.detail)]
+def _point(point: summary.Point, printed: Container[str]) -> None:
+    ok, detail = point["ok"], point["detail"]
+    expected = "" if point["expected"] in {None, "any"} else f"expected {point['expected']}"
+    colour = {True: "green", False: "red", None: "yellow"}[ok]
+    mark = _style(f"{_MARK[ok]:<10}", colour, bold=False)
+    _echo(folded(f"  {point['name']:<16}{point['state']!s:<18}"), mark, folded(expected))
+    lines = [] if ok is True else [*summary.reasons(detail)]
     # of a point that is as expected too: half of the batch may hold nothing
-    lines += [str(point.detail["wasted"])] if point.detail.get("wasted") else []
+    lines += [str(detail["wasted"])] if detail.get("wasted") else []
     for line in lines:
         if line not in printed:
             _echo(folded(f"    {line}"))

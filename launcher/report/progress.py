@@ -175,7 +175,8 @@ class Progress:
     def work(self, raw: bytes) -> None:
         """Take in a line of the log: outside of training its bars name the phase."""
         found = _WORK.search(raw)
-        if found is None or (self.step and self.step != self.total):
+        training = self.step and self.step != self.total
+        if found is None or training or self.exit is not None:
             return
         what, done, total, rest = (part.decode(errors="replace") for part in found.groups())
         unit = _UNIT.search(rest)

@@ -116,7 +116,7 @@ def _points(entry: Entry) -> Html:
             tag("td", _ok(point)),
             join([_why(point), _evidence(point)]),
         ]
-        for point in summary.points(entry.run.verdict)
+        for point in summary.failed_first(entry.run.verdict)
     ]
     return table(("point", "state", "expected", "", "what it rests on"), rows, "wide")
 
@@ -155,7 +155,8 @@ def citations(lines: Sequence[Mapping[str, Any]]) -> Html:
         file, number = str(line.get("file") or ""), line.get("line")
         place = file.rpartition("/")[2] + ("" if number is None else f":{number}")
         shown = tag("span", place, class_="place mono", title=f"{line.get('source')}: {file}")
-        items.append(tag("li", join([shown, tag("code", line.get("text") or "")])))
+        code = tag("code", line["text"]) if line.get("text") else ""
+        items.append(tag("li", join([shown, code])))
     if len(lines) > _CITATIONS:
         items.append(tag("li", f"and {len(lines) - _CITATIONS} more", class_="soft"))
     return tag("ul", join(items), class_="cites") if items else Html("")

@@ -15,6 +15,7 @@ from launcher.upstream.logs import common
 from launcher.upstream.logs.common import SHELL_SIGNALS
 from launcher.verdict.evidence import Event, Evidence
 from launcher.verdict.logs.scan import Log, Signal
+from launcher.verdict.summary import MESSENGERS
 
 HELP: Mapping[str, str] = {
     "oom": "GPU memory ran out: see the memory point",
@@ -108,7 +109,6 @@ _LAST_LINES = 3  # of a log: what else comes after a command was not found is so
 # What only points to the exception before (transformers/utils/import_utils.py:2648, trl/_lazy_module.py:73).
 _LOOK_UP = re.compile(r"\(look up to see its traceback\)|^Could not import module '")
 _LAUNCHED = re.compile(r"accelerate/commands/launch\.py:\d+$")
-_MESSENGERS = ("ChildFailedError", "CalledProcessError", "SignalException")
 # What a rank says because another one is gone.
 _BEREFT = re.compile(
     r"Connection (?:closed|reset) by peer|remote process exited or there was a network error"
@@ -231,7 +231,7 @@ def _failures(evidence: Evidence) -> tuple[Signal, ...]:
 
 def _carries(signal: Signal) -> bool:
     """Whether an exception only hands on that another process failed."""
-    return signal.fields["type"].endswith(_MESSENGERS)
+    return signal.fields["type"].endswith(MESSENGERS)
 
 
 def _reason(evidence: Evidence, failures: tuple[Signal, ...]) -> str | None:

@@ -13,6 +13,9 @@ Point = Mapping[str, Any]
 _READ_TRACEBACK = (
     "read the traceback above that line of the log, mend its cause, start the same command again"
 )
+_START_AGAIN = (
+    "start the same command again: it continues from the last checkpoint, if there is one"
+)
 _ENDS = {
     "crashed": "crashed",
     "killed": "was killed",
@@ -20,6 +23,9 @@ _ENDS = {
     "unknown": "is unknown",
     "running": "no end of it was recorded",
 }
+MESSENGERS = ("ChildFailedError", "CalledProcessError", "SignalException")
+"""Exceptions that only report that another process failed."""
+_LINE_CHARS = 160
 # errors that are not exceptions: what their message says is enough
 _MESSAGES = ("violation", "hang", "arguments", "not_started", "not_found")
 
@@ -42,6 +48,13 @@ def points(verdict: Mapping[str, Any]) -> list[Point]:
     return [point for point in listed(verdict.get("points")) if isinstance(point, Mapping)]
 
 
+def failed_first(verdict: Mapping[str, Any]) -> list[Point]:
+    """The points by what needs a look: those that failed, those that nothing proves, the others."""
+    return sorted(
+        points(verdict), key=lambda p: (p.get("ok") is not False, p.get("ok") is not None)
+    )
+
+
 def outcome(verdict: Mapping[str, Any]) -> str:
     """The status for people: `stopped` where a signal ended the run and nothing else failed."""
     failed = [point for point in points(verdict) if point.get("ok") is False]
@@ -61,16 +74,22 @@ def cause(verdict: Mapping[str, Any]) -> Cause | None:
     by_name = {str(point.get("name")): point for point in found}
     finish, memory = by_name.get("finish", {}), by_name.get("memory", {})
     if memory.get("state") == "oom":
-        error = mapping(mapping(finish.get("detail")).get("error"))
-        text = f"out of memory: {error['message']}" if error.get("message") else "out of memory"
+        message = _error(finish).get("message")
+        text = f"out of memory: {message}" if message else "out of memory"
         return _caused(text, memory, finish)
     if finish.get("ok") is not False:
         ranked = [point for state in (False, None) for point in found if point.get("ok") is state]
         if not ranked:
             return None
         return _caused(_shortfall(ranked[0]), ranked[0])
-    caused = _caused(_ending(finish), finish)
-    raised = caused.help is None and "error" in mapping(finish.get("detail"))
+    stopped = outcome(verdict) == "stopped"
+    broken = [point for point in found if point.get("ok") is False]
+    # what broke `expect:` knows more about it than the end that followed
+    first = broken if _error(finish).get("type") == "violation" else []
+    caused = _caused(_ending(finish, stopped=stopped), *first, finish)
+    if stopped:
+        return replace(caused, help=_START_AGAIN, line={})
+    raised = caused.help is None and _error(finish)
     return replace(caused, help=_READ_TRACEBACK) if raised else caused
 
 
@@ -107,20 +126,32 @@ def _shortfall(point: Point) -> str:
     return f"{text}: {reason}" if reason else text
 
 
-def _ending(finish: Point) -> str:
-    detail, state = mapping(finish.get("detail")), str(finish.get("state"))
+def _error(finish: Point) -> Mapping[str, Any]:
+    return mapping(mapping(finish.get("detail")).get("error"))
+
+
+def _raised(detail: Mapping[str, Any]) -> str | None:
+    """The error that ended the run; None for what a launcher says of a child that a signal ended."""
     error = mapping(detail.get("error"))
-    if error:
-        where = f"  ({error['at']})" if error.get("at") else ""
-        kind = "" if error.get("type") in _MESSAGES else f"{error.get('type')}: "
-        return f"{kind}{error.get('message')}{where}"
+    if not error or (detail.get("signal") and str(error.get("type")).endswith(MESSENGERS)):
+        return None
+    where = f"  ({error['at']})" if error.get("at") else ""
+    kind = "" if error.get("type") in _MESSAGES else f"{error.get('type')}: "
+    return f"{kind}{error.get('message')}{where}"
+
+
+def _ending(finish: Point, *, stopped: bool) -> str:
+    detail, state = mapping(finish.get("detail")), str(finish.get("state"))
+    # where a signal was asked for, what it raised in Python says nothing
+    if not stopped and (raised := _raised(detail)) is not None:
+        return raised
     text = f"the run {_ENDS.get(state, state)}"
     if detail.get("signal"):
         text += f" by {detail['signal']}"
     elif detail.get("returncode"):
         text += f" with exit code {detail['returncode']}"
     last, total = detail.get("last_step"), detail.get("total_steps")
-    if state == "stopped" and last is not None:
+    if last is not None and state in ("stopped", "killed"):
         text += f" after step {last}" + (f" of {total}" if total else "")
     return text
 
@@ -128,11 +159,13 @@ def _ending(finish: Point) -> str:
 def _line(point: Point) -> Mapping[str, Any]:
     """The evidence that shows what went wrong: what names the error, else what the log has."""
     cites = [mapping(cite) for cite in listed(point.get("evidence"))]
-    error = mapping(mapping(point.get("detail")).get("error"))
-    message = str(error.get("message") or "").strip()[:40]
+    message = str(_error(point).get("message") or "").strip()[:40]
     if message:
         cites = [cite for cite in cites if message in str(cite.get("text"))] or cites
-    return next((cite for cite in cites if cite.get("source") == "log"), cites[0] if cites else {})
+    cite = next((cite for cite in cites if cite.get("source") == "log"), cites[0] if cites else {})
+    # what the probe recorded is said by the text already: where it stands is enough
+    text = str(cite.get("text") or "") if cite.get("source") == "log" else ""
+    return {**cite, "text": text[:_LINE_CHARS]} if cite else {}
 
 
 # -- what a point rests on, in a sentence
@@ -269,10 +302,13 @@ _SENTENCES: Mapping[str, Callable[[str, Mapping[str, Any]], str | None]] = {
 
 def reasons(detail: Mapping[str, Any]) -> Iterator[str]:
     """Why a point is not as expected, and what to do about it."""
-    error = mapping(detail.get("error"))
-    if error:
-        where = f"  ({error['at']})" if error.get("at") else ""
-        yield f"{error.get('type')}: {error.get('message')}{where}"
-    for key in ("signal", "reason", "detail", "help"):
-        if detail.get(key):
+    if (raised := _raised(detail)) is not None:
+        yield raised
+    if detail.get("signal"):
+        yield f"ended by {detail['signal']}"
+    for key in ("reason", "detail", "help"):
+        # of an end the reason is a key of `ending.HELP`
+        if detail.get(key) and not (
+            key == "reason" and detail.get("help") and " " not in detail[key]
+        ):
             yield str(detail[key])

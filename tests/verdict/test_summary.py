@@ -58,7 +58,61 @@ def test_a_run_that_was_stopped_is_shown_as_stopped(
     code, lines = check(path, capsys)
     assert (code, lines[0]) == (1, "verdict: stopped  run  (dpo, 20 steps)")
     assert lines[1] == "  cause: the run was stopped by SIGTERM after step 20 of 20"
+    assert lines[2].startswith("    help: start the same command again")
     assert json.loads((path / "verdict.json").read_text())["status"] == "fail"
+
+
+@pytest.mark.parametrize(
+    ("detail", "cause", "help"),
+    [
+        # what Ctrl-C raises in the trainer is no fault of its
+        (
+            {
+                "signal": "SIGINT",
+                "error": {"type": "KeyboardInterrupt", "message": "", "at": "a:1"},
+            },
+            "the run was stopped by SIGINT after step 3 of 9",
+            "start the same command again: it continues from the last checkpoint, if there is one",
+        ),
+        # what broke `expect:` knows what to do about it
+        (
+            {"error": {"type": "violation", "message": "loss is nan"}, "help": "see the point"},
+            "loss is nan",
+            "lower the learning rate",
+        ),
+    ],
+)
+def test_a_stop_names_its_cause(detail: dict[str, Any], cause: str, help: str) -> None:
+    finish = {"name": "finish", "state": "stopped", "ok": False, "expected": "completed"}
+    finish |= {"detail": {"last_step": 3, "total_steps": 9, **detail}}
+    loss = {"name": "loss", "ok": False, "detail": {"help": "lower the learning rate"}}
+    points = [finish] if "signal" in detail else [finish, loss]
+    found = summary.cause({"status": "fail", "points": points})
+    assert found is not None and (found.text, found.help) == (cause, help)
+
+
+def test_a_killed_rank_is_not_the_error_of_its_launcher() -> None:
+    error = {
+        "type": "subprocess.CalledProcessError",
+        "message": "Command '[...]' died",
+        "at": "launch.py:9",
+    }
+    detail = {
+        "signal": "SIGKILL",
+        "error": error,
+        "last_step": 3,
+        "total_steps": 9,
+        "reason": "killed",
+    }
+    finish = {
+        "name": "finish",
+        "state": "killed",
+        "ok": False,
+        "detail": {**detail, "help": "see dmesg"},
+    }
+    found = summary.cause({"status": "fail", "points": [finish]})
+    assert found is not None and found.text == "the run was killed by SIGKILL after step 3 of 9"
+    assert found.repeated == ("ended by SIGKILL", "see dmesg")
 
 
 def test_a_run_that_passed_says_which_it_is(

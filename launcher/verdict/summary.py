@@ -83,7 +83,7 @@ def cause(verdict: Mapping[str, Any]) -> Cause | None:
             return None
         return _caused(_shortfall(ranked[0]), ranked[0])
     stopped = outcome(verdict) == "stopped"
-    broken = [point for point in found if point.get("ok") is False]
+    broken = [point for point in found if point.get("ok") is False and point is not finish]
     # what broke `expect:` knows more about it than the end that followed
     first = broken if _error(finish).get("type") == "violation" else []
     caused = _caused(_ending(finish, stopped=stopped), *first, finish)

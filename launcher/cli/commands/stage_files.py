@@ -1,0 +1,95 @@
+"""`launch init`, `configs`: where a stage file comes from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+import typer
+from typer import Argument, Option
+
+from launcher.cli.options import SOURCE, Shared, answer, app, takes
+from launcher.errors import Exit, errors, usage
+from launcher.paths import exists
+
+
+@app.command(
+    epilog="Example: launch init sft --model Qwen/Qwen2.5-0.5B --data trl-lib/Capybara --gpus 1"
+)
+@takes(*SOURCE, "format")
+def init(
+    shared: Shared,
+    stage: Literal["sft", "dpo"] | None = Argument(
+        None, help="training stage [default: sft]", show_default=False
+    ),
+    backend: Literal["open_instruct", "trl"] = Option("trl", "--backend", help="trainer"),
+    model: str | None = Option(
+        None, "--model", metavar="NAME", help="model: a name on the hub, or a folder"
+    ),
+    data: str | None = Option(
+        None, "--data", metavar="NAME", help="data set: a name on the hub, or a path"
+    ),
+    gpus: int | None = Option(
+        None, "--gpus", metavar="N", min=0, help="number of GPUs", show_default="1"
+    ),
+    source: Path | None = Option(
+        None, "--from", metavar="FILE", help="convert a TRL, Axolotl or LLaMA-Factory file"
+    ),
+    output: Path | None = Option(
+        None, "--output", "-o", metavar="FILE", help="the file to write", show_default="STAGE.yaml"
+    ),
+) -> Exit:
+    """Write a first stage file, or convert another tool's.
+
+    Asks for the model, the data and the number of GPUs on a terminal. A file that exists is not overwritten.
+    """
+    from launcher.config import load
+    from launcher.stage import conversion, draft
+    from launcher.stage.stage import judge
+
+    if source is not None:
+        if backend != "trl" or model or data:
+            raise usage(
+                "useless-option", "--from takes model and data from its file, and writes for TRL"
+            )
+        new, lost = conversion.convert(source, stage=stage, gpus=gpus, locator=shared.locator)
+    else:
+        stage = stage or "sft"
+        _require_free(output or Path(f"{stage}.yaml"))
+        model, data, gpus = _ask(model, data, gpus, interactive=shared.format == "text")
+        new, lost = draft.new(stage, backend, model=model, data=data, gpus=gpus), []
+    path = _require_free(output or Path(f"{new.stage}.yaml"))
+    text = new.text(path)
+    judged = judge(load.load(path, text=text), locator=shared.locator)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    found = (*lost, *judged.findings)
+    made = {"path": str(path), "stage": new.stage, "backend": new.backend, "lost": list(new.lost)}
+    lines = [
+        f"wrote {path}",
+        f"next: launch {new.stage} {path} --gpus {1 if gpus is None else gpus} --dry-run",
+    ]
+    code = Exit.CONFIG if errors(found) else Exit.OK
+    return answer("init", shared.format, made, lines, found, code)
+
+
+def _require_free(path: Path) -> Path:
+    if exists(path):
+        raise usage("output-exists", f"{path} exists", "name another file with --output")
+    return path
+
+
+def _ask(
+    model: str | None, data: str | None, gpus: int | None, *, interactive: bool
+) -> tuple[str, str, int]:
+    """What no option names, from whoever sits at the terminal. Raises UsageError where nobody does."""
+    if interactive and sys.stdin.isatty():
+        model = model or typer.prompt("Model (a name on the hub, or a folder)", err=True)
+        data = data or typer.prompt("Data set (a name on the hub, or a path)", err=True)
+        gpus = typer.prompt("GPUs", default=1, type=int, err=True) if gpus is None else gpus
+    lacking = [name for name, value in (("--model", model), ("--data", data)) if not value]
+    if lacking:
+        help = "launch init sft --model Qwen/Qwen2.5-0.5B --data trl-lib/Capybara"
+        raise usage("no-input", f"{' and '.join(lacking)} must be given", help)
+    return str(model), str(data), 1 if gpus is None else gpus

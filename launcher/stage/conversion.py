@@ -1,0 +1,375 @@
+"""A TRL, Axolotl or LLaMA-Factory file -> a stage for TRL, and what of it has no counterpart there.
+
+The names are those of axolotl/utils/schemas/config.py and llamafactory/hparams. A key that TRL has under
+the same name needs no row here. Defaults that differ from TRL's are written out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher.config.document import Document, read_yaml
+from launcher.config.keys import STAGES
+from launcher.errors import Finding, InvalidConfig, usage
+from launcher.stage.draft import Draft, Row, batch_for
+from launcher.upstream.locate import Locator
+from launcher.upstream.schema import Schema
+from launcher.upstream.trl import STAGES as ENTRIES
+
+Values = Mapping[str, Any]
+Part = tuple[str, str, Any, str]
+"""Their key, TRL's key, its value, and what to check by hand (empty: nothing)."""
+
+_NO_SPLIT = "TRL's script takes no part of a split: name another one with `dataset_test_split`"
+_TEMPLATE = "TRL takes the template of the tokenizer; `chat_template_path` names another one"
+_COLUMNS = {
+    "sft": "rows need `messages`, or `prompt` and `completion`",
+    "dpo": "rows need `chosen` and `rejected`",
+}
+_SPLITS = frozenset({"val_set_size", "val_size", "test_datasets", "eval_dataset"})
+_EVALUATION = ("eval_", "evals_", "do_eval", "per_device_eval")
+_VARIABLE = "set WANDB_PROJECT and WANDB_ENTITY where it runs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One tool's files: what its keys are called in TRL, and how those are read that are not renamed.
+
+    `switches` are what a key sets that is on, `without` the reasons why keys have no counterpart, and
+    `defaults` those that differ from TRL's, under TRL's names.
+    """
+
+    name: str
+    keys: Mapping[str, str]
+    read: Callable[[Values, str], Iterator[Part]]
+    switches: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    without: Mapping[str, str] = field(default_factory=dict)
+    defaults: Values = field(default_factory=dict)
+    dropped: frozenset[str] = frozenset()
+
+
+def _axolotl(given: Values, stage: str) -> Iterator[Part]:
+    yield from _data_sets(given, stage)
+    first = _first(given.get("datasets"))
+    kind = str(first.get("type") or "")
+    if (
+        stage == "sft"
+        and kind in {"chat_template", "sharegpt"}
+        and not given.get("train_on_inputs")
+    ):
+        yield "train_on_inputs", "assistant_only_loss", True, ""
+    elif given.get("train_on_inputs"):
+        yield "train_on_inputs", "completion_only_loss", False, ""
+    if kind == "completion":
+        yield "datasets", "dataset_text_field", first.get("field", "text"), ""
+    adapter = given.get("adapter")
+    if adapter in ("lora", "qlora"):
+        yield "adapter", "use_peft", True, ""
+        yield "lora_dropout", "lora_dropout", given.get("lora_dropout") or 0.0, ""
+    if adapter == "qlora":
+        yield "adapter", "load_in_4bit", True, ""
+        yield "adapter", "use_bnb_nested_quant", True, ""
+    if given.get("bf16") in (True, "auto", "full"):
+        yield "bf16", "bf16", True, ""
+        yield "bf16", "dtype", "bfloat16", ""
+    if any("liger" in str(plugin).lower() for plugin in given.get("plugins") or ()):
+        yield "plugins", "use_liger_kernel", True, ""
+    if given.get("saves_per_epoch") == 1:
+        yield "saves_per_epoch", "save_strategy", "epoch", ""
+    if given.get("wandb_project"):
+        yield "wandb_project", "report_to", "wandb", _VARIABLE
+    tokens = given.get("special_tokens")
+    for name, token in tokens.items() if isinstance(tokens, Mapping) else ():
+        yield "special_tokens", name, token, ""
+
+
+def _llama_factory(given: Values, stage: str) -> Iterator[Part]:
+    first, *others = str(given.get("dataset") or "").replace(" ", "").split(",")
+    if first:
+        yield (
+            "dataset", "dataset_name", first,
+            f"a name of dataset_info.json: write its name on the hub, or its folder; {_COLUMNS[stage]}",
+        )  # fmt: skip
+    if others:
+        yield "dataset", "", others, "TRL's script trains on one data set"
+    if given.get("finetuning_type", "lora") == "lora":
+        rank = given.get("lora_rank", 8)
+        yield "finetuning_type", "use_peft", True, ""
+        yield "lora_rank", "lora_r", rank, ""
+        if isinstance(rank, int):
+            yield "lora_alpha", "lora_alpha", given.get("lora_alpha") or 2 * rank, ""
+        yield "lora_dropout", "lora_dropout", given.get("lora_dropout") or 0.0, ""
+        target = str(given.get("lora_target") or "all")
+        modules = ["all-linear"] if target == "all" else target.replace(" ", "").split(",")
+        yield "lora_target", "lora_target_modules", modules, ""
+        yield "finetuning_type", "dtype", "bfloat16", ""
+    elif given.get("finetuning_type") != "full":
+        yield "finetuning_type", "", given["finetuning_type"], "TRL trains all weights, or LoRA"
+    if (bits := given.get("quantization_bit")) in (4, 8):
+        yield "quantization_bit", f"load_in_{bits}bit", True, ""
+        if bits == 4 and given.get("double_quantization", True):
+            yield "double_quantization", "use_bnb_nested_quant", True, ""
+    names = {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager"}
+    if (attention := names.get(str(given.get("flash_attn")))) is not None:
+        yield "flash_attn", "attn_implementation", attention, ""
+
+
+def _trl(given: Values, stage: str) -> Iterator[Part]:
+    yield from _data_sets(given, stage)
+
+
+def _first(data: Any) -> Values:
+    listed = data if isinstance(data, list) else [data]
+    return listed[0] if listed and isinstance(listed[0], Mapping) else {}
+
+
+def _data_sets(given: Values, stage: str) -> Iterator[Part]:
+    """One data set as TRL's arguments; its script takes no list of them."""
+    key = "datasets"
+    first = _first(given.get(key))
+    kind = str(first.get("type") or "")
+    fits = kind in {"", "chat_template", "completion"} and not first.get("field_messages")
+    advice = "" if fits else f"`type: {kind}` is not applied: {_COLUMNS[stage]}"
+    for theirs, ours in (
+        ("path", "dataset_name"),
+        ("name", "dataset_config"),
+        ("split", "dataset_train_split"),
+    ):
+        if first.get(theirs):
+            yield key, ours, first[theirs], advice if theirs == "path" else ""
+    files = first.get("data_files")
+    if files:
+        yield key, "", files, "TRL loads a name of the hub, or a folder of files"
+    data = given.get(key)
+    if isinstance(data, list) and len(data) > 1:
+        rest = [one.get("path") if isinstance(one, Mapping) else one for one in data[1:]]
+        yield key, "", rest, "TRL's script trains on one data set"
+
+
+FORMATS = {
+    "axolotl": Format(
+        name="Axolotl", read=_axolotl,
+        keys={
+            "base_model": "model_name_or_path", "revision_of_model": "model_revision",
+            "sequence_len": "max_length", "sample_packing": "packing",
+            "micro_batch_size": "per_device_train_batch_size",
+            "eval_batch_size": "per_device_eval_batch_size",
+            "num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim",
+            "warmup_ratio": "warmup_steps", "peft_use_dora": "use_dora", "peft_use_rslora": "use_rslora",
+            "dpo_beta": "beta", "rl_beta": "beta", "dpo_label_smoothing": "label_smoothing",
+            "dataset_processes": "dataset_num_proc", "wandb_name": "run_name", "torch_dtype": "dtype",
+            "hub_model_id": "hub_model_id",
+        },
+        switches={
+            "flash_attention": ("attn_implementation", "flash_attention_2"),
+            "sdp_attention": ("attn_implementation", "sdpa"),
+            "eager_attention": ("attn_implementation", "eager"),
+            "lora_target_linear": ("lora_target_modules", ["all-linear"]),
+            "hub_model_id": ("push_to_hub", True),
+        },
+        defaults={
+            "lr_scheduler_type": "cosine", "num_train_epochs": 1, "max_length": 512,
+            "gradient_checkpointing": False,
+        },
+        without={
+            "val_set_size": _NO_SPLIT, "test_datasets": _NO_SPLIT, "chat_template": _TEMPLATE,
+            "wandb_entity": _VARIABLE, "pad_to_sequence_len": "TRL pads to the longest row of a batch",
+            "fsdp": "use `deepspeed:`", "fsdp_config": "use `deepspeed:`",
+        },
+        dropped=frozenset({
+            "strict", "model_type", "tokenizer_type", "dataset_prepared_path", "rl", "local_rank", "debug",
+            "liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_fused_linear_cross_entropy",
+        }),
+    ),
+    "llama_factory": Format(
+        name="LLaMA-Factory", read=_llama_factory,
+        keys={
+            "cutoff_len": "max_length", "preprocessing_num_workers": "dataset_num_proc",
+            "warmup_ratio": "warmup_steps", "pref_beta": "beta", "pref_loss": "loss_type",
+            "dpo_label_smoothing": "label_smoothing", "enable_liger_kernel": "use_liger_kernel",
+            "additional_target": "lora_modules_to_save", "evaluation_strategy": "eval_strategy",
+        },
+        switches={"pure_bf16": ("dtype", "bfloat16"), "neat_packing": ("packing", True)},
+        defaults={"learning_rate": 5e-5, "max_length": 2048},
+        without={
+            "template": _TEMPLATE, "val_size": _NO_SPLIT, "eval_dataset": _NO_SPLIT,
+            "max_samples": "TRL's script takes no part of a split; `max_steps` ends a run early",
+        },
+        dropped=frozenset({
+            "stage", "do_train", "overwrite_cache", "overwrite_output_dir", "plot_loss", "dataset_dir",
+        }),
+    ),
+    "trl": Format(
+        name="TRL", read=_trl,
+        keys={
+            "max_seq_length": "max_length", "warmup_ratio": "warmup_steps", "torch_dtype": "dtype",
+            "evaluation_strategy": "eval_strategy", "use_liger": "use_liger_kernel",
+        },
+        without={"env": "set the variables where it runs"},
+        dropped=frozenset({"config_file"}),
+    ),
+}  # fmt: skip
+
+
+def format_of(tree: Values) -> str | None:
+    """Whose file this looks like: a key of `FORMATS`, None where it is none of them."""
+    names = set(tree)
+    if "base_model" in names and names & {
+        "datasets",
+        "sequence_len",
+        "micro_batch_size",
+        "adapter",
+    }:
+        return "axolotl"
+    if "finetuning_type" in names or names >= {"model_name_or_path", "dataset", "template"}:
+        return "llama_factory"
+    if (
+        "args" not in names
+        and names >= {"model_name_or_path"}
+        and names & {"dataset_name", "datasets"}
+    ):
+        return "trl"
+    return None
+
+
+def convert(
+    path: Path, *, stage: str | None, gpus: int | None, locator: Locator
+) -> tuple[Draft, list[Finding]]:
+    """The stage that a foreign file describes, and a finding for all that it does not carry over.
+
+    Raises InvalidConfig where the file cannot be read or its stage is neither SFT nor DPO, and UsageError
+    where it is none of the three formats.
+    """
+    document = read_yaml(path)
+    given = {key: value for key, value in document.value.items() if value not in (None, "", [])}
+    kind = format_of(given)
+    if kind is None:
+        raise usage(
+            "unknown-format", f"{path} is not a file of TRL, Axolotl or LLaMA-Factory",
+            f"launch validate-config {path}",
+        )  # fmt: skip
+    form = FORMATS[kind]
+    stage = _stage(path, kind, document, stage, locator)
+    made = _Conversion(form, locator.schema("trl", stage), given)
+    made.run(stage)
+    rows = {name: made.rows[name] for name in sorted(made.rows, key=_place)}
+    draft = Draft(
+        stage=stage, backend="trl", origin=f"from {path.name} ({form.name})", gpus=gpus,
+        deepspeed=made.deepspeed, batch=batch_for(rows, gpus), rows=rows, lost=made.lost, checks=made.checks,
+    )  # fmt: skip
+    return draft, [*_findings(path, document, made)]
+
+
+_FIRST = (
+    "model_name_or_path",
+    "dataset_name",
+    "dataset_config",
+    "dataset_train_split",
+    "output_dir",
+)
+
+
+def _place(name: str) -> int:
+    return _FIRST.index(name) if name in _FIRST else len(_FIRST)
+
+
+@dataclass(slots=True)
+class _Conversion:
+    """One file on its way: `rows` for TRL, what is `lost` with the reason, what a person has to check."""
+
+    form: Format
+    schema: Schema
+    given: Values
+    deepspeed: str = "none"
+    rows: dict[str, Row] = field(default_factory=dict)
+    lost: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    checks: dict[str, str] = field(default_factory=dict)
+
+    def run(self, stage: str) -> None:
+        """Read every key of the file."""
+        given, form = self.given, self.form
+        parts = [
+            (key, *form.switches[key], "") for key in given if key in form.switches and given[key]
+        ]
+        parts += form.read(given, stage)
+        for key, name, value, advice in parts:
+            self._set(key, name, value, advice)
+        done = ({key for key, *_ in parts} | form.dropped) - form.keys.keys()
+        no_split = bool(given.keys() & _SPLITS)
+        moved = ENTRIES[stage].moved
+        for key, value in given.items():
+            if key in done:
+                continue
+            known = form.keys.get(key, key)
+            if known not in self.schema.fields and known in moved:
+                known = moved[known].to or known
+            if key in {"deepspeed", "accelerate_config"}:
+                self._use_deepspeed(key, value)
+            elif key in form.without or (no_split and known.startswith(_EVALUATION)):
+                self._set(key, "", value, form.without.get(key, _NO_SPLIT))
+            else:
+                self._set(key, known, value, "")
+        for name, value in form.defaults.items():
+            self.rows.setdefault(name, Row(value, f"default of {form.name}"))
+
+    def _set(self, key: str, name: str, value: Any, advice: str) -> None:
+        known = self.schema.fields.get(name)
+        if known is None:
+            # what is switched off is missing without a loss
+            if value is not False and value != 0:
+                self.lost[key] = value, advice
+        elif value is not False or known.default is not False:
+            self.rows[name] = Row(value, "" if key == name else key)
+            if advice:
+                self.checks[key] = advice
+
+    def _use_deepspeed(self, key: str, named: Any) -> None:
+        """launch's name for a DeepSpeed file of the other tools, where its name says which it is."""
+        match = re.search(r"(?:zero|z)_?([0123])", str(named).lower())
+        if match is None:
+            self.lost[key] = named, "write `deepspeed:` with one of launch's names, or a path"
+        elif match[1] != "0":
+            offload = "_offload" if match[1] == "3" and "offload" in str(named) else ""
+            self.deepspeed = f"zero{match[1]}{offload}"
+
+
+def _findings(path: Path, document: Document, made: _Conversion) -> Iterator[Finding]:
+    for key, advice in made.checks.items():
+        message = f"`{key}` is converted in part"
+        yield _finding(path, document, "note", "converted", [key], message, advice)
+    reasons: dict[str, list[str]] = {}
+    for key, (_, why) in made.lost.items():
+        reasons.setdefault(why, []).append(key)
+    for why, keys in reasons.items():
+        verb = "has" if len(keys) == 1 else "have"
+        message = (
+            f"{', '.join(f'`{key}`' for key in keys)} {verb} no counterpart in a stage for TRL"
+        )
+        yield _finding(path, document, "warning", "no-counterpart", keys, message, why or None)
+
+
+def _stage(path: Path, kind: str, document: Document, stage: str | None, locator: Locator) -> str:
+    given = document.value
+    named = given.get("rl" if kind == "axolotl" else "stage" if kind == "llama_factory" else "")
+    if named is None and kind == "trl":
+        sft, dpo = (set(locator.schema("trl", one).fields) for one in STAGES)
+        named = "dpo" if given.keys() & (dpo - sft) else None
+    if named not in (None, *STAGES):
+        message = f"`{named}` is not a stage of launch, which trains {' and '.join(STAGES)}"
+        key = "rl" if kind == "axolotl" else "stage"
+        raise InvalidConfig(_finding(path, document, "error", "bad-stage", [key], message, None))
+    return stage or named or "sft"
+
+
+def _finding(
+    path: Path, document: Document, severity: Any, code: str, keys: list[str], message: str, help: str | None
+) -> Finding:  # fmt: skip
+    origin = document.origins.get(keys[0])
+    return Finding(
+        severity=severity, layer="launch", code=code, key=keys[0], message=message, help=help,
+        file=str(path), line=origin.line if origin else None,
+    )  # fmt: skip

@@ -1,0 +1,179 @@
+"""New stage files: from templates, and from the files of other tools."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.cli import main
+from launcher.config.load import load
+
+ASKED = ["--model", "some/model", "--data", "some/data"]
+
+AXOLOTL = """
+base_model: org/tiny
+tokenizer_type: AutoTokenizer
+rl: {rl}
+datasets:
+  - {{path: org/chats, type: chat_template, split: train_sft}}
+  - {{path: org/more, type: alpaca}}
+val_set_size: 0.05
+evals_per_epoch: 4
+adapter: qlora
+lora_r: 32
+lora_target_linear: true
+sequence_len: 4096
+sample_packing: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 3
+optimizer: adamw_torch
+learning_rate: 2e-4
+warmup_ratio: 0.1
+bf16: auto
+load_in_8bit: false
+flash_attention: true
+hub_model_id: me/out
+deepspeed: deepspeed_configs/zero3_bf16_cpuoffload_params.json
+output_dir: ./out
+"""
+LLAMA_FACTORY = """
+model_name_or_path: org/tiny
+stage: dpo
+do_train: true
+finetuning_type: lora
+lora_rank: 16
+lora_target: q_proj,v_proj
+pref_beta: 0.2
+dataset: pairs_demo, other
+template: qwen
+max_samples: 1000
+flash_attn: fa2
+preprocessing_num_workers: 16
+output_dir: saves/dpo
+plot_loss: true
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+num_train_epochs: 3.0
+warmup_ratio: 0.1
+bf16: true
+"""
+TRL = """
+model_name_or_path: org/tiny
+datasets: [{path: org/text, name: en}]
+max_seq_length: 512
+learning_rate: 1.0e-4
+accelerate_config: zero2
+env: {CUDA_VISIBLE_DEVICES: 0}
+"""
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    """The exit code and the JSON of `launch init`."""
+    code = main.main(["init", *words, "--format", "json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 3, 8])
+@pytest.mark.parametrize("backend", ["trl", "open_instruct"])
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_a_new_file_is_valid_and_splits_its_batch(
+    stage: str, backend: str, gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new.yaml"
+    code, said = answer(
+        capsys, stage, *ASKED, "--backend", backend, "--gpus", str(gpus), "-o", str(path)
+    )
+    assert (code, said["data"]["stage"]) == (0, stage)
+    assert main.main(["validate-config", str(path), "--strict"]) == 0
+    batch = load(path).options["batch"]
+    assert batch["global"] % (batch["per_device"] * max(1, gpus)) == 0
+    assert main.main(["init", stage, *ASKED, "-o", str(path)]) == 2
+    assert "exists" in capsys.readouterr().err
+
+
+def test_without_a_terminal_model_and_data_are_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, said = answer(capsys, "dpo", "--gpus", "2")
+    assert (code, said["findings"][0]["code"]) == (2, "no-input")
+    assert not [*tmp_path.iterdir()]
+
+
+def convert(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[Any, dict[str, Any], str]:
+    """The config that a foreign file becomes, the answer, and the text of the new file."""
+    source, path = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    source.write_text(text)
+    code, said = answer(capsys, "--from", str(source), "-o", str(path), *words)
+    assert code == 0, said
+    return load(path), said, path.read_text()
+
+
+def test_an_axolotl_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, said, text = convert(AXOLOTL.format(rl=""), tmp_path, capsys, "--gpus", "2")
+    assert config.options["stage"] == "sft"
+    assert config.options["deepspeed"] == "zero3_offload"
+    assert config.options["batch"] == {"global": 16, "per_device": 2}
+    expected = {
+        "model_name_or_path": "org/tiny", "dataset_name": "org/chats", "dataset_train_split": "train_sft",
+        "assistant_only_loss": True, "use_peft": True, "load_in_4bit": True, "lora_r": 32,
+        "lora_dropout": 0.0, "lora_target_modules": ["all-linear"],
+        "max_length": 4096, "packing": True, "num_train_epochs": 3,
+        "optim": "adamw_torch", "learning_rate": 2e-4, "warmup_steps": 0.1, "lr_scheduler_type": "cosine",
+        "bf16": True, "dtype": "bfloat16", "attn_implementation": "flash_attention_2",
+        "hub_model_id": "me/out", "push_to_hub": True, "output_dir": "./out",
+    }  # fmt: skip
+    assert expected.items() <= config.args.items()
+    assert "load_in_8bit" not in config.args
+    assert said["data"]["lost"] == ["datasets", "val_set_size", "evals_per_epoch"]
+    assert "#   val_set_size: 0.05  (" in text
+    lines = {f["line"] for f in said["findings"] if f["code"] == "no-counterpart"}
+    assert lines == {5, 8}
+
+
+def test_a_llama_factory_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, said, _ = convert(LLAMA_FACTORY, tmp_path, capsys)
+    assert config.options["stage"] == "dpo"
+    assert "batch" not in config.options
+    expected = {
+        "dataset_name": "pairs_demo", "lora_r": 16, "lora_alpha": 32, 
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "beta": 0.2, "max_length": 2048, "learning_rate": 5e-5, "dataset_num_proc": 16,
+        "attn_implementation": "flash_attention_2", "gradient_accumulation_steps": 8,
+    }  # fmt: skip
+    assert expected.items() <= config.args.items()
+    assert said["data"]["lost"] == ["dataset", "template", "max_samples"]
+    assert "converted" in {finding["code"] for finding in said["findings"]}
+
+
+def test_a_flat_trl_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, said, _ = convert(TRL, tmp_path, capsys)
+    assert config.options["deepspeed"] == "zero2"
+    assert config.args == {
+        "model_name_or_path": "org/tiny", "dataset_name": "org/text", "dataset_config": "en",
+        "max_length": 512, "learning_rate": 1e-4,
+    }  # fmt: skip
+    assert said["data"]["lost"] == ["env"]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "finding"),
+    [
+        (AXOLOTL.format(rl="kto"), 3, "bad-stage"),
+        ("stage: sft\nargs: {learning_rate: 1}\n", 2, "unknown-format"),
+        ("a: [\n", 3, "broken-yaml"),
+    ],
+)
+def test_what_cannot_be_converted(
+    text: str, code: int, finding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "f.yaml").write_text(text)
+    found = answer(capsys, "--from", str(tmp_path / "f.yaml"), "-o", str(tmp_path / "o.yaml"))
+    assert (found[0], found[1]["findings"][0]["code"]) == (code, finding)
+    assert not (tmp_path / "o.yaml").exists()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from html import escape
 from pathlib import Path
@@ -34,7 +34,8 @@ _NAVIGATION = {"plan": "plan and measurement", "versions": "versions and command
 class Lead:
     """What a page of several runs begins with: its title, the decision (`go`, `fail`), tables and lines.
 
-    A table is a list of rows by column; `colour` is the class of the decision (`pass`, `fail`, `unproven`).
+    A table is a list of rows by column; `colour` is the class of the decision (`pass`, `fail`, `unproven`);
+    `names` are what to call runs, by folder.
     """
 
     title: str
@@ -42,12 +43,14 @@ class Lead:
     colour: str = ""
     tables: Sequence[Sequence[Mapping[str, Any]]] = ()
     lines: Sequence[str] = ()
+    names: Mapping[Path, str] = field(default_factory=dict)
 
 
 def overlay(runs: Sequence[Run], lead: Lead | None = None) -> str:
     """The page of one run, or of several with their curves in the same charts."""
     runs = series.named_apart(runs)
-    titles = [_title(run) for run in runs]
+    lead = lead or Lead(title=_title(runs[0]) if len(runs) == 1 else f"{len(runs)} runs")
+    titles = [lead.names.get(run.path) or _title(run) for run in runs]
     if len({*titles}) < len(runs):
         titles = [run.name for run in runs]
     entries = [
@@ -58,7 +61,6 @@ def overlay(runs: Sequence[Run], lead: Lead | None = None) -> str:
     # its licence asks to go where the code goes
     licence = f"/*! uPlot: {_asset('uPlot.LICENSE')} */\n"
     script = licence + _asset("uPlot.min.js") + "\n" + _asset("report.js")
-    lead = lead or Lead(title=_title(runs[0]) if len(runs) == 1 else f"{len(runs)} runs")
     failed = len(runs) == 1 and runs[0].verdict.get("status") != "pass"
     body = {
         "curves": charts.section(entries),
@@ -192,7 +194,10 @@ def _lead_cell(value: object) -> object:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return figure(value)
     shown = "–" if value is None else str(value)
-    return tag("td", shown, class_=_COLOURS.get(shown, ""))
+    # `5,865 (5,392 – 6,338)`: the range below the figure
+    middle, range_, rest = shown.partition(" (") if " – " in shown else (shown, "", "")
+    inner = [middle, *([Html("<br>"), tag("small", f"({rest}")] if range_ else [])]
+    return tag("td", join(inner), class_=_COLOURS.get(shown, ""))
 
 
 def _overview(entries: Sequence[Entry]) -> Html:

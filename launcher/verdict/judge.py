@@ -46,7 +46,10 @@ def judge(folder: RunFolder, asked: Mapping[str, str] | None = None) -> Judged:
     expected = _expected(told) if asked is None else asked
     stage, output = told.get("stage"), told.get("output")
     if found.final_save:
-        found = replace(found, model=_saved_model(found, output, here=_here(folder)))
+        models = folder.path.parent / "models"
+        # the weights of a ladder's rungs are removed after each: that they are gone is no fault
+        if models.exists() or not str(output).startswith(f"{models}/"):
+            found = replace(found, model=_saved_model(found, output, here=_here(folder)))
     verdict = check.judge(stage if isinstance(stage, str) else None, expected, found)
     verdict = _with_earlier(verdict, folder, each, expected)
     verdict = _beside_plan(verdict, told)

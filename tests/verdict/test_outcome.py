@@ -246,6 +246,18 @@ def test_a_save_that_left_nothing_is_no_pass_and_an_old_record_says_nothing(
     assert judged(run.folder).point("model").state == "missing"
 
 
+def test_the_weights_of_a_rung_may_be_removed_after_it(run: Run) -> None:
+    place = run.folder.parent / "models"
+    place.mkdir()
+    output = trained(run, place)
+    files.write_json(run.folder / "run.json", {"output": str(output)})
+    assert judged(run.folder).point("model").state == "saved"
+    remove(output)
+    assert judged(run.folder).point("model").state == "missing"
+    shutil.rmtree(place)
+    assert point(judged(run.folder), "model") is None
+
+
 def test_of_a_model_on_another_machine_nothing_is_known(run: Run, tmp_path: Path) -> None:
     output = trained(run, tmp_path)
     files.write_json(run.folder / "process.json", {**_identity(), "host": "another"})

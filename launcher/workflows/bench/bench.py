@@ -417,13 +417,14 @@ def _figures(sample: Sample) -> str:
 
 def write_page(bench: Bench) -> None:
     """The curves of one measured run of each variant. Raises NotReady where it cannot be written."""
-    runs = (
-        next((s.run for s in bench.samples if s.variant == row.variant and s.run), None)
-        for row in bench.rows
-    )
-    known = [Path(run) for run in runs if run is not None]
-    lead = Lead(title=f"bench {bench.folder.name}", tables=(_table(bench),), lines=_remarks(bench))
-    experiment.page([run for run in known if run.is_dir()], bench.folder / PAGE, lead)
+    # the first of each
+    names = {
+        s.variant: Path(s.run) for s in reversed(bench.samples) if s.run and Path(s.run).is_dir()
+    }
+    runs = {names[row.variant]: row.variant for row in bench.rows if row.variant in names}
+    title = f"bench {bench.folder.name.rpartition('-bench-')[2]}"
+    lead = Lead(title=title, tables=(_table(bench),), lines=_remarks(bench), names=runs)
+    experiment.page(runs, bench.folder / PAGE, lead)
 
 
 def _spread(name: str, scale: float = 1.0, unit: str = "", digits: int = 4) -> Callable[[Row], str]:

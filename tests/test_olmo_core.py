@@ -15,13 +15,14 @@ from typer.testing import CliRunner
 
 from launcher.artifacts import architecture, lengths
 from launcher.artifacts.lengths import fuller, pack, parse
+from launcher.cache import hub
 from launcher.cli.commands import app
 from launcher.config import load
 from launcher.errors import Finding, InvalidConfig
 from launcher.lifecycle.doctor import disk
 from launcher.lifecycle.resume import epochs
 from launcher.lifecycle.resume.epochs import EpochLayout
-from launcher.plan import footprint
+from launcher.plan import footprint, plan
 from launcher.plan.memory import peak as memory
 from launcher.plan.memory.phases import GIB, Memory
 from launcher.plan.memory.setup import Setup, Sharding
@@ -349,6 +350,19 @@ def test_a_folder_that_is_not_there_is_said_as_ever(
     missing = str(snapshot.parent / "other")
     said = starting(tmp_path, "config_name: qwen3_0_6B", model=missing)
     assert said.keys() == {"missing-model"}
+
+
+def test_a_name_of_olmo_cores_is_no_model_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    path = tmp_path / "stage.yaml"
+    written = text("config_name: qwen3_0_6B").replace("allenai/OLMo-2-1124-7B", str(snapshot))
+    path.write_text(written, encoding="utf-8")
+    judged = stage.judge(load.load(path), locator=Locator(search=()), running=True)
+    assert "missing-model" not in {finding.code for finding in judged.findings}
+    parts = hub.required_parts(plan.make(stage.validate(judged), gpus=8))
+    assert "qwen3_0_6B" not in {part.name for part in parts}
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -103,7 +103,8 @@ def _required_parts(plan: Plan) -> Iterator[Part]:
     revision = values.get("model_revision")
     role: Role = "whole" if entry.whole_model else "model"
     for key in ("model_name_or_path", "config_name"):
-        if isinstance(values.get(key), str):
+        # OLMo-core's names of shapes are nothing of the hub's
+        if isinstance(values.get(key), str) and values[key] not in values.schema.configs:
             yield Part(role=role, name=values[key], key=key, revision=revision)
     for key, at in (
         ("tokenizer_name_or_path", values.get("tokenizer_revision") or revision),

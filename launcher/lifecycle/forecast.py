@@ -92,12 +92,15 @@ class Estimate:
     """The forecast for one count of GPUs; None is what cannot be known.
 
     `rows` are those of the data set. On the CPU no memory is planned. `smallest` is the memory of one row a
-    device where no split of the batch fits. Raises InvalidConfig.
+    device where no split of the batch fits. `static`: the row lengths are unknown, and memory is that
+    without activations. Raises InvalidConfig.
     """
 
     def __init__(
-        self, footprint: Footprint, rows: int | None, terms: ForecastOptions, card: Card
-    ) -> None:
+        self, footprint: Footprint, rows: int | None, terms: ForecastOptions, card: Card, *,
+        static: bool = False,
+    ) -> None:  # fmt: skip
+        self.static = static
         self.footprint, self.plan, self.rows = footprint, footprint.plan, rows
         self.terms, self.card = terms, card
         self.only = plan.caches_only(self.plan.stage, self.plan.values)
@@ -131,6 +134,8 @@ class Estimate:
         """The phases that a run comes to on the card: without a step, those before the first one."""
         stage, values = footprint.plan.stage, footprint.plan.values
         whole = estimate(setup).on(self.card.gib)
+        if self.static:
+            whole = whole.without("activations", "logits")
         if plan.step_limit(stage, values) != 0:
             return whole
         if self.only == "data set":
@@ -151,7 +156,7 @@ class Estimate:
     def _fit(self) -> tuple[Fit | None, Memory | None]:
         """The largest split of the batch that fits; else what one row a device takes."""
         gib, best = self.card.gib, None
-        if self.memory is None or gib is None or self.only == "data set":
+        if self.memory is None or gib is None or self.only == "data set" or self.static:
             return None, None
         each = self.plan.global_batch // self.plan.processes
         for per_device in plan.splits(self.plan.global_batch, self.plan.processes):
@@ -209,6 +214,8 @@ class Estimate:
         if self.only == "data set":
             why = "the data set is only tokenised: how long that takes is not known"
             return Bill(None, None, why)
+        if self.static:
+            return Bill(None, None, "the row lengths are not known: --row-tokens")
         if speed is None:
             named = "--gpu H100, or " if planned.gpus else ""
             return Bill(None, None, f"the speed is not known: {named}--tokens-per-second")
@@ -255,7 +262,8 @@ class Estimate:
         elif gib is not None and memory.spare(gib) < 0:
             yield Finding(
                 severity="warning", layer="launch", code="out-of-memory",
-                message=self.where + _missing(memory, gib), help=self._instead(memory, gib), **place,
+                message=self.where + _missing(memory, gib),
+                help=None if self.static else self._instead(memory, gib), **place,
             )  # fmt: skip
         elif (
             gib is not None and best is not None and best.per_device > planned.per_device
@@ -289,7 +297,7 @@ class Estimate:
         """More than half of what a packed step computes is empty; which batch would fill it."""
         planned, rows = self.plan, self.footprint.rows
         row = packed_row(planned, rows)
-        if row is None or row.filled >= 0.5:
+        if row is None or row.filled >= 0.5 or self.static:
             return
         pairs = planned.per_device * planned.accumulation
         more, full = fuller(rows, pairs=pairs, limit=row.positions // 2)
@@ -307,15 +315,16 @@ class Estimate:
     def as_json(self, *, why: bool) -> dict[str, Any]:
         """One entry of the plan's JSON contract."""
         spare, speed, best, saved = self.spare, self.speed, self.best, self.saved
+        unknown = dict.fromkeys(("activations", "logits")) if self.static else {}
         data = {
             **self.plan.as_json(),
             "rows": self.rows,
             "steps": self.steps,
-            "tokens_per_step": round(self.tokens.real),
-            "padding_share": round(self.tokens.waste, 3),
-            "memory_gib": None if self.memory is None else self.memory.as_json(),
-            "fits": None if spare is None else spare >= 0,
-            "spare_gib": None if spare is None else round(spare, 2),
+            "tokens_per_step": None if self.static else round(self.tokens.real),
+            "padding_share": None if self.static else round(self.tokens.waste, 3),
+            "memory_gib": None if self.memory is None else self.memory.as_json() | unknown,
+            "fits": None if spare is None or (self.static and spare >= 0) else spare >= 0,
+            "spare_gib": None if spare is None or self.static else round(spare, 2),
             "tokens_per_second": None if speed is None else round(speed.tokens),
             "speed_source": None if speed is None else speed.source,
             "hours": None if self.bill.hours is None else round(self.bill.hours, 2),
@@ -336,13 +345,14 @@ class Estimate:
         """Its row in the table."""
         spare, hours, cost = self.spare, self.bill.hours, self.bill.cost
         fits = "-"
-        if spare is not None:
+        if spare is not None and not (self.static and spare >= 0):
             fits = f"yes, {spare:.1f} left" if spare >= 0 else f"no, {-spare:.1f} over"
         return (
             f"{self.plan.gpus * self.plan.nodes or 'CPU'}", f"{self.plan.per_device}",
             f"{self.plan.accumulation}", f"{self.plan.global_batch}",
-            "-" if self.steps is None else f"{self.steps:,}", f"{self.tokens.real:,.0f}",
-            "-" if self.memory is None else f"{self.memory.peak:.1f}", fits,
+            "-" if self.steps is None else f"{self.steps:,}",
+            "-" if self.static else f"{self.tokens.real:,.0f}",
+            "-" if self.memory is None else f"{'> ' * self.static}{self.memory.peak:.1f}", fits,
             "-" if hours is None else f"{hours:.2f}", "-" if cost is None else f"{cost:.2f}",
             f"{self.saved.most / GIB:.1f}",
         )  # fmt: skip
@@ -353,17 +363,20 @@ class Estimate:
             kinds = ((kind, self.memory.of(kind)) for kind in KINDS)
             shares = ", ".join(f"{kind} {gib:.1f}" for kind, gib in kinds if gib >= 0.05)
             peak = f"{self.memory.peak:.1f} GiB at the {self.memory.fullest.name}"
+            if self.static:
+                peak = f"{self.memory.peak:.1f} GiB without activations"
             yield f"{self.where}{peak}: {shares or 'nothing'}"
         if self.best is not None and self.terms.fit:
             rows, accumulation, fullest, _ = self.best
-            yield (
-                f"  --fit: per device {rows} is the largest that fits"
-                if (rows == self.plan.per_device)
-                else (
-                    f"  --fit: per device {rows}, accumulation {accumulation}"
-                    f"{without_packing(self.plan, rows)[1]}: {fullest.peak:.1f} GiB"
-                )
-            )
+            if rows != self.plan.per_device:
+                found = f"per device {rows}, accumulation {accumulation}"
+                packing = without_packing(self.plan, rows)[1]
+                yield f"  --fit: {found}{packing}: {fullest.peak:.1f} GiB"
+            elif accumulation == 1:
+                limit = f"the global batch of {self.plan.global_batch} allows no more"
+                yield f"  --fit: per device {rows} fits, and {limit}"
+            else:
+                yield f"  --fit: per device {rows} is the largest that fits"
         if not why:
             return
         phases = () if self.memory is None else self.memory.phases
@@ -372,7 +385,8 @@ class Estimate:
             for one in sorted(phase.allocations, key=lambda one: -one.gib):
                 where = f"  [{one.source}]" if one.source else ""
                 yield f"    {one.gib:8.2f}  {one.kind:13} {one.name}: {one.formula}{where}"
-        yield f"  tokens a step: {self.tokens.formula}"
+        if not self.static:
+            yield f"  tokens a step: {self.tokens.formula}"
         yield f"  time: {self.bill.formula}"
         yield f"  disk: {self.saved.formula}"
 
@@ -478,15 +492,16 @@ def make(request: Request, gpus: Sequence[int], terms: ForecastOptions) -> Forec
             )
             if stopping := errors(planned.findings):
                 raise InvalidConfig(stopping)
-            rows = rows or row_lengths(planned, resolved.trainer.packages, terms)
+            rows = rows or _lengths_or_none(planned, resolved.trainer.packages, terms, faults)
             here = card if count else Card()
             rungs.append(_rung(planned, rows, terms, here, resolved.trainer.packages))
         except InvalidConfig as error:
             faults += error.findings
-    if rows is None or not rungs:
+    if not rungs:
         raise InvalidConfig(list(dict.fromkeys(faults)))
     return Forecast(
-        rungs=tuple(rungs), shape=shape_of(rungs[0].plan, terms.shape).source, lengths=rows.source,
+        rungs=tuple(rungs), shape=shape_of(rungs[0].plan, terms.shape).source,
+        lengths="unknown" if rows is None else rows.source,
         attention=attention_of(max(rungs, key=lambda one: one.plan.gpus).plan, terms.attention),
         findings=(
             *dict.fromkeys(faults), *_split(rungs), *(f for rung in rungs for f in rung.findings),
@@ -561,17 +576,23 @@ def _unpriced(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Fin
 
 
 def _rung(
-    planned: Plan, rows: Lengths, terms: ForecastOptions, card: Card, packages: Mapping[str, str]
+    planned: Plan,
+    rows: Lengths | None,
+    terms: ForecastOptions,
+    card: Card,
+    packages: Mapping[str, str],
 ) -> Estimate:
     counted = terms.rows if terms.rows is not None else planned.rows
-    counted = rows.rows if counted is None else counted
-    cut, trained = rows_of(planned, rows), rows_per_epoch(planned, rows, counted)
-    steps = optimizer_steps(planned, trained, cut, override=terms.rows is not None)
+    cut, steps = _SHORTEST, planned.steps
+    if rows is not None:
+        counted = rows.rows if counted is None else counted
+        cut, trained = rows_of(planned, rows), rows_per_epoch(planned, rows, counted)
+        steps = optimizer_steps(planned, trained, cut, override=terms.rows is not None)
     footprint = Footprint(
         plan=replace(planned, steps=steps), shape=shape_of(planned, terms.shape, packages), rows=cut,
         attention=attention_of(planned, terms.attention),
     )  # fmt: skip
-    return Estimate(footprint, counted, terms, card)
+    return Estimate(footprint, counted, terms, card, static=rows is None)
 
 
 def with_forecast(prepared: Prepared) -> Prepared:
@@ -651,6 +672,24 @@ def _measured_speed(planned: Plan, card: str) -> Speed | None:
 
 
 # --- row lengths ----------------------------------------------------------------------------------
+
+_SHORTEST = Lengths(mean=1, deviation=0, longest=1, source="", counts=((1, 1),))
+
+
+def _lengths_or_none(
+    planned: Plan, packages: Mapping[str, str], terms: ForecastOptions, faults: list[Finding]
+) -> Lengths | None:
+    """The row lengths; without them batch and static memory can still be planned, unless `--fit` is given."""
+    try:
+        return row_lengths(planned, packages, terms)
+    except InvalidConfig as error:
+        if terms.fit or not planned.gpus:
+            raise
+        message = (
+            "how long the rows are is not known: memory is shown without activations, and no time"
+        )
+        faults += [replace(one, severity="note", message=message) for one in error.findings]
+        return None
 
 
 def row_lengths(planned: Plan, packages: Mapping[str, str], terms: ForecastOptions) -> Lengths:

@@ -19,6 +19,7 @@ from launcher.printable import printable
 from launcher.redaction import redact
 from launcher.report import overview
 from launcher.report.progress import Progress
+from launcher.runs import rundir
 from launcher.runs.attempt import ON_FINISH_S, Attempt, writable_by_others
 from launcher.runs.rundir import RunFolder
 
@@ -76,6 +77,7 @@ def environment(folder: RunFolder, code: int) -> Mapping[str, str]:
         "LAUNCH_FINISHED_FOLDER": str(folder.path),
         "LAUNCH_FINISHED_STATE": overview.ended_state(folder, progress),
         "LAUNCH_FINISHED_VERDICT": str(folder.verdict),
+        "LAUNCH_FINISHED_STATUS": str(rundir.read_json(folder.verdict).get("status", "")),
         "LAUNCH_FINISHED_CODE": str(code),
     }
 

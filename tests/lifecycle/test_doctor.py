@@ -14,7 +14,7 @@ from conftest import PATIENCE_S, Write
 from fake_smi import Smi
 from plans import CONFIGS, SFT, TRL, from_text, planned, staged, trainer
 
-from launcher.errors import Exit, NotReady
+from launcher.errors import Exit, Finding, NotReady
 from launcher.lifecycle.doctor import checks, install
 from launcher.lifecycle.doctor.checks import Report, Subject
 from launcher.machine import devices, python
@@ -294,5 +294,8 @@ def test_facts_of_gpus(smi: Smi, tmp_path: Path, write: Write) -> None:
     assert facts["run gets"]["visible"] == "0"
     assert report.exit_code is Exit.OK
     assert "\n".join(report.lines()).count("NVIDIA H200") == 2
+    assert report.lines()[-1] == "ready"
+    broken = Finding(severity="error", layer="launch", code="no-checkout", message="")
+    assert replace(report, findings=(broken,)).lines()[-1] == "not ready: no-checkout"
     assert [step.argv[0] for step in report.install] == ["/env/bin/python"] * len(report.install)
     assert install.tested()["flash-attn"] in report.install[-1].argv

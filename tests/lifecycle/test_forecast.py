@@ -323,7 +323,7 @@ def test_an_earlier_run_on_such_cards_gives_the_speed(place: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "kind", "code"),
     [
-        (("--gpus", "2"), InvalidConfig, "unknown-lengths"),
+        (("--gpus", "2", "--gpu-memory", "80", "--fit"), InvalidConfig, "unknown-lengths"),
         (("model_name_or_path=no/such", "--gpus", "2", *ROWS), InvalidConfig, "unknown-shape"),
         (("--gpus", "3", *ROWS), InvalidConfig, "impossible-batch"),
         (("--gpus", "0", "--price", "2", *ROWS), UsageError, "price-without-gpus"),
@@ -340,6 +340,19 @@ def test_what_is_missing_is_said(words: tuple[str, ...], kind: type, code: str) 
     error = refused(TULU, *words)
     assert isinstance(error, kind)
     assert code in [finding.code for finding in error.findings]
+
+
+def test_without_row_lengths_batch_and_static_memory_are_planned() -> None:
+    (one, eight) = planned(TULU, "--gpus", "1,8", "--gpu-memory", "80")["gpus"]
+    (known,) = planned(TULU, "--gpus", "8", "--gpu-memory", "80", *ROWS)["gpus"]
+    for name in ("per_device", "accumulation", "global", "steps", "disk_gib"):
+        assert eight[name] == known[name]
+    assert eight["memory_gib"]["weights"] == known["memory_gib"]["weights"]
+    assert eight["memory_gib"]["activations"] is None
+    # too much is known without activations, enough is not
+    assert (one["fits"], eight["fits"], eight["tokens_per_step"], eight["hours"]) == (
+        False, None, None, None,
+    )  # fmt: skip
 
 
 def test_a_count_that_cannot_be_costs_the_others_nothing(
@@ -506,7 +519,8 @@ def test_fit_says_so_where_nothing_fits_and_where_nothing_is_larger() -> None:
     largest = CliRunner().invoke(
         app, ["plan", TULU, "--gpus", "8", *ROWS, "--gpu-memory", "80", "--fit"]
     )
-    assert "\n  --fit: per device 16 is the largest that fits\n" in largest.stdout
+    limit = "and the global batch of 128 allows no more"
+    assert f"\n  --fit: per device 16 fits, {limit}\n" in largest.stdout
 
 
 # --- the CPU ----------------------------------------------------------------------------------------

@@ -401,6 +401,7 @@ def test_the_command_at_the_end_learns_what_became_of_it(place: Path) -> None:
     assert told["LAUNCH_FINISHED"] == "a run"
     assert told["LAUNCH_FINISHED_STATE"] == state
     assert told["LAUNCH_FINISHED_VERDICT"] == str(folder.verdict)
+    assert told["LAUNCH_FINISHED_STATUS"] == "fail"
     assert int(told["LAUNCH_FINISHED_CODE"]) == done.returncode
     assert Path(told["LAUNCH_FINISHED_FOLDER"]) == folder.path
     assert process.MARK not in told

@@ -99,6 +99,8 @@ def doctor(
         examine = partial(readiness.of_backend, request, named)
     if install and not environment.tested():
         raise NotReady(environment.unknown())
+    if not install:
+        shared.show_progress("importing what training imports; this can take a minute")
     state = examine(importing=not install)
     if install and yes:
         environment.run(state.install)

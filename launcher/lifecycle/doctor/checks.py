@@ -97,9 +97,13 @@ class Report:
         return Exit.NOT_READY if errors(self.findings) else Exit.OK
 
     def lines(self) -> list[str]:
-        """The facts, a line each; the findings are shown as those of any command."""
+        """The facts, a line each, and the answer; the findings are shown as those of any command."""
         width = max((len(fact.name) for fact in self.facts), default=0)
-        return [f"{fact.name:<{width}}  {fact.text}" for fact in self.facts]
+        faults = ", ".join(dict.fromkeys(fault.code for fault in errors(self.findings)))
+        return [
+            *(f"{fact.name:<{width}}  {fact.text}" for fact in self.facts),
+            f"not ready: {faults}" if faults else "ready",
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """For the envelope."""

@@ -97,6 +97,13 @@ class Memory:
         kept = (p for p in self.phases if p.name != FLATTENED or p.gib <= usable(gib))
         return Memory(phases=tuple(kept))
 
+    def without(self, *kinds: str) -> Memory:
+        """The same without allocations of these kinds."""
+        kept = (
+            (p.name, tuple(a for a in p.allocations if a.kind not in kinds)) for p in self.phases
+        )
+        return Memory(phases=tuple(Phase(name=name, allocations=left) for name, left in kept))
+
     def spare(self, gib: float) -> float:
         """GiB that a card of so many has left; negative: missing."""
         return usable(gib) - self.on(gib).peak

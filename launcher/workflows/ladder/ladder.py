@@ -299,7 +299,8 @@ def _predicted(request: Request, terms: ForecastOptions) -> forecast.Estimate | 
     if not request.gpus:
         return None
     try:
-        return next(iter(forecast.make(request, [request.gpus], terms).rungs), None)
+        rungs = forecast.make(request, [request.gpus], terms).rungs
+        return next((one for one in rungs if not one.static), None)
     except (LaunchError, OSError):
         return None
 

@@ -654,7 +654,6 @@ def _measured_speed(planned: Plan, card: str) -> Speed | None:
         metrics = rundir.read_json(folder.verdict).get("metrics") or {}
         rate, made = metrics.get("tokens_per_second"), manifest.get("plan") or {}
         # the stage may have another script
-        # the stage may have another script
         is_torchrun = LAUNCHERS["torchrun"] in (manifest.get("argv") or ())
         args = {
             name: one.get("value") if isinstance(one, Mapping) else None

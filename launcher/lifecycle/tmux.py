@@ -38,15 +38,19 @@ def opened(folder: RunFolder) -> str | None:
         *(sys.executable, "-m", "launcher", "exec", str(folder.path)),
     ]  # fmt: skip
     name = session(folder)
+    # that of an earlier attempt waits for its key; to end the last session would end the server
+    again = ["respawn-pane", "-k", "-t", f"={name}:", *inside]
+    new = ["new-session", "-d", "-s", name, "-x", "200", "-y", "50", *inside]
+    return name if _done(again) or _done(new) else None
+
+
+def _done(words: list[str]) -> bool:
+    """Whether tmux took this command."""
+    null = subprocess.DEVNULL
     try:
-        # that of an earlier attempt waits for its key
-        subprocess.run(
-            ["tmux", "kill-session", "-t", f"={name}"], capture_output=True, timeout=TIMEOUT_S
+        done = subprocess.run(
+            ["tmux", *words], stdin=null, stdout=null, stderr=null, timeout=TIMEOUT_S
         )
-        subprocess.run(
-            ["tmux", "new-session", "-d", "-s", name, "-x", "200", "-y", "50", *inside],
-            stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=True,
-        )  # fmt: skip
     except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-    return name
+        return False
+    return done.returncode == 0

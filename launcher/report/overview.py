@@ -22,6 +22,7 @@ COLUMNS = (
     "run", "stage", "state", "verdict", "step", "loss", "tokens/s", "age", "gpus", "checkpoint", "output",
     "wandb",
 )  # fmt: skip
+_STEP = b'"event": "step"'
 _ENDED = ("finished", "failed", "stopped", "lost")
 
 
@@ -34,11 +35,14 @@ def row(folder: RunFolder) -> dict[str, Any]:
     """One run for `launch runs`."""
     manifest = rundir.read_head(folder)
     progress = Progress(total=manifest.value("plan", "steps"), world=manifest.processes or 1)
-    last_steps(folder, progress)
+    number = max(1, folder.attempts())
+    # the speed of an attempt that is over is its verdict's
+    last_steps(folder, progress, last_only=folder.exit(number).exists())
     now = state(folder, progress)
+    judged = Record(rundir.read_json(folder.verdict) if now in _ENDED else {})
     # the file of an attempt that goes on is that of the one before
-    over = now in _ENDED and not _judged_before(folder)
-    judged = Record(rundir.read_json(folder.verdict) if over else {})
+    if judged and _judged_before(folder, number):
+        judged = Record()
     rate = _steady(judged)
     rate = progress.tokens_per_second if rate is None else rate
     return {
@@ -55,13 +59,12 @@ def row(folder: RunFolder) -> dict[str, Any]:
         "gpus": manifest.value("plan", "gpus"),
         "checkpoint": _last_checkpoint(manifest),
         "output": manifest.get("output"),
-        "wandb": _tracked(folder, manifest),
+        "wandb": _tracked(folder, manifest, number),
     }
 
 
-def _judged_before(folder: RunFolder) -> bool:
+def _judged_before(folder: RunFolder, number: int) -> bool:
     """Whether verdict.json is still that of the attempt before: nobody lived to judge the last one."""
-    number = folder.attempts()
     return not folder.concluded(number).exists() and rundir.judged(folder, number - 1)
 
 
@@ -77,11 +80,9 @@ def _last_checkpoint(manifest: Record) -> str | None:
     return None if written is None else clock(max(0.0, time.time() - written))
 
 
-def _tracked(folder: RunFolder, manifest: Mapping[str, Any]) -> str | None:
+def _tracked(folder: RunFolder, manifest: Mapping[str, Any], number: int) -> str | None:
     """Where a tracker shows the run, as the beginning of its log says."""
-    return (
-        log.tracker(folder.console(max(1, folder.attempts()))) if manifest.get("tracked") else None
-    )
+    return log.tracker(folder.console(number)) if manifest.get("tracked") else None
 
 
 def state(folder: RunFolder, progress: Progress | None = None) -> str:
@@ -140,16 +141,20 @@ def _marks(_second: int) -> frozenset[str]:
     return process.marks()
 
 
-def last_steps(folder: RunFolder, progress: Progress, window: int = 2048) -> None:
-    """Fill in the progress from the end of rank 0's record."""
+def last_steps(
+    folder: RunFolder, progress: Progress, window: int = 2048, *, last_only: bool = False
+) -> None:
+    """Fill in the progress from the end of rank 0's record, or from the last step in it."""
     try:
         with files.open_regular(folder.probe / "rank-0.jsonl") as record:
             record.seek(max(0, os.fstat(record.fileno()).st_size - window))
-            lines = record.read().split(b"\n")
+            block = record.read()
     except OSError:
         return
+    if last_only and (last := block.rfind(_STEP)) >= 0:
+        block = block[block.rfind(b"\n", 0, last) + 1 :]
     # the first may be torn by the window, the last not be finished: neither is JSON then
-    for line in lines:
+    for line in block.split(b"\n"):
         progress.event(rundir.parse_line(line))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher import files
-from launcher.verdict.evidence import CHECKPOINT
+from launcher.artifacts.digest import CHECKPOINT
 
 _END = re.compile(rb"[\r\n]")
 WINDOW = 20

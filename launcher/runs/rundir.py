@@ -247,9 +247,7 @@ def read_head(folder: RunFolder) -> Record:
         fields = files.parse_json(head.rstrip().rstrip(b",") + b"}") if found else None
     except (OSError, ValueError):
         fields = None
-    # in older records the requested folder stands behind the arguments
-    known = isinstance(fields, dict) and "asked_output" in fields
-    return Record(fields or {}) if known else read_manifest(folder)
+    return Record(fields) if isinstance(fields, dict) else read_manifest(folder)
 
 
 def outlines(folders: Iterable[RunFolder]) -> Iterator[tuple[RunFolder, Record]]:
@@ -411,7 +409,7 @@ def _runs_in(record: object) -> Iterator[Path]:
 
 def begun(folder: RunFolder) -> bool:
     """Whether a process of the run was ever started, or a job submitted: else its start was cut short."""
-    return folder.attempts() > 0 or folder.process.exists() or folder.job.exists()
+    return folder.process.exists() or folder.attempts() > 0 or folder.job.exists()
 
 
 def _started(folder: RunFolder) -> tuple[float, str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import files
+from launcher.artifacts.digest import CHECKPOINT
 from launcher.config.keys import PAIRED, STAGES
 from launcher.runs import rundir
 from launcher.upstream.logs import open_instruct, trl
@@ -32,7 +33,6 @@ MEASURED = (
 LARGEST_WORLD = 100_000
 """Processes of a run; whatever names more is no record of one."""
 KEPT_EVENTS = 1_000  # of each name but `step`, a rank
-CHECKPOINT = re.compile(r"(?:^|/)(?:step_|epoch_|global_step|(?:tmp-)?checkpoint-)\d+(?:/|$)")
 _SCRIPT = re.compile(r"\b(?:(?P<dpo>dpo\w*)|finetune)\.py:")
 # What HF Trainer's dicts hold of DPO, and of none of both: ORPO, KTO, online methods, a reward model.
 _DPO_METRICS = {"rewards/chosen", "rewards/margins"}

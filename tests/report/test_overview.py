@@ -38,16 +38,16 @@ def step(number: int) -> dict[str, object]:
     return {"event": "step", "step": number, "loss": 1.23456, "elapsed": number, "tokens": 50}
 
 
-def live(folder: RunFolder) -> None:
+def live(folder: RunFolder, attempt: int = 1) -> None:
     own = process.identify(os.getpid()).as_json()
-    files.write_json(folder.process, {**own, "mark": str(folder.path), "attempt": 1})
+    files.write_json(folder.process, {**own, "mark": str(folder.path), "attempt": attempt})
 
 
 def test_a_row(folder: RunFolder) -> None:
     manifest(folder)
     record(folder, {"event": "start", "world": 2}, step(1), step(2), step(3))
     files.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
-    files.write_json(folder.verdict, {"status": "pass"})
+    files.write_json(folder.verdict, {"status": "pass", "metrics": {"tokens_per_second": 99.9}})
     row = overview.row(folder)
     assert row.pop("age") in {"0:00", "0:01"}
     assert row == {
@@ -66,10 +66,11 @@ def test_a_run_that_is_over_has_the_speed_of_its_verdict(folder: RunFolder) -> N
     files.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
     assert overview.row(folder)["tokens/s"] == 2266
     files.write_json(folder.verdict, {"metrics": {"tokens_per_second": None}})
-    assert overview.row(folder)["tokens/s"] == 100
+    assert overview.row(folder)["tokens/s"] is None
     # a further attempt goes on: the verdict is still that of the one before
     files.write_json(folder.verdict, judged)
-    live(folder)
+    folder.console(2).touch()
+    live(folder, attempt=2)
     row = overview.row(folder)
     assert (row["state"], row["verdict"], row["tokens/s"]) == ("running", None, 100)
 

@@ -242,9 +242,6 @@ def test_the_head_of_a_manifest_is_read_alone(root: Path) -> None:
     head = rundir.read_head(folder)
     assert (head["stage"], head.output, head["asked_output"]) == ("sft", Path("/models/one"), None)
     assert "args" not in head
-    # in older records what was asked for stands behind the arguments
-    files.write_json(folder.manifest, {"stage": "sft", "args": {}, "asked_output": "/models/two"})
-    assert rundir.read_head(folder)["asked_output"] == "/models/two"
 
 
 # --- the index ------------------------------------------------------------------------------------

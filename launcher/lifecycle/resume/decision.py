@@ -134,11 +134,15 @@ def choose_output(
     beside = itertools.takewhile(lambda one: exists(one[1]), _beside(stage))
     for folder in reversed([configured, *(folder for _, folder in beside)]):
         known += [(None, record) for record in lease.manifests(folder)[-1:]]
-    for begun, newest in known:
-        requested = newest.get("asked_output") or newest.get("output")
-        if newest.get("stage") != stage.options.stage or requested != _text(configured):
+    for begun, record in known:
+        if record.get("stage") != stage.options.stage:
             continue
-        record = newest if begun is None else rundir.read_manifest(begun)
+        # older manifests name the requested folder behind the arguments
+        if begun is not None and record.get("asked_output") is None:
+            record = rundir.read_manifest(begun)
+        if (record.get("asked_output") or record.get("output")) != _text(configured):
+            continue
+        record = record if begun is None else rundir.read_manifest(begun)
         value = record.argument(name)
         if record.output in (None, Path(_text(configured))) or not isinstance(value, str):
             break

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
+import shutil
+import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -262,19 +265,29 @@ def _number(value: Any) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Plain columns, as wide as their widest entry; one that is empty all the way is left out."""
+    """Plain columns, as wide as their widest entry; one that is empty all the way is left out.
+
+    On a terminal that is too narrow for all of them the others follow below, beside the first one again.
+    Paths below the working directory are relative.
+    """
     columns = [c for c in columns if any(row.get(c) is not None for row in rows)]
-    shown = [
+    here = f"{os.getcwd()}/"
+    cells = [
         [
-            " ".join(printable(str(row.get(c) if row.get(c) is not None else "-")).split("\n"))
+            " ".join(printable(str("-" if row.get(c) is None else row[c])).split("\n"))
             for c in columns
         ]
         for row in rows
     ]
-    widths = [max(len(c), *(len(r[i]) for r in shown)) for i, c in enumerate(columns)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
-        for cells in [list(columns), *shown]
-    ]
-    for line in redact(lines):
-        _write(line)
+    whole = [list(columns), *([cell.removeprefix(here) for cell in row] for row in cells)]
+    widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    bands = [[0]]
+    for number in range(1, len(columns)):
+        if len(bands[-1]) > 1 and sum(widths[n] + 2 for n in [*bands[-1], number]) - 2 > room:
+            bands.append([0])
+        bands[-1].append(number)
+    for band in bands:
+        lines = ["  ".join(row[n].ljust(widths[n]) for n in band).rstrip() for row in whole]
+        for line in redact([*([""] if band is not bands[0] else []), *lines]):
+            _write(line)

@@ -11,7 +11,7 @@ import pytest
 
 from launcher import files
 from launcher.machine import process
-from launcher.report import overview
+from launcher.report import console, overview
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
 
@@ -160,3 +160,25 @@ def test_a_half_written_folder_is_a_row_too(folder: RunFolder, text: str) -> Non
     folder.manifest.write_text(text)
     row = overview.row(folder)
     assert (row["state"], row["step"], row["age"]) == ("lost", 0, None)
+
+
+def test_a_table_fits_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {
+            "variant": "a" * 20,
+            "tokens/s": "5,865 (5,392 to 6,338)",
+            "run": str(Path.cwd() / "runs" / "b"),
+        }
+    ]
+    names = ("variant", "tokens/s", "loss", "run")
+    console.table(rows, names)
+    head, line = capsys.readouterr().out.splitlines()
+    assert head.split() == ["variant", "tokens/s", "run"] and line.endswith("  runs/b")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "48")
+    console.table(rows, names)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[::3]] == [["variant", "tokens/s"], ["variant", "run"]]
+    assert max(map(len, lines)) <= 48 and lines[2] == ""

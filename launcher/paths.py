@@ -15,6 +15,9 @@ PACKAGE = Path(__file__).resolve().parent
 PROJECT = PACKAGE.parent
 """The checkout of launch, or the folder that it is installed in."""
 
+IS_CLONE = os.path.isfile(PROJECT / "pyproject.toml")
+"""Whether this package lies in a clone of launch, not among installed packages."""
+
 # False also for names that no file can have: too long, a NUL inside
 is_file, exists = os.path.isfile, os.path.exists
 
@@ -39,3 +42,10 @@ def is_pointer(path: Path) -> bool:
             return file.read(len(POINTER)) == POINTER
     except (OSError, ValueError):
         return False
+
+
+def shipped(name: str) -> Path:
+    """A file or folder of the project: in the clone, or below PREFIX/share/launch where it is installed."""
+    places = [PROJECT / name] if IS_CLONE else []
+    places += [above / "share" / "launch" / name for above in (PROJECT, *PROJECT.parents[:3])]
+    return next((place for place in places if exists(place)), places[0])

@@ -8,6 +8,7 @@ from pathlib import Path
 from launcher import files
 from launcher.errors import Finding, not_ready
 from launcher.lifecycle.prepare import Request, prepare
+from launcher.paths import IS_CLONE
 from launcher.runs import skypilot
 
 
@@ -17,6 +18,11 @@ def write(request: Request, path: Path) -> tuple[Finding, ...]:
     Raises what a dry run raises, UsageError where it is not known which GPUs, NotReady where the file
     cannot be written.
     """
+    if not IS_CLONE:
+        # the task installs launch on the machine that it is copied to
+        raise not_ready(
+            "no-clone", "a SkyPilot task needs a clone of launch", "run launch from its clone"
+        )
     prepared = prepare(request, running=False)
     stage, planned = prepared.plan.stage, prepared.plan
     # files below the working folder go along with it

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import shutil
 import sys
 from pathlib import Path
 from typing import Literal
@@ -9,9 +11,9 @@ from typing import Literal
 import typer
 from typer import Argument, Option
 
-from launcher.cli.options import SOURCE, Shared, answer, app, takes
+from launcher.cli.options import FORMAT, SOURCE, Format, Shared, answer, app, files_of, takes
 from launcher.errors import Exit, errors, usage
-from launcher.paths import exists
+from launcher.paths import exists, shipped
 
 
 @app.command(
@@ -76,7 +78,11 @@ def init(
 
 def _require_free(path: Path) -> Path:
     if exists(path):
-        raise usage("output-exists", f"{path} exists", "name another file with --output")
+        raise usage(
+            "output-exists",
+            f"{path} exists",
+            "launch overwrites no stage file: choose another name",
+        )
     return path
 
 
@@ -93,3 +99,66 @@ def _ask(
         help = "launch init sft --model Qwen/Qwen2.5-0.5B --data trl-lib/Capybara"
         raise usage("no-input", f"{' and '.join(lacking)} must be given", help)
     return str(model), str(data), 1 if gpus is None else gpus
+
+
+configs = typer.Typer(
+    help="List the stage files that ship with launch, or copy one.", rich_markup_mode=None
+)
+app.add_typer(configs, name="configs")
+
+
+def _configs() -> dict[str, Path]:
+    """The shipped stage files by their names: `tulu/sft_qwen7b`."""
+    folder = shipped("configs")
+    return {str(path.relative_to(folder).with_suffix("")): path for path in files_of(folder)}
+
+
+@configs.callback(invoke_without_command=True)
+def list_configs(context: typer.Context, format: Format = FORMAT) -> None:
+    """List the stage files that ship with launch, or copy one."""
+    if context.invoked_subcommand is not None:
+        return
+    rows = [
+        {
+            "name": name,
+            "path": str(path),
+            "summary": path.read_text("utf-8").split("\n")[0].strip("# .:"),
+        }
+        for name, path in _configs().items()
+    ]
+    width = max((len(row["name"]) for row in rows), default=0)
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
+    lines = [f"{row['name']:<{width}}  {row['summary']}"[:columns] for row in rows]
+    answer("configs", format, rows, [*lines, "", "launch configs copy NAME copies one"])
+
+
+@configs.command("copy", epilog="Example: launch configs copy tulu/sft_qwen7b mine.yaml")
+def copy_config(
+    name: str = Argument(
+        ..., metavar="NAME", help="as `launch configs` lists it", show_default=False
+    ),
+    target: Path = Argument(
+        Path("."), metavar="[DEST]", help="a file or a folder", show_default="this folder"
+    ),
+    format: Format = FORMAT,
+) -> Exit:
+    """Copy a stage file, or a pipeline with its stage files."""
+    from launcher.config.document import read_yaml
+
+    known = _configs()
+    path = known.get(name.removesuffix(".yaml"))
+    if path is None:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        help = f"did you mean `{near[0]}`?" if near else "launch configs lists them"
+        raise usage("no-such-config", f"no stage file `{name}` ships with launch", help)
+    first = target if target.suffix in {".yaml", ".yml"} else target / path.name
+    stages = read_yaml(path).value.get("stages")
+    copies = {path: first}
+    copies |= {path.parent / one["config"]: first.parent / one["config"] for one in stages or ()}
+    for copy in copies.values():
+        _require_free(copy)
+    for source, copy in copies.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, copy)
+    data = {"files": [str(copy) for copy in copies.values()]}
+    return answer("configs copy", format, data, [f"wrote {copy}" for copy in copies.values()])

@@ -28,7 +28,7 @@ from packaging.utils import canonicalize_name
 from launcher.errors import Finding, not_ready
 from launcher.files import parse_line
 from launcher.machine.python import Trainer
-from launcher.paths import PACKAGE, PROJECT
+from launcher.paths import PACKAGE, shipped
 
 CHILD = PACKAGE / "machine" / "importing.py"
 TIMEOUT_S = 300.0
@@ -211,7 +211,7 @@ class InstallStep:
 def extras() -> Mapping[str, Sequence[str]]:
     """The requirements of launch's extras; none where it lies without its pyproject.toml."""
     try:
-        text = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
+        text = shipped("pyproject.toml").read_text(encoding="utf-8")
         project = tomllib.loads(text)["project"]
         return dict(project["optional-dependencies"]) if project["name"] == "launcher" else {}
     except (OSError, ValueError, KeyError, TypeError):
@@ -231,9 +231,8 @@ def unknown() -> Finding:
         severity="error",
         layer="launch",
         code="packages-unknown",
-        message=f"{PROJECT} has no pyproject.toml of launch: which packages training needs is written "
-        "there",
-        help="run launch from its clone, then ask again",
+        message=f"there is no {shipped('pyproject.toml')}, which names the packages that training needs",
+        help="install launch from its wheel, or run it from its clone",
     )
 
 
@@ -292,7 +291,7 @@ def pip_install(trainer: Trainer, *, constrained: bool = True) -> tuple[str, ...
     python = str(trainer.python)
     uv = None if "pip" in trainer.packages else shutil.which("uv")
     head = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
-    versions = PROJECT / "constraints.txt"
+    versions = shipped("constraints.txt")
     return (*head, *(("-c", str(versions)) if constrained and versions.is_file() else ()))
 
 

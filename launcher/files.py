@@ -26,6 +26,7 @@ MAX_LINES = 2**30
 """Bytes of a file that is read line by line."""
 MAX_DEPTH = 64
 """Lists and mappings inside each other."""
+_BLOCK = 2**16
 _DIGITS = 20  # of a whole number: an inode has 64 bits
 
 
@@ -45,7 +46,9 @@ def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
 def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
     """What a regular file holds. Raises OSError, also where that is more than `most` bytes."""
     with open_regular(path) as stream:
-        raw = stream.read(most + 1)
+        # to ask for `most` bytes at once allocates as many
+        raw = stream.read(min(_BLOCK, most + 1))
+        raw += stream.read(most + 1 - len(raw)) if len(raw) == _BLOCK else b""
     if len(raw) > most:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
     return raw

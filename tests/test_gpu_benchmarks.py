@@ -183,12 +183,6 @@ def test_a_case_on_two_cards_that_are_made_up(tmp_path: Path) -> None:
         assert only["command"].startswith(begin) and world.quiet()
 
 
-def test_a_case_that_does_not_exist() -> None:
-    words = [sys.executable, str(SCRIPT), "--only", "prob"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 2 and "no case prob; there are sft-7b-hand" in done.stderr
-
-
 def test_the_commands_can_be_pasted() -> None:
     words = [sys.executable, str(SCRIPT), "--list", "--only", "sft-7b-hand", "--repeats", "9"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)

@@ -159,7 +159,7 @@ def test_the_policy_allows_this_style_and_this_script_and_nothing_else(run: Run)
 
 def test_the_verdict_stands_with_its_evidence(tree: Element, run: Run) -> None:
     (heading,) = tree.all("h1")
-    assert run.verdict["status"] in heading.text
+    assert run.verdict["status"] == "pass" and "pass" in heading.text and not banners(tree)
     finish = row_of(section(tree, "verdict"), "finish")
     assert finish[1:4] == ["completed", "completed", "✓ ok"]
     told = {p["name"]: p for p in run.verdict["points"]}
@@ -168,31 +168,29 @@ def test_the_verdict_stands_with_its_evidence(tree: Element, run: Run) -> None:
             evidence_cell = row_of(section(tree, "verdict"), name)[4]
             assert f"{Path(cite['file']).name}:{cite['line']}" in evidence_cell
             assert " ".join(cite["text"].split()) in evidence_cell
+    said = row_of(section(tree, "verdict"), "loss")[4]
+    assert said.startswith("losses: 40 recorded by the probe, 8 logged; all finite")
+    folded = [d for d in tree.all("details") if d.attributes.get("class") == "evidence"]
+    assert folded and not any("open" in d.attributes for d in folded)
+    outside = section(tree, "verdict").text
+    for one in folded:
+        outside = outside.replace(one.text, "")
+    assert '{"event"' not in outside and "{'loss'" not in outside
+
+
+def broken(tmp_path: Path, error: str, **ended: int) -> Run:
+    """A run that ended after step 20."""
+    trace = 'Traceback (most recent call last):\n  File "/a/train.py", line 7, in <module>\n    main()\n'
+    path = made(tmp_path / "run", steps=20, extra=f"{trace}{error}\n" if error else "")
+    over = json.loads((path / "exit.json").read_text())
+    (path / "exit.json").write_text(json.dumps({**over, **ended}))
+    return series.read(path)
 
 
 def test_a_failed_point_says_why(tmp_path: Path) -> None:
-    broken = (
-        "Traceback (most recent call last):\n"
-        '  File "/a/train.py", line 7, in <module>\n    main()\n'
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 12.25 GiB.\n"
-    )
-    run = series.read(made(tmp_path / "run", steps=20, extra=broken))
-    tree = parsed(page.overlay([run]))
-    assert row_of(section(tree, "verdict"), "memory")[3] == "✗ fail"
-    assert "12.25 GiB" in section(tree, "verdict").text
-
-
-def crashed(tmp_path: Path, **changes: Any) -> Run:
-    """A run that raised after step 20."""
-    broken = (
-        "Traceback (most recent call last):\n"
-        '  File "/a/train.py", line 7, in <module>\n    main()\n'
-        "ValueError: row 7 has no messages\n"
-    )
-    path = made(tmp_path / "run", steps=20, extra=broken, told=manifest(**changes))
-    over = json.loads((path / "exit.json").read_text())
-    (path / "exit.json").write_text(json.dumps({**over, "returncode": 1}))
-    return series.read(path)
+    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 12.25 GiB."
+    found = section(parsed(page.overlay([broken(tmp_path, error)])), "verdict")
+    assert row_of(found, "memory")[3] == "✗ fail" and "12.25 GiB" in found.text
 
 
 def banners(tree: Element) -> list[Element]:
@@ -200,7 +198,7 @@ def banners(tree: Element) -> list[Element]:
 
 
 def test_a_failed_run_begins_with_its_cause_and_the_end_of_its_log(tmp_path: Path) -> None:
-    text = page.overlay([crashed(tmp_path)])
+    text = page.overlay([broken(tmp_path, "ValueError: row 7 has no messages", returncode=1)])
     (banner,) = banners(parsed(text))
     assert "fail" in banner.attributes["class"]
     first = next(banner.all("p")).text
@@ -216,18 +214,8 @@ def test_a_failed_run_begins_with_its_cause_and_the_end_of_its_log(tmp_path: Pat
     )
 
 
-def test_a_run_that_passed_has_no_banner(run: Run, tmp_path: Path) -> None:
-    assert run.verdict["status"] == "pass"
-    assert not banners(parsed(page.overlay([run])))
-
-
 def test_a_run_that_was_stopped_is_not_red(tmp_path: Path) -> None:
-    path = made(tmp_path / "run", steps=20)
-    over = json.loads((path / "exit.json").read_text())
-    (path / "exit.json").write_text(
-        json.dumps({**over, "returncode": -15, "signal": 15, "stopped": 15})
-    )
-    run = series.read(path)
+    run = broken(tmp_path, "", returncode=-15, signal=15, stopped=15)
     tree = parsed(page.overlay([run]))
     assert run.verdict["status"] == "fail"
     (heading,) = tree.all("h1")
@@ -237,34 +225,23 @@ def test_a_run_that_was_stopped_is_not_red(tmp_path: Path) -> None:
     assert "SIGTERM" in banner.text
 
 
-def test_evidence_is_in_words_and_the_records_are_folded(tree: Element, run: Run) -> None:
-    found = section(tree, "verdict")
-    said = row_of(found, "loss")[4]
-    assert said.startswith("losses: 40 recorded by the probe, 8 logged; all finite")
-    folded = [d for d in found.all("details") if d.attributes.get("class") == "evidence"]
-    assert folded and not any("open" in d.attributes for d in folded)
-    outside = found.text
-    for one in folded:
-        outside = outside.replace(one.text, "")
-    assert '{"event"' not in outside and "{'loss'" not in outside
-
-
 def test_stages_share_no_axis(tmp_path: Path) -> None:
     sft = made(tmp_path / "sft", told=manifest(name="a", stage="sft"), steps=20)
     dpo = made(tmp_path / "dpo", told=manifest(name="b"))
     tree = parsed(page.overlay(series.gather([str(sft), str(dpo)])))
     losses = [p for p in curves(tree)["panels"] if p["key"].startswith("loss")]
     assert [p["runs"] for p in losses] == [[0], [1]]
-    assert [h.text for h in section(tree, "curves").all("h3") if h.attributes.get("class")] == [
-        "SFT",
-        "DPO",
-    ]
+    heads = section(tree, "curves").all("h3")
+    assert [h.text for h in heads if h.attributes.get("class")] == ["SFT", "DPO"]
 
 
 def test_what_was_typed_stands_above_what_it_started(tmp_path: Path) -> None:
     typed = ["launch", "dpo", "configs/a.yaml", "learning_rate=5e-7"]
-    run = series.read(made(tmp_path / "run", told=manifest(launch_argv=typed)))
-    found = section(parsed(page.overlay([run])), "versions")
+    tracker = "wandb: View run it at: https://wandb.ai/a/b/runs/c\n"
+    run = series.read(made(tmp_path / "run", told=manifest(launch_argv=typed), extra=tracker))
+    tree = parsed(page.overlay([run]))
+    assert "https://wandb.ai/a/b/runs/c" in {a.attributes["href"] for a in tree.all("a")}
+    found = section(tree, "versions")
     first, second = found.all("pre")
     assert first.text == "launch dpo configs/a.yaml learning_rate=5e-7"
     assert "accelerate" in second.text
@@ -281,14 +258,7 @@ def test_many_runs_have_rows_and_not_columns(tmp_path: Path) -> None:
     assert plan[3][plan[0].index("tokens/s, steady")] == "6,000"
 
 
-def test_the_tracker_that_the_log_names_is_linked(tmp_path: Path) -> None:
-    said = "wandb: View run it at: https://wandb.ai/a/b/runs/c\n"
-    tree = parsed(page.overlay([series.read(made(tmp_path / "run", extra=said))]))
-    links = {a.attributes["href"] for a in tree.all("a")}
-    assert "https://wandb.ai/a/b/runs/c" in links
-
-
-def test_the_plan_stands_beside_what_was_measured(tree: Element) -> None:
+def test_plan_arguments_findings_and_versions(tree: Element) -> None:
     found = section(tree, "plan")
     # 256 sequences are 128 pairs
     assert row_of(found, "batch, rows a step")[1:] == ["128", "128", "100%"]
@@ -298,9 +268,6 @@ def test_the_plan_stands_beside_what_was_measured(tree: Element) -> None:
     assert row_of(found, "processes")[1:] == ["1", "1", "100%"]
     assert row_of(found, "wasted positions")[2] == "25 %"
     assert row_of(found, "time")[2] == "1:30:00"
-
-
-def test_arguments_stand_with_who_set_them_and_defaults_are_folded(tree: Element) -> None:
     found = section(tree, "arguments")
     assert row_of(found, "learning_rate")[1:] == ["5e-07", "override: learning_rate=5e-7"]
     assert row_of(found, "dataset_mixer_list")[1:] == ['["a/b", 0.25]', "configs/a.yaml:14"]
@@ -309,9 +276,6 @@ def test_arguments_stand_with_who_set_them_and_defaults_are_folded(tree: Element
     assert [row[0] for row in rows(folded)[1:]] == ["max_grad_norm", "hub_model_id"]
     assert "open" not in folded.attributes
     assert row_of(folded, "hub_model_id")[1] == "null"
-
-
-def test_findings_versions_and_the_command_are_there(tree: Element) -> None:
     (row,) = rows(section(tree, "findings"))[1:]
     assert row[:2] == ["warning[conditional-key]", "configs/a.yaml:9"]
     assert "leave it out" in row[2]
@@ -329,9 +293,8 @@ def test_the_curves_are_those_of_the_run(tree: Element) -> None:
     assert one["steps"] == list(range(1, 41))
     assert one["columns"]["loss"] == pytest.approx([loss(s) for s in range(1, 41)], rel=1e-6)
     # logged at every fifth step only
-    assert [n for n, v in enumerate(one["columns"]["learning_rate"], start=1) if v is not None] == [
-        *range(5, 41, 5)
-    ]
+    rates = enumerate(one["columns"]["learning_rate"], start=1)
+    assert [n for n, v in rates if v is not None] == [*range(5, 41, 5)]
     shown = [p["key"] for p in told["panels"] if not p["folded"]]
     assert shown == [
         "loss", "learning_rate", "tokens", "memory", "rewards", "margin", "accuracy", "grad_norm",
@@ -434,16 +397,8 @@ def test_steps_that_were_not_finite_are_told(tmp_path: Path) -> None:
     told = curves(parsed(page.overlay([run])))["runs"][0]
     assert told["nonfinite"] == [17, 20]
     assert told["columns"]["loss"][16] is None
-    assert (
-        "NaN" not in page.overlay([run]).partition('id="curves-data">')[2].partition("</script>")[0]
-    )
-
-
-def test_the_page_goes_into_the_folder_of_the_run(tmp_path: Path, run: Run) -> None:
-    place = page.usual_path([run])
-    page.write([run], place)
-    assert parsed((run.path / "report.html").read_text())
-    assert page.usual_path([run, run]) == Path("report.html")
+    data = page.overlay([run]).partition('id="curves-data">')[2].partition("</script>")[0]
+    assert "NaN" not in data
 
 
 # ---- for machines
@@ -517,6 +472,7 @@ def test_tokens_get_into_no_report(tmp_path: Path) -> None:
 def test_finish_writes_the_page_of_the_run_that_was_judged(tmp_path: Path) -> None:
     path = made(tmp_path / "run")
     judged = start.finish(RunFolder(path))
+    assert page.usual_path([series.read(path)]) == path / "report.html"
     tree = parsed((path / "report.html").read_text())
     assert curves(tree)["runs"][0]["steps"] == list(range(1, 41))
     # without the evidence it is the page without curves, and without a way there

@@ -116,7 +116,9 @@ def runs(tmp_path: Path) -> list[Run]:
     return series.gather([str(made(tmp_path / "one")), str(other)])
 
 
-def test_the_curves_are_drawn(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
+def test_curves_are_drawn_and_switched_off(
+    browser: Browser, runs: list[Run], tmp_path: Path
+) -> None:
     show(browser, tmp_path / "a.html", runs)
     for key in ("loss", "learning_rate", "tokens", "memory", "rewards", "margin", "accuracy"):
         for colour in ("--c0", "--c1"):
@@ -124,6 +126,12 @@ def test_the_curves_are_drawn(browser: Browser, runs: list[Run], tmp_path: Path)
     # the steps that were not finite
     assert count(browser, "loss", "--fail") > 5
     assert count(browser, "margin", "--fail") == 0
+    found(browser, "input[data-run='1']").click()
+    assert count(browser, "loss", "--c1") == 0
+    assert count(browser, "loss", "--c0") > 50
+    assert readout(browser, "loss") == [f"1{loss(40):.4g}"]
+    found(browser, "input[data-run='1']").click()
+    assert count(browser, "loss", "--c1") > 50
 
 
 def test_hovering_shows_the_values_of_all_runs(
@@ -145,18 +153,6 @@ def test_hovering_shows_the_values_of_all_runs(
     assert found(browser, "#at").text == "step 30"
     assert readout(browser, "loss") == [f"1{loss(30):.4g}", "2notfinite"]
     assert readout(browser, "memory") == ["161.25/70.5", "230.63/35.25"]
-
-
-def test_a_run_that_is_switched_off_is_gone(
-    browser: Browser, runs: list[Run], tmp_path: Path
-) -> None:
-    show(browser, tmp_path / "a.html", runs)
-    found(browser, "input[data-run='1']").click()
-    assert count(browser, "loss", "--c1") == 0
-    assert count(browser, "loss", "--c0") > 50
-    assert readout(browser, "loss") == [f"1{loss(40):.4g}"]
-    found(browser, "input[data-run='1']").click()
-    assert count(browser, "loss", "--c1") > 50
 
 
 def test_smoothing_and_the_rest_of_the_curves(
@@ -200,14 +196,6 @@ def test_texts_of_a_run_run_nothing(browser: Browser, tmp_path: Path) -> None:
     assert nasty in found(browser, "#more-curves figure h3").text
 
 
-def test_a_report_without_curves_works_as_well(browser: Browser, tmp_path: Path) -> None:
-    run = series.of_kept(tmp_path, manifest(), {"status": "fail"}, [])
-    (tmp_path / "a.html").write_text(page.overlay([run]))
-    browser.get((tmp_path / "a.html").as_uri())
-    assert found(browser, "h1").text.startswith("dpo tulu")
-    assert not browser.find_elements("css selector", "a[href='#curves']")
-
-
 def test_nothing_lies_outside_of_a_narrow_screen(
     browser: Browser, runs: list[Run], tmp_path: Path
 ) -> None:
@@ -227,6 +215,13 @@ def test_nothing_lies_outside_of_a_narrow_screen(
         assert browser.execute_script(outside) == 0
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    # names of arguments stay whole
+    show(browser, tmp_path / "a.html", runs[:1])
+    heights = browser.execute_script(
+        "const names = [...document.querySelectorAll('#arguments ~ * th code')];"
+        "return names.map((one) => one.getClientRects().length)"
+    )
+    assert len(heights) > 3 and set(heights) <= {0, 1}
 
 
 def test_equal_curves_are_both_seen(browser: Browser, tmp_path: Path) -> None:
@@ -234,15 +229,6 @@ def test_equal_curves_are_both_seen(browser: Browser, tmp_path: Path) -> None:
     show(browser, tmp_path / "a.html", series.gather([str(path) for path in paths]))
     counts = [count(browser, "loss", colour) for colour in ("--c0", "--c1")]
     assert min(counts) > 50, counts
-
-
-def test_names_of_arguments_stay_whole(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
-    show(browser, tmp_path / "a.html", runs[:1])
-    heights = browser.execute_script(
-        "const names = [...document.querySelectorAll('#arguments ~ * th code')];"
-        "return names.map((one) => one.getClientRects().length)"
-    )
-    assert len(heights) > 3 and set(heights) <= {0, 1}
 
 
 def test_a_spike_is_off_the_scale_and_said(browser: Browser, tmp_path: Path) -> None:

@@ -48,20 +48,11 @@ def test_a_plain_scalar_means_what_its_author_meant(write: Write) -> None:
         assert isinstance(read(write, f"a: {text}\n").value["a"], str)
 
 
-def test_long_digits_stay_text_and_do_not_overflow() -> None:
-    assert plain("9" * 5000) == "9" * 5000
-    assert math.isinf(plain("1.0e999"))
-
-
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
 def test_line_ends_of_every_system(write: Write, newline: str) -> None:
     document = read(write, newline.join(["a: 1", "b:", "  c: [x,", "      y]", ""]))
     assert document.value == {"a": 1, "b": {"c": ["x", "y"]}}
     assert document.origins["b.c[1]"].line == 4
-
-
-def test_a_byte_order_mark_is_skipped(write: Write) -> None:
-    assert read(write, b"\xef\xbb\xbfa: 1\n").value == {"a": 1}
 
 
 def test_every_key_and_entry_has_its_line(write: Write) -> None:
@@ -73,12 +64,6 @@ def test_every_key_and_entry_has_its_line(write: Write) -> None:
     }  # fmt: skip
 
 
-def test_aliases_are_copies(write: Write) -> None:
-    document = read(write, "a: &x [1, {b: 2}]\nc: *x\n")
-    document.value["a"][1]["b"] = 3
-    assert document.value["c"] == [1, {"b": 2}]
-
-
 @pytest.mark.parametrize("text", ["m: &m {a: 1, b: 2}\nx:\n  a: 5\n  <<: *m\n",
                                   "m: &m {a: 1, b: 2}\nx:\n  <<: [*m, {b: 9}]\n  a: 5\n"])  # fmt: skip
 def test_merge_keys_do_not_override(write: Write, text: str) -> None:
@@ -87,11 +72,19 @@ def test_merge_keys_do_not_override(write: Write, text: str) -> None:
     assert document.faults == ()
 
 
-def test_keys_are_text_as_written(write: Write) -> None:
+def test_keys_and_scalars_are_text_as_written(write: Write) -> None:
     assert read(write, "on: 1\nargs: {m: {1e3: x, allenai/a: y}}\n").value == {
         "on": 1,
         "args": {"m": {"1e3": "x", "allenai/a": "y"}},
     }
+    assert plain("9" * 5000) == "9" * 5000
+    assert math.isinf(plain("1.0e999"))
+    # a byte order mark is skipped
+    assert read(write, b"\xef\xbb\xbfa: 1\n").value == {"a": 1}
+    # aliases are copies
+    document = read(write, "a: &x [1, {b: 2}]\nc: *x\n")
+    document.value["a"][1]["b"] = 3
+    assert document.value["c"] == [1, {"b": 2}]
 
 
 # --- faults that do not stop the reading ----------------------------------------------------------

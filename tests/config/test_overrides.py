@@ -88,12 +88,6 @@ def test_what_is_no_override(stage_file: Path) -> None:
         assert "is a list of 4 entries" in fault(stage_file, f"{key}=1")
 
 
-def test_all_bad_overrides_at_once(stage_file: Path) -> None:
-    with pytest.raises(InvalidConfig) as raised:
-        load.load(stage_file, ["a", "seed=1", "b=None"])
-    assert len(raised.value.findings) == 2
-
-
 def test_options_and_arguments_of_a_stage_file(stage_file: Path) -> None:
     loaded = load.load(
         stage_file, ["batch.global=64", "deepspeed=none", "seed=1", "args.a=2", "name=x"]
@@ -105,13 +99,19 @@ def test_options_and_arguments_of_a_stage_file(stage_file: Path) -> None:
         "name": "x",
     }
     assert (loaded.args["seed"], loaded.args["a"]) == (1, 2)
-
-
-def test_the_origin_of_an_override(stage_file: Path) -> None:
+    # below mappings and what is empty
+    found = args(stage_file, "extra.x.y=2", "extra.z=3", "empty.a.b=4")
+    assert found["extra"] == {"x": {"y": 2}, "z": 3}
+    assert found["empty"] == {"a": {"b": 4}}
+    # the origin of an override
     loaded = load.load(stage_file, ["learning_rate=2", "dataset_mixer_list=[c]"])
     assert str(loaded.origin("args.learning_rate")) == "override `learning_rate=2`"
     assert str(loaded.origin("args.dataset_mixer_list[0]")) == "override `dataset_mixer_list=[c]`"
     assert loaded.origin("args.learning_rate").file == str(stage_file)
+    # all bad overrides at once
+    with pytest.raises(InvalidConfig) as raised:
+        load.load(stage_file, ["a", "seed=1", "b=None"])
+    assert len(raised.value.findings) == 2
 
 
 def test_a_fault_of_an_override_is_where_it_was_said(
@@ -149,12 +149,6 @@ def test_an_entry_of_a_list(stage_file: Path, key: str) -> None:
     assert loaded.args["dataset_mixer_list"] == ["a", 0.5, "b", 2]
     assert loaded.origin("args.dataset_mixer_list[1]").override == f"{key}=0.5"
     assert loaded.origin("args.dataset_mixer_list[2]").line == 5
-
-
-def test_below_mappings_and_what_is_empty(stage_file: Path) -> None:
-    found = args(stage_file, "extra.x.y=2", "extra.z=3", "empty.a.b=4")
-    assert found["extra"] == {"x": {"y": 2}, "z": 3}
-    assert found["empty"] == {"a": {"b": 4}}
 
 
 def test_flat_files_take_arguments_and_options(write: Write) -> None:

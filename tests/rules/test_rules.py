@@ -186,7 +186,7 @@ PATHS = {
 }  # fmt: skip
 
 
-def test_paths_are_taken_as_they_are() -> None:
+def test_paths_and_data_files() -> None:
     for path, folder in PATHS.items():
         for script, key in (("sft", "output_dir"), ("dpo", "local_cache_dir")):
             messages = [one.message for one in found(script, **{key: path})]

@@ -175,12 +175,7 @@ def test_clipping_is_deepspeeds(script: str, key: str) -> None:
         assert one(script, {"zero_stage": 3, key: -1}) == expected
 
 
-def test_upstream_loads_bfloat16() -> None:
-    told = one("sft", {}, mixed_precision="fp16", deepspeed=ZERO2)
-    assert told == ("fp16-over-bf16", "warning", "mixed_precision")
-
-
-def test_zero_stage_beside_a_file() -> None:
+def test_zero_stage_and_precision_beside_a_file() -> None:
     expected = ("two-zero-stages", "warning", "args.zero_stage")
     assert one("dpo", {"zero_stage": 3}, deepspeed=ZERO2) == expected
     assert one("dpo", {"zero_stage": 2}, deepspeed=ZERO2) == expected
@@ -191,6 +186,9 @@ def test_zero_stage_beside_a_file() -> None:
     assert found("dpo", {"zero_stage": 3}) == []
     # nothing of the file matters then
     assert one("dpo", {"zero_stage": 2}, deepspeed={}) == expected
+    # upstream loads bfloat16
+    told = one("sft", {}, mixed_precision="fp16", deepspeed=ZERO2)
+    assert told == ("fp16-over-bf16", "warning", "mixed_precision")
 
 
 # --- adapters and quantised models ----------------------------------------------------------------
@@ -343,7 +341,7 @@ def test_rows_longer_than_the_model(write: Write, script: str, key: str) -> None
     assert found(script, args) == []
 
 
-def test_packing_without_flash_attention() -> None:
+def test_packing() -> None:
     args = {"packing": True}
     expected = ("packing-without-flash", "warning", "args.packing")
     assert one("sft", args, packages={}) == expected
@@ -354,9 +352,7 @@ def test_packing_without_flash_attention() -> None:
     assert found("sft", args) == []
     assert found("sft", args, packages={}, gpus=0) == []
     assert found("dpo", {**args, "attn_implementation": "flash_2"}, packages=TRAINER) == []
-
-
-def test_packing_of_one_row() -> None:
+    # packing of one row
     args = {"packing": True}
     expected = ("packing-of-one", "warning", "args.packing")
     assert one("sft", args, per_device=1) == expected

@@ -109,6 +109,18 @@ def test_the_run_gets_what_was_chosen_and_is_held_to_it(write: Write) -> None:
     assert made.arguments()["attn_implementation"] == ["flash_attention_2"]
     assert command.expectations(made)["attention"] == "flash_attention_2"
     assert "attention-fallback" not in {f.code for f in made.findings}
+    # without it nothing is chosen nor expected
+    made = planned(write, FILE, packages={})
+    assert made.attention is None and "attn_implementation" not in made.arguments()
+    assert "attention" not in command.expectations(made)
+    # what is expected may be said otherwise
+    text = preferring("flash_attention_2", "sdpa") + "expect: {attention: any}\n"
+    assert command.expectations(planned(write, text))["attention"] == "any"
+    # a kernel of the hub is handed over and not expected
+    made = planned(write, preferring("kernels-community/flash-attn2"), packages={"kernels": "1"})
+    assert made.arguments()["attn_implementation"] == ["kernels-community/flash-attn2"]
+    assert "attention" not in command.expectations(made)
+    assert "kernels-community/flash-attn2" not in EXPECT["attention"]
 
 
 def test_a_single_one_has_nothing_to_fall_back_to(write: Write) -> None:
@@ -119,24 +131,6 @@ def test_a_single_one_has_nothing_to_fall_back_to(write: Write) -> None:
     assert planned(write, text, packages=FLASH).attention == "flash_attention_2"
 
 
-def test_without_it_nothing_is_chosen_nor_expected(write: Write) -> None:
-    made = planned(write, FILE, packages={})
-    assert made.attention is None and "attn_implementation" not in made.arguments()
-    assert "attention" not in command.expectations(made)
-
-
-def test_what_is_expected_may_be_said_otherwise(write: Write) -> None:
-    text = preferring("flash_attention_2", "sdpa") + "expect: {attention: any}\n"
-    assert command.expectations(planned(write, text))["attention"] == "any"
-
-
-def test_a_kernel_of_the_hub_is_handed_over_and_not_expected(write: Write) -> None:
-    made = planned(write, preferring("kernels-community/flash-attn2"), packages={"kernels": "1"})
-    assert made.arguments()["attn_implementation"] == ["kernels-community/flash-attn2"]
-    assert "attention" not in command.expectations(made)
-    assert "kernels-community/flash-attn2" not in EXPECT["attention"]
-
-
 def test_rules_see_the_first_choice(write: Write) -> None:
     text = FILE + "  packing: true\n  max_length: 1024\n"
     codes = {f.code for f in judged(write, text).findings}
@@ -145,6 +139,14 @@ def test_rules_see_the_first_choice(write: Write) -> None:
     assert "packing-without-flash" not in {f.code for f in preferred.findings}
     assert preferred.values is not None
     assert preferred.values["attn_implementation"] == "flash_attention_2"
+    # an override replaces the list
+    chosen = judged(write, preferring("flash_attention_2", "sdpa"), "attention=[eager]").options
+    assert chosen is not None and chosen.attention == ("eager",)
+    # a schema without the field chooses nothing
+    known = judged(write, preferring("sdpa"))
+    assert known.options is not None
+    other = values_of("sft", {})
+    assert stage.preferred_attention(known.options, other) is None
 
 
 FAULTS: list[tuple[str, str, str]] = [
@@ -178,18 +180,6 @@ def test_what_cannot_be_meant(write: Write) -> None:
         assert words in f"{found[0].message} {found[0].help}"
         with pytest.raises(InvalidConfig):
             stage.validate(judged(write, text))
-
-
-def test_an_override_replaces_the_list(write: Write) -> None:
-    chosen = judged(write, preferring("flash_attention_2", "sdpa"), "attention=[eager]").options
-    assert chosen is not None and chosen.attention == ("eager",)
-
-
-def test_a_schema_without_the_field_chooses_nothing(write: Write) -> None:
-    known = judged(write, preferring("sdpa"))
-    assert known.options is not None
-    other = values_of("sft", {})
-    assert stage.preferred_attention(known.options, other) is None
 
 
 # --- TRL's arguments, and packing

@@ -76,11 +76,6 @@ def test_splits_of_a_local_folder(write: Write) -> None:
         assert told("trl-sft", {"dataset_name": f"data{number}", **args}) == expected, files
 
 
-def test_a_part_of_a_split_is_no_split() -> None:
-    args = {"dataset_name": "org/name", "dataset_train_split": "train[:100]"}
-    assert told("trl-dpo", args) == [("no-such-split", "error", "dataset_train_split")]
-
-
 def test_a_template_that_is_not_here(write: Write) -> None:
     args = {"chat_template_path": "templates/mine.jinja"}
     expected = ("missing-template", "error", "chat_template_path")
@@ -167,6 +162,9 @@ def test_columns_that_arguments_speak_of(write: Write) -> None:
     skipped = {"dataset_kwargs": {"skip_prepare_dataset": True}}
     assert columns(write, "trl-sft", {"body": "a"}, **skipped) == []
     assert columns(write, "trl-sft", {"body": "a"}, dataset_config="en") == []
+    # a part of a split is no split
+    args = {"dataset_name": "org/name", "dataset_train_split": "train[:100]"}
+    assert told("trl-dpo", args) == [("no-such-split", "error", "dataset_train_split")]
 
 
 def test_all_rows_bring_columns(write: Write) -> None:

@@ -129,21 +129,17 @@ def test_the_cpu() -> None:
         assert told("trl-sft", args, gpus=8, packages={"flash-attn": "2.8.3"}) == []
 
 
-def test_ways_to_train_on_the_cpu() -> None:
-    for args in ({"use_cpu": True, "bf16": True, "bf16_full_eval": True}, {"bf16": False}):
-        assert told("trl-sft", args, **ON_CPU, packages={}) == []
-
-
-def test_the_default_precision_is_named_as_such() -> None:
+def test_precision_on_the_cpu() -> None:
     (default,) = found("trl-sft", {}, **ON_CPU)
     (asked,) = found("trl-sft", {"bf16": True}, **ON_CPU)
     assert "default" in default.message
     assert "default" not in asked.message
     assert default.help is not None
     assert "use_cpu: true" in default.help
-
-
-def test_the_cpu_beside_gpus() -> None:
+    # ways to train on the cpu
+    for args in ({"use_cpu": True, "bf16": True, "bf16_full_eval": True}, {"bf16": False}):
+        assert told("trl-sft", args, **ON_CPU, packages={}) == []
+    # the cpu beside gpus
     assert told("trl-dpo", {"use_cpu": True}, gpus=1) == [("cpu-beside-gpus", "error", "use_cpu")]
 
 
@@ -237,23 +233,19 @@ def test_good_deepspeed_files() -> None:
         assert told("trl-sft", args, deepspeed=file, **known) == []
 
 
-def test_every_difference_is_said_at_once() -> None:
+def test_deepspeed_files_and_arguments() -> None:
     file = {**AUTO, "gradient_clipping": 0.5, "train_micro_batch_size_per_gpu": 2}
     (finding,) = found("trl-sft", {}, deepspeed=file, per_device=8)
     assert "gradient_clipping: 0.5" in finding.message
     assert "per_device_train_batch_size: 8" in finding.message
-
-
-def test_clipping_that_a_file_leaves_out() -> None:
+    # clipping that a file leaves out
     file, expected = (
         without(AUTO, "gradient_clipping"),
         ("clipping-unread", "warning", "max_grad_norm"),
     )
     assert told("trl-sft", {"max_grad_norm": 0.5}, deepspeed=file) == [expected]
     assert told("trl-sft", {"max_grad_norm": 0.0}, deepspeed=file) == []
-
-
-def test_evaluating_in_another_precision() -> None:
+    # evaluating in another precision
     for args in ({"bf16": False, "bf16_full_eval": True}, {"fp16_full_eval": True}):
         for file in (AUTO, SHIPPED["zero2"]):
             expected = ("deepspeed-precision", "error", "deepspeed")
@@ -390,7 +382,7 @@ def test_packages_that_are_not_installed() -> None:
         assert told("trl-sft", {"report_to": "tensorboard"}, packages={name: "2"}) == []
 
 
-def test_wandb_needs_a_key(tmp_path: Path) -> None:
+def test_services_need_their_keys(tmp_path: Path) -> None:
     script, args, home = "trl-sft", {"report_to": ["wandb"]}, {"HOME": str(tmp_path)}
     expected = ("no-wandb-key", "warning", "report_to")
     assert told(script, args, environ=home) == [expected]
@@ -401,9 +393,7 @@ def test_wandb_needs_a_key(tmp_path: Path) -> None:
     every = {"report_to": "all"}
     assert told(script, every, environ=home, packages={"wandb": "0.31"}) == [expected]
     assert told(script, every, environ=home, packages={}) == []
-
-
-def test_pushing_needs_a_token() -> None:
+    # pushing needs a token
     # more of it: tests/rules/test_stage_rules.py
     expected = ("no-hub-token", "warning", "push_to_hub")
     assert told("trl-sft", {"push_to_hub": True}) == [expected]
@@ -540,7 +530,7 @@ def test_a_config_with_an_optimizer_decides() -> None:
     ]
 
 
-def test_lengths_are_compiled_one_by_one() -> None:
+def test_compiled_lengths_and_a_reference_computed_beforehand() -> None:
     for args in (
         {"torch_compile": True}, {"torch_compile_mode": "max-autotune"},
         {"torch_compile": True, "pad_to_multiple_of": "auto"},
@@ -548,6 +538,11 @@ def test_lengths_are_compiled_one_by_one() -> None:
         warned = [("compile-lengths", "warning", next(iter(args)))]
         assert told("trl-sft", args, gpus=8) == warned
     assert told("trl-sft", {"torch_compile": True, "pad_to_multiple_of": 512}, gpus=8) == []
+    # the price of a reference computed beforehand
+    for args, words in (({"use_peft": True}, "63 % more memory"), ({}, "saves its weights")):
+        (noted,) = found("trl-dpo", {"precompute_ref_log_probs": True, **args}, gpus=1)
+        assert (noted.code, noted.severity) == ("reference-price", "note")
+        assert words in noted.message
 
 
 def test_compiling_needs_a_compiler(tmp_path: Path) -> None:
@@ -565,13 +560,6 @@ def test_compiling_needs_a_compiler(tmp_path: Path) -> None:
     assert told("trl-sft", args, gpus=8, running=True, environ=bare) == []
     named = {**bare, "CC": "no-such-compiler"}
     assert told("trl-sft", args, gpus=8, running=True, environ=named) == missing
-
-
-def test_the_price_of_a_reference_computed_beforehand() -> None:
-    for args, words in (({"use_peft": True}, "63 % more memory"), ({}, "saves its weights")):
-        (noted,) = found("trl-dpo", {"precompute_ref_log_probs": True, **args}, gpus=1)
-        assert (noted.code, noted.severity) == ("reference-price", "note")
-        assert words in noted.message
 
 
 # --- whatever is given

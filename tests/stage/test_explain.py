@@ -42,7 +42,7 @@ def text(told: Explained) -> str:
     return "\n".join(told.lines())
 
 
-def test_type_default_place_reads_and_owner() -> None:
+def test_what_is_explained_of_an_argument() -> None:
     told = one("use_liger_kernel")
     assert told.field is not None
     assert (told.field.type, told.field.default) == ("bool", False)
@@ -54,6 +54,11 @@ def test_type_default_place_reads_and_owner() -> None:
     assert "where model_name_or_path and not use_qlora" in shown
     # whether the script only makes a cache is asked of everything: that is no news
     assert "cache_dataset_only" not in shown
+    # of what stands inside an argument the whole is explained
+    batch = one("args.batch.per_device")
+    assert batch.key == "batch"
+    assert "global: a whole number above 0; rows per optimizer step" in text(batch)
+    assert one("dataset_mixer_list[1]").field is not None
 
 
 def test_a_removed_argument_is_answered_with_its_pull_request() -> None:
@@ -165,7 +170,13 @@ def test_the_schema_lists_every_argument(capsys: pytest.CaptureFixture[str]) -> 
     assert "no read found: give a number of samples" in row
 
 
-def test_the_schema_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schema_for_editors_and_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "--json-schema", "--backend", "trl"]) == Exit.OK
+    told = json.loads(capsys.readouterr().out)
+    assert told["$schema"].startswith("http://json-schema.org/draft-07")
+    # what is known of its reads is there to be hovered over
+    assert "read only where" in json.dumps(told)
+    # the schema for machines
     assert main(["schema", "--stage", "dpo", "--format", "json"]) == Exit.OK
     told = json.loads(capsys.readouterr().out)["data"]["schemas"]
     assert [(one["stage"], one["backend"]) for one in told] == [
@@ -174,14 +185,6 @@ def test_the_schema_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     fields = {field["name"]: field for field in told[0]["fields"]}
     assert fields["compile_model"]["reads"] == []
-
-
-def test_the_schema_for_editors(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schema", "--json-schema", "--backend", "trl"]) == Exit.OK
-    told = json.loads(capsys.readouterr().out)
-    assert told["$schema"].startswith("http://json-schema.org/draft-07")
-    # what is known of its reads is there to be hovered over
-    assert "read only where" in json.dumps(told)
 
 
 def test_a_commit_before_a_further_script_has_a_schema(
@@ -229,10 +232,3 @@ def test_a_token_is_not_told(
     said = capsys.readouterr().out
     assert "<redacted>" in said
     assert TOKEN not in said and "a-plain-password" not in said
-
-
-def test_of_what_stands_inside_an_argument_the_whole_is_explained() -> None:
-    batch = one("args.batch.per_device")
-    assert batch.key == "batch"
-    assert "global: a whole number above 0; rows per optimizer step" in text(batch)
-    assert one("dataset_mixer_list[1]").field is not None

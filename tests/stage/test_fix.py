@@ -314,7 +314,7 @@ def test_every_shape(write: Write, text: str) -> None:
 # --- several files ---------------------------------------------------------------------------------
 
 
-def test_a_parent_is_not_edited(write: Write) -> None:
+def test_parents_are_not_edited(write: Write) -> None:
     parent = write("base.yaml", SFT + DATA + "  chat_template: a\n  use_flash_attn: true\n")
     before = parent.read_bytes()
     found = mended(write, "extends: base.yaml\nargs:\n  max_length: 3\n")
@@ -322,9 +322,6 @@ def test_a_parent_is_not_edited(write: Write) -> None:
     assert parent.read_bytes() == before
     assert {f.file for f in errors(found.left)} == {str(parent)}
     assert str(parent) in reasons(found)["args.chat_template"]
-
-
-def test_a_key_of_both_files_is_mended_in_the_one_that_was_named(write: Write) -> None:
     write("base.yaml", SFT + DATA + "  chat_template: a\n  chat_template_name: c\n")
     found = mended(write, "extends: base.yaml\nargs:\n  chat_template: b\n")
     assert found.after == "extends: base.yaml\nargs:\n  chat_template_name: b\n"

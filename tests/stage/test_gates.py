@@ -205,14 +205,12 @@ def test_dpo(changes: dict[str, Any], found: dict[str, str]) -> None:
     assert flags(replace(DPO, **changes)) == found
 
 
-def test_facts_are_kept() -> None:
+def test_facts_are_kept_and_series_may_be_degenerate() -> None:
     told = json.loads(json.dumps(DPO.as_json(), allow_nan=False))
     assert Facts.from_json({**told, "of a later launch": 1}) == DPO
     with pytest.raises(TypeError):
         Facts.from_json({})
-
-
-def test_degenerate_series() -> None:
+    # degenerate series
     assert gates.fallen([]) is None and gates.fallen([1.0]) is None
     assert gates.settled([math.nan]) is None
     zero = gates.fallen([0.0] * 10)

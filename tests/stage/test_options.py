@@ -36,10 +36,6 @@ def fault(shape: str = "stage", **given: Any) -> Finding:
     return finding
 
 
-def test_nothing_given() -> None:
-    assert read(stage="sft") == Options(stage="sft", backend="open_instruct")
-
-
 READ: tuple[tuple[dict[str, Any], str, Any], ...] = (
     ({"deepspeed": False}, "deepspeed", None),
     ({"deepspeed": "none"}, "deepspeed_name", "none"),
@@ -113,11 +109,12 @@ def test_what_a_key_does_not_take() -> None:
         assert fault("wrapped", num_gpus=value).code == "bad-num-gpus"
 
 
-def test_deepspeed_by_name_ships_with_the_package() -> None:
+def test_deepspeed_by_name_and_nothing_given() -> None:
     for name in keys.DEEPSPEED:
         found = read(deepspeed=name)
         assert found.deepspeed_name == name and found.deepspeed is not None
         assert "zero_optimization" in json.loads(found.deepspeed.read_text())
+    assert read(stage="sft") == Options(stage="sft", backend="open_instruct")
 
 
 def test_deepspeed_by_path(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -166,22 +166,22 @@ def test_what_a_user_reads(judged: Any, text: str, code: str, parts: list[str]) 
     assert all(part in words for part in parts), words
 
 
-def test_the_mixer_mapping_is_explained_and_nothing_else_is_said_of_data(judged: Any) -> None:
-    found = judged(SFT.replace("dataset_mixer_list: [a, 1.0]", "dataset_mixer: {a: 1.0}"))
-    assert "write the sets as `dataset_mixer_list:" in (one(found).help or "")
-
-
-def test_an_abbreviation_counts_for_what_upstream_takes_it_for(judged: Any) -> None:
+def test_trl_names_its_own_class_and_an_abbreviation_counts(judged: Any) -> None:
+    found = judged(f"{TRL}  max_seq_length: 8\n  packing_: true\n")
+    assert "`max_seq_length` is not a field of SFTConfig" in found.findings[0].message
+    assert "write `max_length`" in (found.findings[0].help or "")
+    # an abbreviation counts for what upstream takes it for
     found = judged(
         SFT.replace("push_to_hub: false", "push_to_hu: false").replace("jobs: false", "jobs: true")
     )
     assert {f.code for f in found.findings} == {"abbreviated-key", "beaker-without-push"}
-
-
-def test_trl_names_its_own_class(judged: Any) -> None:
-    found = judged(f"{TRL}  max_seq_length: 8\n  packing_: true\n")
-    assert "`max_seq_length` is not a field of SFTConfig" in found.findings[0].message
-    assert "write `max_length`" in (found.findings[0].help or "")
+    # the mixer mapping is explained and nothing else is said of data
+    found = judged(SFT.replace("dataset_mixer_list: [a, 1.0]", "dataset_mixer: {a: 1.0}"))
+    assert "write the sets as `dataset_mixer_list:" in (one(found).help or "")
+    # a forgotten stage is guessed and the rest is judged
+    found = judged(f"{DPO}  frobnicate: 1\n".replace("stage: dpo\n", "backend: open_instruct\n"))
+    assert brief(found) == [("bad-stage", "launch", 1), ("unknown-key", "parser", 7)]
+    assert found.stage == "dpo"
 
 
 def test_another_commit_is_judged_by_its_own_fields(write: Write) -> None:
@@ -233,14 +233,15 @@ def test_another_commit_is_judged_by_its_own_names(older: Any) -> None:
     found = older("stage: sft\nargs:\n  model_name_or_path: m\n  dataset_name: x\n")
     assert told(found) == {}
     assert "no-data" in told(older("stage: sft\nargs:\n  model_name_or_path: m\n"))
-
-
-def test_what_only_the_pin_has_is_said_to_be_there(older: Any) -> None:
+    # what only the pin has is said to be there
     found = older("stage: sft\nargs:\n  dataset_name: x\n  packing: true\n  chat_template: a\n")
     help = {f.key: f.help or "" for f in found.findings if f.code == "unknown-key"}
     assert "it is one at the pin (open_instruct/finetune.py:" in help["args.packing"]
     # nor is a key to be renamed to one that is not there
     assert "chat_template_name" not in help["args.chat_template"]
+    # a flat file of another commit is guessed by its names
+    assert older("dataset_name: x\nreport_to: wandb\n", name="dpo.yaml").stage == "sft"
+    assert older("dataset_name: x\nnum_train_epochs: 1\ndpo_beta: 5\n").stage == "dpo"
 
 
 def test_a_name_that_is_newer_is_answered_with_the_older_one(older: Any, tmp_path: Path) -> None:
@@ -259,22 +260,11 @@ def test_a_name_that_is_newer_is_answered_with_the_older_one(older: Any, tmp_pat
 # --- which stage ----------------------------------------------------------------------------------
 
 
-def test_a_flat_file_of_another_commit_is_guessed_by_its_names(older: Any) -> None:
-    assert older("dataset_name: x\nreport_to: wandb\n", name="dpo.yaml").stage == "sft"
-    assert older("dataset_name: x\nnum_train_epochs: 1\ndpo_beta: 5\n").stage == "dpo"
-
-
 def test_the_wrong_stage_is_one_finding(judged: Any) -> None:
     found = judged(SFT, asked="dpo")
     assert brief(found) == [("wrong-stage", "launch", 1)]
     assert "launch sft " in (one(found).help or "")
     assert found.stage is None
-
-
-def test_a_forgotten_stage_is_guessed_and_the_rest_is_judged(judged: Any) -> None:
-    found = judged(f"{DPO}  frobnicate: 1\n".replace("stage: dpo\n", "backend: open_instruct\n"))
-    assert brief(found) == [("bad-stage", "launch", 1), ("unknown-key", "parser", 7)]
-    assert found.stage == "dpo"
 
 
 def test_flat_files_are_guessed_by_their_names(judged: Any) -> None:

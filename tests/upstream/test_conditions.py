@@ -135,14 +135,12 @@ def test_what_is_implied_holds(text: str, truth: bool) -> None:
             assert all(conditions.holds(c, values, UNKNOWN) for c in conditions.simplified(told))
 
 
-def test_excluded() -> None:
+def test_excluded_and_decided() -> None:
     assert conditions.impossible({"a", "not a"})
     assert conditions.impossible({"c", "a > 1", "a <= 1"})
     assert not conditions.impossible({"a", "not b"})
     assert not conditions.impossible({"..."})
     assert not conditions.impossible(set())
-
-
-def test_alternatives_that_are_decided_go() -> None:
+    # alternatives that are decided go
     assert conditions.simplified({"a", "a or b"}) == {"a"}
     assert conditions.simplified({"c", "a or b"}) == {"c", "a or b"}

@@ -144,19 +144,15 @@ def test_defaults_that_only_running_could_tell(write: Write, default: str) -> No
     assert known.default_text
 
 
-def test_required_fields(write: Write) -> None:
+def test_which_fields_need_a_value(write: Write) -> None:
     body = "@dataclass\nclass A:\n    x: int\n    y: int = field(metadata={'help': 'h'})\n"
     assert all(known.required for known in fields_of(write, body).values())
-
-
-def test_a_bool_needs_no_default(write: Write) -> None:
+    # a bool needs no default
     # hf_argparser hands argparse a default, or a flag that may be left out
     body = "@dataclass\nclass A:\n    x: bool\n    y: bool | None\n    z: list[bool]\n"
     known = fields_of(write, body)
     assert [known[name].required for name in "xyz"] == [False, False, True]
-
-
-def test_a_word_may_be_optional(write: Write) -> None:
+    # a word may be optional
     known = only(write, "str | None", "field(default=None, metadata={'nargs': '?', 'const': True})")
     assert known.bare
     assert not only(write, "str | None").bare

@@ -355,13 +355,11 @@ def test_arguments_come_from_any_parser(tmp_path: Path, start: str, inside: bool
     assert not path.reads["b"]
 
 
-def test_a_script_without_functions(tmp_path: Path) -> None:
+def test_where_the_arguments_come_from(tmp_path: Path) -> None:
     start = "args = HfArgumentParser((Options,)).parse()\nif args.a:\n    use(args.b)\n"
     path = path_of(tmp_path, HEAD, start=start)
     assert conditions_of(path, "b") == {("a",)}
-
-
-def test_the_arguments_may_be_global(tmp_path: Path) -> None:
+    # the arguments may be global
     start = """
 if __name__ == "__main__":
     args = HfArgumentParser((Options,)).parse()
@@ -369,9 +367,7 @@ if __name__ == "__main__":
 """
     path = path_of(tmp_path, f"{HEAD}\ndef g(): use(args.a)\ndef main(): g()", start=start)
     assert path.reads["a"]
-
-
-def test_main_alone_is_found(tmp_path: Path) -> None:
+    # main alone is found
     path = path_of(
         tmp_path, "def main(o):\n    use(o.a)", start=f"{HEAD}\nP = HfArgumentParser((Options,))\n"
     )
@@ -710,10 +706,19 @@ def test_a_refusal_of_post_init_is_the_parsers(tmp_path: Path) -> None:
     assert (refusal.when, refusal.error, refusal.parsing) == (("a", "c > 1"), "ValueError", True)
 
 
-def test_a_deep_chain_of_calls(tmp_path: Path) -> None:
+def test_chains_and_recursions_come_to_an_end(tmp_path: Path) -> None:
     lines = [f"def f{i}(o): f{i + 1}(o)" for i in range(50)]
     body = "\n".join([*lines, "def f50(o): use(o.a)", "def main(args): f0(args)"])
     assert path_of(tmp_path, body).reads["a"]
+    # recursion over expressions comes to an end
+    body = """
+        def g(o, x):
+            if x: use(o.b)
+            g(o, not x)
+            g(o, x or o.c)
+        def main(args): g(args, args.a)
+    """
+    assert path_of(tmp_path, body).reads["b"]
 
 
 def test_a_function_called_in_very_many_ways(tmp_path: Path) -> None:
@@ -740,17 +745,6 @@ def test_functions_that_make_functions_come_to_an_end(tmp_path: Path) -> None:
             f(args.a)
     """
     assert path_of(tmp_path, body).reads["a"]
-
-
-def test_recursion_over_expressions_comes_to_an_end(tmp_path: Path) -> None:
-    body = """
-        def g(o, x):
-            if x: use(o.b)
-            g(o, not x)
-            g(o, x or o.c)
-        def main(args): g(args, args.a)
-    """
-    assert path_of(tmp_path, body).reads["b"]
 
 
 @pytest.mark.parametrize("writes", [True, False])

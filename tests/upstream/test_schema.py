@@ -93,13 +93,6 @@ def test_refusal(known: Field, words: list[str], part: str | None) -> None:
     assert reason is None if part is None else part in (reason or "")
 
 
-def test_nullable_fields_take_the_word_none() -> None:
-    known = Field(name="n", type="int | None", kind="int", default=3, nullable=True)
-    schema = schema_of(known)
-    assert schema.refusal("n", ["None"]) is None
-    assert Values(schema, {"n": "null"})["n"] is None
-
-
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -117,11 +110,16 @@ def test_words(value: Any, words: list[str]) -> None:
     assert schema_of().words("x", value) == words
 
 
-def test_one_text_is_split_only_where_it_is_a_mixer_list() -> None:
+def test_words_of_one_text_and_nullable_fields() -> None:
     schema = schema_of(SETS, NAME, splits=frozenset({"mixer_list"}))
     assert schema.words("mixer_list", "allenai/a 0.25\n b 10 ") == ["allenai/a", "0.25", "b", "10"]
     assert schema.words("run_name", "a b") == ["a b"]
     assert text({"ü": 1}) == '{"\\u00fc": 1}'
+    # nullable fields take the word none
+    known = Field(name="n", type="int | None", kind="int", default=3, nullable=True)
+    schema = schema_of(known)
+    assert schema.refusal("n", ["None"]) is None
+    assert Values(schema, {"n": "null"})["n"] is None
 
 
 def test_flags_in_the_parsers_order() -> None:

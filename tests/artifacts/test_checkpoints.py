@@ -51,7 +51,7 @@ def test_a_mark_beside_a_half_written_file_is_not_believed(
     assert checkpoints.taken_by_upstream("open_instruct", tmp_path) == folder
 
 
-def test_deepspeed_needs_the_optimizer_of_every_rank(tmp_path: Path) -> None:
+def test_a_step_is_complete_with_what_is_written_last(tmp_path: Path) -> None:
     whole, lacking, cut = (saved.engine(tmp_path, f"step_{n}", ranks=3) for n in (1, 2, 3))
     part = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
     (lacking / "pytorch_model" / part.format(1)).unlink()

@@ -302,9 +302,7 @@ def test_what_is_not_there_is_said_plainly(tmp_path: Path) -> None:
     for name in ("a\0b", "x" * 5000):
         with pytest.raises(MissingContent):
             of_data(name, FingerprintCache())
-
-
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    # a pipe is refused and not waited for
     os.mkfifo(tmp_path / "rows.jsonl")
     with pytest.raises(MissingContent) as caught:
         of_data(str(tmp_path / "rows.jsonl"), FingerprintCache())

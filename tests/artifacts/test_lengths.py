@@ -26,6 +26,21 @@ def test_row_tokens() -> None:
     assert (same.mean, same.longest, same.deviation) == (512.0, 512, 0.0)
     assert lengths.largest(same, rows=4, batches=9, packed=True).tokens == 2048
     assert lengths.largest(same, rows=4, batches=9, packed=False).tokens == 2048
+    # rows are cut at the longest that is trained
+    cut = counted([10, 20, 30, 40]).cut(25)
+    assert cut.counts == ((10, 1), (20, 1), (25, 2)) and cut.mean == 20.0
+    assert lengths.parse("300:4096").cut(2048).longest == 2048
+    assert lengths.parse("300:4096").cut(None).longest == 4096
+    # a batch on average
+    pool = drawn(4000)
+    rng = random.Random(2)
+    widths = [max(rng.sample(pool, 8)) for _ in range(2000)]
+    for known in (counted(pool), lengths.parse(f"302:{max(pool)}")):
+        one = lengths.typical(known, rows=8, packed=False)
+        assert one.width == pytest.approx(sum(widths) / len(widths), rel=0.08)
+        assert lengths.typical(known, rows=8, packed=True).tokens == pytest.approx(
+            8 * 302, rel=0.03
+        )
 
 
 def drawn(count: int) -> list[int]:
@@ -59,25 +74,6 @@ def test_largest_batches_are_those_of_a_draw(rows: int, batches: int) -> None:
 
 def counted(pool: list[int]) -> lengths.Lengths:
     return lengths._counted({n: pool.count(n) for n in set(pool)}, "", None)
-
-
-def test_a_batch_on_average() -> None:
-    pool = drawn(4000)
-    rng = random.Random(2)
-    widths = [max(rng.sample(pool, 8)) for _ in range(2000)]
-    for known in (counted(pool), lengths.parse(f"302:{max(pool)}")):
-        one = lengths.typical(known, rows=8, packed=False)
-        assert one.width == pytest.approx(sum(widths) / len(widths), rel=0.08)
-        assert lengths.typical(known, rows=8, packed=True).tokens == pytest.approx(
-            8 * 302, rel=0.03
-        )
-
-
-def test_rows_are_cut_at_the_longest_that_is_trained() -> None:
-    cut = counted([10, 20, 30, 40]).cut(25)
-    assert cut.counts == ((10, 1), (20, 1), (25, 2)) and cut.mean == 20.0
-    assert lengths.parse("300:4096").cut(2048).longest == 2048
-    assert lengths.parse("300:4096").cut(None).longest == 4096
 
 
 @pytest.mark.parametrize("text", ["300:1100", "4000:100000"])

@@ -140,7 +140,7 @@ def test_quantised_weights_and_broken_configs_are_refused(tmp_path: Path) -> Non
         assert "config.json is no config of a model" in caught.value.findings[0].message
 
 
-def test_table_has_the_published_counts() -> None:
+def test_every_model_of_the_table_has_its_published_count() -> None:
     published = {
         "HuggingFaceTB/SmolLM2-360M": 361_821_120, "qwen/qwen2.5-7b": 7_615_616_512,
         "meta-llama/Llama-3.1-8B": 8_030_261_248, "meta-llama/Llama-3.2-1B": 1_235_814_400,
@@ -149,10 +149,14 @@ def test_table_has_the_published_counts() -> None:
     }  # fmt: skip
     assert {name: architecture.find(name, {}).parameters for name in published} == published
     assert "shapes.json" in architecture.find("Qwen/Qwen3-8B", {}).source
-
-
-def test_every_model_of_the_table_has_a_shape() -> None:
     assert all(architecture.find(name, {}).parameters > 1e8 for name in architecture.table())
+    # small weights are norms and biases
+    shape = architecture.find("Qwen/Qwen2.5-7B", {})
+    assert shape.smaller_than(10 * 3584) == 28 * (2 * 3584 + 3584 + 512 + 512) + 3584
+    # unknown model is refused
+    for name in ("nobody/nothing", None, "", 5):
+        with pytest.raises(InvalidConfig):
+            architecture.find(name, {"HOME": "/nonexistent"})
 
 
 def test_a_folder_wins_over_the_table_and_arguments_over_both(
@@ -166,11 +170,6 @@ def test_a_folder_wins_over_the_table_and_arguments_over_both(
     shape = architecture.find("Qwen/Qwen2.5-7B", {})
     assert shape.hidden == 96 and "shapes.json" not in shape.source
     assert architecture.find("Qwen/Qwen2.5-7B", {}, replaced={"num_hidden_layers": 5}).layers == 5
-
-
-def test_small_weights_are_norms_and_biases() -> None:
-    shape = architecture.find("Qwen/Qwen2.5-7B", {})
-    assert shape.smaller_than(10 * 3584) == 28 * (2 * 3584 + 3584 + 512 + 512) + 3584
 
 
 @pytest.mark.parametrize(
@@ -196,9 +195,3 @@ def test_what_is_missing_is_named(config: dict[str, Any], said: str) -> None:
         architecture.shape_of(config, name="some/model")
     assert [f.code for f in caught.value.findings] == ["unknown-shape"]
     assert said in caught.value.findings[0].message
-
-
-def test_unknown_model_is_refused() -> None:
-    for name in ("nobody/nothing", None, "", 5):
-        with pytest.raises(InvalidConfig):
-            architecture.find(name, {"HOME": "/nonexistent"})

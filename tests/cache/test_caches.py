@@ -155,6 +155,20 @@ def test_what_upstreams_key_sees_is_left_to_it(place: Path) -> None:
     for override in ("max_seq_length=64", "chat_template_name=tulu", "output_dir=x"):
         assert paths("sft", override) == paths("sft")
     assert derived("sft", "max_seq_length=64")["dataset"].key["max_seq_length"] == 64
+    # data of the hub keep the shared cache of datasets
+    text = SFT.replace("data/a.jsonl", "org/a").replace("data/b.jsonl", "org/b")
+    one = derived(text)["dataset"]
+    assert one.arguments and not one.env
+    assert derived("trl sft", "dataset_name=org/a") == {}
+    # a key of ones own is left alone
+    assert derived("sft", "dataset_config_hash=abc") == {}
+    before = paths("dpo", "config_hash=abc", "local_cache_dir=own", running=False)
+    assert set(before) == {"reference"}
+    (place / "own" / "abc").mkdir(parents=True)
+    (place / "own" / "abc" / "data.arrow").write_bytes(b"1")
+    first = paths("dpo", "config_hash=abc", "local_cache_dir=own")
+    (place / "own" / "abc" / "data.arrow").write_bytes(b"2")
+    assert paths("dpo", "config_hash=abc", "local_cache_dir=own") != first != before
 
 
 @pytest.mark.parametrize("text", ["dpo", "trl sft"])
@@ -221,24 +235,6 @@ def test_the_command_gets_them_as_upstreams_own_options(place: Path) -> None:
     assert Path(env[keys.DATASETS_VARIABLE]).parent == by_kind["dataset"].path
     assert not (place / "cache").exists()
     assert not by_kind["dataset"].path.exists()
-
-
-def test_data_of_the_hub_keep_the_shared_cache_of_datasets(place: Path) -> None:
-    text = SFT.replace("data/a.jsonl", "org/a").replace("data/b.jsonl", "org/b")
-    one = derived(text)["dataset"]
-    assert one.arguments and not one.env
-    assert derived("trl sft", "dataset_name=org/a") == {}
-
-
-def test_a_key_of_ones_own_is_left_alone(place: Path) -> None:
-    assert derived("sft", "dataset_config_hash=abc") == {}
-    before = paths("dpo", "config_hash=abc", "local_cache_dir=own", running=False)
-    assert set(before) == {"reference"}
-    (place / "own" / "abc").mkdir(parents=True)
-    (place / "own" / "abc" / "data.arrow").write_bytes(b"1")
-    first = paths("dpo", "config_hash=abc", "local_cache_dir=own")
-    (place / "own" / "abc" / "data.arrow").write_bytes(b"2")
-    assert paths("dpo", "config_hash=abc", "local_cache_dir=own") != first != before
 
 
 def test_a_dry_run_may_name_what_is_not_here(place: Path) -> None:

@@ -58,22 +58,20 @@ def test_a_folder_is_the_files_in_it(
     assert "not-a-file" in capsys.readouterr().err
 
 
-def test_diff_writes_nothing(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write("a.yaml", WRONG)
-    assert main(["validate-config", "--fix", "--diff", str(path)]) == Exit.CONFIG
-    assert path.read_text() == WRONG
-    told = capsys.readouterr().out
-    assert "-  use_flash_attn: true\n" in told
-    assert "+  chat_template_name: tulu\n" in told
-
-
-def test_fix_for_machines(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fix_for_machines_and_a_diff(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     path = write("a.yaml", WRONG)
     assert main(["validate-config", "--fix", "--format", "json", str(path)]) == Exit.OK
     (told,) = json.loads(capsys.readouterr().out)["data"]["files"]
     assert told["valid"]
     assert told["fix"]["changed"]
     assert [change["line"] for change in told["fix"]["changes"]] == [9, 10]
+    # diff writes nothing
+    path = write("a.yaml", WRONG)
+    assert main(["validate-config", "--fix", "--diff", str(path)]) == Exit.CONFIG
+    assert path.read_text() == WRONG
+    told = capsys.readouterr().out
+    assert "-  use_flash_attn: true\n" in told
+    assert "+  chat_template_name: tulu\n" in told
 
 
 def test_annotations_of_github(

@@ -46,15 +46,13 @@ def test_a_stage_file(write: Write) -> None:
     assert str(loaded.origin("not_there")) == f"{path}:1"
 
 
-def test_a_flat_upstream_file(write: Write) -> None:
+def test_files_of_upstream(write: Write) -> None:
     loaded = load.load(write("a.yaml", "\nlearning_rate: 1\nname: x\n"))
     assert (loaded.shape, loaded.options) == ("flat", {})
     assert loaded.args == {"learning_rate": 1, "name": "x"}
     assert loaded.origin("args.learning_rate").line == 2
     assert loaded.origin("args.absent").line == 2
-
-
-def test_a_wrapped_file(write: Write) -> None:
+    # a wrapped file
     text = (
         "num_gpus: 8\nopen_instruct:\n  script: open_instruct/finetune.py\n  args:\n    seed: 1\n"
     )
@@ -111,16 +109,10 @@ def test_parents_that_cannot_be(write: Write) -> None:
         path = write("me.yaml", f"a: 1\nextends: {parent}\n")
         (found,) = faults(path)
         assert (found.code, found.file, found.line) == (code, str(path), 2)
-
-
-def test_too_many_parents(write: Write) -> None:
     for number in range(40):
         path = write(f"{number}.yaml", f"extends: {number - 1}.yaml\n" if number else "a: 1\n")
     (found,) = faults(path)
     assert found.code == "extends-depth"
-
-
-def test_a_broken_parent_is_named(write: Write) -> None:
     parent = write("parent.yaml", "a: [\n")
     (found,) = faults(write("a.yaml", "extends: parent.yaml\n"))
     assert (found.code, found.file) == ("broken-yaml", str(parent))

@@ -168,19 +168,20 @@ def test_trl(
     assert (told.least, told.likely) == (least * 10**9, likely * 10**9)
 
 
-def test_what_is_not_known_is_not_made_up(tmp_path: Path, model: Path) -> None:
-    assert needed(tmp_path, model, TRL, "use_peft: true", 1, "").likely is None
-    away = needed(tmp_path, Path("org/never-downloaded"), SFT, "checkpointing_steps: 50")
-    assert (away.least, away.likely, away.parameters) == (None, None, None)
-    assert list(disk.too_little(away, tmp_path / "output", ())) == []
-
-
-def test_a_trial_that_leaves_no_model_needs_no_room_for_it(tmp_path: Path, model: Path) -> None:
+def test_what_leaves_room(tmp_path: Path, model: Path) -> None:
     stage = from_text(tmp_path, SFT.format(model=model, more="seed: 1", deepspeed=""))
     for final_save, least in ((True, 2 * 10**9), (False, 0)):
         options = replace(stage.options, probe=Watch(final_save=final_save))
         made = plans.planned(replace(stage, options=options), 2)
         assert disk.needs(made, tmp_path / "output", {}).least == least
+    # several machines may share the work
+    told = needed(tmp_path, model, SFT, "checkpointing_steps: 50", nodes=2)
+    assert (told.least, told.likely) == (28 * 10**9, 56 * 10**9)
+    # what is not known is not made up
+    assert needed(tmp_path, model, TRL, "use_peft: true", 1, "").likely is None
+    away = needed(tmp_path, Path("org/never-downloaded"), SFT, "checkpointing_steps: 50")
+    assert (away.least, away.likely, away.parameters) == (None, None, None)
+    assert list(disk.too_little(away, tmp_path / "output", ())) == []
 
 
 def test_checkpoints_that_go_are_room(tmp_path: Path, model: Path) -> None:
@@ -191,11 +192,6 @@ def test_checkpoints_that_go_are_room(tmp_path: Path, model: Path) -> None:
     told = needed(tmp_path, model, SFT, "checkpointing_steps: 50", output=output)
     assert told.likely == (56 - 14) * 10**9
     assert disk.described(told).endswith("; 13.0 GiB of it are there already")
-
-
-def test_several_machines_may_share_the_work(tmp_path: Path, model: Path) -> None:
-    told = needed(tmp_path, model, SFT, "checkpointing_steps: 50", nodes=2)
-    assert (told.least, told.likely) == (28 * 10**9, 56 * 10**9)
 
 
 # --- room -------------------------------------------------------------------------------------------

@@ -246,9 +246,7 @@ def test_steps_hours_and_cost_of_a_known_hub_set() -> None:
     assert (one["steps"], one["hours"], one["cost"]) == (3670, 0.58, 11.64)
     other = planned(TULU, "dataset_mixer_list_splits=[validation]", *words)
     assert other["gpus"][0]["steps"] is None
-
-
-def test_a_price_without_a_time_is_said() -> None:
+    # a price without a time is said
     told = planned(TULU, "--gpus", "2", *ROWS, "--price", "2")
     assert (told["gpus"][0]["cost"], told["codes"]) == (None, ["unknown-cost"])
     endless = planned(TULU, "--gpus", "2", *ROWS, "--rows", "1000", "--price", "1e300",
@@ -474,27 +472,38 @@ def mended(*words: str) -> str:
     return str(one["help"])
 
 
-def test_what_would_fit_is_tried_before_it_is_named() -> None:
+def test_where_nothing_fits_that_is_said() -> None:
+    help = mended(TULU, "--gpus", "1", *ROWS, "--gpu-memory", "2")
+    assert help.startswith("nothing that can be turned fits: ") and help.endswith("a smaller model")
+    # what would fit is tried before it is named
     alone = mended(TULU, "deepspeed=zero2", "--gpus", "1", *ROWS, "--gpu-memory", "80")
     assert alone.startswith("this fits: `deepspeed: zero3_offload` (")
     assert "`--gpus 4`" in alone
     assert "`deepspeed: zero3`" not in alone and "per_device" not in alone
     (four,) = planned(TULU, "deepspeed=zero2", "--gpus", "4", *ROWS, "--gpu-memory", "80")["gpus"]
     assert four["fits"] is True and f"({four['memory_gib']['peak']:.1f} GiB)" in alone
-
-
-def test_where_nothing_fits_that_is_said() -> None:
-    help = mended(TULU, "--gpus", "1", *ROWS, "--gpu-memory", "2")
-    assert help.startswith("nothing that can be turned fits: ") and help.endswith("a smaller model")
-
-
-def test_no_way_is_named_that_crashes() -> None:
-    """LoRA under ZeRO-3 without reentrant checkpointing: finetune.py fails in its first backward pass."""
+    # LoRA under ZeRO-3 without reentrant checkpointing: finetune.py fails in its first backward pass.
     large = (TULU, *LAX, "model_name_or_path=Qwen/Qwen2.5-32B", "use_lora=true", "deepspeed=none")
     words = ("--gpus", "4", "--row-tokens", "2000", "--gpu-memory", "70")
     assert "zero3" not in mended(*large, "gradient_checkpointing=true", *words)
     plain = mended(*large, "gradient_checkpointing=false", *words)
     assert "`deepspeed: zero3" in plain and "checkpointing" not in plain
+    # where a single row fits packing goes
+    llama = str(CONFIGS / "llama" / "llama31_8b_sft_10pct.yaml")
+    words = ("--gpus", "2", "--row-tokens", "9000:16384", "max_seq_length=16384")
+    help = mended(llama, *words, "--gpu-memory", "80")
+    gone = "`packing: false` and `expect: {packing: off}`"
+    assert help.startswith(f"this fits: `per_device: 1` with {gone} (")
+    assert "`per_device: 1` with `packing: false` (" in mended(
+        llama, "expect.packing=any", *words, "--gpu-memory", "80"
+    )
+    args = ["plan", llama, *words, "--gpu-memory", "80", "--fit"]
+    fit = CliRunner().invoke(app, args).stdout
+    assert f"--fit: per device 1, accumulation 64 with {gone}: " in fit
+    # and so it does
+    (one,) = planned(llama, *words, "--gpu-memory", "80", "batch.per_device=1", "packing=false",
+                     "expect.packing=off")["gpus"]  # fmt: skip
+    assert one["fits"] is True and f"({one['memory_gib']['peak']:.1f} GiB)" in help
 
 
 def test_packed_rows_of_dpo_py_are_mended_by_what_shortens_them(write: Write) -> None:
@@ -536,27 +545,6 @@ def test_of_the_cpu_batch_steps_and_disk_are_planned() -> None:
     shown = CliRunner().invoke(app, ["plan", TULU, "--gpus", "0", *ROWS]).stdout
     row = next(line.split() for line in shown.splitlines() if "CPU" in line)
     assert row[:7] == ["CPU", "16", "8", "128", "3,670", "38,656", "-"]
-
-
-# --- packing of one row -----------------------------------------------------------------------------
-
-
-def test_where_a_single_row_fits_packing_goes() -> None:
-    llama = str(CONFIGS / "llama" / "llama31_8b_sft_10pct.yaml")
-    words = ("--gpus", "2", "--row-tokens", "9000:16384", "max_seq_length=16384")
-    help = mended(llama, *words, "--gpu-memory", "80")
-    gone = "`packing: false` and `expect: {packing: off}`"
-    assert help.startswith(f"this fits: `per_device: 1` with {gone} (")
-    assert "`per_device: 1` with `packing: false` (" in mended(
-        llama, "expect.packing=any", *words, "--gpu-memory", "80"
-    )
-    args = ["plan", llama, *words, "--gpu-memory", "80", "--fit"]
-    fit = CliRunner().invoke(app, args).stdout
-    assert f"--fit: per device 1, accumulation 64 with {gone}: " in fit
-    # and so it does
-    (one,) = planned(llama, *words, "--gpu-memory", "80", "batch.per_device=1", "packing=false",
-                     "expect.packing=off")["gpus"]  # fmt: skip
-    assert one["fits"] is True and f"({one['memory_gib']['peak']:.1f} GiB)" in help
 
 
 # --- beside a run that is about to start ------------------------------------------------------------

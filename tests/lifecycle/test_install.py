@@ -159,7 +159,7 @@ def names(steps: tuple[InstallStep, ...]) -> list[list[str]]:
     return found
 
 
-def test_everything_of_the_extras_is_installed() -> None:
+def test_the_order_of_what_is_installed() -> None:
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     wanted = extras["optional-dependencies"]
     for extra in ("trl", "open-instruct"):
@@ -167,9 +167,7 @@ def test_everything_of_the_extras_is_installed() -> None:
         asked = {Requirement(text).name for text in (*wanted[extra], *wanted["gpu"])}
         assert asked <= told
     assert install.extras()["gpu"] == wanted["gpu"]
-
-
-def test_what_imports_torch_while_it_is_built_comes_after_it() -> None:
+    # what imports torch while it is built comes after it
     steps = install.steps(WITH_PIP, "open-instruct", gpus=True)
     order = names(steps)
     assert {"torch", "setuptools", "wheel", "ninja", "hjson"} <= set(order[0])
@@ -177,10 +175,7 @@ def test_what_imports_torch_while_it_is_built_comes_after_it() -> None:
     assert order[1:] == [["deepspeed", "flash-attn"]]
     assert steps[1].env == {"DS_BUILD_OPS": "0"} and "--no-build-isolation" in steps[1].argv
     assert "flash-attn" not in str(names(install.steps(WITH_PIP, "open-instruct", gpus=False)))
-
-
-def test_it_is_what_the_makefile_does() -> None:
-    """Its commands install the same packages, by the names of launch's extras."""
+    # Its commands install the same packages, by the names of launch's extras.
     recipe = (REPOSITORY / "Makefile").read_text().partition("$(VENV)/open-instruct:")[2]
     first, second, third = recipe.strip().splitlines()[1:4]
     steps = install.steps(WITH_PIP, "open-instruct", gpus=False)
@@ -190,9 +185,7 @@ def test_it_is_what_the_makefile_does() -> None:
     assert "'.[open-instruct]'" in third
     versions = f"-c {REPOSITORY / 'constraints.txt'}"
     assert all(versions in " ".join(step.argv) for step in steps)
-
-
-def test_single_packages() -> None:
+    # single packages
     (step,) = install.install(WITH_PIP, ["ray>=2", "wandb"])
     assert step.argv[:4] == ("/env/my bin/python", "-m", "pip", "install")
     assert step.argv[-2:] == ("ray>=2", "wandb")

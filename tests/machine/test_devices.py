@@ -67,9 +67,7 @@ def test_free_ones_in_order(smi: Smi) -> None:
         "index": 1, "id": uuid(1), "name": "NVIDIA H200", "memory_mib": 143771,
     }  # fmt: skip
     json.dumps(told)
-
-
-def test_too_few_free_ones_names_who_has_them(smi: Smi) -> None:
+    # too few free ones names who has them
     smi.cards(BUSY, 4, 4, 5000)
     smi.processes((0, 999_999_999, BUSY), (0, 999_999_998, 12))
     code, text = refusal(chosen(3))
@@ -79,6 +77,13 @@ def test_too_few_free_ones_names_who_has_them(smi: Smi) -> None:
     assert "GPU 3 is used by something that is not seen from here (5000 MiB)" in text
     assert "--gpus 2" in text and "wait" in text
     assert "--devices 0,1,2 takes them all the same" in text
+    # the cpu needs none
+    smi.cards()
+    made = chosen(0)
+    assert (made.visible, made.refused, made.why) == ("", False, "on the CPU")
+    # a divided card is left out
+    smi.cards(4, 4, mig=[0])
+    assert chosen(1).visible == "1"
 
 
 @pytest.mark.parametrize(
@@ -93,17 +98,6 @@ def test_fewer_than_asked_for(smi: Smi, listed: str | None, count: int, words: s
     code, text = refusal(chosen(count, environ=environ))
     assert code == "too-few-gpus"
     assert text.startswith(words)
-
-
-def test_the_cpu_needs_none(smi: Smi) -> None:
-    smi.cards()
-    made = chosen(0)
-    assert (made.visible, made.refused, made.why) == ("", False, "on the CPU")
-
-
-def test_a_divided_card_is_left_out(smi: Smi) -> None:
-    smi.cards(4, 4, mig=[0])
-    assert chosen(1).visible == "1"
 
 
 # --- CUDA_VISIBLE_DEVICES -------------------------------------------------------------------------
@@ -123,15 +117,6 @@ def test_what_cuda_would_see(smi: Smi, listed: str | None, names: str) -> None:
     assert ",".join(slot.name for slot in seen.visible) == names
 
 
-def test_a_choice_stays_within_what_is_visible(smi: Smi) -> None:
-    smi.cards(4, 4, BUSY, 4)
-    assert chosen(2, environ={"CUDA_VISIBLE_DEVICES": "3,2,1"}).visible == "3,1"
-    # ids stay ids: what started launch may count in another order
-    made = chosen(1, environ={"CUDA_VISIBLE_DEVICES": f"{uuid(3)},{uuid(1)}"})
-    assert made.env() == {"CUDA_VISIBLE_DEVICES": uuid(3)}
-    assert [slot.gpu.index for slot in made.slots] == [3]
-
-
 # --- named ----------------------------------------------------------------------------------------
 
 
@@ -146,6 +131,20 @@ def test_names_that_name_nothing(text: str) -> None:
 def test_the_ones_that_were_named(smi: Smi) -> None:
     assert chosen(None, ["3", "2"]).visible == "3,2"
     assert chosen(2, [uuid(1), "0"]).visible == "1,0"
+    # a busy one that is named is a warning
+    smi.cards(4, BUSY)
+    smi.processes((1, 999_999_999, BUSY))
+    made = chosen(None, ["1"])
+    (finding,) = made.findings
+    assert (made.visible, finding.severity, finding.code) == ("1", "warning", "busy-gpu")
+    assert "pid 999999999" in finding.message
+    # a choice stays within what is visible
+    smi.cards(4, 4, BUSY, 4)
+    assert chosen(2, environ={"CUDA_VISIBLE_DEVICES": "3,2,1"}).visible == "3,1"
+    # ids stay ids: what started launch may count in another order
+    made = chosen(1, environ={"CUDA_VISIBLE_DEVICES": f"{uuid(3)},{uuid(1)}"})
+    assert made.env() == {"CUDA_VISIBLE_DEVICES": uuid(3)}
+    assert [slot.gpu.index for slot in made.slots] == [3]
 
 
 @pytest.mark.parametrize(
@@ -162,15 +161,6 @@ def test_named_wrongly(
     told = refusal(chosen(count, asked, environ))
     assert told[0] == code
     assert words in told[1]
-
-
-def test_a_busy_one_that_is_named_is_a_warning(smi: Smi) -> None:
-    smi.cards(4, BUSY)
-    smi.processes((1, 999_999_999, BUSY))
-    made = chosen(None, ["1"])
-    (finding,) = made.findings
-    assert (made.visible, finding.severity, finding.code) == ("1", "warning", "busy-gpu")
-    assert "pid 999999999" in finding.message
 
 
 # --- runs of launch's -------------------------------------------------------------------------------

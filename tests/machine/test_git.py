@@ -54,7 +54,7 @@ def test_names_of_nothing(folder: Path, name: str) -> None:
     assert Repository(folder).commit(name) is None
 
 
-def test_a_file_at_a_commit(folder: Path) -> None:
+def test_files_at_a_commit(folder: Path) -> None:
     known = Repository(folder)
     assert known.read("v1", "pkg/a.py") == b"one = 1\n"
     assert known.read("HEAD", "pkg/a.py") == b"two = 2\n"
@@ -64,9 +64,6 @@ def test_a_file_at_a_commit(folder: Path) -> None:
         assert known.read("HEAD", name) is None
     assert known.read("v1", "pkg/b.py") is None
     assert known.read("nothing", "pkg/a.py") is None
-
-
-def test_many_files_in_one_question(folder: Path) -> None:
     asked = ["HEAD:pkg/a.py", "HEAD:none", "HEAD:pkg", "HEAD:pkg/deep/c.py", "v1:pkg/a.py", "HEAD"]
     told = list(Repository(folder).blobs(asked))
     assert told == [b"two = 2\n", None, None, b"", b"one = 1\n", None]

@@ -170,14 +170,12 @@ def test_every_kind_of_change_of_an_argument(repo: Repo) -> None:
     assert not changes(told, "model_name_or_path")
 
 
-def test_refusals_and_the_cache(repo: Repo) -> None:
+def test_refusals_the_cache_and_the_mirror_image(repo: Repo) -> None:
     told = repo.diff()
     change = changes(told.stages["sft"], "ValueError of the parser")["refused"]
     assert change.after == "`portion > 1`"
     assert (told.old.cache, told.new.cache, told.cache_moved) == (None, "v1", True)
-
-
-def test_backwards_is_the_mirror_image(repo: Repo) -> None:
+    # backwards is the mirror image
     told = repo.diff(words=(repo.new, repo.old))
     assert (told.ahead, told.behind) == (0, 1)
     assert changes(told.stages["sft"], "clip_grad_norm")["renamed"].to == "clip_norm"

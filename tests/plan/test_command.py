@@ -60,12 +60,24 @@ def accelerate(made: Command) -> list[str]:
 TULU = CONFIGS / "tulu" / "sft_qwen7b.yaml"
 
 
-def test_deepspeed_by_name_ships_with_the_package() -> None:
+def test_deepspeed_and_precision() -> None:
     made = built(planned(staged(TULU), 8))
     assert Path(option(made, "--deepspeed_config_file")).is_file()
     assert option(made, "--main_process_port") == "0"
     assert "--multi_gpu" not in made.argv
     assert option(built(planned(staged(TULU), 1)), "--main_process_port") == "0"
+    # trl decides on precision itself
+    demo = CONFIGS / "demo" / "sft.yaml"
+    assert option(built(planned(staged(demo), 1)), "--mixed_precision") == "no"
+    made = built(planned(staged(demo, ["mixed_precision=fp16"]), 1))
+    assert option(made, "--mixed_precision") == "fp16"
+    # one process sees one gpu
+    for gpus, outer, expected in (
+        (0, "1", ""), (1, None, "0"), (1, "3,4", "3"), (1, "GPU-a,GPU-b", "GPU-a"), (2, "3,4", None),
+    ):  # fmt: skip
+        environ = {} if outer is None else {"CUDA_VISIBLE_DEVICES": outer}
+        made = built(planned(staged(TULU), gpus), environ)
+        assert made.env.get("CUDA_VISIBLE_DEVICES") == expected
 
 
 @pytest.mark.parametrize(
@@ -84,13 +96,6 @@ def test_without_deepspeed(gpus: int, expected: list[str]) -> None:
     assert option(made, "--num_processes") == str(max(1, gpus))
 
 
-def test_trl_decides_on_precision_itself() -> None:
-    demo = CONFIGS / "demo" / "sft.yaml"
-    assert option(built(planned(staged(demo), 1)), "--mixed_precision") == "no"
-    made = built(planned(staged(demo, ["mixed_precision=fp16"]), 1))
-    assert option(made, "--mixed_precision") == "fp16"
-
-
 @pytest.mark.parametrize("deepspeed", ["none", "zero2"])
 def test_several_nodes_leave_the_place_of_each_open(deepspeed: str) -> None:
     stage = staged(TULU, [f"deepspeed={deepspeed}", "batch.per_device=8"])
@@ -100,15 +105,6 @@ def test_several_nodes_leave_the_place_of_each_open(deepspeed: str) -> None:
     assert option(made, "--main_process_ip") == "HEAD_ADDRESS"
     assert option(made, "--main_process_port") != "0"
     assert ("--deepspeed_multinode_launcher" in made.argv) is (deepspeed != "none")
-
-
-def test_one_process_sees_one_gpu() -> None:
-    for gpus, outer, expected in (
-        (0, "1", ""), (1, None, "0"), (1, "3,4", "3"), (1, "GPU-a,GPU-b", "GPU-a"), (2, "3,4", None),
-    ):  # fmt: skip
-        environ = {} if outer is None else {"CUDA_VISIBLE_DEVICES": outer}
-        made = built(planned(staged(TULU), gpus), environ)
-        assert made.env.get("CUDA_VISIBLE_DEVICES") == expected
 
 
 def test_only_what_is_added_is_in_the_environment() -> None:

@@ -36,15 +36,11 @@ def test_the_global_batch_is_kept(tmp_path: Path) -> None:
         assert words["per_device_train_batch_size"] == ["2"]
         assert words["gradient_accumulation_steps"] == [str(accumulation)]
         assert made.derived["gradient_accumulation_steps"].why.startswith("batch of 16 over")
-
-
-def test_several_nodes_share_the_batch(tmp_path: Path) -> None:
+    # several nodes share the batch
     made = planned(from_text(tmp_path, SFT.format(more="")), gpus=4, nodes=2)
     assert (made.accumulation, made.processes, made.global_batch) == (1, 8, 16)
     assert "NODE_RANK" in found(made, "several-nodes").message
-
-
-def test_without_a_batch_the_arguments_stand(tmp_path: Path) -> None:
+    # without a batch the arguments stand
     more = "per_device_train_batch_size: 3\n  gradient_accumulation_steps: 5"
     made = sft(tmp_path, more, gpus=2, batch="")
     assert (made.per_device, made.accumulation, made.global_batch) == (3, 5, 30)
@@ -53,6 +49,11 @@ def test_without_a_batch_the_arguments_stand(tmp_path: Path) -> None:
     made = sft(tmp_path, "gradient_accumulation_steps: 3", batch="batch: {per_device: 4}")
     assert (made.per_device, made.accumulation, made.global_batch) == (4, 3, 12)
     assert "gradient_accumulation_steps" not in made.derived
+    # a split that an override makes impossible
+    for text in ("batch.per_device=3", "batch.global=15"):
+        with pytest.raises(InvalidConfig) as caught:
+            planned(from_text(tmp_path, SFT.format(more=""), text))
+        assert caught.value.findings[0].override == text
 
 
 @pytest.mark.parametrize(
@@ -77,13 +78,6 @@ def test_an_impossible_split_names_the_nearest(
     assert finding.line == 3
 
 
-def test_a_split_that_an_override_makes_impossible(tmp_path: Path) -> None:
-    for text in ("batch.per_device=3", "batch.global=15"):
-        with pytest.raises(InvalidConfig) as caught:
-            planned(from_text(tmp_path, SFT.format(more=""), text))
-        assert caught.value.findings[0].override == text
-
-
 def test_a_batch_said_twice_or_none_is_refused(tmp_path: Path) -> None:
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         with pytest.raises(InvalidConfig) as caught:
@@ -103,15 +97,25 @@ def test_steps_follow_from_counts(tmp_path: Path) -> None:
     for amount, epochs, gpus, steps in (('"64"', 1, 1, 4), ('"65"', 3, 2, 15), ('"1"', 2, 1, 2)):
         made = sft(tmp_path, f"num_train_epochs: {epochs}", gpus, data=amount)
         assert made.steps == steps
-
-
-def test_limits_of_steps(tmp_path: Path) -> None:
-    """Upstream asks whether it is None: at 0 and -1 no epoch is begun (finetune.py:723)."""
+    # Upstream asks whether it is None: at 0 and -1 no epoch is begun (finetune.py:723).
     for limit, steps in ((7, 7), (0, 0), (-1, 0)):
         assert sft(tmp_path, f"max_train_steps: {limit}").steps == steps
     assert trl_rows(tmp_path, "max_steps: -1").steps == 39
     made = sft(tmp_path, "cache_dataset_only: true")
     assert (made.rows, made.steps) == (64, 0)
+    # rows of local files are counted
+    data = tmp_path / "some rows.jsonl"
+    data.write_text('{"a": 1}\n{"a": 2}\n{"a": 3}')
+    text = SFT.format(more="").replace('[set, "64"]', f'["{data}", "0.5", other, "10"]')
+    assert planned(from_text(tmp_path, text), 1).rows == 11
+    # logging steps is set and said
+    made = sft(tmp_path)
+    assert made.arguments()["logging_steps"] == ["1"]
+    note = found(made, "derived")
+    assert (note.severity, note.key) == ("note", "args.logging_steps")
+    assert made.values["logging_steps"] == 1
+    assert sft(tmp_path, "logging_steps: 5").arguments()["logging_steps"] == ["5"]
+    assert sft(tmp_path, "logging_steps: null").arguments()["logging_steps"] == ["1"]
 
 
 @pytest.mark.parametrize(("rows", "said"), [(16, True), (1, False)])
@@ -122,13 +126,6 @@ def test_a_trend_of_too_few_steps(tmp_path: Path, rows: int, said: bool) -> None
     found = [one for one in made.findings if one.code == "impossible-expectation"]
     assert [(one.key, bool(one.line)) for one in found] == [("expect.trend", True)] * said
     assert "a run of 4 steps" in found[0].message if said else made.steps == 64
-
-
-def test_rows_of_local_files_are_counted(tmp_path: Path) -> None:
-    data = tmp_path / "some rows.jsonl"
-    data.write_text('{"a": 1}\n{"a": 2}\n{"a": 3}')
-    text = SFT.format(more="").replace('[set, "64"]', f'["{data}", "0.5", other, "10"]')
-    assert planned(from_text(tmp_path, text), 1).rows == 11
 
 
 @pytest.mark.parametrize("amount", ['"0.5"', "1.0"])
@@ -162,16 +159,6 @@ def test_steps_of_trl(tmp_path: Path, more: str, rows: int | None, steps: int | 
 
 
 # --- what launch sets, and says -------------------------------------------------------------------
-
-
-def test_logging_steps_is_set_and_said(tmp_path: Path) -> None:
-    made = sft(tmp_path)
-    assert made.arguments()["logging_steps"] == ["1"]
-    note = found(made, "derived")
-    assert (note.severity, note.key) == ("note", "args.logging_steps")
-    assert made.values["logging_steps"] == 1
-    assert sft(tmp_path, "logging_steps: 5").arguments()["logging_steps"] == ["5"]
-    assert sft(tmp_path, "logging_steps: null").arguments()["logging_steps"] == ["1"]
 
 
 def test_a_model_without_a_place_goes_into_the_run_folder(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def whole(run: Run, steps: range, lost: tuple[int, ...] = (), **more: Any) -> Ru
     return run.rank(0, *events, SAVED, END).exit(0)
 
 
-def test_a_step_that_nobody_saw_is_not_called_finite(run: Run) -> None:
+def test_what_was_not_seen_is_not_called_good(run: Run) -> None:
     assert brief(whole(run, range(1, 10)).judge().point("loss")) == ("finite", True)
     point = whole(run, range(1, 10), (4, 5)).judge().point("loss")
     assert brief(point) == ("finite", None)

@@ -40,20 +40,21 @@ def test_the_file_as_written_changes_nothing() -> None:
         "deepspeed": "zero2_fp32_comm",
     }  # fmt: skip
     assert "installed" in world.space.fixed["attention"]
-
-
-def test_what_the_file_expects_follows_what_is_turned() -> None:
+    # what the file expects follows what is turned
     world = tuned.outlook(HAND)
     assert turned(world, packing=True) == {"args.packing": True, "expect.packing": "isolated"}
     assert turned(world, liger=False) == {"args.use_liger_kernel": False, "expect.liger": "off"}
-
-
-def test_what_is_turned_on_is_proved_even_where_the_file_does_not_care() -> None:
+    # what is turned on is proved even where the file does not care
     world = tuned.outlook(HAND, "expect.packing=any", "expect.liger=any")
     assert turned(world, packing=True)["expect.packing"] == "isolated"
     assert turned(world, liger=False) == {"args.use_liger_kernel": False}
     world = tuned.outlook(HAND, "expect.liger=any", "use_liger_kernel=false")
     assert turned(world, liger=True)["expect.liger"] == "engaged"
+    # one row is packed with none
+    grid = list(tuned.outlook("tulu/sft_qwen7b.yaml", rows="64:900").space.settings())
+    sizes = {one["per_device"] for one in grid if one["packing"]}
+    assert 1 not in sizes and 2 in sizes
+    assert 1 in {one["per_device"] for one in grid if not one["packing"]}
 
 
 @pytest.mark.parametrize(
@@ -164,13 +165,6 @@ def test_what_stays_as_it_is_has_a_reason(
     world = tuned.outlook(path, *overrides, **terms)  # type: ignore[arg-type]
     assert words in world.space.fixed[lever]
     assert lever not in names(world)
-
-
-def test_one_row_is_packed_with_none() -> None:
-    grid = list(tuned.outlook("tulu/sft_qwen7b.yaml", rows="64:900").space.settings())
-    sizes = {one["per_device"] for one in grid if one["packing"]}
-    assert 1 not in sizes and 2 in sizes
-    assert 1 in {one["per_device"] for one in grid if not one["packing"]}
 
 
 @needs_trl

@@ -105,17 +105,7 @@ def test_the_hub_and_everybody_else_hear_nothing(
     assert int(values["checkpointing_steps"]) > 20
 
 
-def test_dpo_has_other_names(tmp_path: Path) -> None:
-    args = {**SFT, "mixer_list": SFT["dataset_mixer_list"], "config_hash": "mine"}
-    del args["dataset_mixer_list"]
-    args |= {"push_to_hub": False, "try_launch_beaker_eval_jobs": False, "checkpointing_steps": 5}
-    options = {"stage": "dpo", "deepspeed": "zero2", "batch": {"global": 8, "per_device": 1}}
-    values = short(tmp_path, args, **options).values
-    assert values["mixer_list"] == ["a/b", "208"]
-    assert values["config_hash"] is None and values["checkpointing_steps"] == 21
-
-
-def test_trl(tmp_path: Path) -> None:
+def test_what_is_cut_of_trl_and_dpo(tmp_path: Path) -> None:
     loud = {
         "push_to_hub": True, "hub_model_id": "me/x", "report_to": "wandb", "run_name": "x",
         "save_strategy": "steps", "save_steps": 5, "save_total_limit": 2, "logging_strategy": "epoch",
@@ -127,6 +117,14 @@ def test_trl(tmp_path: Path) -> None:
     assert values["report_to"] in ("none", ["none"])
     assert values["load_best_model_at_end"] is False
     assert str(values["logging_strategy"]) == "steps"
+    # dpo has other names
+    args = {**SFT, "mixer_list": SFT["dataset_mixer_list"], "config_hash": "mine"}
+    del args["dataset_mixer_list"]
+    args |= {"push_to_hub": False, "try_launch_beaker_eval_jobs": False, "checkpointing_steps": 5}
+    options = {"stage": "dpo", "deepspeed": "zero2", "batch": {"global": 8, "per_device": 1}}
+    values = short(tmp_path, args, **options).values
+    assert values["mixer_list"] == ["a/b", "208"]
+    assert values["config_hash"] is None and values["checkpointing_steps"] == 21
 
 
 @pytest.mark.parametrize(("given", "steps", "kept"), [(10, 20, 2), (0.1, 20, 0.1), (10, 200, 10)])

@@ -49,6 +49,17 @@ def test_two_of_each_tell_nothing_and_three_only_if_nothing_overlaps() -> None:
     # a run that was held up as a whole needs five of each
     ours = [[1.0], [1.01], [1.02], [1.03], [3.0]]
     assert chance(ours, [[1.1], [1.11], [1.12], [1.13], [1.14]]) <= ERROR
+    # one run of each has to be ahead at nearly all steps
+    base = [[1.0] * STEPS]
+    assert word([[0.95] * STEPS], base) == "faster" and word([[1.05] * STEPS], base) == "slower"
+    # the mean of all steps is another because of a few
+    assert word([[1.0] * 10 + [1.5] * 6], base) == "no difference"
+    assert word([[1.01] * 8 + [0.8] * 8], base) == "no difference"
+    # very many ways are sampled the same each time
+    ours = [[1.0 + nth / 100] for nth in range(9)]
+    others = [[1.05 + nth / 100] for nth in range(9)]
+    found = chance(ours, others)
+    assert 0 < found == chance(ours, others) < ERROR < 1 - ERROR < chance(others, ours)
 
 
 def test_a_burst_within_a_run_hides_nothing_and_what_a_setting_costs_is_its_own() -> None:
@@ -60,18 +71,3 @@ def test_a_burst_within_a_run_hides_nothing_and_what_a_setting_costs_is_its_own(
     for run in fast:
         run[5] = 4.0
     assert chance(fast, base) > 0.5
-
-
-def test_one_run_of_each_has_to_be_ahead_at_nearly_all_steps() -> None:
-    base = [[1.0] * STEPS]
-    assert word([[0.95] * STEPS], base) == "faster" and word([[1.05] * STEPS], base) == "slower"
-    # the mean of all steps is another because of a few
-    assert word([[1.0] * 10 + [1.5] * 6], base) == "no difference"
-    assert word([[1.01] * 8 + [0.8] * 8], base) == "no difference"
-
-
-def test_very_many_ways_are_sampled_the_same_each_time() -> None:
-    ours = [[1.0 + nth / 100] for nth in range(9)]
-    others = [[1.05 + nth / 100] for nth in range(9)]
-    found = chance(ours, others)
-    assert 0 < found == chance(ours, others) < ERROR < 1 - ERROR < chance(others, ours)

@@ -17,7 +17,7 @@ from launcher.errors import Exit, Finding, UsageError, usage
 
 if TYPE_CHECKING:
     # only for annotations: validation must not pay for importing what starts a run
-    from launcher.lifecycle.prepare import Request
+    from launcher.lifecycle.prepare import Request, ResolvedStage
     from launcher.runs.rundir import RunFolder
     from launcher.upstream.locate import Locator
 
@@ -173,7 +173,9 @@ class Shared:
 
         return console.aside if self.format == "text" else lambda _: None
 
-    def rehearse_first(self, requests: Mapping[str, Request], *, by_itself: bool = True) -> None:
+    def rehearse_first(
+        self, stages: Mapping[str, ResolvedStage], *, by_itself: bool = True
+    ) -> None:
         """Rehearse stages that are about to start, and show what is worth a warning.
 
         Raises InvalidConfig where the trainer refuses one of them.
@@ -181,7 +183,7 @@ class Shared:
         from launcher.report import console
         from launcher.workflows.rehearse import first
 
-        found = first.require(requests, self.show_progress, by_itself=by_itself)
+        found = first.require(stages, self.show_progress, by_itself=by_itself)
         console.findings(found if self.format == "text" else ())
 
     def request(self, **more: Any) -> Request:

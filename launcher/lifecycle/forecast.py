@@ -19,7 +19,7 @@ from launcher.cache import entries, folders, keys
 from launcher.errors import Finding, InvalidConfig, LaunchError, UsageError, brief, errors, usage
 from launcher.lifecycle.doctor import disk
 from launcher.lifecycle.doctor.disk import Saved
-from launcher.lifecycle.prepare import Prepared, Request, ask
+from launcher.lifecycle.prepare import Prepared, ResolvedStage
 from launcher.machine import datasheets, devices
 from launcher.machine.datasheets import Card, card_of
 from launcher.plan import plan
@@ -449,7 +449,7 @@ def counts(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def make(request: Request, gpus: Sequence[int], terms: ForecastOptions) -> Forecast:
+def make(resolved: ResolvedStage, gpus: Sequence[int], terms: ForecastOptions) -> Forecast:
     """Plan a stage file for each count of GPUs; those that it cannot be planned for are among the findings.
 
     Raises InvalidConfig where it cannot be for any, UsageError or NotReady.
@@ -477,7 +477,6 @@ def make(request: Request, gpus: Sequence[int], terms: ForecastOptions) -> Forec
         raise usage("fit-without-memory", "memory is planned for GPUs, not for the CPU")
     if terms.fit and card.gib is None:
         raise _unfitted(terms)
-    resolved = ask(replace(request, gpus=max(gpus)), running=False)
     rungs: list[Estimate] = []
     faults: list[Finding] = []
     rows: Lengths | None = None
@@ -486,7 +485,7 @@ def make(request: Request, gpus: Sequence[int], terms: ForecastOptions) -> Forec
             planned = plan.make(
                 resolved.stage,
                 gpus=count,
-                nodes=request.nodes,
+                nodes=resolved.request.nodes,
                 output=Path("model"),
                 rows=terms.rows,
             )
@@ -593,6 +592,14 @@ def _rung(
         attention=attention_of(planned, terms.attention),
     )  # fmt: skip
     return Estimate(footprint, counted, terms, card, static=rows is None)
+
+
+def of_plan(planned: Plan, packages: Mapping[str, str], terms: ForecastOptions) -> Estimate:
+    """The forecast for one plan. Raises InvalidConfig where shape or row lengths are not known."""
+    if stopping := errors(planned.findings):
+        raise InvalidConfig(stopping)
+    card = _card(terms) if planned.gpus else Card()
+    return _rung(planned, row_lengths(planned, packages, terms), terms, card, packages)
 
 
 def with_forecast(prepared: Prepared) -> Prepared:

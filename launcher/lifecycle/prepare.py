@@ -11,6 +11,7 @@ from typing import Any
 from launcher.cache import inputs, keys
 from launcher.cache.keys import Cache, environment
 from launcher.config import load
+from launcher.config.load import Config
 from launcher.errors import Finding, InvalidConfig, errors, usage
 from launcher.lifecycle.doctor import checks
 from launcher.lifecycle.resume import decision as resume
@@ -92,10 +93,9 @@ class Prepared:
     `apart` is the folder of a dry run's command where `folder` is an earlier run's: it is not written into.
     """
 
-    request: Request
+    resolved: ResolvedStage
     plan: Plan
     command: Command
-    trainer: Trainer
     folder: RunFolder
     attempt: int
     output: Path | None
@@ -108,6 +108,16 @@ class Prepared:
     holds: tuple[dict[str, Any], ...] = ()
     forecast: Mapping[str, Any] | None = None
     apart: RunFolder | None = None
+
+    @property
+    def request(self) -> Request:
+        """What it was made of."""
+        return self.resolved.request
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Python that trains it."""
+        return self.resolved.trainer
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -140,23 +150,38 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A valid stage, the Python that trains it, and the GPUs of this machine that it asks for."""
+class ResolvedStage:
+    """What a request comes to: its valid stage, the Python that trains it, and how many GPUs it takes.
 
+    Made once for a request and passed on. `devices` are the GPUs that the command line names, `look` what
+    this machine has, where that was asked.
+    """
+
+    request: Request
+    checked: stages.Judged
     stage: stages.Stage
     trainer: Trainer
     gpus: int
-    named: tuple[str, ...] | None
-    seen: Look | None
+    devices: tuple[str, ...] | None = None
+    look: Look | None = None
 
-    def chosen(self) -> Devices:
+    def choose_devices(self) -> Devices:
         """The GPUs that it would get now; see `devices.choose` for how that is refused."""
-        return devices.choose(self.gpus, self.named, self.seen or devices.look(os.environ))
+        return devices.choose(self.gpus, self.devices, self.look or devices.look(os.environ))
+
+    def with_request(self, **changes: Any) -> ResolvedStage:
+        """For a request that differs in where it runs and how it goes on, but not in its stage."""
+        return replace(self, request=replace(self.request, **changes))
 
 
-def judge(request: Request, *, running: bool = False) -> tuple[stages.Judged, Trainer]:
-    """Load and check a stage file, and find the Python that trains it. Raises InvalidConfig or NotReady."""
-    loaded = load.load(request.config, request.overrides)
+def judge(
+    request: Request, *, running: bool = False, loaded: Config | None = None
+) -> tuple[stages.Judged, Trainer]:
+    """Check a stage file, and find the Python that trains it; reads it where it is not `loaded` yet.
+
+    Raises InvalidConfig or NotReady.
+    """
+    loaded = loaded or load.load(request.config, request.overrides)
     backend = stages.backend_of(loaded)
     locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
     checkout = locator.find(backend).root if BACKENDS[backend].CHECKOUT else None
@@ -166,17 +191,18 @@ def judge(request: Request, *, running: bool = False) -> tuple[stages.Judged, Tr
     return replace(judged, findings=_allowed(request, judged.findings)), trainer
 
 
-def ask(request: Request, *, running: bool) -> Asked:
+def resolve(request: Request, *, running: bool) -> ResolvedStage:
     """Load and judge a stage file. Raises InvalidConfig, NotReady or UsageError."""
-    named, count = devices.named(request.devices), request.gpus
-    if named is not None and count is None:
-        count = len(named)
-    if named is not None and count != len(named):
-        # a dry run looks at no GPU, and would plan for what no start gets
-        message = f"--gpus {count}, but --devices names {len(named)}"
-        raise usage("bad-devices", message, f"--gpus {len(named)}, or leave it out")
-    judged, trainer = judge(request, running=running)
-    stage = stages.validate(judged, strict=request.strict)
+    _named_devices(request)
+    return of_checked(request, *judge(request, running=running), running=running)
+
+
+def of_checked(
+    request: Request, checked: stages.Judged, trainer: Trainer, *, running: bool
+) -> ResolvedStage:
+    """What `resolve` does with a stage file that has been judged."""
+    named, count = _named_devices(request)
+    stage = stages.validate(checked, strict=request.strict)
     if not request.probe:
         stage = replace(stage, options=replace(stage.options, probe=None))
     elif not request.final_save and (watch := stage.options.probe) is not None:
@@ -185,11 +211,27 @@ def ask(request: Request, *, running: bool) -> Asked:
     count = count if count is not None else stage.options.gpus
     # eight cards can take ten seconds to answer: they are asked only where the answer counts
     # and not where other machines will train
-    wanted = not request.elsewhere and (running or (count is None and stage.backend.ONE_GPU))
-    seen = devices.look(os.environ) if wanted else None
-    return Asked(
-        stage=stage, trainer=trainer, gpus=_gpus(count, stage, seen), named=named, seen=seen
+    looks = not request.elsewhere and (running or (count is None and stage.backend.ONE_GPU))
+    look = devices.look(os.environ) if looks else None
+    return ResolvedStage(
+        request=request,
+        checked=checked,
+        stage=stage,
+        trainer=trainer,
+        gpus=_gpus(count, stage, look),
+        devices=named,
+        look=look,
     )
+
+
+def _named_devices(request: Request) -> tuple[tuple[str, ...] | None, int | None]:
+    """The GPUs that the command line names, and how many it asks for. Raises UsageError."""
+    named, count = devices.named(request.devices), request.gpus
+    if named is not None and count not in (None, len(named)):
+        # a dry run looks at no GPU, and would plan for what no start gets
+        message = f"--gpus {count}, but --devices names {len(named)}"
+        raise usage("bad-devices", message, f"--gpus {len(named)}, or leave it out")
+    return named, count if named is None else len(named)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,42 +290,45 @@ def prepare(request: Request, *, running: bool) -> Prepared:
     Raises InvalidConfig, NotReady or UsageError. Writes nothing but, for a run, its empty folder, and
     the memory of fingerprints.
     """
-    resolved = ask(request, running=running)
-    here, chosen = None, None
+    return complete(resolve(request, running=running), running=running)
+
+
+def complete(resolved: ResolvedStage, *, running: bool) -> Prepared:
+    """What `prepare` does once the stage is there."""
+    request, here, chosen = resolved.request, None, None
     if running and not request.elsewhere:
         here = rendezvous.find(request.nodes, request.node_rank, request.main_address, os.environ)
-        chosen = resolved.chosen()
+        chosen = resolved.choose_devices()
     location = _locate(request, resolved.stage, here, running=running)
     try:
         if running:
-            return _ready(request, resolved, location, here, chosen)
+            return _ready(resolved, location, here, chosen)
         # a dry run may be made anywhere: what lies here and is installed here says nothing
-        made = _plan(request, resolved, location, None)
-        held = keys.derive(made, resolved.trainer.packages, running=False)
-        return _prepared(request, resolved, location, keys.applied(made, held), caches=held)
+        made = _plan(resolved, location, None)
+        caches = keys.derive(made, resolved.trainer.packages, running=False)
+        return _prepared(resolved, location, keys.applied(made, caches), caches=caches)
     except BaseException:
         rundir.release(location.folder)
         raise
 
 
 def _ready(
-    request: Request, resolved: Asked, location: _Location, here: Rendezvous | None,
-    chosen: Devices | None,
-) -> Prepared:  # fmt: skip
+    resolved: ResolvedStage, location: _Location, here: Rendezvous | None, chosen: Devices | None
+) -> Prepared:
     """What is derived, what the run's own record decides, and what this machine says of it."""
-    trainer = resolved.trainer
-    made = _plan(request, resolved, location, trainer.packages)
+    request, trainer = resolved.request, resolved.trainer
+    made = _plan(resolved, location, trainer.packages)
     output = _output(made)
     around = _allowed(request, checks.situation(made, trainer, output))
     made = replace(made, findings=(*made.findings, *around))
     # about the machine, not the stage file: --strict leaves them warnings
     warnings = checks.require_ready(made, trainer, chosen, elsewhere=request.elsewhere)
-    held = keys.derive(made, trainer.packages)
-    made = keys.applied(made, held)
+    caches = keys.derive(made, trainer.packages)
+    made = keys.applied(made, caches)
     now = inputs.of_plan(made)
     decision = resume.judge(
         made, output=output, history=location.history, folder=location.earlier, trainer=trainer,
-        caches=held, now=now, allowed=request.allowed,
+        caches=caches, now=now, allowed=request.allowed,
     )  # fmt: skip
     if decision.kind == "finished" and location.earlier not in (None, location.folder):
         rundir.release(location.folder)
@@ -292,18 +337,17 @@ def _ready(
     better = {f.code for f in decision.findings} | (
         resume.SUPERSEDED if location.history else set()
     )
-    known = [f for f in (*made.findings, *keys.findings(made, held)) if f.code not in better]
+    known = [f for f in (*made.findings, *keys.findings(made, caches)) if f.code not in better]
     made = plan.with_derived(made, decision.derived)
     made = replace(made, findings=(*known, *decision.findings))
     return _prepared(
-        request, resolved, location, made, caches=held, here=here, devices=chosen,
+        resolved, location, made, caches=caches, here=here, devices=chosen,
         warnings=warnings, decision=decision, holds=tuple(now),
     )  # fmt: skip
 
 
-def _plan(
-    request: Request, resolved: Asked, location: _Location, packages: Mapping[str, str] | None
-) -> Plan:
+def _plan(resolved: ResolvedStage, location: _Location, packages: Mapping[str, str] | None) -> Plan:
+    request = resolved.request
     made = plan.make(
         resolved.stage, gpus=resolved.gpus, nodes=request.nodes,
         output=location.folder.path / "model", packages=packages,
@@ -318,12 +362,12 @@ def _output(made: Plan) -> Path | None:
 
 
 def _prepared(
-    request: Request, resolved: Asked, location: _Location, made: Plan, *,
+    resolved: ResolvedStage, location: _Location, made: Plan, *,
     caches: tuple[Cache, ...], devices: Devices | None = None, warnings: tuple[Finding, ...] = (),
     **decided: Any,
 ) -> Prepared:  # fmt: skip
     """With the command. Raises InvalidConfig."""
-    if errors(made.findings, strict=request.strict):
+    if errors(made.findings, strict=resolved.request.strict):
         raise InvalidConfig(made.findings)
     watched = made.stage.options.probe is not None
     concealed = command.hide_secrets(made.arguments(), made, os.environ, watched=watched)
@@ -338,7 +382,7 @@ def _prepared(
         devices=None if devices is None or not resolved.gpus else devices.env(),
     )
     return Prepared(
-        request=request, plan=made, command=built, trainer=resolved.trainer,
+        resolved=resolved, plan=made, command=built,
         folder=location.folder, attempt=location.attempt, output=_output(made), caches=caches,
         devices=devices, warnings=(*warnings, *_on_our_command_line(made)),
         asked=location.requested, apart=location.apart, **decided,

@@ -282,4 +282,4 @@ def test_a_count_that_contradicts_the_names_is_refused_without_a_look(
     """Also of a dry run, which looks at no GPU."""
     request = Request(stage="sft", config=Path("stage.yaml"), gpus=gpus, devices=named)
     with pytest.raises(UsageError, match="but --devices names"):
-        prepare.ask(request, running=False)
+        prepare.resolve(request, running=False)

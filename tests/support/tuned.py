@@ -31,7 +31,7 @@ def outlook(
     """A stage file on so many cards."""
     path = REPOSITORY / "configs" / config
     request = Request(stage=None, config=path, gpus=gpus, overrides=overrides, elsewhere=True)
-    asked = prepare.ask(request, running=False)
+    asked = prepare.resolve(request, running=False)
     installed = PACKAGES if packages is None else packages
     made = plan.make(asked.stage, gpus=gpus, output=Path("model"), packages=installed)
     try:

@@ -284,7 +284,7 @@ def test_a_folder_lacks_what_its_index_names(tmp_path: Path) -> None:
 
 def planned(config: str, *words: str) -> Plan:
     """A stage file's plan for the CPU."""
-    asked = preparation.ask(
+    asked = preparation.resolve(
         Request(stage=None, config=CONFIGS / config, overrides=words, gpus=0, elsewhere=True),
         running=False,
     )

@@ -56,17 +56,19 @@ def plan(
     why: bool = Option(False, "--why", help="show every part with its formula"),
 ) -> Exit:
     """Predict batch, steps, memory, time and cost on N GPUs."""
-    from launcher.lifecycle import forecast
+    from launcher.lifecycle import forecast, prepare
     from launcher.workflows.rehearse import first
 
+    counts = forecast.counts(gpus)
+    resolved = prepare.resolve(shared.request(gpus=max(counts)), running=False)
     terms = forecast.ForecastOptions(
-        row_tokens=shared.row_tokens, 
-        rehearsed_tokens=None if shared.row_tokens else first.row_tokens(shared.request()),
+        row_tokens=shared.row_tokens,
+        rehearsed_tokens=None if shared.row_tokens else first.row_tokens(resolved),
         rows=shared.rows, gpu=gpu, gpu_memory=gpu_memory,
         price=shared.price, tokens_per_second=tokens_per_second, attention=attention, shape=shape,
         fit=fit,
     )  # fmt: skip
-    table = forecast.make(shared.request(), forecast.counts(gpus), terms)
+    table = forecast.make(resolved, counts, terms)
     # a count that cannot be must not cost the table of the others
     code = Exit.CONFIG if errors(table.findings) else Exit.OK
     data, lines = table.as_json(why=why), table.lines(why=why)
@@ -138,12 +140,14 @@ def rehearse(
 @takes(*REQUEST, "gpus", "nodes", "strict", "rehearse")
 def prepare(shared: Shared) -> Exit:
     """Download and tokenize what a run needs; uses no GPU."""
+    from launcher.lifecycle.prepare import resolve
     from launcher.report import console
     from launcher.workflows.prefetch import prefetch
 
-    done = prefetch.prepare(shared.request(), console.aside)
+    resolved = resolve(shared.request(elsewhere=True), running=False)
+    done = prefetch.prepare(resolved, console.aside)
     # now that model, tokenizer and data are here
-    shared.rehearse_first({"": shared.request()})
+    shared.rehearse_first({"": resolved})
     return answer("prepare", shared.format, done.as_json(), done.lines(), done.findings, done.exit)
 
 
@@ -192,7 +196,7 @@ def ladder(
         return answer("ladder", shared.format, {"rungs": rungs}, show, planned.findings)
     if not quiet:
         console.findings(planned.findings)
-    shared.rehearse_first({"": shared.request()})
+    shared.rehearse_first({"": planned.resolved})
     result = ladder.climb(
         planned, fresh=shared.fresh, allow_unproven=shared.allow_unproven, quiet=quiet
     )
@@ -233,7 +237,7 @@ def bench(
     """Compare settings in short runs: speed, memory and loss."""
     from launcher.config import durations
     from launcher.report import console
-    from launcher.workflows.bench import bench, comparison, measure, variants
+    from launcher.workflows.bench import bench, comparison, variants
 
     asked = variants.combinations(vary or (), variant or ())
     expressions = [comparison.assertion(text) for text in asserted or ()]
@@ -244,9 +248,7 @@ def bench(
     )  # fmt: skip
     text = shared.format == "text"
     console.findings(planned.findings if text else ())
-    shared.rehearse_first(
-        {one.name: measure.of_variant(planned.request, one) for one in planned.variants}
-    )
+    shared.rehearse_first(planned.resolved)
     with bench.opened(planned, fresh=shared.fresh) as opened:
         code = bench.run(opened, show=shared.show_progress)
         bench.write_page(opened)
@@ -289,7 +291,7 @@ def tune(
         output=output, fresh=shared.fresh,
     )  # fmt: skip
     prepared = tune.prepare(shared.request(), terms, cpu=cpu)
-    shared.rehearse_first({"": shared.request()})
+    shared.rehearse_first({"": prepared.resolved})
     with tune.opened(prepared) as opened:
         code = tune.run(opened, show=shared.show_progress)
         trials = opened.bench() if opened.search.runs else None

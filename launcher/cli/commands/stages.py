@@ -135,8 +135,7 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
             return _write_task(request, skypilot, shared.format)
         at_end = _AtEnd.of(on_finish, on_finish_limit, shared.allow_unproven)
         if slurm:
-            shared.rehearse_first({"": request})
-            return _queue(request, shared.format, at_end)
+            return _queue(request, shared, at_end)
         return _run(request, shared, at_end, detach=detach)
 
     command.__doc__ = f"""Train one {stage.upper()} stage and judge the result.
@@ -184,7 +183,7 @@ def _run(request: Request, shared: Shared, at_end: _AtEnd, *, detach: bool) -> E
             if not (prepared.here and prepared.here.rank):
                 lease.require_free(prepared.output)
                 if request.rehearse or prepared.plan.stage.options.rehearse:
-                    shared.rehearse_first({"": request}, by_itself=False)
+                    shared.rehearse_first({"": prepared.resolved}, by_itself=False)
             if format == "text":
                 console.findings(prepared.findings)
                 console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
@@ -211,12 +210,14 @@ def _conclude_finished(
     return _conclude(str(prepared.request.stage), folder, verdict, code, prepared.findings, format)
 
 
-def _queue(request: Request, format: Format, at_end: _AtEnd) -> Exit:
+def _queue(request: Request, shared: Shared, at_end: _AtEnd) -> Exit:
     """Hand the run to Slurm."""
     from launcher.lifecycle import forecast, prepare, start, supervisor
     from launcher.runs import sbatch
 
-    prepared = forecast.with_forecast(prepare.prepare(request, running=True))
+    resolved, format = prepare.resolve(request, running=True), shared.format
+    shared.rehearse_first({"": resolved})
+    prepared = forecast.with_forecast(prepare.complete(resolved, running=True))
     options, found = prepared.plan.stage.options.slurm, prepared.findings
     few = sbatch.one_cpu(options, prepared.plan.gpus)
     if few is not None:

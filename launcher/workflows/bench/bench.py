@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
@@ -21,7 +22,7 @@ from launcher.errors import (  # fmt: skip
     usage,
 )
 from launcher.lifecycle import prepare  # fmt: skip
-from launcher.lifecycle.prepare import Prepared, Request
+from launcher.lifecycle.prepare import Prepared, Request, ResolvedStage
 from launcher.machine import devices  # fmt: skip
 from launcher.plan.plan import Plan
 from launcher.report import console  # fmt: skip
@@ -29,7 +30,6 @@ from launcher.report.html import figure
 from launcher.report.page import Lead
 from launcher.runs import rundir  # fmt: skip
 from launcher.stage.options import SWITCHED
-from launcher.stage.stage import Stage
 from launcher.upstream.logs.open_instruct import ATTENTION
 from launcher.workflows import experiment, trial  # fmt: skip
 from launcher.workflows.bench import comparison, measure, variants, worktrees  # fmt: skip
@@ -50,14 +50,15 @@ class Bench:
     """One comparison: what is compared, and what is known so far.
 
     `key` names settings, contents and machine: what was measured under another key is another
-    comparison. `batch` is the rows of a step, of the largest variant. `proposed` is what a search has
-    chosen, which need not be the fastest.
+    comparison. `resolved` are the variants' stages, by name. `batch` is the rows of a step, of the largest
+    variant. `proposed` is what a search has chosen, which need not be the fastest.
     """
 
     request: Request
     variants: tuple[Variant, ...]
     steps: int
     repeats: int
+    resolved: Mapping[str, ResolvedStage] = field(default_factory=dict)
     timeout_s: float | None = None
     assertions: tuple[Assertion, ...] = ()
     key: str = ""
@@ -175,13 +176,12 @@ def plan(
     if any(one.checkout for one in asked):
         request = replace(request, python=request.python or worktrees.python_of(request))
     judgements = _Judgements(len(asked))
-    base = _base(request)
+    base = functools.cache(lambda: _base(request))
     full: list[tuple[Variant, Prepared]] = []
     for one in asked:
         with judgements.of(one.name):
             checkout = one.checkout and str(worktrees.find(request, one.checkout))
-            variant = _adapted(request, replace(one, checkout=checkout), base)
-            full.append((variant, prepare.prepare(of_variant(request, variant), running=False)))
+            full.append(_prepared(request, replace(one, checkout=checkout), base))
     judgements.require(ready=len(full) == len(asked))
     batch, root = (
         max(made.plan.global_batch for _, made in full),
@@ -194,7 +194,8 @@ def plan(
         warnings = (f for f in made.findings if f.severity != "note" and f.code != known)
         judgements.note(variant.name, warnings)
         with judgements.of(variant.name):
-            trial_request = short(of_variant(request, variant), steps, root / "models", batch)
+            whole = of_variant(request, variant)
+            trial_request = short(whole, made.plan.stage, steps, root / "models", batch)
             # a trial that a killed command left may have the GPUs: it is ended later
             trial_request = replace(trial_request, runs=root, elsewhere=True)
             prepared = prepare.prepare(trial_request, running=running)
@@ -203,12 +204,17 @@ def plan(
             startable += 1
     judgements.require(ready=startable > 0)
     first = full[0][1].plan
-    key = [BENCH_VERSION, steps, [[variant.name, identity(made)] for variant, made in full]]
+    key = [
+        BENCH_VERSION,
+        steps,
+        [[variant.name, identity(made.plan, made.trainer)] for variant, made in full],
+    ]
     return Bench(
         request=replace(request, stage=first.stage.options.stage, gpus=first.gpus),
         variants=tuple(variant for variant, _ in full),
         steps=steps,
         repeats=repeats,
+        resolved={variant.name: made.resolved for variant, made in full},
         timeout_s=timeout_s,
         assertions=tuple(assertions),
         batch=batch,
@@ -264,19 +270,28 @@ def _base(request: Request) -> Plan | None:
         return None
 
 
-def _adapted(request: Request, variant: Variant, base: Plan | None) -> Variant:
-    """The variant with what follows from it. Raises InvalidConfig where its batch cannot be kept."""
-    asked = of_variant(request, variant)
+def _prepared(
+    request: Request, variant: Variant, base: Callable[[], Plan | None]
+) -> tuple[Variant, Prepared]:
+    """A variant with what follows from it. Raises InvalidConfig, also where its batch cannot be kept."""
+    whole = of_variant(request, variant)
+    checked, trainer = prepare.judge(whole)
     # what it expects of a switch that is turned is not wrong before it has followed
-    asked = replace(asked, overrides=(*asked.overrides, "on_violation=warn"))
-    stage = prepare.ask(asked, running=False).stage
+    findings = tuple(one for one in checked.findings if one.code != "impossible-expectation")
+    adapted = replace(checked, findings=findings)
+    resolved = prepare.of_checked(whole, adapted, trainer, running=False)
     changed = {variants.bare(text) for text in variant.overrides}
-    more = [*_expected(asked, stage, changed), *_batch(asked, stage, changed, base)]
-    return replace(variant, overrides=(*variant.overrides, *more))
+    more = (*_expected(resolved, changed), *_batch(resolved, changed, base))
+    if not more:
+        resolved = prepare.of_checked(whole, checked, trainer, running=False)
+        return variant, prepare.complete(resolved, running=False)
+    variant = replace(variant, overrides=(*variant.overrides, *more))
+    return variant, prepare.prepare(of_variant(request, variant), running=False)
 
 
-def _expected(asked: Request, stage: Stage, changed: set[str]) -> Iterator[str]:
+def _expected(resolved: ResolvedStage, changed: set[str]) -> Iterator[str]:
     """A file that expects packing expects none of the variant without."""
+    stage = resolved.stage
     expect, entry, values = stage.options.expect, stage.entry, stage.values
     names, batch = entry.names, stage.options.batch
     rows = (batch and batch.per_device) or values[names.per_device]
@@ -295,29 +310,34 @@ def _expected(asked: Request, stage: Stage, changed: set[str]) -> Iterator[str]:
             yield f"expect.{point}={SWITCHED[point][0 if on else 1]}"
     if is_turned("attention", {"attn_implementation", "attention"}):
         # `any` where a verdict has no word for it
-        chosen = prepare.prepare(asked, running=False).plan.attention
+        chosen = prepare.complete(resolved, running=False).plan.attention
         name = str(chosen or values.get("attn_implementation"))
         state = ATTENTION.get(name, name)
         yield f"expect.attention={state if state in EXPECT['attention'] else 'any'}"
 
 
-def _batch(asked: Request, stage: Stage, changed: set[str], base: Plan | None) -> Iterator[str]:
+def _batch(
+    resolved: ResolvedStage, changed: set[str], base: Callable[[], Plan | None]
+) -> Iterator[str]:
     """Accumulation that keeps the rows of a step, where only the rows of a device were changed."""
+    stage = resolved.stage
     names = stage.entry.names
     settled = {names.accumulation, "batch", "batch.global"} & changed
-    if base is None or settled or names.per_device not in changed or stage.options.batch:
+    if settled or names.per_device not in changed or stage.options.batch:
         return
-    made = prepare.prepare(asked, running=False).plan
+    if (written := base()) is None:
+        return
+    made = prepare.complete(resolved, running=False).plan
     rows = made.global_batch // made.accumulation
-    if base.global_batch % rows:
+    if written.global_batch % rows:
         raise InvalidConfig(
             Finding(
                 severity="error", layer="launch", code="impossible-batch", key=f"args.{names.per_device}",
-                message=f"{rows} rows at once do not divide the global batch of {base.global_batch}",
+                message=f"{rows} rows at once do not divide the global batch of {written.global_batch}",
                 help=f"or say {names.accumulation} too: then the global batch is another",
             )
         )  # fmt: skip
-    yield f"{names.accumulation}={base.global_batch // rows}"
+    yield f"{names.accumulation}={written.global_batch // rows}"
 
 
 def _other_batches(full: Sequence[tuple[Variant, Prepared]]) -> Iterator[Finding]:
@@ -371,6 +391,7 @@ def run(bench: Bench, *, show: Callable[[str], None] = lambda _: None) -> Exit:
             sample = measure.measure(
                 bench.request,
                 variant,
+                bench.resolved[variant.name].stage,
                 steps=bench.steps,
                 root=bench.folder,
                 repeat=repeat,

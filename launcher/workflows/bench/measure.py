@@ -20,9 +20,12 @@ from launcher.cache import inputs  # fmt: skip
 from launcher.config.keys import PAIRED
 from launcher.errors import Exit, LaunchError, errors
 from launcher.lifecycle import prepare  # fmt: skip
-from launcher.lifecycle.prepare import Prepared, Request
+from launcher.lifecycle.prepare import Request
 from launcher.machine import python  # fmt: skip
+from launcher.machine.python import Trainer
+from launcher.plan.plan import Plan
 from launcher.runs import rundir  # fmt: skip
+from launcher.stage.stage import Stage
 from launcher.verdict import evidence, metrics  # fmt: skip
 from launcher.verdict.evidence import Evidence, RankRecord
 from launcher.workflows import trial  # fmt: skip
@@ -34,22 +37,22 @@ from launcher.workflows.trial import Outcome
 
 
 def measure(
-    request: Request, variant: Variant, *, steps: int, root: Path, timeout_s: float | None,
-    repeat: int = 0, batch: int | None = None,
+    request: Request, variant: Variant, stage: Stage, *, steps: int, root: Path,
+    timeout_s: float | None, repeat: int = 0, batch: int | None = None,
 ) -> Sample:  # fmt: skip
     """One short real run of a variant, judged and measured; its folder is made below `root`.
 
-    `batch` is the rows of a step that data are cut for: the largest of all variants, so that all see
-    the same rows. `timeout_s` counts from this call. Never raises for a training that fails, or that
-    cannot be started: the sample says so. It ends before its model is saved. INT and TERM stop the run:
-    then its cause is `interrupted`. Raises NotReady where its folder cannot be written: then nothing
-    else can be started either.
+    `stage` is the variant's, whole; `batch` the rows of a step that data are cut for: the largest of all
+    variants, so that all see the same rows. `timeout_s` counts from this call. Never raises for a training
+    that fails, or that cannot be started: the sample says so. It ends before its model is saved. INT and
+    TERM stop the run: then its cause is `interrupted`. Raises NotReady where its folder cannot be written:
+    then nothing else can be started either.
     """
     began, models = time.monotonic(), root / "models"
     place = models / f"{rundir.dashed(variant.name)[:60]}-{repeat + 1}"
     try:
-        asked = short(of_variant(request, variant), steps, place, batch)
-        prepared = prepare.prepare(replace(asked, runs=root), running=True)
+        trial_request = short(of_variant(request, variant), stage, steps, place, batch)
+        prepared = prepare.prepare(replace(trial_request, runs=root), running=True)
         left = None if timeout_s is None else timeout_s - (time.monotonic() - began)
         outcome = trial.of_prepared(prepared, timeout_s=left, allow_unproven=True, quiet=True)
     except LaunchError as error:
@@ -74,12 +77,11 @@ def of_variant(request: Request, variant: Variant) -> Request:
     return replace(request, overrides=overrides, checkout=checkout, allow_unpinned=True)
 
 
-def short(asked: Request, steps: int, place: Path, batch: int | None) -> Request:
+def short(request: Request, stage: Stage, steps: int, place: Path, batch: int | None) -> Request:
     """The same, short and harmless, watched by the probe, stopped where it hangs, without its model.
 
-    For the others see `measure`; the model would go to `place`. Raises what `preparation.ask` raises.
+    For the others see `measure`; the model would go to `place`.
     """
-    stage = prepare.ask(asked, running=False).stage
     watched = ["on_hang=stop"]
     if stage.options.probe is None:
         watched.append("probe=on")
@@ -88,8 +90,8 @@ def short(asked: Request, steps: int, place: Path, batch: int | None) -> Request
         watched.append("expect.loss=finite")
     shorter = ladder.short_overrides(stage, steps=steps, output=place, batch=batch)
     return replace(
-        asked,
-        overrides=(*asked.overrides, *shorter, *watched),
+        request,
+        overrides=(*request.overrides, *shorter, *watched),
         fresh=True,
         probe=True,
         # to gather and write a model of 7B takes 10 to 20 s of a trial
@@ -206,17 +208,17 @@ def _curve(found: Evidence, stage: str | None) -> tuple[Step, ...]:
     return tuple(curve)
 
 
-def identity(made: Prepared) -> dict[str, Any]:
+def identity(planned: Plan, trainer: Trainer) -> dict[str, Any]:
     """What a measurement is one of: settings, source, contents, packages, machine."""
-    stage = made.plan.stage
+    stage = planned.stage
     source, output = stage.upstream, stage.entry.names.output
     return {
         "stage": stage.options.stage, "backend": stage.options.backend,
         "options": {k: v for k, v in stage.config.options.items() if k != "name"},
         # the place of the model is another in every trial
-        "arguments": {k: v for k, v in made.plan.arguments().items() if k != output},
-        "gpus": made.plan.gpus, "source": source.version,
+        "arguments": {k: v for k, v in planned.arguments().items() if k != output},
+        "gpus": planned.gpus, "source": source.version,
         "changed": worktrees.edits(source.root) if not source.pinned else None,
-        "contents": inputs.of_plan(made.plan), "python": str(made.trainer.python),
-        "packages": dict(made.trainer.packages), "machine": python.describe(),
+        "contents": inputs.of_plan(planned), "python": str(trainer.python),
+        "packages": dict(trainer.packages), "machine": python.describe(),
     }  # fmt: skip

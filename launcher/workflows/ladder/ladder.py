@@ -25,10 +25,11 @@ from launcher.config.load import spelt
 from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, errors, not_ready, usage
 from launcher.lifecycle import forecast, prepare
 from launcher.lifecycle.forecast import ForecastOptions
-from launcher.lifecycle.prepare import Asked, Prepared, Request
+from launcher.lifecycle.prepare import Prepared, Request, ResolvedStage
 from launcher.machine import python
 from launcher.machine.devices import Look
 from launcher.plan import footprint, plan
+from launcher.plan.plan import Plan
 from launcher.report import console
 from launcher.report.page import Lead
 from launcher.runs import rundir
@@ -79,15 +80,20 @@ class Rung:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Climb:
-    """What is to be climbed: a valid stage, and its rungs, all of them prepared."""
+    """What is to be climbed: a valid stage, its plan for each rung, and the rungs, all of them prepared."""
 
-    stage: Stage
-    request: Request
+    resolved: ResolvedStage
+    plans: Mapping[int, Plan]
     rungs: tuple[Rung, ...]
     steps: int
     terms: ForecastOptions
     campaign: Campaign
     findings: tuple[Finding, ...]
+
+    @property
+    def stage(self) -> Stage:
+        """The whole stage."""
+        return self.resolved.stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,20 +212,21 @@ def plan_rungs(
 
     Raises InvalidConfig, NotReady or UsageError: then nothing was started, and no folder is left.
     """
-    asked = prepare.ask(replace(request, gpus=max(gpus)), running=running)
-    stage, root = asked.stage, rundir.runs_root()
+    resolved = prepare.resolve(replace(request, gpus=max(gpus)), running=running)
+    stage, root = resolved.stage, rundir.runs_root()
     if running:
-        _require_here(gpus, asked.seen)
+        _require_here(gpus, resolved.look)
+    plans = {count: plan.make(stage, gpus=count) for count in gpus}
     # all rungs read the same slice: that of the one with most rows a step
-    batch = max(plan.make(stage, gpus=count).global_batch for count in gpus)
+    batch = max(planned.global_batch for planned in plans.values())
     findings = [*stage.findings, *short_findings(stage, steps)]
     rungs = []
     for count in gpus:
         short = _request(stage, request, count, steps, batch)
         changes, notes = _without_deepspeed(stage, short)
         short = replace(short, overrides=(*short.overrides, *changes))
-        known = _predicted(short, terms)
         prepared = prepare.prepare(short, running=running)
+        known = _predicted(prepared.plan, resolved, terms)
         # only looked at: it is prepared anew when its turn comes
         rundir.release(prepared.folder)
         rungs.append(Rung(gpus=count, request=short, prepared=prepared))
@@ -232,10 +239,10 @@ def plan_rungs(
     if stopping := errors(findings, strict=request.strict):
         raise InvalidConfig(stopping)
     # a dry run reads no model and no data
-    key = _key(asked, gpus, steps) if running else ""
+    key = _key(resolved, plans[gpus[0]], steps) if running else ""
     return Climb(
-        stage=stage,
-        request=request,
+        resolved=resolved,
+        plans=plans,
         rungs=tuple(rungs),
         steps=steps,
         terms=terms,
@@ -244,9 +251,9 @@ def plan_rungs(
     )
 
 
-def _require_here(gpus: Sequence[int], seen: Look | None) -> None:
+def _require_here(gpus: Sequence[int], look: Look | None) -> None:
     """Raise NotReady, naming the rungs that can be run, where one needs more GPUs than there are."""
-    most, here = max(gpus), 0 if seen is None else len(seen.visible)
+    most, here = max(gpus), 0 if look is None else len(look.visible)
     if most <= here:
         return
     possible = [str(count) for count in gpus if count <= here]
@@ -259,9 +266,9 @@ def _require_here(gpus: Sequence[int], seen: Look | None) -> None:
     )
 
 
-def _key(asked: Asked, gpus: Sequence[int], steps: int) -> str:
+def _key(resolved: ResolvedStage, planned: Plan, steps: int) -> str:
     """The same for the same stage, source, content, length, packages and kind of GPU, whatever the rungs."""
-    stage, present = asked.stage, () if asked.seen is None else asked.seen.present
+    stage, present = resolved.stage, () if resolved.look is None else resolved.look.present
     options = stage.config.options.items()
     about = {
         "options": {key: value for key, value in options if key not in _OTHERWISE},
@@ -269,9 +276,9 @@ def _key(asked: Asked, gpus: Sequence[int], steps: int) -> str:
         "steps": steps,
         "source": stage.upstream.as_json(),
         # data, model and code are the same for every number of GPUs
-        "contents": inputs.of_plan(plan.make(stage, gpus=gpus[0])),
+        "contents": inputs.of_plan(planned),
         "gpu": present[0].name if present else None,
-        "packages": {name: asked.trainer.packages.get(name) for name in python.DECISIVE},
+        "packages": {name: resolved.trainer.packages.get(name) for name in python.DECISIVE},
     }
     return experiment.key_of(about)
 
@@ -294,13 +301,14 @@ def _request(stage: Stage, request: Request, count: int, steps: int, batch: int)
     )
 
 
-def _predicted(request: Request, terms: ForecastOptions) -> forecast.Estimate | None:
+def _predicted(
+    planned: Plan, resolved: ResolvedStage, terms: ForecastOptions
+) -> forecast.Estimate | None:
     """The forecast for one rung; None on the CPU, and where shape or row lengths are not known."""
-    if not request.gpus:
+    if not planned.gpus:
         return None
     try:
-        rungs = forecast.make(request, [request.gpus], terms).rungs
-        return next((one for one in rungs if not one.static), None)
+        return forecast.of_plan(planned, resolved.trainer.packages, terms)
     except (LaunchError, OSError):
         return None
 
@@ -641,7 +649,7 @@ def _facts(prepared: Prepared, outcome: Outcome, climb: Climb) -> Facts:
     rows = files.read_lines(outcome.run.metrics)
     seconds = [row["seconds"] for row in rows if isinstance(row.get("seconds"), int | float)]
     # by now the row lengths are known, where they were not before
-    known = _predicted(prepared.request, climb.terms)
+    known = _predicted(prepared.plan, climb.resolved, climb.terms)
     doubt = verdict.status == "unproven" and outcome.exit is Exit.VERDICT
     unproven = outcome.reason if doubt else None
     passed = outcome.exit is Exit.OK or unproven is not None
@@ -698,8 +706,8 @@ def _starts_at_ln2(stage: Stage) -> bool:
 
 def _estimate(climb: Climb, top: Standing) -> Estimate:
     stage, step, terms = climb.stage, top.facts.step_seconds, climb.terms
-    whole = plan.make(stage, gpus=top.gpus)
-    known = _predicted(replace(climb.request, gpus=top.gpus), terms)
+    whole = climb.plans[top.gpus]
+    known = _predicted(whole, climb.resolved, terms)
     repacked = plan.repacks(stage, stage.values)
     steps = known.steps if known is not None else None
     if steps is None:

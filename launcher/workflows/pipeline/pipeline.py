@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from launcher.artifacts import checkpoints
 from launcher.config.pipeline import placed
 from launcher.errors import Exit, Finding, LaunchError, brief, errors
 from launcher.lifecycle import follow, forecast, prepare, start
-from launcher.lifecycle.prepare import Prepared, Request
+from launcher.lifecycle.prepare import Prepared, ResolvedStage
 from launcher.plan import plan
 from launcher.redaction import redact
 from launcher.report import console
@@ -150,7 +150,7 @@ def run(
     order: Order,
     *,
     quiet: bool = False,
-    rehearse: Callable[[Mapping[str, Request]], None] | None = None,
+    rehearse: Callable[[Mapping[str, ResolvedStage]], None] | None = None,
 ) -> Result:
     """Run the stages of an order that are to run, one after the other; stops where one does not pass.
 
@@ -161,7 +161,7 @@ def run(
     if not quiet:
         console.findings([one for one in survey.findings if one.severity != "note"])
     if rehearse is not None:
-        rehearse(survey.requests(order))
+        rehearse(survey.resolved())
     root = order.common.runs or rundir.runs_root()
     key = experiment.key_of([str(order.chain.path.absolute()), os.getcwd()])
     series = Campaign(kind=KIND, key=key, name=order.chain.name, root=root)
@@ -296,7 +296,11 @@ class _Runner:
         if source is not None:
             row.model = str(self.models[source])
         request = replace(self.order.request(link, more), allowed=_allowed(self.order, step))
-        prepared, why = _prepared(request, fresh=self.order.common.fresh)
+        resolved = replace(step.resolved, request=request, look=None)
+        if request.overrides != step.resolved.request.overrides:
+            # now that its model is there
+            resolved = prepare.resolve(request, running=True)
+        prepared, why = _prepared(resolved, step, fresh=self.order.common.fresh)
         prepared = forecast.with_forecast(prepared)
         output = prepared.output or step.output
         self.models[link.name] = plan.model_in(prepared.plan, output)
@@ -371,18 +375,28 @@ class _Runner:
 # --- has anything changed? -------------------------------------------------------------------------
 
 
-def _prepared(request: Request, *, fresh: bool) -> tuple[Prepared, str | None]:
+def _prepared(resolved: ResolvedStage, step: Step, *, fresh: bool) -> tuple[Prepared, str | None]:
     """Ready to start: as it is, or started over with the reason why."""
+    anew = resolved.with_request(fresh=True)
     if fresh:
-        prepared = prepare.prepare(replace(request, fresh=True), running=True)
+        prepared = prepare.complete(anew, running=True)
         return prepared, None if prepared.output == prepared.asked else "--fresh"
-    why = _of_nobody(request) or _changed(request)
-    return prepare.prepare(replace(request, fresh=why is not None), running=True), why
+    if (why := _of_nobody(step.prepared)) is not None:
+        return prepare.complete(anew, running=True), why
+    every = handover.known_changes(resolved.stage.schema.fields)
+    # the same start with every change allowed
+    prepared = prepare.complete(
+        resolved.with_request(allowed=tuple(sorted(every)), strict=False), running=True
+    )
+    if not prepared.decision.changes and not resolved.request.strict:
+        return replace(prepared, resolved=resolved), None
+    rundir.release(prepared.folder)
+    why = _changed(prepared, resolved.request.allowed)
+    return prepare.complete(resolved if why is None else anew, running=True), why
 
 
-def _of_nobody(request: Request) -> str | None:
+def _of_nobody(dry: Prepared) -> str | None:
     """Says so where a whole model lies in the output folder, and no run here is known to have trained it."""
-    dry = prepare.prepare(request, running=False)
     if dry.attempt > 1 or dry.output is None:
         return None
     if checkpoints.model_fault(plan.model_in(dry.plan, dry.output)) is not None:
@@ -390,19 +404,12 @@ def _of_nobody(request: Request) -> str | None:
     return f"{dry.output} holds a model, and no run is known that made it"
 
 
-def _changed(request: Request) -> str | None:
+def _changed(prepared: Prepared, allowed: Iterable[str]) -> str | None:
     """The changes for which a stage's own result, or what there is of it, is not what was asked for."""
-    dry = prepare.prepare(replace(request, allowed=()), running=False)
-    every = handover.known_changes(dry.plan.stage.schema.fields)
-    # the same start with every change allowed; never to be begun
-    anyhow = replace(request, allowed=tuple(sorted(every)), strict=False)
-    prepared = prepare.prepare(anyhow, running=True)
-    rundir.release(prepared.folder)
     if prepared.decision.kind == "new":
         return None
-    allowed = {*request.allowed, *_NO_INPUT}
-    changes = prepared.decision.changes
-    differs = [one.differs for one in changes if one.severity != "note" and one.what not in allowed]
+    passing, changes = {*allowed, *_NO_INPUT}, prepared.decision.changes
+    differs = [one.differs for one in changes if one.severity != "note" and one.what not in passing]
     return "; ".join(differs[:4]) or None
 
 

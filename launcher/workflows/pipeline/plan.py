@@ -29,13 +29,14 @@ from launcher.errors import (
 )
 from launcher.lifecycle import prepare
 from launcher.lifecycle.doctor import checks
-from launcher.lifecycle.prepare import Asked, Prepared, Request
+from launcher.lifecycle.prepare import Prepared, Request, ResolvedStage
 from launcher.lifecycle.resume import changes, decision
 from launcher.paths import canonical
 from launcher.plan import plan
 from launcher.plan.plan import Plan
 from launcher.runs import runner
 from launcher.stage import stage
+from launcher.upstream.schema import Values
 from launcher.upstream.trainers import BACKENDS
 
 # every script calls the first two so; TRL's have no third
@@ -84,11 +85,12 @@ class Order:
 class Step:
     """One stage as it is known beforehand.
 
-    `root` is the model that its chain begins from, `output` where its model goes, or lies already, and
-    `asked` where its own file says; `prepared` is the dry run, with what the stage before hands over.
+    `root` is the model that its chain begins from, with which it was `resolved`; `prepared` is the dry run,
+    with what the stage before hands over.
     """
 
     link: Link
+    resolved: ResolvedStage
     prepared: Prepared
     root: str | None
 
@@ -131,16 +133,10 @@ class Survey:
     findings: tuple[Finding, ...]
     live: tuple[Step, ...] = ()
 
-    def requests(self, order: Order) -> dict[str, Request]:
-        """The command line of each stage that is to run, with the model that its chain begins from."""
+    def resolved(self) -> dict[str, ResolvedStage]:
+        """Each stage that is to run, with the model that its chain begins from."""
         steps = [self.steps[link.name] for link in self.links]
-        return {
-            step.link.name: order.request(
-                step.link, step.handed(step.root) if step.link.source else ()
-            )
-            for step in steps
-            if step.root is not None
-        }
+        return {step.link.name: step.resolved for step in steps if step.root is not None}
 
 
 def survey(order: Order, *, running: bool) -> Survey:
@@ -176,7 +172,12 @@ def _handed(backend: str, source: Path | str) -> list[str]:
     return [f"{name}={spelt(str(source))}" for name in BACKENDS[backend].MODEL_ARGUMENTS]
 
 
-_UNMADE = frozenset({"incomplete-model", "incomplete-tokenizer"})
+def _with_model(resolved: ResolvedStage, model: Path) -> ResolvedStage:
+    """The stage with a model that need not exist yet, of which nothing is asked."""
+    stage = resolved.stage
+    handed = dict.fromkeys(BACKENDS[stage.options.backend].MODEL_ARGUMENTS, str(model))
+    args = {**stage.args, **handed}
+    return replace(resolved, stage=replace(stage, args=args, values=Values(stage.schema, args)))
 
 
 class _Surveyor:
@@ -190,7 +191,8 @@ class _Surveyor:
         self.lacking: list[Finding] = []
         self.refused = False
         self.roots: dict[str, str | None] = {}
-        self.starts: list[tuple[Link, Asked, Plan]] = []
+        self.starts: list[tuple[Link, ResolvedStage, Plan]] = []
+        self.configs: dict[str, Config] = {}
         files = [canonical(link.config) for link in order.chain.links]
         self.twice = {file for file in files if files.count(file) > 1}
 
@@ -206,9 +208,8 @@ class _Surveyor:
 
     def _visit(self, link: Link, *, within: bool) -> None:
         order, source = self.order, self.steps.get(link.source or "")
-        loaded = load.load(link.config, link.texts())
-        backend = stage.backend_of(loaded)
-        root, facts, given = _text(loaded.args.get(MODEL)), list[str](), list[str]()
+        loaded = self.configs[link.name] = load.load(link.config, link.texts())
+        root, handed = _text(loaded.args.get(MODEL)), list[str]()
         if link.source is not None:
             root = self.roots.get(link.source)
             if source is not None:
@@ -220,50 +221,53 @@ class _Surveyor:
             if within and root is None and source is None:
                 # of a model that nobody knows nothing can be said
                 return
-            known = root or f"the model of {link.source}"
-            facts = _handed(backend, known)
-            given = _handed(backend, known if source is None else source.model)
+            model = root or f"the model of {link.source}"
+            if source is not None and not within:
+                model = str(source.model)
+            handed = _handed(stage.backend_of(loaded), model)
         self.roots[link.name] = root
         named = loaded.args.get(OUTPUT) is not None
         if not named:
             message = f"`{OUTPUT}` is missing: where a stage's model goes must be known beforehand"
             help = f"give it an `{OUTPUT}`, in its file or under `with:`"
             self._add(link, "pipeline-output", message, help, "args")
-        fresh = order.common.fresh and within
+        request = replace(order.request(link, handed), fresh=order.common.fresh and within)
+        judged = prepare.judge(
+            request, running=self.running and within, loaded=None if handed else loaded
+        )
+        resolved = prepare.of_checked(request, *judged, running=self.running and within)
+        given = resolved if source is None else _with_model(resolved, source.model)
+        dry = prepare.complete(given, running=False)
         if within:
-            self._examine(link, replace(order.request(link, facts), fresh=fresh))
-        dry = prepare.prepare(replace(order.request(link, given), fresh=fresh), running=False)
-        if within:
-            # what a run of the chain makes anew may lie there half made
-            passing = _UNMADE if source is not None and source.link in order.links else frozenset()
-            told = (f for f in dry.findings if f.severity != "note" and f.code not in passing)
-            self._say(link, told)
-        step = Step(link=link, prepared=dry, root=root)
+            self._examine(link, resolved, dry)
+        step = Step(link=link, resolved=resolved, prepared=dry, root=root)
         if named and self._has_own_output(step):
             if source is not None and within:
                 self._check_between(source, step)
             self.steps[link.name] = step
 
-    def _examine(self, link: Link, request: Request) -> None:
+    def _examine(self, link: Link, resolved: ResolvedStage, dry: Prepared) -> None:
         """With the model that the chain begins from: by the rules, and for a run by this machine."""
-        asked = prepare.ask(request, running=self.running)
-        made = plan.make(asked.stage, gpus=asked.gpus, output=Path("model"))
-        self._say(link, (*asked.stage.findings, *made.findings))
+        made = dry.plan
+        if made.stage is not resolved.stage:
+            made = plan.make(resolved.stage, gpus=resolved.gpus, output=Path("model"))
+        self._say(link, (*resolved.stage.findings, *made.findings))
+        self._say(link, (one for one in dry.findings if one.severity != "note"))
         if not self.running:
             return
-        dry = prepare.prepare(request, running=False)
-        around = checks.situation(made, asked.trainer, dry.output)
+        around = checks.situation(made, resolved.trainer, dry.output)
         # of a run of ours the start itself knows more; a model of nobody's is not written over
         known = decision.SUPERSEDED if dry.attempt > 1 else {"finished-output"}
         self._say(link, [finding for finding in around if finding.code not in known])
-        self.starts.append((link, asked, made))
+        self.starts.append((link, resolved, made))
 
     def ask_machine(self, *, live: bool) -> None:
         """What this machine lacks for any stage; not of its GPUs while one is training on them."""
-        for link, asked, made in self.starts:
+        for link, resolved, made in self.starts:
             try:
-                chosen = None if live else asked.chosen()
-                self._say(link, checks.require_ready(made, asked.trainer, chosen, elsewhere=live))
+                chosen = None if live else resolved.choose_devices()
+                found = checks.require_ready(made, resolved.trainer, chosen, elsewhere=live)
+                self._say(link, found)
             except NotReady as error:
                 self.lacking += [self._named(link, one) for one in error.findings]
 
@@ -378,7 +382,7 @@ class _Surveyor:
         """A finding about how stages fit: in the stage's file where the key stands there."""
         origin = link.origin("from")
         if key != "from":
-            origin = load.load(link.config, link.texts()).origin(key)
+            origin = self.configs[link.name].origin(key)
         finding = Finding(
             severity=severity,
             layer=layer,

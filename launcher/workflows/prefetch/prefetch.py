@@ -29,9 +29,8 @@ from launcher.cache import (
 from launcher.cache.hub import Part
 from launcher.cache.keys import Cache
 from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, errors
-from launcher.lifecycle import prepare as preparation  # fmt: skip
 from launcher.lifecycle.doctor import checks  # fmt: skip
-from launcher.lifecycle.prepare import Request
+from launcher.lifecycle.prepare import Request, ResolvedStage
 from launcher.machine import locks, sizes  # fmt: skip
 from launcher.machine.python import Trainer
 from launcher.machine.sizes import sized
@@ -187,15 +186,14 @@ class Prefetch:
         return [*lines, f"{end}; {sized(self.size)} in all"]
 
 
-def prepare(request: Request, say: Say = lambda _: None) -> Prefetch:
+def prepare(resolved: ResolvedStage, say: Say = lambda _: None) -> Prefetch:
     """Do for a run whatever needs no GPU; `say` gets a line before what takes long.
 
     Raises InvalidConfig and NotReady as a start would, NotReady too where a model cannot be fetched,
     TokenisingFailed where upstream's script fails, and Interrupted.
     """
     began = time.monotonic()
-    asked = preparation.ask(replace(request, elsewhere=True), running=False)
-    planned, trainer = _planned(request, asked), asked.trainer
+    request, trainer, planned = resolved.request, resolved.trainer, _planned(resolved)
     _require_ready(planned, trainer)
     wanted = hub.required_parts(planned)
     parts = _fetched([one for one in wanted if one.role != "data"], planned, trainer, {})
@@ -216,19 +214,22 @@ def prepare(request: Request, say: Say = lambda _: None) -> Prefetch:
     )
 
 
-def _planned(request: Request, asked: preparation.Asked) -> Plan:
+def _planned(resolved: ResolvedStage) -> Plan:
     """The later run's own plan. Raises InvalidConfig with what a start would refuse."""
     made = plan.make(
-        asked.stage, gpus=asked.gpus, nodes=request.nodes, output=rundir.runs_root() / "model"
+        resolved.stage,
+        gpus=resolved.gpus,
+        nodes=resolved.request.nodes,
+        output=rundir.runs_root() / "model",
     )
     found = [
         replace(one, severity="warning") if one.code in _OF_THESE_PACKAGES else one
         # what lies in the output folder is asked when something is to be trained into it
-        for one in checks.situation(made, asked.trainer, None)
+        for one in checks.situation(made, resolved.trainer, None)
         if one.code not in ("missing-model", "incomplete-model")
     ]
     made = replace(made, findings=(*made.findings, *found))
-    if errors(made.findings, strict=request.strict):
+    if errors(made.findings, strict=resolved.request.strict):
         raise InvalidConfig((*made.stage.findings, *made.findings))
     return made
 

@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from launcher.errors import Finding, InvalidConfig, NotReady, errors
-from launcher.lifecycle import prepare
-from launcher.lifecycle.prepare import Request
-from launcher.stage.stage import Judged
+from launcher.lifecycle.prepare import ResolvedStage
 from launcher.workflows.rehearse import memory, rehearsal
 from launcher.workflows.rehearse.ask import Servers
 
@@ -18,7 +16,7 @@ VARIABLE = "LAUNCH_REHEARSE"
 
 
 def require(
-    requests: Mapping[str, Request], say: Callable[[str], None], *, by_itself: bool
+    stages: Mapping[str, ResolvedStage], say: Callable[[str], None], *, by_itself: bool
 ) -> tuple[Finding, ...]:
     """Rehearse what is to start, by name; the warnings, each once.
 
@@ -29,40 +27,37 @@ def require(
     found: dict[str, Finding] = {}
     strict = False
     with Servers() as servers:
-        for name, request in requests.items():
-            judged, trainer = prepare.judge(request)
-            wanted = _wanted(request, judged)
-            if wanted is False or (wanted is None and not by_itself) or errors(judged.findings):
-                # what rules refuse is said by whoever starts it
+        for name, resolved in stages.items():
+            requested = _requested(resolved)
+            if requested is False or (requested is None and not by_itself):
                 continue
             try:
-                done = rehearsal.rehearse(judged, trainer, servers, say=say)
+                done = rehearsal.rehearse(resolved.checked, resolved.trainer, servers, say=say)
             except NotReady as error:
-                if wanted:
+                if requested:
                     raise
                 done = rehearsal.Rehearsal(findings=_not_possible(error.findings), seconds=0)
-            strict = strict or request.strict
+            strict = strict or resolved.request.strict
             for one in done.findings:
                 if one.severity != "note" and one.message not in found:
-                    whose = f"[{name}] " if len(requests) > 1 else ""
+                    whose = f"[{name}] " if len(stages) > 1 else ""
                     found[one.message] = replace(one, message=whose + one.message)
     if errors(found.values(), strict=strict):
         raise InvalidConfig(tuple(found.values()))
     return tuple(found.values())
 
 
-def row_tokens(request: Request) -> str | None:
+def row_tokens(resolved: ResolvedStage) -> str | None:
     """Tokens a row as an earlier rehearsal saw them, in the words of `--row-tokens`; None without one."""
-    judged, trainer = prepare.judge(request)
-    known = None if judged.schema is None else memory.recall(judged, trainer)
+    known = memory.recall(resolved.checked, resolved.trainer)
     return None if known is None else known.get("row_tokens")
 
 
-def _wanted(request: Request, judged: Judged) -> bool | None:
-    if request.rehearse is not None:
-        return request.rehearse
-    asked = None if judged.options is None else judged.options.rehearse
-    return False if asked is None and os.environ.get(VARIABLE) == "0" else asked
+def _requested(resolved: ResolvedStage) -> bool | None:
+    if resolved.request.rehearse is not None:
+        return resolved.request.rehearse
+    option = resolved.stage.options.rehearse
+    return False if option is None and os.environ.get(VARIABLE) == "0" else option
 
 
 def _not_possible(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:

@@ -37,15 +37,16 @@ def write(
     stage = space.plan.stage
     source, options = stage.config.path, stage.options
     values: dict[str, Any] = {"name": f"{stage.name}-tuned"}
-    wanted = load.load(source, (*overrides, *levers.overrides(space, settings)))
+    turned = levers.overrides(space, settings)
+    tuned = load.load(source, (*overrides, *turned)) if turned else stage.config
     if stage.config.shape == "stage":
         values["extends"] = _relative(source, place)
-        values |= _differences(load.load(source), wanted)
+        values |= _differences(load.load(source) if overrides else stage.config, tuned)
     else:
-        values |= {"stage": options.stage, "backend": options.backend, **wanted.options}
+        values |= {"stage": options.stage, "backend": options.backend, **tuned.options}
         # the wrapped shape's own words; how many GPUs says `--gpus` elsewhere
         values.pop("num_gpus", None)
-        values["args"] = dict(wanted.args)
+        values["args"] = dict(tuned.args)
     own = options.deepspeed is not None and options.deepspeed_name not in DEEPSPEED
     if own and options.deepspeed is not None and "deepspeed" not in settings:
         # a file that lies beside the stage file does not lie beside this one
@@ -89,10 +90,10 @@ def _relative(target: Path, place: Path) -> str:
     return os.path.relpath(target.resolve(), place.absolute().parent.resolve())
 
 
-def _differences(written: Config, wanted: Config) -> dict[str, Any]:
-    """What has to stand in a file that extends `written` so that it comes to `wanted`."""
+def _differences(written: Config, tuned: Config) -> dict[str, Any]:
+    """What has to stand in a file that extends `written` so that it comes to `tuned`."""
     changed: dict[str, Any] = {}
-    for key, value in wanted.options.items():
+    for key, value in tuned.options.items():
         before = written.options.get(key)
         if value == before:
             continue
@@ -100,7 +101,7 @@ def _differences(written: Config, wanted: Config) -> dict[str, Any]:
             value = {k: v for k, v in value.items() if k not in before or before[k] != v}
         changed[key] = value
     args = {
-        key: value for key, value in wanted.args.items()
+        key: value for key, value in tuned.args.items()
         if key not in written.args or written.args[key] != value
     }  # fmt: skip
     return {**changed, "args": args} if args else changed

@@ -18,6 +18,7 @@ from launcher.plan import plan
 from launcher.plan.plan import Plan
 from launcher.stage import options
 from launcher.stage.options import SWITCHED, Batch
+from launcher.stage.stage import Stage
 from launcher.upstream.schema import Values
 
 Setting = str | int | bool
@@ -337,10 +338,9 @@ def overrides(space: Space, settings: Settings) -> tuple[str, ...]:
     return tuple(f"{key}={spelt(value)}" for key, value in changes(space, settings).items())
 
 
-def planned(space: Space, settings: Settings) -> Plan:
-    """The plan of these settings. Raises InvalidConfig where it cannot be split."""
-    made = space.plan
-    stage, opts = made.stage, made.stage.options
+def turned(space: Space, settings: Settings) -> Stage:
+    """The stage with these settings."""
+    stage, opts = space.plan.stage, space.plan.stage.options
     told = changes(space, settings)
     args = {**stage.args, **{k[5:]: v for k, v in told.items() if k.startswith("args.")}}
     args = {name: value for name, value in args.items() if value is not None}
@@ -354,8 +354,16 @@ def planned(space: Space, settings: Settings) -> Plan:
     zero = told.get("deepspeed")
     if zero is not None:
         opts = replace(opts, deepspeed=options.deepspeed_file(zero), deepspeed_name=zero)
-    turned = replace(stage, args=args, options=opts, values=Values(stage.schema, args))
-    return plan.make(turned, gpus=made.gpus, nodes=made.nodes, packages=space.packages)
+    return replace(stage, args=args, options=opts, values=Values(stage.schema, args))
+
+
+def planned(space: Space, settings: Settings) -> Plan:
+    """The plan of these settings. Raises InvalidConfig where it cannot be split."""
+    made = space.plan
+    if settings == space.base:
+        return made
+    stage = turned(space, settings)
+    return plan.make(stage, gpus=made.gpus, nodes=made.nodes, packages=space.packages)
 
 
 def described(name: str, value: Setting) -> str:

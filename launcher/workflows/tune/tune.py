@@ -18,7 +18,7 @@ from typing import Any
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, usage
 from launcher.lifecycle import forecast
 from launcher.lifecycle import prepare as preparation
-from launcher.lifecycle.prepare import Request
+from launcher.lifecycle.prepare import Request, ResolvedStage
 from launcher.machine import devices
 from launcher.machine.datasheets import CPU, Card, card_of
 from launcher.machine.devices import Devices
@@ -71,7 +71,7 @@ class Tuning:
     `key` names settings, contents and machine: another key is another search.
     """
 
-    request: Request
+    resolved: ResolvedStage
     terms: Terms
     outlook: Outlook
     key: str
@@ -93,6 +93,11 @@ class Tuning:
             room=self.card.gib,
             start_s=_START_S["gpu" if self.plan.gpus else "cpu"],
         )
+
+    @property
+    def request(self) -> Request:
+        """The command line, with the stage and the GPUs that it comes to."""
+        return self.resolved.request
 
     @property
     def space(self) -> Space:
@@ -265,16 +270,16 @@ def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
     if terms.output is not None:
         proposal.require_free(terms.output, request.config)
     request = require_gpu(request, cpu=cpu)
-    asked = preparation.ask(request, running=True)
+    resolved = preparation.resolve(request, running=True)
     chosen = None
-    if asked.gpus:
+    if resolved.gpus:
         # those that are merely in use may be a killed command's own: `opened` asks again
-        idle = replace(asked.seen or devices.look(os.environ), uses={})
-        chosen = devices.choose(asked.gpus, asked.named, idle)
+        idle = replace(resolved.look or devices.look(os.environ), uses={})
+        chosen = devices.choose(resolved.gpus, resolved.devices, idle)
         if chosen.refused:
             raise NotReady(chosen.findings)
-    packages = asked.trainer.packages
-    made = plan.make(asked.stage, gpus=asked.gpus, output=Path("model"), packages=packages)
+    stage, packages = resolved.stage, resolved.trainer.packages
+    made = plan.make(stage, gpus=resolved.gpus, output=Path("model"), packages=packages)
     if stopping := errors(made.findings, strict=request.strict):
         raise InvalidConfig(stopping)
     rows = forecast.row_lengths(
@@ -287,12 +292,11 @@ def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
         steps=terms.steps,
         attention=_attention(made, packages),
     )
-    request = replace(request, stage=asked.stage.options.stage, gpus=made.gpus)
-    identity = measure.identity(preparation.prepare(request, running=False))
+    identity = measure.identity(made, resolved.trainer)
     key = [TUNE_VERSION, terms.steps, terms.row_tokens, outlook.card.name, outlook.card.gib,
            outlook.space.as_json(), identity]  # fmt: skip
     return Tuning(
-        request=request,
+        resolved=resolved.with_request(stage=stage.options.stage, gpus=made.gpus),
         terms=terms,
         outlook=outlook,
         key=experiment.key_of(key),
@@ -391,6 +395,7 @@ def _try(tuning: Tuning, candidate: Candidate, left: float) -> Trial:
     sample = measure.measure(
         tuning.request,
         Variant(name, space.overrides(tuning.space, candidate.settings)),
+        space.turned(tuning.space, candidate.settings),
         steps=tuning.terms.steps,
         root=tuning.folder,
         repeat=len(earlier),

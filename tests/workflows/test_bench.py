@@ -231,7 +231,14 @@ class Trials(Here):
     """Trials by their learning rate, as `scene` has it: a sample's parts by the rate."""
 
     def measure(
-        self, request: Request, variant: Variant, *, repeat: int, timeout_s: float, **_: Any
+        self,
+        request: Request,
+        variant: Variant,
+        _stage: Any,
+        *,
+        repeat: int,
+        timeout_s: float,
+        **_: Any,
     ) -> Sample:
         given = dict(text.split("=", 1) for text in (*request.overrides, *variant.overrides))
         rate = given.get("learning_rate", "0.1")
@@ -418,7 +425,8 @@ def test_a_full_disk_is_no_fault_of_a_setting(
     monkeypatch.setattr(measure, "short", full)
     request = Request(stage=None, config=Path("x.yaml"), gpus=0)
     with pytest.raises(NotReady):
-        measure.measure(request, Variant("one"), steps=5, root=tmp_path, timeout_s=None)
+        stage: Any = None
+        measure.measure(request, Variant("one"), stage, steps=5, root=tmp_path, timeout_s=None)
 
 
 # --- before anything starts -----------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from launcher.cli.commands import app
 from launcher.errors import Finding, InvalidConfig, NotReady, launch_finding, not_ready
-from launcher.lifecycle.prepare import Request, judge
+from launcher.lifecycle.prepare import Request, judge, resolve
 from launcher.machine.python import Trainer, find_trainer
 from launcher.stage.stage import Judged
 from launcher.workflows.rehearse import ask, first, memory, rehearsal
@@ -289,8 +289,9 @@ def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def begun(path: Path, *overrides: str, by_itself: bool, rehearse: bool | None = None) -> list[str]:
-    request = Request(stage=None, config=path, overrides=overrides, rehearse=rehearse)
-    return [one.code for one in first.require({"": request}, print, by_itself=by_itself)]
+    request = Request(stage=None, config=path, overrides=overrides, gpus=0, rehearse=rehearse)
+    stages = {"": resolve(request, running=False)}
+    return [one.code for one in first.require(stages, print, by_itself=by_itself)]
 
 
 @needs_trl

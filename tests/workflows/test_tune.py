@@ -9,6 +9,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -351,8 +352,8 @@ def test_losses_are_compared_by_the_medians_of_all_runs() -> None:
 
 def tuning_of(*runs: tuple[str, float, Mapping[str, Any]]) -> tune.Tuning:
     """After these runs of settings: `base`, or the rows a device; with speeds, and what else was seen."""
-    request = Request(stage="sft", config=Path("x"))
-    found = tune.Tuning(request=request, terms=tune.Terms(), outlook=hand(), key="")
+    resolved: Any = SimpleNamespace(request=Request(stage="sft", config=Path("x")))
+    found = tune.Tuning(resolved=resolved, terms=tune.Terms(), outlook=hand(), key="")
     for name, speed, more in runs:
         settings = {} if name == "base" else {"packing": True, "per_device": int(name)}
         candidate = tuned.one(found.search, **settings)
@@ -457,7 +458,7 @@ class Trials(Here):
     """Trials without a process, as `scene` has them; `started` in turn."""
 
     def measure(
-        self, request: Request, variant: Variant, *, steps: int, repeat: int, **_: Any
+        self, request: Request, variant: Variant, _stage: Any, *, steps: int, repeat: int, **_: Any
     ) -> Sample:
         given = dict(text.split("=", 1) for text in (*request.overrides, *variant.overrides))
         rows = int(given.get("batch.per_device", 2))

@@ -322,8 +322,9 @@ def test_what_the_trainer_refuses_does_not_start(stage_file: Path, rehearsals: l
     with pytest.raises(InvalidConfig) as caught:
         begun(stage_file, "learning_rate=7", by_itself=True)
     assert [one.code for one in caught.value.findings] == ["trainer-refuses"]
-    # what rules refuse is not rehearsed: whoever starts it says so
-    assert begun(stage_file, "lr_scheduler_type=none", by_itself=True) == []
+    # what rules refuse is not rehearsed
+    with pytest.raises(InvalidConfig, match="lr_scheduler_type"):
+        begun(stage_file, "lr_scheduler_type=none", by_itself=True)
     assert rehearsals == [stage_file.name]
 
 

@@ -20,7 +20,7 @@ _TOOLS = Html(
 )
 
 
-class Entry(NamedTuple):
+class PageRun(NamedTuple):
     """A run as the page shows it: its number, which gives it its colour, and the name of its stage file."""
 
     number: int
@@ -39,19 +39,19 @@ class Entry(NamedTuple):
         return join([Html(swatch), tag("span", self.number + 1, class_="no", title=self.name)])
 
 
-class Group(NamedTuple):
+class StageRuns(NamedTuple):
     """The runs of one stage, which share charts: losses of SFT and DPO have nothing in common."""
 
     name: str
     suffix: str
-    entries: Sequence[Entry]
+    entries: Sequence[PageRun]
 
 
-def groups(entries: Sequence[Entry]) -> list[Group]:
+def groups(entries: Sequence[PageRun]) -> list[StageRuns]:
     """The runs by stage, in their order."""
     stages = dict.fromkeys(entry.run.stage or "" for entry in entries)
     return [
-        Group(
+        StageRuns(
             stage,
             f"-{number}" if number else "",
             [e for e in entries if (e.run.stage or "") == stage],
@@ -87,7 +87,7 @@ class Panel:
                 drawn |= set([*there][:1])
         return drawn
 
-    def as_json(self, group: Group, *, folded: bool) -> dict[str, object]:
+    def as_json(self, group: StageRuns, *, folded: bool) -> dict[str, object]:
         """As the page's script reads it; `runs` are the numbers of those that it draws."""
         lines = [
             {"columns": columns, "label": label, "second": number > 0}
@@ -104,7 +104,7 @@ class Panel:
             "runs": [entry.number for entry in group.entries],
         }
 
-    def figure(self, group: Group) -> Html:
+    def figure(self, group: StageRuns) -> Html:
         """The place of the chart."""
         key, unit = f"panel-{self.key}{group.suffix}", tag("span", f" {self.unit}", class_="unit")
         lines = [
@@ -150,7 +150,7 @@ PANELS: tuple[Panel, ...] = (
 """The charts that everybody looks at; any other column has one of its own, folded away."""
 
 
-def section(entries: Sequence[Entry]) -> Html:
+def section(entries: Sequence[PageRun]) -> Html:
     """The curves of all runs, a grid of charts a stage."""
     if not any(entry.run.series.steps for entry in entries):
         return Html("")
@@ -196,11 +196,11 @@ def _panels(runs: Sequence[Run]) -> tuple[list[Panel], list[Panel]]:
     return shown, folded
 
 
-def _grid(panels: Sequence[Panel], group: Group) -> Html:
+def _grid(panels: Sequence[Panel], group: StageRuns) -> Html:
     return tag("div", join(panel.figure(group) for panel in panels), class_="grid")
 
 
-def _data(entries: Sequence[Entry], charts: Sequence[object]) -> str:
+def _data(entries: Sequence[PageRun], charts: Sequence[object]) -> str:
     """The curves as JSON that no text in it can end early."""
     curves = ",".join(
         f'{{"name":{json.dumps(entry.name)},{series.compact(entry.run.series)[1:]}'
@@ -210,7 +210,7 @@ def _data(entries: Sequence[Entry], charts: Sequence[object]) -> str:
     return whole.replace("<", "\\u003c")
 
 
-def _switch(entry: Entry) -> Html:
+def _switch(entry: PageRun) -> Html:
     return Html(
         f'<label><input type="checkbox" data-run="{entry.number}" checked autocomplete="off">'
         f"{entry.heading}</label>"

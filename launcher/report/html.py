@@ -18,8 +18,8 @@ def text(value: object) -> Html:
     """Any text, escaped; characters that nobody would see are written out."""
     if isinstance(value, Html):
         return value
-    seen = _UNSEEN.sub(lambda found: f"\\x{ord(found[0]):02x}", str(value))
-    return Html(escape(seen))
+    shown = _UNSEEN.sub(lambda found: f"\\x{ord(found[0]):02x}", str(value))
+    return Html(escape(shown))
 
 
 def tag(name: str, inner: object, **attributes: str) -> Html:

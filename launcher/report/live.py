@@ -103,10 +103,10 @@ class View:
                 self.tracker = log.tracker(self.log.path)
 
     def _total(self, raw: bytes) -> None:
-        told, bar = _ANNOUNCED.search(raw), BAR.match(raw)
-        if told and not _OF_DATA.search(raw, 0, told.start()):
+        announced, bar = _ANNOUNCED.search(raw), BAR.match(raw)
+        if announced and not _OF_DATA.search(raw, 0, announced.start()):
             # what upstream says counts for more than what the plan could know, and its last word for most
-            self.progress.total, self.announced = int(told["total"]), True
+            self.progress.total, self.announced = int(announced["total"]), True
         elif bar and self.progress.total is None and not self.announced:
             # a bar that is further than the training is of something else
             done, total = int(bar["done"]), int(bar["total"])

@@ -88,13 +88,13 @@ def _tracked(folder: RunFolder, manifest: Mapping[str, Any], number: int) -> str
 def state(folder: RunFolder, progress: Progress | None = None) -> str:
     """queued, running, orphaned, finished, failed, stopped, unknown or lost.
 
-    Unknown: its processes cannot be seen from here, and there was no heartbeat lately. Lost: ended without
+    Unknown: its processes are out of sight, and there was no heartbeat lately. Lost: ended without
     a record of how. An orphan trains without the process that keeps it. Where that did not live to record
     the end, the last word of rank 0's probe counts.
     """
     job = slurm.job(folder)
-    if job is not None and (told := _jobs(int(time.monotonic()))) is not None:
-        word = slurm.word(told.get(job.id))
+    if job is not None and (jobs := _jobs(int(time.monotonic()))) is not None:
+        word = slurm.word(jobs.get(job.id))
         if word is not None:
             return word
     if runner.alive(folder.path, lambda: _marks(int(time.monotonic()))):
@@ -125,8 +125,8 @@ def _last_told(folder: RunFolder) -> bool:
             begun = [rundir.parse_line(line) for line in files.lines(record) if b'"start"' in line]
     except OSError:
         return False
-    told = [one.get("attempt") for one in begun if one.get("event") == "start"]
-    return not told or told[-1] in (None, folder.attempts())
+    attempts = [one.get("attempt") for one in begun if one.get("event") == "start"]
+    return not attempts or attempts[-1] in (None, folder.attempts())
 
 
 @lru_cache(maxsize=1)

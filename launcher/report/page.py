@@ -19,7 +19,7 @@ from launcher import files
 from launcher.errors import not_ready
 from launcher.plan.plan import titled
 from launcher.report import charts, sections, series
-from launcher.report.charts import Entry
+from launcher.report.charts import PageRun
 from launcher.report.html import Html, details, figure, join, number_cell, table, tag, text
 from launcher.report.series import Run
 from launcher.runs import rundir
@@ -54,7 +54,7 @@ def overlay(runs: Sequence[Run], lead: Lead | None = None) -> str:
     if len({*titles}) < len(runs):
         titles = [run.name for run in runs]
     entries = [
-        Entry(number, name, run)
+        PageRun(number, name, run)
         for number, (name, run) in enumerate(zip(titles, runs, strict=True))
     ]
     style = _asset("uPlot.min.css") + "\n" + _asset("report.css")
@@ -134,7 +134,7 @@ def _title(run: Run) -> str:
 # ---- head, banner, overview
 
 
-def _head(lead: Lead, entries: Sequence[Entry], keys: Sequence[str]) -> Html:
+def _head(lead: Lead, entries: Sequence[PageRun], keys: Sequence[str]) -> Html:
     run = entries[0].run
     badge = Html("")
     if lead.decision:
@@ -151,7 +151,7 @@ def _head(lead: Lead, entries: Sequence[Entry], keys: Sequence[str]) -> Html:
     return tag("header", left, class_="top")
 
 
-def _banner(entry: Entry, *, several: bool) -> Html:
+def _banner(entry: PageRun, *, several: bool) -> Html:
     """Why the run did not pass, what to do about it, the line that shows it and the end of the log."""
     cause = summary.cause(entry.run.verdict)
     if cause is None:
@@ -200,7 +200,7 @@ def _lead_cell(value: object) -> object:
     return tag("td", join(inner), class_=_COLOURS.get(shown, ""))
 
 
-def _overview(entries: Sequence[Entry]) -> Html:
+def _overview(entries: Sequence[PageRun]) -> Html:
     """One line a run: how it ended, and the figures that people ask for first."""
     several = len(entries) > 1
     models = [mapping(e.run.arguments.get("model_name_or_path")).get("value") for e in entries]

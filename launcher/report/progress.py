@@ -63,7 +63,7 @@ class Tail:
                 self.offset, self.rest = behind, b""
 
 
-class Step(NamedTuple):
+class StepTime(NamedTuple):
     """One optimizer step: when it was over, its tokens, and what it took itself, where that is recorded.
 
     `interrupted` steps followed a save or an evaluation, which counts into their seconds.
@@ -107,7 +107,7 @@ class Progress:
     memory_gib: float | None = None
     card_gib: float | None = None
     world: int = 1
-    times: list[Step] = field(default_factory=list)
+    times: list[StepTime] = field(default_factory=list)
     phase: str = "starting"
     since: float | None = None
     began: float | None = None
@@ -225,9 +225,9 @@ class Progress:
         return "   ".join(parts)
 
 
-def _step(event: dict[str, Any]) -> Step:
+def _step(event: dict[str, Any]) -> StepTime:
     seconds = event.get("seconds")
-    return Step(
+    return StepTime(
         elapsed=_number(event.get("elapsed")), tokens=_number(event.get("tokens")),
         seconds=seconds if isinstance(seconds, int | float) else None,
         interrupted=event.get("interrupted") is True,

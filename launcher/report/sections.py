@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from launcher.plan.plan import titled
 from launcher.report import series
-from launcher.report.charts import Entry
+from launcher.report.charts import PageRun
 from launcher.report.html import Html, details, figure, join, number_cell, table, tag
 from launcher.report.series import Run
 from launcher.runs.record import listed, mapping
@@ -38,7 +38,7 @@ def _section(key: str, title: str, inner: object) -> Html:
     return tag("section", join([tag("h2", title, id=key), inner])) if inner else Html("")
 
 
-def _each(entries: Sequence[Entry], inner_of: Callable[[Entry], Html], *, judged: bool) -> Html:
+def _each(entries: Sequence[PageRun], inner_of: Callable[[PageRun], Html], *, judged: bool) -> Html:
     """A part of every run, of several below their names; open where a judgement needs a look."""
     if len(entries) == 1:
         return inner_of(entries[0])
@@ -85,7 +85,7 @@ def link(address: str) -> Html:
 # ---- verdict
 
 
-def verdicts(entries: Sequence[Entry]) -> Html:
+def verdicts(entries: Sequence[PageRun]) -> Html:
     """Each point with what it rests on; of several runs a table of points first."""
     judged = [entry for entry in entries if summary.points(entry.run.verdict)]
     matrix = _matrix(judged) if len(judged) > 1 else ""
@@ -93,11 +93,11 @@ def verdicts(entries: Sequence[Entry]) -> Html:
     return _section("verdict", "Verdict", join([matrix, points]))
 
 
-def _headings(entries: Sequence[Entry]) -> list[Html]:
+def _headings(entries: Sequence[PageRun]) -> list[Html]:
     return [entry.heading if len(entries) <= _MANY else entry.mark for entry in entries]
 
 
-def _matrix(judged: Sequence[Entry]) -> Html:
+def _matrix(judged: Sequence[PageRun]) -> Html:
     """Points by runs."""
     by_run = [{str(p.get("name")): p for p in summary.points(e.run.verdict)} for e in judged]
     rows = [
@@ -107,7 +107,7 @@ def _matrix(judged: Sequence[Entry]) -> Html:
     return table(["point", *_headings(judged)], rows)
 
 
-def _points(entry: Entry) -> Html:
+def _points(entry: PageRun) -> Html:
     rows = [
         [
             point.get("name"),
@@ -192,7 +192,7 @@ Figures = tuple[Mapping[str, float | None], Mapping[str, float | None]]
 """What was planned and what was measured of a run."""
 
 
-def plans(entries: Sequence[Entry]) -> Html:
+def plans(entries: Sequence[PageRun]) -> Html:
     """The plan of each run beside what was measured, and where both are known their ratio."""
     if not any(entry.run.manifest or entry.run.series.steps for entry in entries):
         return Html("")
@@ -209,7 +209,7 @@ def plans(entries: Sequence[Entry]) -> Html:
 
 
 def _plan_rows(
-    entries: Sequence[Entry], figures: Sequence[Figures], shown: Sequence[_Quantity]
+    entries: Sequence[PageRun], figures: Sequence[Figures], shown: Sequence[_Quantity]
 ) -> Html:
     """One row a run: what was measured, with the plan below it."""
     rows = []
@@ -230,7 +230,7 @@ def _plan_rows(
 
 
 def _plan_columns(
-    entries: Sequence[Entry], figures: Sequence[Figures], shown: Sequence[_Quantity]
+    entries: Sequence[PageRun], figures: Sequence[Figures], shown: Sequence[_Quantity]
 ) -> Html:
     rows = []
     for quantity in shown:
@@ -274,7 +274,7 @@ def _words_of(quantity: _Quantity, value: float | None) -> str:
 # ---- arguments
 
 
-def arguments(entries: Sequence[Entry]) -> Html:
+def arguments(entries: Sequence[PageRun]) -> Html:
     """What was set and by whom; of several runs what differs first."""
     if not any(entry.run.arguments for entry in entries):
         return Html("")
@@ -308,7 +308,7 @@ def _argument_table(items: Iterable[tuple[str, Mapping[str, Any]]]) -> Html:
     return table(("argument", "value", "set by"), rows, "wide")
 
 
-def _compared(entries: Sequence[Entry]) -> Html:
+def _compared(entries: Sequence[PageRun]) -> Html:
     """What differs between runs first, then what was set alike, the defaults folded."""
     groups: dict[str, list[list[object]]] = {"that differ": [], "set alike": [], "defaults": []}
     for key in dict.fromkeys(name for entry in entries for name in entry.run.arguments):
@@ -339,7 +339,7 @@ def _compared(entries: Sequence[Entry]) -> Html:
 
 
 def _values(
-    entries: Sequence[Entry], items: Sequence[Mapping[str, Any] | None], *, differs: bool
+    entries: Sequence[PageRun], items: Sequence[Mapping[str, Any] | None], *, differs: bool
 ) -> list[Html]:
     """Every value once: with the runs that have it, or where all have the same with who set it."""
     first = next(item for item in items if item is not None)
@@ -372,7 +372,7 @@ def _yaml(value: object) -> str:
 # ---- findings, versions, command
 
 
-def findings(entries: Sequence[Entry]) -> Html:
+def findings(entries: Sequence[PageRun]) -> Html:
     """What was found before the start."""
     several = len(entries) > 1
     rows: list[list[object]] = []
@@ -390,12 +390,12 @@ def findings(entries: Sequence[Entry]) -> Html:
     return _section("findings", "Findings", table(head, rows, "wide"))
 
 
-def versions(entries: Sequence[Entry]) -> Html:
+def versions(entries: Sequence[PageRun]) -> Html:
     """What trained, where, and by which command."""
     return _section("versions", "Versions and command", _each(entries, _versions, judged=False))
 
 
-def _versions(entry: Entry) -> Html:
+def _versions(entry: PageRun) -> Html:
     manifest, trainer = entry.run.manifest, mapping(entry.run.manifest.get("trainer"))
     if not manifest:
         return Html("")

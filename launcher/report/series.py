@@ -22,7 +22,7 @@ from launcher.runs.record import mapping
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import check, evidence, judge, metrics
 from launcher.verdict.evidence import Evidence
-from launcher.verdict.judge import Judged
+from launcher.verdict.judge import RunJudgement
 from launcher.verdict.metrics import Row
 
 REPORT_VERSION = 1
@@ -71,7 +71,7 @@ class Run:
 
     @property
     def stage(self) -> str | None:
-        """`sft` or `dpo`, as decided, else as seen."""
+        """`sft` or `dpo`, as decided, else as its log shows."""
         named = self.manifest.get("stage") or self.verdict.get("stage")
         return None if named is None else str(named)
 
@@ -139,10 +139,10 @@ def read_log(path: Path) -> Run:
     """What a console log by itself can tell."""
     found = check.read_training_log(path)
     verdict = check.judge(found.stage, check.expected_from_log(found), found)
-    lines = found.log.asked_at if found.log else {}
+    lines = found.log.argument_lines if found.log else {}
     arguments = {
         name: {"value": _unquoted(value), "origin": f"{path.name}:{lines.get(name)}"}
-        for name, value in found.asked.items()
+        for name, value in found.arguments.items()
     }
     return Run(
         name=path.name,
@@ -167,7 +167,7 @@ def read_folder(path: Path) -> Run:
     return of_judged(path, judge.judge(RunFolder(path)))
 
 
-def of_judged(path: Path, judged: Judged) -> Run:
+def of_judged(path: Path, judged: RunJudgement) -> Run:
     """A run folder that has been judged already."""
     rows = judge.rows_of(judged.attempts)
     return of_kept(path, judged.manifest, judged.verdict.as_json(), rows, judged.attempts[-1])
@@ -280,7 +280,7 @@ def measured(run: Run) -> dict[str, float | None]:
 
 
 def planned(run: Run) -> dict[str, float | None]:
-    """What the plan said, under the names of `measured`; None where it does not say."""
+    """What was planned, under the names of `measured`; None where it is unknown."""
     plan = mapping(run.manifest.get("plan"))
     steps, tokens = number(plan.get("steps")), number(plan.get("tokens_per_step"))
     hours = number(plan.get("hours"))
@@ -319,8 +319,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _rows_per_step(run: Run) -> float | None:
     """In the rows of the data, as the plan counts: DPO's batches hold two sequences of each."""
-    seen = _mean(run.series.columns.get("rows", ()))
-    return seen / 2 if seen is not None and run.stage in PAIRED else seen
+    rows = _mean(run.series.columns.get("rows", ()))
+    return rows / 2 if rows is not None and run.stage in PAIRED else rows
 
 
 def named_apart(runs: Sequence[Run]) -> list[Run]:

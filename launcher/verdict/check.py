@@ -1,6 +1,6 @@
-"""What was asked for + what a run left behind -> a `Verdict`, each point with its evidence.
+"""What a run was to do + what it left behind -> a `Verdict`, each point with its evidence.
 
-`ok` is True or False only where there is proof; None means that something was asked for and there
+`ok` is True or False only where there is proof; None means that something was expected and there
 is none either way. A point of which nothing is expected is fine whatever its state.
 """
 
@@ -27,10 +27,10 @@ DEFAULTS: Mapping[str, str] = {"loss": "finite", "memory": "ok", "finish": "comp
 """What is expected of a point that the stage file does not name."""
 
 NOT_SHOWN = "unknown"
-"""What is expected of a point where the log does not show what was asked for."""
+"""What is expected of a point where the log does not show what was requested."""
 
 UNKNOWN: Mapping[str, str] = {"liger": NOT_SHOWN, "packing": NOT_SHOWN}
-"""What is expected where it is not known what was asked for: nothing passes."""
+"""What is expected where it is not known what was requested: nothing passes."""
 
 CITES = 8  # of one point: 64 ranks would say the same
 
@@ -39,7 +39,7 @@ _MEETS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("liger", "applied"): ("engaged", "applied"),
     ("liger", "attempted"): ("engaged", "applied", "attempted"),
     ("packing", "on"): ("on", "isolated"),
-    **{("attention", name): (name, meant) for name, meant in ATTENTION.items()},
+    **{("attention", name): (name, implementation) for name, implementation in ATTENTION.items()},
 }
 
 
@@ -68,7 +68,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The answer to `did what was asked for run?`; `steps` is the last optimizer step seen."""
+    """The answer to `did what was requested run?`; `steps` is the last optimizer step."""
 
     status: Status
     stage: str | None
@@ -85,8 +85,8 @@ class Verdict:
         """Why a process of the run ended itself, in one line; None where none did."""
         finish = self.point("finish").detail
         error = finish.get("error")
-        told = finish.get("reason") in ("violation", "hang") and isinstance(error, Mapping)
-        return str(error["message"]) if told and isinstance(error, Mapping) else None
+        broke = finish.get("reason") in ("violation", "hang") and isinstance(error, Mapping)
+        return str(error["message"]) if broke and isinstance(error, Mapping) else None
 
     def amended(self, name: str, detail: Mapping[str, object], **changes: Any) -> Verdict:
         """The same with one of its points changed, and the status that follows."""
@@ -123,23 +123,25 @@ def from_json(data: Mapping[str, Any]) -> Verdict | None:
 
 
 def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evidence) -> Verdict:
-    """Compare what was expected with what was seen.
+    """Compare what was expected with what the evidence shows.
 
     A state of None or `any` expects nothing. Without a stage it is taken from the evidence.
     """
     named = stage or evidence.stage
     found = []
-    for name, see in {**points.POINTS, **outcome.POINTS}.items():
+    for name, observe in {**points.POINTS, **outcome.POINTS}.items():
         if name == "reference_cache" and named not in PAIRED:
             continue
         want = expected.get(name, DEFAULTS.get(name))
         if name == "batch" and want is None and evidence.planned.world is None:
             continue  # a stranger's run: nobody knows what was planned
         any_state, want = want == "any", None if want == "any" else want
-        seen = see(evidence, want)
-        if name in outcome.OPTIONAL and want is None and seen.state == "unknown":
+        observed = observe(evidence, want)
+        if name in outcome.OPTIONAL and want is None and observed.state == "unknown":
             continue  # a record of an older version, or a stranger's
-        found.append(_point(name, want, replace(seen, unwanted=seen.unwanted and not any_state)))
+        found.append(
+            _point(name, want, replace(observed, unwanted=observed.unwanted and not any_state))
+        )
     oks = [point.ok for point in found]
     return Verdict(
         status=_status(oks),
@@ -193,14 +195,14 @@ def _status(oks: Sequence[bool | None]) -> Status:
 
 
 def expected_from_log(found: Evidence) -> dict[str, str | None]:
-    """What a stranger's log was asked for, by the arguments dump near its top or by what follows it."""
+    """What a stranger's run was to do, by the arguments dump near its top or by what follows it."""
     log = found.log
     if log is None:
         return dict(UNKNOWN)
-    liger = {"True": "engaged", "False": "off"}.get(log.asked.get("use_liger_kernel", ""))
+    liger = {"True": "engaged", "False": "off"}.get(log.arguments.get("use_liger_kernel", ""))
     packs = "off" if found.packs_nothing else "isolated"
-    packing = {"True": packs, "False": "off"}.get(log.asked.get("packing", ""))
-    # TRL shows no arguments, and says these only where they were asked for
+    packing = {"True": packs, "False": "off"}.get(log.arguments.get("packing", ""))
+    # TRL shows no arguments, and says these only where they were requested
     liger = liger or ("engaged" if log.first("liger_asked") else None)
     packing = packing or ("isolated" if log.first("packing") else None)
     if log.headless:
@@ -208,16 +210,16 @@ def expected_from_log(found: Evidence) -> dict[str, str | None]:
     return {"liger": liger, "packing": packing, **DEFAULTS}
 
 
-def _point(name: str, want: str | None, seen: Observation) -> Point:
-    met = seen.state in _MEETS.get((name, want or ""), (want,))
+def _point(name: str, want: str | None, observed: Observation) -> Point:
+    met = observed.state in _MEETS.get((name, want or ""), (want,))
     ok: bool | None = True
-    if want is not None or seen.unwanted:
-        ok = met if seen.proved and want != NOT_SHOWN else None
-    reason, help = seen.reason, seen.help
-    absent = seen.detail.get("missing_ranks")
+    if want is not None or observed.unwanted:
+        ok = met if observed.proved and want != NOT_SHOWN else None
+    reason, help = observed.reason, observed.help
+    absent = observed.detail.get("missing_ranks")
     if want == NOT_SHOWN:
         reason, help = "what was requested is unknown: its record is missing", None
-    elif reason is None and seen.state == "unknown":
+    elif reason is None and observed.state == "unknown":
         reason = "no record of it, neither by the probe nor in the log"
     elif reason is None and isinstance(absent, list):
         ranks = ", ".join(map(str, absent[:8])) + (", …" if absent[8:] else "")
@@ -226,9 +228,9 @@ def _point(name: str, want: str | None, seen: Observation) -> Point:
     why = {key: text for key, text in (("reason", reason), ("help", help)) if text is not None}
     return Point(
         name=name,
-        state=seen.state,
+        state=observed.state,
         expected=want,
         ok=ok,
-        evidence=tuple(item.cite() for item in seen.cites[:CITES]),
-        detail=seen.detail if ok is True else {**why, **seen.detail, **why},
+        evidence=tuple(item.cite() for item in observed.cites[:CITES]),
+        detail=observed.detail if ok is True else {**why, **observed.detail, **why},
     )

@@ -1,7 +1,7 @@
 """Evidence -> how the run ended, and the first real error: an `Ending`.
 
 A traceback in a log proves no crash: training data is printed into it, and a handled error may be.
-What counts is an error after which no work is seen any more, an exit code, or a signal.
+What counts is an error after which no work follows, an exit code, or a signal.
 """
 
 from __future__ import annotations
@@ -186,10 +186,10 @@ def ending(evidence: Evidence) -> Ending:
     if (stopped := evidence.stopped) is not None:
         return _stopped(stopped)
     failures = _failures(evidence)
-    if (told := _told(failures)) is not None and not (
+    if (violation := _violation(failures)) is not None and not (
         evidence.exit and not evidence.exit.returncode
     ):
-        return told
+        return violation
     signal = _signal(evidence, failures)
     code = ended.returncode if ended else _probe_code(evidence)
     # what started the script may end well all the same
@@ -236,11 +236,11 @@ def _carries(signal: Signal) -> bool:
 
 def _reason(evidence: Evidence, failures: tuple[Signal, ...]) -> str | None:
     """The key of `HELP` that the log names after its last work."""
-    told = {s.name for s in (*fatal(evidence, *HELP), *failures)}
-    told -= {"not_found"} - {s.name for s in failures}
+    names = {s.name for s in (*fatal(evidence, *HELP), *failures)}
+    names -= {"not_found"} - {s.name for s in failures}
     if any(s.name == "exception" and not _carries(s) for s in failures):
-        told -= {"not_started"}  # a job script went on without what it missed
-    return next((name for name in HELP if name in told), None)
+        names -= {"not_started"}  # a job script went on without what it missed
+    return next((name for name in HELP if name in names), None)
 
 
 def _stopped(event: Event) -> Ending:
@@ -249,14 +249,14 @@ def _stopped(event: Event) -> Ending:
     return Ending(state="stopped", proved=True, reason=event.name, error=error)
 
 
-def _told(failures: tuple[Signal, ...]) -> Ending | None:
+def _violation(failures: tuple[Signal, ...]) -> Ending | None:
     """The same, as the log tells it: the first line counts."""
-    said = next((s for s in failures if s.name == "violation"), None)
-    if said is None:
+    line = next((s for s in failures if s.name == "violation"), None)
+    if line is None:
         return None
-    reason = "hang" if said.fields["message"].startswith("nothing moved ") else "violation"
-    error = {"type": reason, "message": said.fields["message"]}
-    return Ending(state="stopped", proved=True, reason=reason, error=error, lines=(said,))
+    reason = "hang" if line.fields["message"].startswith("nothing moved ") else "violation"
+    error = {"type": reason, "message": line.fields["message"]}
+    return Ending(state="stopped", proved=True, reason=reason, error=error, lines=(line,))
 
 
 def _well(evidence: Evidence, clean: bool) -> Ending:
@@ -275,7 +275,7 @@ def _well(evidence: Evidence, clean: bool) -> Ending:
         return Ending(state="completed", proved=True)
     if not clean:
         return Ending(state="running", proved=False)
-    if log and log.asked.get("cache_dataset_only") == "True" and last is None:
+    if log and log.arguments.get("cache_dataset_only") == "True" and last is None:
         return Ending(state="completed", proved=True)
     if not all_steps and alone and log and not log.summed:
         # of what is filtered, or on another stream, the last steps may be: a run that has ended sums up
@@ -305,9 +305,9 @@ def _signal(evidence: Evidence, failures: tuple[Signal, ...]) -> Signals | None:
         if code == 0 and not evidence.exit.signal:
             return None
         numbers += [evidence.exit.signal or 0, -code, code - 128]
-    if asked := fatal(evidence, "stop_asked"):
-        name = asked[0].fields.get("name")
-        numbers.append(Signals[name] if name else int(asked[0].fields["signal"]))
+    if requests := fatal(evidence, "stop_asked"):
+        name = requests[0].fields.get("name")
+        numbers.append(Signals[name] if name else int(requests[0].fields["signal"]))
     roots = [s for s in failures if s.name == "child_failed" and "rank" in s.fields]
     roots = roots or [s for s in failures if s.name == "child_failed"][-1:]
     codes = [int(s.fields["exitcode"]) for s in roots[:1]]
@@ -371,10 +371,10 @@ def _error(evidence: Evidence, failures: tuple[Signal, ...]) -> dict[str, str] |
         return {"type": absent.name, "message": absent.fields["message"]}
     if chosen is not None:
         return {key: chosen.fields[key] for key in ("type", "message", "at", "rank")}
-    told = next((s for s in failures if s.name in ("syntax", "terminated")), None)
-    told = told or next((s for s in failures if s.name == "watchdog"), None)
-    if told is not None:
-        return {"type": told.fields["type"], "message": _message(evidence, told)}
+    aborted = next((s for s in failures if s.name in ("syntax", "terminated")), None)
+    aborted = aborted or next((s for s in failures if s.name == "watchdog"), None)
+    if aborted is not None:
+        return {"type": aborted.fields["type"], "message": _message(evidence, aborted)}
     for event in evidence.events("error"):
         kind, message = event.text("type") or "", event.text("message") or ""
         return {"type": kind, "message": message, "rank": str(event.rank)}
@@ -383,7 +383,7 @@ def _error(evidence: Evidence, failures: tuple[Signal, ...]) -> dict[str, str] |
     return None
 
 
-def _message(evidence: Evidence, told: Signal) -> str:
-    """What was said of an error that Python raised nowhere: beside its type, or right below it."""
-    near = (s for s in evidence.signals("what") if 0 < s.line - told.line <= _WHAT_LINES)
-    return (next(near, None) or told).fields.get("message", "")
+def _message(evidence: Evidence, aborted: Signal) -> str:
+    """The message of an error that Python raised nowhere: beside its type, or right below it."""
+    near = (s for s in evidence.signals("what") if 0 < s.line - aborted.line <= _WHAT_LINES)
+    return (next(near, None) or aborted).fields.get("message", "")

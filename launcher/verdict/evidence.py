@@ -136,7 +136,7 @@ class RankRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class ProbeRecords:
     """The records of all ranks of one attempt, by rank."""
 
     ranks: Mapping[int, RankRecord]
@@ -152,9 +152,9 @@ class Probe:
         """Ranks that left no record."""
         return self.without(self.ranks)
 
-    def without(self, told: Container[int]) -> tuple[int, ...]:
+    def without(self, ranks: Container[int]) -> tuple[int, ...]:
         """The ranks that should be there and are not among those given."""
-        return tuple(rank for rank in range(self.world) if rank not in told)
+        return tuple(rank for rank in range(self.world) if rank not in ranks)
 
     @property
     def last_step(self) -> int | None:
@@ -210,7 +210,7 @@ class Evidence:
     """
 
     log: Log | None = None
-    probe: Probe | None = None
+    probe: ProbeRecords | None = None
     exit: ExitRecord | None = None
     pinned: bool | None = None
     earlier: Sequence[Mapping[str, float]] = ()
@@ -236,9 +236,9 @@ class Evidence:
         return self.log.steps if self.log else ()
 
     @property
-    def asked(self) -> Mapping[str, str]:
+    def arguments(self) -> Mapping[str, str]:
         """The arguments that the log shows."""
-        return self.log.asked if self.log else {}
+        return self.log.arguments if self.log else {}
 
     def signals(self, *names: str) -> tuple[Signal, ...]:
         """The signals of these names in the log."""
@@ -260,9 +260,9 @@ class Evidence:
     @property
     def last_step(self) -> int | None:
         """The last optimizer step that the log or the probe saw."""
-        seen = [part.last_step for part in (self.log, self.probe) if part is not None]
-        seen += [int(signal.fields["step"]) for signal in self.signals("progress")[-1:]]
-        return max((s for s in seen if s is not None), default=None)
+        steps = [part.last_step for part in (self.log, self.probe) if part is not None]
+        steps += [int(signal.fields["step"]) for signal in self.signals("progress")[-1:]]
+        return max((s for s in steps if s is not None), default=None)
 
     @property
     def stopped(self) -> Event | None:
@@ -281,7 +281,7 @@ class Evidence:
 
     @property
     def final_save(self) -> Signal | Event | None:
-        """Where the final model was seen to be saved: after the last step, and no checkpoint."""
+        """Where the final model was saved: after the last step, and no checkpoint."""
         since = self.lines[-1].line if self.lines else 0
         begun = {s.fields["path"] for s in self.signals("saving") if s.line >= since}
         for signal in self.signals("saved", "remaining", "tokenizer_saved"):
@@ -297,7 +297,7 @@ class Evidence:
 
     @property
     def left_out_save(self) -> bool:
-        """Whether the probe ended every rank before the final save, as it was asked to."""
+        """Whether the probe ended every rank before the final save, as requested."""
         return bool(self.records) and len(self.last_events("not_saved")) == len(self.records)
 
     @property
@@ -305,13 +305,13 @@ class Evidence:
         """`sft` or `dpo`, by the arguments dump, DPO's rewards or the script; None if unknown."""
         log, stages = self.log, open_instruct.STAGES
         if log is not None and (named := [stages[b] for b in log.blocks if b in stages]):
-            return "dpo" if any(map(_DPO_ARGUMENT.match, log.asked)) else named[-1]
+            return "dpo" if any(map(_DPO_ARGUMENT.match, log.arguments)) else named[-1]
         if log is not None and log.steps:
             last = log.steps[-1]
             if "epoch" in last.extra:  # a dict of HF Trainer
                 return _stage_of(last.extra, log)
-            if told := _SCRIPT.search(last.text):
-                return "dpo" if told["dpo"] else "sft"
+            if name := _SCRIPT.search(last.text):
+                return "dpo" if name["dpo"] else "sft"
         if log is not None and not log.blocks and (trainer := _named(log)) is not None:
             return trainer
         for start in self.events("start"):
@@ -324,7 +324,7 @@ class Evidence:
     @property
     def packs_nothing(self) -> bool:
         """Whether the arguments dump leaves SFT one row a micro-batch: it is packed with no other."""
-        alone = self.asked.get("per_device_train_batch_size") == "1"
+        alone = self.arguments.get("per_device_train_batch_size") == "1"
         return alone and self.stage not in {None, *PAIRED}
 
 
@@ -346,15 +346,15 @@ def read_run(
     console = folder / f"console{infix}.log"
     # that of an attempt which another one followed is kept beside it
     kept = rundir.read_json(folder / f"run.{attempt}.json")
-    told = kept or rundir.read_json(folder / "run.json")
-    source = told.get("upstream")
+    manifest = kept or rundir.read_json(folder / "run.json")
+    source = manifest.get("upstream")
     pinned = source.get("pinned") if isinstance(source, dict) else None
     return Evidence(
         log=scan(console, patterns) if console.is_file() else None,
         probe=_read_probe(folder / "probe", attempt),
         exit=_read_exit(folder / f"exit{infix}.json", attempt or 1),
         pinned=pinned if isinstance(pinned, bool) else None,
-        planned=_planned(told),
+        planned=_planned(manifest),
         inputs=_changed_inputs(folder / f"inputs{infix}.json"),
     )
 
@@ -364,9 +364,9 @@ def _changed_inputs(path: Path) -> list[Mapping[str, object]] | None:
     return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else None
 
 
-def _planned(told: Mapping[str, object]) -> Planned:
+def _planned(manifest: Mapping[str, object]) -> Planned:
     """The plan in a manifest, as the ranks would show it."""
-    plan, args = told.get("plan"), told.get("args")
+    plan, args = manifest.get("plan"), manifest.get("args")
     plan, args = (one if isinstance(one, dict) else {} for one in (plan, args))
     packing, split = (
         one.get("value") if isinstance(one := args.get(key), dict) else None
@@ -376,7 +376,7 @@ def _planned(told: Mapping[str, object]) -> Planned:
     steps, gpus, nodes, accumulation, per_device, batch, data = (
         value if isinstance(value := plan.get(key), int) else None for key in keys
     )
-    stage, backend = told.get("stage"), BACKENDS.get(str(told.get("backend")))
+    stage, backend = manifest.get("stage"), BACKENDS.get(str(manifest.get("backend")))
     entry = None if backend is None else backend.STAGES.get(str(stage))
     kind = entry.packing if packing and entry is not None else None
     if kind in ("paired", "one-row") or (isinstance(split, int) and split > 1):
@@ -406,16 +406,16 @@ def _stage_of(metrics: Mapping[str, float], log: Log) -> str | None:
 
 def _named(log: Log) -> str | None:
     """The stage of the one trainer that warnings and frames name; None where they name several, or none."""
-    told = _trainers(log)
-    return next(iter(told)) if len(told) == 1 and told <= {*STAGES} else None
+    trainers = _trainers(log)
+    return next(iter(trainers)) if len(trainers) == 1 and trainers <= {*STAGES} else None
 
 
 def _trainers(log: Log) -> set[str]:
     """The trainers whose files or scripts the log names."""
     signals = log.all("trainer", "trainer_of")
-    told = {of for s in signals if (of := s.fields.get("of"))}
+    names = {of for s in signals if (of := s.fields.get("of"))}
     # what all of them inherit from
-    return {one.lower() for one in told} - {"base"}
+    return {one.lower() for one in names} - {"base"}
 
 
 def _final(signal: Signal) -> bool:
@@ -446,7 +446,7 @@ def _read_exit(path: Path, attempt: int) -> ExitRecord | None:
     )
 
 
-def _read_probe(folder: Path, attempt: int | None) -> Probe | None:
+def _read_probe(folder: Path, attempt: int | None) -> ProbeRecords | None:
     records = [
         _read_rank(path, attempt) for path in sorted(folder.glob("rank-*.jsonl")) if path.is_file()
     ]
@@ -456,7 +456,7 @@ def _read_probe(folder: Path, attempt: int | None) -> Probe | None:
     ours = [r for r in found if (r.start("attempt") or 1) == latest]
     world = next((r.start("world") for r in ours if r.rank == 0), None)
     ranks = {r.rank: r for r in ours if world is None or r.rank < world}
-    return Probe(ranks=ranks) if ranks else None
+    return ProbeRecords(ranks=ranks) if ranks else None
 
 
 def _read_rank(path: Path, attempt: int | None) -> RankRecord | None:

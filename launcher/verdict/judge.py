@@ -16,10 +16,10 @@ from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import check, evidence, metrics
 from launcher.verdict.check import Point, Verdict
-from launcher.verdict.evidence import Evidence, Probe, RankRecord
+from launcher.verdict.evidence import Evidence, ProbeRecords, RankRecord
 
 _WHOLE_RUN = ("liger", "packing", "attention", "batch", "gradients", "inputs")
-"""What a run is asked for in each of its steps, whichever attempt made them."""
+"""What is expected of each step of a run, whichever attempt made it."""
 
 _LOST_HELP = (
     "no process of it is left and none recorded an end: the machine went down, or all were killed"
@@ -27,7 +27,7 @@ _LOST_HELP = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class RunJudgement:
     """The verdict without tokens, the manifest, and the evidence of each attempt."""
 
     verdict: Verdict
@@ -35,16 +35,16 @@ class Judged:
     attempts: tuple[Evidence, ...]
 
 
-def judge(folder: RunFolder, asked: Mapping[str, str] | None = None) -> Judged:
-    """Judge a run by what it was asked for, or by what is asked of it now.
+def judge(folder: RunFolder, requested: Mapping[str, str] | None = None) -> RunJudgement:
+    """Judge a run by its own `expect:`, or by what is requested now.
 
     Raises OSError if a file that is there cannot be opened.
     """
-    told = rundir.read_manifest(folder)
+    manifest = rundir.read_manifest(folder)
     each = read(folder)
     found = whole(each)
-    expected = _expected(told) if asked is None else asked
-    stage, output = told.get("stage"), told.get("output")
+    expected = _expected(manifest) if requested is None else requested
+    stage, output = manifest.get("stage"), manifest.get("output")
     if found.final_save:
         models = folder.path.parent / "models"
         # the weights of a ladder's rungs are removed after each: that they are gone is no fault
@@ -52,8 +52,8 @@ def judge(folder: RunFolder, asked: Mapping[str, str] | None = None) -> Judged:
             found = replace(found, model=_saved_model(found, output, here=_here(folder)))
     verdict = check.judge(stage if isinstance(stage, str) else None, expected, found)
     verdict = _with_earlier(verdict, folder, each, expected)
-    verdict = _beside_plan(verdict, told)
-    verdict = _without_known_corruption(verdict, told)
+    verdict = _beside_plan(verdict, manifest)
+    verdict = _without_known_corruption(verdict, manifest)
     if verdict.point("finish").state == "running":
         if (leader := runner.unknown(folder)) is not None:
             why = runner.unknown_here(folder, leader)
@@ -68,13 +68,13 @@ def judge(folder: RunFolder, asked: Mapping[str, str] | None = None) -> Judged:
         verdict = _with_whole_model(verdict, output)
     # a token that training printed must not get from the log into what is shown and kept
     clean = redact(verdict, attempt.tokens(folder))
-    return Judged(verdict=clean, manifest=told, attempts=each)
+    return RunJudgement(verdict=clean, manifest=manifest, attempts=each)
 
 
-def _expected(told: Mapping[str, Any]) -> Mapping[str, str | None]:
-    asked = told.get("expect")
-    # where the record of what was asked for is lost, nothing can have been proved of it
-    return asked if isinstance(asked, Mapping) else check.UNKNOWN
+def _expected(manifest: Mapping[str, Any]) -> Mapping[str, str | None]:
+    expected = manifest.get("expect")
+    # without a record of what was requested nothing can have been proved of it
+    return expected if isinstance(expected, Mapping) else check.UNKNOWN
 
 
 def _with_earlier(
@@ -85,12 +85,12 @@ def _with_earlier(
 ) -> Verdict:
     """A point is proved of a run only if it is of every attempt whose steps are in the weights.
 
-    Each is held to what was asked of it: that may have been changed since, and allowed.
+    Each is judged by its own `expect:`: that may have been changed since, and allowed.
     """
     points = {point.name: point for point in verdict.points}
     for number, one, steps in _kept(each):
-        told = rundir.read_kept_manifest(folder, number)
-        before = check.judge(verdict.stage, _expected(told) if told else expected, one)
+        manifest = rundir.read_kept_manifest(folder, number)
+        before = check.judge(verdict.stage, _expected(manifest) if manifest else expected, one)
         for point in before.points:
             known = points.get(point.name) if point.name in _WHOLE_RUN else None
             if known is not None and known.ok is True and point.ok is not True:
@@ -134,9 +134,9 @@ def _without_known_corruption(verdict: Verdict, manifest: Record) -> Verdict:
 
 
 def _with_whole_model(verdict: Verdict, output: object) -> Verdict:
-    """A model that was seen to be saved is none if its files are not whole.
+    """A saved model is none if its files are not whole.
 
-    Of a folder that was moved or removed since nothing is said: the run is none the worse for it.
+    A folder that was moved or removed since is no fault of the run.
     """
     # dpo.py saves its model one folder below (dpo.py:111)
     folders = (Path(output), Path(output) / "hf_model") if isinstance(output, str) else ()
@@ -175,8 +175,8 @@ def _beside_plan(verdict: Verdict, manifest: Record) -> Verdict:
 def _saved_model(found: Evidence, output: object, *, here: bool) -> dict[str, Any] | None:
     """The saved model as it is now: `path` and, where that is not as it was saved, `state` and `reason`.
 
-    None where nothing was fingerprinted; without a probe it is only asked whether the `output` folder is
-    there. `here` is whether the run trained on this machine: of another one the folder may not be visible.
+    None where nothing was fingerprinted; without a probe only whether the `output` folder is there
+    counts. `here` is whether the run trained on this machine: of another one the folder may not be visible.
     """
     event = next(iter(found.last_events("saved_model")), None)
     path, files = (None, None) if event is None else (event.text("path"), event.fields.get("files"))
@@ -185,28 +185,28 @@ def _saved_model(found: Evidence, output: object, *, here: bool) -> dict[str, An
     if path is None or not isinstance(files, list):
         return None
     folder = Path(path)
-    told = {"path": path}
+    model = {"path": path}
     known = {str(one.get("name")): one for one in files if isinstance(one, Mapping)}
     if not folder.is_dir() and not here:
-        return {**told, "state": "unknown", "reason": f"{folder} cannot be seen from this machine"}
+        return {**model, "state": "unknown", "reason": f"{folder} cannot be seen from this machine"}
     if not known:
-        return {**told, "state": "missing", "reason": f"the save left no weights in {folder}"}
+        return {**model, "state": "missing", "reason": f"the save left no weights in {folder}"}
     try:
         now = digest.weights(path)
     except OSError:
-        return {**told, "state": "missing", "reason": f"{folder} is gone"}
+        return {**model, "state": "missing", "reason": f"{folder} is gone"}
     if gone := [name for name in known if name not in now]:
         reason = f"{', '.join(gone[:4])} in {folder} is gone"
-        return {**told, "state": "missing", "reason": reason}
+        return {**model, "state": "missing", "reason": reason}
     if more := [name for name in now if name not in known]:
         reason = f"{folder} holds {', '.join(more[:4])}, which the run did not save"
-        return {**told, "state": "changed", "reason": reason}
+        return {**model, "state": "changed", "reason": reason}
     with fingerprint.remembered() as memory:
         for name, one in known.items():
             change = _change_of(folder / name, str(one.get("digest")), memory)
             if change is not None:
-                return {**told, "state": "changed", "file": name, **change}
-    return told
+                return {**model, "state": "changed", "file": name, **change}
+    return model
 
 
 def _change_of(path: Path, before: str, memory: FingerprintCache) -> dict[str, Any] | None:
@@ -260,7 +260,7 @@ def _of_the_last(attempts: Sequence[Evidence]) -> Evidence:
         before = one.probe
         if before is not None and before.last_step is not None:
             both = {rank: _joined(before.ranks.get(rank), own) for rank, own in probe.ranks.items()}
-            return replace(last, probe=Probe(ranks=both))
+            return replace(last, probe=ProbeRecords(ranks=both))
     return last
 
 

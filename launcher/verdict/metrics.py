@@ -159,7 +159,7 @@ def metrics(evidence: Evidence) -> dict[str, float | None]:
     `logged_tokens_per_second` is open-instruct's own, warm-up included. DPO's rewards are there
     only where the log prints them.
     """
-    seen = whole_losses(evidence)
+    losses = whole_losses(evidence)
     last = evidence.lines[-1] if evidence.lines else None
     rewards = {
         name: value
@@ -168,9 +168,9 @@ def metrics(evidence: Evidence) -> dict[str, float | None]:
         if last and math.isfinite(value := last.extra.get(key, math.nan))
     }
     return {
-        "first_loss": seen[0] if seen and math.isfinite(seen[0]) else None,
-        "last_loss": seen[-1] if seen and math.isfinite(seen[-1]) else None,
-        "min_loss": min(filter(math.isfinite, seen), default=None),
+        "first_loss": losses[0] if losses and math.isfinite(losses[0]) else None,
+        "last_loss": losses[-1] if losses and math.isfinite(losses[-1]) else None,
+        "min_loss": min(filter(math.isfinite, losses), default=None),
         "tokens_per_second": tokens_per_second(evidence),
         "logged_tokens_per_second": last.tokens_per_second if last else None,
         "mfu": mfu(evidence),

@@ -103,7 +103,7 @@ def _loss(evidence: Evidence, _want: str | None) -> Observation:
     detail: dict[str, object] = {"logged": len(lines), "counted": len(steps)}
     bad = _bad_steps(evidence)
     before = [int(row["step"]) for row in evidence.earlier if row.get("finite") is False]
-    if before and not any(one.seen for one in bad):
+    if before and not any(one.recorded for one in bad):
         return Observation(
             state="nonfinite",
             detail={"first_step": before[0], "nonfinite": len(before), "rank": None},
@@ -175,21 +175,21 @@ def _first_and_last(evidence: Evidence) -> Sequence[Citable]:
 
 @dataclass(frozen=True, slots=True)
 class _BadStep:
-    """A step that was not finite; `seen` is False of what the probe only said on the console."""
+    """A step that was not finite; `recorded` is False where the probe only printed it on the console."""
 
     step: int
     rank: int | None
     cite: Citable
-    seen: bool = True
+    recorded: bool = True
 
 
 def _bad_steps(evidence: Evidence) -> list[_BadStep]:
-    """The steps that were not finite: as logged, as each rank saw them, else as the probe said."""
+    """The steps that were not finite: as logged, as each rank saw them, else as the probe printed."""
     bad = [_BadStep(line.step, None, line) for line in evidence.lines if _nonfinite(line)]
     bad += [_BadStep(one.step, one.rank, one) for one in evidence.rank_steps if not one.finite]
     for line in () if evidence.records else probe_lines(evidence):
         if found := _NOT_FINITE.match(line.fields["message"]):
-            bad.append(_BadStep(int(found["step"] or 0), int(found["rank"]), line, seen=False))
+            bad.append(_BadStep(int(found["step"] or 0), int(found["rank"]), line, recorded=False))
     return bad
 
 
@@ -254,8 +254,8 @@ def _unseen(evidence: Evidence, after: int = 0) -> list[int]:
         return []
     begun = max((event.number("step") or 0 for event in evidence.events("resumed")), default=0)
     first = min((r.steps[0].step for r in evidence.records if r.steps), default=last + 1)
-    seen = [{step.step for step in record.steps} for record in evidence.records]
-    whole = set() if probe.missing else set.intersection(*seen)
+    recorded = [{step.step for step in record.steps} for record in evidence.records]
+    whole = set() if probe.missing else set.intersection(*recorded)
     steps = range(max(min(first, int(begun) + 1), after + 1), last + 1)
     return list(itertools.islice((step for step in steps if step not in whole), 4))
 
@@ -437,7 +437,7 @@ def _memory(evidence: Evidence, _want: str | None) -> Observation:
     if phases := memory_phases(evidence):
         detail["phases"] = phases
     gpu, host = fatal(evidence, "oom"), fatal(evidence, "oom_host")
-    if end.state == "completed":  # what is only said behind a good end is something else's
+    if end.state == "completed":  # what is only printed behind a good end is something else's
         raised = {s.line for s in evidence.signals("exception")}
         gpu, host = (tuple(s for s in lines if s.line in raised) for lines in (gpu, host))
     if host and not gpu:
@@ -447,8 +447,8 @@ def _memory(evidence: Evidence, _want: str | None) -> Observation:
         known = bool(evidence.log or evidence.probe)
         return Observation(state="ok", proved=known, detail=detail)
     keys = ("per_device_train_batch_size", "gradient_checkpointing", "packing", "max_seq_length")
-    asked = {key: evidence.asked[key] for key in keys if key in evidence.asked}
-    detail |= {"asked": asked, **(gpu[0].fields if gpu else {})}
+    arguments = {key: evidence.arguments[key] for key in keys if key in evidence.arguments}
+    detail |= {"asked": arguments, **(gpu[0].fields if gpu else {})}
     return Observation(state="oom", cites=gpu, detail=detail, help=_OOM_HELP)
 
 

@@ -55,7 +55,7 @@ class Citable(Protocol):
 class Observation:
     """A point's state; `proved` is False where the evidence settles nothing for what is expected.
 
-    An `unwanted` state must not pass even where nothing is expected; `reason` and `help` are only said of
+    An `unwanted` state must not pass even where nothing is expected; `reason` and `help` are only for
     a point that is not as expected.
     """
 
@@ -72,7 +72,7 @@ UNKNOWN = Observation(proved=False)
 
 
 def probe_lines(evidence: Evidence, start: str | re.Pattern[str] = "") -> tuple[Signal, ...]:
-    """What the probe said on the console, where it starts so."""
+    """What the probe printed on the console, where it starts so."""
     lines = (*fatal(evidence, "violation"), *evidence.signals("warned"))
     return tuple(s for s in lines if re.match(start, s.fields["message"]))
 
@@ -116,7 +116,7 @@ def _liger_counted(
     where = f" on rank {', '.join(map(str, idle))}" if some else ""
     detail |= {"idle_ranks": idle} if some else {}
     steps = [record.steps[-1] for record in evidence.records if record.rank in idle]
-    if not (some or want == "engaged" or evidence.asked.get("use_liger_kernel") == "True"):
+    if not (some or want == "engaged" or evidence.arguments.get("use_liger_kernel") == "True"):
         # of a rank without steps it is not known, unless another one shows that it is not as expected
         return Observation(state="off", proved=not missing, cites=(*cites, *steps), detail=detail)
     patched = "though its patches were applied" if patches else "and no patch was applied"
@@ -144,17 +144,17 @@ def _uncalled(
     model has is for Liger to know.
     """
     patched = [event.fields.get("kwargs") for event in patches]
-    asked = [op for op in FUSED if any(isinstance(k, dict) and k.get(op) is True for k in patched)]
-    return {op: counts for op in asked if not all((counts := _calls_of(op, calls)).values())}
+    fused = [op for op in FUSED if any(isinstance(k, dict) and k.get(op) is True for k in patched)]
+    return {op: counts for op in fused if not all((counts := _calls_of(op, calls)).values())}
 
 
 def _liger_logged(evidence: Evidence, want: str | None) -> Observation:
     """From announcements, which can rule Liger out but never prove that it runs."""
-    log, asked = evidence.log, evidence.asked
-    patches, asked_off = evidence.events("liger_patch"), asked.get("use_liger_kernel") == "False"
+    log, arguments = evidence.log, evidence.arguments
+    patches, is_off = evidence.events("liger_patch"), arguments.get("use_liger_kernel") == "False"
     # upstream asks Liger for nothing then: whatever speaks of it is a row of the data
     applied, attempted, refused = (
-        () if asked_off else evidence.signals(f"liger_{name}")
+        () if is_off else evidence.signals(f"liger_{name}")
         for name in ("applied", "attempted", "unsupported")
     )
     if applied or patches:
@@ -175,12 +175,12 @@ def _liger_logged(evidence: Evidence, want: str | None) -> Observation:
     # Training began and the attempt, logged right before it, is not there. That it was never made is
     # proved where the arguments or the script rule it out (use_qlora wins over use_liger_kernel, and
     # dpo.py does not read it), or where the source is known to announce it in these words.
-    began = bool(asked and evidence.signals("total_steps", "progress"))
-    ruled_out = asked.get("use_qlora") == "True" or bool(evidence.signals("progress"))
+    began = bool(arguments and evidence.signals("total_steps", "progress"))
+    ruled_out = arguments.get("use_qlora") == "True" or bool(evidence.signals("progress"))
     never = began and (ruled_out or evidence.pinned is True)
     return Observation(
-        state="off" if never or asked_off else "unknown",
-        proved=never or (asked_off and want == "off"),
+        state="off" if never or is_off else "unknown",
+        proved=never or (is_off and want == "off"),
         cites=(log.argument("use_liger_kernel") if log else ()) or evidence.signals("liger_asked"),
         reason="the log shows no attempt to apply it" if want == "engaged" else None,
     )
@@ -190,29 +190,31 @@ def _liger_logged(evidence: Evidence, want: str | None) -> Observation:
 
 
 def _packing(evidence: Evidence, want: str | None) -> Observation:
-    seen = _packing_by_rank(evidence, want) or _packing_logged(evidence, want)
-    reason, help = seen.reason, seen.help
-    if want in ("isolated", "on") and seen.state == "off":
-        ranks = seen.detail.get("ranks")
+    observed = _packing_by_rank(evidence, want) or _packing_logged(evidence, want)
+    reason, help = observed.reason, observed.help
+    if want in ("isolated", "on") and observed.state == "off":
+        ranks = observed.detail.get("ranks")
         idle = [r for r, s in ranks.items() if s == "off"] if isinstance(ranks, Mapping) else []
         where = f" of rank {', '.join(idle)}" if idle else ""
         reason, help = f"no batch{where} held two samples in one row", _NOT_PACKED_HELP
-    elif want == "off" and seen.state in ("on", "isolated"):
+    elif want == "off" and observed.state in ("on", "isolated"):
         reason = "several samples share one row"
         help = "write `packing: false`, or `expect: {packing: isolated}`"
-    elif want == "isolated" and seen.state == "on" and "missing_ranks" not in seen.detail:
+    elif want == "isolated" and observed.state == "on" and "missing_ranks" not in observed.detail:
         why = "was not tested" if evidence.probe else "cannot be shown by a log alone"
         reason = reason or f"whether packed samples see each other {why}"
-    return replace(seen, reason=reason, help=help)
+    return replace(observed, reason=reason, help=help)
 
 
 def _packing_logged(evidence: Evidence, want: str | None) -> Observation:
     announced = evidence.signals("packing")
-    asked = evidence.log.argument("packing") if evidence.log else ()
-    if announced or (evidence.asked.get("packing") == "True" and not evidence.packs_nothing):
-        cites = (*announced, *asked)
+    argument = evidence.log.argument("packing") if evidence.log else ()
+    if announced or (evidence.arguments.get("packing") == "True" and not evidence.packs_nothing):
+        cites = (*announced, *argument)
         return Observation(state="on", proved=want != "isolated", cites=cites)
-    return Observation(state="off" if asked else "unknown", proved=bool(asked), cites=asked)
+    return Observation(
+        state="off" if argument else "unknown", proved=bool(argument), cites=argument
+    )
 
 
 def _packing_by_rank(evidence: Evidence, want: str | None) -> Observation | None:
@@ -240,7 +242,7 @@ def _packing_by_rank(evidence: Evidence, want: str | None) -> Observation | None
     for event in evidence.events("half_wasted")[:1]:
         # packed rows are mostly empty, and another batch would fill them
         detail["wasted"] = event.text("message")
-    # a single rank can disprove what was asked for; to prove it takes all. `on` is neither for isolation
+    # a single rank can disprove what was requested; to prove it takes all. `on` is neither for isolation
     disproved = state == "leaking" or (state == "off") == packed
     return Observation(
         state=state,
@@ -260,8 +262,8 @@ def _attention(evidence: Evidence, want: str | None) -> Observation:
     events = [event for event in evidence.events("model") if event.text("attention")]
     if not events:
         return _attention_logged(evidence, want)
-    meant = (want, ATTENTION.get(want or "", want))
-    other = [e for e in events if want is not None and e.text("attention") not in meant]
+    accepted = (want, ATTENTION.get(want or "", want))
+    other = [e for e in events if want is not None and e.text("attention") not in accepted]
     state = str((other or events)[0].text("attention"))
     detail = evidence.missing_ranks({event.rank for event in events})
     proved, where = bool(other) or not detail, ""
@@ -284,7 +286,7 @@ def _attention(evidence: Evidence, want: str | None) -> Observation:
 def _attention_logged(evidence: Evidence, want: str | None) -> Observation:
     detected = evidence.signals("attention")[-1:]
     # DPO's own argument wins
-    word = evidence.asked.get("attn_implementation", "").strip("'")
+    word = evidence.arguments.get("attn_implementation", "").strip("'")
     word = word or "".join(s.fields["value"] for s in detected)
     if word in ("", "None"):
         return UNKNOWN
@@ -339,10 +341,10 @@ def _batch(evidence: Evidence, _want: str | None) -> Observation:
 
 
 def _other_size(step: ProbeStep, planned: Planned) -> bool:
-    """Whether a rank's step was not as large as planned; what its record does not tell is no difference."""
+    """Whether a rank's step was not as large as planned; what its record lacks is no difference."""
     each, rows = planned.micro_batches, planned.per_device
     sizes = [(step.micro_batches, each), (step.rows, each and rows and each * rows)]
-    over = [seen - want for seen, want in sizes if seen and want]
+    over = [size - want for size, want in sizes if size and want]
     # of data that have not the rows of one step, every step is an epoch's last
     few = planned.data is not None and planned.batch is not None and planned.data < planned.batch
     return any(more > 0 or (more < 0 and not few) for more in over)
@@ -353,48 +355,48 @@ def _size(step: ProbeStep, planned: Planned) -> str:
     each, rows = planned.micro_batches or 0, planned.per_device
     took = (("micro-batches", step.micro_batches), ("rows", step.rows))
     plan = (("micro-batches", each), ("rows", each * rows if rows else None))
-    seen, wanted = (
+    observed, expected = (
         ", ".join(f"{name} {number:.0f}" for name, number in sizes if number)
         for sizes in (took, plan)
     )
-    return f"step {step.step} of rank {step.rank}: {seen}; planned: {wanted}"
+    return f"step {step.step} of rank {step.rank}: {observed}; planned: {expected}"
 
 
 # -- caches
 
 
 def _dataset_cache(evidence: Evidence, want: str | None) -> Observation:
-    seen = _cache_by_rank(evidence, "dataset_cache")
-    if seen is None:
+    observed = _cache_by_rank(evidence, "dataset_cache")
+    if observed is None:
         misses = ("dataset_missed", "dataset_saved")
         whole = not (evidence.log and evidence.log.headless)
-        seen = _cache_logged(evidence, misses, "dataset_found", whole=whole)
-    return _with_reason(seen, want)
+        observed = _cache_logged(evidence, misses, "dataset_found", whole=whole)
+    return _with_reason(observed, want)
 
 
 def _reference_cache(evidence: Evidence, want: str | None) -> Observation:
     stale = Observation(state="stale", unwanted=True, help=_STALE_HELP)
-    seen = _cache_by_rank(evidence, "reference_cache")
-    if seen is not None and seen.state == "stale":
-        seen = replace(stale, cites=seen.cites, detail=seen.detail)
-    if seen is None and (lines := probe_lines(evidence, _STALE)):
-        seen = replace(stale, cites=lines)
-    if seen is None:
-        seen = _cache_logged(evidence, ("reference_missed",), "reference_hit")
-        first = _first_loss(evidence.log) if seen.state == "hit" else None
+    observed = _cache_by_rank(evidence, "reference_cache")
+    if observed is not None and observed.state == "stale":
+        observed = replace(stale, cites=observed.cites, detail=observed.detail)
+    if observed is None and (lines := probe_lines(evidence, _STALE)):
+        observed = replace(stale, cites=lines)
+    if observed is None:
+        observed = _cache_logged(evidence, ("reference_missed",), "reference_hit")
+        first = _first_loss(evidence.log) if observed.state == "hit" else None
         if first is not None and abs(first.loss - math.log(2)) > FIRST_LOSS:
             # dropout moves the first loss too: what the log shows is a doubt, and no proof
-            detail = {**seen.detail, "first_loss": first.loss}
-            seen = replace(stale, proved=False, cites=(*seen.cites, first), detail=detail)
-    return _with_reason(seen, want)
+            detail = {**observed.detail, "first_loss": first.loss}
+            observed = replace(stale, proved=False, cites=(*observed.cites, first), detail=detail)
+    return _with_reason(observed, want)
 
 
 def _first_loss(log: Log | None) -> StepLine | None:
     """The first step of a DPO whose loss must be ln 2, if the policy still is its own reference."""
     if log is None or not log.steps or log.first("resumed"):
         return None
-    plain = re.search(r"\bdpo(?:_norm)?\b", log.asked.get("loss_type", ""))
-    added = log.asked.get("load_balancing_loss") != "False"
+    plain = re.search(r"\bdpo(?:_norm)?\b", log.arguments.get("loss_type", ""))
+    added = log.arguments.get("load_balancing_loss") != "False"
     return log.steps[0] if log.steps[0].step == 1 and plain and not added else None
 
 
@@ -433,14 +435,14 @@ def _fields(event: Event) -> dict[str, object]:
     return {key: value for key, value in event.fields.items() if key not in ("t", "state")}
 
 
-def _with_reason(seen: Observation, want: str | None) -> Observation:
-    path = f": {seen.detail['path']}" if seen.detail.get("path") else ""
-    if want == "hit" and seen.state == "miss":
+def _with_reason(observed: Observation, want: str | None) -> Observation:
+    path = f": {observed.detail['path']}" if observed.detail.get("path") else ""
+    if want == "hit" and observed.state == "miss":
         help = "`launch cache why RUN` says what differs from the nearest one"
-        return replace(seen, reason=f"not found, so it was computed{path}", help=help)
-    if want == "miss" and seen.state == "hit":
-        return replace(seen, reason=f"it was found{path}")
-    return seen
+        return replace(observed, reason=f"not found, so it was computed{path}", help=help)
+    if want == "miss" and observed.state == "hit":
+        return replace(observed, reason=f"it was found{path}")
+    return observed
 
 
 POINTS: Mapping[str, Callable[[Evidence, str | None], Observation]] = {

@@ -60,8 +60,8 @@ def outcome(verdict: Mapping[str, Any]) -> str:
     failed = [point for point in points(verdict) if point.get("ok") is False]
     if [point.get("name") for point in failed] == ["finish"]:
         detail = mapping(failed[0].get("detail"))
-        asked = detail.get("signal") in ("SIGINT", "SIGTERM") and not detail.get("reason")
-        if failed[0].get("state") == "stopped" and asked:
+        requested = detail.get("signal") in ("SIGINT", "SIGTERM") and not detail.get("reason")
+        if failed[0].get("state") == "stopped" and requested:
             return "stopped"
     return str(verdict.get("status"))
 
@@ -142,7 +142,7 @@ def _raised(detail: Mapping[str, Any]) -> str | None:
 
 def _ending(finish: Point, *, stopped: bool) -> str:
     detail, state = mapping(finish.get("detail")), str(finish.get("state"))
-    # where a signal was asked for, what it raised in Python says nothing
+    # where a signal was requested, what it raised in Python says nothing
     if not stopped and (raised := _raised(detail)) is not None:
         return raised
     text = f"the run {_ENDS.get(state, state)}"
@@ -163,7 +163,7 @@ def _line(point: Point) -> Mapping[str, Any]:
     if message:
         cites = [cite for cite in cites if message in str(cite.get("text"))] or cites
     cite = next((cite for cite in cites if cite.get("source") == "log"), cites[0] if cites else {})
-    # what the probe recorded is said by the text already: where it stands is enough
+    # what the probe recorded stands in the text already: where it stands is enough
     text = str(cite.get("text") or "") if cite.get("source") == "log" else ""
     return {**cite, "text": text[:_LINE_CHARS]} if cite else {}
 

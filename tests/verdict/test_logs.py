@@ -56,9 +56,9 @@ def test_reads_a_real_sft_log() -> None:
     assert log.steps[0].line == 297  # as `sed -n 297p` shows it: a bar redraws on the same line
     assert log.steps[0].text.startswith("2026-11-20 15:41:37 - INFO - finetune.py:956")
     assert (log.total_steps, log.last_step, log.last_bar) == (30, 30, (30, 336))
-    assert log.asked["packing"] == "True"
-    assert log.asked_at["packing"] == 81
-    assert log.asked["dataset_transform_fn"] == (
+    assert log.arguments["packing"] == "True"
+    assert log.argument_lines["packing"] == 81
+    assert log.arguments["dataset_transform_fn"] == (
         "['sft_tulu_tokenize_and_truncate_v1', 'sft_tulu_filter_v1']"
     )
     applied = log.first("liger_applied")
@@ -75,7 +75,7 @@ def test_reads_a_real_dpo_log() -> None:
     assert log.blocks == ("DPOExperimentConfig", "TokenizerConfig")
     assert [s.step for s in log.steps] == list(range(1, 13))
     assert log.steps[-1].loss == 0.6941739320755005
-    assert log.asked["loss_type"] == "<DPOLossType.dpo_norm: 'dpo_norm'>"
+    assert log.arguments["loss_type"] == "<DPOLossType.dpo_norm: 'dpo_norm'>"
     assert log.first("packing") and log.first("reference_missed")
     assert not log.first("reference_hit")
 
@@ -111,7 +111,7 @@ def test_colours_carriage_returns_and_bad_bytes(tmp_path: Path) -> None:
         b"\r 50%|x| 1/2 [00:01<00:01, 1it/s]\x1b[A" + sft_step(1).encode() + b"\x1b[31m"
         + sft_step(2).replace("Step", "\x1b[1mStep\x1b[0m").encode(),
     )  # fmt: skip
-    assert log.asked == {"packing": "True"}
+    assert log.arguments == {"packing": "True"}
     assert [(s.step, s.line) for s in log.steps] == [(1, 4), (2, 5)]
     assert "\x1b" not in log.steps[1].text
 
@@ -130,7 +130,7 @@ def test_the_last_run_of_an_appended_log_counts(tmp_path: Path) -> None:
     crash = "Traceback (most recent call last):\nRuntimeError: first run\n"
     second = attention % "torch" + dump(packing=False) + total + sft_step(3)
     log = log_of(tmp_path, first + crash + second)
-    assert log.asked["packing"] == "False"
+    assert log.arguments["packing"] == "False"
     assert [s.step for s in log.steps] == [3]
     assert [s.fields["value"] for s in log.all("attention")] == ["torch"]
     assert not log.all("exception")
@@ -317,7 +317,7 @@ def test_a_sample_of_dicts_is_numbered_by_how_many_there_were(tmp_path: Path) ->
 @pytest.mark.parametrize("second", ["FlatArguments", "DPOExperimentConfig"])
 def test_a_dump_of_arguments_begins_another_run(tmp_path: Path, second: str) -> None:
     log = log_of(tmp_path, dump(packing=True) + sft_step(7) + dump(second, packing=False))
-    assert (log.asked["packing"], log.steps) == ("False", ())
+    assert (log.arguments["packing"], log.steps) == ("False", ())
     assert log.blocks == (second, "TokenizerConfig")
 
 

@@ -83,7 +83,7 @@ class StepLine(LogLine):
 class Log:
     """Everything one console log says about its last run (an appended-to file holds several).
 
-    `asked` is the arguments dump, `asked_at` the line of each value, and `blocks` the dataclasses
+    `arguments` is their dump, `argument_lines` the line of each, and `blocks` the dataclasses
     it shows; `total_steps` the announced or displayed number of optimizer steps; `last_bar` the
     (step, line) of the training bar's end; `numbered` is False where nothing tells which step a loss
     is of: `step` then counts the losses. `summed` is whether HF Trainer has summed the run up, as it
@@ -97,8 +97,8 @@ class Log:
     signals: tuple[Signal, ...]
     steps: tuple[StepLine, ...]
     numbered: bool
-    asked: Mapping[str, str]
-    asked_at: Mapping[str, int]
+    arguments: Mapping[str, str]
+    argument_lines: Mapping[str, int]
     blocks: tuple[str, ...]
     total_steps: int | None
     last_bar: tuple[int, int] | None
@@ -118,7 +118,7 @@ class Log:
 
     @property
     def headless(self) -> bool:
-        """Whether the beginning, where a log shows what was asked for, is not there.
+        """Whether the beginning, where a log shows the arguments, is not there.
 
         Of open-instruct that is its arguments; of HF Trainer its first steps, or the bar before them.
         Where only its stdout is there, or what W&B kept of it, nothing of what came before training is.
@@ -146,10 +146,10 @@ class Log:
 
     def argument(self, key: str) -> tuple[LogLine, ...]:
         """The line of the arguments dump that shows this value."""
-        if key not in self.asked:
+        if key not in self.arguments:
             return ()
-        text = f"{key}={self.asked[key]}"
-        return (LogLine(path=self.path, line=self.asked_at[key], text=text),)
+        text = f"{key}={self.arguments[key]}"
+        return (LogLine(path=self.path, line=self.argument_lines[key], text=text),)
 
 
 def scan(path: Path, patterns: Sequence[Pattern]) -> Log:
@@ -190,8 +190,8 @@ class _Reading:
     kept: dict[str, list[Signal]] = field(default_factory=dict)
     steps: list[StepLine] = field(default_factory=list)
     dicts: list[StepLine] = field(default_factory=list)
-    asked: dict[str, str] = field(default_factory=dict)
-    asked_at: dict[str, int] = field(default_factory=dict)
+    arguments: dict[str, str] = field(default_factory=dict)
+    argument_lines: dict[str, int] = field(default_factory=dict)
     blocks: list[str] = field(default_factory=list)
     in_block: bool = False
     open_value: tuple[str, str] | None = None
@@ -254,7 +254,7 @@ class _Reading:
     def _argument(self, groups: Mapping[str, str], line: int) -> None:
         """A line of the arguments dump: one value a line, a long list over several."""
         if "field" in groups:
-            if self.in_block and len(self.asked) < KEPT_ARGUMENTS:
+            if self.in_block and len(self.arguments) < KEPT_ARGUMENTS:
                 self._value(groups["field"], "deep" in groups, line)
             return
         self.in_block, self.open_value = "block" in groups, None
@@ -272,8 +272,8 @@ class _Reading:
         closed = not deep and not value.endswith(("[", "{", "("))
         self.open_value = None if closed or len(value) > SEGMENT_BYTES else (key, value)
         if closed and key:
-            self.asked.setdefault(key, value.rstrip(","))
-            self.asked_at.setdefault(key, line)
+            self.arguments.setdefault(key, value.rstrip(","))
+            self.argument_lines.setdefault(key, line)
 
     def _begin_again(self, line: int) -> None:
         """A second dump means a second run in one file; of the first only what came after its last
@@ -284,7 +284,7 @@ class _Reading:
         self.kept = {"attention": late}
 
     def _forget_arguments(self) -> None:
-        self.steps, self.blocks, self.asked, self.asked_at = [], [], {}, {}
+        self.steps, self.blocks, self.arguments, self.argument_lines = [], [], {}, {}
         self.announced, self.highest = None, 0
 
     def _restart(self, begins: int) -> None:
@@ -380,8 +380,8 @@ class _Reading:
             signals=tuple(signals),
             steps=tuple(self.steps),
             numbered=self.numbered,
-            asked=self.asked,
-            asked_at=self.asked_at,
+            arguments=self.arguments,
+            argument_lines=self.argument_lines,
             blocks=tuple(self.blocks),
             total_steps=total,
             last_bar=self.bars.get(total) if total is not None else None,
@@ -405,12 +405,12 @@ class _Reading:
         trains = trains or any(" train dataset" in s.text for s in self.kept.get("begun", []))
         bars = self.bars if trains else {}
         planned = self.kept.get("planned", [])
-        told = int(planned[-1].fields["total"].replace(",", "")) if planned else None
+        announced = int(planned[-1].fields["total"].replace(",", "")) if planned else None
         # those of the data are over before it begins, those of its evaluations begin after it
         begun = [int(s.fields["total"]) for s in self.kept.get("bar_begun", [])]
         begun = [of for of in begun if of in bars]
         cut = next((of for of in begun if bars[of][0] < of), None)
-        return told or cut or max(begun, default=next(iter(bars), self.rated))
+        return announced or cut or max(begun, default=next(iter(bars), self.rated))
 
     def _number(self, beside: list[int], total: int | None) -> list[int]:
         """The optimizer step of each of HF Trainer's dicts, which do not name it.

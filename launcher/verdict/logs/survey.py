@@ -1,4 +1,4 @@
-"""Pieces of a log -> what is worth reading of each: a `Survey`.
+"""Pieces of a log -> what is worth reading of each: a `LogSurvey`.
 
 A piece is surveyed by itself, so that a large file is never in memory. What it all means is left
 to `logs`. The lines of a survey are counted from 0 where the piece begins.
@@ -29,7 +29,7 @@ _EDGE_PIECES = 2  # at either end of a log, searched for every pattern
 _STARTS = (b"TokenizerConfig(", b"Total optimization steps = ")  # a piece with one of these is too
 _TRIED = 8_000  # lines with a needle, where none of them matches
 _ALWAYS = 64  # lines of a piece that are read whatever the sample, or as many as that is
-_LAST = 17  # lines of a piece that are read too: the last steps, as told by eight ranks
+_LAST = 17  # lines of a piece that are read too: the last steps, as eight ranks print them
 _LAST_BARS = 400  # of a piece, looked through from its end
 _DUMP_LINES = 4_000
 
@@ -52,7 +52,7 @@ class Hit(NamedTuple):
 
 
 @dataclass(slots=True)
-class Survey:
+class LogSurvey:
     """What one piece holds: its line feeds, its hits, and where each bar stands last: total, done, line."""
 
     feeds: int = 0
@@ -60,7 +60,7 @@ class Survey:
     bars: list[tuple[int, int, int]] = field(default_factory=list)
 
 
-def survey(pieces: Pieces, patterns: Sequence[Pattern]) -> Iterator[Survey]:
+def survey(pieces: Pieces, patterns: Sequence[Pattern]) -> Iterator[LogSurvey]:
     """The surveys of all pieces, in order."""
     count = len(pieces)
     few = count <= 2 * _EDGE_PIECES
@@ -88,9 +88,9 @@ class _Search:
         self.block, self.start, self.stop = piece.block, piece.start, piece.stop
         self.patterns, self.share, self.first = patterns, share, first
         self.edge = edge or any(map(self._holds, _STARTS))
-        self.found = Survey()
+        self.found = LogSurvey()
 
-    def run(self) -> Survey:
+    def run(self) -> LogSurvey:
         """Find the places that matter, then take them in order."""
         block, at, line, done = self.block, self.start, 0, 0
         for place in sorted(self._places()):
@@ -219,21 +219,21 @@ class _Search:
 
     def _bars(self) -> None:
         """Where each bar without a description stands last; training's has none."""
-        block, at, seen = self.block, self.stop, set[int]()
+        block, at, totals = self.block, self.stop, set[int]()
         known: re.Pattern[bytes] | None = None
         if not (self._holds(b"%") and self._holds(b"|")):  # far faster to see than that both are
             return
         for _ in range(_LAST_BARS):
             at = block.rfind(b"%|", self.start, at)
-            if at < 0 or len(seen) >= KEPT_SIGNALS:
+            if at < 0 or len(totals) >= KEPT_SIGNALS:
                 return
             if known is not None and known.match(block, at):
                 continue
             start, end = bounds(block, at)
             bar = BAR.match(block[start:end]) if start >= 0 else None
-            if bar is None or (total := int(bar["total"])) in seen:
+            if bar is None or (total := int(bar["total"])) in totals:
                 continue
-            seen.add(total)
+            totals.add(total)
             known = re.compile(rb"%%\|[^|\r\n]*\|[ \t]*\d+/%d \[" % total)
             line = self.found.feeds - block.count(b"\n", start, self.stop)
             self.found.bars.append((total, int(bar["done"]), line))

@@ -48,7 +48,7 @@ _HARMLESS = re.compile(
     rb"Exception ignored |--- Logging error ---|Exception in thread|^future: <Task finished "
 )
 _CHAINED = re.compile(rb"During handling of the above|The above exception was the direct cause")
-# What a worker raised, told behind what its parent raised because of it.
+# What a worker raised, printed behind what its parent raised because of it.
 _OF_WORKER = b"Original " + FIRST_LINE + b":"
 
 
@@ -77,7 +77,7 @@ class Raised:
 
 @dataclass(slots=True, kw_only=True)
 class _Open:
-    """A traceback of which the end has not been seen yet."""
+    """A traceback whose end is still to come."""
 
     chained: bool
     harmless: bool
@@ -88,10 +88,10 @@ class _Open:
 
 @dataclass(slots=True, kw_only=True)
 class Tracebacks:
-    """The tracebacks that are open, by their rank's prefix, and what each rank said last."""
+    """The tracebacks that are open, by their rank's prefix, and each rank's last line."""
 
     open: dict[bytes, _Open] = field(default_factory=dict)
-    said: dict[bytes, bytes] = field(default_factory=dict)
+    last_lines: dict[bytes, bytes] = field(default_factory=dict)
     followed: int = 0
 
     def recall(self, before: bytes) -> None:
@@ -126,17 +126,19 @@ class Tracebacks:
         body = segment[len(prefix) :]
         prefix = _STAMPS.sub(b"", prefix).strip() if prefix else prefix
         if body and not _opens(body):
-            self.said[prefix] = body
+            self.last_lines[prefix] = body
         return prefix, body
 
     def _line(self, segment: bytes, line: int, opening: bool) -> list[Raised]:
-        before = dict(self.said) if FIRST_LINE in segment else {}
+        before = dict(self.last_lines) if FIRST_LINE in segment else {}
         prefix, body = self._say(segment)
         if _opens(body):
             if opening:
-                said = before.get(prefix, b"")
-                chained = _OF_WORKER in body or bool(_CHAINED.search(said))
-                self.open[prefix] = _Open(chained=chained, harmless=bool(_HARMLESS.search(said)))
+                last_line = before.get(prefix, b"")
+                chained = _OF_WORKER in body or bool(_CHAINED.search(last_line))
+                self.open[prefix] = _Open(
+                    chained=chained, harmless=bool(_HARMLESS.search(last_line))
+                )
                 self.followed = 0
             else:
                 self.open.pop(prefix, None)

@@ -158,3 +158,19 @@ def write_bytes(path: Path, raw: bytes, *, durable: bool = False, mode: int = 0o
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def remove_tree(path: Path) -> str | None:
+    """Remove a folder with all that is in it; why not, where that fails."""
+    # whoever reads a run need not wait for this import
+    import shutil
+
+    # out of the way at once: what starts meanwhile makes a folder anew
+    aside = path.with_name(f".{path.name}.removed-{os.urandom(4).hex()}")
+    try:
+        os.rename(path, aside)
+        shutil.rmtree(aside)
+    except OSError as error:
+        left = aside if aside.exists() else path
+        return f"it cannot be removed: {error.strerror} ({left})"
+    return None

@@ -14,7 +14,6 @@ import hashlib
 import math
 import os
 import re
-import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -404,21 +403,9 @@ def _in_the_way(folder: CacheFolder, dry_run: bool) -> str | None:
             return "a run uses it"
         if folder.live():
             return "a run uses it"
-        return None if dry_run else _removed(folder.path)
+        return None if dry_run else files.remove_tree(folder.path)
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
     finally:
         if lock is not None:
             os.close(lock)
-
-
-def _removed(path: Path) -> str | None:
-    # out of the way at once: a run that starts meanwhile makes a folder anew
-    aside = path.with_name(f".{path.name}.cleared-{secrets.token_hex(4)}")
-    try:
-        os.rename(path, aside)
-        shutil.rmtree(aside)
-    except OSError as error:
-        left = aside if aside.exists() else path
-        return f"it cannot be removed: {error.strerror} ({left})"
-    return None

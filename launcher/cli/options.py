@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
@@ -60,8 +61,19 @@ Findings = Literal["text", "json", "github"]
 
 # What several commands have: `Shared` holds those from which a request is made.
 FORMAT = Option("text", "--format", help="print text, or one JSON object")
-RUN = Argument(..., metavar="RUN", help="a run, the beginning of its name, or `last`")
-LAST_RUN = Argument("last", metavar="RUN", help="a run, the beginning of its name, or `last`")
+
+
+def _run_names(incomplete: str) -> list[str]:
+    """What a shell completes a RUN to, the newest first."""
+    from launcher.runs import rundir
+
+    names = ["last", *(run.path.name for run in reversed(rundir.known_runs()))]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+_RUN = "a run, the beginning of its name, or `last`, the newest of this folder"
+RUN = Argument(..., metavar="RUN", help=_RUN, autocompletion=_run_names)
+LAST_RUN = Argument("last", metavar="RUN", help=_RUN, autocompletion=_run_names)
 OVERRIDES = Argument(
     None,
     metavar="[KEY=VALUE]...",
@@ -242,14 +254,29 @@ def takes(*names: str) -> Callable[[Command], Command]:
     return add
 
 
-def found_run(name: str) -> RunFolder:
+def found_run(name: str, kind: str = "run") -> RunFolder:
     """The run of that name. Raises UsageError where there is none, or several."""
+    from launcher.report import console
     from launcher.runs import rundir
 
     folder = rundir.find(name)
     if folder is None:
-        raise usage("no-such-run", f"there is no run `{name}`", "launch runs")
+        raise usage("no-such-run", f"there is no {kind} `{name}`", "launch runs")
+    if name == "last" and not rundir.begun_here(folder):
+        console.aside(f"no run was begun in this folder; the last of all is {folder.path.name}")
     return folder
+
+
+def confirmed(lines: Sequence[str], given: bool, flag: str) -> bool:
+    """Whether to delete this, as `flag` says or who sits at the terminal. Raises UsageError without both."""
+    from launcher.report import console
+
+    if given:
+        return True
+    if not sys.stdin.isatty():
+        raise usage("not-confirmed", f"this would delete {', '.join(lines)}", f"add {flag}")
+    console.aside("\n".join(f"delete {line}" for line in lines))
+    return typer.confirm("Delete?", err=True)
 
 
 def files_of(path: Path) -> list[Path]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from launcher import files
@@ -22,13 +24,45 @@ COLUMNS = (
     "run", "stage", "state", "verdict", "step", "loss", "tokens/s", "age", "gpus", "checkpoint", "output",
     "wandb",
 )  # fmt: skip
+_IN_WORDS = {"unknown": "unknown here"}  # in a table beside nothing that explains it
 _STEP = b'"event": "step"'
 _ENDED = ("finished", "failed", "stopped", "lost")
 
 
 def rows(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Rows of the runs that have begun, oldest first."""
-    return [row(folder) for folder in folders if rundir.begun(folder)]
+    """Rows of the runs that have begun, oldest first; `part_of` is the pipeline, bench, ladder or tune."""
+    campaigns = rundir.campaigns(folders)
+    return [
+        row(folder) | {"part_of": str(path) if (path := campaigns.get(folder.path)) else None}
+        for folder in folders
+        if rundir.begun(folder)
+    ]
+
+
+def entries(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The rows by pipeline, bench, ladder and tune, each other run by itself; the newest last."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for one in reversed(rows):
+        found.setdefault(one["part_of"] or one["path"], []).insert(0, one)
+    return [*reversed(found.values())]
+
+
+def entry(group: Sequence[Mapping[str, Any]], *, whole: bool = False) -> Mapping[str, Any]:
+    """One line for a group of `entries`, or with `whole` for its first run."""
+    first = {**group[0], "state": _words(group, "state")}
+    if whole or first["part_of"] is None:
+        return first
+    path = Path(first["part_of"])
+    kind = path.name.partition("-")[2].partition("-")[0]
+    counts = {name: _words(group, name, counted=True) for name in ("state", "verdict")}
+    return {"run": path.name, "stage": kind, "age": first["age"], **counts}
+
+
+def _words(group: Sequence[Mapping[str, Any]], name: str, *, counted: bool = False) -> str | None:
+    """The states or verdicts of some runs, and of how many each is."""
+    words = [_IN_WORDS.get(one[name], one[name]) for one in group if one[name] is not None]
+    counts = [f"{n} {word}" if counted else word for word, n in Counter(words).items()]
+    return ", ".join(counts) or None
 
 
 def row(folder: RunFolder) -> dict[str, Any]:

@@ -328,6 +328,12 @@ def enter(index: str, path: Path) -> None:
         files.write_bytes(folder / _entry(path), place)
 
 
+def forget(index: str, path: Path) -> None:
+    """Take a folder out of an index."""
+    with contextlib.suppress(OSError):
+        (state_folder() / index / _entry(path)).unlink(missing_ok=True)
+
+
 def _entry(path: Path) -> str:
     digest = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:16]
     return f"{dashed(path.name)[-100:]}-{digest}"
@@ -357,9 +363,10 @@ def known_runs() -> list[RunFolder]:
 
 
 def find(name: str) -> RunFolder | None:
-    """A run by its folder, its name, a unique prefix of it, or `last`: the one started last.
+    """A run by its folder, its name, a unique prefix of it, or `last`.
 
-    Raises UsageError where several begin so.
+    `last` is the run started last in this folder, else the one started last anywhere; a run of a bench,
+    ladder or tune folder never is. Raises UsageError where several begin so.
     """
     path = Path(name)
     # a further machine of a run keeps no manifest of its own
@@ -367,7 +374,8 @@ def find(name: str) -> RunFolder | None:
         return RunFolder(path.absolute())
     runs = known_runs()
     if name == "last":
-        newest = sorted(runs, key=_started, reverse=True)
+        newest = sorted((run for run in runs if not _is_trial(run)), key=_started, reverse=True)
+        newest = list(filter(begun_here, newest)) or newest
         return next(filter(begun, newest), next(iter(newest), None))
     matching = [folder for folder in runs if name and folder.path.name.startswith(name)]
     exact = [folder for folder in matching if folder.path.name == name]
@@ -380,7 +388,32 @@ def find(name: str) -> RunFolder | None:
     return found[0] if found else None
 
 
-_RECORDS = ("pipeline.json", "bench.json", "ladder.json", "tune.json")
+def begun_here(folder: RunFolder) -> bool:
+    """Whether the run was started from the folder that this process is in."""
+    place = read_head(folder).get("cwd") or read_manifest(folder).get("cwd")
+    return place == redact(os.getcwd())
+
+
+_PIPELINE = "pipeline.json"
+_RECORDS = (_PIPELINE, "bench.json", "ladder.json", "tune.json")
+
+
+def _is_trial(folder: RunFolder) -> bool:
+    return any((folder.path.parent / name).is_file() for name in _RECORDS)
+
+
+def campaigns(runs: Iterable[RunFolder]) -> dict[Path, Path]:
+    """Of each run that belongs to a pipeline, bench, ladder or tune the folder of that."""
+    found: dict[Path, Path] = {}
+    below: dict[Path, list[Path]] = {}
+    for run in runs:
+        below.setdefault(run.path.parent, []).append(run.path)
+    for parent, paths in below.items():
+        if _is_trial(RunFolder(paths[0])):
+            found |= dict.fromkeys(paths, parent)
+        for pipeline in parent.glob("*-pipeline-*"):
+            found |= {run.path: pipeline for run in members(pipeline)}
+    return found
 
 
 def members(folder: Path) -> list[RunFolder]:

@@ -18,16 +18,17 @@ from launcher.cli.options import (
     Format,
     answer,
     app,
+    confirmed,
     found_run,
     not_begun,
 )
-from launcher.errors import Exit, Finding, usage
+from launcher.errors import Exit, Finding, not_ready, usage
 from launcher.paths import exists
 
 if TYPE_CHECKING:
     from launcher.runs.rundir import RunFolder
 
-_IN_WORDS = {"unknown": "unknown here"}
+State = Literal["queued", "running", "orphaned", "finished", "failed", "stopped", "unknown", "lost"]
 
 cache = typer.Typer(no_args_is_help=True, help="List, explain and clear caches.")
 app.add_typer(cache, name="cache")
@@ -104,20 +105,60 @@ def stop(
     return answer("stop", format, data, [f"{folder.path.name}: {outcome}"])
 
 
-@app.command(epilog="Example: launch runs --format json")
-def runs(format: Format = FORMAT) -> Exit:
+@app.command(epilog="Example: launch runs --here --state failed --last 5")
+def runs(
+    state: State | None = Option(None, "--state", help="only runs in this state"),
+    last: int | None = Option(None, "--last", metavar="N", min=1, help="only the N newest"),
+    here: bool = Option(False, "--here", help="only runs begun in this folder"),
+    whole: bool = Option(
+        False, "--all", help="a line for each run of a pipeline, bench, ladder or tune"
+    ),
+    format: Format = FORMAT,
+) -> Exit:
     """List the runs known on this machine."""
     from launcher.report import console, overview
     from launcher.runs import rundir
 
-    rows = overview.rows(rundir.known_runs())
+    folders = [one for one in rundir.known_runs() if not here or rundir.begun_here(one)]
+    rows = [one for one in overview.rows(folders) if state in (None, one["state"])]
+    groups = ([[row] for row in rows] if whole else overview.entries(rows))[-(last or 0) :]
 
     def show() -> None:
-        # in a table beside nothing that explains it
-        shown = [{**one, "state": _IN_WORDS.get(one["state"], one["state"])} for one in rows]
-        console.table(shown, overview.COLUMNS)
+        lines = [overview.entry(group, whole=whole) for group in groups]
+        console.table(lines, overview.COLUMNS)
 
-    return answer("runs", format, rows, show if rows else ["no runs yet"])
+    none = "no such runs" if state or here else "no runs yet"
+    return answer(
+        "runs", format, [row for one in groups for row in one], show if groups else [none]
+    )
+
+
+@app.command("rm", epilog="Example: launch rm 20260101T000000Z-sft-demo --yes")
+def remove(
+    run: str = RUN,
+    model: bool = Option(False, "--model", help="delete its output folder too"),
+    yes: bool = Option(False, "--yes", "-y", help="do not ask"),
+    format: Format = FORMAT,
+) -> Exit:
+    """Delete a run that is over; its model stays."""
+    from launcher import files
+    from launcher.lifecycle import remove
+    from launcher.machine import sizes
+    from launcher.runs import rundir
+
+    folder = found_run(run)
+    paths = remove.paths(folder, model=model)
+    lines = [f"{path} ({sizes.sized(sizes.below(path))})" for path in paths]
+    if not confirmed(lines, yes, "--yes"):
+        return answer("rm", format, {"removed": []}, ["nothing was deleted"])
+    # it may have been resumed meanwhile
+    remove.require_over(folder)
+    for path in paths:
+        if (why := files.remove_tree(path)) is not None:
+            raise not_ready("not-removed", why, "delete it by hand", file=str(path))
+    rundir.forget("runs", folder.path)
+    data = {"removed": [str(path) for path in paths]}
+    return answer("rm", format, data, [f"deleted {line}" for line in lines])
 
 
 @app.command(epilog="Example: launch check runs/20260101T000000Z-sft-demo --format json")
@@ -145,9 +186,7 @@ def check(
 
         if members := rundir.members(log):
             return _check_each(log, members, allow_unproven, format)
-        folder = rundir.find(target)
-        if folder is None:
-            raise usage("no-such-run", f"there is no run or log `{target}`", "launch runs")
+        folder = found_run(target, "run or log")
         if not folder.attempts() and not exists(folder.probe):
             raise not_begun(folder)
         name, verdict = folder.path.name, start.finish(folder)
@@ -241,12 +280,22 @@ def cache_clear(
         None, "--kind", help="only caches of this kind"
     ),
     dry_run: bool = Option(False, "--dry-run", help="list what would be deleted; delete nothing"),
+    whole: bool = Option(False, "--all", help="delete every unused cache without asking"),
     format: Format = FORMAT,
 ) -> Exit:
     """Delete cache folders that no run uses."""
     from launcher.cache import folders
+    from launcher.machine.sizes import sized
 
     seconds = None if older_than is None else folders.age(older_than)
-    done = folders.clear(folders.known(), kind=kind, older_than_s=seconds, dry_run=dry_run)
+
+    def clear(dry_run: bool) -> list[folders.Cleared]:
+        return folders.clear(folders.known(), kind=kind, older_than_s=seconds, dry_run=dry_run)
+
+    if not (dry_run or older_than or kind):
+        unused = [f"{one.folder} ({sized(one.size)})" for one in clear(True) if one.reason is None]
+        if unused and not confirmed(unused, whole, "--all"):
+            return answer("cache clear", format, [], ["nothing was deleted"])
+    done = clear(dry_run)
     lines = [one.line() for one in done] or ["nothing to clear"]
     return answer("cache clear", format, [one.as_json() for one in done], lines)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from launcher.config.keys import KEYS, STAGES, Key
@@ -15,9 +16,11 @@ from launcher.errors import Finding, InvalidConfig, brief
 from launcher.redaction import redact
 from launcher.runs import skypilot
 from launcher.stage import gates, stage, unused
+from launcher.stage.conversion import FORMATS
 from launcher.upstream import history, locate
 from launcher.upstream.history import ArgumentChange
 from launcher.upstream.locate import Locator, Upstream
+from launcher.upstream.meaning import meaning_of
 from launcher.upstream.schema import Field, Read, Schema
 from launcher.upstream.trainers import BACKENDS, entry_of
 
@@ -52,6 +55,7 @@ class Explained:
     option: Key | None
     words: tuple[str, ...]
     reads: tuple[Read, ...] | None
+    meaning: str | None
     advice: str | None
     here: Here | None
     history: tuple[ArgumentChange, ...]
@@ -74,6 +78,7 @@ class Explained:
             "exists": known is not None,
             "option": option
             and {"type": option.shape, "default": option.default, "words": list(self.words)},
+            "meaning": self.meaning,
             "type": known and known.type,
             "default": known and _default(known),
             "required": known and known.required,
@@ -95,8 +100,11 @@ class Explained:
 
     def lines(self) -> Iterator[str]:
         """For people: one fact a line, the name of the fact in front."""
-        name = self.schema.script
-        yield f"{self.key}  ({self.stage} on {self.schema.backend}, {name} at {self.schema.named})"
+        where = (
+            f"{self.stage} on {self.schema.backend}, {self.schema.script} at {self.schema.named}"
+        )
+        own = self.field is None and self.option is not None
+        yield f"{self.key}  ({'a key of stage files' if own else where})"
         if self.field is not None:
             yield from self._definition(self.field)
             if self.option is not None:
@@ -124,6 +132,10 @@ class Explained:
             yield f"  history    {history.sentence(event)}"
 
     def _definition(self, known: Field) -> Iterator[str]:
+        if self.meaning is not None:
+            yield fill(
+                self.meaning, 100, initial_indent="  meaning    ", subsequent_indent=" " * 13
+            )
         yield f"  type       {known.type}"
         if known.choices:
             yield f"  choices    {', '.join(str(choice) for choice in known.choices)}"
@@ -138,10 +150,13 @@ class Explained:
         elif not self.reads:
             yield "  read       no read found: it does nothing here"
         entry = entry_of(self.schema)
-        for read in self.reads or ():
+        reads = self.reads or ()
+        for read in reads[:_READS]:
             conditions = unused.condition_of(read, entry)
             when = f"  where {' and '.join(conditions)}" if conditions else ""
             yield f"  read       {read.where}{when}"
+        if more := reads[_READS:]:
+            yield f"             and in {len(more)} more places: --format json"
         for script, found in self.schema.beside.items():
             for read in found.get(self.key, ())[:1]:
                 yield f"  beside     {script} reads it too: {read.where}"
@@ -154,11 +169,13 @@ def explain(
     config: Config | None = None,
     stage_name: str | None = None,
     backend: str | None = None,
+    derived: Mapping[str, tuple[Any, str]] | None = None,
 ) -> list[Explained]:
     """The argument `key`, for the stage of a config, or for each stage of a backend.
 
-    `stage_name` is a stage; `backend` counts where no config is given. Raises what judging the config
-    raises, and InvalidConfig where the source cannot be read.
+    What people call an argument (`lr`, `model`) stands for it. `stage_name` is a stage; `backend` counts
+    where no config is given; `derived` are the values that launch sets for this config, with the reason.
+    Raises what judging the config raises, and InvalidConfig where the source cannot be read.
     """
     # of what stands inside a mapping or a list, the whole is explained
     key = re.split(r"[.\[]", key.removeprefix("args."), maxsplit=1)[0]
@@ -167,12 +184,53 @@ def explain(
         if judged.schema is None or judged.upstream is None or judged.values is None:
             # what is wrong with the file stands before any of its keys
             raise InvalidConfig(judged.findings)
-        return [_explained(key, judged.schema, judged.upstream, _here(key, config, judged))]
+        return [
+            _explained(
+                name, judged.schema, judged.upstream, _here(name, config, judged, derived or {})
+            )
+            for name in _names(key, judged.schema, judged.upstream)
+        ]
     explained = []
     for name in [stage_name] if stage_name else STAGES:
         chosen = backend or "open_instruct"
-        explained.append(_explained(key, locator.schema(chosen, name), locator.find(chosen), None))
+        schema, source = locator.schema(chosen, name), locator.find(chosen)
+        explained += [_explained(one, schema, source, None) for one in _names(key, schema, source)]
     return explained
+
+
+def _names(key: str, schema: Schema, source: Upstream) -> list[str]:
+    """The arguments that are meant: that one, those of an idea, or those with it among their words."""
+    if key in schema.fields or key in KEYS or _explained(key, schema, source, None).known:
+        return [key]
+    idea = {*IDEAS.get(key, ()), *(form.keys.get(key, "") for form in FORMATS.values())}
+    if names := [name for name in schema.fields if name in idea]:
+        return names
+    names = [name for name in schema.fields if key in name.split("_")]
+    return names if 0 < len(names) <= _FEW else [key]
+
+
+IDEAS: Mapping[str, tuple[str, ...]] = {
+    "lr": ("learning_rate",),
+    "model": ("model_name_or_path",),
+    "data": ("dataset_mixer_list", "mixer_list", "dataset_name"),
+    "dataset": ("dataset_mixer_list", "mixer_list", "dataset_name"),
+    "batch_size": ("per_device_train_batch_size", "gradient_accumulation_steps"),
+    "epochs": ("num_train_epochs", "num_epochs"),
+    "steps": ("max_train_steps", "max_steps"),
+    "seq_len": ("max_seq_length", "max_length"),
+    "context": ("max_seq_length", "max_length"),
+    "scheduler": ("lr_scheduler_type",),
+    "flash": ("attn_implementation",),
+    "lora": ("use_lora", "use_peft"),
+    "rank": ("lora_rank", "lora_r"),
+    "clip": ("clip_grad_norm", "max_grad_norm"),
+    "save": ("checkpointing_steps", "save_steps", "save_strategy"),
+    "wandb": ("with_tracking", "report_to"),
+    "template": ("chat_template_name", "chat_template_path"),
+}
+"""What people call arguments, beside the names that other tools give them."""
+_FEW = 4
+_READS = 8
 
 
 def notes(schema: Schema) -> dict[str, list[str]]:
@@ -219,11 +277,14 @@ def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) ->
         key=key, stage=schema.stage, upstream=source, schema=schema,
         field=schema.fields.get(key), option=option,
         words=_words(option, schema) if option is not None else (), reads=schema.path.reads.get(key),
+        meaning=meaning_of(source, schema.fields[key]) if key in schema.fields else None,
         advice=advice, here=here, history=locate.past(source, schema.script, key),
     )  # fmt: skip
 
 
-def _here(key: str, config: Config, judged: stage.Judged) -> Here | None:
+def _here(
+    key: str, config: Config, judged: stage.Judged, derived: Mapping[str, tuple[Any, str]]
+) -> Here | None:
     schema, values = judged.schema, judged.values
     assert schema is not None and values is not None
     known = schema.fields.get(key)
@@ -234,19 +295,22 @@ def _here(key: str, config: Config, judged: stage.Judged) -> Here | None:
         found = tuple(f for f in judged.findings if (f.key or "").partition(".")[0] == key)
         return Here(value=config.options[key], origin=str(config.origin(key)), findings=found)
     found = tuple(f for f in judged.findings if (f.key or "").partition("[")[0] == f"args.{key}")
+    if key in derived:
+        value, origin = derived[key]
+        return Here(value=value, origin=origin, findings=found)
     if config.args.get(key) is not None:
-        origin = config.origin(f"args.{key}")
+        place = config.origin(f"args.{key}")
         parents = {str(path) for path in config.parents}
-        via = "from a parent, by `extends`" if origin.file in parents else None
+        via = "from a parent, by `extends`" if place.file in parents else None
         words = tuple(schema.words(key, config.args[key])) if known is not None else ()
         # by its name too: a password has no shape
         value, words = redact({key: (config.args[key], words)})[key]
-        return Here(value=value, origin=str(origin), via=via, words=words, findings=found)
+        return Here(value=value, origin=str(place), via=via, words=words, findings=found)
     if known is None:
         return None
-    derived = entry_of(schema).derived.get(key)
-    if derived is not None:
-        return Here(value=derived[0], origin=f"set by launch: {derived[1]}", findings=found)
+    fixed = entry_of(schema).derived.get(key)
+    if fixed is not None:
+        return Here(value=fixed[0], origin=f"set by launch: {fixed[1]}", findings=found)
     return Here(value=_default(known), origin=f"default, {known.where}", findings=found)
 
 

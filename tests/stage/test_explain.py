@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from launcher.config import keys, load
 from launcher.errors import Exit
 from launcher.stage import explain
 from launcher.stage.explain import Explained
+from launcher.upstream.locate import Upstream
+from launcher.upstream.meaning import meaning_of
+from launcher.upstream.schema import Field
 from launcher.upstream.trainers import BACKENDS
 
 STAGE = """\
@@ -232,3 +236,96 @@ def test_a_token_is_not_told(
     said = capsys.readouterr().out
     assert "<redacted>" in said
     assert TOKEN not in said and "a-plain-password" not in said
+
+
+SOURCE = '''
+class Base:
+    """Ours.
+
+    Args:
+        steps (`int`, *optional*):
+            How many
+            steps.
+    """
+
+    steps: int = 1
+
+class Arguments(Base):
+    rate: float = field(default=1.0, metadata={"help": "The " + "rate."})
+    size: int = 8
+    """The size."""
+    plain: int = 0
+'''
+
+
+class _Tree:
+    name = "pkg"
+
+    def read(self, path: str) -> bytes | None:
+        return SOURCE.encode() if path == "args.py" else None
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "owner", "text"),
+    [
+        ("rate", 14, "Arguments", "The rate."),
+        ("size", 15, "Arguments", "The size."),
+        ("steps", 11, "Base", "How many steps."),
+        ("plain", 17, "Arguments", None),
+        # the lines of the snapshot are not always those of the checkout
+        ("rate", 99, "Arguments", "The rate."),
+    ],
+)
+def test_the_meaning_is_upstreams_own(name: str, line: int, owner: str, text: str | None) -> None:
+    source = Upstream(
+        backend="trl", root=Path("/x"), source="found", is_named=False, pin="1", version="1",
+        packages={"pkg": _Tree()},
+    )  # fmt: skip
+    known = Field(name=name, type="int", kind="int", owner=owner, where=f"pkg/args.py:{line}")
+    assert meaning_of(source, known) == text
+    assert meaning_of(replace(source, packages={}), known) is None
+
+
+@pytest.mark.parametrize(
+    ("idea", "backend", "names"),
+    [
+        ("lr", "open_instruct", ["learning_rate"]),
+        ("model", "trl", ["model_name_or_path"]),
+        ("epochs", "open_instruct", ["num_epochs", "num_train_epochs"]),
+        ("cutoff_len", "trl", ["max_length"]),
+        ("warmup", "open_instruct", ["warmup_ratio"]),
+    ],
+)
+def test_what_people_call_an_argument(
+    idea: str, backend: str, names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", idea, "--backend", backend, "--format", "json"]) == Exit.OK
+    explained = json.loads(capsys.readouterr().out)["data"]["explained"]
+    assert sorted({one["key"] for one in explained}) == names
+
+
+def test_a_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "unknown-key"]) == Exit.OK
+    assert "the entry script has no such argument" in capsys.readouterr().out
+    assert main(["explain", "unknown-kez"]) == Exit.USAGE
+    assert "did you mean `unknown-key`" in capsys.readouterr().err
+
+
+def test_what_launch_derives_is_the_value_here(
+    capsys: pytest.CaptureFixture[str], write: Write
+) -> None:
+    path = write("s.yaml", STAGE + "batch: {global: 128, per_device: 16}\n")
+
+    def here(key: str, *words: str) -> str:
+        assert main(["explain", key, str(path), *words]) == Exit.OK
+        return next(line for line in capsys.readouterr().out.splitlines() if "here  " in line)
+
+    assert here("per_device_train_batch_size") == f"  here       16  (batch: {path}:7, on 1 GPU)"
+    assert here("gradient_accumulation_steps").startswith("  here       8  (batch: ")
+    assert here("gradient_accumulation_steps", "--gpus", "4").startswith("  here       2  (batch: ")
+    assert "(set by launch: " in here("dataset_local_cache_dir")
+
+
+def test_a_key_of_launchs_own_is_explained_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "gates"]) == Exit.OK
+    assert capsys.readouterr().out.count("loss_fall") == 1

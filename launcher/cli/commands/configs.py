@@ -11,10 +11,21 @@ from typing import TYPE_CHECKING
 import typer
 from typer import Argument, Option
 
-from launcher.cli.options import OVERRIDES, SOURCE, Findings, Shared, answer, app, files_of, takes
+from launcher.cli.options import (
+    OVERRIDES,
+    SOURCE,
+    STAGE_FILE,
+    Findings,
+    Shared,
+    answer,
+    app,
+    files_of,
+    takes,
+)
 from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, errors, usage
 
 if TYPE_CHECKING:
+    from launcher.lifecycle.prepare import Request
     from launcher.stage.fix import Fix
     from launcher.upstream.locate import Locator
 
@@ -178,28 +189,66 @@ def _line(entry: dict[str, object]) -> str:
 @takes("stage", "backend", *SOURCE, "format")
 def explain(
     shared: Shared,
-    key: str = Argument(..., help="an argument of upstream's"),
-    config: Path | None = Argument(
-        None, metavar="[CONFIG]", help="a stage file", show_default=False
+    key: str = Argument(
+        ...,
+        metavar="KEY|CODE",
+        help="an argument, a key of stage files, or the code of a finding",
+        show_default=False,
     ),
+    config: Path | None = STAGE_FILE,
     overrides: list[str] | None = OVERRIDES,
+    gpus: int = Option(
+        1, "--gpus", metavar="N", min=0, help="GPUs for the values that depend on them"
+    ),
 ) -> Exit:
-    """Explain an argument: meaning, default, value here, history."""
+    """Explain an argument, a key, or the code of a finding.
+
+    Of an argument: what it does, type, default, who reads it, its value in a stage file, its history.
+    """
     from launcher.config import load
-    from launcher.stage import explain
+    from launcher.stage import explain, findings
 
     loaded = load.load(config, overrides or ()) if config is not None else None
+    request = shared.request(config=config, overrides=overrides or (), gpus=gpus)
     explained = explain.explain(
         key, locator=shared.locator, config=loaded, stage_name=shared.stage,
-        backend=shared.backend,
+        backend=shared.backend, derived=_derived(request) if config is not None else {},
     )  # fmt: skip
-    if not any(one.known for one in explained):
-        near = " or ".join(f"`{name}`" for name in explain.near(key))
+    known = any(one.known for one in explained)
+    meanings = [] if known else findings.meanings(key)
+    if not known and not meanings:
+        near = " or ".join(f"`{name}`" for name in (*explain.near(key), *findings.near(key)))
         help = f"did you mean {near}?" if near else "launch schema lists them all"
         raise usage("no-such-key", f"no such argument, now or earlier: `{key}`", help)
-    data = {"explained": [one.as_json() for one in explained]}
-    lines = "\n\n".join("\n".join(one.lines()) for one in explained)
-    return answer("explain", shared.format, data, [lines])
+    data = {
+        "explained": [one.as_json() for one in explained] if known else [],
+        "codes": [one.as_json() for one in meanings],
+    }
+    # what is the same for SFT and DPO is said once
+    texts = dict.fromkeys("\n".join(one.lines()) for one in (explained if known else meanings))
+    return answer("explain", shared.format, data, ["\n\n".join(texts)])
+
+
+def _derived(request: Request) -> dict[str, tuple[object, str]]:
+    """What launch sets for this stage file, with the reason; nothing where the file is invalid."""
+    from launcher.lifecycle import prepare
+
+    try:
+        plan = prepare.prepare(request, running=False).plan
+    except LaunchError:
+        return {}
+    names, gpus = plan.stage.entry.names, request.gpus
+    on = "the CPU" if not gpus else f"{gpus} GPU{'s' * (gpus > 1)}"
+    batch = f"batch: {plan.stage.config.origin('batch')}, on {on}"
+    return {
+        name: (
+            one.value,
+            batch
+            if name in {names.per_device, names.accumulation}
+            else f"set by launch: {one.why}",
+        )
+        for name, one in plan.derived.items()
+    }
 
 
 @app.command(epilog="Example: launch schema --json-schema > stage.schema.json")

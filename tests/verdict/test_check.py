@@ -251,9 +251,7 @@ def test_liger_is_engaged_where_every_rank_counted_calls(run: Run) -> None:
     assert point.detail["rms_norm"] == {"0": 8, "1": 8}
     assert point.detail["fused_linear_cross_entropy"] == {"0": 0, "1": 0}
     assert {cite.source for cite in point.evidence} == {"probe"}
-
-
-def test_liger_on_some_ranks_only_is_not_engaged(run: Run) -> None:
+    # on some ranks only
     run.rank(0, step(1), liger(rope=4), world=2).rank(1, step(1), world=2)
     point = run.judge(liger="engaged").point("liger")
     assert brief(point) == ("not_engaged", False)
@@ -569,16 +567,12 @@ def test_a_clean_exit_is_not_yet_a_finish(
 
 
 def test_the_probe_tells_the_finish_where_the_log_is_silent(run: Run) -> None:
-    end = [{"event": "saved", "path": "out"}, {"event": "end", "exit": 0}]
-    verdict = run.log("").rank(0, step(1), step(2), *end).judge()
+    end = {"event": "end", "exit": 0}
+    verdict = run.log("").rank(0, step(1), step(2), {"event": "saved", "path": "out"}, end).judge()
     assert brief(verdict.point("finish")) == ("completed", True)
     assert verdict.steps == 2
-
-
-def test_a_checkpoint_is_no_final_save(run: Run) -> None:
-    end = [{"event": "saved", "path": "out/checkpoint-2"}, {"event": "end", "exit": 0}]
-    point = run.rank(0, step(1), step(2), *end).exit(0).judge().point("finish")
-    assert brief(point) == ("stopped", None)
+    run.rank(0, step(1), step(2), {"event": "saved", "path": "out/checkpoint-2"}, end).exit(0)
+    assert brief(run.judge().point("finish")) == ("stopped", None)
 
 
 def test_the_probe_tells_the_error(run: Run) -> None:

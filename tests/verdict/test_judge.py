@@ -152,10 +152,8 @@ def test_where_no_weight_moves_nothing_passes(run: Run, name: str) -> None:
     assert verdict.status == "fail"
     assert run.judge(trend="any").point("trend").ok is True
     # a warm-up begins at 0
-    assert brief(whole(run, range(1, 2), **{name: 0.0}).judge().point("trend")) == (
-        "too_short",
-        True,
-    )
+    trend = whole(run, range(1, 2), **{name: 0.0}).judge().point("trend")
+    assert brief(trend) == ("too_short", True)
 
 
 def trl(loss: str, norm: str, rate: str, steps: int = 9) -> str:

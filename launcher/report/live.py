@@ -64,7 +64,7 @@ class View:
         self.terminal = terminal
         self.live: Live | None = None
         self.since = 0.0
-        self.printed = ""
+        self.printed, self.linked = "", False
 
     @contextlib.contextmanager
     def showing(self) -> Iterator[None]:
@@ -122,6 +122,9 @@ class View:
                 Group(*panel(self.title, self.progress, self.live.console, self.tracker))
             )
             return
+        if self.tracker and not self.linked:
+            self.linked = True
+            typer.echo(f"{self.title}   {self.tracker}", err=True)
         line = redact(printable(f"{self.title}   {self.progress.line()}")).replace("\n", " ")
         due = last or time.monotonic() - self.since >= PLAIN_EVERY_S or not self.printed
         if due and line != self.printed:

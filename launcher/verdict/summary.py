@@ -131,9 +131,10 @@ def _error(finish: Point) -> Mapping[str, Any]:
 
 
 def _raised(detail: Mapping[str, Any]) -> str | None:
-    """The error that ended the run; None for what a launcher says of a child that a signal ended."""
+    """The error that ended the run; None for what only reports a signal."""
     error = mapping(detail.get("error"))
-    if not error or (detail.get("signal") and str(error.get("type")).endswith(MESSENGERS)):
+    reported = (*MESSENGERS, "KeyboardInterrupt")
+    if not error or (detail.get("signal") and str(error.get("type")).endswith(reported)):
         return None
     where = f"  ({error['at']})" if error.get("at") else ""
     kind = "" if error.get("type") in _MESSAGES else f"{error.get('type')}: "

@@ -115,9 +115,11 @@ def test_plain_lines_where_there_is_no_terminal(
         shown.tick()
         shown.tick()
         write(tmp_path, step(3, 3.0))
+        log(tmp_path, "wandb: View run a at: https://wandb.ai/e/p/runs/r\n")
     assert capsys.readouterr().err.splitlines() == [
         "sft demo   starting",
         "sft demo   step 2/3   loss 1.0000   100 tokens/s   0:01 left",
+        "sft demo   https://wandb.ai/e/p/runs/r",
         "sft demo   step 3/3   loss 0.6667   100 tokens/s   0:00 left",
     ]
 

@@ -184,6 +184,9 @@ def test_a_case_on_two_cards_that_are_made_up(tmp_path: Path) -> None:
 
 
 def test_the_commands_can_be_pasted() -> None:
+    words = [sys.executable, str(SCRIPT), "--only", "prob"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2 and "no case prob; there are sft-7b-hand" in done.stderr
     words = [sys.executable, str(SCRIPT), "--list", "--only", "sft-7b-hand", "--repeats", "9"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     command = shlex.split(done.stdout.splitlines()[1])

@@ -104,16 +104,6 @@ def test_a_changed_file_is_read_again(
     assert len(reads) == (2 if name == "finetune.py" else 3)
 
 
-def test_a_file_that_comes_is_noticed(ask: Asked, root: Path, reads: list[Sequence[str]]) -> None:
-    whole = ask()
-    # as in a checkout that is not complete yet
-    (root / "helper.py").unlink()
-    assert ask() != whole
-    (root / "helper.py").write_text(HELPER, encoding="utf-8")
-    assert ask() == whole
-    assert len(reads) == 3
-
-
 def test_a_type_of_another_package_that_the_pin_does_not_use(ask: Asked, root: Path) -> None:
     text = FINETUNE.replace(
         "    spare: int = 0\n", "    spare: LMLossImplementation = LMLossImplementation.default\n"

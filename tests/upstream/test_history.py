@@ -82,14 +82,6 @@ def repo(tmp_path: Path) -> Checkout:
 # ------------------------------------------------------------------------------------ the real history
 
 
-def test_the_table_tells_of_flash_attention() -> None:
-    newest = history.of("use_flash_attn", SFT)[0]
-    assert history.sentence(newest) == "removed by #1567 (9e8e2187c, 2026-03-30)"
-    assert (newest.owner, newest.file, newest.line) == ("FlatArguments", SFT, 102)
-    dpo = history.of("use_flash_attn", DPO)[0]
-    assert (dpo.what, dpo.see, dpo.owner) == ("removed", ("attn_implementation",), "ModelConfig")
-
-
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 @pytest.mark.parametrize("backend", ["open_instruct", "trl"])
 def test_the_table_agrees_with_the_snapshot(backend: str, stage: str) -> None:
@@ -182,14 +174,6 @@ def test_removed_renamed_and_moved(repo: Checkout) -> None:
     assert [event.what for event in repo.of("gone")] == ["removed", "added"]
 
 
-def test_back_and_gone_again(repo: Checkout) -> None:
-    there, gone = arguments("a: int = 1", "flag: bool = False"), arguments("a: int = 1")
-    for text in (there, gone, there, gone):
-        repo.commit("x", {SFT: text})
-    assert [repo.commits.index(event.commit) for event in repo.of("flag")] == [3, 2, 1, 0]
-    assert repo.last("flag") == "removed@3"
-
-
 def test_the_oldest_commit_of_a_shallow_clone_added_nothing(repo: Checkout, tmp_path: Path) -> None:
     repo.commit("0", {SFT: arguments("a: int = 1")})
     repo.commit("1", {SFT: arguments("a: int = 1") + "# note\n"})
@@ -237,15 +221,6 @@ def test_no_git_no_repository_no_commits(
         assert history.of("use_flash_attn", SFT, Repository(root)) == table
     monkeypatch.setenv("PATH", str(empty))
     assert history.of("use_flash_attn", SFT, Repository(repo.root)) == table
-
-
-def test_a_folder_inside_a_larger_repository(repo: Checkout) -> None:
-    repo.commit("0", {f"vendor/{SFT}": arguments("a: int = 1", "b: int = 2")})
-    repo.commit(
-        "1", {f"vendor/{SFT}": arguments("a: int = 1"), SFT: arguments("elsewhere: int = 1")}
-    )
-    found = history.of("b", SFT, Repository(repo.root / "vendor"))
-    assert (found[0].what, found[0].commit, found[0].file) == ("removed", repo.commits[1], SFT)
 
 
 def test_settings_of_the_user_change_nothing(repo: Checkout) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import textwrap
 from pathlib import Path
 
-import programs
 import pytest
 from source_package import conditions_of, package, path_of
 
-from launcher.upstream.source import conditions, reads
-
-UNKNOWN = object()
+from launcher.upstream.source import reads
 
 # Each body reads `a`, and nothing else. `main(args)` is called with the parsed arguments.
 FOLLOWED = {
@@ -727,38 +723,6 @@ def test_functions_that_make_functions_come_to_an_end(tmp_path: Path) -> None:
             f(args.a)
     """
     assert path_of(tmp_path, body).reads["a"]
-
-
-@pytest.mark.parametrize("writes", [True, False])
-@pytest.mark.parametrize("start", range(0, 40, 10))
-def test_what_random_programs_do_was_said(tmp_path: Path, start: int, writes: bool) -> None:
-    """Every argument that a program really reads is known to be read there, for these values."""
-    for seed in range(start, start + 10):
-        differences = disagreements(tmp_path / str(seed), seed, writes=writes)
-        assert not differences, f"seed {seed}: {differences[:3]}"
-
-
-def disagreements(folder: Path, seed: int, *, writes: bool) -> list[str]:
-    """Where what was said of a random program and what it does differ."""
-    source = programs.program(seed, writes=writes)
-    sources = package(folder, {"main.py": source.text, "options.py": programs.OPTIONS})
-    path = reads.find(sources, "pkg/main.py", [("pkg.options", "Options")], programs.FIELDS)
-    chance = random.Random(seed)
-    found = []
-    for _ in range(12):
-        values = programs.values(chance)
-        ran = programs.run(source, values, chance)
-        for name, line in sorted(ran.reads):
-            known = [r for r in path.reads[name] if r.where == f"pkg/main.py:{line}"]
-            if line in ran.idle:
-                # where a branch cannot be reached its test is no read
-                continue
-            if all(False in (conditions.holds(c, values, UNKNOWN) for c in r.when) for r in known):
-                found.append(f"{name} is read in line {line} for {values}, known: {known}")
-        for refusal in path.refusals:
-            if all(conditions.holds(c, values, UNKNOWN) for c in refusal.when) and not ran.refused:
-                found.append(f"{refusal} does not happen for {values}")
-    return found
 
 
 @pytest.mark.parametrize("name", ["f'na{x}s'", "'na' + x", "f'{x}ames'", "f'{x}{y}mes'"])

@@ -91,15 +91,24 @@ def queue(
             _require_not_queued(folder)
             _make(prepared, attempt)
             attempt.write(folder)
-            text = sbatch.script(
-                name=folder.path.name, folder=folder.path, launch=ours(), nodes=planned.nodes,
-                gpus=planned.gpus, options=options,
-            )  # fmt: skip
             return slurm.submit(
-                folder, text, nodes=planned.nodes, options=options, environ=os.environ
+                folder,
+                batch_script(prepared),
+                nodes=planned.nodes,
+                options=options,
+                environ=os.environ,
             )
     finally:
         rundir.release(folder)
+
+
+def batch_script(prepared: Prepared) -> str:
+    """What Slurm is handed for a run."""
+    planned, folder = prepared.plan, (prepared.apart or prepared.folder).path
+    return sbatch.script(
+        name=folder.name, folder=folder, launch=ours(), nodes=planned.nodes, gpus=planned.gpus,
+        options=planned.stage.options.slurm,
+    )  # fmt: skip
 
 
 def ours() -> list[str]:

@@ -272,6 +272,12 @@ def gitlink(repository: Repository, path: str) -> str | None:
     return found[1] if found else None
 
 
+def get_checkout() -> str:
+    """The command that gets a checkout at the pin, where there is none."""
+    help = "git submodule update --init external/open-instruct"
+    return next(iter(status(None, {}).next), help)
+
+
 def _next(told: Status) -> Iterator[str]:
     used, recorded = told.used, told.recorded == PIN
     if used is None:

@@ -126,7 +126,7 @@ def arguments(schemas: Sequence[Schema], notes: Mapping[str, Mapping[str, Sequen
     `notes` are lines about arguments, by script and name.
     """
     for schema in schemas:
-        _echo(f"{schema.stage} on {schema.backend}: {schema.script} at {schema.version}")
+        _echo(f"{schema.stage} on {schema.backend}: {schema.script} at {schema.named}")
         rows = [
             {
                 "name": name,
@@ -187,17 +187,26 @@ def beginning(plan: Plan, console: Path) -> None:
     _echo(f"log: {console}", err=True)
 
 
-def dry_run(plan: Plan, command: Command) -> None:
-    """The plan and the environment as comments, then the command on one line, ready to paste."""
-    shown = command.redacted()
-    for line in plan_lines(plan):
-        _echo(_comment(line))
-    _echo("# environment:")
-    for name, value in shown.env.items():
-        _echo(_comment(f"  {name}={value}"))
+def dry_run(plan: Plan, command: Command, script: str | None = None) -> None:
+    """The plan as comments, then the command on one line, ready to paste, or its batch script."""
+    lines = plan_lines(plan)
+    source = plan.stage.upstream
+    if source.is_checkout and source.root is None:
+        from launcher.pin import pin
+
+        lines.append(
+            f"no open-instruct checkout was found, training needs one: {pin.get_checkout()}"
+        )
     for variable in sorted(set(command.variables.values()) - os.environ.keys()):
-        _echo(f"# {variable} is a secret: export it before you paste this")
-    _echo(shown.shell())
+        lines.append(f"{variable} is a secret: export it before you paste this")
+    for line in lines:
+        _echo(_comment(line))
+    words = command.redacted().shell()
+    if script is None:
+        _echo(words)
+    else:
+        _echo(_comment(f"what trains on each node: {words}"))
+        raw(script)
 
 
 def _comment(text: str) -> str:

@@ -23,6 +23,11 @@ _TRUE = {"yes", "true", "t", "y", "1"}
 _FALSE = {"no", "false", "f", "n", "0"}
 
 
+def short_version(version: str) -> str:
+    """A version for people: of a commit the first twelve digits."""
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", version)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
     """One argument of upstream's.
@@ -256,8 +261,8 @@ class Schema:
 
     @property
     def named(self) -> str:
-        """The version for people: a package with its version, or the start of a commit."""
-        return self.version if " " in self.version else self.version[:12]
+        """The version for people."""
+        return short_version(self.version)
 
     def as_json(self) -> dict[str, Any]:
         """For machines: every argument with its type, default, place and reads."""

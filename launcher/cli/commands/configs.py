@@ -181,8 +181,10 @@ def _line(entry: dict[str, object]) -> str:
     source = entry.get("upstream")
     if not isinstance(source, dict):
         return line
+    from launcher.upstream.schema import short_version
+
     where = source["root"] if source["root"] else "the committed snapshot"
-    return f"{line} ({entry['stage']}, {source['backend']} {source['version']}, {where})"
+    return f"{line} ({entry['stage']}, {source['backend']} {short_version(str(source['version']))}, {where})"
 
 
 @app.command(epilog="Example: launch explain use_liger_kernel --stage sft")

@@ -130,7 +130,7 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
             elsewhere=slurm or skypilot is not None,
         )  # fmt: skip
         if shared.dry_run:
-            return _dry_run(request, shared.format)
+            return _dry_run(request, shared.format, slurm=slurm)
         if skypilot is not None:
             return _write_task(request, skypilot, shared.format)
         at_end = _AtEnd.of(on_finish, on_finish_limit, shared.allow_unproven)
@@ -153,16 +153,21 @@ app.command("dpo", epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gp
 )
 
 
-def _dry_run(request: Request, format: Format) -> Exit:
-    from launcher.lifecycle import prepare
+def _dry_run(request: Request, format: Format, *, slurm: bool) -> Exit:
+    from launcher.lifecycle import prepare, start
     from launcher.report import console
 
     prepared = prepare.prepare(request, running=False)
     found = (*prepared.findings, *prepare.of_earlier_run(prepared))
+    script = start.batch_script(prepared) if slurm else None
+    data = {**prepared.as_json(), **({"batch_script": script} if slurm else {})}
     return answer(
-        str(request.stage), format, prepared.as_json(),
-        lambda: console.dry_run(prepared.plan, prepared.command), found,
-    )  # fmt: skip
+        str(request.stage),
+        format,
+        data,
+        lambda: console.dry_run(prepared.plan, prepared.command, script),
+        found,
+    )
 
 
 def _run(request: Request, shared: Shared, at_end: _AtEnd, *, detach: bool) -> Exit:

@@ -203,13 +203,10 @@ def checkout(subject: Subject) -> Iterator[Finding]:
     if subject.upstream.root is None and subject.upstream.is_checkout:
         from launcher.pin import pin
 
-        fill = next(
-            iter(pin.status(None, {}).next), "git submodule update --init external/open-instruct"
-        )
         yield launch_finding(
             "error", "no-checkout",
             "there is no open-instruct checkout (external/open-instruct, /workspace/open-instruct, "
-            "~/open-instruct)", f"{fill}, or --open-instruct PATH",
+            "~/open-instruct)", f"{pin.get_checkout()}, or --open-instruct PATH",
         )  # fmt: skip
 
 

@@ -186,7 +186,6 @@ _QUANTITIES = (
     _Quantity("mfu", "MFU", 3, 100, " %"),
     _Quantity("hours", "time"),
 )
-_ALWAYS = 4  # of them stand there whether known or not
 
 Figures = tuple[Mapping[str, float | None], Mapping[str, float | None]]
 """What was planned and what was measured of a run."""
@@ -199,9 +198,8 @@ def plans(entries: Sequence[PageRun]) -> Html:
     figures = [(series.planned(entry.run), series.measured(entry.run)) for entry in entries]
     shown = [
         quantity
-        for number, quantity in enumerate(_QUANTITIES)
-        if number < _ALWAYS
-        or any(part.get(quantity.key) is not None for pair in figures for part in pair)
+        for quantity in _QUANTITIES
+        if any(part.get(quantity.key) is not None for pair in figures for part in pair)
     ]
     many = len(entries) > _MANY
     inner = _plan_rows(entries, figures, shown) if many else _plan_columns(entries, figures, shown)

@@ -201,8 +201,13 @@ def plans(entries: Sequence[PageRun]) -> Html:
         for quantity in _QUANTITIES
         if any(part.get(quantity.key) is not None for pair in figures for part in pair)
     ]
-    many = len(entries) > _MANY
-    inner = _plan_rows(entries, figures, shown) if many else _plan_columns(entries, figures, shown)
+    if len(entries) > 1:
+        inner = _plan_rows(entries, figures, shown)
+    else:
+        head = ["", *map(right, ("plan", "measured", "ratio"))]
+        plan, measured = figures[0]
+        rows = [[q.words, *_plan_cells(q, plan.get(q.key), measured.get(q.key))] for q in shown]
+        inner = table(head, rows, "figures")
     return _section("plan", "Plan and measurement", inner)
 
 
@@ -225,27 +230,6 @@ def _plan_rows(
         rows.append([tag("th", entry.heading, scope="row", class_="run"), *cells])
     head = ["", *(tag("th", q.words, scope="col", class_="number fold") for q in shown)]
     return table(head, rows, "figures")
-
-
-def _plan_columns(
-    entries: Sequence[PageRun], figures: Sequence[Figures], shown: Sequence[_Quantity]
-) -> Html:
-    rows = []
-    for quantity in shown:
-        pairs = [(plan.get(quantity.key), measured.get(quantity.key)) for plan, measured in figures]
-        rows.append(
-            [quantity.words, *(cell for pair in pairs for cell in _plan_cells(quantity, *pair))]
-        )
-    head = ["", *(right(word) for _ in entries for word in ("plan", "measured", "ratio"))]
-    whole = table(head, rows, "figures")
-    if len(entries) > 1:
-        names = (
-            tag("th", entry.heading, scope="colgroup", colspan="3", class_="number")
-            for entry in entries
-        )
-        above = tag("tr", join([Html("<td></td>"), *names]))
-        whole = Html(whole.replace("<thead>", f"<thead>{above}", 1))
-    return whole
 
 
 def _plan_cells(quantity: _Quantity, plan: float | None, measured: float | None) -> list[Html]:

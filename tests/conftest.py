@@ -1,7 +1,5 @@
 """What every test gets: no colour, a fixed width, its own state folder, an environment left as it was."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

@@ -1,7 +1,5 @@
 """How launch's own cost is compared with what is stored: with made-up numbers, nothing is timed."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -1,7 +1,5 @@
 """The documents say what the program does."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

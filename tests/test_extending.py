@@ -1,7 +1,5 @@
 """What docs/internals.md says of adding something: a piece of code, and at most one row of a table."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """What goes wrong around a run, done for real: nothing lost, nobody left behind, a documented exit code."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -83,9 +81,6 @@ def whole(folder: RunFolder) -> None:
             assert json.loads(path.read_text()), path.name
 
 
-# --- disks that are full --------------------------------------------------------------------------
-
-
 def test_a_disk_that_fills_with_the_log(world: World, mount: Mount) -> None:
     mount(world.runs, "size=1m")
     folder = world.prepared("print=3", "flood=2", "exit=0")
@@ -136,9 +131,6 @@ def test_a_run_on_a_full_disk_can_be_stopped(world: World, mount: Mount) -> None
     assert not folder.stop.exists()
 
 
-# --- a log that is changed underneath -------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["removed", "truncated"])
 def test_a_log_that_is_changed_is_followed(world: World, how: str) -> None:
     folder = world.prepared("print=100", "pid=leader", f"wait={world.root}/go", "print=3")
@@ -164,8 +156,6 @@ def test_a_log_that_is_changed_is_followed(world: World, how: str) -> None:
     assert (reading.returncode, looking.returncode, keeping.returncode) == (0, 1, 1)
 
 
-# --- clocks ---------------------------------------------------------------------------------------
-
 AHEAD = time.time() + 10 * 365 * 86400
 
 
@@ -183,9 +173,6 @@ def test_a_verdict_is_known_by_what_it_is_and_not_by_its_time(world: World) -> N
     os.utime(folder.verdict, (AHEAD, AHEAD))
     done = world.launch("attach", "a run", "--format", "json")
     assert json.loads(done.stdout)["data"]["steps"] != 77
-
-
-# --- locks and processes of others ----------------------------------------------------------------
 
 
 def test_a_lock_of_the_dead_is_free_and_one_of_a_stranger_is_not(world: World) -> None:
@@ -251,9 +238,6 @@ def test_a_keeper_that_was_killed_before_it_told_anybody(world: World) -> None:
     for _ in range(2):
         assert world.launch("attach", "a run").returncode == 4
     assert told.read_text() == "4", "told once, and how it ended is not forgotten"
-
-
-# --- signals --------------------------------------------------------------------------------------
 
 
 def kept(folder: RunFolder) -> int:
@@ -365,9 +349,6 @@ def test_a_request_to_stop_what_never_began_is_not_meant_for_the_next(world: Wor
     assert rundir.read_json(folder.exit(1))["stopped"] is None
 
 
-# --- streams, home, working folder ----------------------------------------------------------------
-
-
 def shell(world: World, line: str, **more: str) -> subprocess.CompletedProcess[str]:
     """A command line as a user's shell runs it; `launch` is what is tested."""
     words = " ".join(LAUNCH)
@@ -413,8 +394,6 @@ def test_streams_that_are_closed(world: World) -> None:
     assert shell(world, f"launch logs 'a run' {closed}").returncode == 0
 
 
-# --- folders that are half written ----------------------------------------------------------------
-
 HALVES = ["run.json", "start.json", "process.json", "verdict.json", "probe/rank-0.jsonl"]
 
 
@@ -454,8 +433,6 @@ def test_a_half_written_file(world: World, complete: Path, name: str) -> None:
     assert codes[-1] == 0
     assert not list((world.root / "state").rglob("bug*"))
 
-
-# --- end to end, under every name -----------------------------------------------------------------
 
 ODD = 'it\'s "q" -new\nline ü-文-🙂$(touch pwned)`touch pwned`;#(touch pwned)'
 

@@ -1,7 +1,5 @@
 """Files and values that others may have written: within bounds, in time, with a documented exit code."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -141,8 +139,6 @@ def test_a_run_of_another_user_is_not_ready(
     assert "rank-0.jsonl" in capsys.readouterr().err
 
 
-# --- stage files ----------------------------------------------------------------------------------
-
 HEAD = "stage: sft\nbackend: trl\ndeepspeed: none\nargs:\n  model_name_or_path: a/b\n  dataset_name: a/b\n"
 
 
@@ -197,8 +193,6 @@ def test_a_huge_number_is_planned_or_refused(tmp_path: Path, value: str) -> None
                   ["sft", str(path), "--dry-run", "--gpus", "0"]):  # fmt: skip
         assert main.main(words) in {0, 3, 5}
 
-
-# --- what reaches a terminal ----------------------------------------------------------------------
 
 HOSTILE = (
     "\x1b]0;owned\x07a\x1b[31mb\x9b2Jc\x08\x7f\r\n::error::pwned\r ::warning::x\n##[error]y\u202e"
@@ -267,9 +261,6 @@ def test_the_bug_reporter_takes_any_name(
         [sys.executable, "-m", "launcher", "validate-config", name], capture_output=True
     )
     assert done.returncode == 3, done.stderr
-
-
-# --- logs of strangers ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The cases of docs/benchmarks.md: what they make, how results are merged, one of them end to end."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Which module may import which, and what the light commands never load."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

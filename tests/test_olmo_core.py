@@ -1,7 +1,5 @@
 """The second DPO script, dpo.py: chosen, checked, started by torchrun, and planned under FSDP."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace
@@ -68,9 +66,6 @@ def invoke(*words: str) -> Any:
     return CliRunner().invoke(app, list(words), catch_exceptions=False)
 
 
-# --- which script ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("script", ["dpo_olmo_core", "open_instruct/dpo.py"])
 def test_a_stage_file_names_the_script(tmp_path: Path, script: str) -> None:
     stage = from_text(tmp_path, text(script=script))
@@ -100,8 +95,6 @@ def test_other_scripts_are_refused(tmp_path: Path) -> None:
         assert (fault.severity, fault.line) == ("error", 3)
         assert words in (fault.help or "")
 
-
-# --- what it says ---------------------------------------------------------------------------------
 
 SPEAKS = [
     # read out of the script
@@ -169,9 +162,6 @@ def test_deepspeed_is_an_error_and_precision_is_not_read(tmp_path: Path) -> None
     assert (said["deepspeed-with-torchrun", "deepspeed"].severity) == "error"
     assert said["deepspeed-with-torchrun", "deepspeed"].line == 4
     assert said["mixed-precision-unread", "mixed_precision"].line == 5
-
-
-# --- models ---------------------------------------------------------------------------------------
 
 
 def test_an_unknown_model_names_the_known_and_the_other_script(tmp_path: Path) -> None:
@@ -286,8 +276,6 @@ def test_the_shapes_are_those_of_the_package(
         assert model.blocks["0"].attention.n_heads == heads, name
 
 
-# --- offline --------------------------------------------------------------------------------------
-
 QWEN = "Qwen/Qwen3-0.6B"
 SNAPSHOT = {
     "config.json": '{"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28}',
@@ -363,9 +351,6 @@ def test_a_name_of_olmo_cores_is_no_model_of_the_hub(
     assert "missing-model" not in {finding.code for finding in judged.findings}
     parts = hub.required_parts(plan.make(stage.validate(judged), gpus=8))
     assert "qwen3_0_6B" not in {part.name for part in parts}
-
-
-# --- the command ----------------------------------------------------------------------------------
 
 
 def test_torchrun_on_one_machine(tmp_path: Path) -> None:
@@ -462,9 +447,6 @@ def test_a_global_batch_that_packed_steps_do_not_reach(tmp_path: Path) -> None:
     assert (fault.key, fault.line, fault.severity) == ("batch.global", 4, "warning")
     reached = planned(from_text(tmp_path, written), gpus=8).findings
     assert not [f for f in reached if f.code == "accumulation-packed"]
-
-
-# --- the plan -------------------------------------------------------------------------------------
 
 
 def story(tmp_path: Path, budget: float, batch: int = 2) -> Memory:
@@ -765,9 +747,6 @@ def test_a_row_that_had_no_room_for_the_next_pair_needs_no_larger_batch(tmp_path
     made.pairs.tell_waste(900, 4096, 3, 700)
     (told,) = heard(made, "half_wasted")
     assert told["message"] == "batch 3 uses 22% of each step"
-
-
-# --- the source -----------------------------------------------------------------------------------
 
 
 def test_the_snapshot_says_what_the_checkout_says(checkout: Path) -> None:

@@ -1,7 +1,5 @@
 """Tokens go, words of the trade stay."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,9 +133,6 @@ def test_a_long_text_takes_no_square_of_its_time(word: str) -> None:
     assert time.process_time() - begun < 5
 
 
-# --- what a process prints ------------------------------------------------------------------------
-
-
 LINES = [
     *SHAPED, *(text for text, _ in TEXTS), "eos_token='<|im_end|>'", "num_tokens: 5, a b", "clé_token=abc",
     "x" * 500 + "_token=abc", "keys: a b", "the token --quiet x", "--hf-token\tabc", "HUB_TOKEN = abc",
@@ -164,8 +159,6 @@ def test_a_long_console_takes_no_square_of_its_time(word: str) -> None:
     assert redact_bytes(raw, ()) == raw
     assert time.process_time() - begun < 10
 
-
-# --- further names and shapes ---------------------------------------------------------------------
 
 PEM = "MIIEpAIBAAKCAQEA0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKL\n" * 3 + "Ab3=\n"
 SLACK = "https://hooks.slack.com/services/T0000/B0000/x1y2z3abcdef"

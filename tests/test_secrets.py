@@ -1,7 +1,5 @@
 """A token given anywhere is found nowhere but in the two private files of the run; no text becomes shell."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat
@@ -238,8 +236,6 @@ def test_an_address_with_a_key_in_it_is_listed_without(world: World) -> None:
     clean(json.dumps(row))
 
 
-# --- no text becomes shell ------------------------------------------------------------------------
-
 SHELL = "$(touch pwned)`touch pwned`;touch pwned\ntouch pwned '\" && touch pwned | touch pwned #(touch pwned)"
 
 
@@ -292,9 +288,6 @@ def test_a_command_line_that_cannot_be_parsed_repeats_none(
     assert main.main([*words, "--format", form]) == 2
     shown = "".join(capfd.readouterr())
     assert clean(shown) and "<redacted>" in shown
-
-
-# --- what every user of the machine can read ------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Which trainer, stage or script it is, is asked nowhere but where trainers are described."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -5,8 +5,6 @@ also where no checkout or no packages are. LAUNCH_GOLDEN=write asks the real par
 anew. TRL's is in test_trl_agreement.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from functools import cache

@@ -3,8 +3,6 @@
 Random arguments of a small stage of each trainer; `N=200 SEED=7` tries others.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ The verdicts of the pinned pair lie in data/agreement/trl.json, so that ours are
 also where the packages are not installed. LAUNCH_GOLDEN=write asks the packages and writes them anew.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

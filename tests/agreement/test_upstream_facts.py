@@ -1,7 +1,5 @@
 """Every `file:line` of upstream that our code cites still holds what is claimed of it."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

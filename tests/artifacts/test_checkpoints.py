@@ -1,7 +1,5 @@
 """Which checkpoints of an output folder can be resumed from, and which only look so."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Equal exactly where the content is: files, folders, checkpoints, and what is remembered of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -58,9 +56,6 @@ def regions(path: Path) -> list[tuple[int, int]]:
     return found
 
 
-# --- data files are read whole ----------------------------------------------------------------------
-
-
 @given(raw=st.binary(min_size=1, max_size=400), at=st.integers(0), flip=st.integers(1, 255))
 def test_any_changed_byte_changes_a_data_file(
     tmp_path_factory: pytest.TempPathFactory, raw: bytes, at: int, flip: int
@@ -89,9 +84,6 @@ def test_neither_place_nor_time_nor_name_is_part_of_it(write: Write, tmp_path: P
         of_data(str(path), FingerprintCache()).digest
         == of_data(str(copy), FingerprintCache()).digest
     )
-
-
-# --- checkpoints are sampled ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -168,9 +160,6 @@ def test_what_is_no_safetensors_file_is_read_whole(write: Write, raw: bytes) -> 
     assert found.method == "whole"
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]) if raw else b"x")
     assert digest(path, whole_below=0) != found.digest
-
-
-# --- folders ----------------------------------------------------------------------------------------
 
 
 def model(folder: Path, weights: bytes = b"w" * 100) -> Path:
@@ -267,9 +256,6 @@ def test_links_are_followed_and_circles_end(write: Write, tmp_path: Path) -> Non
     assert of_data(str(folder), FingerprintCache()).digest != before.digest
 
 
-# --- names on the hub -------------------------------------------------------------------------------
-
-
 def test_a_name_on_the_hub_is_known_by_the_commit_that_is_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,9 +276,6 @@ def test_a_name_on_the_hub_is_known_by_the_commit_that_is_here(
     assert of_model("Org/name", FingerprintCache(), revision="../x").kind == "name"
 
 
-# --- what cannot be read ----------------------------------------------------------------------------
-
-
 def test_what_is_not_there_is_said_plainly(tmp_path: Path) -> None:
     with pytest.raises(MissingContent) as caught:
         of_data(str(tmp_path / "none.jsonl"), FingerprintCache())
@@ -307,9 +290,6 @@ def test_what_is_not_there_is_said_plainly(tmp_path: Path) -> None:
     with pytest.raises(MissingContent) as caught:
         of_data(str(tmp_path / "rows.jsonl"), FingerprintCache())
     assert caught.value.findings[0].code == "unreadable-file"
-
-
-# --- what is remembered -----------------------------------------------------------------------------
 
 
 @pytest.fixture

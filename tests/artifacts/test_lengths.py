@@ -1,7 +1,5 @@
 """Row lengths: what a mean and a maximum, or a tokenised dataset, make of a batch."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A config.json -> the sizes of a model's weights, held against transformers' own modules."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

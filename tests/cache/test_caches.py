@@ -1,7 +1,5 @@
 """Which cache folder belongs to a run: what changes it, what does not, and how that is told afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -106,8 +104,6 @@ def rewrite(path: Path, raw: bytes) -> None:
     os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
 
 
-# --- what changes a folder, and what does not -------------------------------------------------------
-
 CHANGES: Mapping[str, Callable[[Path], object]] = {
     "row": lambda p: rewrite(p / "data/a.jsonl", rows("own")),
     "template": lambda p: (p / "model/chat_template.jinja").write_bytes(b"other"),
@@ -206,9 +202,6 @@ def test_what_makes_another_reference_model_changes_its_folder(place: Path) -> N
     assert paths("dpo", "learning_rate=1e-3", "num_epochs=3")["reference"] == found[0]
 
 
-# --- where the folders are, and how they are handed over ---------------------------------------------
-
-
 def test_the_users_own_folder_holds_ours(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,17 +251,11 @@ def test_trls_precomputed_reference_depends_on_what_its_key_leaves_out(place: Pa
     assert paths("trl dpo", *hub) != paths("trl dpo", *hub, "max_length=9")
 
 
-# --- what is worth saying ---------------------------------------------------------------------------
-
-
 def test_a_model_that_is_not_here_is_said(place: Path) -> None:
     text = DPO.replace("model_name_or_path: model", "model_name_or_path: org/model")
     plan = made(text)
     found = keys.findings(plan, keys.derive(plan, PACKAGES))
     assert [(one.severity, one.code) for one in found] == [("note", "model-not-here")]
-
-
-# --- folders on the disk ----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -386,9 +373,6 @@ def test_rows_that_were_put_back_spoil_what_was_made_meanwhile_and_nothing_older
     assert cache_folders.known()[0].entries() == ["0123456789"]
 
 
-# --- clearing ---------------------------------------------------------------------------------------
-
-
 def cleared(**options: Any) -> dict[str, str]:
     """Kind -> what became of the folder."""
     return {one.kind: one.state for one in cache_folders.clear(cache_folders.known(), **options)}
@@ -463,9 +447,6 @@ def test_ages() -> None:
     for text in ("", "30", "-1d", "30 days"):
         with pytest.raises(UsageError):
             cache_folders.age(text)
-
-
-# --- why --------------------------------------------------------------------------------------------
 
 
 def reasons(name: str) -> dict[str, diagnosis.Reason]:

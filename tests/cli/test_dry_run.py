@@ -1,7 +1,5 @@
 """What `--dry-run` prints: comments, one command, and the batch script of a Slurm job."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the help pages show, and what an argument written as an option is answered with."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

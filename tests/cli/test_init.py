@@ -1,7 +1,5 @@
 """New stage files: from templates, and from the files of other tools."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`launch runs`, `rm`, `last` and `cache clear`: which runs are listed, found and deleted."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -103,9 +101,6 @@ def test_a_shell_completes_the_names_of_runs() -> None:
     ):
         done = CliRunner().invoke(app, prog_name="launch", env={**environ, "COMP_WORDS": words})
         assert done.stdout.split() == names
-
-
-# --- rm -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The stage files that ship with launch, also where it is installed without its clone."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """An option that would be taken and ignored is refused; a job's own GPU counts for more than ours."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`launch validate-config` as people and machines call it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -164,9 +162,6 @@ def test_what_is_mended_may_hold_a_token(
     said = capsys.readouterr()
     for secret in (token, token[:20], "a-password"):
         assert secret not in said.out + said.err
-
-
-# --- code that others wrote ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """YAML files that are right, odd, broken and hostile: values, places, and one clear error."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -25,9 +23,6 @@ def fault(path: Path) -> Finding:
 
 def read(write: Write, text: str | bytes) -> Document:
     return read_yaml(write("a.yaml", text))
-
-
-# --- values ---------------------------------------------------------------------------------------
 
 
 PLAIN: tuple[tuple[str, Any], ...] = (
@@ -87,9 +82,6 @@ def test_keys_and_scalars_are_text_as_written(write: Write) -> None:
     assert document.value["c"] == [1, {"b": 2}]
 
 
-# --- faults that do not stop the reading ----------------------------------------------------------
-
-
 def test_all_duplicate_and_bad_keys_at_once(write: Write) -> None:
     text = "a: 1\nb: 1\na: 2\nargs:\n  x: 1\n  x: 2\n  1: y\n  [k]: z\n  'not a name': w\n"
     document = read(write, text)
@@ -103,9 +95,6 @@ def test_all_duplicate_and_bad_keys_at_once(write: Write) -> None:
     assert "line 1" in document.faults[0].message
     assert document.faults[1].key == "args.x"
     assert document.value["args"] == {"x": 2}
-
-
-# --- one clear error ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -158,8 +147,6 @@ def test_what_may_be_meant_by_a_file_that_is_not_there(tmp_path: Path, write: Wr
     assert "no YAML file in" in str(fault(tmp_path / "other").help)
     assert "there is no folder" in str(fault(tmp_path / "no" / "a.yaml").help)
 
-
-# --- anything at all ------------------------------------------------------------------------------
 
 YAML_LIKE = st.text(alphabet=st.sampled_from("ab: -[]{},&*!|>'\"%@`#?\n\t\r\\1.e~<=$\x85é\0\a"))
 

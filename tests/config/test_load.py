@@ -1,7 +1,5 @@
 """Stage files of every shape, their parents and their interpolation -> `Config`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -27,9 +25,6 @@ def faults(path: Path, *overrides: str) -> tuple[Finding, ...]:
     with pytest.raises(InvalidConfig) as raised:
         load.load(path, overrides)
     return raised.value.findings
-
-
-# --- shapes ---------------------------------------------------------------------------------------
 
 
 def test_a_stage_file(write: Write) -> None:
@@ -64,9 +59,6 @@ def test_files_of_upstream(write: Write) -> None:
     assert loaded.origin("args.seed").line == 5
     assert loaded.origin("args.absent").line == 4
     assert loaded.origin("num_gpus").line == 1
-
-
-# --- extends --------------------------------------------------------------------------------------
 
 
 def test_a_parent_is_merged_deeply_and_lists_are_replaced_whole(write: Write) -> None:
@@ -116,9 +108,6 @@ def test_parents_that_cannot_be(write: Write) -> None:
     parent = write("parent.yaml", "a: [\n")
     (found,) = faults(write("a.yaml", "extends: parent.yaml\n"))
     assert (found.code, found.file) == ("broken-yaml", str(parent))
-
-
-# --- interpolation --------------------------------------------------------------------------------
 
 
 def test_interpolation(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,8 +206,6 @@ def test_what_is_no_stage_file_is_not_quoted(
     assert main.main(["validate-config", str(path)]) == 3
     assert "hunter2" not in "".join(capfd.readouterr())
 
-
-# --- anything at all ------------------------------------------------------------------------------
 
 LINES = st.lists(
     st.sampled_from(

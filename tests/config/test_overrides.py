@@ -1,7 +1,5 @@
 """`key=value` on the command line, for every shape of file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

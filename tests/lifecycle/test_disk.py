@@ -1,7 +1,5 @@
 """How much a run will write, whether there is room, and whether folders can be written."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -40,9 +38,6 @@ def model(tmp_path: Path) -> Path:
     safetensors(folder / "model.safetensors", a=[1000, 900_000], b=[100_000_000])
     (folder / "config.json").write_text("{}")
     return folder
-
-
-# --- parameters -------------------------------------------------------------------------------------
 
 
 def test_parameters_from_headers(model: Path, write: Write) -> None:
@@ -84,8 +79,6 @@ def test_a_size_that_is_not_known_is_none(write: Write, tmp_path: Path) -> None:
     for name in (None, "", 3, "org/never-downloaded", "/no/such"):
         assert disk.parameters_of(name, {}) is None
 
-
-# --- what will be written ---------------------------------------------------------------------------
 
 SFT = """
 stage: sft
@@ -194,9 +187,6 @@ def test_checkpoints_that_go_are_room(tmp_path: Path, model: Path) -> None:
     assert disk.described(told).endswith("; 13.0 GiB of it are there already")
 
 
-# --- room -------------------------------------------------------------------------------------------
-
-
 def needs(least: int, likely: int) -> Needs:
     saved = Saved(checkpoint=14, final=2, times=3, limit=None, formula="a + b")
     return Needs(least=least, likely=likely, saved=saved, parameters=10**9)
@@ -244,9 +234,6 @@ def test_a_file_system_that_is_nearly_full(small: Path, tmp_path: Path) -> None:
         assert "Read-only file system" in finding.message
     finally:
         subprocess.run(["umount", str(small)], check=True)
-
-
-# --- folders ----------------------------------------------------------------------------------------
 
 
 def places(tmp_path: Path, made: Plan | None = None, **environ: str) -> dict[str, Path]:

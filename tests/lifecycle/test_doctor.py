@@ -1,7 +1,5 @@
 """What a machine lacks for a plan, each with what mends it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -68,9 +66,6 @@ def test_everything_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
     assert all(f.help for f in found)
 
 
-# --- packages -------------------------------------------------------------------------------------
-
-
 def test_the_command_that_installs() -> None:
     made = planned(staged(TULU), 2)
     (found,) = checks.packages(subject(made, *set(ALL) - {"flash-attn", "deepspeed", "wandb"}))
@@ -94,9 +89,6 @@ def test_the_command_that_installs() -> None:
 def test_what_the_arguments_need(tmp_path: Path, more: str, gpus: int, expected: list[str]) -> None:
     stage = from_text(tmp_path, TRL.format(data="some/set", more=more or "seed: 1"))
     assert missing(planned(stage, gpus), *BACKENDS["trl"].NEEDS) == expected
-
-
-# --- GPUs -----------------------------------------------------------------------------------------
 
 
 def refused(made: Plan) -> list[str]:
@@ -143,17 +135,11 @@ def test_torch_against_the_driver(
     assert "download.pytorch.org/whl/cu" in (finding.help or "")
 
 
-# --- the machine beneath ---------------------------------------------------------------------------
-
-
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "LEAST_SHM", 2**60)
     (finding,) = checks.shared_memory(2)
     assert (finding.severity, finding.code) == ("warning", "small-shm")
     assert list(checks.shared_memory(1)) == []
-
-
-# --- data -----------------------------------------------------------------------------------------
 
 
 def test_missing_data_is_an_error_of_the_run(tmp_path: Path) -> None:
@@ -162,9 +148,6 @@ def test_missing_data_is_an_error_of_the_run(tmp_path: Path) -> None:
     (finding,) = checks.local_files(planned(stage, 1))
     assert (finding.severity, finding.layer, finding.code) == ("error", "run", "missing-data")
     assert finding.line == 6
-
-
-# --- the whole examination --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

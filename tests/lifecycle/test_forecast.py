@@ -1,7 +1,5 @@
 """`launch plan`: batch, memory, time and money for several counts of GPUs, and what is missing to say it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -368,8 +366,6 @@ def test_a_count_that_cannot_be_costs_the_others_nothing(
     ]
 
 
-# --- what the split says, and what is not trained ---------------------------------------------------
-
 OLMO = """
 stage: dpo
 script: dpo_olmo_core
@@ -464,9 +460,6 @@ def test_tokenising_alone_takes_no_gpu_memory_and_writes_no_model(write: Write) 
         assert told["codes"] == ["caches-only"]
 
 
-# --- what to do where it does not fit ---------------------------------------------------------------
-
-
 def mended(*words: str) -> str:
     (one,) = found(answered(*words), "out-of-memory")
     return str(one["help"])
@@ -532,9 +525,6 @@ def test_fit_says_so_where_nothing_fits_and_where_nothing_is_larger() -> None:
     assert f"\n  --fit: per device 16 fits, {limit}\n" in largest.stdout
 
 
-# --- the CPU ----------------------------------------------------------------------------------------
-
-
 def test_of_the_cpu_batch_steps_and_disk_are_planned() -> None:
     told = planned(TULU, "--gpus", "0,8", *ROWS, "--rows", "1000", "--gpu-memory", "80", "--why")
     cpu, eight = told["gpus"]
@@ -546,8 +536,6 @@ def test_of_the_cpu_batch_steps_and_disk_are_planned() -> None:
     row = next(line.split() for line in shown.splitlines() if "CPU" in line)
     assert row[:7] == ["CPU", "16", "8", "128", "3,670", "38,656", "-"]
 
-
-# --- beside a run that is about to start ------------------------------------------------------------
 
 OOM = (
     "[rank1]: Traceback (most recent call last):\n"

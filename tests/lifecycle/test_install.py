@@ -1,7 +1,5 @@
 """The packages in a trainer's Python: what is missing, what really imports, what installs it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -41,9 +39,6 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     return python.ask_trainer(place / "bin" / "python", "--python")
 
 
-# --- what is there --------------------------------------------------------------------------------
-
-
 def test_what_is_lacking(tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()
     (tmp_path / "here").mkdir()
@@ -65,9 +60,6 @@ def test_what_pip_complains_of(tmp_path: Path) -> None:
     found = install.conflicts(["trl", "deep-speed"], replace(WITH_PIP, python=python))
     assert [line[:12] for line in found] == ["trl 1.16.0 h", "The package "]
     assert install.conflicts(["trl"], WITH_PIP) == ()
-
-
-# --- what imports ---------------------------------------------------------------------------------
 
 
 def tried(
@@ -144,9 +136,6 @@ def test_torch_is_asked_for_its_gpus(bare: Trainer, write: Write, tmp_path: Path
         "version": "2.13.0", "cuda": "13.0", "count": 2, "error": "RuntimeError: driver too old",
     }  # fmt: skip
     assert tried(bare, tmp_path, "json", cuda=True).cuda is None
-
-
-# --- what installs it -----------------------------------------------------------------------------
 
 
 def names(steps: tuple[InstallStep, ...]) -> list[list[str]]:
@@ -240,9 +229,6 @@ def test_a_step_that_fails_ends_it(tmp_path: Path) -> None:
     assert finding.message.startswith("installing ray failed: ")
     assert f"then touch {place}" in (finding.help or "")
     assert not place.exists()
-
-
-# --- from a source tree, nothing of it installed -----------------------------------------------------
 
 
 def uninstalled(folder: Path, project: str | None, *words: str) -> Any:

@@ -4,8 +4,6 @@ Written by a real SFT of a model of 824 parameters. PLACE stands for the folder 
 machine.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

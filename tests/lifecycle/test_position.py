@@ -1,7 +1,5 @@
 """The arithmetic of a resume, against the pinned loops played through batch by batch."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Saying a command again: what is continued, from where, what is refused, and what says it is finished."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -31,9 +29,6 @@ from launcher.verdict.evidence import read_run
 
 def errors(decision: Decision) -> list[str]:
     return [one.message for one in decision.findings if one.severity == "error"]
-
-
-# --- new, continued, finished -----------------------------------------------------------------------
 
 
 def test_the_same_command_goes_on_from_the_last_complete_checkpoint(run: Make) -> None:
@@ -124,9 +119,6 @@ def test_a_run_that_was_killed_while_it_saved_the_model_is_not_finished(run: Mak
     one.ended(0)
     saved.cut(one.output / "model.safetensors")
     assert one.decide().kind == "resume"
-
-
-# --- exact places -----------------------------------------------------------------------------------
 
 
 def test_it_goes_back_to_where_a_resume_is_exact(run: Make) -> None:
@@ -244,9 +236,6 @@ def test_data_that_are_not_skipped_begin_again(run: Make) -> None:
     assert any("rows that it never reached would be skipped" in f.message for f in back.findings)
 
 
-# --- what has changed -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "before", "after", "expected"),
     [
@@ -341,9 +330,6 @@ def test_what_comes_out_of_the_checkpoint_is_what_the_record_says(run: Make) -> 
         decision = one.decide(f"learning_rate={value}")
         assert (decision.kind, codes(decision)) == ("finished", {"already-finished": "note"})
     assert codes(one.decide("learning_rate=0.003")) == {"finished-changed": "error"}
-
-
-# --- what is known where the run folder is gone -----------------------------------------------------
 
 
 def forgotten(one: Run, *steps: int, code: int | None = None) -> None:
@@ -462,9 +448,6 @@ def test_ranks_that_left_nothing(run: Make) -> None:
     assert (decision.step, [path.name for path in decision.aside]) == (2, ["step_4"])
 
 
-# --- the reference ----------------------------------------------------------------------------------
-
-
 def test_a_reference_that_is_gone_is_never_made_of_a_half_trained_model(run: Make) -> None:
     from launcher.cache import keys
 
@@ -506,9 +489,6 @@ def test_a_reference_that_is_gone_is_never_made_of_a_half_trained_model(run: Mak
     assert any("reference" in message for message in errors(again("packing=true")))
 
 
-# --- starting over ----------------------------------------------------------------------------------
-
-
 def test_fresh_takes_a_folder_beside_and_the_same_command_then_goes_on_there(run: Make) -> None:
     one = run()
     stage = one.plan().stage
@@ -530,9 +510,6 @@ def test_fresh_takes_a_folder_beside_and_the_same_command_then_goes_on_there(run
     again = resume.choose_output(stage, one.output, [one.folder], fresh=False)
     assert again.output == one.place / "out-3"
     assert again.derived["output_dir"].value == str(one.place / "out-3")
-
-
-# --- a dry run, which carries nothing out -----------------------------------------------------------
 
 
 def dry(one: Run, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, list[str]]:
@@ -561,9 +538,6 @@ def test_a_dry_run_says_what_a_start_would_go_on_from_and_keeps_out_of_its_recor
     # what a dry run says of has been looked at, not touched
     assert sorted(path.name for path in one.folder.path.iterdir()) == ["console.log", "run.json"]
     assert [path.name for path in one.folder.path.parent.iterdir()] == ["one"]
-
-
-# --- what is not ours -------------------------------------------------------------------------------
 
 
 def test_checkpoints_of_somebody_else(run: Make) -> None:
@@ -595,9 +569,6 @@ def test_a_checkpoint_that_the_stage_file_names_counts_once(run: Make) -> None:
     assert one.decide(named).step == 4
 
 
-# --- before there is a checkpoint -------------------------------------------------------------------
-
-
 def test_what_is_said_beforehand(run: Make) -> None:
     one = run(TRL)
     assert codes(one.decide()) == {}
@@ -605,9 +576,6 @@ def test_what_is_said_beforehand(run: Make) -> None:
         assert codes(one.decide(setting)) == {"no-checkpoints": "note"}
     one.text, none = SFT, {"no-checkpoints": "note"}
     assert (codes(one.decide()), codes(one.decide("checkpointing_steps=null"))) == ({}, none)
-
-
-# --- metrics over several attempts ------------------------------------------------------------------
 
 
 def test_every_step_is_told_once_and_by_the_attempt_that_counts(tmp_path: Path) -> None:

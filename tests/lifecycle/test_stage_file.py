@@ -1,7 +1,5 @@
 """The resolved stage file of a run is the same stage, and holds no secret."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run and the process that keeps it: started, looked at, stopped, orphaned, told of; by the CLI."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -99,9 +97,6 @@ def pid_of(place: Path, name: str) -> int:
     return int((place / "pids" / name).read_text())
 
 
-# --- the keeper -----------------------------------------------------------------------------------
-
-
 def test_exec_runs_an_attempt_to_its_end_and_judges_it(place: Path) -> None:
     folder = prepared(place, "print=3", "exit=0")
     done = launch("exec", str(folder.path))
@@ -192,9 +187,6 @@ def test_the_environment_is_that_of_the_start(place: Path, monkeypatch: pytest.M
     folder = prepared(place, "env=OUTER", "env=INNER", "env=LAUNCH_ATTEMPT", env={"INNER": "$(x)"})
     launch("exec", "a run", env={**os.environ, "OUTER": "now"}, cwd="/")
     assert folder.console(1).read_text() == "OUTER=then\nINNER=$(x)\nLAUNCH_ATTEMPT=1\n"
-
-
-# --- stop -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -317,9 +309,6 @@ def test_a_stop_tells_what_it_loses(place: Path) -> None:
     assert "all 37 steps are lost" in done.stdout
 
 
-# --- looking on -----------------------------------------------------------------------------------
-
-
 def test_attach_follows_to_the_end_and_leaves_alone(place: Path) -> None:
     folder = prepared(place, "pid=leader", f"wait={place / 'go'}", "exit=0")
     started(folder)
@@ -387,9 +376,6 @@ def test_following_a_log_ends_with_the_run(place: Path) -> None:
     (place / "go").touch()
     out, _ = reading.communicate(timeout=PATIENCE_S)
     assert out == b"line 0\nline 1\nline 2\n"
-
-
-# --- told when it is over -------------------------------------------------------------------------
 
 
 def test_the_command_at_the_end_learns_what_became_of_it(place: Path) -> None:
@@ -522,9 +508,6 @@ def test_a_command_at_the_end_has_its_time(place: Path, capfd: pytest.CaptureFix
     assert (place / "ended").exists()
 
 
-# --- tmux -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def server(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A tmux server of its own."""
@@ -604,9 +587,6 @@ def test_what_has_not_begun_is_not_judged(place: Path) -> None:
     assert not folder.verdict.exists()
     assert launch("exec", str(folder.path)).returncode != 2
     assert launch("check", str(folder.path)).returncode != 2 and folder.verdict.exists()
-
-
-# --- a log that is shown --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 17])

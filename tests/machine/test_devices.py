@@ -1,7 +1,5 @@
 """Which GPUs a run gets, with an `nvidia-smi` that answers like the real one and locks that are real."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -55,9 +53,6 @@ def refusal(made: Devices) -> tuple[str, str]:
     return finding.code, f"{finding.message} | {finding.help}"
 
 
-# --- how many -------------------------------------------------------------------------------------
-
-
 def test_free_ones_in_order(smi: Smi) -> None:
     made = chosen(2)
     assert (made.visible, made.findings) == ("0,1", ())
@@ -100,9 +95,6 @@ def test_fewer_than_asked_for(smi: Smi, listed: str | None, count: int, words: s
     assert text.startswith(words)
 
 
-# --- CUDA_VISIBLE_DEVICES -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("listed", "names"),
     [
@@ -115,9 +107,6 @@ def test_what_cuda_would_see(smi: Smi, listed: str | None, names: str) -> None:
     environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
     seen = devices.look(environ)
     assert ",".join(slot.name for slot in seen.visible) == names
-
-
-# --- named ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["", "2,2", "-1", "MIG-1", "٣"])
@@ -161,9 +150,6 @@ def test_named_wrongly(
     told = refusal(chosen(count, asked, environ))
     assert told[0] == code
     assert words in told[1]
-
-
-# --- runs of launch's -------------------------------------------------------------------------------
 
 
 def test_a_gpu_that_a_run_holds_is_not_free(smi: Smi, tmp_path: Path) -> None:

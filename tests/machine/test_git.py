@@ -1,7 +1,5 @@
 """Questions to a git repository, through real repositories made here."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Questions to the outside, answered by fakes on PATH and by real git repositories."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -68,9 +66,6 @@ def test_without_nvidia_smi(bin_folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert machine.ask_driver() == Driver()
 
 
-# --- git ------------------------------------------------------------------------------------------
-
-
 def git(folder: Path, *words: str) -> str:
     identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
     done = subprocess.run(
@@ -112,9 +107,6 @@ def test_no_commit_of_its_own(repository: Path, tmp_path: Path) -> None:
     assert machine.git_version(tmp_path / "none") is None
     git(tmp_path, "init", "-q")
     assert machine.git_version(tmp_path) is None
-
-
-# --- the trainer's Python -------------------------------------------------------------------------
 
 
 def python(folder: Path, name: str = "python") -> Path:

@@ -1,7 +1,5 @@
 """What lies between two commits of open-instruct, and what that does to stage files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -146,9 +144,6 @@ def only(told: CommitDifference) -> ConfigDifference:
     return one
 
 
-# --- the stages -----------------------------------------------------------------------------------
-
-
 def test_every_kind_of_change_of_an_argument(repo: Repo) -> None:
     told = repo.diff().stages["sft"]
     renamed = changes(told, "clip_norm")["renamed"]
@@ -216,9 +211,6 @@ def test_broken_source_is_said(repo: Repo) -> None:
     told = repo.diff(words=(repo.old, broken))
     assert "cannot be read" in told.stages["sft"].unreadable["new"]
     assert renames(told.stages["dpo"])["dataset_mixer_list"] == "mixer_list"
-
-
-# --- the stage files ------------------------------------------------------------------------------
 
 
 def test_a_renamed_key_makes_a_file_invalid(repo: Repo, write: Write) -> None:
@@ -291,9 +283,6 @@ def test_the_text_counts_what_concerns_no_file(repo: Repo, write: Write) -> None
     assert "version none -> v1" in brief
 
 
-# --- which commits --------------------------------------------------------------------------------
-
-
 def test_the_words_that_name_two_commits(repo: Repo) -> None:
     for words in ((repo.old, repo.new), (f"{repo.old[:9]}..main",), ("main~1", "main")):
         found = pin.find_commits(words, repo.path, {})
@@ -361,9 +350,6 @@ def test_the_documented_places_are_searched(
     with pytest.raises(NotReady) as raised:
         pin.find_commits((repo.old, repo.new), None, {})
     assert raised.value.findings[0].code == "no-repository"
-
-
-# --- upstream's own history -----------------------------------------------------------------------
 
 
 CONFIGS = [

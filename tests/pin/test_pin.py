@@ -1,7 +1,5 @@
 """Which checkouts are here, how they stand to the pin."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -55,9 +53,6 @@ def launch_repository(pinned: Path, recorded: str | None = None) -> Path:
     git(root, "init", "-q")
     git(root, "update-index", "--add", "--cacheinfo", f"160000,{recorded or pin.PIN},external/oi")
     return root
-
-
-# --- status ---------------------------------------------------------------------------------------
 
 
 def test_the_pin_is_the_pin(pinned: Path) -> None:

@@ -1,7 +1,5 @@
 """Plan -> argv, environment: golden for the configs people run, and safe in any shell."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -122,8 +120,6 @@ def test_only_what_is_added_is_in_the_environment() -> None:
     }  # fmt: skip
     assert "PYTHONPATH" not in built(planned(staged(CONFIGS / "demo" / "sft.yaml"), 0)).env
 
-
-# --- pasted into a shell --------------------------------------------------------------------------
 
 NASTY = (
     "two words", "it's \"x\"", "line\nbreak", "$(touch pwned) `touch pwned`; touch pwned && touch pwned #",

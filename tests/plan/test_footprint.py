@@ -1,7 +1,5 @@
 """What of a stage file memory depends on: quantised weights and bitsandbytes' optimizer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The memory model: against measured runs, against every allocation of the real modules and engine."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -57,8 +55,6 @@ def run(
         **{"loss": loss, "reference": "cache" if dpo else "", **given},
     )  # fmt: skip
 
-
-# --- measured on H200 ------------------------------------------------------------------------------
 
 # the measured model has the smaller of the two vocabularies of its family
 SEVEN: dict[str, Any] = {
@@ -238,9 +234,6 @@ def test_published_peaks_of_a_small_card() -> None:
         assert peak * 1024 == pytest.approx(mib, rel=0.02), (model, width)
 
 
-# --- every allocation of the real modules ----------------------------------------------------------
-
-
 def beside_the_engine(planned: Memory) -> float:
     """GiB of the fullest moment without weights, optimizer and what the engine keeps of gradients."""
     own = {"embedding's gradient", "autocast's copies"}
@@ -404,9 +397,6 @@ def test_activations_of_trl_and_lora(case: dict[str, Any]) -> None:
     assert beside_the_engine(memory.estimate(setup)) == pytest.approx(traced / GIB, rel=0.05)
 
 
-# --- every allocation of the real engine -----------------------------------------------------------
-
-
 ENGINES: list[dict[str, Any]] = [
     {"stage": 1, "ranks": 2, "communication": "bf16", "accumulation": 2},
     {"stage": 1, "ranks": 3, "communication": "fp32"},
@@ -479,9 +469,6 @@ def test_the_fullest_rank_keeps_what_boundaries_cut() -> None:
     """Of 60, 30 and 30 over three ranks the second has a part of the first two, the third of the others."""
     assert cut([60, 30, 30], 3) == [(60, 40), (90, 20), (60, 30)]
     assert cut([5], 4) == [(5, 2), (5, 2), (5, 1), (0, 0)]
-
-
-# --- what a plan says ------------------------------------------------------------------------------
 
 
 def test_every_part_has_its_formula() -> None:

@@ -1,7 +1,5 @@
 """GPUs -> batch, accumulation, steps; what launch sets, and what it says about that."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -90,9 +88,6 @@ def test_a_batch_said_twice_or_none_is_refused(tmp_path: Path) -> None:
     assert codes(caught) == ["impossible-batch", "impossible-batch"]
 
 
-# --- steps ----------------------------------------------------------------------------------------
-
-
 def test_steps_follow_from_counts(tmp_path: Path) -> None:
     for amount, epochs, gpus, steps in (('"64"', 1, 1, 4), ('"65"', 3, 2, 15), ('"1"', 2, 1, 2)):
         made = sft(tmp_path, f"num_train_epochs: {epochs}", gpus, data=amount)
@@ -156,9 +151,6 @@ def trl_rows(folder: Path, more: str) -> Plan:
 def test_steps_of_trl(tmp_path: Path, more: str, rows: int | None, steps: int | None) -> None:
     made = trl_rows(tmp_path, more)
     assert (made.rows, made.steps) == (rows, steps)
-
-
-# --- what launch sets, and says -------------------------------------------------------------------
 
 
 def test_a_model_without_a_place_goes_into_the_run_folder(tmp_path: Path) -> None:

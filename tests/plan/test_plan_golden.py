@@ -4,8 +4,6 @@
 are the same on every machine.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

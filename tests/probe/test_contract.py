@@ -1,7 +1,5 @@
 """What is expected of a run and is not so ends it, from inside the training process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -61,9 +59,6 @@ def script(loss: str = "2.5", liger: str = "pass") -> str:
 
 def violations(training: Training, rank: int = 0) -> list[dict[str, Any]]:
     return training.events("violation", rank)
-
-
-# --- the contract, over packages that are fakes ----------------------------------------------------
 
 
 def test_what_is_not_proved_within_the_first_steps_stops_the_run(training: Training) -> None:
@@ -231,8 +226,6 @@ def test_it_has_an_ending_of_its_own(training: Training, tmp_path: Path) -> None
     assert verdict.point("liger").state == "not_engaged"
 
 
-# --- the first loss shows whose reference it is ----------------------------------------------------
-
 DPO = """
     from pathlib import Path
     import open_instruct.dpo_utils as d
@@ -261,8 +254,6 @@ def test_a_first_loss_that_is_not_ln_2(
     seen = [e["state"] for e in training.events("reference_cache")]
     assert seen == ["miss", "stale"] if stale else ["miss"]
 
-
-# --- real torch ----------------------------------------------------------------------------------
 
 TINY = """
     import torch
@@ -483,9 +474,6 @@ def test_one_rank_ends_all(training: Training) -> None:
         assert isolation["state"] == "isolated"
     first = done.stderr.index("launch: stopped: ")
     assert "ChildFailedError" not in done.stderr[:first]
-
-
-# --- from the command line -------------------------------------------------------------------------
 
 
 @pytest.mark.slow

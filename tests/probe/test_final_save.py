@@ -1,7 +1,5 @@
 """A run whose model nobody wants ends after its last step, and has ended well."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The point `gradients`: what the optimizer uses against what autograd made, on two real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -235,9 +233,6 @@ def test_norms_that_no_batch_gives_pass_no_log(
     assert reason is None or reason in str(point.detail["reason"])
     # switched off
     assert judge("sft", {"gradients": "any"}, found).point("gradients").ok is True
-
-
-# --- "trains the same" ----------------------------------------------------------------------------
 
 
 def trial(

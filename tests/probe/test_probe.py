@@ -197,9 +197,6 @@ def training(tmp_path: Path) -> Training:
     return Training(tmp_path)
 
 
-# --- it is the script, and it is not noticed ------------------------------------------------------
-
-
 # the probe loads it by its place, too
 CONTENT = PROBE.parent.parent / "artifacts" / "digest.py"
 
@@ -320,8 +317,6 @@ def test_a_record_that_cannot_be_written_stops_nothing(training: Training, how: 
     )
     assert (done.returncode, done.stdout) == (0, "trained\n")
 
-
-# --- what it sees ---------------------------------------------------------------------------------
 
 TRAIN = """
     from accelerate import Accelerator
@@ -465,9 +460,6 @@ def test_the_dataset_cache(training: Training, exists: bool, call: str, state: s
     assert (found["state"], found["path"]) == (state, str(cache))
 
 
-# --- nothing of it is raised into training --------------------------------------------------------
-
-
 def test_hooks_that_fail_are_notes(training: Training) -> None:
     done = training.run(
         """
@@ -536,9 +528,6 @@ def test_children_train_on_and_write_nothing(training: Training, method: str) ->
         "start",
         "end",
     ]
-
-
-# --- numbers on their way from a device ------------------------------------------------------------
 
 
 class OnDevice:
@@ -620,6 +609,3 @@ def test_nobody_waits_for_the_numbers_of_a_step(
     assert Arrival.waited == 1
     # the device's own clock, from the end of one step to that of the next
     assert told[2]["seconds"] == 1.5
-
-
-# --- with the real packages -----------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Steps of a resumed process are those of the run, whatever it was resumed from."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`launch runs`: one row a run, whatever state its folder is in."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -115,9 +115,6 @@ def tree(run: Run) -> Element:
     return parsed(page.overlay([run]))
 
 
-# ---- one file, by itself
-
-
 def test_the_page_is_one_file_that_loads_nothing(run: Run) -> None:
     text = page.overlay([run])
     tree = parsed(text)
@@ -152,9 +149,6 @@ def test_the_policy_allows_this_style_and_this_script_and_nothing_else(run: Run)
     assert not re.search(
         r"<[^>]*\s(style|on\w+)=", re.sub(r"(?s)<script>.*</script>", "", page.overlay([run]))
     )
-
-
-# ---- what it says
 
 
 def test_the_verdict_stands_with_its_evidence(tree: Element, run: Run) -> None:
@@ -304,9 +298,6 @@ def test_the_curves_are_those_of_the_run(tree: Element) -> None:
     assert {"loss", "learning rate", "tokens/s", "reward margin", "logps/chosen"} <= set(titles)
 
 
-# ---- several runs
-
-
 def test_several_runs_share_the_charts_and_can_be_switched(tmp_path: Path) -> None:
     told = manifest(name="other")
     told["args"]["learning_rate"] = {"value": 1e-6, "origin": "configs/b.yaml:3"}
@@ -338,9 +329,6 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
         logs[-1].write_text(console(1, 20))
     runs = series.gather([*map(str, logs), str(logs[0])])
     assert [r.name for r in runs] == ["a/train.log", "b/train.log", "a/train.log (3)"]
-
-
-# ---- where it comes from
 
 
 def test_a_log_alone_is_enough(tmp_path: Path) -> None:
@@ -401,9 +389,6 @@ def test_steps_that_were_not_finite_are_told(tmp_path: Path) -> None:
     assert "NaN" not in data
 
 
-# ---- for machines
-
-
 def test_the_json_form_holds_the_same(run: Run) -> None:
     told = json.loads(json.dumps(series.as_json([run]), allow_nan=False))
     assert told["report_version"] == 1
@@ -415,9 +400,6 @@ def test_the_json_form_holds_the_same(run: Run) -> None:
     assert len(one["series"]["steps"]) == 40
     assert all(len(values) == 40 for values in one["series"]["columns"].values())
     assert one["args"]["learning_rate"]["origin"].startswith("override")
-
-
-# ---- nothing in a run breaks the page
 
 
 def hostile(tmp_path: Path) -> Run:

@@ -1,7 +1,5 @@
 """The live view: what it reads out of growing files, and what it says."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -16,9 +14,6 @@ from launcher.report.progress import Progress, Tail
 def step(number: int, elapsed: float, **more: object) -> dict[str, object]:
     return {"event": "step", "step": number, "loss": 2.0 / number, "elapsed": elapsed,
             "seconds": 1.0, "tokens": 100, **more}  # fmt: skip
-
-
-# --- following a file -----------------------------------------------------------------------------
 
 
 def test_only_finished_lines_are_read(tmp_path: Path) -> None:
@@ -52,9 +47,6 @@ def test_it_does_not_fall_behind_for_ever(tmp_path: Path) -> None:
     Tail(tmp_path / "none").skip(1)
 
 
-# --- what is known --------------------------------------------------------------------------------
-
-
 def test_speed_and_time_left() -> None:
     progress = Progress(total=10)
     assert progress.line() == "starting"
@@ -79,9 +71,6 @@ def test_evaluations_and_saves_take_no_part_in_the_speed() -> None:
     assert progress.tokens_per_second == 100.0
     # and into the time that is left
     assert progress.left_s is not None and progress.left_s > 60
-
-
-# --- what is shown --------------------------------------------------------------------------------
 
 
 def watching(folder: Path, total: int | None = None, *, terminal: bool = False) -> View:

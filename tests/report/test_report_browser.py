@@ -1,7 +1,5 @@
 """The report in a real browser: what is drawn, what hovering shows, what the switches do."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

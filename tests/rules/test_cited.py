@@ -1,7 +1,5 @@
 """Rules written about the pin, on a source that is not the pin."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """What a model is loaded with beside its name, under both backends."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,6 @@ def _model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write) -> Non
     monkeypatch.chdir(tmp_path)
     write("model/config.json", json.dumps(QWEN2))
 
-
-# --- what lies in the folder ----------------------------------------------------------------------
 
 INDEX = "model.safetensors.index.json"
 SHARD = "model-0000{}-of-00002.safetensors"

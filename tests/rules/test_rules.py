@@ -1,7 +1,5 @@
 """Each cross-field rule: where it speaks, where it is silent, and that every one of them is tried."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rules that know DeepSpeed, the machine, the model and the folder: where they speak, where not."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import json
@@ -69,9 +67,6 @@ def model(write: Write, **config: Any) -> str:
     return "model"
 
 
-# --- quiet ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft", "trl-dpo"])
 def test_what_ships_is_quiet(script: str) -> None:
     for name, gpus in itertools.product((None, *DEEPSPEED), (None, 0, 1, 8)):
@@ -85,8 +80,6 @@ def test_nothing_known_is_quiet() -> None:
     assert found("sft", {"use_liger_kernel": True, "packing": True}) == []
     assert found("dpo", {"use_lora": True, "loss_type": "wpo", "load_balancing_loss": True}) == []
 
-
-# --- the DeepSpeed file ---------------------------------------------------------------------------
 
 SILENT_ON_PASSES = {k: v for k, v in BARE.items() if k != "gradient_accumulation_steps"}
 FILES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -191,9 +184,6 @@ def test_zero_stage_and_precision_beside_a_file() -> None:
     assert told == ("fp16-over-bf16", "warning", "mixed_precision")
 
 
-# --- adapters and quantised models ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("script", ["sft", "dpo"])
 def test_quantised_models_and_deepspeed(script: str) -> None:
     args = {"use_qlora": True, "use_lora": True}
@@ -232,8 +222,6 @@ def test_lora_is_not_checkpointed_under_zero_3() -> None:
     # dpo_tune_cache.py:371 checkpoints no LoRA
     assert found("dpo", {"use_lora": True, "activation_memory_budget": 0.5}, deepspeed=ZERO3) == []
 
-
-# --- the model ------------------------------------------------------------------------------------
 
 LIGER = {"use_liger_kernel": True}
 
@@ -388,8 +376,6 @@ def test_a_model_that_is_not_here(write: Write, script: str) -> None:
         assert told == ("missing-model", "error", f"args.{key}")
 
 
-# --- services -------------------------------------------------------------------------------------
-
 WANDB = {"with_tracking": True, "report_to": "wandb"}
 
 
@@ -441,9 +427,6 @@ def test_pushing_needs_a_token(write: Write, tmp_path: Path, script: str) -> Non
     assert "once the model is trained" in saved.message
 
 
-# --- data -----------------------------------------------------------------------------------------
-
-
 def test_tokenising_that_outlasts_the_timeout() -> None:
     args = {"dataset_mixer_list": ["a", 20_000_000]}
     expected = ("tokenising-outlasts", "warning", "args.timeout")
@@ -488,8 +471,6 @@ def test_a_cache_key_of_ones_own(script: str, prefix: str) -> None:
     key = f"args.{prefix}config_hash"
     assert one(script, args) == ("cache-key", "warning", key)
 
-
-# --- the output folder ----------------------------------------------------------------------------
 
 OUT = "args.output_dir"
 
@@ -566,9 +547,6 @@ def test_a_folder_with_a_finished_model(output: Path, script: str, names: list[s
     assert "step_5" in told["finished-output"].message
 
 
-# --- the loss of DPO ------------------------------------------------------------------------------
-
-
 WRONG_LOSSES: list[tuple[str, float, str, str]] = [
     ("beta", 0, "zero-beta warning", "no preference is learnt"),
     ("beta", -0.1, "out-of-range warning", "the rejected answers are preferred"),
@@ -593,9 +571,6 @@ def of_the_loss(script: str, args: dict[str, Any]) -> list[Finding]:
         one for one in registry.apply(Values(schema, {"mixer_list": ["a", "1.0"], **args}))
         if one.key in {"args.beta", "args.label_smoothing"}
     ]  # fmt: skip
-
-
-# --- all of them ----------------------------------------------------------------------------------
 
 
 def everything() -> Iterator[Any]:

@@ -1,7 +1,5 @@
 """Attention and packing under TRL: what a run gets and why, and which documents attend to each other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +44,6 @@ def planned(write: Write, text: str, *, gpus: int = 8, packages: Any = None) -> 
 
 def preferring(*names: str) -> str:
     return FILE + f"attention: [{', '.join(names)}]\n"
-
-
-# --- attention
-# -------------------------------------------------------------------------------------
 
 
 CHOICES: list[tuple[tuple[str, ...], int, Any, str | None, str]] = [
@@ -180,10 +174,6 @@ def test_what_cannot_be_meant(write: Write) -> None:
         assert words in f"{found[0].message} {found[0].help}"
         with pytest.raises(InvalidConfig):
             stage.validate(judged(write, text))
-
-
-# --- TRL's arguments, and packing
-# -------------------------------------------------------------------
 
 
 PACKAGES: list[tuple[str, dict[str, str] | None, bool]] = [

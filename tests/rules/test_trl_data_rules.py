@@ -1,7 +1,5 @@
 """TRL on local data: the folder, its splits, columns and templates."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,6 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # folders of these tests are named relative to their own
     monkeypatch.chdir(tmp_path)
-
-
-# --- data
-# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -85,9 +79,6 @@ def test_a_template_that_is_not_here(write: Write) -> None:
     write("templates/mine.jinja", "{{ messages }}")
     assert told("trl-sft", args, running=True) == []
 
-
-# --- columns
-# ---------------------------------------------------------------------------------------
 
 QUESTION = [{"role": "user", "content": "hi"}]
 CHAT = [*QUESTION, {"role": "assistant", "content": "yes"}]

@@ -3,8 +3,6 @@
 Where the training packages are, their own code is asked the same questions about DeepSpeed files.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -63,10 +61,6 @@ def without(file: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in file.items() if name not in names}
 
 
-# --- quiet
-# -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_shipped_deepspeed_files_fit_any_arguments(script: str) -> None:
     arguments: tuple[dict[str, Any], ...] = (
@@ -98,9 +92,6 @@ def test_what_works_is_left_alone(script: str) -> None:
     assert told(script, {"fsdp": "full_shard"}, gpus=8) == []
     assert told(script, {"attn_implementation": "flash_attention_2"}, gpus=8) == []
 
-
-# --- the CPU
-# ---------------------------------------------------------------------------------------
 
 CPU = [
     ({}, ("bf16-on-cpu", "error", "bf16")),
@@ -162,9 +153,6 @@ def test_accelerates_precision_is_not_read() -> None:
         # a start fills in a default of its own
         assert told("trl-sft", args, mixed_precision=option, gpus=8) == []
 
-
-# --- the DeepSpeed config
-# --------------------------------------------------------------------------
 
 FILES: list[tuple[dict[str, Any], dict[str, Any], tuple[str, str]]] = [
     (without(AUTO, "zero_optimization"), {}, ("deepspeed-no-zero", "error")),
@@ -359,10 +347,6 @@ def test_the_rules_agree_with_transformers() -> None:
     assert 0.2 < sum(answers) / len(answers) < 0.8
 
 
-# --- packages and services
-# -------------------------------------------------------------------------
-
-
 def test_packages_that_are_not_installed() -> None:
     for optim, package in (
         ("adamw_torch", None),
@@ -399,9 +383,6 @@ def test_services_need_their_keys(tmp_path: Path) -> None:
     assert told("trl-sft", {"push_to_hub": True}) == [expected]
     assert told("trl-sft", {"push_to_hub": True, "hub_token": "t"}) == []
 
-
-# --- checkpoints
-# -----------------------------------------------------------------------------------
 
 STATE = {"global_step": 20, "epoch": 0.5, "train_batch_size": 4, "max_steps": 40}
 
@@ -494,9 +475,6 @@ def test_an_output_folder_with_a_model(write: Write, weights: str) -> None:
     assert told("trl-sft", {}, **known) == [("finished-output", "warning", "output_dir")]
 
 
-# --- what does nothing
-# -----------------------------------------------------------------------------
-
 OFFLOADING = SHIPPED["zero3_offload"]
 INSTALLED = {"bitsandbytes": "0.50.2"}
 
@@ -560,10 +538,6 @@ def test_compiling_needs_a_compiler(tmp_path: Path) -> None:
     assert told("trl-sft", args, gpus=8, running=True, environ=bare) == []
     named = {**bare, "CC": "no-such-compiler"}
     assert told("trl-sft", args, gpus=8, running=True, environ=named) == missing
-
-
-# --- whatever is given
-# -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

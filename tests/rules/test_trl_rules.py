@@ -1,7 +1,5 @@
 """TRL's rules about arguments: where each speaks, where it is silent, and that none breaks elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -246,10 +244,6 @@ def test_every_number_is_an_argument_of_the_pair() -> None:
 def test_the_demo_is_quiet(name: str) -> None:
     path = REPOSITORY / "configs" / "demo" / f"{name}.yaml"
     assert stage.judge(load.load(path), locator=SNAPSHOT).findings == ()
-
-
-# --- other releases
-# --------------------------------------------------------------------------------
 
 
 def outcomes(schema: Schema, changes: Mapping[str, Any]) -> list[Finding]:

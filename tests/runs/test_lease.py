@@ -1,7 +1,5 @@
 """Who trains into an output folder: refused, taken over, fenced off, out of sight; with real processes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -78,9 +76,6 @@ def silence(world: World, seconds: float) -> None:
 def state(done: subprocess.CompletedProcess[str]) -> str:
     (row,) = json.loads(done.stdout)["data"]
     return str(row["state"])
-
-
-# --- the file ---------------------------------------------------------------------------------------
 
 
 def owned(place: Path, **changes: Any) -> lease.Lease:
@@ -198,9 +193,6 @@ def test_a_heartbeat_costs_next_to_nothing_and_outlives_a_tidied_folder(
     lease.require_free(tmp_path)
 
 
-# --- a second start ---------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["runs", "gone", "namespace"])
 def test_a_second_start_into_the_same_output_is_refused(
@@ -268,9 +260,6 @@ def test_who_was_overtaken_stops_its_training_and_says_so(world: World) -> None:
     assert now is not None and (now.run, now.fence) == ("/runs/other", 2)
 
 
-# --- out of sight -----------------------------------------------------------------------------------
-
-
 def test_a_run_of_another_namespace_is_seen_running_and_can_be_stopped(
     world: World, container: tuple[str, ...]
 ) -> None:
@@ -321,9 +310,6 @@ def test_nothing_is_concluded_of_a_run_that_cannot_be_seen(
     (finish,) = (one for one in checked["points"] if one["name"] == "finish")
     assert (finish["state"], checked["status"]) == ("unknown", "unproven")
     assert not folder.concluded(1).exists() and not folder.exit(1).exists() and not told.exists()
-
-
-# --- what a resume has to know ----------------------------------------------------------------------
 
 
 @pytest.mark.slow

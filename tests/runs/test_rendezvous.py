@@ -1,7 +1,5 @@
 """Where a node stands among several: options, Slurm, SkyPilot; and the command that it runs."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

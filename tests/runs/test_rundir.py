@@ -1,7 +1,5 @@
 """The folder of a run: attempts, names, the manifest, the index; and no token in any of it."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading
@@ -42,9 +40,6 @@ def create(folder: RunFolder, *overrides: str, output: Path | None = None) -> No
     text = SFT.format(more="exp_name: one")
     made = planned(from_text(folder.path.parent, text, *overrides))
     manifest.create(folder, 1, made, built(made), trainer("torch"), output)
-
-
-# --- names and attempts ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -107,9 +102,6 @@ def test_a_runs_folder_that_is_a_file(tmp_path: Path) -> None:
         rundir.choose("sft", "a", None, tmp_path / "runs" / "deeper", reserve=True)
 
 
-# --- writing --------------------------------------------------------------------------------------
-
-
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     files.write_json(path, {"n": -1})
@@ -146,9 +138,6 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
         files.write_json(path, {"n": 2})
     assert rundir.read_json(path) == {"n": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["data.json"]
-
-
-# --- the manifest ---------------------------------------------------------------------------------
 
 
 def test_every_field_has_a_value_and_an_origin(root: Path) -> None:
@@ -242,9 +231,6 @@ def test_the_head_of_a_manifest_is_read_alone(root: Path) -> None:
     head = rundir.read_head(folder)
     assert (head["stage"], head.output, head["asked_output"]) == ("sft", Path("/models/one"), None)
     assert "args" not in head
-
-
-# --- the index ------------------------------------------------------------------------------------
 
 
 def test_runs_are_known_from_elsewhere(

@@ -1,7 +1,5 @@
 """Real processes: started, followed, stopped, killed; nothing lost, nothing left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -64,9 +62,6 @@ def record(folder: RunFolder, attempt: int = 1) -> dict[str, Any]:
     return rundir.read_json(folder.exit(attempt))
 
 
-# --- how an attempt ends --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("steps", "code", "number"),
     [
@@ -99,9 +94,6 @@ def test_a_full_disk_costs_the_records_not_the_run(
     assert folder.console(1).read_text() == "line 0\n"
 
 
-# --- nobody is left behind ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("where", "end"), [("group", "exit=0"), ("session", "kill=KILL")])
 def test_what_outlives_the_leader_is_ended(
     folder: RunFolder, pids: Path, where: str, end: str
@@ -111,9 +103,6 @@ def test_what_outlives_the_leader_is_ended(
     # killed it is, but a busy machine may take its time to bury it
     until(lambda: not living(pid_of(pids, "child")))
     assert not runner.alive(folder.path)
-
-
-# --- who is alive ---------------------------------------------------------------------------------
 
 
 def written(folder: RunFolder, **changes: object) -> None:
@@ -167,9 +156,6 @@ def test_a_command_name_with_brackets_is_read_right(tmp_path: Path) -> None:
     finally:
         child.kill()
         child.wait()
-
-
-# --- the right to run -----------------------------------------------------------------------------
 
 
 def test_another_folder_with_the_same_output_is_refused(folder: RunFolder, tmp_path: Path) -> None:

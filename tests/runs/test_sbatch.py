@@ -1,7 +1,5 @@
 """A run as a batch script: golden, nothing of a config becomes shell, faulty options are findings."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A run as a SkyPilot task: golden, taken by SkyPilot itself where it is installed, no tokens, no shell."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs as jobs of a real Slurm of two nodes, which the tests start themselves where it is installed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -241,8 +239,6 @@ def test_without_an_answer_nothing_is_said(
         submitted(tmp_path / "other", stand_in, {**environ, "PATH": str(tmp_path)})
     assert "not installed" in error.value.findings[0].message
 
-
-# --- real training --------------------------------------------------------------------------------
 
 needs_training = pytest.mark.skipif(
     bool(missing(TRAINING)), reason=f"no training packages: {', '.join(missing(TRAINING))}"

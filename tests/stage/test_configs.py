@@ -1,7 +1,5 @@
 """The stage files that ship: valid anywhere, self-contained, and saying how they are started."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`launch explain` and `launch schema`: what is said of one argument, and of all of them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

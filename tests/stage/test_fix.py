@@ -1,7 +1,5 @@
 """Mending: only the faulty spans change, nothing gets worse, and what is not certain is left alone."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -46,8 +44,6 @@ def reasons(found: Fix) -> dict[str | None, str]:
         if "--fix leaves it: " in (f.help or "")
     }
 
-
-# --- each fault ------------------------------------------------------------------------------------
 
 MENDED = {
     "removed": (SFT + DATA + "  use_flash_attn: true\n", SFT + DATA),
@@ -205,8 +201,6 @@ def test_a_flat_file_keeps_the_stage_that_it_is_taken_for(write: Write) -> None:
     assert "sft stage" in reasons(found)["args.fsdp_shard_degree"]
 
 
-# --- how it is written -----------------------------------------------------------------------------
-
 FAULTY = """\
 # what this is   \r
 stage: sft\r
@@ -311,9 +305,6 @@ def test_every_shape(write: Write, text: str) -> None:
     assert mended(write, text.format("max_length")).after == text.format("max_seq_length")
 
 
-# --- several files ---------------------------------------------------------------------------------
-
-
 def test_parents_are_not_edited(write: Write) -> None:
     parent = write("base.yaml", SFT + DATA + "  chat_template: a\n  use_flash_attn: true\n")
     before = parent.read_bytes()
@@ -326,9 +317,6 @@ def test_parents_are_not_edited(write: Write) -> None:
     found = mended(write, "extends: base.yaml\nargs:\n  chat_template: b\n")
     assert found.after == "extends: base.yaml\nargs:\n  chat_template_name: b\n"
     assert load.load(found.path).args["chat_template_name"] == "b"
-
-
-# --- the file itself -------------------------------------------------------------------------------
 
 
 def test_permissions_and_links_stay(write: Write, tmp_path: Path) -> None:
@@ -378,8 +366,6 @@ def test_the_diff_is_one_that_patch_takes(write: Write, tmp_path: Path) -> None:
     subprocess.run(["git", "apply", "-p0", str(patch)], cwd=tmp_path, check=True)
     assert path.read_text() == found.after
 
-
-# --- the files that upstream ships -----------------------------------------------------------------
 
 # DPO counts steps: how many an epoch has is not in the file. The others write a key twice.
 NOT_MECHANICAL = {

@@ -1,7 +1,5 @@
 """Thresholds: read from a stage file, and what they say of runs made up here."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """The JSON Schema of stage files says what launch says, as far as JSON Schema can."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from functools import cache
@@ -94,18 +92,12 @@ def underlined(backend: str, name: str, args: dict[str, Any]) -> set[str]:
     return {str(e.absolute_path[0]) for e in found if e.absolute_path}
 
 
-# --- it is one ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("entry", [None, ("trl", "sft")])
 def test_it_is_a_draft_07_schema_in_plain_json(entry: tuple[str, str] | None) -> None:
     schema = whole() if entry is None else made(*entry)
     assert schema["$schema"] == "http://json-schema.org/draft-07/schema#"
     jsonschema.Draft7Validator.check_schema(schema)
     assert json.loads(json.dumps(schema, allow_nan=False)) == schema
-
-
-# --- whole files ----------------------------------------------------------------------------------
 
 
 def test_every_file_that_ships_is_valid() -> None:
@@ -195,9 +187,6 @@ def test_launchs_own_options_are_judged_as_launch_does(key: str) -> None:
     assert wrong == []
 
 
-# --- arguments ------------------------------------------------------------------------------------
-
-
 def signature(known: Field) -> tuple[Any, ...]:
     return (known.kind, known.many, known.choices, known.nullable, "dict" in known.type, known.bare)
 
@@ -235,9 +224,6 @@ def test_defaults_are_valid_values(backend: str, name: str) -> None:
     assert told == {key: fields[key].default for key in told}
     assert len(told) > len(fields) / 3
     assert underlined(backend, name, told) == refused(wrong_with(backend, name, told)) == set()
-
-
-# --- what an editor shows -------------------------------------------------------------------------
 
 
 def property_of(backend: str, name: str, key: str) -> dict[str, Any]:

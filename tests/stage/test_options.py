@@ -1,7 +1,5 @@
 """launch's own keys of a stage file -> `Options`, and everything wrong with them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A config judged: every fault at once, each in its place, and no stage unless there is none."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -68,9 +66,6 @@ def brief(judged: Judged) -> list[tuple[str, str, int | None]]:
     return [(f.code, f.layer, f.line) for f in judged.findings]
 
 
-# --- valid ----------------------------------------------------------------------------------------
-
-
 def test_a_valid_file(judged: Any) -> None:
     for text in (SFT, DPO, TRL):
         found = judged(text)
@@ -90,9 +85,6 @@ def test_validate_raises_all_findings_and_under_strict_warnings_too(judged: Any)
     stage.validate(warned)
     with pytest.raises(InvalidConfig):
         stage.validate(warned, strict=True)
-
-
-# --- every fault at once, in its place ------------------------------------------------------------
 
 
 def test_all_faults_of_a_file_at_once(judged: Any) -> None:
@@ -257,9 +249,6 @@ def test_a_name_that_is_newer_is_answered_with_the_older_one(older: Any, tmp_pat
     assert "  num_train_epochs: 2  # both\n" in (tmp_path / "a.yaml").read_text()
 
 
-# --- which stage ----------------------------------------------------------------------------------
-
-
 def test_the_wrong_stage_is_one_finding(judged: Any) -> None:
     found = judged(SFT, asked="dpo")
     assert brief(found) == [("wrong-stage", "launch", 1)]
@@ -296,9 +285,6 @@ def test_the_wrapped_shape(judged: Any) -> None:
     assert brief(found) == [("unknown-option", "launch", 4), ("unknown-key", "parser", 11)]
 
 
-# --- upstream's own files -------------------------------------------------------------------------
-
-
 def test_all_files_that_the_checkout_ships_are_judged_with_every_fault_in_its_place(
     checkout: Path,
 ) -> None:
@@ -316,9 +302,6 @@ def test_all_files_that_the_checkout_ships_are_judged_with_every_fault_in_its_pl
             key = (finding.key or "").removeprefix("args.").partition("[")[0]
             if finding in refused:
                 assert lines[finding.line - 1].lstrip().startswith(f"{key}:"), (path, finding)
-
-
-# --- bad input through the command line -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(

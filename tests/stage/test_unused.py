@@ -1,7 +1,5 @@
 """Arguments that do nothing: what is said of them, for sources made up here and for the pinned one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -182,8 +180,6 @@ def test_strict_makes_them_errors(
     told = json.loads(capsys.readouterr().out)
     assert "unread-key" in json.dumps(told)
 
-
-# --- the pinned source ----------------------------------------------------------------------------
 
 UNREAD = {
     "sft": {

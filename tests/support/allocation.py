@@ -5,8 +5,6 @@ is measured on any machine. What has no CPU kernel (flash attention, Liger's Tri
 for by functions that allocate and keep what the real ones do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import types
 import weakref
@@ -62,9 +60,6 @@ class Tracker(TorchDispatchMode):
         """Bytes alive; the peak starts again from here."""
         self.peak = self.now
         return self.now
-
-
-# --- attention -------------------------------------------------------------------------------------
 
 
 class _Flash(torch.autograd.Function):
@@ -125,9 +120,6 @@ def _sdpa_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **
 
 
 REAL_TOKENS = [0]
-
-
-# --- Liger -----------------------------------------------------------------------------------------
 
 
 class _Norm(torch.autograd.Function):
@@ -245,9 +237,6 @@ def _liger(model: Any) -> list[tuple[Any, str, Any]]:
 
 def _swiglu(self: Any, x: Any) -> Any:
     return self.down_proj(_SiluMul.apply(self.gate_proj(x), self.up_proj(x)))
-
-
-# --- a pass ----------------------------------------------------------------------------------------
 
 
 def config_of(name: str, layers: int | None = None) -> Any:

@@ -4,8 +4,6 @@ The same seed gives the same sets. Left out, because what upstream does with the
 comes after on the command line: the words `--` and whole flags of upstream's as values.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

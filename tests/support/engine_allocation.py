@@ -5,8 +5,6 @@ usage: engine_allocation.py OUTPUT CASE_JSON...
 What is imported takes longer than what is measured, so ranks are forks of one process.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

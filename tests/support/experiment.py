@@ -1,7 +1,5 @@
 """A machine with cards that are not there, for commands that start several short runs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

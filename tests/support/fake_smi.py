@@ -1,7 +1,5 @@
 """An `nvidia-smi` on PATH: a real executable that answers as the real one does, cards as asked for."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ begins from another model leaves another one. What else it is to do stands in `d
 the name of its output folder: a list of the fake trainer's arguments, done before the model is saved.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

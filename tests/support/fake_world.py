@@ -1,7 +1,5 @@
 """A place where `launch` runs for real, with a trainer of no brains: its folders, interpreter, processes."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -6,8 +6,6 @@ Each case is a fork of this process, as imports take longer than training. The p
 they would in a run; records go to FOLDER/NUMBER/rank-N.jsonl, exit codes to FOLDER/exits.json.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

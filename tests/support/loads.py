@@ -1,7 +1,5 @@
 """How often stage files are read, checked and planned while a command runs in this process."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Run folders and logs as training leaves them, made by hand for what reads them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Collection, Mapping

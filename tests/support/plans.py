@@ -1,7 +1,5 @@
 """Stages and plans for tests, from files or from text, whatever is installed on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ One set of tiny assets for all; every run is a few steps. Skipped, with the reas
 training packages are missing.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

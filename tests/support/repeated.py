@@ -1,7 +1,5 @@
 """A command said again and again: its stage file, its output, its attempts, and what is decided of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small open-instruct repositories for tests: two entry scripts and what they import, over commits."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Mapping

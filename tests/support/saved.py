@@ -1,7 +1,5 @@
 """Checkpoints and finished models as trainers leave them, made by hand: whole files without weights."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

@@ -4,8 +4,6 @@ Everything lies below one folder and listens on ports of its own: nothing of an 
 read, written or stopped. Works as root in a container without systemd.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

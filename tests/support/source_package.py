@@ -1,7 +1,5 @@
 """A small package in a test's own folder, and what the analysis finds in it."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path

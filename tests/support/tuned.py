@@ -1,7 +1,5 @@
 """Machines that are not there: what a setting would do on them, by other arithmetic than launch's own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

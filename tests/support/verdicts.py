@@ -1,7 +1,5 @@
 """Verdicts over generated argument sets: how two judges are compared, and how verdicts are kept."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -4,8 +4,6 @@ Every start is a step or less of a tiny model on the CPU. Skipped, with the reas
 packages or the pinned checkout are missing.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -177,8 +175,6 @@ def python(code: str, *words: str, env: Mapping[str, str] | None = None) -> str:
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip().splitlines()[-1]
 
-
-# --- TRL --------------------------------------------------------------------------------------------
 
 LOAD = """
 import sys

@@ -1,7 +1,5 @@
 """Real runs whose model, data or checkpoints are touched by somebody else: none of them passes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

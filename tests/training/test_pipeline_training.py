@@ -1,7 +1,5 @@
 """Real training in a chain, on the CPU: TRL, and the pinned scripts fed with each other's folders."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -34,8 +32,6 @@ def events(run: str, name: str) -> list[dict[str, Any]]:
     told = [json.loads(line) for line in record.read_text().splitlines()]
     return [event for event in told if event["event"] == name]
 
-
-# --- TRL ------------------------------------------------------------------------------------------
 
 SHORT = (
     "sft.batch.global=4", "sft.batch.per_device=4", "sft.max_steps=12", "sft.logging_steps=1",
@@ -101,8 +97,6 @@ def test_trl_sft_then_dpo_and_sft_again_to_the_same_weights(
     code, told = launch(place, *words)
     assert [one["status"] for one in told["data"]["stages"]] == ["passed", "skipped"], told
 
-
-# --- the pinned scripts ---------------------------------------------------------------------------
 
 FEW = ("max_train_steps=3", "expect.trend=any")
 

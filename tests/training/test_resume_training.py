@@ -4,8 +4,6 @@ scripts/soak.py does the same for longer (`make soak`); here it makes two kills 
 at the same time. Skipped, with the reason, where the training packages or the pinned checkout are missing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

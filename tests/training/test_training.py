@@ -1,7 +1,5 @@
 """Real training processes on the CPU, from the command line."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

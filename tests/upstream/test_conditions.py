@@ -1,7 +1,5 @@
 """Conditions over argument names: what follows from a test, and whether it holds."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Dataclasses read as text, in every way in which upstream and its like write them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,6 @@ def fields_of(write: Write, body: str, name: str = "A", **more: Any) -> dict[str
 def only(write: Write, annotation: str, default: str = "None", **more: Any) -> Field:
     body = f"@dataclass\nclass A:\n    x: {annotation} = {default}\n"
     return fields_of(write, body, **more)["x"]
-
-
-# --- annotations ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -109,9 +104,6 @@ def test_choices_that_the_source_computes(write: Write) -> None:
     assert read_fields(sources, classes, {"LEVELS.keys()": ("a", "b")})["x"].choices == ("a", "b")
 
 
-# --- defaults -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("annotation", "default", "value"),
     [
@@ -172,9 +164,6 @@ def test_the_word_none_where_the_parser_reads_it(
     assert not only(write, annotation).nullable
 
 
-# --- what is a field, and in which order ------------------------------------------------------------
-
-
 def test_what_is_no_field(write: Write) -> None:
     body = (
         "@dataclass\nclass A:\n    _VALID = ['x']\n    plain = 5\n    _private: int = 1\n"
@@ -223,6 +212,3 @@ def test_nothing_is_imported_or_run(write: Write, tmp_path: Path) -> None:
     body = f"open({str(mark)!r}, 'w')\nraise SystemExit\n@dataclass\nclass A:\n    x: int = 1\n"
     assert list(fields_of(write, body)) == ["x"]
     assert not mark.exists()
-
-
-# --- sources --------------------------------------------------------------------------------------

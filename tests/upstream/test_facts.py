@@ -1,7 +1,5 @@
 """What was read of a source, as JSON and back, and the cache that remembers it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

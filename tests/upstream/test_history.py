@@ -1,7 +1,5 @@
 """What became of an argument: from the committed table, and from git histories of all shapes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Mapping
@@ -79,9 +77,6 @@ def repo(tmp_path: Path) -> Checkout:
     return checkout
 
 
-# ------------------------------------------------------------------------------------ the real history
-
-
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 @pytest.mark.parametrize("backend", ["open_instruct", "trl"])
 def test_the_table_agrees_with_the_snapshot(backend: str, stage: str) -> None:
@@ -147,9 +142,6 @@ def test_what_an_argument_is_called_now() -> None:
     assert now("use_flash_attn", "mixer_list") is None
     made = history.formerly("mixer_list", DPO, {"dataset_mixer_list"})
     assert made is not None and made.key == "dataset_mixer_list"
-
-
-# ---------------------------------------------------------------------------------- other histories
 
 
 def test_removed_renamed_and_moved(repo: Checkout) -> None:

@@ -1,7 +1,5 @@
 """Which source is looked at, whether it is the pin, and what schema comes out of it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable
@@ -59,9 +57,6 @@ def pin_to(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locate, "snapshot", lambda backend: facts)
 
 
-# --- where ----------------------------------------------------------------------------------------
-
-
 def test_only_the_snapshot() -> None:
     source = locate.locate("open_instruct")
     assert (source.root, source.source, source.pinned) == (None, "snapshot", True)
@@ -108,9 +103,6 @@ def test_a_named_place_that_holds_no_checkout(
 
 def test_packages_are_found_on_another_interpreters_path(tmp_path: Path) -> None:
     assert locate.locate("trl", search=(tmp_path,)).source == "snapshot"
-
-
-# --- pinned or not --------------------------------------------------------------------------------
 
 
 def test_files_that_equal_the_snapshots_are_the_pin(
@@ -180,9 +172,6 @@ def test_other_releases_of_trl_are_read_and_noted() -> None:
     )  # fmt: skip
     found = locate.unpinned(source, running=True, allowed=False)
     assert found is not None and (found.severity, found.code) == ("note", "other-version")
-
-
-# --- the schema -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

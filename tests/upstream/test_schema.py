@@ -1,7 +1,5 @@
 """Fields, words and flags: what upstream's argparse would make of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

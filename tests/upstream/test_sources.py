@@ -1,7 +1,5 @@
 """Packages read as text: files, names over files, values, classes."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import Any

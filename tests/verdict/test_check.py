@@ -146,9 +146,6 @@ def brief(point: Point) -> tuple[str, bool | None]:
     return point.state, point.ok
 
 
-# -- whole logs --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "stage", "steps", "packing", "attention"),
     [
@@ -238,9 +235,6 @@ def test_a_run_of_which_nothing_is_left_does_not_run(tmp_path: Path) -> None:
     lost = finish(began=1)
     assert (lost.state, lost.ok, lost.detail["reason"]) == ("killed", False, "lost")
     assert start.finish(folder).status == "fail"
-
-
-# -- liger --------------------------------------------------------------------------------------
 
 
 def test_liger_is_engaged_where_every_rank_counted_calls(run: Run) -> None:
@@ -368,9 +362,6 @@ def test_a_cache_missed_by_one_rank_is_a_miss(run: Run) -> None:
     assert point.detail["path"] == "p"
 
 
-# -- loss, trend, memory --------------------------------------------------------------------------
-
-
 def test_the_probe_names_step_and_rank_of_a_bad_loss(run: Run) -> None:
     run.rank(0, step(1), step(2), world=2).rank(1, step(1), step(2, None, False), world=2)
     point = run.judge().point("loss")
@@ -473,9 +464,6 @@ def hf(steps: int, end: str) -> str:
 
 SAVING = "[INFO|trainer.py:3410] 2024-06-02 20:48:34,558 >> Saving model checkpoint to {}\n"
 TOKENIZER = "[INFO|x.py:25] 2024-06-02 >> tokenizer config file saved in {}/tokenizer_config.json\n"
-
-
-# -- finish -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -612,9 +600,6 @@ def test_what_another_source_does_not_print_proves_nothing_by_its_absence(
 ) -> None:
     (run.folder / "run.json").write_text(json.dumps({"upstream": {"pinned": pinned}}))
     assert brief(run.log(content).judge(**{name: want}).point(name)) == answer
-
-
-# -- what a run of ours says on its console, and what TRL does ----------------------------------------
 
 
 def test_the_log_tells_why_a_run_was_stopped(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Real logs with what truly happened: no verdict may contradict it, whatever carried the log here."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Mapping
@@ -141,9 +139,6 @@ def test_no_log_names_the_machine_it_comes_from() -> None:
         content = path.read_bytes()
         assert not re.search(rb"/(?:root|tmp|home)/(?!user/)", content), path.name
         assert len(content) < 150_000, path.name
-
-
-# -- what carries a log from where it was written ---------------------------------------------------
 
 
 def each_line(prefix: Callable[[int], str]) -> Callable[[bytes], bytes]:

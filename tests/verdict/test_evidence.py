@@ -1,7 +1,5 @@
 """Run folders -> evidence, and evidence -> numbers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run is said to be: by all its ranks, all its steps, all its attempts; the same for whoever asks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -33,9 +31,6 @@ def model(attention: str) -> dict[str, Any]:
 
 def said(point: Point) -> str:
     return f"{point.detail.get('reason')} {point.detail.get('help')}"
-
-
-# -- ranks that disagree, or are not there ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -95,9 +90,6 @@ def test_who_left_no_record_may_have_filled_the_cache(run: Run) -> None:
     assert brief(run.judge(dataset_cache="hit").point("dataset_cache")) == ("hit", True)
 
 
-# -- Liger's loss ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kwargs", "calls", "answer"),
     [
@@ -119,9 +111,6 @@ def test_the_fused_loss_that_was_patched_in_has_to_run(
     point = run.rank(0, patch, step(1), liger(**calls)).judge(liger="engaged").point("liger")
     assert brief(point) == answer
     assert answer[1] or "called" in said(point)
-
-
-# -- every step ------------------------------------------------------------------------------------
 
 
 def whole(run: Run, steps: range, lost: tuple[int, ...] = (), **more: Any) -> Run:
@@ -193,9 +182,6 @@ def test_a_log_alone_shows_that_nothing_was_learned(
     assert (verdict.status == "fail") is (not loss[1] or trend == "still")
 
 
-# -- the end ---------------------------------------------------------------------------------------
-
-
 def test_a_good_exit_without_a_step_is_no_finish(run: Run) -> None:
     finish = run.rank(0, SAVED, END).exit(0).judge().point("finish")
     assert (finish.state, finish.ok, finish.detail["reason"]) == ("stopped", None, "no_steps")
@@ -218,9 +204,6 @@ def test_a_script_that_failed_did_not_end_well_whatever_its_starter_says(run: Ru
     assert brief(run.judge().point("finish")) == ("crashed", False)
 
 
-# -- reasons ---------------------------------------------------------------------------------------
-
-
 def test_what_is_not_as_expected_says_what_was_seen(run: Run) -> None:
     miss = {"event": "dataset_cache", "state": "miss", "path": "p"}
     run.rank(0, model("sdpa"), OFF, miss, step(1), step(2, None, False)).exit(3)
@@ -233,8 +216,6 @@ def test_what_is_not_as_expected_says_what_was_seen(run: Run) -> None:
     assert "step 2, rank 0; last finite: 2 at step 1" in said(verdict.point("loss"))
     assert "sdpa" in said(verdict.point("attention"))
 
-
-# -- the batch -------------------------------------------------------------------------------------
 
 FOUR = {
     "gpus": 2,
@@ -333,9 +314,6 @@ def test_each_attempt_is_held_to_its_own_plan(tmp_path: Path) -> None:
     )
 
 
-# -- several attempts ------------------------------------------------------------------------------
-
-
 def attempts(folder: Path, first: dict[str, Any], second: dict[str, Any], bad: int = 0) -> Path:
     """Steps 1 to 30, then 21 to 40 again in a second attempt; each with an event of its own."""
     told = made_runs.manifest(expect={"packing": "isolated", "liger": "off"})
@@ -403,9 +381,6 @@ def test_a_report_says_what_a_check_says(tmp_path: Path, what: str) -> None:
     (path / "run.json").write_text(json.dumps(told))
     reported = series.read(path).verdict
     assert reported == json.loads(json.dumps(start.finish(RunFolder(path)).as_json()))
-
-
-# -- the model that was saved ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("below", ["", "hf_model"])

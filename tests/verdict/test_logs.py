@@ -1,7 +1,5 @@
 """Lines -> signals, steps and arguments, on real logs and on what logs do to a reader."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -163,9 +161,6 @@ def test_follows_tracebacks_of_interleaved_ranks(tmp_path: Path) -> None:
     assert log.all("exception")[-1].fields["message"] == "no such column: x"
 
 
-# -- every line that means something ---------------------------------------------------------------
-
-
 def test_every_pattern_has_a_line() -> None:
     for known in PATTERNS:
         lines = [line.encode() for line in LINES.get(known.name, ())]
@@ -194,9 +189,6 @@ def test_the_line_of_the_source_that_refuses_is_not_what_was_refused(tmp_path: P
     assert found.fields["message"] == f"{told}['--x']"
 
 
-# -- tracebacks ------------------------------------------------------------------------------------
-
-
 def test_only_the_traceback_right_behind_a_harmless_word_is_harmless(tmp_path: Path) -> None:
     log = log_of(
         tmp_path,
@@ -221,9 +213,6 @@ def test_the_first_error_after_the_last_step_is_kept_among_many(tmp_path: Path) 
     since = [s for s in log.all("exception") if s.line > log.steps[-1].line]
     assert (since[0].fields["rank"], since[-1].fields["rank"]) == ("0", "511")
     assert len(log.all("exception")) <= 150
-
-
-# -- what logs do to a reader --------------------------------------------------------------------
 
 
 def noise(rng: random.Random) -> Iterator[str]:
@@ -282,9 +271,6 @@ def test_a_log_that_is_still_written_to(tmp_path: Path) -> None:
     assert scan(path, PATTERNS).lines == 1
 
 
-# -- more lines than are read ----------------------------------------------------------------------
-
-
 def test_of_more_steps_an_even_sample_is_read_and_all_that_are_not_finite(tmp_path: Path) -> None:
     count, bad = 200_000, {7, 70_000, 70_001, 133_333, 199_999}
     lines = [sft_step(n, "nan" if n in bad else 2.5) for n in range(1, count + 1)]
@@ -309,9 +295,6 @@ def test_a_sample_of_dicts_is_numbered_by_how_many_there_were(tmp_path: Path) ->
     assert (log.steps[0].step, log.steps[-1].step) == (1, count)
     assert (log.numbered, log.last_step) == (False, None)
     assert {s.step for s in log.steps if math.isnan(s.extra["grad_norm"])} == bad
-
-
-# -- more than one run, and what is not said -------------------------------------------------------
 
 
 @pytest.mark.parametrize("second", ["FlatArguments", "DPOExperimentConfig"])

@@ -1,7 +1,5 @@
 """Verdicts against what lies on the disk: weights that moved, saved models, inputs, checkpoints, resumes."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -58,12 +56,6 @@ def reason(verdict: Verdict, name: str) -> str:
     found = point(verdict, name)
     assert found is not None
     return str(found.detail.get("reason"))
-
-
-# -- losses ----------------------------------------------------------------------------------------
-
-
-# -- weights that moved ----------------------------------------------------------------------------
 
 
 def weights(moved: int, sampled: int = 10_000, steps: int = 10, **more: Any) -> dict[str, Any]:
@@ -151,9 +143,6 @@ def test_the_share_that_moved_is_counted_in_the_weights_that_are_stepped(
 def events(place: Path) -> list[dict[str, Any]]:
     path = place / "own" / "probe" / "rank-0.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-# -- the saved model -------------------------------------------------------------------------------
 
 
 def tensors(path: Path, values: bytes, dtype: str = "F32") -> None:
@@ -266,9 +255,6 @@ def test_of_a_model_on_another_machine_nothing_is_known(run: Run, tmp_path: Path
     assert judged(run.folder, model="saved").point("model").ok is None
 
 
-# -- inputs ----------------------------------------------------------------------------------------
-
-
 def test_what_changed_since_the_start_fails_with_file_and_fingerprints(
     run: Run, tmp_path: Path
 ) -> None:
@@ -356,9 +342,6 @@ def test_a_run_that_waited_takes_the_data_as_they_are_when_it_begins(
     assert planned == [str(one.folder.path)]
 
 
-# -- checkpoints -----------------------------------------------------------------------------------
-
-
 def flip(path: Path, at: int) -> None:
     """Overwrite one byte and put the time back."""
     was = path.stat()
@@ -429,9 +412,6 @@ def test_the_watch_takes_checksums_beside_the_training(
     watch.end(resumable=False)
     told = checksums.read(one.folder)["checkpoint-2"]
     assert set(told) == {path.name for path in folder.iterdir()}
-
-
-# -- losses around a resume ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

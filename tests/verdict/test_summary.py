@@ -1,7 +1,5 @@
 """What a verdict says to people: the cause first, each run by its name, no verdict about any other text."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings side by side: what is asked for, how it is compared, and comparisons from the command line."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shlex
@@ -26,8 +24,6 @@ from launcher.upstream import locate
 from launcher.workflows.bench import bench, comparison, measure, variants, worktrees
 from launcher.workflows.bench.comparison import SPEED, Sample, Step, compare
 from launcher.workflows.bench.variants import Variant
-
-# --- what is asked for ----------------------------------------------------------------------------
 
 
 def overrides(*vary: str, variant: tuple[str, ...] = ()) -> dict[str, tuple[str, ...]]:
@@ -94,9 +90,6 @@ def test_times() -> None:
     for text in ("", "0", "ten", "1d", "-5", "99999999999"):
         with pytest.raises(UsageError):
             durations.seconds(text)
-
-
-# --- how it is compared ---------------------------------------------------------------------------
 
 
 def sample(
@@ -222,9 +215,6 @@ def test_an_assertion_speaks_of_the_others_or_of_all() -> None:
         ("tokens_per_second>=1", "b", False), ("tokens_per_second>=1", "c", True),
         ("mfu>=50%", "a", False), ("mfu>=50%", "b", False), ("mfu>=50%", "c", True),
     ]  # fmt: skip
-
-
-# --- from the command line, with trials that are made up ------------------------------------------
 
 
 class Trials(Here):
@@ -362,9 +352,6 @@ def test_a_secret_is_neither_shown_nor_kept(world: World, trials: Trials) -> Non
     assert token not in shown and "a-plain-password" not in shown
 
 
-# --- trials with processes --------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_trial_is_a_real_run_and_is_measured(
     world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -427,9 +414,6 @@ def test_a_full_disk_is_no_fault_of_a_setting(
     with pytest.raises(NotReady):
         stage: Any = None
         measure.measure(request, Variant("one"), stage, steps=5, root=tmp_path, timeout_s=None)
-
-
-# --- before anything starts -----------------------------------------------------------------------
 
 
 def planned(
@@ -543,9 +527,6 @@ def test_the_commands_of_the_page_are_valid(
         return
     made = bench.plan(request, asked, steps=20, repeats=3)
     assert len(made.variants) == len(asked) > 1
-
-
-# --- commits --------------------------------------------------------------------------------------
 
 
 def git(folder: Path, *words: str) -> str:

@@ -1,7 +1,5 @@
 """Folders that several runs share: found again, one command at a time, never begun twice."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

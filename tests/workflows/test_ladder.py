@@ -1,7 +1,5 @@
 """Rungs in turn: gated, gone on with, refused beforehand; and a real one."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -244,8 +242,6 @@ def test_deepspeed_on_one_gpu(
     request = replace(request, config=path)
     assert used() == ["zero3_offload", "zero3_offload"]
 
-
-# --- rungs with processes -------------------------------------------------------------------------
 
 FALLING = {"": {"fall": 0.3}}
 

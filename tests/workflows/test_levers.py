@@ -1,7 +1,5 @@
 """What can be turned for each backend and stage: the keys, the limits, and why something stays."""
 
-from __future__ import annotations
-
 import pytest
 import tuned
 from conftest import Write

@@ -1,7 +1,5 @@
 """A stage file is read, checked and planned once for each request that a command makes of it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

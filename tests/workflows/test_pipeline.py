@@ -1,7 +1,5 @@
 """Pipelines: judged whole before the first stage, each stage on the model before, nothing trained twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -136,9 +134,6 @@ def codes(told: dict[str, Any]) -> dict[str, str]:
     return {f["code"]: f["message"] for f in told["findings"] if f["severity"] == "error"}
 
 
-# --- the file --------------------------------------------------------------------------------------
-
-
 def test_a_stage_comes_after_the_one_above_it_unless_it_says_otherwise(write: Write) -> None:
     write("sft.yaml", "stage: sft\n")
     write("dpo.yaml", "stage: dpo\n")
@@ -199,9 +194,6 @@ def test_with_and_the_command_line(write: Write) -> None:
     for wrong in ("learning_rate=1", "x.a=1", "nothing"):
         with pytest.raises(UsageError):
             pipeline.load(path, [wrong])
-
-
-# --- judged beforehand -----------------------------------------------------------------------------
 
 
 def surveyed(path: Path, gpus: int = 0, **more: Any) -> plan.Survey:
@@ -353,9 +345,6 @@ def test_the_committed_pipelines_hold_together(
     told = plan.survey(order, running=False)
     assert [f for f in told.findings if f.severity == "error"] == []
     assert [one.link.source for one in told.steps.values()] == [None, "sft"]
-
-
-# --- run -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """`launch prepare`: what it fills is what the later run takes, and it says so where it is not."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json
@@ -101,9 +99,6 @@ DPO = (
     "dpo_open_instruct.yaml", "model_name_or_path=build/demo/model",
     "mixer_list=[build/demo/data/dpo/train.jsonl, '1.0']",
 )  # fmt: skip
-
-
-# --- for real: the pinned scripts and TRL ---------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -208,9 +203,6 @@ def test_trl_gets_its_model_and_data_and_tokenises_itself(
     assert (code, found) == (5, ["not-fetched"])
 
 
-# --- what a run would miss, and what is not here --------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("word", "said"),
     [
@@ -257,9 +249,6 @@ def test_a_model_that_is_not_here_is_named(
     (snapshot / "model.safetensors").unlink()
     code, _, found = prepare(capsys, *SFT, "model_name_or_path=acme/half")
     assert (code, found) == (5, ["incomplete-model"])
-
-
-# --- the parts ------------------------------------------------------------------------------------
 
 
 def test_a_folder_lacks_what_its_index_names(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """`launch rehearse`: what the real scripts refuse is named by key and line, and nothing is left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -180,8 +178,6 @@ def test_open_instructs_own_scripts(stage: str, tmp_path: Path, demo_assets: Pat
     assert not (tmp_path / "output").exists()
 
 
-# --- the server, with stages that end in every way ---------------------------------------------------
-
 ENDINGS = {
     "hangs": "import time; time.sleep(900)",
     "dies": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
@@ -232,8 +228,6 @@ def test_a_python_without_the_packages_is_not_ready(
     assert type(caught.value).__name__ == "NotReady"
 
 
-# --- shrinking ----------------------------------------------------------------------------------------
-
 FAMILIES = (
     "llama", "mistral", "smollm3", "granite", "qwen2", "qwen3", "olmo", "olmo2", "olmo3", "phi3",
     "gemma", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss",
@@ -266,9 +260,6 @@ def test_most_families_of_transformers_shrink() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     failed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert len(failed) <= 2, failed
-
-
-# --- before something long starts ----------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The same stage, short and without consequences: what the overrides make of every kind of file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What chance alone makes of runs that are the same."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from math import comb

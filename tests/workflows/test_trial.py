@@ -1,7 +1,5 @@
 """One run from start to verdict, for whatever starts several: what came of it, its time, its end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

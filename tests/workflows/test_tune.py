@@ -1,7 +1,5 @@
 """The search for the fastest setting: on machines that are not there, and from the command line."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -57,8 +55,6 @@ def lora() -> Outlook:
     )
 
 
-# --- machines that are not there ------------------------------------------------------------------
-
 MACHINES: Mapping[str, tuple[Any, Machine]] = {
     "7B on two H200": (hand, H200),
     "slow links": (hand, tuned.changed(H200, link=30e9, hidden=0.1)),
@@ -96,9 +92,6 @@ def test_the_setting_that_one_h200_was_tuned_to_is_found_again() -> None:
     assert wanted.items() <= second.settings.items()
     search.learn(ran(second, 107_532, step=128 * 301 / 107_532, peak=45.3))
     assert search.best is not None and search.best.candidate.key == second.key
-
-
-# --- what goes wrong ------------------------------------------------------------------------------
 
 
 def failing(world: Outlook, machine: Machine, wrong: Any, trials: int = 12) -> Search:
@@ -214,9 +207,6 @@ def test_a_step_takes_about_what_it_took(
     assert world.base().expected.seconds == pytest.approx(seconds, rel=0.2)
 
 
-# --- time, and runs once more ---------------------------------------------------------------------
-
-
 def test_no_trial_is_begun_that_would_not_end_within_the_budget() -> None:
     world = hand()
     search = tuned.search_of(world)
@@ -305,9 +295,6 @@ def test_only_what_ends_within_the_budget_is_repeated() -> None:
     assert again is not None and again.key == search.base.key
 
 
-# --- what a sample means, and what is proposed ----------------------------------------------------
-
-
 def sample(speed: float | None = 100.0, loss: float = 2.0, **parts: Any) -> Sample:
     curve = (Step(100.0, 100.0, loss), Step(100.0, 100.0, loss))
     figures = {SPEED: speed, "seconds_per_step": 1.0, "peak_allocated_gib": 5.0}
@@ -391,9 +378,6 @@ def test_what_is_proposed_is_faster_by_all_runs(
     assert found.as_json()["best"]["speed_ratio"] is not None
 
 
-# --- the stage file -------------------------------------------------------------------------------
-
-
 def written(world: Outlook, place: Path, overrides: tuple[str, ...] = (), **settings: Any) -> str:
     """The text of a proposal, which says what the same overrides on the command line say."""
     whole = {**world.space.base, **settings}
@@ -449,9 +433,6 @@ def test_files_of_other_shapes_become_stage_files(write: Write, tmp_path: Path, 
     written(world, tmp_path / "tuned.yaml", packing=True, per_device=32, **more)
     found = load.load(tmp_path / "tuned.yaml")
     assert found.shape == "stage" and found.args["gradient_accumulation_steps"] == 2
-
-
-# --- from the command line ------------------------------------------------------------------------
 
 
 class Trials(Here):

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
+from launcher.config import foreign
 from launcher.config.document import (
     LOADER,
     SUFFIXES,
@@ -170,6 +171,9 @@ def _require_one_stage(path: Path, document: Document) -> None:
         line = document.origins["stages"].line
         message = "this is a pipeline, not a stage file"
         raise refused(path, PIPELINE, message, line, help)
+    if (tool := foreign.format_of(document.value)) is not None:
+        message = f"this is a file of {foreign.NAMES[tool]}, not a stage file"
+        raise refused(path, "foreign-file", message, 1, f"launch init --from {path} converts it")
 
 
 def _shape_of(tree: Mapping[str, Any]) -> Shape:

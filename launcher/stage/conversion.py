@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.document import Document, read_yaml
+from launcher.config.foreign import NAMES, format_of
 from launcher.config.keys import STAGES
 from launcher.errors import Finding, InvalidConfig, usage
 from launcher.stage.draft import Draft, Row, batch_for
@@ -43,7 +44,6 @@ class Format:
     `defaults` those that differ from TRL's, under TRL's names.
     """
 
-    name: str
     keys: Mapping[str, str]
     read: Callable[[Values, str], Iterator[Part]]
     switches: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
@@ -152,7 +152,7 @@ def _data_sets(given: Values, stage: str) -> Iterator[Part]:
 
 FORMATS = {
     "axolotl": Format(
-        name="Axolotl", read=_axolotl,
+        read=_axolotl,
         keys={
             "base_model": "model_name_or_path", "revision_of_model": "model_revision",
             "sequence_len": "max_length", "sample_packing": "packing",
@@ -186,7 +186,7 @@ FORMATS = {
         }),
     ),
     "llama_factory": Format(
-        name="LLaMA-Factory", read=_llama_factory,
+        read=_llama_factory,
         keys={
             "cutoff_len": "max_length", "preprocessing_num_workers": "dataset_num_proc",
             "warmup_ratio": "warmup_steps", "pref_beta": "beta", "pref_loss": "loss_type",
@@ -204,7 +204,7 @@ FORMATS = {
         }),
     ),
     "trl": Format(
-        name="TRL", read=_trl,
+        read=_trl,
         keys={
             "max_seq_length": "max_length", "warmup_ratio": "warmup_steps", "torch_dtype": "dtype",
             "evaluation_strategy": "eval_strategy", "use_liger": "use_liger_kernel",
@@ -213,27 +213,6 @@ FORMATS = {
         dropped=frozenset({"config_file"}),
     ),
 }  # fmt: skip
-
-
-def format_of(tree: Values) -> str | None:
-    """Whose file this looks like: a key of `FORMATS`, None where it is none of them."""
-    names = set(tree)
-    if "base_model" in names and names & {
-        "datasets",
-        "sequence_len",
-        "micro_batch_size",
-        "adapter",
-    }:
-        return "axolotl"
-    if "finetuning_type" in names or names >= {"model_name_or_path", "dataset", "template"}:
-        return "llama_factory"
-    if (
-        "args" not in names
-        and names >= {"model_name_or_path"}
-        and names & {"dataset_name", "datasets"}
-    ):
-        return "trl"
-    return None
 
 
 def convert(
@@ -258,7 +237,7 @@ def convert(
     made.run(stage)
     rows = {name: made.rows[name] for name in sorted(made.rows, key=_place)}
     draft = Draft(
-        stage=stage, backend="trl", origin=f"from {path.name} ({form.name})", gpus=gpus,
+        stage=stage, backend="trl", origin=f"from {path.name} ({NAMES[kind]})", gpus=gpus,
         deepspeed=made.deepspeed, batch=batch_for(rows, gpus), rows=rows, lost=made.lost, checks=made.checks,
     )  # fmt: skip
     return draft, [*_findings(path, document, made)]
@@ -314,7 +293,7 @@ class _Conversion:
             else:
                 self._set(key, known, value, "")
         for name, value in form.defaults.items():
-            self.rows.setdefault(name, Row(value, f"default of {form.name}"))
+            self.rows.setdefault(name, Row(value, "the default there"))
 
     def _set(self, key: str, name: str, value: Any, advice: str) -> None:
         known = self.schema.fields.get(name)

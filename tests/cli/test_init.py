@@ -161,6 +161,21 @@ def test_a_flat_trl_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
+    ("text", "tool"),
+    [(AXOLOTL.format(rl=""), "Axolotl"), (LLAMA_FACTORY, "LLaMA-Factory"), (TRL, "TRL")],
+)
+def test_validate_config_says_whose_file_it_is(
+    text: str, tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "f.yaml"
+    path.write_text(text)
+    assert main.main(["validate-config", str(path)]) == 3
+    said = capsys.readouterr().err
+    assert said.count("error[") == 1 and f"a file of {tool}" in said
+    assert f"launch init --from {path}" in said
+
+
+@pytest.mark.parametrize(
     ("text", "code", "finding"),
     [
         (AXOLOTL.format(rl="kto"), 3, "bad-stage"),

@@ -20,7 +20,7 @@ from launcher.report import log
 from launcher.runs import attempt, rundir
 from launcher.runs.record import mapping
 from launcher.runs.rundir import RunFolder
-from launcher.verdict import check, evidence, judge, metrics
+from launcher.verdict import check, judge, metrics
 from launcher.verdict.evidence import Evidence
 from launcher.verdict.judge import RunJudgement
 from launcher.verdict.metrics import Row
@@ -159,12 +159,12 @@ def read_log(path: Path) -> Run:
 
 def read_folder(path: Path) -> Run:
     """A run folder, judged as it stands now; where only results were kept, those."""
-    found = evidence.read_run(path)
-    if found.log is None and found.probe is None:
+    judged = judge.judge(RunFolder(path))
+    last = judged.attempts[-1]
+    if last.log is None and last.probe is None:
         kept = rundir.read_json(path / "verdict.json")
-        rows = _kept_rows(path / "metrics.jsonl")
-        return of_kept(path, rundir.read_json(path / "run.json"), kept, rows, found)
-    return of_judged(path, judge.judge(RunFolder(path)))
+        return of_kept(path, judged.manifest, kept, _kept_rows(path / "metrics.jsonl"), last)
+    return of_judged(path, judged)
 
 
 def of_judged(path: Path, judged: RunJudgement) -> Run:

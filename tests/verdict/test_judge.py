@@ -14,7 +14,9 @@ from launcher.lifecycle import start
 from launcher.report import series
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
+from launcher.verdict import evidence
 from launcher.verdict.check import Point
+from launcher.verdict.logs.scan import Log
 
 SAVED = {"event": "saved", "path": "out"}
 END = {"event": "end", "exit": 0}
@@ -350,6 +352,24 @@ def test_a_resumed_run_is_proved_where_each_attempt_is(
     if second is ISOLATED and answer[1] is not True:
         assert "in attempt 1, which made steps 1 to 20" in said(point)
         assert verdict.status != "pass"
+
+
+def test_each_log_is_read_once_for_verdict_and_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = attempts(tmp_path / "run", OFF, ISOLATED)
+    scan, scanned = evidence.scan, list[str]()
+
+    def counted(log: Path, *more: Any) -> Log:
+        scanned.append(log.name)
+        return scan(log, *more)
+
+    monkeypatch.setattr(evidence, "scan", counted)
+    for report in (lambda: start.finish(RunFolder(path)), lambda: series.read(path)):
+        scanned.clear()
+        report()
+        assert sorted(scanned) == ["console.2.log", "console.log"]
+    assert (path / "report.html").is_file()
 
 
 def test_an_attempt_is_held_to_what_was_asked_of_it(tmp_path: Path) -> None:

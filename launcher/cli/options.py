@@ -169,7 +169,24 @@ class Shared:
         metavar="NAME",
         help="continue although NAME has changed (repeatable)",
     )
+    detach: bool = Option(False, "--detach", help="start it in a tmux session and return at once")
+    on_finish: str | None = Option(
+        None, "--on-finish", metavar="CMD", help="command to run when it has ended, without a shell"
+    )
+    on_finish_limit: str | None = Option(
+        None,
+        "--on-finish-limit",
+        metavar="TIME",
+        help="time limit of that command: 90s, 2h",
+        show_default="10m",
+    )
+    slurm: bool = Option(False, "--slurm", help="queue it as a Slurm job")
     format: Format = FORMAT
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether the command is to run elsewhere, once it has been checked here."""
+        return self.detach or self.slurm
 
     @property
     def locator(self) -> Locator:
@@ -217,6 +234,9 @@ SOURCE = ("open_instruct", "allow_unpinned")
 """Which source of the trainer is looked at."""
 REQUEST = ("config", "overrides", "stage", "python", *SOURCE, "format")
 """What every command has that plans a stage."""
+
+BACKGROUND = ("detach", "on_finish", "on_finish_limit", "slurm")
+"""What every command has that trains for long."""
 
 _TYPES = get_type_hints(Shared)
 Command = Callable[..., Any]

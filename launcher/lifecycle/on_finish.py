@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 
 from launcher.errors import brief, usage
@@ -86,25 +87,36 @@ def call(
     folder: RunFolder, attempt: Attempt, code: int, *, own: bool = False,
     began: Callable[[], None] = lambda: None,
 ) -> int | None:  # fmt: skip
-    """Run the attempt's command to its end; what it prints goes where this process prints.
+    """Run the attempt's command to its end, with what it learns of the run; see `run`.
 
-    INT and TERM are handed on to it and what it has started; after `on_finish_s` seconds it gets TERM,
-    then KILL. `began` is called once it runs, or cannot be started. Unless the attempt is known to be the
-    user's `own`, the command is named and not run where somebody else may have written it. Returns its exit
-    code; None where it did not run.
+    Unless the attempt is known to be the user's `own`, the command is named and not run where somebody
+    else may have written it.
     """
     if not attempt.on_finish:
         return None
     if not own and (why := writable_by_others(folder)) is not None:
         words = shlex.join(map(str, attempt.on_finish))
         shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
-        _say(attempt, f"`{brief(shown)}` was not run: {why}")
+        _say(attempt.environ, f"`{brief(shown)}` was not run: {why}")
         return None
-    inherited = {**attempt.environ, **environment(folder, code)}
-    # it is no part of the run that is over, nor of one it may start
-    inherited.pop(process.MARK, None)
+    environ = {**attempt.environ, **environment(folder, code)}
     # its folder may have gone with what was done in it
-    cwd = attempt.cwd if os.path.isdir(attempt.cwd) else folder.path
+    cwd = Path(attempt.cwd) if os.path.isdir(attempt.cwd) else folder.path
+    return run(attempt.on_finish, environ, cwd, attempt.on_finish_s, began)
+
+
+def run(
+    words: Sequence[str], environ: Mapping[str, str], cwd: Path, limit_s: float,
+    began: Callable[[], None] = lambda: None,
+) -> int | None:  # fmt: skip
+    """Run a command to its end; what it prints goes where this process prints.
+
+    INT and TERM are handed on to it and what it has started; after `limit_s` seconds it gets TERM,
+    then KILL. `began` is called once it runs, or cannot be started. Returns its exit code; None where it
+    did not run.
+    """
+    # it is no part of the run that is over, nor of one it may start
+    inherited = {name: value for name, value in environ.items() if name != process.MARK}
     groups: list[int] = []
     early: list[int] = []
 
@@ -116,25 +128,24 @@ def call(
     with process.handling({signal.SIGINT: hand_on, signal.SIGTERM: hand_on}):
         try:
             child = subprocess.Popen(
-                attempt.on_finish, env=inherited, cwd=cwd, stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
+                words, env=inherited, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True
+            )
         except (OSError, ValueError) as error:
-            _say(attempt, f"{attempt.on_finish[0]} cannot be started: {error}")
+            _say(environ, f"{words[0]} cannot be started: {error}")
             return None
         finally:
             began()
         groups.append(child.pid)
         for number in early:
             _signal(groups, number)
-        name = os.path.basename(attempt.on_finish[0])
+        name = os.path.basename(words[0])
         try:
-            returned = child.wait(attempt.on_finish_s)
+            returned = child.wait(limit_s)
         except subprocess.TimeoutExpired:
-            _say(attempt, f"{name} is ended: it took longer than {attempt.on_finish_s:g} s")
+            _say(environ, f"{name} is ended: it took longer than {limit_s:g} s")
             returned = _ended(child)
     if returned:
-        _say(attempt, f"{name} ended with {returned}")
+        _say(environ, f"{name} ended with {returned}")
     return returned
 
 
@@ -154,5 +165,5 @@ def _signal(groups: Sequence[int], number: int) -> None:
             os.killpg(group, number)
 
 
-def _say(attempt: Attempt, what: str) -> None:
-    print(redact(printable(f"--on-finish {what}"), attempt.environ), file=sys.stderr)
+def _say(environ: Mapping[str, str], what: str) -> None:
+    print(redact(printable(f"--on-finish {what}"), environ), file=sys.stderr)

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from launcher.paths import PROJECT
 from launcher.runs.rundir import RunFolder
@@ -27,7 +28,12 @@ def session(folder: RunFolder) -> str:
 
 
 def opened(folder: RunFolder) -> str | None:
-    """Open the session, detached, with `launch exec RUN` in it; its name, None where that cannot be."""
+    """Open the session of a run, with `launch exec RUN` in it; see `show`."""
+    return show(session(folder), [sys.executable, "-m", "launcher", "exec", str(folder.path)])
+
+
+def show(name: str, command: Sequence[str]) -> str | None:
+    """Open a session, detached, with a command in it; its name, None where that cannot be."""
     if shutil.which("tmux") is None:
         return None
     ours = str(PROJECT)
@@ -35,9 +41,8 @@ def opened(folder: RunFolder) -> str | None:
     inside = [
         *("sh", "-c", _STAY, "sh"),
         *("env", f"PYTHONPATH={ours}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)),
-        *(sys.executable, "-m", "launcher", "exec", str(folder.path)),
+        *command,
     ]  # fmt: skip
-    name = session(folder)
     # that of an earlier attempt waits for its key; to end the last session would end the server
     again = ["respawn-pane", "-k", "-t", f"={name}:", *inside]
     new = ["new-session", "-d", "-s", name, "-x", "200", "-y", "50", *inside]

@@ -121,12 +121,14 @@ def one_cpu(options: Options, gpus: int) -> str | None:
 
 
 def script(
-    *, name: str, folder: Path, launch: Sequence[str], nodes: int, gpus: int, options: Options
-) -> str:
+    *, name: str, folder: Path, nodes: int, gpus: int, options: Options,
+    launch: Sequence[str] = (), command: Sequence[str] = (),
+) -> str:  # fmt: skip
     """The batch script of a run: its directives, and `launch exec` on every node.
 
     `gpus` is the number on each node. `launch` is the argv that stands for `launch`; it and the
-    folder have to be there on the nodes too. Paths that are no UTF-8 are in it as surrogates.
+    folder have to be there on the nodes too. A `command` stands in the place of `launch exec RUN`.
+    Paths that are no UTF-8 are in it as surrogates.
     """
     lines = ["#!/bin/sh", *_directives(name, folder, nodes, gpus, options), ""]
     if _pattern(folder) is None:
@@ -139,9 +141,8 @@ def script(
         f"srun --nodes={nodes} --ntasks-per-node=1 --mpi=none --cpu-bind=none --kill-on-bad-exit=0"
     )
     lines += [
-        f"set -- {shlex.join([*launch, 'exec', str(folder)])}",
-        "# queued again, the run goes on from its last complete checkpoint",
-        '"$@" --prepare || exit',
+        f"set -- {shlex.join(command or [*launch, 'exec', str(folder)])}",
+        *(() if command else _PREPARE),
         "# whoever stops the job tells every process of it: wait for what they still write down",
         "trap 'signalled=1' TERM INT",
         *([_REQUEUE.format(limit=_in(folder, LIMIT))] if again else []),
@@ -155,6 +156,10 @@ def script(
 LOG, LIMIT = "slurm.log", "slurm.limit"
 """Files of a run folder: what the job prints, and that its time was up."""
 
+_PREPARE = (
+    "# queued again, the run goes on from its last complete checkpoint",
+    '"$@" --prepare || exit',
+)
 _REQUEUE = """\
 # its time is almost up: back into the queue
 queue_again() {{ signalled=1; : >{limit}; scontrol requeue "$SLURM_JOB_ID"; }}

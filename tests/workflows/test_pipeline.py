@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -584,6 +585,65 @@ def test_a_stage_that_outlived_its_pipeline_is_waited_for(world: Chained) -> Non
     assert [one["status"] for one in told["stages"]] == ["skipped", "passed", "passed"]
     assert world.trained() == ["first", "second", "third"]
     assert world.quiet()
+
+
+TELL = """#!/bin/sh
+echo "$LAUNCH_FINISHED $LAUNCH_FINISHED_CODE $LAUNCH_FINISHED_STATUS" >>"$FAKE_WORLD/finished"
+"""
+SBATCH = """#!/bin/sh
+echo 41
+"""
+SRUN = """#!/bin/sh
+while [ "${1#--}" != "$1" ]; do shift; done
+exec "$@"
+"""
+
+
+def programs(world: Chained, **texts: str) -> None:
+    """Scripts that are found in PATH."""
+    folder = world.root / "bin"
+    folder.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    world.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+
+
+@pytest.mark.slow
+@needs_trl
+def test_it_goes_on_without_the_terminal(world: Chained) -> None:
+    world.usual()
+    programs(world, tell=TELL, tmux="#!/bin/sh\nexit 1\n")
+    code, told = world.run("--detach", "--on-finish", "tell")
+    finished, log = world.root / "finished", Path(told["data"]["log"])
+    assert code == 0 and told["data"]["session"] is None
+    until(finished.exists)
+    assert "pipeline: " in log.read_text() and world.trained() == ["first", "second", "third"]
+    until(finished.read_text)
+    assert finished.read_text() == "pipeline 0 pass\n"
+    # what is wrong is said before it goes away
+    world.stage("first", model_name_or_path="model", no_such=1)
+    code, told = world.run("--detach", "--on-finish", "tell")
+    assert code == 3 and "unknown-key" in codes(told)
+    assert world.run("--detach", "--slurm")[0] == world.run("--on-finish-limit", "1m")[0] == 2
+    assert finished.read_text() == "pipeline 0 pass\n"
+
+
+@pytest.mark.slow
+@needs_trl
+def test_a_job_runs_the_same_command(world: Chained) -> None:
+    world.usual()
+    programs(world, tell=TELL, sbatch=SBATCH, srun=SRUN)
+    world.environ["HF_TOKEN"] = "hf_secret"
+    code, told = world.run("--slurm", "--on-finish", "tell", "--until", "second")
+    assert code == 0 and told["data"]["job"] == "41" and world.trained() == []
+    script = Path(told["data"]["folder"]) / "slurm.sh"
+    text = script.read_text()
+    assert "--nodes=1\n" in text and "gres" not in text and "hf_secret" not in text
+    job = {"PATH": world.environ["PATH"], "SLURM_JOB_ID": "41", "FAKE_WORLD": str(world.root)}
+    subprocess.run(["sh", str(script)], env=job, cwd="/", check=True)
+    assert world.trained() == ["first", "second"]
+    assert (world.root / "finished").read_text() == "pipeline 0 pass\n"
 
 
 @pytest.mark.slow

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from typer import Option
 
+from launcher.cli.background import hand_over, several_runs
 from launcher.cli.options import (
+    BACKGROUND,
     CPU,
     GPU_MEMORY,
     OVERRIDES,
@@ -164,7 +166,9 @@ def prepare(shared: Shared) -> Exit:
     "strict",
     "rehearse",
     "fresh",
+    *BACKGROUND,
 )
+@several_runs
 def ladder(
     shared: Shared,
     gpus: str = Option(
@@ -182,9 +186,9 @@ def ladder(
     counts = ladder.counts(gpus)
     terms = ladder.terms(counts, price=shared.price, rows=shared.rows, row_tokens=shared.row_tokens)
     quiet = shared.format == "json"
-    planned = ladder.plan_rungs(
-        shared.request(), counts, steps=steps, terms=terms, running=not shared.dry_run
-    )
+    here = not (shared.dry_run or shared.slurm)
+    request = shared.request(elsewhere=shared.slurm)
+    planned = ladder.plan_rungs(request, counts, steps=steps, terms=terms, running=here)
     if shared.dry_run:
         rungs = [rung.prepared.as_json() for rung in planned.rungs]
 
@@ -197,6 +201,9 @@ def ladder(
     if not quiet:
         console.findings(planned.findings)
     shared.rehearse_first({"": planned.resolved})
+    if shared.hands_over:
+        options = planned.stage.options.slurm
+        return hand_over(shared, "ladder", planned.stage.name, gpus=max(counts), options=options)
     result = ladder.climb(
         planned, fresh=shared.fresh, allow_unproven=shared.allow_unproven, quiet=quiet
     )
@@ -209,7 +216,8 @@ def ladder(
 @app.command(
     epilog="Example: launch bench configs/tulu/sft_qwen7b.yaml --vary packing=false,true --gpus 8"
 )
-@takes(*REQUEST, "gpus", "devices", "strict", "rehearse", "fresh")
+@takes(*REQUEST, "gpus", "devices", "strict", "rehearse", "fresh", *BACKGROUND)
+@several_runs
 def bench(
     shared: Shared,
     vary: list[str] | None = Option(
@@ -242,13 +250,18 @@ def bench(
     asked = variants.combinations(vary or (), variant or ())
     expressions = [comparison.assertion(text) for text in asserted or ()]
     limit = durations.seconds(timeout)
+    request = shared.request(elsewhere=shared.slurm)
     planned = bench.plan(
-        bench.require_gpu(shared.request(), cpu=cpu), asked, steps=steps, repeats=repeats,
-        timeout_s=limit, assertions=expressions, running=True,
+        request if shared.slurm else bench.require_gpu(request, cpu=cpu), asked, steps=steps,
+        repeats=repeats, timeout_s=limit, assertions=expressions, running=not shared.slurm,
     )  # fmt: skip
     text = shared.format == "text"
     console.findings(planned.findings if text else ())
     shared.rehearse_first(planned.resolved)
+    if shared.hands_over:
+        first = planned.resolved[planned.variants[0].name]
+        options, name = first.stage.options.slurm, shared.config.stem
+        return hand_over(shared, "bench", name, gpus=first.gpus, options=options)
     with bench.opened(planned, fresh=shared.fresh) as opened:
         code = bench.run(opened, show=shared.show_progress)
         bench.write_page(opened)
@@ -261,7 +274,8 @@ def bench(
 
 
 @app.command(epilog="Example: launch tune configs/bench/hand_recipe.yaml --gpus 2 -o tuned.yaml")
-@takes(*REQUEST, "gpus", "devices", "row_tokens", "rehearse", "fresh")
+@takes(*REQUEST, "gpus", "devices", "row_tokens", "rehearse", "fresh", *BACKGROUND)
+@several_runs
 def tune(
     shared: Shared,
     budget: str = Option(
@@ -283,6 +297,7 @@ def tune(
     Global batch and loss stay; the result is written as a stage file.
     """
     from launcher.config import durations
+    from launcher.lifecycle.prepare import resolve
     from launcher.workflows.bench import bench, comparison
     from launcher.workflows.tune import tune
 
@@ -290,8 +305,16 @@ def tune(
         budget_s=durations.seconds(budget), steps=steps, row_tokens=shared.row_tokens,
         output=output, fresh=shared.fresh,
     )  # fmt: skip
-    prepared = tune.prepare(shared.request(), terms, cpu=cpu)
-    shared.rehearse_first({"": prepared.resolved})
+    if shared.slurm:
+        # levers, and what fits, depend on the machine of the job
+        resolved = resolve(shared.request(elsewhere=True), running=False)
+    else:
+        prepared = tune.prepare(shared.request(), terms, cpu=cpu)
+        resolved = prepared.resolved
+    shared.rehearse_first({"": resolved})
+    if shared.hands_over:
+        options, name = resolved.stage.options.slurm, shared.config.stem
+        return hand_over(shared, "tune", name, gpus=resolved.gpus, options=options)
     with tune.opened(prepared) as opened:
         code = tune.run(opened, show=shared.show_progress)
         trials = opened.bench() if opened.search.runs else None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 from typer import Argument, Option
 
+from launcher.cli.background import AtEnd, hand_over, require_sense, several_runs
 from launcher.cli.options import (
+    BACKGROUND,
     FORMAT,
     MAIN_ADDRESS,
     NODE_RANK,
@@ -25,7 +27,7 @@ from launcher.cli.options import (
     found_run,
     takes,
 )
-from launcher.errors import Exit, Finding, UsageError, launch_finding, usage
+from launcher.errors import Exit, Finding, launch_finding
 
 if TYPE_CHECKING:
     from launcher.lifecycle.prepare import Prepared, Request
@@ -33,13 +35,6 @@ if TYPE_CHECKING:
     from launcher.runs.rundir import RunFolder
     from launcher.verdict.check import Verdict
 
-# options that would be taken and ignored beside another one
-_APART = {
-    "slurm": ("skypilot", "detach", "devices", "node_rank", "main_address"),
-    "skypilot": (
-        "detach", "devices", "node_rank", "main_address", "on_finish", "fresh", "allow_changed_resume",
-    ),
-}  # fmt: skip
 _START = (
     "gpus", "dry_run", "python", *SOURCE, "allow_unproven", "strict", "no_probe", "devices", "rehearse",
     "fresh",
@@ -47,73 +42,16 @@ _START = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _AtEnd:
-    """What is to happen once a run has ended, under the names that those that start it take."""
-
-    on_finish: tuple[str, ...]
-    on_finish_s: float
-    allow_unproven: bool
-
-    @classmethod
-    def of(cls, command: str | None, limit: str | None, allow_unproven: bool) -> _AtEnd:
-        """From the options as they were given. Raises UsageError."""
-        from launcher.lifecycle import on_finish
-
-        if limit is not None and command is None:
-            raise usage("useless-option", "--on-finish-limit says nothing without --on-finish")
-        return cls(on_finish.parsed(command), on_finish.limit(limit), allow_unproven)
-
-
-def _require_sense(given: Mapping[str, object]) -> None:
-    """Raise UsageError with every option that says nothing beside another one."""
-    # 0 is a value
-    named = {name for name, value in given.items() if value or (value == 0 and value is not False)}
-    pairs = [(one, other) for one, others in _APART.items() for other in others]
-    wrong = [
-        launch_finding(
-            "error", "useless-option", f"{_flag(other)} says nothing with {_flag(one)}", None
-        )
-        for one, other in pairs
-        if {one, other} <= named
-    ]
-    if wrong:
-        raise UsageError(wrong)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _stage_command(stage: str) -> Callable[..., Exit]:
     """The command that starts one stage: the same for each, but for its name."""
 
-    @takes("config", "nodes", *_START)
+    @takes("config", "nodes", *_START, *BACKGROUND)
     def command(
         shared: Shared,
         context: typer.Context,
         overrides: list[str] | None = OVERRIDES,
-        detach: bool = Option(
-            False, "--detach", help="start the run in a tmux session and return at once"
-        ),
-        on_finish: str | None = Option(
-            None,
-            "--on-finish",
-            metavar="CMD",
-            help="command to run when the run has ended, without a shell",
-        ),
-        on_finish_limit: str | None = Option(
-            None,
-            "--on-finish-limit",
-            metavar="TIME",
-            help="time limit of that command: 90s, 2h",
-            show_default="10m",
-        ),
         node_rank: int | None = NODE_RANK,
         main_address: str | None = MAIN_ADDRESS,
-        slurm: bool = Option(
-            False, "--slurm", help="queue the run as a Slurm job on --nodes machines"
-        ),
         skypilot: Path | None = Option(
             None, "--skypilot", metavar="FILE", help="write a SkyPilot task; start nothing"
         ),
@@ -123,20 +61,20 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
             help="accept a DeepSpeed that corrupts gradients (finding overlap-corrupts)",
         ),
     ) -> Exit:
-        _require_sense(context.params)
+        require_sense(shared, context.params)
         request = shared.request(
             stage=stage, overrides=overrides or (), node_rank=node_rank, main_address=main_address,
             allow_corrupting_overlap=allow_corrupting_overlap, fresh=shared.fresh,
-            elsewhere=slurm or skypilot is not None,
+            elsewhere=shared.slurm or skypilot is not None,
         )  # fmt: skip
         if shared.dry_run:
             return _dry_run(request, shared.format, slurm=slurm)
         if skypilot is not None:
             return _write_task(request, skypilot, shared.format)
-        at_end = _AtEnd.of(on_finish, on_finish_limit, shared.allow_unproven)
-        if slurm:
+        at_end = AtEnd.of(shared)
+        if shared.slurm:
             return _queue(request, shared, at_end)
-        return _run(request, shared, at_end, detach=detach)
+        return _run(request, shared, at_end)
 
     command.__doc__ = f"""Train one {stage.upper()} stage and judge the result.
 
@@ -170,7 +108,7 @@ def _dry_run(request: Request, format: Format, *, slurm: bool) -> Exit:
     )
 
 
-def _run(request: Request, shared: Shared, at_end: _AtEnd, *, detach: bool) -> Exit:
+def _run(request: Request, shared: Shared, at_end: AtEnd) -> Exit:
     from launcher.lifecycle import forecast, on_finish, prepare, start, supervisor
     from launcher.report import console
     from launcher.runs import lease, rundir, runner
@@ -194,14 +132,14 @@ def _run(request: Request, shared: Shared, at_end: _AtEnd, *, detach: bool) -> E
                 console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
             folder, attempt = start.begin(prepared, **asdict(at_end))
             shown = str(request.stage), folder, attempt, prepared.findings, format
-            return _detach(*shown) if detach else until_over(*shown)
+            return _detach(*shown) if shared.detach else until_over(*shown)
         finally:
             # the folder that was reserved, if nothing came of it
             rundir.release(prepared.folder)
 
 
 def _conclude_finished(
-    prepared: Prepared, found: tuple[Finding, ...], format: Format, at_end: _AtEnd
+    prepared: Prepared, found: tuple[Finding, ...], format: Format, at_end: AtEnd
 ) -> Exit:
     """Nothing is left to train; the verdict and the numbers are there, whoever died before."""
     from launcher.lifecycle import start
@@ -215,7 +153,7 @@ def _conclude_finished(
     return _conclude(str(prepared.request.stage), folder, verdict, code, prepared.findings, format)
 
 
-def _queue(request: Request, shared: Shared, at_end: _AtEnd) -> Exit:
+def _queue(request: Request, shared: Shared, at_end: AtEnd) -> Exit:
     """Hand the run to Slurm."""
     from launcher.lifecycle import forecast, prepare, start, supervisor
     from launcher.runs import sbatch
@@ -329,7 +267,8 @@ def exec_command(
 
 
 @app.command(epilog="Example: launch pipeline configs/demo/pipeline.yaml --gpus 0 --until sft")
-@takes(*_START)
+@takes(*_START, *BACKGROUND)
+@several_runs
 def pipeline(
     shared: Shared,
     file: Path = Argument(..., metavar="FILE", help="the pipeline file", show_default=False),
@@ -351,11 +290,13 @@ def pipeline(
     from launcher.config import pipeline as chain
     from launcher.report import console
     from launcher.workflows.pipeline import pipeline
-    from launcher.workflows.pipeline.plan import Order
+    from launcher.workflows.pipeline.plan import Order, survey
 
     order = Order(
         chain=chain.load(file, overrides or ()),
-        common=shared.request(config=file, overrides=(), fresh=shared.fresh),
+        common=shared.request(
+            config=file, overrides=(), fresh=shared.fresh, elsewhere=shared.slurm
+        ),
         first=first, last=until, allow_unproven=shared.allow_unproven,
     )  # fmt: skip
     if shared.dry_run:
@@ -367,9 +308,18 @@ def pipeline(
                 console.say(f"# stage {number + 1} of {len(steps)}: {one.link.name}")
                 console.dry_run(one.plan, one.prepared.command)
 
-        stages = [{"name": one.link.name, **one.prepared.as_json()} for one in steps]
-        return answer("pipeline", shared.format, {"stages": stages}, show_plan, plan.findings)
-    result = pipeline.run(order, quiet=shared.format == "json", rehearse=shared.rehearse_first)
+        data = {"stages": [{"name": one.link.name, **one.prepared.as_json()} for one in steps]}
+        return answer("pipeline", shared.format, data, show_plan, plan.findings)
+    quiet = shared.format == "json"
+    plan = survey(order, running=not shared.slurm)
+    console.findings([one for one in plan.findings if one.severity != "note" and not quiet])
+    stages = plan.resolved()
+    shared.rehearse_first(stages)
+    if shared.hands_over:
+        gpus = max(one.gpus for one in stages.values())
+        options = next(iter(stages.values())).stage.options.slurm
+        return hand_over(shared, "pipeline", order.chain.name, gpus=gpus, options=options)
+    result = pipeline.run(order, plan, quiet=quiet)
 
     def show() -> None:
         console.table([row.shown() for row in result.rows], pipeline.SUMMARY)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -146,22 +146,11 @@ class Result:
         ]
 
 
-def run(
-    order: Order,
-    *,
-    quiet: bool = False,
-    rehearse: Callable[[Mapping[str, ResolvedStage]], None] | None = None,
-) -> Result:
+def run(order: Order, survey: Survey, *, quiet: bool = False) -> Result:
     """Run the stages of an order that are to run, one after the other; stops where one does not pass.
 
-    Everything is judged, and handed to `rehearse`, before the first one starts. Raises what both raise, and
-    NotReady where the pipeline is running already or the model that it is to begin from is not there.
+    Raises NotReady where the pipeline is running already.
     """
-    survey = handover.survey(order, running=True)
-    if not quiet:
-        console.findings([one for one in survey.findings if one.severity != "note"])
-    if rehearse is not None:
-        rehearse(survey.resolved())
     root = order.common.runs or rundir.runs_root()
     key = experiment.key_of([str(order.chain.path.absolute()), os.getcwd()])
     series = Campaign(kind=KIND, key=key, name=order.chain.name, root=root)

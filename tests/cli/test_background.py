@@ -1,0 +1,49 @@
+"""Commands that start several runs, handed to a job: the same command line, and the GPUs that it takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from experiment import shaped
+from fake_world import World, needs_trl
+
+from launcher.lifecycle.background import own_words
+
+
+def test_what_runs_elsewhere_neither_goes_elsewhere_nor_answers_machines() -> None:
+    words = ["tune", "a.yaml", "--detach", "--format", "json", "--on-finish", "x --slurm", "k=1"]
+    assert own_words(words) == ["tune", "a.yaml", "--on-finish", "x --slurm", "k=1"]
+    assert own_words(["bench", "--format=json", "--slurm"]) == ["bench"]
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("ladder", "--gpus", "1,2"),
+        ("bench", "--gpus", "2", "--vary", "learning_rate=1e-5,2e-5"),
+        ("tune", "--gpus", "2", "--budget", "5m"),
+    ],
+)
+def test_a_job_gets_the_gpus_that_the_command_takes(world: World, words: tuple[str, ...]) -> None:
+    config = world.config(model_name_or_path=shaped(world), bf16=True)
+    whole = yaml.safe_load(config.read_text())
+    whole |= {"batch": {"global": 8, "per_device": 2}, "slurm": {"partition": "long"}}
+    config.write_text(yaml.safe_dump(whole))
+    sbatch = world.root / "smi" / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 41\n")
+    sbatch.chmod(0o755)
+    command, *rest = words
+    own = [command, str(config), *rest, "--python", str(world.root / "python")]
+    done = world.launch(*own, "--slurm", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)["data"]
+    script = (Path(data["folder"]) / "slurm.sh").read_text()
+    assert data["job"] == "41" and "--gres=gpu:2\n" in script and "--partition=long\n" in script
+    attempt = json.loads((Path(data["folder"]) / "start.json").read_text())
+    assert attempt["argv"][-len(own) :] == own and attempt["cwd"] == str(world.root)
+    # the machine that queues it is not looked at, and nothing starts
+    assert not (world.root / "started").exists()

@@ -68,7 +68,7 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
             elsewhere=shared.slurm or skypilot is not None,
         )  # fmt: skip
         if shared.dry_run:
-            return _dry_run(request, shared.format, slurm=slurm)
+            return _dry_run(request, shared.format, slurm=shared.slurm)
         if skypilot is not None:
             return _write_task(request, skypilot, shared.format)
         at_end = AtEnd.of(shared)

@@ -134,41 +134,40 @@ def test_what_it_refuses_or_ignores(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         fault = found(tmp_path, text(line)).get((code, f"args.{key}"))
         assert fault is not None and (fault.severity, fault.line) == (severity, 11), line
         assert fault.file == str(tmp_path / "stage.yaml")
-
-
-def test_two_keys_together(tmp_path: Path) -> None:
+    # two keys together
     said = found(tmp_path, text("activation_memory_budget: 0.5", "compile_model: false"))
     assert said["budget-without-compile", "args.activation_memory_budget"].line == 11
-
-
-def test_a_leak_that_the_file_puts_up_with_is_a_note(tmp_path: Path) -> None:
+    # a leak that the file puts up with is a note
     said = found(tmp_path, text("packing: true", top="expect: {packing: on}"))
     assert said["packing-leaks", "args.packing"].severity == "note"
-
-
-def test_a_clean_file_is_clean(tmp_path: Path) -> None:
+    # a clean file is clean
     for lines in ((), ("config_name: olmo2_7B",), ("config_name: allenai/OLMo-2-1124-7B",)):
         assert found(tmp_path, text(*lines)) == {}
-
-
-def test_keys_of_this_script_are_told_to_the_other_one(tmp_path: Path) -> None:
+    # keys of this script are told to the other one
     said = found(tmp_path, text("compile_model: true", "fsdp_shard_degree: 8", script="dpo"))
     for key in ("compile_model", "fsdp_shard_degree"):
         assert "only open_instruct/dpo.py reads it" in str(said["unread-key", f"args.{key}"].help)
-
-
-def test_deepspeed_is_an_error_and_precision_is_not_read(tmp_path: Path) -> None:
+    # deepspeed is an error and precision is not read
     said = found(tmp_path, text(top="deepspeed: zero3\nmixed_precision: fp16"))
     assert (said["deepspeed-with-torchrun", "deepspeed"].severity) == "error"
     assert said["deepspeed-with-torchrun", "deepspeed"].line == 4
     assert said["mixed-precision-unread", "mixed_precision"].line == 5
 
 
-def test_an_unknown_model_names_the_known_and_the_other_script(tmp_path: Path) -> None:
+def test_models_that_it_does_not_know(tmp_path: Path) -> None:
     written = text().replace("allenai/OLMo-2-1124-7B", "meta-llama/Llama-3.1-8B")
     fault = found(tmp_path, written)["unsupported-model", "args.model_name_or_path"]
     for word in ("allenai/OLMo-2-1124-7B", "Qwen/Qwen3-0.6B", "olmo2_7B", "dpo_tune_cache.py"):
         assert word in (fault.help or "")
+    # a name of a shape is no model
+    written = text().replace("allenai/OLMo-2-1124-7B", "olmo2_7B")
+    fault = found(tmp_path, written)["unsupported-model", "args.model_name_or_path"]
+    assert "`config_name: olmo2_7B`" in (fault.help or "")
+    # what transformers could not load is said before
+    written = text().replace("allenai/OLMo-2-1124-7B", "Qwen/Qwen3-8B")
+    assert set(found(tmp_path, written)) == {("no-hf-export", "args.model_name_or_path")}
+    ends = written.replace("max_seq_length", "cache_logprobs_only: true\n  max_seq_length")
+    assert found(tmp_path, ends) == {}
 
 
 def test_the_models_come_from_the_source() -> None:
@@ -176,19 +175,6 @@ def test_the_models_come_from_the_source() -> None:
     assert schema.models["Qwen/Qwen3-14B"] == "qwen3_14B"
     assert set(schema.models.values()) <= schema.configs
     assert not any(name.endswith("_like") for name in schema.configs)
-
-
-def test_a_name_of_a_shape_is_no_model(tmp_path: Path) -> None:
-    written = text().replace("allenai/OLMo-2-1124-7B", "olmo2_7B")
-    fault = found(tmp_path, written)["unsupported-model", "args.model_name_or_path"]
-    assert "`config_name: olmo2_7B`" in (fault.help or "")
-
-
-def test_what_transformers_could_not_load_is_said_before(tmp_path: Path) -> None:
-    written = text().replace("allenai/OLMo-2-1124-7B", "Qwen/Qwen3-8B")
-    assert set(found(tmp_path, written)) == {("no-hf-export", "args.model_name_or_path")}
-    ends = written.replace("max_seq_length", "cache_logprobs_only: true\n  max_seq_length")
-    assert found(tmp_path, ends) == {}
 
 
 def test_a_folder_needs_its_config_name_and_the_right_one(
@@ -353,15 +339,13 @@ def test_a_name_of_olmo_cores_is_no_model_of_the_hub(
     assert "qwen3_0_6B" not in {part.name for part in parts}
 
 
-def test_torchrun_on_one_machine(tmp_path: Path) -> None:
+def test_torchrun_on_one_machine_and_on_several(tmp_path: Path) -> None:
     words = built(planned(from_text(tmp_path, text()), gpus=8)).argv
     assert words[:3] == (str(PYTHON), "-m", "torch.distributed.run")
     assert words[words.index("--nproc-per-node") + 1] == "8"
     assert "accelerate.commands.launch" not in words and "--main_process_port" not in words
     assert "--do_not_randomize_output_dir" not in words
-
-
-def test_torchrun_on_several_machines(tmp_path: Path) -> None:
+    # torchrun on several machines
     words = built(planned(from_text(tmp_path, text()), gpus=8, nodes=2)).argv
     here = rendezvous.Rendezvous(nodes=2, rank=1, address="10.0.0.4", port=29501)
     filled = rendezvous.filled(words, here)
@@ -404,16 +388,23 @@ def test_degrees_as_older_commits_have_them(tmp_path: Path) -> None:
     assert olmo_core.mesh(first, 16, 2) == (2, 8)
 
 
-def test_wandb_is_not_asked_where_nothing_is_tracked(tmp_path: Path) -> None:
+def test_batches_and_what_is_tracked(tmp_path: Path) -> None:
+    line = "per_device_train_batch_size: 5\n  num_epochs: 2"
+    assert planned(from_text(tmp_path, text(line)), gpus=4).steps == 100_000 // 20 * 2
+    # wandb is not asked where nothing is tracked
     made = planned(from_text(tmp_path, text()), gpus=1)
     assert made.derived["wandb_entity"].value == "none"
     kept = planned(from_text(tmp_path, text("wandb_entity: mine")), gpus=1)
     assert "wandb_entity" not in kept.derived
-
-
-def test_a_last_batch_that_is_not_full_is_left_out(tmp_path: Path) -> None:
-    line = "per_device_train_batch_size: 5\n  num_epochs: 2"
-    assert planned(from_text(tmp_path, text(line)), gpus=4).steps == 100_000 // 20 * 2
+    # a global batch that packed steps do not reach
+    written = text("packing: true", top="batch: {global: 64, per_device: 8}")
+    (fault,) = [
+        f for f in planned(from_text(tmp_path, written), gpus=2).findings
+        if f.code == "accumulation-packed"
+    ]  # fmt: skip
+    assert (fault.key, fault.line, fault.severity) == ("batch.global", 4, "warning")
+    reached = planned(from_text(tmp_path, written), gpus=8).findings
+    assert not [f for f in reached if f.code == "accumulation-packed"]
 
 
 def faults(folder: Path, rows: int, line: str, gpus: int) -> list[Finding]:
@@ -438,17 +429,6 @@ def test_rows_that_do_not_fill_a_batch(tmp_path: Path, rows: int, line: str, wor
     assert words in fault.message
 
 
-def test_a_global_batch_that_packed_steps_do_not_reach(tmp_path: Path) -> None:
-    written = text("packing: true", top="batch: {global: 64, per_device: 8}")
-    (fault,) = [
-        f for f in planned(from_text(tmp_path, written), gpus=2).findings
-        if f.code == "accumulation-packed"
-    ]  # fmt: skip
-    assert (fault.key, fault.line, fault.severity) == ("batch.global", 4, "warning")
-    reached = planned(from_text(tmp_path, written), gpus=8).findings
-    assert not [f for f in reached if f.code == "accumulation-packed"]
-
-
 def story(tmp_path: Path, budget: float, batch: int = 2) -> Memory:
     stage = from_text(tmp_path, text(STORY.format(budget, batch)))
     made = planned(stage, gpus=8, nodes=2)
@@ -468,13 +448,12 @@ def test_a_compiled_loss_takes_six_bytes_a_position_and_word() -> None:
     assert one["memory_gib"]["peak"] == pytest.approx(56.9, rel=0.02)
 
 
-def test_of_the_activation_budgets_only_the_lowest_fits_80_gb(tmp_path: Path) -> None:
+def test_memory_of_budgets_and_shards(tmp_path: Path) -> None:
     assert story(tmp_path, 0.1).spare(80) >= 0
     for budget in (0.2, 0.3, 0.5, 0.8, 1.0):
         assert story(tmp_path, budget).spare(80) < 0, budget
 
-
-def test_more_shards_hold_less(tmp_path: Path) -> None:
+    # more shards hold less
     def peak(line: str) -> float:
         made = planned(from_text(tmp_path, text(line)), gpus=8, nodes=2)
         shape = footprint.shape_of(made)
@@ -554,14 +533,12 @@ def told(folder: Path, written: str, *words: str) -> Any:
     return json.loads(run.stdout)["data"]
 
 
-def test_rows_of_the_command_line_are_rounded_down_as_well(tmp_path: Path) -> None:
+def test_steps_and_checkpoints_of_the_command_line(tmp_path: Path) -> None:
     written = text("per_device_train_batch_size: 2").replace('"100000"', "1.0")
     words = ("--gpus", "1,3,8", "--rows", "1000")
     steps = [rung["steps"] for rung in told(tmp_path, written, *words)["gpus"]]
     assert steps == [1000 // 2, 1000 // 6, 1000 // 16]
-
-
-def test_the_first_and_the_last_step_are_saved_too(tmp_path: Path) -> None:
+    # the first and the last step are saved too
     written = text(
         "per_device_train_batch_size: 1\n  max_train_steps: 150\n  checkpointing_steps: 100"
     )

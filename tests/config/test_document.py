@@ -57,6 +57,23 @@ def test_every_key_and_entry_has_its_line(write: Write) -> None:
         "a": 1, "args": 2, "args.lr": 3, "args.mixer_list": 4, "args.mixer_list[0]": 5,
         "args.mixer_list[1]": 6, "args.m": 7, "args.m.k": 7,
     }  # fmt: skip
+    # all duplicate and bad keys at once
+    text = "a: 1\nb: 1\na: 2\nargs:\n  x: 1\n  x: 2\n  1: y\n  [k]: z\n  'not a name': w\n"
+    document = read(write, text)
+    assert [(f.code, f.line) for f in document.faults] == [
+        ("duplicate-key", 3),
+        ("duplicate-key", 6),
+        ("bad-key", 7),
+        ("bad-key", 8),
+        ("bad-key", 9),
+    ]
+    assert "line 1" in document.faults[0].message
+    assert document.faults[1].key == "args.x"
+    assert document.value["args"] == {"x": 2}
+    # aliases that explode are stopped
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    assert fault(write("a.yaml", "\n".join(lines))).code == "too-large"
 
 
 @pytest.mark.parametrize("text", ["m: &m {a: 1, b: 2}\nx:\n  a: 5\n  <<: *m\n",
@@ -80,21 +97,6 @@ def test_keys_and_scalars_are_text_as_written(write: Write) -> None:
     document = read(write, "a: &x [1, {b: 2}]\nc: *x\n")
     document.value["a"][1]["b"] = 3
     assert document.value["c"] == [1, {"b": 2}]
-
-
-def test_all_duplicate_and_bad_keys_at_once(write: Write) -> None:
-    text = "a: 1\nb: 1\na: 2\nargs:\n  x: 1\n  x: 2\n  1: y\n  [k]: z\n  'not a name': w\n"
-    document = read(write, text)
-    assert [(f.code, f.line) for f in document.faults] == [
-        ("duplicate-key", 3),
-        ("duplicate-key", 6),
-        ("bad-key", 7),
-        ("bad-key", 8),
-        ("bad-key", 9),
-    ]
-    assert "line 1" in document.faults[0].message
-    assert document.faults[1].key == "args.x"
-    assert document.value["args"] == {"x": 2}
 
 
 @pytest.mark.parametrize(
@@ -124,12 +126,6 @@ def test_bad_content_is_one_error_with_a_place(
 ) -> None:
     found = fault(write("a.yaml", text))
     assert (found.code, found.line, found.severity) == (code, line, "error")
-
-
-def test_aliases_that_explode_are_stopped(write: Write) -> None:
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
-    assert fault(write("a.yaml", "\n".join(lines))).code == "too-large"
 
 
 def test_missing_directory_and_unreadable(tmp_path: Path, write: Write) -> None:

@@ -124,6 +124,13 @@ def test_interpolation(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         "mixer": {"a.b c[": 5},
         "list": [5, "x"],
     }
+    # what came out of the environment is known
+    monkeypatch.setenv("PGPASSWORD", "hunter2")
+    monkeypatch.setenv("SCRATCH", "/data")
+    monkeypatch.setenv("SOMETHING", "x9-y8-z7-secret")
+    text = "a: ${oc.env:PGPASSWORD}\nb: '${a}!'\nc: ${oc.env:SCRATCH}/x\nd: [1, '${oc.env:SOMETHING}']\n"
+    flat = {"args.a": "${oc.env:PGPASSWORD}", "args.b": "${a}!", "args.d[1]": "${oc.env:SOMETHING}"}
+    assert load.load(write("a.yaml", text)).secrets == flat
 
 
 def test_interpolation_that_cannot_be(write: Write) -> None:
@@ -181,17 +188,6 @@ def test_nor_does_one_of_an_interpolation(
         path = write("a.yaml", f'stage: sft\nbackend: trl\nargs:\n  seed: "{text}"\n')
         assert main.main(["validate-config", str(path)]) == 3
         assert "hunter2" not in "".join(capfd.readouterr())
-
-
-def test_what_came_out_of_the_environment_is_known(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PGPASSWORD", "hunter2")
-    monkeypatch.setenv("SCRATCH", "/data")
-    monkeypatch.setenv("SOMETHING", "x9-y8-z7-secret")
-    text = "a: ${oc.env:PGPASSWORD}\nb: '${a}!'\nc: ${oc.env:SCRATCH}/x\nd: [1, '${oc.env:SOMETHING}']\n"
-    flat = {"args.a": "${oc.env:PGPASSWORD}", "args.b": "${a}!", "args.d[1]": "${oc.env:SOMETHING}"}
-    assert load.load(write("a.yaml", text)).secrets == flat
 
 
 @pytest.mark.parametrize("text", ["a: *hunter2", "hunter2 x: 1\nb: 2"])

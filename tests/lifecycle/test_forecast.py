@@ -184,9 +184,7 @@ def test_deepspeed_casts_what_trl_has_loaded_in_32_bits(write: Write) -> None:
         wide = trl_peak(write, deepspeed=engine)
         assert wide == trl_peak(write, "dtype: bfloat16", deepspeed=engine)
     assert trl_peak(write, "dtype: bfloat16") < trl_peak(write)
-
-
-def test_what_trl_hands_to_the_model_counts(write: Write) -> None:
+    # what trl hands to the model counts
     whole = trl_peak(write)
     assert trl_peak(write, "model_init_kwargs: {num_hidden_layers: 4}") < whole
     half = trl_peak(write, "model_init_kwargs: {dtype: bfloat16}")

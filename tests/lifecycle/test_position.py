@@ -99,6 +99,13 @@ def test_measured_at_the_pin() -> None:
     limited = EpochLayout(rows=48, per_device=4, devices=1, accumulation=2, limit=8)
     told = epochs.of_step(False, 8, DataPosition(1, 4), limited, limited)
     assert told is not None and told.reason == "over"
+    # transformers counts in steps
+    assert epochs.of_trl(10, 0.5, 16, 16, 40) is None
+    moved = epochs.of_trl(10, 0.5, 16, 32, 40)
+    assert moved is not None and moved.reason == "place"
+    over = epochs.of_trl(40, 1.5, 16, 16, 40)
+    assert over is not None and over.reason == "over"
+    assert epochs.of_trl(40, 2.0, 16, 16, 40) is None
 
 
 def test_other_devices_and_the_same_rows() -> None:
@@ -116,12 +123,3 @@ def test_other_devices_and_the_same_rows() -> None:
     assert epochs.of_epoch(0, was, was) is None
     counted = epochs.of_epoch(0, was, doubled)
     assert counted is not None and "4 steps" in counted.text
-
-
-def test_transformers_counts_in_steps() -> None:
-    assert epochs.of_trl(10, 0.5, 16, 16, 40) is None
-    moved = epochs.of_trl(10, 0.5, 16, 32, 40)
-    assert moved is not None and moved.reason == "place"
-    over = epochs.of_trl(40, 1.5, 16, 16, 40)
-    assert over is not None and over.reason == "over"
-    assert epochs.of_trl(40, 2.0, 16, 16, 40) is None

@@ -161,9 +161,7 @@ def test_what_cannot_be_started_is_said_by_who_asked(place: Path) -> None:
     assert done.returncode == 5
     assert [f["code"] for f in json.loads(done.stdout)["findings"]] == ["not-started"]
     assert not runner.alive(folder.path)
-
-
-def test_a_folder_where_nothing_waits(place: Path) -> None:
+    # a folder where nothing waits
     folder = RunFolder(place / "runs" / "old")
     folder.path.mkdir(parents=True)
     files.write_json(folder.manifest, {"stage": "sft"})
@@ -343,6 +341,12 @@ def test_logs_are_printed_without_what_would_steer_a_terminal(place: Path) -> No
     folder.console(1).unlink()
     done = launch("logs", "a run")
     assert done.returncode == 2 and "launch check a run" in done.stderr
+    # the last lines of a log hold one frame of a progress bar
+    folder = prepared(place, "exit=0")
+    frames = "".join(f"\r{percent}%|###| {percent}/100" for percent in range(100))
+    folder.console(1).write_text(f"one\n{frames}\ntwo\r\n{frames}")
+    shown = subprocess.run([*LAUNCH, "logs", "a run", "-n", "3"], capture_output=True, check=True)
+    assert shown.stdout.split(b"\n") == [b"99%|###| 99/100", b"two", b"99%|###| 99/100"]
 
 
 @pytest.mark.parametrize(
@@ -562,14 +566,6 @@ def test_a_session_stays_with_the_verdict_until_a_key_is_pressed(place: Path) ->
     until(lambda: "press Enter to close" in screen(session))
     subprocess.run(["tmux", "send-keys", "-t", session, "Enter"], check=True)
     until(lambda: not screen(session))
-
-
-def test_the_last_lines_of_a_log_hold_one_frame_of_a_progress_bar(place: Path) -> None:
-    folder = prepared(place, "exit=0")
-    frames = "".join(f"\r{percent}%|###| {percent}/100" for percent in range(100))
-    folder.console(1).write_text(f"one\n{frames}\ntwo\r\n{frames}")
-    shown = subprocess.run([*LAUNCH, "logs", "a run", "-n", "3"], capture_output=True, check=True)
-    assert shown.stdout.split(b"\n") == [b"99%|###| 99/100", b"two", b"99%|###| 99/100"]
 
 
 def test_without_tmux_there_is_no_session(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,7 +226,7 @@ def test_a_renamed_key_makes_a_file_invalid(repo: Repo, write: Write) -> None:
     assert "args.clip_norm" in {finding.key for finding in back.vanished}
 
 
-def test_a_default_that_is_relied_on_is_in_front(repo: Repo, write: Write) -> None:
+def test_files_of_two_commits(repo: Repo, write: Write) -> None:
     one = only(repo.diff(write("a.yaml", CONFIG.format(more=""))))
     relied = {change.name for change in one.defaults}
     # nothing reads `bell`, and the file sets `checkpointing_steps`
@@ -234,6 +234,20 @@ def test_a_default_that_is_relied_on_is_in_front(repo: Repo, write: Write) -> No
     own = only(repo.diff(write("b.yaml", CONFIG.format(more="warmup_ratio: 0.03"))))
     assert "warmup_ratio" not in {change.name for change in own.defaults}
     assert not own.worse
+    # a refusal that the file meets
+    one = only(repo.diff(write("a.yaml", CONFIG.format(more="portion: 3"))))
+    assert one.valid == (True, False)
+    assert "refused-by-source" in {finding.code for finding in one.appeared}
+    # tokens are taken out
+    token = "hf_" + "a" * 34
+    config = write("a.yaml", CONFIG.format(more=f"clip_norm: 1.0\n  exp_name: {token}"))
+    told = repo.diff(config)
+    assert token not in json.dumps(told.as_json()) + "\n".join(difference.lines(told))
+    # files for another backend are named and left alone
+    config = write("a.yaml", "stage: sft\nbackend: trl\nargs: {dataset_name: d}\n")
+    told = repo.diff(config)
+    assert (only(told).stage, told.exit_code) == (None, Exit.OK)
+    assert f"for another backend than open-instruct: {config}" in difference.lines(told)
 
 
 def test_an_argument_that_must_be_given_now(tmp_path: Path, write: Write) -> None:
@@ -250,26 +264,6 @@ def test_an_argument_that_must_be_given_now(tmp_path: Path, write: Write) -> Non
     assert "seed" in {change.name for change in one.defaults}
     given = only(Repo(path, old, new).diff(write("b.yaml", CONFIG.format(more="seed: 42"))))
     assert given.valid == (True, True) and not given.worse
-
-
-def test_a_refusal_that_the_file_meets(repo: Repo, write: Write) -> None:
-    one = only(repo.diff(write("a.yaml", CONFIG.format(more="portion: 3"))))
-    assert one.valid == (True, False)
-    assert "refused-by-source" in {finding.code for finding in one.appeared}
-
-
-def test_tokens_are_taken_out(repo: Repo, write: Write) -> None:
-    token = "hf_" + "a" * 34
-    config = write("a.yaml", CONFIG.format(more=f"clip_norm: 1.0\n  exp_name: {token}"))
-    told = repo.diff(config)
-    assert token not in json.dumps(told.as_json()) + "\n".join(difference.lines(told))
-
-
-def test_files_for_another_backend_are_named_and_left_alone(repo: Repo, write: Write) -> None:
-    config = write("a.yaml", "stage: sft\nbackend: trl\nargs: {dataset_name: d}\n")
-    told = repo.diff(config)
-    assert (only(told).stage, told.exit_code) == (None, Exit.OK)
-    assert f"for another backend than open-instruct: {config}" in difference.lines(told)
 
 
 def test_the_text_counts_what_concerns_no_file(repo: Repo, write: Write) -> None:
@@ -316,7 +310,7 @@ def test_a_shallow_clone_says_how_to_get_the_rest(repo: Repo, tmp_path: Path) ->
     assert told.shallow and not any(stage.changes for stage in told.stages.values())
 
 
-def test_a_bare_repository_and_a_git_folder_will_do(repo: Repo, tmp_path: Path) -> None:
+def test_clones_that_will_do(repo: Repo, tmp_path: Path) -> None:
     git(tmp_path, "clone", "-q", "--bare", str(repo.path), "bare.git")
     for place in (tmp_path / "bare.git", repo.path / ".git"):
         commits = pin.find_commits((repo.old, repo.new), place, {})

@@ -105,7 +105,7 @@ def test_several_nodes_leave_the_place_of_each_open(deepspeed: str) -> None:
     assert ("--deepspeed_multinode_launcher" in made.argv) is (deepspeed != "none")
 
 
-def test_only_what_is_added_is_in_the_environment() -> None:
+def test_nothing_is_added_unasked_and_no_token_is_shown() -> None:
     made = built(planned(staged(TULU), 8), {"HOME": "/root", "PYTHONPATH": "/mine"})
     assert made.env["PYTHONPATH"] == "/source:/mine"
     assert "HOME" not in made.env

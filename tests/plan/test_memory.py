@@ -465,13 +465,7 @@ def test_weights_are_made_flat_on_the_host_where_the_card_is_too_small() -> None
     assert planned.spare(16) < 0
 
 
-def test_the_fullest_rank_keeps_what_boundaries_cut() -> None:
-    """Of 60, 30 and 30 over three ranks the second has a part of the first two, the third of the others."""
-    assert cut([60, 30, 30], 3) == [(60, 40), (90, 20), (60, 30)]
-    assert cut([5], 4) == [(5, 2), (5, 2), (5, 1), (0, 0)]
-
-
-def test_every_part_has_its_formula() -> None:
+def test_parts_and_their_order() -> None:
     setups = [
         run(**{**SEVEN, "rows": 4, "deepspeed": name, "stage": stage})
         for name in ("zero1", "zero2", "zero3", "zero3_offload", None) for stage in ("sft", "dpo")
@@ -481,9 +475,18 @@ def test_every_part_has_its_formula() -> None:
             assert phase.allocations and math.isfinite(phase.gib)
             for part in phase.allocations:
                 assert part.formula and part.gib >= 0 and part.kind in KINDS
-
-
-def test_auto_is_what_accelerate_fills_in() -> None:
+    # more never takes less
+    peaks = [memory.estimate(run(**{**SMALL, "rows": n})).peak for n in (1, 2, 4, 8, 16)]
+    assert peaks == sorted(peaks)
+    cards = [memory.estimate(run(**{**SEVEN, "rows": 1, "gpus": n})).peak for n in (8, 4, 2, 1)]
+    assert cards == sorted(cards)
+    small = [memory.estimate(run(**{**SEVEN, "rows": 1, "deepspeed": d})).peak
+             for d in ("zero3_offload", "zero3", "zero2", "zero1")]  # fmt: skip
+    assert small == sorted(small)
+    # Of 60, 30 and 30 over three ranks the second has a part of the first two, the third of the others.
+    assert cut([60, 30, 30], 3) == [(60, 40), (90, 20), (60, 30)]
+    assert cut([5], 4) == [(5, 2), (5, 2), (5, 1), (0, 0)]
+    # auto is what accelerate fills in
     zero = zero_of(json.loads(deepspeed_file("zero3").read_text()), 100)
     assert zero is not None
     assert (zero.bucket, zero.prefetch, zero.persistence, zero.stage) == (10_000, 9_000, 1_000, 3)
@@ -492,16 +495,6 @@ def test_auto_is_what_accelerate_fills_in() -> None:
     fp32 = zero_of(json.loads(deepspeed_file("zero2_fp32_comm").read_text()), 100)
     assert fp32 is not None and fp32.communication == 4
     assert zero_of(None, 100) is None
-
-
-def test_more_never_takes_less() -> None:
-    peaks = [memory.estimate(run(**{**SMALL, "rows": n})).peak for n in (1, 2, 4, 8, 16)]
-    assert peaks == sorted(peaks)
-    cards = [memory.estimate(run(**{**SEVEN, "rows": 1, "gpus": n})).peak for n in (8, 4, 2, 1)]
-    assert cards == sorted(cards)
-    small = [memory.estimate(run(**{**SEVEN, "rows": 1, "deepspeed": d})).peak
-             for d in ("zero3_offload", "zero3", "zero2", "zero1")]  # fmt: skip
-    assert small == sorted(small)
 
 
 def test_what_is_not_described_of_deepspeed_is_refused() -> None:

@@ -153,13 +153,18 @@ def test_steps_of_trl(tmp_path: Path, more: str, rows: int | None, steps: int | 
     assert (made.rows, made.steps) == (rows, steps)
 
 
-def test_a_model_without_a_place_goes_into_the_run_folder(tmp_path: Path) -> None:
+def test_models_and_deepspeed_without_a_place(tmp_path: Path) -> None:
     words = sft(tmp_path).arguments()
     assert words["output_dir"] == ["/run/model"]
     assert words["do_not_randomize_output_dir"] == ["True"]
     words = sft(tmp_path, "output_dir: somewhere").arguments()
     assert words["output_dir"] == ["somewhere"]
     assert "do_not_randomize_output_dir" not in words
+    # the plan as json
+    assert sft(tmp_path, gpus=2).as_json() == {
+        "gpus": 2, "nodes": 1, "per_device": 2, "accumulation": 4, "global": 16, "rows": 64,
+        "steps": 8,
+    }  # fmt: skip
 
 
 def test_deepspeed_on_the_cpu_is_left_out_and_said() -> None:
@@ -188,10 +193,3 @@ def test_dpo_alone_on_a_gpu_needs_deepspeed(
         finding = found(made, "no-process-group")
         assert (finding.severity, finding.layer) == ("error", "run")
         assert "deepspeed" in (finding.help or "")
-
-
-def test_the_plan_as_json(tmp_path: Path) -> None:
-    assert sft(tmp_path, gpus=2).as_json() == {
-        "gpus": 2, "nodes": 1, "per_device": 2, "accumulation": 4, "global": 16, "rows": 64,
-        "steps": 8,
-    }  # fmt: skip

@@ -194,10 +194,15 @@ def test_releases_that_are_known_to_corrupt(
     assert (found and found[0], found and found[1]) == (severity, code)
 
 
-def test_without_overlap_only_lost_micro_batches_are_said() -> None:
+def test_overlap_and_files_that_ship() -> None:
     config = {"zero_optimization": {"stage": 2}, "communication_data_type": "fp32"}
     assert fault(config, "0.18.9") is None
     assert fault(config, "0.18.1", accumulation=2) is not None
+    # no file that ships overlaps under zero 1 or 2
+    for path in (REPOSITORY / "launcher" / "plan" / "deepspeed").glob("*.json"):
+        config = json.loads(path.read_text())
+        assert fault(config, "0.18.9") is None, path.name
+        assert fault(config, None) is None, path.name
 
 
 def norms_log(tmp_path: Path, losses: list[float], norms: list[float]) -> Path:
@@ -302,9 +307,7 @@ def test_nothing_is_compared_with_a_corrupt_baseline() -> None:
     assert standings(trial("a", LEARNS), trial("b", LEARNS, speed=150, gradients="unknown"))[1] == (
         "unproven", False,
     )  # fmt: skip
-
-
-def test_a_sample_is_read_as_it_was_written() -> None:
+    # a sample is read as it was written
     one = trial("a", LEARNS)
     assert Sample.from_json(json.loads(json.dumps(one.as_json()))) == one
     # of before there were norms
@@ -354,10 +357,3 @@ def test_a_corrupting_file_is_refused_unless_it_is_allowed(
     code, told = launch(capsys, *words, "--allow-corrupting-overlap")
     assert code == 0
     assert "overlap-corrupts" in [one["code"] for one in told["findings"]]
-
-
-def test_no_file_that_ships_overlaps_under_zero_1_or_2() -> None:
-    for path in (REPOSITORY / "launcher" / "plan" / "deepspeed").glob("*.json"):
-        config = json.loads(path.read_text())
-        assert fault(config, "0.18.9") is None, path.name
-        assert fault(config, None) is None, path.name

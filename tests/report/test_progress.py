@@ -16,7 +16,7 @@ def step(number: int, elapsed: float, **more: object) -> dict[str, object]:
             "seconds": 1.0, "tokens": 100, **more}  # fmt: skip
 
 
-def test_only_finished_lines_are_read(tmp_path: Path) -> None:
+def test_what_is_read_of_a_log_that_grows(tmp_path: Path) -> None:
     tail = Tail(tmp_path / "log")
     assert tail.read() == []
     tail.path.write_bytes(b"one\ntw")

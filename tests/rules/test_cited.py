@@ -37,12 +37,24 @@ def package(place: Path, text: str, name: str = "open_instruct") -> dict[str, Fo
     return {name: Folder(place / name)}
 
 
-def test_what_a_text_cites() -> None:
+def test_citations_and_their_weights() -> None:
     text = "data.py:3,7-9 and trl/trainer/a.py:12; b.py:4 beside it, hf_argparser.py:1\nutils.py:2 alone"
     assert list(citations.citations(text)) == [
         "open_instruct/data.py:3", "open_instruct/data.py:7", "trl/trainer/a.py:12",
         "trl/trainer/b.py:4", "trl/trainer/hf_argparser.py:1", "open_instruct/utils.py:2",
     ]  # fmt: skip
+
+    # the weights
+    def rule(_: object) -> object:
+        """a.py:1 and b.py:2."""
+
+    severities = {"error": "warning", "warning": "note", "note": "note"}
+    for given, less in severities.items():
+        one = say(given, "run", "x", "y", "z")  # type: ignore[arg-type]
+        told = citations.downgrade(one, citations.of_rule(rule))
+        assert (told.severity, told.message) == (
+            less, "z (of the pin: what it has at a.py:1, b.py:2 is not in this source)",
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -116,30 +128,21 @@ def test_a_rule_weighs_less_where_what_it_cites_is_gone(
     assert found["push-by-default"].severity == "warning"
 
 
-def test_the_weights() -> None:
-    def rule(_: object) -> object:
-        """a.py:1 and b.py:2."""
-
-    severities = {"error": "warning", "warning": "note", "note": "note"}
-    for given, less in severities.items():
-        one = say(given, "run", "x", "y", "z")  # type: ignore[arg-type]
-        told = citations.downgrade(one, citations.of_rule(rule))
-        assert (told.severity, told.message) == (
-            less, "z (of the pin: what it has at a.py:1, b.py:2 is not in this source)",
-        )  # fmt: skip
-
-
 def committed(backend: str) -> object:
     return json.loads(files("launcher.upstream.snapshots").joinpath("cited.json").read_text())[
         backend
     ]
 
 
-def test_the_table_is_that_of_the_pinned_sources(checkout: Path) -> None:
+def test_the_tables_are_those_of_the_pinned_sources(checkout: Path) -> None:
     packages = locate.packages_below("open_instruct", checkout)
     assert snapshot.cited_of("open_instruct", packages) == committed("open_instruct"), (
         "make snapshot"
     )
+    # at the pin nothing is asked
+    for source in (locate.locate("open_instruct", checkout=checkout), locate.locate("trl")):
+        if source.pinned:
+            assert locate.load_schema(source, "sft").stands is None
 
 
 def test_the_table_is_that_of_the_pinned_packages() -> None:
@@ -148,9 +151,3 @@ def test_the_table_is_that_of_the_pinned_packages() -> None:
         pytest.skip(f"{NO_PACKAGES}: {source.pin}")
     packages = {n: tree for n, tree in source.packages.items() if isinstance(tree, Folder)}
     assert snapshot.cited_of("trl", packages) == committed("trl"), "make snapshot"
-
-
-def test_at_the_pin_nothing_is_asked(checkout: Path) -> None:
-    for source in (locate.locate("open_instruct", checkout=checkout), locate.locate("trl")):
-        if source.pinned:
-            assert locate.load_schema(source, "sft").stands is None

@@ -82,12 +82,26 @@ SIXTEEN_BITS: list[tuple[dict[str, Any], str | None, str]] = [
 ]
 
 
-def test_flash_attention_takes_16_bits() -> None:
+def test_flash_attention_needs_16_bits() -> None:
     for args, mixed, chosen in SIXTEEN_BITS:
         context = Context(
             values=values_of("trl-sft", args), gpus=8, packages=FLASH, mixed_precision=mixed
         )
         assert trl_attention.choose(("flash_attention_2", "sdpa"), context).name == chosen
+    # flash attention in full precision
+    args = {"attn_implementation": "flash_attention_2", "bf16": False}
+    expected = ("flash-in-float32", "error", "attn_implementation")
+    assert told("trl-sft", args) == [expected]
+    assert told("trl-sft", {**args, "dtype": "bfloat16"}) == []
+    assert told("trl-sft", {**args, "fp16": True}) == []
+    assert told("trl-sft", args, mixed_precision="bf16") == []
+    assert told("trl-sft", {**args, "model_init_kwargs": {"dtype": "bfloat16"}}) == []
+    # attention that is not installed
+    for name, packages, missing in PACKAGES:
+        args = {"attn_implementation": name}
+        for running, severity in ((True, "error"), (False, "warning")):
+            expected = [("attention-missing", severity, "attn_implementation")] if missing else []
+            assert told("trl-sft", args, gpus=1, packages=packages, running=running) == expected
 
 
 def test_the_run_gets_what_was_chosen_and_is_held_to_it(write: Write) -> None:
@@ -192,28 +206,10 @@ PACKAGES: list[tuple[str, dict[str, str] | None, bool]] = [
 ]
 
 
-def test_attention_that_is_not_installed() -> None:
-    for name, packages, missing in PACKAGES:
-        args = {"attn_implementation": name}
-        for running, severity in ((True, "error"), (False, "warning")):
-            expected = [("attention-missing", severity, "attn_implementation")] if missing else []
-            assert told("trl-sft", args, gpus=1, packages=packages, running=running) == expected
-
-
 @pytest.mark.parametrize("name", ["flash_2", "torch", "nonsense", "a/b/c"])
 def test_attention_that_does_not_exist(name: str) -> None:
     expected = ("unknown-attention", "error", "attn_implementation")
     assert told("trl-dpo", {"attn_implementation": name}) == [expected]
-
-
-def test_flash_attention_in_full_precision() -> None:
-    args = {"attn_implementation": "flash_attention_2", "bf16": False}
-    expected = ("flash-in-float32", "error", "attn_implementation")
-    assert told("trl-sft", args) == [expected]
-    assert told("trl-sft", {**args, "dtype": "bfloat16"}) == []
-    assert told("trl-sft", {**args, "fp16": True}) == []
-    assert told("trl-sft", args, mixed_precision="bf16") == []
-    assert told("trl-sft", {**args, "model_init_kwargs": {"dtype": "bfloat16"}}) == []
 
 
 SLOW = ("packing-without-flash", "warning", "packing")
@@ -240,9 +236,7 @@ def test_packing_without_flash_attention() -> None:
     (finding,) = found("trl-sft", {**packed, "max_length": 512}, per_device=1)
     assert "512 tokens" in finding.message
     assert "mask" not in finding.message
-
-
-def test_packing_that_joins_examples_without_a_boundary() -> None:
+    # packing that joins examples without a boundary
     wrapped = {"packing": True, "packing_strategy": "wrapped"}
     for attention in ("sdpa", "flash_attention_2"):
         assert told("trl-sft", {**wrapped, "attn_implementation": attention}, gpus=8) == [LEAKS]

@@ -113,14 +113,12 @@ CPU = [
 ]
 
 
-def test_the_cpu() -> None:
+def test_the_cpu_and_its_precision() -> None:
     for args, expected in CPU:
         assert told("trl-sft", args, **ON_CPU, packages={}) == [expected]
         # where there are GPUs the same is fine
         assert told("trl-sft", args, gpus=8, packages={"flash-attn": "2.8.3"}) == []
-
-
-def test_precision_on_the_cpu() -> None:
+    # precision on the cpu
     (default,) = found("trl-sft", {}, **ON_CPU)
     (asked,) = found("trl-sft", {"bf16": True}, **ON_CPU)
     assert "default" in default.message
@@ -132,6 +130,12 @@ def test_precision_on_the_cpu() -> None:
         assert told("trl-sft", args, **ON_CPU, packages={}) == []
     # the cpu beside gpus
     assert told("trl-dpo", {"use_cpu": True}, gpus=1) == [("cpu-beside-gpus", "error", "use_cpu")]
+    # accelerates precision is not read
+    for args, option, speaks in PRECISIONS:
+        expected = [("mixed-precision-unread", "warning", "mixed_precision")] if speaks else []
+        assert told("trl-sft", args, mixed_precision=option) == expected
+        # a start fills in a default of its own
+        assert told("trl-sft", args, mixed_precision=option, gpus=8) == []
 
 
 PRECISIONS: list[tuple[dict[str, Any], str | None, bool]] = [
@@ -144,14 +148,6 @@ PRECISIONS: list[tuple[dict[str, Any], str | None, bool]] = [
     ({"fp16": True}, "bf16", True),
     ({"fp16": True}, "fp16", False),
 ]
-
-
-def test_accelerates_precision_is_not_read() -> None:
-    for args, option, speaks in PRECISIONS:
-        expected = [("mixed-precision-unread", "warning", "mixed_precision")] if speaks else []
-        assert told("trl-sft", args, mixed_precision=option) == expected
-        # a start fills in a default of its own
-        assert told("trl-sft", args, mixed_precision=option, gpus=8) == []
 
 
 FILES: list[tuple[dict[str, Any], dict[str, Any], tuple[str, str]]] = [
@@ -203,9 +199,7 @@ def test_deepspeed_files() -> None:
         assert told("trl-sft", {}, deepspeed=file, **known) == [(*expected, "deepspeed")]
         # on the CPU no file is read
         assert told("trl-sft", {"bf16": False}, deepspeed=file, **{**known, "gpus": 0}) == []
-
-
-def test_good_deepspeed_files() -> None:
+    # good deepspeed files
     optimizer = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}
     good: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         (AUTO, {}, {"gpus": 8, "per_device": 4, "accumulation": 4}),
@@ -479,7 +473,7 @@ OFFLOADING = SHIPPED["zero3_offload"]
 INSTALLED = {"bitsandbytes": "0.50.2"}
 
 
-def test_offloading_makes_an_adam_of_it() -> None:
+def test_optimizers_of_a_file() -> None:
     known: dict[str, Any] = {"gpus": 8, "packages": INSTALLED}
     expected = [("optim-replaced", "warning", "optim")]
     for name in ("adamw_bnb_8bit", "adafactor", "sgd"):
@@ -493,9 +487,7 @@ def test_offloading_makes_an_adam_of_it() -> None:
     ]  # fmt: skip
     for args, file in left:
         assert told("trl-dpo", args, deepspeed=file, **known) == []
-
-
-def test_a_config_with_an_optimizer_decides() -> None:
+    # a config with an optimizer decides
     file = {**AUTO, "optimizer": {"type": "Lamb"}}
     known: dict[str, Any] = {"gpus": 8, "packages": INSTALLED}
     expected = [("optim-unread", "warning", "optim")]

@@ -60,9 +60,7 @@ def test_by_slurm() -> None:
     # options win
     found = rendezvous.find(2, None, "other:1", SLURM)
     assert found == Rendezvous(nodes=2, rank=1, address="other", port=1)
-
-
-def test_two_jobs_on_one_node_meet_elsewhere() -> None:
+    # two jobs on one node meet elsewhere
     ports = set()
     for job in ("1", "2", "11999"):
         found = rendezvous.find(2, None, None, {**SLURM, "SLURM_JOB_ID": job})
@@ -70,15 +68,11 @@ def test_two_jobs_on_one_node_meet_elsewhere() -> None:
         ports.add(found.port)
     assert len(ports) == 3
     assert all(1024 < port < 32768 for port in ports)
-
-
-def test_a_step_of_another_shape_is_refused() -> None:
+    # a step of another shape is refused
     with pytest.raises(UsageError) as error:
         rendezvous.find(2, None, None, {**SLURM, "SLURM_STEP_NUM_TASKS": "16"})
     assert code(error) == "wrong-step"
-
-
-def test_a_batch_script_alone_is_no_step() -> None:
+    # a batch script alone is no step
     batch = {k: v for k, v in SLURM.items() if not k.startswith("SLURM_STEP")}
     with pytest.raises(UsageError) as error:
         rendezvous.find(2, None, None, {**batch, "SLURM_NODEID": "0"})

@@ -83,11 +83,24 @@ def test_values_survive_the_file(value: str) -> None:
     assert yaml.safe_load(skypilot.text(task, odd)) == task
 
 
-def test_names_are_what_clouds_take() -> None:
+def test_names_settings_and_gpus() -> None:
     names = {name: made(name=name)["name"] for name in ["SFT Demo!", "7b", "ü", "a--b.c", "x"]}
     assert names == {
         "SFT Demo!": "sft-demo", "7b": "launch-7b", "ü": "launch", "a--b.c": "a-b-c", "x": "x",
     }  # fmt: skip
+    # settings
+    given = {"accelerator": "H100", "setup": None, "secrets": ["A"], "resources": {"infra": "aws"}}
+    settings, findings = skypilot.read(given, complain)
+    assert findings == []
+    assert settings == {"accelerator": "H100", "secrets": ["A"], "resources": {"infra": "aws"}}
+    assert skypilot.read(None, complain) == ({}, [])
+    # gpus without a name are asked for
+    with pytest.raises(UsageError) as error:
+        made(settings={})
+    assert error.value.findings[0].code == "no-accelerator"
+    task = made(settings={"resources": {"instance_type": "p5.48xlarge"}})
+    assert task["resources"] == {"instance_type": "p5.48xlarge"}
+    assert "resources" not in made(gpus=0)
 
 
 def test_tokens_are_named_and_never_written() -> None:
@@ -110,15 +123,6 @@ def test_tokens_are_named_and_never_written() -> None:
         assert error.value.findings[0].code == "token-in-task"
 
 
-def test_gpus_without_a_name_are_asked_for() -> None:
-    with pytest.raises(UsageError) as error:
-        made(settings={})
-    assert error.value.findings[0].code == "no-accelerator"
-    task = made(settings={"resources": {"instance_type": "p5.48xlarge"}})
-    assert task["resources"] == {"instance_type": "p5.48xlarge"}
-    assert "resources" not in made(gpus=0)
-
-
 @pytest.mark.parametrize(
     ("given", "key", "help"),
     [
@@ -132,11 +136,3 @@ def test_settings_that_cannot_be(given: Any, key: str, help: str | None) -> None
     _, findings = skypilot.read(given, complain)
     assert [(finding.code, finding.key) for finding in findings] == [("bad-skypilot", key)]
     assert help is None or help in (findings[0].help or "")
-
-
-def test_settings() -> None:
-    given = {"accelerator": "H100", "setup": None, "secrets": ["A"], "resources": {"infra": "aws"}}
-    settings, findings = skypilot.read(given, complain)
-    assert findings == []
-    assert settings == {"accelerator": "H100", "secrets": ["A"], "resources": {"infra": "aws"}}
-    assert skypilot.read(None, complain) == ({}, [])

@@ -63,19 +63,17 @@ def test_what_is_explained_of_an_argument() -> None:
     assert one("dataset_mixer_list[1]").field is not None
 
 
-def test_a_removed_argument_is_answered_with_its_pull_request() -> None:
+def test_what_never_acts_and_what_was_removed() -> None:
+    assert "no read found" in text(one("max_train_samples"))
+    assert "tokenizer_name_or_path comes first" in text(one("tokenizer_name"))
+    assert one("tokenizer_name").as_json()["shadowed_by"] == ["tokenizer_name_or_path"]
+    # a removed argument is answered with its pull request
     told = one("use_flash_attn")
     assert told.field is None
     assert told.known
     assert told.history[0].what == "removed"
     assert told.history[0].pull == 1567
     assert "removed by #1567 (9e8e2187c, 2026-03-30)" in text(told)
-
-
-def test_what_never_acts_and_what_shadows_it() -> None:
-    assert "no read found" in text(one("max_train_samples"))
-    assert "tokenizer_name_or_path comes first" in text(one("tokenizer_name"))
-    assert one("tokenizer_name").as_json()["shadowed_by"] == ["tokenizer_name_or_path"]
 
 
 def test_who_set_it(write: Write) -> None:
@@ -103,11 +101,16 @@ def test_what_was_found_of_it(write: Write) -> None:
     assert "does nothing here" in text(told)
 
 
-def test_a_key_that_never_was(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_key_stage_or_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "lerning_rate"]) == Exit.USAGE
     told = capsys.readouterr()
     assert "`learning_rate`" in told.err
     assert not told.out
+    # what is no stage and no backend
+    for option in ("--stage", "--backend"):
+        assert main(["explain", "seed", option, "x"]) == Exit.USAGE
+        assert main(["schema", option, "x"]) == Exit.USAGE
+        assert capsys.readouterr().err.count("is not one of") == 2
 
 
 def test_a_key_that_came_after_a_commit(capsys: pytest.CaptureFixture[str], write: Write) -> None:
@@ -131,9 +134,7 @@ def test_options_of_launch_say_what_they_take() -> None:
         assert f"  type       {known.shape}\n" in text(told)
         assert f"  default    {known.default}" in text(told)
         assert told.as_json()["option"]["words"] == list(told.words)
-
-
-def test_the_words_of_an_option_are_those_that_are_read() -> None:
+    # the words of an option are those that are read
     shown = text(one("expect"))
     assert all(f"{point}: {', '.join(states)}" in shown for point, states in keys.EXPECT.items())
     assert "  values     report, stop\n  default    report" in text(one("on_hang"))
@@ -154,13 +155,6 @@ def test_json(capsys: pytest.CaptureFixture[str], write: Write) -> None:
     assert told["here"] == {
         "value": 1e-5, "origin": f"{path}:5", "via": None, "words": ["1e-05"], "findings": [],
     }  # fmt: skip
-
-
-def test_what_is_no_stage_and_no_backend(capsys: pytest.CaptureFixture[str]) -> None:
-    for option in ("--stage", "--backend"):
-        assert main(["explain", "seed", option, "x"]) == Exit.USAGE
-        assert main(["schema", option, "x"]) == Exit.USAGE
-        assert capsys.readouterr().err.count("is not one of") == 2
 
 
 def test_the_schema_lists_every_argument(capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,6 +169,18 @@ def test_what_nothing_reads_is_deleted(write: Write) -> None:
         + "  # many\n  preprocessing_num_workers: 8 # CPUs\n  hf_metadata_dataset:\n  - a\n"
     )
     assert mended(write, text).after == SFT + DATA + "  # many\n"
+    # what nothing reads stays where another key needs it
+    text = SFT + "  dataset_name: a\n  dataset_config_name: b\n"
+    found = mended(write, text)
+    assert not found.changed
+    assert "`dataset_name`" in reasons(found)["args.dataset_config_name"]
+    # forms of yaml
+    for name, (before, after) in SHAPED.items():
+        assert mended(write, before).after == (before if after is None else after), name
+    # a flat file keeps the stage that it is taken for
+    found = mended(write, "model_name_or_path: m\nfsdp_shard_degree: 2\n")
+    assert not found.changed
+    assert "sft stage" in reasons(found)["args.fsdp_shard_degree"]
 
 
 @pytest.mark.parametrize("line", ["max_train_samples: 200", "use_slow_tokenizer: true"])
@@ -176,13 +188,6 @@ def test_what_does_nothing_and_was_wanted_stays(write: Write, line: str) -> None
     found = mended(write, SFT + DATA + f"  {line}\n")
     assert not found.changed
     assert f"args.{line.partition(':')[0]}" in [f.key for f in found.left]
-
-
-def test_what_nothing_reads_stays_where_another_key_needs_it(write: Write) -> None:
-    text = SFT + "  dataset_name: a\n  dataset_config_name: b\n"
-    found = mended(write, text)
-    assert not found.changed
-    assert "`dataset_name`" in reasons(found)["args.dataset_config_name"]
 
 
 def test_changes_name_the_lines_of_the_file_as_it_was(write: Write) -> None:
@@ -193,12 +198,6 @@ def test_changes_name_the_lines_of_the_file_as_it_was(write: Write) -> None:
         "line 7: `chat_template` -> `chat_template_name`",
         "line 8: `max_length` -> `max_seq_length`",
     ]
-
-
-def test_a_flat_file_keeps_the_stage_that_it_is_taken_for(write: Write) -> None:
-    found = mended(write, "model_name_or_path: m\nfsdp_shard_degree: 2\n")
-    assert not found.changed
-    assert "sft stage" in reasons(found)["args.fsdp_shard_degree"]
 
 
 FAULTY = """\
@@ -285,11 +284,6 @@ SHAPED = {
         "!!str chat_template_name: a\nseed: 1\n",
     ),
 }
-
-
-def test_forms_of_yaml(write: Write) -> None:
-    for name, (before, after) in SHAPED.items():
-        assert mended(write, before).after == (before if after is None else after), name
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,14 @@ def test_what_is_no_limit(given: Any, found: list[str]) -> None:
 def test_a_good_run_is_green() -> None:
     assert flags(GOOD) == {}
     assert gates.colour_of(gates.judge(GOOD, {}, GOOD)) == "green"
+    # limits of the file win
+    flat = replace(GOOD, losses=tuple(noisy(0.001, 0.001, 200, 1)))
+    assert flags(flat) == {"loss_fall": "red"}
+    assert flags(flat, loss_fall=Limit(0.0, 0.1)) == {"loss_fall": "yellow"}
+    assert flags(GOOD, loss_fall=Limit(0.5)) == {"loss_fall": "red"}
+    assert flags(replace(GOOD, losses=(2.0,) * 50), loss_fall=Limit()) == {}
+    assert flags(GOOD, loss_fall=Limit(0.0, 0.5)) == {"loss_fall": "yellow"}
+    assert flags(GOOD, memory=Limit(0.5)) == {"memory": "red"}
 
 
 @pytest.mark.parametrize(
@@ -165,16 +173,6 @@ def test_losses_of_sound_runs(log: str, colour: str | None) -> None:
     stage = "dpo" if "dpo" in log else "sft"
     facts = Facts(stage=stage, losses=losses, tokens_per_second=1.0)
     assert flags(facts).get("loss_fall") == colour
-
-
-def test_limits_of_the_file_win() -> None:
-    flat = replace(GOOD, losses=tuple(noisy(0.001, 0.001, 200, 1)))
-    assert flags(flat) == {"loss_fall": "red"}
-    assert flags(flat, loss_fall=Limit(0.0, 0.1)) == {"loss_fall": "yellow"}
-    assert flags(GOOD, loss_fall=Limit(0.5)) == {"loss_fall": "red"}
-    assert flags(replace(GOOD, losses=(2.0,) * 50), loss_fall=Limit()) == {}
-    assert flags(GOOD, loss_fall=Limit(0.0, 0.5)) == {"loss_fall": "yellow"}
-    assert flags(GOOD, memory=Limit(0.5)) == {"memory": "red"}
 
 
 DPO = replace(

@@ -54,11 +54,20 @@ READ: tuple[tuple[dict[str, Any], str, Any], ...] = (
 )
 
 
-def test_what_a_key_becomes() -> None:
+def test_what_a_key_takes() -> None:
     for given, name, value in READ:
         assert getattr(read(**given), name) == value, given
     for value, gpus in ((8, 8), (0, 0), ("4", 4), (None, None)):
         assert read("wrapped", script="finetune.py", num_gpus=value).gpus == gpus
+    # what a key does not take
+    for given, key, help in FAULTS:
+        found, name = fault(**given), next(iter(given))
+        known = name in keys.KEYS
+        assert found.code == (f"bad-{name.replace('_', '-')}" if known else "unknown-option")
+        assert found.key == key
+        assert help in (found.help or ""), given
+    for value in (-1, 1.5, True, "x", "²", [8]):
+        assert fault("wrapped", num_gpus=value).code == "bad-num-gpus"
 
 
 FAULTS: tuple[tuple[dict[str, Any], str, str], ...] = (
@@ -96,17 +105,6 @@ FAULTS: tuple[tuple[dict[str, Any], str, str], ...] = (
 )
 
 
-def test_what_a_key_does_not_take() -> None:
-    for given, key, help in FAULTS:
-        found, name = fault(**given), next(iter(given))
-        known = name in keys.KEYS
-        assert found.code == (f"bad-{name.replace('_', '-')}" if known else "unknown-option")
-        assert found.key == key
-        assert help in (found.help or ""), given
-    for value in (-1, 1.5, True, "x", "²", [8]):
-        assert fault("wrapped", num_gpus=value).code == "bad-num-gpus"
-
-
 def test_deepspeed_by_name_and_nothing_given() -> None:
     for name in keys.DEEPSPEED:
         found = read(deepspeed=name)
@@ -135,7 +133,7 @@ def test_a_backend_that_is_none_is_held_against_no_other(write: Write) -> None:
     assert {finding.code for finding in judged.findings} == {"bad-backend", "bad-stage"}
 
 
-def test_the_stage_that_a_file_names() -> None:
+def test_stages_and_backends_that_a_file_names() -> None:
     for shape, given, name in (
         ("stage", {"stage": "dpo"}, "dpo"),
         ("wrapped", {"script": "open_instruct/finetune.py"}, "sft"),
@@ -145,9 +143,7 @@ def test_the_stage_that_a_file_names() -> None:
     ):
         assert options.stage_of(config(shape, **given)) == name
         assert options.stage_fault(config(shape, **given)) is None
-
-
-def test_files_that_name_no_stage() -> None:
+    # files that name no stage
     for shape, given, code, part in (
         ("stage", {}, "bad-stage", "`stage` is missing"),
         ("stage", {"stage": "grpo"}, "bad-stage", "`grpo` is no stage"),

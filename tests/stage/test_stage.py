@@ -254,9 +254,7 @@ def test_the_wrong_stage_is_one_finding(judged: Any) -> None:
     assert brief(found) == [("wrong-stage", "launch", 1)]
     assert "launch sft " in (one(found).help or "")
     assert found.stage is None
-
-
-def test_flat_files_are_guessed_by_their_names(judged: Any) -> None:
+    # flat files are guessed by their names
     for text, name, expected in (
         ("mixer_list: [a]\nbeta: 5\n", "a.yaml", "dpo"),
         ("seed: 1\n", "a.yaml", "sft"),

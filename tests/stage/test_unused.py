@@ -42,7 +42,7 @@ def said(root: Path, write: Write) -> Judge:
     return of
 
 
-def test_an_argument_that_nothing_reads(said: Judge) -> None:
+def test_an_argument_that_nothing_reads_here(said: Judge) -> None:
     found = said("forgotten: 4")["args.forgotten"]
     assert (found.severity, found.layer, found.code) == ("warning", "run", "unread-key")
     assert found.message == (
@@ -50,6 +50,28 @@ def test_an_argument_that_nothing_reads(said: Judge) -> None:
     )
     assert found.help == "delete the line"
     assert found.line == 5
+    # an argument of another mode
+    found = said("lora_rank: 8")["args.lora_rank"]
+    assert (found.severity, found.layer, found.code) == ("warning", "run", "conditional-key")
+    assert "read only where `use_lora` (open_instruct/finetune.py:" in found.message
+    assert found.message.endswith("and `use_lora` is false")
+    # several conditions
+    found = said("bits: 4")["args.bits"]
+    assert "where `use_lora` and `use_qlora`" in found.message
+    assert found.message.endswith("`use_lora` is false, `use_qlora` is false")
+    assert "where `use_qlora` (" in said("use_lora: true; bits: 4")["args.bits"].message
+    # a condition that a value closes
+    assert "args.often" in said("gradient_accumulation_steps: 1; often: 7")
+    assert "args.often" not in said("gradient_accumulation_steps: 2; often: 7")
+    assert "args.folder" in said("do_not_randomize_output_dir: true; folder: z")
+    found = said("logging_steps: 0; verbose: true")["args.verbose"]
+    assert found.message.endswith("and `logging_steps` is 0")
+    # shadowed
+    found = said("shadowed: z")["args.shadowed"]
+    assert (found.code, found.severity) == ("shadowed-key", "warning")
+    assert found.message == (
+        "`shadowed` does nothing: `first` comes before it (open_instruct/helper.py:4 is never reached)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,13 +88,6 @@ def test_an_argument_that_nothing_reads(said: Judge) -> None:
 def test_off_by_its_own_value_is_only_noted(said: Judge, line: str, severity: str | None) -> None:
     found = said(line)
     assert [f.severity for f in found.values()] == ([severity] if severity else [])
-
-
-def test_an_argument_of_another_mode(said: Judge) -> None:
-    found = said("lora_rank: 8")["args.lora_rank"]
-    assert (found.severity, found.layer, found.code) == ("warning", "run", "conditional-key")
-    assert "read only where `use_lora` (open_instruct/finetune.py:" in found.message
-    assert found.message.endswith("and `use_lora` is false")
 
 
 @pytest.mark.parametrize(
@@ -95,29 +110,6 @@ def test_an_argument_of_another_mode(said: Judge) -> None:
 )
 def test_what_acts_is_not_mentioned(said: Judge, lines: str) -> None:
     assert said(lines) == {}
-
-
-def test_a_condition_that_a_value_closes(said: Judge) -> None:
-    assert "args.often" in said("gradient_accumulation_steps: 1; often: 7")
-    assert "args.often" not in said("gradient_accumulation_steps: 2; often: 7")
-    assert "args.folder" in said("do_not_randomize_output_dir: true; folder: z")
-    found = said("logging_steps: 0; verbose: true")["args.verbose"]
-    assert found.message.endswith("and `logging_steps` is 0")
-
-
-def test_several_conditions(said: Judge) -> None:
-    found = said("bits: 4")["args.bits"]
-    assert "where `use_lora` and `use_qlora`" in found.message
-    assert found.message.endswith("`use_lora` is false, `use_qlora` is false")
-    assert "where `use_qlora` (" in said("use_lora: true; bits: 4")["args.bits"].message
-
-
-def test_shadowed(said: Judge) -> None:
-    found = said("shadowed: z")["args.shadowed"]
-    assert (found.code, found.severity) == ("shadowed-key", "warning")
-    assert found.message == (
-        "`shadowed` does nothing: `first` comes before it (open_instruct/helper.py:4 is never reached)"
-    )
 
 
 def test_refused_by_the_source(said: Judge) -> None:

@@ -78,7 +78,7 @@ def test_attention_is_that_of_every_rank(
     assert answer[1] is True or "rank 1" in said(point)
 
 
-def test_without_the_record_of_a_rank_liger_is_not_known_to_be_off(run: Run) -> None:
+def test_without_the_record_of_a_rank_nothing_is_claimed(run: Run) -> None:
     point = run.rank(0, step(1), world=2).judge(liger="off").point("liger")
     assert brief(point) == ("off", None)
     assert "rank 1" in said(point)

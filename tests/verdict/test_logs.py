@@ -44,7 +44,7 @@ def dump(block: str = "FlatArguments", **values: object) -> str:
     )
 
 
-def test_reads_a_real_sft_log() -> None:
+def test_real_logs_of_sft_and_dpo() -> None:
     log = scan(LOGS / "sft_liger_pack_miss.log", PATTERNS)
     assert log.lines == 336
     assert [s.step for s in log.steps] == list(range(1, 31))
@@ -66,9 +66,7 @@ def test_reads_a_real_sft_log() -> None:
         "model_type": "qwen2",
         "kwargs": "{'fused_linear_cross_entropy': True}",
     }
-
-
-def test_reads_a_real_dpo_log() -> None:
+    # reads a real dpo log
     log = scan(LOGS / "dpo_liger_pack.log", PATTERNS)
     assert log.blocks == ("DPOExperimentConfig", "TokenizerConfig")
     assert [s.step for s in log.steps] == list(range(1, 13))

@@ -152,12 +152,19 @@ def test_what_each_step_took_is_kept_and_judged_by() -> None:
     assert (row.standing, row.chance) == ("faster", 0.05)
 
 
-def test_a_loss_before_the_first_update_tells_nothing_of_training() -> None:
+def test_losses_that_can_be_compared() -> None:
     rows = compare([sample("a"), sample("b", 300, tokens=600), sample("c", 150)])
     assert [row.standing for row in rows] == ["baseline", "unproven", "faster"]
     assert "first step of b" in rows[1].why and "--steps" in rows[1].why and rows[2].recommended
     # another loss is the graver thing
     assert standings(sample("a"), sample("b", 300, loss=3, tokens=600))[1] == "loss changed"
+    # losses are compared over the same tokens
+    falling = tuple(Step(10, 10, loss) for loss in (4, 3, 2, 1))
+    large = (Step(40, 40, 4.0), Step(40, 40, 2.0))
+    rows = compare([replace(sample("a"), curve=falling), replace(sample("b"), curve=large)])
+    assert [row.median("loss_per_token") for row in rows] == pytest.approx([2.5, 4.0])
+    assert [row.steps_within for row in rows] == [4, 1]
+    assert "1 steps against 4" in rows[1].why
 
 
 def test_what_failed_or_is_not_proved_is_never_recommended() -> None:
@@ -176,15 +183,6 @@ def test_what_failed_or_is_not_proved_is_never_recommended() -> None:
     assert not any(row.recommended for row in rows)
     # nothing is left to hold others to
     assert standings(sample("a", cause="oom", reason="full"), sample("b")) == ["failed", "unknown"]
-
-
-def test_losses_are_compared_over_the_same_tokens() -> None:
-    falling = tuple(Step(10, 10, loss) for loss in (4, 3, 2, 1))
-    large = (Step(40, 40, 4.0), Step(40, 40, 2.0))
-    rows = compare([replace(sample("a"), curve=falling), replace(sample("b"), curve=large)])
-    assert [row.median("loss_per_token") for row in rows] == pytest.approx([2.5, 4.0])
-    assert [row.steps_within for row in rows] == [4, 1]
-    assert "1 steps against 4" in rows[1].why
 
 
 @pytest.mark.parametrize(

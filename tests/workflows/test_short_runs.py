@@ -138,7 +138,7 @@ def lines(tmp_path: Path, name: str, count: int, **row: Any) -> str:
     return str(path)
 
 
-def test_packed_rows_are_not_counted_as_rows(tmp_path: Path) -> None:
+def test_packed_rows_and_unknown_batches(tmp_path: Path) -> None:
     data = Path(lines(tmp_path, "data/train.jsonl", 1600, text="a")).parent
     args = {**TRL, "dataset_name": str(data), "num_train_epochs": 1, "warmup_steps": 50}
     options = {"backend": "trl", "batch": {"global": 16, "per_device": 16}}
@@ -146,6 +146,13 @@ def test_packed_rows_are_not_counted_as_rows(tmp_path: Path) -> None:
     assert short(tmp_path, args, **options).values["warmup_steps"] == 10
     packed = short(tmp_path, {**args, "packing": True, "max_length": 512}, **options)
     assert packed.values["warmup_steps"] == 2
+    # how much is taken where the batch is not known
+    args = {**SFT, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    full = made(tmp_path, args)
+    # as for eight devices
+    assert ladder.rows_wanted(full, 10) == 10 * 64 * 1.25 + 64
+    assert ladder.rows_wanted(full, 10, 8) == 108
+    assert ladder.rows_wanted(made(tmp_path, SFT, batch={"global": 16}), 10) == 216
 
 
 @pytest.mark.parametrize(
@@ -175,15 +182,6 @@ def test_the_slice(tmp_path: Path, listed: Any, counts: list[str]) -> None:
         ]
     values = short(tmp_path, {**SFT, "dataset_mixer_list": listed}, rows=8).values
     assert values["dataset_mixer_list"][1::2] == counts
-
-
-def test_how_much_is_taken_where_the_batch_is_not_known(tmp_path: Path) -> None:
-    args = {**SFT, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    full = made(tmp_path, args)
-    # as for eight devices
-    assert ladder.rows_wanted(full, 10) == 10 * 64 * 1.25 + 64
-    assert ladder.rows_wanted(full, 10, 8) == 108
-    assert ladder.rows_wanted(made(tmp_path, SFT, batch={"global": 16}), 10) == 216
 
 
 def test_what_cannot_be_cut_is_said(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_out_of_memory_rules_out_all_that_needs_as_much() -> None:
     assert search.best is not None and search.summary()["too_large"] > 0
 
 
-def test_what_the_whole_run_has_no_room_for_is_not_proposed() -> None:
+def test_peaks_rule_out_what_has_no_room() -> None:
     # a trial sees few rows: what it takes over the estimate the longest rows take too
     world = hand()
     search = tuned.search_of(world, room=140.0)
@@ -128,9 +128,7 @@ def test_what_the_whole_run_has_no_room_for_is_not_proposed() -> None:
     fitted = search.learn(ran(large, 1e6, peak=short * 0.93 * 140 / whole))
     assert fitted.ok and "not kept: with its longest rows" in fitted.learned
     assert search.best is not None and search.best.candidate.key == search.base.key
-
-
-def test_a_measured_peak_corrects_those_of_its_kind() -> None:
+    # a measured peak corrects those of its kind
     search = tuned.search_of(hand())
     other = tuned.one(search, per_device=32)
     before, estimate = search.peak(other), search.base.expected.short

@@ -19,6 +19,7 @@ from launcher.report.progress import Progress, clock
 from launcher.runs import rundir, runner, slurm
 from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
+from launcher.verdict import summary
 
 COLUMNS = (
     "run", "stage", "state", "verdict", "step", "loss", "tokens/s", "age", "gpus", "checkpoint", "output",
@@ -49,12 +50,14 @@ def entries(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def entry(group: Sequence[Mapping[str, Any]], *, whole: bool = False) -> Mapping[str, Any]:
     """One line for a group of `entries`, or with `whole` for its first run."""
-    first = {**group[0], "state": _words(group, "state")}
+    words = {key: _words(group, key) for key in ("state", "outcome")}
+    first = {**group[0], "state": words["state"], "verdict": words["outcome"]}
     if whole or first["part_of"] is None:
         return first
     path = Path(first["part_of"])
     kind = path.name.partition("-")[2].partition("-")[0]
-    counts = {name: _words(group, name, counted=True) for name in ("state", "verdict")}
+    states, verdicts = (_words(group, key, counted=True) for key in ("state", "outcome"))
+    counts = {"state": states, "verdict": verdicts}
     return {"run": path.name, "stage": kind, "age": first["age"], **counts}
 
 
@@ -85,6 +88,7 @@ def row(folder: RunFolder) -> dict[str, Any]:
         "stage": manifest.get("stage"),
         "state": now,
         "verdict": judged.get("status"),
+        "outcome": summary.outcome(judged) if judged else None,
         "step": progress.step,
         "steps": progress.total,
         "loss": None if progress.loss is None else round(progress.loss, 4),

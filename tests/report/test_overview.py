@@ -50,8 +50,8 @@ def test_a_row(folder: RunFolder) -> None:
     assert row.pop("age") in {"0:00", "0:01"}
     assert row == {
         "run": folder.path.name, "path": str(folder.path), "stage": "sft", "state": "finished",
-        "verdict": "pass", "step": 3, "steps": 10, "loss": 1.2346, "tokens/s": 100, "gpus": 2,
-        "output": "/models/demo", "checkpoint": None, "wandb": None,
+        "verdict": "pass", "outcome": "pass", "step": 3, "steps": 10, "loss": 1.2346, "tokens/s": 100,
+        "gpus": 2, "output": "/models/demo", "checkpoint": None, "wandb": None,
     }  # fmt: skip
     assert set(overview.COLUMNS) <= {*row, "age"}
 

@@ -96,9 +96,14 @@ def several_runs(command: Callable[..., Exit]) -> Callable[..., Exit]:
 
 
 def hand_over(
-    shared: Shared, command: str, name: str, *, gpus: int, options: Options,
+    shared: Shared,
+    command: str,
+    name: str,
+    *,
+    gpus: int,
+    options: Options,
     findings: Sequence[Finding] = (),
-) -> Exit:  # fmt: skip
+) -> Exit:
     """Have the command run elsewhere, once it has been checked."""
     from launcher.lifecycle import background
 

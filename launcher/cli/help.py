@@ -145,7 +145,7 @@ def overrides(arguments: list[str], command: Any) -> list[str]:
         for stage in stages
         for field in locate.snapshot(backend)["stages"][stage]
     }
-    found = []
+    written = []
     for word, following in zip(arguments, [*arguments[1:], "--"], strict=True):
         option, _, value = word.partition("=")
         key = option.removeprefix("--").replace("-", "_")
@@ -156,5 +156,5 @@ def overrides(arguments: list[str], command: Any) -> list[str]:
                 or "=" in following
                 or following.endswith((".yaml", ".yml"))
             )
-            found.append(f"{key}={value or ('true' if bare else following)}")
-    return found
+            written.append(f"{key}={value or ('true' if bare else following)}")
+    return written

@@ -30,19 +30,19 @@ _UNREADABLE = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.EFBIG, errno.ELOOP
 def main(argv: list[str] | None = None) -> int:
     """The console entry: every way out is one of the documented exit codes."""
     arguments = sys.argv[1:] if argv is None else argv
-    code = _guarded(lambda: _answered(arguments), arguments)
+    code = _run_guarded(lambda: _run_command(arguments), arguments)
     if argv is None:
         sys.exit(code)
     return code
 
 
-def _guarded(call: Callable[[], object], arguments: list[str]) -> int:
+def _run_guarded(call: Callable[[], object], arguments: list[str]) -> int:
     try:
         call()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
     except LaunchError as error:
-        return _refused(error, arguments)
+        return _report(error, arguments)
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
     except OSError as error:
@@ -50,9 +50,9 @@ def _guarded(call: Callable[[], object], arguments: list[str]) -> int:
             os.getcwd()
         except FileNotFoundError:
             message = "the folder that this shell is in has been removed"
-            return _refused(not_ready("no-cwd", message, "cd to one that is there"), arguments)
+            return _report(not_ready("no-cwd", message, "cd to one that is there"), arguments)
         if error.errno in _UNREADABLE and error.filename is not None:
-            return _refused(unreadable(error.filename, error), arguments)
+            return _report(unreadable(error.filename, error), arguments)
         full = error.errno in DISK_FULL
         if not full and error.errno not in {errno.EPIPE, errno.EIO}:
             return _bug(error, arguments)
@@ -62,7 +62,7 @@ def _guarded(call: Callable[[], object], arguments: list[str]) -> int:
             help = "free space; a run that has begun goes on: launch runs"
             # what is full may be what the answer goes to
             with contextlib.suppress(OSError):
-                _refused(not_ready("disk-full", message, help), arguments)
+                _report(not_ready("disk-full", message, help), arguments)
                 sys.stdout.flush()
         # the reader has gone: nothing is left to say, and Python must not complain at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -72,7 +72,7 @@ def _guarded(call: Callable[[], object], arguments: list[str]) -> int:
     return Exit.OK
 
 
-def _answered(arguments: list[str]) -> None:
+def _run_command(arguments: list[str]) -> None:
     """Run one command. A machine that asks wrongly gets its envelope too, people typer's usage lines."""
     try:
         code = app(args=arguments, prog_name="launch", standalone_mode=False)
@@ -93,12 +93,14 @@ def _answered(arguments: list[str]) -> None:
     sys.exit(code)
 
 
-def _refused(error: LaunchError, arguments: list[str]) -> Exit:
+def _report(error: LaunchError, arguments: list[str]) -> Exit:
     """What stopped a command, in the form that its command line asked for; returns the exit code."""
-    return answer(_named(arguments), _form(arguments), None, (), error.findings, error.exit_code)
+    return answer(
+        _command_name(arguments), _form(arguments), None, (), error.findings, error.exit_code
+    )
 
 
-def _named(arguments: list[str]) -> str:
+def _command_name(arguments: list[str]) -> str:
     """The command of a command line as its answers name it: `pin diff`, not `pin`."""
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
     grouped = words[:1] in [[group.name] for group in app.registered_groups]
@@ -130,8 +132,8 @@ def _bug(error: Exception, arguments: list[str]) -> int:
         path.write_text(redact(head + text), encoding="utf-8", errors="backslashreplace")
     except OSError:
         typer.echo(_encodable(redact(printable(text))), err=True)
-    told = redact(folded(f"{type(error).__name__}: {error}"))
-    typer.echo(_encodable(f"bug in launch: {told}  (traceback in {path})"), err=True)
+    summary = redact(folded(f"{type(error).__name__}: {error}"))
+    typer.echo(_encodable(f"bug in launch: {summary}  (traceback in {path})"), err=True)
     return Exit.BUG
 
 

@@ -33,8 +33,8 @@ app = help.App(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         from launcher.upstream import open_instruct, trl
 
         pins = f"open-instruct {open_instruct.PIN[:7]}, {trl.PIN}"
@@ -212,21 +212,28 @@ class Shared:
         from launcher.report import console
         from launcher.workflows.rehearse import first
 
-        found = first.require(stages, self.show_progress, by_itself=by_itself)
-        console.findings(found if self.format == "text" else ())
+        findings = first.require(stages, self.show_progress, by_itself=by_itself)
+        console.findings(findings if self.format == "text" else ())
 
     def request(self, **more: Any) -> Request:
         """The request of these options; `more` are further fields, or others than these."""
         from launcher.lifecycle.prepare import Request
 
         fields: dict[str, Any] = {
-            "stage": self.stage, "config": self.config,
-            "overrides": self.overrides or (), "gpus": self.gpus, "nodes": self.nodes,
-            "devices": self.devices, "python": self.python, "checkout": self.open_instruct,
-            "allow_unpinned": self.allow_unpinned, "strict": self.strict,
+            "stage": self.stage,
+            "config": self.config,
+            "overrides": self.overrides or (),
+            "gpus": self.gpus,
+            "nodes": self.nodes,
+            "devices": self.devices,
+            "python": self.python,
+            "checkout": self.open_instruct,
+            "allow_unpinned": self.allow_unpinned,
+            "strict": self.strict,
             "rehearse": self.rehearse,
-            "probe": not self.no_probe, "allowed": tuple(self.allow_changed_resume or ()),
-        }  # fmt: skip
+            "probe": not self.no_probe,
+            "allowed": tuple(self.allow_changed_resume or ()),
+        }
         return Request(**{**fields, **more})
 
 
@@ -256,17 +263,17 @@ def takes(*names: str) -> Callable[[Command], Command]:
 
     def add(command: Command) -> Command:
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-        own = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
+        own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
         # arguments by place come first, and the form of the answer last
-        ahead = [one for one in parameters if one.name in {"config", "overrides"}]
-        options = [one for one in parameters if one not in ahead]
+        arguments = [p for p in parameters if p.name in {"config", "overrides"}]
+        options = [p for p in parameters if p not in arguments]
 
-        def run(**given: Any) -> Any:
-            shared = Shared(**rest, **{name: given.pop(name) for name in names})
-            return command(shared, **given)
+        def run(**values: Any) -> Any:
+            shared = Shared(**rest, **{name: values.pop(name) for name in names})
+            return command(shared, **values)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
-        signature = inspect.Signature([*ahead, *own, *options])
+        signature = inspect.Signature([*arguments, *own, *options])
         run.__signature__ = signature  # type: ignore[attr-defined]
         run.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
         return run
@@ -318,9 +325,10 @@ def not_begun(folder: RunFolder) -> UsageError:
     """What to raise where a run still waits to be started: it has nothing to show or to judge."""
     name = folder.path.name
     return usage(
-        "not-begun", f"{name} has not begun: there is nothing of it yet",
+        "not-begun",
+        f"{name} has not begun: there is nothing of it yet",
         f"launch exec {name} starts it, where no Slurm job will",
-    )  # fmt: skip
+    )
 
 
 def answer(

@@ -63,84 +63,84 @@ def validate_config(
     """
     locator, stage = shared.locator, shared.stage
     paths = [file for path in paths for file in files_of(path)]
-    mended: dict[Path, Fix] = {}
-    found: list[Finding] = []
+    fixes: dict[Path, Fix] = {}
+    findings: list[Finding] = []
     if fix or diff:
         quiet = format != "text"
-        mended, found = _fix(paths, stage, locator, write=not diff, quiet=quiet)
-    not_ready = bool(found)
+        fixes, findings = _fix(paths, stage, locator, write=not diff, quiet=quiet)
+    not_ready = bool(findings)
     files: list[dict[str, object]] = []
     with contextlib.ExitStack() as stack:
-        rehearsed = _rehearser(shared, stack, quiet=format != "text") if deep else None
+        rehearse = _rehearser(shared, stack, quiet=format != "text") if deep else None
         for path in paths:
-            facts, mine = _judge_file(path, stage, locator)
-            if path in mended:
-                facts["fix"] = mended[path].as_json()
-                mine = mended[path].with_reasons(mine)
-            if rehearsed is not None and facts.get("shape") != "pipeline":
-                facts["rehearsal"], mine = rehearsed(path, mine)
-            valid = not errors(mine, strict=shared.strict)
+            facts, own = _judge_file(path, stage, locator)
+            if path in fixes:
+                facts["fix"] = fixes[path].as_json()
+                own = fixes[path].with_reasons(own)
+            if rehearse is not None and facts.get("shape") != "pipeline":
+                facts["rehearsal"], own = rehearse(path, own)
+            valid = not errors(own, strict=shared.strict)
             files.append({"path": str(path), "valid": valid, **facts})
-            found += mine
+            findings += own
     ok = all(entry["valid"] for entry in files)
     code = Exit.NOT_READY if not_ready else Exit.OK if ok else Exit.CONFIG
-    return answer("validate-config", format, {"files": files}, map(_line, files), found, code)
+    return answer("validate-config", format, {"files": files}, map(_line, files), findings, code)
 
 
 def _rehearser(
     shared: Shared, stack: contextlib.ExitStack, *, quiet: bool
 ) -> Callable[[Path, tuple[Finding, ...]], tuple[object, tuple[Finding, ...]]]:
-    """What rehearses a file, and adds what the trainer says to what was found; one server for all files."""
+    """What rehearses a file and adds the trainer's findings to those given; one server for all files."""
     from launcher.lifecycle import prepare
     from launcher.workflows.rehearse import ask, rehearsal
 
     servers = stack.enter_context(ask.Servers())
     say: Callable[[str], None] = (lambda _: None) if quiet else shared.show_progress
 
-    def rehearsed(path: Path, found: tuple[Finding, ...]) -> tuple[object, tuple[Finding, ...]]:
+    def rehearse(path: Path, findings: tuple[Finding, ...]) -> tuple[object, tuple[Finding, ...]]:
         try:
             judged, trainer = prepare.judge(shared.request(config=path))
-            done = rehearsal.rehearse(judged, trainer, servers, say=say)
+            result = rehearsal.rehearse(judged, trainer, servers, say=say)
         except InvalidConfig:
-            # it is too broken to be read, which was said
-            return None, found
-        return done.as_json(), rehearsal.combined(found, done.findings)
+            # the findings say why it cannot be read
+            return None, findings
+        return result.as_json(), rehearsal.combined(findings, result.findings)
 
-    return rehearsed
+    return rehearse
 
 
 def _fix(
     paths: list[Path], stage: str | None, locator: Locator, *, write: bool, quiet: bool
 ) -> tuple[dict[Path, Fix], list[Finding]]:
-    """Mend what is mechanical in each file, or only show it; what was done, and what went wrong."""
+    """Apply or show the mechanical fixes of each file; returns them, and what could not be written."""
     from launcher.report import console
     from launcher.stage import fix
 
-    done: dict[Path, Fix] = {}
+    fixes: dict[Path, Fix] = {}
     failed: list[Finding] = []
     for path in paths:
         try:
-            mended = fix.of_file(path, stage_name=stage, locator=locator)
+            own = fix.of_file(path, stage_name=stage, locator=locator)
             if write:
-                fix.apply(mended)
+                fix.apply(own)
         except InvalidConfig:
             # judging the file says why it cannot be read
             continue
         except NotReady as error:
             failed += error.findings
             continue
-        done[path] = mended
+        fixes[path] = own
         if not quiet and not write:
-            console.raw(mended.diff())
-        for change in mended.changes if write and not quiet else ():
+            console.raw(own.diff())
+        for change in own.changes if write and not quiet else ():
             console.say(f"{path}:{change.line}: {change.what}")
-    return done, failed
+    return fixes, failed
 
 
 def _judge_file(
     path: Path, stage: str | None, locator: Locator
 ) -> tuple[dict[str, object], tuple[Finding, ...]]:
-    """What is known of one file, and everything found about it."""
+    """The facts of one file, and its findings."""
     from launcher.config import load
     from launcher.stage.stage import judge
 
@@ -164,9 +164,12 @@ def _judge_pipeline(path: Path, locator: Locator) -> tuple[dict[str, object], tu
     try:
         whole = pipeline.load(path)
         common = Request(
-            stage=None, config=path, checkout=locator.checkout, allow_unpinned=locator.allow_unpinned,
+            stage=None,
+            config=path,
+            checkout=locator.checkout,
+            allow_unpinned=locator.allow_unpinned,
             gpus=None if all(link.gpus is not None for link in whole.links) else VALIDATED_FOR,
-        )  # fmt: skip
+        )
         plan = survey(Order(chain=whole, common=common), running=False)
     except LaunchError as error:
         return {}, error.findings
@@ -174,7 +177,7 @@ def _judge_pipeline(path: Path, locator: Locator) -> tuple[dict[str, object], tu
 
 
 def _line(entry: dict[str, object]) -> str:
-    """What became of one file, and what it was held against."""
+    """Whether one file is valid, and for which source."""
     line = f"{entry['path']}: {'valid' if entry['valid'] else 'invalid'}"
     if isinstance(stages := entry.get("stages"), list):
         return f"{line} (a pipeline: {', '.join(stages)})"
@@ -213,9 +216,13 @@ def explain(
     loaded = load.load(config, overrides or ()) if config is not None else None
     request = shared.request(config=config, overrides=overrides or (), gpus=gpus)
     explained = explain.explain(
-        key, locator=shared.locator, config=loaded, stage_name=shared.stage,
-        backend=shared.backend, derived=_derived(request) if config is not None else {},
-    )  # fmt: skip
+        key,
+        locator=shared.locator,
+        config=loaded,
+        stage_name=shared.stage,
+        backend=shared.backend,
+        derived=_derived(request) if config is not None else {},
+    )
     known = any(one.known for one in explained)
     meanings = [] if known else findings.meanings(key)
     if not known and not meanings:
@@ -333,12 +340,12 @@ def pin_diff(
     from launcher.pin import difference, pin
     from launcher.report import console
 
-    found = pin.find_commits(commits, shared.open_instruct, os.environ)
+    pair = pin.find_commits(commits, shared.open_instruct, os.environ)
     paths = [file for path in configs or () for file in files_of(path)]
-    told = difference.between(found, paths, stage=shared.stage)
+    changes = difference.between(pair, paths, stage=shared.stage)
     if shared.format == "json":
-        new = [finding for one in told.configs for finding in one.appeared]
-        console.envelope("pin diff", not told.worse, new, told.as_json())
+        new = [finding for config in changes.configs for finding in config.appeared]
+        console.envelope("pin diff", not changes.worse, new, changes.as_json())
     else:
-        console.say("\n".join(difference.lines(told, everything=everything)))
-    return told.exit_code
+        console.say("\n".join(difference.lines(changes, everything=everything)))
+    return changes.exit_code

@@ -66,10 +66,15 @@ def plan(
     terms = forecast.ForecastOptions(
         row_tokens=shared.row_tokens,
         rehearsed_tokens=None if shared.row_tokens else first.row_tokens(resolved),
-        rows=shared.rows, gpu=gpu, gpu_memory=gpu_memory,
-        price=shared.price, tokens_per_second=tokens_per_second, attention=attention, shape=shape,
+        rows=shared.rows,
+        gpu=gpu,
+        gpu_memory=gpu_memory,
+        price=shared.price,
+        tokens_per_second=tokens_per_second,
+        attention=attention,
+        shape=shape,
         fit=fit,
-    )  # fmt: skip
+    )
     table = forecast.make(resolved, counts, terms)
     # a count that cannot be must not cost the table of the others
     code = Exit.CONFIG if errors(table.findings) else Exit.OK
@@ -208,9 +213,13 @@ def ladder(
         planned, fresh=shared.fresh, allow_unproven=shared.allow_unproven, quiet=quiet
     )
     return answer(
-        "ladder", shared.format, result.as_json(), lambda: ladder.show(result), code=result.exit,
+        "ladder",
+        shared.format,
+        result.as_json(),
+        lambda: ladder.show(result),
+        code=result.exit,
         before=planned.findings,
-    )  # fmt: skip
+    )
 
 
 @app.command(
@@ -247,14 +256,19 @@ def bench(
     from launcher.report import console
     from launcher.workflows.bench import bench, comparison, variants
 
-    asked = variants.combinations(vary or (), variant or ())
+    grid = variants.combinations(vary or (), variant or ())
     expressions = [comparison.assertion(text) for text in asserted or ()]
     limit = durations.seconds(timeout)
     request = shared.request(elsewhere=shared.slurm)
     planned = bench.plan(
-        request if shared.slurm else bench.require_gpu(request, cpu=cpu), asked, steps=steps,
-        repeats=repeats, timeout_s=limit, assertions=expressions, running=not shared.slurm,
-    )  # fmt: skip
+        request if shared.slurm else bench.require_gpu(request, cpu=cpu),
+        grid,
+        steps=steps,
+        repeats=repeats,
+        timeout_s=limit,
+        assertions=expressions,
+        running=not shared.slurm,
+    )
     text = shared.format == "text"
     console.findings(planned.findings if text else ())
     shared.rehearse_first(planned.resolved)
@@ -302,9 +316,12 @@ def tune(
     from launcher.workflows.tune import tune
 
     terms = tune.Terms(
-        budget_s=durations.seconds(budget), steps=steps, row_tokens=shared.row_tokens,
-        output=output, fresh=shared.fresh,
-    )  # fmt: skip
+        budget_s=durations.seconds(budget),
+        steps=steps,
+        row_tokens=shared.row_tokens,
+        output=output,
+        fresh=shared.fresh,
+    )
     if shared.slurm:
         # levers, and what fits, depend on the machine of the job
         resolved = resolve(shared.request(elsewhere=True), running=False)

@@ -63,17 +63,16 @@ def init(
         new, lost = draft.new(stage, backend, model=model, data=data, gpus=gpus), []
     path = _require_free(output or Path(f"{new.stage}.yaml"))
     text = new.text(path)
-    judged = judge(load.load(path, text=text), locator=shared.locator)
+    findings = (*lost, *judge(load.load(path, text=text), locator=shared.locator).findings)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    found = (*lost, *judged.findings)
-    made = {"path": str(path), "stage": new.stage, "backend": new.backend, "lost": list(new.lost)}
+    facts = {"path": str(path), "stage": new.stage, "backend": new.backend, "lost": list(new.lost)}
     lines = [
         f"wrote {path}",
         f"next: launch {new.stage} {path} --gpus {1 if gpus is None else gpus} --dry-run",
     ]
-    code = Exit.CONFIG if errors(found) else Exit.OK
-    return answer("init", shared.format, made, lines, found, code)
+    code = Exit.CONFIG if errors(findings) else Exit.OK
+    return answer("init", shared.format, facts, lines, findings, code)
 
 
 def _require_free(path: Path) -> Path:

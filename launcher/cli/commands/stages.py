@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 _START = (
     "gpus", "dry_run", "python", *SOURCE, "allow_unproven", "strict", "no_probe", "devices", "rehearse",
-    "fresh",
-    "allow_changed_resume", "format",
+    "fresh", "allow_changed_resume", "format",
 )  # fmt: skip
 
 
@@ -63,10 +62,14 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
     ) -> Exit:
         require_sense(shared, context.params)
         request = shared.request(
-            stage=stage, overrides=overrides or (), node_rank=node_rank, main_address=main_address,
-            allow_corrupting_overlap=allow_corrupting_overlap, fresh=shared.fresh,
+            stage=stage,
+            overrides=overrides or (),
+            node_rank=node_rank,
+            main_address=main_address,
+            allow_corrupting_overlap=allow_corrupting_overlap,
+            fresh=shared.fresh,
             elsewhere=shared.slurm or skypilot is not None,
-        )  # fmt: skip
+        )
         if shared.dry_run:
             return _dry_run(request, shared.format, slurm=shared.slurm)
         if skypilot is not None:
@@ -96,7 +99,7 @@ def _dry_run(request: Request, format: Format, *, slurm: bool) -> Exit:
     from launcher.report import console
 
     prepared = prepare.prepare(request, running=False)
-    found = (*prepared.findings, *prepare.of_earlier_run(prepared))
+    findings = (*prepared.findings, *prepare.of_earlier_run(prepared))
     script = start.batch_script(prepared) if slurm else None
     data = {**prepared.as_json(), **({"batch_script": script} if slurm else {})}
     return answer(
@@ -104,7 +107,7 @@ def _dry_run(request: Request, format: Format, *, slurm: bool) -> Exit:
         format,
         data,
         lambda: console.dry_run(prepared.plan, prepared.command, script),
-        found,
+        findings,
     )
 
 
@@ -131,22 +134,22 @@ def _run(request: Request, shared: Shared, at_end: AtEnd) -> Exit:
                 console.findings(prepared.findings)
                 console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
             folder, attempt = start.begin(prepared, **asdict(at_end))
-            shown = str(request.stage), folder, attempt, prepared.findings, format
-            return _detach(*shown) if shared.detach else until_over(*shown)
+            started = str(request.stage), folder, attempt, prepared.findings, format
+            return _detach(*started) if shared.detach else until_over(*started)
         finally:
             # the folder that was reserved, if nothing came of it
             rundir.release(prepared.folder)
 
 
 def _conclude_finished(
-    prepared: Prepared, found: tuple[Finding, ...], format: Format, at_end: AtEnd
+    prepared: Prepared, findings: tuple[Finding, ...], format: Format, at_end: AtEnd
 ) -> Exit:
     """Nothing is left to train; the verdict and the numbers are there, whoever died before."""
     from launcher.lifecycle import start
     from launcher.report import console
     from launcher.verdict import check
 
-    console.findings(found if format == "text" else ())
+    console.findings(findings if format == "text" else ())
     folder = prepared.folder
     verdict = start.judged_now(folder, prepared.plan, start.finish(folder))
     code = check.exit_code(verdict, allow_unproven=at_end.allow_unproven)
@@ -161,33 +164,33 @@ def _queue(request: Request, shared: Shared, at_end: AtEnd) -> Exit:
     resolved, format = prepare.resolve(request, running=True), shared.format
     shared.rehearse_first({"": resolved})
     prepared = forecast.with_forecast(prepare.complete(resolved, running=True))
-    options, found = prepared.plan.stage.options.slurm, prepared.findings
+    options, findings = prepared.plan.stage.options.slurm, prepared.findings
     few = sbatch.one_cpu(options, prepared.plan.gpus)
     if few is not None:
         message = "the job asks for one core of each machine"
-        found = (*found, launch_finding("warning", "slurm-one-cpu", message, few))
+        findings = (*findings, launch_finding("warning", "slurm-one-cpu", message, few))
     if prepared.decision.kind == "finished":
-        return _conclude_finished(prepared, found, format, at_end)
+        return _conclude_finished(prepared, findings, format, at_end)
     folder = prepared.folder
     with supervisor.interruptible():
         job = start.queue(prepared, options, **asdict(at_end))
     name = folder.path.name
     lines = (f"run: {folder.path}", f"job: {job.id}", "launch runs", f"launch stop {name}")
     data = {"run": str(folder.path), "job": job.id}
-    return answer(str(request.stage), format, data, lines, found)
+    return answer(str(request.stage), format, data, lines, findings)
 
 
 def _write_task(request: Request, path: Path, format: Format) -> Exit:
     """Write the run as a SkyPilot task."""
     from launcher.lifecycle import cloud
 
-    found = cloud.write(request, path)
+    findings = cloud.write(request, path)
     data = {"task": str(path)}
-    return answer(str(request.stage), format, data, (f"sky launch {path}",), found)
+    return answer(str(request.stage), format, data, (f"sky launch {path}",), findings)
 
 
 def _detach(
-    stage: str, folder: RunFolder, attempt: Attempt, found: tuple[Finding, ...], format: Format
+    stage: str, folder: RunFolder, attempt: Attempt, findings: tuple[Finding, ...], format: Format
 ) -> Exit:
     """Say where the run can be looked at; only the first of several machines has it by its name."""
     from launcher.lifecycle import tmux
@@ -198,14 +201,14 @@ def _detach(
     lines = [f"run: {folder.path}", *([f"tmux attach -t {session}"] if session is not None else [])]
     lines += [f"launch attach {name}", f"launch logs {name} -f", f"launch stop {name}"]
     data = {"run": str(folder.path), "session": session}
-    return answer(stage, format, data, lines, before=found)
+    return answer(stage, format, data, lines, before=findings)
 
 
 def until_over(
     command: str,
     folder: RunFolder,
     attempt: Attempt,
-    found: tuple[Finding, ...],
+    findings: tuple[Finding, ...],
     format: Format,
     *,
     forward: bool = True,
@@ -218,22 +221,26 @@ def until_over(
     except follow.Detached:
         data = {"run": str(folder.path), "detached": True}
         lines = [f"the run goes on: launch attach {folder.path.name}"]
-        return answer(command, format, data, lines, before=found)
+        return answer(command, format, data, lines, before=findings)
     # not before: what is looked at should be shown at once, and all that starts runs is slow to import
     from launcher.lifecycle import start
 
     if attempt.rank:
         code = start.of_a_further_machine(folder, attempt)
         data = {"run": str(folder.path), "rank": attempt.rank}
-        return answer(command, format, data, (), code=code, before=found)
+        return answer(command, format, data, (), code=code, before=findings)
     verdict, code = start.conclusion(folder, attempt)
-    return _conclude(command, folder, verdict, code, found, format)
+    return _conclude(command, folder, verdict, code, findings, format)
 
 
 def _conclude(
-    command: str, folder: RunFolder, verdict: Verdict, code: Exit, found: tuple[Finding, ...],
+    command: str,
+    folder: RunFolder,
+    verdict: Verdict,
+    code: Exit,
+    findings: tuple[Finding, ...],
     format: Format,
-) -> Exit:  # fmt: skip
+) -> Exit:
     """What came of a run that is over."""
     from launcher.report import console
 
@@ -242,7 +249,7 @@ def _conclude(
         console.say(f"run: {folder.path}\nreport: {folder.report}")
 
     data = {**verdict.as_json(), "run": str(folder.path)}
-    return answer(command, format, data, show, code=code, before=found)
+    return answer(command, format, data, show, code=code, before=findings)
 
 
 @app.command("exec", hidden=True, epilog="Example: launch exec runs/20260101T000000Z-sft-demo")
@@ -297,8 +304,10 @@ def pipeline(
         common=shared.request(
             config=file, overrides=(), fresh=shared.fresh, elsewhere=shared.slurm
         ),
-        first=first, last=until, allow_unproven=shared.allow_unproven,
-    )  # fmt: skip
+        first=first,
+        last=until,
+        allow_unproven=shared.allow_unproven,
+    )
     if shared.dry_run:
         plan = pipeline.dry_run(order)
         steps = [plan.steps[link.name] for link in plan.links]

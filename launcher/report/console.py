@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 _COLOUR = {"error": "red", "warning": "yellow", "note": "cyan"}
 _STATUS = {"pass": "green", "fail": "red", "unproven": "yellow", "stopped": "yellow"}
-_FIGURES_WIDTH = 74  # columns of a terminal of 80
+_FIGURES_WIDTH = 76  # columns of a terminal of 80
 _MARK = {True: "ok", False: "FAIL", None: "unproven"}
 
 
@@ -228,15 +229,10 @@ def verdict(judged: Verdict, name: str) -> None:
     if unreached:
         # each of them would say the same
         _echo(f"  not shown, training never reached step 1: {', '.join(unreached)}")
-    line = ""
-    for key, value in judged.metrics.items():
-        figure = "" if value is None else f"{key} {_number(value)}"
-        if figure and len(line) + len(figure) > _FIGURES_WIDTH:
-            _echo(f"  {line},")
-            line = ""
-        line += f"{', ' if line and figure else ''}{figure}"
-    if line:
-        _echo(f"  {line}")
+    # a figure stays beside its name
+    figures = [f"{key}\xa0{_number(v)}" for key, v in judged.metrics.items() if v is not None]
+    for line in textwrap.wrap(", ".join(figures), _FIGURES_WIDTH):
+        _echo(f"  {line}".replace("\xa0", " "))
 
 
 def _cause(record: Mapping[str, Any], label: str) -> set[str]:

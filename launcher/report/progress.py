@@ -19,6 +19,8 @@ WINDOW = 20
 _WORK = re.compile(
     rb"(?:\A|[ \t])([A-Za-z][^|%\r\n:]{2,60}?): +\d+%\|[^|]*\| *([\d.]+[kMGT]?)/([\d.]+[kMGT]?) \[([^\]]*)"
 )
+# torch/utils/cpp_extension.py
+_BUILD = re.compile(rb"Building extension module (\w+)")
 # of downloads the numbers have theirs, and `it` is none
 _UNIT = re.compile(r"\d ([a-z]+)/s")
 _PROOFS = {
@@ -175,8 +177,11 @@ class Progress:
     def work(self, raw: bytes) -> None:
         """Take in a line of the log: outside of training its bars name the phase."""
         found = _WORK.search(raw)
-        training = self.step and self.step != self.total
-        if found is None or training or self.exit is not None:
+        if self.exit is not None or (self.step and self.step != self.total):
+            return
+        if found is None:
+            if built := _BUILD.search(raw):
+                self.enter(f"building {built[1].decode()}")
             return
         what, done, total, rest = (part.decode(errors="replace") for part in found.groups())
         unit = _UNIT.search(rest)

@@ -261,6 +261,8 @@ def test_before_the_first_step_the_phase_is_shown_with_its_clock(
     assert progress.line() == "model.safetensors 445M/988M"
     progress.work(b"Caching reference logprobs:  20%|##    | 3/15 [00:02<00:02, 1.2it/s]")
     assert progress.line() == "Caching reference logprobs 3/15"
+    progress.work(b"Building extension module cpu_adam...")
+    assert progress.line() == "building cpu_adam"
     progress.event({"event": "model", "t": 1007.0, "attention": "sdpa"})
     assert progress.line() == "waiting for the first step"
     progress.event(step(10, 12.0))

@@ -213,13 +213,16 @@ def test_nothing_lies_outside_of_a_narrow_screen(
         assert browser.execute_script(outside) == 0
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    # names of arguments stay whole
-    show(browser, tmp_path / "a.html", runs[:1])
-    heights = browser.execute_script(
-        "const names = [...document.querySelectorAll('#arguments ~ * th code')];"
-        "return names.map((one) => one.getClientRects().length)"
+    # names and values of arguments and codes of findings stay whole
+    show(browser, tmp_path / "a.html", runs)
+    browser.execute_script(
+        "document.querySelectorAll('details').forEach((d) => { d.open = true; })"
     )
-    assert len(heights) > 3 and set(heights) <= {0, 1}
+    heights = browser.execute_script(
+        "const codes = '#arguments ~ * th code, td.value code, #findings ~ * td > code';"
+        "return [...document.querySelectorAll(codes)].map((one) => one.offsetHeight)"
+    )
+    assert len(heights) > 12 and max(heights) < 2 * min(heights)
 
 
 def test_equal_curves_are_both_seen(browser: Browser, tmp_path: Path) -> None:

@@ -10,8 +10,12 @@ from launcher.upstream.trainers import BACKENDS
 NAMES = {*BACKENDS, *(key for backend in BACKENDS.values() for key in backend.STAGES)}
 PACKAGE = REPOSITORY / "launcher"
 DESCRIPTIONS = {"upstream/open_instruct.py", "upstream/trl.py"}
-# they run under the trainer's Python and import nothing of launch: only names cross over to them
-APART = ("probe/", "workflows/rehearse/inside/")
+APART = (
+    # run under the trainer's Python and import nothing of launch: only names cross over to them
+    "probe/", "workflows/rehearse/inside/",
+    # what `launch init` writes for a trainer, out of nothing or of other tools' files
+    "stage/draft.py", "stage/conversion.py", "cli/commands/stage_files.py",
+)  # fmt: skip
 ALLOWED = {
     # a key of the file's own, `open_instruct:`
     "config/load.py": ["'open_instruct' in tree", "k != 'open_instruct'"],

@@ -231,18 +231,14 @@ def test_a_step_that_fails_ends_it(tmp_path: Path) -> None:
     assert not place.exists()
 
 
-def uninstalled(folder: Path, project: str | None, *words: str) -> Any:
-    """What a command answers from a copy of the package, beside which this pyproject.toml lies.
-
-    Its dependencies are there, the metadata of launch are not.
-    """
+def uninstalled(folder: Path, *words: str) -> Any:
+    """What a command answers from a copy of the package: its dependencies are there, its metadata not."""
     tree, site = folder / "tree", folder / "site"
     shutil.copytree(
-        REPOSITORY / "launcher", tree / "launcher", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    if project is not None:
-        (tree / "pyproject.toml").write_text(project, encoding="utf-8")
-    site.mkdir()
+        REPOSITORY / "launcher", tree / "launcher", ignore=shutil.ignore_patterns("__pycache__"),
+        dirs_exist_ok=True,
+    )  # fmt: skip
+    site.mkdir(exist_ok=True)
     names = ("omegaconf", "packaging", "rich", "typer", "yaml")
     for place in {Path(import_module(name).__file__ or "").parents[1] for name in names}:
         for entry in place.iterdir():
@@ -258,14 +254,11 @@ def uninstalled(folder: Path, project: str | None, *words: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_a_file_is_judged_without_metadata(tmp_path: Path) -> None:
+def test_without_metadata_files_are_judged_and_no_packages_are_planned(tmp_path: Path) -> None:
     (tmp_path / "stage.yaml").write_text("stage: sft\n", encoding="utf-8")
     words = ("validate-config", "stage.yaml", "--format", "json")
-    found = uninstalled(tmp_path, None, *words)["findings"]
+    found = uninstalled(tmp_path, *words)["findings"]
     assert "no-model" in {finding["code"] for finding in found}
-
-
-def test_no_plan_is_made_of_packages_that_nobody_names(tmp_path: Path) -> None:
-    told = uninstalled(tmp_path, None, "doctor", "--install", "--format", "json")
+    told = uninstalled(tmp_path, "doctor", "--install", "--format", "json")
     assert not told["ok"]
     assert [finding["code"] for finding in told["findings"]] == ["packages-unknown"]

@@ -64,11 +64,7 @@ def record(folder: RunFolder, attempt: int = 1) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("steps", "code", "number"),
-    [
-        (["print=2"], 0, None),
-        (["raise=no"], 1, None),
-        (["kill=KILL"], 137, 9),
-    ],
+    [(["print=2"], 0, None), (["raise=no"], 1, None), (["kill=KILL"], 137, 9)],
 )
 def test_the_exit_is_recorded(
     folder: RunFolder, steps: list[str], code: int, number: int | None
@@ -111,11 +107,8 @@ def written(folder: RunFolder, **changes: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"began": 1}, {"boot": "an earlier boot"}, {"host": "elsewhere"}, {"pid": None},
-    ],
-)  # fmt: skip
+    "changes", [{"began": 1}, {"boot": "an earlier boot"}, {"host": "elsewhere"}, {"pid": None}]
+)
 def test_a_reused_number_is_not_alive(folder: RunFolder, changes: dict[str, object]) -> None:
     assert not runner.alive(folder.path)
     written(folder)

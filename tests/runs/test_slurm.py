@@ -111,10 +111,8 @@ def nodes_up(folder: Path, times: int = 1) -> Callable[[], bool]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        "two words $(touch pwned) `touch pwned`; 'a' \"b\" 100 %j", "new\nline\n#SBATCH --hold",
-    ],
-)  # fmt: skip
+    ["two words $(touch pwned) `touch pwned`; 'a' \"b\" 100 %j", "new\nline\n#SBATCH --hold"],
+)
 def test_the_same_command_on_each_node_whatever_the_folder(
     name: str, tmp_path: Path, environ: dict[str, str], stand_in: list[str]
 ) -> None:
@@ -164,11 +162,7 @@ def test_a_job_that_is_queued_again_is_prepared_again_and_its_log_goes_on(
     begun = [
         (one["restart"], "--prepare" in one["argv"]) for one in told(folder) if "stopped" not in one
     ]
-    first, second = (
-        [(None, True), (None, False), (None, False)],
-        [("1", True), ("1", False), ("1", False)],
-    )
-    assert begun == [*first, *second]
+    assert begun == [(nth, prepare) for nth in (None, "1") for prepare in (True, False, False)]
     log = (folder / "slurm.log").read_text()
     assert log.count("said on 1") == 2
     assert "DUE TO JOB REQUEUE" in log
@@ -215,10 +209,8 @@ def test_what_sbatch_refuses_is_said(
 ) -> None:
     with pytest.raises(NotReady) as error:
         submitted(tmp_path / "run", stand_in, environ, partition="nowhere")
-    assert (
-        "nowhere" in error.value.findings[0].message
-        or "partition" in error.value.findings[0].message
-    )
+    message = error.value.findings[0].message
+    assert "nowhere" in message or "partition" in message
     assert slurm.job(RunFolder(tmp_path / "run")) is None
 
 
@@ -349,10 +341,8 @@ def test_two_nodes_train_are_queued_again_and_finish(
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 11))
     # both ranks counted, each node with its own log of each attempt
-    assert {path.name for path in (run / "probe").glob("*.jsonl")} == {
-        "rank-0.jsonl",
-        "rank-1.jsonl",
-    }
+    records = {path.name for path in (run / "probe").glob("*.jsonl")}
+    assert records == {"rank-0.jsonl", "rank-1.jsonl"}
     for node in (run, run / "node1"):
         assert {path.name for path in node.glob("console*")} == {"console.log", "console.2.log"}
     for path in [*run.glob("*.sh"), *run.glob("*.log"), run / "run.json"]:

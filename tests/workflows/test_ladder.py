@@ -142,9 +142,8 @@ def test_a_red_flag_stops_and_gates_are_in_the_file(world: World, rungs: Rungs) 
     assert [(f["gate"], f["value"]) for f in red] == [("efficiency", 0.3)]
     # what was measured is judged anew, and not measured again
     gates = "gates={efficiency: {red: 0.2, yellow: 0.25}}"
-    assert (
-        rungs.launch(*words_for(world, "--gpus", "1,2", gates))[0] == 0 and len(rungs.started) == 2
-    )
+    assert rungs.launch(*words_for(world, "--gpus", "1,2", gates))[0] == 0
+    assert len(rungs.started) == 2
     code, out, _ = rungs.launch(*words_for(world, "--gpus", "1,2", "gates.loss_fall=0.5"))
     assert code == 1 and "red[loss_fall]" in out and rungs.started == ["1", "2", "1"]
 

@@ -83,11 +83,8 @@ def test_three_mistakes_are_three_findings_with_their_lines_and_nothing_is_left(
     assert done.returncode == 3, done.stderr
     told = json.loads(done.stdout)
     wrong = {one["key"]: one["line"] for one in told["findings"] if one["severity"] == "error"}
-    assert wrong == {
-        "args.dataset_name": 7,
-        "args.lr_scheduler_type": 10,
-        "args.lora_target_modules": 12,
-    }
+    lines = {"dataset_name": 7, "lr_scheduler_type": 10, "lora_target_modules": 12}
+    assert wrong == {f"args.{key}": line for key, line in lines.items()}
 
 
 @needs_trl
@@ -286,7 +283,9 @@ def begun(path: Path, *overrides: str, by_itself: bool, rehearse: bool | None = 
 
 
 @needs_trl
-def test_who_asks_for_a_rehearsal(stage_file: Path, rehearsals: list[str]) -> None:
+def test_who_asks_for_a_rehearsal(
+    stage_file: Path, rehearsals: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = stage_file.read_text()
     for in_file, by_itself, option, expected in (
         ("", True, None, 1), ("", False, None, 0), ("", False, True, 1), ("", True, False, 0),
@@ -297,12 +296,8 @@ def test_who_asks_for_a_rehearsal(stage_file: Path, rehearsals: list[str]) -> No
         stage_file.write_text(in_file + text)
         codes = begun(stage_file, by_itself=by_itself, rehearse=option)
         assert (len(rehearsals), len(codes)) == (expected, expected), (in_file, by_itself, option)
-
-
-@needs_trl
-def test_a_variable_switches_off_what_nobody_asked_for(
-    stage_file: Path, rehearsals: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # a variable switches off what nobody asked for
+    stage_file.write_text(text)
     monkeypatch.setenv(first.VARIABLE, "0")
     assert begun(stage_file, by_itself=True) == []
     assert begun(stage_file, by_itself=True, rehearse=True) == ["cut-rows"]
@@ -362,9 +357,8 @@ def test_several_files_at_once(stage_file: Path) -> None:
     words = ["validate-config", "--deep", str(stage_file), str(other), "--format", "json"]
     told = json.loads(CliRunner().invoke(app, words).stdout)
     assert [one["valid"] for one in told["data"]["files"]] == [True, False]
-    assert [one["code"] for one in told["findings"] if one["severity"] == "error"] == [
-        "trainer-refuses"
-    ]
+    errors = [one["code"] for one in told["findings"] if one["severity"] == "error"]
+    assert errors == ["trainer-refuses"]
 
 
 @needs_trl
@@ -372,9 +366,10 @@ def test_a_plan_takes_the_length_of_rows_from_an_earlier_rehearsal(
     stage_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["plan", str(stage_file), "--gpus", "1", "--gpu", "H100"]
-    assert isinstance(CliRunner().invoke(app, words).exception, InvalidConfig)
+    seen = "rows: the first rows, as a rehearsal saw them"
+    assert seen not in CliRunner().invoke(app, words).stdout
     monkeypatch.setattr(memory, "recall", lambda *_: {"row_tokens": "79:159"})
-    assert "rows: the first rows, as a rehearsal saw them" in CliRunner().invoke(app, words).stdout
+    assert seen in CliRunner().invoke(app, words).stdout
 
 
 @needs_trl

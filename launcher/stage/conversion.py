@@ -56,14 +56,10 @@ def _axolotl(given: Values, stage: str) -> Iterator[Part]:
     yield from _data_sets(given, stage)
     first = _first(given.get("datasets"))
     kind = str(first.get("type") or "")
-    if (
-        stage == "sft"
-        and kind in {"chat_template", "sharegpt"}
-        and not given.get("train_on_inputs")
-    ):
-        yield "train_on_inputs", "assistant_only_loss", True, ""
-    elif given.get("train_on_inputs"):
+    if given.get("train_on_inputs"):
         yield "train_on_inputs", "completion_only_loss", False, ""
+    elif stage == "sft" and kind in {"chat_template", "sharegpt"}:
+        yield "train_on_inputs", "assistant_only_loss", True, ""
     if kind == "completion":
         yield "datasets", "dataset_text_field", first.get("field", "text"), ""
     adapter = given.get("adapter")
@@ -76,7 +72,7 @@ def _axolotl(given: Values, stage: str) -> Iterator[Part]:
     if given.get("bf16") in (True, "auto", "full"):
         yield "bf16", "bf16", True, ""
         yield "bf16", "dtype", "bfloat16", ""
-    if any("liger" in str(plugin).lower() for plugin in given.get("plugins") or ()):
+    if "liger" in str(given.get("plugins")).lower():
         yield "plugins", "use_liger_kernel", True, ""
     if given.get("saves_per_epoch") == 1:
         yield "saves_per_epoch", "save_strategy", "epoch", ""
@@ -118,10 +114,6 @@ def _llama_factory(given: Values, stage: str) -> Iterator[Part]:
         yield "flash_attn", "attn_implementation", attention, ""
 
 
-def _trl(given: Values, stage: str) -> Iterator[Part]:
-    yield from _data_sets(given, stage)
-
-
 def _first(data: Any) -> Values:
     listed = data if isinstance(data, list) else [data]
     return listed[0] if listed and isinstance(listed[0], Mapping) else {}
@@ -129,22 +121,18 @@ def _first(data: Any) -> Values:
 
 def _data_sets(given: Values, stage: str) -> Iterator[Part]:
     """One data set as TRL's arguments; its script takes no list of them."""
-    key = "datasets"
-    first = _first(given.get(key))
+    key, data = "datasets", given.get("datasets")
+    first = _first(data)
     kind = str(first.get("type") or "")
     fits = kind in {"", "chat_template", "completion"} and not first.get("field_messages")
     advice = "" if fits else f"`type: {kind}` is not applied: {_COLUMNS[stage]}"
-    for theirs, ours in (
-        ("path", "dataset_name"),
-        ("name", "dataset_config"),
-        ("split", "dataset_train_split"),
-    ):
+    for theirs, ours in (("name", "dataset_config"), ("split", "dataset_train_split")):
         if first.get(theirs):
-            yield key, ours, first[theirs], advice if theirs == "path" else ""
-    files = first.get("data_files")
-    if files:
-        yield key, "", files, "TRL loads a name of the hub, or a folder of files"
-    data = given.get(key)
+            yield key, ours, first[theirs], ""
+    if first.get("path"):
+        yield key, "dataset_name", first["path"], advice
+    if first.get("data_files"):
+        yield key, "", first["data_files"], "TRL loads a name of the hub, or a folder of files"
     if isinstance(data, list) and len(data) > 1:
         rest = [one.get("path") if isinstance(one, Mapping) else one for one in data[1:]]
         yield key, "", rest, "TRL's script trains on one data set"
@@ -204,7 +192,7 @@ FORMATS = {
         }),
     ),
     "trl": Format(
-        read=_trl,
+        read=_data_sets,
         keys={
             "max_seq_length": "max_length", "warmup_ratio": "warmup_steps", "torch_dtype": "dtype",
             "evaluation_strategy": "eval_strategy", "use_liger": "use_liger_kernel",

@@ -183,3 +183,14 @@ def test_code_of_a_repository_gets_a_note(
     found = json.loads(capfd.readouterr().out)["findings"]
     noted = [(f["severity"], f["key"], f["line"]) for f in found if f["code"] == "remote-code"]
     assert noted == ([] if key is None else [("note", f"args.{key}", 5)])
+
+
+def test_a_stage_beside_its_pipeline_is_said_once(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = write(
+        "all/sft.yaml", "stage: sft\nbackend: trl\nargs: {dataset_name: d, learning_rat: 1}\n"
+    )
+    write("all/pipeline.yaml", "gpus: 0\nstages: [{name: sft, config: sft.yaml}]\n")
+    assert main(["validate-config", str(stage.parent)]) == Exit.CONFIG
+    assert capsys.readouterr().err.count("`learning_rat`") == 1

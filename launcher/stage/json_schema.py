@@ -16,7 +16,7 @@ from launcher.config.document import plain
 from launcher.config.keys import KEYS, OFF, ON, STAGES, Key
 from launcher.runs import sbatch, skypilot
 from launcher.stage import gates
-from launcher.upstream.schema import Field, Schema
+from launcher.upstream.schema import Field, Schema, source_name
 from launcher.upstream.trainers import BACKENDS, Entry
 
 Json = dict[str, Any]
@@ -72,7 +72,7 @@ def combined(
     needed = {"stage": True, "backend": DEFAULT_BACKEND not in backends, "script": not own}
     required = {"required": [key for key, is_needed in needed.items() if is_needed]}
     named = f"{'+'.join(stages if own else [s.key for s in schemas])}-{'+'.join(backends)}"
-    sources = ", ".join(dict.fromkeys(f"{s.backend} {s.version}" for s in schemas))
+    sources = ", ".join(dict.fromkeys(source_name(s.backend, s.version) for s in schemas))
     further = [schema.key for schema in schemas if schema.key != schema.stage]
     chosen: list[tuple[Json, Json]] = [
         (_says_it_is(schema, further), {"$ref": _reference(schema)}) for schema in schemas

@@ -20,7 +20,7 @@ from launcher.machine.git import CommitTree, Repository
 from launcher.paths import PROJECT, exists, expanded, is_file
 from launcher.upstream import facts, history
 from launcher.upstream.history import ArgumentChange
-from launcher.upstream.schema import Schema, short_version
+from launcher.upstream.schema import Schema, source_name
 from launcher.upstream.source.packages import Folder, Tree, find_package
 from launcher.upstream.trainers import BACKENDS, Entry
 
@@ -62,8 +62,7 @@ class Upstream:
     def describe(self) -> str:
         """One line for every answer: which source, which commit."""
         where = f"{self.root} ({self.source})" if self.root else "the committed snapshot"
-        name = "" if self.version.startswith(self.backend) else f"{self.backend} "
-        return f"{name}{short_version(self.version)}, {where}"
+        return f"{source_name(self.backend, self.version)}, {where}"
 
     def as_json(self) -> dict[str, object]:
         """For envelopes and the manifest."""

@@ -28,6 +28,12 @@ def short_version(version: str) -> str:
     return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", version)
 
 
+def source_name(backend: str, version: str) -> str:
+    """A trainer with its version for people; that of packages names the trainer by itself."""
+    named = version.startswith(backend)
+    return short_version(version) if named else f"{backend} {short_version(version)}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
     """One argument of upstream's.

@@ -186,10 +186,11 @@ def _line(entry: dict[str, object]) -> str:
     source = entry.get("upstream")
     if not isinstance(source, dict):
         return line
-    from launcher.upstream.schema import short_version
+    from launcher.upstream.schema import source_name
 
     where = source["root"] if source["root"] else "the committed snapshot"
-    return f"{line} ({entry['stage']}, {source['backend']} {short_version(str(source['version']))}, {where})"
+    name = source_name(source["backend"], str(source["version"]))
+    return f"{line} ({entry['stage']}, {name}, {where})"
 
 
 @app.command(epilog="Example: launch explain use_liger_kernel --stage sft")

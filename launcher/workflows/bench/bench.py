@@ -448,25 +448,18 @@ def write_page(bench: Bench) -> None:
     experiment.page(runs, bench.folder / PAGE, lead)
 
 
-def _spread(name: str, scale: float = 1.0, unit: str = "", digits: int = 4) -> Callable[[Row], str]:
-    """`median (least – most)`, or the one value."""
+def _median(name: str, scale: float = 1.0, unit: str = "", digits: int = 4) -> Callable[[Row], str]:
+    """`median ±half the range`, or the one value."""
 
     def cell(row: Row) -> str:
-        found = row.loss if name == LOSS else row.spreads.get(name)
-        if found is None:
+        spread = row.loss if name == LOSS else row.spreads.get(name)
+        if spread is None:
             return "–"
-        middle, low, high = (
-            figure(v * scale, digits) for v in (found.median, found.min, found.max)
-        )
-        return f"{middle}{unit}" if low == high else f"{middle}{unit} ({low} – {high})"
+        half = (spread.max - spread.min) / 2 * scale
+        around = f" ±{figure(half, 2)}" if half else ""
+        return f"{figure(spread.median * scale, digits)}{unit}{around}"
 
     return cell
-
-
-def _wasted(row: Row) -> str:
-    """The share of positions without a token, and how many of a whole trial."""
-    share, count = _spread("wasted_share", 100, " %", 3)(row), row.median("wasted_tokens")
-    return share if count is None else f"{share}, {count:,.0f}"
 
 
 def _runs(row: Row) -> str:
@@ -476,18 +469,19 @@ def _runs(row: Row) -> str:
 
 
 COLUMNS: Mapping[str, Callable[[Row], str]] = {
-    "tokens/s per GPU": _spread(SPEED),
-    "to first": lambda row: "–" if row.speed_ratio is None else f"{row.speed_ratio:.2f}x",
-    "MFU": _spread("mfu", 100, " %", 3),
-    "wasted, tokens": _wasted,
-    "tokens a step": _spread("tokens_per_step"),
-    "s a step": _spread("seconds_per_step"),
-    "s before": _spread("seconds_before_steps", digits=3),
-    "peak GiB": _spread("peak_allocated_gib"),
-    "loss per token": _spread(LOSS, digits=5),
-    "loss to first": lambda row: "–" if row.loss_change is None else f"{row.loss_change:+.2%}",
+    "tokens/s/GPU": _median(SPEED),
+    "speed": lambda row: "–" if row.speed_ratio is None else f"{row.speed_ratio:.2f}x",
+    "loss change": lambda row: "–" if row.loss_change is None else f"{row.loss_change:+.2%}",
+    "peak GiB": _median("peak_allocated_gib", digits=3),
+    "MFU": _median("mfu", 100, " %", 3),
+    "wasted": _median("wasted_share", 100, " %", 3),
+    "tokens/step": _median("tokens_per_step"),
+    "s/step": _median("seconds_per_step"),
+    "s before": _median("seconds_before_steps", digits=3),
+    "loss/token": _median(LOSS, digits=5),
     "runs": _runs,
 }
+"""What decides comes first: the others may have to go below, on a narrow terminal."""
 
 
 def cells(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
@@ -499,6 +493,8 @@ def cells(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
 def standing(row: Row) -> str:
     """In words what is to be thought of a variant."""
     word = f"{row.standing}{', recommended' if row.recommended else ''}"
+    if row.too_few and row.standing in ("faster", "slower", "no difference"):
+        word = f"too few trials{', fastest so far' if row.recommended else ''}"
     return f"{word}: {row.why}" if row.why else word
 
 
@@ -509,13 +505,12 @@ def facts(bench: Bench) -> list[str]:
     if tokens is not None:
         pair = " of a pair" if bench.weights == "rows" else ""
         lines.append(
-            f"loss{pair}: mean of the probe's losses a step, weighted by {bench.weights}, over the first "
-            f"{tokens:,.0f} tokens of every run; tolerance {comparison.share(bench.tolerance)} of the first"
+            f"loss{pair}: mean, by {bench.weights}, over the first {tokens:,.0f} tokens of every run; "
+            f"tolerance {comparison.share(bench.tolerance)}"
         )
     if any(sample.measured for sample in bench.samples):
         lines.append(
-            "speed: real tokens of steady steps (without the first fifth, at least one, and what "
-            "follows a save); median (least – most) of the runs"
+            "speed: tokens of steady steps (not the first fifth, nor after a save); medians ±half the range"
         )
     for one in bench.broken:
         why = "its figure was not measured" if one["unknown"] else "it does not hold"

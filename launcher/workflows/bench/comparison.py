@@ -146,6 +146,12 @@ class SpeedTest:
     word: Word
     chance: float
     why: str = ""
+    too_few: bool = False
+
+    @property
+    def text(self) -> str:
+        """The word, where there are enough trials for one."""
+        return "too few trials" if self.too_few else self.word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +172,7 @@ class Row:
     steps_within: float | None = None
     speed_ratio: float | None = None
     chance: float | None = None
+    too_few: bool = False
     loss_change: float | None = None
     failures: tuple[str, ...] = ()
     flaws: tuple[str, ...] = ()
@@ -313,6 +320,7 @@ def _row(
         variant=samples[0].variant, standing="unknown", why="", spreads=spreads, loss=loss,
         speed_ratio=speed.median / known.median if speed and known and known.median > 0 else None,
         chance=None if test is None else round(test.chance, 4),
+        too_few=test is not None and test.too_few,
         loss_change=_change(loss, None if first is None else first.loss),
         failures=tuple(f"{one.cause}: {one.reason}" for one in samples if not one.measured),
         flaws=tuple(dict.fromkeys(flaw for one in measured for flaw in one.flaws)),
@@ -356,12 +364,12 @@ def _standing(
         return "baseline", "; ".join(doubts)
     if test is None:
         return "unknown", "no speed of both to compare"
-    word, change, steps = test.word, row.loss_change, row.steps_within
+    text, change, steps = test.text, row.loss_change, row.steps_within
     if change is None:
-        return "unknown", f"{word}; no loss of both to compare"
+        return "unknown", f"{text}; no loss of both to compare"
     if abs(change) > tolerance:
-        but = "but" if word == "faster" else "and"
-        why = f"{word}, {but} the loss is {change:+.1%}: beyond {share(tolerance)}"
+        but = "but" if text == "faster" else "and"
+        why = f"{text}, {but} the loss is {change:+.1%}: beyond {share(tolerance)}"
         if steps and first.steps_within and abs(steps / first.steps_within - 1) >= 0.1:
             # nothing need be wrong: more tokens a step are fewer updates
             why += f" ({steps:.3g} steps against {first.steps_within:.3g} within the same tokens)"
@@ -373,10 +381,10 @@ def _standing(
             "no loss after an update is compared (more --steps)"
         )
     if doubts:
-        return ("unproven" if unproved or early else "flawed"), f"{word}, but {'; '.join(doubts)}"
+        return ("unproven" if unproved or early else "flawed"), f"{text}, but {'; '.join(doubts)}"
     if difference := unlike(samples, base):
-        return "loss changed", f"{word}, but {difference}"
-    return word, test.why
+        return "loss changed", f"{text}, but {difference}"
+    return test.word, test.why
 
 
 def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | None:
@@ -394,13 +402,13 @@ def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | No
     clear = speed.apart(known) and steadily(ahead, behind) if few else by_chance <= ERROR
     far = abs(ratio - 1) >= (ALONE if few else LEAST)
     word: Word = "no difference" if not (clear and far) else "faster" if ratio > 1 else "slower"
-    why = "one run: no spread" if fewest == 1 else ""
+    why = f"{ratio - 1:+.1%} by {fewest} of {LEAST_RUNS} runs" if few else ""
     if far and not clear and not few:
         why = (
             f"{ratio - 1:+.1%} by the medians, which chance alone does in {by_chance:.0%} of cases: "
             "more runs may tell"
         )
-    return SpeedTest(word, by_chance, why)
+    return SpeedTest(word, by_chance, why, few)
 
 
 def _pace(sample: Sample) -> Pace:

@@ -10,15 +10,8 @@ from conftest import REPOSITORY, Write
 
 PACKAGE = REPOSITORY / "launcher"
 HEAVY = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "trl",
-    "datasets",
-    "deepspeed",
-    "peft",
-    "matplotlib",
-)
+    "torch", "transformers", "accelerate", "trl", "datasets", "deepspeed", "peft", "matplotlib",
+)  # fmt: skip
 
 
 def module_name(path: Path) -> str:
@@ -55,23 +48,9 @@ def imported(path: Path, *, lazily: bool = True) -> set[str]:
 
 # From the ground up: a package imports only what stands before it. `launcher/` itself holds the ground floor.
 FLOORS = (
-    "",
-    "config",
-    "machine",
-    "upstream",
-    "artifacts",
-    "runs",
-    "rules",
-    "stage",
-    "plan",
-    "verdict",
-    "cache",
-    "pin",
-    "report",
-    "lifecycle",
-    "workflows",
-    "cli",
-)
+    "", "config", "machine", "upstream", "artifacts", "runs", "rules", "stage", "plan", "verdict",
+    "cache", "pin", "report", "lifecycle", "workflows", "cli",
+)  # fmt: skip
 GROUND = {"errors", "files", "paths", "printable", "redaction", "__main__", ""}
 # A dozen files and a few: what grows beyond it has two subjects.
 MOST_FILES = 16
@@ -132,10 +111,8 @@ def test_nothing_imports_scripts_or_tests() -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not {name.partition(".")[0] for name in names} & {
-                "scripts",
-                "tests",
-                "benchmarks",
-            }
+                "scripts", "tests", "benchmarks",
+            }  # fmt: skip
 
 
 def loaded(code: str) -> set[str]:

@@ -76,14 +76,8 @@ def test_by_name_in_data() -> None:
 def test_by_flag_in_a_command_line() -> None:
     argv = ("python", "--hub_token", "abc", "--eos_token", "<s>", "--push_to_hub_token", "False")
     clean = (
-        "python",
-        "--hub_token",
-        REDACTED,
-        "--eos_token",
-        "<s>",
-        "--push_to_hub_token",
-        "False",
-    )
+        "python", "--hub_token", REDACTED, "--eos_token", "<s>", "--push_to_hub_token", "False",
+    )  # fmt: skip
     assert redact(argv, {}) == clean
     assert redact(list(argv), {}) == list(clean)
 

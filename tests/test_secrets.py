@@ -249,12 +249,9 @@ def test_a_dry_run_can_be_pasted(world: World) -> None:
     assert done.returncode == 0, done.stderr
     env = {**world.environ, "FAKE_STEPS": "[]"}
     pasted = subprocess.run(
-        ["bash", "-c", done.stdout],
-        cwd=world.root,
-        env=env,
-        capture_output=True,
+        ["bash", "-c", done.stdout], cwd=world.root, env=env, capture_output=True,
         timeout=PATIENCE_S,
-    )
+    )  # fmt: skip
     assert pasted.returncode == 0, pasted.stderr
     argv = json.loads((world.root / "argv.json").read_text())
     for flag in ("--run_name", "--project", "--hub_model_id"):
@@ -294,11 +291,9 @@ def test_a_command_line_that_cannot_be_parsed_repeats_none(
 @needs_trl
 def test_no_command_line_holds_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     held = {
-        "DB_PASS": "hunter2",
-        "SOMETHING": "x9-y8-z7",
-        "MY_HUB": "my-hub-token-1",
+        "DB_PASS": "hunter2", "SOMETHING": "x9-y8-z7", "MY_HUB": "my-hub-token-1",
         "SCRATCH": "out",
-    }
+    }  # fmt: skip
     del world.environ["HF_TOKEN"]
     world.environ |= held
     config = world.config(

@@ -48,25 +48,8 @@ MACHINE = {
 }
 
 STEPS = (
-    None,
-    0,
-    1,
-    2,
-    3,
-    10,
-    500,
-    0.1,
-    0.2,
-    0.3,
-    0.05,
-    1.5,
-    10.0,
-    -1,
-    "inf",
-    "nan",
-    "-inf",
-    "none",
-)
+    None, 0, 1, 2, 3, 10, 500, 0.1, 0.2, 0.3, 0.05, 1.5, 10.0, -1, "inf", "nan", "-inf", "none",
+)  # fmt: skip
 MAPPINGS = ("", "x.json", "{}", "{", "[]", "null", {"a": 1})
 FSDP = (
     {"version": 1},
@@ -199,15 +182,8 @@ def theirs(folder: Path) -> dict[str, list[str | None]]:
         pytest.skip(f"{NO_PACKAGES}: {installed.pin} is not installed")
     requests = [{"stage": s, "words": words} for s in STAGES for words in words_of_all()[s]]
     outside = (
-        "ACCELERATE_",
-        "FSDP_",
-        "PARALLELISM_",
-        "LOCAL_",
-        "WORLD_",
-        "RANK",
-        "MASTER_",
-        "PMI_",
-    )
+        "ACCELERATE_", "FSDP_", "PARALLELISM_", "LOCAL_", "WORLD_", "RANK", "MASTER_", "PMI_",
+    )  # fmt: skip
     environ = {k: v for k, v in os.environ.items() if not k.startswith(outside)}
     environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(

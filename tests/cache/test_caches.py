@@ -65,13 +65,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project with two data files and a model, and the working directory in it."""
     folder = tmp_path / "project"
     files = {
-        "data/a.jsonl": rows("one"),
-        "data/b.jsonl": rows("two"),
+        "data/a.jsonl": rows("one"), "data/b.jsonl": rows("two"),
         "model/config.json": b'{"model_type": "qwen2"}',
-        "model/model.safetensors": weights(b"w" * 50),
-        "model/tokenizer.json": b"{}",
+        "model/model.safetensors": weights(b"w" * 50), "model/tokenizer.json": b"{}",
         "model/chat_template.jinja": b"{{ messages }}",
-    }
+    }  # fmt: skip
     for name, raw in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(raw)
@@ -440,10 +438,8 @@ def test_nothing_is_deleted_that_is_not_ours(place: Path, tmp_path: Path, spoil:
 
 def test_ages() -> None:
     assert [cache_folders.age(text) for text in ("30d", "90m", "1.5w")] == [
-        30 * 86400,
-        5400,
-        907200,
-    ]
+        30 * 86400, 5400, 907200,
+    ]  # fmt: skip
     for text in ("", "30", "-1d", "30 days"):
         with pytest.raises(UsageError):
             cache_folders.age(text)

@@ -60,27 +60,18 @@ def test_an_install_without_the_clone(tmp_path: Path) -> None:
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes((REPOSITORY / name).read_bytes())
     pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
+        sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation",
         "--no-index",
-    ]
+    ]  # fmt: skip
     subprocess.run([*pip, "--target", str(site), str(source)], check=True)
     environ = {**os.environ, "PYTHONPATH": str(site), "HOME": str(work)}
     environ.pop("LAUNCH_OPEN_INSTRUCT", None)
 
     def launch(*words: str) -> str:
         ran = subprocess.run(
-            [sys.executable, "-m", "launcher", *words],
-            cwd=work,
-            env=environ,
-            capture_output=True,
+            [sys.executable, "-m", "launcher", *words], cwd=work, env=environ, capture_output=True,
             text=True,
-        )
+        )  # fmt: skip
         assert ran.returncode == 0, ran.stderr
         return ran.stdout
 

@@ -117,13 +117,9 @@ def test_interpolation(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         "  seed: ${args.n}\n  n: 5\n  mixer: {'a.b c[': '${args.n}'}\n  list: ['${args.n}', x]\n"
     )
     assert load.load(write("a.yaml", text)).args == {
-        "output_dir": "/data/out",
-        "run": "/data/out/1",
-        "seed": 5,
-        "n": 5,
-        "mixer": {"a.b c[": 5},
+        "output_dir": "/data/out", "run": "/data/out/1", "seed": 5, "n": 5, "mixer": {"a.b c[": 5},
         "list": [5, "x"],
-    }
+    }  # fmt: skip
     # what came out of the environment is known
     monkeypatch.setenv("PGPASSWORD", "hunter2")
     monkeypatch.setenv("SCRATCH", "/data")

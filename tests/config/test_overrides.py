@@ -91,11 +91,9 @@ def test_options_and_arguments_of_a_stage_file(stage_file: Path) -> None:
         stage_file, ["batch.global=64", "deepspeed=none", "seed=1", "args.a=2", "name=x"]
     )
     assert loaded.options == {
-        "stage": "sft",
-        "batch": {"global": 64, "per_device": 16},
-        "deepspeed": "none",
+        "stage": "sft", "batch": {"global": 64, "per_device": 16}, "deepspeed": "none",
         "name": "x",
-    }
+    }  # fmt: skip
     assert (loaded.args["seed"], loaded.args["a"]) == (1, 2)
     # below mappings and what is empty
     found = args(stage_file, "extra.x.y=2", "extra.z=3", "empty.a.b=4")
@@ -152,12 +150,8 @@ def test_an_entry_of_a_list(stage_file: Path, key: str) -> None:
 def test_flat_files_take_arguments_and_options(write: Write) -> None:
     path = write("flat.yaml", FLAT)
     texts = [
-        "learning_rate=2",
-        "args.seed=3",
-        "mixer_list[1]=0.5",
-        "deepspeed=zero3",
-        "batch.global=8",
-    ]
+        "learning_rate=2", "args.seed=3", "mixer_list[1]=0.5", "deepspeed=zero3", "batch.global=8",
+    ]  # fmt: skip
     loaded = load.load(path, texts)
     assert loaded.shape == "flat"
     assert loaded.args == {"learning_rate": 2, "seed": 3, "mixer_list": ["a", 0.5]}
@@ -176,11 +170,9 @@ def test_wrapped_files_take_arguments_and_options(write: Write) -> None:
     loaded = load.load(path, texts)
     assert loaded.args == {"seed": 2, "a": 3, "b": 4, "mixer_list": ["c"]}
     assert loaded.options == {
-        "num_gpus": 2,
-        "script": "dpo_tune_cache.py",
-        "deepspeed": "zero3",
+        "num_gpus": 2, "script": "dpo_tune_cache.py", "deepspeed": "zero3",
         "expect": {"liger": "any"},
-    }
+    }  # fmt: skip
     assert loaded.origin("args.a").override == "args.a=3"
 
 

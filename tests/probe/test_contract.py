@@ -215,10 +215,8 @@ def test_it_has_an_ending_of_its_own(training: Training, tmp_path: Path) -> None
     verdict = judge("sft", {"liger": "engaged"}, read_run(tmp_path))
     finish = verdict.point("finish")
     assert (verdict.status, finish.state, finish.detail["reason"]) == (
-        "fail",
-        "stopped",
-        "violation",
-    )
+        "fail", "stopped", "violation",
+    )  # fmt: skip
     assert verdict.stopped == "liger expected engaged, seen not_engaged (step 3, rank 0)"
     assert finish.evidence[0].source == "probe"
     assert verdict.point("liger").state == "not_engaged"
@@ -524,11 +522,8 @@ def test_packed_dpo_leaks_beside_a_cache_and_so_does_its_reference_pass(place: P
     ]  # fmt: skip
 
     code, answer = launch(
-        place,
-        *words,
-        "activation_memory_budget=0.5",
-        "output_dir=build/demo/apart",
-    )
+        place, *words, "activation_memory_budget=0.5", "output_dir=build/demo/apart",
+    )  # fmt: skip
     seen = states(answer)
     assert (code, seen["packing"], seen["finish"]) == (1, "isolated", "stopped")
     # checkpointing does without the cache, but in training only: the reference pass leaks as before

@@ -210,11 +210,8 @@ def trained(steps: int) -> Progress:
     progress.event({"event": "liger", "calls": {"rms_norm": 12}})
     for number in range(1, steps + 1):
         more = {
-            "grad_norm": 0.5,
-            "learning_rate": 1e-5,
-            "allocated_gib": 61.25,
-            "t": 1000.0 + number,
-        }
+            "grad_norm": 0.5, "learning_rate": 1e-5, "allocated_gib": 61.25, "t": 1000.0 + number,
+        }  # fmt: skip
         progress.event(step(number, float(number), **more))
         if number == 20:
             progress.event({"event": "saved", "t": 1020.0, "path": "out/step_20"})

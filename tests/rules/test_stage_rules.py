@@ -132,20 +132,15 @@ def test_odd_files_and_configs_are_no_crash(write: Write, odd: Any) -> None:
         "sequence_parallel_size": 2,
     }  # fmt: skip
     known: dict[str, Any] = {
-        "gpus": 8,
-        "per_device": 1,
-        "accumulation": 1,
-        "mixed_precision": "bf16",
-    }
+        "gpus": 8, "per_device": 1, "accumulation": 1, "mixed_precision": "bf16",
+    }  # fmt: skip
     for key in keys:
         for file in ({**BARE, key: odd}, {**BARE, "zero_optimization": {"stage": odd}}):
             assert isinstance(found("sft", {"clip_grad_norm": 0.5}, deepspeed=file, **known), list)
     for key in config:
         whole = {
-            "model_type": "qwen2",
-            "max_position_embeddings": 4,
-            "rope_scaling": {"factor": odd},
-        }
+            "model_type": "qwen2", "max_position_embeddings": 4, "rope_scaling": {"factor": odd},
+        }  # fmt: skip
         write("model/config.json", json.dumps({**whole, key: odd}))
         assert isinstance(found("sft", args, deepspeed=BARE, **known), list)
 
@@ -268,10 +263,8 @@ def test_the_models_that_liger_knows() -> None:
 @pytest.mark.parametrize("setting", ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "HOME"])
 def test_a_model_in_the_hubs_cache(write: Write, tmp_path: Path, setting: str) -> None:
     below = {
-        "HF_HOME": "hub/",
-        "XDG_CACHE_HOME": "huggingface/hub/",
-        "HOME": ".cache/huggingface/hub/",
-    }
+        "HF_HOME": "hub/", "XDG_CACHE_HOME": "huggingface/hub/", "HOME": ".cache/huggingface/hub/",
+    }  # fmt: skip
     folder = f"place/{below.get(setting, '')}models--org--name"
     write(f"{folder}/refs/main", "abc123\n")
     write(f"{folder}/snapshots/abc123/config.json", '{"model_type": "gpt2"}')

@@ -124,11 +124,9 @@ LEFT = {
     ),
     "TRL takes no mixer": (TRL + "  mixer_list: [a, 1.0]\n", "args.mixer_list", "one set"),
     "a ratio that may be a number of steps": (
-        TRL + "  warmup_ratio: 0.1\n",
-        "args.warmup_ratio",
-        "takes another value",
+        TRL + "  warmup_ratio: 0.1\n", "args.warmup_ratio", "takes another value",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LEFT)

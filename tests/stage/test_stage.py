@@ -274,10 +274,8 @@ def test_the_wrapped_shape(judged: Any) -> None:
     )
     made = stage.validate(judged(text))
     assert (made.options.stage, made.options.gpus, made.options.deepspeed_name) == (
-        "sft",
-        8,
-        "zero3",
-    )
+        "sft", 8, "zero3",
+    )  # fmt: skip
     assert made.values["dataset_mixer_list"] == ["a", "1.0"]
     found = judged(text.replace("deepspeed_config: zero3", "deepspeed_conf: x") + "    sede: 1\n")
     assert brief(found) == [("unknown-option", "launch", 4), ("unknown-key", "parser", 11)]
@@ -333,9 +331,7 @@ ALONE = "has nothing to pack"
 EXPECTED: tuple[tuple[str, str, str | None, str], ...] = (
     ("expect: {liger: engaged}\n", f"{OLMO}packing: true}}", "error", "is not true"),
     (
-        "expect: {packing: on}\non_violation: warn\n",
-        f"{OLMO}packing: false}}",
-        "warning",
+        "expect: {packing: on}\non_violation: warn\n", f"{OLMO}packing: false}}", "warning",
         "is not true",
     ),
     (
@@ -349,7 +345,7 @@ EXPECTED: tuple[tuple[str, str, str | None, str], ...] = (
     ("expect: {packing: on}\n", f"{SMALL}, per_device_train_batch_size: 1}}", "error", ALONE),
     ("expect: {packing: isolated}\nbatch: {global: 8, per_device: 2}\n", f"{SMALL}}}", None, ""),
     (ONE, f"{SMALL}}}", None, ""),
-)
+)  # fmt: skip
 
 
 def test_what_is_not_asked_for_cannot_be_expected(judged: Any) -> None:

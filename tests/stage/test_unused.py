@@ -116,10 +116,8 @@ def test_refused_by_the_source(said: Judge) -> None:
     found = said("use_qlora: true")
     refused = found["args.use_qlora"]
     assert (refused.code, refused.severity, refused.layer) == (
-        "refused-by-source",
-        "error",
-        "parser",
-    )
+        "refused-by-source", "error", "parser",
+    )  # fmt: skip
     assert "raises ValueError where `not use_lora` and `use_qlora`" in refused.message
     later = said("spare: 200")["args.spare"]
     assert (later.code, later.layer) == ("refused-by-source", "run")

@@ -428,11 +428,9 @@ def measure_fsdp(
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = _olmo_core(name, vocab=vocab, layers=layers)
             model.apply_fsdp(
-                dp_mesh=mesh,
-                param_dtype=HALF,
-                reduce_dtype=FLOAT,
+                dp_mesh=mesh, param_dtype=HALF, reduce_dtype=FLOAT,
                 wrapping_strategy=Wrapping.blocks,
-            )
+            )  # fmt: skip
             ids = torch.zeros((rows, length), dtype=torch.int64)
             changes = (
                 (_fsdp_param, "free_storage", free),

@@ -51,12 +51,8 @@ def main(argv: list[str]) -> None:
         told.update(one.read_bytes())
     for step in range(1, 4):
         event = {
-            "loss": 3.0 - step,
-            "finite": True,
-            "grad_norm": 1.0,
-            "elapsed": step,
-            "seconds": 1.0,
-        }
+            "loss": 3.0 - step, "finite": True, "grad_norm": 1.0, "elapsed": step, "seconds": 1.0,
+        }  # fmt: skip
         say("step", step=step, tokens=10, rows=2, positions=10, wasted=0, micro_batches=1, **event)
     do = json.loads((world / "do.json").read_text()) if (world / "do.json").exists() else {}
     for one in do.get(output.name, []):

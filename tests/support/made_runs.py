@@ -76,12 +76,8 @@ def events(
 ) -> list[dict[str, Any]]:
     """What rank 0's probe wrote."""
     begun: dict[str, Any] = {
-        "event": "start",
-        "rank": 0,
-        "world": 1,
-        "attempt": attempt,
-        "target": "dpo.py",
-    }
+        "event": "start", "rank": 0, "world": 1, "attempt": attempt, "target": "dpo.py",
+    }  # fmt: skip
     model = {"event": "model", "class": "Qwen2ForCausalLM", "attention": "sdpa"}
     whole = [begun, model]
     for step in range(first, steps + 1):

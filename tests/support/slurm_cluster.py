@@ -93,12 +93,9 @@ class Cluster:
     def call(self, *argv: str) -> str:
         """What a client of this cluster says."""
         done = subprocess.run(
-            argv,
-            env={**os.environ, **self.environment},
-            capture_output=True,
-            text=True,
+            argv, env={**os.environ, **self.environment}, capture_output=True, text=True,
             timeout=PATIENCE_S,
-        )
+        )  # fmt: skip
         assert done.returncode == 0, (argv, done.stdout, done.stderr, self.logs())
         return done.stdout
 

@@ -105,10 +105,8 @@ def ask(backend: str, root: Path | None, requests: list[dict[str, Any]]) -> list
     """One answer to each request, after the description of the parsers; skips without packages."""
     environ = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}
     environ |= {
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONWARNINGS": "ignore",
-        "TOKENIZERS_PARALLELISM": "no",
-    }
+        "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "no",
+    }  # fmt: skip
     if root is not None:
         environ["PYTHONPATH"] = str(root)
     script = Path(__file__).with_name("real_parser.py")

@@ -54,11 +54,8 @@ def test_twenty_steps_are_twenty_losses_and_the_model_is_the_one_that_was_saved(
 @pytest.mark.slow
 def test_an_adapter_at_a_learning_rate_that_moves_nothing_fails(place: Path) -> None:
     words = (
-        "max_steps=3",
-        "learning_rate=1e-30",
-        "use_peft=true",
-        "lora_target_modules=all-linear",
-    )
+        "max_steps=3", "learning_rate=1e-30", "use_peft=true", "lora_target_modules=all-linear",
+    )  # fmt: skip
     code, answer = launch(place, *SFT, *words, "expect.trend=any", "output_dir=build/demo/adapter")
     assert (code, status(answer), states(answer)["weights"]) == (1, "fail", "still")
     assert states(answer)["model"] == "saved"

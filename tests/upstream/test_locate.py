@@ -183,20 +183,12 @@ def test_the_snapshot_has_every_name_that_we_use(backend: str, stage: str) -> No
     entry = BACKENDS[backend].STAGES[stage]
     names = entry.names
     used = {
-        names.model,
-        names.data,
-        names.output,
-        names.per_device,
-        names.accumulation,
-        names.epochs,
-    }
+        names.model, names.data, names.output, names.per_device, names.accumulation, names.epochs,
+    }  # fmt: skip
     used |= {
-        names.max_steps,
-        names.max_length,
-        names.logging_steps,
-        names.liger,
+        names.max_steps, names.max_length, names.logging_steps, names.liger,
         names.packing or "seed",
-    }
+    }  # fmt: skip
     assert used | entry.splits | entry.hints.keys() | entry.derived.keys() <= schema.fields.keys()
     # a moved key is none of this script's, what it became is
     assert not {key for key in entry.moved if key in schema.fields}

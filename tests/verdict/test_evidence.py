@@ -148,13 +148,8 @@ def test_tells_the_stage_by_the_trainer_that_is_named(
 
 def model(**more: Any) -> dict[str, Any]:
     shape = {
-        "layers": 2,
-        "hidden": 8,
-        "heads": 2,
-        "head_dim": None,
-        "embedding": 100,
-        "tied": False,
-    }
+        "layers": 2, "hidden": 8, "heads": 2, "head_dim": None, "embedding": 100, "tied": False,
+    }  # fmt: skip
     return {
         "event": "model",
         "parameters": 1100,

@@ -220,14 +220,9 @@ def test_what_is_not_as_expected_says_what_was_seen(run: Run) -> None:
 
 
 FOUR = {
-    "gpus": 2,
-    "nodes": 1,
-    "per_device": 2,
-    "accumulation": 2,
-    "global": 8,
-    "rows": 96,
+    "gpus": 2, "nodes": 1, "per_device": 2, "accumulation": 2, "global": 8, "rows": 96,
     "steps": 12,
-}
+}  # fmt: skip
 
 
 def planned(run: Run, **changes: Any) -> Run:

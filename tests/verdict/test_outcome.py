@@ -168,12 +168,9 @@ def trained(run: Run, place: Path, name: str = "model.safetensors") -> Path:
     run.log(sft(5))
     run.exit(0)
     run.rank(
-        0,
-        *(step(n) for n in range(1, 6)),
-        {"event": "saved", "path": str(output)},
-        json.loads(told),
-        DONE,
-    )
+        0, *(step(n) for n in range(1, 6)), {"event": "saved", "path": str(output)},
+        json.loads(told), DONE,
+    )  # fmt: skip
     files.write_json(run.folder / "process.json", dict(_identity()))
     return output
 
@@ -211,10 +208,8 @@ def test_a_model_that_is_not_the_one_that_was_saved_is_no_pass(
     spoil(output)
     after = judged(run.folder)
     assert (after.status, after.point("model").state, after.point("model").ok) == (
-        "fail",
-        state,
-        False,
-    )
+        "fail", state, False,
+    )  # fmt: skip
     assert words in reason(after, "model")
     assert {one.name for one in after.points if one.ok} == was_ok - {"model"}
     assert point(judged(run.folder, model="any"), "model").ok  # type: ignore[union-attr]
@@ -263,13 +258,11 @@ def test_what_changed_since_the_start_fails_with_file_and_fingerprints(
     saved.model(tmp_path / "model")
     before = [
         {
-            "role": "data",
-            "name": str(data),
-            "digest": digest(data),
+            "role": "data", "name": str(data), "digest": digest(data),
             "files": {data.name: digest(data)},
         },
         model_of(tmp_path / "model"),
-    ]
+    ]  # fmt: skip
     run.log(sft(5))
     run.rank(0, *(step(n) for n in range(1, 6)), DONE)
     # an older version hashed nothing at the end

@@ -96,18 +96,12 @@ def test_a_killed_rank_is_not_the_error_of_its_launcher() -> None:
         "at": "launch.py:9",
     }
     detail = {
-        "signal": "SIGKILL",
-        "error": error,
-        "last_step": 3,
-        "total_steps": 9,
-        "reason": "killed",
-    }
+        "signal": "SIGKILL", "error": error, "last_step": 3, "total_steps": 9, "reason": "killed",
+    }  # fmt: skip
     finish = {
-        "name": "finish",
-        "state": "killed",
-        "ok": False,
+        "name": "finish", "state": "killed", "ok": False,
         "detail": {**detail, "help": "see dmesg"},
-    }
+    }  # fmt: skip
     found = summary.cause({"status": "fail", "points": [finish]})
     assert found is not None and found.text == "the run was killed by SIGKILL after step 3 of 9"
     assert found.repeated == ("ended by SIGKILL", "see dmesg")

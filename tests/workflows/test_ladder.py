@@ -43,11 +43,8 @@ class Rungs(Here):
         for step in range(20):
             loss = scene["first"] * (1 - scene["fall"] * step / 19) + 0.001 * math.sin(7 * step)
             row = {
-                "step": step + 1,
-                "loss": loss,
-                "grad_norm": 1.5,
-                "seconds": 0.5 / scene["speed"],
-            }
+                "step": step + 1, "loss": loss, "grad_norm": 1.5, "seconds": 0.5 / scene["speed"],
+            }  # fmt: skip
             row |= {"finite": False, "loss": None} if step + 1 == scene["nan"] else {"finite": True}
             if scene["accuracy"] is not None:
                 row |= {"rewards/accuracies": scene["accuracy"], "rewards/margins": 0.1}

@@ -26,13 +26,9 @@ def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
         figures = {SPEED: 2000.0, "seconds_per_step": 0.1, "peak_allocated_gib": 5.0}
         curve = (Step(400.0, 400.0, 2.0),) * 3
         return Sample(
-            variant=variant,
-            repeat=repeat,
-            gradients="true",
-            seconds=4.0,
-            metrics=figures,
+            variant=variant, repeat=repeat, gradients="true", seconds=4.0, metrics=figures,
             curve=curve,
-        )
+        )  # fmt: skip
 
     monkeypatch.setattr(trial, "of_prepared", lambda prepared, **_: prepared)
     monkeypatch.setattr(measure, "sample_of", sample_of)

@@ -148,7 +148,8 @@ def _loss(evidence: Evidence, _want: str | None) -> Observation:
             state="none_logged",
             proved=False,
             detail=detail,
-            reason="no loss was recorded: training never reached step 1",
+            reason="no loss was recorded"
+            + (": training never reached step 1" if evidence.last_step is None else ""),
             help="`logging_steps: 1` logs every step",
         )
     if (doubt := _loss_doubt(evidence)) is not None:

@@ -20,8 +20,8 @@ _ENDS = {
     "crashed": "crashed",
     "killed": "was killed",
     "stopped": "was stopped",
-    "unknown": "is unknown",
-    "running": "no end of it was recorded",
+    "unknown": "ended in an unknown way",
+    "running": "has no recorded end",
 }
 MESSENGERS = ("ChildFailedError", "CalledProcessError", "SignalException")
 """Exceptions that only report that another process failed."""
@@ -120,10 +120,12 @@ def _help(point: Point) -> str | None:
 def _shortfall(point: Point) -> str:
     """What was expected of a point and is not so."""
     name, state, expected = (point.get(key) for key in ("name", "state", "expected"))
+    if name == "finish":
+        return _ending(point, stopped=False)
     reason = mapping(point.get("detail")).get("reason")
-    text = f"{name} is {state}"
-    text += f", expected {expected}" if expected not in (None, "any", "unknown") else ""
-    return f"{text}: {reason}" if reason else text
+    differs = expected not in (None, "any", "unknown", state)
+    text = f"{name} is {state}" + (f", expected {expected}" if differs else "")
+    return f"{text if differs else name}: {reason}" if reason else text
 
 
 def _error(finish: Point) -> Mapping[str, Any]:
@@ -148,7 +150,7 @@ def _ending(finish: Point, *, stopped: bool) -> str:
         return raised
     text = f"the run {_ENDS.get(state, state)}"
     if detail.get("signal"):
-        text += f" by {detail['signal']}"
+        text += f" {'with' if state == 'crashed' else 'by'} {detail['signal']}"
     elif detail.get("returncode"):
         text += f" with exit code {detail['returncode']}"
     last, total = detail.get("last_step"), detail.get("total_steps")
@@ -164,8 +166,9 @@ def _line(point: Point) -> Mapping[str, Any]:
     if message:
         cites = [cite for cite in cites if message in str(cite.get("text"))] or cites
     cite = next((cite for cite in cites if cite.get("source") == "log"), cites[0] if cites else {})
-    # what the probe recorded stands in the text already: where it stands is enough
+    # what the probe recorded is in the text already, what a launcher reports is no cause: the place is enough
     text = str(cite.get("text") or "") if cite.get("source") == "log" else ""
+    text = "" if any(name in text for name in MESSENGERS) else text
     return {**cite, "text": text[:_LINE_CHARS]} if cite else {}
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from typing import Any, Literal
 
 from launcher.redaction import redact, unechoed
 
@@ -112,9 +112,12 @@ class NotReady(LaunchError):
     exit_code = Exit.NOT_READY
 
 
-def launch_finding(severity: Severity, code: str, message: str, help: str | None) -> Finding:
-    """A finding of launch's own, about no place in a file."""
-    return Finding(severity=severity, layer="launch", code=code, message=message, help=help)
+def launch_finding(
+    severity: Severity, code: str, message: str, help: str | None = None, **place: Any
+) -> Finding:
+    """A finding of launch's own; `place` is its `key`, `file` and `line`, where it has them."""
+    about: dict[str, Any] = {"code": code, "message": message, "help": help, **place}
+    return Finding(severity=severity, layer="launch", **about)
 
 
 def usage(code: str, message: str, help: str | None = None) -> UsageError:
@@ -126,7 +129,7 @@ def not_ready(
     code: str, message: str, help: str | None = None, *, file: str | None = None
 ) -> NotReady:
     """What to raise where this machine lacks something."""
-    return NotReady(replace(launch_finding("error", code, message, help), file=file))
+    return NotReady(launch_finding("error", code, message, help, file=file))
 
 
 def unreadable(path: object, error: OSError) -> NotReady:

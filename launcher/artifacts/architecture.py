@@ -16,7 +16,7 @@ from importlib import resources
 from typing import Any
 
 from launcher.artifacts import model_config
-from launcher.errors import Finding, InvalidConfig, brief
+from launcher.errors import InvalidConfig, brief, launch_finding
 
 Size = tuple[int, ...]
 
@@ -53,14 +53,16 @@ _QWEN3 = {"attention_bias": False, "head_dim": 128, "num_key_value_heads": 32}
 _OLMO2 = Layout(norm_kept=8, post_norm=True, qk_norm="full", keys=_NO_BIAS)
 
 FAMILIES: Mapping[str, Layout] = {
-    "llama": Layout(divided=True, keys=_LLAMA, nulls=frozenset({"num_key_value_heads", "head_dim"})),
+    "llama": Layout(
+        divided=True, keys=_LLAMA, nulls=frozenset({"num_key_value_heads", "head_dim"})
+    ),
     "mistral": Layout(windows="always", keys=_MISTRAL, nulls=frozenset({"head_dim"})),
     "granite": Layout(keys=_LLAMA),
     "qwen2": Layout(qkv_bias=True, windows="switchable", keys={"num_key_value_heads": 32}),
     "qwen3": Layout(qk_norm="head", windows="switchable", keys=_QWEN3),
     "olmo2": _OLMO2,
     "olmo3": replace(_OLMO2, windows="always", keys={**_NO_BIAS, "sliding_window": 4096}),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,16 +209,28 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
     inner, layers = reader.whole("intermediate_size"), reader.whole("num_hidden_layers")
     vocab, tied = reader.whole("vocab_size"), reader.flag("tie_word_embeddings")
     outer: dict[str, Size] = {
-        "model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,),
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
         **({} if tied else {"lm_head.weight": (vocab, hidden)}),
-    }  # fmt: skip
+    }
     return Shape(
-        name=name, family=str(family), source=source, layout=layout, hidden=hidden,
-        intermediate=inner, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        vocab=vocab, tied=tied, dtype=model_config.weights_type(config),
+        name=name,
+        family=str(family),
+        source=source,
+        layout=layout,
+        hidden=hidden,
+        intermediate=inner,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=vocab,
+        tied=tied,
+        dtype=model_config.weights_type(config),
         layer=_layer(reader, hidden, inner, heads * head_dim, kv_heads * head_dim, head_dim),
-        outer=outer, window=_window(reader),
-    )  # fmt: skip
+        outer=outer,
+        window=_window(reader),
+    )
 
 
 def _layer(
@@ -314,7 +328,5 @@ _KNOWN = "described are: " + ", ".join(sorted(FAMILIES))
 
 
 def _unknown(message: str, help: str) -> InvalidConfig:
-    return InvalidConfig(Finding(
-        severity="error", layer="launch", code="unknown-shape", key="args.model_name_or_path",
-        message=message, help=help,
-    ))  # fmt: skip
+    key = "args.model_name_or_path"
+    return InvalidConfig(launch_finding("error", "unknown-shape", message, help, key=key))

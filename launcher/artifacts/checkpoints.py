@@ -28,8 +28,11 @@ Kind = Literal["step", "epoch"]
 
 _SHARD = re.compile(r"model-\d+-of-\d+\.(safetensors|bin)\Z")
 _WHOLE = (
-    "model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin",
-)  # fmt: skip
+    "model.safetensors",
+    "pytorch_model.bin",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+)
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _NO_WEIGHTS = "it holds no weights"
 
@@ -178,9 +181,14 @@ def _of_transformers(path: Path, ranks: int | None) -> Checkpoint:
         fault = _ranks_fault(path, names, states, ranks)
     epochs = state.get("epoch")
     return Checkpoint(
-        path=path, kind="step", number=number, marked=bool(state), why_incomplete=fault,
-        epochs=float(epochs) if isinstance(epochs, int | float) else None, ranks=there or None,
-    )  # fmt: skip
+        path=path,
+        kind="step",
+        number=number,
+        marked=bool(state),
+        why_incomplete=fault,
+        epochs=float(epochs) if isinstance(epochs, int | float) else None,
+        ranks=there or None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from launcher import files
 from launcher.artifacts import digest, model_config
 from launcher.artifacts.model_config import is_path
-from launcher.errors import Finding, NotReady
+from launcher.errors import NotReady, launch_finding
 from launcher.files import parse_json, read_bytes, read_json
 from launcher.machine import locks
 from launcher.paths import exists, is_file
@@ -29,16 +29,17 @@ from launcher.paths import exists, is_file
 Kind = Literal["file", "folder", "hub", "name"]
 
 # what `from_pretrained` reads of a folder; README.md, logs and an optimizer's state are none of it
-_WEIGHTS = (
-    "*.safetensors", "*.bin", "*.gguf", "*.index.json", "config.json", "adapter_config.json", "*.py",
-)  # fmt: skip
+_WEIGHTS = tuple(
+    """
+    *.safetensors *.bin *.gguf *.index.json config.json adapter_config.json *.py
+""".split()
+)
 _NO_WEIGHTS = ("training_args.bin", "optimizer*.bin", "scheduler*.bin", "random_states*")
 _TEMPLATES = "additional_chat_templates/"
-_TOKENIZER = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
-    "spiece.model", "sentencepiece*", "*.tiktoken", "tekken.json", "chat_template*",
-    f"{_TEMPLATES}*", "config.json", "*.py",
-)  # fmt: skip
+_TOKENIZER = f"""
+    tokenizer* special_tokens_map.json added_tokens.json vocab* merges.txt spiece.model sentencepiece*
+    *.tiktoken tekken.json chat_template* {_TEMPLATES}* config.json *.py
+""".split()
 
 
 class MissingContent(NotReady):
@@ -186,9 +187,12 @@ def _sound(entry: Any) -> bool:
 
 
 def of_file(
-    path: Path, memory: FingerprintCache, *, name: str | None = None,
+    path: Path,
+    memory: FingerprintCache,
+    *,
+    name: str | None = None,
     whole_below: int = digest.WHOLE_BELOW,
-) -> FilePrint:  # fmt: skip
+) -> FilePrint:
     """The fingerprint of one file, links followed; raises MissingContent where there is none to read."""
     try:
         status = path.stat()
@@ -201,9 +205,12 @@ def of_file(
     except (OSError, ValueError) as error:
         raise _missing(path, error) from None
     return FilePrint(
-        name=path.name if name is None else name, size=found.size,
-        mtime=round(status.st_mtime_ns / 1e9, 6), method=found.method, digest=found.digest,
-    )  # fmt: skip
+        name=path.name if name is None else name,
+        size=found.size,
+        mtime=round(status.st_mtime_ns / 1e9, 6),
+        method=found.method,
+        digest=found.digest,
+    )
 
 
 def of_data(name: str, memory: FingerprintCache, revision: str | None = None) -> Fingerprint:
@@ -247,9 +254,12 @@ def of_config(name: str, memory: FingerprintCache, revision: str | None = None) 
 
 
 READERS: Mapping[str, Callable[[str, FingerprintCache, str | None], Fingerprint]] = {
-    "data": of_data, "model": of_model, "tokenizer": of_tokenizer, "template": of_tokenizer,
+    "data": of_data,
+    "model": of_model,
+    "tokenizer": of_tokenizer,
+    "template": of_tokenizer,
     "config": of_config,
-}  # fmt: skip
+}
 """How what has a role is read, by its name and revision."""
 
 
@@ -328,13 +338,14 @@ def _missing(path: Path, error: OSError | ValueError) -> MissingContent:
     there = not isinstance(error, FileNotFoundError)
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return MissingContent(
-        Finding(
-            severity="error", layer="launch", code="unreadable-file" if there else "missing-file",
+        launch_finding(
+            "error",
+            "unreadable-file" if there else "missing-file",
+            f"{path} cannot be read: {reason}" if there else f"there is no {path}",
+            "without its content nobody can say which cache belongs to it",
             file=str(path),
-            message=f"{path} cannot be read: {reason}" if there else f"there is no {path}",
-            help="without its content nobody can say which cache belongs to it",
         )
-    )  # fmt: skip
+    )
 
 
 # --- the hub's cache ------------------------------------------------------------------------------
@@ -347,7 +358,5 @@ def of_hub(name: str, revision: str | None = None) -> Fingerprint:
     """
     commit = None if is_path(name) else model_config.commit(name, os.environ, revision)
     known = f"hub {name} {commit}" if commit else f"name {name} {revision or 'main'}"
-    return Fingerprint(
-        name=name, kind="hub" if commit else "name", revision=commit,
-        digest=hashlib.sha256(known.encode(errors="surrogateescape")).hexdigest(),
-    )  # fmt: skip
+    digest = hashlib.sha256(known.encode(errors="surrogateescape")).hexdigest()
+    return Fingerprint(name=name, kind="hub" if commit else "name", revision=commit, digest=digest)

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from launcher.errors import Finding, InvalidConfig, NotReady, brief, usage
+from launcher.errors import InvalidConfig, NotReady, brief, launch_finding, usage
 
 # With a mean and a maximum alone, rows are taken as log-normal, which lengths of documents commonly are,
 # with this many standard deviations (of the logarithm) from the median to the maximum.
@@ -95,9 +95,13 @@ def _counted(counts: Mapping[int, float], source: str, rows: int | None) -> Leng
     mean = sum(x * n for x, n in counts.items()) / total
     squares = sum(n * (x - mean) ** 2 for x, n in counts.items()) / total
     return Lengths(
-        mean=max(1.0, mean), deviation=math.sqrt(squares), longest=max(counts), source=source,
-        rows=rows, counts=tuple(sorted(counts.items())),
-    )  # fmt: skip
+        mean=max(1.0, mean),
+        deviation=math.sqrt(squares),
+        longest=max(counts),
+        source=source,
+        rows=rows,
+        counts=tuple(sorted(counts.items())),
+    )
 
 
 def uniform(length: int, source: str, rows: int | None = None) -> Lengths:
@@ -123,7 +127,7 @@ def log_normal(mean: float, longest: int, source: str) -> Lengths:
     deviation = min(mean * math.sqrt(math.expm1(spread * spread)), longest / 2)
     return Lengths(
         mean=mean, deviation=deviation, longest=longest, source=source, counts=tuple(counts.items())
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +172,8 @@ def typical(lengths: Lengths, *, rows: int, packed: bool) -> MicroBatch:
     # the mean of a maximum, from its quartiles
     width = sum(lengths.quantiles(q ** (1 / rows) for q in (1 / 8, 3 / 8, 5 / 8, 7 / 8))) / 4
     wide = max(math.ceil(width), math.ceil(lengths.mean))
-    return MicroBatch(rows=rows, width=wide, real=min(real, rows * wide),
-                 formula=f"{rows} rows padded to {wide} on average")  # fmt: skip
+    formula = f"{rows} rows padded to {wide} on average"
+    return MicroBatch(rows=rows, width=wide, real=min(real, rows * wide), formula=formula)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,10 +232,8 @@ def parse(text: str) -> Lengths:
     except (ValueError, OverflowError):
         values = (0.0, 0)
     if not (math.isfinite(values[0]) and 1 <= values[0] <= values[1]):
-        raise usage(
-            "row-tokens", f"--row-tokens {brief(text, 40)} is not MEAN:MAX with 1 <= MEAN <= MAX",
-            "for example --row-tokens 290:1100",
-        )  # fmt: skip
+        message = f"--row-tokens {brief(text, 40)} is not MEAN:MAX with 1 <= MEAN <= MAX"
+        raise usage("row-tokens", message, "for example --row-tokens 290:1100")
     return log_normal(*values, f"--row-tokens {text}")
 
 
@@ -302,7 +304,6 @@ def _present(have: Sequence[str], needed: Sequence[str], path: Path) -> Sequence
 
 
 def _unread(message: str, help: str = "give --row-tokens MEAN:MAX") -> InvalidConfig:
-    return InvalidConfig(Finding(
-        severity="error", layer="launch", code="unknown-lengths", key="row_tokens",
-        message=message, help=help,
-    ))  # fmt: skip
+    return InvalidConfig(
+        launch_finding("error", "unknown-lengths", message, help, key="row_tokens")
+    )

@@ -13,8 +13,12 @@ from launcher.artifacts import checkpoints
 from launcher.files import open_regular, parse_json, read_bytes
 from launcher.paths import is_file, is_pointer
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
-              "sentencepiece.bpe.model", "tekken.json")  # fmt: skip
+TOKENIZERS = tuple(
+    """
+    tokenizer.json tokenizer.model vocab.json vocab.txt spiece.model sentencepiece.bpe.model
+    tekken.json
+""".split()
+)
 ADAPTER = "adapter_config.json"
 _CONFIG, _TOKENIZER = "config.json", "tokenizer_config.json"
 _SAFE, _TORCH = "model.safetensors", "pytorch_model.bin"

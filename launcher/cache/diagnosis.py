@@ -113,10 +113,13 @@ def _reason(use: Use, uses: Sequence[Use], event: Mapping[str, Any]) -> Reason:
     if nearest is not None and not differences and state == "miss":
         differences = _neighbour(event, cache)
     return Reason(
-        kind=str(cache["kind"]), state=state, folder=str(cache.get("path")),
+        kind=str(cache["kind"]),
+        state=state,
+        folder=str(cache.get("path")),
         compared=None if nearest is None else str(nearest.get("run")),
-        differences=tuple(differences[:_MOST]), text=_sentence(state, use, nearest, differences),
-    )  # fmt: skip
+        differences=tuple(differences[:_MOST]),
+        text=_sentence(state, use, nearest, differences),
+    )
 
 
 def _before(use: Use, uses: Sequence[Use]) -> Iterator[Use]:

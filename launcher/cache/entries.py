@@ -66,9 +66,10 @@ def key(plan: Plan) -> dict[str, Any]:
     revision = values.get("tokenizer_revision") or values.get("model_revision")
     tokenizer = {
         **{field: values[field] for field in _TOKENIZER_FIELDS if field in values},
-        "tokenizer_name_or_path": name, "tokenizer_revision": revision,
+        "tokenizer_name_or_path": name,
+        "tokenizer_revision": revision,
         "tokenizer_files_hash": [_hash(str(name), revision, file) for file in _HASHED],
-    }  # fmt: skip
+    }
     listed = values.get(plan.stage.entry.names.data)
     pairs = listed if isinstance(listed, list) else []
     splits = list(values.get(f"{prefix}mixer_list_splits") or ["train"])

@@ -193,9 +193,12 @@ def _record(cache: Cache, run: RunFolder, attempt: int, config: Path | None) -> 
     place = str(run.path.absolute())
     name = hashlib.sha256(os.fsencode(place)).hexdigest()[:16]
     use = {
-        "run": place, "attempt": attempt, "time": time.time(),
-        "config": None if config is None else str(config), "cache": described,
-    }  # fmt: skip
+        "run": place,
+        "attempt": attempt,
+        "time": time.time(),
+        "config": None if config is None else str(config),
+        "cache": described,
+    }
     files.write_json(uses / f"{name}-{attempt}.json", use)
     rundir.enter("caches", cache.path)
 
@@ -280,10 +283,9 @@ def is_complete(path: Path) -> bool:
 
 
 def _not_writable(path: Path, error: OSError) -> NotReady:
-    return not_ready(
-        "cache-not-writable", f"the cache folder cannot be written: {error.strerror}",
-        "set LAUNCH_CACHE to a writable folder", file=str(path),
-    )  # fmt: skip
+    message = f"the cache folder cannot be written: {error.strerror}"
+    help = "set LAUNCH_CACHE to a writable folder"
+    return not_ready("cache-not-writable", message, help, file=str(path))
 
 
 # --- all of them ----------------------------------------------------------------------------------
@@ -365,9 +367,13 @@ def age(text: str) -> float:
 
 
 def clear(
-    folders: Iterable[CacheFolder], *, kind: str | None = None, older_than_s: float | None = None,
-    dry_run: bool = False, now: float | None = None,
-) -> list[Cleared]:  # fmt: skip
+    folders: Iterable[CacheFolder],
+    *,
+    kind: str | None = None,
+    older_than_s: float | None = None,
+    dry_run: bool = False,
+    now: float | None = None,
+) -> list[Cleared]:
     """Remove the folders of a kind that no run began with for that long; says of each what became of it.
 
     What a run uses now is kept, whatever its age. Folders of another kind are not spoken of.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launcher.artifacts import model_config, model_files
-from launcher.errors import Finding, not_ready
+from launcher.errors import Finding, launch_finding, not_ready
 from launcher.files import parse_line
 from launcher.machine import sizes
 from launcher.machine.python import Trainer
@@ -39,14 +39,14 @@ except Exception as error:
 print(json.dumps(answer))
 """
 # what no PyTorch model is loaded from
-_OTHERS = (
-    "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.tflite", "*.gguf", "*.pth", "original/*", "onnx/*",
-)  # fmt: skip
-_TOKENIZER = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model",
-    "*.tiktoken", "tekken.json", "chat_template*", "additional_chat_templates/*", "config.json", "*.py",
-    "preprocessor_config.json", "processor_config.json",
-)  # fmt: skip
+_OTHERS = tuple("*.h5 *.msgpack *.onnx *.ot *.tflite *.gguf *.pth original/* onnx/*".split())
+_TOKENIZER = tuple(
+    """
+    tokenizer* special_tokens_map.json added_tokens.json vocab* merges.txt *.model *.tiktoken
+    tekken.json chat_template* additional_chat_templates/* config.json *.py
+    preprocessor_config.json processor_config.json
+""".split()
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +84,14 @@ class Part:
     def as_json(self) -> dict[str, Any]:
         """For the envelope: `bytes`, `seconds`."""
         return {
-            "kind": self.kind, "name": self.name, "state": self.state,
-            "place": None if self.place is None else str(self.place), "bytes": self.size,
-            "seconds": round(self.seconds, 2), "commit": self.commit,
-        }  # fmt: skip
+            "kind": self.kind,
+            "name": self.name,
+            "state": self.state,
+            "place": None if self.place is None else str(self.place),
+            "bytes": self.size,
+            "seconds": round(self.seconds, 2),
+            "commit": self.commit,
+        }
 
 
 def required_parts(plan: Plan) -> tuple[Part, ...]:
@@ -134,10 +138,8 @@ def _brought(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> Part:
     before, began = _snapshot(part), time.monotonic()
     answer = _call(part, trainer, environ)
     path, error, now = answer.get("path"), answer.get("error"), _snapshot(part)
-    part = replace(
-        part, place=Path(path) if path else None, seconds=time.monotonic() - began,
-        commit=now[0], error=error,
-    )  # fmt: skip
+    place = Path(path) if path else None
+    part = replace(part, place=place, seconds=time.monotonic() - began, commit=now[0], error=error)
     if part.role in ("card", "data"):
         failed = "unknown" if part.role == "card" else "missing"
         return replace(part, state=failed if error else "there")
@@ -157,16 +159,12 @@ def _call(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str,
         }
         words = {"repo_id": part.name, "revision": part.revision, **of_role.get(part.role, {})}
         call = ["huggingface_hub", "snapshot_download", words]
-    ended = subprocess.run(
-        [str(trainer.python), "-c", _CALL, json.dumps(call)],
-        stdout=subprocess.PIPE, env=dict(environ), check=False,
-    )  # fmt: skip
+    argv = [str(trainer.python), "-c", _CALL, json.dumps(call)]
+    ended = subprocess.run(argv, stdout=subprocess.PIPE, env=dict(environ), check=False)
     answer = parse_line(ended.stdout.strip().rpartition(b"\n")[2])
     if not answer:
-        raise not_ready(
-            "not-fetched", f"{trainer.python} cannot download from the hub: it ended with "
-            f"{ended.returncode}", "launch doctor", file=str(trainer.python),
-        )  # fmt: skip
+        message = f"{trainer.python} cannot download from the hub: it ended with {ended.returncode}"
+        raise not_ready("not-fetched", message, "launch doctor", file=str(trainer.python))
     return answer
 
 
@@ -217,7 +215,5 @@ def findings(parts: Sequence[Part], plan: Plan, *, offline: bool) -> Iterator[Fi
             what = f"not in the hub's cache, and cannot be fetched: {why}"
             first = "unset HF_HUB_OFFLINE for this" if offline else "check the name and the network"
             help = f"{first}, or bring the hub's cache of a machine that has it (HF_HOME)"
-        yield Finding(
-            severity="error", layer="launch", code=code, key=f"args.{one.key}",
-            message=f"`{one.key}: {one.name}`: {what}", help=help, **origin.place,
-        )  # fmt: skip
+        message = f"`{one.key}: {one.name}`: {what}"
+        yield launch_finding("error", code, message, help, key=f"args.{one.key}", **origin.place)

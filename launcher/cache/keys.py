@@ -62,9 +62,10 @@ _FILES_KEPT = 200
 
 _TOKENISING = ("open_instruct/dataset_transformation.py",)
 _SCORING = (
-    "open_instruct/dpo_utils.py", "open_instruct/padding_free_collator.py",
+    "open_instruct/dpo_utils.py",
+    "open_instruct/padding_free_collator.py",
     "open_instruct/dpo_tune_cache.py",
-)  # fmt: skip
+)
 # by `Backend.DATA_CACHE`
 _PACKAGES: Mapping[str, tuple[str, ...]] = {
     "own": ("transformers", "tokenizers"),
@@ -78,20 +79,26 @@ _REFERENCE_VALUES = ("additional_model_arguments", "use_liger_kernel")
 _PRECOMPUTED_VALUES = ("max_length", "truncation_mode", "ld_alpha")
 
 # what upstream's own keys hold, to tell two entries of one folder apart in words
-TOKENIZER_KEY = (
-    "tokenizer_name_or_path", "tokenizer_revision", "trust_remote_code", "use_fast",
-    "chat_template_name", "add_bos", "get_tokenizer_fn", "ground_truths_key", "sft_messages_key",
-)  # fmt: skip
+TOKENIZER_KEY = tuple(
+    """
+    tokenizer_name_or_path tokenizer_revision trust_remote_code use_fast chat_template_name
+    add_bos get_tokenizer_fn ground_truths_key sft_messages_key
+""".split()
+)
 _DATASET_KEY = ("mixer_list", "mixer_list_splits", "transform_fn", "target_columns", "config_hash")
-REFERENCE_KEY = (
-    "concatenated_forward", "loss_type", "max_train_samples", "model_name_or_path",
-    "model_revision", "packing", "use_lora", "use_qlora",
-)  # fmt: skip
-_TRL_KEY = (
-    "dataset_name", "dataset_config", "dataset_train_split", "model_name_or_path", "max_length",
-    "packing", "packing_strategy", "assistant_only_loss", "completion_only_loss", "eos_token",
-    "precompute_ref_log_probs", "truncation_mode", "ld_alpha",
-)  # fmt: skip
+REFERENCE_KEY = tuple(
+    """
+    concatenated_forward loss_type max_train_samples model_name_or_path model_revision packing
+    use_lora use_qlora
+""".split()
+)
+_TRL_KEY = tuple(
+    """
+    dataset_name dataset_config dataset_train_split model_name_or_path max_length packing
+    packing_strategy assistant_only_loss completion_only_loss eos_token precompute_ref_log_probs
+    truncation_mode ld_alpha
+""".split()
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,11 +168,14 @@ def derive(plan: Plan, packages: Mapping[str, str], *, running: bool = True) -> 
 
 def applied(plan: Plan, caches: Sequence[Cache]) -> Plan:
     """The plan with upstream's options for these folders among its derived arguments."""
-    return plans.with_derived(plan, {
-        name: Derived(value=value, why=one.why)
-        for one in caches
-        for name, value in one.arguments.items()
-    })  # fmt: skip
+    return plans.with_derived(
+        plan,
+        {
+            name: Derived(value=value, why=one.why)
+            for one in caches
+            for name, value in one.arguments.items()
+        },
+    )
 
 
 def environment(caches: Sequence[Cache]) -> dict[str, str]:
@@ -244,9 +254,15 @@ class _Sources:
             # beside the runs if that is read-only
             home = rundir.runs_root() / "cache"
         return Cache(
-            kind=kind, path=home / f"{kind}-{digest[:16]}", digest=digest, inputs=tuple(inputs),
-            stage=options.stage, backend=options.backend, key=key, read=self.begun,
-        )  # fmt: skip
+            kind=kind,
+            path=home / f"{kind}-{digest[:16]}",
+            digest=digest,
+            inputs=tuple(inputs),
+            stage=options.stage,
+            backend=options.backend,
+            key=key,
+            read=self.begun,
+        )
 
 
 def _named(one: Input) -> list[str]:
@@ -350,11 +366,13 @@ def findings(plan: Plan, caches: Sequence[Cache]) -> Iterator[Finding]:
         for one in cache.inputs if cache.kind == "reference" else ():
             if one.role == "model" and isinstance(one.shown, dict) and one.shown["kind"] == "name":
                 found = Finding(
-                    severity="note", layer="run", code="model-not-here",
+                    severity="note",
+                    layer="run",
+                    code="model-not-here",
                     key="args.model_name_or_path",
                     message=f"{one.name} is not in the hub's cache: its reference log-probabilities are "
                     "kept by its name, and the next start, which will know its commit, computes them "
                     "again",
                     help=f"hf download {one.name}",
-                )  # fmt: skip
+                )
                 yield plan.stage.config.placed(found)

@@ -69,9 +69,13 @@ def detach(kind: str, name: str, argv: Sequence[str]) -> Started:
     try:
         with runner.private(folder / LOG) as log:
             child = subprocess.Popen(
-                [*start.ours(), *own_words(argv)], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, env={**os.environ, FOLDER: str(folder)},
-            )  # fmt: skip
+                [*start.ours(), *own_words(argv)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, FOLDER: str(folder)},
+            )
     except OSError as error:
         raise rundir.not_writable(folder, error.strerror) from None
     shown = ["tail", f"--pid={child.pid}", "-n", "+1", "-F", str(folder / LOG)]
@@ -85,13 +89,23 @@ def queue(
     """Queue a command line as a job on one machine. Raises NotReady with sbatch's complaint."""
     folder = RunFolder(_folder(kind, name))
     Attempt(
-        number=1, argv=(*start.ours(), *own_words(argv)), env={FOLDER: str(folder.path)},
-        environ=dict(os.environ), cwd=os.getcwd(), stage=kind, backend="", title=f"{kind} {name}",
-    ).write(folder)  # fmt: skip
+        number=1,
+        argv=(*start.ours(), *own_words(argv)),
+        env={FOLDER: str(folder.path)},
+        environ=dict(os.environ),
+        cwd=os.getcwd(),
+        stage=kind,
+        backend="",
+        title=f"{kind} {name}",
+    ).write(folder)
     script = sbatch.script(
-        name=folder.path.name, folder=folder.path, nodes=1, gpus=gpus, options=options,
+        name=folder.path.name,
+        folder=folder.path,
+        nodes=1,
+        gpus=gpus,
+        options=options,
         command=[*start.ours()[:-1], "launcher.lifecycle.background", str(folder.path)],
-    )  # fmt: skip
+    )
     job = slurm.submit(folder, script, nodes=1, options=options, environ=os.environ)
     return Started(folder=folder.path, log=folder.path / sbatch.LOG, job=job.id)
 

@@ -30,17 +30,23 @@ def write(request: Request, path: Path) -> tuple[Finding, ...]:
     words = [str(request.stage), config, *request.overrides, "--gpus", str(planned.gpus)]
     words += ["--nodes", str(request.nodes)] if request.nodes > 1 else []
     switches = {
-        "--strict": request.strict, "--allow-unpinned": request.allow_unpinned,
+        "--strict": request.strict,
+        "--allow-unpinned": request.allow_unpinned,
         "--allow-corrupting-overlap": request.allow_corrupting_overlap,
         "--no-probe": not request.probe,
-    }  # fmt: skip
+    }
     words += [name for name, on in switches.items() if on]
     made = skypilot.task(
-        name=stage.name, words=words, gpus=planned.gpus, nodes=planned.nodes,
+        name=stage.name,
+        words=words,
+        gpus=planned.gpus,
+        nodes=planned.nodes,
         backend=stage.options.backend,
         checkout=stage.upstream.root if stage.upstream.is_checkout else None,
-        settings=stage.options.skypilot, environ=os.environ, cwd=Path.cwd(),
-    )  # fmt: skip
+        settings=stage.options.skypilot,
+        environ=os.environ,
+        cwd=Path.cwd(),
+    )
     try:
         files.write_text(path, skypilot.text(made, path))
     except OSError as error:

@@ -51,10 +51,14 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
         return False
     with _signals(folder, requests, forward=forward):
         view = View(
-            attempt.title, folder.console(attempt.number), folder.probe, attempt.total,
-            terminal=sys.stderr is not None and sys.stderr.isatty(), attempt=attempt.number,
+            attempt.title,
+            folder.console(attempt.number),
+            folder.probe,
+            attempt.total,
+            terminal=sys.stderr is not None and sys.stderr.isatty(),
+            attempt=attempt.number,
             world=attempt.world,
-        )  # fmt: skip
+        )
         with view.showing():
             _look_on(folder, view)
     _require_sight(folder)
@@ -229,8 +233,15 @@ def newest_attempt(folder: RunFolder) -> Attempt:
         return attempt.read(folder)
     manifest = rundir.read_manifest(folder)
     return Attempt(
-        number=max(1, folder.attempts()), argv=(), env={}, environ={}, cwd=str(folder.path),
-        stage=str(manifest.get("stage")), backend=str(manifest.get("backend")),
-        title=folder.path.name, output=manifest.get("output"),
-        total=manifest.number("plan", "steps"), world=manifest.processes or 1,
-    )  # fmt: skip
+        number=max(1, folder.attempts()),
+        argv=(),
+        env={},
+        environ={},
+        cwd=str(folder.path),
+        stage=str(manifest.get("stage")),
+        backend=str(manifest.get("backend")),
+        title=folder.path.name,
+        output=manifest.get("output"),
+        total=manifest.number("plan", "steps"),
+        world=manifest.processes or 1,
+    )

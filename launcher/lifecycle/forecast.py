@@ -16,7 +16,16 @@ from typing import Any, NamedTuple
 from launcher.artifacts import lengths
 from launcher.artifacts.lengths import Lengths, fuller
 from launcher.cache import entries, folders, keys
-from launcher.errors import Finding, InvalidConfig, LaunchError, UsageError, brief, errors, usage
+from launcher.errors import (
+    Finding,
+    InvalidConfig,
+    LaunchError,
+    UsageError,
+    brief,
+    errors,
+    launch_finding,
+    usage,
+)
 from launcher.lifecycle.doctor import disk
 from launcher.lifecycle.doctor.disk import Saved
 from launcher.lifecycle.prepare import Prepared, ResolvedStage
@@ -97,9 +106,14 @@ class Estimate:
     """
 
     def __init__(
-        self, footprint: Footprint, rows: int | None, terms: ForecastOptions, card: Card, *,
+        self,
+        footprint: Footprint,
+        rows: int | None,
+        terms: ForecastOptions,
+        card: Card,
+        *,
         static: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.static = static
         self.footprint, self.plan, self.rows = footprint, footprint.plan, rows
         self.terms, self.card = terms, card
@@ -186,20 +200,19 @@ class Estimate:
         """At a stated MFU; raises InvalidConfig (`unknown-device`) for a GPU without a data sheet."""
         peak, shape = datasheets.peak_flops(self.card.name), self.footprint.shape
         if peak is None:
-            raise InvalidConfig(Finding(
-                severity="error", layer="launch", code="unknown-device", key="gpu",
-                message=f"the arithmetic speed of {self.card.name} is not known",
-                help="known are " + ", ".join(one.name for one in datasheets.SHEETS)
-                + "; or give --tokens-per-second",
-            ))  # fmt: skip
+            message = f"the arithmetic speed of {self.card.name} is not known"
+            known = ", ".join(one.name for one in datasheets.SHEETS)
+            help = f"known are {known}; or give --tokens-per-second"
+            raise InvalidConfig(launch_finding("error", "unknown-device", message, help, key="gpu"))
         row = packed_row(self.plan, self.footprint.rows)
         adapted = self.footprint.adapters is not None
         # attention goes over the whole of a row that dpo.py packs
+        trained = 0 if adapted else shape.multiplied
+        frozen = shape.multiplied if adapted else 0
+        width = self.footprint.rows.mean if row is None else float(row.positions)
         each = datasheets.flops_a_token(
-            trained=0 if adapted else shape.multiplied, frozen=shape.multiplied if adapted else 0,
-            layers=shape.layers, query=shape.query,
-            width=self.footprint.rows.mean if row is None else float(row.positions),
-        )  # fmt: skip
+            trained=trained, frozen=frozen, layers=shape.layers, query=shape.query, width=width
+        )
         computed = STATED_MFU * peak * self.plan.processes / each
         source = (
             f"{STATED_MFU:.0%} MFU of {peak / 1e12:,.0f} TFLOP/s a GPU, "
@@ -255,28 +268,34 @@ class Estimate:
         planned, memory, best, gib = self.plan, self.memory, self.best, self.card.gib
         place = planned.stage.config.origin("batch.per_device").place
         if memory is None:
-            yield Finding(
-                severity="note", layer="launch", code="unknown-memory",
-                message=f"{self.where}memory is planned for GPUs, not for the CPU",
-            )  # fmt: skip
+            message = f"{self.where}memory is planned for GPUs, not for the CPU"
+            yield launch_finding("note", "unknown-memory", message, None)
         elif gib is not None and memory.spare(gib) < 0:
             yield Finding(
-                severity="warning", layer="launch", code="out-of-memory",
+                severity="warning",
+                layer="launch",
+                code="out-of-memory",
                 message=self.where + _missing(memory, gib),
-                help=None if self.static else self._instead(memory, gib), **place,
-            )  # fmt: skip
+                help=None if self.static else self._instead(memory, gib),
+                **place,
+            )
         elif (
-            gib is not None and best is not None and best.per_device > planned.per_device
-            and memory.peak < 0.6 * gib and planned.steps != 0
-        ):  # fmt: skip
+            gib is not None
+            and best is not None
+            and best.per_device > planned.per_device
+            and memory.peak < 0.6 * gib
+            and planned.steps != 0
+        ):
             less = planned.accumulation / best.accumulation
             how = "halves accumulation" if less == 2 else f"divides accumulation by {less:g}"
-            yield Finding(
-                severity="note", layer="launch", code="half-empty", key="batch.per_device",
-                message=f"{self.where}{memory.peak:.0f} of {gib:g} GiB used: per-device batch "
-                f"{best.per_device} fits ({best.memory.peak:.0f} GiB) and {how}",
-                help=f"write `per_device: {best.per_device}`, or let --fit choose", **place,
-            )  # fmt: skip
+            message = (
+                f"{self.where}{memory.peak:.0f} of {gib:g} GiB used: per-device batch "
+                f"{best.per_device} fits ({best.memory.peak:.0f} GiB) and {how}"
+            )
+            help = f"write `per_device: {best.per_device}`, or let --fit choose"
+            yield launch_finding(
+                "note", "half-empty", message, help, key="batch.per_device", **place
+            )
 
     def _instead(self, memory: Memory, gib: float) -> str:
         """What of this set-up can be turned so that it fits, by the same estimate."""
@@ -302,13 +321,18 @@ class Estimate:
         pairs = planned.per_device * planned.accumulation
         more, full = fuller(rows, pairs=pairs, limit=row.positions // 2)
         better = f"; {more} fills {full.filled:.0%}" if more > pairs else ""
-        yield planned.stage.config.placed(Finding(
-            severity="warning", layer="launch", code="half-wasted", key="batch.per_device",
-            message=f"batch {pairs} uses {row.filled:.0%} of each step{better}: rows of {row.positions:,} "
-            "positions are computed whole, however many pairs stand in them",
-            help=f"write `per_device: {more}`: a step takes the same time and memory"
-            if better else "shorter `max_seq_length`, or `packing: false`",
-        ))  # fmt: skip
+        message = (
+            f"batch {pairs} uses {row.filled:.0%} of each step{better}: rows of {row.positions:} "
+            "positions are computed whole, however many pairs stand in them"
+        )
+        help = (
+            f"write `per_device: {more}`: a step takes the same time and memory"
+            if better
+            else "shorter `max_seq_length`, or `packing: false`"
+        )
+        yield planned.stage.config.placed(
+            launch_finding("warning", "half-wasted", (message), (help), key="batch.per_device")
+        )
 
     # --- how it is shown ---
 
@@ -334,11 +358,15 @@ class Estimate:
                 "checkpoint": round(saved.checkpoint / GIB, 2),
                 "most": round(saved.most / GIB, 2),
             },
-            "fit": None if best is None or not self.terms.fit else {
-                "per_device": best.per_device, "accumulation": best.accumulation,
-                "peak_gib": round(best.memory.peak, 2), "spare_gib": round(best.spare, 2),
+            "fit": None
+            if best is None or not self.terms.fit
+            else {
+                "per_device": best.per_device,
+                "accumulation": best.accumulation,
+                "peak_gib": round(best.memory.peak, 2),
+                "spare_gib": round(best.spare, 2),
             },
-        }  # fmt: skip
+        }
         return {**data, "why": self.memory.why()} if why and self.memory is not None else data
 
     def row(self) -> tuple[str, ...]:
@@ -348,14 +376,18 @@ class Estimate:
         if spare is not None and not (self.static and spare >= 0):
             fits = f"yes, {spare:.1f} left" if spare >= 0 else f"no, {-spare:.1f} over"
         return (
-            f"{self.plan.gpus * self.plan.nodes or 'CPU'}", f"{self.plan.per_device}",
-            f"{self.plan.accumulation}", f"{self.plan.global_batch}",
+            f"{self.plan.gpus * self.plan.nodes or 'CPU'}",
+            f"{self.plan.per_device}",
+            f"{self.plan.accumulation}",
+            f"{self.plan.global_batch}",
             "-" if self.steps is None else f"{self.steps:,}",
             "-" if self.static else f"{self.tokens.real:,.0f}",
-            "-" if self.memory is None else f"{'> ' * self.static}{self.memory.peak:.1f}", fits,
-            "-" if hours is None else f"{hours:.2f}", "-" if cost is None else f"{cost:.2f}",
+            "-" if self.memory is None else f"{'> ' * self.static}{self.memory.peak:.1f}",
+            fits,
+            "-" if hours is None else f"{hours:.2f}",
+            "-" if cost is None else f"{cost:.2f}",
             f"{self.saved.most / GIB:.1f}",
-        )  # fmt: skip
+        )
 
     def lines(self, *, why: bool) -> Iterator[str]:
         """What memory, time and disk are made of."""
@@ -404,9 +436,18 @@ def _missing(memory: Memory, gib: float) -> str:
 
 
 _HEAD = (
-    "GPUs", "per device", "accumulation", "global", "steps", "tokens/step", "peak GiB", "fits",
-    "hours", "cost", "disk GiB",
-)  # fmt: skip
+    "GPUs",
+    "per device",
+    "accumulation",
+    "global",
+    "steps",
+    "tokens/step",
+    "peak GiB",
+    "fits",
+    "hours",
+    "cost",
+    "disk GiB",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -458,18 +499,20 @@ def make(resolved: ResolvedStage, gpus: Sequence[int], terms: ForecastOptions) -
         known = ", ".join(ATTENTIONS)
         raise usage("bad-attention", f"`{terms.attention}` is no attention", f"one of {known}")
     for code, value in (
-        ("bad-gpu-memory", terms.gpu_memory), ("bad-price", terms.price),
+        ("bad-gpu-memory", terms.gpu_memory),
+        ("bad-price", terms.price),
         ("bad-tokens-per-second", terms.tokens_per_second),
-    ):  # fmt: skip
+    ):
         if value is not None and not 0 < value < float("inf"):
             name = code.removeprefix("bad-")
             raise usage(code, f"--{name} is more than 0, not {value:g}")
     if terms.tokens_per_second is not None and len(set(gpus)) > 1:
         raise usage(
-            "speed-of-several", "--tokens-per-second is the speed of all GPUs together: the same cannot "
+            "speed-of-several",
+            "--tokens-per-second is the speed of all GPUs together: the same cannot "
             f"hold for {', '.join(map(str, gpus))} GPUs",
             "plan the count that it was measured on, or give --gpu H100 in its place",
-        )  # fmt: skip
+        )
     if terms.price is not None and not all(gpus):
         raise usage("price-without-gpus", "a price is for GPUs, and there are none")
     card = _card(terms)
@@ -499,14 +542,19 @@ def make(resolved: ResolvedStage, gpus: Sequence[int], terms: ForecastOptions) -
     if not rungs:
         raise InvalidConfig(list(dict.fromkeys(faults)))
     return Forecast(
-        rungs=tuple(rungs), shape=shape_of(rungs[0].plan, terms.shape).source,
+        rungs=tuple(rungs),
+        shape=shape_of(rungs[0].plan, terms.shape).source,
         lengths="unknown" if rows is None else rows.source,
         attention=attention_of(max(rungs, key=lambda one: one.plan.gpus).plan, terms.attention),
         findings=(
-            *dict.fromkeys(faults), *_split(rungs), *(f for rung in rungs for f in rung.findings),
-            *_unfit(rungs, terms), *_untrained(rungs), *_unpriced(rungs, terms),
+            *dict.fromkeys(faults),
+            *_split(rungs),
+            *(f for rung in rungs for f in rung.findings),
+            *_unfit(rungs, terms),
+            *_untrained(rungs),
+            *_unpriced(rungs, terms),
         ),
-    )  # fmt: skip
+    )
 
 
 # what is set for any number of GPUs, and what to do at the start
@@ -529,11 +577,11 @@ def _unfit(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Findin
     """Where `--fit` finds nothing: how much a single row a device takes."""
     for rung in rungs:
         if terms.fit and rung.smallest is not None:
-            yield Finding(
-                severity="note", layer="launch", code="nothing-fits", key="batch.per_device",
-                message=f"{rung.where}--fit: no split of the batch fits; {rung.smallest.peak:.1f} GiB "
-                "with one row a device",
-            )  # fmt: skip
+            message = (
+                f"{rung.where}--fit: no split of the batch fits; {rung.smallest.peak:.1f} GiB "
+                "with one row a device"
+            )
+            yield launch_finding("note", "nothing-fits", (message), None, key="batch.per_device")
 
 
 def _untrained(rungs: Sequence[Estimate]) -> Iterator[Finding]:
@@ -543,24 +591,28 @@ def _untrained(rungs: Sequence[Estimate]) -> Iterator[Finding]:
     if only is not None:
         key = "cache_dataset_only" if only == "data set" else "cache_logprobs_only"
         does = "tokenised" if only == "data set" else "put through the reference"
-        yield Finding(
-            severity="note", layer="launch", code="caches-only", key=f"args.{key}",
-            message=f"`{key}`: the rows are {does}, and nothing is trained or saved",
-        )  # fmt: skip
+        message = f"`{key}`: the rows are {does}, and nothing is trained or saved"
+        yield launch_finding("note", "caches-only", message, None, key=f"args.{key}")
     elif plan.step_limit(stage, values) == 0:
         yield Finding(
-            severity="warning", layer="run", code="no-steps", key=f"args.{name}",
+            severity="warning",
+            layer="run",
+            code="no-steps",
+            key=f"args.{name}",
             message=f"`{name}: {values[name]}`: no step is trained, and the model is saved as it was",
             help="leave it out for whole epochs",
-        )  # fmt: skip
+        )
     else:
         for rung in (rung for rung in rungs if rung.steps == 0):
             yield Finding(
-                severity="warning", layer="run", code="no-steps", key="batch.global",
+                severity="warning",
+                layer="run",
+                code="no-steps",
+                key="batch.global",
                 message=f"{rung.where}by these lengths {rung.rows or 0:,} rows are less than one step, "
                 "and what is not full is left out",
                 help="fewer GPUs, a smaller batch, or more rows",
-            )  # fmt: skip
+            )
 
 
 def _unpriced(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Finding]:
@@ -568,10 +620,8 @@ def _unpriced(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Fin
     unknown = [rung for rung in rungs if rung.bill.cost is None]
     if terms.price is not None and unknown:
         counts = ", ".join(str(rung.plan.gpus * rung.plan.nodes) for rung in unknown)
-        yield Finding(
-            severity="note", layer="launch", code="unknown-cost",
-            message=f"{counts} GPU(s): no cost: {unknown[0].bill.formula}",
-        )  # fmt: skip
+        message = f"{counts} GPU(s): no cost: {unknown[0].bill.formula}"
+        yield launch_finding("note", "unknown-cost", message, None)
 
 
 def _rung(
@@ -587,10 +637,10 @@ def _rung(
         counted = rows.rows if counted is None else counted
         cut, trained = rows_of(planned, rows), rows_per_epoch(planned, rows, counted)
         steps = optimizer_steps(planned, trained, cut, override=terms.rows is not None)
-    footprint = Footprint(
-        plan=replace(planned, steps=steps), shape=shape_of(planned, terms.shape, packages), rows=cut,
-        attention=attention_of(planned, terms.attention),
-    )  # fmt: skip
+    plan = replace(planned, steps=steps)
+    shape = shape_of(planned, terms.shape, packages)
+    attention = attention_of(planned, terms.attention)
+    footprint = Footprint(plan=plan, shape=shape, rows=cut, attention=attention)
     return Estimate(footprint, counted, terms, card, static=rows is None)
 
 
@@ -667,10 +717,12 @@ def _measured_speed(planned: Plan, card: str) -> Speed | None:
             for name, one in (manifest.get("args") or {}).items()
         }
         if (
-            card in str(gpus[0]) and isinstance(rate, int | float) and made.get("gpus")
+            card in str(gpus[0])
+            and isinstance(rate, int | float)
+            and made.get("gpus")
             and is_torchrun == (stage.entry.launcher == "torchrun")
             and all(args.get(name) == planned.values.get(name) for name in _ALIKE)
-        ):  # fmt: skip
+        ):
             count = made["gpus"] * made.get("nodes", 1)
             source = f"{folder.path.name}: {rate:,.0f} tokens/s on {count} GPU(s)"
             return Speed(rate / count * planned.processes, source)
@@ -713,13 +765,16 @@ def row_lengths(planned: Plan, packages: Mapping[str, str], terms: ForecastOptio
     origin = planned.stage.config.origin(f"args.{planned.stage.entry.names.data}")
     raise InvalidConfig(
         Finding(
-            severity="error", layer="launch", code="unknown-lengths", key="row_tokens",
+            severity="error",
+            layer="launch",
+            code="unknown-lengths",
+            key="row_tokens",
             message="how long the rows are is not known: the data set is in no cache that this run would hit",
             help="--row-tokens MEAN:MAX, in tokens a row, such as --row-tokens 290:1100; or run `launch "
             "rehearse` or `launch prepare` first",
             **origin.place,
         )
-    )  # fmt: skip
+    )
 
 
 def _tokenised(planned: Plan, packages: Mapping[str, str]) -> Iterator[Path]:

@@ -172,11 +172,18 @@ def escaped(value: Any) -> Any:
 
 
 def create(
-    folder: RunFolder, attempt: int, plan: Plan, command: Command, trainer: Trainer,
-    output: Path | None, caches: list[dict[str, Any]] | None = None, *,
-    devices: dict[str, Any] | None = None, warnings: Sequence[Finding] = (),
+    folder: RunFolder,
+    attempt: int,
+    plan: Plan,
+    command: Command,
+    trainer: Trainer,
+    output: Path | None,
+    caches: list[dict[str, Any]] | None = None,
+    *,
+    devices: dict[str, Any] | None = None,
+    warnings: Sequence[Finding] = (),
     more: Mapping[str, Any] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Make the folder, write the manifest and what else it is to hold, enter the run in the index.
 
     Raises NotReady where the folder cannot be written.
@@ -184,9 +191,16 @@ def create(
     try:
         folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
         content = manifest(
-            attempt, rundir.now(), plan, command, trainer, output, caches, devices=devices,
+            attempt,
+            rundir.now(),
+            plan,
+            command,
+            trainer,
+            output,
+            caches,
+            devices=devices,
             warnings=warnings,
-        )  # fmt: skip
+        )
         files.write_json(folder.manifest, {**content, **redact(dict(more or {}))})
     except OSError as error:
         raise rundir.not_writable(folder.path, error.strerror) from None

@@ -43,11 +43,11 @@ def parsed(command: str | None) -> tuple[str, ...]:
     else:
         why = "it is empty"
     if not words:
-        raise usage(
-            "bad-on-finish", f"--on-finish holds no command: {why}",
+        help = (
             "a program and its arguments in one word: --on-finish 'notify-send done'; for pipes and the "
-            "like name a script",
-        )  # fmt: skip
+            "like name a script"
+        )
+        raise usage("bad-on-finish", f"--on-finish holds no command: {why}", help)
     return words
 
 
@@ -63,10 +63,9 @@ def limit(text: str | None) -> float:
 def require_here(command: Sequence[str]) -> None:
     """Raises UsageError where nothing can be started of a command that this machine is to call."""
     if command and shutil.which(command[0]) is None:
-        raise usage(
-            "bad-on-finish", f"--on-finish: there is no program `{brief(command[0])}` that can be started",
-            "the path of a file that may be executed, or the name of a program in PATH",
-        )  # fmt: skip
+        message = f"--on-finish: there is no program `{brief(command[0])}` that can be started"
+        help = "the path of a file that may be executed, or the name of a program in PATH"
+        raise usage("bad-on-finish", message, help)
 
 
 def environment(folder: RunFolder, code: int) -> Mapping[str, str]:
@@ -84,9 +83,13 @@ def environment(folder: RunFolder, code: int) -> Mapping[str, str]:
 
 
 def call(
-    folder: RunFolder, attempt: Attempt, code: int, *, own: bool = False,
+    folder: RunFolder,
+    attempt: Attempt,
+    code: int,
+    *,
+    own: bool = False,
     began: Callable[[], None] = lambda: None,
-) -> int | None:  # fmt: skip
+) -> int | None:
     """Run the attempt's command to its end, with what it learns of the run; see `run`.
 
     Unless the attempt is known to be the user's `own`, the command is named and not run where somebody
@@ -106,9 +109,12 @@ def call(
 
 
 def run(
-    words: Sequence[str], environ: Mapping[str, str], cwd: Path, limit_s: float,
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    cwd: Path,
+    limit_s: float,
     began: Callable[[], None] = lambda: None,
-) -> int | None:  # fmt: skip
+) -> int | None:
     """Run a command to its end; what it prints goes where this process prints.
 
     INT and TERM are handed on to it and what it has started; after `limit_s` seconds it gets TERM,

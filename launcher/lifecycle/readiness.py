@@ -36,8 +36,7 @@ def of_backend(request: Request, backend: str, *, importing: bool = True) -> Rep
     count = request.gpus if request.gpus is not None or named else len(look.visible)
     every = Devices(slots=look.visible, why="all that are visible")
     chosen = every if request.gpus is None and not named else devices.choose(count, named, look)
-    subject = Subject(
-        trainer=trainer, upstream=locator.find(backend), stages=keys.STAGES,
-        gpus=len(chosen.slots) or count or 0,
-    )  # fmt: skip
+    upstream = locator.find(backend)
+    gpus = len(chosen.slots) or count or 0
+    subject = Subject(trainer=trainer, upstream=upstream, stages=keys.STAGES, gpus=gpus)
     return checks.examine(subject, chosen, look=look, importing=importing)

@@ -11,30 +11,33 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launcher import files  # fmt: skip
-from launcher.cache import folders, inputs, keys  # fmt: skip
-from launcher.errors import Exit, Finding, NotReady, errors, not_ready
-from launcher.lifecycle import manifest, supervisor  # fmt: skip
+from launcher import files
+from launcher.cache import folders, inputs, keys
+from launcher.errors import Exit, Finding, NotReady, errors, launch_finding, not_ready
+from launcher.lifecycle import manifest, supervisor
 from launcher.lifecycle.prepare import Prepared, Request, prepare
-from launcher.lifecycle.resume import decision  # fmt: skip
-from launcher.machine import devices, process  # fmt: skip
+from launcher.lifecycle.resume import decision
+from launcher.machine import devices, process
 from launcher.machine.devices import Devices
 from launcher.paths import PROJECT
-from launcher.plan import command  # fmt: skip
+from launcher.plan import command
 from launcher.plan.plan import Plan
 from launcher.redaction import borrowed, redact
-from launcher.report import page, series  # fmt: skip
+from launcher.report import page, series
 from launcher.runs import attempt as attempts
-from launcher.runs import lease, rendezvous, rundir, runner, sbatch, slurm  # fmt: skip
+from launcher.runs import lease, rendezvous, rundir, runner, sbatch, slurm
 from launcher.runs.attempt import ON_FINISH_S, Attempt
 from launcher.runs.rundir import RunFolder
-from launcher.verdict import check, judge  # fmt: skip
+from launcher.verdict import check, judge
 
 
 def begin(
-    prepared: Prepared, *, on_finish: Sequence[str] = (), on_finish_s: float = ON_FINISH_S,
+    prepared: Prepared,
+    *,
+    on_finish: Sequence[str] = (),
+    on_finish_s: float = ON_FINISH_S,
     allow_unproven: bool = False,
-) -> tuple[RunFolder, Attempt]:  # fmt: skip
+) -> tuple[RunFolder, Attempt]:
     """Make the run folder and start the keeper in it; training runs when this returns.
 
     The folder is that of this machine: where others train too, only the first one's is the run's own.
@@ -70,16 +73,19 @@ def _require_not_queued(folder: RunFolder) -> None:
     """A job that waits, or runs elsewhere, has the attempt already."""
     waiting = slurm.job(folder)
     if waiting is not None and slurm.state(waiting) is not None:
-        raise not_ready(
-            "run-is-live", f"the run {folder.path.name} is Slurm's job {waiting.id}",
-            f"wait for it, or launch stop {folder.path.name}", file=str(folder.path),
-        )  # fmt: skip
+        message = f"the run {folder.path.name} is Slurm's job {waiting.id}"
+        help = f"wait for it, or launch stop {folder.path.name}"
+        raise not_ready("run-is-live", message, help, file=str(folder.path))
 
 
 def queue(
-    prepared: Prepared, options: sbatch.Options, *, on_finish: Sequence[str] = (),
-    on_finish_s: float = ON_FINISH_S, allow_unproven: bool = False,
-) -> slurm.Job:  # fmt: skip
+    prepared: Prepared,
+    options: sbatch.Options,
+    *,
+    on_finish: Sequence[str] = (),
+    on_finish_s: float = ON_FINISH_S,
+    allow_unproven: bool = False,
+) -> slurm.Job:
     """Make the run folder and hand it to Slurm, which runs `launch exec` on every node.
 
     Raises NotReady where another run holds the place, or with sbatch's complaint.
@@ -105,10 +111,12 @@ def queue(
 def batch_script(prepared: Prepared) -> str:
     """What Slurm is handed for a run."""
     planned, folder = prepared.plan, (prepared.apart or prepared.folder).path
+    name = folder.name
+    nodes = planned.nodes
+    options = planned.stage.options.slurm
     return sbatch.script(
-        name=folder.name, folder=folder, launch=ours(), nodes=planned.nodes, gpus=planned.gpus,
-        options=planned.stage.options.slurm,
-    )  # fmt: skip
+        name=name, folder=folder, launch=ours(), nodes=nodes, gpus=planned.gpus, options=options
+    )
 
 
 def ours() -> list[str]:
@@ -122,11 +130,17 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
     if rundir.read_manifest(folder).get("attempt") != attempt.number:
         rundir.keep_manifest(folder)
     manifest.create(
-        folder, attempt.number, prepared.plan, prepared.command, prepared.trainer, prepared.output,
+        folder,
+        attempt.number,
+        prepared.plan,
+        prepared.command,
+        prepared.trainer,
+        prepared.output,
         [one.as_json() for one in prepared.caches],
         devices=prepared.devices.as_json() if prepared.devices else None,
-        warnings=prepared.warnings, more={**prepared.for_record(), "launch_argv": _typed()},
-    )  # fmt: skip
+        warnings=prepared.warnings,
+        more={**prepared.for_record(), "launch_argv": _typed()},
+    )
     with contextlib.suppress(OSError):
         restored = {one.what: one.before for one in prepared.decision.changes if one.restored}
         manifest.write_stage_file(prepared.plan, folder, restored)
@@ -169,15 +183,27 @@ def _attempt(
 ) -> Attempt:
     planned, options = prepared.plan, prepared.plan.stage.options
     return Attempt(
-        number=prepared.attempt, argv=prepared.command.argv, env=prepared.command.env,
-        environ=dict(os.environ), cwd=str(prepared.command.cwd), stage=options.stage,
-        backend=options.backend, title=planned.title, total=planned.steps, world=planned.processes,
-        nodes=planned.nodes, output=None if prepared.output is None else str(prepared.output),
-        caches=tuple(one.as_json() for one in prepared.caches), devices=_ids(prepared.devices),
-        config=str(planned.stage.config.path), on_finish=tuple(on_finish),
-        on_finish_s=on_finish_s, allow_unproven=allow_unproven, borrowed=borrowed(os.environ),
+        number=prepared.attempt,
+        argv=prepared.command.argv,
+        env=prepared.command.env,
+        environ=dict(os.environ),
+        cwd=str(prepared.command.cwd),
+        stage=options.stage,
+        backend=options.backend,
+        title=planned.title,
+        total=planned.steps,
+        world=planned.processes,
+        nodes=planned.nodes,
+        output=None if prepared.output is None else str(prepared.output),
+        caches=tuple(one.as_json() for one in prepared.caches),
+        devices=_ids(prepared.devices),
+        config=str(planned.stage.config.path),
+        on_finish=tuple(on_finish),
+        on_finish_s=on_finish_s,
+        allow_unproven=allow_unproven,
+        borrowed=borrowed(os.environ),
         request={**prepared.request.as_json(), "gpus": planned.gpus},
-    )  # fmt: skip
+    )
 
 
 def prepare_again(folder: RunFolder) -> Attempt:
@@ -201,11 +227,11 @@ def prepare_again(folder: RunFolder) -> Attempt:
     if prepared.decision.kind == "finished":
         return waiting
     if cut_short and prepared.decision.step <= reached:
-        raise not_ready(
-            "no-progress",
-            f"the job's time was up before a checkpoint behind step {reached}: it would never end",
-            "ask Slurm for more time, or save checkpoints more often", file=str(folder.path),
-        )  # fmt: skip
+        message = (
+            f"the job's time was up before a checkpoint behind step {reached}: it would never end"
+        )
+        help = "ask Slurm for more time, or save checkpoints more often"
+        raise not_ready("no-progress", message, help, file=str(folder.path))
     if prepared.output is not None:
         lease.outlast(prepared.output, folder.path)
     with runner.lock_run(folder, prepared.attempt, prepared.output):
@@ -259,9 +285,12 @@ def _ids(chosen: Devices | None) -> tuple[str, ...]:
 
 
 def _keep(
-    folder: RunFolder, attempt: Attempt, granted: lease.Lease | None, locks: Sequence[int],
+    folder: RunFolder,
+    attempt: Attempt,
+    granted: lease.Lease | None,
+    locks: Sequence[int],
     chosen: Devices,
-) -> None:  # fmt: skip
+) -> None:
     caches = tuple(keys.from_json(one) for one in attempt.caches)
     config_path = None if attempt.config is None else Path(attempt.config)
     if granted is not None:
@@ -349,9 +378,5 @@ def unpinned_note(folder: RunFolder) -> tuple[Finding, ...]:
     source = rundir.read_manifest(folder).get("upstream") or {}
     if source.get("pinned", True):
         return ()
-    return (
-        Finding(
-            severity="warning", layer="launch", code="unpinned-checkout", file=source.get("root"),
-            message=f"this run used {source.get('version')}, the pin is {source.get('pin')}",
-        ),
-    )  # fmt: skip
+    message = f"this run used {source.get('version')}, the pin is {source.get('pin')}"
+    return (launch_finding("warning", "unpinned-checkout", message, file=source.get("root")),)

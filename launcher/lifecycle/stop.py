@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.artifacts import checkpoints  # fmt: skip
+from launcher.artifacts import checkpoints
 from launcher.errors import NotReady, UsageError, not_ready, usage
 from launcher.lifecycle import (
-    follow,  # fmt: skip
+    follow,
     supervisor,
 )
-from launcher.report import overview  # fmt: skip
+from launcher.report import overview
 from launcher.report.progress import Progress
-from launcher.runs import attempt, lease, rundir, runner, slurm  # fmt: skip
+from launcher.runs import attempt, lease, rundir, runner, slurm
 from launcher.runs.rundir import RunFolder
 
 POLL_S = 0.1
@@ -63,10 +63,8 @@ def cost(folder: RunFolder) -> Cost:
     ranks = record.processes or 1
     found = checkpoints.find(str(record.get("backend")), record.output, ranks=ranks)
     last = next((one for one in reversed(found) if one.why_incomplete is None), None)
-    return Cost(
-        step=progress.step, saved=last.number if last is not None and last.kind == "step" else None,
-        checkpoint=None if last is None else last.path,
-    )  # fmt: skip
+    saved = last.number if last is not None and last.kind == "step" else None
+    return Cost(step=progress.step, saved=saved, checkpoint=None if last is None else last.path)
 
 
 def due(folder: RunFolder) -> str:
@@ -219,11 +217,10 @@ def _wait_elsewhere(folder: RunFolder, request: runner.StopRequest) -> None:
     until = time.monotonic() + sum(runner.GRACE_S) + lease.SILENT_S
     while runner.alive(folder.path):
         if time.monotonic() > until and not request.after_checkpoint:
-            raise not_ready(
-                "run-is-elsewhere",
-                f"the supervisor of {folder.path.name} on {known.leader.place} does not answer the request",
-                f"stop it there: launch stop {folder.path.name}", file=str(folder.path),
-            )  # fmt: skip
+            name, place = folder.path.name, known.leader.place
+            message = f"the supervisor of {name} on {place} does not answer the request"
+            help = f"stop it there: launch stop {name}"
+            raise not_ready("run-is-elsewhere", message, help, file=str(folder.path))
         time.sleep(POLL_S * 5)
     if runner.recorded(folder, request.attempt) is None:
         raise NotReady(runner.unknown_here(folder, known.leader))

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from launcher.errors import Exit, Finding, LaunchError, NotReady, brief, not_ready
+from launcher.errors import Exit, Finding, LaunchError, NotReady, brief, launch_finding, not_ready
 from launcher.lifecycle import checksums, on_finish
 from launcher.machine import process
 from launcher.paths import PROJECT
@@ -39,9 +39,12 @@ _STARTED_HERE: list[subprocess.Popen[bytes]] = []
 
 
 def spawn(
-    folder: RunFolder, number: int, locks: Sequence[int] = (), digest: str | None = None,
+    folder: RunFolder,
+    number: int,
+    locks: Sequence[int] = (),
+    digest: str | None = None,
     granted: Lease | None = None,
-) -> process.Identity:  # fmt: skip
+) -> process.Identity:
     """Start the keeper of an attempt; returns as soon as training is there.
 
     `locks` are file descriptors that keeper and training hold open from now on, `granted` is the lease that
@@ -63,10 +66,14 @@ def spawn(
         noted = process.handling({signal.SIGINT: note, signal.SIGTERM: note})
         with noted, runner.private(folder.diary) as diary:
             child = subprocess.Popen(
-                [sys.executable, "-m", "launcher.lifecycle.supervisor", *words], stdin=subprocess.DEVNULL,
-                stdout=diary, stderr=diary, start_new_session=True, pass_fds=(telling, *locks),
+                [sys.executable, "-m", "launcher.lifecycle.supervisor", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=diary,
+                stderr=diary,
+                start_new_session=True,
+                pass_fds=(telling, *locks),
                 env={**os.environ, "PYTHONPATH": _with_ours(os.environ.get("PYTHONPATH")), **more},
-            )  # fmt: skip
+            )
             _STARTED_HERE.append(child)
     except OSError as error:
         os.close(listening)
@@ -120,13 +127,9 @@ def _refused(folder: RunFolder, answer: bytes) -> list[Finding]:
         last: list[str] = []
         with contextlib.suppress(OSError):
             last = folder.diary.read_text(errors="replace").splitlines()[-1:]
-        return [
-            Finding(
-                severity="error", layer="launch", code="no-keeper", file=str(folder.path),
-                message="the process that keeps the run ended before training began",
-                help=f"its last words: {brief(last[0], 300)}" if last else None,
-            )
-        ]  # fmt: skip
+        message = "the process that keeps the run ended before training began"
+        help = f"its last words: {brief(last[0], 300)}" if last else None
+        return [launch_finding("error", "no-keeper", message, help, file=str(folder.path))]
 
 
 def main(words: Sequence[str]) -> int:
@@ -151,10 +154,9 @@ def main(words: Sequence[str]) -> int:
         try:
             attempt = attempts.read(folder)
             if digest not in (None, attempt.digest()):
-                raise not_ready(
-                    "start-changed", f"{folder.start.name} is not what was written at the start",
-                    "have runs in a folder that nobody else can write", file=str(folder.start),
-                )  # fmt: skip
+                message = f"{folder.start.name} is not what was written at the start"
+                help = "have runs in a folder that nobody else can write"
+                raise not_ready("start-changed", message, help, file=str(folder.start))
             # a tmux session, a job or another shell may have started us anywhere
             os.chdir(attempt.cwd)
             output = None if attempt.output is None or attempt.rank else Path(attempt.output)
@@ -166,9 +168,15 @@ def main(words: Sequence[str]) -> int:
                     command = replace(command, env=env)
                 sums.start()
                 ended = runner.run(
-                    command, folder, number, pass_fds=locks, due=Due(folder, attempt).now,
-                    began=lambda: tell(_STARTED), inherited={}, adopting=True,
-                )  # fmt: skip
+                    command,
+                    folder,
+                    number,
+                    pass_fds=locks,
+                    due=Due(folder, attempt).now,
+                    began=lambda: tell(_STARTED),
+                    inherited={},
+                    adopting=True,
+                )
                 sums.end(resumable=ended.returncode != 0)
                 end(overview.ended_state(folder), ended.returncode)
         except OSError as error:
@@ -198,9 +206,13 @@ def _overtaken(console: Path, by: Lease) -> None:
 
 
 def conclude(
-    folder: RunFolder, attempt: Attempt, ended: runner.ProcessExit | None, *, locks: Sequence[int] = (),
+    folder: RunFolder,
+    attempt: Attempt,
+    ended: runner.ProcessExit | None,
+    *,
+    locks: Sequence[int] = (),
     own: bool = False,
-) -> int:  # fmt: skip
+) -> int:
     """Judge a run that is over and call `--on-finish`; returns the run's exit code.
 
     Where the keeper was killed, before or after it had judged, whoever looks on does what is left: once,

@@ -40,9 +40,10 @@ def show(name: str, command: Sequence[str]) -> str | None:
     # several words after the options are an argv, which the shell hands on as it is: the verdict is to stay
     inside = [
         *("sh", "-c", _STAY, "sh"),
-        *("env", f"PYTHONPATH={ours}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)),
+        "env",
+        f"PYTHONPATH={ours}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep),
         *command,
-    ]  # fmt: skip
+    ]
     # that of an earlier attempt waits for its key; to end the last session would end the server
     again = ["respawn-pane", "-k", "-t", f"={name}:", *inside]
     new = ["new-session", "-d", "-s", name, "-x", "200", "-y", "50", *inside]

@@ -132,11 +132,9 @@ def read(folder: RunFolder) -> Attempt:
             given[name] = tuple(given.get(name, ()))
         return Attempt(**given)
     except (TypeError, KeyError):
-        raise not_ready(
-            "not-prepared", f"{folder.path.name} holds no attempt that could be started",
-            "start the stage itself: launch sft CONFIG, or launch dpo CONFIG",
-            file=str(folder.path),
-        ) from None  # fmt: skip
+        message = f"{folder.path.name} holds no attempt that could be started"
+        help = "start the stage itself: launch sft CONFIG, or launch dpo CONFIG"
+        raise not_ready("not-prepared", message, help, file=str(folder.path)) from None
 
 
 def writable_by_others(folder: RunFolder, *, parents: bool = True) -> str | None:
@@ -190,10 +188,9 @@ def require_own(folder: RunFolder) -> None:
     """Raises NotReady where what a run folder would start may be another user's word."""
     # by its name alone nobody else's command can be slipped in, only another run of this user's
     if (why := writable_by_others(folder, parents=False)) is not None:
-        raise not_ready(
-            "not-your-run", f"{folder.path.name} is not started: {why}",
-            "start a stage file of your own: launch sft CONFIG", file=str(folder.path),
-        )  # fmt: skip
+        message = f"{folder.path.name} is not started: {why}"
+        help = "start a stage file of your own: launch sft CONFIG"
+        raise not_ready("not-your-run", message, help, file=str(folder.path))
 
 
 def tokens(folder: RunFolder) -> dict[str, str]:

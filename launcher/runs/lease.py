@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import files
-from launcher.errors import Finding, NotReady, not_ready
+from launcher.errors import Finding, NotReady, launch_finding, not_ready
 from launcher.machine import locks, process
 from launcher.machine.process import Identity
 from launcher.runs import rundir
@@ -100,9 +100,13 @@ class Lease:
     def write(self) -> None:
         """Write the file, whole and for good. Raises OSError."""
         content = {
-            "run": self.run, "attempt": self.attempt, "state": self.state, "returncode": self.code,
-            "owner": None if self.owner is None else self.owner.as_json(), "user": self.user,
-        }  # fmt: skip
+            "run": self.run,
+            "attempt": self.attempt,
+            "state": self.state,
+            "returncode": self.code,
+            "owner": None if self.owner is None else self.owner.as_json(),
+            "user": self.user,
+        }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         files.write_bytes(self.path, json.dumps(content, indent=1).encode(), durable=True)
 
@@ -137,11 +141,15 @@ def read(path: Path) -> Lease | None:
     content, beaten = rundir.parse_line(raw), status.st_mtime
     owner, code, attempt = (content.get(name) for name in ("owner", "returncode", "attempt"))
     return Lease(
-        path=path, run=str(content.get("run", "")), user=str(content.get("user", "")), beaten=beaten,
+        path=path,
+        run=str(content.get("run", "")),
+        user=str(content.get("user", "")),
+        beaten=beaten,
         owner=process.identity(owner) if isinstance(owner, dict) else None,
-        attempt=attempt if isinstance(attempt, int) else 1, state=str(content.get("state", "running")),
+        attempt=attempt if isinstance(attempt, int) else 1,
+        state=str(content.get("state", "running")),
         code=code if isinstance(code, int) else None,
-    )  # fmt: skip
+    )
 
 
 def newest(output: Path | None) -> Lease | None:
@@ -236,11 +244,9 @@ def _taken(last: Lease, output: Path, why: str) -> Finding:
     stop = f"launch stop {name}"
     if last.owner is not None and not os.path.isdir(last.run):
         stop = f"its run folder is gone: kill {last.owner.pid}"
-    return Finding(
-        severity="error", layer="launch", code="run-is-live", file=last.run or str(last.path),
-        message=f"the run {name} trains into {output}: {last.described}{why}",
-        help=f"wait for it, stop it{there} ({stop}), or choose another output_dir",
-    )  # fmt: skip
+    message = f"the run {name} trains into {output}: {last.described}{why}"
+    help = f"wait for it, stop it{there} ({stop}), or choose another output_dir"
+    return launch_finding("error", "run-is-live", message, help, file=last.run or str(last.path))
 
 
 # --- taken, kept, given back ------------------------------------------------------------------------
@@ -264,10 +270,9 @@ def take(output: Path, run: Path, attempt: int) -> Lease:
         # another start was quicker by a moment
         raise NotReady(_taken(read(path) or Lease(path=path), output, "")) from None
     except OSError as error:
-        raise not_ready(
-            "not-writable", f"the output folder cannot be written: {error.strerror}",
-            "choose another output_dir", file=str(output),
-        ) from None  # fmt: skip
+        message = f"the output folder cannot be written: {error.strerror}"
+        help = "choose another output_dir"
+        raise not_ready("not-writable", message, help, file=str(output)) from None
     return lease
 
 

@@ -17,12 +17,12 @@ from launcher.errors import brief, usage
 
 RANK, ADDRESS, PORT = "NODE_RANK", "HEAD_ADDRESS", "HEAD_PORT"
 OPTIONS: Mapping[str, str] = {
-    "--machine_rank": RANK, "--main_process_ip": ADDRESS, "--main_process_port": PORT,
-}  # fmt: skip
+    "--machine_rank": RANK,
+    "--main_process_ip": ADDRESS,
+    "--main_process_port": PORT,
+}
 """accelerate's options that differ from node to node, and the words that stand for their values."""
-TORCHRUN: Mapping[str, str] = {
-    "--node-rank": RANK, "--master-addr": ADDRESS, "--master-port": PORT,
-}  # fmt: skip
+TORCHRUN: Mapping[str, str] = {"--node-rank": RANK, "--master-addr": ADDRESS, "--master-port": PORT}
 """torchrun's own, for its static rendezvous."""
 
 DEFAULT_PORT = 29500
@@ -92,15 +92,13 @@ def find(
     else:
         host, port = _address(address, rank, nodes)
     if rank is None:
-        raise usage(
-            "no-node-rank", f"the run takes {nodes} machines: which one is this?",
-            "give --node-rank 0 on the first, --node-rank 1 on the next, or let --slurm start all",
-        )  # fmt: skip
+        help = (
+            "give --node-rank 0 on the first, --node-rank 1 on the next, or let --slurm start all"
+        )
+        raise usage("no-node-rank", f"the run takes {nodes} machines: which one is this?", help)
     if not 0 <= rank < nodes:
-        raise usage(
-            "bad-node-rank", f"there is no node {rank} among {nodes}: they count from 0",
-            f"--node-rank 0 to {nodes - 1}",
-        )  # fmt: skip
+        message = f"there is no node {rank} among {nodes}: they count from 0"
+        raise usage("bad-node-rank", message, f"--node-rank 0 to {nodes - 1}")
     return Rendezvous(nodes=nodes, rank=rank, address=host, port=port)
 
 
@@ -135,10 +133,11 @@ def _slurm(
     spread = environ.get("SLURM_STEP_NUM_NODES", "1")
     tasks = environ.get("SLURM_STEP_NUM_TASKS", spread)
     if spread != str(nodes) or tasks != spread:
-        raise usage(
-            "wrong-step", f"Slurm started {tasks} process(es) on {spread} node(s), the run takes one "
-            f"on each of {nodes}", f"srun --nodes={nodes} --ntasks-per-node=1 launch ...",
-        )  # fmt: skip
+        message = (
+            f"Slurm started {tasks} process(es) on {spread} node(s), the run takes one "
+            f"on each of {nodes}"
+        )
+        raise usage("wrong-step", message, f"srun --nodes={nodes} --ntasks-per-node=1 launch ...")
     head = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
     # a node's name need not be known outside of Slurm; a batch job's first node started the step
     if not resolves(head):
@@ -167,10 +166,8 @@ def _skypilot(nodes: int, environ: Mapping[str, str]) -> Rendezvous | None:
         return None
     count = len(addresses.split())
     if count != nodes:
-        raise usage(
-            "wrong-step", f"SkyPilot runs this on {count} node(s), the run takes {nodes}",
-            f"--nodes {count}, or num_nodes: {nodes} in the task",
-        )  # fmt: skip
+        message = f"SkyPilot runs this on {count} node(s), the run takes {nodes}"
+        raise usage("wrong-step", message, f"--nodes {count}, or num_nodes: {nodes} in the task")
     return Rendezvous(nodes=nodes, rank=int(rank), address=addresses.split()[0], port=DEFAULT_PORT)
 
 
@@ -184,7 +181,6 @@ def check_port(here: Rendezvous | None) -> None:
         try:
             tried.bind(("", here.port))
         except OSError as error:
-            raise usage(
-                "port-taken", f"port {here.port} cannot be used: {error.strerror}",
-                f"another one on every node: --main-address {here.address}:{here.port + 1}",
-            ) from None  # fmt: skip
+            message = f"port {here.port} cannot be used: {error.strerror}"
+            help = f"another one on every node: --main-address {here.address}:{here.port + 1}"
+            raise usage("port-taken", message, help) from None

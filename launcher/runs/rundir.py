@@ -202,10 +202,9 @@ def release(folder: RunFolder) -> None:
 
 def not_writable(path: Path, reason: str | None) -> NotReady:
     """What to raise where a run folder cannot be made or written."""
-    return not_ready(
-        "runs-not-writable", f"the run folder cannot be written: {reason}",
-        "set LAUNCH_RUNS to a writable folder", file=str(path),
-    )  # fmt: skip
+    message = f"the run folder cannot be written: {reason}"
+    help = "set LAUNCH_RUNS to a writable folder"
+    return not_ready("runs-not-writable", message, help, file=str(path))
 
 
 def newest_first(root: Path) -> Iterator[RunFolder]:
@@ -382,9 +381,7 @@ def find(name: str) -> RunFolder | None:
     found = exact or matching
     if len(found) > 1:
         listed = ", ".join(str(f.path) if exact else f.path.name for f in found[-5:])
-        raise usage(
-            "ambiguous-run", f"{len(found)} runs match `{name}`", f"such as {listed}",
-        )  # fmt: skip
+        raise usage("ambiguous-run", f"{len(found)} runs match `{name}`", f"such as {listed}")
     return found[0] if found else None
 
 

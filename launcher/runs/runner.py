@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from launcher import files
-from launcher.errors import DISK_FULL, Finding, brief, not_ready, usage
+from launcher.errors import DISK_FULL, Finding, brief, launch_finding, not_ready, usage
 from launcher.machine import locks, process
 from launcher.machine.process import Identity
 from launcher.runs import lease, rundir
@@ -60,10 +60,8 @@ def grace(text: str | None) -> Grace:
     except ValueError:
         numbers = [-1.0]
     if len(numbers) > len(GRACE_S) or not all(0 <= number < 1e6 for number in numbers):
-        raise usage(
-            "bad-grace", f"`{brief(text)}` is no time to wait",
-            f"seconds after INT, after TERM, and for what is left: {GRACE_VARIABLE}=20,10,5",
-        )  # fmt: skip
+        help = f"seconds after INT, after TERM, and for what is left: {GRACE_VARIABLE}=20,10,5"
+        raise usage("bad-grace", f"`{brief(text)}` is no time to wait", help)
     first, second, third = (*numbers, *GRACE_S[len(numbers) :])
     return first, second, third
 
@@ -104,10 +102,9 @@ def lock_run(
         taken = False in free or alive(folder.path)
         if taken or folder.attempts() >= attempt:
             where = f" into {output}" if output is not None else ""
-            raise not_ready(
-                "run-is-live", f"the run {folder.path.name} was started before and trains{where}",
-                "wait for it, stop it, or choose another output_dir", file=str(folder.path),
-            )  # fmt: skip
+            message = f"the run {folder.path.name} was started before and trains{where}"
+            help = "wait for it, stop it, or choose another output_dir"
+            raise not_ready("run-is-live", message, help, file=str(folder.path))
         yield granted, descriptors
 
 
@@ -150,10 +147,9 @@ def run(
             except (OSError, ValueError) as error:
                 reserve.write(folder.exit(attempt), asdict(_ended(127, None, started, attempt)))
                 reason = error.strerror if isinstance(error, OSError) else str(error)
-                raise not_ready(
-                    "not-started", f"{command.argv[0]} cannot be started: {reason}",
-                    "give the trainer's interpreter with --python PATH", file=command.argv[0],
-                ) from None  # fmt: skip
+                message = f"{command.argv[0]} cannot be started: {reason}"
+                help = "give the trainer's interpreter with --python PATH"
+                raise not_ready("not-started", message, help, file=command.argv[0]) from None
         origin = {"mark": str(folder.path), "attempt": attempt, "started": started}
         origin["keeper"] = process.identify(os.getpid()).as_json()
         reserve.write(folder.process, {**process.identify(child.pid).as_json(), **origin})
@@ -234,34 +230,58 @@ def private(path: Path) -> BinaryIO:
 
 
 def _start(
-    command: Command, folder: RunFolder, attempt: int, console: BinaryIO, locks: Sequence[int],
+    command: Command,
+    folder: RunFolder,
+    attempt: int,
+    console: BinaryIO,
+    locks: Sequence[int],
     inherited: Mapping[str, str],
-) -> subprocess.Popen[bytes]:  # fmt: skip
+) -> subprocess.Popen[bytes]:
     environment = {
-        **inherited, **command.env, "LAUNCH_ATTEMPT": str(attempt), process.MARK: str(folder.path),
-    }  # fmt: skip
+        **inherited,
+        **command.env,
+        "LAUNCH_ATTEMPT": str(attempt),
+        process.MARK: str(folder.path),
+    }
     return subprocess.Popen(
-        command.argv, env=environment, cwd=command.cwd, stdin=subprocess.DEVNULL,
-        stdout=console, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=tuple(locks),
-    )  # fmt: skip
+        command.argv,
+        env=environment,
+        cwd=command.cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=console,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        pass_fds=tuple(locks),
+    )
 
 
 def _ended(code: int, stopped: int | None, started: str, attempt: int) -> ProcessExit:
     return ProcessExit(
-        returncode=code if code >= 0 else 128 - code, signal=-code if code < 0 else None,
-        stopped=stopped, started=started, ended=rundir.now(), attempt=attempt,
-    )  # fmt: skip
+        returncode=code if code >= 0 else 128 - code,
+        signal=-code if code < 0 else None,
+        stopped=stopped,
+        started=started,
+        ended=rundir.now(),
+        attempt=attempt,
+    )
 
 
 def recorded(folder: RunFolder, attempt: int) -> ProcessExit | None:
     """How an attempt ended, as its keeper recorded it; None where nobody lived to do that."""
     record = Record(rundir.read_json(folder.exit(attempt)))
     code = record.number("returncode")
-    return None if code is None else ProcessExit(
-        returncode=code, attempt=attempt, signal=record.number("signal"),
-        stopped=record.number("stopped"), started=str(record.get("started")),
-        ended=str(record.get("ended")),
-    )  # fmt: skip
+    return (
+        None
+        if code is None
+        else ProcessExit(
+            returncode=code,
+            attempt=attempt,
+            signal=record.number("signal"),
+            stopped=record.number("stopped"),
+            started=str(record.get("started")),
+            ended=str(record.get("ended")),
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,10 +304,12 @@ def processes(folder: RunFolder) -> Processes:
     """What `process.json` says."""
     record = Record(rundir.read_json(folder.process))
     return Processes(
-        leader=process.identity(record), keeper=process.identity(record.part("keeper")),
-        attempt=record.number("attempt"), mark=str(record.get("mark", folder.path)),
+        leader=process.identity(record),
+        keeper=process.identity(record.part("keeper")),
+        attempt=record.number("attempt"),
+        mark=str(record.get("mark", folder.path)),
         started=str(record.get("started")),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -490,12 +512,12 @@ def unknown(folder: RunFolder) -> Identity | None:
 def unknown_here(folder: RunFolder, leader: process.Identity) -> Finding:
     """The finding for a run whose state is unknown here."""
     name = folder.path.name
-    return Finding(
-        severity="error", layer="launch", code="run-is-elsewhere", file=str(folder.path),
-        message=f"the state of {name} is unknown here: it was started on {leader.place}, whose processes "
-        f"are not visible from here, and it had no heartbeat for {lease.SILENT_S:.0f} s or more",
-        help=f"ask there: launch runs, launch stop {name}; the same launch command resumes it here",
-    )  # fmt: skip
+    message = (
+        f"the state of {name} is unknown here: it was started on {leader.place}, whose processes "
+        f"are not visible from here, and it had no heartbeat for {lease.SILENT_S:.0f} s or more"
+    )
+    help = f"ask there: launch runs, launch stop {name}; the same launch command resumes it here"
+    return launch_finding("error", "run-is-elsewhere", (message), help, file=str(folder.path))
 
 
 def _beats(folder: RunFolder) -> bool:

@@ -21,26 +21,24 @@ WARNING_S = 60
 
 # The long options of sbatch that a run may set; flags take no value, the last ones need none.
 VALUED = frozenset(
-    {
-        "account", "acctg-freq", "bb", "bbf", "begin", "cluster-constraint", "comment", "constraint",
-        "container", "core-spec", "cores-per-socket", "cpu-freq", "cpus-per-gpu", "cpus-per-task",
-        "deadline", "delay-boot", "dependency", "distribution", "exclude", "extra-node-info",
-        "gpu-bind", "gpu-freq", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres",
-        "gres-flags", "hint", "kill-on-invalid-dep", "licenses", "mail-type", "mail-user",
-        "mcs-label", "mem", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus", "network",
-        "nodefile", "nodelist", "ntasks-per-gpu", "partition", "power", "prefer", "priority",
-        "profile", "qos", "reservation", "sockets-per-node", "switches", "thread-spec",
-        "threads-per-core", "time", "time-min", "tmp", "tres-bind", "tres-per-task", "wait-all-nodes",
-        "wckey",
-    }
-)  # fmt: skip
+    """
+    account acctg-freq bb bbf begin cluster-constraint comment constraint container core-spec
+    cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency
+    distribution exclude extra-node-info gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket
+    gpus-per-task gres gres-flags hint kill-on-invalid-dep licenses mail-type mail-user mcs-label
+    mem mem-bind mem-per-cpu mem-per-gpu mincpus network nodefile nodelist ntasks-per-gpu
+    partition power prefer priority profile qos reservation sockets-per-node switches thread-spec
+    threads-per-core time time-min tmp tres-bind tres-per-task wait-all-nodes wckey
+    """.split()
+)
 FLAGS = frozenset({"contiguous", "hold", "overcommit", "reboot", "spread-job", "use-min-nodes"})
 OPTIONAL = frozenset({"exclusive", "nice", "no-kill", "oversubscribe", "propagate"})
 OURS: Mapping[str, str] = {
     "nodes": "the number of machines is given with --nodes",
     "ntasks": "launch starts one process on each node, which starts the others",
     "ntasks-per-node": "launch starts one process on each node, which starts the others",
-    "job-name": "the job is named after the run", "chdir": "the run has its own folder",
+    "job-name": "the job is named after the run",
+    "chdir": "the run has its own folder",
     "output": "the job writes to slurm.log in the run folder",
     "error": "the job writes to slurm.log in the run folder",
     "open-mode": "an attempt never overwrites what an earlier one wrote",
@@ -49,9 +47,10 @@ OURS: Mapping[str, str] = {
     "export": "what training needs lies in the run folder, with tokens, for the owner alone",
     "export-file": "what training needs lies in the run folder, with tokens, for the owner alone",
     "get-user-env": "what training needs lies in the run folder, with tokens, for the owner alone",
-    "wrap": "the job is `launch exec`", "array": "one run is one job",
+    "wrap": "the job is `launch exec`",
+    "array": "one run is one job",
     "clusters": "a run stays on the cluster that `squeue` asks",
-}  # fmt: skip
+}
 """Options that the run decides, and what to do instead."""
 ASKS_FOR_GPUS = frozenset({"gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"})
 ASKS_FOR_CPUS = frozenset({"cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus"})
@@ -121,9 +120,15 @@ def one_cpu(options: Options, gpus: int) -> str | None:
 
 
 def script(
-    *, name: str, folder: Path, nodes: int, gpus: int, options: Options,
-    launch: Sequence[str] = (), command: Sequence[str] = (),
-) -> str:  # fmt: skip
+    *,
+    name: str,
+    folder: Path,
+    nodes: int,
+    gpus: int,
+    options: Options,
+    launch: Sequence[str] = (),
+    command: Sequence[str] = (),
+) -> str:
     """The batch script of a run: its directives, and `launch exec` on every node.
 
     `gpus` is the number on each node. `launch` is the argv that stands for `launch`; it and the

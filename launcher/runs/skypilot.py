@@ -23,10 +23,12 @@ from launcher.upstream.trainers import BACKENDS
 if TYPE_CHECKING:
     pass
 
-FIELDS = (
-    "accelerator", "config", "envs", "event_callback", "file_mounts", "name", "resources", "secrets",
-    "setup", "volumes", "workdir",
-)  # fmt: skip
+FIELDS = tuple(
+    """
+    accelerator config envs event_callback file_mounts name resources secrets setup volumes
+    workdir
+""".split()
+)
 """Fields of a task that a stage file may set; SkyPilot checks what is inside."""
 OURS: Mapping[str, str] = {
     "run": "the task runs the command of this stage",
@@ -76,9 +78,18 @@ def _fault(key: str, value: Any) -> tuple[str, str | None] | None:
 
 
 def task(
-    *, name: str, words: Sequence[str], gpus: int, nodes: int, backend: str, checkout: Path | None,
-    settings: Mapping[str, Any], environ: Mapping[str, str], cwd: Path, project: Path = PROJECT,
-) -> dict[str, Any]:  # fmt: skip
+    *,
+    name: str,
+    words: Sequence[str],
+    gpus: int,
+    nodes: int,
+    backend: str,
+    checkout: Path | None,
+    settings: Mapping[str, Any],
+    environ: Mapping[str, str],
+    cwd: Path,
+    project: Path = PROJECT,
+) -> dict[str, Any]:
     """The task of a run, as SkyPilot's YAML spells it.
 
     `words` is the argv after `launch`, paths in it relative to `cwd`, where launch was started; `gpus` the

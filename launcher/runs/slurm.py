@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher import files
-from launcher.errors import Finding, NotReady, brief
+from launcher.errors import Finding, NotReady, brief, launch_finding
 from launcher.runs import rundir
 from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
@@ -42,10 +42,9 @@ def job(folder: RunFolder) -> Job | None:
     number = record.get("job")
     if not isinstance(number, str) or not number.isdecimal():
         return None
-    return Job(
-        id=number, submitted=str(record.get("submitted")), nodes=record.number("nodes") or 1,
-        options=record.part("options"),
-    )  # fmt: skip
+    submitted = str(record.get("submitted"))
+    nodes = record.number("nodes") or 1
+    return Job(id=number, submitted=submitted, nodes=nodes, options=record.part("options"))
 
 
 def submit(
@@ -103,9 +102,10 @@ def states(environ: Mapping[str, str] | None = None) -> dict[str, str] | None:
 
 
 WAITING = frozenset(
-    {"CONFIGURING", "PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD",
-     "SPECIAL_EXIT"}
-)  # fmt: skip
+    """
+    CONFIGURING PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT
+    """.split()
+)
 ACTIVE = frozenset(
     {"COMPLETING", "RESIZING", "RUNNING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"}
 )
@@ -143,10 +143,11 @@ def cut_short(folder: RunFolder) -> bool:
 def _call(argv: Sequence[str], environ: Mapping[str, str] | None, timeout_s: float) -> str:
     """What one of Slurm's clients says. Raises NotReady with its complaint."""
     try:
+        env = None if environ is None else dict(environ)
+        stdin = subprocess.DEVNULL
         done = subprocess.run(
-            argv, env=None if environ is None else dict(environ), cwd="/", stdin=subprocess.DEVNULL,
-            capture_output=True, timeout=timeout_s, check=False,
-        )  # fmt: skip
+            argv, env=env, cwd="/", stdin=stdin, capture_output=True, timeout=timeout_s, check=False
+        )
     except FileNotFoundError:
         help = "start this where jobs are submitted, or without --slurm"
         raise NotReady(_refused(argv[0], "is not installed here", help)) from None
@@ -161,6 +162,4 @@ def _call(argv: Sequence[str], environ: Mapping[str, str] | None, timeout_s: flo
 
 
 def _refused(program: str, why: str, help: str | None = None) -> Finding:
-    return Finding(
-        severity="error", layer="launch", code="slurm-failed", message=f"{program} {why}", help=help
-    )
+    return launch_finding("error", "slurm-failed", f"{program} {why}", help)

@@ -143,16 +143,24 @@ def of_plan(plan: Plan, trainer: Trainer) -> Subject:
     """The question whether this machine is ready for a plan."""
     output = output_of(plan)
     return Subject(
-        trainer=trainer, upstream=plan.stage.upstream, stages=(plan.stage.schema.key,),
-        gpus=plan.gpus, plan=plan, runs=rundir.runs_root(),
+        trainer=trainer,
+        upstream=plan.stage.upstream,
+        stages=(plan.stage.schema.key,),
+        gpus=plan.gpus,
+        plan=plan,
+        runs=rundir.runs_root(),
         output=None if output is None else output.absolute(),
-    )  # fmt: skip
+    )
 
 
 def examine(
-    subject: Subject, chosen: Devices, *, look: Look | None = None, importing: bool = True,
+    subject: Subject,
+    chosen: Devices,
+    *,
+    look: Look | None = None,
+    importing: bool = True,
     timeout_s: float = TIMEOUT_S,
-) -> Report:  # fmt: skip
+) -> Report:
     """Look at everything, import what training imports, and say what builds the environment.
 
     Never raises for what is wrong with the machine: it is among the findings.
@@ -203,11 +211,12 @@ def checkout(subject: Subject) -> Iterator[Finding]:
     if subject.upstream.root is None and subject.upstream.is_checkout:
         from launcher.pin import pin
 
-        yield launch_finding(
-            "error", "no-checkout",
+        message = (
             "there is no open-instruct checkout (external/open-instruct, /workspace/open-instruct, "
-            "~/open-instruct)", f"{pin.get_checkout()}, or --open-instruct PATH",
-        )  # fmt: skip
+            "~/open-instruct)"
+        )
+        help = f"{pin.get_checkout()}, or --open-instruct PATH"
+        yield launch_finding("error", "no-checkout", message, help)
 
 
 def _standing(subject: Subject) -> Iterator[Finding]:
@@ -223,20 +232,17 @@ def _standing(subject: Subject) -> Iterator[Finding]:
     status = pin.status(subject.upstream.root, subject.environ)
     module = status.submodule
     if status.fill is not None and module.state in {"missing", "empty"}:
-        yield launch_finding(
-            "note", "empty-submodule",
-            f"the submodule {module.path} is {module.state}; {subject.upstream.root} is used", status.fill,
-        )  # fmt: skip
+        message = f"the submodule {module.path} is {module.state}; {subject.upstream.root} is used"
+        yield launch_finding("note", "empty-submodule", message, status.fill)
 
 
 def interpreter(trainer: Trainer) -> Iterator[Finding]:
     """The probe and upstream need Python 3.10."""
     if trainer.version < OLDEST:
         version = ".".join(map(str, trainer.version))
-        yield launch_finding(
-            "error", "old-python", f"{trainer.python} ({trainer.source}) is Python {version}",
-            f"name Python {'.'.join(map(str, OLDEST))} or later with --python",
-        )  # fmt: skip
+        message = f"{trainer.python} ({trainer.source}) is Python {version}"
+        help = f"name Python {'.'.join(map(str, OLDEST))} or later with --python"
+        yield launch_finding("error", "old-python", message, help)
 
 
 # --- packages -------------------------------------------------------------------------------------
@@ -259,10 +265,9 @@ def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Findi
             yield _import_error(one, subject)
     yield from _cuda(subject, imports)
     if imports.fault is not None:
-        yield launch_finding(
-            "error", "no-python", f"{subject.trainer.python} could not import: {imports.fault}",
-            "name another interpreter with --python",
-        )  # fmt: skip
+        message = f"{subject.trainer.python} could not import: {imports.fault}"
+        help = "name another interpreter with --python"
+        yield launch_finding("error", "no-python", message, help)
 
 
 def needed(subject: Subject) -> tuple[str, ...]:
@@ -289,23 +294,21 @@ def _missing(subject: Subject, names: Sequence[str]) -> Iterator[Finding]:
     trainer, tested = subject.trainer, install.tested()
     steps = install.install(trainer, [tested.get(name, name) for name in names])
     target = "" if subject.plan is None else f" {shlex.quote(str(subject.plan.stage.config.path))}"
-    yield launch_finding(
-        "error", "missing-packages",
-        f"{trainer.python} ({trainer.source}) lacks {', '.join(names)}",
+    message = f"{trainer.python} ({trainer.source}) lacks {', '.join(names)}"
+    help = (
         f"{'; then '.join(step.shell() for step in steps)} (`launch doctor{target} --install` has all that "
-        "is needed); or name another interpreter with --python",
-    )  # fmt: skip
+        "is needed); or name another interpreter with --python"
+    )
+    yield launch_finding("error", "missing-packages", message, help)
 
 
 def _conflicts(subject: Subject) -> Iterator[Finding]:
     """What pip says does not fit together, of the packages that training needs."""
     lines = install.conflicts(needed(subject), subject.trainer)
     if lines:
-        yield launch_finding(
-            "warning", "other-requirements",
-            f"pip check of {subject.trainer.python}: {'; '.join(lines[:_SHOWN])}",
-            "nothing to do where everything imports",
-        )  # fmt: skip
+        message = f"pip check of {subject.trainer.python}: {'; '.join(lines[:_SHOWN])}"
+        help = "nothing to do where everything imports"
+        yield launch_finding("warning", "other-requirements", message, help)
 
 
 # --- imports --------------------------------------------------------------------------------------
@@ -329,12 +332,15 @@ def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:
 def _import_error(failure: Failure, subject: Subject) -> Finding:
     """A package that is there and cannot be imported: its own message, and where."""
     return Finding(
-        severity="error", layer="launch", code="import-error",
+        severity="error",
+        layer="launch",
+        code="import-error",
         message=f"importing `{failure.module}` fails: {failure.error}: {failure.message}",
-        file=failure.file, line=failure.line,
+        file=failure.file,
+        line=failure.line,
         help="the package of the file named does not work here: install it anew with "
         f"{shlex.join(install.pip_install(subject.trainer))} --force-reinstall --no-deps PACKAGE",
-    )  # fmt: skip
+    )
 
 
 def _cuda(subject: Subject, imports: Imports) -> Iterator[Finding]:
@@ -345,10 +351,9 @@ def _cuda(subject: Subject, imports: Imports) -> Iterator[Finding]:
     if fault is None and torch.get("count", 0) >= subject.gpus:
         return
     what = fault or f"it sees {torch.get('count')} GPU(s) of {subject.gpus}"
-    yield launch_finding(
-        "error", "cuda-unusable", f"torch {torch.get('version')} cannot use the GPUs: {what}",
-        "compare the driver (nvidia-smi) with what this torch is built for; in a container: --gpus all",
-    )  # fmt: skip
+    message = f"torch {torch.get('version')} cannot use the GPUs: {what}"
+    help = "compare the driver (nvidia-smi) with what this torch is built for; in a container: --gpus all"
+    yield launch_finding("error", "cuda-unusable", message, help)
 
 
 # --- driver, torch, shared memory -----------------------------------------------------------------
@@ -390,29 +395,30 @@ def driver_and_torch(
     install = f"{trainer.python} -m pip install --force-reinstall torch --index-url"
     index = "https://download.pytorch.org/whl/cu" + ("" if cuda is None else f"{cuda[0]}{cuda[1]}")
     if torch.cuda is None:
-        yield launch_finding(
-            "error", "cpu-torch", f"torch {torch.version} of {trainer.python} is built for the CPU",
-            f"install a CUDA build, such as {install} {index}, or --gpus 0",
-        )  # fmt: skip
+        message = f"torch {torch.version} of {trainer.python} is built for the CPU"
+        help = f"install a CUDA build, such as {install} {index}, or --gpus 0"
+        yield launch_finding("error", "cpu-torch", message, help)
     elif cuda is not None and int(torch.cuda.partition(".")[0]) > cuda[0]:
         yield launch_finding(
-            "error", "old-driver",
+            "error",
+            "old-driver",
             f"torch {torch.version} is built for CUDA {torch.cuda}, the driver serves CUDA "
             f"{cuda[0]}.{cuda[1]} at most",
             f"a newer driver, or a torch that is built for it: {install} {index} (see pytorch.org "
             "for the builds that there are)",
-        )  # fmt: skip
+        )
 
 
 def shared_memory(processes: int) -> Iterator[Finding]:
     """/dev/shm too small for several processes: Docker gives 64 MiB."""
     size = shm_size()
     if processes > 1 and size is not None and size < LEAST_SHM:
-        yield launch_finding(
-            "warning", "small-shm", f"{SHM} holds {size / 2**20:.0f} MiB: NCCL and the data loaders of "
-            f"{processes} processes may not fit",
-            "docker run --shm-size=16g (or --ipc=host), or mount -o remount,size=16g /dev/shm",
-        )  # fmt: skip
+        message = (
+            f"{SHM} holds {size / 2**20:.0f} MiB: NCCL and the data loaders of "
+            f"{processes} processes may not fit"
+        )
+        help = "docker run --shm-size=16g (or --ipc=host), or mount -o remount,size=16g /dev/shm"
+        yield launch_finding("warning", "small-shm", message, help)
 
 
 def shm_size() -> int | None:
@@ -438,9 +444,10 @@ def _environment(subject: Subject, imports: Imports | None) -> Iterator[Fact]:
             f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "the CPU"
         )
         yield Fact(
-            "torch", f"{torch.version}, built for {built}",
+            "torch",
+            f"{torch.version}, built for {built}",
             {"version": torch.version, "cuda": torch.cuda, "hip": torch.hip},
-        )  # fmt: skip
+        )
     if imports is not None:
         failed = [one.module for one in imports.failures]
         fine = [name for name in imports.modules if name not in failed]
@@ -464,10 +471,13 @@ def _cards(chosen: Devices, look: Look | None) -> Iterator[Fact]:
                 slot.label,
                 f"{gpu.name}, {gpu.used_mib} of {gpu.memory_mib} MiB used, {state}",
                 {
-                    "id": slot.id, "name": gpu.name, "memory_mib": gpu.memory_mib,
-                    "used_mib": gpu.used_mib, "used_by": None if use is None else use.text,
+                    "id": slot.id,
+                    "name": gpu.name,
+                    "memory_mib": gpu.memory_mib,
+                    "used_mib": gpu.used_mib,
+                    "used_by": None if use is None else use.text,
                 },
-            )  # fmt: skip
+            )
     yield Fact("run gets", chosen.visible or chosen.why or "no GPU", chosen.as_json())
 
 
@@ -494,11 +504,18 @@ def situation(plan: Plan, trainer: Trainer, output: Path | None) -> Iterator[Fin
     stage = plan.stage
     deepspeed, _ = stage.options.read_deepspeed()
     context = Context(
-        values=plan.values, environ=os.environ, deepspeed=deepspeed,
+        values=plan.values,
+        environ=os.environ,
+        deepspeed=deepspeed,
         mixed_precision=plan.mixed_precision,
-        gpus=plan.gpus * plan.nodes, per_device=plan.per_device, accumulation=plan.accumulation,
-        cpus=os.cpu_count(), packages=trainer.packages, running=True, output=output,
-    )  # fmt: skip
+        gpus=plan.gpus * plan.nodes,
+        per_device=plan.per_device,
+        accumulation=plan.accumulation,
+        cpus=os.cpu_count(),
+        packages=trainer.packages,
+        running=True,
+        output=output,
+    )
     known = {(finding.code, finding.key) for finding in stage.findings}
     for finding in map(stage.config.placed, registry.apply_in(context)):
         if finding.severity == "error" or (finding.code, finding.key) not in known:

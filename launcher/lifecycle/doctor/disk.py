@@ -17,7 +17,7 @@ from pathlib import Path
 from launcher.artifacts import architecture, model_config, model_files
 from launcher.artifacts.fingerprint import cache_home
 from launcher.cache.keys import REFERENCE_VARIABLE
-from launcher.errors import DISK_FULL, Finding, InvalidConfig, Severity
+from launcher.errors import DISK_FULL, Finding, InvalidConfig, Severity, launch_finding
 from launcher.files import read_json
 from launcher.lifecycle.resume.epochs import interval
 from launcher.machine.sizes import below, sized
@@ -110,9 +110,12 @@ def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs:
     least = replace(likely, checkpoint=likely.checkpoint // plan.nodes, times=likely.times or 0)
     there = _checkpoint_bytes(output)
     return Needs(
-        least=max(0, least.most - there), likely=max(0, likely.most - there),
-        there=min(there, likely.most), saved=likely, parameters=count,
-    )  # fmt: skip
+        least=max(0, least.most - there),
+        likely=max(0, likely.most - there),
+        there=min(there, likely.most),
+        saved=likely,
+        parameters=count,
+    )
 
 
 def saved(plan: Plan, count: int, setup: Setup | None = None) -> Saved | None:
@@ -146,9 +149,12 @@ def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
     else:
         each, formula = (2 + 4) * count, "2 + 4 bytes a parameter: weights and moments"
     return Saved(
-        checkpoint=each, final=final, times=_times(plan), formula=formula,
+        checkpoint=each,
+        final=final,
+        times=_times(plan),
+        formula=formula,
         limit=limit if isinstance(limit, int) and limit >= 0 else None,
-    )  # fmt: skip
+    )
 
 
 def _olmo_core(plan: Plan, count: int, _setup: Setup | None) -> Saved:
@@ -158,9 +164,12 @@ def _olmo_core(plan: Plan, count: int, _setup: Setup | None) -> Saved:
     if plan.values.get("cache_logprobs_only"):
         return Saved(checkpoint=12 * count, final=0, times=0, limit=None, formula=formula)
     return Saved(
-        checkpoint=12 * count, final=4 * count, times=None if times is None else times + 1, limit=None,
+        checkpoint=12 * count,
+        final=4 * count,
+        times=None if times is None else times + 1,
+        limit=None,
         formula=formula,
-    )  # fmt: skip
+    )
 
 
 def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
@@ -191,9 +200,12 @@ def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
         formula = f"{width} + {moments} bytes a parameter: weights and moments"
     limit = values.get("save_total_limit")
     return Saved(
-        checkpoint=each, final=final, times=_times(plan), formula=formula,
+        checkpoint=each,
+        final=final,
+        times=_times(plan),
+        formula=formula,
         limit=limit if isinstance(limit, int) and limit > 0 else None,
-    )  # fmt: skip
+    )
 
 
 _SAVED: Mapping[str, Callable[[Plan, int, Setup | None], Saved | None]] = {
@@ -323,11 +335,9 @@ def unwritable(found: Iterable[WriteTarget]) -> Iterator[Finding]:
             continue
         reported.add(place.path)
         severity: Severity = "error" if place.vital else "warning"
-        yield Finding(
-            severity=severity, layer="launch", code="not-writable", file=str(place.path),
-            message=f"{place.path} ({place.what}) cannot be written: {reason}",
-            help=f"set {place.setting} to a writable folder",
-        )  # fmt: skip
+        message = f"{place.path} ({place.what}) cannot be written: {reason}"
+        help = f"set {place.setting} to a writable folder"
+        yield launch_finding(severity, "not-writable", message, help, file=str(place.path))
 
 
 def too_little(
@@ -343,12 +353,13 @@ def too_little(
             certain = room < needed.least
             amount = needed.least if certain else needed.likely
             yield _space(
-                "error" if certain else "warning", str(output),
+                "error" if certain else "warning",
+                str(output),
                 f"{sized(room)} free at {output}, and this run writes "
                 f"{'at least ' if certain else 'up to '}{sized(amount)}: {described(needed)}",
                 "another output_dir, fewer checkpoints (keep_last_n_checkpoints or save_total_limit), "
                 "or remove what is not needed",
-            )  # fmt: skip
+            )
     low: dict[int, tuple[int, list[WriteTarget]]] = {}
     for place in found:
         here = free(place.path)
@@ -357,16 +368,16 @@ def too_little(
     for room, listed in low.values():
         names = ", ".join(dict.fromkeys(place.what for place in listed))
         yield _space(
-            "warning", str(listed[0].path),
-            f"{sized(room)} free at {listed[0].path} ({names})", "remove what is not needed there",
-        )  # fmt: skip
+            "warning",
+            str(listed[0].path),
+            f"{sized(room)} free at {listed[0].path} ({names})",
+            "remove what is not needed there",
+        )
 
 
 def _space(severity: Severity, file: str, message: str, help: str) -> Finding:
     code = "too-little-space" if severity == "error" else "little-space"
-    return Finding(
-        severity=severity, layer="launch", code=code, file=file, message=message, help=help
-    )
+    return launch_finding(severity, code, message, help, file=file)
 
 
 def described(needed: Needs) -> str:

@@ -25,7 +25,7 @@ from typing import IO, Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from launcher.errors import Finding, not_ready
+from launcher.errors import Finding, launch_finding, not_ready
 from launcher.files import parse_line
 from launcher.machine.python import Trainer
 from launcher.paths import PACKAGE, shipped
@@ -227,12 +227,11 @@ def tested() -> Mapping[str, str]:
 
 def unknown() -> Finding:
     """What to say where `tested` is empty: no list of packages, no plan."""
-    return Finding(
-        severity="error",
-        layer="launch",
-        code="packages-unknown",
-        message=f"there is no {shipped('pyproject.toml')}, which names the packages that training needs",
-        help="install launch from its wheel, or run it from its clone",
+    return launch_finding(
+        "error",
+        "packages-unknown",
+        f"there is no {shipped('pyproject.toml')}, which names the packages that training needs",
+        "install launch from its wheel, or run it from its clone",
     )
 
 

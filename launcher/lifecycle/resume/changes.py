@@ -19,10 +19,12 @@ from launcher.redaction import REDACTED, redact
 from launcher.runs.record import Record
 from launcher.stage import unused
 
-NAMES: tuple[str, ...] = (
-    "gpus", "per_device", "accumulation", "position", "data", "tokenizer", "model", "deepspeed",
-    "reference", "pin", "packages", "mixed_precision",
-)  # fmt: skip
+NAMES: tuple[str, ...] = tuple(
+    """
+    gpus per_device accumulation position data tokenizer model deepspeed reference pin packages
+    mixed_precision
+""".split()
+)
 """What `--allow-changed-resume` takes, beside the name of any argument."""
 BATCH = frozenset({"gpus", "per_device", "accumulation"})
 """Those that decide how rows make a step: `position` allows them too."""
@@ -53,14 +55,16 @@ _ARGUMENTS: tuple[tuple[re.Pattern[str], str, Severity | None], ...] = (
             r"greater_is_better|torch_empty_cache_steps|skip_memory_metrics|ignore_data_skip|profiling|"
             r"per_device_train_batch_size|gradient_accumulation_steps"
         ),
-        "", None,
+        "",
+        None,
     ),
     (
         re.compile(
             r"model_name_or_path|model_revision|config_name|use_lora|use_peft|use_qlora|use_dora|"
             r"use_rslora|lora_\w+|load_in_\w+|additional_model_arguments|model_init_kwargs"
         ),
-        "the checkpoint holds the weights of another model", "error",
+        "the checkpoint holds the weights of another model",
+        "error",
     ),
     (
         re.compile(
@@ -70,7 +74,8 @@ _ARGUMENTS: tuple[tuple[re.Pattern[str], str, Severity | None], ...] = (
             r"sequence_parallel_size|tokenizer_\w+|chat_template\w*|add_bos|use_fast|"
             r"use_slow_tokenizer|get_tokenizer_fn|eos_token|pad_token"
         ),
-        "the place in the data would be one in other data", "error",
+        "the place in the data would be one in other data",
+        "error",
     ),
     (_OPTIMIZER, "the saved state belongs to another optimizer", "error"),
     (_ENGINE, "the saved states may not fit another engine", "error"),
@@ -81,14 +86,15 @@ _ARGUMENTS: tuple[tuple[re.Pattern[str], str, Severity | None], ...] = (
             r"lr_scheduler_\w+|warmup_\w+|final_lr_ratio|num_train_epochs|num_epochs|max_steps|"
             r"max_train_steps"
         ),
-        "the learning rate goes on with another schedule", "warning",
+        "the learning rate goes on with another schedule",
+        "warning",
     ),
     (re.compile(r".+"), "it acts from there on only", "warning"),
-)  # fmt: skip
+)
 """What a resume makes of another value of an argument; the first that matches its name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ResumeChange:
     """One thing that differs; `what` is the name to allow it by, `key` the argument it belongs to.
 
@@ -108,9 +114,12 @@ class ResumeChange:
     def as_json(self) -> dict[str, Any]:
         """For the manifest."""
         return {
-            "what": self.what, "before": self.before, "after": self.after, "effect": self.effect,
+            "what": self.what,
+            "before": self.before,
+            "after": self.after,
+            "effect": self.effect,
             "severity": self.severity,
-        }  # fmt: skip
+        }
 
     @property
     def differs(self) -> str:
@@ -161,7 +170,7 @@ def _devices(record: Record, plan: Plan) -> Iterator[ResumeChange]:
     else:
         effect, severity = "the random states of processes that are new begin anew", "warning"
     before, after = (gpus, plan.gpus) if was == plan.processes else (was, plan.processes)
-    yield ResumeChange(what="gpus", before=before, after=after, effect=effect, severity=severity)
+    yield ResumeChange("gpus", before, after, effect, severity)
 
 
 def _batch(
@@ -177,10 +186,9 @@ def _batch(
     for what, value in (("per_device", plan.per_device), ("accumulation", plan.accumulation)):
         before = record.number("plan", what)
         if before not in (None, value):
-            yield ResumeChange(
-                what=what, before=before, after=value, effect=effect,
-                severity="error" if moved else "note", key=getattr(plan.stage.entry.names, what),
-            )  # fmt: skip
+            severity: Severity = "error" if moved else "note"
+            key = getattr(plan.stage.entry.names, what)
+            yield ResumeChange(what, before, value, effect, severity, key)
 
 
 def _arguments(record: Record, plan: Plan, now: Contents) -> Iterator[ResumeChange]:
@@ -212,10 +220,7 @@ def _arguments(record: Record, plan: Plan, now: Contents) -> Iterator[ResumeChan
             effect, severity = "nothing reads it here", "note"
         elif name == "optim" and before in _ADAMW and after in _ADAMW:
             effect, severity = _RESTORED, "warning"
-        yield ResumeChange(
-            what=name, key=name, before=before, after=after, effect=effect, severity=severity,
-            restored=effect == _RESTORED,
-        )  # fmt: skip
+        yield ResumeChange(name, before, after, effect, severity, name, effect == _RESTORED)
 
 
 def _has_adapter(plan: Plan) -> bool:
@@ -245,10 +250,8 @@ def _contents(record: Record, plan: Plan, now: Contents) -> Iterator[ResumeChang
             continue
         # without an adapter or a reference the weights come out of the checkpoint alone
         severity: Severity = "warning" if role == "model" and not base else "error"
-        yield ResumeChange(
-            what=what, before=inputs.names(before, role), effect=effect, severity=severity,
-            after=f"{inputs.names(now, role)}, with other content",
-        )  # fmt: skip
+        after = f"{inputs.names(now, role)}, with other content"
+        yield ResumeChange(what, inputs.names(before, role), after, effect, severity)
 
 
 def _engine(record: Record, plan: Plan, now: Contents) -> Iterator[ResumeChange]:
@@ -263,16 +266,12 @@ def _engine(record: Record, plan: Plan, now: Contents) -> Iterator[ResumeChange]
         ]
         if names[0] != names[1]:
             effect = "the states of the one are not those of the other"
-            yield ResumeChange(
-                what="deepspeed", before=names[0], after=names[1], effect=effect, severity="error"
-            )
+            yield ResumeChange("deepspeed", names[0], names[1], effect, "error")
     words = iter(record.items_of("argv"))
     precision = next((next(words, None) for word in words if word == "--mixed_precision"), None)
     if not plan.stage.entry.own_precision and precision not in (None, plan.mixed_precision):
-        yield ResumeChange(
-            what="mixed_precision", before=precision, after=plan.mixed_precision,
-            effect="it acts from there on only", severity="warning",
-        )  # fmt: skip
+        effect = "it acts from there on only"
+        yield ResumeChange("mixed_precision", precision, plan.mixed_precision, effect, "warning")
 
 
 def _reference(record: Record, plan: Plan, caches: Sequence[Cache]) -> Iterator[ResumeChange]:
@@ -286,24 +285,21 @@ def _reference(record: Record, plan: Plan, caches: Sequence[Cache]) -> Iterator[
     other = [name for name in key if name in before and before[name] != key[name]]
     if was.get("digest") != now.digest or other:
         by = ", ".join(other) or "the content of the model, the data or upstream's code"
-        yield ResumeChange(
-            what="reference", before=str(was.get("path")), after=str(now.path), severity="error",
-            effect=f"another reference belongs to it ({by}), and the half-trained model would be taken "
-            "for it",
-        )  # fmt: skip
+        effect = f"another reference belongs to it ({by}), and the half-trained model would be taken for it"
+        yield ResumeChange("reference", str(was.get("path")), str(now.path), effect, "error")
 
 
 def _versions(record: Record, plan: Plan, trainer: Trainer) -> Iterator[ResumeChange]:
     was, now = record.value("upstream", "version"), plan.stage.upstream.version
     if plan.stage.backend.CHECKOUT and isinstance(was, str) and was != now:
         effect = "another version may count, tokenise and save in another way"
-        yield ResumeChange(what="pin", before=was, after=now, effect=effect, severity="error")
+        yield ResumeChange("pin", was, now, effect, "error")
     before, after = record.part("trainer", "packages"), trainer.packages
     other = [n for n in python.DECISIVE if before and before.get(n) != after.get(n)]
     if other:
-        yield ResumeChange(
-            what="packages", severity="warning",
-            before=", ".join(f"{name} {before.get(name) or 'none'}" for name in other),
-            after=", ".join(f"{name} {after.get(name) or 'none'}" for name in other),
-            effect="they may round, tokenise and shuffle in another way",
-        )  # fmt: skip
+        effect = "they may round, tokenise and shuffle in another way"
+        was, now = (
+            ", ".join(f"{name} {one.get(name) or 'none'}" for name in other)
+            for one in (before, after)
+        )
+        yield ResumeChange("packages", was, now, effect, "warning")

@@ -23,7 +23,7 @@ from launcher.artifacts import checkpoints
 from launcher.artifacts.checkpoints import Checkpoint
 from launcher.cache.inputs import Contents
 from launcher.cache.keys import Cache
-from launcher.errors import Finding, Severity, errors, not_ready, usage
+from launcher.errors import Finding, Severity, errors, launch_finding, not_ready, usage
 from launcher.lifecycle import checksums
 from launcher.lifecycle.resume import changes, epochs
 from launcher.lifecycle.resume.changes import ResumeChange
@@ -187,11 +187,9 @@ def set_aside(decision: Decision, attempt: int) -> list[Path]:
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise not_ready(
-                "not-set-aside",
-                f"{path} is in the way of a resume and cannot be moved: {error.strerror}",
-                f"move it to {target}", file=str(path),
-            ) from None  # fmt: skip
+            message = f"{path} is in the way of a resume and cannot be moved: {error.strerror}"
+            help = f"move it to {target}"
+            raise not_ready("not-set-aside", message, help, file=str(path)) from None
         moved.append(target)
     return moved
 
@@ -210,14 +208,15 @@ def warn_pasted_command(plan: Plan, output: Path | None, folder: RunFolder) -> t
         does = f"goes on from {taken.name}, whatever has changed since"
     else:
         does = "trains into the same folder"
-    warning = Finding(
-        severity="warning",
-        layer="launch",
-        code="earlier-run",
+    warning = launch_finding(
+        "warning",
+        "earlier-run",
+        (
+            f"{output} is that of {folder.path.name}, which launch itself would compare with this, "
+            f"to go on from there or to refuse; this line {does}"
+        ),
+        "say it without --dry-run, or with --fresh for a line that takes a folder beside it",
         key=f"args.{plan.stage.entry.names.output}",
-        message=f"{output} is that of {folder.path.name}, which launch itself would compare with this, "
-        f"to go on from there or to refuse; this line {does}",
-        help="say it without --dry-run, or with --fresh for a line that takes a folder beside it",
     )
     return (plan.stage.config.placed(warning),)
 
@@ -294,10 +293,13 @@ class _Attempts:
         shared, limit = value(names.shared), value(names.max_steps)
         epochs = value(names.epochs)
         return EpochLayout(
-            rows=rows, per_device=per_device, devices=max(1, count // max(1, int(shared or 1))),
-            accumulation=accumulation, epochs=epochs if isinstance(epochs, int | float) else 1,
+            rows=rows,
+            per_device=per_device,
+            devices=max(1, count // max(1, int(shared or 1))),
+            accumulation=accumulation,
+            epochs=epochs if isinstance(epochs, int | float) else 1,
             limit=limit if isinstance(limit, int) and limit > 0 else None,
-        )  # fmt: skip
+        )
 
     def reference(self) -> Path | None:
         """The file of reference log-probabilities that was used last."""
@@ -381,11 +383,9 @@ def judge(
     """
     wrong = [n for n in allowed if n not in changes.NAMES and n not in plan.stage.schema.fields]
     if wrong:
-        raise usage(
-            "unknown-change",
-            f"--allow-changed-resume: nothing is called {', '.join(map(repr, wrong))}",
-            f"one of {', '.join(changes.NAMES)}, or the name of an argument",
-        )  # fmt: skip
+        message = f"--allow-changed-resume: nothing is called {', '.join(map(repr, wrong))}"
+        help = f"one of {', '.join(changes.NAMES)}, or the name of an argument"
+        raise usage("unknown-change", message, help)
     if plan.values.get("cache_dataset_only") is True:
         return Decision()
     last = lease.newest(output)
@@ -431,14 +431,22 @@ class _Judge:
         return str(named) if plain else None
 
     def _say(
-        self, severity: Severity, code: str, message: str, help: str | None = None,
+        self,
+        severity: Severity,
+        code: str,
+        message: str,
+        help: str | None = None,
         key: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A finding, at the argument that it is about: by default the output folder's."""
         finding = Finding(
-            severity=severity, layer="run" if severity == "error" else "launch", code=code,
-            key=f"args.{key or self.plan.stage.entry.names.output}", message=message, help=help,
-        )  # fmt: skip
+            severity=severity,
+            layer="run" if severity == "error" else "launch",
+            code=code,
+            key=f"args.{key or self.plan.stage.entry.names.output}",
+            message=message,
+            help=help,
+        )
         self.findings.append(finding)
 
     # -- the ways out
@@ -461,10 +469,10 @@ class _Judge:
             message = f"upstream would resume from {chosen.path}, and {fault}"
             self._say("error", "broken-checkpoint", message, "move it out of the output folder")
         self._check_reference(())
-        return Decision(
-            kind="resume", checkpoint=chosen, step=self.attempts.steps(chosen),
-            place=self._place(chosen), kept=_names(found),
-        )  # fmt: skip
+        step = self.attempts.steps(chosen)
+        place = self._place(chosen)
+        kept = _names(found)
+        return Decision(kind="resume", checkpoint=chosen, step=step, place=place, kept=kept)
 
     def again(self) -> Decision:
         """The run has been here: finished, to be continued, or with nothing to continue from."""
@@ -485,9 +493,12 @@ class _Judge:
         return self._from_zero(found)
 
     def _go_on(
-        self, found: Sequence[Checkpoint], chosen: Checkpoint, wrong: ResumeMismatch | None,
+        self,
+        found: Sequence[Checkpoint],
+        chosen: Checkpoint,
+        wrong: ResumeMismatch | None,
         passed: tuple[Checkpoint, ResumeMismatch] | None,
-    ) -> Decision:  # fmt: skip
+    ) -> Decision:
         """From a checkpoint of this run; `passed` is the newest one, where an older one is taken."""
         total, at = self.attempts.total(), self.attempts.steps(chosen)
         left = "" if total is None else f", {max(0, total - at)} of {total} steps are left"
@@ -500,11 +511,12 @@ class _Judge:
         if passed is not None:
             newest, mismatch = passed
             self._say(
-                "warning", "resume-earlier",
+                "warning",
+                "resume-earlier",
                 f"goes back to {chosen.name}, {self.attempts.steps(newest) - at} steps are trained again; "
                 f"from {newest.name} upstream would go on wrongly: {mismatch.text}",
                 f"--allow-changed-resume position goes on from {newest.name} all the same",
-            )  # fmt: skip
+            )
         self._check_reference(changed)
         aside = self._aside(found, chosen)
         derived = {
@@ -519,9 +531,15 @@ class _Judge:
             why = "the same command goes on from the last complete checkpoint"
             derived[self.entry.names.resume] = Derived(value=str(chosen.path), why=why)
         return Decision(
-            kind="resume", checkpoint=chosen, step=at, place=self._place(chosen),
-            changes=tuple(changed), kept=_names(found, aside), aside=aside, derived=derived,
-        )  # fmt: skip
+            kind="resume",
+            checkpoint=chosen,
+            step=at,
+            place=self._place(chosen),
+            changes=tuple(changed),
+            kept=_names(found, aside),
+            aside=aside,
+            derived=derived,
+        )
 
     def _as_named(self, named: Path, found: Sequence[Checkpoint]) -> Decision:
         """The stage file names a checkpoint for the first time: that one, whatever else is there."""
@@ -531,10 +549,9 @@ class _Judge:
             self._say("error", "broken-checkpoint", message, help, "resume_from_checkpoint")
         # what a run did not go on from, it must not rotate away
         aside = self._aside(found, same)
-        return Decision(
-            kind="resume", checkpoint=same, step=same.number if same else 0,
-            kept=_names(found, aside), aside=aside,
-        )  # fmt: skip
+        step = same.number if same else 0
+        kept = _names(found, aside)
+        return Decision(kind="resume", checkpoint=same, step=step, kept=kept, aside=aside)
 
     def _over(self, found: Sequence[Checkpoint]) -> Decision:
         """The run is finished; unless something that matters has changed, that is the answer."""
@@ -622,9 +639,13 @@ class _Judge:
         if self.entry.loop == "transformers":
             skips = not self.plan.values.get("ignore_data_skip")
             wrong = epochs.of_trl(
-                one.number, one.epochs, maker.number("plan", "global"), self.plan.global_batch,
-                self.attempts.total(), skips=skips,
-            )  # fmt: skip
+                one.number,
+                one.epochs,
+                maker.number("plan", "global"),
+                self.plan.global_batch,
+                self.attempts.total(),
+                skips=skips,
+            )
             begun = maker.argument("ignore_data_skip") and maker.number("resume", "step")
             if wrong is None and begun and skips:
                 text = "the attempt that saved it had begun an epoch again, and rows that it never "
@@ -636,9 +657,13 @@ class _Judge:
         if one.kind == "epoch":
             return epochs.of_epoch(one.number, was, now)
         return epochs.of_step(
-            self.entry.skips_each_epoch, one.number, self.attempts.saved_at(one, was), was, now,
+            self.entry.skips_each_epoch,
+            one.number,
+            self.attempts.saved_at(one, was),
+            was,
+            now,
             keeps_order=epochs.keeps_order(self.trainer),
-        )  # fmt: skip
+        )
 
     def _place(self, one: Checkpoint) -> DataPosition:
         """Where upstream goes on in the data."""
@@ -671,11 +696,12 @@ class _Judge:
         aside = tuple(one.path for one in newer if one.marked or one.name != written_over)
         if aside and self.output is not None:
             self._say(
-                "note", "set-aside",
+                "note",
+                "set-aside",
                 f"{', '.join(path.name for path in aside[:4])} would be resumed from or marked wrongly by "
                 f"upstream, and moves to {aside_folder(self.output)}",
                 "delete it there if nobody needs it",
-            )  # fmt: skip
+            )
         return aside
 
     # -- what has changed
@@ -694,10 +720,9 @@ class _Judge:
             worse = [replace(one, effect=wrong.text, severity="error") for one in batch]
             return [one for one in found if one not in batch] + worse
         requested = _is_requested(wrong)
-        more = ResumeChange(
-            what="position", key="ignore_data_skip" if requested else None, before=chosen.name,
-            after=None, effect=wrong.text, severity="warning" if requested else "error",
-        )  # fmt: skip
+        key = "ignore_data_skip" if requested else None
+        severity: Severity = "warning" if requested else "error"
+        more = ResumeChange("position", chosen.name, None, wrong.text, severity, key)
         return [*found, more]
 
     def _judge_changes(self, changed: Sequence[ResumeChange], chosen: Checkpoint) -> None:
@@ -726,11 +751,14 @@ class _Judge:
         # nobody can allow it for checkpoints without a record: what they were trained against is not known
         allowed = used is not None and "reference" in self.allowed
         self._say(
-            "warning" if allowed else "error", "reference-gone",
+            "warning" if allowed else "error",
+            "reference-gone",
             f"{used or cache.path} is gone: the checkpoint is loaded before the reference is computed "
             "(dpo_tune_cache.py:503, dpo_tune_cache.py:528), and the half-trained model would be its own "
-            "reference", "bring it back, or start over with --fresh", "model_name_or_path",
-        )  # fmt: skip
+            "reference",
+            "bring it back, or start over with --fresh",
+            "model_name_or_path",
+        )
 
     def _check_names(self) -> None:
         """What upstream would take for a checkpoint, and is none."""

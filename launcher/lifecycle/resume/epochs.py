@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launcher.errors import Finding
+from launcher.errors import Finding, launch_finding
 from launcher.machine.python import Trainer
 from launcher.paths import expanded
 from launcher.plan.plan import Plan
@@ -154,8 +154,9 @@ def of_epoch(epoch: int, was: EpochLayout, now: EpochLayout) -> ResumeMismatch |
         return None
     done = (epoch + 1) * was.updates
     return ResumeMismatch(
-        "count", f"it was saved after {done} steps, which upstream would count as {(epoch + 1) * now.updates}"
-    )  # fmt: skip
+        "count",
+        f"it was saved after {done} steps, which upstream would count as {(epoch + 1) * now.updates}",
+    )
 
 
 def of_trl(
@@ -273,16 +274,14 @@ def _none(plan: Plan) -> Iterator[Finding]:
         yield _note(key, f"{why}: stopped, it begins anew", f"a smaller `{key}`")
     elif plan.values.get("save_only_model"):
         yield _note(
-            "save_only_model", "checkpoints hold no optimizer: a run that is stopped begins anew",
+            "save_only_model",
+            "checkpoints hold no optimizer: a run that is stopped begins anew",
             "`save_only_model: false`",
-        )  # fmt: skip
+        )
 
 
 def _note(key: str, message: str, help: str) -> Finding:
-    return Finding(
-        severity="note", layer="launch", code="no-checkpoints", key=f"args.{key}", message=message,
-        help=help,
-    )  # fmt: skip
+    return launch_finding("note", "no-checkpoints", message, help, key=f"args.{key}")
 
 
 def _inexact(plan: Plan, shape: EpochLayout | None, trainer: Trainer) -> Iterator[Finding]:
@@ -298,11 +297,14 @@ def _inexact(plan: Plan, shape: EpochLayout | None, trainer: Trainer) -> Iterato
     first = of_step(entry.skips_each_epoch, wrong[0], saved, shape, shape, keeps_order=kept)
     number = len(range(every, shape.total, every))
     yield Finding(
-        severity="warning", layer="run", code="resume-inexact", key="args.checkpointing_steps",
+        severity="warning",
+        layer="run",
+        code="resume-inexact",
+        key="args.checkpointing_steps",
         message=f"a resume from {len(wrong)} of the {number} checkpoints would go wrong, the first of them "
         f"step_{wrong[0]}: {first.text if first is not None else ''}",
         help=_instead(entry, shape, every, kept),
-    )  # fmt: skip
+    )
 
 
 def _instead(entry: Entry, shape: EpochLayout, every: int, kept: bool) -> str:

@@ -17,6 +17,7 @@ from launcher.config import load, pipeline
 from launcher.config.load import Config
 from launcher.errors import Exit, Finding, InvalidConfig, brief, errors, not_ready
 from launcher.machine.git import Repository
+from launcher.paths import canonical
 from launcher.pin import pin
 from launcher.pin.pin import PACKAGE, Commits, describe
 from launcher.stage import unused
@@ -251,20 +252,22 @@ def between(
 
 
 def _load(paths: Sequence[Path]) -> list[Config]:
-    loaded: list[Config] = []
+    # a stage file beside the pipeline that names it counts once
+    loaded: dict[tuple[Path, tuple[str, ...]], Config] = {}
     faults: list[Finding] = []
     for path in paths:
         try:
-            loaded.append(load.load(path))
+            loaded[canonical(path), ()] = load.load(path)
         except InvalidConfig as error:
             if {finding.code for finding in error.findings} == {load.PIPELINE}:
-                links = pipeline.load(path).links
-                loaded += [load.load(link.config, link.texts()) for link in links]
+                for link in pipeline.load(path).links:
+                    texts = link.texts()
+                    loaded[canonical(link.config), tuple(texts)] = load.load(link.config, texts)
             else:
                 faults += error.findings
     if faults:
         raise InvalidConfig(faults)
-    return loaded
+    return [*loaded.values()]
 
 
 def _read(repository: Repository, commit: str, name: str) -> Revision:

@@ -422,16 +422,10 @@ def test_a_folder_and_the_stages_of_a_pipeline(
     told = repo.diff(pipeline)
     assert [one.path.name for one in told.configs] == ["sft.yaml"]
     assert "renamed-key" in {finding.code for finding in only(told).appeared}
-    words = [
-        "pin",
-        "diff",
-        repo.old,
-        repo.new,
-        "--open-instruct",
-        str(repo.path),
-        "--format",
-        "json",
-    ]
+    # a stage file that a pipeline names as it is counts once
+    pipeline.write_text("stages:\n  - {config: files/sft.yaml}\n")
+    only(repo.diff(pipeline, tmp_path / "files" / "sft.yaml"))
+    words = f"pin diff {repo.old} {repo.new} --open-instruct {repo.path} --format json".split()
     main([*words, "-c", str(tmp_path / "files")])
     found = json.loads(capsys.readouterr().out)["data"]["configs"]
     assert sorted(Path(one["path"]).name for one in found) == ["b.yml", "sft.yaml"]

@@ -23,6 +23,7 @@ from launcher.machine import process
 from launcher.printable import printable_bytes
 from launcher.redaction import KEY_BLOCK, known_values, redact_bytes
 from launcher.report.live import View
+from launcher.report.progress import Progress
 from launcher.runs import attempt, rundir, runner
 from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
@@ -50,15 +51,10 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
         _see_to_the_end(folder, attempt)
         return False
     with _signals(folder, requests, forward=forward):
-        view = View(
-            attempt.title,
-            folder.console(attempt.number),
-            folder.probe,
-            attempt.total,
-            terminal=sys.stderr is not None and sys.stderr.isatty(),
-            attempt=attempt.number,
-            world=attempt.world,
-        )
+        progress = Progress(total=attempt.total, attempt=attempt.number, world=attempt.world)
+        terminal = sys.stderr is not None and sys.stderr.isatty()
+        log = folder.console(attempt.number)
+        view = View(attempt.title, log, folder.probe, progress, terminal)
         with view.showing():
             _look_on(folder, view)
     _require_sight(folder)

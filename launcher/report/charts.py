@@ -133,20 +133,23 @@ PANELS: tuple[Panel, ...] = (
     _panel("learning_rate", "learning rate", "learning_rate", floor="zero", noisy=False),
     _panel("tokens", "tokens/s", "tokens_per_second", "logged_tokens_per_second", floor="zero"),
     Panel(
-        key="memory", title="peak memory", unit="GiB", floor="zero", noisy=False,
+        key="memory",
+        title="peak memory",
+        unit="GiB",
+        floor="zero",
+        noisy=False,
         lines={"allocated": ("allocated_gib",), "reserved": ("reserved_gib",)},
     ),
     Panel(
-        key="rewards", title="rewards",
+        key="rewards",
+        title="rewards",
         lines={"chosen": ("rewards/chosen",), "rejected": ("rewards/rejected",)},
     ),
     _panel("margin", "reward margin", "rewards/margins", "rewards/margin"),
-    _panel(
-        "accuracy", "reward accuracy", "rewards/accuracies", "rewards/accuracy", floor="share"
-    ),
+    _panel("accuracy", "reward accuracy", "rewards/accuracies", "rewards/accuracy", floor="share"),
     _panel("grad_norm", "gradient norm", "grad_norm", floor="zero", clips=True),
     _panel("wasted", "wasted share", "wasted_share", floor="zero"),
-)  # fmt: skip
+)
 """The charts that everybody looks at; any other column has one of its own, folded away."""
 
 

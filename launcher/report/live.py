@@ -41,16 +41,12 @@ _BAD = ("leaking", "stale", "corrupt", "not engaged")
 class View:
     """Shows progress while something else waits: a panel on a terminal, plain lines elsewhere."""
 
-    def __init__(
-        self, title: str, console: Path, probe: Path, total: int | None, terminal: bool,
-        *, attempt: int = 1, world: int = 1,
-    ):  # fmt: skip
+    def __init__(self, title: str, console: Path, probe: Path, progress: Progress, terminal: bool):
         # a terminal is looked at over shoulders, and its lines end up in logs of jobs
         self.title = redact(title)
         self.log, self.events = Tail(console), Tail(probe / "rank-0.jsonl")
+        self.progress, self.tracker = progress, log.tracker(console)
         # of a run that goes on, the last of what it has done is enough
-        self.progress = Progress(total=total, attempt=attempt, world=world)
-        self.tracker = log.tracker(console)
         self.log.skip(CAUGHT_UP)
         # what was proved stands at its beginning
         for raw in self.events.read(CAUGHT_UP):

@@ -22,9 +22,9 @@ from launcher.runs.rundir import RunFolder
 from launcher.verdict import summary
 
 COLUMNS = (
-    "run", "stage", "state", "verdict", "step", "loss", "tokens/s", "age", "gpus", "checkpoint", "output",
-    "wandb",
-)  # fmt: skip
+    *("run", "stage", "state", "verdict", "step", "loss", "tokens/s"),
+    *("age", "gpus", "checkpoint", "output", "wandb"),
+)
 _IN_WORDS = {"unknown": "unknown here"}  # in a table beside nothing that explains it
 _STEP = b'"event": "step"'
 _ENDED = ("finished", "failed", "stopped", "lost")

@@ -231,12 +231,9 @@ class Progress:
 
 
 def _step(event: dict[str, Any]) -> StepTime:
-    seconds = event.get("seconds")
-    return StepTime(
-        elapsed=_number(event.get("elapsed")), tokens=_number(event.get("tokens")),
-        seconds=seconds if isinstance(seconds, int | float) else None,
-        interrupted=event.get("interrupted") is True,
-    )  # fmt: skip
+    elapsed, tokens = (_number(event.get(key)) for key in ("elapsed", "tokens"))
+    seconds = _optional(event.get("seconds"))
+    return StepTime(elapsed, tokens, seconds, interrupted=event.get("interrupted") is True)
 
 
 def _optional(value: object) -> float | None:

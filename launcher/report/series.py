@@ -255,9 +255,9 @@ def _unquoted(value: str) -> Any:
 
 
 _MEASURED = (
-    "tokens_per_second", "logged_tokens_per_second", "mfu", "wasted_share", "first_loss", "last_loss",
-    "min_loss", "rewards_margin", "rewards_accuracy",
-)  # fmt: skip
+    *("tokens_per_second", "logged_tokens_per_second", "mfu", "wasted_share"),
+    *("first_loss", "last_loss", "min_loss", "rewards_margin", "rewards_accuracy"),
+)
 
 
 def measured(run: Run) -> dict[str, float | None]:

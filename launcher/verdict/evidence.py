@@ -25,9 +25,9 @@ PATTERNS: tuple[Pattern, ...] = tuple(dict.fromkeys(open_instruct.PATTERNS + trl
 """The patterns of every backend: a stranger's log does not say which one wrote it."""
 
 MEASURED = (
-    "tokens", "positions", "wasted", "rows", "seconds", "allocated_gib", "reserved_gib", "grad_norm",
-    "learning_rate",
-)  # fmt: skip
+    *("tokens", "positions", "wasted", "rows", "seconds"),
+    *("allocated_gib", "reserved_gib", "grad_norm", "learning_rate"),
+)
 """The numbers of a `ProbeStep`."""
 
 LARGEST_WORLD = 100_000
@@ -501,11 +501,16 @@ def _step(event: Event) -> list[ProbeStep]:
         return []
     loss, raw = event.number("loss"), event.fields.get("loss")
     finite = event.fields.get("finite") is not False and (raw is None or loss is not None)
-    measured = {key: event.number(key) for key in (*MEASURED, "micro_batches")}
-    interrupted = event.fields.get("interrupted") is True
+    known = {key: event.number(key) for key in (*MEASURED, "micro_batches")}
+    known["loss"] = loss
     return [
         ProbeStep(
-            rank=event.rank, path=event.path, line=event.line, step=int(number), loss=loss,
-            finite=finite, interrupted=interrupted, **measured,
+            rank=event.rank,
+            path=event.path,
+            line=event.line,
+            step=int(number),
+            finite=finite,
+            interrupted=event.fields.get("interrupted") is True,
+            **known,
         )
-    ]  # fmt: skip
+    ]

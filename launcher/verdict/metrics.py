@@ -124,10 +124,8 @@ def flops_per_token(model: Event, tokens_per_row: float | None) -> float | None:
         trained -= looked_up
     heads, width = model.number("heads"), model.number("head_dim")
     query = heads * width if heads and width else model.number("hidden")
-    return flops_a_token(
-        trained=trained, frozen=frozen, layers=model.number("layers") or 0.0, query=query or 0.0,
-        width=tokens_per_row or 0.0,
-    )  # fmt: skip
+    layers, query, width = model.number("layers") or 0.0, query or 0.0, tokens_per_row or 0.0
+    return flops_a_token(trained=trained, frozen=frozen, layers=layers, query=query, width=width)
 
 
 def mfu(evidence: Evidence) -> float | None:

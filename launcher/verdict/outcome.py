@@ -101,6 +101,7 @@ def _loss(evidence: Evidence, _want: str | None) -> Observation:
     log, lines = evidence.log, evidence.lines
     steps = list(evidence.rank_steps)
     detail: dict[str, object] = {"logged": len(lines), "counted": len(steps)}
+    unproved = Observation(state="finite", proved=False, detail=detail)
     bad = _bad_steps(evidence)
     before = [int(row["step"]) for row in evidence.earlier if row.get("finite") is False]
     if before and not any(one.recorded for one in bad):
@@ -139,10 +140,7 @@ def _loss(evidence: Evidence, _want: str | None) -> Observation:
             )
         if losses(evidence):
             # an evaluation proves nothing of the training, and is no good news of it
-            return Observation(
-                state="finite", proved=False, cites=means, detail=detail, reason=reason,
-                help=_EVALUATED_HELP,
-            )  # fmt: skip
+            return replace(unproved, cites=means, reason=reason, help=_EVALUATED_HELP)
     if not losses(evidence):
         return Observation(
             state="none_logged",
@@ -154,7 +152,7 @@ def _loss(evidence: Evidence, _want: str | None) -> Observation:
         )
     if (doubt := _loss_doubt(evidence)) is not None:
         reason, cites = doubt
-        return Observation(state="finite", proved=False, cites=cites, detail=detail, reason=reason)
+        return replace(unproved, cites=cites, reason=reason)
     every = [step.loss for step in steps] or [_exact(line) for line in lines]
     zero = bool(every) and not any(loss is None or loss for loss in every)
     return Observation(
@@ -275,6 +273,9 @@ def _exact(line: StepLine) -> float:
 # -- gradients
 
 
+_CORRUPT = Observation(state="corrupt", unwanted=True, help=_CORRUPT_HELP)
+
+
 def _gradients(evidence: Evidence, _want: str | None) -> Observation:
     """What each rank's comparison came to; without one, whether the norms look like noise."""
     reports = evidence.last_events("gradients")
@@ -291,12 +292,9 @@ def _gradients(evidence: Evidence, _want: str | None) -> Observation:
             f"used a gradient of norm {detail['used_norm']}, that of the batch is {detail['true_norm']}; "
             f"{detail['broken']} of {detail['parameters']} parameters compared there were wrong"
         )
-        return Observation(
-            state="corrupt", unwanted=True, cites=corrupt, detail=detail, reason=reason,
-            help=_CORRUPT_HELP,
-        )  # fmt: skip
+        return replace(_CORRUPT, cites=corrupt, detail=detail, reason=reason)
     if lines := probe_lines(evidence, "gradients are corrupt"):
-        return Observation(state="corrupt", unwanted=True, cites=lines, help=_CORRUPT_HELP)
+        return replace(_CORRUPT, cites=lines)
     true = [event for event in reports if event.text("state") == "true"]
     noise = _noise(evidence)
     detail = {} if noise is None else {"norms": noise[0]}

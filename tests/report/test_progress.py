@@ -75,7 +75,7 @@ def test_evaluations_and_saves_take_no_part_in_the_speed() -> None:
 def watching(folder: Path, total: int | None = None, *, terminal: bool = False) -> View:
     (folder / "probe").mkdir(exist_ok=True)
     console, probe = folder / "console.log", folder / "probe"
-    return View("sft demo", console, probe, total, terminal, attempt=2)
+    return View("sft demo", console, probe, Progress(total=total, attempt=2), terminal)
 
 
 def write(folder: Path, *events: dict[str, object]) -> None:

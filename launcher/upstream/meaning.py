@@ -23,11 +23,13 @@ def meaning_of(source: Upstream, known: Field) -> str | None:
         module = ast.parse(raw or b"")
     except (SyntaxError, ValueError):
         return None
-    for owner in ast.walk(module):
+    for owner in module.body:
         if not isinstance(owner, ast.ClassDef):
             continue
         for number, node in enumerate(owner.body):
-            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == known.name:
+            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+                continue
+            if node.target.id == known.name:
                 here = node.lineno <= int(line or 0) <= (node.end_lineno or 0)
                 if here or owner.name == known.owner:
                     text = _help(node) or _below(owner, number) or _listed(owner, known.name)

@@ -216,15 +216,17 @@ def explain(
     from launcher.config import load
     from launcher.stage import explain, findings
 
-    loaded = load.load(config, overrides or ()) if config is not None else None
-    request = shared.request(config=config, overrides=overrides or (), gpus=gpus)
+    loaded, derived = None, {}
+    if config is not None:
+        loaded = load.load(config, overrides or ())
+        derived = _derived(shared.request(config=config, overrides=overrides or (), gpus=gpus))
     explained = explain.explain(
         key,
         locator=shared.locator,
         config=loaded,
         stage_name=shared.stage,
         backend=shared.backend,
-        derived=_derived(request) if config is not None else {},
+        derived=derived,
     )
     known = any(one.known for one in explained)
     meanings = [] if known else findings.meanings(key)

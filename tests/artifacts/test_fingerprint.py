@@ -80,22 +80,16 @@ def test_neither_place_nor_time_nor_name_is_part_of_it(write: Write, tmp_path: P
     link = tmp_path / "link.jsonl"
     link.symlink_to(path)
     assert digest(path) == digest(copy) == digest(link)
-    assert (
-        of_data(str(path), FingerprintCache()).digest
-        == of_data(str(copy), FingerprintCache()).digest
-    )
+    first, second = (of_data(str(one), FingerprintCache()).digest for one in (path, copy))
+    assert first == second
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One tensor of many strata, one of few, one that is read whole, one empty."""
     path = tmp_path_factory.mktemp("checkpoint") / "model.safetensors"
-    tensors = {
-        "embed": bytes(20 * content.STRATUM + 77),
-        "few": bytes(700_001),
-        "norm": bytes(3584),
-        "none": b"",
-    }
+    tensors = {"embed": bytes(20 * content.STRATUM + 77), "few": bytes(700_001)}
+    tensors |= {"norm": bytes(3584), "none": b""}
     path.write_bytes(safetensors(tensors, {"format": "pt"}))
     return path
 
@@ -166,16 +160,11 @@ def model(folder: Path, weights: bytes = b"w" * 100) -> Path:
     """A model's folder as `save_pretrained` leaves it, with what a training leaves beside it."""
     (folder / "checkpoint-10").mkdir(parents=True)
     files = {
-        "config.json": b'{"model_type": "qwen2"}',
-        "model.safetensors": safetensors({"a": weights}),
-        "tokenizer.json": b"{}",
-        "tokenizer_config.json": b"{}",
-        "chat_template.jinja": b"{{ messages }}",
-        "README.md": b"a model",
-        "training_args.bin": b"args",
-        "trainer_state.json": b"{}",
-        "checkpoint-10/model.safetensors": b"older",
-    }
+        "config.json": b'{"model_type": "qwen2"}', "model.safetensors": safetensors({"a": weights}),
+        "tokenizer.json": b"{}", "tokenizer_config.json": b"{}", "README.md": b"a model",
+        "chat_template.jinja": b"{{ messages }}", "training_args.bin": b"args",
+        "trainer_state.json": b"{}", "checkpoint-10/model.safetensors": b"older",
+    }  # fmt: skip
     for name, raw in files.items():
         (folder / name).write_bytes(raw)
     return folder
@@ -185,12 +174,8 @@ def test_a_model_is_its_weights_and_configs(tmp_path: Path) -> None:
     folder = model(tmp_path / "m")
     before = of_model(str(folder), FingerprintCache())
     assert [one.name for one in before.files] == ["config.json", "model.safetensors"]
-    for name in (
-        "README.md",
-        "training_args.bin",
-        "checkpoint-10/model.safetensors",
-        "tokenizer.json",
-    ):
+    others = ("README.md", "training_args.bin", "checkpoint-10/model.safetensors", "tokenizer.json")
+    for name in others:
         (folder / name).write_bytes(b"other")
     assert of_model(str(folder), FingerprintCache()).digest == before.digest
     moved = tmp_path / "deeper" / "n"

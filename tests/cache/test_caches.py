@@ -300,10 +300,8 @@ def test_a_folder_is_listed_with_what_it_was_derived_from(place: Path) -> None:
         record = json.loads((found["reference"].path / cache_folders.RECORD).read_text())
     by_role = {one["role"]: one for one in record["inputs"]}
     assert by_role["model"]["name"] == "model"
-    assert [f["name"] for f in by_role["model"]["shown"]["files"]] == [
-        "config.json",
-        "model.safetensors",
-    ]
+    shown = [one["name"] for one in by_role["model"]["shown"]["files"]]
+    assert shown == ["config.json", "model.safetensors"]
     row = next(one.row() for one in cache_folders.known() if one.kind == "reference")
     assert (row["state"], row["runs"]) == ("filled", ["r1"])
     assert row["size"] > 1000 and row["last used"] < 60
@@ -437,9 +435,7 @@ def test_nothing_is_deleted_that_is_not_ours(place: Path, tmp_path: Path, spoil:
 
 
 def test_ages() -> None:
-    assert [cache_folders.age(text) for text in ("30d", "90m", "1.5w")] == [
-        30 * 86400, 5400, 907200,
-    ]  # fmt: skip
+    assert [*map(cache_folders.age, ("30d", "90m", "1.5w"))] == [30 * 86400, 5400, 907200]
     for text in ("", "30", "-1d", "30 days"):
         with pytest.raises(UsageError):
             cache_folders.age(text)

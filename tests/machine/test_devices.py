@@ -58,9 +58,8 @@ def test_free_ones_in_order(smi: Smi) -> None:
     assert (made.visible, made.findings) == ("0,1", ())
     assert made.env() == {"CUDA_VISIBLE_DEVICES": "0,1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     told = made.as_json()
-    assert told["gpus"][1] == {
-        "index": 1, "id": uuid(1), "name": "NVIDIA H200", "memory_mib": 143771,
-    }  # fmt: skip
+    second = {"index": 1, "id": uuid(1), "name": "NVIDIA H200", "memory_mib": 143771}
+    assert told["gpus"][1] == second
     json.dumps(told)
     # too few free ones names who has them
     smi.cards(BUSY, 4, 4, 5000)
@@ -120,6 +119,13 @@ def test_names_that_name_nothing(text: str) -> None:
 def test_the_ones_that_were_named(smi: Smi) -> None:
     assert chosen(None, ["3", "2"]).visible == "3,2"
     assert chosen(2, [uuid(1), "0"]).visible == "1,0"
+    for asked, environ, words in (
+        (["2", "7"], {}, "--devices 7: there is no such GPU here | to be seen: 0, 1"),
+        (["1"], {"CUDA_VISIBLE_DEVICES": "2,3"},
+         "CUDA_VISIBLE_DEVICES=2,3 hides it | to be seen: 2, 3"),
+    ):  # fmt: skip
+        code, text = refusal(chosen(None, asked, environ))
+        assert code == "no-such-gpu" and words in text
     # a busy one that is named is a warning
     smi.cards(4, BUSY)
     smi.processes((1, 999_999_999, BUSY))
@@ -134,22 +140,6 @@ def test_the_ones_that_were_named(smi: Smi) -> None:
     made = chosen(1, environ={"CUDA_VISIBLE_DEVICES": f"{uuid(3)},{uuid(1)}"})
     assert made.env() == {"CUDA_VISIBLE_DEVICES": uuid(3)}
     assert [slot.gpu.index for slot in made.slots] == [3]
-
-
-@pytest.mark.parametrize(
-    ("count", "asked", "listed", "code", "words"),
-    [
-        (None, ["2", "7"], None, "no-such-gpu", "--devices 7: there is no such GPU here | to be seen: 0, 1"),
-        (None, ["1"], "2,3", "no-such-gpu", "CUDA_VISIBLE_DEVICES=2,3 hides it | to be seen: 2, 3"),
-    ],
-)  # fmt: skip
-def test_named_wrongly(
-    smi: Smi, count: int | None, asked: list[str], listed: str | None, code: str, words: str
-) -> None:
-    environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
-    told = refusal(chosen(count, asked, environ))
-    assert told[0] == code
-    assert words in told[1]
 
 
 def test_a_gpu_that_a_run_holds_is_not_free(smi: Smi, tmp_path: Path) -> None:

@@ -120,15 +120,15 @@ def test_the_order_of_interpreters(tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     inside = python(checkout / ".venv" / "bin")
     environ = {"LAUNCH_PYTHON": str(variable)}
-    found = machine.find_trainer(named, checkout, environ)
-    assert (found.python, found.source) == (named, "--python")
-    found = machine.find_trainer(None, checkout, environ)
-    assert (found.python, found.source) == (variable, "LAUNCH_PYTHON")
-    found = machine.find_trainer(None, checkout, {"LAUNCH_PYTHON": ""})
-    assert (found.python, found.source) == (inside, "the checkout's .venv")
-    for nothing in (None, tmp_path):
-        found = machine.find_trainer(None, nothing, {})
-        assert (found.python, found.source) == (Path(sys.executable), "launch's own")
+    own = (Path(sys.executable), "launch's own")
+    for asked, place, given, python_and_source in (
+        (named, checkout, environ, (named, "--python")),
+        (None, checkout, environ, (variable, "LAUNCH_PYTHON")),
+        (None, checkout, {"LAUNCH_PYTHON": ""}, (inside, "the checkout's .venv")),
+        (None, None, {}, own), (None, tmp_path, {}, own),
+    ):  # fmt: skip
+        found = machine.find_trainer(asked, place, given)
+        assert (found.python, found.source) == python_and_source
 
 
 def test_a_name_on_path_and_a_relative_path(

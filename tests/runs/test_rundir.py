@@ -246,7 +246,7 @@ def test_runs_are_known_from_elsewhere(
     assert rundir.find("2025-a") == RunFolder(odd / "2025-a")
 
 
-def test_a_run_is_listed_once_and_not_when_it_is_gone(root: Path) -> None:
+def test_a_run_is_listed_once_and_its_head_read_alone(root: Path) -> None:
     root.mkdir()
     create(RunFolder(root / "one"))
     create(RunFolder(root / "two"))

@@ -37,11 +37,8 @@ def write_exit(folder: Path, code: int, signal: int | None = None, attempt: int 
     (folder / f"exit{infix}.json").write_text(json.dumps({**values, "attempt": attempt}))
 
 
-def test_an_empty_folder_is_no_evidence(tmp_path: Path) -> None:
+def test_what_a_run_left(tmp_path: Path) -> None:
     assert read_run(tmp_path) == Evidence()
-
-
-def test_reads_what_a_run_left(tmp_path: Path) -> None:
     (tmp_path / "console.log").write_bytes((LOGS / "sft_cpu_hit.log").read_bytes())
     write_rank(tmp_path, 0, start(), step(1), {"event": "end", "exit": 0})
     write_exit(tmp_path, 0)
@@ -147,17 +144,10 @@ def test_tells_the_stage_by_the_trainer_that_is_named(
 
 
 def model(**more: Any) -> dict[str, Any]:
-    shape = {
-        "layers": 2, "hidden": 8, "heads": 2, "head_dim": None, "embedding": 100, "tied": False,
-    }  # fmt: skip
     return {
-        "event": "model",
-        "parameters": 1100,
-        "trainable": 1100,
-        "experts": None,
-        **shape,
-        **more,
-    }
+        "event": "model", "parameters": 1100, "trainable": 1100, "experts": None, "layers": 2,
+        "hidden": 8, "heads": 2, "head_dim": None, "embedding": 100, "tied": False, **more,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

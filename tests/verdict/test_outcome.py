@@ -59,14 +59,8 @@ def reason(verdict: Verdict, name: str) -> str:
 
 
 def weights(moved: int, sampled: int = 10_000, steps: int = 10, **more: Any) -> dict[str, Any]:
-    return {
-        "event": "weights",
-        "steps": steps,
-        "step": steps,
-        "sampled": sampled,
-        "moved": moved,
-        **more,
-    }
+    told = {"event": "weights", "steps": steps, "step": steps, "sampled": sampled, "moved": moved}
+    return {**told, **more}
 
 
 @pytest.mark.parametrize(
@@ -207,9 +201,7 @@ def test_a_model_that_is_not_the_one_that_was_saved_is_no_pass(
     was_ok = {one.name for one in before.points if one.ok}
     spoil(output)
     after = judged(run.folder)
-    assert (after.status, after.point("model").state, after.point("model").ok) == (
-        "fail", state, False,
-    )  # fmt: skip
+    assert (after.status, *brief(after.point("model"))) == ("fail", state, False)
     assert words in reason(after, "model")
     assert {one.name for one in after.points if one.ok} == was_ok - {"model"}
     assert point(judged(run.folder, model="any"), "model").ok  # type: ignore[union-attr]
@@ -230,7 +222,9 @@ def test_a_save_that_left_nothing_is_no_pass_and_an_old_record_says_nothing(
     assert judged(run.folder).point("model").state == "missing"
 
 
-def test_the_weights_of_a_rung_may_be_removed_after_it(run: Run) -> None:
+def test_the_weights_of_a_rung_may_be_removed_and_of_another_machine_nothing_is_known(
+    run: Run,
+) -> None:
     place = run.folder.parent / "models"
     place.mkdir()
     output = trained(run, place)

@@ -181,13 +181,10 @@ def test_a_folder_wins_over_the_table_and_arguments_over_both(
         ({"model_type": "llama", **BASE, "vocab_size": 10**200}, "`vocab_size` is 1000"),
         ({"model_type": "llama", **BASE, "num_key_value_heads": 4}, "is no multiple of"),
         ({"model_type": "qwen3", **BASE, "head_dim": None}, "`head_dim` is null"),
-        (
-            {"model_type": "qwen2", **BASE, "tie_word_embeddings": "yes"},
-            "`tie_word_embeddings` is 'yes'",
-        ),
+        ({"model_type": "qwen2", **BASE, "tie_word_embeddings": "yes"}, "`tie_word_embeddings` is 'yes'"),
         ({"model_type": "qwen2", **BASE, "vision_config": {}}, "more than a language model"),
     ],
-)
+)  # fmt: skip
 def test_what_is_missing_is_named(config: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
         architecture.shape_of(config, name="some/model")

@@ -60,13 +60,8 @@ def test_every_key_and_entry_has_its_line(write: Write) -> None:
     # all duplicate and bad keys at once
     text = "a: 1\nb: 1\na: 2\nargs:\n  x: 1\n  x: 2\n  1: y\n  [k]: z\n  'not a name': w\n"
     document = read(write, text)
-    assert [(f.code, f.line) for f in document.faults] == [
-        ("duplicate-key", 3),
-        ("duplicate-key", 6),
-        ("bad-key", 7),
-        ("bad-key", 8),
-        ("bad-key", 9),
-    ]
+    found = [(f.code, f.line) for f in document.faults]
+    assert found == [*(("duplicate-key", n) for n in (3, 6)), *(("bad-key", n) for n in (7, 8, 9))]
     assert "line 1" in document.faults[0].message
     assert document.faults[1].key == "args.x"
     assert document.value["args"] == {"x": 2}

@@ -588,11 +588,8 @@ def test_the_plan_stands_beside_what_was_measured(prepared: Prepared, tmp_path: 
 def test_out_of_memory_is_explained_by_the_plan(prepared: Prepared, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "runs" / "20260101T000000Z-sft-x")
     folder.path.mkdir(parents=True)
-    record = {
-        "stage": "sft",
-        "backend": "open_instruct",
-        **forecast.with_forecast(prepared).for_record(),
-    }
+    planned = forecast.with_forecast(prepared).for_record()
+    record = {"stage": "sft", "backend": "open_instruct", **planned}
     folder.manifest.write_text(json.dumps(record))
     folder.console(1).write_text(OOM)
     point = start.finish(folder).point("memory")

@@ -284,11 +284,8 @@ def test_activations_are_those_of_transformers(case: dict[str, Any]) -> None:
         allocation.config_of(model, layers), rows=rows, length=width, real=real, packing=packed, **given,
     )  # fmt: skip
     total = rows * width
-    batch = (
-        flat(total)
-        if packed
-        else MicroBatch(rows=rows, width=width, real=real or total, formula="")
-    )
+    batch = MicroBatch(rows=rows, width=width, real=real or total, formula="")
+    batch = flat(total) if packed else batch
     loss = "liger" if given.get("liger") else "full"
     if given.pop("stage", "sft") == "dpo":
         loss = "logprobs"
@@ -337,11 +334,8 @@ def test_activations_are_those_of_olmo_core(rows: int, width: int) -> None:
         traced = allocation.measure_olmo_core(
             "olmo2_7B", shape.vocab, layers=8, rows=rows, length=width, no_grad=alone
         )
-        told = (
-            sum(p.gib for p in reference.allocations if p.kind in {"activations", "logits"})
-            if alone
-            else beside_the_engine(planned)
-        )
+        own = sum(p.gib for p in reference.allocations if p.kind in {"activations", "logits"})
+        told = own if alone else beside_the_engine(planned)
         assert told + rope == pytest.approx(traced / GIB, rel=0.012)
 
 

@@ -61,12 +61,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]
         pytest.importorskip(package)
     place = tmp_path_factory.mktemp("gradients")
     path = os.pathsep.join((str(SUPPORT), str(REPOSITORY)))
-    words = [
-        sys.executable,
-        str(SUPPORT / "gradient_ranks.py"),
-        str(place),
-        *map(json.dumps, CASES),
-    ]
+    script = str(SUPPORT / "gradient_ranks.py")
+    words = [sys.executable, script, str(place), *map(json.dumps, CASES)]
     with (place / "log").open("w") as log:
         subprocess.run(
             words, env={**os.environ, "PYTHONPATH": path}, stdout=log, stderr=log, cwd=place,

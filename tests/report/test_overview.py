@@ -163,13 +163,8 @@ def test_a_half_written_folder_is_a_row_too(folder: RunFolder, text: str) -> Non
 def test_a_table_fits_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [
-        {
-            "variant": "a" * 20,
-            "tokens/s": "5,865 (5,392 to 6,338)",
-            "run": str(Path.cwd() / "runs" / "b"),
-        }
-    ]
+    run = str(Path.cwd() / "runs" / "b")
+    rows = [{"variant": "a" * 20, "tokens/s": "5,865 (5,392 to 6,338)", "run": run}]
     names = ("variant", "tokens/s", "loss", "run")
     console.table(rows, names)
     head, line = capsys.readouterr().out.splitlines()

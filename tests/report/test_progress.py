@@ -133,11 +133,7 @@ SAID = "2026 - finetune.py"
         (50, "2026 - finetune.py:745 - Total optimization steps = 48\n", 48),
         (50, "Total optimization steps = 7\n", 50),
         (50, f"{SAID}:700 - Sample 1: {{'text': 'a.py:1 - Total optimization steps = 7'}}\n", 50),
-        (
-            50,
-            f"a.py:1 - Total optimization steps = 7\n{SAID}:745 - Total optimization steps = 48\n",
-            48,
-        ),
+        (50, f"a.py:1 - Total optimization steps = 7\n{SAID}:745 - Total optimization steps = 48\n", 48),
         (None, "{'text': '10%|#  | 1/60 [00:01<00:20,  2.8it/s]'}\n", None),
         (None, "a row of 3/4 [of all]\n", None),
         (None, " 10%|#  | 30/60 [00:01<00:20,  2.8it/s]\n", None),
@@ -147,7 +143,7 @@ SAID = "2026 - finetune.py"
         (None, "Evaluating | 1/2 [00:01<00:20]\n", None),
         (None, "1/2 of it\n", None),
     ],
-)
+)  # fmt: skip
 def test_how_many_steps_there_will_be(
     tmp_path: Path, planned: int | None, text: str, total: int | None
 ) -> None:

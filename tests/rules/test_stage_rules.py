@@ -494,13 +494,8 @@ def test_checkpoints_that_launch_did_not_write(output: Path, script: str) -> Non
     saved(output, "step_500", complete=False)
     assert found(script, {"checkpointing_steps": 500}, output=output) == []
     saved(output, "step_250")
-    told = one(
-        script,
-        {"checkpointing_steps": 250, "num_epochs": 1}
-        if script == "dpo"
-        else {"checkpointing_steps": 250},
-        output=output,
-    )
+    args = {"checkpointing_steps": 250} | ({"num_epochs": 1} if script == "dpo" else {})
+    told = one(script, args, output=output)
     assert told == ("foreign-checkpoints", "warning", OUT)
     assert found(script, {"cache_dataset_only": True}, output=output) == []
 
@@ -529,14 +524,8 @@ def test_a_folder_with_a_finished_model(output: Path, script: str, names: list[s
     (finding,) = found(script, {}, output=output)
     assert "from zero" in finding.message
     saved(output, "step_5")
-    told = {
-        f.code: f
-        for f in found(
-            script,
-            {"num_epochs": 1} if script == "dpo" else {"checkpointing_steps": 5},
-            output=output,
-        )
-    }
+    args = {"num_epochs": 1} if script == "dpo" else {"checkpointing_steps": 5}
+    told = {f.code: f for f in found(script, args, output=output)}
     assert "step_5" in told["finished-output"].message
 
 

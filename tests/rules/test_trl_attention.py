@@ -163,22 +163,14 @@ FAULTS: list[tuple[str, str, str]] = [
     (FILE + "attention: []\n", "bad-attention", "once"),
     (FILE + "attention: {a: b}\n", "bad-attention", "invalid value"),
     (FILE + "attention: [1]\n", "bad-attention", "invalid value"),
-    (
-        FILE.replace("trl", "open_instruct") + "attention: sdpa\n",
-        "bad-attention",
-        "for TRL only",
-    ),
-    (
-        FILE + "  attn_implementation: sdpa\nattention: sdpa\n",
-        "attention-twice",
-        "keep `attention:`",
-    ),
+    (FILE.replace("trl", "open_instruct") + "attention: sdpa\n", "bad-attention", "for TRL only"),
+    (FILE + "  attn_implementation: sdpa\nattention: sdpa\n", "attention-twice", "keep `attention:`"),
     (
         FILE + "  model_init_kwargs: {attn_implementation: sdpa}\nattention: sdpa\n",
         "attention-twice",
         "keep `attention:`",
     ),
-]
+]  # fmt: skip
 
 
 def test_what_cannot_be_meant(write: Write) -> None:

@@ -154,44 +154,24 @@ FILES: list[tuple[dict[str, Any], dict[str, Any], tuple[str, str]]] = [
     (without(AUTO, "zero_optimization"), {}, ("deepspeed-no-zero", "error")),
     ({"zero_optimization": {"stage": 2}}, {}, ("deepspeed-no-batch", "error")),
     ({**AUTO, "gradient_clipping": 0.5}, {}, ("deepspeed-mismatch", "error")),
-    (
-        {**AUTO, "train_micro_batch_size_per_gpu": 2},
-        {"per_device": 4},
-        ("deepspeed-mismatch", "error"),
-    ),
-    (
-        {**AUTO, "gradient_accumulation_steps": 2},
-        {"accumulation": 4},
-        ("deepspeed-mismatch", "error"),
-    ),
+    ({**AUTO, "train_micro_batch_size_per_gpu": 2}, {"per_device": 4}, ("deepspeed-mismatch", "error")),
+    ({**AUTO, "gradient_accumulation_steps": 2}, {"accumulation": 4}, ("deepspeed-mismatch", "error")),
     (
         {**AUTO, "train_batch_size": 128},
         {"gpus": 8, "per_device": 4, "accumulation": 2},
         ("deepspeed-mismatch", "error"),
     ),
-    (
-        {**AUTO, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
-        {},
-        ("deepspeed-mismatch", "error"),
-    ),
+    ({**AUTO, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {}, ("deepspeed-mismatch", "error")),
     (
         {**AUTO, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},
         {},
         ("deepspeed-mismatch", "error"),
     ),
-    (
-        without(AUTO, "gradient_accumulation_steps"),
-        {"accumulation": 4},
-        ("deepspeed-mismatch", "error"),
-    ),
+    (without(AUTO, "gradient_accumulation_steps"), {"accumulation": 4}, ("deepspeed-mismatch", "error")),
     ({**AUTO, "fp16": {"enabled": True}}, {}, ("deepspeed-precision", "error")),
     ({**AUTO, "bf16": {"enabled": False}}, {}, ("deepspeed-precision", "error")),
-    (
-        {**AUTO, "zero_optimization": {"stage": 3}},
-        {},
-        ("zero3-unsaved", "warning"),
-    ),
-]
+    ({**AUTO, "zero_optimization": {"stage": 3}}, {}, ("zero3-unsaved", "warning")),
+]  # fmt: skip
 
 
 def test_deepspeed_files() -> None:

@@ -112,11 +112,8 @@ def test_every_file_that_ships_is_valid() -> None:
             assert other == own or not validator(*other).is_valid(ours), path
 
 
-SFT, DPO, TRL = (
-    {"dataset_mixer_list": ["a", 1.0]},
-    {"mixer_list": ["a", 1.0]},
-    {"dataset_name": "a"},
-)
+SFT, DPO = {"dataset_mixer_list": ["a", 1.0]}, {"mixer_list": ["a", 1.0]}
+TRL = {"dataset_name": "a"}
 FILES: tuple[tuple[dict[str, Any], bool], ...] = (
     ({"stage": "sft", "args": SFT}, True),
     ({"stage": "sft", "backend": None, "args": SFT}, True),

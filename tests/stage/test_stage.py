@@ -89,43 +89,20 @@ def test_validate_raises_all_findings_and_under_strict_warnings_too(judged: Any)
 
 def test_all_faults_of_a_file_at_once(judged: Any) -> None:
     found = judged(
-        "stage: sft\n"
-        "deepspeed: zero9\n"
-        "batch: {global: 0}\n"
-        "expect: {liger: maybe}\n"
-        "colour: red\n"
-        "learning_rate: 1\n"
-        "args:\n"
-        "  model_name_or_path: m\n"
-        "  dataset_mixer_list: [a, 1]\n"
-        "  use_liger_kernal: true\n"
-        "  use_flash_attn: true\n"
-        "  chat_template: tulu\n"
-        "  mixer_list: [a, 1.0]\n"
-        "  num_train_epochs: two\n"
-        "  dataset_cache_mode: s3\n"
-        "  push_to_hub: false\n"
-        "  seed: 1\n"
-        "  seed: 2\n"
-        "  learning_rat: 1e-5\n"
+        "stage: sft\ndeepspeed: zero9\nbatch: {global: 0}\nexpect: {liger: maybe}\ncolour: red\n"
+        "learning_rate: 1\nargs:\n  model_name_or_path: m\n  dataset_mixer_list: [a, 1]\n"
+        "  use_liger_kernal: true\n  use_flash_attn: true\n  chat_template: tulu\n"
+        "  mixer_list: [a, 1.0]\n  num_train_epochs: two\n  dataset_cache_mode: s3\n"
+        "  push_to_hub: false\n  seed: 1\n  seed: 2\n  learning_rat: 1e-5\n"
     )
     assert brief(found) == [
-        ("bad-deepspeed", "launch", 2),
-        ("bad-batch", "launch", 3),
-        ("bad-expect", "launch", 4),
-        ("unknown-option", "launch", 5),
-        ("unknown-option", "launch", 6),
-        ("one-sample", "run", 9),
-        ("unknown-key", "parser", 10),
-        ("removed-key", "parser", 11),
-        ("renamed-key", "launch", 12),
-        ("renamed-key", "parser", 13),
-        ("bad-value", "parser", 14),
-        ("bad-value", "parser", 15),
-        ("beaker-without-push", "parser", 16),
-        ("duplicate-key", "launch", 18),
+        ("bad-deepspeed", "launch", 2), ("bad-batch", "launch", 3), ("bad-expect", "launch", 4),
+        ("unknown-option", "launch", 5), ("unknown-option", "launch", 6), ("one-sample", "run", 9),
+        ("unknown-key", "parser", 10), ("removed-key", "parser", 11), ("renamed-key", "launch", 12),
+        ("renamed-key", "parser", 13), ("bad-value", "parser", 14), ("bad-value", "parser", 15),
+        ("beaker-without-push", "parser", 16), ("duplicate-key", "launch", 18),
         ("abbreviated-key", "launch", 19),
-    ]
+    ]  # fmt: skip
     assert {f.file for f in found.findings} == {str(found.config.path)}
 
 
@@ -330,16 +307,8 @@ ONE = "batch: {global: 8, per_device: 1}\n"
 ALONE = "has nothing to pack"
 EXPECTED: tuple[tuple[str, str, str | None, str], ...] = (
     ("expect: {liger: engaged}\n", f"{OLMO}packing: true}}", "error", "is not true"),
-    (
-        "expect: {packing: on}\non_violation: warn\n", f"{OLMO}packing: false}}", "warning",
-        "is not true",
-    ),
-    (
-        "script: dpo_olmo_core\nexpect: {liger: engaged}\n",
-        f"{OLMO}{BOTH}}}",
-        "error",
-        "dpo.py has no",
-    ),
+    ("expect: {packing: on}\non_violation: warn\n", f"{OLMO}packing: false}}", "warning", "is not true"),
+    ("script: dpo_olmo_core\nexpect: {liger: engaged}\n", f"{OLMO}{BOTH}}}", "error", "dpo.py has no"),
     ("expect: {liger: engaged, packing: isolated}\n", f"{OLMO}{BOTH}}}", None, ""),
     (f"expect: {{packing: isolated}}\n{ONE}", f"{SMALL}}}", "error", ALONE),
     ("expect: {packing: on}\n", f"{SMALL}, per_device_train_batch_size: 1}}", "error", ALONE),

@@ -97,20 +97,11 @@ def _odd_key(schema: Schema, chance: random.Random, arguments: Arguments) -> Non
     name = chance.choice(_judgeable(schema))
     value = chance.choice((*ODD, _valid_or_text(schema.fields[name], chance)))
     at = chance.randrange(1, len(name))
-    key = chance.choice(
-        (
-            name[:at],
-            name[:-1],
-            name[:at] + name[at + 1 :],
-            name[:at] + chance.choice("abc_") + name[at:],
-            name.replace("_", "-"),
-            name.replace("_", "-")[:at],
-            f"no_{name}",
-            f"no-{name}",
-            name.upper(),
-            chance.choice(ELSEWHERE),
-        )
-    )
+    dashed = name.replace("_", "-")
+    key = chance.choice((
+        name[:at], name[:-1], name[:at] + name[at + 1 :], name[:at] + chance.choice("abc_") + name[at:],
+        dashed, dashed[:at], f"no_{name}", f"no-{name}", name.upper(), chance.choice(ELSEWHERE),
+    ))  # fmt: skip
     arguments[key] = value
 
 

@@ -41,10 +41,8 @@ def missing(names: Sequence[str]) -> list[str]:
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.training,
-    pytest.mark.skipif(
-        bool(missing(TRAINING)), reason=f"{NO_PACKAGES}: {', '.join(missing(TRAINING))}"
-    ),
-]
+    pytest.mark.skipif(bool(missing(TRAINING)), reason=f"{NO_PACKAGES}: {', '.join(missing(TRAINING))}"),
+]  # fmt: skip
 
 
 @pytest.fixture

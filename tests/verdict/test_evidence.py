@@ -128,14 +128,11 @@ FRAME = '  File "/x/lib/python3.11/site-packages/trl/trainer/{}_trainer.py", lin
         (FRAME.format("sft") + FRAME.format("gkd") + DICT, None),
         (FRAME.format("online_dpo"), None),
         (FRAME.format("sft") + DICT.replace("'epoch'", "'objective/kl': 0.1, 'epoch'"), None),
-        (
-            "x.py:9: FutureWarning: `tokenizer` is deprecated for `DPOTrainer.__init__`. Use\n",
-            "dpo",
-        ),
+        ("x.py:9: FutureWarning: `tokenizer` is deprecated for `DPOTrainer.__init__`. Use\n", "dpo"),
         ("x.py:9: FutureWarning: `tokenizer` is deprecated for `CPOTrainer.__init__`. Use\n", None),
         ("Command '['/x/trl/scripts/sft.py']' returned non-zero exit status 1.\n", "sft"),
     ],
-)
+)  # fmt: skip
 def test_tells_the_stage_by_the_trainer_that_is_named(
     tmp_path: Path, text: str, stage: str | None
 ) -> None:

@@ -96,16 +96,12 @@ def test_who_left_no_record_may_have_filled_the_cache(run: Run) -> None:
     ("kwargs", "calls", "answer"),
     [
         ({"fused_linear_cross_entropy": True}, {"rope": 4}, ("not_engaged", False)),
-        (
-            {"fused_linear_cross_entropy": True},
-            {"fused_linear_cross_entropy": 4},
-            ("engaged", True),
-        ),
+        ({"fused_linear_cross_entropy": True}, {"fused_linear_cross_entropy": 4}, ("engaged", True)),
         ({"fused_linear_cross_entropy": False}, {"rope": 4}, ("engaged", True)),
         ({}, {"rope": 4}, ("engaged", True)),
         ({}, {"rope": -4}, ("not_engaged", False)),
     ],
-)
+)  # fmt: skip
 def test_the_fused_loss_that_was_patched_in_has_to_run(
     run: Run, kwargs: dict[str, bool], calls: dict[str, int], answer: tuple[str, bool]
 ) -> None:
@@ -165,16 +161,12 @@ def trl(loss: str, norm: str, rate: str, steps: int = 9) -> str:
         (sft(9).replace("LR: 1e-05", "LR: 0.0"), ("finite", True), "still"),
         (sft(9).replace("LR: 1e-05", "LR: 0.0", 8), ("finite", True), None),
         # the end of a schedule
-        (
-            sft(9).replace("LR: 1e-05", "LR: 0.0").replace("Step: ", "Step: 10"),
-            ("finite", True),
-            None,
-        ),
+        (sft(9).replace("LR: 1e-05", "LR: 0.0").replace("Step: ", "Step: 10"), ("finite", True), None),
         (trl("2", "1", "0"), ("finite", True), "still"),
         (trl("2", "0", "1e-05"), ("finite", True), "still"),
         (trl("2", "0", "1e-05", steps=1), ("finite", True), None),
     ],
-)
+)  # fmt: skip
 def test_a_log_alone_shows_that_nothing_was_learned(
     tmp_path: Path, log: str, loss: tuple[str, bool], trend: str | None
 ) -> None:

@@ -251,10 +251,7 @@ def test_what_changed_since_the_start_fails_with_file_and_fingerprints(
     data.write_text("one\n")
     saved.model(tmp_path / "model")
     before = [
-        {
-            "role": "data", "name": str(data), "digest": digest(data),
-            "files": {data.name: digest(data)},
-        },
+        {"role": "data", "name": str(data), "digest": digest(data), "files": {data.name: digest(data)}},
         model_of(tmp_path / "model"),
     ]  # fmt: skip
     run.log(sft(5))

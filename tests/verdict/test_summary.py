@@ -65,10 +65,7 @@ def test_a_run_that_was_stopped_is_shown_as_stopped(
     [
         # what Ctrl-C raises in the trainer is no fault of its
         (
-            {
-                "signal": "SIGINT",
-                "error": {"type": "KeyboardInterrupt", "message": "", "at": "a:1"},
-            },
+            {"signal": "SIGINT", "error": {"type": "KeyboardInterrupt", "message": "", "at": "a:1"}},
             "the run was stopped by SIGINT after step 3 of 9",
             "start the same command again: it continues from the last checkpoint, if there is one",
         ),
@@ -79,7 +76,7 @@ def test_a_run_that_was_stopped_is_shown_as_stopped(
             "lower the learning rate",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_stop_names_its_cause(detail: dict[str, Any], cause: str, help: str) -> None:
     finish = {"name": "finish", "state": "stopped", "ok": False, "expected": "completed"}
     finish |= {"detail": {"last_step": 3, "total_steps": 9, **detail}}

@@ -144,17 +144,11 @@ def test_rows_that_cannot_hold_as_many_tokens_are_no_choice() -> None:
         pytest.param(LORA, FULL, {}, "deepspeed", "without it", marks=needs_trl),
         (HAND, (), {"packages": {}}, "liger", "not installed"),
         (HAND, ("batch.global=2", "batch.per_device=1"), {}, "per_device", "2 rows"),
-        (
-            TULU,
-            ("model_name_or_path=Qwen/Qwen2.5-7B", "zero_stage=2"),
-            {},
-            "deepspeed",
-            "zero_stage",
-        ),
+        (TULU, ("model_name_or_path=Qwen/Qwen2.5-7B", "zero_stage=2"), {}, "deepspeed", "zero_stage"),
         ("demo/sft_open_instruct.yaml", (), {"gpus": 0}, "deepspeed", "CPU"),
         ("demo/sft_open_instruct.yaml", (), {"gpus": 0}, "liger", "GPU"),
     ],
-)
+)  # fmt: skip
 def test_what_stays_as_it_is_has_a_reason(
     path: str, overrides: tuple[str, ...], terms: dict[str, object], lever: str, words: str
 ) -> None:
@@ -185,13 +179,9 @@ OLMO = "olmo_core/dpo_qwen3_0_6b.yaml"
     [
         ((), {"attention", "checkpointing"}, {"per_device", "packing"}),
         (("compile_model=false",), {"attention"}, {"per_device", "packing", "checkpointing"}),
-        (
-            ("packing=false", "expect.packing=off"),
-            {"attention", "checkpointing", "per_device"},
-            {"packing"},
-        ),
+        (("packing=false", "expect.packing=off"), {"attention", "checkpointing", "per_device"}, {"packing"}),
     ],
-)
+)  # fmt: skip
 def test_of_the_second_dpo_script_only_what_leaves_its_batch_alone(
     overrides: tuple[str, ...], turned: set[str], stays: set[str]
 ) -> None:

@@ -87,7 +87,10 @@ class Command(TyperCommand):
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None:
-                rows[parameter.param_type_name][str(parameter.name)] = record[0], _plain(record[1])
+                rows[parameter.param_type_name][str(parameter.name)] = (
+                    record[0].replace("<int range>", "N"),
+                    _plain(record[1]),
+                )
         _write(formatter, "Arguments", [*rows["argument"].values()])
         options = rows["option"]
         *groups, (rest, others) = _grouped(
@@ -145,6 +148,8 @@ def overrides(arguments: list[str], command: Any) -> list[str]:
         for stage in stages
         for field in locate.snapshot(backend)["stages"][stage]
     }
+    # of a pipeline the stage is named too
+    prefix = "STAGE." if command.name == "pipeline" else ""
     written = []
     for word, following in zip(arguments, [*arguments[1:], "--"], strict=True):
         option, _, value = word.partition("=")
@@ -156,5 +161,5 @@ def overrides(arguments: list[str], command: Any) -> list[str]:
                 or "=" in following
                 or following.endswith((".yaml", ".yml"))
             )
-            written.append(f"{key}={value or ('true' if bare else following)}")
+            written.append(f"{prefix}{key}={value or ('true' if bare else following)}")
     return written

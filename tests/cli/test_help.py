@@ -38,6 +38,7 @@ def test_commands_and_options_stand_in_groups() -> None:
         ("sft f.yaml --learning_rate 1e-3", "learning_rate=1e-3"),
         ("sft f.yaml --learning-rate=1e-3 --packing --gpus 0", "learning_rate=1e-3 packing=true"),
         ("sft --packing f.yaml --warmup_ratio 0.03", "packing=true warmup_ratio=0.03"),
+        ("pipeline p.yaml --max-steps 3", "STAGE.max_steps=3"),
         ("plan f.yaml --beta 0.1 --deepspeed zero3", "beta=0.1 deepspeed=zero3"),
     ],
 )

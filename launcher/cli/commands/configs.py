@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
 from typer import Argument, Option
 
+from launcher.cli.help import App
 from launcher.cli.options import (
     OVERRIDES,
     SOURCE,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 VALIDATED_FOR = 8
 """GPUs that a pipeline is judged for where its file does not say: a stage file is judged for none."""
 
-pins = typer.Typer(
+pins = App(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Show the pinned checkout, and what another commit changes.",

@@ -11,6 +11,7 @@ from typing import Literal
 import typer
 from typer import Argument, Option
 
+from launcher.cli.help import App
 from launcher.cli.options import FORMAT, SOURCE, Format, Shared, answer, app, files_of, takes
 from launcher.errors import Exit, errors, usage
 from launcher.paths import exists, shipped
@@ -23,7 +24,7 @@ from launcher.paths import exists, shipped
 def init(
     shared: Shared,
     stage: Literal["sft", "dpo"] | None = Argument(
-        None, help="training stage [default: sft]", show_default=False
+        None, metavar="[sft|dpo]", help="training stage", show_default="sft"
     ),
     backend: Literal["open_instruct", "trl"] = Option("trl", "--backend", help="trainer"),
     model: str | None = Option(
@@ -100,7 +101,7 @@ def _ask(
     return str(model), str(data), 1 if gpus is None else gpus
 
 
-configs = typer.Typer(
+configs = App(
     help="List the stage files that ship with launch, or copy one.", rich_markup_mode=None
 )
 app.add_typer(configs, name="configs")

@@ -12,7 +12,7 @@ from launcher.cache import inputs, keys
 from launcher.cache.keys import Cache, environment
 from launcher.config import load
 from launcher.config.load import Config
-from launcher.errors import Finding, InvalidConfig, errors, usage
+from launcher.errors import Finding, InvalidConfig, errors, launch_finding, usage
 from launcher.lifecycle.doctor import checks
 from launcher.lifecycle.resume import decision as resume
 from launcher.lifecycle.resume import epochs
@@ -349,9 +349,12 @@ def _ready(
 def _plan(resolved: ResolvedStage, location: _Location, packages: Mapping[str, str] | None) -> Plan:
     request = resolved.request
     made = plan.make(
-        resolved.stage, gpus=resolved.gpus, nodes=request.nodes,
-        output=location.folder.path / "model", packages=packages,
-    )  # fmt: skip
+        resolved.stage,
+        gpus=resolved.gpus,
+        nodes=request.nodes,
+        output=location.folder.path / "model",
+        packages=packages,
+    )
     made = replace(made, findings=_allowed(request, made.findings))
     return plan.with_derived(made, location.output.derived)
 
@@ -407,25 +410,30 @@ def _allowed(request: Request, findings: Iterable[Finding]) -> tuple[Finding, ..
 
 
 def _exposed(made: Plan, name: str) -> Finding:
-    return Finding(
-        severity="error", layer="launch", code="exposed-secret", key=f"args.{name}",
-        message=f"without the probe `{name}`, a secret, would stand in the training's command line, "
+    return launch_finding(
+        "error",
+        "exposed-secret",
+        f"without the probe `{name}`, a secret, would stand in the training's command line, "
         "which every user of the machine can read",
-        help="leave the probe on: it takes it from the environment",
+        "leave the probe on: it takes it from the environment",
+        key=f"args.{name}",
         **made.stage.config.origin(f"args.{name}").place,
-    )  # fmt: skip
+    )
 
 
 def _on_our_command_line(made: Plan) -> Iterator[Finding]:
     for key, origin in made.stage.config.origins.items():
         name, _, value = (origin.override or "").partition("=")
         if value and "${" not in value and redact({name: value}) != {name: value}:
-            yield Finding(
-                severity="warning", layer="launch", code="exposed-secret", key=key,
-                message=f"`{name}` holds a secret, and every user of the machine can read the command "
+            yield launch_finding(
+                "warning",
+                "exposed-secret",
+                f"`{name}` holds a secret, and every user of the machine can read the command "
                 "line of launch itself",
-                help=f"set a variable, and write {name}='${{oc.env:VARIABLE}}'", **origin.place,
-            )  # fmt: skip
+                f"set a variable, and write {name}='${{oc.env:VARIABLE}}'",
+                key=key,
+                **origin.place,
+            )
 
 
 def _gpus(gpus: int | None, stage: stages.Stage, seen: Look | None) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import files
-from launcher.errors import Finding, LaunchError
+from launcher.errors import Finding, LaunchError, launch_finding
 from launcher.lifecycle import stop
 from launcher.machine import locks
 from launcher.redaction import redact
@@ -81,13 +81,12 @@ class Campaign:
 
 
 def _under_way(file: Path) -> Finding:
-    return Finding(
-        severity="error",
-        layer="launch",
-        code="under-way",
+    return launch_finding(
+        "error",
+        "under-way",
+        "the same command is under way in another process",
+        "wait for it, or --fresh for a folder of its own",
         file=str(file),
-        message="the same command is under way in another process",
-        help="wait for it, or --fresh for a folder of its own",
     )
 
 

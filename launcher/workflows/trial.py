@@ -87,9 +87,12 @@ class Outcome:
 
 
 def of_prepared(
-    prepared: Prepared, *, timeout_s: float | None = None, allow_unproven: bool = False,
+    prepared: Prepared,
+    *,
+    timeout_s: float | None = None,
+    allow_unproven: bool = False,
     quiet: bool = False,
-) -> Outcome:  # fmt: skip
+) -> Outcome:
     """Start, show and judge one run; returns when every process of it has gone.
 
     INT and TERM stop the run, and the outcome says so; one that comes before the run can be told raises

@@ -11,28 +11,29 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.keys import EXPECT, PAIRED
-from launcher.errors import (  # fmt: skip
+from launcher.errors import (
     Exit,
     Finding,
     InvalidConfig,
     NotReady,
     brief,
     errors,
+    launch_finding,
     not_ready,
     usage,
 )
-from launcher.lifecycle import prepare  # fmt: skip
+from launcher.lifecycle import prepare
 from launcher.lifecycle.prepare import Prepared, Request, ResolvedStage
-from launcher.machine import devices  # fmt: skip
+from launcher.machine import devices
 from launcher.plan.plan import Plan
-from launcher.report import console  # fmt: skip
+from launcher.report import console
 from launcher.report.html import figure
 from launcher.report.page import Lead
-from launcher.runs import rundir  # fmt: skip
+from launcher.runs import rundir
 from launcher.stage.options import SWITCHED
 from launcher.upstream.logs.open_instruct import ATTENTION
-from launcher.workflows import experiment, trial  # fmt: skip
-from launcher.workflows.bench import comparison, measure, variants, worktrees  # fmt: skip
+from launcher.workflows import experiment, trial
+from launcher.workflows.bench import comparison, measure, variants, worktrees
 from launcher.workflows.bench.comparison import LOSS, SPEED, Assertion, Cause, Row, Sample, compare
 from launcher.workflows.bench.measure import identity, of_variant, short
 from launcher.workflows.bench.variants import Variant
@@ -147,10 +148,11 @@ def require_gpu(request: Request, *, cpu: bool) -> Request:
     if request.gpus == 0 or devices.look(os.environ).visible:
         return request
     raise not_ready(
-        "no-gpu-here", "no GPU is visible here, and speed is measured on GPUs",
+        "no-gpu-here",
+        "no GPU is visible here, and speed is measured on GPUs",
         "--cpu tries the mechanics: "
         "launch bench configs/demo/sft.yaml --cpu --vary batch.per_device=8,16",
-    )  # fmt: skip
+    )
 
 
 # --- before the first trial -----------------------------------------------------------------------
@@ -170,9 +172,10 @@ def plan(
     relative = [one.text for one in assertions if one.relative]
     if relative and len(asked) < 2:
         raise usage(
-            "bad-assert", f"`{brief(relative[0])}` holds the others to the first variant: there is one",
+            "bad-assert",
+            f"`{brief(relative[0])}` holds the others to the first variant: there is one",
             "--vary KEY=A,B, or figures that stand by themselves: mfu>=48%",
-        )  # fmt: skip
+        )
     if any(one.checkout for one in asked):
         request = replace(request, python=request.python or worktrees.python_of(request))
     judgements = _Judgements(len(asked))
@@ -331,12 +334,14 @@ def _batch(
     rows = made.global_batch // made.accumulation
     if written.global_batch % rows:
         raise InvalidConfig(
-            Finding(
-                severity="error", layer="launch", code="impossible-batch", key=f"args.{names.per_device}",
-                message=f"{rows} rows at once do not divide the global batch of {written.global_batch}",
-                help=f"or say {names.accumulation} too: then the global batch is another",
+            launch_finding(
+                "error",
+                "impossible-batch",
+                f"{rows} rows at once do not divide the global batch of {written.global_batch}",
+                f"or say {names.accumulation} too: then the global batch is another",
+                key=f"args.{names.per_device}",
             )
-        )  # fmt: skip
+        )
     yield f"{names.accumulation}={written.global_batch // rows}"
 
 
@@ -345,12 +350,13 @@ def _other_batches(full: Sequence[tuple[Variant, Prepared]]) -> Iterator[Finding
     first, base = full[0]
     for variant, made in full:
         if made.plan.global_batch != base.plan.global_batch:
-            yield Finding(
-                severity="warning", layer="launch", code="other-global-batch",
-                message=f"[{variant.name}] {made.plan.global_batch} rows a step, "
+            yield launch_finding(
+                "warning",
+                "other-global-batch",
+                f"[{variant.name}] {made.plan.global_batch} rows a step, "
                 f"{base.plan.global_batch} in {first.name}: after the same tokens it has taken "
                 "another number of steps, and its loss says so",
-            )  # fmt: skip
+            )
 
 
 # --- going through with it ------------------------------------------------------------------------

@@ -97,11 +97,14 @@ class Sample:
         curve = tuple(Step(*map(float, one[:3]), *one[3:]) for one in data["curve"])
         known = {k: data[k] for k in ("variant", "repeat", "cause", "reason", "run", "seconds")}
         return cls(
-            **known, flaws=tuple(data["flaws"]), unproved=tuple(data.get("unproved") or ()),
+            **known,
+            flaws=tuple(data["flaws"]),
+            unproved=tuple(data.get("unproved") or ()),
             gradients=data.get("gradients"),
-            metrics=dict(data["metrics"]), curve=curve,
+            metrics=dict(data["metrics"]),
+            curve=curve,
             pace=tuple(map(float, data.get("pace") or ())),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +234,9 @@ def compare(samples: Sequence[Sample], tolerance: float = TOLERANCE) -> list[Row
         rows.append(_row(group, base, rows[0] if rows else None, tokens, tolerance))
     best = max(
         (row for row in rows if row.standing == "faster"),
-        key=lambda row: row.median(SPEED) or 0.0, default=None,
-    )  # fmt: skip
+        key=lambda row: row.median(SPEED) or 0.0,
+        default=None,
+    )
     return [replace(row, recommended=True) if row is best else row for row in rows]
 
 
@@ -252,11 +256,13 @@ def baseline_fault(samples: Sequence[Sample]) -> tuple[Finding, ...]:
         return ()
     return (
         Finding(
-            severity="error", layer="run", code="corrupt-baseline",
+            severity="error",
+            layer="run",
+            code="corrupt-baseline",
             message=f"{first[0].variant} trained on corrupt gradients, nothing is compared with it: {why}",
             help="docs/gradients.md: another DeepSpeed, or `overlap_comm: false`",
         ),
-    )  # fmt: skip
+    )
 
 
 def unlike(samples: Sequence[Sample], base: Sequence[Sample]) -> str | None:
@@ -302,9 +308,12 @@ def _falls_less(ours: Sequence[Sample], others: Sequence[Sample]) -> str | None:
 
 
 def _row(
-    samples: Sequence[Sample], base: Sequence[Sample], first: Row | None, tokens: float | None,
+    samples: Sequence[Sample],
+    base: Sequence[Sample],
+    first: Row | None,
+    tokens: float | None,
     tolerance: float,
-) -> Row:  # fmt: skip
+) -> Row:
     measured = [sample for sample in samples if sample.measured]
     # a loss over everything that a trial saw compares with no other's
     keys = dict.fromkeys(key for sample in measured for key in sample.metrics if key != LOSS)
@@ -389,8 +398,9 @@ def _standing(
 
 def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | None:
     """How fast runs are beside those of `base`: see `compare`. None without a speed of both."""
-    ours, others = ([one for one in some if one.measured and one.metrics.get(SPEED)]
-                    for some in (runs, base))  # fmt: skip
+    ours, others = (
+        [one for one in some if one.measured and one.metrics.get(SPEED)] for some in (runs, base)
+    )
     speed, known = (Spread.of(one.metrics[SPEED] for one in some) for some in (ours, others))
     if speed is None or known is None:
         return None
@@ -419,9 +429,11 @@ def _pace(sample: Sample) -> Pace:
 # --- what must hold of a comparison ----------------------------------------------------------------
 
 RELATIVE = {
-    "loss": LOSS, "tokens_per_second": SPEED, "seconds_per_step": "seconds_per_step",
+    "loss": LOSS,
+    "tokens_per_second": SPEED,
+    "seconds_per_step": "seconds_per_step",
     "peak_memory": "peak_allocated_gib",
-}  # fmt: skip
+}
 """Held to the first variant: `1.2` is a ratio, `20%` a change; of the loss either way."""
 ABSOLUTE = {"mfu": "mfu", "wasted": "wasted_share"}
 """Shares by themselves, of every variant: `48%` is 0.48."""
@@ -472,9 +484,10 @@ def assertion(text: str) -> Assertion:
     found = _EXPRESSION.fullmatch(text)
     if found is None or found[1] not in RELATIVE | ABSOLUTE:
         raise usage(
-            "bad-assert", f"`{brief(text)}` cannot be asserted",
+            "bad-assert",
+            f"`{brief(text)}` cannot be asserted",
             f"such as loss<=1%, tokens_per_second>=1.2; of {', '.join(RELATIVE | ABSOLUTE)}",
-        )  # fmt: skip
+        )
     name, comparison, number, percent = found.groups()
     return Assertion(
         text=text.strip(), name=name, operator=comparison, number=float(number), percent=bool(percent)

@@ -16,23 +16,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher.cache import inputs  # fmt: skip
+from launcher.cache import inputs
 from launcher.config.keys import PAIRED
 from launcher.errors import Exit, LaunchError, errors
-from launcher.lifecycle import prepare  # fmt: skip
+from launcher.lifecycle import prepare
 from launcher.lifecycle.prepare import Request
-from launcher.machine import python  # fmt: skip
+from launcher.machine import python
 from launcher.machine.python import Trainer
 from launcher.plan.plan import Plan
-from launcher.runs import rundir  # fmt: skip
+from launcher.runs import rundir
 from launcher.stage.stage import Stage
-from launcher.verdict import evidence, metrics  # fmt: skip
+from launcher.verdict import evidence, metrics
 from launcher.verdict.evidence import Evidence, RankRecord
-from launcher.workflows import trial  # fmt: skip
-from launcher.workflows.bench import comparison, worktrees  # fmt: skip
+from launcher.workflows import trial
+from launcher.workflows.bench import comparison, worktrees
 from launcher.workflows.bench.comparison import Cause, Sample, Step
 from launcher.workflows.bench.variants import Variant
-from launcher.workflows.ladder import ladder  # fmt: skip
+from launcher.workflows.ladder import ladder
 from launcher.workflows.trial import Outcome
 
 
@@ -158,7 +158,7 @@ def _metrics(found: Evidence, outcome: Outcome, curve: Sequence[Step]) -> dict[s
         "steps": found.last_step,
         "steady_steps": min(map(len, steady), default=None),
         "tokens": tokens,
-    }  # fmt: skip
+    }
 
 
 def _tokens_per_step(steady: Sequence[Sequence[evidence.ProbeStep]]) -> float | None:

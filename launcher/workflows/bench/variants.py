@@ -120,9 +120,10 @@ def _variants(texts: Sequence[str]) -> list[Variant]:
         name, _, rest = text.partition(":")
         if not _NAME.match(name):
             raise usage(
-                "bad-variant", f"--variant {brief(text)}: it needs a name, then a colon",
+                "bad-variant",
+                f"--variant {brief(text)}: it needs a name, then a colon",
                 "--variant packed:packing=true,batch.per_device=2; NAME: alone is the file as it is",
-            )  # fmt: skip
+            )
         if name in found:
             raise usage("bad-variant", f"two variants are called `{name}`")
         settings = _pieces(f"--variant {text}", rest) if rest else []

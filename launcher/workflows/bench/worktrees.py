@@ -14,7 +14,7 @@ from pathlib import Path
 
 from launcher.artifacts.fingerprint import cache_home
 from launcher.config.load import load
-from launcher.errors import Finding, InvalidConfig, brief, not_ready, usage
+from launcher.errors import InvalidConfig, brief, launch_finding, not_ready, usage
 from launcher.lifecycle.prepare import Request
 from launcher.machine import git
 from launcher.machine.git import Repository
@@ -48,12 +48,13 @@ def find(request: Request, named: str) -> Path:
     commit = None if root is None else Repository(root).commit(named)
     if commit is None or root is None:
         raise InvalidConfig(
-            Finding(
-                severity="error", layer="launch", code="no-checkout",
-                message=f"`{brief(named)}` is neither a folder nor a commit of {root or 'open-instruct'}",
-                help="open_instruct=PATH,PATH or open_instruct=COMMIT,COMMIT",
+            launch_finding(
+                "error",
+                "no-checkout",
+                f"`{brief(named)}` is neither a folder nor a commit of {root or 'open-instruct'}",
+                "open_instruct=PATH,PATH or open_instruct=COMMIT,COMMIT",
             )
-        )  # fmt: skip
+        )
     return cloned(root, commit)
 
 
@@ -75,9 +76,10 @@ def cloned(root: Path, commit: str) -> Path:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
         reason = (said or str(error)).strip().splitlines()[-1]
         raise not_ready(
-            "no-checkout", f"{commit[:12]} could not be checked out: {reason}",
+            "no-checkout",
+            f"{commit[:12]} could not be checked out: {reason}",
             "check it out yourself and name the folder: open_instruct=PATH",
-        ) from None  # fmt: skip
+        ) from None
     finally:
         shutil.rmtree(half, ignore_errors=True)
     return place

@@ -22,7 +22,16 @@ from launcher import files
 from launcher.artifacts import lengths
 from launcher.cache import inputs
 from launcher.config.load import spelt
-from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, errors, not_ready, usage
+from launcher.errors import (
+    Exit,
+    Finding,
+    InvalidConfig,
+    LaunchError,
+    errors,
+    launch_finding,
+    not_ready,
+    usage,
+)
 from launcher.lifecycle import forecast, prepare
 from launcher.lifecycle.forecast import ForecastOptions
 from launcher.lifecycle.prepare import Prepared, Request, ResolvedStage
@@ -157,11 +166,13 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         """`data` of `launch ladder`."""
         return {
-            "folder": str(self.folder), "go": self.exit is Exit.OK, "reason": self.reason,
+            "folder": str(self.folder),
+            "go": self.exit is Exit.OK,
+            "reason": self.reason,
             "rungs": [one.as_json() for one in self.standings],
             "estimate": self.estimate and asdict(self.estimate),
             "report": None if self.page is None else str(self.page),
-        }  # fmt: skip
+        }
 
 
 def label(gpus: int) -> str:
@@ -329,15 +340,7 @@ def _without_deepspeed(stage: Stage, request: Request) -> tuple[list[str], list[
     if not keep:
         code, message = "deepspeed-off", "DeepSpeed is off on one GPU, where it would shard nothing"
         help = f"`deepspeed={options.deepspeed_name}` on the command line keeps it"
-    note = Finding(
-        severity="note",
-        layer="launch",
-        code=code,
-        key=key,
-        message=message,
-        help=help,
-        **stage.config.origin(key).place,
-    )
+    note = launch_finding("note", code, message, help, key=key, **stage.config.origin(key).place)
     return ([] if keep else ["deepspeed=none"]), [note]
 
 
@@ -345,13 +348,12 @@ def _not_constant(stage: Stage, rungs: Sequence[Rung]) -> Iterator[Finding]:
     sizes = {label(rung.gpus): rung.prepared.plan.global_batch for rung in rungs}
     if len(set(sizes.values())) > 1:
         each = ", ".join(f"{rows} on {name}" for name, rows in sizes.items())
-        yield Finding(
-            severity="warning",
-            layer="launch",
-            code="batch-not-constant",
+        yield launch_finding(
+            "warning",
+            "batch-not-constant",
+            f"the rungs train with different global batches: {each}",
+            "`batch: {global: N, per_device: M}` keeps it, and accumulation follows from --gpus",
             key="batch.global",
-            message=f"the rungs train with different global batches: {each}",
-            help="`batch: {global: N, per_device: M}` keeps it, and accumulation follows from --gpus",
             **stage.config.origin("batch").place,
         )
 
@@ -496,19 +498,18 @@ def _uncut(stage: Stage, steps: int) -> Iterator[Finding]:
         return
     many = "all rows" if rows is None else f"all {rows:,} rows"
     yield _note(
-        stage, "uncut-data", names.data,
+        stage,
+        "uncut-data",
+        names.data,
         f"{many} are tokenised for {steps} steps: TRL takes a split whole, `train[:{wanted}]` is no "
         "name of one (trl/scripts/sft.py:106)",
         "it trains on no more than it needs; the tokenised rows are cached for the full run",
-    )  # fmt: skip
+    )
 
 
 def _note(stage: Stage, code: str, name: str, message: str, help: str | None = None) -> Finding:
     origin = stage.config.origin(f"args.{name}")
-    return Finding(
-        severity="note", layer="launch", code=code, key=f"args.{name}", message=message, help=help,
-        **origin.place,
-    )  # fmt: skip
+    return launch_finding("note", code, message, help, key=f"args.{name}", **origin.place)
 
 
 # --- the climb ------------------------------------------------------------------------------------

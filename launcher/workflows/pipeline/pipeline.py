@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from launcher.artifacts import checkpoints
 from launcher.config.pipeline import placed
-from launcher.errors import Exit, Finding, LaunchError, brief, errors
+from launcher.errors import Exit, Finding, LaunchError, brief, errors, launch_finding
 from launcher.lifecycle import follow, forecast, prepare, start
 from launcher.lifecycle.prepare import Prepared, ResolvedStage
 from launcher.plan import plan
@@ -154,13 +154,12 @@ def run(order: Order, survey: Survey, *, quiet: bool = False) -> Result:
     root = order.common.runs or rundir.runs_root()
     key = experiment.key_of([str(order.chain.path.absolute()), os.getcwd()])
     series = Campaign(kind=KIND, key=key, name=order.chain.name, root=root)
-    running = Finding(
-        severity="error",
-        layer="launch",
-        code="pipeline-running",
+    running = launch_finding(
+        "error",
+        "pipeline-running",
+        "this pipeline is running already",
+        "launch runs shows its stage; launch stop ends it",
         file=str(order.chain.path),
-        message="this pipeline is running already",
-        help="launch runs shows its stage; launch stop ends it",
     )
     # one that came to its end has its record
     before = series.earlier()
@@ -297,13 +296,7 @@ class _Runner:
         if why is not None:
             row.reason = f"trained again, beside the old one: {why}"
             message = f"{link.name} is trained again, into {prepared.output}: {why}"
-            note = Finding(
-                severity="note",
-                layer="launch",
-                code="pipeline-restarts",
-                message=message,
-                **link.origin().place,
-            )
+            note = launch_finding("note", "pipeline-restarts", message, **link.origin().place)
             self._show([note])
         self._write()
         # what validation said has been shown, and that a stage is finished is shown at its end

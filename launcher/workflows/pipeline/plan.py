@@ -24,6 +24,7 @@ from launcher.errors import (
     Severity,
     brief,
     errors,
+    launch_finding,
     not_ready,
     usage,
 )
@@ -284,14 +285,16 @@ class _Surveyor:
             raise usage("unknown-change", message)
         for link, text in self.order.unheeded():
             self.findings.append(
-                Finding(
-                    severity="warning", layer="launch", code="override-left-out",
-                    file=str(self.order.chain.path), override=f"{link.name}.{text}",
-                    message=f"`{link.name}.{brief(text)}` does nothing: {link.name} is not among the "
+                launch_finding(
+                    "warning",
+                    "override-left-out",
+                    f"`{link.name}.{brief(text)}` does nothing: {link.name} is not among the "
                     "stages that are to run",
-                    help=f"leave it out, or say --from and --until so that {link.name} runs",
+                    f"leave it out, or say --from and --until so that {link.name} runs",
+                    file=str(self.order.chain.path),
+                    override=f"{link.name}.{text}",
                 )
-            )  # fmt: skip
+            )
 
     # -- how the stages fit
 

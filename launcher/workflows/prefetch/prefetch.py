@@ -16,31 +16,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.artifacts import lengths  # fmt: skip
+from launcher.artifacts import lengths
 from launcher.artifacts.fingerprint import cache_home
 from launcher.artifacts.lengths import Lengths
 from launcher.artifacts.model_config import offline
-from launcher.cache import (
-    entries,
-    folders,  # fmt: skip
-    hub,
-    keys,
-)
+from launcher.cache import entries, folders, hub, keys
 from launcher.cache.hub import Part
 from launcher.cache.keys import Cache
-from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, errors
-from launcher.lifecycle.doctor import checks  # fmt: skip
+from launcher.errors import (
+    Exit,
+    Finding,
+    InvalidConfig,
+    LaunchError,
+    NotReady,
+    errors,
+    launch_finding,
+)
+from launcher.lifecycle.doctor import checks
 from launcher.lifecycle.prepare import Request, ResolvedStage
-from launcher.machine import locks, sizes  # fmt: skip
+from launcher.machine import locks, sizes
 from launcher.machine.python import Trainer
 from launcher.machine.sizes import sized
-from launcher.plan import command, plan  # fmt: skip
+from launcher.plan import command, plan
 from launcher.plan.plan import Plan
 from launcher.redaction import redact
-from launcher.runs import rundir, runner  # fmt: skip
+from launcher.runs import rundir, runner
 from launcher.runs.command import Command
 from launcher.runs.rundir import RunFolder
-from launcher.verdict import evidence  # fmt: skip
+from launcher.verdict import evidence
 from launcher.verdict.ending import ending
 
 # what other machines' packages decide, which need not be the ones here
@@ -238,9 +241,11 @@ def _require_ready(planned: Plan, trainer: Trainer) -> None:
     """What tokenising needs here; what training needs besides is asked where it trains."""
     subject = replace(checks.of_plan(planned, trainer), gpus=0, plan=None)
     found = [
-        *checks.checkout(subject), *checks.interpreter(trainer), *checks.packages(subject),
+        *checks.checkout(subject),
+        *checks.interpreter(trainer),
+        *checks.packages(subject),
         *checks.local_files(planned),
-    ]  # fmt: skip
+    ]
     if errors(found):
         raise NotReady(errors(found))
 
@@ -326,10 +331,9 @@ class _Filling:
     def _missed(self, key: str | None, message: str, help: str) -> Finding:
         """That the run would not find what was, or could be, made."""
         origin = self.plan.stage.config.origin(f"args.{key}")
-        return Finding(
-            severity="error", layer="launch", code="would-miss", key=f"args.{key}" if key else None,
-            message=message, help=help, **origin.place,
-        )  # fmt: skip
+        return launch_finding(
+            "error", "would-miss", message, help, key=f"args.{key}" if key else None, **origin.place
+        )
 
     def _entry(self) -> Path | None:
         """The complete set that the run would take; None where it would tokenise."""
@@ -408,11 +412,14 @@ class _Filling:
     def _failure(self, folder: RunFolder, why: str) -> TokenisingFailed:
         return TokenisingFailed(
             Finding(
-                severity="error", layer="run", code="tokenising-failed", file=str(folder.console(1)),
+                severity="error",
+                layer="run",
+                code="tokenising-failed",
+                file=str(folder.console(1)),
                 message=f"upstream's script failed before the data were ready: {redact(why)}",
                 help="read the log",
             )
-        )  # fmt: skip
+        )
 
 
 def _reason(folder: RunFolder) -> str:

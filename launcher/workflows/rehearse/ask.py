@@ -70,9 +70,12 @@ class Server:
         self._log = (self.scratch / "server.log").open("wb")
         self._process = subprocess.Popen(
             [str(self.trainer.python), "-u", str(SERVER)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-            env=environment(self.scratch, os.environ), start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment(self.scratch, os.environ),
+            start_new_session=True,
+        )
         self._send({
             "backend": self.backend, "stage": self.stage, "jobs": JOBS,
             "scratch": str(self.scratch),
@@ -82,9 +85,10 @@ class Server:
         if first is None or "failed" in first:
             why = "it ended, or did not answer" if first is None else described(first["failed"])
             raise not_ready(
-                "rehearsal-imports", f"{self.trainer.python} cannot import the training script: {why}",
+                "rehearsal-imports",
+                f"{self.trainer.python} cannot import the training script: {why}",
                 "launch doctor CONFIG says what is missing and installs it",
-            )  # fmt: skip
+            )
 
     def __exit__(self, *_: object) -> None:
         process = getattr(self, "_process", None)
@@ -195,6 +199,9 @@ def crash(answer: Mapping[str, Any], log: str) -> Finding:
         name, what = "rehearsal-crash", f"the training script's process ended with {code}"
     help = next((line for line in reversed(log.splitlines()) if line.strip()), None)
     return Finding(
-        severity="error", layer="trainer", code=name, message=what + where,
+        severity="error",
+        layer="trainer",
+        code=name,
+        message=what + where,
         help=f"its last line: {help.strip()[:200]}" if help else None,
-    )  # fmt: skip
+    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from launcher.artifacts import architecture
-from launcher.errors import Finding, brief
+from launcher.errors import Finding, brief, launch_finding
 from launcher.machine.python import Trainer
 from launcher.stage.stage import Judged
 from launcher.upstream.trainers import Entry, entry_of
@@ -116,9 +116,9 @@ def rehearse(
         key = judged.schema.backend, judged.schema.key, judged.upstream.root
         done = Attempts(judged, opened.of(trainer, *key)).all()
     done = replace(done, seconds=time.monotonic() - began)
-    memory.keep(judged, trainer, {
-        **done.as_json(), "findings": [one.as_json() for one in done.findings],
-    })  # fmt: skip
+    memory.keep(
+        judged, trainer, {**done.as_json(), "findings": [one.as_json() for one in done.findings]}
+    )
     return done
 
 
@@ -194,10 +194,13 @@ class Attempts:
         self.findings += self.not_rehearsed()
         placed = [self.config.placed(one) for one in self.findings]
         return Rehearsal(
-            findings=tuple(placed), seconds=0, rows=rows,
+            findings=tuple(placed),
+            seconds=0,
+            rows=rows,
             losses=tuple(answer.get("losses", ())) if clean else (),
-            left_out=tuple(self.whole.left_out), stand_ins=tuple(self.stand_ins),
-        )  # fmt: skip
+            left_out=tuple(self.whole.left_out),
+            stand_ins=tuple(self.stand_ins),
+        )
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -225,10 +228,13 @@ class Attempts:
             self.model, self.special = str(out), answer.get("special", {})
             return
         why = described(answer["refusal"]) if answer.get("refusal") else "its process ended"
-        self.findings.append(_note(
-            "not-rehearsed", f"args.{self.entry.names.model}",
-            f"no small model of this kind can be made, so the arguments are only parsed: {why}",
-        ))  # fmt: skip
+        self.findings.append(
+            _note(
+                "not-rehearsed",
+                f"args.{self.entry.names.model}",
+                f"no small model of this kind can be made, so the arguments are only parsed: {why}",
+            )
+        )
 
     def parse_what_is_left_out(self) -> None:
         """The arguments that are not rehearsed as they are, are at least parsed so, with the others."""
@@ -363,10 +369,13 @@ class Attempts:
         else:
             what = f"the trainer refuses this stage {_DOING[phase]}"
         return Finding(
-            severity="error", layer="trainer", code="trainer-refuses",
+            severity="error",
+            layer="trainer",
+            code="trainer-refuses",
             key=f"args.{culprits[0]}" if culprits else None,
-            message=f"{what}: {described(refusal)}", help=help,
-        )  # fmt: skip
+            message=f"{what}: {described(refusal)}",
+            help=help,
+        )
 
     def not_rehearsed(self) -> Iterator[Finding]:
         """One line for each thing that the rehearsal cannot show, and for each stand-in."""
@@ -430,20 +439,24 @@ def _signature(refusal: Mapping[str, Any]) -> tuple[Any, ...]:
 def _no_room(refusal: Mapping[str, Any]) -> Finding:
     memory_ = refusal["type"] == "MemoryError"
     what = "there is not enough memory" if memory_ else "there is no space left"
-    return Finding(
-        severity="error", layer="launch", code="rehearsal-no-room",
-        message=f"{what} for a rehearsal: {described(refusal)}",
-        help="free some" if memory_ else "free some, or set TMPDIR to a larger disk",
-    )  # fmt: skip
+    return launch_finding(
+        "error",
+        "rehearsal-no-room",
+        f"{what} for a rehearsal: {described(refusal)}",
+        "free some" if memory_ else "free some, or set TMPDIR to a larger disk",
+    )
 
 
 def _raw_state(entry: Entry) -> Finding:
     return Finding(
-        severity="warning", layer="trainer", code="no-hf-export", key="args.config_name",
+        severity="warning",
+        layer="trainer",
+        code="no-hf-export",
+        key="args.config_name",
         message="OLMo-core cannot export this model: the run leaves model_state_dict.pt, which "
         "transformers cannot load (olmo_core_utils.py:287)",
         help="an OLMo-2 or OLMo-3 model, or the script dpo_tune_cache.py",
-    )  # fmt: skip
+    )
 
 
 def _about_rows(rows: Mapping[str, Any], entry: Entry) -> Iterator[Finding]:
@@ -459,23 +472,31 @@ def _about_rows(rows: Mapping[str, Any], entry: Entry) -> Iterator[Finding]:
         )
     if masked > empty:
         yield _about(
-            "nothing-to-learn", data,
-            f"{masked:.0%} of the first rows have no token that counts in the loss", masked == 1,
+            "nothing-to-learn",
+            data,
+            f"{masked:.0%} of the first rows have no token that counts in the loss",
+            masked == 1,
             "an answer that is cut off, or a chat template without the markers that masking needs",
-        )  # fmt: skip
+        )
     if cut >= MUCH:
         yield _about(
-            "cut-rows", length, f"{cut:.0%} of the first rows are cut off at the limit", False,
+            "cut-rows",
+            length,
+            f"{cut:.0%} of the first rows are cut off at the limit",
+            False,
             f"a larger `{entry.names.max_length}`",
-        )  # fmt: skip
+        )
     for token, present in rows.get("present", {}).items():
         if present < (1 - cut) * count * (1 - MUCH):
             share = present / count
             yield _about(
-                "no-end-token", data,
+                "no-end-token",
+                data,
                 f"only {share:.0%} of the first rows hold the tokenizer's end token `{token}`: the "
-                "model does not learn to stop", False, "a chat template that ends answers with it",
-            )  # fmt: skip
+                "model does not learn to stop",
+                False,
+                "a chat template that ends answers with it",
+            )
 
 
 def _about(code: str, key: str, message: str, every: bool, help: str | None) -> Finding:
@@ -486,4 +507,4 @@ def _about(code: str, key: str, message: str, every: bool, help: str | None) -> 
 
 
 def _note(code: str, key: str | None, message: str) -> Finding:
-    return Finding(severity="note", layer="launch", code=code, key=key, message=message)
+    return launch_finding("note", code, message, key=key)

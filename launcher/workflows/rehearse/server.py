@@ -91,11 +91,13 @@ def described(error: BaseException) -> dict[str, Any]:
     if isinstance(error, KeyError):
         message = f"KeyError: {message}"
     return {
-        "type": type(error).__name__, "message": message[:4000], "errno": getattr(error, "errno", None),
+        "type": type(error).__name__,
+        "message": message[:4000],
+        "errno": getattr(error, "errno", None),
         "file": None if last is None else "/".join(last.filename.split("/")[-3:]),
         "line": None if last is None else last.lineno,
         "code": [frame.line or "" for frame in frames[-6:]],
-    }  # fmt: skip
+    }
 
 
 def serve(stage: Any, out: Any, jobs: int) -> None:

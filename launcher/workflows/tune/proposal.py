@@ -81,9 +81,11 @@ def require_free(place: Path, source: Path) -> None:
 
 def _unwritable(place: Path, reason: str | None) -> NotReady:
     return not_ready(
-        "unwritable-file", f"the stage file cannot be written: {reason}", "another name with -o",
+        "unwritable-file",
+        f"the stage file cannot be written: {reason}",
+        "another name with -o",
         file=str(place),
-    )  # fmt: skip
+    )
 
 
 def _relative(target: Path, place: Path) -> str:
@@ -101,7 +103,8 @@ def _differences(written: Config, tuned: Config) -> dict[str, Any]:
             value = {k: v for k, v in value.items() if k not in before or before[k] != v}
         changed[key] = value
     args = {
-        key: value for key, value in tuned.args.items()
+        key: value
+        for key, value in tuned.args.items()
         if key not in written.args or written.args[key] != value
-    }  # fmt: skip
+    }
     return {**changed, "args": args} if args else changed

@@ -118,8 +118,9 @@ Choice = Lever | str | None
 
 
 def _adapters(made: Plan) -> bool:
-    return bool(made.values.get("use_lora") or made.values.get("use_qlora")
-                or made.values.get("use_peft"))  # fmt: skip
+    return bool(
+        made.values.get("use_lora") or made.values.get("use_qlora") or made.values.get("use_peft")
+    )
 
 
 def _attention(made: Plan, packages: Packages, _rows: Lengths) -> Choice:
@@ -199,10 +200,7 @@ def _checkpointing(made: Plan, _packages: Packages, _rows: Lengths) -> Choice:
             return "open-instruct's DPO reads it for the full model alone"
         if (needed := made.stage.entry.names.recompute_needs) and not made.values.get(needed):
             return f"{made.stage.entry.script} computes again only with `{needed}: true`"
-        return Lever(
-            name="checkpointing", now=float(made.values[_BUDGET]) < 1,
-            values=(_OFF, _ON),
-        )  # fmt: skip
+        return Lever(name="checkpointing", now=float(made.values[_BUDGET]) < 1, values=(_OFF, _ON))
     if not made.gpus and not made.stage.entry.runs_on_cpu:
         return "on the CPU it tells nothing"
     now = bool(made.values.get("gradient_checkpointing"))

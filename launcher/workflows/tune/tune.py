@@ -227,12 +227,14 @@ class Tuning:
         return {
             "settings": dict(best.candidate.settings),
             "changes": space.changes(self.space, best.candidate.settings),
-            "tokens_per_second_per_gpu": best.speed, "spread": best.spread.as_json(),
+            "tokens_per_second_per_gpu": best.speed,
+            "spread": best.spread.as_json(),
             "spread_as_written": base,
             # the file as written is itself what others are held to
             "speed_ratio": None if row is None else round(row.speed_ratio or 1.0, 4),
-            "loss_change": self.loss_change(best), "peak_allocated_gib": best.peak,
-        }  # fmt: skip
+            "loss_change": self.loss_change(best),
+            "peak_allocated_gib": best.peak,
+        }
 
     def loss_change(self, best: SettingRuns) -> float | None:
         """By all runs of both, where the file as written was measured."""

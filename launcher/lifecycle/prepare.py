@@ -436,10 +436,10 @@ def _on_our_command_line(made: Plan) -> Iterator[Finding]:
             )
 
 
-def _gpus(gpus: int | None, stage: stages.Stage, seen: Look | None) -> int:
+def _gpus(gpus: int | None, stage: stages.Stage, look: Look | None) -> int:
     """`--gpus`, `--devices` or `num_gpus` of the file, or (`ONE_GPU`) whatever single device is here."""
-    if gpus is None and seen is not None and stage.backend.ONE_GPU:
-        gpus = min(1, len(seen.visible))
+    if gpus is None and look is not None and stage.backend.ONE_GPU:
+        gpus = min(1, len(look.visible))
     if gpus is None or gpus < 0:
         raise usage("no-gpus", "how many GPUs?", "--gpus 8, or --gpus 0 for the CPU")
     return gpus

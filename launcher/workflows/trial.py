@@ -66,8 +66,8 @@ class Outcome:
         if isinstance(error, dict) and error.get("message"):
             return brief(_COMMAND.sub("the training process ", str(error["message"])), 300)
         bad = [point for point in self.verdict.points if point.ok is not True]
-        told = "; ".join(f"{p.name}: {p.state}, expected {p.expected}" for p in bad)
-        return told or ("interrupted" if self.interrupted else f"exit code {int(self.exit)}")
+        reasons = "; ".join(f"{p.name}: {p.state}, expected {p.expected}" for p in bad)
+        return reasons or ("interrupted" if self.interrupted else f"exit code {int(self.exit)}")
 
     def as_json(self) -> dict[str, Any]:
         """For a record of several runs."""
@@ -115,15 +115,15 @@ def of_prepared(
         with unwatched():
             folder, attempt = start.begin(prepared, allow_unproven=allow_unproven)
             with _at_most(timeout_s, folder) as up:
-                asked = follow.until_over(folder, attempt, forward=True)
+                interrupted = follow.until_over(folder, attempt, forward=True)
     except (KeyboardInterrupt, follow.Detached):
         # before anybody listened, or where a batch system signals every process of a job itself
         _leave_nothing(prepared.folder)
         raise KeyboardInterrupt from None
     verdict, code = start.conclusion(folder, attempt)
     # one that was over by then has its verdict all the same, and nothing comes after it
-    code = Exit.INTERRUPTED if asked else code
-    timed_out = up.is_set() and not asked and code is Exit.INTERRUPTED
+    code = Exit.INTERRUPTED if interrupted else code
+    timed_out = up.is_set() and not interrupted and code is Exit.INTERRUPTED
     return Outcome(
         run=folder, plan=prepared.plan, verdict=verdict, exit=code, findings=prepared.findings,
         seconds=time.monotonic() - began, timed_out=timed_out,

@@ -22,7 +22,7 @@ from launcher.machine.git import Repository
 from launcher.runs import rundir
 from launcher.upstream import locate
 from launcher.workflows.bench import bench, comparison, measure, variants, worktrees
-from launcher.workflows.bench.comparison import SPEED, Sample, Step, compare
+from launcher.workflows.bench.comparison import SPEED, CurveStep, Sample, compare
 from launcher.workflows.bench.variants import Variant
 
 
@@ -96,7 +96,7 @@ def sample(
     name: str, speed: float | None = 100.0, loss: float = 2.0, steps: int = 10, tokens: float = 50.0,
     **more: Any,
 ) -> Sample:  # fmt: skip
-    curve = tuple(Step(tokens, tokens, loss) for _ in range(steps))
+    curve = tuple(CurveStep(tokens, tokens, loss) for _ in range(steps))
     figures = {SPEED: speed, "peak_allocated_gib": 10.0, "mfu": 0.4}
     return Sample(variant=name, curve=curve, metrics=figures, **more)
 
@@ -159,8 +159,8 @@ def test_losses_that_can_be_compared() -> None:
     # another loss is the graver thing
     assert standings(sample("a"), sample("b", 300, loss=3, tokens=600))[1] == "loss changed"
     # losses are compared over the same tokens
-    falling = tuple(Step(10, 10, loss) for loss in (4, 3, 2, 1))
-    large = (Step(40, 40, 4.0), Step(40, 40, 2.0))
+    falling = tuple(CurveStep(10, 10, loss) for loss in (4, 3, 2, 1))
+    large = (CurveStep(40, 40, 4.0), CurveStep(40, 40, 2.0))
     rows = compare([replace(sample("a"), curve=falling), replace(sample("b"), curve=large)])
     assert [row.median("loss_per_token") for row in rows] == pytest.approx([2.5, 4.0])
     assert [row.steps_within for row in rows] == [4, 1]

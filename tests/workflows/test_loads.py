@@ -11,7 +11,7 @@ from loads import Loads, counted
 
 from launcher.workflows import trial
 from launcher.workflows.bench import measure
-from launcher.workflows.bench.comparison import SPEED, Sample, Step
+from launcher.workflows.bench.comparison import SPEED, CurveStep, Sample
 
 pytestmark = needs_trl
 TWO_CARDS = ("--gpus", "2")
@@ -24,7 +24,7 @@ def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
     def sample_of(_outcome: Any, variant: str, repeat: int = 0) -> Sample:
         figures = {SPEED: 2000.0, "seconds_per_step": 0.1, "peak_allocated_gib": 5.0}
-        curve = (Step(400.0, 400.0, 2.0),) * 3
+        curve = (CurveStep(400.0, 400.0, 2.0),) * 3
         return Sample(
             variant=variant, repeat=repeat, gradients="true", seconds=4.0, metrics=figures,
             curve=curve,

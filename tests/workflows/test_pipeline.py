@@ -24,7 +24,7 @@ from launcher.errors import InvalidConfig, UsageError
 from launcher.lifecycle.prepare import Request
 from launcher.runs import lease, rundir
 from launcher.workflows.pipeline import plan
-from launcher.workflows.pipeline.plan import Order
+from launcher.workflows.pipeline.plan import PipelineRequest
 
 pytestmark = pytest.mark.slow
 
@@ -120,10 +120,10 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Chained]:
             os.kill(pid, signal.SIGKILL)
 
 
-def ordered(loaded: pipeline.Chain, *, last: str | None = None, **common: Any) -> Order:
+def ordered(loaded: pipeline.Chain, *, last: str | None = None, **common: Any) -> PipelineRequest:
     """A pipeline as its command line asks for it."""
     request = Request(stage=None, config=loaded.path, **common)
-    return Order(chain=loaded, common=request, last=last)
+    return PipelineRequest(chain=loaded, common=request, last=last)
 
 
 def statuses(told: dict[str, Any]) -> list[str]:
@@ -197,8 +197,8 @@ def test_with_and_the_command_line(write: Write) -> None:
             pipeline.load(path, [wrong])
 
 
-def surveyed(path: Path, gpus: int = 0, **more: Any) -> plan.Survey:
-    return plan.survey(ordered(pipeline.load(path), gpus=gpus, **more), running=False)
+def surveyed(path: Path, gpus: int = 0, **more: Any) -> plan.PipelinePlan:
+    return plan.plan_stages(ordered(pipeline.load(path), gpus=gpus, **more), running=False)
 
 
 def refused(path: Path, **more: Any) -> dict[str, tuple[str | None, int | None, str]]:
@@ -343,7 +343,7 @@ def test_the_committed_pipelines_hold_together(
     monkeypatch.chdir(tmp_path)
     path = REPOSITORY / "configs" / f"{name}.yaml"
     order = ordered(pipeline.load(path), gpus=0 if "demo" in name else 8)
-    told = plan.survey(order, running=False)
+    told = plan.plan_stages(order, running=False)
     assert [f for f in told.findings if f.severity == "error"] == []
     assert [one.link.source for one in told.steps.values()] == [None, "sft"]
 

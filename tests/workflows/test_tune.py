@@ -25,7 +25,7 @@ from launcher.lifecycle.prepare import Request
 from launcher.stage import stage
 from launcher.workflows import experiment
 from launcher.workflows.bench import measure
-from launcher.workflows.bench.comparison import SPEED, Sample, Step
+from launcher.workflows.bench.comparison import SPEED, CurveStep, Sample
 from launcher.workflows.bench.variants import Variant
 from launcher.workflows.tune import proposal, space, tune
 from launcher.workflows.tune.search import Candidate, Outlook, Search, Trial
@@ -294,7 +294,7 @@ def test_only_what_ends_within_the_budget_is_repeated() -> None:
 
 
 def sample(speed: float | None = 100.0, loss: float = 2.0, **parts: Any) -> Sample:
-    curve = (Step(100.0, 100.0, loss), Step(100.0, 100.0, loss))
+    curve = (CurveStep(100.0, 100.0, loss), CurveStep(100.0, 100.0, loss))
     figures = {SPEED: speed, "seconds_per_step": 1.0, "peak_allocated_gib": 5.0}
     return Sample(**{"variant": "x", "metrics": figures, "curve": curve, **parts})
 
@@ -463,7 +463,7 @@ class Trials(Here):
             SPEED: 100 / step, "seconds_per_step": 4 * step, "peak_allocated_gib": peak,
             "tokens_per_step": 100.0 * int(given.get("batch.global", 8)),
         }  # fmt: skip
-        return replace(whole, metrics=figures, curve=(Step(400.0, 400.0, loss),) * steps)
+        return replace(whole, metrics=figures, curve=(CurveStep(400.0, 400.0, loss),) * steps)
 
 
 @pytest.fixture

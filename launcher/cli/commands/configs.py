@@ -161,7 +161,7 @@ def _judge_pipeline(path: Path, locator: Locator) -> tuple[dict[str, object], tu
     """The same for several stages in turn, and what they hand to each other."""
     from launcher.config import pipeline
     from launcher.lifecycle.prepare import Request
-    from launcher.workflows.pipeline.plan import Order, survey
+    from launcher.workflows.pipeline.plan import PipelineRequest, plan_stages
 
     try:
         whole = pipeline.load(path)
@@ -172,7 +172,7 @@ def _judge_pipeline(path: Path, locator: Locator) -> tuple[dict[str, object], tu
             allow_unpinned=locator.allow_unpinned,
             gpus=None if all(link.gpus is not None for link in whole.links) else VALIDATED_FOR,
         )
-        plan = survey(Order(chain=whole, common=common), running=False)
+        plan = plan_stages(PipelineRequest(chain=whole, common=common), running=False)
     except LaunchError as error:
         return {}, error.findings
     return {"shape": "pipeline", "stages": [link.name for link in plan.links]}, plan.findings

@@ -297,9 +297,9 @@ def pipeline(
     from launcher.config import pipeline as chain
     from launcher.report import console
     from launcher.workflows.pipeline import pipeline
-    from launcher.workflows.pipeline.plan import Order, survey
+    from launcher.workflows.pipeline.plan import PipelineRequest, plan_stages
 
-    order = Order(
+    order = PipelineRequest(
         chain=chain.load(file, overrides or ()),
         common=shared.request(
             config=file, overrides=(), fresh=shared.fresh, elsewhere=shared.slurm
@@ -320,7 +320,7 @@ def pipeline(
         data = {"stages": [{"name": one.link.name, **one.prepared.as_json()} for one in steps]}
         return answer("pipeline", shared.format, data, show_plan, plan.findings)
     quiet = shared.format == "json"
-    plan = survey(order, running=not shared.slurm)
+    plan = plan_stages(order, running=not shared.slurm)
     console.findings([one for one in plan.findings if one.severity != "note" and not quiet])
     stages = plan.resolved()
     shared.rehearse_first(stages)

@@ -34,7 +34,15 @@ from launcher.stage.options import SWITCHED
 from launcher.upstream.logs.open_instruct import ATTENTION
 from launcher.workflows import experiment, trial
 from launcher.workflows.bench import comparison, measure, variants, worktrees
-from launcher.workflows.bench.comparison import LOSS, SPEED, Assertion, Cause, Row, Sample, compare
+from launcher.workflows.bench.comparison import (
+    LOSS,
+    SPEED,
+    Assertion,
+    Cause,
+    Sample,
+    VariantSummary,
+    compare,
+)
 from launcher.workflows.bench.measure import identity, of_variant, short
 from launcher.workflows.bench.variants import Variant
 from launcher.workflows.experiment import Campaign
@@ -76,7 +84,7 @@ class Bench:
         return min(asserted, default=comparison.TOLERANCE)
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[VariantSummary]:
         """One a variant, in the order in which they were named; those without a sample are left out."""
         order = {variant.name: nth for nth, variant in enumerate(self.variants)}
         known = sorted(self.samples, key=lambda one: (order.get(one.variant, 0), one.repeat))
@@ -159,7 +167,7 @@ def require_gpu(request: Request, *, cpu: bool) -> Request:
 
 
 def plan(
-    request: Request, asked: Sequence[Variant], *, steps: int, repeats: int,
+    request: Request, requested: Sequence[Variant], *, steps: int, repeats: int,
     timeout_s: float | None = None, assertions: Sequence[Assertion] = (), running: bool = False,
 ) -> Bench:  # fmt: skip
     """Judge every variant, and its trial, before the first one starts.
@@ -170,22 +178,22 @@ def plan(
     too if no variant can start on this machine, whatever its GPUs do now.
     """
     relative = [one.text for one in assertions if one.relative]
-    if relative and len(asked) < 2:
+    if relative and len(requested) < 2:
         raise usage(
             "bad-assert",
             f"`{brief(relative[0])}` holds the others to the first variant: there is one",
             "--vary KEY=A,B, or figures that stand by themselves: mfu>=48%",
         )
-    if any(one.checkout for one in asked):
+    if any(one.checkout for one in requested):
         request = replace(request, python=request.python or worktrees.python_of(request))
-    judgements = _Judgements(len(asked))
+    judgements = _Judgements(len(requested))
     base = functools.cache(lambda: _base(request))
     full: list[tuple[Variant, Prepared]] = []
-    for one in asked:
+    for one in requested:
         with judgements.of(one.name):
             checkout = one.checkout and str(worktrees.find(request, one.checkout))
             full.append(_prepared(request, replace(one, checkout=checkout), base))
-    judgements.require(ready=len(full) == len(asked))
+    judgements.require(ready=len(full) == len(requested))
     batch, root = (
         max(made.plan.global_batch for _, made in full),
         request.runs or rundir.runs_root(),
@@ -454,10 +462,12 @@ def write_page(bench: Bench) -> None:
     experiment.page(runs, bench.folder / PAGE, lead)
 
 
-def _median(name: str, scale: float = 1.0, unit: str = "", digits: int = 4) -> Callable[[Row], str]:
+def _median(
+    name: str, scale: float = 1.0, unit: str = "", digits: int = 4
+) -> Callable[[VariantSummary], str]:
     """`median ±half the range`, or the one value."""
 
-    def cell(row: Row) -> str:
+    def cell(row: VariantSummary) -> str:
         spread = row.loss if name == LOSS else row.spreads.get(name)
         if spread is None:
             return "–"
@@ -468,13 +478,13 @@ def _median(name: str, scale: float = 1.0, unit: str = "", digits: int = 4) -> C
     return cell
 
 
-def _runs(row: Row) -> str:
+def _runs(row: VariantSummary) -> str:
     speed = row.spreads.get(SPEED)
     failed = f", {len(row.failures)} failed" if row.failures else ""
     return f"{0 if speed is None else speed.n}{failed}"
 
 
-COLUMNS: Mapping[str, Callable[[Row], str]] = {
+COLUMNS: Mapping[str, Callable[[VariantSummary], str]] = {
     "tokens/s/GPU": _median(SPEED),
     "speed": lambda row: "–" if row.speed_ratio is None else f"{row.speed_ratio:.2f}x",
     "loss change": lambda row: "–" if row.loss_change is None else f"{row.loss_change:+.2%}",
@@ -490,13 +500,13 @@ COLUMNS: Mapping[str, Callable[[Row], str]] = {
 """What decides comes first: the others may have to go below, on a narrow terminal."""
 
 
-def cells(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+def cells(rows: list[VariantSummary]) -> tuple[list[str], list[list[str]]]:
     """The heads of the columns of which anything is known, and each row's cells."""
     heads = [head for head, cell in COLUMNS.items() if any(cell(row) != "–" for row in rows)]
     return heads, [[COLUMNS[head](row) for head in heads] for row in rows]
 
 
-def standing(row: Row) -> str:
+def standing(row: VariantSummary) -> str:
     """In words what is to be thought of a variant."""
     word = f"{row.standing}{', recommended' if row.recommended else ''}"
     if row.too_few and row.standing in ("faster", "slower", "no difference"):

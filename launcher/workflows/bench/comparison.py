@@ -44,7 +44,7 @@ Standing = Word | Literal["baseline", "loss changed", "unproven", "flawed", "fai
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CurveStep:
     """One optimizer step over all ranks: its tokens, what its loss is a mean over, and that mean.
 
     `weight` is tokens for SFT, rows for DPO, whose loss is one of pairs. `norm` is that of the gradient,
@@ -76,7 +76,7 @@ class Sample:
     unproved: tuple[str, ...] = ()
     gradients: str | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
-    curve: tuple[Step, ...] = ()
+    curve: tuple[CurveStep, ...] = ()
     pace: tuple[float, ...] = ()
     run: str | None = None
     seconds: float = 0.0
@@ -94,7 +94,7 @@ class Sample:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Sample:
         """What `as_json` wrote. Raises KeyError, TypeError or ValueError where it did not."""
-        curve = tuple(Step(*map(float, one[:3]), *one[3:]) for one in data["curve"])
+        curve = tuple(CurveStep(*map(float, one[:3]), *one[3:]) for one in data["curve"])
         known = {k: data[k] for k in ("variant", "repeat", "cause", "reason", "run", "seconds")}
         return cls(
             **known,
@@ -158,7 +158,7 @@ class SpeedTest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class VariantSummary:
     """What is known of one variant. Ratios and changes are against the first one, None without.
 
     `loss` is over the tokens that every measured trial has seen, and `steps_within` how many optimizer
@@ -191,7 +191,7 @@ class Row:
         return {**row.pop("spreads"), LOSS: row.pop("loss"), **row}
 
 
-def within(curve: Sequence[Step], tokens: float) -> tuple[float | None, float]:
+def within(curve: Sequence[CurveStep], tokens: float) -> tuple[float | None, float]:
     """The mean loss of the first `tokens` tokens, each counted alike, and how many steps they take.
 
     A step that reaches beyond counts by the share of its tokens that lies within. The loss is None where
@@ -213,11 +213,13 @@ def within(curve: Sequence[Step], tokens: float) -> tuple[float | None, float]:
 
 def common_tokens(samples: Iterable[Sample]) -> float | None:
     """How many tokens every measured trial has seen; None where none has a loss."""
-    seen = [math.fsum(s.tokens for s in one.curve) for one in samples if one.measured and one.curve]
-    return min(seen, default=None)
+    counts = [
+        math.fsum(s.tokens for s in one.curve) for one in samples if one.measured and one.curve
+    ]
+    return min(counts, default=None)
 
 
-def compare(samples: Sequence[Sample], tolerance: float = TOLERANCE) -> list[Row]:
+def compare(samples: Sequence[Sample], tolerance: float = TOLERANCE) -> list[VariantSummary]:
     """One row a variant, in the order of their first samples; the first is what the others are held to.
 
     A variant is faster (or slower) than the first where `significance` says so and the medians of their
@@ -229,7 +231,7 @@ def compare(samples: Sequence[Sample], tolerance: float = TOLERANCE) -> list[Row
         groups.setdefault(sample.variant, []).append(sample)
     tokens = common_tokens(samples)
     base: list[Sample] = next(iter(groups.values()), [])
-    rows: list[Row] = []
+    rows: list[VariantSummary] = []
     for group in groups.values():
         rows.append(_row(group, base, rows[0] if rows else None, tokens, tolerance))
     best = max(
@@ -310,22 +312,22 @@ def _falls_less(ours: Sequence[Sample], others: Sequence[Sample]) -> str | None:
 def _row(
     samples: Sequence[Sample],
     base: Sequence[Sample],
-    first: Row | None,
+    first: VariantSummary | None,
     tokens: float | None,
     tolerance: float,
-) -> Row:
+) -> VariantSummary:
     measured = [sample for sample in samples if sample.measured]
     # a loss over everything that a trial saw compares with no other's
     keys = dict.fromkeys(key for sample in measured for key in sample.metrics if key != LOSS)
     spreads = {key: Spread.of(sample.metrics.get(key) for sample in measured) for key in keys}
     loss = steps = None
     if tokens is not None:
-        seen = [within(sample.curve, tokens) for sample in measured]
-        loss, steps = Spread.of(one for one, _ in seen), Spread.of(count for _, count in seen)
+        means = [within(sample.curve, tokens) for sample in measured]
+        loss, steps = Spread.of(one for one, _ in means), Spread.of(count for _, count in means)
     speed = spreads.get(SPEED)
     known = None if first is None else first.spreads.get(SPEED)
     test = None if first is None else speed_test(samples, base)
-    row = Row(
+    row = VariantSummary(
         variant=samples[0].variant, standing="unknown", why="", spreads=spreads, loss=loss,
         speed_ratio=speed.median / known.median if speed and known and known.median > 0 else None,
         chance=None if test is None else round(test.chance, 4),
@@ -351,7 +353,7 @@ def _change(loss: Spread | None, base: Spread | None) -> float | None:
 
 
 def _standing(
-    row: Row, samples: Sequence[Sample], base: Sequence[Sample], first: Row | None,
+    row: VariantSummary, samples: Sequence[Sample], base: Sequence[Sample], first: VariantSummary | None,
     test: SpeedTest | None, tokens: float | None, tolerance: float,
 ) -> tuple[Standing, str]:  # fmt: skip
     """What to say of a variant, gravest first."""
@@ -464,7 +466,7 @@ class Assertion:
             return None
         return self.number / 100 if self.percent else max(0.0, self.number - 1)
 
-    def holds(self, row: Row, first: Row) -> bool | None:
+    def holds(self, row: VariantSummary, first: VariantSummary) -> bool | None:
         """Whether it is so; None where a figure that it needs is not known."""
         value = row.median((RELATIVE | ABSOLUTE)[self.name])
         if self.relative:
@@ -494,7 +496,7 @@ def assertion(text: str) -> Assertion:
     )  # fmt: skip
 
 
-def broken(assertions: Sequence[Assertion], rows: Sequence[Row]) -> list[dict[str, Any]]:
+def broken(assertions: Sequence[Assertion], rows: Sequence[VariantSummary]) -> list[dict[str, Any]]:
     """Every assertion with every variant that it does not hold of; `unknown`: its figure was not measured."""
     return [
         {"assert": one.text, "variant": row.variant, "unknown": holds is None}

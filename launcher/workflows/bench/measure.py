@@ -30,7 +30,7 @@ from launcher.verdict import evidence, metrics
 from launcher.verdict.evidence import Evidence, RankRecord
 from launcher.workflows import trial
 from launcher.workflows.bench import comparison, worktrees
-from launcher.workflows.bench.comparison import Cause, Sample, Step
+from launcher.workflows.bench.comparison import Cause, CurveStep, Sample
 from launcher.workflows.bench.variants import Variant
 from launcher.workflows.ladder import ladder
 from launcher.workflows.trial import Outcome
@@ -137,7 +137,9 @@ def _cause(outcome: Outcome) -> Cause:
     return "hang" if points["finish"].detail.get("reason") == "hang" else "contract"
 
 
-def _metrics(found: Evidence, outcome: Outcome, curve: Sequence[Step]) -> dict[str, float | None]:
+def _metrics(
+    found: Evidence, outcome: Outcome, curve: Sequence[CurveStep]
+) -> dict[str, float | None]:
     ranks = list(found.probe.ranks.values()) if found.probe else []
     figures, steady = outcome.verdict.metrics, [metrics.steady(record) for record in ranks]
     speed = figures.get("tokens_per_second")
@@ -192,7 +194,7 @@ def _before(ranks: Sequence[RankRecord]) -> float | None:
     return moments[1] - moments[0] if moments[0] is not None and moments[1] is not None else None
 
 
-def _curve(found: Evidence, stage: str | None) -> tuple[Step, ...]:
+def _curve(found: Evidence, stage: str | None) -> tuple[CurveStep, ...]:
     """The steps that every rank finished: tokens of all ranks, the mean of their losses."""
     ranks = found.probe.ranks if found.probe else {}
     curve = []
@@ -204,7 +206,9 @@ def _curve(found: Evidence, stage: str | None) -> tuple[Step, ...]:
         weight = math.fsum(part.rows or 0.0 for part in parts) if stage in PAIRED else tokens
         # an engine's norm is of all ranks' gradients, and the same on each
         norm, micro_batches = parts[0].grad_norm, parts[0].micro_batches
-        curve.append(Step(tokens, weight, math.fsum(losses) / len(losses), norm, micro_batches))
+        curve.append(
+            CurveStep(tokens, weight, math.fsum(losses) / len(losses), norm, micro_batches)
+        )
     return tuple(curve)
 
 

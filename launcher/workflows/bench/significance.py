@@ -43,9 +43,9 @@ def chance(runs: Sequence[Pace], base: Sequence[Pace]) -> float:
     if not runs or not base:
         return 1.0
     blocks = _blocks([*runs, *base])
-    seen = _ahead(blocks, range(len(runs)))
+    observed = _ahead(blocks, range(len(runs)))
     # what summing in another order loses makes no way another one
-    alike = [_ahead(blocks, way) >= seen - 1e-12 for way in _ways(len(blocks), len(runs))]
+    alike = [_ahead(blocks, way) >= observed - 1e-12 for way in _ways(len(blocks), len(runs))]
     return sum(alike) / len(alike)
 
 
@@ -87,8 +87,10 @@ def _level(blocks: Sequence[Sequence[float]]) -> float:
 def _blocks(runs: Sequence[Pace]) -> list[list[float]]:
     """Each run's pace in as many stretches as the one with the fewest steps allows."""
     count = min(_BLOCKS, *map(len, runs))
-    told = []
+    blocks = []
     for run in runs:
         edges = [round(nth * len(run) / count) for nth in range(count + 1)]
-        told.append([statistics.fmean(run[begin:end]) for begin, end in itertools.pairwise(edges)])
-    return told
+        blocks.append(
+            [statistics.fmean(run[begin:end]) for begin, end in itertools.pairwise(edges)]
+        )
+    return blocks

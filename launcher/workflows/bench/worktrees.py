@@ -73,8 +73,8 @@ def cloned(root: Path, commit: str) -> Path:
         _git("-C", str(half), "-c", "advice.detachedHead=false", "checkout", "--quiet", commit)
         half.replace(place)
     except (OSError, subprocess.CalledProcessError) as error:
-        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
-        reason = (said or str(error)).strip().splitlines()[-1]
+        text = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
+        reason = (text or str(error)).strip().splitlines()[-1]
         raise not_ready(
             "no-checkout",
             f"{commit[:12]} could not be checked out: {reason}",

@@ -135,7 +135,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class FullRun:
     """The full run from a measured step; hours and cost None where its steps are not known."""
 
     gpus: int
@@ -153,14 +153,14 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class LadderResult:
     """How far it went. `exit` is that of the command, `reason` why it is no go."""
 
     folder: Path
     standings: tuple[Standing, ...]
     exit: Exit
     reason: str | None
-    estimate: Estimate | None = None
+    estimate: FullRun | None = None
     page: Path | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -402,7 +402,7 @@ def short_findings(stage: Stage, steps: int) -> tuple[Finding, ...]:
     return (*_uncut(stage, steps), schedule)
 
 
-def rows_wanted(stage: Stage, steps: int, batch: int | None = None) -> int:
+def rows_needed(stage: Stage, steps: int, batch: int | None = None) -> int:
     """Rows to cut for that many steps, reserve included."""
     step = batch or (stage.options.batch and stage.options.batch.total)
     if not step:
@@ -413,7 +413,7 @@ def rows_wanted(stage: Stage, steps: int, batch: int | None = None) -> int:
     return max(FEWEST_ROWS, math.ceil(steps * step * RESERVE) + step)
 
 
-def cut(listed: Sequence[str], sizes: Sequence[int | None], wanted: int) -> tuple[str, ...] | None:
+def cut(listed: Sequence[str], sizes: Sequence[int | None], needed: int) -> tuple[str, ...] | None:
     """A mixer list cut to about so many rows in all; None where it has no more than that already.
 
     `sizes` are the rows that each entry gives, None where that is not known. Sets keep their
@@ -422,19 +422,19 @@ def cut(listed: Sequence[str], sizes: Sequence[int | None], wanted: int) -> tupl
     """
     names, amounts = listed[::2], listed[1::2]
     known = sum(size for size in sizes if size is not None)
-    if None not in sizes and known <= wanted:
+    if None not in sizes and known <= needed:
         return None
     shares = math.fsum(float(a) for a, size in zip(amounts, sizes, strict=True) if size is None)
     # where some are not known, each set counts as much as any other
-    unknown = wanted * sum(size is None for size in sizes) / len(sizes)
-    if wanted - unknown > known:
-        unknown = wanted - known
+    unknown = needed * sum(size is None for size in sizes) / len(sizes)
+    if needed - unknown > known:
+        unknown = needed - known
     words = []
     for name, amount, size in zip(names, amounts, sizes, strict=True):
         if size is None:
             rows = unknown * float(amount) / shares
         else:
-            rows = min(size, (wanted - unknown) * size / max(1, known))
+            rows = min(size, (needed - unknown) * size / max(1, known))
         # a count of 1 is what a slip of the pen looks like
         count = max(2, math.ceil(rows))
         count = count if size is None else min(size, count)
@@ -451,7 +451,7 @@ def _short(stage: Stage, steps: int, batch: int | None) -> dict[str, Any]:
     if stage.entry.mixes:
         listed = stage.values.get(names.data)
         words = [str(word) for word in listed] if isinstance(listed, list) else []
-        sliced = cut(words, _sizes(stage, words), rows_wanted(stage, steps, batch))
+        sliced = cut(words, _sizes(stage, words), rows_needed(stage, steps, batch))
         changes |= {} if sliced is None else {names.data: sliced}
     warm = stage.values.get("warmup_steps")
     if isinstance(warm, int | float) and warm >= 1:
@@ -493,15 +493,15 @@ def _uncut(stage: Stage, steps: int) -> Iterator[Finding]:
     names = stage.entry.names
     if stage.entry.mixes or stage.values.get("dataset_streaming"):
         return
-    rows, wanted = plan.count_rows(stage, stage.values), rows_wanted(stage, steps)
-    if rows is not None and rows <= 2 * wanted:
+    rows, needed = plan.count_rows(stage, stage.values), rows_needed(stage, steps)
+    if rows is not None and rows <= 2 * needed:
         return
     many = "all rows" if rows is None else f"all {rows:,} rows"
     yield _note(
         stage,
         "uncut-data",
         names.data,
-        f"{many} are tokenised for {steps} steps: TRL takes a split whole, `train[:{wanted}]` is no "
+        f"{many} are tokenised for {steps} steps: TRL takes a split whole, `train[:{needed}]` is no "
         "name of one (trl/scripts/sft.py:106)",
         "it trains on no more than it needs; the tokenised rows are cached for the full run",
     )
@@ -517,7 +517,7 @@ def _note(stage: Stage, code: str, name: str, message: str, help: str | None = N
 
 def climb(
     climb: Climb, *, fresh: bool = False, allow_unproven: bool = False, quiet: bool = False
-) -> Result:
+) -> LadderResult:
     """Run the rungs that have not passed yet, in turn, until one does not.
 
     INT and TERM stop the rung that runs, and nothing follows; a terminal that goes stops nothing. Raises
@@ -567,8 +567,8 @@ def _climb(
 
 def _result(
     climb: Climb, folder: Path, standings: Sequence[Standing], code: Exit, reason: str | None
-) -> Result:
-    result = Result(
+) -> LadderResult:
+    result = LadderResult(
         folder=folder,
         standings=tuple(standings),
         exit=code,
@@ -582,7 +582,7 @@ def _result(
     return result
 
 
-def _lead(stage: Stage, result: Result) -> Lead:
+def _lead(stage: Stage, result: LadderResult) -> Lead:
     """Rungs and gates, and whether to go, at the top of the page."""
     go = result.exit is Exit.OK
     flags = [
@@ -705,7 +705,7 @@ def _starts_at_ln2(stage: Stage) -> bool:
 # --- the full run ---------------------------------------------------------------------------------
 
 
-def _estimate(climb: Climb, top: Standing) -> Estimate:
+def _estimate(climb: Climb, top: Standing) -> FullRun:
     stage, step, terms = climb.stage, top.facts.step_seconds, climb.terms
     whole = climb.plans[top.gpus]
     known = _predicted(whole, climb.resolved, terms)
@@ -713,17 +713,17 @@ def _estimate(climb: Climb, top: Standing) -> Estimate:
     steps = known.steps if known is not None else None
     if steps is None:
         # of rows whose lengths are not known nobody can say how many packed ones they come to
-        seen = lengths.parse(terms.row_tokens) if repacked and terms.row_tokens else None
+        row_lengths = lengths.parse(terms.row_tokens) if repacked and terms.row_tokens else None
         rows = None if repacked else terms.rows
-        if seen is not None:
-            rows = footprint.rows_per_epoch(whole, seen, terms.rows or whole.rows)
-            seen = footprint.rows_of(whole, seen)
-        steps = footprint.optimizer_steps(whole, rows, seen, override=True)
+        if row_lengths is not None:
+            rows = footprint.rows_per_epoch(whole, row_lengths, terms.rows or whole.rows)
+            row_lengths = footprint.rows_of(whole, row_lengths)
+        steps = footprint.optimizer_steps(whole, rows, row_lengths, override=True)
     if step is None or not steps:
         options = ["--rows N"] if whole.rows is None and terms.rows is None else []
         options += ["--row-tokens MEAN:MAX"] if repacked and terms.row_tokens is None else []
         why = f"its steps are not known: {' and '.join(options)}" if step else "no step was timed"
-        return Estimate(gpus=top.gpus, steps=steps, hours=None, cost=None, formula=why)
+        return FullRun(gpus=top.gpus, steps=steps, hours=None, cost=None, formula=why)
     seconds = steps * step
     formula = f"{steps:,} steps x {step:.3g} s, as measured"
     rows = whole.rows or terms.rows
@@ -737,13 +737,13 @@ def _estimate(climb: Climb, top: Standing) -> Estimate:
     # a price is for GPUs
     priced = terms.price is not None and top.gpus
     cost = hours * (terms.price or 0) * top.facts.devices if priced else None
-    return Estimate(gpus=top.gpus, steps=steps, hours=hours, cost=cost, formula=formula)
+    return FullRun(gpus=top.gpus, steps=steps, hours=hours, cost=cost, formula=formula)
 
 
 # --- for people -----------------------------------------------------------------------------------
 
 
-def show(result: Result) -> None:
+def show(result: LadderResult) -> None:
     """The table, what is not green, go or no-go, and what the full run takes."""
     if rows := [_row(one) for one in result.standings]:
         console.table(rows, tuple(rows[0]))

@@ -28,8 +28,8 @@ from launcher.runs import rundir
 from launcher.verdict import check
 from launcher.workflows import experiment, trial
 from launcher.workflows.experiment import Campaign
-from launcher.workflows.pipeline import plan as handover
-from launcher.workflows.pipeline.plan import Order, Step, Survey
+from launcher.workflows.pipeline import plan as plans
+from launcher.workflows.pipeline.plan import PipelinePlan, PipelineRequest, PlannedStage
 from launcher.workflows.trial import Outcome
 
 RECORD = "pipeline.json"
@@ -45,7 +45,7 @@ _NO_INPUT = frozenset({"gpus", "packages", "position", "reference"})
 
 
 @dataclass(slots=True, kw_only=True)
-class Row:
+class StageRow:
     """One stage in the record. `seconds` is wall time of this start of the pipeline; `reason` is why it did
     not pass, was refused, or was trained again; `whole` is whether a trained model lies there.
     """
@@ -91,12 +91,12 @@ class Row:
 
 
 @dataclass(slots=True, kw_only=True)
-class Result:
+class PipelineResult:
     """What came of one start; `exit` is the command's, `findings` what stopped it, if that was one."""
 
     folder: Path
-    order: Order
-    rows: list[Row]
+    order: PipelineRequest
+    rows: list[StageRow]
     key: str
     began: str
     state: str = "running"
@@ -123,7 +123,7 @@ class Result:
         return page if page.exists() else None
 
     @property
-    def stopped_at(self) -> Row | None:
+    def stopped_at(self) -> StageRow | None:
         """The stage that did not pass."""
         bad = ("failed", "refused", "interrupted")
         return next((row for row in self.rows if row.status in bad), None)
@@ -146,7 +146,7 @@ class Result:
         ]
 
 
-def run(order: Order, survey: Survey, *, quiet: bool = False) -> Result:
+def run(order: PipelineRequest, planned: PipelinePlan, *, quiet: bool = False) -> PipelineResult:
     """Run the stages of an order that are to run, one after the other; stops where one does not pass.
 
     Raises NotReady where the pipeline is running already.
@@ -165,15 +165,15 @@ def run(order: Order, survey: Survey, *, quiet: bool = False) -> Result:
     before = series.earlier()
     over = before is not None and rundir.read_json(before / RECORD).get("state") == "finished"
     with series.opened(fresh=over, taken=running) as folder:
-        rows = [_row(survey.steps[link.name]) for link in survey.links]
-        result = Result(folder=folder, order=order, rows=rows, key=key, began=rundir.now())
-        _Runner(order, survey, result, quiet).run()
+        rows = [_row(planned.steps[link.name]) for link in planned.links]
+        result = PipelineResult(folder=folder, order=order, rows=rows, key=key, began=rundir.now())
+        _Runner(order, planned, result, quiet).run()
     return result
 
 
-def _row(step: Step) -> Row:
+def _row(step: PlannedStage) -> StageRow:
     stage = step.plan.stage
-    return Row(
+    return StageRow(
         name=step.link.name,
         stage=stage.options.stage,
         config=str(step.link.config),
@@ -182,27 +182,29 @@ def _row(step: Step) -> Row:
     )
 
 
-def dry_run(order: Order) -> Survey:
-    """What would be started, in order, and what of it earlier runs have. Raises like `handover.survey`."""
-    survey = handover.survey(order, running=False)
-    return replace(survey, findings=(*survey.findings, *_earlier_runs(survey)))
+def dry_run(order: PipelineRequest) -> PipelinePlan:
+    """What would be started, in order, and what of it earlier runs have. Raises like `plans.plan_stages`."""
+    planned = plans.plan_stages(order, running=False)
+    return replace(planned, findings=(*planned.findings, *_earlier_runs(planned)))
 
 
-def _earlier_runs(survey: Survey) -> Iterator[Finding]:
+def _earlier_runs(planned: PipelinePlan) -> Iterator[Finding]:
     """Printed commands that would write into the outputs of earlier runs."""
-    for link in survey.links:
-        found = prepare.of_earlier_run(survey.steps[link.name].prepared)
+    for link in planned.links:
+        found = prepare.of_earlier_run(planned.steps[link.name].prepared)
         yield from (placed(link, one) for one in found)
 
 
 class _Runner:
-    def __init__(self, order: Order, survey: Survey, result: Result, quiet: bool) -> None:
+    def __init__(
+        self, order: PipelineRequest, planned: PipelinePlan, result: PipelineResult, quiet: bool
+    ) -> None:
         self.order = order
-        self.survey = survey
+        self.planned = planned
         self.result = result
         self.quiet = quiet
-        self.models = {name: step.model for name, step in survey.steps.items()}
-        self.joined = {step.link.name for step in survey.live}
+        self.models = {name: step.model for name, step in planned.steps.items()}
+        self.joined = {step.link.name for step in planned.live}
 
     def run(self) -> None:
         result = self.result
@@ -230,12 +232,14 @@ class _Runner:
             if not self._went_well(row, self._outcome):
                 return
 
-    def _went_well(self, row: Row, work: Callable[[Step, Row], Outcome | None]) -> bool:
+    def _went_well(
+        self, row: StageRow, work: Callable[[PlannedStage, StageRow], Outcome | None]
+    ) -> bool:
         """Do one thing with a stage; what comes of it stands in its row, of None nothing."""
         began, row.status = time.monotonic(), "running"
         self._write()
         try:
-            outcome = work(self.survey.steps[row.name], row)
+            outcome = work(self.planned.steps[row.name], row)
         except LaunchError as error:
             self._refused(row, error)
         else:
@@ -258,7 +262,7 @@ class _Runner:
         if not self.quiet:
             console.findings(findings)
 
-    def _refused(self, row: Row, error: LaunchError) -> None:
+    def _refused(self, row: StageRow, error: LaunchError) -> None:
         row.status, row.exit = "refused", int(error.exit_code)
         # its folder was only reserved
         row.run = row.run if row.run and os.path.isdir(row.run) else None
@@ -267,7 +271,7 @@ class _Runner:
         self.result.exit, self.result.findings = error.exit_code, error.findings
         self._show(list(error.findings))
 
-    def _came_of(self, row: Row, outcome: Outcome) -> None:
+    def _came_of(self, row: StageRow, outcome: Outcome) -> None:
         row.exit, row.verdict = int(outcome.exit), outcome.verdict.status
         row.steps, row.metrics = outcome.verdict.steps, dict(outcome.verdict.metrics)
         row.whole = checkpoints.model_fault(self.models[row.name]) is None
@@ -278,7 +282,7 @@ class _Runner:
             row.status = "interrupted" if outcome.interrupted else "failed"
             row.reason = outcome.reason
 
-    def _outcome(self, step: Step, row: Row) -> Outcome:
+    def _outcome(self, step: PlannedStage, row: StageRow) -> Outcome:
         source, link = step.link.source, step.link
         more = [] if source is None else step.handed(self.models[source])
         if source is not None:
@@ -300,7 +304,7 @@ class _Runner:
             self._show([note])
         self._write()
         # what validation said has been shown, and that a stage is finished is shown at its end
-        known = {"already-finished", *(one.message for one in self.survey.findings)}
+        known = {"already-finished", *(one.message for one in self.planned.findings)}
         self._show([one for one in prepared.findings if not {one.code, one.message} & known])
         if not self.quiet and prepared.decision.kind != "finished":
             console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
@@ -315,7 +319,7 @@ class _Runner:
         mine = link.name in self.joined and code is Exit.OK
         return replace(outcome, verdict=verdict, exit=code, finished_before=not mine)
 
-    def _join(self, step: Step, row: Row) -> Outcome | None:
+    def _join(self, step: PlannedStage, row: StageRow) -> Outcome | None:
         """Wait for a stage that is being trained already; what came of it, where that is no good."""
         folder = step.prepared.folder
         row.run = str(folder.path)
@@ -357,7 +361,9 @@ class _Runner:
 # --- has anything changed? -------------------------------------------------------------------------
 
 
-def _prepared(resolved: ResolvedStage, step: Step, *, fresh: bool) -> tuple[Prepared, str | None]:
+def _prepared(
+    resolved: ResolvedStage, step: PlannedStage, *, fresh: bool
+) -> tuple[Prepared, str | None]:
     """Ready to start: as it is, or started over with the reason why."""
     anew = resolved.with_request(fresh=True)
     if fresh:
@@ -365,7 +371,7 @@ def _prepared(resolved: ResolvedStage, step: Step, *, fresh: bool) -> tuple[Prep
         return prepared, None if prepared.output == prepared.asked else "--fresh"
     if (why := _of_nobody(step.prepared)) is not None:
         return prepare.complete(anew, running=True), why
-    every = handover.known_changes(resolved.stage.schema.fields)
+    every = plans.known_changes(resolved.stage.schema.fields)
     # the same start with every change allowed
     prepared = prepare.complete(
         resolved.with_request(allowed=tuple(sorted(every)), strict=False), running=True
@@ -395,7 +401,7 @@ def _changed(prepared: Prepared, allowed: Iterable[str]) -> str | None:
     return "; ".join(differs[:4]) or None
 
 
-def _allowed(order: Order, step: Step) -> tuple[str, ...]:
+def _allowed(order: PipelineRequest, step: PlannedStage) -> tuple[str, ...]:
     """What of `--allow-changed-resume` a stage knows."""
-    known = handover.known_changes(step.plan.stage.schema.fields)
+    known = plans.known_changes(step.plan.stage.schema.fields)
     return tuple(name for name in order.common.allowed if name in known)

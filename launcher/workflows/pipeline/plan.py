@@ -46,7 +46,7 @@ _ADAPTERS = ("use_lora", "use_qlora", "use_peft")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class PipelineRequest:
     """What was asked of a pipeline: from which stage to which (None: from the start, to the end).
 
     `common` is what its command line says for every stage.
@@ -83,7 +83,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class PlannedStage:
     """One stage as it is known beforehand.
 
     `root` is the model that its chain begins from, with which it was `resolved`; `prepared` is the dry run,
@@ -123,16 +123,16 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
+class PipelinePlan:
     """All stages that matter, by name, in order, and what is worth saying of those that are to run.
 
     `live` are those of the latter that are being trained already: whoever started them did not live to.
     """
 
-    steps: Mapping[str, Step]
+    steps: Mapping[str, PlannedStage]
     links: tuple[Link, ...]
     findings: tuple[Finding, ...]
-    live: tuple[Step, ...] = ()
+    live: tuple[PlannedStage, ...] = ()
 
     def resolved(self) -> dict[str, ResolvedStage]:
         """Each stage that is to run, with the model that its chain begins from."""
@@ -140,28 +140,28 @@ class Survey:
         return {step.link.name: step.resolved for step in steps if step.root is not None}
 
 
-def survey(order: Order, *, running: bool) -> Survey:
+def plan_stages(order: PipelineRequest, *, running: bool) -> PipelinePlan:
     """Judge every stage that is to run, and what they hand to each other; nothing is started.
 
     Raises InvalidConfig with everything that is wrong with any of them, NotReady with everything that
     this machine lacks for any of them, UsageError for stages or names that there are not.
     """
-    surveyor = _Surveyor(order, running)
+    planner = _Planner(order, running)
     links = order.links
     # those before the first one are needed for where their model lies
     needed = {one.source for one in links}
     for link in order.chain.links:
         if link in links or link.name in needed:
-            surveyor.visit(link)
-    live = tuple(step for step in surveyor.steps.values() if step.link in links and step.live)
-    surveyor.ask_machine(live=bool(live))
-    surveyor.check_words()
-    found = tuple(dict.fromkeys(surveyor.findings))
-    if surveyor.refused or errors(found, strict=order.common.strict):
+            planner.visit(link)
+    live = tuple(step for step in planner.steps.values() if step.link in links and step.live)
+    planner.ask_machine(live=bool(live))
+    planner.check_words()
+    found = tuple(dict.fromkeys(planner.findings))
+    if planner.refused or errors(found, strict=order.common.strict):
         raise InvalidConfig(found)
-    if running and surveyor.lacking:
-        raise NotReady(tuple(dict.fromkeys(surveyor.lacking)))
-    return Survey(steps=surveyor.steps, links=links, findings=found, live=live)
+    if running and planner.lacking:
+        raise NotReady(tuple(dict.fromkeys(planner.lacking)))
+    return PipelinePlan(steps=planner.steps, links=links, findings=found, live=live)
 
 
 def known_changes(fields: Iterable[str]) -> frozenset[str]:
@@ -181,13 +181,13 @@ def _with_model(resolved: ResolvedStage, model: Path) -> ResolvedStage:
     return replace(resolved, stage=replace(stage, args=args, values=Values(stage.schema, args)))
 
 
-class _Surveyor:
+class _Planner:
     """Goes through the stages in order; collects what is wrong."""
 
-    def __init__(self, order: Order, running: bool) -> None:
+    def __init__(self, order: PipelineRequest, running: bool) -> None:
         self.order = order
         self.running = running
-        self.steps: dict[str, Step] = {}
+        self.steps: dict[str, PlannedStage] = {}
         self.findings: list[Finding] = []
         self.lacking: list[Finding] = []
         self.refused = False
@@ -241,7 +241,7 @@ class _Surveyor:
         dry = prepare.complete(given, running=False)
         if within:
             self._examine(link, resolved, dry)
-        step = Step(link=link, resolved=resolved, prepared=dry, root=root)
+        step = PlannedStage(link=link, resolved=resolved, prepared=dry, root=root)
         if named and self._has_own_output(step):
             if source is not None and within:
                 self._check_between(source, step)
@@ -298,7 +298,7 @@ class _Surveyor:
 
     # -- how the stages fit
 
-    def _check_models(self, link: Link, loaded: Config, source: Step) -> None:
+    def _check_models(self, link: Link, loaded: Config, source: PlannedStage) -> None:
         """A stage that names another model, or tokenizer, than the stage before leaves."""
         places = {
             canonical(one) for one in (source.model, source.prepared.asked) if one is not None
@@ -318,7 +318,7 @@ class _Surveyor:
             )
             self._add(link, "pipeline-model", message, help, f"args.{key}")
 
-    def _has_own_output(self, step: Step) -> bool:
+    def _has_own_output(self, step: PlannedStage) -> bool:
         """Whether no other stage's model goes to the same place."""
         asked = step.prepared.asked or step.output
         for other in self.steps.values():
@@ -330,7 +330,7 @@ class _Surveyor:
                 return False
         return True
 
-    def _check_between(self, source: Step, step: Step) -> None:
+    def _check_between(self, source: PlannedStage, step: PlannedStage) -> None:
         """What of the one stage's output the other cannot use."""
         given, values, link = source.plan.values, step.plan.values, step.link
         before = source.link.name
@@ -411,14 +411,14 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _left_an_adapter(source: Step, order: Order) -> bool:
+def _left_an_adapter(source: PlannedStage, order: PipelineRequest) -> bool:
     """Of a stage that is not run again, what lies there says it."""
     names = {path.name for path in source.model.glob("*config.json")}
     left = "adapter_config.json" in names and "config.json" not in names
     return left and source.link not in order.links
 
 
-def _require(source: Step, link: Link, order: Order) -> None:
+def _require(source: PlannedStage, link: Link, order: PipelineRequest) -> None:
     """With `--from`, the model of a stage that is left out must lie there. Raises NotReady."""
     wrong = "it is being trained" if source.live else checkpoints.model_fault(source.model)
     if wrong is not None:

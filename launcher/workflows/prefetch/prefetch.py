@@ -198,12 +198,12 @@ def prepare(resolved: ResolvedStage, say: Say = lambda _: None) -> Prefetch:
     began = time.monotonic()
     request, trainer, planned = resolved.request, resolved.trainer, _planned(resolved)
     _require_ready(planned, trainer)
-    wanted = hub.required_parts(planned)
-    parts = _fetched([one for one in wanted if one.role != "data"], planned, trainer, {})
+    needed = hub.required_parts(planned)
+    parts = _fetched([one for one in needed if one.role != "data"], planned, trainer, {})
     # of what lies here now: the names of the cache folders hold the tokenizer's content
     folders = keys.derive(planned, trainer.packages)
     environment = keys.environment(folders)
-    parts += _fetched([one for one in wanted if one.role == "data"], planned, trainer, environment)
+    parts += _fetched([one for one in needed if one.role == "data"], planned, trainer, environment)
     filling = _Filling(planned, trainer, request, say, folders)
     tokenised, missed = filling.done()
     return Prefetch(
@@ -251,9 +251,9 @@ def _require_ready(planned: Plan, trainer: Trainer) -> None:
 
 
 def _fetched(
-    wanted: Sequence[Part], planned: Plan, trainer: Trainer, more: Mapping[str, str]
+    needed: Sequence[Part], planned: Plan, trainer: Trainer, more: Mapping[str, str]
 ) -> tuple[Part, ...]:
-    parts = hub.fetch(wanted, trainer, {**os.environ, **more})
+    parts = hub.fetch(needed, trainer, {**os.environ, **more})
     missing = tuple(hub.findings(parts, planned, offline=offline(os.environ)))
     if missing:
         raise NotReady(missing)

@@ -126,12 +126,12 @@ def _shrink_batch(
 ) -> None:
     """At most two rows a micro-batch and two micro-batches a step."""
     batch, names = options.batch or Batch(), entry.names
-    wanted = {
+    replaced = {
         names.per_device: batch.per_device or LARGEST_BATCH,
         names.accumulation: 1 if batch.total else None,
         "per_device_eval_batch_size": None,
     }
-    for name, default in wanted.items():
+    for name, default in replaced.items():
         value = given.pop(name, default)
         if isinstance(value, int):
             added[name] = min(value, LARGEST_BATCH)

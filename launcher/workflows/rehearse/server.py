@@ -65,22 +65,27 @@ def respond(stage: Any, request: dict[str, Any], own: str) -> dict[str, Any]:
     log = os.open(os.path.join(request["scratch"], f"{request['id']}.log"), os.O_RDWR | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    seen: dict[str, Any] = {"phase": "parse", "notes": []}
+    report: dict[str, Any] = {"phase": "parse", "notes": []}
     try:
         os.chdir(request["folder"])
         request["words"] = [word.replace(OWN, own) for word in request.get("words", ())]
-        stage.answer(request, seen)
+        stage.answer(request, report)
     except SystemExit as stop:
         sys.stderr.flush()
         # argparse says why on stderr, and exits with 2
         text = os.pread(log, 1 << 20, 0).decode(errors="replace")
-        said = [line.partition("error: ")[2] for line in text.splitlines() if "error: " in line]
+        errors = [line.partition("error: ")[2] for line in text.splitlines() if "error: " in line]
         if stop.code not in (None, 0):
-            message = said[-1] if said else f"exit code {stop.code}"
-            seen["refusal"] = {"type": "SystemExit", "message": message, "file": None, "line": None}
+            message = errors[-1] if errors else f"exit code {stop.code}"
+            report["refusal"] = {
+                "type": "SystemExit",
+                "message": message,
+                "file": None,
+                "line": None,
+            }
     except BaseException as error:
-        seen["refusal"] = described(error)
-    return seen
+        report["refusal"] = described(error)
+    return report
 
 
 def described(error: BaseException) -> dict[str, Any]:

@@ -235,12 +235,12 @@ def total_rows(made: Plan, rows: Lengths, settings: Settings) -> int:
     Rounded to what the devices can share.
     """
     now = _bfd(made)
-    wanted = bool(settings.get("packing", now))
+    packs = bool(settings.get("packing", now))
     limit = made.values.get(made.stage.entry.names.max_length)
-    if wanted == now or made.stage.entry.packing != "refilled" or not isinstance(limit, int):
+    if packs == now or made.stage.entry.packing != "refilled" or not isinstance(limit, int):
         return made.global_batch
     share = min(rows.mean, limit) / limit
-    exact = made.global_batch * (share if wanted else 1 / share)
+    exact = made.global_batch * (share if packs else 1 / share)
     return max(1, round(exact / devices(made))) * devices(made)
 
 
@@ -302,17 +302,17 @@ def _batch(space: Space, settings: Settings) -> dict[str, Any]:
     if (per_device, total) == (made.per_device, made.global_batch):
         return {}
     names, batch = made.stage.entry.names, made.stage.options.batch
-    told: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     if batch is not None and batch.total is not None:
         if total != batch.total:
-            told["batch.global"] = total
+            changed["batch.global"] = total
         in_args = batch.per_device is None and made.stage.values.given(names.per_device)
-        told[f"args.{names.per_device}" if in_args else "batch.per_device"] = per_device
-        return told
+        changed[f"args.{names.per_device}" if in_args else "batch.per_device"] = per_device
+        return changed
     shared = batch is not None and batch.per_device is not None
-    told["batch.per_device" if shared else f"args.{names.per_device}"] = per_device
-    told[f"args.{names.accumulation}"] = total // per_device // devices(made)
-    return told
+    changed["batch.per_device" if shared else f"args.{names.per_device}"] = per_device
+    changed[f"args.{names.accumulation}"] = total // per_device // devices(made)
+    return changed
 
 
 def _keys(made: Plan, name: str, value: Setting) -> dict[str, Any]:
@@ -339,17 +339,17 @@ def overrides(space: Space, settings: Settings) -> tuple[str, ...]:
 def turned(space: Space, settings: Settings) -> Stage:
     """The stage with these settings."""
     stage, opts = space.plan.stage, space.plan.stage.options
-    told = changes(space, settings)
-    args = {**stage.args, **{k[5:]: v for k, v in told.items() if k.startswith("args.")}}
+    changed = changes(space, settings)
+    args = {**stage.args, **{k[5:]: v for k, v in changed.items() if k.startswith("args.")}}
     args = {name: value for name, value in args.items() if value is not None}
-    if "batch.per_device" in told or "batch.global" in told:
+    if "batch.per_device" in changed or "batch.global" in changed:
         was = opts.batch or Batch()
         batch = Batch(
-            total=told.get("batch.global", was.total),
-            per_device=told.get("batch.per_device", was.per_device),
+            total=changed.get("batch.global", was.total),
+            per_device=changed.get("batch.per_device", was.per_device),
         )
         opts = replace(opts, batch=batch)
-    zero = told.get("deepspeed")
+    zero = changed.get("deepspeed")
     if zero is not None:
         opts = replace(opts, deepspeed=options.deepspeed_file(zero), deepspeed_name=zero)
     return replace(stage, args=args, options=opts, values=Values(stage.schema, args))

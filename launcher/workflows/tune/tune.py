@@ -28,7 +28,7 @@ from launcher.runs import rundir
 from launcher.workflows import experiment, trial
 from launcher.workflows.bench import comparison, measure
 from launcher.workflows.bench.bench import Bench, require_gpu
-from launcher.workflows.bench.comparison import TOLERANCE, Row, Sample
+from launcher.workflows.bench.comparison import TOLERANCE, Sample, VariantSummary
 from launcher.workflows.bench.variants import AS_WRITTEN, Variant
 from launcher.workflows.experiment import Campaign
 from launcher.workflows.tune import proposal, space
@@ -161,7 +161,7 @@ class Tuning:
                 return one
         return next(iter(good), None)
 
-    def row(self, one: SettingRuns) -> Row | None:
+    def row(self, one: SettingRuns) -> VariantSummary | None:
         """A setting beside the file as written, by all runs of both; None where that was not measured."""
         first = self.search.first
         if first is None or not any(run.ok for run in first.runs):

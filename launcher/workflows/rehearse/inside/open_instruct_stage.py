@@ -70,20 +70,20 @@ def load(setup: dict[str, Any]) -> None:
     rows.prepare_in_process()
 
 
-def answer(request: dict[str, Any], seen: dict[str, Any]) -> None:
+def answer(request: dict[str, Any], report: dict[str, Any]) -> None:
     """One request: `shrink` makes the small model, `run` rehearses. Raises what the script raises."""
     if request["kind"] == "shrink":
-        shrink_model(request, seen)
+        shrink_model(request, report)
         return
-    warned = listen_to_warnings(seen)
-    seen["notes"] += [["package", package] for package in sorted(DUMMIES.packages)]
+    warned = listen_to_warnings(report)
+    report["notes"] += [["package", package] for package in sorted(DUMMIES.packages)]
     try:
-        run(request, seen)
+        run(request, report)
     finally:
-        seen["warnings"] = list(dict.fromkeys(line[:300] for line in warned))[:20]
+        report["warnings"] = list(dict.fromkeys(line[:300] for line in warned))[:20]
 
 
-def run(request: dict[str, Any], seen: dict[str, Any]) -> None:
+def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     """Parse; then the script's own `main` on the small model and few rows."""
     script: Any = importlib.import_module(f"open_instruct.{_MODULES[request['entry']]}")
     from open_instruct.dataset_transformation import TokenizerConfig
@@ -101,7 +101,7 @@ def run(request: dict[str, Any], seen: dict[str, Any]) -> None:
     if request["level"] == "parse":
         return
     supply_for_cpu()
-    small_data(arguments, request, seen)
+    small_data(arguments, request, report)
     name = arguments.model_name_or_path
     if tokenizer.tokenizer_name_or_path in (None, name):
         tokenizer.tokenizer_name_or_path = request["model"]
@@ -115,32 +115,34 @@ def run(request: dict[str, Any], seen: dict[str, Any]) -> None:
         script.snapshot_download = lambda name, **_: name
     if request["entry"] == "dpo_olmo_core":
         shrink_olmo_core(script)
-    seen["phase"] = "construct"
-    with steps.losses() as heard:
+    report["phase"] = "construct"
+    with steps.losses() as losses:
         script.main(arguments, tokenizer)
-    seen["losses"] = heard
+    report["losses"] = losses
     if getattr(arguments, "cache_dataset_only", False) or getattr(
         arguments, "cache_logprobs_only", False
     ):
         return
-    steps.require_finite(heard)
-    seen["phase"] = "save"
+    steps.require_finite(losses)
+    report["phase"] = "save"
     out = arguments.output_dir
     out = os.path.join(out, "hf_model") if request["entry"] == "dpo_olmo_core" else out
     saved = steps.look_at_saved(out, request["model"])
-    seen["moved"], seen["raw"] = saved["moved"], saved.get("raw", False)
-    seen["phase"] = "load"
-    if not seen["raw"]:
+    report["moved"], report["raw"] = saved["moved"], saved.get("raw", False)
+    report["phase"] = "load"
+    if not report["raw"]:
         steps.load_again(out)
 
 
-def small_data(arguments: Any, request: dict[str, Any], seen: dict[str, Any]) -> None:
+def small_data(arguments: Any, request: dict[str, Any], report: dict[str, Any]) -> None:
     """Few rows of each set, described once they are tokenised, and short when they are trained on."""
     import datasets
     import open_instruct.dataset_transformation as transformation
 
     real = datasets.load_dataset
-    rows.replace_everywhere("open_instruct", "load_dataset", real, rows.limit(real, request, seen))
+    rows.replace_everywhere(
+        "open_instruct", "load_dataset", real, rows.limit(real, request, report)
+    )
     transformation.get_commit_hash = lambda *_, **__: "0" * 40
     update = transformation.DatasetConfig.update_range
 
@@ -152,10 +154,10 @@ def small_data(arguments: Any, request: dict[str, Any], seen: dict[str, Any]) ->
 
     def prepared(*args: Any, **kwargs: Any) -> Any:
         made = prepare(*args, **kwargs)
-        seen["data"] = rows.describe(made, arguments.max_seq_length, request.get("special") or {})
-        if not seen["data"].get("rows"):
+        report["data"] = rows.describe(made, arguments.max_seq_length, request.get("special") or {})
+        if not report["data"].get("rows"):
             raise steps.Refused("no row is left after the trainer has prepared the data")
-        seen["phase"] = "construct"
+        report["phase"] = "construct"
         # packing fills rows of this length, and OLMo-core first tries a batch of it
         arguments.max_seq_length = min(arguments.max_seq_length, rows.TOKENS)
         return rows.shorten(made)

@@ -29,7 +29,7 @@ class AnySplit(dict[str, Any]):
 
 
 def limit(
-    load: Callable[..., Any], request: dict[str, Any], seen: dict[str, Any]
+    load: Callable[..., Any], request: dict[str, Any], report: dict[str, Any]
 ) -> Callable[..., Any]:
     """`datasets.load_dataset` that gives the first rows of each set; a hub set not here gets a stand-in."""
     import datasets
@@ -38,9 +38,9 @@ def limit(
     count = request["rows"]
 
     def load_few(path: Any, *args: Any, **kwargs: Any) -> Any:
-        seen["phase"] = "data"
+        report["phase"] = "data"
         loaded = load_some(path, *args, **kwargs)
-        seen["phase"] = "construct"
+        report["phase"] = "construct"
         return loaded
 
     def load_some(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ def limit(
         except absent:
             if local or not _HUB_NAME.match(str(path)):
                 raise
-            seen["notes"].append(["data", str(path)])
+            report["notes"].append(["data", str(path)])
             made = datasets.Dataset.from_list(stand_ins.rows(request["stage"])[:count])
             made = made.to_iterable_dataset() if kwargs.get("streaming") else made
             return made if kwargs.get("split") else AnySplit(made)

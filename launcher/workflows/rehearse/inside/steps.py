@@ -27,23 +27,23 @@ def losses() -> Iterator[list[float]]:
     """The loss of every backward pass within."""
     import torch
 
-    backward, heard = torch.Tensor.backward, list[float]()
+    backward, losses = torch.Tensor.backward, list[float]()
 
     def listen(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.numel() == 1:
-            heard.append(float(self.detach()))
+            losses.append(float(self.detach()))
         return backward(self, *args, **kwargs)
 
     torch.Tensor.backward = listen
     try:
-        yield heard
+        yield losses
     finally:
         torch.Tensor.backward = backward
 
 
-def require_finite(heard: list[float]) -> None:
+def require_finite(losses: list[float]) -> None:
     """Raise Refused for a loss that is no number."""
-    bad = [loss for loss in heard if not math.isfinite(loss)]
+    bad = [loss for loss in losses if not math.isfinite(loss)]
     if bad:
         raise Refused(f"the loss of the first {STEPS} steps is not finite: {bad[0]}")
 

@@ -24,35 +24,35 @@ def load(setup: dict[str, Any]) -> None:
     rows.prepare_in_process()
 
 
-def answer(request: dict[str, Any], seen: dict[str, Any]) -> None:
+def answer(request: dict[str, Any], report: dict[str, Any]) -> None:
     """One request: `shrink` makes the small model, `run` rehearses. Raises what the trainer raises."""
     if request["kind"] == "shrink":
-        shrink_model(request, seen)
+        shrink_model(request, report)
         return
-    warned = listen_to_warnings(seen)
+    warned = listen_to_warnings(report)
     try:
-        run(request, seen)
+        run(request, report)
     finally:
-        seen["warnings"] = list(dict.fromkeys(line[:300] for line in warned))[:20]
+        report["warnings"] = list(dict.fromkeys(line[:300] for line in warned))[:20]
 
 
-def shrink_model(request: dict[str, Any], seen: dict[str, Any]) -> None:
-    """Make the small model of a request; `seen` says what of it is not the run's own."""
-    seen["phase"] = "shrink"
+def shrink_model(request: dict[str, Any], report: dict[str, Any]) -> None:
+    """Make the small model of a request; `report` says what of it is not the run's own."""
+    report["phase"] = "shrink"
     folder = shrink.source_folder(request["model"], request.get("revision"))
     notes = shrink.make(folder, request["out"], request.get("shape"))
-    seen["notes"] += [["model", request["model"]]] if folder is None else []
-    seen["notes"] += [["tokenizer", request["model"]]] if notes else []
-    seen["special"] = steps.special_tokens(request["out"])
+    report["notes"] += [["model", request["model"]]] if folder is None else []
+    report["notes"] += [["tokenizer", request["model"]]] if notes else []
+    report["special"] = steps.special_tokens(request["out"])
 
 
-def listen_to_warnings(seen: dict[str, Any]) -> list[str]:
+def listen_to_warnings(report: dict[str, Any]) -> list[str]:
     """Warnings of the libraries, as they come."""
-    heard: list[str] = []
+    messages: list[str] = []
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage().splitlines()[0] if record.getMessage() else "")
+            messages.append(record.getMessage().splitlines()[0] if record.getMessage() else "")
 
     handler = Handler(logging.WARNING)
     for name in ("transformers", "trl", "accelerate", "peft"):
@@ -60,14 +60,14 @@ def listen_to_warnings(seen: dict[str, Any]) -> list[str]:
 
     def show(message: Any, category: type[Warning], *_: Any, **__: Any) -> None:
         if issubclass(category, UserWarning):
-            heard.append(str(message).splitlines()[0] if str(message) else "")
+            messages.append(str(message).splitlines()[0] if str(message) else "")
 
     warnings.showwarning = show
     warnings.simplefilter("default")
-    return heard
+    return messages
 
 
-def run(request: dict[str, Any], seen: dict[str, Any]) -> None:
+def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     """Parse; then the script's own `main` on the small model, two steps of it, evaluation, save, load."""
     import transformers
 
@@ -84,20 +84,20 @@ def run(request: dict[str, Any], seen: dict[str, Any]) -> None:
     import trl
 
     real = datasets.load_dataset
-    rows.replace_everywhere("trl", "load_dataset", real, rows.limit(real, request, seen))
+    rows.replace_everywhere("trl", "load_dataset", real, rows.limit(real, request, report))
     model.model_name_or_path = request["model"]
     kind = trl.SFTTrainer if request["stage"] == "sft" else trl.DPOTrainer
-    seen["phase"] = "construct"
-    watch(kind, request, seen)
-    with steps.losses() as heard:
+    report["phase"] = "construct"
+    watch(kind, request, report)
+    with steps.losses() as losses:
         script.main(*parts)
-    seen["losses"] = heard
-    steps.require_finite(heard)
-    seen["phase"] = "load"
+    report["losses"] = losses
+    steps.require_finite(losses)
+    report["phase"] = "load"
     steps.load_again(training.output_dir)
 
 
-def watch(kind: Any, request: dict[str, Any], seen: dict[str, Any]) -> None:
+def watch(kind: Any, request: dict[str, Any], report: dict[str, Any]) -> None:
     """Let the trainer train two steps, evaluate and save; its prepared rows are described before."""
     from transformers import TrainerCallback
 
@@ -108,16 +108,16 @@ def watch(kind: Any, request: dict[str, Any], seen: dict[str, Any]) -> None:
             control.should_evaluate = last and args.eval_strategy != "no"
             control.should_save = last and args.save_strategy != "no"
             if control.should_evaluate:
-                seen["phase"] = "evaluate"
+                report["phase"] = "evaluate"
 
     train, save = kind.train, kind.save_model
 
     def train_two(self: Any, *args: Any, **kwargs: Any) -> Any:
         special = request.get("special") or {}
         longest = getattr(self.args, "max_length", None)
-        seen["data"] = rows.describe(self.train_dataset, longest, special)
-        seen["packed"] = bool(getattr(self.args, "packing", False))
-        if seen["data"].get("rows") == 0:
+        report["data"] = rows.describe(self.train_dataset, longest, special)
+        report["packed"] = bool(getattr(self.args, "packing", False))
+        if report["data"].get("rows") == 0:
             raise steps.Refused("no row is left after the trainer has prepared the data")
         self.train_dataset = rows.shorten(self.train_dataset)
         if hasattr(self.eval_dataset, "column_names"):
@@ -126,14 +126,14 @@ def watch(kind: Any, request: dict[str, Any], seen: dict[str, Any]) -> None:
         before = {
             n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad
         }
-        seen["phase"] = "train"
+        report["phase"] = "train"
         result = train(self, *args, **kwargs)
-        seen["phase"] = "train"
-        seen["moved"] = steps.compare(before, dict(self.model.named_parameters()))
+        report["phase"] = "train"
+        report["moved"] = steps.compare(before, dict(self.model.named_parameters()))
         return result
 
     def save_it(self: Any, *args: Any, **kwargs: Any) -> Any:
-        seen["phase"] = "save"
+        report["phase"] = "save"
         return save(self, *args, **kwargs)
 
     kind.train, kind.save_model = train_two, save_it

@@ -150,9 +150,9 @@ def test_packed_rows_and_unknown_batches(tmp_path: Path) -> None:
     args = {**SFT, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     full = made(tmp_path, args)
     # as for eight devices
-    assert ladder.rows_wanted(full, 10) == 10 * 64 * 1.25 + 64
-    assert ladder.rows_wanted(full, 10, 8) == 108
-    assert ladder.rows_wanted(made(tmp_path, SFT, batch={"global": 16}), 10) == 216
+    assert ladder.rows_needed(full, 10) == 10 * 64 * 1.25 + 64
+    assert ladder.rows_needed(full, 10, 8) == 108
+    assert ladder.rows_needed(made(tmp_path, SFT, batch={"global": 16}), 10) == 216
 
 
 @pytest.mark.parametrize(

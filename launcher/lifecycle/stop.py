@@ -13,10 +13,7 @@ from typing import Any
 
 from launcher.artifacts import checkpoints
 from launcher.errors import NotReady, UsageError, not_ready, usage
-from launcher.lifecycle import (
-    follow,
-    supervisor,
-)
+from launcher.lifecycle import follow, supervisor
 from launcher.report import overview
 from launcher.report.progress import Progress
 from launcher.runs import attempt, lease, rundir, runner, slurm

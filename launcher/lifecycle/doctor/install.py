@@ -320,7 +320,5 @@ def run(
         if reason is not None:
             left = "; then ".join(one.shell() for one in todo[number:])
             raise not_ready(
-                "install-failed",
-                f"installing {step.why} failed: {reason}",
-                f"what is left: {left}",
+                "install-failed", f"installing {step.why} failed: {reason}", f"what is left: {left}"
             )

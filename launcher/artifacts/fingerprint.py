@@ -337,13 +337,11 @@ def _below(folder: Path) -> Iterator[tuple[str, Path]]:
 def _missing(path: Path, error: OSError | ValueError) -> MissingContent:
     there = not isinstance(error, FileNotFoundError)
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    message = f"{path} cannot be read: {reason}" if there else f"there is no {path}"
+    help = "without its content nobody can say which cache belongs to it"
     return MissingContent(
         launch_finding(
-            "error",
-            "unreadable-file" if there else "missing-file",
-            f"{path} cannot be read: {reason}" if there else f"there is no {path}",
-            "without its content nobody can say which cache belongs to it",
-            file=str(path),
+            "error", "unreadable-file" if there else "missing-file", message, help, file=str(path)
         )
     )
 

@@ -76,11 +76,8 @@ def find(
     """
     if nodes == 1:
         if rank not in (None, 0) or address is not None:
-            raise usage(
-                "bad-node-rank",
-                "the run takes one machine: which one needs no saying",
-                "give --nodes too",
-            )
+            message = "the run takes one machine: which one needs no saying"
+            raise usage("bad-node-rank", message, "give --nodes too")
         return None
     scheduled = None
     if rank is None or address is None:

@@ -227,12 +227,11 @@ def tested() -> Mapping[str, str]:
 
 def unknown() -> Finding:
     """What to say where `tested` is empty: no list of packages, no plan."""
-    return launch_finding(
-        "error",
-        "packages-unknown",
-        f"there is no {shipped('pyproject.toml')}, which names the packages that training needs",
-        "install launch from its wheel, or run it from its clone",
+    message = (
+        f"there is no {shipped('pyproject.toml')}, which names the packages that training needs"
     )
+    help = "install launch from its wheel, or run it from its clone"
+    return launch_finding("error", "packages-unknown", message, help)
 
 
 def steps(

@@ -202,15 +202,13 @@ def warn_pasted_command(plan: Plan, output: Path | None, folder: RunFolder) -> t
         does = f"goes on from {taken.name}, whatever has changed since"
     else:
         does = "trains into the same folder"
+    message = (
+        f"{output} is that of {folder.path.name}, which launch itself would compare with this, "
+        f"to go on from there or to refuse; this line {does}"
+    )
+    help = "say it without --dry-run, or with --fresh for a line that takes a folder beside it"
     warning = launch_finding(
-        "warning",
-        "earlier-run",
-        (
-            f"{output} is that of {folder.path.name}, which launch itself would compare with this, "
-            f"to go on from there or to refuse; this line {does}"
-        ),
-        "say it without --dry-run, or with --fresh for a line that takes a folder beside it",
-        key=f"args.{plan.stage.entry.names.output}",
+        "warning", "earlier-run", (message), help, key=f"args.{plan.stage.entry.names.output}"
     )
     return (plan.stage.config.placed(warning),)
 

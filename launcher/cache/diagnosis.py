@@ -83,8 +83,8 @@ def _of_run(run: RunFolder, uses: Sequence[Use]) -> list[Use]:
     newest = [use for use in own if int(use.get("attempt") or 1) == attempt]
     kinds = {_cache(use)["kind"] for use in newest}
     manifest = rundir.read_manifest(run)
-    time = folders.seconds(manifest.get("created"))
-    for cache in _mappings(manifest.get("caches")):
+    time = folders.seconds(manifest.created)
+    for cache in _mappings(manifest.caches):
         if cache.get("kind") in set(_EVENTS) - kinds:
             newest.append({"run": str(run.path), "time": time, "cache": cache, "cleared": True})
     return newest

@@ -49,6 +49,7 @@ from launcher.plan.memory.phases import GIB, KINDS, REFERENCE, START, Memory, Ph
 from launcher.plan.memory.setup import Setup
 from launcher.plan.plan import Plan
 from launcher.runs import rundir
+from launcher.runs.record import Record
 
 STATED_MFU = 0.35
 
@@ -704,26 +705,20 @@ def _measured_speed(planned: Plan, card: str) -> Speed | None:
     stage = planned.stage
     for folder in reversed(rundir.known_runs()):
         head = rundir.read_head(folder)
-        if (head.get("stage"), head.get("backend")) != (stage.options.stage, stage.options.backend):
+        if (head.stage, head.backend) != (stage.options.stage, stage.options.backend):
             continue
         manifest = rundir.read_manifest(folder)
-        gpus = (manifest.get("machine") or {}).get("gpus") or [""]
-        metrics = rundir.read_json(folder.verdict).get("metrics") or {}
-        rate, made = metrics.get("tokens_per_second"), manifest.get("plan") or {}
+        rate = Record(rundir.read_json(folder.verdict)).value("metrics", "tokens_per_second")
         # the stage may have another script
-        is_torchrun = LAUNCHERS["torchrun"] in (manifest.get("argv") or ())
-        args = {
-            name: one.get("value") if isinstance(one, Mapping) else None
-            for name, one in (manifest.get("args") or {}).items()
-        }
+        is_torchrun = LAUNCHERS["torchrun"] in manifest.argv
         if (
-            card in str(gpus[0])
+            card in str([*manifest.cards, ""][0])
             and isinstance(rate, int | float)
-            and made.get("gpus")
+            and manifest.gpus
             and is_torchrun == (stage.entry.launcher == "torchrun")
-            and all(args.get(name) == planned.values.get(name) for name in _ALIKE)
+            and all(manifest.argument(name) == planned.values.get(name) for name in _ALIKE)
         ):
-            count = made["gpus"] * made.get("nodes", 1)
+            count = manifest.gpus * (manifest.nodes or 1)
             source = f"{folder.path.name}: {rate:,.0f} tokens/s on {count} GPU(s)"
             return Speed(rate / count * planned.processes, source)
     return None

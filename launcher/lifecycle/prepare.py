@@ -26,7 +26,7 @@ from launcher.redaction import redact
 from launcher.rules import deepspeed
 from launcher.runs import lease, rendezvous, rundir
 from launcher.runs.command import Command
-from launcher.runs.record import Record
+from launcher.runs.record import Manifest
 from launcher.runs.rendezvous import Rendezvous
 from launcher.runs.rundir import RunFolder
 from launcher.stage import stage as stages
@@ -247,7 +247,7 @@ class _Location:
     folder: RunFolder
     attempt: int
     apart: RunFolder | None
-    history: Sequence[Record]
+    history: Sequence[Manifest]
     earlier: RunFolder | None
 
 

@@ -127,7 +127,7 @@ def ours() -> list[str]:
 def _make(prepared: Prepared, attempt: Attempt) -> None:
     folder = prepared.folder
     decision.set_aside(prepared.decision, attempt.number)
-    if rundir.read_manifest(folder).get("attempt") != attempt.number:
+    if rundir.read_manifest(folder).attempt != attempt.number:
         rundir.keep_manifest(folder)
     manifest.create(
         folder,
@@ -215,7 +215,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
     """
     waiting = attempts.read(folder)
     begun = max(one.attempts() for one in folder.nodes())
-    holds = rundir.read_manifest(folder).get("contents")
+    holds = rundir.read_manifest(folder).contents
     if begun < waiting.number and not inputs.changed(holds, Path(waiting.cwd)):
         return waiting
     attempts.require_own(folder)
@@ -244,7 +244,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
 
 def _reached(folder: RunFolder) -> int:
     """The step that the last attempt began at."""
-    return rundir.read_manifest(folder).number("resume", "step") or 0
+    return rundir.read_manifest(folder).resumed_step or 0
 
 
 def execute(
@@ -306,7 +306,7 @@ def _keep(
 
 def record_inputs(folder: RunFolder, attempt: Attempt) -> None:
     """Hash data and models once more at the end, and leave what is not as it was at the start."""
-    holds = rundir.read_manifest(folder).get("contents")
+    holds = rundir.read_manifest(folder).contents
     if isinstance(holds, list):
         changed = inputs.changed(holds, Path(attempt.cwd))
         files.write_json(folder.inputs(attempt.number), {"changed": redact(changed)})
@@ -357,7 +357,7 @@ def finish(folder: RunFolder) -> check.Verdict:
 def judged_now(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> check.Verdict:
     """The verdict of a finished run by what is expected of it now: that may have been changed since."""
     expected = command.expectations(planned)
-    if rundir.read_manifest(folder).get("expect") == expected:
+    if rundir.read_manifest(folder).expected == expected:
         return verdict
     return judge.judge(folder, expected).verdict
 
@@ -375,7 +375,7 @@ def exit_code(
 
 def unpinned_note(folder: RunFolder) -> tuple[Finding, ...]:
     """What a verdict has to say of a run on another commit than the pin."""
-    source = rundir.read_manifest(folder).get("upstream") or {}
+    source = rundir.read_manifest(folder).upstream
     if source.get("pinned", True):
         return ()
     message = f"this run used {source.get('version')}, the pin is {source.get('pin')}"

@@ -58,7 +58,7 @@ def cost(folder: RunFolder) -> Cost:
     overview.last_steps(folder, progress)
     record = rundir.read_manifest(folder)
     ranks = record.processes or 1
-    found = checkpoints.find(str(record.get("backend")), record.output, ranks=ranks)
+    found = checkpoints.find(str(record.backend), record.output, ranks=ranks)
     last = next((one for one in reversed(found) if one.why_incomplete is None), None)
     saved = last.number if last is not None and last.kind == "step" else None
     return Cost(step=progress.step, saved=saved, checkpoint=None if last is None else last.path)
@@ -68,7 +68,7 @@ def due(folder: RunFolder) -> str:
     """When the next checkpoint comes, in words, as far as its record and its last step tell."""
     record, progress = rundir.read_manifest(folder), Progress(total=None)
     overview.last_steps(folder, progress)
-    every, last = record.get("checkpoints", "epoch"), record.number("plan", "steps")
+    every, last = record.get("checkpoints", "epoch"), record.steps
     if every is None:
         return "it saves no checkpoint: waiting for its end"
     if not isinstance(every, int):

@@ -17,7 +17,7 @@ from launcher.machine import process
 from launcher.report import log
 from launcher.report.progress import Progress, clock
 from launcher.runs import rundir, runner, slurm
-from launcher.runs.record import Record
+from launcher.runs.record import Manifest, Record
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import summary
 
@@ -71,7 +71,7 @@ def _words(group: Sequence[Mapping[str, Any]], name: str, *, counted: bool = Fal
 def row(folder: RunFolder) -> dict[str, Any]:
     """One run for `launch runs`."""
     manifest = rundir.read_head(folder)
-    progress = Progress(total=manifest.value("plan", "steps"), world=manifest.processes or 1)
+    progress = Progress(total=manifest.steps, world=manifest.processes or 1)
     number = max(1, folder.attempts())
     # the speed of an attempt that is over is its verdict's
     last_steps(folder, progress, last_only=folder.exit(number).exists())
@@ -85,7 +85,7 @@ def row(folder: RunFolder) -> dict[str, Any]:
     return {
         "run": folder.path.name,
         "path": str(folder.path),
-        "stage": manifest.get("stage"),
+        "stage": manifest.stage,
         "state": now,
         "verdict": judged.get("status"),
         "outcome": summary.outcome(judged) if judged else None,
@@ -93,8 +93,8 @@ def row(folder: RunFolder) -> dict[str, Any]:
         "steps": progress.total,
         "loss": None if progress.loss is None else round(progress.loss, 4),
         "tokens/s": None if rate is None else round(rate),
-        "age": age(manifest.get("created")),
-        "gpus": manifest.value("plan", "gpus"),
+        "age": age(manifest.created),
+        "gpus": manifest.gpus,
         "checkpoint": _last_checkpoint(manifest),
         "output": manifest.get("output"),
         "wandb": _tracked(folder, manifest, number),
@@ -112,13 +112,13 @@ def _steady(judged: Record) -> float | None:
     return rate if isinstance(rate, int | float) else None
 
 
-def _last_checkpoint(manifest: Record) -> str | None:
+def _last_checkpoint(manifest: Manifest) -> str | None:
     """How long ago the last checkpoint was written."""
-    written = checkpoints.last_written(str(manifest.get("backend")), manifest.output)
+    written = checkpoints.last_written(str(manifest.backend), manifest.output)
     return None if written is None else clock(max(0.0, time.time() - written))
 
 
-def _tracked(folder: RunFolder, manifest: Mapping[str, Any], number: int) -> str | None:
+def _tracked(folder: RunFolder, manifest: Manifest, number: int) -> str | None:
     """Where a tracker shows the run, as the beginning of its log says."""
     return log.tracker(folder.console(number)) if manifest.get("tracked") else None
 

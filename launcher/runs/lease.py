@@ -30,7 +30,7 @@ from launcher.errors import Finding, NotReady, launch_finding, not_ready
 from launcher.machine import locks, process
 from launcher.machine.process import Identity
 from launcher.runs import rundir
-from launcher.runs.record import Record
+from launcher.runs.record import Manifest
 
 FOLDER = Path(".cache", "huggingface", "launch")
 """Below the output folder."""
@@ -158,11 +158,11 @@ def newest(output: Path | None) -> Lease | None:
     return read(place(output) / f"lease-{fences[-1]}.json") if output and fences else None
 
 
-def manifests(output: Path | None) -> list[Record]:
+def manifests(output: Path | None) -> list[Manifest]:
     """The manifests of all starts into an output folder, the oldest first."""
     folder = None if output is None else place(output)
     found = [rundir.read_json(folder / f"run-{n}.json") for n in _fences(folder)] if folder else []
-    return [Record(one) for one in found if one]
+    return [Manifest(one) for one in found if one]
 
 
 def _fences(folder: Path) -> list[int]:

@@ -24,7 +24,7 @@ from launcher.files import read_json as read_json
 from launcher.machine import locks
 from launcher.paths import canonical
 from launcher.redaction import redact
-from launcher.runs.record import Record
+from launcher.runs.record import Manifest
 
 if TYPE_CHECKING:
     # looking at runs must not pay for importing what starts them
@@ -144,7 +144,7 @@ def choose(
     expected = None if output is None else redact(str(output))
     for folder, head in [] if expected is None else outlines(newest_first(root)):
         named = head.get("output")
-        if head.get("stage") != stage or not isinstance(named, str):
+        if head.stage != stage or not isinstance(named, str):
             continue
         if named == expected or _one_folder(named, str(expected)):
             return folder, folder.node(rank).attempts() + 1
@@ -218,27 +218,27 @@ def newest_first(root: Path) -> Iterator[RunFolder]:
             yield RunFolder(root / name)
 
 
-def read_manifest(folder: RunFolder) -> Record:
+def read_manifest(folder: RunFolder) -> Manifest:
     """The manifest, or an empty mapping where it is missing or half written."""
-    return Record(read_json(folder.manifest))
+    return Manifest(read_json(folder.manifest))
 
 
-def read_kept_manifest(folder: RunFolder, attempt: int) -> Record:
+def read_kept_manifest(folder: RunFolder, attempt: int) -> Manifest:
     """The manifest of an attempt, once another has begun."""
-    return Record(read_json(folder.path / f"run.{attempt}.json"))
+    return Manifest(read_json(folder.path / f"run.{attempt}.json"))
 
 
 def keep_manifest(folder: RunFolder) -> None:
     """Copy the manifest of the last attempt before the next one writes its own."""
     last = read_manifest(folder)
-    attempt = last.number("attempt")
+    attempt = last.attempt
     if attempt is not None and not read_kept_manifest(folder, attempt):
         # a full disk costs a comparison later, not this start
         with contextlib.suppress(OSError):
             files.write_json(folder.path / f"run.{attempt}.json", last)
 
 
-def read_head(folder: RunFolder) -> Record:
+def read_head(folder: RunFolder) -> Manifest:
     """What the manifest says before it lists every argument: all that a list of runs needs."""
     try:
         with files.open_regular(folder.manifest) as stream:
@@ -246,10 +246,10 @@ def read_head(folder: RunFolder) -> Record:
         fields = files.parse_json(head.rstrip().rstrip(b",") + b"}") if found else None
     except (OSError, ValueError):
         fields = None
-    return Record(fields) if isinstance(fields, dict) else read_manifest(folder)
+    return Manifest(fields) if isinstance(fields, dict) else read_manifest(folder)
 
 
-def outlines(folders: Iterable[RunFolder]) -> Iterator[tuple[RunFolder, Record]]:
+def outlines(folders: Iterable[RunFolder]) -> Iterator[tuple[RunFolder, Manifest]]:
     """Each run with what the head of its manifest tells."""
     return ((folder, read_head(folder)) for folder in folders)
 
@@ -387,7 +387,7 @@ def find(name: str) -> RunFolder | None:
 
 def begun_here(folder: RunFolder) -> bool:
     """Whether the run was started from the folder that this process is in."""
-    place = read_head(folder).get("cwd") or read_manifest(folder).get("cwd")
+    place = read_head(folder).cwd or read_manifest(folder).cwd
     return place == redact(os.getcwd())
 
 

@@ -12,7 +12,7 @@ from launcher.artifacts.fingerprint import FingerprintCache, MissingContent
 from launcher.redaction import redact
 from launcher.rules.deepspeed import fault
 from launcher.runs import attempt, rundir, runner
-from launcher.runs.record import Record
+from launcher.runs.record import Manifest
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import check, evidence, metrics
 from launcher.verdict.check import Point, Verdict
@@ -31,7 +31,7 @@ class RunJudgement:
     """The verdict without tokens, the manifest, and the evidence of each attempt."""
 
     verdict: Verdict
-    manifest: Record
+    manifest: Manifest
     attempts: tuple[Evidence, ...]
 
 
@@ -44,13 +44,13 @@ def judge(folder: RunFolder, requested: Mapping[str, str] | None = None) -> RunJ
     each = read(folder)
     found = whole(each)
     expected = _expected(manifest) if requested is None else requested
-    stage, output = manifest.get("stage"), manifest.get("output")
+    output = None if manifest.output is None else str(manifest.output)
     if found.final_save:
         models = folder.path.parent / "models"
         # the weights of a ladder's rungs are removed after each: that they are gone is no fault
         if models.exists() or not str(output).startswith(f"{models}/"):
             found = replace(found, model=_saved_model(found, output, here=_here(folder)))
-    verdict = check.judge(stage if isinstance(stage, str) else None, expected, found)
+    verdict = check.judge(manifest.stage, expected, found)
     verdict = _with_earlier(verdict, folder, each, expected)
     verdict = _beside_plan(verdict, manifest)
     verdict = _without_known_corruption(verdict, manifest)
@@ -71,10 +71,9 @@ def judge(folder: RunFolder, requested: Mapping[str, str] | None = None) -> RunJ
     return RunJudgement(verdict=clean, manifest=manifest, attempts=each)
 
 
-def _expected(manifest: Mapping[str, Any]) -> Mapping[str, str | None]:
-    expected = manifest.get("expect")
+def _expected(manifest: Manifest) -> Mapping[str, str | None]:
     # without a record of what was requested nothing can have been proved of it
-    return expected if isinstance(expected, Mapping) else check.UNKNOWN
+    return check.UNKNOWN if manifest.expected is None else manifest.expected
 
 
 def _with_earlier(
@@ -115,17 +114,16 @@ def _kept(each: Sequence[Evidence]) -> Iterator[tuple[int, Evidence, tuple[int, 
         begun = min([*steps, *([] if begun is None else [begun])], default=None)
 
 
-def _without_known_corruption(verdict: Verdict, manifest: Record) -> Verdict:
+def _without_known_corruption(verdict: Verdict, manifest: Manifest) -> Verdict:
     """No pass for gradients that nobody compared, of a DeepSpeed that is known to corrupt them."""
-    point, recorded = verdict.point("gradients"), manifest.part("deepspeed")
-    plan = manifest.part("plan")
-    if point.state != "unknown" or not plan.get("gpus") or not recorded:
+    point, recorded = verdict.point("gradients"), manifest.deepspeed
+    if point.state != "unknown" or not manifest.gpus or not recorded:
         return verdict
-    version, accumulation = recorded.get("version"), plan.get("accumulation")
+    version = recorded.get("version")
     known = fault(
         recorded.part("config"),
         version if isinstance(version, str) else None,
-        accumulation=accumulation if isinstance(accumulation, int) else None,
+        accumulation=manifest.accumulation,
     )
     if known is None or known[0] != "error":
         return verdict
@@ -158,9 +156,9 @@ def _here(folder: RunFolder) -> bool:
     return known.leader is not None and not known.out_of_sight
 
 
-def _beside_plan(verdict: Verdict, manifest: Record) -> Verdict:
+def _beside_plan(verdict: Verdict, manifest: Manifest) -> Verdict:
     """The verdict with the peak that was planned, in GiB by part, beside what memory came to."""
-    parts = manifest.part("plan", "memory_gib")
+    parts = manifest.plan.part("memory_gib")
     planned = {k: float(v) for k, v in parts.items() if isinstance(v, int | float)}
     if "peak" not in planned:
         return verdict

@@ -17,7 +17,7 @@ from launcher.lifecycle.resume.decision import Decision
 from launcher.plan import plan
 from launcher.plan.plan import Plan
 from launcher.runs import rundir
-from launcher.runs.record import Record
+from launcher.runs.record import Manifest
 from launcher.runs.rundir import RunFolder
 
 SFT = """
@@ -96,7 +96,7 @@ class Run:
             trainer=self.trainer, now=inputs.of_plan(self.made), allowed=allow,
         )  # fmt: skip
 
-    def history(self) -> list[Record]:
+    def history(self) -> list[Manifest]:
         return resume.manifests(self.made.stage.options.stage, self.folder, self.output)
 
     def start(self, *overrides: str, allow: tuple[str, ...] = (), **how: Any) -> Decision:

@@ -16,7 +16,7 @@ from launcher.machine import python
 from launcher.machine.python import Trainer
 from launcher.plan.plan import Plan
 from launcher.redaction import REDACTED, redact
-from launcher.runs.record import Record
+from launcher.runs.record import Manifest, Record
 from launcher.stage import unused
 
 NAMES: tuple[str, ...] = tuple(
@@ -133,7 +133,7 @@ class ResumeChange:
 
 
 def since(
-    record: Record,
+    record: Manifest,
     plan: Plan,
     steps: tuple[int | None, int | None],
     trainer: Trainer,
@@ -153,9 +153,9 @@ def since(
     yield from _versions(record, plan, trainer)
 
 
-def _devices(record: Record, plan: Plan) -> Iterator[ResumeChange]:
+def _devices(record: Manifest, plan: Plan) -> Iterator[ResumeChange]:
     """deepspeed/runtime/engine.py:4749: ZeRO's states belong to one number of processes."""
-    was, gpus = record.processes, record.number("plan", "gpus")
+    was, gpus = record.processes, record.gpus
     own_engine = plan.values.get("zero_stage") is not None or bool(plan.values.get("fsdp"))
     severity: Severity = "error"
     if was is None or (was == plan.processes and gpus == plan.gpus):
@@ -174,9 +174,9 @@ def _devices(record: Record, plan: Plan) -> Iterator[ResumeChange]:
 
 
 def _batch(
-    record: Record, plan: Plan, steps: tuple[int | None, int | None]
+    record: Manifest, plan: Plan, steps: tuple[int | None, int | None]
 ) -> Iterator[ResumeChange]:
-    rows = record.number("plan", "global")
+    rows = record.global_batch
     moved = rows not in (None, plan.global_batch)
     effect = "the same rows make a step, split in another way"
     if None not in steps and steps[0] != steps[1]:
@@ -191,12 +191,12 @@ def _batch(
             yield ResumeChange(what, before, value, effect, severity, key)
 
 
-def _arguments(record: Record, plan: Plan, now: Contents) -> Iterator[ResumeChange]:
+def _arguments(record: Manifest, plan: Plan, now: Contents) -> Iterator[ResumeChange]:
     names = plan.stage.entry.names
     same = {
         name
         for name, role in ((names.model, "model"), (names.data, "data"))
-        if (was := inputs.digests(record.get("contents"), role))
+        if (was := inputs.digests(record.contents, role))
         and None not in was
         and was == inputs.digests(now, role)
     }
@@ -204,7 +204,7 @@ def _arguments(record: Record, plan: Plan, now: Contents) -> Iterator[ResumeChan
         rule = ((e, s) for pattern, e, s in _ARGUMENTS if pattern.fullmatch(name))
         effect, severity = next(rule)
         before, after = record.argument(name), _plain(plan.values[name])
-        recorded = isinstance(record.value("args", name), dict)
+        recorded = isinstance(record.args.get(name), dict)
         if severity is None or not recorded or before == after:
             continue
         # what looks like a token is kept out of a manifest
@@ -241,8 +241,8 @@ _EFFECTS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def _contents(record: Record, plan: Plan, now: Contents) -> Iterator[ResumeChange]:
-    before = record.items_of("contents")
+def _contents(record: Manifest, plan: Plan, now: Contents) -> Iterator[ResumeChange]:
+    before = record.contents
     base = plan.stage.schema.pairs or _has_adapter(plan)
     for role, what, effect in _EFFECTS:
         was, digests = inputs.digests(before, role), inputs.digests(now, role)
@@ -254,9 +254,9 @@ def _contents(record: Record, plan: Plan, now: Contents) -> Iterator[ResumeChang
         yield ResumeChange(what, inputs.names(before, role), after, effect, severity)
 
 
-def _engine(record: Record, plan: Plan, now: Contents) -> Iterator[ResumeChange]:
+def _engine(record: Manifest, plan: Plan, now: Contents) -> Iterator[ResumeChange]:
     """With DeepSpeed or without, and in which precision; between a CPU and GPUs nothing is compared."""
-    gpus, before = record.number("plan", "gpus"), record.items_of("contents")
+    gpus, before = record.gpus, record.contents
     if gpus is None or bool(gpus) is not bool(plan.gpus):
         return
     # the first record that was kept of contents tells whether there was none
@@ -267,17 +267,17 @@ def _engine(record: Record, plan: Plan, now: Contents) -> Iterator[ResumeChange]
         if names[0] != names[1]:
             effect = "the states of the one are not those of the other"
             yield ResumeChange("deepspeed", names[0], names[1], effect, "error")
-    words = iter(record.items_of("argv"))
+    words = iter(record.argv)
     precision = next((next(words, None) for word in words if word == "--mixed_precision"), None)
     if not plan.stage.entry.own_precision and precision not in (None, plan.mixed_precision):
         effect = "it acts from there on only"
         yield ResumeChange("mixed_precision", precision, plan.mixed_precision, effect, "warning")
 
 
-def _reference(record: Record, plan: Plan, caches: Sequence[Cache]) -> Iterator[ResumeChange]:
+def _reference(record: Manifest, plan: Plan, caches: Sequence[Cache]) -> Iterator[ResumeChange]:
     """dpo_tune_cache.py:503, dpo_tune_cache.py:528: loaded first, then made its own reference."""
     now = next((one for one in caches if one.kind == "reference"), None)
-    kept = (Record(one) for one in record.items_of("caches") if isinstance(one, dict))
+    kept = (Record(one) for one in record.caches if isinstance(one, dict))
     was = next((one for one in kept if one.get("kind") == "reference"), None)
     if now is None or was is None or not plan.stage.entry.caches_reference:
         return
@@ -289,12 +289,12 @@ def _reference(record: Record, plan: Plan, caches: Sequence[Cache]) -> Iterator[
         yield ResumeChange("reference", str(was.get("path")), str(now.path), effect, "error")
 
 
-def _versions(record: Record, plan: Plan, trainer: Trainer) -> Iterator[ResumeChange]:
-    was, now = record.value("upstream", "version"), plan.stage.upstream.version
+def _versions(record: Manifest, plan: Plan, trainer: Trainer) -> Iterator[ResumeChange]:
+    was, now = record.upstream.get("version"), plan.stage.upstream.version
     if plan.stage.backend.CHECKOUT and isinstance(was, str) and was != now:
         effect = "another version may count, tokenise and save in another way"
         yield ResumeChange("pin", was, now, effect, "error")
-    before, after = record.part("trainer", "packages"), trainer.packages
+    before, after = record.packages, trainer.packages
     other = [n for n in python.DECISIVE if before and before.get(n) != after.get(n)]
     if other:
         effect = "they may round, tokenise and shuffle in another way"

@@ -33,7 +33,7 @@ from launcher.paths import canonical, exists
 from launcher.plan.plan import Derived, Plan, model_in
 from launcher.redaction import redact
 from launcher.runs import lease, rundir
-from launcher.runs.record import Record
+from launcher.runs.record import Manifest
 from launcher.runs.rundir import RunFolder
 from launcher.stage.stage import Stage
 from launcher.upstream.schema import Values
@@ -111,10 +111,10 @@ def choose_output(
     """
     if configured is None:
         return OutputChoice(output=None)
-    known: list[tuple[RunFolder | None, Record]] = [*rundir.outlines(runs)]
+    known: list[tuple[RunFolder | None, Manifest]] = [*rundir.outlines(runs)]
     name = stage.entry.names.output
     if fresh:
-        used = {str(record.get("output")) for _, record in known}
+        used = {str(record.output) for _, record in known}
         if not exists(configured) and _text(configured) not in used:
             return OutputChoice(output=configured)
         value, folder = next(
@@ -129,12 +129,12 @@ def choose_output(
     for folder in reversed([configured, *(folder for _, folder in beside)]):
         known += [(None, record) for record in lease.manifests(folder)[-1:]]
     for begun, record in known:
-        if record.get("stage") != stage.options.stage:
+        if record.stage != stage.options.stage:
             continue
         # older manifests name the requested folder behind the arguments
-        if begun is not None and record.get("asked_output") is None:
+        if begun is not None and record.requested_output is None:
             record = rundir.read_manifest(begun)
-        if (record.get("asked_output") or record.get("output")) != _text(configured):
+        if (record.requested_output or str(record.output)) != _text(configured):
             continue
         record = record if begun is None else rundir.read_manifest(begun)
         value = record.argument(name)
@@ -223,17 +223,17 @@ def _taken_by_upstream(plan: Plan, output: Path | None) -> Path | None:
 # --- the attempts so far ------------------------------------------------------------------------------
 
 
-def manifests(stage: str, folder: RunFolder | None, output: Path | None) -> list[Record]:
+def manifests(stage: str, folder: RunFolder | None, output: Path | None) -> list[Manifest]:
     """The manifests of the attempts of a stage so far, the oldest first, without those that cannot be read.
 
     They are in the run folder, and in the output folder too: there those of all starts into it, whichever
     run folder these had, and whatever has become of that.
     """
-    kept = [record for record in lease.manifests(output) if record.get("stage") == stage]
-    own: list[Record] = []
+    kept = [record for record in lease.manifests(output) if record.stage == stage]
+    own: list[Manifest] = []
     if folder is not None:
         last = rundir.read_manifest(folder)
-        before = range(1, last.number("attempt") or 1)
+        before = range(1, last.attempt or 1)
         own = [*(rundir.read_kept_manifest(folder, n) for n in before), last]
     return max([record for record in own if record], kept, key=len)
 
@@ -249,22 +249,22 @@ class _Attempts:
 
     plan: Plan
     folder: RunFolder | None
-    records: Sequence[Record]
+    records: Sequence[Manifest]
     code: int | None = None
 
     @property
-    def last(self) -> Record:
+    def last(self) -> Manifest:
         """The manifest of the last one, empty without any."""
-        return self.records[-1] if self.records else Record()
+        return self.records[-1] if self.records else Manifest()
 
-    def maker(self, checkpoint: Checkpoint) -> Record:
+    def maker(self, checkpoint: Checkpoint) -> Manifest:
         """The manifest of the attempt that saved it: the last that did not find it there."""
         for record in reversed(self.records):
-            if checkpoint.name not in record.items_of("resume", "kept"):
+            if checkpoint.name not in record.kept:
                 return record
-        return self.records[0] if self.records else Record()
+        return self.records[0] if self.records else Manifest()
 
-    def shape(self, record: Record | None = None) -> EpochLayout | None:
+    def shape(self, record: Manifest | None = None) -> EpochLayout | None:
         """How epochs are cut into steps, now or under an earlier manifest; None where rows are unknown.
 
         The log of an earlier attempt says how many rows were left after filtering.
@@ -280,8 +280,8 @@ class _Attempts:
             per_device, accumulation = plan.per_device, plan.accumulation
         else:
             value, count = record.argument, record.processes or 1
-            per_device = record.number("plan", "per_device") or plan.per_device
-            accumulation = record.number("plan", "accumulation") or plan.accumulation
+            per_device = record.per_device or plan.per_device
+            accumulation = record.accumulation or plan.accumulation
         shared, limit = value(names.shared), value(names.max_steps)
         epochs = value(names.epochs)
         return EpochLayout(
@@ -326,12 +326,12 @@ class _Attempts:
             )
         return epochs.advanced(was, DataPosition(0, 0), checkpoint.number)
 
-    def total(self, record: Record | None = None) -> int | None:
+    def total(self, record: Manifest | None = None) -> int | None:
         """The last step, now or under an earlier manifest."""
         if self.plan.stage.entry.loop != "transformers":
             shape = self.shape(record)
             return None if shape is None else shape.total
-        return self.plan.steps if record is None else record.number("plan", "steps")
+        return self.plan.steps if record is None else record.steps
 
     def finished(self, output: Path | None) -> bool:
         """Whether the last attempt ended well and its model lies in the output folder."""
@@ -360,7 +360,7 @@ def judge(
     plan: Plan,
     *,
     output: Path | None,
-    history: Sequence[Record],
+    history: Sequence[Manifest],
     folder: RunFolder | None,
     trainer: Trainer,
     caches: Sequence[Cache] = (),
@@ -633,12 +633,12 @@ class _Judge:
             wrong = epochs.of_trl(
                 one.number,
                 one.epochs,
-                maker.number("plan", "global"),
+                maker.global_batch,
                 self.plan.global_batch,
                 self.attempts.total(),
                 skips=skips,
             )
-            begun = maker.argument("ignore_data_skip") and maker.number("resume", "step")
+            begun = maker.argument("ignore_data_skip") and maker.resumed_step
             if wrong is None and begun and skips:
                 text = "the attempt that saved it had begun an epoch again, and rows that it never "
                 return ResumeMismatch("skipped", f"{text}reached would be skipped")
@@ -698,7 +698,7 @@ class _Judge:
 
     # -- what has changed
 
-    def _since(self, record: Record) -> Iterator[ResumeChange]:
+    def _since(self, record: Manifest) -> Iterator[ResumeChange]:
         steps = self.attempts.total(record), self.attempts.total()
         return changes.since(record, self.plan, steps, self.trainer, self.caches, self.now)
 

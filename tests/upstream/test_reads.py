@@ -10,27 +10,28 @@ from source_package import conditions_of, package, path_of
 
 from launcher.upstream.source import reads
 
-# Each body reads `a`, and nothing else. `main(args)` is called with the parsed arguments.
+# Each body reads `a`, and nothing else. `main(args)` is called with the parsed arguments; a body without
+# one is that of `main`.
 FOLLOWED = {
-    "an attribute": "def main(args):\n    use(args.a)",
+    "an attribute": "use(args.a)",
     "a position": "def g(x, o): use(o.a)\ndef main(args): g(1, args)",
     "*args": "def g(*rest): use(rest[0].a)\ndef main(args): g(args)",
     "**kwargs": "def g(**rest): use(rest['o'].a)\ndef main(args): g(o=args)",
     "handed on by *": "def h(o): use(o.a)\ndef g(*rest): h(*rest)\ndef main(args): g(args)",
     "handed on by **": "def h(o): use(o.a)\ndef g(**rest): h(**rest)\ndef main(args): g(o=args)",
     "a keyword table": "def h(o): use(o.a)\ndef main(args):\n    h(**{'o': args})",
-    "a list": "def main(args):\n    for one in [args]:\n        use(one.a)",
+    "a list": "for one in [args]:\n    use(one.a)",
     "a list that grows": """
         def main(args):
             known = []
             known.append(args)
             use(known[0].a)
     """,
-    "enumerate": "def main(args):\n    for i, one in enumerate([args]):\n        use(one.a)",
-    "items of a table": "def main(args):\n    for k, v in {'x': args}.items():\n        use(v.a)",
-    "an unpacked list": "def main(args):\n    one, *more = [1, 2, args]\n    use(more[0].a)",
-    "a comprehension": "def main(args):\n    use([one.a for one in [args]])",
-    "a closure": "def main(args):\n    def g():\n        use(args.a)\n    g()",
+    "enumerate": "for i, one in enumerate([args]):\n    use(one.a)",
+    "items of a table": "for k, v in {'x': args}.items():\n    use(v.a)",
+    "an unpacked list": "one, *more = [1, 2, args]\nuse(more[0].a)",
+    "a comprehension": "use([one.a for one in [args]])",
+    "a closure": "def g():\n    use(args.a)\ng()",
     "a name given later": """
         def main(args):
             def g():
@@ -110,7 +111,7 @@ FOLLOWED = {
             use(one.a)
         def main(args): asyncio.run(inner(args))
     """,
-    "try": "def main(args):\n    try:\n        use(args.a)\n    except ValueError:\n        pass",
+    "try": "try:\n    use(args.a)\nexcept ValueError:\n    pass",
     "suppressed": """
         from contextlib import suppress
         def main(args):
@@ -118,11 +119,11 @@ FOLLOWED = {
                 raise ValueError
             use(args.a)
     """,
-    "match": "def main(args):\n    match args.a:\n        case True: work()",
-    "a case": "def main(args):\n    match x:\n        case 1: use(args.a)",
-    "a case's guard": "def main(args):\n    match x:\n        case 1 if args.a: work()",
-    "walrus": "def main(args):\n    if (x := args.a):\n        use(x)",
-    "while": "def main(args):\n    while args.a: work()",
+    "match": "match args.a:\n    case True: work()",
+    "a case": "match x:\n    case 1: use(args.a)",
+    "a case's guard": "match x:\n    case 1 if args.a: work()",
+    "walrus": "if (x := args.a):\n    use(x)",
+    "while": "while args.a: work()",
     "a loop's second round": """
         def main(args):
             cfg = None
@@ -137,14 +138,14 @@ FOLLOWED = {
             use(o.a)
         def main(args): g(args, 3)
     """,
-    "getattr": "def main(args): use(getattr(args, 'a'))",
-    "getattr with a standard value": "def main(args): use(getattr(args, 'a', None))",
-    "getattr over names": "def main(args):\n    for n in ('a',): use(getattr(args, n))",
-    "vars": "def main(args): use(vars(args)['a'])",
-    "__dict__": "def main(args): use(args.__dict__['a'])",
+    "getattr": "use(getattr(args, 'a'))",
+    "getattr with a standard value": "use(getattr(args, 'a', None))",
+    "getattr over names": "for n in ('a',): use(getattr(args, n))",
+    "vars": "use(vars(args)['a'])",
+    "__dict__": "use(args.__dict__['a'])",
     "replace": "from dataclasses import replace\ndef main(args): use(replace(args, b=True).a)",
-    "a default of a parameter": "def main(args):\n    def g(n=args.a): use(n)\n    g()",
-    "an assertion's walrus": "def main(args):\n    assert (x := args.a)\n    use(x)",
+    "a default of a parameter": "def g(n=args.a): use(n)\ng()",
+    "an assertion's walrus": "assert (x := args.a)\nuse(x)",
     "a base of the dataclass": "def g(o: Options): use(o.a)\ndef main(args): g(unknown(args))",
     "an optional annotation": (
         "def g(o: Options | None): use(o.a)\ndef main(args):\n    register(g)\n    g(args)"
@@ -246,9 +247,14 @@ FOLLOWED = {
 }
 
 
+def whole(body: str) -> str:
+    """The module of a body."""
+    return body if "def main(" in body else f"def main(args):\n{textwrap.indent(body, '    ')}"
+
+
 @pytest.mark.parametrize("body", FOLLOWED.values(), ids=FOLLOWED)
 def test_an_argument_is_followed(tmp_path: Path, body: str) -> None:
-    reads = path_of(tmp_path, body).reads
+    reads = path_of(tmp_path, whole(body)).reads
     assert reads["a"] and not reads["d"] and not reads["kind"]
 
 
@@ -258,7 +264,7 @@ IMPORTS = {
     "a module": "import pkg.steps\ndef main(args): pkg.steps.go(args)",
     "a module from a package": "from pkg import steps\ndef main(args): steps.go(args)",
     "relative": "from .steps import go\ndef main(args): go(args)",
-    "inside a function": "def main(args):\n    from pkg.steps import go\n    go(args)",
+    "inside a function": "from pkg.steps import go\ngo(args)",
     "a package's own names": "from pkg.deep import go\ndef main(args): go(args)",
     "deep": "import pkg.deep.down\ndef main(args): pkg.deep.down.go(args)",
     "in a try": (
@@ -293,7 +299,7 @@ def test_an_argument_is_followed_over_files(tmp_path: Path, body: str) -> None:
         "deep/__init__.py": "from .down import go\n",
         "deep/down.py": "from ..steps import go\n",
     }
-    path = path_of(tmp_path, body, files)
+    path = path_of(tmp_path, whole(body), files)
     assert {read.where.partition(":")[0] for read in path.reads["a"]} == {"pkg/steps.py"}
 
 
@@ -373,24 +379,24 @@ def test_no_script_and_no_parser_are_said(tmp_path: Path) -> None:
 
 
 NOT_READ = {
-    "never": "def main(args): pass",
+    "never": "pass",
     "a function that nobody calls": "def g(o): use(o.a)\ndef main(args): pass",
-    "a log": "def main(args): logger.info('%s', args.a)",
+    "a log": "logger.info('%s', args.a)",
     "a log of an object's own": (
         "class T:\n    def go(self, o): self.log.info(o.a)\ndef main(args): T().go(args)"
     ),
     "a warning": "import warnings\ndef main(args): warnings.warn(f'{args.a}')",
-    "a refusal": "def main(args):\n    if args.a: raise ValueError(f'{args.a}')",
-    "a complaint": "def main(args):\n    if args.a: logger.warning('a')",
-    "an assertion": "def main(args): assert args.a, 'x'",
-    "vars": "def main(args): tracker.init(vars(args))",
-    "vars kept": "def main(args):\n    known = vars(args)\n    known.update(x=1)\n    f(config=known)",
-    "the whole object": "def main(args): tracker.init(config=args)",
-    "an assignment": "def main(args): args.a = 3",
-    "setattr": "def main(args): setattr(args, 'a', 3)",
-    "another object's": "def main(args): use(model.a)",
-    "after return": "def main(args):\n    return\n    use(args.a)",
-    "after raise": "def main(args):\n    raise ValueError\n    use(args.a)",
+    "a refusal": "if args.a: raise ValueError(f'{args.a}')",
+    "a complaint": "if args.a: logger.warning('a')",
+    "an assertion": "assert args.a, 'x'",
+    "vars": "tracker.init(vars(args))",
+    "vars kept": "known = vars(args)\nknown.update(x=1)\nf(config=known)",
+    "the whole object": "tracker.init(config=args)",
+    "an assignment": "args.a = 3",
+    "setattr": "setattr(args, 'a', 3)",
+    "another object's": "use(model.a)",
+    "after return": "return\nuse(args.a)",
+    "after raise": "raise ValueError\nuse(args.a)",
     "both ways lead away": """
         def main(args):
             if x: return
@@ -409,7 +415,7 @@ NOT_READ = {
 
 @pytest.mark.parametrize("body", NOT_READ.values(), ids=NOT_READ)
 def test_what_does_not_count_as_reading(tmp_path: Path, body: str) -> None:
-    path = path_of(tmp_path, body, recorders=["key"])
+    path = path_of(tmp_path, whole(body), recorders=["key"])
     assert not path.reads["a"]
 
 
@@ -450,43 +456,28 @@ def test_what_post_init_only_puts_back_is_not_read(tmp_path: Path, lines: str, r
 
 # Each body reads `b`; the conditions under which it does, each set as one text.
 CONDITIONS = {
-    "none": ("def main(args): use(args.b)", {()}),
-    "if": ("def main(args):\n    if args.a: use(args.b)", {("a",)}),
-    "else": ("def main(args):\n    if args.a: work()\n    else: use(args.b)", {("not a",)}),
-    "nested": ("def main(args):\n    if args.a:\n        if args.c: use(args.b)", {("a", "c")}),
-    "and": ("def main(args):\n    if args.a and args.c: use(args.b)", {("a", "c")}),
-    "or": ("def main(args):\n    if args.a or args.c: use(args.b)", {("a or c",)}),
-    "a test that also asks something else": (
-        "def main(args):\n    if args.a and x(): use(args.b)",
-        {("a",)},
-    ),
-    "or with something else": ("def main(args):\n    if args.a or x(): use(args.b)", {()}),
-    "early return": ("def main(args):\n    if not args.a: return\n    use(args.b)", {("a",)}),
-    "continue": (
-        "def main(args):\n    for x in y:\n        if args.a: continue\n        use(args.b)",
-        {("not a",)},
-    ),
-    "raised before": ("def main(args):\n    if args.a: raise E\n    use(args.b)", {()}),
-    "a short circuit": ("def main(args):\n    use(args.a and args.b)", {("a",)}),
-    "while": ("def main(args):\n    while args.a: use(args.b)", {("a",)}),
-    "a comprehension": ("def main(args):\n    use([args.b for x in y if args.a])", {("a",)}),
-    "two places": (
-        "def main(args):\n    if args.a: use(args.b)\n    if args.c: use(args.b)",
-        {("a",), ("c",)},
-    ),
+    "none": ("use(args.b)", {()}),
+    "if": ("if args.a: use(args.b)", {("a",)}),
+    "else": ("if args.a: work()\nelse: use(args.b)", {("not a",)}),
+    "nested": ("if args.a:\n    if args.c: use(args.b)", {("a", "c")}),
+    "and": ("if args.a and args.c: use(args.b)", {("a", "c")}),
+    "or": ("if args.a or args.c: use(args.b)", {("a or c",)}),
+    "a test that also asks something else": ("if args.a and x(): use(args.b)", {("a",)}),
+    "or with something else": ("if args.a or x(): use(args.b)", {()}),
+    "early return": ("if not args.a: return\nuse(args.b)", {("a",)}),
+    "continue": ("for x in y:\n    if args.a: continue\n    use(args.b)", {("not a",)}),
+    "raised before": ("if args.a: raise E\nuse(args.b)", {()}),
+    "a short circuit": ("use(args.a and args.b)", {("a",)}),
+    "while": ("while args.a: use(args.b)", {("a",)}),
+    "a comprehension": ("use([args.b for x in y if args.a])", {("a",)}),
+    "two places": ("if args.a: use(args.b)\nif args.c: use(args.b)", {("a",), ("c",)}),
     "two calls": (
         "def g(o): use(o.b)\ndef main(args):\n    if args.a: g(args)\n    if args.c: g(args)",
         {("a",), ("c",)},
     ),
-    "a local variable": ("def main(args):\n    x = args.a\n    if x: use(args.b)", {("a",)}),
-    "a local expression": (
-        "def main(args):\n    x = args.a and args.c > 2\n    if x: use(args.b)",
-        {("a and c > 2",)},
-    ),
-    "a variable assigned twice": (
-        "def main(args):\n    x = args.a\n    x = y()\n    if x: use(args.b)",
-        {()},
-    ),
+    "a local variable": ("x = args.a\nif x: use(args.b)", {("a",)}),
+    "a local expression": ("x = args.a and args.c > 2\nif x: use(args.b)", {("a and c > 2",)}),
+    "a variable assigned twice": ("x = args.a\nx = y()\nif x: use(args.b)", {()}),
     "a parameter": ("def g(o, x):\n    if x: use(o.b)\ndef main(args): g(args, args.a)", {("a",)}),
     "a returned value": (
         "def on(o): return o.a and o.c\ndef main(args):\n    if on(args): use(args.b)",
@@ -502,10 +493,10 @@ CONDITIONS = {
         "def main(args):\n    x = on(args)\n    if x: use(args.b)",
         {()},
     ),
-    "equality": ("def main(args):\n    if args.c == 3: use(args.b)", {("c == 3",)}),
-    "in": ("def main(args):\n    if args.c in (1, 2): use(args.b)", {("c in (1, 2)",)}),
-    "is None": ("def main(args):\n    if args.c is not None: use(args.b)", {("c is not None",)}),
-    "an enum": ("def main(args):\n    if args.kind == Kind.two: use(args.b)", {("kind == 'two'",)}),
+    "equality": ("if args.c == 3: use(args.b)", {("c == 3",)}),
+    "in": ("if args.c in (1, 2): use(args.b)", {("c in (1, 2)",)}),
+    "is None": ("if args.c is not None: use(args.b)", {("c is not None",)}),
+    "an enum": ("if args.kind == Kind.two: use(args.b)", {("kind == 'two'",)}),
     "an enum of another module": (
         "from pkg import options\ndef main(args):\n    if args.kind == options.Kind.two: use(args.b)",
         {("kind == 'two'",)},
@@ -520,34 +511,23 @@ CONDITIONS = {
         "e = 4\ndef main(args):\n    try: work()\n    except E as e:\n        if args.c == e: use(args.b)",
         {()},
     ),
-    "walrus": ("def main(args):\n    if (x := args.a): use(args.b)", {("a",)}),
-    "overwritten": ("def main(args):\n    args.a = y()\n    if args.a: use(args.b)", {()}),
-    "overwritten later": (
-        "def main(args):\n    if args.a: use(args.b)\n    args.a = True\n",
-        {()},
-    ),
+    "walrus": ("if (x := args.a): use(args.b)", {("a",)}),
+    "overwritten": ("args.a = y()\nif args.a: use(args.b)", {()}),
+    "overwritten later": ("if args.a: use(args.b)\nargs.a = True\n", {()}),
     "overwritten in a loop": (
-        "def main(args):\n    if not args.a: return\n    for x in y:\n"
-        "        if not args.a: use(args.b)\n        args.a = False",
+        "if not args.a: return\nfor x in y:\n    if not args.a: use(args.b)\n    args.a = False",
         {()},
     ),
     "by setattr": (
-        "def main(args):\n    if not args.a: return\n    setattr(args, 'a', False)\n"
-        "    if not args.a: use(args.b)",
+        "if not args.a: return\nsetattr(args, 'a', False)\nif not args.a: use(args.b)",
         {()},
     ),
-    "through vars": (
-        "def main(args):\n    vars(args)['a'] = y()\n    if args.a: use(args.b)",
-        {()},
-    ),
+    "through vars": ("vars(args)['a'] = y()\nif args.a: use(args.b)", {()}),
     "put back through vars": (
-        "def main(args):\n    known = vars(args)\n    known['a'] = known['a']\n    if args.a: use(args.b)",
+        "known = vars(args)\nknown['a'] = known['a']\nif args.a: use(args.b)",
         {("a",)},
     ),
-    "changed in place": (
-        "def main(args):\n    args.names.append('x')\n    if args.names: use(args.b)",
-        {()},
-    ),
+    "changed in place": ("args.names.append('x')\nif args.names: use(args.b)", {()}),
     "a replaced copy": (
         "from dataclasses import replace\ndef main(args):\n    new = replace(args, a=True)\n"
         "    if new.a: use(new.b)",
@@ -564,35 +544,19 @@ CONDITIONS = {
         "        if self.o.a: use(self.o.b)\ndef main(args): T(args).go()",
         {("a",)},
     ),
-    "a closure": (
-        "def main(args):\n    def g():\n        use(args.b)\n    if args.a: g()",
-        {("a",)},
-    ),
-    "try": (
-        "def main(args):\n    try:\n        if args.a: return\n        work()\n    except E:\n        pass\n"
-        "    use(args.b)",
-        {()},
-    ),
-    "with": (
-        "def main(args):\n    with x():\n        if not args.a: return\n    use(args.b)",
-        {("a",)},
-    ),
-    "match": (
-        "def main(args):\n    if args.a:\n        match x:\n            case 1: use(args.b)",
-        {("a",)},
-    ),
+    "a closure": ("def g():\n    use(args.b)\nif args.a: g()", {("a",)}),
+    "try": ("try:\n    if args.a: return\n    work()\nexcept E:\n    pass\nuse(args.b)", {()}),
+    "with": ("with x():\n    if not args.a: return\nuse(args.b)", {("a",)}),
+    "match": ("if args.a:\n    match x:\n        case 1: use(args.b)", {("a",)}),
     "the object before the condition": (
-        "def main(args):\n    cfg = args if args.a else None\n    if cfg: use(args.b)",
+        "cfg = args if args.a else None\nif cfg: use(args.b)",
         {()},
     ),
     "sys.exit": (
         "import sys\ndef main(args):\n    if args.a: sys.exit()\n    use(args.b)",
         {("not a",)},
     ),
-    "decided alternatives": (
-        "def main(args):\n    if args.a or args.c:\n        if args.a: use(args.b)",
-        {("a",)},
-    ),
+    "decided alternatives": ("if args.a or args.c:\n    if args.a: use(args.b)", {("a",)}),
     "a parameter's standard value": (
         "def g(o, x=False):\n    if x: use(o.b)\ndef main(args): g(args)",
         {()},
@@ -602,7 +566,7 @@ CONDITIONS = {
 
 @pytest.mark.parametrize(("body", "expected"), CONDITIONS.values(), ids=CONDITIONS)
 def test_conditions_of_a_read(tmp_path: Path, body: str, expected: set[tuple[str, ...]]) -> None:
-    assert conditions_of(path_of(tmp_path, body), "b") == expected
+    assert conditions_of(path_of(tmp_path, whole(body)), "b") == expected
 
 
 def test_shadowed(tmp_path: Path) -> None:

@@ -136,6 +136,8 @@ class Explained:
             yield fill(
                 self.meaning, 100, initial_indent="  meaning    ", subsequent_indent=" " * 13
             )
+        elif not self.upstream.packages:
+            yield f"  meaning    stands in the source of {self.schema.backend}, which is not here"
         yield f"  type       {known.type}"
         if known.choices:
             yield f"  choices    {', '.join(str(choice) for choice in known.choices)}"

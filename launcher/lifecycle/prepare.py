@@ -89,8 +89,8 @@ def _plain(value: Any) -> Any:
 class Prepared:
     """Everything decided, nothing started.
 
-    `here` is which of several machines this is, `forecast` what the plan says of memory, time and disk.
-    `apart` is the folder of a dry run's command where `folder` is an earlier run's: it is not written into.
+    `machine` is which of several machines this is, `forecast` what the plan says of memory, time and disk.
+    `dry_run_folder` is that of a dry run's command where `folder` is an earlier run's, which stays as it is.
     """
 
     resolved: ResolvedStage
@@ -102,12 +102,12 @@ class Prepared:
     caches: tuple[keys.Cache, ...] = ()
     devices: Devices | None = None
     warnings: tuple[Finding, ...] = ()
-    here: Rendezvous | None = None
+    machine: Rendezvous | None = None
     decision: resume.Decision = field(default_factory=resume.Decision)
-    asked: Path | None = None
-    holds: tuple[dict[str, Any], ...] = ()
+    requested_output: Path | None = None
+    input_digests: tuple[dict[str, Any], ...] = ()
     forecast: Mapping[str, Any] | None = None
-    apart: RunFolder | None = None
+    dry_run_folder: RunFolder | None = None
 
     @property
     def request(self) -> Request:
@@ -134,7 +134,7 @@ class Prepared:
             "argv": list(shown.argv),
             "env": dict(shown.env),
             "cwd": str(shown.cwd),
-            "run": str((self.apart or self.folder).path),
+            "run": str((self.dry_run_folder or self.folder).path),
         }
 
     def for_record(self) -> dict[str, Any]:
@@ -143,8 +143,8 @@ class Prepared:
         return {
             **foreseen,
             "resume": self.decision.as_json(),
-            "asked_output": None if self.asked is None else str(self.asked),
-            "contents": list(self.holds),
+            "asked_output": None if self.requested_output is None else str(self.requested_output),
+            "contents": list(self.input_digests),
             "checkpoints": epochs.interval(self.plan),
         }
 
@@ -239,20 +239,20 @@ class _Location:
     """Where a start goes, and who has been there.
 
     `requested` is the output folder that the stage file names, `earlier` the folder of the attempts that
-    `history` tells of, where it still is; for `apart` see `Prepared`.
+    `history` tells of, where it still is; for `dry_run_folder` see `Prepared`.
     """
 
     requested: Path | None
     output: resume.OutputChoice
     folder: RunFolder
     attempt: int
-    apart: RunFolder | None
+    dry_run_folder: RunFolder | None
     history: Sequence[Manifest]
     earlier: RunFolder | None
 
 
 def _locate(
-    request: Request, stage: stages.Stage, here: Rendezvous | None, *, running: bool
+    request: Request, stage: stages.Stage, machine: Rendezvous | None, *, running: bool
 ) -> _Location:
     root = request.runs or rundir.runs_root()
     # what launch derives does not move an output that the stage file names
@@ -260,7 +260,7 @@ def _locate(
     named = stage.backend.output_folder(stage.values) if given else None
     requested = None if named is None else named.absolute()
     placed = resume.choose_output(stage, requested, rundir.newest_first(root), fresh=request.fresh)
-    kind, rank, apart = stage.options.stage, 0 if here is None else here.rank, None
+    kind, rank, dry_run_folder = stage.options.stage, 0 if machine is None else machine.rank, None
     if request.folder is None:
         folder, attempt = rundir.choose(
             kind, stage.name, placed.output, root, reserve=running, rank=rank
@@ -270,7 +270,7 @@ def _locate(
         attempt = max(one.attempts() for one in folder.nodes()) + 1
     if not running and exists(folder.path):
         # what is pasted is no attempt of that run, and must not write into its record
-        apart, _ = rundir.choose(kind, stage.name, None, root)
+        dry_run_folder, _ = rundir.choose(kind, stage.name, None, root)
     earlier = folder if attempt > 1 else None
     history, last = resume.manifests(kind, earlier, placed.output), lease.newest(placed.output)
     if rank and last is not None and last.beats():
@@ -279,7 +279,7 @@ def _locate(
     if earlier is None and history and last is not None and os.path.isdir(last.run):
         earlier = RunFolder(Path(last.run))
     return _Location(
-        requested=requested, output=placed, folder=folder, attempt=attempt, apart=apart,
+        requested=requested, output=placed, folder=folder, attempt=attempt, dry_run_folder=dry_run_folder,
         history=history, earlier=earlier,
     )  # fmt: skip
 
@@ -295,14 +295,16 @@ def prepare(request: Request, *, running: bool) -> Prepared:
 
 def complete(resolved: ResolvedStage, *, running: bool) -> Prepared:
     """What `prepare` does once the stage is there."""
-    request, here, chosen = resolved.request, None, None
+    request, machine, chosen = resolved.request, None, None
     if running and not request.elsewhere:
-        here = rendezvous.find(request.nodes, request.node_rank, request.main_address, os.environ)
+        machine = rendezvous.find(
+            request.nodes, request.node_rank, request.main_address, os.environ
+        )
         chosen = resolved.choose_devices()
-    location = _locate(request, resolved.stage, here, running=running)
+    location = _locate(request, resolved.stage, machine, running=running)
     try:
         if running:
-            return _ready(resolved, location, here, chosen)
+            return _ready(resolved, location, machine, chosen)
         # a dry run may be made anywhere: what lies here and is installed here says nothing
         made = _plan(resolved, location, None)
         caches = keys.derive(made, resolved.trainer.packages, running=False)
@@ -313,7 +315,7 @@ def complete(resolved: ResolvedStage, *, running: bool) -> Prepared:
 
 
 def _ready(
-    resolved: ResolvedStage, location: _Location, here: Rendezvous | None, chosen: Devices | None
+    resolved: ResolvedStage, location: _Location, machine: Rendezvous | None, chosen: Devices | None
 ) -> Prepared:
     """What is derived, what the run's own record decides, and what this machine says of it."""
     request, trainer = resolved.request, resolved.trainer
@@ -341,8 +343,8 @@ def _ready(
     made = plan.with_derived(made, decision.derived)
     made = replace(made, findings=(*known, *decision.findings))
     return _prepared(
-        resolved, location, made, caches=caches, here=here, devices=chosen,
-        warnings=warnings, decision=decision, holds=tuple(now),
+        resolved, location, made, caches=caches, machine=machine, devices=chosen,
+        warnings=warnings, decision=decision, input_digests=tuple(now),
     )  # fmt: skip
 
 
@@ -379,7 +381,7 @@ def _prepared(
     built = command.build(
         made,
         resolved.trainer,
-        (location.apart or location.folder).path,
+        (location.dry_run_folder or location.folder).path,
         environ=os.environ,
         caches=environment(caches),
         devices=None if devices is None or not resolved.gpus else devices.env(),
@@ -388,7 +390,7 @@ def _prepared(
         resolved=resolved, plan=made, command=built,
         folder=location.folder, attempt=location.attempt, output=_output(made), caches=caches,
         devices=devices, warnings=(*warnings, *_on_our_command_line(made)),
-        asked=location.requested, apart=location.apart, **decided,
+        requested_output=location.requested, dry_run_folder=location.dry_run_folder, **decided,
     )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def begin(
     The folder is that of this machine: where others train too, only the first one's is the run's own.
     Raises NotReady where another run holds the place, or where training cannot be started.
     """
-    here = prepared.here
+    here = prepared.machine
     attempt = _attempt(prepared, on_finish, on_finish_s, allow_unproven)
     if here is not None:
         filled = rendezvous.filled(attempt.argv, here)
@@ -110,7 +110,7 @@ def queue(
 
 def batch_script(prepared: Prepared) -> str:
     """What Slurm is handed for a run."""
-    planned, folder = prepared.plan, (prepared.apart or prepared.folder).path
+    planned, folder = prepared.plan, (prepared.dry_run_folder or prepared.folder).path
     name = folder.name
     nodes = planned.nodes
     options = planned.stage.options.slurm

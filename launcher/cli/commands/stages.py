@@ -126,7 +126,7 @@ def _run(request: Request, shared: Shared, at_end: AtEnd) -> Exit:
             prepared = forecast.with_forecast(prepared)
             if prepared.decision.kind == "finished":
                 return _conclude_finished(prepared, prepared.findings, format, at_end)
-            if not (prepared.here and prepared.here.rank):
+            if not (prepared.machine and prepared.machine.rank):
                 lease.require_free(prepared.output)
                 if request.rehearse or prepared.plan.stage.options.rehearse:
                     shared.rehearse_first({"": prepared.resolved}, by_itself=False)

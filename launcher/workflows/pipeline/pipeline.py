@@ -368,7 +368,7 @@ def _prepared(
     anew = resolved.with_request(fresh=True)
     if fresh:
         prepared = prepare.complete(anew, running=True)
-        return prepared, None if prepared.output == prepared.asked else "--fresh"
+        return prepared, None if prepared.output == prepared.requested_output else "--fresh"
     if (why := _of_nobody(step.prepared)) is not None:
         return prepare.complete(anew, running=True), why
     every = plans.known_changes(resolved.stage.schema.fields)

@@ -301,7 +301,9 @@ class _Planner:
     def _check_models(self, link: Link, loaded: Config, source: PlannedStage) -> None:
         """A stage that names another model, or tokenizer, than the stage before leaves."""
         places = {
-            canonical(one) for one in (source.model, source.prepared.asked) if one is not None
+            canonical(one)
+            for one in (source.model, source.prepared.requested_output)
+            if one is not None
         }
         for key in (MODEL, TOKENIZER):
             own, origin = _text(loaded.args.get(key)), loaded.origin(f"args.{key}")
@@ -320,10 +322,10 @@ class _Planner:
 
     def _has_own_output(self, step: PlannedStage) -> bool:
         """Whether no other stage's model goes to the same place."""
-        asked = step.prepared.asked or step.output
+        output = step.prepared.requested_output or step.output
         for other in self.steps.values():
-            if canonical(other.prepared.asked or other.output) == canonical(asked):
-                message = f"{step.link.name} and {other.link.name} both write into {asked}"
+            if canonical(other.prepared.requested_output or other.output) == canonical(output):
+                message = f"{step.link.name} and {other.link.name} both write into {output}"
                 help = f"give one of them another `{OUTPUT}`"
                 key = f"args.{OUTPUT}"
                 self._add(step.link, "pipeline-output", message, help, key)

@@ -34,7 +34,7 @@ CAUGHT_UP = 64 * 2**10
 BACKLOG = 16 * 2**20
 """Bytes of the log that the view reads at most after falling behind a very talkative training."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_WIDE = 100  # columns from which on there is room for a longer bar
+_CELLS = 30  # of the bar, where there is room
 _BAD = ("leaking", "stale", "corrupt", "not engaged")
 
 
@@ -131,7 +131,7 @@ class View:
 def panel(title: str, progress: Progress, console: Console, tracker: str | None) -> list[Text]:
     """The lines on a terminal: how far, the loss, the machine, what is proved, where it is tracked."""
     plain = console.options.ascii_only
-    parts: list[list[str]] = [_head(progress, console.width, plain=plain)]
+    parts = [_head(progress, console.width - len(title), plain=plain)]
     if progress.step:
         parts += [_figures(progress, plain=plain), _machine(progress)]
     lines = [_line([title, *parts[0]], bold=len(title)), *map(_line, filter(None, parts[1:]))]
@@ -150,26 +150,26 @@ def _line(parts: Sequence[str], *, bold: int = 0) -> Text:
 
 
 def _head(progress: Progress, width: int, *, plain: bool) -> list[str]:
-    """The bar, the step and both clocks; before the first step the phase and since when it goes on."""
+    """Bar, step and both clocks, in so many columns; before the first step the phase and its clock."""
     now = time.time()
     passed = [] if progress.began is None else [f"{clock(max(0.0, now - progress.began))} elapsed"]
     if not progress.step:
         whole = progress.since is None or progress.since == progress.began
         own = [] if progress.since is None or whole else [clock(max(0.0, now - progress.since))]
         return [progress.phase, *own, *passed]
-    parts = []
-    if progress.total:
-        cells = 30 if width >= _WIDE else 16
-        done = min(cells, cells * progress.step // progress.total)
-        full, empty = ("#", "-") if plain else ("█", "░")
-        parts.append(full * done + empty * (cells - done))
     of = f"/{progress.total:,}" if progress.total else ""
-    parts += [f"step {progress.step:,}{of}", *passed]
+    parts = [f"step {progress.step:,}{of}", *passed]
     if progress.step == progress.total:
         parts.append(progress.phase)
     elif progress.left_s is not None:
         parts.append(f"{clock(progress.left_s)} left")
-    return parts
+    # the bar gives way to words
+    cells = min(_CELLS, width - sum(len(part) + 3 for part in parts) - 3)
+    if not progress.total or cells < 4:
+        return parts
+    done = min(cells, cells * progress.step // progress.total)
+    full, empty = ("#", "-") if plain else ("█", "░")
+    return [full * done + empty * (cells - done), *parts]
 
 
 def _figures(progress: Progress, *, plain: bool) -> list[str]:

@@ -229,6 +229,10 @@ def test_the_panel_fits_and_shows_what_is_known(
     assert machine == "100 tokens/s   61.2 of 80 GiB   checkpoint of step 20, 0:10 ago"
     assert proofs == ("so far: data cache hit, attention sdpa, packing isolated, liger engaged")
     assert tracked == "https://wandb.ai/a/b/runs/c"
+    # the bar gives way to the words
+    assert (
+        shown_on(56, trained(25))[0] == "sft demo   █░░░   step 25/100   0:30 elapsed   1:15 left"
+    )
 
 
 def test_before_the_first_step_the_phase_is_shown_with_its_clock(

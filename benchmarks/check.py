@@ -67,14 +67,7 @@ def make(kind: Callable[[random.Random], Iterator[str]], path: Path, size: int) 
 def commands(path: Path) -> dict[str, list[str]]:
     """The check of a log and its neighbours."""
     return {
-        "check": [
-            sys.executable,
-            "-m",
-            "launcher",
-            "check",
-            str(path),
-            "--allow-unproven",
-        ],
+        "check": [sys.executable, "-m", "launcher", "check", str(path), "--allow-unproven"],
         "grep": ["grep", "-cE", "Step: [0-9]+", str(path)],
         "loop": [sys.executable, "-c", LINE_LOOP, str(path)],
     }

@@ -189,8 +189,7 @@ def test_an_error_does_not_repeat_them(
 
 
 @pytest.mark.parametrize(
-    "text",
-    [f"args: {{hub_token: [{HF}", f"a: b: {SK}", f"stage: {AKIA}\nargs: {{}}"],
+    "text", [f"args: {{hub_token: [{HF}", f"a: b: {SK}", f"stage: {AKIA}\nargs: {{}}"]
 )
 def test_a_file_that_cannot_be_read_is_not_quoted(
     world: World, text: str, capfd: pytest.CaptureFixture[str]

@@ -28,13 +28,7 @@ def find_alternatives(
     """
     groups = [
         tuple(group(footprint))
-        for group in (
-            _smaller_batches,
-            _recomputing,
-            _kernels,
-            _zero_stages,
-            _more_gpus,
-        )
+        for group in (_smaller_batches, _recomputing, _kernels, _zero_stages, _more_gpus)
     ]
 
     def first(choices: Iterator[tuple[Alternative, ...]]) -> Iterator[tuple[str, float]]:

@@ -174,11 +174,7 @@ def of_judged(path: Path, judged: RunJudgement) -> Run:
 
 
 def of_kept(
-    path: Path,
-    manifest: object,
-    verdict: object,
-    rows: Iterable[Row],
-    last: Evidence | None = None,
+    path: Path, manifest: object, verdict: object, rows: Iterable[Row], last: Evidence | None = None
 ) -> Run:
     """A run out of what was written about it, whatever it is by now, and its last attempt."""
     path = path.absolute()

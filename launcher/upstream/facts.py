@@ -253,10 +253,7 @@ def _reads(found: Sequence[Sequence[str]]) -> tuple[Read, ...]:
 
 
 def cached(
-    backend: Backend,
-    trees: Mapping[str, Tree],
-    externals: Mapping[str, Sequence[Any]],
-    stage: str,
+    backend: Backend, trees: Mapping[str, Tree], externals: Mapping[str, Sequence[Any]], stage: str
 ) -> dict[str, Any]:
     """`read` of one stage, remembered by the content of every file that was read.
 

@@ -20,7 +20,7 @@ PIN = "45901fd00593422a366dc303012b55b4fe5f4241"
 TAKES_NONE = False
 # an enum of OLMo-core's that arguments of commits after the pin have as their type
 COMPUTED: Mapping[str, tuple[str, ...]] = {
-    "olmo_core.nn.lm_head.LMLossImplementation": ("default", "fused_linear"),
+    "olmo_core.nn.lm_head.LMLossImplementation": ("default", "fused_linear")
 }
 # finetune.py:22-60 and what those modules import in turn
 NEEDS: tuple[str, ...] = (
@@ -190,7 +190,7 @@ STAGES: Mapping[str, Entry] = {
             **{theirs: Moved(ours, f"DPO's name; SFT has `{ours}`") for ours, theirs in _PAIRS},
         },
         derived={
-            "logging_steps": (1, "upstream's default prints no loss line at all (finetune.py:183)"),
+            "logging_steps": (1, "upstream's default prints no loss line at all (finetune.py:183)")
         },
         partial=frozenset({"cache_dataset_only"}),
         instead={

@@ -133,10 +133,7 @@ class Field:
 
 
 def _article(kind: Kind) -> str:
-    return {
-        "int": "a whole number",
-        "float": "a number",
-    }.get(kind, "text")
+    return {"int": "a whole number", "float": "a number"}.get(kind, "text")
 
 
 @dataclass(frozen=True, slots=True)

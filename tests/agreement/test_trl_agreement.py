@@ -232,9 +232,7 @@ def verdicts(theirs: dict[str, list[str | None]]) -> dict[str, Any]:
     }
 
 
-def test_the_golden_verdicts_are_those_of_the_packages(
-    theirs: dict[str, list[str | None]],
-) -> None:
+def test_the_golden_verdicts_are_those_of_the_packages(theirs: dict[str, list[str | None]]) -> None:
     made = verdicts(theirs)
     if os.environ.get("LAUNCH_GOLDEN") == "write":
         VERDICTS.write_text(json.dumps(made, indent=1) + "\n")

@@ -325,12 +325,7 @@ def test_a_file_that_was_only_just_written_is_not_trusted(write: Write, tmp_path
 
 
 @pytest.mark.parametrize(
-    "raw",
-    [
-        "{",
-        '{"form": 99, "files": {}}',
-        '{"form": 1, "files": {"1:2:x": [1]}}',
-    ],
+    "raw", ["{", '{"form": 99, "files": {}}', '{"form": 1, "files": {"1:2:x": [1]}}']
 )
 def test_a_broken_memory_is_no_memory(write: Write, raw: str) -> None:
     path = write("prints.json", raw)

@@ -44,10 +44,7 @@ def test_commits_by_any_name(folder: Path) -> None:
     assert known.commit("v1") == known.commit("HEAD~1") != head
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["nothing", "", "--all", "HEAD:pkg", "\0", "0" * 40],
-)
+@pytest.mark.parametrize("name", ["nothing", "", "--all", "HEAD:pkg", "\0", "0" * 40])
 def test_names_of_nothing(folder: Path, name: str) -> None:
     assert Repository(folder).commit(name) is None
 

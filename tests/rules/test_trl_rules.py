@@ -280,10 +280,7 @@ def test_no_rule_breaks_whatever_is_given(stage_name: str) -> None:
 
 @pytest.mark.parametrize(
     ("stage_name", "changes"),
-    [
-        ("dpo", {"padding_free": True}),
-        ("sft", {"dataset_kwargs": {"newest": True}}),
-    ],
+    [("dpo", {"padding_free": True}), ("sft", {"dataset_kwargs": {"newest": True}})],
 )
 def test_names_are_not_judged_at_another_release(stage_name: str, changes: dict[str, Any]) -> None:
     newer = replace(schema_of(stage_name), source="source", version="trl 9.9")

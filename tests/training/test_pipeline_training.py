@@ -6,15 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_training import (
-    CONFIGS,
-    TRAINING,
-    launch,
-    missing,
-    needs_open_instruct,
-    place,
-    states,
-)
+from real_training import CONFIGS, TRAINING, launch, missing, needs_open_instruct, place, states
 
 __all__ = ["place"]  # a fixture
 

@@ -40,10 +40,7 @@ def patterns(table: Table) -> tuple[Pattern, ...]:
 
 
 _TABLE: Table = {
-    "begun": (
-        r"^nohup: ignoring input",
-        r"real_accelerator\.py:\d+:get_accelerator\] Setting ",
-    ),
+    "begun": (r"^nohup: ignoring input", r"real_accelerator\.py:\d+:get_accelerator\] Setting "),
     "oom": (
         (
             r"(?:CUDA|HIP|XPU|MPS|cuda|hip|Cuda failure)[^\n]{0,60}[Oo]ut of memory"

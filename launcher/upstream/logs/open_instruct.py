@@ -86,10 +86,7 @@ _TABLE: common.Table = {
     "packing": ("Using packing/padding-free collation",),
     "dataset_missed": (
         # open_instruct/dataset_transformation.py:1927 (local), :1821 (hf)
-        (
-            "Cache not found",
-            r"Cache not found(?: or invalid)?, transforming datasets\.\.\.",
-        ),
+        ("Cache not found", r"Cache not found(?: or invalid)?, transforming datasets\.\.\."),
         # open_instruct/dataset_transformation.py:1807
         (
             "dataset_skip_cache is True",

@@ -61,10 +61,7 @@ _TABLE: common.Table = {
     "packing": (r"Packing train dataset(?: \(num_proc=\d+\))?:",),
     # trl/trainer/dpo_trainer.py:1209,1237
     "reference_missed": (
-        (
-            "reference log probs for ",
-            r"(?:Computing|Caching) reference log probs for \w+ dataset",
-        ),
+        ("reference log probs for ", r"(?:Computing|Caching) reference log probs for \w+ dataset"),
     ),
 }
 

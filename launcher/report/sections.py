@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from launcher.plan.plan import titled
-from launcher.report import series
+from launcher.report import progress, series
 from launcher.report.charts import PageRun
 from launcher.report.html import Html, details, figure, join, number_cell, table, tag
 from launcher.report.series import Run
@@ -19,17 +19,8 @@ _CITATIONS = 4
 _MANY = 2
 """Runs that still have a column each beside the others; of more, each has a row."""
 _MAIN_PACKAGES = (
-    *(
-        "torch",
-        "transformers",
-        "trl",
-        "accelerate",
-        "deepspeed",
-        "peft",
-        "datasets",
-        "liger-kernel",
-    ),
-    *("flash-attn", "olmo-core", "ai2-olmo-core"),
+    *("torch", "transformers", "trl", "accelerate", "deepspeed", "peft", "datasets"),
+    *("liger-kernel", "flash-attn", "olmo-core", "ai2-olmo-core"),
 )
 _MARKS = {"pass": "✓", "ok": "✓", "fail": "✗", "unproven": "?", "stopped": "■"}
 
@@ -68,10 +59,7 @@ def right(text: str) -> Html:
 
 def clock(hours: float | None) -> Html:
     """A cell with a time as 1:02:03."""
-    shown = "–"
-    if hours is not None:
-        minutes, seconds = divmod(round(hours * 3600), 60)
-        shown = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+    shown = "–" if hours is None else progress.clock(round(hours * 3600))
     return tag("td", shown, class_="number")
 
 

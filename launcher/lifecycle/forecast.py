@@ -526,12 +526,9 @@ def make(resolved: ResolvedStage, gpus: Sequence[int], terms: ForecastOptions) -
     rows: Lengths | None = None
     for count in gpus:
         try:
+            nodes = resolved.request.nodes
             planned = plan.make(
-                resolved.stage,
-                gpus=count,
-                nodes=resolved.request.nodes,
-                output=Path("model"),
-                rows=terms.rows,
+                resolved.stage, gpus=count, nodes=nodes, output=Path("model"), rows=terms.rows
             )
             if stopping := errors(planned.findings):
                 raise InvalidConfig(stopping)

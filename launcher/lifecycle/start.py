@@ -97,12 +97,9 @@ def queue(
             _require_not_queued(folder)
             _make(prepared, attempt)
             attempt.write(folder)
+            nodes = planned.nodes
             return slurm.submit(
-                folder,
-                batch_script(prepared),
-                nodes=planned.nodes,
-                options=options,
-                environ=os.environ,
+                folder, batch_script(prepared), nodes=nodes, options=options, environ=os.environ
             )
     finally:
         rundir.release(folder)

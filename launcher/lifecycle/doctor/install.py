@@ -81,13 +81,9 @@ def conflicts(names: Sequence[str], trainer: Trainer) -> tuple[str, ...]:
     python = str(trainer.python)
     argv = [uv, "pip", "check", "--python", python] if uv else [python, "-m", "pip", "check"]
     try:
+        stdin = subprocess.DEVNULL
         done = subprocess.run(
-            argv,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
+            argv, capture_output=True, text=True, timeout=120, errors="replace", stdin=stdin
         )
     except (OSError, subprocess.SubprocessError):
         return ()
@@ -305,13 +301,9 @@ def run(
     for number, step in enumerate(todo):
         print(f"+ {step.shell()}", file=to, flush=True)
         try:
+            env = {**environ, **step.env}
             done = subprocess.run(
-                step.argv,
-                env={**environ, **step.env},
-                stdin=subprocess.DEVNULL,
-                stdout=to,
-                stderr=to,
-                check=False,
+                step.argv, env=env, stdin=subprocess.DEVNULL, stdout=to, stderr=to, check=False
             )
             reason = f"exit code {done.returncode}" if done.returncode else None
         except (OSError, ValueError) as error:

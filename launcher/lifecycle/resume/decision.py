@@ -575,12 +575,8 @@ class _Judge:
             self._say("error", "already-finished", message, again)
         else:
             self._say("note", "already-finished", f"this run is finished: {self.output}", again)
-        return Decision(
-            kind="finished",
-            kept=_names(found),
-            changes=tuple(changed),
-            step=self.attempts.total() or 0,
-        )
+        step = self.attempts.total() or 0
+        return Decision(kind="finished", kept=_names(found), changes=tuple(changed), step=step)
 
     def _from_zero(self, found: Sequence[Checkpoint]) -> Decision:
         self._check_names()

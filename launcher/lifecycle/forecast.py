@@ -323,7 +323,7 @@ class Estimate:
         more, full = fuller(rows, pairs=pairs, limit=row.positions // 2)
         better = f"; {more} fills {full.filled:.0%}" if more > pairs else ""
         message = (
-            f"batch {pairs} uses {row.filled:.0%} of each step{better}: rows of {row.positions:} "
+            f"batch {pairs} uses {row.filled:.0%} of each step{better}: rows of {row.positions:,} "
             "positions are computed whole, however many pairs stand in them"
         )
         help = (
@@ -332,7 +332,7 @@ class Estimate:
             else "shorter `max_seq_length`, or `packing: false`"
         )
         yield planned.stage.config.placed(
-            launch_finding("warning", "half-wasted", (message), (help), key="batch.per_device")
+            launch_finding("warning", "half-wasted", message, help, key="batch.per_device")
         )
 
     # --- how it is shown ---
@@ -341,6 +341,7 @@ class Estimate:
         """One entry of the plan's JSON contract."""
         spare, speed, best, saved = self.spare, self.speed, self.best, self.saved
         unknown = dict.fromkeys(("activations", "logits")) if self.static else {}
+        disk = {"model": saved.final, "checkpoint": saved.checkpoint, "most": saved.most}
         data = {
             **self.plan.as_json(),
             "rows": self.rows,
@@ -354,20 +355,13 @@ class Estimate:
             "speed_source": None if speed is None else speed.source,
             "hours": None if self.bill.hours is None else round(self.bill.hours, 2),
             "cost": None if self.bill.cost is None else round(self.bill.cost, 2),
-            "disk_gib": {
-                "model": round(saved.final / GIB, 2),
-                "checkpoint": round(saved.checkpoint / GIB, 2),
-                "most": round(saved.most / GIB, 2),
-            },
-            "fit": None
-            if best is None or not self.terms.fit
-            else {
-                "per_device": best.per_device,
-                "accumulation": best.accumulation,
-                "peak_gib": round(best.memory.peak, 2),
-                "spare_gib": round(best.spare, 2),
-            },
+            "disk_gib": {name: round(size / GIB, 2) for name, size in disk.items()},
+            "fit": None,
         }
+        if best is not None and self.terms.fit:
+            peak, left = round(best.memory.peak, 2), round(best.spare, 2)
+            split = {"per_device": best.per_device, "accumulation": best.accumulation}
+            data["fit"] = {**split, "peak_gib": peak, "spare_gib": left}
         return {**data, "why": self.memory.why()} if why and self.memory is not None else data
 
     def row(self) -> tuple[str, ...]:
@@ -579,7 +573,7 @@ def _unfit(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Findin
                 f"{rung.where}--fit: no split of the batch fits; {rung.smallest.peak:.1f} GiB "
                 "with one row a device"
             )
-            yield launch_finding("note", "nothing-fits", (message), None, key="batch.per_device")
+            yield launch_finding("note", "nothing-fits", message, None, key="batch.per_device")
 
 
 def _untrained(rungs: Sequence[Estimate]) -> Iterator[Finding]:
@@ -754,18 +748,16 @@ def row_lengths(planned: Plan, packages: Mapping[str, str], terms: ForecastOptio
     if terms.rehearsed_tokens is not None:
         rehearsed = lengths.parse(terms.rehearsed_tokens)
         return replace(rehearsed, source="the first rows, as a rehearsal saw them")
-    origin = planned.stage.config.origin(f"args.{planned.stage.entry.names.data}")
+    place = planned.stage.config.origin(f"args.{planned.stage.entry.names.data}").place
+    message = (
+        "how long the rows are is not known: the data set is in no cache that this run would hit"
+    )
+    help = (
+        "--row-tokens MEAN:MAX, in tokens a row, such as --row-tokens 290:1100; or run `launch "
+        "rehearse` or `launch prepare` first"
+    )
     raise InvalidConfig(
-        Finding(
-            severity="error",
-            layer="launch",
-            code="unknown-lengths",
-            key="row_tokens",
-            message="how long the rows are is not known: the data set is in no cache that this run would hit",
-            help="--row-tokens MEAN:MAX, in tokens a row, such as --row-tokens 290:1100; or run `launch "
-            "rehearse` or `launch prepare` first",
-            **origin.place,
-        )
+        launch_finding("error", "unknown-lengths", message, help, key="row_tokens", **place)
     )
 
 

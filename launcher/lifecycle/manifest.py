@@ -171,37 +171,11 @@ def escaped(value: Any) -> Any:
     return value if isinstance(value, bool | int | float) or value is None else str(value)
 
 
-def create(
-    folder: RunFolder,
-    attempt: int,
-    plan: Plan,
-    command: Command,
-    trainer: Trainer,
-    output: Path | None,
-    caches: list[dict[str, Any]] | None = None,
-    *,
-    devices: dict[str, Any] | None = None,
-    warnings: Sequence[Finding] = (),
-    more: Mapping[str, Any] | None = None,
-) -> None:
-    """Make the folder, write the manifest and what else it is to hold, enter the run in the index.
-
-    Raises NotReady where the folder cannot be written.
-    """
+def create(folder: RunFolder, content: Mapping[str, Any]) -> None:
+    """Make the folder, write its manifest, enter the run in the index. Raises NotReady where that fails."""
     try:
         folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
-        content = manifest(
-            attempt,
-            rundir.now(),
-            plan,
-            command,
-            trainer,
-            output,
-            caches,
-            devices=devices,
-            warnings=warnings,
-        )
-        files.write_json(folder.manifest, {**content, **redact(dict(more or {}))})
+        files.write_json(folder.manifest, content)
     except OSError as error:
         raise rundir.not_writable(folder.path, error.strerror) from None
     rundir.enter("runs", folder.path)

@@ -126,9 +126,9 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
     decision.set_aside(prepared.decision, attempt.number)
     if rundir.read_manifest(folder).attempt != attempt.number:
         rundir.keep_manifest(folder)
-    manifest.create(
-        folder,
+    content = manifest.manifest(
         attempt.number,
+        rundir.now(),
         prepared.plan,
         prepared.command,
         prepared.trainer,
@@ -136,8 +136,9 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
         [one.as_json() for one in prepared.caches],
         devices=prepared.devices.as_json() if prepared.devices else None,
         warnings=prepared.warnings,
-        more={**prepared.for_record(), "launch_argv": _typed()},
     )
+    more = redact({**prepared.for_record(), "launch_argv": _typed()})
+    manifest.create(folder, {**content, **more})
     with contextlib.suppress(OSError):
         restored = {one.what: one.before for one in prepared.decision.changes if one.restored}
         manifest.write_stage_file(prepared.plan, folder, restored)

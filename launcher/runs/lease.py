@@ -99,14 +99,9 @@ class Lease:
 
     def write(self) -> None:
         """Write the file, whole and for good. Raises OSError."""
-        content = {
-            "run": self.run,
-            "attempt": self.attempt,
-            "state": self.state,
-            "returncode": self.code,
-            "owner": None if self.owner is None else self.owner.as_json(),
-            "user": self.user,
-        }
+        content = {name: getattr(self, name) for name in ("run", "attempt", "state", "user")}
+        owner = None if self.owner is None else self.owner.as_json()
+        content |= {"returncode": self.code, "owner": owner}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         files.write_bytes(self.path, json.dumps(content, indent=1).encode(), durable=True)
 

@@ -40,7 +40,7 @@ RESERVED = 256 * 2**10
 Grace = tuple[float, float, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ProcessExit:
     """How an attempt ended; `signal` is the one that killed the process, `stopped` the one we sent."""
 
@@ -237,15 +237,10 @@ def _start(
     locks: Sequence[int],
     inherited: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
-    environment = {
-        **inherited,
-        **command.env,
-        "LAUNCH_ATTEMPT": str(attempt),
-        process.MARK: str(folder.path),
-    }
+    own = {"LAUNCH_ATTEMPT": str(attempt), process.MARK: str(folder.path)}
     return subprocess.Popen(
         command.argv,
-        env=environment,
+        env={**inherited, **command.env, **own},
         cwd=command.cwd,
         stdin=subprocess.DEVNULL,
         stdout=console,
@@ -256,32 +251,19 @@ def _start(
 
 
 def _ended(code: int, stopped: int | None, started: str, attempt: int) -> ProcessExit:
-    return ProcessExit(
-        returncode=code if code >= 0 else 128 - code,
-        signal=-code if code < 0 else None,
-        stopped=stopped,
-        started=started,
-        ended=rundir.now(),
-        attempt=attempt,
-    )
+    signal, returncode = (-code, 128 - code) if code < 0 else (None, code)
+    return ProcessExit(returncode, signal, stopped, started, rundir.now(), attempt)
 
 
 def recorded(folder: RunFolder, attempt: int) -> ProcessExit | None:
     """How an attempt ended, as its keeper recorded it; None where nobody lived to do that."""
     record = Record(rundir.read_json(folder.exit(attempt)))
     code = record.number("returncode")
-    return (
-        None
-        if code is None
-        else ProcessExit(
-            returncode=code,
-            attempt=attempt,
-            signal=record.number("signal"),
-            stopped=record.number("stopped"),
-            started=str(record.get("started")),
-            ended=str(record.get("ended")),
-        )
-    )
+    if code is None:
+        return None
+    signal, stopped = record.number("signal"), record.number("stopped")
+    started, ended = str(record.get("started")), str(record.get("ended"))
+    return ProcessExit(code, signal, stopped, started, ended, attempt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -517,7 +499,7 @@ def unknown_here(folder: RunFolder, leader: process.Identity) -> Finding:
         f"are not visible from here, and it had no heartbeat for {lease.SILENT_S:.0f} s or more"
     )
     help = f"ask there: launch runs, launch stop {name}; the same launch command resumes it here"
-    return launch_finding("error", "run-is-elsewhere", (message), help, file=str(folder.path))
+    return launch_finding("error", "run-is-elsewhere", message, help, file=str(folder.path))
 
 
 def _beats(folder: RunFolder) -> bool:

@@ -39,7 +39,8 @@ def run(root: Path, name: str, **manifest: object) -> RunFolder:
 def create(folder: RunFolder, *overrides: str, output: Path | None = None) -> None:
     text = SFT.format(more="exp_name: one")
     made = planned(from_text(folder.path.parent, text, *overrides))
-    manifest.create(folder, 1, made, built(made), trainer("torch"), output)
+    content = manifest.manifest(1, rundir.now(), made, built(made), trainer("torch"), output)
+    manifest.create(folder, content)
 
 
 @pytest.mark.parametrize(

@@ -113,13 +113,8 @@ class ResumeChange:
 
     def as_json(self) -> dict[str, Any]:
         """For the manifest."""
-        return {
-            "what": self.what,
-            "before": self.before,
-            "after": self.after,
-            "effect": self.effect,
-            "severity": self.severity,
-        }
+        names = ("what", "before", "after", "effect", "severity")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def differs(self) -> str:

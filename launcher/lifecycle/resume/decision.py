@@ -208,7 +208,7 @@ def warn_pasted_command(plan: Plan, output: Path | None, folder: RunFolder) -> t
     )
     help = "say it without --dry-run, or with --fresh for a line that takes a folder beside it"
     warning = launch_finding(
-        "warning", "earlier-run", (message), help, key=f"args.{plan.stage.entry.names.output}"
+        "warning", "earlier-run", message, help, key=f"args.{plan.stage.entry.names.output}"
     )
     return (plan.stage.config.placed(warning),)
 

@@ -207,8 +207,8 @@ def _overview(entries: Sequence[PageRun]) -> Html:
     # what is the same everywhere tells nothing apart, and takes the room of what does
     named = not several or len({*map(str, models)}) > 1
     figures = ("steps", "first loss", "last loss", "tokens/s", "peak GiB", "time")
-    head = ["run" if several else "stage", "verdict", *map(sections.right, figures)]
-    head += ["model"] * named + ["started"]
+    texts = ["model"] * named + ["started"]
+    head = ["run" if several else "stage", "verdict", *map(sections.right, figures), *texts]
     rows = []
     for entry, model in zip(entries, models, strict=True):
         run, measured = entry.run, series.measured(entry.run)
@@ -218,20 +218,20 @@ def _overview(entries: Sequence[PageRun]) -> Html:
         if several:
             folder = [] if entry.name == run.name else [Html("<br>"), tag("small", run.name)]
             first = tag("th", join([entry.heading, *folder]), scope="row", class_="run")
-        numbers = (
-            *(measured[key] for key in ("steps", "first_loss", "last_loss")),
-            rate,
-            measured["peak_gib"],
-        )
+        numbers = [measured[key] for key in ("steps", "first_loss", "last_loss")]
         created = str(run.manifest.get("created") or "–")
-        rows.append(
-            [
-                first,
-                sections.word(summary.outcome(run.verdict) if run.verdict else "unproven"),
-                *map(number_cell, numbers),
-                sections.clock(measured["hours"]),
-                *([tag("td", model or "–", class_="value")] * named),
-                tag("td", created.replace("T", " ").replace("+00:00", " UTC"), class_="time"),
-            ]
+        cells = [
+            tag("td", sections.word(summary.outcome(run.verdict) if run.verdict else "unproven")),
+            *map(number_cell, (*numbers, rate, measured["peak_gib"])),
+            sections.clock(measured["hours"]),
+            *([tag("td", model or "–", class_="value")] * named),
+            tag("td", created.replace("T", " ").replace("+00:00", " UTC"), class_="time"),
+        ]
+        # on a narrow screen each cell stands beside its own label
+        labels = ("", *figures, *texts)
+        labelled = (
+            cell.replace("<td", f'<td data-label="{label}"', 1) if label else cell
+            for label, cell in zip(labels, cells, strict=True)
         )
+        rows.append([first, *map(Html, labelled)])
     return table(head, rows, "overview")

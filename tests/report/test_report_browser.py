@@ -199,7 +199,7 @@ def test_nothing_lies_outside_of_a_narrow_screen(
 ) -> None:
     outside = """
     const width = document.documentElement.clientWidth;
-    return [...document.querySelectorAll("#verdict ~ * code, #verdict ~ * td, .banner *")]
+    return [...document.querySelectorAll("#verdict ~ * code, #verdict ~ * td, .banner *, .overview *")]
       .filter((one) => one.getBoundingClientRect().right > width + 1).length;
     """
     size = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": False}

@@ -19,6 +19,7 @@ from real_training import CONFIGS, missing
 from slurm_cluster import Cluster
 
 from launcher.errors import NotReady
+from launcher.lifecycle import background
 from launcher.runs import sbatch, slurm
 from launcher.runs.rundir import RunFolder
 from launcher.runs.slurm import Job
@@ -182,6 +183,22 @@ def test_a_job_whose_time_is_up_goes_back_into_the_queue(
     assert not slurm.cut_short(RunFolder(folder))
     slurm.cancel(job, environ)
     until_state(job, environ, "CANCELLED")
+
+
+@pytest.mark.slow
+def test_a_command_runs_where_and_as_it_was_queued(
+    tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {**environ, "LAUNCH_RUNS": "here"}.items():
+        monkeypatch.setenv(name, value)
+    started = background.queue("bench", "a b", ["runs", "--slurm"], gpus=0, options={})
+    job = slurm.job(RunFolder(started.folder))
+    assert job is not None and job.id == started.job
+    until_state(job, environ, "COMPLETED")
+    assert "no runs yet" in started.log.read_text()
+    assert started.folder.parent == tmp_path / "here" / "commands"
+    assert SECRET not in (started.folder / "slurm.sh").read_text()
 
 
 def again(cluster: Cluster, job: Job) -> None:

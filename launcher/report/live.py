@@ -29,6 +29,7 @@ _ANNOUNCED = next(p.regex for p in open_instruct.PATTERNS if p.name == "total_st
 # a row of the data, which upstream shows before it trains, may say anything
 _OF_DATA = re.compile(rb"['\"{}]")
 PLAIN_EVERY_S = 5.0
+"""Seconds between plain lines in the first minute; later up to twelve times as many."""
 CAUGHT_UP = 64 * 2**10
 """Bytes at the end of a record that are enough to say where a run stands."""
 BACKLOG = 16 * 2**20
@@ -59,7 +60,7 @@ class View:
         self.announced = False
         self.terminal = terminal
         self.live: Live | None = None
-        self.since = 0.0
+        self.begun, self.since = time.monotonic(), 0.0
         self.printed, self.linked = "", False
 
     @contextlib.contextmanager
@@ -122,9 +123,11 @@ class View:
             self.linked = True
             typer.echo(f"{self.title}   {self.tracker}", err=True)
         line = redact(printable(f"{self.title}   {self.progress.line()}")).replace("\n", " ")
-        due = last or time.monotonic() - self.since >= PLAIN_EVERY_S or not self.printed
+        now = time.monotonic()
+        every = PLAIN_EVERY_S * min(12.0, max(1.0, (now - self.begun) / 60))
+        due = last or now - self.since >= every or not self.printed
         if due and line != self.printed:
-            self.since, self.printed = time.monotonic(), line
+            self.since, self.printed = now, line
             typer.echo(line, err=True)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher import files
-from launcher.artifacts import checkpoints
 from launcher.machine import process
+from launcher.paths import exists
 from launcher.report import log
 from launcher.report.progress import Progress, clock
 from launcher.runs import rundir, runner, slurm
@@ -50,22 +50,20 @@ def entries(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def entry(group: Sequence[Mapping[str, Any]], *, whole: bool = False) -> Mapping[str, Any]:
     """One line for a group of `entries`, or with `whole` for its first run."""
-    words = {key: _words(group, key) for key in ("state", "outcome")}
-    first = {**group[0], "state": words["state"], "verdict": words["outcome"]}
+    first = group[0]
     if whole or first["part_of"] is None:
-        return first
+        shown = (_IN_WORDS.get(first[key], first[key]) for key in ("state", "outcome"))
+        return {**first, **dict(zip(("state", "verdict"), shown, strict=True))}
     path = Path(first["part_of"])
     kind = path.name.partition("-")[2].partition("-")[0]
-    states, verdicts = (_words(group, key, counted=True) for key in ("state", "outcome"))
-    counts = {"state": states, "verdict": verdicts}
+    counts = {"state": _counts(group, "state"), "verdict": _counts(group, "outcome")}
     return {"run": path.name, "stage": kind, "age": first["age"], **counts}
 
 
-def _words(group: Sequence[Mapping[str, Any]], name: str, *, counted: bool = False) -> str | None:
+def _counts(group: Sequence[Mapping[str, Any]], name: str) -> str | None:
     """The states or verdicts of some runs, and of how many each is."""
     words = [_IN_WORDS.get(one[name], one[name]) for one in group if one[name] is not None]
-    counts = [f"{n} {word}" if counted else word for word, n in Counter(words).items()]
-    return ", ".join(counts) or None
+    return ", ".join(f"{n} {word}" for word, n in Counter(words).items()) or None
 
 
 def row(folder: RunFolder) -> dict[str, Any]:
@@ -75,7 +73,7 @@ def row(folder: RunFolder) -> dict[str, Any]:
     number = max(1, folder.attempts())
     # the speed of an attempt that is over is its verdict's
     last_steps(folder, progress, last_only=folder.exit(number).exists())
-    now = state(folder, progress)
+    now = state(folder, progress, number)
     judged = Record(rundir.read_json(folder.verdict) if now in _ENDED else {})
     # the file of an attempt that goes on is that of the one before
     if judged and _judged_before(folder, number):
@@ -114,6 +112,11 @@ def _steady(judged: Record) -> float | None:
 
 def _last_checkpoint(manifest: Manifest) -> str | None:
     """How long ago the last checkpoint was written."""
+    if manifest.output is None or not exists(manifest.output):
+        return None
+    # what names checkpoints need not be waited for where none can be
+    from launcher.artifacts import checkpoints
+
     written = checkpoints.last_written(str(manifest.backend), manifest.output)
     return None if written is None else clock(max(0.0, time.time() - written))
 
@@ -123,7 +126,7 @@ def _tracked(folder: RunFolder, manifest: Manifest, number: int) -> str | None:
     return log.tracker(folder.console(number)) if manifest.get("tracked") else None
 
 
-def state(folder: RunFolder, progress: Progress | None = None) -> str:
+def state(folder: RunFolder, progress: Progress | None = None, number: int | None = None) -> str:
     """queued, running, orphaned, finished, failed, stopped, unknown or lost.
 
     Unknown: its processes are out of sight, and there was no heartbeat lately. Lost: ended without
@@ -137,13 +140,15 @@ def state(folder: RunFolder, progress: Progress | None = None) -> str:
             return word
     if runner.alive(folder.path, lambda: _marks(int(time.monotonic()))):
         return "orphaned" if runner.orphaned(folder) else "running"
-    word = ended_state(folder, progress)
+    word = ended_state(folder, progress, number)
     return "unknown" if word == "lost" and runner.unknown(folder) is not None else word
 
 
-def ended_state(folder: RunFolder, progress: Progress | None = None) -> str:
-    """finished, failed, stopped or lost, by the run's own record alone."""
-    ended = rundir.read_json(folder.exit(max(1, folder.attempts())))
+def ended_state(
+    folder: RunFolder, progress: Progress | None = None, number: int | None = None
+) -> str:
+    """finished, failed, stopped or lost, by the run's own record of its last attempt, the `number`-th."""
+    ended = rundir.read_json(folder.exit(number or max(1, folder.attempts())))
     if ended.get("stopped") is not None:
         return "stopped"
     code = ended.get("returncode")

@@ -18,16 +18,16 @@ def main(arguments: list[str]) -> int:
     checkout = Path(arguments[0]).expanduser() if arguments else None
     for backend in ("open_instruct", "trl"):
         try:
-            told = snapshot.take(backend, checkout)
+            facts = snapshot.take(backend, checkout)
         except LookupError as error:
             print(error.args[0], file=sys.stderr)
             return 1
-        version, missing = told["version"], told["unreadable"]
+        version, missing = facts["version"], facts["unreadable"]
         if "+" in version or missing:
             print(f"{backend} at {version}: edited, or unreadable: {missing}", file=sys.stderr)
             return 1
-        snapshot.write(backend, told, checkout)
-        print(f"{backend}: {len(told['fields'])} fields at {version}")
+        snapshot.write(backend, facts, checkout)
+        print(f"{backend}: {len(facts['fields'])} fields at {version}")
         for step in snapshot.further_steps(backend, version):
             print(f"next: {step}")
     return 0

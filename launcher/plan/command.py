@@ -59,7 +59,7 @@ class TrainerArguments:
 def hide_secrets(
     given: Mapping[str, Sequence[str]], plan: Plan, environ: Mapping[str, str], *, watched: bool
 ) -> TrainerArguments:
-    """The arguments as they may be seen; what starts upstream's script (`watched`) puts the words back."""
+    """The arguments as they may be shown; what starts upstream's script (`watched`) puts the words back."""
     shown: dict[str, Any] = redact({name: list(words) for name, words in given.items()}, environ)
     words, env, variables, exposed = dict(given), dict[str, str](), dict[str, str](), list[str]()
     for name, own in given.items():
@@ -215,14 +215,15 @@ def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, ob
     """The probe's settings; what they mean stands in its `Settings`."""
     options, expected = plan.stage.options, expectations(plan)
     packs = any(plan.values.get(name) for name in ("packing", "padding_free"))
+    enforced = {*CONTRACT} - ({"reference_cache"} if not plan.stage.schema.pairs else set())
     return {
         "target": str(script),
         "out": str(folder / "probe"),
         "cpu": plan.gpus == 0,
-        "backend": options.backend,
-        "stage": options.stage,
+        "stand_ins": not plan.stage.entry.runs_on_cpu,
+        "divides_loss": plan.stage.entry.loop == "transformers",
         "packed": packs or expected["packing"] in ("isolated", "on"),
-        "expect": {point: state for point, state in expected.items() if point in CONTRACT},
+        "expect": {point: state for point, state in expected.items() if point in enforced},
         "on_violation": options.on_violation,
         "on_hang": options.on_hang,
         **asdict(watch),
@@ -246,7 +247,7 @@ def _first_loss(plan: Plan) -> dict[str, float]:
 
 
 def expectations(plan: Plan) -> dict[str, str]:
-    """What the run is held to: `expect:`, completed by what the arguments ask for."""
+    """What the run must show: `expect:`, completed by what the arguments request."""
     entry, values = plan.stage.entry, plan.values
     expected = {"loss": "finite", "memory": "ok", "finish": "completed"}
     expected["liger"] = "engaged" if entry.liger(values) else "off"

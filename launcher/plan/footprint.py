@@ -358,7 +358,7 @@ class Footprint:
 
 
 def _unmasked(batch: MicroBatch) -> MicroBatch:
-    """The same batch for a model that is told of no padding, and computes it like any token."""
+    """The same batch for a model that gets no mask of the padding, and computes it like any token."""
     return replace(batch, real=batch.tokens)
 
 
@@ -366,7 +366,7 @@ _SPELT = {"flash_attention_2": "flash_2", "flash_attention_3": "flash_3", "torch
 
 
 def attention_of(plan: Plan, named: str | None = None) -> str:
-    """The attention that is asked for, else what the file says, else the backend's own choice.
+    """The attention that is requested, else what the file says, else the backend's own choice.
 
     That is sdpa, or (`Entry.best_attention`) the best that is installed on GPUs: taken to be flash_2.
     """

@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def title(self) -> str:
-        """Stage and name, the stage not said twice."""
+        """Stage and name, the stage not repeated."""
         return titled(self.stage.options.stage, self.stage.name)
 
     def arguments(self) -> dict[str, list[str]]:

@@ -61,7 +61,7 @@ def table(trees: Mapping[str, Tree], cited: Iterable[str]) -> dict[str, list[str
 class CitationCheck:
     """Whether a line that the pin has at `package/file.py:line` is in the same place of these sources.
 
-    Files are read when they are asked about. A line that the table does not know counts as standing, and
+    Files are read as their lines are checked. A line that the table does not know counts as standing, and
     one of `others`, which are scripts that do not run and files that define arguments of theirs.
     """
 
@@ -86,9 +86,10 @@ def downgrade(found: Finding, gone: Iterable[str]) -> Finding:
     """A finding of the pin where some of what it is about is `gone`: one severity less, and why."""
     listed = ", ".join(one.removeprefix("open_instruct/") for one in gone)
     return replace(
-        found, severity=_LESS[found.severity],
+        found,
+        severity=_LESS[found.severity],
         message=f"{found.message} (of the pin: what it has at {listed} is not in this source)",
-    )  # fmt: skip
+    )
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ class Entry:
     def at(self, fields: Mapping[str, Field]) -> Entry:
         """This script at a commit that has these fields: each idea under the name it has there.
 
-        What is said about it and cites a line says that the line is the pin's. Where the script would
+        A text that cites a line then says that the line is the pin's. Where the script would
         log no step by default, launch sets the interval.
         """
         names = {
@@ -190,8 +190,10 @@ class Entry:
                 logging.name, (1, "the default of this commit prints no loss line at all")
             )
         return replace(
-            self, names=changed, splits=frozenset(splits),
+            self,
+            names=changed,
+            splits=frozenset(splits),
             hints={key: cite(text) for key, text in self.hints.items()},
             instead={key: cite(text) for key, text in self.instead.items()},
             derived=derived,
-        )  # fmt: skip
+        )

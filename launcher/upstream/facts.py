@@ -46,12 +46,10 @@ def read(
     """
     from launcher.upstream.source.packages import Sources
 
-    told: dict[str, Any] = {
-        "stages": {}, "classes": {}, "paths": {}, "fields": {}, "externals": {},
-        **({"tables": {}} if any(entry.tables for entry in backend.STAGES.values()) else {}),
-        **({"models": {}} if any(entry.models for entry in backend.STAGES.values()) else {}),
-        "unreadable": {}, "files": {}, "absent": [],
-    }  # fmt: skip
+    entries = backend.STAGES.values()
+    optional = [key for key in ("tables", "models") if any(getattr(e, key) for e in entries)]
+    keys = ("stages", "classes", "paths", "fields", "externals", *optional, "unreadable", "files")
+    facts: dict[str, Any] = {**{key: {} for key in keys}, "absent": []}
     # what a script does is read in upstream's own packages only: the same whatever else is here
     own = {name: tree for name, tree in trees.items() if name in backend.PACKAGES}
     for stage in stages:
@@ -59,19 +57,19 @@ def read(
         try:
             if digest(trees, script := backend.STAGES[stage].script) is None:
                 raise LookupError(f"it has no {script}")
-            _read_stage(backend, stage, sources, walked, externals, told)
+            _read_stage(backend, stage, sources, walked, externals, facts)
             if (tables := backend.STAGES[stage].tables) is not None:
-                told["tables"][stage] = _tables(walked, *tables)
+                facts["tables"][stage] = _tables(walked, *tables)
             if (places := backend.STAGES[stage].models) is not None:
-                told["models"][stage] = _models(sources, *places)
+                facts["models"][stage] = _models(sources, *places)
         except (LookupError, OSError, RecursionError, SyntaxError, TypeError, ValueError) as error:
-            told["unreadable"][stage] = str(error) or type(error).__name__
-        told["files"] |= sources.digests | walked.digests
-        told["absent"] += sources.absent | walked.absent
-    told["absent"] = sorted(set(told["absent"]))
-    told["files"] = dict(sorted(told["files"].items()))
-    told["fields"] = dict(sorted(told["fields"].items()))
-    return told
+            facts["unreadable"][stage] = str(error) or type(error).__name__
+        facts["files"] |= sources.digests | walked.digests
+        facts["absent"] += sources.absent | walked.absent
+    facts["absent"] = sorted(set(facts["absent"]))
+    facts["files"] = dict(sorted(facts["files"].items()))
+    facts["fields"] = dict(sorted(facts["fields"].items()))
+    return facts
 
 
 def _read_stage(
@@ -80,7 +78,7 @@ def _read_stage(
     sources: Sources,
     walked: Sources,
     externals: Mapping[str, Sequence[Any]],
-    told: dict[str, Any],
+    facts: dict[str, Any],
 ) -> None:
     from launcher.upstream.source import reads
     from launcher.upstream.source.fields import read_fields
@@ -101,13 +99,13 @@ def _read_stage(
         # nothing was followed: that says nothing about any argument
         path = ScriptPath()
     keys = [f"{known.owner}.{known.name}" for known in fields.values()]
-    told["stages"][stage] = keys
-    told["classes"][stage] = [list(one) for one in classes]
-    told["paths"][stage] = _path_as_json(path)
+    facts["stages"][stage] = keys
+    facts["classes"][stage] = [list(one) for one in classes]
+    facts["paths"][stage] = _path_as_json(path)
     for key, known in zip(keys, fields.values(), strict=True):
-        told["fields"][key] = field_as_json(known)
+        facts["fields"][key] = field_as_json(known)
         if known.external and known.external.partition(".")[0] not in backend.PACKAGES:
-            told["externals"][known.external] = list(known.choices)
+            facts["externals"][known.external] = list(known.choices)
 
 
 def _models(
@@ -198,15 +196,22 @@ def schema_of(
     owners = [known.owner for known in listed]
     here = entry if source == "snapshot" else entry.at(fields)
     return Schema(
-        backend=backend.NAME, stage=entry.stage or stage, entry=stage, script=entry.script,
-        source=source, version=version, fields=fields, digests=facts["files"], splits=here.splits,
+        backend=backend.NAME,
+        stage=entry.stage or stage,
+        entry=stage,
+        script=entry.script,
+        source=source,
+        version=version,
+        fields=fields,
+        digests=facts["files"],
+        splits=here.splits,
         owner=entry.owner if entry.owner in owners else max(set(owners), key=owners.count),
         path=_path_from_json(facts.get("paths", {}).get(stage) or {}),
         beside=_beside(facts, backend, entry),
         tables=facts.get("tables", {}).get(stage, {}),
         models=facts.get("models", {}).get(stage, {}).get("names", {}),
         configs=frozenset(facts.get("models", {}).get(stage, {}).get("configs", ())),
-    )  # fmt: skip
+    )
 
 
 def _beside(facts: Facts, backend: Backend, entry: Entry) -> dict[str, Mapping[str, Any]]:
@@ -267,20 +272,20 @@ def cached(
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         known: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
         answers = (stage in known["stages"] and known["files"]) or stage in known["unreadable"]
-        held = {**known["files"], **dict.fromkeys(known["absent"])}
-        if answers and all(digest(trees, label) == sha for label, sha in held.items()):
+        files = {**known["files"], **dict.fromkeys(known["absent"])}
+        if answers and all(digest(trees, label) == sha for label, sha in files.items()):
             return known
     # only where there is something to write
     import tempfile
 
-    told = read(backend, trees, externals, [stage])
+    fresh = read(backend, trees, externals, [stage])
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
         handle, scratch = tempfile.mkstemp(dir=place.parent, suffix=".part")
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(told, stream, separators=(",", ":"))
+            json.dump(fresh, stream, separators=(",", ":"))
         os.replace(scratch, place)
-    return told
+    return fresh
 
 
 def cache_folder() -> Path:

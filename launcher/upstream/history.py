@@ -25,6 +25,10 @@ _TRAINING_ARGUMENTS = "transformers/training_args.py"
 _PULL = re.compile(r"\(#(\d{1,9})\)\s*$|^Merge pull request #(\d{1,9})\b")
 _DEFINITION = re.compile(r"[-+]\s+(\w+)\s*:\s*([^=]+)")
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@ ?(?:class (\w+))?")
+_LOG = (
+    "log --root --first-parent --diff-merges=first-parent --no-renames --no-color --relative"
+    " --src-prefix=a/ --dst-prefix=b/ --pickaxe-all -U0"
+)
 # with more changes than this, what came with a removal says nothing about it
 _FEW = 3
 
@@ -35,7 +39,7 @@ class ArgumentChange:
 
     `owner` is the dataclass (empty for a plain argparse flag); `file` and `line` its definition, at
     the commit for what was added, before it for what is gone. `to` is the new name of a renamed
-    argument; `see` are arguments that took the place of a removed one, or that upstream said to use
+    argument; `see` are arguments that took the place of a removed one, or that upstream advised to use
     instead, without doing the same. `date` is the commit's (YYYY-MM-DD), `pull` its pull request,
     `release` the first version that holds it, which may be all that is known (an empty `commit`).
     """
@@ -97,9 +101,9 @@ def called_now(
     event: ArgumentChange, past: Callable[[str], Sequence[ArgumentChange]], fields: Collection[str]
 ) -> str | None:
     """The field that a renamed argument is now, followed over later renames; None without one."""
-    name, seen = event.to, {event.key}
-    while name is not None and name not in fields and name not in seen:
-        seen.add(name)
+    name, names = event.to, {event.key}
+    while name is not None and name not in fields and name not in names:
+        names.add(name)
         later = past(name)
         name = later[0].to if later and later[0].gone else None
     return name if name in fields else None
@@ -109,12 +113,12 @@ def formerly(key: str, script: str, fields: Collection[str]) -> ArgumentChange |
     """The rename that made a field what is called `key` at the pin: of an older commit, which has not
     had it yet. Followed over earlier renames; None without one.
     """
-    known, seen = events(script), {key}
+    known, names = events(script), {key}
     while True:
-        made = next((one for one in known if one.to in seen and one.key not in seen), None)
+        made = next((one for one in known if one.to in names and one.key not in names), None)
         if made is None or made.key in fields:
             return made
-        seen.add(made.key)
+        names.add(made.key)
 
 
 def sentence(event: ArgumentChange) -> str:
@@ -138,8 +142,8 @@ def sentence(event: ArgumentChange) -> str:
 @cache
 def _table() -> Mapping[str, Any]:
     raw = files("launcher.upstream.snapshots").joinpath("history.json").read_text(encoding="utf-8")
-    told: dict[str, Any] = json.loads(raw)
-    return told
+    data: dict[str, Any] = json.loads(raw)
+    return data
 
 
 def table_commit(package: str) -> str:
@@ -180,13 +184,16 @@ def find(
     moves, or changes its type, is no change.
     """
     paths = sorted({script, *(event.file for event in events(script))})
-    told = repository.ask(
-        "log", "--root", "--first-parent", "--diff-merges=first-parent", "--no-renames", "--no-color",
-        "--relative", "--src-prefix=a/", "--dst-prefix=b/", "--pickaxe-all", "-U0",
-        f"-G^\\s+{key}\\s*:", "--format=%x02%H %cs %P%x03%s%x03",
-        head, *([f"^{base}"] if base else []), "--", *paths,
-    )  # fmt: skip
-    for block in (told or "").split("\x02")[1:]:
+    log = repository.ask(
+        *_LOG.split(),
+        "--format=%x02%H %cs %P%x03%s%x03",
+        f"-G^\\s+{key}\\s*:",
+        head,
+        *([f"^{base}"] if base else []),
+        "--",
+        *paths,
+    )
+    for block in (log or "").split("\x02")[1:]:
         names, subject, patch = block.split("\x03", 2)
         commit, date, *parents = names.split()
         event = _event(key, patch, commit, date, subject)
@@ -210,10 +217,17 @@ def _event(key: str, patch: str, commit: str, date: str, subject: str) -> Argume
         see = [name for name in came if {*name.split("_")} & about] if len(came) <= _FEW else []
     number = _PULL.search(subject)
     return ArgumentChange(
-        key=key, what="added" if one.sign == "+" else "renamed" if to else "removed", to=to,
-        see=tuple(see), owner=one.owner, file=one.file, line=one.line, commit=commit, date=date,
+        key=key,
+        what="added" if one.sign == "+" else "renamed" if to else "removed",
+        to=to,
+        see=tuple(see),
+        owner=one.owner,
+        file=one.file,
+        line=one.line,
+        commit=commit,
+        date=date,
         pull=int(number[1] or number[2]) if number else None,
-    )  # fmt: skip
+    )
 
 
 def _new_name(
@@ -252,9 +266,11 @@ def _definitions(patch: str) -> Iterator[_Definition]:
         elif found := _HUNK.match(line):
             at, owner, hunk = {"-": int(found[1]), "+": int(found[2])}, found[3] or "", hunk + 1
         elif line[:1] in at:
-            if told := _DEFINITION.match(line):
+            if definition := _DEFINITION.match(line):
                 number = at[line[0]]
-                yield _Definition(line[0], told[1], told[2].strip(), owner, file, number, hunk)
+                yield _Definition(
+                    line[0], definition[1], definition[2].strip(), owner, file, number, hunk
+                )
             at[line[0]] += 1
 
 

@@ -141,9 +141,13 @@ def _no_checkout(root: Path, source: str) -> Finding:
         help = "git submodule update --init external/open-instruct"
     named = "the environment variable " if source == "LAUNCH_OPEN_INSTRUCT" else ""
     return Finding(
-        severity="error", layer="launch", code="no-checkout", file=str(root),
-        message=f"{named}{source} names an open-instruct checkout, but {root} {state}", help=help,
-    )  # fmt: skip
+        severity="error",
+        layer="launch",
+        code="no-checkout",
+        file=str(root),
+        message=f"{named}{source} names an open-instruct checkout, but {root} {state}",
+        help=help,
+    )
 
 
 def _snapshot_only(backend: str) -> Upstream:
@@ -189,9 +193,15 @@ def _compare(
     folders = {name: tree for name, tree in packages.items() if isinstance(tree, Folder)}
     version = version_of(backend, folders) if changed and folders else pin
     return Upstream(
-        backend=backend, root=root, source=source, is_named=is_named, pin=pin, version=version,
-        packages=packages, changed=changed,
-    )  # fmt: skip
+        backend=backend,
+        root=root,
+        source=source,
+        is_named=is_named,
+        pin=pin,
+        version=version,
+        packages=packages,
+        changed=changed,
+    )
 
 
 def version_of(backend: str, packages: Mapping[str, Folder]) -> str:
@@ -224,9 +234,11 @@ def unpinned(upstream: Upstream, *, running: bool, allowed: bool) -> Finding | N
         return None
     if not upstream.is_checkout:
         return Finding(
-            severity="note", layer="launch", code="other-version",
+            severity="note",
+            layer="launch",
+            code="other-version",
             message=f"checked against the installed {upstream.version}; tested with {upstream.pin}",
-        )  # fmt: skip
+        )
     stops = (running or upstream.is_named) and not allowed
     files_changed = ", ".join(upstream.changed[:4])
     git, commit = f"git -C {upstream.root}", upstream.version.removesuffix("+edited")
@@ -246,7 +258,7 @@ def unpinned(upstream: Upstream, *, running: bool, allowed: bool) -> Finding | N
 
 
 def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False) -> Schema:
-    """The schema of one entry script, from source where it differs from the snapshot and is wanted.
+    """The schema of one entry script, from source where that differs from the snapshot and may be used.
 
     Raises InvalidConfig where the source lacks the dataclasses (another commit's layout).
     """
@@ -265,16 +277,18 @@ def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False)
             # OLMo-core is no part of a checkout
             configs=schema.configs or frozenset(known.get("configs", ())),
             stands=_standing(upstream, schema.script),
-        )  # fmt: skip
+        )
     except LookupError as error:
         raise InvalidConfig(
             Finding(
-                severity="error", layer="launch", code="unreadable-source",
+                severity="error",
+                layer="launch",
+                code="unreadable-source",
                 file=None if upstream.root is None else str(upstream.root),
                 message=f"{upstream.version} cannot be read as this stage's source: "
                 f"{error.args[0]}",
             )
-        ) from None  # fmt: skip
+        ) from None
 
 
 def _standing(upstream: Upstream, script: str) -> Callable[[str], bool]:

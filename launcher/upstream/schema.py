@@ -19,6 +19,7 @@ Kind = Literal["int", "float", "str", "bool", "dict", "choice", "opaque"]
 
 # argparse's own, with its `$`: a line end may follow
 _NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
+_SHOWN = ("name", "type", "many", "choices", "required", "default", "default_text", "owner")
 _TRUE = {"yes", "true", "t", "y", "1"}
 _FALSE = {"no", "false", "f", "n", "0"}
 
@@ -276,17 +277,16 @@ class Schema:
             "version": self.version,
             "fields": [
                 {
-                    "name": known.name, "type": known.type, "many": known.many,
-                    "choices": list(known.choices), "required": known.required,
-                    "default": known.default, "default_text": known.default_text,
-                    "owner": known.owner, "defined": known.where,
+                    **{key: getattr(known, key) for key in _SHOWN},
+                    "choices": list(known.choices),
+                    "defined": known.where,
                     "reads": None
                     if (reads := self.path.reads.get(known.name)) is None
                     else [{"where": read.where, "when": list(read.when)} for read in reads],
                 }
                 for known in self.fields.values()
             ],
-        }  # fmt: skip
+        }
 
     def words(self, name: str, value: Any) -> list[str]:
         """The words after `--name` for a value as the stage file holds it."""

@@ -32,15 +32,16 @@ SHORT_RUN: Mapping[str, Any] = {
     "report_to": "none",
 }  # fmt: skip
 REHEARSAL: Mapping[str, Any] = {
-    "use_cpu": True, "push_to_hub": None, "report_to": "none", "trust_remote_code": None,
-    "resume_from_checkpoint": None,
-}  # fmt: skip
+    **dict.fromkeys(("push_to_hub", "trust_remote_code", "resume_from_checkpoint"), None),
+    **{"use_cpu": True, "report_to": "none"},
+}
 # transformers/training_args.py:64 builds it by calls, transformers/utils/logging.py:44 holds the names
 COMPUTED: Mapping[str, tuple[str, ...]] = {
     "trainer_log_levels.keys()": (
-        "detail", "debug", "info", "warning", "error", "critical", "passive",
+        *("detail", "debug", "info", "warning"),
+        *("error", "critical", "passive"),
     )
-}  # fmt: skip
+}
 
 _SCRIPT = ("trl.scripts.utils", "ScriptArguments")
 _MODEL = ("trl.trainer.model_config", "ModelConfig")

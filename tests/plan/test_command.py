@@ -112,7 +112,7 @@ def test_nothing_is_added_unasked_and_no_token_is_shown() -> None:
     probe = json.loads(made.env["LAUNCH_PROBE"])
     assert probe == {
         "target": "/source/open_instruct/finetune.py", "out": "/run/probe", "cpu": False,
-        "backend": "open_instruct", "stage": "sft", "packed": True,
+        "stand_ins": True, "divides_loss": False, "packed": True,
         "expect": {"loss": "finite", "liger": "engaged", "packing": "isolated", "dataset_cache": "any",
                    "gradients": "true"},
         "on_violation": "stop", "on_hang": "report", "within": 3, "isolation": True,

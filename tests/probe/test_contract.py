@@ -243,7 +243,7 @@ def test_a_first_loss_that_is_not_ln_2(
         "for step", f"{before}\n    for step"
     )
     done = training.run(
-        textwrap.dedent(DPO) + textwrap.dedent(told), stage="dpo", first_loss=0.693147,
+        textwrap.dedent(DPO) + textwrap.dedent(told), first_loss=0.693147,
         on_violation="stop",
     )  # fmt: skip
     assert done.returncode == (VIOLATION if stale else 0), done.stderr

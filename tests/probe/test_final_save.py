@@ -56,13 +56,12 @@ def training(tmp_path: Path) -> Training:
 
 
 @pytest.mark.parametrize(
-    ("backend", "script", "before"),
-    [("open_instruct", OPEN_INSTRUCT, ""), ("trl", TRL, "wrote checkpoint\n")],
+    ("script", "before"),
+    [(OPEN_INSTRUCT, ""), (TRL, "wrote checkpoint\n")],
+    ids=("open_instruct", "trl"),
 )
-def test_it_ends_before_the_final_save(
-    training: Training, backend: str, script: str, before: str
-) -> None:
-    done = training.run(script, backend=backend, final_save=False)
+def test_it_ends_before_the_final_save(training: Training, script: str, before: str) -> None:
+    done = training.run(script, final_save=False)
     # a checkpoint is no final save
     assert (done.returncode, done.stdout) == (0, f"1\n2\n3\n{before}"), done.stderr
     assert [event["step"] for event in training.events("not_saved")] == [3]
@@ -71,8 +70,8 @@ def test_it_ends_before_the_final_save(
     assert [event["step"] for event in training.events("step")] == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("backend", "script"), [("open_instruct", OPEN_INSTRUCT), ("trl", TRL)])
-def test_without_being_asked_it_saves(training: Training, backend: str, script: str) -> None:
-    done = training.run(script, backend=backend)
+@pytest.mark.parametrize("script", [OPEN_INSTRUCT, TRL], ids=("open_instruct", "trl"))
+def test_without_being_asked_it_saves(training: Training, script: str) -> None:
+    done = training.run(script)
     assert done.returncode == 0 and done.stdout.endswith("saved\n"), done.stderr
     assert training.events("not_saved") == []

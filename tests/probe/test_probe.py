@@ -167,13 +167,13 @@ class Training:
 
     def run(
         self, script: str, *argv: str, python: str = OLDEST, cpu: bool = False,
-        backend: str = "open_instruct", options: tuple[str, ...] = ("-S",), probe: Path = PROBE,
+        options: tuple[str, ...] = ("-S",), probe: Path = PROBE,
         **settings: Any,
     ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         target = self.folder / "a script" / "train.py"
         target.parent.mkdir(exist_ok=True)
         target.write_text(textwrap.dedent(script))
-        settings |= {"target": str(target), "out": str(self.out), "cpu": cpu, "backend": backend}
+        settings |= {"target": str(target), "out": str(self.out), "cpu": cpu, "stand_ins": cpu}
         environ = {
             "PATH": os.environ["PATH"], "PYTHONPATH": str(self.folder / "packages"),
             "LAUNCH_PROBE": json.dumps(settings), **self.environ,
@@ -358,7 +358,7 @@ def test_the_losses_of_trl_are_parts_already_and_evaluation_counts_no_tokens(
     training: Training,
 ) -> None:
     script = TRAIN.replace("for step in", "model.training = False\n    for step in")
-    training.run(script, backend="trl")
+    training.run(script, divides_loss=True)
     assert [(s["loss"], s["tokens"]) for s in training.events("step")] == [(7, 0), (9, 0), (11, 0)]
 
 

@@ -174,7 +174,7 @@ def train(case: dict[str, Any], folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     expect = {"gradients": case.get("expect", "true")}
     settings = {
-        "target": __file__, "out": str(folder), "cpu": True, "backend": "trl", "stage": "sft",
+        "target": __file__, "out": str(folder), "cpu": True, "divides_loss": True,
         "expect": expect, "on_violation": "stop",
     }  # fmt: skip
     gradients.AGREEMENT = case.get("patience", gradients.AGREEMENT)

@@ -1,7 +1,7 @@
 """What a decoder layer and the loss keep for the backward pass, in bytes; closed formulas.
 
 Counted operator by operator from transformers' modules (5.17), liger_kernel 0.7.0, flash-attn 2 and
-trl 1.16, and held by a test against a run of those modules in which every allocation is counted. The
+trl 1.16, and compared by a test with a run of those modules in which every allocation is counted. The
 form of the formulas is that of "Reducing Activation Recomputation in Large Transformer Models"
 (Korthikanti et al., 2022); the numbers differ because these modules keep fp32 copies in their norms and
 the three products of a gated MLP.

@@ -101,7 +101,6 @@ class Contract:
         further = int(os.environ.get("LOCAL_RANK") or 0) > 0
         if further:
             self.expect.pop("dataset_cache", None)
-        if further or self.settings.stage == "sft":
             self.expect.pop("reference_cache", None)
 
     def seen(

@@ -162,8 +162,7 @@ class Probe:
             "seconds": now - (process.step_begun or process.begun),
             "elapsed": now - process.begun,
             "scaled": self.optimizer.scaled,
-            # transformers' Trainer has already divided each micro-batch's loss, open-instruct has not
-            "parts": 1 if self.settings.backend == "trl" else max(1, len(tally.scalars["loss"])),
+            "parts": 1 if self.settings.divides_loss else max(1, len(tally.scalars["loss"])),
             **dict.fromkeys(("allocated_gib", "reserved_gib", "learning_rate")),
         }
         with self.record.quietly("memory"):

@@ -122,8 +122,9 @@ def finite(value: float | None) -> float | None:
 class Settings:
     """What `launch` wants of the probe; whatever is missing asks for nothing.
 
-    `target` upstream's script, `out` folder of the records, `cpu`, `backend`, `stage`; `packed`
-    whether packing was asked for (the same on every rank, so that collectives may depend on it);
+    `target` upstream's script, `out` folder of the records, `cpu`; `stand_ins` whether it needs those of
+    `supplies` on a CPU; `divides_loss` whether its loop divides each micro-batch's loss by their number;
+    `packed` whether packing was requested (the same on every rank, so that collectives may depend on it);
     `gradients` whether those of autograd are compared with those that the optimizer uses; `expect`
     point -> state; `on_violation` stop or warn; `within` optimizer steps until what is expected must be
     proved; `isolation` whether packing is tested; `on_hang` stop or report; `hang_factor` times the
@@ -135,8 +136,9 @@ class Settings:
         self.target = str(values["target"])
         self.out = str(values["out"])
         self.cpu = bool(values.get("cpu"))
-        self.backend = values.get("backend")
-        self.stage = values.get("stage")
+        self.stand_ins = bool(values.get("stand_ins"))
+        # an attempt that waits in a queue may have the settings of an older launch
+        self.divides_loss = bool(values.get("divides_loss", values.get("backend") == "trl"))
         self.packed = bool(values.get("packed"))
         expect = values.get("expect") or {}
         self.expect = {point: state for point, state in expect.items() if state != "any"}

@@ -21,6 +21,7 @@ def watched(probe: Probe) -> dict[str, Callable[[types.ModuleType], None]]:
     """Module name -> what to do once it is there."""
     settings, caches = probe.settings, probe.caches
     after: dict[str, Callable[[types.ModuleType], None]] = {
+        "datasets.arrow_dataset": caches.watch_maps,
         "accelerate.accelerator": partial(trainers.watch_accelerate, probe),
         "accelerate.optimizer": partial(trainers.watch_optimizer, probe),
         "transformers.modeling_utils": partial(trainers.watch_saving, probe),
@@ -35,19 +36,15 @@ def watched(probe: Probe) -> dict[str, Callable[[types.ModuleType], None]]:
         "olmo_core.train.trainer": partial(trainers.watch_olmo_trainer, probe),
         **probe.liger.watched(),
     }
-    supplied: dict[str, Callable[..., None]] = {}
+    supplied = {"huggingface_hub": supplies.supply_snapshot}
     if settings.cpu:
         supplied["torch.serialization"] = supplies.supply_locations
-    if settings.backend == "trl":
-        after["datasets.arrow_dataset"] = caches.watch_maps
-    if settings.backend == "open_instruct":
-        supplied["huggingface_hub"] = supplies.supply_snapshot
-        if settings.cpu:
-            supplied["torch.cuda"] = supplies.supply_cuda_counters
-            supplied["open_instruct.utils"] = supplies.supply_mfu
-            supplied["olmo_core.distributed.utils"] = supplies.supply_gloo
-            monitor = "olmo_core.train.callbacks.gpu_memory_monitor"
-            supplied[monitor] = supplies.supply_memory_monitor
+    if settings.cpu and settings.stand_ins:
+        supplied["torch.cuda"] = supplies.supply_cuda_counters
+        supplied["open_instruct.utils"] = supplies.supply_mfu
+        supplied["olmo_core.distributed.utils"] = supplies.supply_gloo
+        monitor = "olmo_core.train.callbacks.gpu_memory_monitor"
+        supplied[monitor] = supplies.supply_memory_monitor
     return after | {name: partial(supply, probe.record) for name, supply in supplied.items()}
 
 

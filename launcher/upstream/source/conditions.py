@@ -1,7 +1,7 @@
 """Conditions over argument names, as text: what a branch of upstream's implies, and whether it holds.
 
 A condition is a Python expression whose names are arguments: `use_lora and not use_qlora`,
-`activation_memory_budget < 1`, `loss_type == 'simpo'`. What cannot be said that way is left out:
+`activation_memory_budget < 1`, `loss_type == 'simpo'`. What cannot be written so is left out:
 every conclusion drawn stays true.
 """
 
@@ -30,8 +30,12 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.NotIn: lambda one, other: one not in other,
 }
 _OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Eq: ast.NotEq, ast.Lt: ast.GtE, ast.Gt: ast.LtE, ast.Is: ast.IsNot, ast.In: ast.NotIn,
-}  # fmt: skip
+    ast.Eq: ast.NotEq,
+    ast.Lt: ast.GtE,
+    ast.Gt: ast.LtE,
+    ast.Is: ast.IsNot,
+    ast.In: ast.NotIn,
+}
 _OPPOSITE |= {right: left for left, right in _OPPOSITE.items()}
 
 
@@ -119,14 +123,14 @@ def _truth(node: ast.expr, values: Mapping[str, Any], unknown: object) -> bool |
     """True, false, or None; one part of an `and` or `or` may decide, whatever the others are."""
     match node:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            told = _truth(operand, values, unknown)
-            return None if told is None else not told
+            inner = _truth(operand, values, unknown)
+            return None if inner is None else not inner
         case ast.BoolOp(op=op, values=parts):
             every = isinstance(op, ast.And)
-            told_parts = [_truth(part, values, unknown) for part in parts]
-            if (not every) in told_parts:
+            truths = [_truth(part, values, unknown) for part in parts]
+            if (not every) in truths:
                 return not every
-            return None if None in told_parts else every
+            return None if None in truths else every
     try:
         return bool(_value(node, values, unknown))
     except (_Unknown, ArithmeticError, LookupError, TypeError, ValueError):
@@ -152,10 +156,10 @@ def _value(node: ast.expr, values: Mapping[str, Any], unknown: object) -> Any:
         case ast.BoolOp(op=op, values=parts):
             for part in parts:
                 # `and` gives its first false part, `or` its first true one, both else the last
-                told = _value(part, values, unknown)
-                if bool(told) is isinstance(op, ast.Or):
+                result = _value(part, values, unknown)
+                if bool(result) is isinstance(op, ast.Or):
                     break
-            return told
+            return result
         case ast.Compare(left=left, ops=ops, comparators=rest):
             known = [_value(part, values, unknown) for part in (left, *rest)]
             if any(isinstance(one, float) and math.isnan(one) for one in known):

@@ -83,9 +83,12 @@ def find(
     write down what they read, such as the hash of a cache key. Raises LookupError without the script.
     """
     walk = Walk(
-        sources, classes, script=_script(sources, script), fields=frozenset(fields),
+        sources,
+        classes,
+        script=_script(sources, script),
+        fields=frozenset(fields),
         recorders=frozenset(recorders),
-    )  # fmt: skip
+    )
     with _deep():
         walk.begin()
         for _ in range(_MAX_PASSES):
@@ -114,7 +117,7 @@ def _deep() -> Iterator[None]:
 
 def _reads(walk: Walk, name: str) -> tuple[Read, ...]:
     """The reads of one argument, in the order of files and lines."""
-    told = []
+    found = []
     for where, alternatives in walk.reads.get(name, {}).items():
         # what the script itself changes on the way says nothing about the stage file
         kept = {
@@ -127,19 +130,19 @@ def _reads(walk: Walk, name: str) -> tuple[Read, ...]:
         }
         kept = {one for one in kept if not any(other < one for other in kept)}
         kept = {one for one in kept if not conditions.impossible(one)}
-        told += [Read(where=where, when=tuple(sorted(guards))) for guards in kept]
-    return tuple(sorted(told, key=by_place))
+        found += [Read(where=where, when=tuple(sorted(guards))) for guards in kept]
+    return tuple(sorted(found, key=by_place))
 
 
 def _refusals(walk: Walk) -> tuple[Refusal, ...]:
     """The `raise` statements that arguments alone lead to; what is needed to get there included."""
-    told = []
+    found = []
     for where, alternatives in walk.refusals.items():
         for guards, name in alternatives:
             if not guards or conditions.impossible(guards):
                 continue
-            # what earlier refusals on the way exclude need not be said again
+            # what earlier refusals on the way exclude need not be repeated
             needed = frozenset(str(c) for c in guards if not isinstance(c, Passed)) or guards
             when = tuple(sorted(map(str, conditions.simplified(needed))))
-            told.append(Refusal(where=where, when=when, error=name, parsing=where in walk.parsing))
-    return tuple(sorted(told, key=by_place))
+            found.append(Refusal(where=where, when=when, error=name, parsing=where in walk.parsing))
+    return tuple(sorted(found, key=by_place))

@@ -60,22 +60,58 @@ from launcher.upstream.source.values import (
 
 # methods of the parser that return one object for each dataclass
 _PARSES = {"parse_args_into_dataclasses", "parse_args_and_config", "parse", "parse_args"}
-LOGS = frozenset({
-    "debug", "info", "warning", "warning_once", "warning_rank0", "error", "exception", "critical",
-})  # fmt: skip
+LOGS = frozenset(
+    {
+        "debug",
+        "info",
+        "warning",
+        "warning_once",
+        "warning_rank0",
+        "error",
+        "exception",
+        "critical",
+    }
+)
 SHOWS = frozenset({"print", "pprint", "warn", "warn_once", "print_rank0"})
 _LOGGER = re.compile(r"(^|[._])log(s|ger|gers|ging)?([._(]|$)", re.IGNORECASE)
 # what these give back holds none of what they were given
 _TELLS = {
-    "isinstance", "issubclass", "len", "str", "repr", "bool", "int", "float", "id", "hash", "type",
-    "any", "all", "sum", "callable", "format", "print", "dir",
-}  # fmt: skip
+    "isinstance",
+    "issubclass",
+    "len",
+    "str",
+    "repr",
+    "bool",
+    "int",
+    "float",
+    "id",
+    "hash",
+    "type",
+    "any",
+    "all",
+    "sum",
+    "callable",
+    "format",
+    "print",
+    "dir",
+}
 _PUTS = {"append", "appendleft", "add", "extend", "insert", "update", "setdefault", "put", "push"}
 _CHANGES = _PUTS | {"pop", "popitem", "clear", "remove", "discard", "sort", "reverse"}
 _COLLECTS = {
-    "dict", "list", "tuple", "set", "frozenset", "zip", "enumerate", "reversed", "sorted", "iter",
-    "next", "chain", "itertools",
-}  # fmt: skip
+    "dict",
+    "list",
+    "tuple",
+    "set",
+    "frozenset",
+    "zip",
+    "enumerate",
+    "reversed",
+    "sorted",
+    "iter",
+    "next",
+    "chain",
+    "itertools",
+}
 _COPIES = {"copy", "deepcopy", "replace", "cast"}
 _AS_MAPPING = {"vars", "asdict"}
 # one function under more sets of conditions than this is walked without any
@@ -143,8 +179,8 @@ class Walk(Lookup):
 
     def learnt(self) -> int:
         """How much is known that a further pass could build on; it only ever grows."""
-        told = sum(map(len, self._returns.values())) + sum(map(len, self._effects.values()))
-        return self.known() + told
+        calls = sum(map(len, self._returns.values())) + sum(map(len, self._effects.values()))
+        return self.known() + calls
 
     def stands(self, text: str) -> bool:
         """Whether a condition speaks of the stage file's values, as far as the script was walked."""
@@ -168,8 +204,8 @@ class Walk(Lookup):
         if not wrote:
             return guards
         for one in frame.chain():
-            for name, held in one.env.items():
-                one.env[name] = forgotten(held, wrote)
+            for name, values in one.env.items():
+                one.env[name] = forgotten(values, wrote)
         kept = frozenset(c for c in guards if c == PERHAPS or not conditions.names(c) & wrote)
         # with a condition less, what follows happens for certain no longer
         lost = any(not isinstance(c, Passed) for c in guards - kept)
@@ -219,8 +255,8 @@ class Walk(Lookup):
             if conditions.negated(one) in guards
             for name in conditions.names(one)
         }
-        told = self._expressed(test, frame)
-        read = conditions.names(ast.unparse(told)) if told is not None else frozenset()
+        expressed = self._expressed(test, frame)
+        read = conditions.names(ast.unparse(expressed)) if expressed is not None else frozenset()
         for name in read - rivals:
             self.shadows[name] = Shadow(where=place(test, frame), by=tuple(sorted(rivals)))
 
@@ -230,9 +266,9 @@ class Walk(Lookup):
             self.written.add(name)
             self._wrote.add(name)
 
-    def _changed(self, held: Values) -> None:
+    def _changed(self, values: Values) -> None:
         """A value is changed in place: that of an argument, perhaps."""
-        for value in held:
+        for value in values:
             if isinstance(value, Text):
                 for name in conditions.names(value.text):
                     self._write(name)
@@ -249,21 +285,21 @@ class Walk(Lookup):
         )
 
     def _say(self, frame: Frame) -> conditions.Say:
-        told: dict[ast.expr, str | None] = {}
+        texts: dict[ast.expr, str | None] = {}
 
         def say(node: ast.expr) -> str | None:
-            if node not in told:
+            if node not in texts:
                 known = self._expressed(node, frame)
                 text = None if known is None else ast.unparse(known)
                 # a condition that speaks of no argument says nothing about a stage file
-                told[node] = text if text is not None and conditions.names(text) else None
-            return told[node]
+                texts[node] = text if text is not None and conditions.names(text) else None
+            return texts[node]
 
         return say
 
     def _texted(self, node: ast.expr, frame: Frame) -> Values:
-        told = self._expressed(node, frame)
-        return NOTHING if told is None else frozenset({Text(ast.unparse(told))})
+        expressed = self._expressed(node, frame)
+        return NOTHING if expressed is None else frozenset({Text(ast.unparse(expressed))})
 
     def _expressed(self, node: ast.expr, frame: Frame) -> ast.expr | None:
         """An expression with argument names for the objects they belong to; None where that fails."""
@@ -271,19 +307,19 @@ class Walk(Lookup):
             case ast.Constant():
                 return node
             case ast.Name(id=name):
-                held = frame.find(name)
-                if held is None:
+                values = frame.find(name)
+                if values is None:
                     return self.literal(frame.module, node)
-                texts = [v.text for v in held if isinstance(v, Text)]
-                return conditions.parsed(texts[0]) if len(texts) == len(held) == 1 else None
+                texts = [v.text for v in values if isinstance(v, Text)]
+                return conditions.parsed(texts[0]) if len(texts) == len(values) == 1 else None
             case ast.Attribute(value=ast.Name() | ast.Attribute() as owner, attr=name):
                 return self._attribute_expressed(node, owner, name, frame)
             case ast.Compare(left=left, ops=ops, comparators=comparators):
                 parts = self._all_expressed([left, *comparators], frame)
                 return None if parts is None else ast.Compare(parts[0], ops, parts[1:])
             case ast.BoolOp(op=op, values=parts):
-                told = self._all_expressed(parts, frame)
-                return None if told is None else ast.BoolOp(op, told)
+                operands = self._all_expressed(parts, frame)
+                return None if operands is None else ast.BoolOp(op, operands)
             case ast.UnaryOp(op=ast.Not() | ast.USub() as op, operand=operand):
                 inner = self._expressed(operand, frame)
                 return None if inner is None else ast.UnaryOp(op, inner)
@@ -301,8 +337,8 @@ class Walk(Lookup):
                 known = self.is_enum(frame.module, function)
                 return self._expressed(inner, frame) if known else None
             case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
-                told = self._all_expressed(items, frame)
-                return None if told is None else ast.Tuple(told, ast.Load())
+                operands = self._all_expressed(items, frame)
+                return None if operands is None else ast.Tuple(operands, ast.Load())
         return None
 
     def _attribute_expressed(
@@ -325,13 +361,13 @@ class Walk(Lookup):
         return None
 
     def _all_expressed(self, nodes: Sequence[ast.expr], frame: Frame) -> list[ast.expr] | None:
-        told = []
+        expressed = []
         for node in nodes:
             one = self._expressed(node, frame)
             if one is None:
                 return None
-            told.append(one)
-        return told
+            expressed.append(one)
+        return expressed
 
     # --- names that are spelt out --------------------------------------------------------------------
 
@@ -343,21 +379,21 @@ class Walk(Lookup):
         found = self.literal(frame.module, node)
         return found.value if found is not None and isinstance(found.value, str) else None
 
-    def _names_meant(self, name: ast.expr, frame: Frame) -> set[str]:
+    def _possible_names(self, name: ast.expr, frame: Frame) -> set[str]:
         """The arguments that a computed name may be: those that its function spells out, or parts of."""
         if not isinstance(name, ast.Name | ast.Attribute):
             # f"{kind}_steps": all that hold what is spelt out
-            texts = _constants(name)
-            return {known for known in self.fields if all(text in known for text in texts)}
-        told: set[str] = set()
+            parts = _constants(name)
+            return {known for known in self.fields if all(part in known for part in parts)}
+        texts: set[str] = set()
         nodes = next((one.node for one in frame.chain() if one.node is not None), None)
         for node in ast.walk(nodes) if nodes is not None else ():
             match node:
                 case ast.Constant(value=str() as text):
-                    told.add(text)
+                    texts.add(text)
                 case ast.Name() if frame.find(node.id) is None:
-                    told |= _texts(self.sources.evaluate(frame.module, node))
-        return told & self.fields
+                    texts |= _texts(self.sources.evaluate(frame.module, node))
+        return texts & self.fields
 
     # --- the script ---
 
@@ -400,10 +436,10 @@ class Walk(Lookup):
             if conditions.impossible(guards):
                 return None
             with self._watched() as wrote:
-                told = self._statement(statement, frame, guards)
-            if told is None:
+                after = self._statement(statement, frame, guards)
+            if after is None:
                 return None
-            guards = self._forget(wrote, frame, told)
+            guards = self._forget(wrote, frame, after)
         return guards
 
     def _statement(self, node: ast.stmt, frame: Frame, guards: Guards) -> Guards | None:
@@ -429,11 +465,11 @@ class Walk(Lookup):
                 if not self._only_named(value, frame):
                     self._write(_attribute_of(node.targets[0]))
             case ast.Assign(targets=targets, value=value):
-                held = self.held(value, frame, guards)
+                values = self.symbolic(value, frame, guards)
                 for target in targets:
-                    self._store(target, held, frame, guards)
+                    self._store(target, values, frame, guards)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
-                self._store(target, self.held(value, frame, guards), frame, guards)
+                self._store(target, self.symbolic(value, frame, guards), frame, guards)
             case ast.AugAssign(target=target, value=value):
                 self._augmented(target, value, frame, guards)
             case ast.Delete(targets=targets):
@@ -468,12 +504,12 @@ class Walk(Lookup):
         return guards
 
     def _return(self, value: ast.expr, frame: Frame, guards: Guards) -> None:
-        held = self.held(value, frame, guards)
+        values = self.symbolic(value, frame, guards)
         if frame.shape.single:
-            frame.returned |= held
+            frame.returned |= values
         else:
             # what the other ways out give back is something else
-            frame.returned |= without_texts(held) or {UNKNOWN}
+            frame.returned |= without_texts(values) or {UNKNOWN}
 
     def _if(self, node: ast.If, frame: Frame, guards: Guards) -> Guards | None:
         say = self._say(frame)
@@ -531,13 +567,14 @@ class Walk(Lookup):
                     self.value(node.test, frame, guards)
                     inner |= self._taken(node.test, self._say(frame))[0] - UNSURE
                 else:
-                    held = self.value(node.iter, frame, guards)
-                    self._store(node.target, entries(held), frame, guards)
+                    values = self.value(node.iter, frame, guards)
+                    self._store(node.target, entries(values), frame, guards)
                 self._block(node.body, frame, inner)
             # what one round does to names and arguments, the next one meets
             known = self._forget(wrote, frame, guards)
             again = known != guards or any(
-                self.carries(held - before.get(name, NOTHING)) for name, held in frame.env.items()
+                self.carries(values - before.get(name, NOTHING))
+                for name, values in frame.env.items()
             )
             guards = known
             if not again:
@@ -549,9 +586,9 @@ class Walk(Lookup):
         swallows = False
         for item in node.items:
             swallows |= "suppress" in ast.unparse(item.context_expr)
-            held = self.value(item.context_expr, frame, guards)
+            values = self.value(item.context_expr, frame, guards)
             if item.optional_vars is not None:
-                self._store(item.optional_vars, held, frame, guards)
+                self._store(item.optional_vars, values, frame, guards)
         after = self._block(node.body, frame, guards | UNSURE if swallows else guards)
         return self._after(guards, node) if swallows else after
 
@@ -568,7 +605,7 @@ class Walk(Lookup):
                 frame.env[handler.name] = NOTHING
             handled.append(self._block(handler.body, frame, unsure | UNSURE))
         last = self._block(node.finalbody, frame, unsure)
-        ends = after is None and all(told is None for told in handled)
+        ends = after is None and all(end is None for end in handled)
         return None if ends or last is None else self._after(guards, node)
 
     def _after(self, guards: Guards, node: ast.stmt) -> Guards:
@@ -607,7 +644,7 @@ class Walk(Lookup):
             frame.env[name] = self.named(scratch, name, frame)
 
     def _augmented(self, target: ast.expr, value: ast.expr, frame: Frame, guards: Guards) -> None:
-        held = self.value(value, frame, guards)
+        values = self.value(value, frame, guards)
         load = ast.copy_location(_loaded(target), target)
         own = (
             isinstance(frame.bound, Args) and ast.unparse(target) == f"self.{_attribute_of(target)}"
@@ -616,7 +653,7 @@ class Walk(Lookup):
             before = self.value(load, frame, guards)
         if not isinstance(target, ast.Name) or isinstance(value, _LITERALS):
             self._changed(before)
-        self._store(target, merged(objects(before), held), frame, guards)
+        self._store(target, merged(objects(before), values), frame, guards)
 
     def _puts_back(self, node: ast.Assign, frame: Frame) -> bool:
         """Whether a method of the arguments' own only gives one of them another form."""
@@ -662,9 +699,9 @@ class Walk(Lookup):
         if isinstance(node.func, ast.Attribute):
             owners = self.value(node.func.value, frame, guards)
             given = self._given(node, frame, guards)
-            told = self._of_container(node, owners, given, frame, guards)
-            if told is not None:
-                return told
+            result = self._of_container(node, owners, given, frame, guards)
+            if result is not None:
+                return result
             targets = self.part(owners, node.func.attr, node.func, frame, guards)
         else:
             targets = self.value(node.func, frame, guards)
@@ -678,9 +715,9 @@ class Walk(Lookup):
         follow = [one for one in targets if isinstance(one, Function | Partial | Class | Object)]
         # one of a table's entries: which one is not known
         sure = len(targets) == len(follow) == 1 and not isinstance(node.func, ast.Subscript)
-        told = [self._call(t, given, guards if sure else guards | UNSURE) for t in follow]
+        results = [self._call(t, given, guards if sure else guards | UNSURE) for t in follow]
         if follow:
-            return merged(*told) if sure else without_texts(merged(*told, NOTHING))
+            return merged(*results) if sure else without_texts(merged(*results, NOTHING))
         self._handed_over(given, guards)
         if isinstance(node.func, ast.Name) and node.func.id in _TELLS:
             return NOTHING
@@ -698,8 +735,8 @@ class Walk(Lookup):
         while isinstance(root, ast.Attribute):
             root = root.value
         if isinstance(root, ast.Name) and root.id in _COLLECTS:
-            held = leaves(value for part in given.everything() for value in part)
-            return listed(held) if objects(held) else NOTHING
+            values = leaves(value for part in given.everything() for value in part)
+            return listed(values) if objects(values) else NOTHING
         if not isinstance(root, ast.Name) or frame.find(root.id) is not None:
             # a method of some object, such as `map`
             return NOTHING
@@ -714,8 +751,8 @@ class Walk(Lookup):
             case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[owner, name, *rest]):
                 return self._getattr(node, owner, name, rest, frame, guards)
             case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[owner, name, *rest]):
-                held = self.held(rest[0], frame, guards) if rest else NOTHING
-                self._setattr(owner, name, held, frame, guards)
+                values = self.symbolic(rest[0], frame, guards) if rest else NOTHING
+                self._setattr(owner, name, values, frame, guards)
                 return NOTHING
             case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in _PARSES:
                 if last(owner) in {"version", "json", "datetime", "urlparse"}:
@@ -726,8 +763,8 @@ class Walk(Lookup):
                 alone = len(parsed) == 1 and name in {"parse", "parse_args"}
                 return parsed[0] if alone else frozenset({Several(parsed)})
             case ast.Call(args=[one]) if last(node.func) in _AS_MAPPING:
-                held = self.value(one, frame, guards)
-                return frozenset({Items(v.index) for v in held if isinstance(v, Args)})
+                values = self.value(one, frame, guards)
+                return frozenset({Items(v.index) for v in values if isinstance(v, Args)})
             case ast.Call(func=ast.Name(id="dict"), args=[]):
                 given = self._given(node, frame, guards)
                 return frozenset({mapping(given.named)}) if any(given.named.values()) else NOTHING
@@ -739,14 +776,14 @@ class Walk(Lookup):
         targets = self.value(function, frame, guards)
         rest = ast.copy_location(ast.Call(node.func, node.args[1:], node.keywords), node)
         given = self._given(rest, frame, guards)
-        told: set[Value] = set()
+        partials: set[Value] = set()
         for target in targets:
             if isinstance(target, Function | Partial | Class):
                 self._call(target, given, guards | UNSURE)
-                positional = tuple(shallow(held) for held in given.positional)
-                named = tuple((key, shallow(held)) for key, held in given.named.items())
-                told.add(Partial(target, positional, named))
-        return frozenset(told) or carried(given.everything())
+                positional = tuple(shallow(values) for values in given.positional)
+                named = tuple((key, shallow(values)) for key, values in given.named.items())
+                partials.add(Partial(target, positional, named))
+        return frozenset(partials) or carried(given.everything())
 
     def _of_container(
         self, node: ast.Call, owners: Values, given: Given, frame: Frame, guards: Guards
@@ -756,43 +793,43 @@ class Walk(Lookup):
         owner, name = node.func.value, node.func.attr
         if name in _CHANGES:
             self._changed(owners)
-        told: list[Values] = []
+        results: list[Values] = []
         for value in owners:
             if isinstance(value, Items) and name in {"get", "pop", "setdefault"} and node.args:
-                told.append(self.entry(node, frozenset({value}), node.args[0], frame, guards))
+                results.append(self.entry(node, frozenset({value}), node.args[0], frame, guards))
         tables = frozenset(v for v in owners if isinstance(v, Several | Keywords))
         if name in _PUTS and not any(isinstance(v, Object | Args | ModuleName) for v in owners):
-            for held in given.everything():
-                self.put_into(owner, contents(held) or held, frame)
+            for values in given.everything():
+                self.put_into(owner, contents(values) or values, frame)
         if tables:
             self._handed_over(given, guards)
-            held = contents(tables)
+            values = contents(tables)
             # `items` gives pairs, `values` and `copy` a container, `get` an entry
-            told.append(held | tables)
-        if not told:
+            results.append(values | tables)
+        if not results:
             return frozenset({UNKNOWN}) if any(isinstance(v, Items) for v in owners) else None
-        return merged(*told) | {UNKNOWN}
+        return merged(*results) | {UNKNOWN}
 
     def _given(self, node: ast.Call, frame: Frame, guards: Guards) -> Given:
         """The arguments of a call."""
         given = Given(where=place(node, frame))
         rest: list[Values] = []
         for argument in node.args:
-            held = self.held(argument, frame, guards)
+            values = self.symbolic(argument, frame, guards)
             if not isinstance(argument, ast.Starred):
-                given.positional.append(held)
+                given.positional.append(values)
                 continue
-            spread = next((v for v in held if isinstance(v, Several)), None)
-            if spread is not None and spread.exact and len(held) == 1:
+            spread = next((v for v in values if isinstance(v, Several)), None)
+            if spread is not None and spread.exact and len(values) == 1:
                 given.positional += spread.items
             else:
-                rest.append(contents(held))
+                rest.append(contents(values))
         for keyword in node.keywords:
-            held = self.held(keyword.value, frame, guards)
+            values = self.symbolic(keyword.value, frame, guards)
             if keyword.arg is not None:
-                given.named[keyword.arg] = held
+                given.named[keyword.arg] = values
                 continue
-            for value in held:
+            for value in values:
                 match value:
                     case Keywords(items=pairs):
                         given.named |= dict(pairs)
@@ -825,36 +862,36 @@ class Walk(Lookup):
         guards: Guards,
     ) -> Values:
         owners = self.value(owner, frame, guards)
-        others = [self.held(one, frame, guards) for one in (name, *rest)][1:]
-        told = self._constant_text(name, frame)
-        if told is not None:
-            held = self.part(owners, told, node, frame, guards)
+        others = [self.symbolic(one, frame, guards) for one in (name, *rest)][1:]
+        text = self._constant_text(name, frame)
+        if text is not None:
+            values = self.part(owners, text, node, frame, guards)
             # it may be the value for an attribute that is not there
-            return held if told in self.fields or not rest else merged(held, *others)
+            return values if text in self.fields or not rest else merged(values, *others)
         if any(isinstance(one, Args) for one in owners) and not isinstance(frame.bound, Args):
-            for known in self._names_meant(name, frame):
+            for known in self._possible_names(name, frame):
                 self._read(known, place(node, frame), guards | UNSURE)
         return NOTHING
 
     def _setattr(
-        self, owner: ast.expr, name: ast.expr, held: Values, frame: Frame, guards: Guards
+        self, owner: ast.expr, name: ast.expr, values: Values, frame: Frame, guards: Guards
     ) -> None:
         owners = self.value(owner, frame, guards)
         self.value(name, frame, guards)
-        told = self._constant_text(name, frame)
+        text = self._constant_text(name, frame)
         for value in owners:
-            if told is not None:
-                self.put(value, told, held, guards)
+            if text is not None:
+                self.put(value, text, values, guards)
             elif isinstance(value, Args):
-                for known in self._names_meant(name, frame):
+                for known in self._possible_names(name, frame):
                     self._write(known)
 
     def _handed_over(self, given: Given, guards: Guards) -> None:
         """Functions given to something that is not followed, which may call them."""
-        functions = [one for held in given.everything() for one in followable(held)]
+        functions = [one for values in given.everything() for one in followable(values)]
         if not functions:
             return
-        loose = (v for held in given.everything() for v in entries(held))
+        loose = (v for values in given.everything() for v in entries(values))
         rest = frozenset(v for v in loose if isinstance(v, Args | Object) and self.carries({v}))
         for function in functions:
             self._call(function, Given([], {}, rest), guards | UNSURE)
@@ -887,12 +924,12 @@ class Walk(Lookup):
             self._looked_through(module, target)
             return set()
         if self._active.get(node, 0) >= _MAX_RECURSION:
-            env = {name: without_texts(held) for name, held in env.items()}
-        seen: frozenset[tuple[str, Values]] = frozenset()
+            env = {name: without_texts(values) for name, values in env.items()}
+        visible: frozenset[tuple[str, Values]] = frozenset()
         if target.scope is not None:
             around = ((n, target.scope.find(n)) for n in shape.mentioned)
-            seen = frozenset((n, held) for n, held in around if held)
-        key = (target, frozenset(env.items()), seen)
+            visible = frozenset((n, values) for n, values in around if values)
+        key = (target, frozenset(env.items()), visible)
         returned = self._returns.setdefault(key, set())
         effects = self._effects.setdefault(key, set())
         before = self._walked.setdefault(key, [])
@@ -915,15 +952,15 @@ class Walk(Lookup):
 
         Functions inside this one see it; with a frame for each of their kind there would be no end.
         """
-        plain = frozenset((name, _plain(held)) for name, held in env.items())
+        plain = frozenset((name, _plain(values)) for name, values in env.items())
         bound = None if isinstance(target.bound, Function | Partial) else target.bound
         key = (target.node, target.owner, target.scope, bound, plain)
         frame = self._frames.get(key)
         if frame is None:
             frame = self._frames[key] = Frame(module, self.shape(target.node), node=target.node)
             frame.outer, frame.owner, frame.bound = target.scope, target.owner, target.bound
-        for name, held in env.items():
-            frame.given[name] = frame.given.get(name, NOTHING) | held
+        for name, values in env.items():
+            frame.given[name] = frame.given.get(name, NOTHING) | values
         return frame
 
     def _run(self, node: FunctionNode, frame: Frame, guards: Guards) -> None:
@@ -936,7 +973,7 @@ class Walk(Lookup):
         self._active[node] = self._active.get(node, 0) + 1
         try:
             if isinstance(node, ast.Lambda):
-                frame.returned |= self.held(node.body, frame, guards)
+                frame.returned |= self.symbolic(node.body, frame, guards)
             else:
                 self._block(node.body, frame, guards)
         finally:
@@ -950,7 +987,7 @@ class Walk(Lookup):
         """Whether a call can get at the arguments: by what it is given, or by what it sees."""
         if target.module == self.script.name or target.scope is not None:
             return True
-        if any(self.carries(held) for held in env.values()):
+        if any(self.carries(values) for values in env.values()):
             return True
         return any(name in shape.mentioned for _, name in self.globals)
 
@@ -966,9 +1003,9 @@ class Walk(Lookup):
         if target.bound is not None:
             positional.insert(0, frozenset({target.bound}))
         places = [*arguments.posonlyargs, *arguments.args]
-        for parameter, held in zip(places, positional, strict=False):
-            got[parameter.arg] = held
-        got |= {name: held for name, held in given.named.items() if name in env}
+        for parameter, values in zip(places, positional, strict=False):
+            got[parameter.arg] = values
+        got |= {name: values for name, values in given.named.items() if name in env}
         for name in env:
             if given.rest and not got.get(name):
                 got[name] = given.rest | {UNKNOWN}
@@ -1009,8 +1046,8 @@ class Walk(Lookup):
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
         ]
         pairs = {**dict(zip(names, given.positional, strict=False)), **given.named}
-        for name, held in pairs.items():
-            self.keep(made, name, objects(held))
+        for name, values in pairs.items():
+            self.keep(made, name, objects(values))
         if self.carries(given.rest):
             for name in names:
                 self.keep(made, name, given.rest | {UNKNOWN})
@@ -1046,10 +1083,10 @@ class Walk(Lookup):
             if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
         ]
         taken = {
-            parameter.arg: held
+            parameter.arg: values
             for owner, _, statement in methods
             for parameter in parameters_of(statement.args)
-            if (held := self.annotated(parameter, owner))
+            if (values := self.annotated(parameter, owner))
         }
         made = Object(*key)
         with self._aloud():
@@ -1061,12 +1098,12 @@ class Walk(Lookup):
 
     # --- expressions ---
 
-    def held(self, node: ast.expr, frame: Frame, guards: Guards) -> Values:
+    def symbolic(self, node: ast.expr, frame: Frame, guards: Guards) -> Values:
         """What an expression may hold, as an expression over arguments where it is one."""
-        held = self.value(node, frame, guards)
-        if isinstance(node, ast.BoolOp) and not objects(without_texts(held)) - {DEFAULT}:
+        values = self.value(node, frame, guards)
+        if isinstance(node, ast.BoolOp) and not objects(without_texts(values)) - {DEFAULT}:
             return self._texted(node, frame)
-        return held or self._texted(node, frame)
+        return values or self._texted(node, frame)
 
     def value(self, node: ast.expr, frame: Frame, guards: Guards) -> Values:
         """What an expression may hold; records the arguments that it reads."""
@@ -1100,9 +1137,9 @@ class Walk(Lookup):
                 return self._comprehension(node, frame, guards)
             case ast.NamedExpr(target=target, value=value):
                 with self._aloud():
-                    held = self.held(value, frame, guards)
-                self._store(target, held, frame, guards)
-                return held
+                    inner = self.symbolic(value, frame, guards)
+                self._store(target, inner, frame, guards)
+                return inner
             case ast.Await(value=value) | ast.Starred(value=value):
                 return self.value(value, frame, guards)
             case ast.Yield(value=ast.expr() as value):
@@ -1125,34 +1162,34 @@ class Walk(Lookup):
         self, every: bool, parts: Sequence[ast.expr], frame: Frame, guards: Guards
     ) -> Values:
         say = self._say(frame)
-        held = []
+        values = []
         for part in parts:
             if conditions.impossible(guards):
                 break
             with self._watched() as wrote:
-                held.append(self.value(part, frame, guards))
+                values.append(self.value(part, frame, guards))
             guards = self._forget(wrote, frame, guards | self._taken(part, say)[not every])
-        return merged(*held)
+        return merged(*values)
 
     def _either(self, node: ast.IfExp, frame: Frame, guards: Guards) -> Values:
         with self._watched() as wrote:
             self.value(node.test, frame, guards)
-        held = []
+        values = []
         for part, taken in zip(
             (node.body, node.orelse), self._taken(node.test, self._say(frame)), strict=True
         ):
             inner = self._forget(wrote, frame, guards | taken)
             if not conditions.impossible(inner):
-                held.append(self.held(part, frame, inner))
-        return merged(*held)
+                values.append(self.symbolic(part, frame, inner))
+        return merged(*values)
 
     def _sequence(self, items: Sequence[ast.expr], frame: Frame, guards: Guards) -> Values:
         parts, exact = list[Values](), True
         for item in items:
-            held = self.held(item, frame, guards)
+            values = self.symbolic(item, frame, guards)
             if isinstance(item, ast.Starred):
-                exact, held = False, contents(held)
-            parts.append(shallow(held))
+                exact, values = False, contents(values)
+            parts.append(shallow(values))
         return frozenset({Several(tuple(parts), exact)}) if any(parts) else NOTHING
 
     def _table(
@@ -1166,17 +1203,17 @@ class Walk(Lookup):
         parts: list[Values] = []
         named = True
         for key, value in zip(keys, values, strict=True):
-            held = shallow(self.held(value, frame, guards))
+            inner = shallow(self.symbolic(value, frame, guards))
             if key is None:
-                spread = [pair for v in held if isinstance(v, Keywords) for pair in v.items]
+                spread = [pair for v in inner if isinstance(v, Keywords) for pair in v.items]
                 pairs |= dict(spread)
-                parts.append(leaves(held))
+                parts.append(leaves(inner))
                 named = named and bool(spread)
                 continue
             self.value(key, frame, guards)
-            parts.append(held)
+            parts.append(inner)
             if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                pairs[key.value] = held
+                pairs[key.value] = inner
             else:
                 named = False
         if not any(parts):
@@ -1184,32 +1221,32 @@ class Walk(Lookup):
         return frozenset({mapping(pairs) if named else Several(tuple(parts), exact=False)})
 
     def entry(
-        self, node: ast.expr, held: Values, key: ast.expr, frame: Frame, guards: Guards
+        self, node: ast.expr, values: Values, key: ast.expr, frame: Frame, guards: Guards
     ) -> Values:
-        """One entry of a container: the one meant where that is plain, else any of them."""
-        told: list[Values] = []
-        for value in held:
+        """One entry of a container: the one at `key` where that is plain, else any of them."""
+        results: list[Values] = []
+        for value in values:
             match value, key:
                 case Several(items=items, exact=True), ast.Constant(value=int() as place) if (
                     -len(items) <= place < len(items)
                 ):
-                    told.append(items[place])
+                    results.append(items[place])
                 case Keywords(items=pairs), ast.Constant(value=str() as name) if name in dict(
                     pairs
                 ):
-                    told.append(dict(pairs)[name])
+                    results.append(dict(pairs)[name])
                 case Several() | Keywords(), _:
-                    told.append(contents({value}) | {UNKNOWN})
+                    results.append(contents({value}) | {UNKNOWN})
                 case Items(index), _:
-                    meant = self._constant_text(key, frame)
-                    if meant is not None:
+                    text = self._constant_text(key, frame)
+                    if text is not None:
                         own = frozenset[Value]({Args(index)})
-                        told.append(self.part(own, meant, node, frame, guards))
+                        results.append(self.part(own, text, node, frame, guards))
                 case Unknown() | Text(), _:
                     continue
                 case _:
-                    told.append(NOTHING)
-        return merged(*told)
+                    results.append(NOTHING)
+        return merged(*results)
 
     def _comprehension(
         self,
@@ -1219,21 +1256,21 @@ class Walk(Lookup):
     ) -> Values:
         inner = Frame(frame.module, INLINE, outer=frame, owner=frame.owner, bound=frame.bound)
         for number, generator in enumerate(node.generators):
-            held = self.value(generator.iter, inner, guards)
+            values = self.value(generator.iter, inner, guards)
             if number == 0:
                 guards |= UNSURE
-            for name, part in _named_parts(generator.target, entries(held)):
+            for name, part in _named_parts(generator.target, entries(values)):
                 inner.env[name] = part
             for test in generator.ifs:
                 self.value(test, inner, guards)
                 guards |= self._taken(test, self._say(inner))[0]
         if isinstance(node, ast.DictComp):
             self.value(node.key, inner, guards)
-            held = self.value(node.value, inner, guards)
+            values = self.value(node.value, inner, guards)
         else:
-            held = self.value(node.elt, inner, guards)
-        held = objects(held)
-        return listed(held) if held else NOTHING
+            values = self.value(node.elt, inner, guards)
+        values = objects(values)
+        return listed(values) if values else NOTHING
 
     # --- attributes and names ------------------------------------------------------------------------
 
@@ -1241,58 +1278,58 @@ class Walk(Lookup):
         self, owners: Values, name: str, node: ast.AST, frame: Frame, guards: Guards
     ) -> Values:
         """What an attribute of these values may hold."""
-        told: list[Iterable[Value]] = []
+        results: list[Iterable[Value]] = []
         for owner in owners:
             match owner:
                 case Args() if name in self.fields:
                     self._read(name, place(node, frame), guards)
-                    told.append({Text(name)})
+                    results.append({Text(name)})
                 case Args(index) if name == "__dict__":
-                    told.append({Items(index)})
+                    results.append({Items(index)})
                 case Super(bound=bound, owner=after):
-                    told.append(self._properties(self.bound(bound, name, after=after), guards))
+                    results.append(self._properties(self.bound(bound, name, after=after), guards))
                 case Args() | Object() | Class():
                     known = self._properties(self.bound(owner, name), guards)
                     if isinstance(owner, Object | Class):
                         known = known | self.stored(owner, name)
-                    told.append(known)
+                    results.append(known)
                 case ModuleName(name=module_name):
-                    told.append(self._of_module(module_name, name))
+                    results.append(self._of_module(module_name, name))
                 case Several() | Keywords():
                     # of what `with` gets from a generator, or of something that holds it
                     inner = contents({owner})
                     of_entry = self.part(inner, name, node, frame, guards) if inner else inner
-                    told.append(inner | of_entry)
+                    results.append(inner | of_entry)
                 case Text() if name == "value":
                     # of a member of an enum
-                    told.append({owner})
+                    results.append({owner})
                 case Default() | Unknown():
                     continue
                 case _:
-                    told.append(NOTHING)
-        held = merged(*told)
-        return held | {UNKNOWN} if held and UNKNOWN in owners else held
+                    results.append(NOTHING)
+        values = merged(*results)
+        return values | {UNKNOWN} if values and UNKNOWN in owners else values
 
     def _of_module(self, module_name: str, name: str) -> Values:
         module = self.sources.module(module_name)
         if module is None:
             return NOTHING
-        held = self.named(module, name, None)
-        if not held and self.sources.submodule(module, name) is not None:
+        values = self.named(module, name, None)
+        if not values and self.sources.submodule(module, name) is not None:
             return frozenset({ModuleName(f"{module_name}.{name}")})
-        return held
+        return values
 
-    def _properties(self, held: set[Value], guards: Guards) -> Values:
-        """The methods among `held` that are properties, read: what they return."""
-        told: set[Value] = set()
-        for value in held:
+    def _properties(self, values: set[Value], guards: Guards) -> Values:
+        """The methods among `values` that are properties, read: what they return."""
+        results: set[Value] = set()
+        for value in values:
             if isinstance(value, Function) and isinstance(value.node, ast.FunctionDef):
                 marks = {mark(one) for one in value.node.decorator_list}
                 if any(one.endswith("property") for one in marks):
-                    told |= self._call(value, Given(), guards) if value.bound else set()
+                    results |= self._call(value, Given(), guards) if value.bound else set()
                     continue
-            told.add(value)
-        return frozenset(told)
+            results.add(value)
+        return frozenset(results)
 
     def named(self, module: Module, name: str, frame: Frame | None) -> Values:
         """What a name of a module stands for: a function, a class, a module, a table of them."""
@@ -1308,13 +1345,13 @@ class Walk(Lookup):
                 return frozenset(shared)
             return frozenset({ModuleName(owner.name)}) | shared
         owner, name = found
-        held: Values = frozenset(shared | self.globals.get((owner.name, name), set()))
+        values: Values = frozenset(shared | self.globals.get((owner.name, name), set()))
         if name in owner.functions:
-            return held | {Function(owner.name, owner.functions[name])}
+            return values | {Function(owner.name, owner.functions[name])}
         if name in owner.classes:
             self._referenced(owner, owner.classes[name])
-            return held | {Class(owner.name, name)}
-        return held | self._constant(owner, name)
+            return values | {Class(owner.name, name)}
+        return values | self._constant(owner, name)
 
     def _constant(self, module: Module, name: str) -> Values:
         """A table or list of functions and classes on the level of a module."""
@@ -1330,57 +1367,57 @@ class Walk(Lookup):
 
     # --- assignments ---------------------------------------------------------------------------------
 
-    def _store(self, target: ast.expr, held: Values, frame: Frame, guards: Guards) -> None:
+    def _store(self, target: ast.expr, values: Values, frame: Frame, guards: Guards) -> None:
         match target:
             case ast.Name(id=name):
-                self._store_name(name, held, frame)
+                self._store_name(name, values, frame)
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
-                for one, part in zip(targets, _unpacked(held, targets), strict=True):
+                for one, part in zip(targets, _unpacked(values, targets), strict=True):
                     self._store(one, part, frame, guards)
             case ast.Starred(value=inner):
-                self._store(inner, held, frame, guards)
+                self._store(inner, values, frame, guards)
             case ast.Attribute(value=owner, attr=name):
                 owners = self.value(owner, frame, guards)
                 for value in owners:
-                    self.put(value, name, held, guards)
+                    self.put(value, name, values, guards)
             case ast.Subscript(value=owner, slice=key):
                 self.value(key, frame, guards)
                 owners = self.value(owner, frame, guards)
-                told = self._constant_text(key, frame)
-                if any(isinstance(one, Items) for one in owners) and held != {Text(told or "")}:
-                    self._write(told)
+                text = self._constant_text(key, frame)
+                if any(isinstance(one, Items) for one in owners) and values != {Text(text or "")}:
+                    self._write(text)
                 if isinstance(frame.bound, Args) and own_attributes(owner):
                     self.reshaped |= own_attributes(owner)
                 else:
                     self._changed(owners)
-                self.put_into(owner, held, frame)
+                self.put_into(owner, values, frame)
 
-    def _store_name(self, name: str, held: Values, frame: Frame) -> None:
+    def _store_name(self, name: str, values: Values, frame: Frame) -> None:
         home = frame.home()
-        if (home.top or name in home.shape.globals) and self.carries(held):
-            self.globals.setdefault((frame.module.name, name), set()).update(objects(held))
+        if (home.top or name in home.shape.globals) and self.carries(values):
+            self.globals.setdefault((frame.module.name, name), set()).update(objects(values))
         if name in home.shape.assigned or home is not frame:
             before = home.env.get(name)
-            home.env[name] = without_texts(held if before is None else merged(before, held))
+            home.env[name] = without_texts(values if before is None else merged(before, values))
         else:
-            home.env[name] = held
+            home.env[name] = values
 
-    def put(self, value: Value, name: str, held: Values, guards: Guards) -> None:
+    def put(self, value: Value, name: str, values: Values, guards: Guards) -> None:
         """An attribute of an object gets another value."""
         if isinstance(value, Args):
             self._write(name)
         elif isinstance(value, Object | Class):
-            self.keep(value, name, held)
-        elif isinstance(value, ModuleName) and self.carries(held):
-            self.globals.setdefault((value.name, name), set()).update(objects(held))
+            self.keep(value, name, values)
+        elif isinstance(value, ModuleName) and self.carries(values):
+            self.globals.setdefault((value.name, name), set()).update(objects(values))
 
-    def put_into(self, owner: ast.expr, held: Values, frame: Frame) -> None:
+    def put_into(self, owner: ast.expr, values: Values, frame: Frame) -> None:
         """A container gets another entry."""
-        if isinstance(owner, ast.Name) and self.carries(held):
+        if isinstance(owner, ast.Name) and self.carries(values):
             before = frame.find(owner.id) or NOTHING
-            frame.home().env[owner.id] = before | listed(objects(held))
-        elif isinstance(owner, ast.Attribute) and self.carries(held):
-            entry = listed(objects(held))
+            frame.home().env[owner.id] = before | listed(objects(values))
+        elif isinstance(owner, ast.Attribute) and self.carries(values):
+            entry = listed(objects(values))
             for value in self.value(owner.value, frame, ANYHOW):
                 self.put(value, owner.attr, entry, ANYHOW)
 
@@ -1451,16 +1488,18 @@ def _ends(node: ast.AST) -> bool:
     )
 
 
-def _plain(held: Values) -> Values:
+def _plain(values: Values) -> Values:
     """The values without functions and containers."""
-    return frozenset(v for v in held if not isinstance(v, Function | Partial | Several | Keywords))
+    return frozenset(
+        v for v in values if not isinstance(v, Function | Partial | Several | Keywords)
+    )
 
 
-def _unpacked(held: Values, targets: Sequence[ast.expr]) -> list[Values]:
+def _unpacked(values: Values, targets: Sequence[ast.expr]) -> list[Values]:
     """What each of several targets gets of a value that is unpacked."""
     sure = not any(isinstance(target, ast.Starred) for target in targets)
     parts: list[list[Values]] = [[] for _ in targets]
-    for value in held:
+    for value in values:
         for index, part in enumerate(parts):
             match value:
                 case Several(items=items, exact=True) if sure and len(items) > index:
@@ -1476,16 +1515,16 @@ def _unpacked(held: Values, targets: Sequence[ast.expr]) -> list[Values]:
     return [merged(*part) for part in parts]
 
 
-def _named_parts(target: ast.expr, held: Values) -> Iterator[tuple[str, Values]]:
+def _named_parts(target: ast.expr, values: Values) -> Iterator[tuple[str, Values]]:
     """The names that a loop's target gives values to."""
     match target:
         case ast.Name(id=name):
-            yield name, held
+            yield name, values
         case ast.Tuple(elts=targets) | ast.List(elts=targets):
-            for one, part in zip(targets, _unpacked(held, targets), strict=True):
+            for one, part in zip(targets, _unpacked(values, targets), strict=True):
                 yield from _named_parts(one, part)
         case ast.Starred(value=inner):
-            yield from _named_parts(inner, held)
+            yield from _named_parts(inner, values)
 
 
 def own_attributes(node: ast.AST) -> set[str]:

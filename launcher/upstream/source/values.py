@@ -120,9 +120,20 @@ class Super:
 
 
 Value = (
-    Args | Items | Default | Unknown | Object | Class | Function | Partial | ModuleName | Several
-    | Keywords | Text | Super
-)  # fmt: skip
+    Args
+    | Items
+    | Default
+    | Unknown
+    | Object
+    | Class
+    | Function
+    | Partial
+    | ModuleName
+    | Several
+    | Keywords
+    | Text
+    | Super
+)
 Values = frozenset[Value]
 NOTHING: Values = frozenset()
 UNKNOWN = Unknown()
@@ -238,10 +249,13 @@ def shape_of(body: Sequence[ast.stmt], parameters: Iterable[str] = ()) -> Functi
                 generator = True
     last = body[-1] if body else None
     return FunctionFacts(
-        assigned=frozenset(twice | shared), globals=frozenset(shared), names=frozenset(names),
-        mentioned=frozenset(names | attributes), generator=generator,
+        assigned=frozenset(twice | shared),
+        globals=frozenset(shared),
+        names=frozenset(names),
+        mentioned=frozenset(names | attributes),
+        generator=generator,
         single=isinstance(last, ast.Return) and sum(_returns(body)) == 1,
-    )  # fmt: skip
+    )
 
 
 def _returns(body: Sequence[ast.stmt]) -> Iterator[int]:
@@ -273,10 +287,10 @@ def merged(*sides: Iterable[Value]) -> Values:
     return whole | {UNKNOWN} if whole and not all(sets) else whole
 
 
-def contents(held: Iterable[Value]) -> Values:
+def contents(values: Iterable[Value]) -> Values:
     """What any entry of the containers among these values may be."""
     parts: list[Values] = []
-    for value in held:
+    for value in values:
         if isinstance(value, Several):
             parts += value.items
         elif isinstance(value, Keywords):
@@ -284,30 +298,30 @@ def contents(held: Iterable[Value]) -> Values:
     return without_texts(merged(*parts)) if parts else NOTHING
 
 
-def leaves(held: Iterable[Value]) -> Values:
+def leaves(values: Iterable[Value]) -> Values:
     """The values with what containers hold, at any depth, in the place of the containers."""
-    told: set[Value] = set()
-    for value in held:
+    found: set[Value] = set()
+    for value in values:
         match value:
             case Several(items=items):
-                told.update(leaves(merged(*items)))
+                found.update(leaves(merged(*items)))
             case Keywords(items=pairs):
-                told.update(leaves(merged(*(part for _, part in pairs))))
+                found.update(leaves(merged(*(part for _, part in pairs))))
             case _:
-                told.add(value)
-    return without_texts(told)
+                found.add(value)
+    return without_texts(found)
 
 
-def listed(held: Iterable[Value]) -> Values:
+def listed(values: Iterable[Value]) -> Values:
     """A list of such values, of any length."""
-    return frozenset({Several((leaves(held),), exact=False)})
+    return frozenset({Several((leaves(values),), exact=False)})
 
 
-def shallow(held: Values) -> Values:
+def shallow(values: Values) -> Values:
     """The values, those that are nested deeply without their structure: nothing grows for ever."""
-    if any(_depth(value) > _MAX_DEPTH for value in held):
-        return listed(held)
-    return held
+    if any(_depth(value) > _MAX_DEPTH for value in values):
+        return listed(values)
+    return values
 
 
 def _depth(value: Value) -> int:
@@ -326,31 +340,31 @@ def _depth(value: Value) -> int:
     return 1 + max(map(_depth, parts), default=0)
 
 
-def entries(held: Iterable[Value]) -> Values:
+def entries(values: Iterable[Value]) -> Values:
     """What a loop over these values meets: the entries of containers, anything else as it is."""
-    known = frozenset(held)
+    known = frozenset(values)
     rest = {v for v in known if not isinstance(v, Several | Keywords | Text | Items | Function)}
     return contents(known) | rest
 
 
-def without_texts(held: Iterable[Value]) -> Values:
+def without_texts(values: Iterable[Value]) -> Values:
     """The values without expressions, which are known no longer."""
-    known = frozenset(held)
+    known = frozenset(values)
     texts = {value for value in known if isinstance(value, Text)}
     return known - texts | {UNKNOWN} if texts else known
 
 
-def objects(held: Iterable[Value]) -> Values:
+def objects(values: Iterable[Value]) -> Values:
     """What is worth following beyond the place where it was made: no texts, nothing else alone."""
-    known = frozenset(value for value in held if not isinstance(value, Text))
+    known = frozenset(value for value in values if not isinstance(value, Text))
     return known if known != {UNKNOWN} else NOTHING
 
 
-def forgotten(held: Values, names: Iterable[str]) -> Values:
+def forgotten(values: Values, names: Iterable[str]) -> Values:
     """The values after arguments got others: expressions over those are known no longer."""
     changed = set(names)
-    stale = {v for v in held if isinstance(v, Text) and conditions.names(v.text) & changed}
-    return held - stale | {UNKNOWN} if stale else held
+    stale = {v for v in values if isinstance(v, Text) and conditions.names(v.text) & changed}
+    return values - stale | {UNKNOWN} if stale else values
 
 
 def mapping(pairs: Mapping[str, Values]) -> Keywords:
@@ -405,7 +419,7 @@ class Lookup:
     def known(self) -> int:
         """How much has been learnt of what is kept where; it only ever grows."""
         tables = (self.attributes, self.globals)
-        return sum(len(held) for table in tables for held in table.values()) + len(self.keepers)
+        return sum(len(values) for table in tables for values in table.values()) + len(self.keepers)
 
     # --- classes ----------------------------------------------------------------------------------
 
@@ -414,8 +428,8 @@ class Lookup:
         if key not in self._orders:
             module = self.sources.module(key[0])
             node = module.classes.get(key[1]) if module else None
-            told = self.sources.linearised(module, node) if module and node else []
-            self._orders[key] = told[::-1]
+            line = self.sources.linearised(module, node) if module and node else []
+            self._orders[key] = line[::-1]
         return self._orders[key]
 
     def class_of(self, value: Value) -> _Key | None:
@@ -432,10 +446,10 @@ class Lookup:
         key = self.class_of(value)
         if key is None:
             return None
-        asked = (key, after, name)
-        if asked not in self._methods:
-            self._methods[asked] = self._find_method(key, name, after)
-        return self._methods[asked]
+        lookup = (key, after, name)
+        if lookup not in self._methods:
+            self._methods[lookup] = self._find_method(key, name, after)
+        return self._methods[lookup]
 
     def _find_method(self, key: _Key, name: str, after: str | None) -> _Method | None:
         order = self.order(key)
@@ -470,25 +484,25 @@ class Lookup:
     def stored(self, value: Value, name: str) -> set[Value]:
         """What any class of an instance's line has put into an attribute."""
         key = self.class_of(value)
-        held: set[Value] = set()
+        values: set[Value] = set()
         if key is not None:
             for module, node in self.order(key):
-                held |= self.attributes.get((module.name, node.name, name), set())
-            held |= self.attributes.get((*key, name), set())
-        return held
+                values |= self.attributes.get((module.name, node.name, name), set())
+            values |= self.attributes.get((*key, name), set())
+        return values
 
-    def keep(self, value: Value, name: str, held: Values) -> None:
+    def keep(self, value: Value, name: str, values: Values) -> None:
         """Remember what an attribute of an instance may hold."""
         key = self.class_of(value)
         if key is not None:
-            kept = without_texts(held) or {UNKNOWN}
+            kept = without_texts(values) or {UNKNOWN}
             self.attributes.setdefault((*key, name), set()).update(kept)
             if self.carries(kept):
                 self.keepers.add(key)
 
-    def carries(self, held: Iterable[Value]) -> bool:
+    def carries(self, values: Iterable[Value]) -> bool:
         """Whether a value is, holds or can get at one of the parsed dataclasses."""
-        for value in held:
+        for value in values:
             match value:
                 case Args() | Items():
                     return True
@@ -499,7 +513,7 @@ class Lookup:
                     if scope is not None or (bound is not None and self.carries({bound})):
                         return True
                 case Partial(function=function, positional=items, named=pairs):
-                    parts = [*items, *(held for _, held in pairs)]
+                    parts = [*items, *(values for _, values in pairs)]
                     if self.carries({function}) or any(self.carries(part) for part in parts):
                         return True
                 case Several(items=items):
@@ -556,24 +570,24 @@ class Lookup:
         if parameter.annotation is None:
             return NOTHING
         if parameter not in self._annotations:
-            self._annotations[parameter] = self._meant(parameter.annotation, module)
+            self._annotations[parameter] = self._by_annotation(parameter.annotation, module)
         return self._annotations[parameter]
 
-    def _meant(self, node: ast.expr | None, module: Module) -> Values:
+    def _by_annotation(self, node: ast.expr | None, module: Module) -> Values:
         match node:
             case None:
                 return NOTHING
             case ast.Constant(value=str() as quoted):
                 try:
-                    return self._meant(ast.parse(quoted, mode="eval").body, module)
+                    return self._by_annotation(ast.parse(quoted, mode="eval").body, module)
                 except SyntaxError:
                     return NOTHING
             case ast.BinOp(left=left, right=right):
-                return self._meant(left, module) | self._meant(right, module)
+                return self._by_annotation(left, module) | self._by_annotation(right, module)
             case ast.Subscript(value=owner, slice=inner):
                 parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
                 if mark(owner) in {"Optional", "Union", "Annotated", "Final"}:
-                    return NOTHING.union(*(self._meant(part, module) for part in parts))
+                    return NOTHING.union(*(self._by_annotation(part, module) for part in parts))
                 return NOTHING
         found = self.sources.resolve_class(module, node)
         if found is None or (found[0].name, found[1].name) not in self.ancestors:
@@ -604,21 +618,21 @@ def by_place(read: Read | Refusal) -> tuple[str, int, tuple[str, ...]]:
     return file, int(line), read.when
 
 
-def followable(held: Iterable[Value]) -> list[Value]:
+def followable(values: Iterable[Value]) -> list[Value]:
     """Functions among these values, also inside containers."""
-    told: list[Value] = []
-    for value in held:
+    functions: list[Value] = []
+    for value in values:
         match value:
             case Function() | Partial():
-                told.append(value)
+                functions.append(value)
             case Several(items=items):
-                told += [one for part in items for one in followable(part)]
+                functions += [one for part in items for one in followable(part)]
             case Keywords(items=pairs):
-                told += [one for _, part in pairs for one in followable(part)]
-    return told
+                functions += [one for _, part in pairs for one in followable(part)]
+    return functions
 
 
 def carried(values: Iterable[Values]) -> Values:
     """What of the values handed to somebody who is not followed may come back."""
-    found = {value for held in values for value in leaves(held)}
+    found = {value for part in values for value in leaves(part)}
     return frozenset(v for v in found if isinstance(v, Args | Items | Object))

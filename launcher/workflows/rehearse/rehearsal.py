@@ -209,7 +209,7 @@ class Attempts:
         return {
             "kind": "run", "level": level if self.model else "parse", "words": whole.words(self.schema),
             "model": self.model, "stage": self.entry.stage or self.schema.key,
-            "entry": self.schema.key, "rows": ROWS, "special": self.special,
+            "pairs": self.schema.pairs, "entry": self.schema.key, "rows": ROWS, "special": self.special,
             "report_to": list(whole.report_to),
         }  # fmt: skip
 

@@ -57,7 +57,7 @@ def limit(
             if local or not _HUB_NAME.match(str(path)):
                 raise
             report["notes"].append(["data", str(path)])
-            made = datasets.Dataset.from_list(stand_ins.rows(request["stage"])[:count])
+            made = datasets.Dataset.from_list(stand_ins.rows(pairs=request["pairs"])[:count])
             made = made.to_iterable_dataset() if kwargs.get("streaming") else made
             return made if kwargs.get("split") else AnySplit(made)
         return each(loaded, lambda one: head(one, count))

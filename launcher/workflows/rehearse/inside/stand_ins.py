@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from typing import Any
 
 CHATML = (
@@ -41,8 +39,8 @@ def write_tokenizer(out: str, model_type: str) -> int:
     return len(vocabulary)
 
 
-def rows(stage: str) -> list[dict[str, Any]]:
-    """Conversations as the hub sets of a stage hold them: messages for SFT, pairs for DPO."""
+def rows(*, pairs: bool) -> list[dict[str, Any]]:
+    """Conversations as the hub's sets hold them: messages for SFT, pairs for DPO."""
     made = []
     for number in range(ROWS):
         question = {"role": "user", "content": f"What is {number} plus {number % 7}?"}
@@ -52,13 +50,5 @@ def rows(stage: str) -> list[dict[str, Any]]:
         }
         wrong = {"role": "assistant", "content": f"I do not know, perhaps {number}."}
         pair = {"chosen": [question, answer], "rejected": [question, wrong]}
-        made.append(pair if stage == "dpo" else {"messages": [question, answer]})
+        made.append(pair if pairs else {"messages": [question, answer]})
     return made
-
-
-def write_rows(out: str, stage: str) -> str:
-    """The same as a JSON lines file in a folder; its path."""
-    path = os.path.join(out, f"rows-{stage}.jsonl")
-    with open(path, "w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows(stage))
-    return path

@@ -12,12 +12,17 @@ PACKAGE = REPOSITORY / "launcher"
 INSIDE = "workflows/rehearse/inside"
 DESCRIPTIONS = {
     *(f"upstream/{name}.py" for name in BACKENDS),
+    # what a new stage file holds for each of them
+    "stage/draft.py",
     # how its scripts are called in the trainer's own Python
     *(f"{INSIDE}/{name}_stage.py" for name in BACKENDS),
 }
 ALLOWED = {
     # a key of the file's own, `open_instruct:`
     "config/load.py": ["'open_instruct' in tree", "k != 'open_instruct'"],
+    # the tool that a file was written for, and the trainer that such files are converted for
+    "stage/conversion.py": ["kind == 'trl'"],
+    "cli/commands/stage_files.py": ["backend != 'trl'"],
     # names of losses
     "plan/command.py": ["str(values.get('loss_type')) in ('dpo', 'dpo_norm')"],
     "rules/trl/arguments.py": ["loss != 'sft'"],

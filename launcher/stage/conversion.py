@@ -14,7 +14,7 @@ from typing import Any
 
 from launcher.config.document import Document, read_yaml
 from launcher.config.foreign import NAMES, format_of
-from launcher.config.keys import STAGES
+from launcher.config.keys import PAIRED, STAGES
 from launcher.errors import Finding, InvalidConfig, usage
 from launcher.stage.draft import Draft, Row, batch_for
 from launcher.upstream.locate import Locator
@@ -58,7 +58,7 @@ def _axolotl(given: Values, stage: str) -> Iterator[Part]:
     kind = str(first.get("type") or "")
     if given.get("train_on_inputs"):
         yield "train_on_inputs", "completion_only_loss", False, ""
-    elif stage == "sft" and kind in {"chat_template", "sharegpt"}:
+    elif stage not in PAIRED and kind in {"chat_template", "sharegpt"}:
         yield "train_on_inputs", "assistant_only_loss", True, ""
     if kind == "completion":
         yield "datasets", "dataset_text_field", first.get("field", "text"), ""

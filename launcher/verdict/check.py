@@ -132,15 +132,15 @@ def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evide
     for name, observe in {**points.POINTS, **outcome.POINTS}.items():
         if name == "reference_cache" and named not in PAIRED:
             continue
-        want = expected.get(name, DEFAULTS.get(name))
-        if name == "batch" and want is None and evidence.planned.world is None:
+        state = expected.get(name, DEFAULTS.get(name))
+        if name == "batch" and state is None and evidence.planned.world is None:
             continue  # a stranger's run: nobody knows what was planned
-        any_state, want = want == "any", None if want == "any" else want
-        observed = observe(evidence, want)
-        if name in outcome.OPTIONAL and want is None and observed.state == "unknown":
+        any_state, state = state == "any", None if state == "any" else state
+        observed = observe(evidence, state)
+        if name in outcome.OPTIONAL and state is None and observed.state == "unknown":
             continue  # a record of an older version, or a stranger's
         found.append(
-            _point(name, want, replace(observed, unwanted=observed.unwanted and not any_state))
+            _point(name, state, replace(observed, unwanted=observed.unwanted and not any_state))
         )
     oks = [point.ok for point in found]
     return Verdict(
@@ -210,14 +210,14 @@ def expected_from_log(found: Evidence) -> dict[str, str | None]:
     return {"liger": liger, "packing": packing, **DEFAULTS}
 
 
-def _point(name: str, want: str | None, observed: Observation) -> Point:
-    met = observed.state in _MEETS.get((name, want or ""), (want,))
+def _point(name: str, expected: str | None, observed: Observation) -> Point:
+    met = observed.state in _MEETS.get((name, expected or ""), (expected,))
     ok: bool | None = True
-    if want is not None or observed.unwanted:
-        ok = met if observed.proved and want != NOT_SHOWN else None
+    if expected is not None or observed.unwanted:
+        ok = met if observed.proved and expected != NOT_SHOWN else None
     reason, help = observed.reason, observed.help
     absent = observed.detail.get("missing_ranks")
-    if want == NOT_SHOWN:
+    if expected == NOT_SHOWN:
         reason, help = "what was requested is unknown: its record is missing", None
     elif reason is None and observed.state == "unknown":
         reason = "no record of it, neither by the probe nor in the log"
@@ -229,7 +229,7 @@ def _point(name: str, want: str | None, observed: Observation) -> Point:
     return Point(
         name=name,
         state=observed.state,
-        expected=want,
+        expected=expected,
         ok=ok,
         evidence=tuple(item.cite() for item in observed.cites[:CITES]),
         detail=observed.detail if ok is True else {**why, **observed.detail, **why},

@@ -97,7 +97,7 @@ _INPUTS_HELP = "train again on files that nothing writes to meanwhile"
 # -- the loss
 
 
-def _loss(evidence: Evidence, _want: str | None) -> Observation:
+def _loss(evidence: Evidence, _expected: str | None) -> Observation:
     log, lines = evidence.log, evidence.lines
     steps = list(evidence.rank_steps)
     detail: dict[str, object] = {"logged": len(lines), "counted": len(steps)}
@@ -276,7 +276,7 @@ def _exact(line: StepLine) -> float:
 _CORRUPT = Observation(state="corrupt", unwanted=True, help=_CORRUPT_HELP)
 
 
-def _gradients(evidence: Evidence, _want: str | None) -> Observation:
+def _gradients(evidence: Evidence, _expected: str | None) -> Observation:
     """What each rank's comparison came to; without one, whether the norms look like noise."""
     reports = evidence.last_events("gradients")
     corrupt = [event for event in reports if event.text("state") == "corrupt"]
@@ -359,7 +359,7 @@ def _falls(series: Sequence[float]) -> bool:
     return change <= -TREND_CHANGE and z <= -TREND_Z
 
 
-def _trend(evidence: Evidence, want: str | None) -> Observation:
+def _trend(evidence: Evidence, expected: str | None) -> Observation:
     if (still := _still(evidence)) is not None:
         return Observation(
             state="still",
@@ -387,7 +387,7 @@ def _trend(evidence: Evidence, want: str | None) -> Observation:
         cites=_first_and_last(evidence),
         detail=detail,
         reason=reason,
-        help=advice if want == "falling" else None,
+        help=advice if expected == "falling" else None,
     )
 
 
@@ -430,7 +430,7 @@ def trend(series: Sequence[float]) -> tuple[float, float]:
 # -- memory and the end
 
 
-def _memory(evidence: Evidence, _want: str | None) -> Observation:
+def _memory(evidence: Evidence, _expected: str | None) -> Observation:
     end = ending(evidence)
     detail: dict[str, object] = {"peak_allocated_gib": peak_allocated_gib(evidence)}
     if phases := memory_phases(evidence):
@@ -451,7 +451,7 @@ def _memory(evidence: Evidence, _want: str | None) -> Observation:
     return Observation(state="oom", cites=gpu, detail=detail, help=_OOM_HELP)
 
 
-def _finish(evidence: Evidence, _want: str | None) -> Observation:
+def _finish(evidence: Evidence, _expected: str | None) -> Observation:
     end, saved, ended = ending(evidence), evidence.final_save, evidence.exit
     detail: dict[str, object] = {
         "last_step": evidence.last_step,
@@ -483,7 +483,7 @@ def _finish(evidence: Evidence, _want: str | None) -> Observation:
 # -- what the optimizer changed, what was saved, what was read
 
 
-def _weights(evidence: Evidence, _want: str | None) -> Observation:
+def _weights(evidence: Evidence, _expected: str | None) -> Observation:
     """Whether the weights that the optimizer updates are others than before its first step."""
     last = evidence.last_events("weights")
     share = moved_share(evidence)
@@ -511,7 +511,7 @@ def _weights(evidence: Evidence, _want: str | None) -> Observation:
     )
 
 
-def _model(evidence: Evidence, _want: str | None) -> Observation:
+def _model(evidence: Evidence, _expected: str | None) -> Observation:
     """Whether the model on the disk is the one that was saved."""
     if evidence.model is None:
         return UNKNOWN
@@ -528,7 +528,7 @@ def _model(evidence: Evidence, _want: str | None) -> Observation:
     )
 
 
-def _inputs(evidence: Evidence, _want: str | None) -> Observation:
+def _inputs(evidence: Evidence, _expected: str | None) -> Observation:
     """Whether data and model were the same at the start and at the end."""
     if evidence.inputs is None:
         return UNKNOWN
@@ -554,7 +554,7 @@ def _differs(one: Mapping[str, object]) -> str:
     return f"{one.get('file')} was not what it was at the start: sha256 {before}, then {after}"
 
 
-def _resume(evidence: Evidence, _want: str | None) -> Observation:
+def _resume(evidence: Evidence, _expected: str | None) -> Observation:
     """Whether the first losses after a resume go on where those before it were."""
     before = earlier(evidence, "loss")[-_LOSSES_BEFORE:]
     after = [loss for loss in losses(evidence) if math.isfinite(loss)][:_LOSSES_AFTER]

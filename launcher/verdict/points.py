@@ -80,13 +80,13 @@ def probe_lines(evidence: Evidence, start: str | re.Pattern[str] = "") -> tuple[
 # -- Liger
 
 
-def _liger(evidence: Evidence, want: str | None) -> Observation:
+def _liger(evidence: Evidence, expected: str | None) -> Observation:
     calls = {record.rank: record.liger_calls for record in evidence.records if record.steps}
-    return _liger_counted(evidence, want, calls) if calls else _liger_logged(evidence, want)
+    return _liger_counted(evidence, expected, calls) if calls else _liger_logged(evidence, expected)
 
 
 def _liger_counted(
-    evidence: Evidence, want: str | None, calls: Mapping[int, Mapping[str, int]]
+    evidence: Evidence, expected: str | None, calls: Mapping[int, Mapping[str, int]]
 ) -> Observation:
     """From the calls counted in every rank that came as far as a step."""
     names = dict.fromkeys((*OPERATIONS, *(op for counts in calls.values() for op in counts)))
@@ -94,7 +94,7 @@ def _liger_counted(
     detail: dict[str, object] = {op: _calls_of(op, calls) for op in names} | missing
     patches, cites = evidence.events("liger_patch"), evidence.last_events("liger")
     idle = [rank for rank, counts in calls.items() if not any(counts.values())]
-    uncalled = {} if idle or want != "engaged" else _uncalled(patches, calls)
+    uncalled = {} if idle or expected != "engaged" else _uncalled(patches, calls)
     if uncalled:
         return Observation(
             state="not_engaged",
@@ -107,8 +107,8 @@ def _liger_counted(
         )
     if not idle:
         called = ", ".join(op for op in names if any(counts.get(op) for counts in calls.values()))
-        reason = f"Liger's kernels were called: {called}" if want == "off" else None
-        proved = not missing or want == "off"
+        reason = f"Liger's kernels were called: {called}" if expected == "off" else None
+        proved = not missing or expected == "off"
         return Observation(
             state="engaged", proved=proved, cites=cites, detail=detail, reason=reason
         )
@@ -116,7 +116,7 @@ def _liger_counted(
     where = f" on rank {', '.join(map(str, idle))}" if some else ""
     detail |= {"idle_ranks": idle} if some else {}
     steps = [record.steps[-1] for record in evidence.records if record.rank in idle]
-    if not (some or want == "engaged" or evidence.arguments.get("use_liger_kernel") == "True"):
+    if not (some or expected == "engaged" or evidence.arguments.get("use_liger_kernel") == "True"):
         # of a rank without steps it is not known, unless another one shows that it is not as expected
         return Observation(state="off", proved=not missing, cites=(*cites, *steps), detail=detail)
     patched = "though its patches were applied" if patches else "and no patch was applied"
@@ -148,7 +148,7 @@ def _uncalled(
     return {op: counts for op in fused if not all((counts := _calls_of(op, calls)).values())}
 
 
-def _liger_logged(evidence: Evidence, want: str | None) -> Observation:
+def _liger_logged(evidence: Evidence, expected: str | None) -> Observation:
     """From announcements, which can rule Liger out but never prove that it runs."""
     log, arguments = evidence.log, evidence.arguments
     patches, is_off = evidence.events("liger_patch"), arguments.get("use_liger_kernel") == "False"
@@ -161,7 +161,7 @@ def _liger_logged(evidence: Evidence, want: str | None) -> Observation:
         kwargs = applied[0].fields.get("kwargs") if applied else None
         return Observation(
             state="applied",
-            proved=want != "engaged",
+            proved=expected != "engaged",
             cites=(*patches, *applied),
             detail={} if kwargs is None else {"kwargs": kwargs},
             reason=_LIGER_LOGGED.format("that patches were applied"),
@@ -171,7 +171,7 @@ def _liger_logged(evidence: Evidence, want: str | None) -> Observation:
         return Observation(state="not_engaged", cites=cites, reason=refused[0].text)
     if attempted:
         reason = _LIGER_LOGGED.format("that it is tried")
-        return Observation(state="attempted", proved=want == "off", cites=cites, reason=reason)
+        return Observation(state="attempted", proved=expected == "off", cites=cites, reason=reason)
     # Training began and the attempt, logged right before it, is not there. That it was never made is
     # proved where the arguments or the script rule it out (use_qlora wins over use_liger_kernel, and
     # dpo.py does not read it), or where the source is known to announce it in these words.
@@ -180,44 +180,46 @@ def _liger_logged(evidence: Evidence, want: str | None) -> Observation:
     never = began and (ruled_out or evidence.pinned is True)
     return Observation(
         state="off" if never or is_off else "unknown",
-        proved=never or (is_off and want == "off"),
+        proved=never or (is_off and expected == "off"),
         cites=(log.argument("use_liger_kernel") if log else ()) or evidence.signals("liger_asked"),
-        reason="the log shows no attempt to apply it" if want == "engaged" else None,
+        reason="the log shows no attempt to apply it" if expected == "engaged" else None,
     )
 
 
 # -- packing
 
 
-def _packing(evidence: Evidence, want: str | None) -> Observation:
-    observed = _packing_by_rank(evidence, want) or _packing_logged(evidence, want)
+def _packing(evidence: Evidence, expected: str | None) -> Observation:
+    observed = _packing_by_rank(evidence, expected) or _packing_logged(evidence, expected)
     reason, help = observed.reason, observed.help
-    if want in ("isolated", "on") and observed.state == "off":
+    if expected in ("isolated", "on") and observed.state == "off":
         ranks = observed.detail.get("ranks")
         idle = [r for r, s in ranks.items() if s == "off"] if isinstance(ranks, Mapping) else []
         where = f" of rank {', '.join(idle)}" if idle else ""
         reason, help = f"no batch{where} held two samples in one row", _NOT_PACKED_HELP
-    elif want == "off" and observed.state in ("on", "isolated"):
+    elif expected == "off" and observed.state in ("on", "isolated"):
         reason = "several samples share one row"
         help = "write `packing: false`, or `expect: {packing: isolated}`"
-    elif want == "isolated" and observed.state == "on" and "missing_ranks" not in observed.detail:
+    elif (
+        expected == "isolated" and observed.state == "on" and "missing_ranks" not in observed.detail
+    ):
         why = "was not tested" if evidence.probe else "cannot be shown by a log alone"
         reason = reason or f"whether packed samples see each other {why}"
     return replace(observed, reason=reason, help=help)
 
 
-def _packing_logged(evidence: Evidence, want: str | None) -> Observation:
+def _packing_logged(evidence: Evidence, expected: str | None) -> Observation:
     announced = evidence.signals("packing")
     argument = evidence.log.argument("packing") if evidence.log else ()
     if announced or (evidence.arguments.get("packing") == "True" and not evidence.packs_nothing):
         cites = (*announced, *argument)
-        return Observation(state="on", proved=want != "isolated", cites=cites)
+        return Observation(state="on", proved=expected != "isolated", cites=cites)
     return Observation(
         state="off" if argument else "unknown", proved=bool(argument), cites=argument
     )
 
 
-def _packing_by_rank(evidence: Evidence, want: str | None) -> Observation | None:
+def _packing_by_rank(evidence: Evidence, expected: str | None) -> Observation | None:
     """As the ranks saw it, the gravest of them; None where none looked at a batch."""
     by_rank: dict[int, Event] = {}
     for record in evidence.records:
@@ -229,7 +231,7 @@ def _packing_by_rank(evidence: Evidence, want: str | None) -> Observation | None
     if not by_rank:
         return None
     states_by_rank = {str(rank): str(event.text("state")) for rank, event in by_rank.items()}
-    packed = want in ("isolated", "on")
+    packed = expected in ("isolated", "on")
     order = ("leaking", "off", "on", "isolated") if packed else ("leaking", "on", "isolated", "off")
     state = next(s for s in order if s in states_by_rank.values())
     cites = [event for event in by_rank.values() if event.text("state") == state]
@@ -246,7 +248,7 @@ def _packing_by_rank(evidence: Evidence, want: str | None) -> Observation | None
     disproved = state == "leaking" or (state == "off") == packed
     return Observation(
         state=state,
-        proved=disproved or not (missing or (state == "on" and want == "isolated")),
+        proved=disproved or not (missing or (state == "on" and expected == "isolated")),
         unwanted=state == "leaking",
         cites=cites,
         detail=detail,
@@ -258,12 +260,12 @@ def _packing_by_rank(evidence: Evidence, want: str | None) -> Observation | None
 # -- attention
 
 
-def _attention(evidence: Evidence, want: str | None) -> Observation:
+def _attention(evidence: Evidence, expected: str | None) -> Observation:
     events = [event for event in evidence.events("model") if event.text("attention")]
     if not events:
-        return _attention_logged(evidence, want)
-    accepted = (want, ATTENTION.get(want or "", want))
-    other = [e for e in events if want is not None and e.text("attention") not in accepted]
+        return _attention_logged(evidence, expected)
+    accepted = (expected, ATTENTION.get(expected or "", expected))
+    other = [e for e in events if expected is not None and e.text("attention") not in accepted]
     state = str((other or events)[0].text("attention"))
     detail = evidence.missing_ranks({event.rank for event in events})
     proved, where = bool(other) or not detail, ""
@@ -277,13 +279,13 @@ def _attention(evidence: Evidence, want: str | None) -> Observation:
         cites=[event for event in events if event.text("attention") == state],
         detail=detail,
         reason=f"the loaded model has {state}{where}" if proved else None,
-        help=f"check that `{want}` is installed (`launch doctor`), and what requests another"
+        help=f"check that `{expected}` is installed (`launch doctor`), and what requests another"
         if proved
         else None,
     )
 
 
-def _attention_logged(evidence: Evidence, want: str | None) -> Observation:
+def _attention_logged(evidence: Evidence, expected: str | None) -> Observation:
     detected = evidence.signals("attention")[-1:]
     # DPO's own argument wins
     word = evidence.arguments.get("attn_implementation", "").strip("'")
@@ -293,7 +295,7 @@ def _attention_logged(evidence: Evidence, want: str | None) -> Observation:
     state = ATTENTION.get(word, word)
     return Observation(
         state=state,
-        proved=want is not None and ATTENTION.get(want, want) != state,
+        proved=expected is not None and ATTENTION.get(expected, expected) != state,
         cites=detected,
         detail={"announced": word},
         reason=f"the log announces {word}; only the probe can prove it",
@@ -303,7 +305,7 @@ def _attention_logged(evidence: Evidence, want: str | None) -> Observation:
 # -- the batch
 
 
-def _batch(evidence: Evidence, _want: str | None) -> Observation:
+def _batch(evidence: Evidence, _expected: str | None) -> Observation:
     """Whether as many processes trained as were planned, and a step of each took as many rows."""
     probe, planned = evidence.probe, evidence.planned
     if probe is None or planned.world is None:
@@ -344,7 +346,7 @@ def _other_size(step: ProbeStep, planned: Planned) -> bool:
     """Whether a rank's step was not as large as planned; what its record lacks is no difference."""
     each, rows = planned.micro_batches, planned.per_device
     sizes = [(step.micro_batches, each), (step.rows, each and rows and each * rows)]
-    over = [size - want for size, want in sizes if size and want]
+    over = [size - planned_size for size, planned_size in sizes if size and planned_size]
     # of data that have not the rows of one step, every step is an epoch's last
     few = planned.data is not None and planned.batch is not None and planned.data < planned.batch
     return any(more > 0 or (more < 0 and not few) for more in over)
@@ -365,16 +367,16 @@ def _size(step: ProbeStep, planned: Planned) -> str:
 # -- caches
 
 
-def _dataset_cache(evidence: Evidence, want: str | None) -> Observation:
+def _dataset_cache(evidence: Evidence, expected: str | None) -> Observation:
     observed = _cache_by_rank(evidence, "dataset_cache")
     if observed is None:
         misses = ("dataset_missed", "dataset_saved")
         whole = not (evidence.log and evidence.log.headless)
         observed = _cache_logged(evidence, misses, "dataset_found", whole=whole)
-    return _with_reason(observed, want)
+    return _with_reason(observed, expected)
 
 
-def _reference_cache(evidence: Evidence, want: str | None) -> Observation:
+def _reference_cache(evidence: Evidence, expected: str | None) -> Observation:
     stale = Observation(state="stale", unwanted=True, help=_STALE_HELP)
     observed = _cache_by_rank(evidence, "reference_cache")
     if observed is not None and observed.state == "stale":
@@ -388,7 +390,7 @@ def _reference_cache(evidence: Evidence, want: str | None) -> Observation:
             # dropout moves the first loss too: what the log shows is a doubt, and no proof
             detail = {**observed.detail, "first_loss": first.loss}
             observed = replace(stale, proved=False, cites=(*observed.cites, first), detail=detail)
-    return _with_reason(observed, want)
+    return _with_reason(observed, expected)
 
 
 def _first_loss(log: Log | None) -> StepLine | None:
@@ -435,12 +437,12 @@ def _fields(event: Event) -> dict[str, object]:
     return {key: value for key, value in event.fields.items() if key not in ("t", "state")}
 
 
-def _with_reason(observed: Observation, want: str | None) -> Observation:
+def _with_reason(observed: Observation, expected: str | None) -> Observation:
     path = f": {observed.detail['path']}" if observed.detail.get("path") else ""
-    if want == "hit" and observed.state == "miss":
+    if expected == "hit" and observed.state == "miss":
         help = "`launch cache why RUN` says what differs from the nearest one"
         return replace(observed, reason=f"not found, so it was computed{path}", help=help)
-    if want == "miss" and observed.state == "hit":
+    if expected == "miss" and observed.state == "hit":
         return replace(observed, reason=f"it was found{path}")
     return observed
 

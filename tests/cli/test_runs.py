@@ -86,9 +86,8 @@ def test_last_is_the_newest_of_this_folder_and_no_trial(capsys: Capture) -> None
     (mine / "run.json").unlink()
     assert rundir.find("last") == RunFolder(other)
     assert main.main(["check", "last"]) == 0
-    assert capsys.readouterr().err.startswith(
-        "no run was begun in this folder; the last of all is 2026"
-    )
+    said = "no run was begun in this folder; the last of all is 2026"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_a_shell_completes_the_names_of_runs() -> None:

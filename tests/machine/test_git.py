@@ -1,21 +1,13 @@
 """Questions to a git repository, through real repositories made here."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
+from repositories import git
 
 from launcher.machine import python
 from launcher.machine.git import Repository
 from launcher.workflows.bench import worktrees
-
-
-def git(folder: Path, *arguments: str) -> str:
-    known = ["-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(
-        ["git", "-C", str(folder), *known, *arguments], check=True, capture_output=True, text=True
-    )
-    return done.stdout.strip()
 
 
 @pytest.fixture

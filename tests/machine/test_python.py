@@ -1,11 +1,11 @@
 """Questions to the outside, answered by fakes on PATH and by real git repositories."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from fake_smi import Smi, uuid
+from repositories import git
 
 from launcher.errors import NotReady
 from launcher.machine import python as machine
@@ -64,14 +64,6 @@ def test_a_driver_that_does_not_answer(smi: Smi) -> None:
 def test_without_nvidia_smi(bin_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(bin_folder))
     assert machine.ask_driver() == Driver()
-
-
-def git(folder: Path, *words: str) -> str:
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(
-        ["git", "-C", str(folder), *identity, *words], check=True, capture_output=True, text=True
-    )
-    return done.stdout.strip()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Write
+from conftest import STAGE_FILES, Write
 from repositories import UTILS, commit, declared, git, script, transformation
 
 from launcher.cli.main import main
@@ -346,13 +346,6 @@ def test_the_documented_places_are_searched(
     assert raised.value.findings[0].code == "no-repository"
 
 
-CONFIGS = [
-    path
-    for path in sorted((REPOSITORY / "configs").glob("*/*.yaml"))
-    if not path.name.startswith("pipeline")
-]
-
-
 @pytest.fixture
 def history(checkout: Path) -> Path:
     try:
@@ -371,7 +364,7 @@ def between(checkout: Path, old: str, new: str, *configs: Path) -> CommitDiffere
 
 
 def test_the_time_of_one_flat_class_without_liger(history: Path) -> None:
-    told = between(history, "6b3964bc", "pin", *CONFIGS)
+    told = between(history, "6b3964bc", "pin", *STAGE_FILES)
     dpo, sft = told.stages["dpo"], told.stages["sft"]
     assert changes(dpo, "use_liger_kernel").keys() == changes(sft, "use_liger_kernel").keys()
     assert "added" in changes(dpo, "use_liger_kernel")
@@ -388,11 +381,11 @@ def test_the_time_of_one_flat_class_without_liger(history: Path) -> None:
     assert len(ours) > 5 and all(one.valid == (False, True) for one in ours)
     assert {one.valid for one in told.configs if one.reason} == {(None, True), (None, None)}
     assert told.exit_code is Exit.OK
-    assert between(history, "pin", "6b3964bc", *CONFIGS).exit_code is Exit.CONFIG
+    assert between(history, "pin", "6b3964bc", *STAGE_FILES).exit_code is Exit.CONFIG
 
 
 def test_after_the_pin_there_is_more(history: Path) -> None:
-    told = between(history, "pin", "e6c3044a", *CONFIGS)
+    told = between(history, "pin", "e6c3044a", *STAGE_FILES)
     assert {"added"} == changes(told.stages["dpo"], "data_loader_seed").keys()
     clipped = changes(told.stages["dpo"], "max_grad_norm")
     assert (clipped["default"].before, clipped["default"].after) == ("-1", "none")
@@ -405,7 +398,7 @@ def test_after_the_pin_there_is_more(history: Path) -> None:
 
 def test_any_commit_can_be_compared_both_ways(history: Path) -> None:
     for old, new in (("24080cde7", "pin"), ("pin", "24080cde7")):
-        told = between(history, old, new, *CONFIGS[:3])
+        told = between(history, old, new, *STAGE_FILES[:3])
         json.dumps(told.as_json())
         assert difference.lines(told, everything=True)
 

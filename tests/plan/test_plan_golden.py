@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from conftest import DATA, REPOSITORY
+from conftest import DATA, REPOSITORY, STAGE_FILES
 from typer.testing import CliRunner
 
 from launcher.cli.commands import app
@@ -19,11 +19,7 @@ from launcher.upstream import locate
 
 GOLDEN = DATA / "plans"
 # the demos are for the CPU, whose memory is not planned
-CONFIGS = sorted(
-    path
-    for path in (REPOSITORY / "configs").rglob("*.yaml")
-    if path.parent.name != "demo" and not path.name.startswith("pipeline")
-)
+CONFIGS = [path for path in STAGE_FILES if path.parent.name != "demo"]
 NAMES = [str(path.relative_to(REPOSITORY)) for path in CONFIGS]
 CARD = ("--gpu", "H100", "--gpu-memory", "80", "--price", "2.5", "--fit")
 # MEAN:MAX tokens a row and rows, by data set

@@ -12,24 +12,14 @@ from typing import Any
 import pytest
 from conftest import PATIENCE_S
 from fake_world import until
-from real_training import (  # noqa: F401 - a fixture
-    CONFIGS,
-    launch,
-    missing,
-    needs_open_instruct,
-    place,
-    states,
-)
+from real_training import CONFIGS, launch, needs_open_instruct, needs_packages, states
+from real_training import place as place  # a fixture
 from test_probe import PROBE, Training
 
 from launcher.verdict.check import judge
 from launcher.verdict.evidence import read_run
 
 VIOLATION = 79
-needs_training = pytest.mark.skipif(
-    bool(missing(("torch", "transformers", "accelerate", "trl", "datasets"))),
-    reason="no training packages",
-)
 
 
 @pytest.fixture
@@ -311,7 +301,7 @@ MATRIX = """
 
 
 @pytest.mark.slow
-@needs_training
+@needs_packages
 def test_which_attention_keeps_packed_samples_apart(training: Training) -> None:
     """transformers masks by position, but not beside a padding mask, and not beside a cache."""
     done = real(training, MATRIX)
@@ -345,7 +335,7 @@ SEEDED = """
 
 
 @pytest.mark.slow
-@needs_training
+@needs_packages
 def test_the_test_leaves_nothing_behind(training: Training) -> None:
     """Dropout, bfloat16 and checkpointing: the same bits with and without it."""
     without = real(training, SEEDED, isolation=False)
@@ -375,7 +365,7 @@ UNCLIPPED = """
 
 
 @pytest.mark.slow
-@needs_training
+@needs_packages
 def test_a_gradient_that_nobody_clips(training: Training) -> None:
     done = real(training, UNCLIPPED, on_violation="stop")
     assert done.returncode == VIOLATION
@@ -404,7 +394,7 @@ HANGS = """
 
 
 @pytest.mark.slow
-@needs_training
+@needs_packages
 def test_a_hang_is_shown_where_it_hangs_and_ended(training: Training) -> None:
     # no step takes that long, however busy the machine is
     done = real(training, HANGS, on_hang="stop", hang_seconds=4, hang_factor=2)
@@ -443,7 +433,7 @@ RANKS = """
 
 
 @pytest.mark.slow
-@needs_training
+@needs_packages
 def test_one_rank_ends_all(training: Training) -> None:
     """Two processes over gloo, as torchrun starts them; the launcher is not there."""
     target = training.folder / "train.py"
@@ -473,9 +463,9 @@ def test_one_rank_ends_all(training: Training) -> None:
 
 
 @pytest.mark.slow
-@needs_training
+@needs_packages
 @pytest.mark.training
-def test_rows_cut_without_boundaries_leak(place: Path) -> None:  # noqa: F811
+def test_rows_cut_without_boundaries_leak(place: Path) -> None:
     code, answer = launch(
         place, "sft", str(CONFIGS / "sft.yaml"), "max_steps=2", "packing=true", "max_length=256",
         "packing_strategy=wrapped", "output_dir=build/demo/wrapped", "--gpus", "0",
@@ -484,9 +474,9 @@ def test_rows_cut_without_boundaries_leak(place: Path) -> None:  # noqa: F811
 
 
 @pytest.mark.slow
-@needs_training
+@needs_packages
 @pytest.mark.training
-def test_without_the_probe_there_is_the_log_alone(place: Path) -> None:  # noqa: F811
+def test_without_the_probe_there_is_the_log_alone(place: Path) -> None:
     code, answer = launch(
         place, "sft", str(CONFIGS / "sft.yaml"), "max_steps=2", "logging_steps=1",
         "output_dir=build/demo/bare", "expect={packing: isolated, liger: any}",
@@ -501,9 +491,9 @@ def test_without_the_probe_there_is_the_log_alone(place: Path) -> None:  # noqa:
 
 @pytest.mark.slow
 @needs_open_instruct
-@needs_training
+@needs_packages
 @pytest.mark.training
-def test_packed_dpo_leaks_beside_a_cache_and_so_does_its_reference_pass(place: Path) -> None:  # noqa: F811
+def test_packed_dpo_leaks_beside_a_cache_and_so_does_its_reference_pass(place: Path) -> None:
     words = (
         "dpo", str(CONFIGS / "dpo_open_instruct.yaml"), "model_name_or_path=build/demo/model",
         "max_train_steps=3", "packing=true", "expect.trend=any", "--gpus", "0",

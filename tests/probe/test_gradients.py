@@ -18,7 +18,7 @@ from launcher.runs.rundir import RunFolder
 from launcher.verdict import judge as judgement
 from launcher.verdict.check import judge
 from launcher.verdict.evidence import Evidence, read_log, read_run
-from launcher.workflows.bench.comparison import Sample, Step, baseline_fault, compare
+from launcher.workflows.bench.comparison import CurveStep, Sample, baseline_fault, compare
 
 pytestmark = pytest.mark.slow
 
@@ -240,7 +240,7 @@ def trial(
     name: str, losses: list[float], *, speed: float = 100.0, norm: float | None = 7.0,
     tokens: float = 50.0, micro_batches: int = 4, gradients: str | None = "true", **more: Any,
 ) -> Sample:  # fmt: skip
-    curve = tuple(Step(tokens, tokens, loss, norm, micro_batches) for loss in losses)
+    curve = tuple(CurveStep(tokens, tokens, loss, norm, micro_batches) for loss in losses)
     metrics = {"tokens_per_second_per_gpu": speed}
     return Sample(variant=name, curve=curve, metrics=metrics, gradients=gradients, **more)
 
@@ -310,7 +310,7 @@ def test_nothing_is_compared_with_a_corrupt_baseline() -> None:
     old = one.as_json()
     old["curve"] = [row[:3] for row in old["curve"]]
     del old["gradients"]
-    assert Sample.from_json(old).curve[0] == Step(50.0, 50.0, 12.637)
+    assert Sample.from_json(old).curve[0] == CurveStep(50.0, 50.0, 12.637)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import slurm_cluster
 from conftest import PATIENCE_S
-from real_training import CONFIGS, missing
+from real_training import CONFIGS, needs_packages
 from slurm_cluster import Cluster
 
 from launcher.errors import NotReady
@@ -24,7 +24,6 @@ from launcher.runs import sbatch, slurm
 from launcher.runs.rundir import RunFolder
 from launcher.runs.slurm import Job
 
-TRAINING = ("torch", "transformers", "accelerate", "datasets", "trl")
 SECRET = "hf_thisIsNoTokenButLooksLikeOne"
 # What stands for `launch exec` where no training is needed: writes down who was started how, and waits.
 STAND_IN = """\
@@ -249,11 +248,6 @@ def test_without_an_answer_nothing_is_said(
     assert "not installed" in error.value.findings[0].message
 
 
-needs_training = pytest.mark.skipif(
-    bool(missing(TRAINING)), reason=f"no training packages: {', '.join(missing(TRAINING))}"
-)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, demo_assets: Path) -> Path:
     folder = tmp_path_factory.mktemp("slurm")
@@ -334,7 +328,7 @@ def steps(run: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.training
-@needs_training
+@needs_packages
 def test_two_nodes_train_are_queued_again_and_finish(
     launch: Callable[..., dict[str, Any]], environ: dict[str, str], cluster: Cluster
 ) -> None:
@@ -370,7 +364,7 @@ def test_two_nodes_train_are_queued_again_and_finish(
 
 @pytest.mark.slow
 @pytest.mark.training
-@needs_training
+@needs_packages
 def test_a_stopped_job_leaves_no_process(
     launch: Callable[..., dict[str, Any]], environ: dict[str, str], cluster: Cluster
 ) -> None:

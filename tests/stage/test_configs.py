@@ -5,18 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, STAGE_FILES
 
 from launcher.config import load
 from launcher.errors import errors
 from launcher.stage import stage
 from launcher.stage.stage import Stage
 
-CONFIGS = [
-    path
-    for path in sorted((REPOSITORY / "configs").rglob("*.y*ml"))
-    if not path.name.startswith("pipeline")
-]
 # data of files that a step of the demo makes first; a model that is only measured
 EXPECTED_WARNINGS = {"demo": {"missing-data"}, "olmo_core": {"no-hf-export"}}
 
@@ -28,18 +23,18 @@ def validated(path: Path) -> Stage:
 def test_each_validates_without_a_warning_and_alone_in_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert len(CONFIGS) >= 9
-    for path in CONFIGS:
+    assert len(STAGE_FILES) >= 9
+    for path in STAGE_FILES:
         found = {f.code for f in errors(validated(path).findings, strict=True)}
         assert found <= EXPECTED_WARNINGS.get(path.parent.name, set()), path
     monkeypatch.chdir(tmp_path)
-    for path in CONFIGS:
+    for path in STAGE_FILES:
         alone = Path(shutil.copy(path, tmp_path / path.name))
         made = validated(alone)
         assert made.options.deepspeed is None or made.options.deepspeed.is_file()
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", STAGE_FILES, ids=lambda path: path.name)
 def test_its_header_holds_a_command_that_fits(path: Path) -> None:
     text, made = path.read_text(encoding="utf-8"), validated(path)
     header = text.split("\nstage:")[0].splitlines()
@@ -64,7 +59,7 @@ def test_its_header_holds_a_command_that_fits(path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["tulu", "llama", "demo"])
 def test_dpo_starts_from_the_sft_file_beside_it(folder: str) -> None:
-    made = [validated(path) for path in CONFIGS if path.parent.name == folder]
+    made = [validated(path) for path in STAGE_FILES if path.parent.name == folder]
     written = {str(s.values["output_dir"]) for s in made if s.options.stage == "sft"}
     for one in made:
         if one.options.stage == "dpo":

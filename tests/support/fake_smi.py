@@ -35,13 +35,9 @@ class Smi:
         self.cards()
 
     def cards(
-        self,
-        *used: int,
-        name: str = "NVIDIA H200",
-        memory: int | str = 143771,
-        mig: Sequence[int] = (),
-        cuda: str = "13.0",
-    ) -> None:
+        self, *used: int, name: str = "NVIDIA H200", memory: int | str = 143771,
+        mig: Sequence[int] = (), cuda: str = "13.0",
+    ) -> None:  # fmt: skip
         """As many cards as there are numbers (MiB in use); `mig` are those that are divided."""
         self._known = (used, name, memory, mig, cuda)
         self.processes()
@@ -54,20 +50,14 @@ class Smi:
             return
         cards = [
             CARD.format(
-                index=index,
-                name=name,
-                mig="Enabled" if index in mig else "Disabled",
-                uuid=uuid(index),
-                memory=f"{memory} MiB" if isinstance(memory, int) else memory,
-                used=mib,
+                index=index, name=name, mig="Enabled" if index in mig else "Disabled", uuid=uuid(index),
+                memory=f"{memory} MiB" if isinstance(memory, int) else memory, used=mib,
                 processes="".join(
-                    PROCESS.format(pid=pid, mib=mib, type=type)
-                    for c, pid, mib in rows
-                    if c == index
+                    PROCESS.format(pid=pid, mib=mib, type=type) for c, pid, mib in rows if c == index
                 ),
             )
             for index, mib in enumerate(used)
-        ]
+        ]  # fmt: skip
         self.answer.write_text(
             '<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">\n'
             f"<nvidia_smi_log>\n<driver_version>{DRIVER}</driver_version>\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PATIENCE_S, REPOSITORY, STAND_INS
+from conftest import NO_PACKAGES, PATIENCE_S, REPOSITORY, STAND_INS
 
 from launcher.upstream.locate import locate
 
@@ -28,12 +28,10 @@ def missing(names: tuple[str, ...]) -> list[str]:
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
-pytestmark = [
-    pytest.mark.training,
-    pytest.mark.skipif(
-        bool(missing(TRAINING)), reason=f"no training packages: {', '.join(missing(TRAINING))}"
-    ),
-]
+needs_packages = pytest.mark.skipif(
+    bool(missing(TRAINING)), reason=f"{NO_PACKAGES}: {', '.join(missing(TRAINING))}"
+)
+needs_training = [pytest.mark.training, needs_packages]
 
 
 def open_instruct_reason() -> str | None:
@@ -64,14 +62,10 @@ def place(tmp_path_factory: pytest.TempPathFactory, demo_assets: Path) -> Path:
 def launch(place: Path, *words: str) -> tuple[int, dict[str, Any]]:
     """Run the command line in `place` with JSON answers; the exit code and the envelope."""
     environment = {
-        **os.environ,
-        "LAUNCH_RUNS": str(place / "runs"),
-        "XDG_STATE_HOME": str(place / "state"),
-        "XDG_CACHE_HOME": str(place / "cache"),
-        "HF_HUB_OFFLINE": "1",
+        **os.environ, "LAUNCH_RUNS": str(place / "runs"), "XDG_STATE_HOME": str(place / "state"),
+        "XDG_CACHE_HOME": str(place / "cache"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": STAND_INS,
         "HF_DATASETS_CACHE": str(place / "hf"),
-        "PYTHONPATH": STAND_INS,
-    }
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "launcher", *words, "--format", "json"],
         cwd=place, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,

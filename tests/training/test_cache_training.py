@@ -4,19 +4,19 @@ Every start is a step or less of a tiny model on the CPU. Skipped, with the reas
 packages or the pinned checkout are missing.
 """
 
-import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NO_CHECKOUT, NO_PACKAGES, REPOSITORY, STAND_INS, find_checkout
+from conftest import REPOSITORY, STAND_INS, find_checkout
+from real_training import needs_open_instruct, needs_training
 
 from launcher.cache import diagnosis, folders, keys
 from launcher.cache.keys import Cache
@@ -28,21 +28,10 @@ from launcher.runs.rundir import RunFolder
 from launcher.stage import stage as stages
 from launcher.upstream.locate import Locator
 
-TRAINING = ("torch", "transformers", "accelerate", "datasets", "trl")
-OPEN_INSTRUCT = ("deepspeed", "olmo_core", "peft", "ray", "beaker")
 STAGE_FILE = REPOSITORY / "configs" / "demo" / "dpo_open_instruct.yaml"
 
 
-def missing(names: Sequence[str]) -> list[str]:
-    """The packages that are not installed here."""
-    return [name for name in names if importlib.util.find_spec(name) is None]
-
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.training,
-    pytest.mark.skipif(bool(missing(TRAINING)), reason=f"{NO_PACKAGES}: {', '.join(missing(TRAINING))}"),
-]  # fmt: skip
+pytestmark = [pytest.mark.slow, *needs_training]
 
 
 @pytest.fixture
@@ -74,14 +63,6 @@ def retrain(path: Path) -> None:
     raw[-4096:] = bytes(4096)
     path.write_bytes(raw)
     os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
-
-
-def open_instruct() -> None:
-    """Skips where the pinned script cannot run."""
-    if find_checkout() is None:
-        pytest.skip(NO_CHECKOUT)
-    if missing(OPEN_INSTRUCT):
-        pytest.skip(f"{NO_PACKAGES}: {', '.join(missing(OPEN_INSTRUCT))}")
 
 
 def dpo(name: str, *overrides: str) -> tuple[dict[str, str], dict[str, Cache], RunFolder]:
@@ -117,8 +98,8 @@ def states(run: RunFolder) -> dict[str, str]:
     }
 
 
+@needs_open_instruct
 def test_dpo_never_meets_a_stale_cache(place: Path) -> None:
-    open_instruct()
     data = place / "build/demo/data/dpo/train.jsonl"
     model = place / "build/demo/model/model.safetensors"
     seen, first, _ = dpo("first")

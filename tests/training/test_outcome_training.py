@@ -2,30 +2,21 @@
 
 import json
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PATIENCE_S
-from real_training import CONFIGS, launch, pytestmark, states
+from fake_world import until
+from real_training import CONFIGS, launch, needs_training, states
 from real_training import place as place  # a fixture
 
-__all__ = ["pytestmark"]
+pytestmark = needs_training
 
 SFT = ("sft", str(CONFIGS / "sft.yaml"), "--gpus", "0")
 
 
 def status(answer: dict[str, Any]) -> str:
     return str(answer["data"]["status"])
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def last_run(place: Path) -> Path:

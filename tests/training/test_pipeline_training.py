@@ -6,17 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_training import CONFIGS, TRAINING, launch, missing, needs_open_instruct, place, states
+from real_training import CONFIGS, launch, needs_open_instruct, needs_training, place, states
 
 __all__ = ["place"]  # a fixture
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.training,
-    pytest.mark.skipif(
-        bool(missing(TRAINING)), reason=f"no training packages: {', '.join(missing(TRAINING))}"
-    ),
-]
+pytestmark = [pytest.mark.slow, *needs_training]
 
 
 def events(run: str, name: str) -> list[dict[str, Any]]:

@@ -15,15 +15,9 @@ from typing import Any
 
 import pytest
 from conftest import PATIENCE_S, REPOSITORY, STAND_INS
-from real_training import TRAINING, missing, open_instruct_reason
+from real_training import needs_open_instruct, needs_training, open_instruct_reason
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.training,
-    pytest.mark.skipif(
-        bool(missing(TRAINING)), reason=f"no training packages: {', '.join(missing(TRAINING))}"
-    ),
-]
+pytestmark = [pytest.mark.slow, *needs_training]
 
 KILLS = 2
 Soaks = dict[str, tuple["subprocess.Popen[str]", Path]]
@@ -70,18 +64,7 @@ def result(soaks: Soaks, kind: str) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "trl",
-        pytest.param(
-            "sft",
-            marks=pytest.mark.skipif(
-                open_instruct_reason() is not None, reason=str(open_instruct_reason())
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("kind", ["trl", pytest.param("sft", marks=needs_open_instruct)])
 def test_killed_at_random_moments_it_ends_as_if_left_alone(soaks: Soaks, kind: str) -> None:
     told = result(soaks, kind)
     assert told["failures"] == []

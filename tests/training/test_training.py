@@ -3,10 +3,10 @@
 import shutil
 from pathlib import Path
 
-from real_training import CONFIGS, launch, pytestmark, states
+from real_training import CONFIGS, launch, needs_training, states
 from real_training import place as place  # a fixture
 
-__all__ = ["pytestmark"]
+pytestmark = needs_training
 
 
 def test_packing_is_seen_in_the_batches(place: Path) -> None:

@@ -4,7 +4,6 @@ import itertools
 import json
 import shlex
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from conftest import PATIENCE_S, REPOSITORY, Write
 from experiment import Here, started
 from fake_world import World, needs_trl, until
+from repositories import git
 
 from launcher.config import durations
 from launcher.errors import InvalidConfig, NotReady, UsageError
@@ -525,14 +525,6 @@ def test_the_commands_of_the_page_are_valid(
         return
     made = bench.plan(request, asked, steps=20, repeats=3)
     assert len(made.variants) == len(asked) > 1
-
-
-def git(folder: Path, *words: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *words],
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    return done.stdout.strip()
 
 
 def test_a_commit_is_checked_out_beside_what_is_there(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import REPOSITORY
+from conftest import STAGE_FILES
 
 from launcher.config import load
 from launcher.errors import errors
@@ -16,11 +16,6 @@ from launcher.stage import stage
 from launcher.stage.stage import Stage
 from launcher.workflows.ladder import ladder
 
-CONFIGS = [
-    path
-    for path in sorted((REPOSITORY / "configs").rglob("*.yaml"))
-    if not path.stem.startswith("pipeline")
-]
 OUTPUT = Path("/somewhere/a folder")
 SFT = {
     "model_name_or_path": "some/model", "chat_template_name": "tulu", "max_seq_length": 512,
@@ -56,7 +51,7 @@ def short(tmp_path: Path, args: dict[str, Any], steps: int = 20, **options: Any)
     return found
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize("path", STAGE_FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_config_of_ours(path: Path) -> None:
     full, steps = of(path), 50
     found = of(path, ladder.short_overrides(full, steps=steps, output=OUTPUT))

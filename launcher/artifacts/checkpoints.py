@@ -139,9 +139,6 @@ def damage(folder: Path) -> str | None:
     return None if fault == _NO_WEIGHTS else fault
 
 
-# --- one checkpoint ---------------------------------------------------------------------------------
-
-
 def _folders(backend: str, output: Path | None) -> Iterator[Path]:
     pattern = _layout(backend).folder
     for name in _names(output):
@@ -271,9 +268,6 @@ def _ranks_fault(
     return next((f for name in found.values() if (f := _archive_fault(path / name))), None)
 
 
-# --- DeepSpeed and FSDP -----------------------------------------------------------------------------
-
-
 def _engine_folder(path: Path, names: set[str]) -> Path | None:
     """DeepSpeed's part: `pytorch_model` under accelerate, `global_stepN` under transformers."""
     inside = [n for n in sorted(names) if n == "pytorch_model" or n.startswith("global_step")]
@@ -314,9 +308,6 @@ def _fsdp_fault(path: Path, names: Iterable[str]) -> str | None:
         elif (fault := _archive_fault(path / name)) is not None:
             return fault
     return None
-
-
-# --- files ------------------------------------------------------------------------------------------
 
 
 def _weights_fault(folder: Path, names: set[str]) -> str | None:

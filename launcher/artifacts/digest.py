@@ -161,9 +161,6 @@ def _bytes(descriptor: int, offset: int, length: int) -> bytes:
     return raw
 
 
-# --- which bytes of a checkpoint decide -----------------------------------------------------------
-
-
 def sampled_regions(descriptor: int, size: int) -> list[tuple[int, int]] | None:
     """Offset and length of every stretch of a safetensors file that is read, the header first.
 

@@ -90,9 +90,6 @@ def cache_home(environ: Mapping[str, str] | None = None) -> Path:
     return Path(os.path.expanduser(base)).absolute() / "launch"
 
 
-# --- remembered digests ---------------------------------------------------------------------------
-
-
 class FingerprintCache:
     """The digests of files by identity: device, inode, size, times of last write and last change.
 
@@ -181,9 +178,6 @@ def _sound(entry: Any) -> bool:
         str,
         int,
     ]
-
-
-# --- files, folders, names ------------------------------------------------------------------------
 
 
 def of_file(
@@ -344,9 +338,6 @@ def _missing(path: Path, error: OSError | ValueError) -> MissingContent:
             "error", "unreadable-file" if there else "missing-file", message, help, file=str(path)
         )
     )
-
-
-# --- the hub's cache ------------------------------------------------------------------------------
 
 
 def of_hub(name: str, revision: str | None = None) -> Fingerprint:

@@ -153,9 +153,6 @@ def _sentence(
     return same
 
 
-# --- what differs ---------------------------------------------------------------------------------
-
-
 class KeyFact(NamedTuple):
     """One thing that a cache depends on: what to call it, what to compare, and what to show."""
 

@@ -127,9 +127,6 @@ def aged(seconds: float) -> str:
     return f"{int(seconds)}s"
 
 
-# --- for a run ------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def lock(
     caches: Sequence[Cache], run: RunFolder, attempt: int, *, config: Path | None = None
@@ -288,9 +285,6 @@ def _not_writable(path: Path, error: OSError) -> NotReady:
     return not_ready("cache-not-writable", message, help, file=str(path))
 
 
-# --- all of them ----------------------------------------------------------------------------------
-
-
 def known() -> list[CacheFolder]:
     """Every cache folder of the index and of launch's own places, those used last at the end."""
     found: dict[Path, CacheFolder] = {}
@@ -333,9 +327,6 @@ def seconds(text: object) -> float:
         return datetime.datetime.fromisoformat(str(text)).timestamp()
     except ValueError:
         return 0.0
-
-
-# --- clearing -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -183,9 +183,6 @@ def environment(caches: Sequence[Cache]) -> dict[str, str]:
     return {name: value for one in caches for name, value in one.env.items()}
 
 
-# --- what goes into a name ------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Sources:
     """The plan, and what its arguments name, by content."""
@@ -279,9 +276,6 @@ def _writable(path: Path) -> bool:
     return os.access(path, os.W_OK | os.X_OK) and path.is_dir()
 
 
-# --- open-instruct --------------------------------------------------------------------------------
-
-
 def _open_instruct(reader: _Sources) -> Iterator[Cache]:
     values = reader.values
     prefix = "dataset_" if "dataset_local_cache_dir" in values else ""
@@ -329,9 +323,6 @@ def _tokenising(reader: _Sources) -> list[Input]:
     ]
 
 
-# --- TRL ------------------------------------------------------------------------------------------
-
-
 def _trl(reader: _Sources) -> Iterator[Cache]:
     """`datasets` caches what TRL reads and tokenises: beside its own key goes what that cannot see."""
     values, name = reader.values, reader.text("dataset_name")
@@ -355,9 +346,6 @@ def _trl(reader: _Sources) -> Iterator[Cache]:
     key = {name: values[name] for name in _TRL_KEY if name in values}
     made = reader.cache("dataset", os.environ.get(DATASETS_VARIABLE), inputs, key)
     yield replace(made, env={DATASETS_VARIABLE: str(made.path)})
-
-
-# --- what is worth saying -------------------------------------------------------------------------
 
 
 def findings(plan: Plan, caches: Sequence[Cache]) -> Iterator[Finding]:

@@ -188,8 +188,6 @@ class Estimate:
             return best, None
         return None, self.memory_of(self.footprint, self.footprint.setup(1, each))
 
-    # --- time and money ---
-
     def _speed(self) -> Speed | None:
         if self.terms.tokens_per_second is not None:
             return Speed(self.terms.tokens_per_second, "--tokens-per-second")
@@ -262,8 +260,6 @@ class Estimate:
             return self.rows
         return planned.steps * planned.global_batch if reference and planned.steps else None
 
-    # --- what is worth saying ---
-
     def _memory_findings(self) -> Iterator[Finding]:
         """Whether the memory is known, is too much, or leaves a card half empty."""
         planned, memory, best, gib = self.plan, self.memory, self.best, self.card.gib
@@ -272,14 +268,9 @@ class Estimate:
             message = f"{self.where}memory is planned for GPUs, not for the CPU"
             yield launch_finding("note", "unknown-memory", message, None)
         elif gib is not None and memory.spare(gib) < 0:
-            yield Finding(
-                severity="warning",
-                layer="launch",
-                code="out-of-memory",
-                message=self.where + _missing(memory, gib),
-                help=None if self.static else self._instead(memory, gib),
-                **place,
-            )
+            help = None if self.static else self._instead(memory, gib)
+            message = self.where + _missing(memory, gib)
+            yield launch_finding("warning", "out-of-memory", message, help, **place)
         elif (
             gib is not None
             and best is not None
@@ -334,8 +325,6 @@ class Estimate:
         yield planned.stage.config.placed(
             launch_finding("warning", "half-wasted", message, help, key="batch.per_device")
         )
-
-    # --- how it is shown ---
 
     def as_json(self, *, why: bool) -> dict[str, Any]:
         """One entry of the plan's JSON contract."""
@@ -714,8 +703,6 @@ def _measured_speed(planned: Plan, card: str) -> Speed | None:
             return Speed(rate / count * planned.processes, source)
     return None
 
-
-# --- row lengths ----------------------------------------------------------------------------------
 
 _SHORTEST = Lengths(mean=1, deviation=0, longest=1, source="", counts=((1, 1),))
 

@@ -168,9 +168,6 @@ def _fences(folder: Path) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _NAME.match(name)))
 
 
-# --- whether it is free -----------------------------------------------------------------------------
-
-
 def require_free(output: Path | None) -> None:
     """Raise NotReady where somebody trains, or may train, into this folder."""
     if output is not None:
@@ -242,9 +239,6 @@ def _taken(last: Lease, output: Path, why: str) -> Finding:
     message = f"the run {name} trains into {output}: {last.described}{why}"
     help = f"wait for it, stop it{there} ({stop}), or choose another output_dir"
     return launch_finding("error", "run-is-live", message, help, file=last.run or str(last.path))
-
-
-# --- taken, kept, given back ------------------------------------------------------------------------
 
 
 def take(output: Path, run: Path, attempt: int) -> Lease:

@@ -66,8 +66,6 @@ def grace(text: str | None) -> Grace:
     return first, second, third
 
 
-# --- the right to train into an output folder: one at a time --------------------------------------
-#
 # Who trains into an output folder has its lease. The kernel's locks confirm that: they are on a file beside
 # the lease and on one of the run folder, and the started process inherits them, so they are free as soon as
 # that process has gone, however it went, and never before.
@@ -113,9 +111,6 @@ def _give_back(granted: lease.Lease) -> None:
     if last is not None and last.owner == granted.owner:
         # no keeper has taken it over
         granted.discard()
-
-
-# --- the run ----------------------------------------------------------------------------------------
 
 
 def run(

@@ -116,9 +116,6 @@ class Report:
         }
 
 
-# --- the two questions ----------------------------------------------------------------------------
-
-
 def require_ready(
     plan: Plan, trainer: Trainer, chosen: Devices | None = None, *, elsewhere: bool = False
 ) -> tuple[Finding, ...]:
@@ -203,9 +200,6 @@ def _quick(subject: Subject, chosen: Devices, imports: Imports | None = None) ->
     yield from disk.too_little(needed, subject.output, found)
 
 
-# --- source and interpreter -----------------------------------------------------------------------
-
-
 def checkout(subject: Subject) -> Iterator[Finding]:
     """open-instruct runs from a checkout; the snapshot only validates."""
     if subject.upstream.root is None and subject.upstream.is_checkout:
@@ -243,9 +237,6 @@ def interpreter(trainer: Trainer) -> Iterator[Finding]:
         message = f"{trainer.python} ({trainer.source}) is Python {version}"
         help = f"name Python {'.'.join(map(str, OLDEST))} or later with --python"
         yield launch_finding("error", "old-python", message, help)
-
-
-# --- packages -------------------------------------------------------------------------------------
 
 
 def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Finding]:
@@ -311,9 +302,6 @@ def _conflicts(subject: Subject) -> Iterator[Finding]:
         yield launch_finding("warning", "other-requirements", message, help)
 
 
-# --- imports --------------------------------------------------------------------------------------
-
-
 def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:
     """Import what options of the plan need, and the scripts themselves."""
     modules = [_MODULES[name] for name in needed(subject) if name in _MODULES]
@@ -331,16 +319,14 @@ def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:
 
 def _import_error(failure: Failure, subject: Subject) -> Finding:
     """A package that is there and cannot be imported: its own message, and where."""
-    return Finding(
-        severity="error",
-        layer="launch",
-        code="import-error",
-        message=f"importing `{failure.module}` fails: {failure.error}: {failure.message}",
-        file=failure.file,
-        line=failure.line,
-        help="the package of the file named does not work here: install it anew with "
-        f"{shlex.join(install.pip_install(subject.trainer))} --force-reinstall --no-deps PACKAGE",
+    message = f"importing `{failure.module}` fails: {failure.error}: {failure.message}"
+    pip = shlex.join(install.pip_install(subject.trainer))
+    help = (
+        "the package of the file named does not work here: install it anew with "
+        f"{pip} --force-reinstall --no-deps PACKAGE"
     )
+    place = {"file": failure.file, "line": failure.line}
+    return launch_finding("error", "import-error", message, help, **place)
 
 
 def _cuda(subject: Subject, imports: Imports) -> Iterator[Finding]:
@@ -354,9 +340,6 @@ def _cuda(subject: Subject, imports: Imports) -> Iterator[Finding]:
     message = f"torch {torch.get('version')} cannot use the GPUs: {what}"
     help = "compare the driver (nvidia-smi) with what this torch is built for; in a container: --gpus all"
     yield launch_finding("error", "cuda-unusable", message, help)
-
-
-# --- driver, torch, shared memory -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,9 +413,6 @@ def shm_size() -> int | None:
     return status.f_frsize * status.f_blocks
 
 
-# --- the facts --------------------------------------------------------------------------------
-
-
 def _environment(subject: Subject, imports: Imports | None) -> Iterator[Fact]:
     trainer, source, torch = subject.trainer, subject.upstream, torch_of(subject.trainer)
     version = ".".join(map(str, trainer.version))
@@ -494,9 +474,6 @@ def _room(subject: Subject) -> Iterator[Fact]:
         text = "unknown" if room is None else f"{sized(room[0])} free"
         value = {"path": str(place.path), "free": None if room is None else room[0]}
         yield Fact(place.what, f"{place.path}, {text}", value)
-
-
-# --- the plan's own situation ---------------------------------------------------------------------
 
 
 def situation(plan: Plan, trainer: Trainer, output: Path | None) -> Iterator[Finding]:

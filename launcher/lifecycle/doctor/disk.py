@@ -73,9 +73,6 @@ class Needs:
     parameters: int | None = None
 
 
-# --- what will be written -------------------------------------------------------------------------
-
-
 def parameters_of(
     name: object, environ: Mapping[str, str], revision: str | None = None
 ) -> int | None:
@@ -247,9 +244,6 @@ def _checkpoint_bytes(output: Path | None) -> int:
     return sum(map(below, kept))
 
 
-# --- what there is --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class WriteTarget:
     """A folder that a run writes into: what for, what to set for another, and whether it needs it."""
@@ -321,9 +315,6 @@ def _nearest(path: Path) -> Path:
     while not exists(path) and path != path.parent:
         path = path.parent
     return path
-
-
-# --- what is wrong --------------------------------------------------------------------------------
 
 
 def unwritable(found: Iterable[WriteTarget]) -> Iterator[Finding]:

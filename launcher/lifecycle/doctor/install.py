@@ -54,9 +54,6 @@ UNCONSTRAINED = ("vllm",)
 BUILD = ("setuptools", "wheel", "ninja", "py-cpuinfo", "hjson", "pydantic", "packaging", "psutil")
 
 
-# --- what is there --------------------------------------------------------------------------------
-
-
 def missing(names: Sequence[str], trainer: Trainer) -> tuple[str, ...]:
     """Those distributions that the trainer's Python holds neither as such nor as a file."""
     path = [str(folder) for folder in trainer.path]
@@ -91,9 +88,6 @@ def conflicts(names: Sequence[str], trainer: Trainer) -> tuple[str, ...]:
     lines = f"{done.stdout}\n{done.stderr}".splitlines() if done.returncode else []
     matches = [(_CONFLICT.match(line), line.strip()) for line in lines]
     return tuple(line for found, line in matches if found and canonicalize_name(found[1]) in names)
-
-
-# --- what imports ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,9 +174,6 @@ def _child(
     answers = [answer for line in out.splitlines() if (answer := parse_line(line))]
     last = err.decode(errors="replace").strip().splitlines()[-1:]
     return answers, end, last[0] if last else ""
-
-
-# --- what installs it -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,9 +97,6 @@ class OutputChoice:
     derived: Mapping[str, Derived] = field(default_factory=dict)
 
 
-# --- where -----------------------------------------------------------------------------------------
-
-
 def choose_output(
     stage: Stage, configured: Path | None, runs: Iterable[RunFolder], *, fresh: bool
 ) -> OutputChoice:
@@ -188,9 +185,6 @@ def set_aside(decision: Decision, attempt: int) -> list[Path]:
     return moved
 
 
-# --- without the decision ---------------------------------------------------------------------------
-
-
 def warn_pasted_command(plan: Plan, output: Path | None, folder: RunFolder) -> tuple[Finding, ...]:
     """What to know of a command that is pasted where a run has been: it knows nothing of that run."""
     resume = plan.stage.entry.names.resume
@@ -218,9 +212,6 @@ def _taken_by_upstream(plan: Plan, output: Path | None) -> Path | None:
         return checkpoints.taken_by_upstream(plan.stage.options.backend, output)
     except ValueError:
         return None
-
-
-# --- the attempts so far ------------------------------------------------------------------------------
 
 
 def manifests(stage: str, folder: RunFolder | None, output: Path | None) -> list[Manifest]:
@@ -353,9 +344,6 @@ class _Attempts:
         return False
 
 
-# --- the decision ----------------------------------------------------------------------------------
-
-
 def judge(
     plan: Plan,
     *,
@@ -423,25 +411,12 @@ class _Judge:
         return str(named) if plain else None
 
     def _say(
-        self,
-        severity: Severity,
-        code: str,
-        message: str,
-        help: str | None = None,
-        key: str | None = None,
+        self, severity: Severity, code: str, message: str, help: str | None, key: str | None = None
     ) -> None:
         """A finding, at the argument that it is about: by default the output folder's."""
-        finding = Finding(
-            severity=severity,
-            layer="run" if severity == "error" else "launch",
-            code=code,
-            key=f"args.{key or self.plan.stage.entry.names.output}",
-            message=message,
-            help=help,
-        )
-        self.findings.append(finding)
-
-    # -- the ways out
+        key = f"args.{key or self.plan.stage.entry.names.output}"
+        finding = launch_finding(severity, code, message, help, key=key)
+        self.findings.append(replace(finding, layer="run") if severity == "error" else finding)
 
     def first(self) -> Decision:
         """No run of ours has been here: what to know of checkpoints before there are any."""
@@ -589,11 +564,9 @@ class _Judge:
         message = (
             f"the attempt before left no complete checkpoint in {self.output}{why}; it begins anew"
         )
-        self._say("note", "nothing-to-resume", message)
+        self._say("note", "nothing-to-resume", message, None)
         aside = self._aside(found, None)
         return Decision(kept=_names(found, aside), aside=aside)
-
-    # -- which checkpoint
 
     def _found(self) -> list[Checkpoint]:
         """All of them, in the order of training, with what ranks of their own attempt left out."""
@@ -691,8 +664,6 @@ class _Judge:
                 "delete it there if nobody needs it",
             )
         return aside
-
-    # -- what has changed
 
     def _since(self, record: Manifest) -> Iterator[ResumeChange]:
         steps = self.attempts.total(record), self.attempts.total()

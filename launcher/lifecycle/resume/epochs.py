@@ -214,9 +214,6 @@ def exact_steps(
     return next(able, None)
 
 
-# --- before there is a checkpoint ------------------------------------------------------------------
-
-
 def keeps_order(trainer: Trainer) -> bool:
     """Whether accelerate's `skip_first_batches` hands the epoch on to the loader that it makes.
 

@@ -477,13 +477,12 @@ class _Judge:
         self._judge_changes(changed, chosen)
         if passed is not None:
             newest, mismatch = passed
-            self._say(
-                "warning",
-                "resume-earlier",
+            message = (
                 f"goes back to {chosen.name}, {self.attempts.steps(newest) - at} steps are trained again; "
-                f"from {newest.name} upstream would go on wrongly: {mismatch.text}",
-                f"--allow-changed-resume position goes on from {newest.name} all the same",
+                f"from {newest.name} upstream would go on wrongly: {mismatch.text}"
             )
+            help = f"--allow-changed-resume position goes on from {newest.name} all the same"
+            self._say("warning", "resume-earlier", message, help)
         self._check_reference(changed)
         aside = self._aside(found, chosen)
         derived = {
@@ -656,13 +655,11 @@ class _Judge:
             written_over = checkpoints.folder_name(self.backend, "epoch", following)
         aside = tuple(one.path for one in newer if one.marked or one.name != written_over)
         if aside and self.output is not None:
-            self._say(
-                "note",
-                "set-aside",
+            message = (
                 f"{', '.join(path.name for path in aside[:4])} would be resumed from or marked wrongly by "
-                f"upstream, and moves to {aside_folder(self.output)}",
-                "delete it there if nobody needs it",
+                f"upstream, and moves to {aside_folder(self.output)}"
             )
+            self._say("note", "set-aside", message, "delete it there if nobody needs it")
         return aside
 
     def _since(self, record: Manifest) -> Iterator[ResumeChange]:

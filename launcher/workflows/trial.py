@@ -100,14 +100,12 @@ def of_prepared(
     """
     prepared = forecast.with_forecast(prepared)
     folder = prepared.folder
+    about: dict[str, Any] = {"plan": prepared.plan, "findings": prepared.findings}
     if not quiet:
         console.findings(prepared.findings)
     if prepared.decision.kind == "finished":
         verdict = start.finish(folder)
-        return Outcome(
-            run=folder, plan=prepared.plan, verdict=verdict, exit=Exit.OK,
-            findings=prepared.findings, finished_before=True,
-        )  # fmt: skip
+        return Outcome(run=folder, verdict=verdict, exit=Exit.OK, finished_before=True, **about)
     if not quiet:
         console.beginning(prepared.plan, folder.console(prepared.attempt))
     began = time.monotonic()
@@ -124,10 +122,8 @@ def of_prepared(
     # one that was over by then has its verdict all the same, and nothing comes after it
     code = Exit.INTERRUPTED if interrupted else code
     timed_out = up.is_set() and not interrupted and code is Exit.INTERRUPTED
-    return Outcome(
-        run=folder, plan=prepared.plan, verdict=verdict, exit=code, findings=prepared.findings,
-        seconds=time.monotonic() - began, timed_out=timed_out,
-    )  # fmt: skip
+    about |= {"seconds": time.monotonic() - began, "timed_out": timed_out}
+    return Outcome(run=folder, verdict=verdict, exit=code, **about)
 
 
 @contextlib.contextmanager

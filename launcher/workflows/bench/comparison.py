@@ -328,7 +328,11 @@ def _row(
     known = None if first is None else first.spreads.get(SPEED)
     test = None if first is None else speed_test(samples, base)
     row = VariantSummary(
-        variant=samples[0].variant, standing="unknown", why="", spreads=spreads, loss=loss,
+        variant=samples[0].variant,
+        standing="unknown",
+        why="",
+        spreads=spreads,
+        loss=loss,
         speed_ratio=speed.median / known.median if speed and known and known.median > 0 else None,
         chance=None if test is None else round(test.chance, 4),
         too_few=test is not None and test.too_few,
@@ -336,7 +340,7 @@ def _row(
         failures=tuple(f"{one.cause}: {one.reason}" for one in samples if not one.measured),
         flaws=tuple(dict.fromkeys(flaw for one in measured for flaw in one.flaws)),
         steps_within=None if steps is None else steps.median,
-    )  # fmt: skip
+    )
     standing, why = _standing(row, samples, base, first, test, tokens, tolerance)
     return replace(row, standing=standing, why=why)
 
@@ -353,9 +357,14 @@ def _change(loss: Spread | None, base: Spread | None) -> float | None:
 
 
 def _standing(
-    row: VariantSummary, samples: Sequence[Sample], base: Sequence[Sample], first: VariantSummary | None,
-    test: SpeedTest | None, tokens: float | None, tolerance: float,
-) -> tuple[Standing, str]:  # fmt: skip
+    row: VariantSummary,
+    samples: Sequence[Sample],
+    base: Sequence[Sample],
+    first: VariantSummary | None,
+    test: SpeedTest | None,
+    tokens: float | None,
+    tolerance: float,
+) -> tuple[Standing, str]:
     """What to say of a variant, gravest first."""
     if wrong := corrupt(base):
         why = f"{base[0].variant} trained on corrupt gradients: nothing is compared with it"
@@ -444,7 +453,7 @@ _EXPRESSION = re.compile(r"\s*([a-z_]+)\s*(<=|>=|<|>)\s*([+-]?(?:\d+(?:\.\d*)?|\
 _HOLDS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Assertion:
     """`loss<=1%`, `tokens_per_second>=1.2`, `mfu>=48%`: one figure, one limit."""
 
@@ -490,10 +499,8 @@ def assertion(text: str) -> Assertion:
             f"`{brief(text)}` cannot be asserted",
             f"such as loss<=1%, tokens_per_second>=1.2; of {', '.join(RELATIVE | ABSOLUTE)}",
         )
-    name, comparison, number, percent = found.groups()
-    return Assertion(
-        text=text.strip(), name=name, operator=comparison, number=float(number), percent=bool(percent)
-    )  # fmt: skip
+    name, sign, number, percent = found.groups()
+    return Assertion(text.strip(), name, sign, float(number), bool(percent))
 
 
 def broken(assertions: Sequence[Assertion], rows: Sequence[VariantSummary]) -> list[dict[str, Any]]:

@@ -109,14 +109,19 @@ def sample_of(outcome: Outcome, variant: str, repeat: int = 0) -> Sample:
     # why a trial ended early is in its cause; what it broke is the setting's fault
     failed = [p for p in points if p.ok is False and cause in ("ok", "contract")]
     return Sample(
-        variant=variant, repeat=repeat, cause=cause,
+        variant=variant,
+        repeat=repeat,
+        cause=cause,
         flaws=tuple(f"{p.name} is {p.state}" for p in failed),
         unproved=tuple(p.name for p in points if p.ok is None and cause == "ok"),
         gradients=next((p.state for p in points if p.name == "gradients"), None),
         reason=None if cause == "ok" else outcome.reason or "it did not come to its end",
-        metrics=_metrics(found, outcome, curve), curve=curve, pace=_pace(found),
-        run=str(outcome.run.path), seconds=outcome.seconds,
-    )  # fmt: skip
+        metrics=_metrics(found, outcome, curve),
+        curve=curve,
+        pace=_pace(found),
+        run=str(outcome.run.path),
+        seconds=outcome.seconds,
+    )
 
 
 def _cause(outcome: Outcome) -> Cause:
@@ -217,12 +222,16 @@ def identity(planned: Plan, trainer: Trainer) -> dict[str, Any]:
     stage = planned.stage
     source, output = stage.upstream, stage.entry.names.output
     return {
-        "stage": stage.options.stage, "backend": stage.options.backend,
+        "stage": stage.options.stage,
+        "backend": stage.options.backend,
         "options": {k: v for k, v in stage.config.options.items() if k != "name"},
         # the place of the model is another in every trial
         "arguments": {k: v for k, v in planned.arguments().items() if k != output},
-        "gpus": planned.gpus, "source": source.version,
+        "gpus": planned.gpus,
+        "source": source.version,
         "changed": worktrees.edits(source.root) if not source.pinned else None,
-        "contents": inputs.of_plan(planned), "python": str(trainer.python),
-        "packages": dict(trainer.packages), "machine": python.describe(),
-    }  # fmt: skip
+        "contents": inputs.of_plan(planned),
+        "python": str(trainer.python),
+        "packages": dict(trainer.packages),
+        "machine": python.describe(),
+    }

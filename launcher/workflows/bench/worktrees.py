@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from launcher.artifacts.fingerprint import cache_home
 from launcher.config.load import load
@@ -92,7 +93,6 @@ def edits(root: Path | None) -> str | None:
 
 
 def _git(*words: str) -> None:
-    subprocess.run(
-        [*git.COMMAND, *words], check=True, capture_output=True, text=True, errors="replace",
-        env=git.environment("file"), stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    more: dict[str, Any] = {"env": git.environment("file"), "stdin": subprocess.DEVNULL}
+    argv = [*git.COMMAND, *words]
+    subprocess.run(argv, check=True, capture_output=True, text=True, errors="replace", **more)

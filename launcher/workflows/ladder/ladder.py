@@ -609,9 +609,13 @@ class _Record:
         self.folder, self.allow_unproven, self.limits = folder, allow_unproven, stage.options.gates
         self.rungs = dict(Record(rundir.read_json(folder / RECORD)).part("rungs"))
         self.about = {
-            "version": _VERSION, "key": climb.campaign.key, "config": str(stage.config.path),
-            "stage": stage.options.stage, "backend": stage.options.backend, "steps": climb.steps,
-        }  # fmt: skip
+            "version": _VERSION,
+            "key": climb.campaign.key,
+            "config": str(stage.config.path),
+            "stage": stage.options.stage,
+            "backend": stage.options.backend,
+            "steps": climb.steps,
+        }
 
     def keep(self, gpus: int, outcome: Outcome, facts: Facts) -> None:
         self.rungs[str(gpus)] = {**outcome.as_json(), "facts": facts.as_json()}

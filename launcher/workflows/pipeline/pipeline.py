@@ -75,11 +75,9 @@ class StageRow:
         """For the table at the end."""
         losses = [self.metrics.get(name) for name in ("first_loss", "last_loss")]
         known = [f"{one:.4g}" for one in losses if isinstance(one, int | float)]
-        return {
-            "stage": self.name, "status": self.status, "steps": self.steps,
-            "loss": " -> ".join(known) or None, "model": self.output, "run": self.run,
-            "seconds": f"{self.seconds:.0f}" if self.seconds else None,
-        }  # fmt: skip
+        loss, seconds = " -> ".join(known) or None, f"{self.seconds:.0f}" if self.seconds else None
+        row = {**asdict(self), "stage": self.name, "model": self.output}
+        return {name: {**row, "loss": loss, "seconds": seconds}[name] for name in SUMMARY}
 
     def ending(self) -> str:
         """One line after the stage."""

@@ -65,10 +65,10 @@ class PipelineRequest:
 
     def request(self, link: Link, more: Iterable[str] = ()) -> Request:
         """The command line of one stage, with further overrides."""
-        return replace(
-            self.common, stage=link.stage, config=link.config, overrides=(*link.texts(), *more),
-            gpus=link.gpus if self.common.gpus is None else self.common.gpus, fresh=False, allowed=(),
-        )  # fmt: skip
+        gpus = link.gpus if self.common.gpus is None else self.common.gpus
+        common = replace(self.common, gpus=gpus, fresh=False, allowed=())
+        overrides = (*link.texts(), *more)
+        return replace(common, stage=link.stage, config=link.config, overrides=overrides)
 
     def unheeded(self) -> list[tuple[Link, str]]:
         """Overrides of stages that do not run, but for where a model lies that is begun from."""

@@ -105,14 +105,18 @@ class Tokenised:
         """For the envelope: tokens a row, `bytes`, `seconds`."""
         known = self.lengths
         return {
-            "state": self.state, "places": [] if self.place is None else [str(self.place)],
-            "bytes": self.size, "seconds": round(self.seconds, 2), "rows": self.rows,
+            "state": self.state,
+            "places": [] if self.place is None else [str(self.place)],
+            "bytes": self.size,
+            "seconds": round(self.seconds, 2),
+            "rows": self.rows,
             "rows_before_filters": self.of,
             "tokens": None if known is None else known.tokens,
             "mean": None if known is None else round(known.mean, 2),
             "longest": None if known is None else known.longest,
-            "limit": self.limit, "at_limit": self.cut,
-        }  # fmt: skip
+            "limit": self.limit,
+            "at_limit": self.cut,
+        }
 
     def line(self) -> str:
         """Rows and tokens in one line; empty where nothing is known of them."""
@@ -160,12 +164,16 @@ class Prefetch:
     def as_json(self) -> dict[str, Any]:
         """For the envelope."""
         return {
-            "plan": {"gpus": [self.plan.as_json()]}, "ready": self.exit is Exit.OK,
-            "already_there": self.did_nothing, "seconds": round(self.seconds, 2), "bytes": self.size,
-            "parts": [one.as_json() for one in self.parts], "dataset": self.tokenised.as_json(),
+            "plan": {"gpus": [self.plan.as_json()]},
+            "ready": self.exit is Exit.OK,
+            "already_there": self.did_nothing,
+            "seconds": round(self.seconds, 2),
+            "bytes": self.size,
+            "parts": [one.as_json() for one in self.parts],
+            "dataset": self.tokenised.as_json(),
             "left": list(self.left),
             "log": None if self.work is None else str(RunFolder(self.work).console(1)),
-        }  # fmt: skip
+        }
 
     def lines(self) -> list[str]:
         """For people: a line for each thing, then what is left to the run."""
@@ -358,10 +366,14 @@ class _Filling:
         rows = None if known is None else known.rows
         limit = self.plan.values.get("max_seq_length")
         return Tokenised(
-            state=state, place=entry, seconds=seconds, lengths=known,
+            state=state,
+            place=entry,
+            seconds=seconds,
+            lengths=known,
             rows=_sum(stats, "final_instances") if rows is None else rows,
-            of=_sum(stats, "initial_instances"), limit=limit if isinstance(limit, int) else None,
-        )  # fmt: skip
+            of=_sum(stats, "initial_instances"),
+            limit=limit if isinstance(limit, int) else None,
+        )
 
     def _fill(self, cache: Cache) -> tuple[Tokenised, tuple[Finding, ...]]:
         began = time.monotonic()

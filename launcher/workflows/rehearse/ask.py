@@ -76,11 +76,9 @@ class Server:
             env=environment(self.scratch, os.environ),
             start_new_session=True,
         )
-        self._send({
-            "backend": self.backend, "stage": self.stage, "jobs": JOBS,
-            "scratch": str(self.scratch),
-            "paths": [] if self.root is None else [str(self.root)],
-        })  # fmt: skip
+        paths = [] if self.root is None else [str(self.root)]
+        about = {"backend": self.backend, "stage": self.stage, "scratch": str(self.scratch)}
+        self._send({**about, "jobs": JOBS, "paths": paths})
         first = next(self._lines(1, STARTS_S), None)
         if first is None or "failed" in first:
             why = "it ended, or did not answer" if first is None else described(first["failed"])

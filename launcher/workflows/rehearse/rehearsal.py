@@ -6,11 +6,11 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from launcher.artifacts import architecture
-from launcher.errors import Finding, brief, launch_finding
+from launcher.errors import Finding, Severity, brief, launch_finding
 from launcher.machine.python import Trainer
 from launcher.stage.stage import Judged
 from launcher.upstream.trainers import Entry, entry_of
@@ -23,11 +23,15 @@ MOST_REFUSALS = 8
 MUCH = 0.1
 """The share of rows from which a remark about rows is worth a warning."""
 _DOING = {
-    "shrink": "while its model was made", "parse": "when it reads the arguments",
-    "data": "when it loads the data", "construct": "when it prepares the data and the trainer",
-    "train": "in the first two steps", "evaluate": "when it evaluates", "save": "when it saves",
+    "shrink": "while its model was made",
+    "parse": "when it reads the arguments",
+    "data": "when it loads the data",
+    "construct": "when it prepares the data and the trainer",
+    "train": "in the first two steps",
+    "evaluate": "when it evaluates",
+    "save": "when it saves",
     "load": "when the saved model is loaded",
-}  # fmt: skip
+}
 # what to do about words of the trainers that do not say it
 _ADVICE = (
     (
@@ -70,11 +74,9 @@ class Rehearsal:
 
     def as_json(self) -> dict[str, Any]:
         """The JSON contract of `launch rehearse`."""
-        return {
-            "seconds": round(self.seconds, 1), "rows": dict(self.rows), "losses": list(self.losses),
-            "left_out": list(self.left_out), "stand_ins": list(self.stand_ins),
-            "row_tokens": self.row_tokens, "remembered": self.remembered,
-        }  # fmt: skip
+        data = asdict(replace(self, findings=(), seconds=round(self.seconds, 1)))
+        del data["findings"]
+        return {**data, "row_tokens": self.row_tokens}
 
     def lines(self) -> Iterator[str]:
         """What was seen, for people."""
@@ -133,11 +135,10 @@ def combined(first: Iterable[Finding], more: Iterable[Finding]) -> tuple[Finding
 
 def _from_json(known: Mapping[str, Any], judged: Judged) -> Rehearsal:
     placed = (Finding(**one) for one in known["findings"])
-    return Rehearsal(
-        findings=tuple(judged.config.placed(one) for one in placed), seconds=known["seconds"],
-        rows=known["rows"], losses=tuple(known["losses"]), left_out=tuple(known["left_out"]),
-        stand_ins=tuple(known["stand_ins"]), remembered=True,
-    )  # fmt: skip
+    findings = tuple(judged.config.placed(one) for one in placed)
+    kept: dict[str, Any] = {name: known[name] for name in ("seconds", "rows")}
+    kept |= {name: tuple(known[name]) for name in ("losses", "left_out", "stand_ins")}
+    return Rehearsal(findings=findings, **kept, remembered=True)
 
 
 class Attempts:
@@ -207,11 +208,17 @@ class Attempts:
     def request(self, whole: Arguments, level: str = "train") -> dict[str, Any]:
         """What the server is asked; without a model it only parses."""
         return {
-            "kind": "run", "level": level if self.model else "parse", "words": whole.words(self.schema),
-            "model": self.model, "stage": self.entry.stage or self.schema.key,
-            "pairs": self.schema.pairs, "entry": self.schema.key, "rows": ROWS, "special": self.special,
+            "kind": "run",
+            "level": level if self.model else "parse",
+            "words": whole.words(self.schema),
+            "model": self.model,
+            "stage": self.entry.stage or self.schema.key,
+            "pairs": self.schema.pairs,
+            "entry": self.schema.key,
+            "rows": ROWS,
+            "special": self.special,
             "report_to": list(whole.report_to),
-        }  # fmt: skip
+        }
 
     def shrink(self) -> None:
         """Have the small model made; without one the arguments are only parsed, which is said."""
@@ -500,10 +507,8 @@ def _about_rows(rows: Mapping[str, Any], entry: Entry) -> Iterator[Finding]:
 
 
 def _about(code: str, key: str, message: str, every: bool, help: str | None) -> Finding:
-    return Finding(
-        severity="error" if every else "warning", layer="trainer", code=code, key=key,
-        message=message, help=help,
-    )  # fmt: skip
+    severity: Severity = "error" if every else "warning"
+    return replace(launch_finding(severity, code, message, help, key=key), layer="trainer")
 
 
 def _note(code: str, key: str | None, message: str) -> Finding:

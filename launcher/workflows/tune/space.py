@@ -99,13 +99,10 @@ def of_plan(made: Plan, packages: Packages, rows: Lengths) -> Space:
 
     What the file expects of a lever's point follows the lever, as strict as it can be: see `changes`.
     """
-    makers = {
-        "attention": _attention, "packing": _packing, "liger": _liger, "per_device": _per_device,
-        "checkpointing": _checkpointing, "deepspeed": _deepspeed,
-    }  # fmt: skip
+    makers = (_attention, _packing, _liger, _per_device, _checkpointing, _deepspeed)
     levers, fixed = [], {}
-    for name in ORDER:
-        choice = makers[name](made, packages, rows)
+    for name, maker in zip(ORDER, makers, strict=True):
+        choice = maker(made, packages, rows)
         if isinstance(choice, str):
             fixed[name] = choice
         elif choice is not None:

@@ -157,10 +157,15 @@ def describe(rows: Any, longest: int | None, special: dict[str, int | None]) -> 
         for name, number in special.items():
             present[name] += number in ids
     return {
-        "rows": len(lengths), "tokens": sum(lengths), "longest": max(lengths, default=0),
-        "empty": sum(length == 0 for length in lengths), "masked": masked, "cut": cut,
-        "trained": trained, "present": present,
-    }  # fmt: skip
+        "rows": len(lengths),
+        "tokens": sum(lengths),
+        "longest": max(lengths, default=0),
+        "empty": sum(length == 0 for length in lengths),
+        "masked": masked,
+        "cut": cut,
+        "trained": trained,
+        "present": present,
+    }
 
 
 def tokens(row: dict[str, Any]) -> list[list[int]]:

@@ -114,3 +114,20 @@ def test_an_entry_script_is_a_row(extended: Extended) -> None:
     stage.write_text("\n".join(["script: sft_twin", *lines]))
     answer = extended.launch("sft", str(stage), "--gpus", "0", "--dry-run")
     assert "--use_cpu" in answer["data"]["argv"]
+
+
+def test_a_trainer_is_a_module_and_its_names(extended: Extended) -> None:
+    pytest.importorskip("trl")
+    code = "from launcher.upstream.trl import *  # noqa: F403\n\nNAME = 'made_up'\n"
+    (extended.place / "launcher/upstream/made_up.py").write_text(code)
+    imported = "from launcher.upstream import made_up"
+    extended.add("upstream/trainers.py", "BACKENDS", '"made_up": made_up', imported)
+    extended.add("config/keys.py", "TRAINERS", '"made_up"')
+    stage = extended.place / "sft.yaml"
+    text = DEMO.read_text().replace("backend: trl", "backend: made_up")
+    stage.write_text(f"{text}  sed: 1\n")
+    (found,) = extended.launch("validate-config", str(stage), code=3)["findings"]
+    assert (found["code"], found["key"]) == ("unknown-key", "args.sed")
+    stage.write_text(text)
+    answer = extended.launch("sft", str(stage), "--gpus", "0", "--dry-run")
+    assert "--use_cpu" in answer["data"]["argv"]

@@ -78,7 +78,7 @@ def _grouped(names: list[str], groups: Mapping[str, tuple[str, ...]], rest: str)
     yield rest, [name for name in names if name not in known]
 
 
-class Command(TyperCommand):
+class SummarizedCommand(TyperCommand):
     """A command whose options stand in groups."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -126,7 +126,7 @@ class App(typer.Typer):
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[_Function], _Function]:
         """Register a command as Typer does."""
-        return super().command(name, **{"cls": Command, **settings})
+        return super().command(name, **{"cls": SummarizedCommand, **settings})
 
 
 def overrides(arguments: list[str], command: Any) -> list[str]:

@@ -82,7 +82,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _ProcessRow:
     """A line of /proc/PID/stat."""
 
     pid: int
@@ -190,7 +190,7 @@ class Family:
         return found
 
 
-def _is(table: Mapping[int, _Entry], pid: int, began: int | None) -> bool:
+def _is(table: Mapping[int, _ProcessRow], pid: int, began: int | None) -> bool:
     return pid in table and table[pid].began == began
 
 
@@ -228,20 +228,20 @@ def signal_all(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def _table() -> dict[int, _Entry]:
+def _table() -> dict[int, _ProcessRow]:
     names = [name for name in os.listdir(PROC) if name.isdigit()]
     entries = (_entry(int(name)) for name in names)
     return {entry.pid: entry for entry in entries if entry is not None}
 
 
-def _entry(pid: int) -> _Entry | None:
+def _entry(pid: int) -> _ProcessRow | None:
     try:
         raw = (PROC / str(pid) / "stat").read_bytes()
     except OSError:
         return None
     # the command, in brackets, may hold blanks and brackets itself
     fields = raw[raw.rindex(b")") + 2 :].split()
-    return _Entry(
+    return _ProcessRow(
         pid=pid, state=fields[0], parent=int(fields[1]), group=int(fields[2]),
         session=int(fields[3]), began=int(fields[19]),
     )  # fmt: skip
@@ -257,7 +257,7 @@ def _mark(pid: int) -> str | None:
     return next((os.fsdecode(word[len(prefix) :]) for word in found), None)
 
 
-def _upwards(table: Mapping[int, _Entry], pid: int) -> Iterable[int]:
+def _upwards(table: Mapping[int, _ProcessRow], pid: int) -> Iterable[int]:
     while pid in table:
         yield pid
         pid = table[pid].parent

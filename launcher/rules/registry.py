@@ -19,8 +19,8 @@ from launcher.upstream.open_instruct import OLMO_CORE
 from launcher.upstream.schema import NoSuchField, Values
 from launcher.upstream.trainers import BACKENDS
 
-# Modules of launcher.rules, by backend: imported where they are asked for, which is a good part of the time
-# that one file takes.
+# Modules of launcher.rules beside `arguments`, by backend; one that has no rules of its own is not listed.
+# Imported where they are needed: importing is a good part of the time that one file takes.
 _FURTHER = {
     "open_instruct": ("services", "open_instruct.data"),
     "trl": ("trl.machine", "trl.attention", "trl.data"),
@@ -43,6 +43,8 @@ def _rules(module: str, key: str, table: str = "RULES") -> tuple[Any, ...]:
 
 def of_backend(backend: str) -> Mapping[str, tuple[Rule, ...]]:
     """The rules about arguments alone, by stage."""
+    if backend not in _FURTHER:
+        return {}
     module = import_module(f"launcher.rules.{backend}.arguments")
     rules: Mapping[str, tuple[Rule, ...]] = module.RULES
     return rules
@@ -50,7 +52,9 @@ def of_backend(backend: str) -> Mapping[str, tuple[Rule, ...]]:
 
 def of_script(backend: str, key: str) -> tuple[Rule, ...]:
     """The rules about arguments alone of one entry script, by its key."""
-    return _rules(_OWN.get(key, f"{backend}.arguments"), _stage(backend, key))
+    if key in _OWN:
+        return _rules(_OWN[key], key)
+    return of_backend(backend).get(_stage(backend, key), ())
 
 
 @cache
@@ -61,12 +65,15 @@ def of_stage(backend: str, key: str) -> tuple[StageRule, ...]:
     key = _stage(backend, key)
     from launcher.rules import deepspeed, loading, model, output
 
+    def listed(module: Any) -> tuple[StageRule, ...]:
+        return tuple(module.RULES.get(backend, {}).get(key, ()))
+
     return (
-        *deepspeed.RULES[backend][key],
-        *model.RULES[backend][key],
+        *listed(deepspeed),
+        *listed(model),
         *loading.RULES,
-        *output.RULES[backend][key],
-        *(rule for module in _FURTHER[backend] for rule in _rules(module, key)),
+        *listed(output),
+        *(rule for module in _FURTHER.get(backend, ()) for rule in _rules(module, key)),
     )
 
 

@@ -79,11 +79,14 @@ class Upstream:
 
 @cache
 def snapshot(backend: str) -> Mapping[str, Any]:
-    """The committed facts of one backend; raises FileNotFoundError where it was never taken."""
-    raw = (
-        files("launcher.upstream.snapshots").joinpath(f"{backend}.json").read_text(encoding="utf-8")
-    )
-    data: dict[str, Any] = json.loads(raw)
+    """The committed facts of one backend; without any where none were taken: its source is read."""
+    path = files("launcher.upstream.snapshots").joinpath(f"{backend}.json")
+    if not path.is_file():
+        return {
+            "version": BACKENDS[backend].PIN,
+            **{name: {} for name in ("stages", "files", "externals")},
+        }
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return data
 
 
@@ -297,7 +300,7 @@ def _standing(upstream: Upstream, script: str) -> Callable[[str], bool]:
     entries = BACKENDS[upstream.backend].STAGES.values()
     own = {entry.script: {entry.script, *_defining(entry)} for entry in entries}
     raw = files("launcher.upstream.snapshots").joinpath("cited.json").read_text(encoding="utf-8")
-    known = json.loads(raw)[upstream.backend]
+    known = json.loads(raw).get(upstream.backend, {})
     others = set().union(*own.values()) - own[script]
     return CitationCheck(known, upstream.packages, frozenset(others))
 

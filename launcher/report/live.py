@@ -15,7 +15,7 @@ import typer
 from launcher.printable import printable
 from launcher.redaction import redact
 from launcher.report import log
-from launcher.report.progress import Progress, Tail, clock
+from launcher.report.progress import ENDED, Progress, Tail, clock
 from launcher.runs import rundir
 from launcher.upstream.logs import open_instruct
 from launcher.verdict.logs.segments import BAR
@@ -74,6 +74,8 @@ class View:
             self.live.start()
         try:
             yield
+            if self.progress.step:
+                self.progress.enter(ENDED)
         finally:
             # a terminal that has gone must not take the verdict with it
             with contextlib.suppress(OSError, ValueError):
@@ -162,7 +164,7 @@ def _head(progress: Progress, width: int, *, plain: bool) -> list[str]:
         return [progress.phase, *own, *passed]
     of = f"/{progress.total:,}" if progress.total else ""
     parts = [f"step {progress.step:,}{of}", *passed]
-    if progress.step == progress.total:
+    if progress.step == progress.total or progress.phase == ENDED:
         parts.append(progress.phase)
     elif progress.left_s is not None:
         parts.append(f"{clock(progress.left_s)} left")

@@ -15,6 +15,8 @@ from launcher.artifacts.digest import CHECKPOINT
 
 _END = re.compile(rb"[\r\n]")
 WINDOW = 20
+ENDED = "ended"
+"""The last phase."""
 # `Tokenizing train dataset:  38%|###   | 150/400 [00:00<00:00, 1477.32 examples/s]`
 _WORK = re.compile(
     rb"(?:\A|[ \t])([A-Za-z][^|%\r\n:]{2,60}?): +\d+%\|[^|]*\| *([\d.]+[kMGT]?)/([\d.]+[kMGT]?) \[([^\]]*)"
@@ -128,7 +130,7 @@ class Progress:
             self._step(event, at)
         elif name == "end" and isinstance(event.get("exit"), int):
             self.exit = event["exit"]
-            self.enter("ended", at)
+            self.enter(ENDED, at)
         elif name == "model":
             self.enter("waiting for the first step", at)
             self.shown["attention"] = str(event.get("attention"))

@@ -175,11 +175,13 @@ def test_a_terminal_that_has_gone_takes_nothing_with_it(
 def test_a_terminal_gets_a_panel_that_changes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = watching(tmp_path, 2, terminal=True)
+    shown = watching(tmp_path, 3, terminal=True)
     with shown.showing():
         write(tmp_path, step(1, 1.0), step(2, 2.0))
         shown.tick()
-    assert "step 2/2" in capsys.readouterr().err
+    last = capsys.readouterr().err.rpartition("step 2/3")[2]
+    # of a run that has ended nothing is left
+    assert "ended" in last and "left" not in last
 
 
 def shown_on(columns: int, progress: Progress, tracker: str | None = None) -> list[str]:

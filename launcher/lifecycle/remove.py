@@ -14,21 +14,27 @@ _LIVE = ("running", "orphaned", "queued", "unknown")
 
 
 def require_over(folder: RunFolder) -> None:
-    """Raise NotReady where the run trains, waits in a queue, or may train where nobody here can look."""
-    state, name = overview.state(folder), folder.path.name
-    if state in _LIVE or lease.is_locked(folder.lock):
-        now = state if state in _LIVE else "being started"
-        raise not_ready("run-is-live", f"{name} is {now}", f"launch stop {name}")
+    """Raise NotReady where the run trains, waits in a queue, or may train where nobody here can look.
+
+    Of a pipeline, bench, ladder or tune: any run of it.
+    """
+    for run in [folder, *rundir.members(folder.path)]:
+        state, name = overview.state(run), run.path.name
+        if state in _LIVE or any(lease.is_locked(run.path / lock) for lock in ("lock", ".lock")):
+            now = state if state in _LIVE else "being started"
+            raise not_ready("run-is-live", f"{name} is {now}", f"launch stop {name}")
 
 
 def paths(folder: RunFolder, *, model: bool) -> list[Path]:
-    """The run folder, and with `model` the output folder too.
+    """The folder of a run, or of a pipeline, bench, ladder or tune; with `model` the output folder too.
 
     Raises NotReady where the run is not over, UsageError where the output folder is not its alone.
     """
     require_over(folder)
     output = rundir.read_manifest(folder).output
     where = None if output is None or not exists(output) else canonical(output)
+    if not model and exists(folder.path / "models"):
+        raise usage("output-kept", f"models lie in the folder: {folder.path}/models", "--model")
     if output is None or where is None:
         return [folder.path]
     if not model:

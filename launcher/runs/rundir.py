@@ -391,12 +391,21 @@ def begun_here(folder: RunFolder) -> bool:
     return place == redact(os.getcwd())
 
 
-_PIPELINE = "pipeline.json"
-_RECORDS = (_PIPELINE, "bench.json", "ladder.json", "tune.json")
+_RECORDS = ("pipeline.json", "bench.json", "ladder.json", "tune.json")
 
 
 def _is_trial(folder: RunFolder) -> bool:
-    return any((folder.path.parent / name).is_file() for name in _RECORDS)
+    return _is_campaign(folder.path.parent)
+
+
+def _is_campaign(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _RECORDS)
+
+
+def campaign(name: str) -> RunFolder | None:
+    """The folder of a pipeline, bench, ladder or tune, by its path or its name in the runs folder."""
+    paths = (Path(name).absolute(), runs_root() / name)
+    return next((RunFolder(path) for path in paths if _is_campaign(path)), None)
 
 
 def campaigns(runs: Iterable[RunFolder]) -> dict[Path, Path]:
@@ -415,7 +424,8 @@ def campaigns(runs: Iterable[RunFolder]) -> dict[Path, Path]:
 
 def members(folder: Path) -> list[RunFolder]:
     """The runs of a pipeline, bench, ladder or tune folder that began, each once, in its record's order."""
-    found: dict[Path, RunFolder] = {}
+    known = campaign(str(folder))
+    folder, found = known.path if known else folder, dict[Path, RunFolder]()
     for name in _RECORDS:
         for path in _runs_in(read_json(folder / name)):
             # a folder that was moved took what lies in it along

@@ -161,6 +161,24 @@ def test_what_lives_or_is_another_runs_is_not_deleted(
     assert run.path.is_dir()
 
 
+def test_a_bench_is_checked_and_deleted_by_its_name(capsys: Capture) -> None:
+    bench = "20260101T000000Z-bench-x"
+    trial = made(f"{bench}/20260101T000001Z-sft-trial")
+    rundir.enter("runs", trial)
+    files.write_json(trial.parent / "bench.json", {"trials": [{"run": str(trial)}]})
+    assert main.main(["check", bench, "--allow-unproven"]) == 0
+    assert trial.name in capsys.readouterr().out
+    own = process.identify(os.getpid()).as_json()
+    files.write_json(trial / "process.json", {**own, "mark": str(trial), "attempt": 1})
+    assert main.main(["rm", bench, "--yes"]) == 5
+    (trial / "process.json").unlink()
+    (trial.parent / "models").mkdir()
+    assert main.main(["rm", bench, "--yes"]) == 2
+    assert main.main(["rm", bench, "--yes", "--model"]) == 0
+    assert not trial.parent.exists()
+    assert not list(rundir.entered("runs"))
+
+
 def test_clearing_every_cache_is_asked_for(tmp_path: Path, capsys: Capture) -> None:
     from launcher.cache import folders
 

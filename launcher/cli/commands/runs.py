@@ -140,13 +140,14 @@ def remove(
     yes: bool = Option(False, "--yes", "-y", help="do not ask"),
     format: Format = FORMAT,
 ) -> Exit:
-    """Delete a run that is over; its model stays."""
+    """Delete a run, bench, ladder or tune that is over."""
     from launcher import files
     from launcher.lifecycle import remove
     from launcher.machine import sizes
     from launcher.runs import rundir
 
-    folder = found_run(run)
+    folder = rundir.campaign(run) or found_run(run)
+    members = rundir.members(folder.path)
     paths = remove.paths(folder, model=model)
     lines = [f"{path} ({sizes.sized(sizes.below(path))})" for path in paths]
     if not confirmed(lines, yes, "--yes"):
@@ -156,7 +157,9 @@ def remove(
     for path in paths:
         if (why := files.remove_tree(path)) is not None:
             raise not_ready("not-removed", why, "delete it by hand", file=str(path))
-    rundir.forget("runs", folder.path)
+    for one in (folder, *members):
+        if not one.path.exists():
+            rundir.forget("runs", one.path)
     data = {"removed": [str(path) for path in paths]}
     return answer("rm", format, data, [f"deleted {line}" for line in lines])
 

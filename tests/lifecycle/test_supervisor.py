@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from conftest import PATIENCE_S
-from fake_world import FAKE, LAUNCH, bearing, looks_on, until
+from fake_world import FAKE, LAUNCH, bearing, looks_on, prepared, until
 
 from launcher import files
 from launcher.errors import NotReady, UsageError
@@ -45,20 +45,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for pid in bearing("FAKE_PIDS", tmp_path / "pids"):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def prepared(place: Path, *steps: str, name: str = "a run", **changes: Any) -> RunFolder:
-    """A run folder as a start leaves it, around a fake trainer."""
-    folder = RunFolder(place / "runs" / name)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    files.write_json(folder.manifest, {"stage": "sft", "backend": "trl", "plan": {"gpus": 0}})
-    given: dict[str, Any] = {
-        "number": 1, "argv": (sys.executable, "-u", str(FAKE), *steps), "env": {},
-        "environ": dict(os.environ), "cwd": str(place), "stage": "sft", "backend": "trl",
-        "title": "sft fake",
-    }  # fmt: skip
-    Attempt(**{**given, **changes}).write(folder)
-    return folder
 
 
 def launch(*words: str, **settings: Any) -> subprocess.CompletedProcess[str]:

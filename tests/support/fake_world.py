@@ -81,6 +81,20 @@ def cmdline(pid: int) -> bytes:
         return b""
 
 
+def prepared(root: Path, *steps: str, name: str = "a run", **changes: Any) -> RunFolder:
+    """A run folder as a start leaves it, around a fake trainer."""
+    given: dict[str, Any] = {
+        "number": 1, "argv": (sys.executable, "-u", str(FAKE), *steps), "env": {}, "cwd": str(root),
+        "environ": dict(os.environ), "stage": "sft", "backend": "trl", "title": "sft fake", **changes,
+    }  # fmt: skip
+    folder = RunFolder(Path(given["environ"].get("LAUNCH_RUNS", root / "runs"), name))
+    folder.path.mkdir(parents=True, exist_ok=True)
+    told = {"stage": "sft", "backend": "trl", "plan": {"gpus": 0}, "args": {}}
+    files.write_json(folder.manifest, {**told, "output": changes.get("output")})
+    Attempt(**given).write(folder)
+    return folder
+
+
 @dataclass
 class World:
     """Everything below one folder; `environ` is what every command of it gets."""
@@ -109,19 +123,9 @@ class World:
         """Where run folders are."""
         return Path(self.environ["LAUNCH_RUNS"])
 
-    def prepared(self, *steps: str, name: str = "a run", **changes: Any) -> RunFolder:
+    def prepared(self, *steps: str, **changes: Any) -> RunFolder:
         """A run folder as a start leaves it, around a fake trainer."""
-        folder = RunFolder(self.runs / name)
-        folder.path.mkdir(parents=True, exist_ok=True)
-        told = {"stage": "sft", "backend": "trl", "plan": {"gpus": 0}, "args": {}}
-        files.write_json(folder.manifest, {**told, "output": changes.get("output")})
-        given: dict[str, Any] = {
-            "number": 1, "argv": (sys.executable, "-u", str(FAKE), *steps), "env": {},
-            "environ": self.environ, "cwd": str(self.root), "stage": "sft", "backend": "trl",
-            "title": "sft fake",
-        }  # fmt: skip
-        Attempt(**{**given, **changes}).write(folder)
-        return folder
+        return prepared(self.root, *steps, **{"environ": self.environ, **changes})
 
     def python(self) -> Path:
         """An interpreter that trains nothing."""

@@ -7,12 +7,14 @@ what it prints.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.errors import NotReady
 from launcher.lifecycle import on_finish, start, tmux
 from launcher.runs import attempt as attempts
 from launcher.runs import rundir, runner, sbatch, slurm
@@ -106,7 +108,12 @@ def queue(
         options=options,
         command=[*start.ours()[:-1], "launcher.lifecycle.background", str(folder.path)],
     )
-    job = slurm.submit(folder, script, nodes=1, options=options, environ=os.environ)
+    try:
+        job = slurm.submit(folder, script, nodes=1, options=options, environ=os.environ)
+    except NotReady:
+        # it holds the whole environment, and nothing will read it
+        shutil.rmtree(folder.path, ignore_errors=True)
+        raise
     return Started(folder=folder.path, log=folder.path / sbatch.LOG, job=job.id)
 
 

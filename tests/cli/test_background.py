@@ -45,5 +45,8 @@ def test_a_job_gets_the_gpus_that_the_command_takes(world: World, words: tuple[s
     assert data["job"] == "41" and "--gres=gpu:2\n" in script and "--partition=long\n" in script
     attempt = json.loads((Path(data["folder"]) / "start.json").read_text())
     assert attempt["argv"][-len(own) :] == own and attempt["cwd"] == str(world.root)
+    sbatch.write_text("#!/bin/sh\necho no such partition >&2; exit 1\n")
+    assert world.launch(*own, "--slurm").returncode == 5
+    assert len(list((world.runs / "commands").iterdir())) == 1
     # the machine that queues it is not looked at, and nothing starts
     assert not (world.root / "started").exists()

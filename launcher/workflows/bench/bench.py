@@ -500,12 +500,6 @@ COLUMNS: Mapping[str, Callable[[VariantSummary], str]] = {
 """What decides comes first: the others may have to go below, on a narrow terminal."""
 
 
-def cells(rows: list[VariantSummary]) -> tuple[list[str], list[list[str]]]:
-    """The heads of the columns of which anything is known, and each row's cells."""
-    heads = [head for head, cell in COLUMNS.items() if any(cell(row) != "–" for row in rows)]
-    return heads, [[COLUMNS[head](row) for head in heads] for row in rows]
-
-
 def standing(row: VariantSummary) -> str:
     """In words what is to be thought of a variant."""
     word = f"{row.standing}{', recommended' if row.recommended else ''}"
@@ -535,12 +529,10 @@ def facts(bench: Bench) -> list[str]:
 
 
 def _table(bench: Bench) -> list[dict[str, str]]:
-    """Every variant with its figures."""
-    heads, body = cells(bench.rows)
-    return [
-        {"variant": row.variant, **dict(zip(heads, texts, strict=True))}
-        for row, texts in zip(bench.rows, body, strict=True)
-    ]
+    """Every variant, with the figures of which anything is known."""
+    rows = bench.rows
+    heads = [head for head, cell in COLUMNS.items() if any(cell(row) != "–" for row in rows)]
+    return [{"variant": row.variant, **{h: COLUMNS[h](row) for h in heads}} for row in rows]
 
 
 def _remarks(bench: Bench) -> list[str]:

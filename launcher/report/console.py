@@ -32,6 +32,7 @@ _COLOUR = {"error": "red", "warning": "yellow", "note": "cyan"}
 _STATUS = {"pass": "green", "fail": "red", "unproven": "yellow", "stopped": "yellow"}
 _FIGURES_WIDTH = 76  # columns of a terminal of 80
 _MARK = {True: "ok", False: "FAIL", None: "unproven"}
+_POINT_COLOUR = {"ok": "green", "FAIL": "red", "unproven": "yellow", "stopped": "yellow"}
 
 
 class _Styled(str):
@@ -225,7 +226,7 @@ def verdict(judged: Verdict, name: str) -> None:
     unreached = summary.unreached(record)
     for point in summary.failed_first(record):
         if point["name"] not in unreached:
-            _point(point, printed)
+            _point(point, printed, outcome)
     if unreached:
         # each of them would say the same
         _echo(f"  not shown, training never reached step 1: {', '.join(unreached)}")
@@ -251,11 +252,12 @@ def _cause(record: Mapping[str, Any], label: str) -> set[str]:
     return {cause.text, *cause.repeated, *([cause.help] if cause.help else [])}
 
 
-def _point(point: summary.Point, printed: Container[str]) -> None:
+def _point(point: summary.Point, printed: Container[str], outcome: str) -> None:
     ok, detail = point["ok"], point["detail"]
     expected = "" if point["expected"] in {None, "any"} else f"expected {point['expected']}"
-    colour = {True: "green", False: "red", None: "yellow"}[ok]
-    mark = _style(f"{_MARK[ok]:<10}", colour, bold=False)
+    # what fails of a run that was stopped is that it was
+    word = "stopped" if ok is False and outcome == "stopped" else _MARK[ok]
+    mark = _style(f"{word:<10}", _POINT_COLOUR[word], bold=False)
     _echo(folded(f"  {point['name']:<16}{point['state']!s:<18}"), mark, folded(expected))
     lines = [] if ok is True else [*summary.reasons(detail)]
     # of a point that is as expected too: half of the batch may hold nothing

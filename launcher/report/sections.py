@@ -96,12 +96,14 @@ def _matrix(judged: Sequence[PageRun]) -> Html:
 
 
 def _points(entry: PageRun) -> Html:
+    # what fails of a run that was stopped is that it was
+    failed = "stopped" if summary.outcome(entry.run.verdict) == "stopped" else "fail"
     rows = [
         [
             point.get("name"),
             tag("td", point.get("state"), class_="mono", data_label="state"),
             tag("td", point.get("expected") or "–", class_="mono", data_label="expected"),
-            tag("td", _ok(point)),
+            tag("td", _ok(point, failed=failed)),
             join([_why(point), _evidence(point)]),
         ]
         for point in summary.failed_first(entry.run.verdict)
@@ -109,12 +111,12 @@ def _points(entry: PageRun) -> Html:
     return table(("point", "state", "expected", "", "what it rests on"), rows, "wide")
 
 
-def _ok(point: Mapping[str, Any], words: object = None) -> Html:
+def _ok(point: Mapping[str, Any], words: object = None, *, failed: str = "fail") -> Html:
     """By colour and sign whether a point is as requested, beside other words if there are any."""
     ok = point.get("ok")
     if ok is True and point.get("expected") in (None, "any"):
         return tag("span", words or "–", class_="soft")
-    shown = word("ok" if ok is True else "fail" if ok is False else "unproven")
+    shown = word("ok" if ok is True else failed if ok is False else "unproven")
     return shown if words is None else join([shown, " ", words])
 
 

@@ -217,6 +217,7 @@ def test_a_run_that_was_stopped_is_not_red(tmp_path: Path) -> None:
     (banner,) = banners(tree)
     assert banner.attributes["class"] == "banner stopped"
     assert "SIGTERM" in banner.text
+    assert row_of(section(tree, "verdict"), "finish")[3] == "■ stopped"
 
 
 def test_stages_share_no_axis(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def test_a_run_that_was_stopped_is_shown_as_stopped(
     assert (code, lines[0]) == (1, "verdict: stopped  run  (dpo, 20 steps)")
     assert lines[1] == "  cause: the run was stopped by SIGTERM after step 20 of 20"
     assert lines[2].startswith("    help: start the same command again")
+    assert lines[3].split() == ["finish", "stopped", "stopped", "expected", "completed"]
     assert json.loads((path / "verdict.json").read_text())["status"] == "fail"
 
 

@@ -87,23 +87,25 @@ def _headings(entries: Sequence[PageRun]) -> list[Html]:
 
 def _matrix(judged: Sequence[PageRun]) -> Html:
     """Points by runs."""
-    by_run = [{str(p.get("name")): p for p in summary.points(e.run.verdict)} for e in judged]
-    rows = [
-        [name, *("–" if name not in ps else _ok(ps[name], ps[name].get("state")) for ps in by_run)]
-        for name in dict.fromkeys(name for points in by_run for name in points)
+    by_run = [
+        {
+            str(point.get("name")): _ok(point, entry.run, point.get("state"))
+            for point in summary.points(entry.run.verdict)
+        }
+        for entry in judged
     ]
+    names = dict.fromkeys(name for points in by_run for name in points)
+    rows = [[name, *(points.get(name, "–") for points in by_run)] for name in names]
     return table(["point", *_headings(judged)], rows)
 
 
 def _points(entry: PageRun) -> Html:
-    # what fails of a run that was stopped is that it was
-    failed = "stopped" if summary.outcome(entry.run.verdict) == "stopped" else "fail"
     rows = [
         [
             point.get("name"),
             tag("td", point.get("state"), class_="mono", data_label="state"),
             tag("td", point.get("expected") or "–", class_="mono", data_label="expected"),
-            tag("td", _ok(point, failed=failed)),
+            tag("td", _ok(point, entry.run)),
             join([_why(point), _evidence(point)]),
         ]
         for point in summary.failed_first(entry.run.verdict)
@@ -111,11 +113,13 @@ def _points(entry: PageRun) -> Html:
     return table(("point", "state", "expected", "", "what it rests on"), rows, "wide")
 
 
-def _ok(point: Mapping[str, Any], words: object = None, *, failed: str = "fail") -> Html:
+def _ok(point: Mapping[str, Any], run: Run, words: object = None) -> Html:
     """By colour and sign whether a point is as requested, beside other words if there are any."""
     ok = point.get("ok")
     if ok is True and point.get("expected") in (None, "any"):
         return tag("span", words or "–", class_="soft")
+    # what fails of a run that was stopped is that it was
+    failed = "stopped" if summary.outcome(run.verdict) == "stopped" else "fail"
     shown = word("ok" if ok is True else failed if ok is False else "unproven")
     return shown if words is None else join([shown, " ", words])
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.errors import NotReady
+from launcher.errors import Exit, NotReady
 from launcher.lifecycle import on_finish, start, tmux
 from launcher.runs import attempt as attempts
 from launcher.runs import rundir, runner, sbatch, slurm
@@ -128,7 +128,7 @@ def finish(
     about: Mapping[str, str] = {
         "LAUNCH_FINISHED": command,
         "LAUNCH_FINISHED_FOLDER": os.environ.get(FOLDER, os.getcwd()),
-        "LAUNCH_FINISHED_STATE": "finished" if code == 0 else "failed",
+        "LAUNCH_FINISHED_STATE": {0: "finished", Exit.INTERRUPTED: "stopped"}.get(code, "failed"),
         "LAUNCH_FINISHED_STATUS": status,
         "LAUNCH_FINISHED_CODE": str(code),
     }

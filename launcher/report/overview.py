@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import time
@@ -11,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from launcher import files
+from launcher import __version__, files
 from launcher.machine import process
 from launcher.paths import exists
 from launcher.report import log
@@ -27,17 +28,50 @@ COLUMNS = (
 )
 _IN_WORDS = {"unknown": "unknown here"}  # in a table beside nothing that explains it
 _STEP = b'"event": "step"'
+_ROW = 1
+"""Version of the rows of runs that are over, which are kept: read anew, a thousand take half a second."""
+_SETTLED_S = 2.0
+_RECORDED = ("finished", "failed", "stopped")
 _ENDED = ("finished", "failed", "stopped", "lost")
 
 
 def rows(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """Rows of the runs that have begun, oldest first; `part_of` is the pipeline, bench, ladder or tune."""
-    campaigns = rundir.campaigns(folders)
-    return [
-        row(folder) | {"part_of": str(path) if (path := campaigns.get(folder.path)) else None}
-        for folder in folders
-        if rundir.begun(folder)
-    ]
+    campaigns, file = rundir.campaigns(folders), rundir.state_folder() / "rows.json"
+    known, new, found = Record(rundir.read_json(file)), dict[str, Any](), []
+    for folder in folders:
+        path, stamp = str(folder.path), _stamp(folder)
+        kept = known.part(path) if stamp else Record()
+        if kept.get("stamp") == stamp and kept.part("row"):
+            one = kept.part("row") | _passing(Manifest(kept.part("manifest")))
+        elif rundir.begun(folder):
+            manifest = rundir.read_head(folder)
+            row = _lasting(folder, manifest)
+            one = row | _passing(manifest)
+            if stamp and row["state"] in _RECORDED and not folder.job.exists():
+                about = {name: manifest.get(name) for name in ("created", "backend", "output")}
+                new[path] = {"stamp": stamp, "manifest": about, "row": row}
+        else:
+            continue
+        part_of = campaigns.get(folder.path)
+        found.append({**one, "part_of": str(part_of) if part_of else None})
+    if new:
+        there = {path: kept for path, kept in known.items() if os.path.isdir(path)}
+        # a state folder that cannot be written costs the next list some time
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            files.write_json(file, there | new)
+    return found
+
+
+def _stamp(folder: RunFolder) -> str | None:
+    """Changes with every file that is written into a run folder; None where that may just be happening."""
+    try:
+        changed = folder.path.stat().st_mtime_ns
+    except OSError:
+        return None
+    settled = time.time() - changed / 1e9 > _SETTLED_S
+    return f"{__version__} {_ROW} {changed}" if settled else None
 
 
 def entries(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -69,6 +103,16 @@ def _counts(group: Sequence[Mapping[str, Any]], name: str) -> str | None:
 def row(folder: RunFolder) -> dict[str, Any]:
     """One run for `launch runs`."""
     manifest = rundir.read_head(folder)
+    return _lasting(folder, manifest) | _passing(manifest)
+
+
+def _passing(manifest: Manifest) -> dict[str, Any]:
+    """What of a row changes by itself."""
+    return {"age": age(manifest.created), "checkpoint": _last_checkpoint(manifest)}
+
+
+def _lasting(folder: RunFolder, manifest: Manifest) -> dict[str, Any]:
+    """What of a row stays as it is once the run is over."""
     progress = Progress(total=manifest.steps, world=manifest.processes or 1)
     number = max(1, folder.attempts())
     # the speed of an attempt that is over is its verdict's
@@ -91,9 +135,7 @@ def row(folder: RunFolder) -> dict[str, Any]:
         "steps": progress.total,
         "loss": None if progress.loss is None else round(progress.loss, 4),
         "tokens/s": None if rate is None else round(rate),
-        "age": age(manifest.created),
         "gpus": manifest.gpus,
-        "checkpoint": _last_checkpoint(manifest),
         "output": manifest.get("output"),
         "wandb": _tracked(folder, manifest, number),
     }

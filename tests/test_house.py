@@ -31,8 +31,8 @@ def test_no_class_name_twice() -> None:
 
 
 def test_the_formatter_is_rarely_fought() -> None:
-    assert sum(text.count("# fmt: skip") for text in MODULES.values()) <= 280
+    assert sum(text.count("# fmt: skip") for text in MODULES.values()) <= 258
 
 
 def test_participles_do_not_stand_for_things() -> None:
-    assert sum(len(PARTICIPLES.findall(text)) for text in MODULES.values()) <= 378
+    assert sum(len(PARTICIPLES.findall(text)) for text in MODULES.values()) <= 377

@@ -26,7 +26,7 @@ def test_a_module_is_parsed_once_and_named(tmp_path: Path) -> None:
     assert sources.module("pkg.none") is None
     assert sources.module("other.main") is None
     assert sources.module("pkg") is not None
-    assert len(sources.parsed()) == 2
+    assert len(sources.digests) == 2
 
 
 def test_a_file_that_python_cannot_parse(tmp_path: Path) -> None:

@@ -134,10 +134,6 @@ class Sources:
             self._modules[name] = self._read(name)
         return self._modules[name]
 
-    def parsed(self) -> list[ast.Module]:
-        """The syntax trees of all modules read so far."""
-        return [module.tree for module in self._modules.values() if module is not None]
-
     def resolve(self, module: Module, name: str) -> tuple[Module, str] | None:
         """Where `name`, used in `module`, is defined, followed over files (at most 20 steps)."""
         for _ in range(20):

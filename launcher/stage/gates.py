@@ -2,7 +2,7 @@
 
 A red flag stops, a yellow one is said. What is noise counts for neither: a mean over a few steps is
 below a red threshold only where it is so by twice its standard error. What the limits are, and how they
-were chosen: docs/gates.md.
+were chosen: docs/planning.md.
 """
 
 from __future__ import annotations

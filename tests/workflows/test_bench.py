@@ -503,7 +503,7 @@ def test_without_a_gpu_it_is_refused_and_says_how_to_try_it(
 
 
 def documented() -> list[str]:
-    text = (REPOSITORY / "docs" / "bench.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs" / "comparing.md").read_text(encoding="utf-8")
     return [line for line in text.splitlines() if line.startswith("launch bench ")]
 
 

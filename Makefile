@@ -1,6 +1,7 @@
 # make demo    install, make small assets, train SFT then DPO on the CPU
 # make test    install, run the tests that take seconds; make test-all runs the others
 # make check   lint, format, types
+# make docs    write docs/cli.md, build the site of docs/ in build/site
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -15,7 +16,7 @@ CHECKOUT := $(firstword $(wildcard $(LAUNCH_OPEN_INSTRUCT)/open_instruct/finetun
   /workspace/open-instruct/open_instruct/finetune.py \
   $(HOME)/open-instruct/open_instruct/finetune.py))
 
-.PHONY: demo test test-all check format golden bench bench-check gpu-benchmarks soak snapshot history install install-trl install-open-instruct install-dev clean
+.PHONY: demo docs test test-all check format golden bench bench-check gpu-benchmarks soak snapshot history install install-trl install-open-instruct install-dev clean
 
 $(VENV)/created:
 	@$(PYTHON) -c 'import sys; sys.exit("launch needs Python 3.11 or later: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
@@ -69,6 +70,16 @@ check: $(VENV)/dev
 format: $(VENV)/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+$(VENV)/docs: $(VENV)/created pyproject.toml
+	@$(PIP) install -q -c constraints.txt -e '.[docs]' || \
+	  { echo "make docs: cannot install mkdocs-material; it needs a package index, or --find-links in PIP_FIND_LINKS" >&2; exit 1; }
+	@touch $@
+
+docs: $(VENV)/docs
+	$(BIN)/python scripts/reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 # rewrites the command lines and the parsers' verdicts that the tests compare with
 golden: $(VENV)/open-instruct $(VENV)/dev

@@ -1,12 +1,17 @@
 """The documents say what the program does."""
 
 import ast
+import contextlib
 import inspect
 import re
+import shlex
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+import typer
 
 from launcher.cli.commands import app
 from launcher.cli.main import main
@@ -16,6 +21,8 @@ from launcher.stage import options
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CLI = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
@@ -107,15 +114,15 @@ def test_only_logs_has_no_json() -> None:
         if command.callback and "format" not in inspect.signature(command.callback).parameters
     }
     assert without == {"logs"}
-    assert "All but `logs` take `--format json`" in README
+    assert "All commands but `logs` take `--format json`" in CLI
 
 
-def test_the_exit_codes_of_the_readme_are_those_of_the_program() -> None:
-    rows = re.findall(r"^\| (\d+) \| .+ \|$", README, re.M)
+def test_the_exit_codes_of_the_reference_are_those_of_the_program() -> None:
+    rows = re.findall(r"^\| (\d+) \| .+ \|$", CLI, re.M)
     assert rows == [str(int(code)) for code in Exit]
 
 
-def test_every_command_has_help_an_example_and_a_place_in_the_readme() -> None:
+def test_every_command_has_help_and_an_example() -> None:
     groups = [
         ("", app),
         *((f"{group.name} ", group.typer_instance) for group in app.registered_groups),
@@ -126,7 +133,74 @@ def test_every_command_has_help_an_example_and_a_place_in_the_readme() -> None:
         name = prefix + (command.name or function.__name__)
         assert function.__doc__, name
         assert (command.epilog or "").startswith(f"Example: launch {name}"), name
-        assert f"`launch {name} " in README or f"`launch {name}`" in README, name
+
+
+def test_the_reference_of_commands_is_up_to_date() -> None:
+    """`make docs` writes it."""
+    reference = [sys.executable, str(ROOT / "scripts/reference.py"), "--check"]
+    assert subprocess.run(reference, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}).returncode == 0
+
+
+def commands() -> list[str]:
+    """Every `launch ...` line in the code blocks of the pages, without its comment."""
+    lines = []
+    for page in PAGES:
+        blocks = re.findall(
+            r"^```(?:bash|sh|console)?\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S
+        )
+        lines += [line for block in blocks for line in block.splitlines()]
+    found = (re.fullmatch(r"(?:\$ )?launch (\S.*?)(?: +# .*)?", line) for line in lines)
+    return sorted({match[1] for match in found if match and "[OPTIONS]" not in match[1]})
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_of_the_docs_has_options_that_exist(line: str) -> None:
+    words = shlex.split(re.split(r" (?:>|&&|\|) ", line)[0])
+    command = typer.main.get_command(app)
+    while below := getattr(command, "commands", None):
+        if not words or words[0] not in below:
+            break
+        command = below[words.pop(0)]
+    with contextlib.suppress(typer.Exit):
+        command.make_context("launch", words)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        line
+        for line in commands()
+        if (
+            re.match("validate-config|plan|explain|schema|check tests/", line)
+            or "--dry-run" in line
+        )
+        and "CONFIG" not in line
+        and "7b.yaml --gpus 1,2,8" not in line
+    ],
+)
+def test_a_cheap_command_of_the_docs_runs(
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In a folder with the shipped files, and the stage files that README and the tutorial show."""
+    for name in ("configs", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "data").mkdir()
+    row = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
+    (tmp_path / "data/chats.jsonl").write_text(f"{row}\n" * 200, encoding="utf-8")
+    for page in ("README.md", "docs/tutorial.md"):
+        shown = re.search(
+            r"^```yaml.*?\n(.*?stage: sft.*?)^```", (ROOT / page).read_text(), re.M | re.S
+        )
+        assert shown
+        (tmp_path / "my_sft.yaml").write_text(shown[1], encoding="utf-8")
+        monkeypatch.chdir(tmp_path)
+        code = main(shlex.split(re.split(r" (?:>|&&|\|) ", line)[0]))
+        out = capsys.readouterr()
+        # a log alone leaves points open
+        assert code == (Exit.VERDICT if line.startswith("check") else Exit.OK), out.err + out.out
 
 
 def test_the_pin_is_the_submodule_and_the_snapshot() -> None:

@@ -15,9 +15,10 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 HEAD = """\
 # CLI reference
 
-Written by `make docs` from the command line itself. All commands but `logs` take `--format json`; `validate-config` also takes `github`.
-`--dry-run` prints the plan as comments and the command on one line, quoted so that it can be pasted. Only commands that start a
-stage need GPUs, the trainer's packages and a checkout (`prepare` no GPU); `--gpus 0` is the CPU.
+Written by `make docs` from the command line itself. All commands but `logs` take `--format json`;
+`validate-config` also takes `github`. `--dry-run` prints the plan as comments and the command on one line,
+quoted so that it can be pasted. Only commands that start a stage need GPUs, the trainer's packages and a
+checkout (`prepare` no GPU); `--gpus 0` is the CPU.
 
 ## Exit codes
 

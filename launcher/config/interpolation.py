@@ -151,9 +151,7 @@ def _unresolved(
         # the error would quote what the variables hold
         reason = f"not with the value of {', '.join(sorted(read))}"
     help = "write \\${ for a literal ${"
-    found = bad(
-        path, "interpolation", f"`{key}` cannot be interpolated: {reason}", None, help
-    )  # fmt: skip
+    found = bad(path, "interpolation", f"`{key}` cannot be interpolated: {reason}", None, help)
     return replace(found, key=key, **origin.place)
 
 

@@ -79,9 +79,10 @@ class Chain:
         end = len(self.links) - 1 if last is None else self.links.index(self.link(last))
         if begin > end:
             raise usage(
-                "no-such-stage", f"`{first}` comes after `{last}`: nothing is left to run",
+                "no-such-stage",
+                f"`{first}` comes after `{last}`: nothing is left to run",
                 f"the stages are {', '.join(one.name for one in self.links)}",
-            )  # fmt: skip
+            )
         return self.links[begin : end + 1]
 
 

@@ -122,12 +122,14 @@ class Devices:
             "why": self.why,
             "gpus": [
                 {
-                    "index": slot.gpu.index, "id": slot.id, "name": slot.gpu.name,
+                    "index": slot.gpu.index,
+                    "id": slot.id,
+                    "name": slot.gpu.name,
                     "memory_mib": slot.gpu.memory_mib,
                 }
                 for slot in self.slots
             ],
-        }  # fmt: skip
+        }
 
 
 # --- what is here ---------------------------------------------------------------------------------
@@ -266,17 +268,16 @@ def _named(names: Sequence[str], seen: Look) -> Devices:
 def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
     here = len(seen.visible)
     if seen.fault is not None:
-        return launch_finding(
-            "error", "no-driver", f"nvidia-smi says: {seen.fault}",
+        help = (
             "mend the driver (after an update: reboot), or start the container with --gpus all; --gpus 0 "
-            "trains on the CPU",
-        )  # fmt: skip
+            "trains on the CPU"
+        )
+        return launch_finding("error", "no-driver", f"nvidia-smi says: {seen.fault}", help)
     if here < count:
         limit = "" if seen.hidden is None else f" ({VARIABLE}={seen.hidden})"
-        return launch_finding(
-            "error", "too-few-gpus", f"{count} GPU(s) asked for, {here} here{limit}",
-            f"--gpus {here}" if here else "--gpus 0 trains on the CPU",
-        )  # fmt: skip
+        message = f"{count} GPU(s) asked for, {here} here{limit}"
+        help = f"--gpus {here}" if here else "--gpus 0 trains on the CPU"
+        return launch_finding("error", "too-few-gpus", message, help)
     taken = [f"{s.label} is used by {seen.uses[s.id].text}" for s in seen.visible if s not in free]
     runs = dict.fromkeys(use.run for use in seen.uses.values() if use.run)
     foreign = [s.name for s in seen.visible if s not in free and not seen.uses[s.id].locked]
@@ -285,11 +286,8 @@ def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
     if len(foreign) + len(free) >= count:
         wanted = [s.name for s in seen.visible if s in free or s.name in foreign][:count]
         ways.append(f"--devices {','.join(wanted)} takes them all the same")
-    return launch_finding(
-        "error", "gpus-taken",
-        f"{count} GPU(s) asked for, {len(free)} of {here} free: {'; '.join(taken)}",
-        ", or ".join(ways),
-    )  # fmt: skip
+    message = f"{count} GPU(s) asked for, {len(free)} of {here} free: {'; '.join(taken)}"
+    return launch_finding("error", "gpus-taken", message, ", or ".join(ways))
 
 
 def _no_such(name: str, seen: Look) -> Finding:

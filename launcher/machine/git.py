@@ -23,8 +23,11 @@ def environment(protocols: str = "none") -> dict[str, str]:
     # inside a git hook these name another repository; a missing object must not ask the network
     environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     return environ | {
-        "GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": protocols, "LC_ALL": "C",
-    }  # fmt: skip
+        "GIT_NO_LAZY_FETCH": "1",
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_ALLOW_PROTOCOL": protocols,
+        "LC_ALL": "C",
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +112,13 @@ class Repository:
 def _filters(repository: Repository) -> tuple[str, ...]:
     """Options that switch off the filters of a checkout's own config: comparing files would run them."""
     names = repository.ask(
-        "config", "--local", "--includes", "--name-only", "--get-regexp",
+        "config",
+        "--local",
+        "--includes",
+        "--name-only",
+        "--get-regexp",
         r"^filter\..*\.(clean|smudge|process|required)$",
-    )  # fmt: skip
+    )
     off = {"required": "false"}
     options = [
         f"{name}={off.get(name.rpartition('.')[2], '')}" for name in (names or "").splitlines()

@@ -112,9 +112,12 @@ def identity(data: Mapping[str, object]) -> Identity | None:
     read = str(data["boot"]) if isinstance(data.get("boot"), str) else None
     inode = data.get("namespace")
     return Identity(
-        pid=pid, host=str(data.get("host")), boot=read, began=began if isinstance(began, int) else None,
+        pid=pid,
+        host=str(data.get("host")),
+        boot=read,
+        began=began if isinstance(began, int) else None,
         namespace=inode if isinstance(inode, int) else None,
-    )  # fmt: skip
+    )
 
 
 def hold_standard_streams() -> None:
@@ -242,9 +245,13 @@ def _entry(pid: int) -> _ProcessRow | None:
     # the command, in brackets, may hold blanks and brackets itself
     fields = raw[raw.rindex(b")") + 2 :].split()
     return _ProcessRow(
-        pid=pid, state=fields[0], parent=int(fields[1]), group=int(fields[2]),
-        session=int(fields[3]), began=int(fields[19]),
-    )  # fmt: skip
+        pid=pid,
+        state=fields[0],
+        parent=int(fields[1]),
+        group=int(fields[2]),
+        session=int(fields[3]),
+        began=int(fields[19]),
+    )
 
 
 def _mark(pid: int) -> str | None:

@@ -83,10 +83,14 @@ class Revision:
     def as_json(self) -> dict[str, object]:
         """For the envelope."""
         return {
-            "name": self.name, "commit": self.commit, "date": self.date, "subject": self.subject,
-            "pin": self.commit == BACKEND.PIN, "unreadable": dict(self.unreadable),
+            "name": self.name,
+            "commit": self.commit,
+            "date": self.date,
+            "subject": self.subject,
+            "pin": self.commit == BACKEND.PIN,
+            "unreadable": dict(self.unreadable),
             "dataset_cache_version": None if self.cache is UNKNOWN else self.cache,
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +144,12 @@ class StageDifference:
     def as_json(self) -> dict[str, object]:
         """Everything."""
         return {
-            "stage": self.stage, "script": self.script, "unreadable": dict(self.unreadable),
-            "reads_compared": self.reads, "changes": [asdict(change) for change in self.changes],
-        }  # fmt: skip
+            "stage": self.stage,
+            "script": self.script,
+            "unreadable": dict(self.unreadable),
+            "reads_compared": self.reads,
+            "changes": [asdict(change) for change in self.changes],
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,14 +177,17 @@ class ConfigDifference:
     def as_json(self) -> dict[str, object]:
         """Everything."""
         return {
-            "path": str(self.path), "stage": self.stage, "reason": self.reason,
-            "valid": {"old": self.valid[0], "new": self.valid[1]}, "worse": self.worse,
+            "path": str(self.path),
+            "stage": self.stage,
+            "reason": self.reason,
+            "valid": {"old": self.valid[0], "new": self.valid[1]},
+            "worse": self.worse,
             "findings": {
                 "appeared": [finding.as_json() for finding in self.appeared],
                 "vanished": [finding.as_json() for finding in self.vanished],
             },
             "defaults": [asdict(change) for change in self.defaults],
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,13 +226,17 @@ class CommitDifference:
     def as_json(self) -> dict[str, object]:
         """Everything."""
         return {
-            "repository": str(self.repository), "shallow": self.shallow,
-            "old": self.old.as_json(), "new": self.new.as_json(),
-            "ahead": self.ahead, "behind": self.behind, "worse": self.worse,
+            "repository": str(self.repository),
+            "shallow": self.shallow,
+            "old": self.old.as_json(),
+            "new": self.new.as_json(),
+            "ahead": self.ahead,
+            "behind": self.behind,
+            "worse": self.worse,
             "dataset_cache_moved": self.cache_moved,
             "stages": {name: stage.as_json() for name, stage in self.stages.items()},
             "configs": [config.as_json() for config in self.configs],
-        }  # fmt: skip
+        }
 
 
 def between(
@@ -305,9 +319,10 @@ def _check_objects(repository: Repository, commit: str) -> None:
         raise not_ready(
             "missing-objects",
             f"the files of {commit[:12]} were never fetched into {repository.root}, a "
-            "partial clone", f"git -C {repository.root} fetch --refetch --no-filter origin",
+            "partial clone",
+            f"git -C {repository.root} fetch --refetch --no-filter origin",
             file=str(repository.root),
-        )  # fmt: skip
+        )
 
 
 # --- the entry scripts ----------------------------------------------------------------------------
@@ -353,9 +368,12 @@ def _fields(
     for name in (name for name in added if name not in renames.values()):
         known = new[name]
         yield ArgumentDifference(
-            name=name, what="added", after=f"{known.type} = {shown_default(known)}",
-            new=known.where, why=_why(after(name), gone=False),
-        )  # fmt: skip
+            name=name,
+            what="added",
+            after=f"{known.type} = {shown_default(known)}",
+            new=known.where,
+            why=_why(after(name), gone=False),
+        )
     for name, known in old.items():
         if (to := name if name in new else renames.get(name)) is not None:
             yield from _altered(known, new[to])
@@ -426,10 +444,14 @@ def _reads(old: Schema, new: Schema, renames: Mapping[str, str]) -> Iterator[Arg
         if before != after:
             what: What = "conditions" if first and second else "read" if second else "unread"
             yield ArgumentDifference(
-                name=name, what=what, to=to if to != name else None, before=before, after=after,
+                name=name,
+                what=what,
+                to=to if to != name else None,
+                before=before,
+                after=after,
                 old=first[0].where if first else known.where,
                 new=second[0].where if second else new.fields[to].where,
-            )  # fmt: skip
+            )
 
 
 def _shown_reads(reads: Sequence[Read], entry: Entry, renames: Mapping[str, str]) -> str:
@@ -498,9 +520,11 @@ def _judge_both(
         return replace(told, reason="names no stage that launch starts")
     changes = compared[first.schema.key].changes
     return replace(
-        told, appeared=_only_in(second, first), vanished=_only_in(first, second),
+        told,
+        appeared=_only_in(second, first),
+        vanished=_only_in(first, second),
         defaults=tuple(c for c in changes if _relies_on(c, first, second)),
-    )  # fmt: skip
+    )
 
 
 def _judge(config: Config, side: Revision, stage: str | None) -> Judged | str:

@@ -166,8 +166,9 @@ class Status:
             found = not_ready(
                 "unpinned-checkout",
                 f"the checkout is at {self.used.commit or 'an unknown commit'}{edited}, the pin is {PIN}",
-                next(iter(self.next), None), file=str(self.used.path),
-            )  # fmt: skip
+                next(iter(self.next), None),
+                file=str(self.used.path),
+            )
         else:
             return ()
         return tuple(found.findings)
@@ -186,12 +187,14 @@ class Status:
             "used": None if used is None else used.as_json(),
             "places": [place.as_json() for place in self.places],
             "submodule": {
-                "path": str(locate.SUBMODULE), "state": self.submodule.state,
+                "path": str(locate.SUBMODULE),
+                "state": self.submodule.state,
                 "repository": None if self.repository is None else str(self.repository),
-                "recorded": self.recorded, "fill": self.fill,
+                "recorded": self.recorded,
+                "fill": self.fill,
             },
             "next": list(self.next),
-        }  # fmt: skip
+        }
 
     def lines(self) -> list[str]:
         """The answer for people."""
@@ -384,10 +387,14 @@ def _unknown(first: Repository, names: tuple[str, str]) -> NotReady | UsageError
     if shallow and not whole:
         help = f"{git} fetch --unshallow origin"
     finding = Finding(
-        severity="error", layer="launch", code="unknown-commit", file=str(first.root), help=help,
+        severity="error",
+        layer="launch",
+        code="unknown-commit",
+        file=str(first.root),
+        help=help,
         message=f"{' and '.join(f'`{n}`' for n in lacking)}: no commit that {first.root} knows"
         + (", whose history was cut off when it was cloned" if shallow else ""),
-    )  # fmt: skip
+    )
     return NotReady(finding) if shallow or whole else UsageError(finding)
 
 

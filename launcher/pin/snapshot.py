@@ -43,9 +43,10 @@ def take(backend: str, checkout: Path | None = None) -> dict[str, Any]:
         foreign[name] = Folder(path)
     # a commit without a further script of a stage lacks nothing that belongs to a stage
     stages = [
-        name for name, entry in module.STAGES.items()
+        name
+        for name, entry in module.STAGES.items()
         if not entry.stage or facts.digest(packages, entry.script) is not None
-    ]  # fmt: skip
+    ]
     told = facts.read(module, {**packages, **foreign}, {}, stages)
     del told["absent"]
     # the files of other packages are not among the digests

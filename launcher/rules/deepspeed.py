@@ -39,9 +39,13 @@ _MICRO = "train_micro_batch_size_per_gpu"
 _BIASED = frozenset({"qwen2", "qwen2_moe"})
 # accelerate/utils/deepspeed.py:48,53,84: those that stay what they are where DeepSpeed offloads
 _OFFLOADED = (
-    "adamw_torch", "adamw_torch_fused", "paged_adamw_32bit", "adagrad", "lion_32bit",
+    "adamw_torch",
+    "adamw_torch_fused",
+    "paged_adamw_32bit",
+    "adagrad",
+    "lion_32bit",
     "paged_lion_32bit",
-)  # fmt: skip
+)
 
 
 def engine_config(
@@ -58,9 +62,10 @@ def engine_config(
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "reduce_bucket_size": "auto"}
     if stage == 3:
         zero |= {
-            "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
             "zero_hpz_partition_size": values.get("zero_hpz_partition_size"),
-        }  # fmt: skip
+        }
     for name in ("offload_optimizer", "offload_param"):
         if values.get(name):
             zero[name] = {"device": "cpu"}
@@ -148,11 +153,9 @@ def clipping(context: Context) -> Iterator[Finding]:
     if theirs != wanted:
         what = f"clips at {theirs}" if theirs else "does not clip"
         instead = ", in place of `zero_stage`" if context.file is None else ""
-        yield say(
-            "warning", "run", "clipping-unread", key,
-            f"`{key}: {ours}` is not read with DeepSpeed, which {what}",
-            f'write `"gradient_clipping": {wanted}` in the DeepSpeed file{instead}',
-        )  # fmt: skip
+        message = f"`{key}: {ours}` is not read with DeepSpeed, which {what}"
+        help = f'write `"gradient_clipping": {wanted}` in the DeepSpeed file{instead}'
+        yield say("warning", "run", "clipping-unread", key, message, help)
 
 
 # --- the file, under open-instruct ----------------------------------------------------------------
@@ -223,11 +226,14 @@ def half_precision(context: Context) -> Iterator[Finding]:
     """finetune.py:597, dpo_tune_cache.py:337: the model is loaded in bfloat16 whatever is asked for."""
     if context.mixed_precision == "fp16":
         yield Finding(
-            severity="warning", layer="run", code="fp16-over-bf16", key="mixed_precision",
+            severity="warning",
+            layer="run",
+            code="fp16-over-bf16",
+            key="mixed_precision",
             message="upstream loads the model in bfloat16: `mixed_precision: fp16` then casts its "
             "weights to half precision, or fails in the gradient scaler",
             help="write `mixed_precision: bf16`",
-        )  # fmt: skip
+        )
 
 
 def two_zero_stages(context: Context) -> Iterator[Finding]:
@@ -237,11 +243,9 @@ def two_zero_stages(context: Context) -> Iterator[Finding]:
         return
     theirs = section(context.deepspeed, "zero_optimization").get("stage", 0)
     differs = f", and its stage {theirs} is not {own}" if theirs != own else ""
-    yield say(
-        "warning", "run", "two-zero-stages", "zero_stage",
-        f"`zero_stage: {own}` replaces `deepspeed:`: nothing of that file is read{differs}",
-        "keep one: `deepspeed:` for a file, `zero_stage` for upstream's own settings",
-    )  # fmt: skip
+    message = f"`zero_stage: {own}` replaces `deepspeed:`: nothing of that file is read{differs}"
+    help = "keep one: `deepspeed:` for a file, `zero_stage` for upstream's own settings"
+    yield say("warning", "run", "two-zero-stages", "zero_stage", message, help)
 
 
 # --- adapters and quantised models under open-instruct --------------------------------------------
@@ -256,11 +260,15 @@ def quantised(context: Context) -> Iterator[Finding]:
         return
     crashes = context.zero_stage == 3
     yield say(
-        "error" if crashes else "warning", "run", "qlora-deepspeed", "use_qlora",
-        "`use_qlora` with ZeRO-3 crashes: a quantised model is placed by a device_map" if crashes
+        "error" if crashes else "warning",
+        "run",
+        "qlora-deepspeed",
+        "use_qlora",
+        "`use_qlora` with ZeRO-3 crashes: a quantised model is placed by a device_map"
+        if crashes
         else "`use_qlora` is not compatible with DeepSpeed, upstream says",
         "write `deepspeed: none`, or leave out `use_qlora`",
-    )  # fmt: skip
+    )
 
 
 def frozen_biases(context: Context) -> Iterator[Finding]:
@@ -273,12 +281,12 @@ def frozen_biases(context: Context) -> Iterator[Finding]:
     config = model_config.built_from(context.values, context.environ)
     kind = str(config.get("model_type"))
     if kind in _BIASED or config.get("attention_bias") is True or config.get("mlp_bias") is True:
-        yield say(
-            "error", "run", "lora-biases", "use_lora",
+        message = (
             f"LoRA on a {kind} model crashes with ZeRO-{context.zero_stage}: the frozen biases are an "
-            "optimizer group with nothing to train",
-            "write `deepspeed: none`, or `deepspeed: zero3` without gradient checkpointing",
-        )  # fmt: skip
+            "optimizer group with nothing to train"
+        )
+        help = "write `deepspeed: none`, or `deepspeed: zero3` without gradient checkpointing"
+        yield say("error", "run", "lora-biases", "use_lora", message, help)
 
 
 def frozen_released(context: Context) -> Iterator[Finding]:
@@ -291,11 +299,14 @@ def frozen_released(context: Context) -> Iterator[Finding]:
     zero3 = context.distributed and context.zero_stage == 3
     if lora and zero3 and values["gradient_checkpointing"]:
         yield say(
-            "error", "run", "lora-zero3-checkpointing", "gradient_checkpointing",
+            "error",
+            "run",
+            "lora-zero3-checkpointing",
+            "gradient_checkpointing",
             "`gradient_checkpointing` with LoRA and ZeRO-3 crashes in the first backward pass: the frozen "
             "weights have been released when a layer is computed again",
             "leave out one of the three: `deepspeed: none` has LoRA's small optimizer state on each GPU",
-        )  # fmt: skip
+        )
 
 
 # --- the file, under TRL --------------------------------------------------------------------------
@@ -390,10 +401,8 @@ def precision(context: Context) -> Iterator[Finding]:
 def fsdp_too(context: Context) -> Iterator[Finding]:
     """transformers/trainer.py:461; accelerate/utils/dataclasses.py:1265 reads launch's file."""
     if context.file is not None and context.values["fsdp"]:
-        yield say(
-            "error", "run", "two-engines", "fsdp",
-            "`fsdp` beside `deepspeed:`: transformers refuses both", "write `deepspeed: none`",
-        )  # fmt: skip
+        message = "`fsdp` beside `deepspeed:`: transformers refuses both"
+        yield say("error", "run", "two-engines", "fsdp", message, "write `deepspeed: none`")
 
 
 def optimizer_unread(context: Context) -> Iterator[Finding]:
@@ -405,21 +414,18 @@ def optimizer_unread(context: Context) -> Iterator[Finding]:
         return
     theirs = section(file, "optimizer").get("type")
     if theirs is not None:
-        yield say(
-            "warning", "run", "optim-unread", "optim",
-            f"`optim: {name}` is not read: the DeepSpeed file has its own, {brief(theirs)}",
-            "delete one of them",
-        )  # fmt: skip
+        message = f"`optim: {name}` is not read: the DeepSpeed file has its own, {brief(theirs)}"
+        yield say("warning", "run", "optim-unread", "optim", message, "delete one of them")
     if "optimizer" in file or file.get("zero_force_ds_cpu_optimizer") is False:
         return
     offloaded = section(section(file, "zero_optimization"), "offload_optimizer").get("device")
     if offloaded not in (None, "none") and name not in _OFFLOADED:
-        yield say(
-            "warning", "run", "optim-replaced", "optim",
+        message = (
             f"`optim: {name}` becomes DeepSpeed's Adam on the CPU, with states of 32 bits and a weight "
-            "decay that is not decoupled: its file offloads the optimizer",
-            "write `optim: adamw_torch`, or a `deepspeed:` that does not offload",
-        )  # fmt: skip
+            "decay that is not decoupled: its file offloads the optimizer"
+        )
+        help = "write `optim: adamw_torch`, or a `deepspeed:` that does not offload"
+        yield say("warning", "run", "optim-replaced", "optim", message, help)
 
 
 # --- gradients ------------------------------------------------------------------------------------
@@ -450,38 +456,44 @@ def fault(
         # stage_1_and_2.py, allreduce_and_copy_with_multiple_ranks: only the converted copy is recorded on
         # the stream of the reduction, so the gradient's memory is used again before it was read
         return (
-            "error", OVERLAP,
+            "error",
+            OVERLAP,
             "ZeRO-2 with `overlap_comm` and a `communication_data_type` of its own trains on corrupt "
             "gradients: every release up to 0.19.8 reuses the memory of gradients larger than "
             "`reduce_bucket_size` before they were sent",
             "set `overlap_comm: false` in the DeepSpeed file, or use ZeRO-1 or ZeRO-3",
-        )  # fmt: skip
+        )
     if stage == 2 and release and _within(release, LOSES_MICRO_BATCHES) and (accumulation or 1) > 1:
         return (
-            "error", "accumulation-lost",
+            "error",
+            "accumulation-lost",
             f"DeepSpeed {version} keeps only the last micro-batch of a step under ZeRO-2",
             "install deepspeed 0.19.8, or do not accumulate",
-        )  # fmt: skip
+        )
     if not overlaps:
         return None
     corrupts = "trains on corrupt gradients: buffers are reused before their reduction is done"
     if release is None:
         return (
-            "warning", OVERLAP,
-            "ZeRO 1 and 2 with `overlap_comm` " + corrupts + ", with DeepSpeed 0.18.5 to 0.18.9 and before "
+            "warning",
+            OVERLAP,
+            "ZeRO 1 and 2 with `overlap_comm` "
+            + corrupts
+            + ", with DeepSpeed 0.18.5 to 0.18.9 and before "
             "0.17.5; the installed version is not known here",
             f"install deepspeed 0.19.8 where it trains, {serial}",
-        )  # fmt: skip
+        )
     if release < SYNCHRONIZED or _within(release, UNSYNCHRONIZED):
         message = f"DeepSpeed {version} with ZeRO-{stage} and `overlap_comm` {corrupts}"
         return "error", OVERLAP, message, f"install deepspeed 0.19.8, {serial}"
     if UNSYNCHRONIZED[1] <= release < ALL_STREAMS:
         return (
-            "warning", OVERLAP,
+            "warning",
+            OVERLAP,
             f"DeepSpeed {version} with ZeRO-{stage} and `overlap_comm` may send gradients before they are "
             "complete where several streams compute them, as under torch.compile",
             f"install deepspeed 0.19.8, {serial}",
-        )  # fmt: skip
+        )
     return None
 
 
@@ -512,9 +524,7 @@ def true_gradients(context: Context) -> Iterator[Finding]:
     yield Finding(severity=severity, layer="run", code=code, key=key, message=message, help=help)
 
 
-_SHARED: tuple[StageRule, ...] = (
-    zero_section, no_batch, unsaved_weights, clipping, true_gradients,
-)  # fmt: skip
+_SHARED: tuple[StageRule, ...] = (zero_section, no_batch, unsaved_weights, clipping, true_gradients)
 _OPEN_INSTRUCT: tuple[StageRule, ...] = (
     *_SHARED, refused_file, batch_of_the_file, half_precision, quantised, frozen_biases,
 )  # fmt: skip

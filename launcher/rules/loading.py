@@ -52,11 +52,12 @@ def other_weights(context: Context) -> Iterator[Finding]:
     other = [one for one in needed.keys() & there.keys() if by_name(own).get(one) != there[one]]
     if other:
         sizes = " x ".join(map(str, there[min(other)])), " x ".join(map(str, needed[min(other)]))
-        yield say(
-            severity, "run", "incomplete-model", "model_name_or_path",
+        message = (
             f"{brief(name)} cannot be trained from: {min(other)} is {sizes[0]} in its files, and {sizes[1]} "
-            "by its config.json", "config.json is another model's",
-        )  # fmt: skip
+            "by its config.json"
+        )
+        help = "config.json is another model's"
+        yield say(severity, "run", "incomplete-model", "model_name_or_path", message, help)
     if gone := sorted(needed.keys() - there.keys()):
         some = next(iter(there), None)
         yield say(
@@ -104,24 +105,18 @@ def missing_model(context: Context) -> Iterator[Finding]:
 def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
     # the config alone may be a file
     if is_file(Path(name)) and key != "config_name":
-        yield say(
-            "error", "run", "missing-model", key, f"{name} is a file, no folder",
-            f"name the folder with its config.json, such as {Path(name).parent}",
-        )  # fmt: skip
+        help = f"name the folder with its config.json, such as {Path(name).parent}"
+        yield say("error", "run", "missing-model", key, f"{name} is a file, no folder", help)
         return
     if model_config.here(name) or (key == "model_name_or_path" and _config(context)):
         return
     if model_config.is_path(name):
-        yield say(
-            "error", "run", "missing-model", key, f"there is no folder {name} here",
-            "relative paths start where launch is started; `~` is not expanded",
-        )  # fmt: skip
+        help = "relative paths start where launch is started; `~` is not expanded"
+        yield say("error", "run", "missing-model", key, f"there is no folder {name} here", help)
     elif model_config.offline(context.environ) and not model_config.cached(name, context.environ):
-        yield say(
-            "error", "run", "missing-model", key,
-            f"{name} is neither here nor in the hub's cache, and HF_HUB_OFFLINE is set",
-            "unset HF_HUB_OFFLINE, or download it first",
-        )  # fmt: skip
+        message = f"{name} is neither here nor in the hub's cache, and HF_HUB_OFFLINE is set"
+        help = "unset HF_HUB_OFFLINE, or download it first"
+        yield say("error", "run", "missing-model", key, message, help)
 
 
 def incomplete_model(context: Context) -> Iterator[Finding]:
@@ -164,11 +159,9 @@ def incomplete_tokenizer(context: Context) -> Iterator[Finding]:
 
 def _incomplete(context: Context, code: str, key: str, fault: str) -> Finding:
     name = str(context.values[key])
-    return say(
-        "error" if context.running else "warning", "run", code, key,
-        f"{brief(name)} cannot be trained from: {fault}",
-        f"git -C {shlex.quote(name)} lfs pull" if "git-lfs" in fault else _WHOLE,
-    )  # fmt: skip
+    message = f"{brief(name)} cannot be trained from: {fault}"
+    help = f"git -C {shlex.quote(name)} lfs pull" if "git-lfs" in fault else _WHOLE
+    return say("error" if context.running else "warning", "run", code, key, message, help)
 
 
 def _read_from(context: Context, name: object, revision: str | None) -> Path | None:
@@ -187,5 +180,8 @@ def _read_from(context: Context, name: object, revision: str | None) -> Path | N
 
 
 RULES: tuple[StageRule, ...] = (
-    missing_model, incomplete_model, incomplete_tokenizer, other_weights,
-)  # fmt: skip
+    missing_model,
+    incomplete_model,
+    incomplete_tokenizer,
+    other_weights,
+)

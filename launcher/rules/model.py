@@ -45,10 +45,13 @@ def liger_unknown(context: Context) -> Iterator[Finding]:
     crashes = context.entry.strict_liger
     what = "upstream fails with a KeyError" if crashes else "nothing would be patched"
     yield say(
-        "error" if crashes and known else "warning", "run", "liger-unknown-model",
-        "use_liger_kernel", f"Liger {have} has no kernels for {kind} models: {what}",
+        "error" if crashes and known else "warning",
+        "run",
+        "liger-unknown-model",
+        "use_liger_kernel",
+        f"Liger {have} has no kernels for {kind} models: {what}",
         "write `use_liger_kernel: false`",
-    )  # fmt: skip
+    )
 
 
 def _patched(context: Context) -> str | None:
@@ -77,10 +80,9 @@ def liger_on_cpu(context: Context) -> Iterator[Finding]:
     if not context.values["use_liger_kernel"] or context.gpus != 0 or caches_only(context):
         return
     if not context.environ.get("TRITON_INTERPRET"):
-        yield say(
-            "error", "run", "liger-on-cpu", "use_liger_kernel",
-            "Liger's kernels need a GPU, and `--gpus 0` has none", "write `use_liger_kernel: false`",
-        )  # fmt: skip
+        message = "Liger's kernels need a GPU, and `--gpus 0` has none"
+        help = "write `use_liger_kernel: false`"
+        yield say("error", "run", "liger-on-cpu", "use_liger_kernel", message, help)
 
 
 # --- length and attention -------------------------------------------------------------------------
@@ -96,11 +98,9 @@ def beyond_positions(context: Context) -> Iterator[Finding]:
         positions(model_config.built_from(context.values, context.environ)),
     )
     if context.values.given(key) and isinstance(wanted, int) and reach and wanted > reach:
-        yield say(
-            "warning", "run", "beyond-positions", key,
-            f"`{key}: {wanted}` goes beyond the {reach} positions that the model was made for",
-            f"write `{key}: {reach}`, or a model with a longer context",
-        )  # fmt: skip
+        message = f"`{key}: {wanted}` goes beyond the {reach} positions that the model was made for"
+        help = f"write `{key}: {reach}`, or a model with a longer context"
+        yield say("warning", "run", "beyond-positions", key, message, help)
 
 
 def positions(config: Mapping[str, Any]) -> int | None:
@@ -136,21 +136,19 @@ def packed_without_flash(context: Context) -> Iterator[Finding]:
     if values.schema.pairs:
         # measured with the pinned script: it leaves the cache on, and transformers drops the mask
         worse += ", and DPO's packed samples see each other"
-    yield say(
-        "warning", "run", "packing-without-flash", "packing",
-        f"{slow} no flash-attention kernels: {worse}",
-        "pip install flash-attn, or `packing: false`",
-    )  # fmt: skip
+    message = f"{slow} no flash-attention kernels: {worse}"
+    help = "pip install flash-attn, or `packing: false`"
+    yield say("warning", "run", "packing-without-flash", "packing", message, help)
 
 
 def packed_alone(context: Context) -> Iterator[Finding]:
     """finetune.py:642 packs the rows of one micro-batch (padding_free_collator.py:102), and no others."""
     if context.values["packing"] and context.per_device == 1 and not caches_only(context):
-        yield say(
-            "warning", "run", "packing-of-one", "packing",
-            "`packing` does nothing here: it joins the rows of a micro-batch, which is one row",
-            "`batch: {per_device: 2}` or more, or `packing: false`",
-        )  # fmt: skip
+        message = (
+            "`packing` does nothing here: it joins the rows of a micro-batch, which is one row"
+        )
+        help = "`batch: {per_device: 2}` or more, or `packing: false`"
+        yield say("warning", "run", "packing-of-one", "packing", message, help)
 
 
 _LIGER: tuple[StageRule, ...] = (liger_unknown, liger_on_cpu, beyond_positions)

@@ -45,12 +45,12 @@ def foreign_checkpoints(context: Context) -> Iterator[Finding]:
     """utils.py:813: upstream resumes from the newest checkpoint in its output folder, whoever made it."""
     last = _taken(context)
     if last is not None and not caches_only(context):
-        yield say(
-            "warning", "run", "foreign-checkpoints", _OUTPUT,
+        message = (
             f"{context.output} holds {last.name}, which no run of launch's wrote here: upstream would "
-            "resume from it",
-            f"give another `output_dir` or `exp_name`, or empty {context.output}",
-        )  # fmt: skip
+            "resume from it"
+        )
+        help = f"give another `output_dir` or `exp_name`, or empty {context.output}"
+        yield say("warning", "run", "foreign-checkpoints", _OUTPUT, message, help)
 
 
 def skipped_again(context: Context) -> Iterator[Finding]:
@@ -58,11 +58,9 @@ def skipped_again(context: Context) -> Iterator[Finding]:
     last, epochs = _taken(context), context.values["num_epochs"]
     several = context.values["max_train_steps"] is None and isinstance(epochs, int) and epochs > 1
     if last is not None and last.kind == "step" and several and not caches_only(context):
-        yield say(
-            "warning", "run", "resume-skips", _OUTPUT,
-            f"resuming from {last.name} skips the same batches again in each later epoch",
-            "begin anew in another folder, or train a single epoch",
-        )  # fmt: skip
+        message = f"resuming from {last.name} skips the same batches again in each later epoch"
+        help = "begin anew in another folder, or train a single epoch"
+        yield say("warning", "run", "resume-skips", _OUTPUT, message, help)
 
 
 def finished_model(context: Context) -> Iterator[Finding]:
@@ -74,11 +72,9 @@ def finished_model(context: Context) -> Iterator[Finding]:
         return
     last = _taken(context)
     begin = "train from zero" if last is None else f"go on from {last.name}"
-    yield say(
-        "warning", "run", "finished-output", _OUTPUT,
-        f"{context.output} holds a trained model: upstream would {begin} and write over it",
-        f"give another `output_dir`, or empty {context.output}",
-    )  # fmt: skip
+    message = f"{context.output} holds a trained model: upstream would {begin} and write over it"
+    help = f"give another `output_dir`, or empty {context.output}"
+    yield say("warning", "run", "finished-output", _OUTPUT, message, help)
 
 
 def named_checkpoint(context: Context) -> Iterator[Finding]:
@@ -100,11 +96,12 @@ def named_checkpoint(context: Context) -> Iterator[Finding]:
         newest = (
             checkpoints.find("trl", folder)[-1:] or checkpoints.find("trl", context.output)[-1:]
         )
-        yield say(
-            "error", "run", "resume-missing", _RESUME, what,
-            f"write `{_RESUME}: {newest[0].path}`" if newest
-            else "relative paths start where launch is started; delete the line to begin anew",
-        )  # fmt: skip
+        help = (
+            f"write `{_RESUME}: {newest[0].path}`"
+            if newest
+            else "relative paths start where launch is started; delete the line to begin anew"
+        )
+        yield say("error", "run", "resume-missing", _RESUME, what, help)
         return
     yield from _remaining(context, folder)
 
@@ -124,18 +121,17 @@ def _remaining(context: Context, folder: Path) -> Iterator[Finding]:
         over = numbers and epoch >= epochs
         until = f"`num_train_epochs` is {epochs}"
     if over:
-        yield say(
-            "error", "run", "resume-finished", _RESUME,
-            f"{brief(str(folder))} was saved after {step} steps, and {until}: nothing would be trained",
-            "raise the limit, or delete the line to begin anew",
-        )  # fmt: skip
+        message = f"{brief(str(folder))} was saved after {step} steps, and {until}: nothing would be trained"
+        help = "raise the limit, or delete the line to begin anew"
+        yield say("error", "run", "resume-finished", _RESUME, message, help)
     before, now = state.get("train_batch_size"), context.per_device
     if isinstance(before, int) and now not in (None, before) and not values["ignore_data_skip"]:
-        yield say(
-            "warning", "run", "resume-position", _RESUME,
+        message = (
             f"resuming from {brief(str(folder))} would go on at another place in the data: "
-            f"`per_device_train_batch_size` was {before}, is {now}", "keep the number as it was",
-        )  # fmt: skip
+            f"`per_device_train_batch_size` was {before}, is {now}"
+        )
+        help = "keep the number as it was"
+        yield say("warning", "run", "resume-position", _RESUME, message, help)
 
 
 _OPEN_INSTRUCT: tuple[StageRule, ...] = (foreign_checkpoints, finished_model)

@@ -93,10 +93,8 @@ def unread(
     def rule(values: Values) -> Iterator[Finding]:
         given = values.given(key) and values[key]
         if given and values[key] != values.schema.fields[key].default and not read(values):
-            yield say(
-                "warning", "run", "conditional-key", key,
-                f"`{key}` does nothing here: it is read only {where}", help,
-            )  # fmt: skip
+            message = f"`{key}` does nothing here: it is read only {where}"
+            yield say("warning", "run", "conditional-key", key, message, help)
 
     rule.__doc__ = cited
     return rule

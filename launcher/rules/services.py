@@ -44,9 +44,13 @@ def wandb_key(context: Context) -> Iterator[Finding]:
         what = "no wandb key: neither WANDB_API_KEY nor an entry in ~/.netrc"
         help = "`wandb login`, or set WANDB_API_KEY, or `with_tracking: false`"
     yield say(
-        "error" if context.running else "warning", "run", "no-wandb-key", "with_tracking",
-        f"`with_tracking`: {what}", help,
-    )  # fmt: skip
+        "error" if context.running else "warning",
+        "run",
+        "no-wandb-key",
+        "with_tracking",
+        f"`with_tracking`: {what}",
+        help,
+    )
 
 
 def has_wandb_key(environ: Mapping[str, str]) -> bool:
@@ -84,9 +88,13 @@ def hub_token(context: Context) -> Iterator[Finding]:
         return
     when = "once the model is trained" if values.get("hf_entity") else "before anything is trained"
     yield say(
-        "error" if context.running else "warning", "run", "no-hub-token", "push_to_hub",
-        f"`push_to_hub` crashes {when}: {why}", help,
-    )  # fmt: skip
+        "error" if context.running else "warning",
+        "run",
+        "no-hub-token",
+        "push_to_hub",
+        f"`push_to_hub` crashes {when}: {why}",
+        help,
+    )
 
 
 def has_hub_token(environ: Mapping[str, str]) -> bool:
@@ -102,12 +110,12 @@ def no_compiler(context: Context, key: str, *, cpp: bool = False) -> Iterator[Fi
     named = context.environ.get("CXX" if cpp else "CC")
     names = (named,) if named else ("g++", "c++", "clang++") if cpp else ("gcc", "cc", "clang")
     if not any(shutil.which(name, path=context.environ.get("PATH")) for name in names):
-        yield say(
-            "error", "run", "no-compiler", key,
+        message = (
             "torch.compile builds its kernels with a compiler, and "
-            f"{brief(' or '.join(names))} is not here",
-            f"apt-get install g++, or write `{key}: false`",
-        )  # fmt: skip
+            f"{brief(' or '.join(names))} is not here"
+        )
+        help = f"apt-get install g++, or write `{key}: false`"
+        yield say("error", "run", "no-compiler", key, message, help)
 
 
 def remote_code(context: Context) -> Iterator[Finding]:
@@ -117,11 +125,11 @@ def remote_code(context: Context) -> Iterator[Finding]:
     for key in ("trust_remote_code", "allow_all_kernels"):
         own = key in values and values[key] is True
         if own or inner.get(key) is True:
+            message = f"`{key}` runs Python code out of the repository that is loaded, as you"
+            help = "pin what you have read with `model_revision`, or leave it out"
             yield say(
-                "note", "run", "remote-code", key if own else "model_init_kwargs",
-                f"`{key}` runs Python code out of the repository that is loaded, as you",
-                "pin what you have read with `model_revision`, or leave it out",
-            )  # fmt: skip
+                "note", "run", "remote-code", key if own else "model_init_kwargs", message, help
+            )
 
 
 RULES: tuple[StageRule, ...] = (wandb_key, hub_token, remote_code)

@@ -46,10 +46,13 @@ def missing(
     for name, known in schema.fields.items():
         if known.required and name not in given and f"args.{name}" not in told:
             fault = Finding(
-                severity="error", layer="parser", code="missing-argument", key=f"args.{name}",
+                severity="error",
+                layer="parser",
+                code="missing-argument",
+                key=f"args.{name}",
                 message=f"`{name}` must be given: it has no default  ({known.where})",
                 help=f"add `{name}: ...`; its type is {known.type}",
-            )  # fmt: skip
+            )
             yield fault
 
 
@@ -100,16 +103,19 @@ def _check_value(schema: Schema, entry: Entry, known: Field, value: Any) -> Find
         reason = f"a mapping, which upstream would take as the text `{brief(words[0])}`"
     elif isinstance(value, bool) and known.kind == "str":
         return Finding(
-            severity="warning", layer="run", code="bool-as-text", key=key,
+            severity="warning",
+            layer="run",
+            code="bool-as-text",
+            key=key,
             message=f"`{known.name}`: YAML reads a bool here, upstream will get the text {value}",
             help="put the text in quotes",
-        )  # fmt: skip
+        )
     else:
         return None
+    message = f"`{known.name}`: {reason}"
     return Finding(
-        severity="error", layer=layer, code="bad-value", key=key,
-        message=f"`{known.name}`: {reason}", help=help,
-    )  # fmt: skip
+        severity="error", layer=layer, code="bad-value", key=key, message=message, help=help
+    )
 
 
 def _too_large(word: str) -> bool:

@@ -164,9 +164,12 @@ def preferred_attention(
     from launcher.rules.trl import attention
 
     context = Context(
-        values=values, environ=os.environ, mixed_precision=options.mixed_precision, gpus=gpus,
+        values=values,
+        environ=os.environ,
+        mixed_precision=options.mixed_precision,
+        gpus=gpus,
         packages=packages,
-    )  # fmt: skip
+    )
     return attention.choose(options.attention, context)
 
 
@@ -219,10 +222,13 @@ def _expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Find
             "" if names.liger else f"{entry.script} has no Liger",
         ),
         (
-            "packing", {"isolated", "on"}, packs, names.packing,
+            "packing",
+            {"isolated", "on"},
+            packs,
+            names.packing,
             "a micro-batch of one row has nothing to pack" if alone else "",
         ),
-    )  # fmt: skip
+    )
     for point, states, asked, name, none in wanted:
         state = opts.expect.get(point)
         if state not in states or asked:

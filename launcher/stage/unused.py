@@ -66,11 +66,13 @@ def refused(values: Values, entry: Entry, told: Container[str | None]) -> Iterat
             continue
         given = [name for name in names if values.given(name)] or names
         yield Finding(
-            severity="error", layer="parser" if refusal.parsing else "run",
-            code="refused-by-source", key=f"args.{given[0]}",
+            severity="error",
+            layer="parser" if refusal.parsing else "run",
+            code="refused-by-source",
+            key=f"args.{given[0]}",
             message=f"{refusal.where} raises {refusal.error} where {shown(refusal.when)}",
             help=_state(names, known),
-        )  # fmt: skip
+        )
 
 
 def effective(values: Values, entry: Entry) -> Mapping[str, Any]:
@@ -125,9 +127,13 @@ def _unread(schema: Schema, entry: Entry, name: str, *, idle: bool) -> Finding:
             f"({shadow.where} is never reached)"
         )
     return Finding(
-        severity="note" if idle else "warning", layer="run", code=code, key=f"args.{name}",
-        message=message, help=instead(schema, entry, name),
-    )  # fmt: skip
+        severity="note" if idle else "warning",
+        layer="run",
+        code=code,
+        key=f"args.{name}",
+        message=message,
+        help=instead(schema, entry, name),
+    )
 
 
 def instead(schema: Schema, entry: Entry, name: str) -> str:
@@ -158,11 +164,14 @@ def _closed(
     where = ", ".join(dict.fromkeys(read.where for read in places))
     state = _state(names, known)
     return Finding(
-        severity="warning", layer="run", code="conditional-key", key=f"args.{name}",
+        severity="warning",
+        layer="run",
+        code="conditional-key",
+        key=f"args.{name}",
         message=f"`{name}` does nothing here: it is read only where {' or '.join(map(shown, ways))} "
         f"({where}), and {state}",
         help=entry.instead.get(name, "delete the line, or set what it needs"),
-    )  # fmt: skip
+    )
 
 
 def _state(names: Iterable[str], known: Mapping[str, Any]) -> str:

@@ -85,11 +85,8 @@ class CitationCheck:
 def downgrade(found: Finding, gone: Iterable[str]) -> Finding:
     """A finding of the pin where some of what it is about is `gone`: one severity less, and why."""
     listed = ", ".join(one.removeprefix("open_instruct/") for one in gone)
-    return replace(
-        found,
-        severity=_LESS[found.severity],
-        message=f"{found.message} (of the pin: what it has at {listed} is not in this source)",
-    )
+    message = f"{found.message} (of the pin: what it has at {listed} is not in this source)"
+    return replace(found, severity=_LESS[found.severity], message=message)
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -319,15 +319,21 @@ class Gradients:
         ratio = torch.where(known, (error / limit).nan_to_num(nan=math.inf, posinf=math.inf), 0.0)
         worst = ratio.argmax()
         scalars = {
-            "ratio": [ratio[worst]], "row": [worst], "error": [error[worst]], "true": [true[worst]],
-            "used": [used[worst]], "known": [(known & (share > 0)).sum()],
+            "ratio": [ratio[worst]],
+            "row": [worst],
+            "error": [error[worst]],
+            "true": [true[worst]],
+            "used": [used[worst]],
+            "known": [(known & (share > 0)).sum()],
             "broken": [(ratio > 1).sum()],
-        }  # fmt: skip
+        }
         elements = sum(last - first for first, last in self.spans)
         facts = {
-            "step": self.process.base + self.index, "micro_batches": self.micro_batches,
-            "elements": elements, "allowed": allowed,
-        }  # fmt: skip
+            "step": self.process.base + self.index,
+            "micro_batches": self.micro_batches,
+            "elements": elements,
+            "allowed": allowed,
+        }
         self.readings.append(Reading(scalars, facts))
 
     # -- what came of it ---------------------------------------------------------------------------
@@ -359,10 +365,13 @@ class Gradients:
             return
         name = self.names[int(values["row"])]
         self.corrupt = {
-            "first_corrupt": facts["step"], "parameter": name, "broken": int(values["broken"]),
-            "true_norm": _number(values["true"]), "used_norm": _number(values["used"]),
+            "first_corrupt": facts["step"],
+            "parameter": name,
+            "broken": int(values["broken"]),
+            "true_norm": _number(values["true"]),
+            "used_norm": _number(values["used"]),
             "error": _number(values["error"]),
-        }  # fmt: skip
+        }
         self.report()
         message = (
             f"gradients are corrupt: {name}: the optimizer uses a gradient of norm {values['used']:.4g}, "
@@ -378,15 +387,21 @@ class Gradients:
         self.reported = (self.checks, self.skipped)
         state = "corrupt" if self.corrupt else "true" if self.checks else "unknown"
         fields: dict[str, Any] = {
-            "state": state, "engine": type(self.engine).__name__, "checks": self.checks,
-            "skipped": self.skipped, "corrupt_checks": self.corrupt_checks,
-        }  # fmt: skip
+            "state": state,
+            "engine": type(self.engine).__name__,
+            "checks": self.checks,
+            "skipped": self.skipped,
+            "corrupt_checks": self.corrupt_checks,
+        }
         if self.checks:
             fields |= {
-                "first_step": self.steps[0], "last_step": self.steps[-1],
-                "parameters": self.last["parameters"], "elements": self.last["elements"],
-                "largest_error": _number(self.largest), "allowed": round(self.last["allowed"], 6),
-            }  # fmt: skip
+                "first_step": self.steps[0],
+                "last_step": self.steps[-1],
+                "parameters": self.last["parameters"],
+                "elements": self.last["elements"],
+                "largest_error": _number(self.largest),
+                "allowed": round(self.last["allowed"], 6),
+            }
         else:
             fields["reason"] = "no optimizer step was compared"
         self.record.write("gradients", **fields, **(self.corrupt or {}))

@@ -25,8 +25,10 @@ FLOOR = 2.0**-40
 """An element that moved by less has not moved: from exactly 0, every learning rate leads away."""
 # deepspeed/runtime/zero/stage3.py, stage_1_and_2.py, runtime/bf16_optimizer.py
 _MASTERS = (
-    "fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition",
-)  # fmt: skip
+    "fp32_partitioned_groups_flat",
+    "single_partition_of_fp32_groups",
+    "fp32_groups_flat_partition",
+)
 
 
 class Optimizer:
@@ -63,11 +65,13 @@ class Optimizer:
         self.scaled = fp16
         bf16 = bool(getattr(engine, "bfloat16_enabled", bool)())
         self.record.write(
-            "engine", **{"class": f"{type(engine).__module__}.{type(engine).__name__}"},
+            "engine",
+            **{"class": f"{type(engine).__module__}.{type(engine).__name__}"},
             optimizer=type(getattr(engine, "optimizer", None)).__name__,
             zero_stage=engine.zero_optimization_stage(),
-            precision="fp16" if fp16 else "bf16" if bf16 else "fp32", **settings,
-        )  # fmt: skip
+            precision="fp16" if fp16 else "bf16" if bf16 else "fp32",
+            **settings,
+        )
         self._mark_before_first_step(engine)
 
     def _mark_before_first_step(self, engine: Any) -> None:
@@ -179,7 +183,11 @@ class Movement:
             still = int((change.abs() <= FLOOR).sum())
             largest = float(change.abs().max())
             self.record.write(
-                "weights", step=self.process.at, steps=step, sampled=int(change.numel()),
-                moved=int(change.numel()) - still, largest=finite(largest),
+                "weights",
+                step=self.process.at,
+                steps=step,
+                sampled=int(change.numel()),
+                moved=int(change.numel()) - still,
+                largest=finite(largest),
                 tensors=len(self.sample.sizes),
-            )  # fmt: skip
+            )

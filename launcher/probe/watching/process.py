@@ -51,10 +51,12 @@ def spare_streams() -> None:
             raw: Any = Console(before.fileno(), "w", closefd=False)
             plain = isinstance(before.buffer, io.FileIO)
             stream = io.TextIOWrapper(
-                raw if plain else io.BufferedWriter(raw), encoding=before.encoding,
-                errors=before.errors, line_buffering=before.line_buffering,
+                raw if plain else io.BufferedWriter(raw),
+                encoding=before.encoding,
+                errors=before.errors,
+                line_buffering=before.line_buffering,
                 write_through=before.write_through,
-            )  # fmt: skip
+            )
             setattr(sys, name, stream)
 
 

@@ -39,22 +39,18 @@ def two_data_sources(values: Values) -> Iterator[Finding]:
         return
     for key in ("dataset_name", "dataset_mixer"):
         if values[key] is not None:
-            yield say(
-                "error", "parser", "two-data-sources", key,
-                f"`{key}` beside `{data}` is refused, even where `{data}` is not given",
-                f"write `{data}: [name, amount, ...]` instead",
-            )  # fmt: skip
+            message = f"`{key}` beside `{data}` is refused, even where `{data}` is not given"
+            help = f"write `{data}: [name, amount, ...]` instead"
+            yield say("error", "parser", "two-data-sources", key, message, help)
 
 
 def beaker_without_push(values: Values) -> Iterator[Finding]:
     """finetune.py:335, dpo_utils.py:347."""
     if values["try_launch_beaker_eval_jobs"] and not values["push_to_hub"]:
         why = "is true" if values.given("try_launch_beaker_eval_jobs") else "defaults to true"
-        yield say(
-            "error", "parser", "beaker-without-push", "push_to_hub",
-            f"`push_to_hub: false` alone is refused: `try_launch_beaker_eval_jobs` {why}",
-            "add `try_launch_beaker_eval_jobs: false`",
-        )  # fmt: skip
+        message = f"`push_to_hub: false` alone is refused: `try_launch_beaker_eval_jobs` {why}"
+        help = "add `try_launch_beaker_eval_jobs: false`"
+        yield say("error", "parser", "beaker-without-push", "push_to_hub", message, help)
 
 
 def final_lr_ratio(values: Values) -> Iterator[Finding]:
@@ -63,15 +59,13 @@ def final_lr_ratio(values: Values) -> Iterator[Finding]:
     if ratio is None:
         return
     if values["lr_scheduler_type"] != "linear":
-        yield say(
-            "error", "parser", "final-lr-scheduler", "final_lr_ratio",
-            f"`final_lr_ratio` needs `lr_scheduler_type: linear`, not {values['lr_scheduler_type']}",
-        )  # fmt: skip
+        message = (
+            f"`final_lr_ratio` needs `lr_scheduler_type: linear`, not {values['lr_scheduler_type']}"
+        )
+        yield say("error", "parser", "final-lr-scheduler", "final_lr_ratio", message)
     elif not 1.0 >= ratio >= 0.0:
-        yield say(
-            "error", "parser", "final-lr-range", "final_lr_ratio",
-            f"`final_lr_ratio` is between 0 and 1, not {ratio}",
-        )  # fmt: skip
+        message = f"`final_lr_ratio` is between 0 and 1, not {ratio}"
+        yield say("error", "parser", "final-lr-range", "final_lr_ratio", message)
 
 
 def json_mappings(values: Values) -> Iterator[Finding]:
@@ -91,9 +85,12 @@ def zero_stage(values: Values) -> Iterator[Finding]:
         yield say("error", "parser", "zero-stage", "zero_stage", message)
     elif values["offload_param"] and stage != 3:
         yield say(
-            "error", "parser", "offload-without-zero3", "offload_param",
+            "error",
+            "parser",
+            "offload-without-zero3",
+            "offload_param",
             f"`offload_param` needs `zero_stage: 3`, not {stage}",
-        )  # fmt: skip
+        )
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -112,10 +109,8 @@ def no_data(values: Values) -> Iterator[Finding]:
         return  # a commit that takes its data from there too
     if not values.given(data):
         what = f"train on its default {values[data]}" if values[data] else "find no data at all"
-        yield say(
-            "error", "launch", "no-data", data,
-            f"no data named: upstream would {what}", f"add `{data}: [name, amount, ...]`",
-        )  # fmt: skip
+        message = f"no data named: upstream would {what}"
+        yield say("error", "launch", "no-data", data, message, f"add `{data}: [name, amount, ...]`")
 
 
 def mixer_amounts(values: Values) -> Iterator[Finding]:
@@ -125,11 +120,9 @@ def mixer_amounts(values: Values) -> Iterator[Finding]:
         return
     words = values[data]
     if len(words) % 2:
-        yield say(
-            "error", "run", "odd-mixer-list", data,
-            f"`{data}` alternates names and amounts, but has {len(words)} entries",
-            "every set needs its amount: 1.0 is all of it, 200 is 200 samples",
-        )  # fmt: skip
+        message = f"`{data}` alternates names and amounts, but has {len(words)} entries"
+        help = "every set needs its amount: 1.0 is all of it, 200 is 200 samples"
+        yield say("error", "run", "odd-mixer-list", data, message, help)
         return
     for index in range(0, len(words), 2):
         name, amount = words[index : index + 2]
@@ -140,10 +133,10 @@ def _amount(key: str, name: str, amount: str) -> Iterator[Finding]:
     try:
         number = float(amount) if "." in amount else int(amount)
     except ValueError:
+        help = "with a dot it is a share (0.25), without one a number of samples (200)"
         yield say(
-            "error", "run", "mixer-amount", key, f"`{brief(amount)}` is no amount for {name}",
-            "with a dot it is a share (0.25), without one a number of samples (200)",
-        )  # fmt: skip
+            "error", "run", "mixer-amount", key, f"`{brief(amount)}` is no amount for {name}", help
+        )
         return
     if not number > 0:
         # below 0 upstream counts from the end, and draws at random (dataset_transformation.py:1658)
@@ -166,20 +159,16 @@ def missing_data_files(values: Values) -> Iterator[Finding]:
             continue
         # upstream expands no `~`
         if not exists(Path(name)):
-            yield say(
-                "warning", "run", "missing-data", key, f"there is no file {brief(name)} here",
-                "relative paths start where launch is started; `~` is not expanded",
-            )  # fmt: skip
+            message = f"there is no file {brief(name)} here"
+            help = "relative paths start where launch is started; `~` is not expanded"
+            yield say("warning", "run", "missing-data", key, message, help)
         elif name.endswith(".json"):
-            yield say(
-                "error", "run", "json-data", key,
-                f"{brief(name)} would be looked up on the hub: only .jsonl and .parquet are read from disk",
-                "write one JSON object a line, and name the file .jsonl",
-            )  # fmt: skip
+            message = f"{brief(name)} would be looked up on the hub: only .jsonl and .parquet are read from disk"
+            help = "write one JSON object a line, and name the file .jsonl"
+            yield say("error", "run", "json-data", key, message, help)
         elif (what := rows.fault(Path(name))) is not None:
-            yield say(
-                "error", "run", "bad-data", key, f"{brief(name)}: {what}", "correct the file, or name another"
-            )  # fmt: skip
+            message = f"{brief(name)}: {what}"
+            yield say("error", "run", "bad-data", key, message, "correct the file, or name another")
 
 
 DATA_RULES: tuple[Rule, ...] = (no_data, mixer_amounts, missing_data_files)
@@ -194,11 +183,9 @@ def entity_twice(values: Values) -> Iterator[Finding]:
     if values["push_to_hub"] and isinstance(repo, str) and "/" in repo:
         entity, _, name = repo.rpartition("/")
         owner = values["hf_entity"] or "<you>"
-        yield say(
-            "error", "run", "entity-twice", "hf_repo_id",
-            f"would be pushed to {owner}/{repo}: the entity is prefixed to `hf_repo_id`",
-            f"write `hf_entity: {entity}` and `hf_repo_id: {name}`",
-        )  # fmt: skip
+        message = f"would be pushed to {owner}/{repo}: the entity is prefixed to `hf_repo_id`"
+        help = f"write `hf_entity: {entity}` and `hf_repo_id: {name}`"
+        yield say("error", "run", "entity-twice", "hf_repo_id", message, help)
 
 
 def tracker_without_wandb(values: Values) -> Iterator[Finding]:
@@ -208,11 +195,9 @@ def tracker_without_wandb(values: Values) -> Iterator[Finding]:
         return
     # the parser drops the default `all` of a list that is none (hf_argparser.py:223)
     what = f"with `report_to: {', '.join(reported)}`" if reported else "without `report_to`"
-    yield say(
-        "error", "run", "tracking-needs-wandb", "report_to",
-        f"`with_tracking` {what} crashes: upstream asks for wandb's tracker",
-        "write `report_to: wandb`, or `with_tracking: false`",
-    )  # fmt: skip
+    message = f"`with_tracking` {what} crashes: upstream asks for wandb's tracker"
+    help = "write `report_to: wandb`, or `with_tracking: false`"
+    yield say("error", "run", "tracking-needs-wandb", "report_to", message, help)
 
 
 def no_checkpoints(values: Values) -> Iterator[Finding]:
@@ -223,11 +208,9 @@ def no_checkpoints(values: Values) -> Iterator[Finding]:
     counts = [str(amount) for amount in words[1::2]]
     small = bool(counts) and all(c.isdecimal() and int(c) <= 2000 for c in counts)
     if values["checkpointing_steps"] is None and not short and not small:
-        yield say(
-            "warning", "run", "no-checkpoints", "checkpointing_steps",
-            "no checkpoints: whatever stops this run loses all of it",
-            "add `checkpointing_steps: epoch`, or a number of steps",
-        )  # fmt: skip
+        message = "no checkpoints: whatever stops this run loses all of it"
+        help = "add `checkpointing_steps: epoch`, or a number of steps"
+        yield say("warning", "run", "no-checkpoints", "checkpointing_steps", message, help)
 
 
 def checkpoint_steps(values: Values) -> Iterator[Finding]:
@@ -242,18 +225,16 @@ def checkpoint_steps(values: Values) -> Iterator[Finding]:
     except ValueError:
         number = 0
     if number == 0:
-        yield say(
-            "error", "run", "checkpoint-steps", key,
-            f"`{key}` is a number of steps{' or `epoch`' * (entry_of(values.schema).epoch_checkpoints)}, not "
-            f"`{brief(steps)}`",
-        )  # fmt: skip
+        message = (
+            f"`{key}` is a number of steps{' or `epoch`' * entry_of(values.schema).epoch_checkpoints}, not "
+            f"`{brief(steps)}`"
+        )
+        yield say("error", "run", "checkpoint-steps", key, message)
     elif number < 0:
         often = "every step" if number == -1 else f"every {-number} steps"
-        yield say(
-            "warning", "run", "checkpoint-sign", key,
-            f"`{key}: {number}` saves a full checkpoint {often}",
-            "for none, write a number that no step reaches",
-        )  # fmt: skip
+        message = f"`{key}: {number}` saves a full checkpoint {often}"
+        help = "for none, write a number that no step reaches"
+        yield say("warning", "run", "checkpoint-sign", key, message, help)
 
 
 def samples_crash(values: Values) -> Iterator[Finding]:
@@ -265,28 +246,32 @@ def samples_crash(values: Values) -> Iterator[Finding]:
     amounts = [str(amount) for amount in (values[listed(values)] or [])[1::2]]
     if amounts and all(a.isdecimal() for a in amounts) and sum(map(int, amounts)) <= limit:
         return  # it leaves nothing out
-    yield say(
-        "error", "run", "max-train-samples", "max_train_samples",
-        "`max_train_samples` crashes: the reference cache misses the samples left out",
-        f"give a number of samples in `{listed(values)}` instead: [name, 200]",
-    )  # fmt: skip
+    message = "`max_train_samples` crashes: the reference cache misses the samples left out"
+    help = f"give a number of samples in `{listed(values)}` instead: [name, 200]"
+    yield say("error", "run", "max-train-samples", "max_train_samples", message, help)
 
 
 # at the end of training the default uploads the model
 push_by_default = check(
-    "finetune.py:283, dpo_utils.py:159", "push-by-default", "push_to_hub",
+    "finetune.py:283, dpo_utils.py:159",
+    "push-by-default",
+    "push_to_hub",
     lambda v: v["push_to_hub"] and not v.given("push_to_hub"),
     "the model will be uploaded to the hub: `push_to_hub` defaults to true",
     "write `push_to_hub: false` and `try_launch_beaker_eval_jobs: false`, or true to keep it",
     severity="warning",
-)  # fmt: skip
+)
 # with `config_name` upstream starts from random weights
 no_model = check(
-    "finetune.py:548, dpo_tune_cache.py:287", "no-model", "model_name_or_path",
-    lambda v: not v["model_name_or_path"]
-    and not (v["config_name"] and v["tokenizer_name_or_path"]),
-    "no model named", "add `model_name_or_path: <hub name or folder>`",
-)  # fmt: skip
+    "finetune.py:548, dpo_tune_cache.py:287",
+    "no-model",
+    "model_name_or_path",
+    lambda v: (
+        not v["model_name_or_path"] and not (v["config_name"] and v["tokenizer_name_or_path"])
+    ),
+    "no model named",
+    "add `model_name_or_path: <hub name or folder>`",
+)
 
 # --- numbers --------------------------------------------------------------------------------------
 
@@ -359,17 +344,14 @@ def no_epochs(values: Values) -> Iterator[Finding]:
     key = "num_epochs" if "num_epochs" in values else "num_train_epochs"
     steps = values["max_train_steps"]
     if steps is None and isinstance(values[key], int) and values[key] < 1:
-        yield say(
-            "warning", "run", "out-of-range", key,
-            f"`{key}: {values[key]}`: the model is saved untrained",
-        )  # fmt: skip
+        message = f"`{key}: {values[key]}`: the model is saved untrained"
+        yield say("warning", "run", "out-of-range", key, message)
     elif steps is not None and values.given(key):
-        yield say(
-            "warning", "run", "conditional-key", key,
+        message = (
             f"`{key}` does nothing here: it is read only where `max_train_steps` is not set, and "
-            f"`max_train_steps` is {steps}",
-            "delete one of the two lines",
-        )  # fmt: skip
+            f"`max_train_steps` is {steps}"
+        )
+        yield say("warning", "run", "conditional-key", key, message, "delete one of the two lines")
 
 
 # --- names that upstream looks up ------------------------------------------------------------------
@@ -386,10 +368,13 @@ def unknown_template(values: Values) -> Iterator[Finding]:
     strict = function == "get_tokenizer_tulu_v2_1"
     what = "refuses it" if strict else "silently uses the tokenizer's own"
     yield say(
-        "error" if strict else "warning", "run", "unknown-template", "chat_template_name",
+        "error" if strict else "warning",
+        "run",
+        "unknown-template",
+        "chat_template_name",
         f"there is no chat template `{brief(name)}`: upstream {what}",
         f"one of {', '.join(sorted(known))}",
-    )  # fmt: skip
+    )
 
 
 def unknown_function(values: Values) -> Iterator[Finding]:
@@ -402,10 +387,9 @@ def unknown_function(values: Values) -> Iterator[Finding]:
     for table, place, name in names:
         known = values.schema.tables.get(table, {})
         if known and name not in known:
-            yield say(
-                "error", "run", "unknown-function", place, f"there is no function `{brief(name)}`",
-                f"one of {', '.join(sorted(known))}",
-            )  # fmt: skip
+            message = f"there is no function `{brief(name)}`"
+            help = f"one of {', '.join(sorted(known))}"
+            yield say("error", "run", "unknown-function", place, message, help)
 
 
 def scheduler_type(values: Values) -> Iterator[Finding]:
@@ -416,11 +400,9 @@ def scheduler_type(values: Values) -> Iterator[Finding]:
     if name not in SCHEDULES and not values["cache_dataset_only"]:
         # another commit may want a newer transformers, which knows more of them
         severity: Severity = "error" if values.schema.version == PIN else "warning"
-        yield say(
-            severity, "run", "scheduler-type", "lr_scheduler_type",
-            f"`lr_scheduler_type: {brief(name)}` crashes: it is none that a number of steps is enough for",
-            f"one of {', '.join(SCHEDULES)}",
-        )  # fmt: skip
+        message = f"`lr_scheduler_type: {brief(name)}` crashes: it is none that a number of steps is enough for"
+        help = f"one of {', '.join(SCHEDULES)}"
+        yield say(severity, "run", "scheduler-type", "lr_scheduler_type", message, help)
 
 
 def model_arguments(values: Values) -> Iterator[Finding]:
@@ -430,11 +412,11 @@ def model_arguments(values: Values) -> Iterator[Finding]:
     own_precision = values["use_qlora"] or not values["use_liger_kernel"]
     unread = {"attn_implementation", *(("dtype", "torch_dtype") if own_precision else ())}
     for name in sorted(unread & model_config.replaced(given).keys()):
-        yield say(
-            "warning", "run", "model-arguments-unread", key,
-            f"`{key}`: `{name}` is not read: attention and bfloat16 are chosen when the model is loaded",
-            f"write `{name}` beside it" if name in values.schema.fields else f"leave out `{name}`",
-        )  # fmt: skip
+        message = f"`{key}`: `{name}` is not read: attention and bfloat16 are chosen when the model is loaded"
+        help = (
+            f"write `{name}` beside it" if name in values.schema.fields else f"leave out `{name}`"
+        )
+        yield say("warning", "run", "model-arguments-unread", key, message, help)
 
 
 def unexpanded(values: Values) -> Iterator[Finding]:
@@ -442,12 +424,11 @@ def unexpanded(values: Values) -> Iterator[Finding]:
     cache = "dataset_local_cache_dir" if "dataset_local_cache_dir" in values else "local_cache_dir"
     for key in ("output_dir", cache):
         if values.given(key) and _UNEXPANDED.match(text := str(values[key])):
-            yield say(
-                "warning", "run", "unexpanded-path", key,
+            message = (
                 f"`{key}: {brief(text)}` would make a folder {brief(os.path.join('.', text))}: neither "
-                "`~` nor variables are expanded",
-                "write the path in full",
-            )  # fmt: skip
+                "`~` nor variables are expanded"
+            )
+            yield say("warning", "run", "unexpanded-path", key, message, "write the path in full")
 
 
 _SHARED: tuple[Rule, ...] = (
@@ -479,10 +460,6 @@ _SHARED: tuple[Rule, ...] = (
 )  # fmt: skip
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
-    "sft": (
-        *_SHARED, final_lr_ratio, tracker_without_wandb,
-    ),
-    "dpo": (
-        *_SHARED, scheduler_type, zero_stage, samples_crash,
-    ),
-}  # fmt: skip
+    "sft": (*_SHARED, final_lr_ratio, tracker_without_wandb),
+    "dpo": (*_SHARED, scheduler_type, zero_stage, samples_crash),
+}

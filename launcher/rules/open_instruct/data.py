@@ -38,11 +38,15 @@ def tokenising_outlasts(context: Context, seconds: int | None = None) -> Iterato
     if needed > patience > 0:
         limit = f"`timeout: {patience}`" if seconds is None else f"OLMo-core's {seconds}"
         yield say(
-            "warning", "run", "tokenising-outlasts", "timeout" if seconds is None else data,
+            "warning",
+            "run",
+            "tokenising-outlasts",
+            "timeout" if seconds is None else data,
             f"tokenising {rows:,} rows takes about {math.ceil(needed / 60)} minutes, the other "
             f"processes give up after {limit} seconds",
-            "run once with `cache_dataset_only: true`" + (", or raise `timeout`" if seconds is None else ""),
-        )  # fmt: skip
+            "run once with `cache_dataset_only: true`"
+            + (", or raise `timeout`" if seconds is None else ""),
+        )
 
 
 def tokenising_seconds(rows: int, *, pairs: bool, cpus: int | None) -> float:
@@ -70,11 +74,10 @@ def foreign_cache_key(context: Context) -> Iterator[Finding]:
     values = context.values
     key = "dataset_config_hash" if "dataset_config_hash" in values else "config_hash"
     if values[key] is not None:
-        yield say(
-            "warning", "run", "cache-key", key,
-            f"`{key}: {values[key]}` decides what is trained on: `{listed(values)}` is not read",
-            f"leave out `{key}`",
-        )  # fmt: skip
+        message = (
+            f"`{key}: {values[key]}` decides what is trained on: `{listed(values)}` is not read"
+        )
+        yield say("warning", "run", "cache-key", key, message, f"leave out `{key}`")
 
 
 RULES: tuple[StageRule, ...] = (tokenising_outlasts, foreign_cache_key)

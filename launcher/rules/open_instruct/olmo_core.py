@@ -44,9 +44,13 @@ _TRAINS = "leave out `script:`, dpo_tune_cache.py trains it"
 _TIMEOUT_S = 15 * 60
 # OLMo-core's shapes (olmo_core/nn/transformer/config.py), in the words of a config.json
 _SIZES = (
-    "model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
     "num_key_value_heads",
-)  # fmt: skip
+)
 _SHAPES: Mapping[str, tuple[str | int, ...]] = {
     "olmo2_1B": ("olmo2", 2048, 18, 8192, 16, 16),
     "olmo2_1B_v2": ("olmo2", 2048, 16, 8192, 16, 16),
@@ -119,17 +123,15 @@ def budget(values: Values) -> Iterator[Finding]:
     if not isinstance(share, int | float):
         return
     if share < 1 and not values["compile_model"]:
-        yield say(
-            "warning", "run", "budget-without-compile", key,
-            f"`{key}: {share}` does nothing with `compile_model: false`: every activation is kept",
-            "leave `compile_model` true",
-        )  # fmt: skip
+        message = (
+            f"`{key}: {share}` does nothing with `compile_model: false`: every activation is kept"
+        )
+        help = "leave `compile_model` true"
+        yield say("warning", "run", "budget-without-compile", key, message, help)
     elif not 0 < share <= 1:
-        yield say(
-            "error" if share < 0 else "warning", "run", "out-of-range", key,
-            f"`{key}: {share}` is no share above 0 and up to 1",
-            "0.1 is the lowest that was measured, 0.5 upstream's example",
-        )  # fmt: skip
+        message = f"`{key}: {share}` is no share above 0 and up to 1"
+        help = "0.1 is the lowest that was measured, 0.5 upstream's example"
+        yield say("error" if share < 0 else "warning", "run", "out-of-range", key, message, help)
 
 
 def packing(values: Values) -> Iterator[Finding]:
@@ -139,13 +141,16 @@ def packing(values: Values) -> Iterator[Finding]:
     row = values["max_seq_length"]
     size = f" of {2 * row:,} positions" if isinstance(row, int) else ""
     yield say(
-        "warning", "run", "packing-leaks", "packing",
+        "warning",
+        "run",
+        "packing-leaks",
+        "packing",
         "`packing`: samples in a row attend to each other: the model is told no boundaries, and chosen "
         f"and rejected stand in one row{size}; the reference is computed beside other samples "
         "than training",
         "`packing: false`, or `expect: {packing: on}` with `probe: {isolation: off}` to run it "
         "all the same",
-    )  # fmt: skip
+    )
 
 
 def export(values: Values) -> Iterator[Finding]:
@@ -156,13 +161,15 @@ def export(values: Values) -> Iterator[Finding]:
         return
     if named in values.schema.configs and not named.startswith(_EXPORTED):
         yield say(
-            "warning", "run", "no-hf-export",
+            "warning",
+            "run",
+            "no-hf-export",
             "config_name" if values["config_name"] else "model_name_or_path",
             f"OLMo-core cannot write {named} as transformers reads it: `hf_model` will hold "
             "model_state_dict.pt under OLMo-core's names, and from_pretrained finds no weights there"
             + (", neither on the hub" if values["push_to_hub"] else ""),
             f"rename the weights afterwards, or {_OTHER}",
-        )  # fmt: skip
+        )
 
 
 def ranges(values: Values) -> Iterator[Finding]:
@@ -207,20 +214,26 @@ def no_deepspeed(context: Context) -> Iterator[Finding]:
     """dpo.py:294 shards with FSDP; torchrun starts it, and nothing hands it a DeepSpeed file."""
     if context.deepspeed is not None:
         yield Finding(
-            severity="error", layer="launch", code="deepspeed-with-torchrun", key="deepspeed",
+            severity="error",
+            layer="launch",
+            code="deepspeed-with-torchrun",
+            key="deepspeed",
             message="dpo.py shards with FSDP: nothing would read a DeepSpeed file",
             help="delete `deepspeed:`; `fsdp_shard_degree` says over how many GPUs it shards",
-        )  # fmt: skip
+        )
 
 
 def precision(context: Context) -> Iterator[Finding]:
     """dpo.py:298: bfloat16 for the computation, 32 bits for weights and gradients, whatever is asked."""
     if context.mixed_precision not in {None, "bf16"} and context.gpus != 0:
         yield Finding(
-            severity="warning", layer="run", code="mixed-precision-unread", key="mixed_precision",
+            severity="warning",
+            layer="run",
+            code="mixed-precision-unread",
+            key="mixed_precision",
             message="`mixed_precision` is not read here: FSDP computes in bfloat16 over 32-bit weights",
             help="delete the line",
-        )  # fmt: skip
+        )
 
 
 def other_shape(context: Context) -> Iterator[Finding]:
@@ -240,22 +253,22 @@ def other_shape(context: Context) -> Iterator[Finding]:
     fitting = next((s for s in _SHAPES if s != "llama3_8B" and not _differing(model, s)), None)
     help = f"write `config_name: {fitting}`" if fitting else f"no `config_name` fits it: {_TRAINS}"
     if family not in _LOADED and family in architecture.FAMILIES:
-        yield say(
-            "error", "run", "other-shape", key,
+        message = (
             f"{brief(name)} is of the family {family}: OLMo-core loads {', '.join(_LOADED)}; of others it "
-            "refuses weights once the data are tokenised, or leaves some out", help,
-        )  # fmt: skip
+            "refuses weights once the data are tokenised, or leaves some out"
+        )
+        yield say("error", "run", "other-shape", key, message, help)
     elif differing:
         # the one trains as the other, but for the attention beyond 4,096 positions
         alike = [*differing] == ["model_type"] and {family, _SHAPES[named][0]} == {"olmo2", "olmo3"}
         what = ", ".join(
             f"{size} is {brief(model[size])}, not {n}" for size, n in differing.items()
         )
-        yield say(
-            "warning" if alike else "error", "run", "other-shape", key,
+        message = (
             f"{brief(name)} does not fit OLMo-core's {named}: {what}: loading fails once "
-            "the data are tokenised, or layers keep random weights", help,
-        )  # fmt: skip
+            "the data are tokenised, or layers keep random weights"
+        )
+        yield say("warning" if alike else "error", "run", "other-shape", key, message, help)
 
 
 def _differing(model: Mapping[str, Any], shape: str) -> dict[str, str | int]:
@@ -280,11 +293,14 @@ def offline_model(context: Context) -> Iterator[Finding]:
     folder = model_config.snapshot(name, environ) or "<what `hf download` prints>"
     config = f" and `config_name: {values.schema.models.get(name, '<its shape>')}`"
     yield say(
-        "error" if context.running else "warning", "run", "offline-hub-model", "model_name_or_path",
+        "error" if context.running else "warning",
+        "run",
+        "offline-hub-model",
+        "model_name_or_path",
         f"{variable} is set and {brief(name)} is a hub name: with the data tokenised and the model built, "
         "OLMo-core asks the hub whether it has that name, and crashes, whatever lies in the hub's cache",
         f"write `model_name_or_path: {folder}`{'' if values['config_name'] else config}; or unset {variable}",
-    )  # fmt: skip
+    )
 
 
 def goes_on(context: Context) -> Iterator[Finding]:
@@ -297,12 +313,12 @@ def goes_on(context: Context) -> Iterator[Finding]:
     except OSError:
         return
     if any(saved):
-        yield say(
-            "warning", "run", "resume-unjudged", "output_dir",
+        message = (
             f"{folder} holds step{max(saved)}: OLMo-core goes on from there by itself, and whether data, "
-            "model and arguments are the same is not looked at for this script",
-            "name another `output_dir` to start over",
-        )  # fmt: skip
+            "model and arguments are the same is not looked at for this script"
+        )
+        help = "name another `output_dir` to start over"
+        yield say("warning", "run", "resume-unjudged", "output_dir", message, help)
 
 
 def no_compiler(context: Context) -> Iterator[Finding]:
@@ -320,12 +336,12 @@ def accumulation(context: Context) -> Iterator[Finding]:
 
 def _accumulated(times: int, key: str) -> Finding:
     """dpo.py:224: a step's pairs of one rank go into one row (data_loader.py:324), or wait for the next."""
-    return say(
-        "warning", "run", "accumulation-packed", key,
+    message = (
         f"with `packing` a step is one row a GPU: {times} accumulation steps only raise "
-        "how many pairs may stand in it, and what does not fit waits for the next step",
-        "write the pairs of a row as `per_device`, without accumulation",
-    )  # fmt: skip
+        "how many pairs may stand in it, and what does not fit waits for the next step"
+    )
+    help = "write the pairs of a row as `per_device`, without accumulation"
+    return say("warning", "run", "accumulation-packed", key, message, help)
 
 
 def wandb_key(context: Context) -> Iterator[Finding]:
@@ -333,10 +349,13 @@ def wandb_key(context: Context) -> Iterator[Finding]:
     if not context.values["with_tracking"] or context.environ.get("WANDB_API_KEY"):
         return
     yield say(
-        "error" if context.running else "warning", "run", "no-wandb-key", "with_tracking",
+        "error" if context.running else "warning",
+        "run",
+        "no-wandb-key",
+        "with_tracking",
         "`with_tracking`: OLMo-core wants WANDB_API_KEY in the environment, ~/.netrc is not enough",
         "export WANDB_API_KEY, or `with_tracking: false`",
-    )  # fmt: skip
+    )
 
 
 def tokenising(context: Context) -> Iterator[Finding]:
@@ -395,22 +414,22 @@ def degrees(values: Values, processes: int) -> Iterator[Finding]:
             return
     if len(given) == 2 and math.prod(given.values()) != world:
         (first, shards), (second, replicas) = given.items()
-        yield say(
-            "error", "run", "shard-degree", second,
-            f"{replicas} replicas of {shards} shards are {shards * replicas} processes, not {world}",
-            f"give one of `{first}` and `{second}`: the other follows",
-        )  # fmt: skip
+        message = (
+            f"{replicas} replicas of {shards} shards are {shards * replicas} processes, not {world}"
+        )
+        help = f"give one of `{first}` and `{second}`: the other follows"
+        yield say("error", "run", "shard-degree", second, message, help)
 
 
 def unreached(values: Values, *, accumulation: int, processes: int) -> Iterator[Finding]:
     """A packed batch that accumulation is to make up: the plan split it, and no step will hold it."""
     if values["packing"] and accumulation > 1:
         found = _accumulated(accumulation, "batch.global")
-        yield replace(
-            found, key="batch.global",
-            help=f"`batch.global` is `per_device` x {processes} GPU(s) here, and the pairs of a step are "
-            "what fits: the learning rate is for that many",
-        )  # fmt: skip
+        help = (
+            f"`batch.global` is `per_device` x {processes} GPU(s) here, and the pairs of a step are "
+            "what fits: the learning rate is for that many"
+        )
+        yield replace(found, key="batch.global", help=help)
 
 
 def too_few_rows(
@@ -426,28 +445,30 @@ def too_few_rows(
     step = processes if values["packing"] else per_device * accumulation * processes
     reference = 0 if values["packing"] else 4 * per_device * processes
     if rows < step and not values["cache_logprobs_only"]:
-        yield say(
-            "error", "run", "too-few-rows", "mixer_list",
+        message = (
             f"{rows:,} rows are less than one step of {step:,}, and dpo.py leaves out what is not full: "
-            "there is nothing to train on", "fewer GPUs, a smaller batch, or more rows",
-        )  # fmt: skip
+            "there is nothing to train on"
+        )
+        help = "fewer GPUs, a smaller batch, or more rows"
+        yield say("error", "run", "too-few-rows", "mixer_list", message, help)
     elif 2 * rows < reference:
-        yield say(
-            "error", "run", "too-few-rows", "mixer_list",
+        message = (
             f"the reference pass takes {reference:,} pairs at a time and crashes below "
-            f"{reference // 2:,} rows: there are {rows:,}",
-            "a smaller `per_device`, fewer GPUs, or more rows",
-        )  # fmt: skip
+            f"{reference // 2:,} rows: there are {rows:,}"
+        )
+        help = "a smaller `per_device`, fewer GPUs, or more rows"
+        yield say("error", "run", "too-few-rows", "mixer_list", message, help)
 
 
 def _uneven(key: str, degree: Any, world: int, what: str) -> Finding:
     fits = [n for n in range(1, world + 1) if world % n == 0]
-    return say(
-        "error", "run", "shard-degree", key,
-        f"`{key}: {degree}` does not divide {world} {what}",
+    message = f"`{key}: {degree}` does not divide {world} {what}"
+    help = (
         f"one of {', '.join(map(str, fits))}, or leave it out: each machine then holds one whole model"
-        if key != "tensor_parallel_degree" else f"one of {', '.join(map(str, fits))}",
-    )  # fmt: skip
+        if key != "tensor_parallel_degree"
+        else f"one of {', '.join(map(str, fits))}"
+    )
+    return say("error", "run", "shard-degree", key, message, help)
 
 
 def ties(values: Values, packages: Mapping[str, str]) -> bool:

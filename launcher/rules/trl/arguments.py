@@ -64,29 +64,23 @@ def no_steps(values: Values) -> Iterator[Finding]:
     if steps is None or epochs is None:
         return
     if steps <= 0 and epochs <= 0:
-        yield say(
-            "warning", "run", "out-of-range", "num_train_epochs",
-            f"`num_train_epochs: {plain(epochs)}`: the model is saved untrained",
-        )  # fmt: skip
+        message = f"`num_train_epochs: {plain(epochs)}`: the model is saved untrained"
+        yield say("warning", "run", "out-of-range", "num_train_epochs", message)
     elif steps == 0:
-        yield say(
-            "warning", "run", "out-of-range", "max_steps",
-            "`max_steps: 0`: one step is trained, and no more",
-            "delete the line, and `num_train_epochs` decides",
-        )  # fmt: skip
+        message = "`max_steps: 0`: one step is trained, and no more"
+        help = "delete the line, and `num_train_epochs` decides"
+        yield say("warning", "run", "out-of-range", "max_steps", message, help)
     elif steps > 0 and values.given("num_train_epochs"):
-        yield say(
-            "warning", "run", "conditional-key", "num_train_epochs",
+        message = (
             f"`num_train_epochs` does nothing here: `max_steps`, which is {plain(steps)}, comes "
-            "before it",
-            "delete one of the two lines",
-        )  # fmt: skip
+            "before it"
+        )
+        help = "delete one of the two lines"
+        yield say("warning", "run", "conditional-key", "num_train_epochs", message, help)
     elif steps < -1:
-        yield say(
-            "warning", "run", "out-of-range", "max_steps",
-            f"`max_steps: {plain(steps)}` is no limit: `num_train_epochs` decides, which is {plain(epochs)}",
-            "delete the line, or write a number of steps",
-        )  # fmt: skip
+        message = f"`max_steps: {plain(steps)}` is no limit: `num_train_epochs` decides, which is {plain(epochs)}"
+        help = "delete the line, or write a number of steps"
+        yield say("warning", "run", "out-of-range", "max_steps", message, help)
 
 
 def endless_warmup(values: Values) -> Iterator[Finding]:
@@ -95,24 +89,25 @@ def endless_warmup(values: Values) -> Iterator[Finding]:
     if warmup is None or steps is None or values["lr_scheduler_type"] == "constant":
         return
     if warmup >= 1 and 0 < steps < warmup + 1:
-        yield say(
-            "warning", "run", "out-of-range", "warmup_steps",
+        message = (
             f"`warmup_steps: {plain(warmup)}`: with `max_steps: {plain(steps)}` the learning rate never "
             "gets to its "
-            "value", "below 1 it is a share of all steps: `warmup_steps: 0.1`",
-        )  # fmt: skip
+            "value"
+        )
+        help = "below 1 it is a share of all steps: `warmup_steps: 0.1`"
+        yield say("warning", "run", "out-of-range", "warmup_steps", message, help)
 
 
 def no_length(values: Values) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:1441,1443,1480, dpo_trainer.py:155,157,1140."""
     length = number(values["max_length"])
     if length is not None and length <= 0 and not prepared(values):
-        yield say(
-            "error", "run", "out-of-range", "max_length",
+        message = (
             f"`max_length: {plain(length)}` leaves nothing of a row, or cuts its end off, however "
-            "long it is",
-            'write `max_length: "none"` for rows as they are',
-        )  # fmt: skip
+            "long it is"
+        )
+        help = 'write `max_length: "none"` for rows as they are'
+        yield say("error", "run", "out-of-range", "max_length", message, help)
 
 
 # --- names and mappings ---------------------------------------------------------------------------
@@ -124,18 +119,13 @@ def model_set_twice(values: Values) -> Iterator[Finding]:
     for name in ("model_revision", "dtype", "attn_implementation", "trust_remote_code"):
         inner = name.removeprefix("model_")
         if inner in kwargs and values.given(name) and kwargs[inner] != values[name]:
-            yield say(
-                "warning", "run", "conditional-key", name,
-                f"`{name}` does nothing here: `{key}` has a `{inner}` of its own", "keep one of them",
-            )  # fmt: skip
+            message = f"`{name}` does nothing here: `{key}` has a `{inner}` of its own"
+            yield say("warning", "run", "conditional-key", name, message, "keep one of them")
     # transformers/modeling_utils.py:4069: the old name counts without the new one, which is always
     # given
     if "torch_dtype" in kwargs and "dtype" not in kwargs:
-        yield say(
-            "warning", "run", "conditional-key", key,
-            f"`{key}`: `torch_dtype` is not read beside `dtype`, which is {values['dtype']}",
-            "write `dtype` in its place",
-        )  # fmt: skip
+        message = f"`{key}`: `torch_dtype` is not read beside `dtype`, which is {values['dtype']}"
+        yield say("warning", "run", "conditional-key", key, message, "write `dtype` in its place")
 
 
 def dataset_names(values: Values) -> Iterator[Finding]:
@@ -143,10 +133,8 @@ def dataset_names(values: Values) -> Iterator[Finding]:
     key = "dataset_kwargs"
     others = sorted((inline(values[key]) or {}).keys() - {"skip_prepare_dataset"})
     if values.schema.tested and others:
-        yield say(
-            "warning", "run", "conditional-key", key,
-            f"`{key}`: `{brief(others[0])}` is not read, only `skip_prepare_dataset`", "leave it out",
-        )  # fmt: skip
+        message = f"`{key}`: `{brief(others[0])}` is not read, only `skip_prepare_dataset`"
+        yield say("warning", "run", "conditional-key", key, message, "leave it out")
 
 
 def packing_without_length(values: Values) -> Iterator[Finding]:
@@ -156,10 +144,8 @@ def packing_without_length(values: Values) -> Iterator[Finding]:
     evaluated = values["eval_strategy"] != "no" and values["eval_packing"]
     key = "packing" if values["packing"] else "eval_packing" if evaluated else None
     if key is not None:
-        yield say(
-            "error", "run", "packing-without-length", key,
-            f"`{key}` fills rows up to `max_length`, which is none", "add `max_length: 4096`",
-        )  # fmt: skip
+        message = f"`{key}` fills rows up to `max_length`, which is none"
+        yield say("error", "run", "packing-without-length", key, message, "add `max_length: 4096`")
 
 
 # --- adapters -------------------------------------------------------------------------------------
@@ -177,20 +163,20 @@ def lora_targets(values: Values) -> Iterator[Finding]:
         return
     # a word without dots or stars is the name of no module inside of another
     if len(words) == 1 and re.fullmatch(r"\w+", words[0]) and not values["lora_target_parameters"]:
-        yield say(
-            "error", "run", "lora-targets", key,
+        message = (
             f"`{key}: {brief(words[0])}`: a single word is a pattern for whole names, which begin with "
-            "model.layers, and matches none",
-            f"write `{key}: .*{words[0]}`, or a list of several",
-        )  # fmt: skip
+            "model.layers, and matches none"
+        )
+        help = f"write `{key}: .*{words[0]}`, or a list of several"
+        yield say("error", "run", "lora-targets", key, message, help)
     joined = next(filter(_SEVERAL.fullmatch, words), None)
     if joined is not None:
         names = [name for name in re.split(r"[,\s]+", joined) if name]
-        yield say(
-            "error", "run", "lora-targets", key,
-            f"`{key}: {brief(joined)}` is one name, which no module has: nothing is trained for it",
-            f"write a list: `{key}: [{', '.join(names)}]`",
-        )  # fmt: skip
+        message = (
+            f"`{key}: {brief(joined)}` is one name, which no module has: nothing is trained for it"
+        )
+        help = f"write a list: `{key}: [{', '.join(names)}]`"
+        yield say("error", "run", "lora-targets", key, message, help)
 
 
 # --- losses of DPO --------------------------------------------------------------------------------
@@ -227,11 +213,11 @@ def unread_numbers(values: Values) -> Iterator[Finding]:
         idle = not values.given(key) or values[key] in (values.schema.fields[key].default, None)
         if not idle and not read:
             some = "any loss of pairs" if readers is None else " or ".join(sorted(readers))
-            yield say(
-                "warning", "run", "conditional-key", key,
-                f"`{key}` does nothing here: the loss {', '.join(sorted(losses))} does not read it",
-                f"it is read by {some}: delete the line, or name another `loss_type`",
-            )  # fmt: skip
+            message = (
+                f"`{key}` does nothing here: the loss {', '.join(sorted(losses))} does not read it"
+            )
+            help = f"it is read by {some}: delete the line, or name another `loss_type`"
+            yield say("warning", "run", "conditional-key", key, message, help)
 
 
 def zero_beta(values: Values) -> Iterator[Finding]:
@@ -245,10 +231,13 @@ def zero_beta(values: Values) -> Iterator[Finding]:
         yield say("error", "run", "zero-beta", "beta", message)
     else:
         yield say(
-            "warning", "run", "zero-beta", "beta",
+            "warning",
+            "run",
+            "zero-beta",
+            "beta",
             "`beta: 0`: the loss does not tell chosen from rejected answers: no preference is "
             "learnt",
-        )  # fmt: skip
+        )
 
 
 # --- one condition, one message -------------------------------------------------------------------
@@ -264,9 +253,12 @@ def _quantised(values: Values) -> bool:
 
 
 _EVALUATION = (
-    "do_eval", "per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model",
+    "do_eval",
+    "per_device_eval_batch_size",
+    "load_best_model_at_end",
+    "metric_for_best_model",
     "greater_is_better",
-)  # fmt: skip
+)
 _SHARED: tuple[Rule, ...] = (
     *parser.RULES, out_of_range, no_steps, endless_warmup, no_length, model_set_twice,
     lora_targets,

@@ -99,11 +99,9 @@ def unknown(context: Context) -> Iterator[Finding]:
     name, key = resolved.attention(context.values)
     tested = context.values.schema.tested
     if tested and name is not None and name not in NAMES and not _KERNEL.match(name):
-        yield say(
-            "error", "run", "unknown-attention", key,
-            f"`{brief(name)}` is no attention implementation",
-            f"one of {', '.join(NAMES)}, or the name of a kernel's repository",
-        )  # fmt: skip
+        message = f"`{brief(name)}` is no attention implementation"
+        help = f"one of {', '.join(NAMES)}, or the name of a kernel's repository"
+        yield say("error", "run", "unknown-attention", key, message, help)
 
 
 def missing(context: Context) -> Iterator[Finding]:
@@ -115,17 +113,19 @@ def missing(context: Context) -> Iterator[Finding]:
     what, help = f"`attn_implementation: {name}`", "leave it out: sdpa is the default"
     on_cpu = context.gpus == 0 and "/" not in name
     if on_cpu and (name == "flex_attention" or context.lacks("kernels")):
-        yield say(
-            "error", "run", "attention-missing", key,
-            f"{what} cannot train without a GPU, and `--gpus 0` has none", help,
-        )  # fmt: skip
+        message = f"{what} cannot train without a GPU, and `--gpus 0` has none"
+        yield say("error", "run", "attention-missing", key, message, help)
         return
     needed = PACKAGES.get(name, "kernels")
     if name != "flex_attention" and context.lacks(needed, "kernels"):
         yield say(
-            "error" if context.running else "warning", "run", "attention-missing", key,
-            f"{what}: the trainer's Python has no {needed}", f"pip install {needed}, or {help}",
-        )  # fmt: skip
+            "error" if context.running else "warning",
+            "run",
+            "attention-missing",
+            key,
+            f"{what}: the trainer's Python has no {needed}",
+            f"pip install {needed}, or {help}",
+        )
 
 
 def flash_in_full_precision(context: Context) -> Iterator[Finding]:
@@ -135,12 +135,12 @@ def flash_in_full_precision(context: Context) -> Iterator[Finding]:
     if context.gpus is not None or name not in PACKAGES:
         return
     if full_precision(context.values, context.mixed_precision):
-        yield say(
-            "error", "run", "flash-in-float32", key,
+        message = (
             f"`attn_implementation: {name}` takes 16 bits only, and the model is float32 with "
-            "neither `bf16` nor `fp16`",
-            "write `bf16: true`, or `dtype: bfloat16`",
-        )  # fmt: skip
+            "neither `bf16` nor `fp16`"
+        )
+        help = "write `bf16: true`, or `dtype: bfloat16`"
+        yield say("error", "run", "flash-in-float32", key, message, help)
 
 
 # --- packing --------------------------------------------------------------------------------------
@@ -156,28 +156,28 @@ def packing(context: Context) -> Iterator[Finding]:
         return
     if key == "padding_free" and context.per_device == 1:
         # TRL says so too (trl/trainer/sft_trainer.py:926)
-        yield say(
-            "warning", "run", "packing-of-one", key,
-            "`padding_free` does nothing here: it joins the rows of a device, which is one row",
-            "`batch: {per_device: 2}` or more, or `padding_free: false`",
-        )  # fmt: skip
+        message = (
+            "`padding_free` does nothing here: it joins the rows of a device, which is one row"
+        )
+        help = "`batch: {per_device: 2}` or more, or `padding_free: false`"
+        yield say("warning", "run", "packing-of-one", key, message, help)
         return
     # trl/trainer/sft_trainer.py:916: all rows of a device become one
     flattened = values["padding_free"] or values["packing_strategy"] in ("bfd", "bfd_split")
     name, _ = resolved.attention(values)
     if values["packing"] and values["packing_strategy"] == "wrapped" and values.schema.tested:
-        yield say(
-            "warning", "run", "packing-leaks", key,
+        message = (
             f"`{key}`: examples in a row attend to each other: `packing_strategy: wrapped` cuts and joins "
-            "them without a boundary",
-            "leave `packing_strategy` out: bfd keeps them whole and apart",
-        )  # fmt: skip
+            "them without a boundary"
+        )
+        help = "leave `packing_strategy` out: bfd keeps them whole and apart"
+        yield say("warning", "run", "packing-leaks", key, message, help)
     elif flattened and context.gpus != 0 and name in _MASKED:
-        yield say(
-            "warning", "run", "packing-without-flash", key,
-            f"`{key}` without flash attention: the rows of a device become one{_size(context)}",
-            "write `attn_implementation: flash_attention_2`, or fewer rows a device",
-        )  # fmt: skip
+        message = (
+            f"`{key}` without flash attention: the rows of a device become one{_size(context)}"
+        )
+        help = "write `attn_implementation: flash_attention_2`, or fewer rows a device"
+        yield say("warning", "run", "packing-without-flash", key, message, help)
 
 
 def _size(context: Context) -> str:

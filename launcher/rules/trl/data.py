@@ -46,16 +46,13 @@ def data_here(context: Context) -> Iterator[Finding]:
     if name is None:
         return
     if is_file(Path(name)):
-        yield say(
-            "error", "run", "data-file", "dataset_name",
-            f"`dataset_name: {brief(name)}` is a file, which cannot be loaded by its name",
-            f"name the folder that it lies in: `dataset_name: {Path(name).parent}`",
-        )  # fmt: skip
+        message = f"`dataset_name: {brief(name)}` is a file, which cannot be loaded by its name"
+        help = f"name the folder that it lies in: `dataset_name: {Path(name).parent}`"
+        yield say("error", "run", "data-file", "dataset_name", message, help)
     elif context.running and model_config.is_path(name) and not exists(Path(name)):
-        yield say(
-            "error", "run", "missing-data", "dataset_name", f"there is no folder {brief(name)} here",
-            "relative paths start where launch is started; `~` is not expanded",
-        )  # fmt: skip
+        message = f"there is no folder {brief(name)} here"
+        help = "relative paths start where launch is started; `~` is not expanded"
+        yield say("error", "run", "missing-data", "dataset_name", message, help)
 
 
 def _splits(name: str | None) -> Mapping[str, list[str]]:
@@ -104,10 +101,9 @@ def data_rows(context: Context) -> Iterator[Finding]:
     name = _named(context)
     for file in _splits(name).get("train", ()):
         if (what := rows.fault(Path(name or "", file))) is not None:
-            yield say(
-                "error", "run", "bad-data", "dataset_name", f"{brief(f'{name}/{file}')}: {what}",
-                "correct the file, or take it out of the folder",
-            )  # fmt: skip
+            message = f"{brief(f'{name}/{file}')}: {what}"
+            help = "correct the file, or take it out of the folder"
+            yield say("error", "run", "bad-data", "dataset_name", message, help)
 
 
 def data_columns(context: Context) -> Iterator[Finding]:
@@ -122,11 +118,8 @@ def data_columns(context: Context) -> Iterator[Finding]:
         heads = [rows.columns(path) for _, path in files]
         names = first[1].union(*(head[1] for head in heads if head is not None))
         if None not in heads and (wrong := judge(first[0], names, values)) is not None:
-            yield say(
-                "error", "run", "data-columns", "dataset_name",
-                f"{brief(files[0][0])} has the columns {brief(', '.join(sorted(names)))}: {wrong[0]}",
-                wrong[1],
-            )  # fmt: skip
+            message = f"{brief(files[0][0])} has the columns {brief(', '.join(sorted(names)))}: {wrong[0]}"
+            yield say("error", "run", "data-columns", "dataset_name", message, wrong[1])
 
 
 def _missing_from_examples(
@@ -178,19 +171,20 @@ def splits(context: Context) -> Iterator[Finding]:
         if not isinstance(split, str):
             continue
         if "[" in split or "+" in split:
-            yield say(
-                "error", "run", "no-such-split", key,
-                f"`{key}: {brief(split)}` is looked up as the name of a split: parts cannot be named",
-                "name a whole split",
-            )  # fmt: skip
+            message = f"`{key}: {brief(split)}` is looked up as the name of a split: parts cannot be named"
+            yield say("error", "run", "no-such-split", key, message, "name a whole split")
         elif there and split not in there:
             yield say(
-                "error", "run", "no-such-split", key,
+                "error",
+                "run",
+                "no-such-split",
+                key,
                 f"`dataset_name: {brief(name)}` has no split `{brief(split)}`, only "
                 f"{', '.join(sorted(there))}",
-                f"add a file such as {split}.jsonl, or write `eval_strategy: \"no\"`"
-                if key == "dataset_test_split" else f"write `{key}: {min(there)}`",
-            )  # fmt: skip
+                f'add a file such as {split}.jsonl, or write `eval_strategy: "no"`'
+                if key == "dataset_test_split"
+                else f"write `{key}: {min(there)}`",
+            )
 
 
 def template_here(context: Context) -> Iterator[Finding]:
@@ -199,11 +193,9 @@ def template_here(context: Context) -> Iterator[Finding]:
     if not context.running or not isinstance(name, str) or not name or exists(Path(name)):
         return
     if name.endswith((".jinja", ".j2")) or model_config.is_path(name):
-        yield say(
-            "error", "run", "missing-template", "chat_template_path",
-            f"there is no template {brief(name)} here",
-            "relative paths start where launch is started; `~` is not expanded",
-        )  # fmt: skip
+        message = f"there is no template {brief(name)} here"
+        help = "relative paths start where launch is started; `~` is not expanded"
+        yield say("error", "run", "missing-template", "chat_template_path", message, help)
 
 
 def no_template(context: Context) -> Iterator[Finding]:
@@ -220,12 +212,16 @@ def no_template(context: Context) -> Iterator[Finding]:
             continue
         path = "chat_template_path" in values.schema.fields
         yield say(
-            "error", "run", "missing-template", "model_name_or_path",
+            "error",
+            "run",
+            "missing-template",
+            "model_name_or_path",
             f"{brief(files[0][0])} holds conversations in `{column}`, and the tokenizer in "
             f"{brief(model)} has no chat template to write them with",
-            "add `chat_template_path: <a template, or a model that has one>`" if path
+            "add `chat_template_path: <a template, or a model that has one>`"
+            if path
             else "put a chat_template.jinja into the model's folder",
-        )  # fmt: skip
+        )
         return
 
 

@@ -42,30 +42,25 @@ def bf16_on_cpu(context: Context) -> Iterator[Finding]:
         return
     key = "bf16" if trained else "bf16_full_eval"
     default = "" if values.given(key) else ", TRL's default,"
-    yield say(
-        "error", "run", "bf16-on-cpu", key, f"`{key}`{default} is refused without a GPU",
-        f"add `{key}: false`, or `use_cpu: true` for bfloat16 on the CPU",
-    )  # fmt: skip
+    message = f"`{key}`{default} is refused without a GPU"
+    help = f"add `{key}: false`, or `use_cpu: true` for bfloat16 on the CPU"
+    yield say("error", "run", "bf16-on-cpu", key, message, help)
 
 
 def fp16_on_cpu(context: Context) -> Iterator[Finding]:
     """accelerate/accelerator.py:567."""
     if context.gpus == 0 and context.values["fp16"]:
-        yield say(
-            "warning", "run", "fp16-on-cpu", "fp16",
-            "`fp16` does nothing on the CPU: training runs in full precision",
-            "delete the line and add `bf16: false`, or `use_cpu: true` for bfloat16",
-        )  # fmt: skip
+        message = "`fp16` does nothing on the CPU: training runs in full precision"
+        help = "delete the line and add `bf16: false`, or `use_cpu: true` for bfloat16"
+        yield say("warning", "run", "fp16-on-cpu", "fp16", message, help)
 
 
 def cpu_beside_gpus(context: Context) -> Iterator[Finding]:
     """transformers/training_args.py:1844."""
     if context.gpus and context.values["use_cpu"]:
-        yield say(
-            "error", "run", "cpu-beside-gpus", "use_cpu",
-            f"`use_cpu: true` trains on the CPU, and {context.gpus} GPU(s) are asked for",
-            "delete the line, or start with --gpus 0",
-        )  # fmt: skip
+        message = f"`use_cpu: true` trains on the CPU, and {context.gpus} GPU(s) are asked for"
+        help = "delete the line, or start with --gpus 0"
+        yield say("error", "run", "cpu-beside-gpus", "use_cpu", message, help)
 
 
 def precision_option(context: Context) -> Iterator[Finding]:
@@ -75,11 +70,9 @@ def precision_option(context: Context) -> Iterator[Finding]:
     if context.gpus is not None or option is None or own in (None, option):
         return
     default = "" if context.values.given(own) else ", its default,"
-    finding = say(
-        "warning", "run", "mixed-precision-unread", own,
-        f"`mixed_precision: {option}` is not read: TRL's `{own}`{default} decides",
-        f"write `{own}: false`" if option == "no" else f"write `{option}: true` in its place",
-    )  # fmt: skip
+    message = f"`mixed_precision: {option}` is not read: TRL's `{own}`{default} decides"
+    help = f"write `{own}: false`" if option == "no" else f"write `{option}: true` in its place"
+    finding = say("warning", "run", "mixed-precision-unread", own, message, help)
     yield replace(finding, key="mixed_precision")
 
 
@@ -90,11 +83,9 @@ def optimizer_package(context: Context) -> Iterator[Finding]:
     """transformers/trainer_optimizer.py:254 and what follows there."""
     name = str(context.values["optim"])
     if name.startswith(_BITSANDBYTES) and context.lacks("bitsandbytes"):
-        yield say(
-            "error", "run", "optim-missing", "optim",
-            f"`optim: {name}`: the trainer's Python has no bitsandbytes",
-            "pip install bitsandbytes, or write `optim: adamw_torch`",
-        )  # fmt: skip
+        message = f"`optim: {name}`: the trainer's Python has no bitsandbytes"
+        help = "pip install bitsandbytes, or write `optim: adamw_torch`"
+        yield say("error", "run", "optim-missing", "optim", message, help)
 
 
 def lengths_compiled(context: Context) -> Iterator[Finding]:
@@ -104,11 +95,14 @@ def lengths_compiled(context: Context) -> Iterator[Finding]:
     if resolved.compiled(values) and not padded:
         keys = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
         yield say(
-            "warning", "run", "compile-lengths", next(filter(values.given, keys), keys[0]),
+            "warning",
+            "run",
+            "compile-lengths",
+            next(filter(values.given, keys), keys[0]),
             "batches differ in length, and what is compiled is compiled again for new ones, up to eight "
             "times: 12 times were counted in the first six steps, and none with few lengths",
             "add `pad_to_multiple_of: 512`, so that there are few lengths",
-        )  # fmt: skip
+        )
 
 
 def no_compiler(context: Context) -> Iterator[Finding]:
@@ -132,11 +126,9 @@ def report_package(context: Context) -> Iterator[Finding]:
     for name in _reports(context):
         packages = _REPORTS.get(name, ())
         if packages and context.lacks(*packages):
-            yield say(
-                "error", "run", "report-missing", "report_to",
-                f"`report_to: {name}`: the trainer's Python has no {packages[0]}",
-                f'pip install {packages[0]}, or write `report_to: "none"`',
-            )  # fmt: skip
+            message = f"`report_to: {name}`: the trainer's Python has no {packages[0]}"
+            help = f'pip install {packages[0]}, or write `report_to: "none"`'
+            yield say("error", "run", "report-missing", "report_to", message, help)
 
 
 def wandb_key(context: Context) -> Iterator[Finding]:
@@ -147,10 +139,13 @@ def wandb_key(context: Context) -> Iterator[Finding]:
     silent = environ.get("WANDB_MODE") in services.WITHOUT_WANDB
     if wanted and not silent and not services.has_wandb_key(environ):
         yield say(
-            "error" if context.running else "warning", "run", "no-wandb-key", "report_to",
+            "error" if context.running else "warning",
+            "run",
+            "no-wandb-key",
+            "report_to",
             "`report_to: wandb` crashes: neither WANDB_API_KEY nor an entry in ~/.netrc",
             '`wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline, or `report_to: "none"`',
-        )  # fmt: skip
+        )
 
 
 def reference_price(context: Context) -> Iterator[Finding]:
@@ -163,11 +158,11 @@ def reference_price(context: Context) -> Iterator[Finding]:
             if context.values["use_peft"]
             else "no reference model is kept beside the trained one, which saves its weights"
         )
-        yield say(
-            "note", "run", "reference-price", key,
+        message = (
             f"`{key}`: all rows pass the reference before the first step, however few are "
-            f"trained on; {price}",
-        )  # fmt: skip
+            f"trained on; {price}"
+        )
+        yield say("note", "run", "reference-price", key, message)
 
 
 RULES: tuple[StageRule, ...] = (

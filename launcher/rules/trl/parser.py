@@ -48,11 +48,11 @@ def eval_without_steps(values: Values) -> Iterator[Finding]:
     key, steps = _eval_steps(values)
     by_steps = values["eval_strategy"] == "steps" and key != "eval_steps"
     if by_steps and steps is not None and not steps > 0:
-        yield say(
-            "error", "parser", "eval-steps", "eval_steps",
-            f"`eval_strategy: steps` without `eval_steps`, and `logging_steps` is {plain(steps)}",
-            "add `eval_steps: <number of steps>`",
-        )  # fmt: skip
+        message = (
+            f"`eval_strategy: steps` without `eval_steps`, and `logging_steps` is {plain(steps)}"
+        )
+        help = "add `eval_steps: <number of steps>`"
+        yield say("error", "parser", "eval-steps", "eval_steps", message, help)
 
 
 def whole_steps(values: Values) -> Iterator[Finding]:
@@ -68,23 +68,21 @@ def whole_steps(values: Values) -> Iterator[Finding]:
         if strategy != "steps" or steps is None or not steps > 1:
             continue
         if math.isinf(steps) or steps != int(steps):
-            yield say(
-                "error", "parser", "whole-steps", key,
-                f"`{key}` is a whole number or a share below 1, not {plain(steps)}",
-            )  # fmt: skip
+            message = f"`{key}` is a whole number or a share below 1, not {plain(steps)}"
+            yield say("error", "parser", "whole-steps", key, message)
 
 
 def best_model_strategies(values: Values) -> Iterator[Finding]:
     """transformers/training_args.py:1718."""
     save, evaluate = values["save_strategy"], values["eval_strategy"]
     if values["load_best_model_at_end"] and save != "best" and save != evaluate:
-        yield say(
-            "error", "parser", "best-model-strategy", "load_best_model_at_end",
+        message = (
             f"`load_best_model_at_end` with `save_strategy: {save}` and `eval_strategy: "
             f"{evaluate}`: "
-            "they must be the same",
-            f"write `eval_strategy: {save}`, or `save_strategy: best`",
-        )  # fmt: skip
+            "they must be the same"
+        )
+        help = f"write `eval_strategy: {save}`, or `save_strategy: best`"
+        yield say("error", "parser", "best-model-strategy", "load_best_model_at_end", message, help)
 
 
 def best_model_steps(values: Values) -> Iterator[Finding]:
@@ -97,11 +95,11 @@ def best_model_steps(values: Values) -> Iterator[Finding]:
         return
     both_shares = every < 1 and save < 1
     if not both_shares or (save * _RATIO) % (every * _RATIO) != 0:
-        yield say(
-            "error", "parser", "best-model-steps", "save_steps",
+        message = (
             f"`load_best_model_at_end` needs `save_steps` ({plain(save)}) to be a multiple of the steps "
-            f"between evaluations ({plain(every)})",
-        )  # fmt: skip
+            f"between evaluations ({plain(every)})"
+        )
+        yield say("error", "parser", "best-model-steps", "save_steps", message)
 
 
 def loss_weights(values: Values) -> Iterator[Finding]:
@@ -109,10 +107,8 @@ def loss_weights(values: Values) -> Iterator[Finding]:
     weights, losses = values["loss_weights"], values["loss_type"]
     count = len(losses) if isinstance(losses, list) else 1
     if weights is not None and len(weights) != count:
-        yield say(
-            "error", "parser", "loss-weights", "loss_weights",
-            f"`loss_weights` has {len(weights)} entries for {count} in `loss_type`",
-        )  # fmt: skip
+        message = f"`loss_weights` has {len(weights)} entries for {count} in `loss_type`"
+        yield say("error", "parser", "loss-weights", "loss_weights", message)
 
 
 def _no_multiple(values: Values) -> bool:

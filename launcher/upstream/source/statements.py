@@ -61,16 +61,7 @@ from launcher.upstream.source.values import (
 # methods of the parser that return one object for each dataclass
 _PARSES = {"parse_args_into_dataclasses", "parse_args_and_config", "parse", "parse_args"}
 LOGS = frozenset(
-    {
-        "debug",
-        "info",
-        "warning",
-        "warning_once",
-        "warning_rank0",
-        "error",
-        "exception",
-        "critical",
-    }
+    {"debug", "info", "warning", "warning_once", "warning_rank0", "error", "exception", "critical"}
 )
 SHOWS = frozenset({"print", "pprint", "warn", "warn_once", "print_rank0"})
 _LOGGER = re.compile(r"(^|[._])log(s|ger|gers|ging)?([._(]|$)", re.IGNORECASE)

@@ -218,7 +218,10 @@ def _expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Find
     alone = entry.packs(values, None) and not packs
     wanted = (
         (
-            "liger", {"engaged"}, entry.liger(values), names.liger,
+            "liger",
+            {"engaged"},
+            entry.liger(values),
+            names.liger,
             "" if names.liger else f"{entry.script} has no Liger",
         ),
         (

@@ -400,7 +400,9 @@ def scheduler_type(values: Values) -> Iterator[Finding]:
     if name not in SCHEDULES and not values["cache_dataset_only"]:
         # another commit may want a newer transformers, which knows more of them
         severity: Severity = "error" if values.schema.version == PIN else "warning"
-        message = f"`lr_scheduler_type: {brief(name)}` crashes: it is none that a number of steps is enough for"
+        message = (
+            f"`lr_scheduler_type: {brief(name)}` crashes: it needs more than a number of steps"
+        )
         help = f"one of {', '.join(SCHEDULES)}"
         yield say(severity, "run", "scheduler-type", "lr_scheduler_type", message, help)
 

@@ -78,7 +78,9 @@ def no_steps(values: Values) -> Iterator[Finding]:
         help = "delete one of the two lines"
         yield say("warning", "run", "conditional-key", "num_train_epochs", message, help)
     elif steps < -1:
-        message = f"`max_steps: {plain(steps)}` is no limit: `num_train_epochs` decides, which is {plain(epochs)}"
+        message = (
+            f"`max_steps: {plain(steps)}` is no limit: `num_train_epochs: {plain(epochs)}` decides"
+        )
         help = "delete the line, or write a number of steps"
         yield say("warning", "run", "out-of-range", "max_steps", message, help)
 

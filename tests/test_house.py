@@ -31,7 +31,7 @@ def test_no_class_name_twice() -> None:
 
 
 def test_the_formatter_is_rarely_fought() -> None:
-    assert sum(text.count("# fmt: skip") for text in MODULES.values()) <= 258
+    assert sum(text.count("# fmt: skip") for text in MODULES.values()) <= 89
 
 
 def test_participles_do_not_stand_for_things() -> None:

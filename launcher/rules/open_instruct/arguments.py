@@ -163,7 +163,10 @@ def missing_data_files(values: Values) -> Iterator[Finding]:
             help = "relative paths start where launch is started; `~` is not expanded"
             yield say("warning", "run", "missing-data", key, message, help)
         elif name.endswith(".json"):
-            message = f"{brief(name)} would be looked up on the hub: only .jsonl and .parquet are read from disk"
+            message = (
+                f"{brief(name)} would be looked up on the hub: "
+                "only .jsonl and .parquet are read from disk"
+            )
             help = "write one JSON object a line, and name the file .jsonl"
             yield say("error", "run", "json-data", key, message, help)
         elif (what := rows.fault(Path(name))) is not None:

@@ -64,9 +64,7 @@ def kept(folder: Path) -> Taken:
     def taken() -> float:
         run = RunFolder(folder / "runs" / f"20260101T{next(numbers):06d}Z-sft-kept")
         run.path.mkdir(parents=True)
-        files.write_json(
-            run.manifest, {"stage": "sft", "backend": "trl", "name": "kept", "attempt": 1}
-        )
+        files.write_json(run.manifest, {"stage": "sft", "backend": "trl", "name": "kept", "attempt": 1})
         Attempt(
             number=1, argv=(sys.executable, "-c", STEPS), env={}, environ=dict(os.environ),
             cwd=str(folder), stage="sft", backend="trl", title="sft kept", allow_unproven=True,
@@ -82,9 +80,7 @@ def demo(folder: Path) -> Pair:
     argv = [sys.executable, str(assets), "build/demo"]
     subprocess.run(argv, cwd=folder, check=True, capture_output=True)
     argv = [*LAUNCH, "sft", str(DEMO), "max_steps=2", "--gpus", "0"]
-    shown = subprocess.run(
-        [*argv, "--dry-run"], cwd=folder, check=True, capture_output=True, text=True
-    )
+    shown = subprocess.run([*argv, "--dry-run"], cwd=folder, check=True, capture_output=True, text=True)
     # variables first, then the command
     alone = ["env", *shlex.split(shown.stdout.strip().rpartition("\n")[2])]
     # one thread: on several it would be the other programs on this machine that are measured

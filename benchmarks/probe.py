@@ -49,9 +49,7 @@ class Training:
         self.bare = model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        ids = torch.randint(
-            0, options.vocab, (4, options.tokens // 4), device=self.accelerator.device
-        )
+        ids = torch.randint(0, options.vocab, (4, options.tokens // 4), device=self.accelerator.device)
         self.batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
     def block(self) -> float:

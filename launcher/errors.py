@@ -88,9 +88,7 @@ class LaunchError(Exception):
     exit_code: Exit = Exit.USAGE
 
     def __init__(self, findings: Finding | Iterable[Finding]) -> None:
-        self.findings: tuple[Finding, ...] = (
-            (findings,) if isinstance(findings, Finding) else tuple(findings)
-        )
+        self.findings: tuple[Finding, ...] = (findings,) if isinstance(findings, Finding) else tuple(findings)
         super().__init__("; ".join(f.message for f in self.findings))
 
 
@@ -125,9 +123,7 @@ def usage(code: str, message: str, help: str | None = None) -> UsageError:
     return UsageError(launch_finding("error", code, message, help))
 
 
-def not_ready(
-    code: str, message: str, help: str | None = None, *, file: str | None = None
-) -> NotReady:
+def not_ready(code: str, message: str, help: str | None = None, *, file: str | None = None) -> NotReady:
     """What to raise where this machine lacks something."""
     return NotReady(launch_finding("error", code, message, help, file=file))
 

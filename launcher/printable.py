@@ -14,9 +14,7 @@ _ESCAPES = re.compile(
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\r\n]*(?:\x07|\x1b\\|\x9c)?"
     r"|\x1b[ -/]*[0-~]"
 )
-_CONTROLS = (
-    "\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u202a-\\u202e\\u2066-\\u2069"
-)
+_CONTROLS = "\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u202a-\\u202e\\u2066-\\u2069"
 # beside the control characters: those that reorder what is read, and bytes of 80 to 9f that are no UTF-8
 _CONTROL = re.compile(f"[{_CONTROLS}\\udc80-\\udc9f]")
 _COMMAND = re.compile(r"^(\s*)::|##\[", re.M)

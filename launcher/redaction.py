@@ -74,10 +74,7 @@ _SHAPES: Mapping[str, str] = {
 """How tokens begin, and how they go on."""
 _SHAPE = re.compile(
     "(?<![A-Za-z0-9])(?:{})".format(
-        "|".join(
-            f"(?:{'|'.join(map(re.escape, begins.split()))}){rest}"
-            for begins, rest in _SHAPES.items()
-        )
+        "|".join(f"(?:{'|'.join(map(re.escape, begins.split()))}){rest}" for begins, rest in _SHAPES.items())
     )
 )
 _BEARER = re.compile(r"(?i)\b((?:bearer|basic)\s+)[\w.~+/=-]{12,}")
@@ -114,9 +111,7 @@ _HINTS = tuple(
 )
 _LINE = re.compile(rb"[^\n\r]+")
 _WORDS_OF_NAMES = b"(?:token|key|secret|cred|pass|pwd|auth|dsn|webhook)"
-_NAME_HINT = re.compile(
-    _WORDS_OF_NAMES + rb"[\w.-]{0,200}+[\"']?\s*[:=]|--[\w.-]*?" + _WORDS_OF_NAMES
-)
+_NAME_HINT = re.compile(_WORDS_OF_NAMES + rb"[\w.-]{0,200}+[\"']?\s*[:=]|--[\w.-]*?" + _WORDS_OF_NAMES)
 _PLAIN_WORDS = frozenset({"none", "null", "true", "false"})
 _SHORTEST = 8
 # `"$HF_TOKEN"`, `${oc.env:HF_TOKEN}`: where a secret is, not what it is
@@ -169,9 +164,7 @@ def unechoed(text: str) -> str:
         # as messages spell it: quoted, escaped, or its words one by one
         spelt = {value, repr(value)[1:-1], json.dumps(value)[1:-1], value.strip()}
         forms = [re.escape(form) for form in spelt if len(form) > 3]
-        forms += [
-            rf"(?<![\w./]){re.escape(word)}(?![\w/])" for word in value.split() if len(word) > 5
-        ]
+        forms += [rf"(?<![\w./]){re.escape(word)}(?![\w/])" for word in value.split() if len(word) > 5]
         forms += [rf"(?<=[`'\"]){re.escape(form)}(?=[`'\"])" for form in spelt if form]
         forms.sort(key=len, reverse=True)
         # a value may be `oc` or `env`
@@ -180,9 +173,7 @@ def unechoed(text: str) -> str:
             re.compile("|".join(forms) or r"(?!)", re.IGNORECASE),
             f"${{oc.env:{variable}}}",
         )
-        text = "".join(
-            p if at % 2 else pattern.sub(lambda _, n=name: n, p) for at, p in enumerate(parts)
-        )
+        text = "".join(p if at % 2 else pattern.sub(lambda _, n=name: n, p) for at, p in enumerate(parts))
     return text
 
 
@@ -299,9 +290,7 @@ def _text(text: str, known: Sequence[str]) -> str:
         text = _KEY_BLOCK.sub(rf"\1{REDACTED}", text)
     text = _SHAPE.sub(REDACTED, text)
     if "://" in text:
-        text = _USER.sub(
-            lambda found: f"{found[1]}:{REDACTED}" if found[1] is not None else REDACTED, text
-        )
+        text = _USER.sub(lambda found: f"{found[1]}:{REDACTED}" if found[1] is not None else REDACTED, text)
         text = _QUERY.sub(rf"\1{REDACTED}", _WEBHOOK.sub(rf"\1{REDACTED}", text))
     text = _BEARER.sub(rf"\1{REDACTED}", text)
     return _FLAG.sub(_flag, _pairs(text))

@@ -190,9 +190,7 @@ def reason_not_to_run(case: Case, assets: Path, gpus: int, python: str) -> str:
     return ""
 
 
-def measure(
-    case: Case, name: str, words: Sequence[str], assets: Path
-) -> tuple[list[Row], list[str]]:
+def measure(case: Case, name: str, words: Sequence[str], assets: Path) -> tuple[list[Row], list[str]]:
     """The rows of a case, and what of it was not measured."""
     command = [sys.executable, "-m", "launcher", *words[1:], "--format", "json"]
     process = subprocess.Popen(
@@ -216,9 +214,7 @@ def measure(
     return rows_of(case, name, data, shlex.join(words))
 
 
-def rows_of(
-    case: Case, name: str, data: Mapping[str, Any], command: str
-) -> tuple[list[Row], list[str]]:
+def rows_of(case: Case, name: str, data: Mapping[str, Any], command: str) -> tuple[list[Row], list[str]]:
     """A row for each variant of a comparison, or for the first and best trial of a search."""
     trials = data.get("trials", [])
     samples = [trial["sample"] for trial in trials] if trials else data["samples"]
@@ -364,9 +360,7 @@ def main(options: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--list", action="store_true", help="every case, and whether it can run here"
-    )
+    parser.add_argument("--list", action="store_true", help="every case, and whether it can run here")
     parser.add_argument("--only", metavar="CASE,...", help="these, in the order of the list")
     parser.add_argument("--minutes", type=float, metavar="M", help="what is expected to fit")
     parser.add_argument("--repeats", type=int, metavar="N", help="of each bench, not its own")

@@ -134,9 +134,7 @@ def snapshot(out: Path, name: str) -> Path:
     return out / "hub" / f"models--{name.replace('/', '--')}" / "snapshots" / COMMIT
 
 
-def make_model(
-    out: Path, name: str, tokenizer: PreTrainedTokenizerFast, *, tiny: bool
-) -> dict[str, int]:
+def make_model(out: Path, name: str, tokenizer: PreTrainedTokenizerFast, *, tiny: bool) -> dict[str, int]:
     """Make one model in the hub cache, unless it is there; its parameters and bytes."""
     place, began = snapshot(out, name), time.monotonic()
     known = architecture.table()[name.lower()]

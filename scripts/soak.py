@@ -404,9 +404,7 @@ def main() -> int:
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "assets" / "model").is_dir():
         maker = ROOT / "scripts" / "make_demo_assets.py"
-        subprocess.run(
-            [sys.executable, str(maker), str(work / "assets")], check=True, stdout=sys.stderr
-        )
+        subprocess.run([sys.executable, str(maker), str(work / "assets")], check=True, stdout=sys.stderr)
     begun = time.monotonic()
     seeds = {kind: hashlib.sha256(f"{asked.seed} {kind}".encode()).hexdigest() for kind in kinds}
     results = [Soak(kind, work, random.Random(seeds[kind])).soak(asked.kills) for kind in kinds]

@@ -37,9 +37,7 @@ STAGE_FILES = [
 ]
 NO_CHECKOUT = "no open-instruct checkout at the pin"
 NO_PACKAGES = "no training packages"
-STAND_INS = os.pathsep.join(
-    filter(None, (str(SUPPORT / "stand_ins"), os.environ.get("PYTHONPATH")))
-)
+STAND_INS = os.pathsep.join(filter(None, (str(SUPPORT / "stand_ins"), os.environ.get("PYTHONPATH"))))
 """PYTHONPATH for the pinned scripts without litellm, which SFT and DPO import and never call: a fifth of
 what a start takes. tests/support/real_parser.py imports the real one."""
 PATIENCE_S = 500.0
@@ -103,9 +101,7 @@ def write(tmp_path: Path) -> Write:
 
 
 @pytest.fixture
-def world(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Any]:
+def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A machine with made-up cards for this process, as many as `CARDS` of the test's module says."""
     from experiment import machine
 

@@ -70,18 +70,14 @@ def constants(tree: ast.Module) -> dict[str, ast.expr]:
 
 def words() -> set[str]:
     """Every text that stands in the source by itself."""
-    trees = (
-        ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "launcher").rglob("*.py")
-    )
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "launcher").rglob("*.py"))
     nodes = (node for tree in trees for node in ast.walk(tree))
     return {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
 
 
 def documented_codes() -> set[str]:
     """The codes in the first column of docs/findings.md."""
-    rows = re.findall(
-        r"^\| (`.+?) \|", (ROOT / "docs/findings.md").read_text(encoding="utf-8"), re.M
-    )
+    rows = re.findall(r"^\| (`.+?) \|", (ROOT / "docs/findings.md").read_text(encoding="utf-8"), re.M)
     return {code for row in rows for code in re.findall(r"`([a-z0-9-]+)`", row)}
 
 
@@ -170,10 +166,7 @@ def test_a_command_of_the_docs_has_options_that_exist(line: str) -> None:
     [
         line
         for line in commands()
-        if (
-            re.match("validate-config|plan|explain|schema|check tests/", line)
-            or "--dry-run" in line
-        )
+        if (re.match("validate-config|plan|explain|schema|check tests/", line) or "--dry-run" in line)
         and "CONFIG" not in line
         and "7b.yaml --gpus 1,2,8" not in line
     ],
@@ -191,9 +184,7 @@ def test_a_cheap_command_of_the_docs_runs(
     row = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
     (tmp_path / "data/chats.jsonl").write_text(f"{row}\n" * 200, encoding="utf-8")
     for page in ("README.md", "docs/tutorial.md"):
-        shown = re.search(
-            r"^```yaml.*?\n(.*?stage: sft.*?)^```", (ROOT / page).read_text(), re.M | re.S
-        )
+        shown = re.search(r"^```yaml.*?\n(.*?stage: sft.*?)^```", (ROOT / page).read_text(), re.M | re.S)
         assert shown
         (tmp_path / "my_sft.yaml").write_text(shown[1], encoding="utf-8")
         monkeypatch.chdir(tmp_path)

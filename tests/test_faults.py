@@ -111,9 +111,7 @@ def test_no_run_begins_on_a_disk_that_is_full(world: World, mount: Mount) -> Non
 
 def test_a_run_on_a_full_disk_can_be_stopped(world: World, mount: Mount) -> None:
     mount(world.runs, "size=1m,nr_inodes=32")
-    folder = world.prepared(
-        f"brimful={world.runs / 'filler'}", "pid=leader", "sleep=600", name="a run"
-    )
+    folder = world.prepared(f"brimful={world.runs / 'filler'}", "pid=leader", "sleep=600", name="a run")
     running = world.started("exec", "a run")
     leader = world.pid("leader")
     until(folder.process.exists)

@@ -39,9 +39,7 @@ def imported(path: Path, *, lazily: bool = True) -> set[str]:
                 found.add(below if below in MODULES else base)
         elif isinstance(node, ast.Import):
             found |= {
-                alias.name.partition(".")[2]
-                for alias in node.names
-                if alias.name.startswith("launcher.")
+                alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("launcher.")
             }
     return found
 
@@ -127,9 +125,7 @@ def loaded(code: str) -> set[str]:
 @pytest.mark.parametrize("backend", ["open_instruct", "trl"])
 def test_validate_config_never_loads_the_trainers_packages(write: Write, backend: str) -> None:
     name = "dataset_mixer_list: [a, 1.0]" if backend == "open_instruct" else "dataset_name: a"
-    path = write(
-        "a.yaml", f"stage: sft\nbackend: {backend}\nargs:\n  model_name_or_path: m\n  {name}\n"
-    )
+    path = write("a.yaml", f"stage: sft\nbackend: {backend}\nargs:\n  model_name_or_path: m\n  {name}\n")
     modules = loaded(
         f"from launcher.cli.main import main\nassert main(['validate-config', {str(path)!r}]) in (0, 3)"
     )

@@ -244,9 +244,7 @@ def test_the_config_of_a_folder_is_compared_with_the_shape(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_shapes_are_those_of_the_package(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_shapes_are_those_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # importing torch's compiler sets it
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     made = pytest.importorskip("olmo_core.nn.transformer").TransformerConfig
@@ -312,8 +310,7 @@ def test_a_hub_name_is_not_loaded_offline(
             assert (fault.severity, fault.layer, fault.line) == ("error", "run", 6)
             assert fault.message.startswith(f"{variable} is set and {QWEN} is a hub name")
             assert fault.help == (
-                f"write `model_name_or_path: {snapshot}` and `config_name: qwen3_0_6B`; or unset "
-                f"{variable}"
+                f"write `model_name_or_path: {snapshot}` and `config_name: qwen3_0_6B`; or unset {variable}"
             )
 
 
@@ -457,9 +454,7 @@ def test_memory_of_budgets_and_shards(tmp_path: Path) -> None:
     def peak(line: str) -> float:
         made = planned(from_text(tmp_path, text(line)), gpus=8, nodes=2)
         shape = footprint.shape_of(made)
-        one = footprint.Footprint(
-            plan=made, shape=shape, rows=parse("100:200"), attention="flash_2"
-        )
+        one = footprint.Footprint(plan=made, shape=shape, rows=parse("100:200"), attention="flash_2")
         return memory.estimate(one.setup()).peak
 
     assert peak("fsdp_shard_degree: 16") < peak("seed: 1") < peak("fsdp_shard_degree: 2")
@@ -539,9 +534,7 @@ def test_steps_and_checkpoints_of_the_command_line(tmp_path: Path) -> None:
     steps = [rung["steps"] for rung in told(tmp_path, written, *words)["gpus"]]
     assert steps == [1000 // 2, 1000 // 6, 1000 // 16]
     # the first and the last step are saved too
-    written = text(
-        "per_device_train_batch_size: 1\n  max_train_steps: 150\n  checkpointing_steps: 100"
-    )
+    written = text("per_device_train_batch_size: 1\n  max_train_steps: 150\n  checkpointing_steps: 100")
     (rung,) = told(tmp_path, written, "--gpus", "8")["gpus"]
     disk = rung["disk_gib"]
     # steps 0, 100 and 150

@@ -92,9 +92,7 @@ def record(folder: RunFolder) -> None:
 @pytest.mark.slow
 @needs_trl
 def test_tokens_stay_where_they_are(world: World) -> None:
-    config = str(
-        world.config(hub_token=HF, run_name=f"see {GHP}", hub_model_id=URL, trackio_space_id=SK)
-    )
+    config = str(world.config(hub_token=HF, run_name=f"see {GHP}", hub_model_id=URL, trackio_space_id=SK))
     words = (config, f"hub_revision={XOX}", f"project={JWT}", "--on-finish", f"true {AKIA} {ODD}")
     python = ("--gpus", "0", "--python", str(world.python()))
     shown = ""
@@ -188,9 +186,7 @@ def test_an_error_does_not_repeat_them(
         clean(told.out + told.err)
 
 
-@pytest.mark.parametrize(
-    "text", [f"args: {{hub_token: [{HF}", f"a: b: {SK}", f"stage: {AKIA}\nargs: {{}}"]
-)
+@pytest.mark.parametrize("text", [f"args: {{hub_token: [{HF}", f"a: b: {SK}", f"stage: {AKIA}\nargs: {{}}"])
 def test_a_file_that_cannot_be_read_is_not_quoted(
     world: World, text: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,12 +221,8 @@ def test_a_bug_is_reported_without_them(
 def test_an_address_with_a_key_in_it_is_listed_without(world: World) -> None:
     folder = world.prepared()
     files.write_json(folder.manifest, {"tracked": True, **rundir.read_manifest(folder)})
-    folder.console(1).write_text(
-        f"wandb: View run at https://wandb.ai/anony/p/runs/abc?apiKey={WANDB}\n"
-    )
-    (row,) = json.loads(
-        world.launch("runs", "--format", "json", only=without_tokens(world)).stdout
-    )["data"]
+    folder.console(1).write_text(f"wandb: View run at https://wandb.ai/anony/p/runs/abc?apiKey={WANDB}\n")
+    (row,) = json.loads(world.launch("runs", "--format", "json", only=without_tokens(world)).stdout)["data"]
     assert row["wandb"].startswith("https://wandb.ai/anony/p/runs/abc")
     clean(json.dumps(row))
 

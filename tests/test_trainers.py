@@ -46,12 +46,6 @@ def questions(path: Path) -> list[str]:
 
 
 def test_nothing_asks_which_trainer_it_is() -> None:
-    compared = {
-        path.relative_to(PACKAGE).as_posix(): questions(path) for path in PACKAGE.rglob("*.py")
-    }
-    counted = {
-        name: sorted(found)
-        for name, found in compared.items()
-        if found and name not in DESCRIPTIONS
-    }
+    compared = {path.relative_to(PACKAGE).as_posix(): questions(path) for path in PACKAGE.rglob("*.py")}
+    counted = {name: sorted(found) for name, found in compared.items() if found and name not in DESCRIPTIONS}
     assert counted == {name: sorted(found) for name, found in ALLOWED.items()}

@@ -53,9 +53,7 @@ _QWEN3 = {"attention_bias": False, "head_dim": 128, "num_key_value_heads": 32}
 _OLMO2 = Layout(norm_kept=8, post_norm=True, qk_norm="full", keys=_NO_BIAS)
 
 FAMILIES: Mapping[str, Layout] = {
-    "llama": Layout(
-        divided=True, keys=_LLAMA, nulls=frozenset({"num_key_value_heads", "head_dim"})
-    ),
+    "llama": Layout(divided=True, keys=_LLAMA, nulls=frozenset({"num_key_value_heads", "head_dim"})),
     "mistral": Layout(windows="always", keys=_MISTRAL, nulls=frozenset({"head_dim"})),
     "granite": Layout(keys=_LLAMA),
     "qwen2": Layout(qkv_bias=True, windows="switchable", keys={"num_key_value_heads": 32}),
@@ -137,9 +135,7 @@ class Shape:
     def linears(self) -> Mapping[str, tuple[int, int]]:
         """The layer's linear weights by their last name: (out, in)."""
         return {
-            name.split(".")[-2]: (size[0], size[1])
-            for name, size in self.layer.items()
-            if len(size) == 2
+            name.split(".")[-2]: (size[0], size[1]) for name, size in self.layer.items() if len(size) == 2
         }
 
     @property
@@ -193,9 +189,7 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
         kind = f"`model_type: {family}`" if family else "no `model_type`"
         raise _unknown(f"{name}: a model with {kind} is not described", _KNOWN)
     if config.get("quantization_config"):
-        message = (
-            f"{name}: its weights are quantised (`quantization_config`), which is not described"
-        )
+        message = f"{name}: its weights are quantised (`quantization_config`), which is not described"
         raise _unknown(message, "name the model that it was made from, or --shape MODEL")
     reader = _ConfigReader(config, layout, name)
     heads, hidden = reader.whole("num_attention_heads"), reader.whole("hidden_size")

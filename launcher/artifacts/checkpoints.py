@@ -232,9 +232,7 @@ def _state_fault(path: Path, names: set[str], optimizer: str, scheduler: str) ->
     engine = _engine_folder(path, names)
     if engine is not None:
         return _engine_fault(engine) or _scheduler_fault(path, names, scheduler, needed=False)
-    sharded = [
-        name for name in sorted(names) if name.startswith(("pytorch_model_fsdp", "optimizer_"))
-    ]
+    sharded = [name for name in sorted(names) if name.startswith(("pytorch_model_fsdp", "optimizer_"))]
     if any(name.startswith("pytorch_model_fsdp") for name in sharded):
         return _fsdp_fault(path, sharded) or _scheduler_fault(path, names, scheduler, needed=True)
     fault = _weights_fault(path, names)
@@ -256,9 +254,7 @@ def _ranks(names: Iterable[str], pattern: re.Pattern[str]) -> int:
     return sum(pattern.match(name) is not None for name in names)
 
 
-def _ranks_fault(
-    path: Path, names: set[str], pattern: re.Pattern[str], ranks: int | None
-) -> str | None:
+def _ranks_fault(path: Path, names: set[str], pattern: re.Pattern[str], ranks: int | None) -> str | None:
     found = {int(m[1]): name for name in names if (m := pattern.match(name)) is not None}
     expected = range(ranks if ranks is not None else max(found, default=0) + 1)
     lacking = [rank for rank in expected if rank not in found]
@@ -358,9 +354,7 @@ def blank(path: Path) -> bool:
             tensors = digest.header(file.fileno(), size)[1] if regions else {}
             if not tensors or not all("F" in one["dtype"] for one in tensors.values()):
                 return False
-            return not any(
-                os.pread(file.fileno(), length, at).strip(b"\0") for at, length in regions[1:]
-            )
+            return not any(os.pread(file.fileno(), length, at).strip(b"\0") for at, length in regions[1:])
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return False
 

@@ -117,9 +117,7 @@ class FingerprintCache:
         self._fresh[key] = [*entry[:5], int(time.time())]
         return digest.Content(method=entry[3], digest=entry[4], size=status.st_size)
 
-    def note(
-        self, status: os.stat_result, method: str, found: digest.Content, begun_s: float
-    ) -> None:
+    def note(self, status: os.stat_result, method: str, found: digest.Content, begun_s: float) -> None:
         """Remember what was read from `begun_s` on, unless the file had only just been written."""
         # a file system that keeps no time of change answers with another
         changed, written = begun_s - status.st_ctime_ns / 1e9, begun_s - status.st_mtime_ns / 1e9
@@ -334,9 +332,7 @@ def _missing(path: Path, error: OSError | ValueError) -> MissingContent:
     message = f"{path} cannot be read: {reason}" if there else f"there is no {path}"
     help = "without its content nobody can say which cache belongs to it"
     return MissingContent(
-        launch_finding(
-            "error", "unreadable-file" if there else "missing-file", message, help, file=str(path)
-        )
+        launch_finding("error", "unreadable-file" if there else "missing-file", message, help, file=str(path))
     )
 
 

@@ -157,18 +157,14 @@ def largest(lengths: Lengths, *, rows: int, batches: int, packed: bool) -> Micro
     width = lengths.longest_of(rows * batches)
     real = min(rows * width, math.ceil(width + (rows - 1) * lengths.mean))
     why = f"padded to the longest of {rows * batches:,} rows"
-    return MicroBatch(
-        rows=rows, width=width, real=real, formula=f"{rows} x {width:,} tokens: {why}"
-    )
+    return MicroBatch(rows=rows, width=width, real=real, formula=f"{rows} x {width:,} tokens: {why}")
 
 
 def typical(lengths: Lengths, *, rows: int, packed: bool) -> MicroBatch:
     """A micro-batch as it is on average: for tokens a step and time, not for memory."""
     real = math.ceil(rows * lengths.mean)
     if packed:
-        return MicroBatch(
-            rows=1, width=real, real=real, formula=f"{rows} rows x {lengths.mean:.0f} tokens"
-        )
+        return MicroBatch(rows=1, width=real, real=real, formula=f"{rows} rows x {lengths.mean:.0f} tokens")
     # the mean of a maximum, from its quartiles
     width = sum(lengths.quantiles(q ** (1 / rows) for q in (1 / 8, 3 / 8, 5 / 8, 7 / 8))) / 4
     wide = max(math.ceil(width), math.ceil(lengths.mean))
@@ -304,6 +300,4 @@ def _present(have: Sequence[str], needed: Sequence[str], path: Path) -> Sequence
 
 
 def _unread(message: str, help: str = "give --row-tokens MEAN:MAX") -> InvalidConfig:
-    return InvalidConfig(
-        launch_finding("error", "unknown-lengths", message, help, key="row_tokens")
-    )
+    return InvalidConfig(launch_finding("error", "unknown-lengths", message, help, key="row_tokens"))

@@ -15,9 +15,7 @@ from launcher.upstream.schema import Values
 _LARGEST = 2**20
 
 
-def read(
-    name: object, environ: Mapping[str, str], revision: str | None = None
-) -> Mapping[str, Any]:
+def read(name: object, environ: Mapping[str, str], revision: str | None = None) -> Mapping[str, Any]:
     """The config of a model by folder or hub name; empty where none is here, or it is broken."""
     path = where(name, environ, revision)
     return {} if path is None else _parsed(path)

@@ -39,11 +39,7 @@ def config_fault(folder: Path) -> str | None:
     config = _read(folder / _CONFIG)
     if not isinstance(config, dict):
         return _unread(folder / _CONFIG)
-    return (
-        None
-        if "model_type" in config or "auto_map" in config
-        else f"its {_CONFIG} names no `model_type`"
-    )
+    return None if "model_type" in config or "auto_map" in config else f"its {_CONFIG} names no `model_type`"
 
 
 def tokenizer_fault(folder: Path) -> str | None:
@@ -90,8 +86,7 @@ def sizes(folder: Path) -> Mapping[str, tuple[int, ...]] | None:
     if first is None or first.name.startswith("pytorch_model"):
         return None
     headers = [
-        checkpoints.sizes(path)
-        for path in (_shards(first) if first.name.endswith(".json") else [first])
+        checkpoints.sizes(path) for path in (_shards(first) if first.name.endswith(".json") else [first])
     ]
     if not headers or None in headers:
         return None

@@ -66,9 +66,7 @@ def why(run: RunFolder) -> list[Reason]:
     """The reasons for every cache of a run's newest attempt; empty where it had none of launch's."""
     uses = [use for folder in folders.known() for use in folder.uses() if _cache(use)]
     events = _events(run)
-    return [
-        _reason(use, uses, events.get(str(_cache(use)["kind"]), {})) for use in _of_run(run, uses)
-    ]
+    return [_reason(use, uses, events.get(str(_cache(use)["kind"]), {})) for use in _of_run(run, uses)]
 
 
 def _cache(use: Use) -> Mapping[str, Any]:
@@ -131,9 +129,7 @@ def _before(use: Use, uses: Sequence[Use]) -> Iterator[Use]:
             yield one
 
 
-def _sentence(
-    state: str, use: Use, nearest: Use | None, differences: Sequence[KeyDifference]
-) -> str:
+def _sentence(state: str, use: Use, nearest: Use | None, differences: Sequence[KeyDifference]) -> str:
     if nearest is None:
         first = "no earlier run of this stage is known to have used one"
         return f"{state}: {first}" if state != "hit" else "hit: made before launch kept records"
@@ -213,8 +209,7 @@ def _change(before: Any, now: Any) -> str:
     listed = [one for one in (before, now) if isinstance(one, Mapping) and "digest" in one]
     if not listed:
         was, is_ = (
-            brief(one if isinstance(one, str) else json.dumps(one, default=str))
-            for one in (before, now)
+            brief(one if isinstance(one, str) else json.dumps(one, default=str)) for one in (before, now)
         )
         return f"was {was}, is {is_}"
     size = " -> ".join(dict.fromkeys(map(_bytes, listed)))

@@ -87,9 +87,7 @@ def key(plan: Plan) -> dict[str, Any]:
         for at in range(0, len(pairs) - 1, 2)
         if len(splits) == 1 or at < len(splits)
     ]
-    plain: dict[str, Any] = json.loads(
-        json.dumps({"tokenizer": tokenizer, "data": data}, default=str)
-    )
+    plain: dict[str, Any] = json.loads(json.dumps({"tokenizer": tokenizer, "data": data}, default=str))
     return plain
 
 

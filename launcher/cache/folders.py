@@ -85,9 +85,7 @@ class CacheFolder:
         now = time.time() if now is None else now
         uses = self.uses()
         inputs = self.record.get("inputs")
-        shown = (
-            [one for one in inputs if isinstance(one, Mapping)] if isinstance(inputs, list) else []
-        )
+        shown = [one for one in inputs if isinstance(one, Mapping)] if isinstance(inputs, list) else []
         of = [str(one.get("name")) for one in shown if one.get("role") in {"data", "model"}]
         return {
             "kind": self.kind,
@@ -304,11 +302,7 @@ def opened(path: Path) -> CacheFolder | None:
 
 def _is_ours(path: Path, record: Mapping[str, Any]) -> bool:
     kind, digest = record.get("kind"), record.get("digest")
-    if (
-        record.get("launch_cache") != RECORD_VERSION
-        or kind not in KINDS
-        or not isinstance(digest, str)
-    ):
+    if record.get("launch_cache") != RECORD_VERSION or kind not in KINDS or not isinstance(digest, str):
         return False
     # a record that was copied elsewhere speaks of another folder
     return len(digest) == 64 and path.name == f"{kind}-{digest[:16]}" and not path.is_symlink()
@@ -379,11 +373,7 @@ def clear(
         if older_than_s is None or now - folder.used() >= older_than_s:
             reason = _in_the_way(folder, dry_run)
         state = "kept" if reason else "would be removed" if dry_run else "removed"
-        done.append(
-            Cleared(
-                folder=str(folder.path), kind=folder.kind, size=size, state=state, reason=reason
-            )
-        )
+        done.append(Cleared(folder=str(folder.path), kind=folder.kind, size=size, state=state, reason=reason))
     return done
 
 

@@ -96,9 +96,7 @@ class Part:
 
 def required_parts(plan: Plan) -> tuple[Part, ...]:
     """What a plan reads: its model, the model that its config is of, its tokenizer, its data."""
-    return tuple(
-        {(one.role, one.name, one.revision): one for one in _required_parts(plan)}.values()
-    )
+    return tuple({(one.role, one.name, one.revision): one for one in _required_parts(plan)}.values())
 
 
 def _required_parts(plan: Plan) -> Iterator[Part]:

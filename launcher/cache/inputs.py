@@ -105,9 +105,7 @@ def _records(listed: object) -> list[Mapping[str, Any]]:
     return [record for record in found if isinstance(record, Mapping)]
 
 
-def _changes(
-    record: Mapping[str, Any], cwd: Path, memory: FingerprintCache
-) -> Iterator[dict[str, Any]]:
+def _changes(record: Mapping[str, Any], cwd: Path, memory: FingerprintCache) -> Iterator[dict[str, Any]]:
     role, name, digest = str(record.get("role")), str(record.get("name")), record.get("digest")
     change = {"role": role, "name": name}
     try:

@@ -170,11 +170,7 @@ def applied(plan: Plan, caches: Sequence[Cache]) -> Plan:
     """The plan with upstream's options for these folders among its derived arguments."""
     return plans.with_derived(
         plan,
-        {
-            name: Derived(value=value, why=one.why)
-            for one in caches
-            for name, value in one.arguments.items()
-        },
+        {name: Derived(value=value, why=one.why) for one in caches for name, value in one.arguments.items()},
     )
 
 
@@ -237,9 +233,7 @@ class _Sources:
                 text = json.dumps(value, sort_keys=True, default=str)
                 yield Input(role="value", name=name, digest=text, shown=value)
 
-    def cache(
-        self, kind: Kind, base: str | None, inputs: Sequence[Input], key: Mapping[str, Any]
-    ) -> Cache:
+    def cache(self, kind: Kind, base: str | None, inputs: Sequence[Input], key: Mapping[str, Any]) -> Cache:
         """`base` is the user's own folder for such caches; without one it is launch's."""
         options = self.plan.stage.options
         hashed = [[one.role, *_named(one), one.digest] for one in inputs]

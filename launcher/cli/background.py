@@ -20,9 +20,15 @@ if TYPE_CHECKING:
 _APART = {
     "slurm": ("skypilot", "detach", "devices", "node_rank", "main_address", "cpu"),
     "skypilot": (
-        "detach", "devices", "node_rank", "main_address", "on_finish", "fresh", "allow_changed_resume",
+        "detach",
+        "devices",
+        "node_rank",
+        "main_address",
+        "on_finish",
+        "fresh",
+        "allow_changed_resume",
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +57,7 @@ def require_sense(shared: Shared, more: Mapping[str, object]) -> None:
     named = {name for name, value in given.items() if value or (value == 0 and value is not False)}
     pairs = [(one, other) for one, others in _APART.items() for other in others]
     wrong = [
-        launch_finding(
-            "error", "useless-option", f"{_flag(other)} says nothing with {_flag(one)}", None
-        )
+        launch_finding("error", "useless-option", f"{_flag(other)} says nothing with {_flag(one)}", None)
         for one, other in pairs
         if {one, other} <= named
     ]

@@ -93,9 +93,7 @@ class SummarizedCommand(TyperCommand):
                 )
         _write(formatter, "Arguments", [*rows["argument"].values()])
         options = rows["option"]
-        *groups, (rest, others) = _grouped(
-            [*options], OPTIONS if len(options) > _FEW else {}, "Options"
-        )
+        *groups, (rest, others) = _grouped([*options], OPTIONS if len(options) > _FEW else {}, "Options")
         for title, names in ((rest, others), *groups):
             _write(formatter, title, [options[name] for name in names])
 
@@ -113,10 +111,7 @@ class Group(TyperGroup):
         names = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
         longest = max(map(len, names))
         limit = formatter.width - longest - 4
-        rows = {
-            name: (name.ljust(longest), self.commands[name].get_short_help_str(limit))
-            for name in names
-        }
+        rows = {name: (name.ljust(longest), self.commands[name].get_short_help_str(limit)) for name in names}
         for title, group in _grouped(names, COMMANDS, "Further"):
             _write(formatter, title, [rows[name] for name in group])
 
@@ -156,10 +151,6 @@ def overrides(arguments: list[str], command: Any) -> list[str]:
         key = option.removeprefix("--").replace("-", "_")
         if option.startswith("--") and option not in names and key in known:
             # a switch has no value: what follows is the file, an override or the next option
-            bare = (
-                following.startswith("--")
-                or "=" in following
-                or following.endswith((".yaml", ".yml"))
-            )
+            bare = following.startswith("--") or "=" in following or following.endswith((".yaml", ".yml"))
             written.append(f"{prefix}{key}={value or ('true' if bare else following)}")
     return written

@@ -95,9 +95,7 @@ def _run_command(arguments: list[str]) -> None:
 
 def _report(error: LaunchError, arguments: list[str]) -> Exit:
     """What stopped a command, in the form that its command line asked for; returns the exit code."""
-    return answer(
-        _command_name(arguments), _form(arguments), None, (), error.findings, error.exit_code
-    )
+    return answer(_command_name(arguments), _form(arguments), None, (), error.findings, error.exit_code)
 
 
 def _command_name(arguments: list[str]) -> str:

@@ -84,9 +84,7 @@ STAGE_FILE = Argument(None, metavar="CONFIG", help="the stage file", show_defaul
 NODE_RANK = Option(
     None, "--node-rank", metavar="N", min=0, help="number of this machine among several, from 0"
 )
-MAIN_ADDRESS = Option(
-    None, "--main-address", metavar="HOST[:PORT]", help="address of machine 0 of several"
-)
+MAIN_ADDRESS = Option(None, "--main-address", metavar="HOST[:PORT]", help="address of machine 0 of several")
 CPU = Option(False, "--cpu", help="run on the CPU, to try the command out")
 GPU_MEMORY = Option(
     None,
@@ -202,9 +200,7 @@ class Shared:
 
         return console.aside if self.format == "text" else lambda _: None
 
-    def rehearse_first(
-        self, stages: Mapping[str, ResolvedStage], *, by_itself: bool = True
-    ) -> None:
+    def rehearse_first(self, stages: Mapping[str, ResolvedStage], *, by_itself: bool = True) -> None:
         """Rehearse stages that are about to start, and show what is worth a warning.
 
         Raises InvalidConfig where the trainer refuses one of them.

@@ -191,9 +191,7 @@ class Origin:
         return {"file": self.file, "line": self.line, "override": self.override}
 
 
-def bad(
-    path: Path, code: str, message: str, line: int | None = None, help: str | None = None
-) -> Finding:
+def bad(path: Path, code: str, message: str, line: int | None = None, help: str | None = None) -> Finding:
     """An error in a file."""
     return replace(launch_finding("error", code, message, help), file=str(path), line=line)
 

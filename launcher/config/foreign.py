@@ -11,9 +11,22 @@ _AXOLOTL = {"datasets", "sequence_len", "micro_batch_size", "adapter", "sample_p
 _LLAMA_FACTORY = {"finetuning_type", "cutoff_len", "template"}
 # arguments that no script of open-instruct has
 _TRL = {
-    "use_peft", "lora_r", "max_length", "max_steps", "eval_strategy", "save_strategy", "save_steps", "bf16",
-    "optim", "warmup_steps", "dtype", "torch_dtype", "dataset_text_field", "datasets", "accelerate_config",
-}  # fmt: skip
+    "use_peft",
+    "lora_r",
+    "max_length",
+    "max_steps",
+    "eval_strategy",
+    "save_strategy",
+    "save_steps",
+    "bf16",
+    "optim",
+    "warmup_steps",
+    "dtype",
+    "torch_dtype",
+    "dataset_text_field",
+    "datasets",
+    "accelerate_config",
+}
 
 
 def format_of(tree: Mapping[str, Any]) -> str | None:

@@ -94,10 +94,15 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, text: str | None = 
     value, secrets = interpolate(path, value, origins, named)
     args = _mapping(path, origins, "args", value.pop("args", None))
     return Config(
-        path=path, shape=shape, options=value, args=args, origins=origins, parents=parents,
+        path=path,
+        shape=shape,
+        options=value,
+        args=args,
+        origins=origins,
+        parents=parents,
         faults=(*document.faults, *_too_large(path, {**value, "args": args}, origins)),
         secrets=secrets,
-    )  # fmt: skip
+    )
 
 
 def _too_large(path: Path, tree: Any, origins: Mapping[str, Origin]) -> Iterator[Finding]:
@@ -252,9 +257,7 @@ class _Tree:
             help = f"write {key}=null to leave it to upstream, or {key}='\"\"' for an empty text"
             yield self._fault(text, key, f"`{brief(text)}` has no value", help)
         elif raw == "None":
-            yield self._fault(
-                text, key, f"`{brief(text)}` would be the text 'None'", f"write {key}=null"
-            )
+            yield self._fault(text, key, f"`{brief(text)}` would be the text 'None'", f"write {key}=null")
         else:
             try:
                 value = _override_value(raw)

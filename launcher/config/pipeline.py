@@ -113,10 +113,15 @@ def _require_stages(path: Path, document: Document) -> None:
         return
     raise InvalidConfig(
         Finding(
-            severity="error", layer="launch", code="bad-pipeline", file=str(path), line=1,
-            message="this is a stage file, not a pipeline", help=f"launch sft {path}, or launch dpo {path}",
+            severity="error",
+            layer="launch",
+            code="bad-pipeline",
+            file=str(path),
+            line=1,
+            message="this is a stage file, not a pipeline",
+            help=f"launch sft {path}, or launch dpo {path}",
         )
-    )  # fmt: skip
+    )
 
 
 def _overridden(chain: Chain, text: str) -> Chain:
@@ -151,9 +156,7 @@ class _PipelineReader:
         gpus = self._gpus("gpus", self.value.get("gpus"))
         listed = self.value.get("stages")
         if not isinstance(listed, list) or not listed:
-            help = (
-                "stages:\n    - {name: sft, config: sft.yaml}\n    - {name: dpo, config: dpo.yaml}"
-            )
+            help = "stages:\n    - {name: sft, config: sft.yaml}\n    - {name: dpo, config: dpo.yaml}"
             self._bad("stages", "`stages` is a list of the stages in their order", help)
             return ()
         links: list[Link] = []
@@ -162,9 +165,7 @@ class _PipelineReader:
             links += [] if link is None else [link]
         return tuple(links)
 
-    def _link(
-        self, where: str, entry: Any, before: Sequence[Link], gpus: int | None
-    ) -> Link | None:
+    def _link(self, where: str, entry: Any, before: Sequence[Link], gpus: int | None) -> Link | None:
         if isinstance(entry, str):
             entry = {"config": entry}
         if not isinstance(entry, dict):
@@ -187,9 +188,15 @@ class _PipelineReader:
             if key == where or key.startswith((f"{where}.", f"{where}["))
         }
         return Link(
-            name=name, config=config, stage=kind, gpus=gpus if own is None else own, source=source,
-            explicit="from" in entry, given=given, origins={"": self._at(where), **origins},
-        )  # fmt: skip
+            name=name,
+            config=config,
+            stage=kind,
+            gpus=gpus if own is None else own,
+            source=source,
+            explicit="from" in entry,
+            given=given,
+            origins={"": self._at(where), **origins},
+        )
 
     def _config(self, where: str, given: Any) -> Path | None:
         if not isinstance(given, str) or not given.strip():
@@ -202,9 +209,7 @@ class _PipelineReader:
         self._bad(where, f"there is no {brief(found, 200)}", help)
         return None
 
-    def _name(
-        self, where: str, given: Any, config: Path | None, before: Sequence[Link]
-    ) -> str | None:
+    def _name(self, where: str, given: Any, config: Path | None, before: Sequence[Link]) -> str | None:
         if given is None and config is None:
             return None
         name = str(config.stem if given is None and config is not None else given)
@@ -265,10 +270,15 @@ class _PipelineReader:
     def _bad(self, key: str, message: str, help: str | None = None) -> None:
         self.findings.append(
             Finding(
-                severity="error", layer="launch", code="bad-pipeline", key=key, message=message,
-                help=help, **self._at(key).place,
+                severity="error",
+                layer="launch",
+                code="bad-pipeline",
+                key=key,
+                message=message,
+                help=help,
+                **self._at(key).place,
             )
-        )  # fmt: skip
+        )
 
 
 def placed(link: Link, finding: Finding) -> Finding:

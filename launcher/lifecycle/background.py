@@ -85,9 +85,7 @@ def detach(kind: str, name: str, argv: Sequence[str]) -> Started:
     return Started(folder=folder, log=folder / LOG, pid=child.pid, session=session)
 
 
-def queue(
-    kind: str, name: str, argv: Sequence[str], *, gpus: int, options: sbatch.Options
-) -> Started:
+def queue(kind: str, name: str, argv: Sequence[str], *, gpus: int, options: sbatch.Options) -> Started:
     """Queue a command line as a job on one machine. Raises NotReady with sbatch's complaint."""
     folder = RunFolder(_folder(kind, name))
     Attempt(
@@ -121,9 +119,7 @@ def _folder(kind: str, name: str) -> Path:
     return rundir.new_folder(rundir.runs_root() / "commands", kind, name)
 
 
-def finish(
-    words: Sequence[str], limit_s: float, command: str, code: int, status: str
-) -> int | None:
+def finish(words: Sequence[str], limit_s: float, command: str, code: int, status: str) -> int | None:
     """Run what `--on-finish` names, once a command has ended; see `on_finish.run`."""
     about: Mapping[str, str] = {
         "LAUNCH_FINISHED": command,

@@ -38,9 +38,7 @@ class ChecksumThread(threading.Thread):
         self.over = threading.Event()
         # a name may come again after its folder was set aside or deleted
         self.known = {
-            name: digests
-            for name, digests in read(folder).items()
-            if output and (output / name).is_dir()
+            name: digests for name, digests in read(folder).items() if output and (output / name).is_dir()
         }
 
     def run(self) -> None:
@@ -60,9 +58,7 @@ class ChecksumThread(threading.Thread):
     def _look(self, quiet_s: float = EVERY_S) -> None:
         # whatever fails here must not end the watch over the training
         with contextlib.suppress(OSError, ValueError):
-            found = checkpoints.find(
-                self.backend, self.output, ranks=self.ranks, known=self.known.keys()
-            )
+            found = checkpoints.find(self.backend, self.output, ranks=self.ranks, known=self.known.keys())
             for one in found:
                 if one.complete and (taken := _taken(one.path, quiet_s)):
                     self.known[one.name] = taken
@@ -98,9 +94,7 @@ def _own_fault(path: Path) -> str | None:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 bad = archive.testzip()
-            return (
-                None if bad is None else f"{path.name} is damaged: the CRC of {bad} does not match"
-            )
+            return None if bad is None else f"{path.name} is damaged: the CRC of {bad} does not match"
     except (OSError, zipfile.BadZipFile, ValueError, EOFError, NotImplementedError):
         return f"{path.name} is damaged"
     if path.suffix == ".safetensors" and checkpoints.blank(path):

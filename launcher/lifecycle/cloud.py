@@ -20,9 +20,7 @@ def write(request: Request, path: Path) -> tuple[Finding, ...]:
     """
     if not IS_CLONE:
         # the task installs launch on the machine that it is copied to
-        raise not_ready(
-            "no-clone", "a SkyPilot task needs a clone of launch", "run launch from its clone"
-        )
+        raise not_ready("no-clone", "a SkyPilot task needs a clone of launch", "run launch from its clone")
     prepared = prepare(request, running=False)
     stage, planned = prepared.plan.stage, prepared.plan
     # files below the working folder go along with it

@@ -87,11 +87,7 @@ def _require_sight(folder: RunFolder) -> None:
 def _see_to_the_end(folder: RunFolder, attempt: Attempt) -> None:
     """Where the keeper did not live to do that, nor lives where nobody here can look."""
     began = folder.attempts() >= attempt.number
-    if (
-        began
-        and not runner.processes(folder).out_of_sight
-        and not rundir.concluded(folder, attempt.number)
-    ):
+    if began and not runner.processes(folder).out_of_sight and not rundir.concluded(folder, attempt.number):
         # only here: who looks on should see the run at once
         from launcher.lifecycle import supervisor
 

@@ -155,9 +155,7 @@ class Estimate:
             return whole
         if self.only == "data set":
             return Memory(phases=(Phase(name="tokenising", allocations=()),))
-        return Memory(
-            phases=tuple(p for p in whole.phases if p.name.startswith((START, REFERENCE)))
-        )
+        return Memory(phases=tuple(p for p in whole.phases if p.name.startswith((START, REFERENCE))))
 
     @property
     def saved(self) -> Saved:
@@ -213,10 +211,7 @@ class Estimate:
             trained=trained, frozen=frozen, layers=shape.layers, query=shape.query, width=width
         )
         computed = STATED_MFU * peak * self.plan.processes / each
-        source = (
-            f"{STATED_MFU:.0%} MFU of {peak / 1e12:,.0f} TFLOP/s a GPU, "
-            f"{each / 1e9:.1f} GFLOP a token"
-        )
+        source = f"{STATED_MFU:.0%} MFU of {peak / 1e12:,.0f} TFLOP/s a GPU, {each / 1e9:.1f} GFLOP a token"
         return Speed(computed * (1 - self.tokens.waste), source)
 
     def _bill(self) -> Bill:
@@ -285,9 +280,7 @@ class Estimate:
                 f"{best.per_device} fits ({best.memory.peak:.0f} GiB) and {how}"
             )
             help = f"write `per_device: {best.per_device}`, or let --fit choose"
-            yield launch_finding(
-                "note", "half-empty", message, help, key="batch.per_device", **place
-            )
+            yield launch_finding("note", "half-empty", message, help, key="batch.per_device", **place)
 
     def _instead(self, memory: Memory, gib: float) -> str:
         """What of this set-up can be turned so that it fits, by the same estimate."""
@@ -300,9 +293,7 @@ class Estimate:
             return "this fits: " + "; or ".join(f"{way} ({peak:.1f} GiB)" for way, peak in ways[:3])
         large = max(KINDS, key=memory.of) in ("logits", "activations")
         shorter = ", shorter rows" if large else ""
-        return (
-            f"nothing that can be turned fits: a card with more memory{shorter}, or a smaller model"
-        )
+        return f"nothing that can be turned fits: a card with more memory{shorter}, or a smaller model"
 
     def _waste_findings(self) -> Iterator[Finding]:
         """More than half of what a packed step computes is empty; which batch would fill it."""
@@ -456,8 +447,7 @@ class Forecast:
         table = [_HEAD, *(rung.row() for rung in self.rungs)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         rows = [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in table
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table
         ]
         parts = [line for rung in self.rungs for line in rung.lines(why=why)]
         speeds = [rung.speed.source for rung in self.rungs if rung.speed is not None]
@@ -716,9 +706,7 @@ def _lengths_or_none(
     except InvalidConfig as error:
         if terms.fit or not planned.gpus:
             raise
-        message = (
-            "how long the rows are is not known: memory is shown without activations, and no time"
-        )
+        message = "how long the rows are is not known: memory is shown without activations, and no time"
         faults += [replace(one, severity="note", message=message) for one in error.findings]
         return None
 
@@ -736,16 +724,12 @@ def row_lengths(planned: Plan, packages: Mapping[str, str], terms: ForecastOptio
         rehearsed = lengths.parse(terms.rehearsed_tokens)
         return replace(rehearsed, source="the first rows, as a rehearsal saw them")
     place = planned.stage.config.origin(f"args.{planned.stage.entry.names.data}").place
-    message = (
-        "how long the rows are is not known: the data set is in no cache that this run would hit"
-    )
+    message = "how long the rows are is not known: the data set is in no cache that this run would hit"
     help = (
         "--row-tokens MEAN:MAX, in tokens a row, such as --row-tokens 290:1100; or run `launch "
         "rehearse` or `launch prepare` first"
     )
-    raise InvalidConfig(
-        launch_finding("error", "unknown-lengths", message, help, key="row_tokens", **place)
-    )
+    raise InvalidConfig(launch_finding("error", "unknown-lengths", message, help, key="row_tokens", **place))
 
 
 def _tokenised(planned: Plan, packages: Mapping[str, str]) -> Iterator[Path]:

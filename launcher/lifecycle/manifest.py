@@ -113,9 +113,7 @@ def _resolved(plan: Plan) -> dict[str, dict[str, Any]]:
     return fields
 
 
-def write_stage_file(
-    plan: Plan, folder: RunFolder, restored: Mapping[str, Any] | None = None
-) -> None:
+def write_stage_file(plan: Plan, folder: RunFolder, restored: Mapping[str, Any] | None = None) -> None:
     """Write the resolved stage file of a plan, with the values `restored` from a checkpoint.
 
     Tokens are taken out. Raises OSError.
@@ -153,11 +151,7 @@ def write_stage_file(
 def _told(watch: Watch) -> dict[str, Any]:
     """What a stage file can say of the probe."""
     settings = asdict(watch)
-    return {
-        part.name: settings[part.name]
-        for part in KEYS["probe"].parts
-        if settings[part.name] is not None
-    }
+    return {part.name: settings[part.name] for part in KEYS["probe"].parts if settings[part.name] is not None}
 
 
 def escaped(value: Any) -> Any:

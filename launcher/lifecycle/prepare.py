@@ -197,9 +197,7 @@ def resolve(request: Request, *, running: bool) -> ResolvedStage:
     return of_checked(request, *judge(request, running=running), running=running)
 
 
-def of_checked(
-    request: Request, checked: stages.Judged, trainer: Trainer, *, running: bool
-) -> ResolvedStage:
+def of_checked(request: Request, checked: stages.Judged, trainer: Trainer, *, running: bool) -> ResolvedStage:
     """What `resolve` does with a stage file that has been judged."""
     named, count = _named_devices(request)
     stage = stages.validate(checked, strict=request.strict)
@@ -251,9 +249,7 @@ class _Location:
     earlier: RunFolder | None
 
 
-def _locate(
-    request: Request, stage: stages.Stage, machine: Rendezvous | None, *, running: bool
-) -> _Location:
+def _locate(request: Request, stage: stages.Stage, machine: Rendezvous | None, *, running: bool) -> _Location:
     root = request.runs or rundir.runs_root()
     # what launch derives does not move an output that the stage file names
     given = stage.entry.names.output in stage.args
@@ -262,9 +258,7 @@ def _locate(
     placed = resume.choose_output(stage, requested, rundir.newest_first(root), fresh=request.fresh)
     kind, rank, dry_run_folder = stage.options.stage, 0 if machine is None else machine.rank, None
     if request.folder is None:
-        folder, attempt = rundir.choose(
-            kind, stage.name, placed.output, root, reserve=running, rank=rank
-        )
+        folder, attempt = rundir.choose(kind, stage.name, placed.output, root, reserve=running, rank=rank)
     else:
         folder = request.folder
         attempt = max(one.attempts() for one in folder.nodes()) + 1
@@ -279,9 +273,14 @@ def _locate(
     if earlier is None and history and last is not None and os.path.isdir(last.run):
         earlier = RunFolder(Path(last.run))
     return _Location(
-        requested=requested, output=placed, folder=folder, attempt=attempt, dry_run_folder=dry_run_folder,
-        history=history, earlier=earlier,
-    )  # fmt: skip
+        requested=requested,
+        output=placed,
+        folder=folder,
+        attempt=attempt,
+        dry_run_folder=dry_run_folder,
+        history=history,
+        earlier=earlier,
+    )
 
 
 def prepare(request: Request, *, running: bool) -> Prepared:
@@ -297,9 +296,7 @@ def complete(resolved: ResolvedStage, *, running: bool) -> Prepared:
     """What `prepare` does once the stage is there."""
     request, machine, chosen = resolved.request, None, None
     if running and not request.elsewhere:
-        machine = rendezvous.find(
-            request.nodes, request.node_rank, request.main_address, os.environ
-        )
+        machine = rendezvous.find(request.nodes, request.node_rank, request.main_address, os.environ)
         chosen = resolved.choose_devices()
     location = _locate(request, resolved.stage, machine, running=running)
     try:
@@ -329,23 +326,34 @@ def _ready(
     made = keys.applied(made, caches)
     now = inputs.of_plan(made)
     decision = resume.judge(
-        made, output=output, history=location.history, folder=location.earlier, trainer=trainer,
-        caches=caches, now=now, allowed=request.allowed,
-    )  # fmt: skip
+        made,
+        output=output,
+        history=location.history,
+        folder=location.earlier,
+        trainer=trainer,
+        caches=caches,
+        now=now,
+        allowed=request.allowed,
+    )
     if decision.kind == "finished" and location.earlier not in (None, location.folder):
         rundir.release(location.folder)
         location = replace(location, folder=location.earlier)
     # what a rule says of the output folder, the run's own record says better
-    better = {f.code for f in decision.findings} | (
-        resume.SUPERSEDED if location.history else set()
-    )
+    better = {f.code for f in decision.findings} | (resume.SUPERSEDED if location.history else set())
     known = [f for f in (*made.findings, *keys.findings(made, caches)) if f.code not in better]
     made = plan.with_derived(made, decision.derived)
     made = replace(made, findings=(*known, *decision.findings))
     return _prepared(
-        resolved, location, made, caches=caches, machine=machine, devices=chosen,
-        warnings=warnings, decision=decision, input_digests=tuple(now),
-    )  # fmt: skip
+        resolved,
+        location,
+        made,
+        caches=caches,
+        machine=machine,
+        devices=chosen,
+        warnings=warnings,
+        decision=decision,
+        input_digests=tuple(now),
+    )
 
 
 def _plan(resolved: ResolvedStage, location: _Location, packages: Mapping[str, str] | None) -> Plan:
@@ -367,10 +375,15 @@ def _output(made: Plan) -> Path | None:
 
 
 def _prepared(
-    resolved: ResolvedStage, location: _Location, made: Plan, *,
-    caches: tuple[Cache, ...], devices: Devices | None = None, warnings: tuple[Finding, ...] = (),
+    resolved: ResolvedStage,
+    location: _Location,
+    made: Plan,
+    *,
+    caches: tuple[Cache, ...],
+    devices: Devices | None = None,
+    warnings: tuple[Finding, ...] = (),
     **decided: Any,
-) -> Prepared:  # fmt: skip
+) -> Prepared:
     """With the command. Raises InvalidConfig."""
     if errors(made.findings, strict=resolved.request.strict):
         raise InvalidConfig(made.findings)
@@ -387,11 +400,19 @@ def _prepared(
         devices=None if devices is None or not resolved.gpus else devices.env(),
     )
     return Prepared(
-        resolved=resolved, plan=made, command=built,
-        folder=location.folder, attempt=location.attempt, output=_output(made), caches=caches,
-        devices=devices, warnings=(*warnings, *_on_our_command_line(made)),
-        requested_output=location.requested, dry_run_folder=location.dry_run_folder, **decided,
-    )  # fmt: skip
+        resolved=resolved,
+        plan=made,
+        command=built,
+        folder=location.folder,
+        attempt=location.attempt,
+        output=_output(made),
+        caches=caches,
+        devices=devices,
+        warnings=(*warnings, *_on_our_command_line(made)),
+        requested_output=location.requested,
+        dry_run_folder=location.dry_run_folder,
+        **decided,
+    )
 
 
 def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:
@@ -406,8 +427,7 @@ def _allowed(request: Request, findings: Iterable[Finding]) -> tuple[Finding, ..
     if not request.allow_corrupting_overlap:
         return tuple(findings)
     return tuple(
-        replace(one, severity="warning") if one.code == deepspeed.OVERLAP else one
-        for one in findings
+        replace(one, severity="warning") if one.code == deepspeed.OVERLAP else one for one in findings
     )
 
 

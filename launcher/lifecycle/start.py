@@ -225,9 +225,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
     if prepared.decision.kind == "finished":
         return waiting
     if cut_short and prepared.decision.step <= reached:
-        message = (
-            f"the job's time was up before a checkpoint behind step {reached}: it would never end"
-        )
+        message = f"the job's time was up before a checkpoint behind step {reached}: it would never end"
         help = "ask Slurm for more time, or save checkpoints more often"
         raise not_ready("no-progress", message, help, file=str(folder.path))
     if prepared.output is not None:
@@ -360,9 +358,7 @@ def judged_now(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> chec
     return judge.judge(folder, expected).verdict
 
 
-def exit_code(
-    ended: runner.ProcessExit | None, verdict: check.Verdict, *, allow_unproven: bool
-) -> Exit:
+def exit_code(ended: runner.ProcessExit | None, verdict: check.Verdict, *, allow_unproven: bool) -> Exit:
     """The documented exit code of a run that ended so, or of a verdict alone."""
     if ended is not None and ended.stopped is not None:
         return Exit.INTERRUPTED

@@ -126,16 +126,12 @@ def _waits(folder: RunFolder) -> runner.Grace:
     """How long the keeper of a run waits after each signal."""
     environ = rundir.read_json(folder.start).get("environ")
     try:
-        return runner.grace(
-            environ.get(runner.GRACE_VARIABLE) if isinstance(environ, dict) else None
-        )
+        return runner.grace(environ.get(runner.GRACE_VARIABLE) if isinstance(environ, dict) else None)
     except UsageError:
         return runner.GRACE_S
 
 
-def _stop_job(
-    folder: RunFolder, job: slurm.Job, *, after_checkpoint: bool
-) -> runner.ProcessExit | None:
+def _stop_job(folder: RunFolder, job: slurm.Job, *, after_checkpoint: bool) -> runner.ProcessExit | None:
     """Slurm ends a job on all its machines; for a checkpoint, their keepers wait themselves."""
     number = max(1, folder.attempts())
     if after_checkpoint:
@@ -185,9 +181,7 @@ def _starting(folder: RunFolder) -> int | None:
 def _begins(folder: RunFolder, number: int) -> bool:
     """Whether the attempt of this number was prepared, and no process of it is known as yet."""
     known = runner.processes(folder).attempt
-    return (
-        known != number and runner.recorded(folder, number) is None and lease.is_locked(folder.lock)
-    )
+    return known != number and runner.recorded(folder, number) is None and lease.is_locked(folder.lock)
 
 
 def _end_orphan(folder: RunFolder, request: runner.StopRequest) -> None:

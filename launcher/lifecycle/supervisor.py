@@ -97,9 +97,7 @@ def interruptible() -> Iterator[None]:
     A terminal that goes stops nothing.
     """
     try:
-        with process.handling(
-            {signal.SIGHUP: process.ignore, signal.SIGTERM: signal.default_int_handler}
-        ):
+        with process.handling({signal.SIGHUP: process.ignore, signal.SIGTERM: signal.default_int_handler}):
             yield
     except KeyboardInterrupt:
         # the run was cancelled; a second signal ends the keeper's wait
@@ -242,9 +240,7 @@ def conclude(
             traceback.print_exc()
         # the command may start the next run on the same cards
         _let_go(locks)
-        on_finish.call(
-            folder, attempt, code, own=own, began=lambda: rundir.note_told(folder, number)
-        )
+        on_finish.call(folder, attempt, code, own=own, began=lambda: rundir.note_told(folder, number))
     return code
 
 
@@ -253,9 +249,7 @@ def _let_go(locks: Sequence[int]) -> None:
         os.close(lock)
 
 
-def _of_a_further_machine(
-    folder: RunFolder, attempt: Attempt, ended: runner.ProcessExit | None
-) -> int:
+def _of_a_further_machine(folder: RunFolder, attempt: Attempt, ended: runner.ProcessExit | None) -> int:
     """The first machine judges and tells, for all; one that failed leaves it the time for that."""
     if ended is not None and not ended.returncode:
         return Exit.OK

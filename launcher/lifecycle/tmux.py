@@ -54,9 +54,7 @@ def _done(words: list[str]) -> bool:
     """Whether tmux took this command."""
     null = subprocess.DEVNULL
     try:
-        done = subprocess.run(
-            ["tmux", *words], stdin=null, stdout=null, stderr=null, timeout=TIMEOUT_S
-        )
+        done = subprocess.run(["tmux", *words], stdin=null, stdout=null, stderr=null, timeout=TIMEOUT_S)
     except (OSError, ValueError, subprocess.SubprocessError):
         return False
     return done.returncode == 0

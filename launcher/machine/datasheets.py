@@ -71,9 +71,7 @@ def peak_flops(name: str | None) -> float | None:
     return found.flops if found else None
 
 
-def flops_a_token(
-    *, trained: float, frozen: float = 0.0, layers: float, query: float, width: float
-) -> float:
+def flops_a_token(*, trained: float, frozen: float = 0.0, layers: float, query: float, width: float) -> float:
     """Arithmetic of one token's forward and backward pass at rows of `width` tokens, as MFU counts it.
 
     6 for each weight that is multiplied with (the output layer, not the embedding table) and trained, 4 where

@@ -171,9 +171,7 @@ def visible(present: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Slot, .
 
 def _entry(entry: str, present: Sequence[Gpu]) -> Slot | None:
     if number := _NUMBER.match(entry):
-        return next(
-            (Slot(str(gpu.index), gpu) for gpu in present if gpu.index == int(number[0])), None
-        )
+        return next((Slot(str(gpu.index), gpu) for gpu in present if gpu.index == int(number[0])), None)
     # an id may be cut short as long as it means one
     fitting = [gpu for gpu in present if entry[:4] == "GPU-" and gpu.uuid.startswith(entry)]
     return Slot(entry, fitting[0]) if len(fitting) == 1 else None
@@ -220,9 +218,7 @@ def named(text: str | None) -> tuple[str, ...] | None:
         return parts
     what = f"`{odd[0]}` is no GPU" if odd else f"{', '.join(twice)} is named twice"
     raise UsageError(
-        launch_finding(
-            "error", "bad-devices", f"--devices {text}: {what}", "numbers of nvidia-smi: 2,3"
-        )
+        launch_finding("error", "bad-devices", f"--devices {text}: {what}", "numbers of nvidia-smi: 2,3")
     )
 
 
@@ -260,9 +256,7 @@ def _named(names: Sequence[str], seen: Look) -> Devices:
             message = f"{slot.label} is named, and used by {use.text}: both may run out of memory"
             faults.append(launch_finding("warning", "busy-gpu", message, _ending(use)))
     refused = any(fault.severity == "error" for fault in faults)
-    return Devices(
-        slots=() if refused else tuple(slots), why="named by --devices", findings=tuple(faults)
-    )
+    return Devices(slots=() if refused else tuple(slots), why="named by --devices", findings=tuple(faults))
 
 
 def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
@@ -310,9 +304,7 @@ def _ending(use: Use) -> str:
 
 
 @contextlib.contextmanager
-def lock_slots(
-    devices: Devices, run: Path, *, patience_s: float = 10.0
-) -> Iterator[tuple[int, ...]]:
+def lock_slots(devices: Devices, run: Path, *, patience_s: float = 10.0) -> Iterator[tuple[int, ...]]:
     """Lock exactly these; yields the descriptors that the started process must inherit.
 
     A lock that the same run holds already (its launcher, about to go) is waited for. Raises NotReady

@@ -10,11 +10,26 @@ from pathlib import Path
 
 # A checkout's own config may name commands, and whoever only looks at it must not run them.
 COMMAND = (
-    "git", "--no-optional-locks", "--no-pager", "-c", "core.fsmonitor=false",
-    "-c", "core.hooksPath=/dev/null", "-c", "core.sshCommand=false", "-c", "core.gitProxy=",
-    "-c", "core.askPass=", "-c", "credential.helper=", "-c", "core.alternateRefsCommand=true",
-    "-c", "log.showSignature=false",
-)  # fmt: skip
+    "git",
+    "--no-optional-locks",
+    "--no-pager",
+    "-c",
+    "core.fsmonitor=false",
+    "-c",
+    "core.hooksPath=/dev/null",
+    "-c",
+    "core.sshCommand=false",
+    "-c",
+    "core.gitProxy=",
+    "-c",
+    "core.askPass=",
+    "-c",
+    "credential.helper=",
+    "-c",
+    "core.alternateRefsCommand=true",
+    "-c",
+    "log.showSignature=false",
+)
 """How git is called wherever launch calls it: no command that a checkout's own config names is run."""
 
 
@@ -54,9 +69,7 @@ class Repository:
         """The full name of a commit, by any name that git knows; None where there is no such."""
         if revision.startswith("-"):
             return None
-        return self.ask(
-            "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"
-        )
+        return self.ask("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
 
     def is_shallow(self) -> bool:
         """Whether the history was cut off when the repository was cloned."""
@@ -83,9 +96,7 @@ class Repository:
             yield raw[at : at + int(size)]
             at += int(size) + 1
 
-    def _run(
-        self, arguments: tuple[str, ...], given: bytes | None, timeout_s: float
-    ) -> bytes | None:
+    def _run(self, arguments: tuple[str, ...], given: bytes | None, timeout_s: float) -> bytes | None:
         # most commands never ask git anything
         import subprocess
 
@@ -99,9 +110,14 @@ class Repository:
         command = [*COMMAND, "--no-replace-objects", *options, "-C", str(self.root), verb, *words]
         try:
             done = subprocess.run(
-                command, input=given, capture_output=True, timeout=timeout_s, check=True,
-                env=environment(), stdin=None if given is not None else subprocess.DEVNULL,
-            )  # fmt: skip
+                command,
+                input=given,
+                capture_output=True,
+                timeout=timeout_s,
+                check=True,
+                env=environment(),
+                stdin=None if given is not None else subprocess.DEVNULL,
+            )
         except (OSError, ValueError, subprocess.SubprocessError):
             return None
         return done.stdout
@@ -120,9 +136,7 @@ def _filters(repository: Repository) -> tuple[str, ...]:
         r"^filter\..*\.(clean|smudge|process|required)$",
     )
     off = {"required": "false"}
-    options = [
-        f"{name}={off.get(name.rpartition('.')[2], '')}" for name in (names or "").splitlines()
-    ]
+    options = [f"{name}={off.get(name.rpartition('.')[2], '')}" for name in (names or "").splitlines()]
     return tuple(word for option in options for word in ("-c", option))
 
 

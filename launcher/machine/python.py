@@ -43,9 +43,19 @@ print(json.dumps({"version": list(sys.version_info[:3]), "path": sys.path, "pack
 """
 
 DECISIVE = (
-    "torch", "transformers", "accelerate", "datasets", "tokenizers", "trl", "deepspeed", "peft",
-    "liger-kernel", "flash-attn", "ai2-olmo-core", "bitsandbytes",
-)  # fmt: skip
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "trl",
+    "deepspeed",
+    "peft",
+    "liger-kernel",
+    "flash-attn",
+    "ai2-olmo-core",
+    "bitsandbytes",
+)
 """Packages that losses, speed and memory may hang on: runs that had others do not compare."""
 
 
@@ -102,15 +112,19 @@ class Trainer:
     own: bool = False
 
 
-def run(
-    argv: Sequence[str], timeout_s: float = 10.0, environ: Mapping[str, str] | None = None
-) -> str | None:
+def run(argv: Sequence[str], timeout_s: float = 10.0, environ: Mapping[str, str] | None = None) -> str | None:
     """The output of a short command; None where it is missing, fails or hangs."""
     try:
         done = subprocess.run(
-            argv, capture_output=True, text=True, timeout=timeout_s, check=True, errors="replace",
-            stdin=subprocess.DEVNULL, env=environ,
-        )  # fmt: skip
+            argv,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            env=environ,
+        )
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
@@ -134,9 +148,7 @@ def ask_driver() -> Driver:
         return Driver(fault=str(error))
     document = done.stdout[done.stdout.find("<nvidia_smi_log") :]
     try:
-        log = ElementTree.fromstring(
-            document.partition("</nvidia_smi_log>")[0] + "</nvidia_smi_log>"
-        )
+        log = ElementTree.fromstring(document.partition("</nvidia_smi_log>")[0] + "</nvidia_smi_log>")
     except ElementTree.ParseError:
         lines = f"{done.stdout}\n{done.stderr}".split("\n")
         words = next((line.strip() for line in lines if line.strip()), None)

@@ -37,15 +37,31 @@ _FOREIGN = "for another backend than open-instruct"
 _WIDE = 160
 
 What = Literal[
-    "removed", "renamed", "added", "required", "type", "default", "unread", "read", "conditions",
-    "refused", "accepted",
-]  # fmt: skip
+    "removed",
+    "renamed",
+    "added",
+    "required",
+    "type",
+    "default",
+    "unread",
+    "read",
+    "conditions",
+    "refused",
+    "accepted",
+]
 _HEADINGS: Mapping[What, str] = {
-    "removed": "removed", "renamed": "renamed", "added": "added", "required": "now required",
-    "type": "other type", "default": "other default", "unread": "not read any more",
-    "read": "newly read", "conditions": "read under other conditions",
-    "refused": "newly refused", "accepted": "refused no more",
-}  # fmt: skip
+    "removed": "removed",
+    "renamed": "renamed",
+    "added": "added",
+    "required": "now required",
+    "type": "other type",
+    "default": "other default",
+    "unread": "not read any more",
+    "read": "newly read",
+    "conditions": "read under other conditions",
+    "refused": "newly refused",
+    "accepted": "refused no more",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +92,7 @@ class Revision:
 
     def past(self, script: str) -> Callable[[str], Sequence[history.ArgumentChange]]:
         """What happened to an argument of a script up to this commit."""
-        return functools.partial(
-            history.of, script=script, repository=self.repository, head=self.commit
-        )
+        return functools.partial(history.of, script=script, repository=self.repository, head=self.commit)
 
     def as_json(self) -> dict[str, object]:
         """For the envelope."""
@@ -239,9 +253,7 @@ class CommitDifference:
         }
 
 
-def between(
-    commits: Commits, paths: Sequence[Path] = (), *, stage: str | None = None
-) -> CommitDifference:
+def between(commits: Commits, paths: Sequence[Path] = (), *, stage: str | None = None) -> CommitDifference:
     """Compare two commits, and what they mean for the stage files `paths`.
 
     `stage` is for flat files that do not say theirs. Raises NotReady where git lacks the commits' files,
@@ -259,10 +271,15 @@ def between(
     }
     ahead, behind = pin.distance(repository, commits.old, commits.new)
     return CommitDifference(
-        repository=repository.root, shallow=repository.is_shallow(), old=old, new=new,
-        ahead=ahead, behind=behind, stages=compared,
+        repository=repository.root,
+        shallow=repository.is_shallow(),
+        old=old,
+        new=new,
+        ahead=ahead,
+        behind=behind,
+        stages=compared,
         configs=tuple(_judge_both(one, old, new, compared, stage) for one in loaded),
-    )  # fmt: skip
+    )
 
 
 def _load(paths: Sequence[Path]) -> list[Config]:
@@ -304,9 +321,16 @@ def _read(repository: Repository, commit: str, name: str) -> Revision:
     except (SyntaxError, ValueError, RecursionError):
         cache = UNKNOWN
     return Revision(
-        name=name, commit=commit, date=date, subject=subject, repository=repository,
-        locator=locator, schemas=schemas, unreadable=unreadable, cache=cache,
-    )  # fmt: skip
+        name=name,
+        commit=commit,
+        date=date,
+        subject=subject,
+        repository=repository,
+        locator=locator,
+        schemas=schemas,
+        unreadable=unreadable,
+        cache=cache,
+    )
 
 
 def _check_objects(repository: Repository, commit: str) -> None:
@@ -318,8 +342,7 @@ def _check_objects(repository: Repository, commit: str) -> None:
     if None in list(repository.blobs(files)):
         raise not_ready(
             "missing-objects",
-            f"the files of {commit[:12]} were never fetched into {repository.root}, a "
-            "partial clone",
+            f"the files of {commit[:12]} were never fetched into {repository.root}, a partial clone",
             f"git -C {repository.root} fetch --refetch --no-filter origin",
             file=str(repository.root),
         )
@@ -361,10 +384,15 @@ def _fields(
     for name in gone:
         to = renames.get(name)
         yield ArgumentDifference(
-            name=name, what="renamed" if to else "removed", to=to, old=old[name].where,
-            before=old[name].type, after=new[to].type if to else None,
-            new=new[to].where if to else None, why=_why(after(name), gone=True),
-        )  # fmt: skip
+            name=name,
+            what="renamed" if to else "removed",
+            to=to,
+            old=old[name].where,
+            before=old[name].type,
+            after=new[to].type if to else None,
+            new=new[to].where if to else None,
+            why=_why(after(name), gone=True),
+        )
     for name in (name for name in added if name not in renames.values()):
         known = new[name]
         yield ArgumentDifference(
@@ -473,9 +501,7 @@ def _renamed(text: str, renames: Mapping[str, str]) -> str:
 def _refusals(
     old: Iterable[Refusal], new: Iterable[Refusal], renames: Mapping[str, str]
 ) -> Iterator[ArgumentDifference]:
-    def by_conditions(
-        refusals: Iterable[Refusal], renames: Mapping[str, str]
-    ) -> Mapping[object, Refusal]:
+    def by_conditions(refusals: Iterable[Refusal], renames: Mapping[str, str]) -> Mapping[object, Refusal]:
         return {(frozenset(_renamed(c, renames) for c in r.when), r.parsing): r for r in refusals}
 
     first, second = by_conditions(old, renames), by_conditions(new, {})

@@ -70,12 +70,21 @@ class CheckoutStatus:
     def as_json(self) -> dict[str, object]:
         """Every fact of it."""
         return {
-            "path": str(self.path), "source": self.source, "used": self.used, "state": self.state,
-            "equal": self.equal, "commit": self.commit, "date": self.date, "subject": self.subject,
-            "edited_files": list(self.edited), "changed_files": list(self.changed),
-            "ahead": self.ahead, "behind": self.behind, "knows_pin": self.knows_pin,
+            "path": str(self.path),
+            "source": self.source,
+            "used": self.used,
+            "state": self.state,
+            "equal": self.equal,
+            "commit": self.commit,
+            "date": self.date,
+            "subject": self.subject,
+            "edited_files": list(self.edited),
+            "changed_files": list(self.changed),
+            "ahead": self.ahead,
+            "behind": self.behind,
+            "knows_pin": self.knows_pin,
             "shallow": self.shallow,
-        }  # fmt: skip
+        }
 
     def lines(self) -> Iterator[str]:
         """What there is to say of it, the place first."""
@@ -242,19 +251,26 @@ def _look(path: Path, source: str, *, used: bool) -> CheckoutStatus:
     facts = locate.locate("open_instruct", checkout=path, environ={})
     repository = Repository(path)
     if not _is_own(repository):
-        return CheckoutStatus(
-            path=path, source=source, used=used, state=state, changed=facts.changed
-        )
+        return CheckoutStatus(path=path, source=source, used=used, state=state, changed=facts.changed)
     commit = repository.commit("HEAD")
     date, subject = describe(repository, commit) if commit else (None, None)
     edited = repository.ask("diff", "--name-only", "--no-ext-diff", "-z", "HEAD", "--") or ""
     ahead, behind = distance(repository, PIN, commit) if commit else (None, None)
     return CheckoutStatus(
-        path=path, source=source, used=used, state=state, commit=commit, date=date,
-        subject=subject, edited=tuple(filter(None, edited.split("\0"))), changed=facts.changed,
-        ahead=ahead, behind=behind, knows_pin=repository.commit(PIN) is not None,
+        path=path,
+        source=source,
+        used=used,
+        state=state,
+        commit=commit,
+        date=date,
+        subject=subject,
+        edited=tuple(filter(None, edited.split("\0"))),
+        changed=facts.changed,
+        ahead=ahead,
+        behind=behind,
+        knows_pin=repository.commit(PIN) is not None,
         shallow=repository.is_shallow(),
-    )  # fmt: skip
+    )
 
 
 def _state(path: Path) -> State:
@@ -323,9 +339,7 @@ class Commits:
     names: tuple[str, str]
 
 
-def find_commits(
-    words: Sequence[str], checkout: Path | None, environ: Mapping[str, str]
-) -> Commits:
+def find_commits(words: Sequence[str], checkout: Path | None, environ: Mapping[str, str]) -> Commits:
     """Two commits for `OLD NEW`, `OLD..NEW`, or `NEW` alone (against the pin), and where they are.
 
     A name is any that git knows, or `pin`. Searched are the checkout that was named (also a bare

@@ -312,8 +312,7 @@ class Footprint:
         dtype = self.shape.dtype if dtype == "auto" else dtype
         if not dtype:
             raise self._undescribed(
-                "the type of the loaded weights is not known: the model's config.json has no "
-                "`torch_dtype`"
+                "the type of the loaded weights is not known: the model's config.json has no `torch_dtype`"
             )
         width = HALF if dtype in {"bfloat16", "float16", "bf16", "fp16"} else FULL
         if width == FULL and not self.autocast and self.plan.gpus:
@@ -336,8 +335,7 @@ class Footprint:
             "FSDP": values.get("fsdp"),
             f"`{shared}`": int(values.get(shared) or 1) > 1,
             f"`optim: {optimizer}`": optimizer not in (*_ADAM, *_BITSANDBYTES),
-            f"`optim: {optimizer}` under DeepSpeed": optimizer in _BITSANDBYTES
-            and self.zero is not None,
+            f"`optim: {optimizer}` under DeepSpeed": optimizer in _BITSANDBYTES and self.zero is not None,
             # dpo_tune_cache.py:425
             "a paged optimizer": values.get("dpo_use_paged_optimizer"),
             "separate forward passes": values.get("concatenated_forward") is False,
@@ -382,9 +380,7 @@ def _model_arguments(values: Values) -> Mapping[str, Any]:
     return resolved.inline(values.get("model_init_kwargs")) or {}
 
 
-def shape_of(
-    plan: Plan, like: str | None = None, packages: Mapping[str, str] | None = None
-) -> Shape:
+def shape_of(plan: Plan, like: str | None = None, packages: Mapping[str, str] | None = None) -> Shape:
     """The model's shape, or that of another one that it is `like`; `packages` are those that train.
 
     Raises InvalidConfig (`unknown-shape`) where no config of it is to be had.

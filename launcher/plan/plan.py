@@ -285,15 +285,11 @@ def _impossible(stage: Stage, total: int, per_device: int, devices: int) -> Find
         options.append(f"batch.per_device={' or '.join(map(str, parts))} with global {total}")
     elif not {*near} <= {lower, upper}:
         each = [(n, nearest(divisors(n // devices), per_device)[0]) for n in near]
-        options.append(
-            "batch.global=" + " or ".join(f"{n} with per_device {one}" for n, one in each)
-        )
+        options.append("batch.global=" + " or ".join(f"{n} with per_device {one}" for n, one in each))
     origin = stage.config.origin("batch.per_device")
     if origin.override is None:
         origin = stage.config.origin("batch.global")
-    message = (
-        f"a global batch of {total} cannot be split into {per_device} rows on {devices} device(s)"
-    )
+    message = f"a global batch of {total} cannot be split into {per_device} rows on {devices} device(s)"
     help = "nearest possible: " + "; ".join(options)
     finding = launch_finding("error", "impossible-batch", message, help)
     return replace(finding, key="batch.global", **origin.place)

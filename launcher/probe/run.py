@@ -18,9 +18,7 @@ from typing import Any
 def pieces() -> Any:
     """`watching/`, by its place and under a name that no package of a trainer has."""
     folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "watching")
-    spec = importlib.util.spec_from_file_location(
-        "launch_probe", os.path.join(folder, "__init__.py")
-    )
+    spec = importlib.util.spec_from_file_location("launch_probe", os.path.join(folder, "__init__.py"))
     assert spec is not None and spec.loader is not None
     package = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = package

@@ -192,9 +192,7 @@ def _panels(runs: Sequence[Run]) -> tuple[list[Panel], list[Panel]]:
         name for run in runs for name, column in run.series.columns.items() if any_number(column)
     )
     folded = [
-        _panel(f"column-{number}", name, name)
-        for number, name in enumerate(names)
-        if name not in drawn
+        _panel(f"column-{number}", name, name) for number, name in enumerate(names) if name not in drawn
     ]
     return shown, folded
 
@@ -206,8 +204,7 @@ def _grid(panels: Sequence[Panel], group: StageRuns) -> Html:
 def _data(entries: Sequence[PageRun], charts: Sequence[object]) -> str:
     """The curves as JSON that no text in it can end early."""
     curves = ",".join(
-        f'{{"name":{json.dumps(entry.name)},{series.compact(entry.run.series)[1:]}'
-        for entry in entries
+        f'{{"name":{json.dumps(entry.name)},{series.compact(entry.run.series)[1:]}' for entry in entries
     )
     whole = f'{{"version":1,"panels":{json.dumps(charts)},"runs":[{curves}]}}'
     return whole.replace("<", "\\u003c")

@@ -108,8 +108,7 @@ def workflow_command(finding: Finding, root: Path) -> str:
         line = {} if finding.line is None else {"line": str(finding.line)}
         properties = {"file": str(name), **line, **properties}
     escaped = (
-        f"{name}={_data(value).replace(':', '%3A').replace(',', '%2C')}"
-        for name, value in properties.items()
+        f"{name}={_data(value).replace(':', '%3A').replace(',', '%2C')}" for name, value in properties.items()
     )
     help = "" if finding.help is None else f"\nhelp: {finding.help}"
     kind = "notice" if finding.severity == "note" else finding.severity
@@ -169,9 +168,7 @@ def plan_lines(plan: Plan) -> list[str]:
     where = f"{plan.gpus} GPU(s)" if plan.gpus else "the CPU"
     nodes = f" on each of {plan.nodes} nodes" if plan.nodes > 1 else ""
     rows = "unknown number of" if plan.rows is None else f"{plan.rows:,}"
-    steps = (
-        "steps unknown until the data is read" if plan.steps is None else f"{plan.steps:,} steps"
-    )
+    steps = "steps unknown until the data is read" if plan.steps is None else f"{plan.steps:,} steps"
     lines = [
         f"{plan.title} on {where}{nodes}, deepspeed {plan.stage.options.deepspeed_name}",
         f"source: {plan.stage.upstream.describe()}",
@@ -196,9 +193,7 @@ def dry_run(plan: Plan, command: Command, script: str | None = None) -> None:
     if source.is_checkout and source.root is None:
         from launcher.pin import pin
 
-        lines.append(
-            f"no open-instruct checkout was found, training needs one: {pin.get_checkout()}"
-        )
+        lines.append(f"no open-instruct checkout was found, training needs one: {pin.get_checkout()}")
     for variable in sorted(set(command.variables.values()) - os.environ.keys()):
         lines.append(f"{variable} is a secret: export it before you paste this")
     for line in lines:
@@ -280,10 +275,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
     columns = [c for c in columns if any(row.get(c) is not None for row in rows)]
     here = f"{os.getcwd()}/"
     cells = [
-        [
-            " ".join(printable(str("-" if row.get(c) is None else row[c])).split("\n"))
-            for c in columns
-        ]
+        [" ".join(printable(str("-" if row.get(c) is None else row[c])).split("\n")) for c in columns]
         for row in rows
     ]
     whole = [list(columns), *([cell.removeprefix(here) for cell in row] for row in cells)]

@@ -40,9 +40,7 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]], kind: str = 
     body = [tag("tr", join([cell(row[0], "th", scope="row"), *map(cell, row[1:])])) for row in rows]
     if not body:
         return Html("")
-    whole = tag(
-        "table", join([tag("thead", tag("tr", top)), tag("tbody", join(body))]), class_=kind
-    )
+    whole = tag("table", join([tag("thead", tag("tr", top)), tag("tbody", join(body))]), class_=kind)
     return tag("div", whole, class_="scroll", tabindex="0") if "wide" not in kind else whole
 
 

@@ -117,9 +117,7 @@ class View:
         if self.live is not None:
             from rich.console import Group
 
-            self.live.update(
-                Group(*panel(self.title, self.progress, self.live.console, self.tracker))
-            )
+            self.live.update(Group(*panel(self.title, self.progress, self.live.console, self.tracker)))
             return
         if self.tracker and not self.linked:
             self.linked = True
@@ -202,9 +200,7 @@ def _machine(progress: Progress) -> list[str]:
 
 
 def _proofs(progress: Progress) -> Text:
-    line = _line(
-        ["so far: " + ", ".join(f"{name} {state}" for name, state in progress.shown.items())]
-    )
+    line = _line(["so far: " + ", ".join(f"{name} {state}" for name, state in progress.shown.items())])
     line.stylize("dim")
     line.highlight_words(_BAD, "bold red")
     return line

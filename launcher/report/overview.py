@@ -186,9 +186,7 @@ def state(folder: RunFolder, progress: Progress | None = None, number: int | Non
     return "unknown" if word == "lost" and runner.unknown(folder) is not None else word
 
 
-def ended_state(
-    folder: RunFolder, progress: Progress | None = None, number: int | None = None
-) -> str:
+def ended_state(folder: RunFolder, progress: Progress | None = None, number: int | None = None) -> str:
     """finished, failed, stopped or lost, by the run's own record of its last attempt, the `number`-th."""
     ended = rundir.read_json(folder.exit(number or max(1, folder.attempts())))
     if ended.get("stopped") is not None:
@@ -226,9 +224,7 @@ def _marks(_second: int) -> frozenset[str]:
     return process.marks()
 
 
-def last_steps(
-    folder: RunFolder, progress: Progress, window: int = 2048, *, last_only: bool = False
-) -> None:
+def last_steps(folder: RunFolder, progress: Progress, window: int = 2048, *, last_only: bool = False) -> None:
     """Fill in the progress from the end of rank 0's record, or from the last step in it."""
     try:
         with files.open_regular(folder.probe / "rank-0.jsonl") as record:

@@ -54,8 +54,7 @@ def overlay(runs: Sequence[Run], lead: Lead | None = None) -> str:
     if len({*titles}) < len(runs):
         titles = [run.name for run in runs]
     entries = [
-        PageRun(number, name, run)
-        for number, (name, run) in enumerate(zip(titles, runs, strict=True))
+        PageRun(number, name, run) for number, (name, run) in enumerate(zip(titles, runs, strict=True))
     ]
     style = _asset("uPlot.min.css") + "\n" + _asset("report.css")
     # its licence asks to go where the code goes

@@ -205,9 +205,7 @@ def plans(entries: Sequence[PageRun]) -> Html:
     return _section("plan", "Plan and measurement", inner)
 
 
-def _plan_rows(
-    entries: Sequence[PageRun], figures: Sequence[Figures], shown: Sequence[_Quantity]
-) -> Html:
+def _plan_rows(entries: Sequence[PageRun], figures: Sequence[Figures], shown: Sequence[_Quantity]) -> Html:
     """One row a run: what was measured, with the plan below it."""
     rows = []
     for entry, (plan, measured) in zip(entries, figures, strict=True):
@@ -217,9 +215,7 @@ def _plan_rows(
             cell = _figure_cell(quantity, value)
             if planned is not None and planned != value:
                 below = tag("small", f"plan {_words_of(quantity, planned)}")
-                cell = tag(
-                    "td", join([_words_of(quantity, value), Html("<br>"), below]), class_="number"
-                )
+                cell = tag("td", join([_words_of(quantity, value), Html("<br>"), below]), class_="number")
             cells.append(cell)
         rows.append([tag("th", entry.heading, scope="row", class_="run"), *cells])
     head = ["", *(tag("th", q.words, scope="col", class_="number fold") for q in shown)]
@@ -307,9 +303,7 @@ def _compared(entries: Sequence[PageRun]) -> Html:
     for words, rows in groups.items():
         if rows:
             parts.append(
-                details(
-                    f"{len(rows)} {words}", table(("argument", "value", "set by"), rows, "wide")
-                )
+                details(f"{len(rows)} {words}", table(("argument", "value", "set by"), rows, "wide"))
             )
     return join(parts)
 

@@ -237,9 +237,7 @@ def number(value: object) -> float | None:
         return None
 
 
-def _ratio(
-    above: Sequence[float | None], below: Sequence[float | None]
-) -> tuple[float | None, ...]:
+def _ratio(above: Sequence[float | None], below: Sequence[float | None]) -> tuple[float | None, ...]:
     return tuple(a / b if a is not None and b else None for a, b in zip(above, below, strict=True))
 
 
@@ -300,9 +298,7 @@ def hours(run: Run) -> float | None:
     import datetime
 
     try:
-        begun, ended = (
-            datetime.datetime.fromisoformat(str(run.ended[key])) for key in ("started", "ended")
-        )
+        begun, ended = (datetime.datetime.fromisoformat(str(run.ended[key])) for key in ("started", "ended"))
         return (ended - begun).total_seconds() / 3600
     except (KeyError, TypeError, ValueError):
         return None

@@ -48,9 +48,7 @@ _OFFLOADED = (
 )
 
 
-def engine_config(
-    values: Mapping[str, Any], file: Mapping[str, Any] | None
-) -> Mapping[str, Any] | None:
+def engine_config(values: Mapping[str, Any], file: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """The DeepSpeed config in use: DPO's own argument wins over `file`, launch's `deepspeed`.
 
     None without DeepSpeed. The caller knows whether a GPU is used.
@@ -74,9 +72,7 @@ def engine_config(
 
 def _of_file(code: str, message: str, help: str, severity: Severity = "error") -> Finding:
     """A finding about launch's own option instead of one of upstream's arguments."""
-    return Finding(
-        severity=severity, layer="run", code=code, key="deepspeed", message=message, help=help
-    )
+    return Finding(severity=severity, layer="run", code=code, key="deepspeed", message=message, help=help)
 
 
 # --- the file, under any trainer ------------------------------------------------------------------
@@ -137,11 +133,7 @@ def clipping(context: Context) -> Iterator[Finding]:
     key = "clip_grad_norm" if "clip_grad_norm" in context.values else "max_grad_norm"
     ours = context.values[key]
     given = "auto" if context.file is None else context.file.get("gradient_clipping", 0.0)
-    if (
-        not context.distributed
-        or not context.values.given(key)
-        or not isinstance(ours, int | float)
-    ):
+    if not context.distributed or not context.values.given(key) or not isinstance(ours, int | float):
         return
     # transformers fills in what is `auto`, and refuses another number
     if context.entry.loop == "transformers" and given not in (None, 0.0):
@@ -432,9 +424,12 @@ def optimizer_unread(context: Context) -> Iterator[Finding]:
 
 
 def fault(
-    config: Mapping[str, Any], version: str | None, *, precision: str | None = None,
+    config: Mapping[str, Any],
+    version: str | None,
+    *,
+    precision: str | None = None,
     accumulation: int | None = None,
-) -> tuple[Severity, str, str, str] | None:  # fmt: skip
+) -> tuple[Severity, str, str, str] | None:
     """What DeepSpeed is known to do to gradients: severity, code, message, help; None for nothing.
 
     `precision` is accelerate's word (bf16, fp16, no), `accumulation` the micro-batches of a step.
@@ -477,9 +472,7 @@ def fault(
         return (
             "warning",
             OVERLAP,
-            "ZeRO 1 and 2 with `overlap_comm` "
-            + corrupts
-            + ", with DeepSpeed 0.18.5 to 0.18.9 and before "
+            "ZeRO 1 and 2 with `overlap_comm` " + corrupts + ", with DeepSpeed 0.18.5 to 0.18.9 and before "
             "0.17.5; the installed version is not known here",
             f"install deepspeed 0.19.8 where it trains, {serial}",
         )
@@ -526,8 +519,13 @@ def true_gradients(context: Context) -> Iterator[Finding]:
 
 _SHARED: tuple[StageRule, ...] = (zero_section, no_batch, unsaved_weights, clipping, true_gradients)
 _OPEN_INSTRUCT: tuple[StageRule, ...] = (
-    *_SHARED, refused_file, batch_of_the_file, half_precision, quantised, frozen_biases,
-)  # fmt: skip
+    *_SHARED,
+    refused_file,
+    batch_of_the_file,
+    half_precision,
+    quantised,
+    frozen_biases,
+)
 _TRL: tuple[StageRule, ...] = (*_SHARED, mismatches, precision, fsdp_too, optimizer_unread)
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {

@@ -62,19 +62,19 @@ def other_weights(context: Context) -> Iterator[Finding]:
         some = next(iter(there), None)
         yield say(
             # single ones may be meant to
-            severity if len(gone) == len(needed) else "warning", "run", "incomplete-model",
+            severity if len(gone) == len(needed) else "warning",
+            "run",
+            "incomplete-model",
             "model_name_or_path",
             f"{len(gone)} of the {len(needed)} weights of {brief(name)} are in none of its files, and "
             f"begin at random, such as {gone[0]}",
             f"its files hold {some} and others" if some else None,
-        )  # fmt: skip
+        )
 
 
 def by_name(shape: Shape) -> Mapping[str, tuple[int, ...]]:
     """The size of each weight of a model."""
-    inner = {
-        f"model.layers.{i}.{n}": s for i in range(shape.layers) for n, s in shape.layer.items()
-    }
+    inner = {f"model.layers.{i}.{n}": s for i in range(shape.layers) for n, s in shape.layer.items()}
     return {**shape.outer, **inner}
 
 

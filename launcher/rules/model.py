@@ -14,14 +14,51 @@ from launcher.rules.rule import say
 
 # liger_kernel/transformers/monkey_patch.py:2879, release 0.7.0, the one that the pin locks
 LIGER_RELEASE = (0, 7)
-LIGER_MODELS = frozenset({
-    "gemma", "gemma2", "gemma3_text", "gemma3", "glm4", "glm4v", "glm4v_moe", "gpt_oss", "internvl",
-    "llama", "llama4_text", "llama4", "llava", "granite", "mllama", "mllama_text_model", "mistral",
-    "mixtral", "olmo2", "pixtral", "olmo3", "qwen2", "qwen3", "qwen3_moe", "qwen2_vl",
-    "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_next", "qwen3_vl", "qwen3_vl_text",
-    "qwen3_vl_moe", "qwen3_vl_moe_text", "smollm3", "phi3", "paligemma", "falcon_h1", "smolvlm",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "exaone4",
-})  # fmt: skip
+LIGER_MODELS = frozenset(
+    {
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gemma3",
+        "glm4",
+        "glm4v",
+        "glm4v_moe",
+        "gpt_oss",
+        "internvl",
+        "llama",
+        "llama4_text",
+        "llama4",
+        "llava",
+        "granite",
+        "mllama",
+        "mllama_text_model",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "pixtral",
+        "olmo3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "qwen2_vl",
+        "qwen2_vl_text",
+        "qwen2_5_vl",
+        "qwen2_5_vl_text",
+        "qwen3_next",
+        "qwen3_vl",
+        "qwen3_vl_text",
+        "qwen3_vl_moe",
+        "qwen3_vl_moe_text",
+        "smollm3",
+        "phi3",
+        "paligemma",
+        "falcon_h1",
+        "smolvlm",
+        "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
+        "exaone4",
+    }
+)
 
 
 def _own(context: Context) -> Mapping[str, Any]:
@@ -144,9 +181,7 @@ def packed_without_flash(context: Context) -> Iterator[Finding]:
 def packed_alone(context: Context) -> Iterator[Finding]:
     """finetune.py:642 packs the rows of one micro-batch (padding_free_collator.py:102), and no others."""
     if context.values["packing"] and context.per_device == 1 and not caches_only(context):
-        message = (
-            "`packing` does nothing here: it joins the rows of a micro-batch, which is one row"
-        )
+        message = "`packing` does nothing here: it joins the rows of a micro-batch, which is one row"
         help = "`batch: {per_device: 2}` or more, or `packing: false`"
         yield say("warning", "run", "packing-of-one", "packing", message, help)
 

@@ -93,9 +93,7 @@ def named_checkpoint(context: Context) -> Iterator[Finding]:
     else:
         what = f"{brief(name)} holds no weights"
     if what is not None:
-        newest = (
-            checkpoints.find("trl", folder)[-1:] or checkpoints.find("trl", context.output)[-1:]
-        )
+        newest = checkpoints.find("trl", folder)[-1:] or checkpoints.find("trl", context.output)[-1:]
         help = (
             f"write `{_RESUME}: {newest[0].path}`"
             if newest

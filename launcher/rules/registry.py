@@ -77,9 +77,7 @@ def of_stage(backend: str, key: str) -> tuple[StageRule, ...]:
     )
 
 
-def of_split(
-    context: Context, rows: int | None, *, devices: int, is_global: bool
-) -> Iterator[Finding]:
+def of_split(context: Context, rows: int | None, *, devices: int, is_global: bool) -> Iterator[Finding]:
     """Every finding of the rules about a batch as it is split over devices; see `olmo_core.of_split`."""
     if (module := _OWN.get(context.values.schema.key)) is not None:
         rules = import_module(f"launcher.rules.{module}")

@@ -23,9 +23,7 @@ class Range:
     code: str = "out-of-range"
 
 
-def outside(
-    values: Values, table: Mapping[str, tuple[Range, ...]]
-) -> Iterator[tuple[str, float, Range]]:
+def outside(values: Values, table: Mapping[str, tuple[Range, ...]]) -> Iterator[tuple[str, float, Range]]:
     """Each given number with a range that it is not in."""
     for key, ranges in table.items():
         value = number(values.get(key))
@@ -45,9 +43,7 @@ def say(
     severity: Severity, layer: Layer, code: str, key: str, message: str, help: str | None = None
 ) -> Finding:
     """A finding about one argument; `stage` fills in the place in the file."""
-    return Finding(
-        severity=severity, layer=layer, code=code, key=f"args.{key}", message=message, help=help
-    )
+    return Finding(severity=severity, layer=layer, code=code, key=f"args.{key}", message=message, help=help)
 
 
 def number(value: Any) -> float | None:

@@ -26,9 +26,7 @@ def wandb_key(context: Context) -> Iterator[Finding]:
     values, environ = context.values, context.environ
     if not values["with_tracking"] or has_wandb_key(environ):
         return
-    if "report_to" not in context.entry.instead and not {"wandb", "all"} & set(
-        values["report_to"] or ()
-    ):
+    if "report_to" not in context.entry.instead and not {"wandb", "all"} & set(values["report_to"] or ()):
         # it crashes for another reason, which has a rule of its own
         return
     mode = environ.get("WANDB_MODE", "online")
@@ -36,9 +34,7 @@ def wandb_key(context: Context) -> Iterator[Finding]:
     if mode in WITHOUT_WANDB and not asks:
         return
     if mode in WITHOUT_WANDB:
-        what = (
-            f"WANDB_MODE is {mode}, but without `wandb_entity` upstream asks wandb who is logged in"
-        )
+        what = f"WANDB_MODE is {mode}, but without `wandb_entity` upstream asks wandb who is logged in"
         help = "set `wandb_entity`, or WANDB_API_KEY, or `with_tracking: false`"
     else:
         what = "no wandb key: neither WANDB_API_KEY nor an entry in ~/.netrc"
@@ -111,8 +107,7 @@ def no_compiler(context: Context, key: str, *, cpp: bool = False) -> Iterator[Fi
     names = (named,) if named else ("g++", "c++", "clang++") if cpp else ("gcc", "cc", "clang")
     if not any(shutil.which(name, path=context.environ.get("PATH")) for name in names):
         message = (
-            "torch.compile builds its kernels with a compiler, and "
-            f"{brief(' or '.join(names))} is not here"
+            f"torch.compile builds its kernels with a compiler, and {brief(' or '.join(names))} is not here"
         )
         help = f"apt-get install g++, or write `{key}: false`"
         yield say("error", "run", "no-compiler", key, message, help)
@@ -127,9 +122,7 @@ def remote_code(context: Context) -> Iterator[Finding]:
         if own or inner.get(key) is True:
             message = f"`{key}` runs Python code out of the repository that is loaded, as you"
             help = "pin what you have read with `model_revision`, or leave it out"
-            yield say(
-                "note", "run", "remote-code", key if own else "model_init_kwargs", message, help
-            )
+            yield say("note", "run", "remote-code", key if own else "model_init_kwargs", message, help)
 
 
 RULES: tuple[StageRule, ...] = (wandb_key, hub_token, remote_code)

@@ -27,9 +27,7 @@ class Command:
     def shell(self) -> str:
         """The command as it can be pasted into a POSIX shell; redacted, that fills in the secrets."""
         words = [
-            f'{name}="{value}"'
-            if value == f"${self.variables.get(name)}"
-            else f"{name}={_quoted(value)}"
+            f'{name}="{value}"' if value == f"${self.variables.get(name)}" else f"{name}={_quoted(value)}"
             for name, value in self.env.items()
         ]
         return " ".join([*words, *map(_quoted, self.argv)])

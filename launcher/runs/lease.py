@@ -126,9 +126,7 @@ def read(path: Path) -> Lease | None:
     """A lease; None where there is none. One that cannot be read has no known owner."""
     try:
         # NFS asks its server for the times of a file when that is opened
-        with open(
-            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
-        ) as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             raw = file.read(_LARGEST) if stat.S_ISREG(status.st_mode) else b""
     except OSError:
@@ -272,9 +270,7 @@ def _user() -> str:
 
 
 @contextlib.contextmanager
-def kept(
-    granted: Lease | None, overtaken: Callable[[Lease], None]
-) -> Iterator[Callable[[str, int], None]]:
+def kept(granted: Lease | None, overtaken: Callable[[Lease], None]) -> Iterator[Callable[[str, int], None]]:
     """Keep a lease for this process, with a heartbeat of another thread's: whatever this one waits for.
 
     Yields what says how the run ended; a NotReady says that nothing was trained: the lease is given back.

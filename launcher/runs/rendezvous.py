@@ -89,9 +89,7 @@ def find(
     else:
         host, port = _address(address, rank, nodes)
     if rank is None:
-        help = (
-            "give --node-rank 0 on the first, --node-rank 1 on the next, or let --slurm start all"
-        )
+        help = "give --node-rank 0 on the first, --node-rank 1 on the next, or let --slurm start all"
         raise usage("no-node-rank", f"the run takes {nodes} machines: which one is this?", help)
     if not 0 <= rank < nodes:
         message = f"there is no node {rank} among {nodes}: they count from 0"
@@ -99,9 +97,7 @@ def find(
     return Rendezvous(nodes=nodes, rank=rank, address=host, port=port)
 
 
-_HOST = re.compile(
-    r"(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*))(?::(?P<port>\d+))?\Z"
-)
+_HOST = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*))(?::(?P<port>\d+))?\Z")
 
 
 def _address(given: str | None, rank: int | None, nodes: int) -> tuple[str, int]:
@@ -119,9 +115,7 @@ def _address(given: str | None, rank: int | None, nodes: int) -> tuple[str, int]
     return matched["host"], port
 
 
-def _slurm(
-    nodes: int, environ: Mapping[str, str], resolves: Callable[[str], bool]
-) -> Rendezvous | None:
+def _slurm(nodes: int, environ: Mapping[str, str], resolves: Callable[[str], bool]) -> Rendezvous | None:
     """What srun tells each of its tasks."""
     job, rank = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_NODEID", "")
     if not job.isdecimal() or not rank.isdecimal():
@@ -131,8 +125,7 @@ def _slurm(
     tasks = environ.get("SLURM_STEP_NUM_TASKS", spread)
     if spread != str(nodes) or tasks != spread:
         message = (
-            f"Slurm started {tasks} process(es) on {spread} node(s), the run takes one "
-            f"on each of {nodes}"
+            f"Slurm started {tasks} process(es) on {spread} node(s), the run takes one on each of {nodes}"
         )
         raise usage("wrong-step", message, f"srun --nodes={nodes} --ntasks-per-node=1 launch ...")
     head = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))

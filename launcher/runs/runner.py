@@ -372,9 +372,7 @@ def _end(child: subprocess.Popen[bytes], family: process.Family, stop: _Stop) ->
     _end_rest(child, family, stop, stop.times)
 
 
-def _end_rest(
-    child: subprocess.Popen[bytes], family: process.Family, stop: _Stop, times: int
-) -> None:
+def _end_rest(child: subprocess.Popen[bytes], family: process.Family, stop: _Stop, times: int) -> None:
     """End what outlived the process that was started: no part of any result comes from it."""
     # torchrun's workers are in sessions of their own: the group alone would leave them behind
     _signal_group(child.pid, signal.SIGTERM)
@@ -473,9 +471,7 @@ def alive(folder: Path, marks: Callable[[], frozenset[str]] = process.marks) -> 
         return known.leader is not None
     if run.exit(known.attempt or 1).exists():
         return False
-    return known.mark in marks() or (
-        known.out_of_sight and (lease.is_locked(run.lock) or _beats(run))
-    )
+    return known.mark in marks() or (known.out_of_sight and (lease.is_locked(run.lock) or _beats(run)))
 
 
 def unknown(folder: RunFolder) -> Identity | None:

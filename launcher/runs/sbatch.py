@@ -142,9 +142,7 @@ def script(
             f"exec >>{_in(folder, LOG)} 2>&1",
         ]
     again = "no-requeue" not in options
-    srun = (
-        f"srun --nodes={nodes} --ntasks-per-node=1 --mpi=none --cpu-bind=none --kill-on-bad-exit=0"
-    )
+    srun = f"srun --nodes={nodes} --ntasks-per-node=1 --mpi=none --cpu-bind=none --kill-on-bad-exit=0"
     lines += [
         f"set -- {shlex.join(command or [*launch, 'exec', str(folder)])}",
         *(() if command else _PREPARE),

@@ -47,9 +47,7 @@ def job(folder: RunFolder) -> Job | None:
     return Job(id=number, submitted=submitted, nodes=nodes, options=record.part("options"))
 
 
-def submit(
-    folder: RunFolder, text: str, *, nodes: int, options: Options, environ: Mapping[str, str]
-) -> Job:
+def submit(folder: RunFolder, text: str, *, nodes: int, options: Options, environ: Mapping[str, str]) -> Job:
     """Write the batch script into the run folder and queue it.
 
     Nothing of `environ` goes with it but what finds Slurm and the user's own defaults for sbatch.
@@ -106,9 +104,7 @@ WAITING = frozenset(
     CONFIGURING PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT
     """.split()
 )
-ACTIVE = frozenset(
-    {"COMPLETING", "RESIZING", "RUNNING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"}
-)
+ACTIVE = frozenset({"COMPLETING", "RESIZING", "RUNNING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"})
 
 
 def word(state: str | None) -> str | None:

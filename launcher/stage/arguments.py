@@ -33,9 +33,7 @@ def check(config: Config, schema: Schema, entry: Entry, past: Past) -> Iterator[
             yield fault
 
 
-def missing(
-    config: Config, schema: Schema, entry: Entry, told: Container[str | None]
-) -> Iterator[Finding]:
+def missing(config: Config, schema: Schema, entry: Entry, told: Container[str | None]) -> Iterator[Finding]:
     """Arguments that upstream's parser asks for, and that neither the file nor launch gives.
 
     `told` are the keys of which enough was said.
@@ -113,9 +111,7 @@ def _check_value(schema: Schema, entry: Entry, known: Field, value: Any) -> Find
     else:
         return None
     message = f"`{known.name}`: {reason}"
-    return Finding(
-        severity="error", layer=layer, code="bad-value", key=key, message=message, help=help
-    )
+    return Finding(severity="error", layer=layer, code="bad-value", key=key, message=message, help=help)
 
 
 def _too_large(word: str) -> bool:
@@ -153,9 +149,7 @@ def _check_unknown(schema: Schema, entry: Entry, past: Past, key: str, value: An
             if code == "unknown-key":
                 code, help = "abbreviated-key", f"write `{flag.name}`"
             message += f"; upstream would silently take it for `{flag.name}`"
-    return Finding(
-        severity="error", layer=layer, code=code, key=f"args.{key}", message=message, help=help
-    )
+    return Finding(severity="error", layer=layer, code=code, key=f"args.{key}", message=message, help=help)
 
 
 def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tuple[str, str, str]:

@@ -87,9 +87,11 @@ def _llama_factory(given: Values, stage: str) -> Iterator[Part]:
     first, *others = str(given.get("dataset") or "").replace(" ", "").split(",")
     if first:
         yield (
-            "dataset", "dataset_name", first,
+            "dataset",
+            "dataset_name",
+            first,
             f"a name of dataset_info.json: write its name on the hub, or its folder; {_COLUMNS[stage]}",
-        )  # fmt: skip
+        )
     if others:
         yield "dataset", "", others, "TRL's script trains on one data set"
     if given.get("finetuning_type", "lora") == "lora":
@@ -142,14 +144,24 @@ FORMATS = {
     "axolotl": Format(
         read=_axolotl,
         keys={
-            "base_model": "model_name_or_path", "revision_of_model": "model_revision",
-            "sequence_len": "max_length", "sample_packing": "packing",
+            "base_model": "model_name_or_path",
+            "revision_of_model": "model_revision",
+            "sequence_len": "max_length",
+            "sample_packing": "packing",
             "micro_batch_size": "per_device_train_batch_size",
             "eval_batch_size": "per_device_eval_batch_size",
-            "num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim",
-            "warmup_ratio": "warmup_steps", "peft_use_dora": "use_dora", "peft_use_rslora": "use_rslora",
-            "dpo_beta": "beta", "rl_beta": "beta", "dpo_label_smoothing": "label_smoothing",
-            "dataset_processes": "dataset_num_proc", "wandb_name": "run_name", "torch_dtype": "dtype",
+            "num_epochs": "num_train_epochs",
+            "lr_scheduler": "lr_scheduler_type",
+            "optimizer": "optim",
+            "warmup_ratio": "warmup_steps",
+            "peft_use_dora": "use_dora",
+            "peft_use_rslora": "use_rslora",
+            "dpo_beta": "beta",
+            "rl_beta": "beta",
+            "dpo_label_smoothing": "label_smoothing",
+            "dataset_processes": "dataset_num_proc",
+            "wandb_name": "run_name",
+            "torch_dtype": "dtype",
             "hub_model_id": "hub_model_id",
         },
         switches={
@@ -160,47 +172,81 @@ FORMATS = {
             "hub_model_id": ("push_to_hub", True),
         },
         defaults={
-            "lr_scheduler_type": "cosine", "num_train_epochs": 1, "max_length": 512,
+            "lr_scheduler_type": "cosine",
+            "num_train_epochs": 1,
+            "max_length": 512,
             "gradient_checkpointing": False,
         },
         without={
-            "val_set_size": _NO_SPLIT, "test_datasets": _NO_SPLIT, "chat_template": _TEMPLATE,
-            "wandb_entity": _VARIABLE, "pad_to_sequence_len": "TRL pads to the longest row of a batch",
-            "fsdp": "use `deepspeed:`", "fsdp_config": "use `deepspeed:`",
+            "val_set_size": _NO_SPLIT,
+            "test_datasets": _NO_SPLIT,
+            "chat_template": _TEMPLATE,
+            "wandb_entity": _VARIABLE,
+            "pad_to_sequence_len": "TRL pads to the longest row of a batch",
+            "fsdp": "use `deepspeed:`",
+            "fsdp_config": "use `deepspeed:`",
         },
-        dropped=frozenset({
-            "strict", "model_type", "tokenizer_type", "dataset_prepared_path", "rl", "local_rank", "debug",
-            "liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_fused_linear_cross_entropy",
-        }),
+        dropped=frozenset(
+            {
+                "strict",
+                "model_type",
+                "tokenizer_type",
+                "dataset_prepared_path",
+                "rl",
+                "local_rank",
+                "debug",
+                "liger_rope",
+                "liger_rms_norm",
+                "liger_glu_activation",
+                "liger_fused_linear_cross_entropy",
+            }
+        ),
     ),
     "llama_factory": Format(
         read=_llama_factory,
         keys={
-            "cutoff_len": "max_length", "preprocessing_num_workers": "dataset_num_proc",
-            "warmup_ratio": "warmup_steps", "pref_beta": "beta", "pref_loss": "loss_type",
-            "dpo_label_smoothing": "label_smoothing", "enable_liger_kernel": "use_liger_kernel",
-            "additional_target": "lora_modules_to_save", "evaluation_strategy": "eval_strategy",
+            "cutoff_len": "max_length",
+            "preprocessing_num_workers": "dataset_num_proc",
+            "warmup_ratio": "warmup_steps",
+            "pref_beta": "beta",
+            "pref_loss": "loss_type",
+            "dpo_label_smoothing": "label_smoothing",
+            "enable_liger_kernel": "use_liger_kernel",
+            "additional_target": "lora_modules_to_save",
+            "evaluation_strategy": "eval_strategy",
         },
         switches={"pure_bf16": ("dtype", "bfloat16"), "neat_packing": ("packing", True)},
         defaults={"learning_rate": 5e-5, "max_length": 2048},
         without={
-            "template": _TEMPLATE, "val_size": _NO_SPLIT, "eval_dataset": _NO_SPLIT,
+            "template": _TEMPLATE,
+            "val_size": _NO_SPLIT,
+            "eval_dataset": _NO_SPLIT,
             "max_samples": "TRL's script takes no part of a split; `max_steps` ends a run early",
         },
-        dropped=frozenset({
-            "stage", "do_train", "overwrite_cache", "overwrite_output_dir", "plot_loss", "dataset_dir",
-        }),
+        dropped=frozenset(
+            {
+                "stage",
+                "do_train",
+                "overwrite_cache",
+                "overwrite_output_dir",
+                "plot_loss",
+                "dataset_dir",
+            }
+        ),
     ),
     "trl": Format(
         read=_data_sets,
         keys={
-            "max_seq_length": "max_length", "warmup_ratio": "warmup_steps", "torch_dtype": "dtype",
-            "evaluation_strategy": "eval_strategy", "use_liger": "use_liger_kernel",
+            "max_seq_length": "max_length",
+            "warmup_ratio": "warmup_steps",
+            "torch_dtype": "dtype",
+            "evaluation_strategy": "eval_strategy",
+            "use_liger": "use_liger_kernel",
         },
         without={"env": "set the variables where it runs"},
         dropped=frozenset({"config_file"}),
     ),
-}  # fmt: skip
+}
 
 
 def convert(
@@ -216,18 +262,26 @@ def convert(
     kind = format_of(given)
     if kind is None:
         raise usage(
-            "unknown-format", f"{path} is not a file of TRL, Axolotl or LLaMA-Factory",
+            "unknown-format",
+            f"{path} is not a file of TRL, Axolotl or LLaMA-Factory",
             f"launch validate-config {path}",
-        )  # fmt: skip
+        )
     form = FORMATS[kind]
     stage = _stage(path, kind, document, stage, locator)
     made = _Conversion(form, locator.schema("trl", stage), given)
     made.run(stage)
     rows = {name: made.rows[name] for name in sorted(made.rows, key=_place)}
     draft = Draft(
-        stage=stage, backend="trl", origin=f"from {path.name} ({NAMES[kind]})", gpus=gpus,
-        deepspeed=made.deepspeed, batch=batch_for(rows, gpus), rows=rows, lost=made.lost, checks=made.checks,
-    )  # fmt: skip
+        stage=stage,
+        backend="trl",
+        origin=f"from {path.name} ({NAMES[kind]})",
+        gpus=gpus,
+        deepspeed=made.deepspeed,
+        batch=batch_for(rows, gpus),
+        rows=rows,
+        lost=made.lost,
+        checks=made.checks,
+    )
     return draft, [*_findings(path, document, made)]
 
 
@@ -259,9 +313,7 @@ class _Conversion:
     def run(self, stage: str) -> None:
         """Read every key of the file."""
         given, form = self.given, self.form
-        parts = [
-            (key, *form.switches[key], "") for key in given if key in form.switches and given[key]
-        ]
+        parts = [(key, *form.switches[key], "") for key in given if key in form.switches and given[key]]
         parts += form.read(given, stage)
         for key, name, value, advice in parts:
             self._set(key, name, value, advice)
@@ -313,9 +365,7 @@ def _findings(path: Path, document: Document, made: _Conversion) -> Iterator[Fin
         reasons.setdefault(why, []).append(key)
     for why, keys in reasons.items():
         verb = "has" if len(keys) == 1 else "have"
-        message = (
-            f"{', '.join(f'`{key}`' for key in keys)} {verb} no counterpart in a stage for TRL"
-        )
+        message = f"{', '.join(f'`{key}`' for key in keys)} {verb} no counterpart in a stage for TRL"
         yield _finding(path, document, "warning", "no-counterpart", keys, message, why or None)
 
 
@@ -334,9 +384,15 @@ def _stage(path: Path, kind: str, document: Document, stage: str | None, locator
 
 def _finding(
     path: Path, document: Document, severity: Any, code: str, keys: list[str], message: str, help: str | None
-) -> Finding:  # fmt: skip
+) -> Finding:
     origin = document.origins.get(keys[0])
     return Finding(
-        severity=severity, layer="launch", code=code, key=keys[0], message=message, help=help,
-        file=str(path), line=origin.line if origin else None,
-    )  # fmt: skip
+        severity=severity,
+        layer="launch",
+        code=code,
+        key=keys[0],
+        message=message,
+        help=help,
+        file=str(path),
+        line=origin.line if origin else None,
+    )

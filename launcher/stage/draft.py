@@ -70,9 +70,7 @@ class Draft:
             lines += ["", "# No counterpart:"]
             for key, (value, why) in self.lost.items():
                 shown = brief(redact({key: value})[key])
-                lines.append(
-                    f"#   {key}: {shown}".replace("\n", " ") + (f"  ({why})" if why else "")
-                )
+                lines.append(f"#   {key}: {shown}".replace("\n", " ") + (f"  ({why})" if why else ""))
         return "\n".join(lines) + "\n"
 
 
@@ -108,31 +106,33 @@ def new(stage: str, backend: str, *, model: str, data: str, gpus: int) -> Draft:
     devices = max(1, gpus)
     rows = _trl(stage, data) if backend == "trl" else _open_instruct(stage, data)
     return Draft(
-        stage=stage, backend=backend, origin="written by `launch init`", gpus=gpus,
+        stage=stage,
+        backend=backend,
+        origin="written by `launch init`",
+        gpus=gpus,
         deepspeed="zero2_fp32_comm" if gpus > 1 else "none",
         batch=(each * devices * max(1, _ROWS // (each * devices)), each),
         rows={"model_name_or_path": Row(model, "a name on the hub, or a folder"), **rows},
-    )  # fmt: skip
+    )
 
 
 def _trl(stage: str, data: str) -> dict[str, Row]:
     columns = (
-        "`messages`, or `prompt` and `completion`, or `text`"
-        if stage == "sft"
-        else "`chosen` and `rejected`"
+        "`messages`, or `prompt` and `completion`, or `text`" if stage == "sft" else "`chosen` and `rejected`"
     )
     # TRL loads a folder of files, not one of them
     data_row = Row(data, f"rows with {columns}")
     if Path(data).is_file():
-        data_row = Row(
-            str(Path(data).parent), f"all data files of this folder: rows with {columns}"
-        )
+        data_row = Row(str(Path(data).parent), f"all data files of this folder: rows with {columns}")
     return {
         "dataset_name": data_row,
         "output_dir": Row(f"output/{stage}"),
         "max_length": Row(2048, "tokens; longer rows are cut"),
-        **({"packing": Row(False, "true: several rows in one sequence, faster for short rows")}
-           if stage == "sft" else {"beta": Row(0.1, "how far the model may go from where it started")}),
+        **(
+            {"packing": Row(False, "true: several rows in one sequence, faster for short rows")}
+            if stage == "sft"
+            else {"beta": Row(0.1, "how far the model may go from where it started")}
+        ),
         "num_train_epochs": Row(1),
         "learning_rate": Row(2e-5 if stage == "sft" else 5e-7),
         "lr_scheduler_type": Row("cosine"),
@@ -142,7 +142,7 @@ def _trl(stage: str, data: str) -> dict[str, Row]:
         "save_strategy": Row("epoch"),
         "report_to": Row("none", "wandb, trackio, mlflow"),
         "seed": Row(42),
-    }  # fmt: skip
+    }
 
 
 def _open_instruct(stage: str, data: str) -> dict[str, Row]:
@@ -170,4 +170,4 @@ def _open_instruct(stage: str, data: str) -> dict[str, Row]:
         "with_tracking": Row(False, "true: wandb"),
         "push_to_hub": Row(False),
         "try_launch_beaker_eval_jobs": Row(False),
-    }  # fmt: skip
+    }

@@ -76,8 +76,7 @@ class Explained:
             "script": self.schema.script,
             "upstream": self.upstream.as_json(),
             "exists": known is not None,
-            "option": option
-            and {"type": option.shape, "default": option.default, "words": list(self.words)},
+            "option": option and {"type": option.shape, "default": option.default, "words": list(self.words)},
             "meaning": self.meaning,
             "type": known and known.type,
             "default": known and _default(known),
@@ -93,16 +92,12 @@ class Explained:
             "shadowed_by": list(shadow.by) if shadow else [],
             "advice": self.advice,
             "here": self.here and asdict(self.here),
-            "history": [
-                {**asdict(event), "text": history.sentence(event)} for event in self.history
-            ],
+            "history": [{**asdict(event), "text": history.sentence(event)} for event in self.history],
         }
 
     def lines(self) -> Iterator[str]:
         """For people: one fact a line, the name of the fact in front."""
-        where = (
-            f"{self.stage} on {self.schema.backend}, {self.schema.script} at {self.schema.named}"
-        )
+        where = f"{self.stage} on {self.schema.backend}, {self.schema.script} at {self.schema.named}"
         own = self.field is None and self.option is not None
         yield f"{self.key}  ({'a key of stage files' if own else where})"
         if self.field is not None:
@@ -133,9 +128,7 @@ class Explained:
 
     def _definition(self, known: Field) -> Iterator[str]:
         if self.meaning is not None:
-            yield fill(
-                self.meaning, 100, initial_indent="  meaning    ", subsequent_indent=" " * 13
-            )
+            yield fill(self.meaning, 100, initial_indent="  meaning    ", subsequent_indent=" " * 13)
         elif not self.upstream.packages:
             yield f"  meaning    stands in the source of {self.schema.backend}, which is not here"
         yield f"  type       {known.type}"
@@ -187,9 +180,7 @@ def explain(
             # what is wrong with the file stands before any of its keys
             raise InvalidConfig(judged.findings)
         return [
-            _explained(
-                name, judged.schema, judged.upstream, _here(name, config, judged, derived or {})
-            )
+            _explained(name, judged.schema, judged.upstream, _here(name, config, judged, derived or {}))
             for name in _names(key, judged.schema, judged.upstream)
         ]
     explained = []
@@ -276,12 +267,19 @@ def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) ->
     elif key not in schema.fields and option is not None:
         advice = f"launch's own, beside `args:`: {option.meaning}"
     return Explained(
-        key=key, stage=schema.stage, upstream=source, schema=schema,
-        field=schema.fields.get(key), option=option,
-        words=_words(option, schema) if option is not None else (), reads=schema.path.reads.get(key),
+        key=key,
+        stage=schema.stage,
+        upstream=source,
+        schema=schema,
+        field=schema.fields.get(key),
+        option=option,
+        words=_words(option, schema) if option is not None else (),
+        reads=schema.path.reads.get(key),
         meaning=meaning_of(source, schema.fields[key]) if key in schema.fields else None,
-        advice=advice, here=here, history=locate.past(source, schema.script, key),
-    )  # fmt: skip
+        advice=advice,
+        here=here,
+        history=locate.past(source, schema.script, key),
+    )
 
 
 def _here(

@@ -45,9 +45,7 @@ def _rows() -> Iterator[Meaning]:
         elif row := _ROW.match(line.replace("\\|", "\0")):
             meaning = row[3].replace("\0", "|")
             for code in re.findall(r"`([a-z0-9-]+)`", row[1]):
-                yield Meaning(
-                    code, row[2], re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", meaning), section
-                )
+                yield Meaning(code, row[2], re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", meaning), section)
 
 
 def meanings(code: str) -> list[Meaning]:

@@ -34,31 +34,35 @@ class Limit:
 
 GATES: Mapping[str, tuple[Limit, str]] = {
     "loss_fall": (
-        Limit(red=0.01, yellow=0.10), "share by which the loss falls, mean of the first fifth against the "
+        Limit(red=0.01, yellow=0.10),
+        "share by which the loss falls, mean of the first fifth against the "
         "last: more than (these two for 100 steps of SFT)",
     ),
     "grad_norm": (
-        Limit(red=1000.0, yellow=10.0), "gradient norm at most: of any step (red), the median (yellow)",
+        Limit(red=1000.0, yellow=10.0),
+        "gradient norm at most: of any step (red), the median (yellow)",
     ),
     "grad_norm_least": (
-        Limit(red=0.0, yellow=0.1), "gradient norm more than: of any step (red), the median (yellow)",
+        Limit(red=0.0, yellow=0.1),
+        "gradient norm more than: of any step (red), the median (yellow)",
     ),
     "tokens_per_second": (Limit(red=0.0), "tokens a second on all devices, more than"),
     "efficiency": (
-        Limit(red=0.5, yellow=0.8), "tokens a second and device, as a share of the first rung's, more "
-        "than",
+        Limit(red=0.5, yellow=0.8),
+        "tokens a second and device, as a share of the first rung's, more than",
     ),
     "memory": (Limit(red=1.0, yellow=0.95), "reserved peak as a share of the card, at most"),
     "memory_over_plan": (Limit(yellow=1.1), "allocated peak as a share of the planned one, at most"),
     "first_loss": (
-        Limit(red=0.2, yellow=0.02), "DPO: how far the first loss may be from ln 2, as a share of it",
+        Limit(red=0.2, yellow=0.02),
+        "DPO: how far the first loss may be from ln 2, as a share of it",
     ),
     "rewards_accuracy": (
-        Limit(red=0.5, yellow=0.55), "DPO: share of pairs whose chosen answer has the higher reward, more "
-        "than, over the last fifth",
+        Limit(red=0.5, yellow=0.55),
+        "DPO: share of pairs whose chosen answer has the higher reward, more than, over the last fifth",
     ),
     "rewards_margin": (Limit(red=0.0), "DPO: chosen less rejected reward, more than, over the last fifth"),
-}  # fmt: skip
+}
 """Every gate with its defaults and what it means; those of `loss_fall` follow stage and steps."""
 
 _AT_MOST = frozenset({"grad_norm", "memory", "memory_over_plan", "first_loss"})
@@ -131,9 +135,11 @@ class Flag:
     def as_json(self) -> dict[str, Any]:
         """For a record."""
         return {
-            "gate": self.gate, "colour": self.colour, "text": self.text,
+            "gate": self.gate,
+            "colour": self.colour,
+            "text": self.text,
             "value": None if self.value is None else float(f"{self.value:.6g}"),
-        }  # fmt: skip
+        }
 
 
 # --- what the stage file says ---------------------------------------------------------------------
@@ -232,9 +238,14 @@ Ask = Callable[..., Flag]
 
 
 def _flag(
-    limits: Mapping[str, Limit], gate: str, text: str, red: Mean, yellow: float | None = None,
-    *, stuck: bool = False,
-) -> Flag:  # fmt: skip
+    limits: Mapping[str, Limit],
+    gate: str,
+    text: str,
+    red: Mean,
+    yellow: float | None = None,
+    *,
+    stuck: bool = False,
+) -> Flag:
     """What one gate says; `yellow` is the value that counts there, where it is another.
 
     With `stuck` it is red too where noise hides on which side of red it is, but not that it is far
@@ -269,8 +280,14 @@ def judge(facts: Facts, limits: Mapping[str, Limit], base: Facts | None = None) 
     whole = {name: usual for name, (usual, _) in GATES.items()} | dict(limits)
     whole["loss_fall"] = _asked_fall(facts, whole["loss_fall"])
     ask = functools.partial(_flag, whole)
-    return [*_ended(facts), *_of_loss(facts, ask), *_of_norms(facts, ask), *_of_speed(facts, base, ask),
-            *_of_memory(facts, ask), *_of_rewards(facts, ask)]  # fmt: skip
+    return [
+        *_ended(facts),
+        *_of_loss(facts, ask),
+        *_of_norms(facts, ask),
+        *_of_speed(facts, base, ask),
+        *_of_memory(facts, ask),
+        *_of_rewards(facts, ask),
+    ]
 
 
 def _asked_fall(facts: Facts, given: Limit) -> Limit:

@@ -56,9 +56,7 @@ _WORDS: Mapping[str, Json] = {
 }
 
 
-def combined(
-    schemas: Iterable[Schema], *, notes: Mapping[tuple[str, str], Notes] | None = None
-) -> Json:
+def combined(schemas: Iterable[Schema], *, notes: Mapping[tuple[str, str], Notes] | None = None) -> Json:
     """One JSON Schema for stage files of these scripts, by its own `stage`, `backend` and `script`.
 
     `notes` are further lines for the hover text of a field (what reads it, its history), by (backend, key
@@ -92,9 +90,7 @@ def combined(
             *({"if": c, "then": {"properties": {"args": args}}} for c, args in chosen),
         ],
         "definitions": {
-            f"{schema.backend}-{schema.key}": _args(
-                schema, notes.get((schema.backend, schema.key), {})
-            )
+            f"{schema.backend}-{schema.key}": _args(schema, notes.get((schema.backend, schema.key), {}))
             for schema in schemas
         },
     }
@@ -142,9 +138,7 @@ def _options(stages: Sequence[str], backends: Sequence[str], schemas: Sequence[S
                 _silent("attention", [None]),
             ]
         },
-        "slurm": _mapping(
-            {name: {} for key in sbatch.KEYS for name in (key, key.replace("-", "_"))}
-        ),
+        "slurm": _mapping({name: {} for key in sbatch.KEYS for name in (key, key.replace("-", "_"))}),
         "skypilot": _mapping({name: {} for name in skypilot.FIELDS}),
         "gates": _mapping({name: {"description": what} for name, (_, what) in gates.GATES.items()}),
         "args": {"type": ["object", "null"]},
@@ -183,9 +177,7 @@ def _mapping(properties: Json) -> Json:
     return {"type": ["object", "null"], "properties": properties, "additionalProperties": False}
 
 
-def _word(
-    key: str, names: Sequence[Any], others: Sequence[Any] = (), text: str = _INTERPOLATED
-) -> Json:
+def _word(key: str, names: Sequence[Any], others: Sequence[Any] = (), text: str = _INTERPOLATED) -> Json:
     """One of some names; `others`, and texts of a pattern, are accepted and not suggested.
 
     As alternatives and not as if-then-else, where yaml-language-server suggests nothing. Their titles

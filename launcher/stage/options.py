@@ -26,16 +26,24 @@ _ELSEWHERE = {
     "num_gpus": "the number of GPUs is given with --gpus",
     "open_instruct": "either `stage:` and `args:`, or everything inside `open_instruct:`",
 }
-SCRIPTS = {
-    Path(entry.script).name: name for name, entry in BACKENDS["open_instruct"].STAGES.items()
-}
+SCRIPTS = {Path(entry.script).name: name for name, entry in BACKENDS["open_instruct"].STAGES.items()}
 """open-instruct's scripts by file name: the wrapped shape names its stage by one."""
 
 # those whose value the table alone judges
-_READ = [KEYS[name] for name in (
-    "attention", "mixed_precision", "batch", "expect", "on_violation", "on_hang", "probe", "rehearse",
-    "name",
-)]  # fmt: skip
+_READ = [
+    KEYS[name]
+    for name in (
+        "attention",
+        "mixed_precision",
+        "batch",
+        "expect",
+        "on_violation",
+        "on_hang",
+        "probe",
+        "rehearse",
+        "name",
+    )
+]
 NUM_GPUS = Key(name="num_gpus", kind="number", takes="a whole number", least=0)
 """A key of the wrapped shape alone."""
 
@@ -136,33 +144,36 @@ def read(
         findings += [_bad(*one) for one in faults]
     # three that a module of their own reads, imported only where a file has one
     for name in ("slurm", "skypilot", "gates"):
-        values[name], wrong = (
-            _read_elsewhere(config, name) if raw.get(name) is not None else ({}, [])
-        )
+        values[name], wrong = _read_elsewhere(config, name) if raw.get(name) is not None else ({}, [])
         findings += wrong
     if values["attention"] and BACKENDS[backend].STAGES[script].best_attention:
         values["attention"] = None
-        message = (
-            "`attention` is read for TRL only: open-instruct takes the first that is installed"
-        )
+        message = "`attention` is read for TRL only: open-instruct takes the first that is installed"
         findings.append(_bad("attention", message, "delete the line"))
     deepspeed, deepspeed_name, fault = _deepspeed(config, folders)
     findings += [fault] if fault is not None else []
     batch, probe = values["batch"], values["probe"]
     watched = {name: value for name, value in (probe or {}).items() if value is not None}
     return Options(
-        stage=stage, backend=backend, script=None if script == stage else script,
-        deepspeed=deepspeed, deepspeed_name=deepspeed_name,
-        attention=values["attention"] or (), mixed_precision=values["mixed_precision"],
-        batch=None if batch is None
-        else Batch(total=batch.get("global"), per_device=batch.get("per_device")),
+        stage=stage,
+        backend=backend,
+        script=None if script == stage else script,
+        deepspeed=deepspeed,
+        deepspeed_name=deepspeed_name,
+        attention=values["attention"] or (),
+        mixed_precision=values["mixed_precision"],
+        batch=None if batch is None else Batch(total=batch.get("global"), per_device=batch.get("per_device")),
         expect={point: state or "any" for point, state in (values["expect"] or {}).items()},
-        on_violation=values["on_violation"] or "stop", on_hang=values["on_hang"] or "report",
+        on_violation=values["on_violation"] or "stop",
+        on_hang=values["on_hang"] or "report",
         probe=None if probe is False else Watch(**watched),
-        rehearse=values["rehearse"], name=values["name"],
-        gpus=values["num_gpus"], slurm=values["slurm"], skypilot=values["skypilot"],
+        rehearse=values["rehearse"],
+        name=values["name"],
+        gpus=values["num_gpus"],
+        slurm=values["slurm"],
+        skypilot=values["skypilot"],
         gates=values["gates"],
-    ), findings  # fmt: skip
+    ), findings
 
 
 def _read_elsewhere(config: Config, key: str) -> tuple[Mapping[str, Any], list[Finding]]:
@@ -174,8 +185,10 @@ def _read_elsewhere(config: Config, key: str) -> tuple[Mapping[str, Any], list[F
         return replace(_bad(where, message, help), code=code)
 
     readers: Mapping[str, Any] = {
-        "slurm": sbatch.read, "skypilot": skypilot.read, "gates": gates.read,
-    }  # fmt: skip
+        "slurm": sbatch.read,
+        "skypilot": skypilot.read,
+        "gates": gates.read,
+    }
     values, wrong = readers[key](config.options[key], complain)
     return values, wrong
 
@@ -252,9 +265,13 @@ def _one_of(names: Iterable[str]) -> str:
 
 def _bad(key: str, message: str, help: str | None = None) -> Finding:
     return Finding(
-        severity="error", layer="launch", code=f"bad-{key.partition('.')[0].replace('_', '-')}",
-        key=key, message=message, help=help,
-    )  # fmt: skip
+        severity="error",
+        layer="launch",
+        code=f"bad-{key.partition('.')[0].replace('_', '-')}",
+        key=key,
+        message=message,
+        help=help,
+    )
 
 
 def _unknown(key: str, keys: tuple[str, ...], fields: Collection[str]) -> Finding:
@@ -268,9 +285,13 @@ def _unknown(key: str, keys: tuple[str, ...], fields: Collection[str]) -> Findin
     else:
         help = f"upstream's own names go under `args:`; ours are {', '.join(keys)}"
     return Finding(
-        severity="error", layer="launch", code="unknown-option", key=key,
-        message=f"`{key}` is not a stage-file option", help=help,
-    )  # fmt: skip
+        severity="error",
+        layer="launch",
+        code="unknown-option",
+        key=key,
+        message=f"`{key}` is not a stage-file option",
+        help=help,
+    )
 
 
 def deepspeed_file(name: str) -> Path:

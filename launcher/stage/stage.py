@@ -119,9 +119,14 @@ def judge(
     around = _environment_faults(opts, entry, values, running=running)
     findings += [finding for finding in around if finding.key not in reported | wrong]
     return Judged(
-        config=config, stage=found, options=opts, schema=schema, upstream=source, values=values,
+        config=config,
+        stage=found,
+        options=opts,
+        schema=schema,
+        upstream=source,
+        values=values,
         findings=_in_order(config, findings, about_source),
-    )  # fmt: skip
+    )
 
 
 def validate(judged: Judged, *, strict: bool = False) -> Stage:
@@ -131,9 +136,14 @@ def validate(judged: Judged, *, strict: bool = False) -> Stage:
     assert judged.options and judged.schema and judged.upstream and judged.values is not None
     known = {k: v for k, v in judged.config.args.items() if v is not None}
     return Stage(
-        config=judged.config, options=judged.options, schema=judged.schema,
-        upstream=judged.upstream, values=judged.values, args=known, findings=judged.findings,
-    )  # fmt: skip
+        config=judged.config,
+        options=judged.options,
+        schema=judged.schema,
+        upstream=judged.upstream,
+        values=judged.values,
+        args=known,
+        findings=judged.findings,
+    )
 
 
 def _accepted(opts: Options, finding: Finding) -> Finding:
@@ -152,9 +162,12 @@ def _values(opts: Options, schema: Schema, given: Mapping[str, Any]) -> Values:
 
 
 def preferred_attention(
-    options: Options, values: Values, *, gpus: int | None = None,
+    options: Options,
+    values: Values,
+    *,
+    gpus: int | None = None,
     packages: Mapping[str, str] | None = None,
-) -> Choice | None:  # fmt: skip
+) -> Choice | None:
     """Which of the attention implementations that a stage file prefers can be had; None without any.
 
     `gpus` counts those of all nodes, `packages` are those of the trainer's Python: None is not known.
@@ -173,21 +186,24 @@ def preferred_attention(
     return attention.choose(options.attention, context)
 
 
-def _environment_faults(
-    opts: Options, entry: Entry, values: Values, *, running: bool
-) -> Iterator[Finding]:
+def _environment_faults(opts: Options, entry: Entry, values: Values, *, running: bool) -> Iterator[Finding]:
     """What is wrong with the environment and the files here; `doctor.situation` knows GPUs and packages."""
     deepspeed, fault = opts.read_deepspeed()
     if fault is not None:
         yield fault
     batch = opts.batch or Batch()
-    yield from registry.apply_in(Context(
-        values=values, environ=os.environ, deepspeed=deepspeed,
-        mixed_precision=opts.mixed_precision, gpus=opts.gpus,
-        per_device=batch.per_device or _number(values, entry.names.per_device),
-        accumulation=None if batch.total else _number(values, entry.names.accumulation),
-        running=running,
-    ))  # fmt: skip
+    yield from registry.apply_in(
+        Context(
+            values=values,
+            environ=os.environ,
+            deepspeed=deepspeed,
+            mixed_precision=opts.mixed_precision,
+            gpus=opts.gpus,
+            per_device=batch.per_device or _number(values, entry.names.per_device),
+            accumulation=None if batch.total else _number(values, entry.names.accumulation),
+            running=running,
+        )
+    )
 
 
 def _number(values: Values, name: str) -> int | None:
@@ -255,14 +271,10 @@ def trend_fault(opts: Options, steps: int | None) -> Finding | None:
     """Where `expect:` asks a run of at most so many steps for a trend that fewer losses cannot show."""
     if opts.expect.get("trend") in {None, "any"} or steps is None or steps >= TREND_LOSSES:
         return None
-    message = (
-        f"`expect.trend: {opts.expect['trend']}` cannot be proved: a run of {max(steps, 0)} steps "
-    )
+    message = f"`expect.trend: {opts.expect['trend']}` cannot be proved: a run of {max(steps, 0)} steps "
     message += f"has as many losses at most, {TREND_LOSSES} are needed"
     help = "a longer run, or expect.trend=any"
-    return replace(
-        launch_finding("warning", "impossible-expectation", message, help), key="expect.trend"
-    )
+    return replace(launch_finding("warning", "impossible-expectation", message, help), key="expect.trend")
 
 
 def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:
@@ -284,9 +296,14 @@ def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Findi
 
 def _rejected(config: Config, findings: list[Finding]) -> Judged:
     return Judged(
-        config=config, stage=None, options=None, schema=None, upstream=None, values=None,
+        config=config,
+        stage=None,
+        options=None,
+        schema=None,
+        upstream=None,
+        values=None,
         findings=_in_order(config, findings),
-    )  # fmt: skip
+    )
 
 
 def _in_order(
@@ -304,9 +321,7 @@ def backend_of(config: Config) -> str:
     return backend if isinstance(backend, str) and backend in BACKENDS else "open_instruct"
 
 
-def _stage_name(
-    config: Config, asked: str | None, locator: Locator
-) -> tuple[str | None, list[Finding]]:
+def _stage_name(config: Config, asked: str | None, locator: Locator) -> tuple[str | None, list[Finding]]:
     """The stage to check against, None where that makes no sense, and what is wrong so far."""
     faults = list(config.faults)
     unlike, fault = options.backend_fault(config), options.stage_fault(config)

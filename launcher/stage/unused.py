@@ -104,9 +104,7 @@ def condition_of(read: Read, entry: Entry) -> tuple[str, ...]:
 
 def _false(read: Read, known: Mapping[str, Any], entry: Entry) -> tuple[str, ...]:
     """The conditions of a read that these values do not meet."""
-    return tuple(
-        c for c in condition_of(read, entry) if conditions.holds(c, known, _UNKNOWN) is False
-    )
+    return tuple(c for c in condition_of(read, entry) if conditions.holds(c, known, _UNKNOWN) is False)
 
 
 def _is_off(values: Values, name: str) -> bool:
@@ -139,9 +137,7 @@ def _unread(schema: Schema, entry: Entry, name: str, *, idle: bool) -> Finding:
 def instead(schema: Schema, entry: Entry, name: str) -> str:
     """What to write for an argument that does nothing, or who else would read it."""
     readers = [script for script, reads in schema.beside.items() if reads.get(name)]
-    told = (
-        f"delete the line: only {' and '.join(readers)} reads it" if readers else "delete the line"
-    )
+    told = f"delete the line: only {' and '.join(readers)} reads it" if readers else "delete the line"
     return entry.instead.get(name, told)
 
 

@@ -101,9 +101,7 @@ class _SourceFile:
 
     def around(self, number: int) -> str:
         """The innermost function or class that a line stands in; "" for the module."""
-        inside = [
-            (last - first, name) for name, first, last in self.spans if first <= number <= last
-        ]
+        inside = [(last - first, name) for name, first, last in self.spans if first <= number <= last]
         return min(inside)[1] if inside else ""
 
     def digests(self, name: str) -> set[str]:

@@ -186,9 +186,7 @@ class Entry:
         derived = {key: (value, cite(text)) for key, (value, text) in self.derived.items()}
         logging = fields.get(changed.logging_steps)
         if logging is not None and logging.default is None and not logging.default_text:
-            derived.setdefault(
-                logging.name, (1, "the default of this commit prints no loss line at all")
-            )
+            derived.setdefault(logging.name, (1, "the default of this commit prints no loss line at all"))
         return replace(
             self,
             names=changed,

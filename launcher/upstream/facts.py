@@ -89,9 +89,7 @@ def _read_stage(
     except LookupError:
         # a script that builds its parser in a way of its own
         classes = list(entry.classes)
-    fields = read_fields(
-        sources, classes, {**externals, **backend.COMPUTED}, takes_none=backend.TAKES_NONE
-    )
+    fields = read_fields(sources, classes, {**externals, **backend.COMPUTED}, takes_none=backend.TAKES_NONE)
     if absent := sorted(entry.at(fields).names.needed - fields.keys()):
         raise LookupError(f"it has no {', '.join(absent)}")
     path = reads.find(walked, entry.script, classes, fields, entry.recorders)
@@ -108,9 +106,7 @@ def _read_stage(
             facts["externals"][known.external] = list(known.choices)
 
 
-def _models(
-    sources: Sources, named: tuple[str, str], configured: tuple[str, str]
-) -> dict[str, Any]:
+def _models(sources: Sources, named: tuple[str, str], configured: tuple[str, str]) -> dict[str, Any]:
     """The models that a script can build, by hub name, and its library's names of configs.
 
     A library that is not among the trees has none: its source is not here.
@@ -225,9 +221,7 @@ def _beside(facts: Facts, backend: Backend, entry: Entry) -> dict[str, Mapping[s
 
 def _path_as_json(path: ScriptPath) -> dict[str, Any]:
     return {
-        "reads": {
-            name: [[one.where, *one.when] for one in found] for name, found in path.reads.items()
-        },
+        "reads": {name: [[one.where, *one.when] for one in found] for name, found in path.reads.items()},
         "shadows": {name: [one.where, *one.by] for name, one in path.shadows.items()},
         "refusals": [
             {"where": r.where, "when": list(r.when), "error": r.error, "parsing": r.parsing}
@@ -240,8 +234,7 @@ def _path_from_json(data: Mapping[str, Any]) -> ScriptPath:
     return ScriptPath(
         reads={name: _reads(found) for name, found in data.get("reads", {}).items()},
         shadows={
-            name: Shadow(where=where, by=tuple(by))
-            for name, (where, *by) in data.get("shadows", {}).items()
+            name: Shadow(where=where, by=tuple(by)) for name, (where, *by) in data.get("shadows", {}).items()
         },
         refusals=tuple(
             Refusal(where=r["where"], when=tuple(r["when"]), error=r["error"], parsing=r["parsing"])

@@ -230,9 +230,7 @@ def _event(key: str, patch: str, commit: str, date: str, subject: str) -> Argume
     )
 
 
-def _new_name(
-    one: _Definition, lost: Sequence[_Definition], new: Sequence[_Definition]
-) -> str | None:
+def _new_name(one: _Definition, lost: Sequence[_Definition], new: Sequence[_Definition]) -> str | None:
     """The argument of the same type that took the place of one: alone, or with the same words."""
     before, after = {d.key for d in lost}, {d.key for d in new}
     came = {d.key: d for d in new if d.key not in before and d.type == one.type}
@@ -268,9 +266,7 @@ def _definitions(patch: str) -> Iterator[_Definition]:
         elif line[:1] in at:
             if definition := _DEFINITION.match(line):
                 number = at[line[0]]
-                yield _Definition(
-                    line[0], definition[1], definition[2].strip(), owner, file, number, hunk
-                )
+                yield _Definition(line[0], definition[1], definition[2].strip(), owner, file, number, hunk)
             at[line[0]] += 1
 
 

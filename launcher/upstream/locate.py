@@ -155,9 +155,7 @@ def _no_checkout(root: Path, source: str) -> Finding:
 
 def _snapshot_only(backend: str) -> Upstream:
     pin = str(snapshot(backend)["version"])
-    return Upstream(
-        backend=backend, root=None, source="snapshot", is_named=False, pin=pin, version=pin
-    )
+    return Upstream(backend=backend, root=None, source="snapshot", is_named=False, pin=pin, version=pin)
 
 
 def _locate_packages(backend: str, search: tuple[Path, ...] | None) -> Upstream:
@@ -213,17 +211,13 @@ def version_of(backend: str, packages: Mapping[str, Folder]) -> str:
         from launcher.machine.python import git_version
 
         return git_version(packages[backend].path.parent, backend) or "no git history"
-    return ", ".join(
-        f"{name} {package_version(p.path.parent, name)}" for name, p in packages.items()
-    )
+    return ", ".join(f"{name} {package_version(p.path.parent, name)}" for name, p in packages.items())
 
 
 def package_version(site: Path, name: str) -> str:
     """The version of an installed distribution, from the name of its metadata folder."""
     stem = name.replace("-", "_").lower()
-    found = sorted(
-        p.name for p in site.glob("*.dist-info") if p.name.lower().startswith(f"{stem}-")
-    )
+    found = sorted(p.name for p in site.glob("*.dist-info") if p.name.lower().startswith(f"{stem}-"))
     return found[0].removesuffix(".dist-info").partition("-")[2] if found else "unknown"
 
 
@@ -288,8 +282,7 @@ def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False)
                 layer="launch",
                 code="unreadable-source",
                 file=None if upstream.root is None else str(upstream.root),
-                message=f"{upstream.version} cannot be read as this stage's source: "
-                f"{error.args[0]}",
+                message=f"{upstream.version} cannot be read as this stage's source: {error.args[0]}",
             )
         ) from None
 
@@ -361,7 +354,5 @@ class Locator:
         """The schema of an entry script; raises InvalidConfig where the source cannot be read."""
         key = (backend, stage)
         if key not in self._schemas:
-            self._schemas[key] = load_schema(
-                self.find(backend), stage, allow_unpinned=self.allow_unpinned
-            )
+            self._schemas[key] = load_schema(self.find(backend), stage, allow_unpinned=self.allow_unpinned)
         return self._schemas[key]

@@ -24,10 +24,23 @@ COMPUTED: Mapping[str, tuple[str, ...]] = {
 }
 # finetune.py:22-60 and what those modules import in turn
 NEEDS: tuple[str, ...] = (
-    "torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "ai2-olmo-core",
-    "absl-py", "bettermap", "beaker-py", "immutabledict", "langdetect", "litellm", "nltk", "ray",
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "deepspeed",
+    "peft",
+    "ai2-olmo-core",
+    "absl-py",
+    "bettermap",
+    "beaker-py",
+    "immutabledict",
+    "langdetect",
+    "litellm",
+    "nltk",
+    "ray",
     "wandb",
-)  # fmt: skip
+)
 # with CUDA and no such package its detection raises (model_utils.py:69)
 GPU_NEEDS: tuple[str, ...] = ("flash-attn",)
 EXTRA = "open-instruct"
@@ -38,22 +51,39 @@ DATA_CACHE: Literal["own", "datasets"] = "own"
 MODEL_ARGUMENTS: tuple[str, ...] = ("model_name_or_path", "tokenizer_name_or_path")
 ONE_GPU = False
 SHORT_RUN: Mapping[str, Any] = {
-    "push_to_hub": False, "try_launch_beaker_eval_jobs": False, "try_auto_save_to_beaker": False,
-    "send_slack_alerts": False, "profiling": False, "cache_dataset_only": False,
-    "cache_logprobs_only": False, "resume_from_checkpoint": None,
+    "push_to_hub": False,
+    "try_launch_beaker_eval_jobs": False,
+    "try_auto_save_to_beaker": False,
+    "send_slack_alerts": False,
+    "profiling": False,
+    "cache_dataset_only": False,
+    "cache_logprobs_only": False,
+    "resume_from_checkpoint": None,
     "ephemeral_save_interval": None,
     # the slice would be kept under the name of the whole
-    "dataset_config_hash": None, "config_hash": None,
-    "do_not_randomize_output_dir": True, "with_tracking": False,
-}  # fmt: skip
+    "dataset_config_hash": None,
+    "config_hash": None,
+    "do_not_randomize_output_dir": True,
+    "with_tracking": False,
+}
 REHEARSAL: Mapping[str, Any] = {
-    "with_tracking": None, "push_to_hub": False, "try_launch_beaker_eval_jobs": False,
-    "try_auto_save_to_beaker": False, "send_slack_alerts": None, "profiling": None,
-    "do_not_randomize_output_dir": True, "max_train_steps": 2, "logging_steps": 1,
-    "checkpointing_steps": None, "ephemeral_save_interval": None, "resume_from_checkpoint": None,
-    "dataset_config_hash": None, "config_hash": None, "hf_entity": None,
+    "with_tracking": None,
+    "push_to_hub": False,
+    "try_launch_beaker_eval_jobs": False,
+    "try_auto_save_to_beaker": False,
+    "send_slack_alerts": None,
+    "profiling": None,
+    "do_not_randomize_output_dir": True,
+    "max_train_steps": 2,
+    "logging_steps": 1,
+    "checkpointing_steps": None,
+    "ephemeral_save_interval": None,
+    "resume_from_checkpoint": None,
+    "dataset_config_hash": None,
+    "config_hash": None,
+    "hf_entity": None,
     "trust_remote_code": None,
-}  # fmt: skip
+}
 
 _TOKENIZER = ("open_instruct.dataset_transformation", "TokenizerConfig")
 
@@ -189,9 +219,7 @@ STAGES: Mapping[str, Entry] = {
             **_REMOVED,
             **{theirs: Moved(ours, f"DPO's name; SFT has `{ours}`") for ours, theirs in _PAIRS},
         },
-        derived={
-            "logging_steps": (1, "upstream's default prints no loss line at all (finetune.py:183)")
-        },
+        derived={"logging_steps": (1, "upstream's default prints no loss line at all (finetune.py:183)")},
         partial=frozenset({"cache_dataset_only"}),
         instead={
             **_INSTEAD,

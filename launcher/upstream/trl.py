@@ -24,13 +24,21 @@ DATA_CACHE: Literal["own", "datasets"] = "datasets"
 MODEL_ARGUMENTS: tuple[str, ...] = ("model_name_or_path",)
 ONE_GPU = True
 SHORT_RUN: Mapping[str, Any] = {
-    "push_to_hub": False, "save_strategy": "no", "eval_strategy": "no", "do_eval": False,
-    "eval_on_start": False, "load_best_model_at_end": False, "resume_from_checkpoint": None,
-    "logging_strategy": "steps", "logging_first_step": False,
+    "push_to_hub": False,
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "do_eval": False,
+    "eval_on_start": False,
+    "load_best_model_at_end": False,
+    "resume_from_checkpoint": None,
+    "logging_strategy": "steps",
+    "logging_first_step": False,
     # what is read while evaluating alone
-    "metric_for_best_model": None, "greater_is_better": None, "per_device_eval_batch_size": None,
+    "metric_for_best_model": None,
+    "greater_is_better": None,
+    "per_device_eval_batch_size": None,
     "report_to": "none",
-}  # fmt: skip
+}
 REHEARSAL: Mapping[str, Any] = {
     **dict.fromkeys(("push_to_hub", "trust_remote_code", "resume_from_checkpoint"), None),
     **{"use_cpu": True, "report_to": "none"},
@@ -60,9 +68,7 @@ _MOVED = {
     "checkpointing_steps": Moved("save_steps", _OPEN_INSTRUCT),
     "keep_last_n_checkpoints": Moved("save_total_limit", _OPEN_INSTRUCT),
     "chat_template_name": Moved("chat_template_path", _OPEN_INSTRUCT),
-    "use_flash_attn": Moved(
-        "attn_implementation", "spelt `attn_implementation: flash_attention_2`"
-    ),
+    "use_flash_attn": Moved("attn_implementation", "spelt `attn_implementation: flash_attention_2`"),
 }
 # They compare these values, or copy them into the trainer's state, by computed names
 # (transformers/trainer_utils.py:1153, transformers/trainer_callback.py:163): that is no use of them.

@@ -139,9 +139,7 @@ def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evide
         observed = observe(evidence, state)
         if name in outcome.OPTIONAL and state is None and observed.state == "unknown":
             continue  # a record of an older version, or a stranger's
-        found.append(
-            _point(name, state, replace(observed, unwanted=observed.unwanted and not any_state))
-        )
+        found.append(_point(name, state, replace(observed, unwanted=observed.unwanted and not any_state)))
     oks = [point.ok for point in found]
     return Verdict(
         status=_status(oks),

@@ -264,9 +264,7 @@ def _well(evidence: Evidence, clean: bool) -> Ending:
     last, total, log = evidence.last_step, evidence.total_steps, evidence.log
     done = log.last("training_completed") if log else None
     alone = evidence.exit is None and evidence.probe is None
-    clean = clean or (
-        done is not None and not (log and log.steps and log.steps[-1].line > done.line)
-    )
+    clean = clean or (done is not None and not (log and log.steps and log.steps[-1].line > done.line))
     if done is not None and last is None:
         total = None  # the log begins after the last step
     all_steps = last is not None and last >= total if total is not None else clean

@@ -316,9 +316,7 @@ class Evidence:
             return trainer
         for start in self.events("start"):
             script = Path(start.text("target") or "").name
-            return (
-                "dpo" if "dpo" in script else "sft" if re.search("sft|finetune", script) else None
-            )
+            return "dpo" if "dpo" in script else "sft" if re.search("sft|finetune", script) else None
         return None
 
     @property
@@ -333,9 +331,7 @@ def read_log(path: Path, patterns: Sequence[Pattern] = PATTERNS) -> Evidence:
     return Evidence(log=scan(path, patterns))
 
 
-def read_run(
-    folder: Path, patterns: Sequence[Pattern] = PATTERNS, attempt: int | None = None
-) -> Evidence:
+def read_run(folder: Path, patterns: Sequence[Pattern] = PATTERNS, attempt: int | None = None) -> Evidence:
     """The evidence of a run folder, of its last attempt unless one is named.
 
     What is missing or unreadable is None. Raises OSError if a file that is there cannot be opened.
@@ -447,9 +443,7 @@ def _read_exit(path: Path, attempt: int) -> ExitRecord | None:
 
 
 def _read_probe(folder: Path, attempt: int | None) -> ProbeRecords | None:
-    records = [
-        _read_rank(path, attempt) for path in sorted(folder.glob("rank-*.jsonl")) if path.is_file()
-    ]
+    records = [_read_rank(path, attempt) for path in sorted(folder.glob("rank-*.jsonl")) if path.is_file()]
     found = [r for r in records if r is not None]
     # A rank of an earlier, larger attempt left its file behind: it is not of this one.
     latest = max((r.start("attempt") or 1 for r in found), default=1)

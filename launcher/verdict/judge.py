@@ -21,9 +21,7 @@ from launcher.verdict.evidence import Evidence, ProbeRecords, RankRecord
 _WHOLE_RUN = ("liger", "packing", "attention", "batch", "gradients", "inputs")
 """What is expected of each step of a run, whichever attempt made it."""
 
-_LOST_HELP = (
-    "no process of it is left and none recorded an end: the machine went down, or all were killed"
-)
+_LOST_HELP = "no process of it is left and none recorded an end: the machine went down, or all were killed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +59,7 @@ def judge(folder: RunFolder, requested: Mapping[str, str] | None = None) -> RunJ
             verdict = verdict.amended("finish", detail, state="unknown", ok=None)
         elif _here(folder) and not runner.alive(folder.path):
             ok = verdict.point("finish").expected in (None, "killed")
-            verdict = verdict.amended(
-                "finish", {"reason": "lost", "help": _LOST_HELP}, state="killed", ok=ok
-            )
+            verdict = verdict.amended("finish", {"reason": "lost", "help": _LOST_HELP}, state="killed", ok=ok)
     if verdict.point("finish").state == "completed" and found.final_save:
         verdict = _with_whole_model(verdict, output)
     # a token that training printed must not get from the log into what is shown and kept

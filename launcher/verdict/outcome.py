@@ -80,16 +80,12 @@ _ZERO_HELP = (
     "no token has a label then: check the chat template, and the maximal length, which may cut off every "
     "answer"
 )
-_STILL_HELP = (
-    "check the learning rate, its schedule, and what is frozen; `expect: {trend: any}` accepts it"
-)
+_STILL_HELP = "check the learning rate, its schedule, and what is frozen; `expect: {trend: any}` accepts it"
 _MOVED_HELP = (
     "raise the learning rate, or train fp32 weights: bfloat16 rounds away what is below 0.4 % of a "
     "weight; see also what is frozen; `expect: {weights: any}` accepts it"
 )
-_RESUME_HELP = (
-    "the checkpoint may not hold what was trained: take an older one, or start over with --fresh"
-)
+_RESUME_HELP = "the checkpoint may not hold what was trained: take an older one, or start over with --fresh"
 _MODEL_HELP = "its files cannot be trusted: save it again from a checkpoint, or train again"
 _INPUTS_HELP = "train again on files that nothing writes to meanwhile"
 
@@ -135,9 +131,7 @@ def _loss(evidence: Evidence, _expected: str | None) -> Observation:
         reason = f"the log says that {named}"
         if trained:
             detail |= {"first_step": None, "rank": None}
-            return Observation(
-                state="nonfinite", cites=means, detail=detail, reason=reason, help=_MEAN_HELP
-            )
+            return Observation(state="nonfinite", cites=means, detail=detail, reason=reason, help=_MEAN_HELP)
         if losses(evidence):
             # an evaluation proves nothing of the training, and is no good news of it
             return replace(unproved, cites=means, reason=reason, help=_EVALUATED_HELP)
@@ -307,9 +301,7 @@ def _gradients(evidence: Evidence, _expected: str | None) -> Observation:
     if noise is None:
         return replace(UNKNOWN, cites=reports, reason=_reason_of(reports))
     cites = (*reports, noise[1])
-    return replace(
-        UNKNOWN, unwanted=True, cites=cites, detail=detail, reason=noise[0], help=_NOISE_HELP
-    )
+    return replace(UNKNOWN, unwanted=True, cites=cites, detail=detail, reason=noise[0], help=_NOISE_HELP)
 
 
 def _reason_of(events: Sequence[Event]) -> str | None:

@@ -109,9 +109,7 @@ def _liger_counted(
         called = ", ".join(op for op in names if any(counts.get(op) for counts in calls.values()))
         reason = f"Liger's kernels were called: {called}" if expected == "off" else None
         proved = not missing or expected == "off"
-        return Observation(
-            state="engaged", proved=proved, cites=cites, detail=detail, reason=reason
-        )
+        return Observation(state="engaged", proved=proved, cites=cites, detail=detail, reason=reason)
     some = len(idle) < len(calls)
     where = f" on rank {', '.join(map(str, idle))}" if some else ""
     detail |= {"idle_ranks": idle} if some else {}
@@ -135,9 +133,7 @@ def _calls_of(operation: str, calls: Mapping[int, Mapping[str, int]]) -> dict[st
     return {str(rank): counts.get(operation, 0) for rank, counts in calls.items()}
 
 
-def _uncalled(
-    patches: Sequence[Event], calls: Mapping[int, Mapping[str, int]]
-) -> dict[str, dict[str, int]]:
+def _uncalled(patches: Sequence[Event], calls: Mapping[int, Mapping[str, int]]) -> dict[str, dict[str, int]]:
     """The losses that Liger was to put in and that some rank never called, with the calls of each.
 
     It is they that save the logits' memory, and the other kernels run without them. Which of those a
@@ -200,9 +196,7 @@ def _packing(evidence: Evidence, expected: str | None) -> Observation:
     elif expected == "off" and observed.state in ("on", "isolated"):
         reason = "several samples share one row"
         help = "write `packing: false`, or `expect: {packing: isolated}`"
-    elif (
-        expected == "isolated" and observed.state == "on" and "missing_ranks" not in observed.detail
-    ):
+    elif expected == "isolated" and observed.state == "on" and "missing_ranks" not in observed.detail:
         why = "was not tested" if evidence.probe else "cannot be shown by a log alone"
         reason = reason or f"whether packed samples see each other {why}"
     return replace(observed, reason=reason, help=help)
@@ -214,9 +208,7 @@ def _packing_logged(evidence: Evidence, expected: str | None) -> Observation:
     if announced or (evidence.arguments.get("packing") == "True" and not evidence.packs_nothing):
         cites = (*announced, *argument)
         return Observation(state="on", proved=expected != "isolated", cites=cites)
-    return Observation(
-        state="off" if argument else "unknown", proved=bool(argument), cites=argument
-    )
+    return Observation(state="off" if argument else "unknown", proved=bool(argument), cites=argument)
 
 
 def _packing_by_rank(evidence: Evidence, expected: str | None) -> Observation | None:
@@ -358,8 +350,7 @@ def _size(step: ProbeStep, planned: Planned) -> str:
     took = (("micro-batches", step.micro_batches), ("rows", step.rows))
     plan = (("micro-batches", each), ("rows", each * rows if rows else None))
     observed, expected = (
-        ", ".join(f"{name} {number:.0f}" for name, number in sizes if number)
-        for sizes in (took, plan)
+        ", ".join(f"{name} {number:.0f}" for name, number in sizes if number) for sizes in (took, plan)
     )
     return f"step {step.step} of rank {step.rank}: {observed}; planned: {expected}"
 
@@ -402,9 +393,7 @@ def _first_loss(log: Log | None) -> StepLine | None:
     return log.steps[0] if log.steps[0].step == 1 and plain and not added else None
 
 
-def _cache_logged(
-    evidence: Evidence, misses: Sequence[str], hit: str, *, whole: bool = True
-) -> Observation:
+def _cache_logged(evidence: Evidence, misses: Sequence[str], hit: str, *, whole: bool = True) -> Observation:
     """One rank fills a cache and the others then find it, so a single miss outweighs all finds.
 
     Where another source may say a miss in other words, or the log is not `whole` and what was said before the

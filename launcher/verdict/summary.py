@@ -13,9 +13,7 @@ Point = Mapping[str, Any]
 _READ_TRACEBACK = (
     "read the traceback above that line of the log, mend its cause, start the same command again"
 )
-_START_AGAIN = (
-    "start the same command again: it continues from the last checkpoint, if there is one"
-)
+_START_AGAIN = "start the same command again: it continues from the last checkpoint, if there is one"
 _ENDS = {
     "crashed": "crashed",
     "killed": "was killed",
@@ -50,9 +48,7 @@ def points(verdict: Mapping[str, Any]) -> list[Point]:
 
 def failed_first(verdict: Mapping[str, Any]) -> list[Point]:
     """The points by what needs a look: those that failed, those that nothing proves, the others."""
-    return sorted(
-        points(verdict), key=lambda p: (p.get("ok") is not False, p.get("ok") is not None)
-    )
+    return sorted(points(verdict), key=lambda p: (p.get("ok") is not False, p.get("ok") is not None))
 
 
 def outcome(verdict: Mapping[str, Any]) -> str:
@@ -207,9 +203,7 @@ def _packing(state: str, detail: Mapping[str, Any]) -> str | None:
 def _batch(state: str, detail: Mapping[str, Any]) -> str | None:
     if state != "planned":
         return None
-    return (
-        f"{detail['world']} of {detail['planned_world']} process(es) trained, each step as planned"
-    )
+    return f"{detail['world']} of {detail['planned_world']} process(es) trained, each step as planned"
 
 
 def _cache(state: str, detail: Mapping[str, Any]) -> str | None:
@@ -312,7 +306,5 @@ def reasons(detail: Mapping[str, Any]) -> Iterator[str]:
         yield f"ended by {detail['signal']}"
     for key in ("reason", "detail", "help"):
         # of an end the reason is a key of `ending.HELP`
-        if detail.get(key) and not (
-            key == "reason" and detail.get("help") and " " not in detail[key]
-        ):
+        if detail.get(key) and not (key == "reason" and detail.get("help") and " " not in detail[key]):
             yield str(detail[key])

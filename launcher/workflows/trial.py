@@ -177,6 +177,4 @@ def interruptible() -> Iterator[Stop]:
 
 def unwatched() -> contextlib.AbstractContextManager[None]:
     """HUP is left alone, TERM is what INT is, while a run is being started too: nothing is left behind."""
-    return process.handling(
-        {signal.SIGHUP: lambda *_: None, signal.SIGTERM: signal.default_int_handler}
-    )
+    return process.handling({signal.SIGHUP: lambda *_: None, signal.SIGTERM: signal.default_int_handler})

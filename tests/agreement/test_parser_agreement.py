@@ -50,8 +50,7 @@ def sets_of(stage_name: str) -> tuple[Arguments, ...]:
 @cache
 def words() -> dict[str, list[list[str]]]:
     return {
-        name: [words_of(schema_of("open_instruct", name), one) for one in sets_of(name)]
-        for name in STAGES
+        name: [words_of(schema_of("open_instruct", name), one) for one in sets_of(name)] for name in STAGES
     }
 
 
@@ -69,10 +68,7 @@ def open_instruct_answers(checkout: Path) -> list[Any]:
 @pytest.fixture(scope="session")
 def theirs(open_instruct_answers: list[Any]) -> dict[str, list[str | None]]:
     """Why the real parser and `__post_init__` refuse each set, None where they take it."""
-    return {
-        name: open_instruct_answers[1 + i * SETS : 1 + (i + 1) * SETS]
-        for i, name in enumerate(STAGES)
-    }
+    return {name: open_instruct_answers[1 + i * SETS : 1 + (i + 1) * SETS] for i, name in enumerate(STAGES)}
 
 
 @pytest.fixture(scope="session")
@@ -163,9 +159,7 @@ def test_the_snapshot_is_the_real_open_instruct_parser(
 
 
 @pytest.mark.parametrize("stage_name", STAGES)
-def test_the_snapshot_is_the_real_trl_parser(
-    trl_description: dict[str, Any], stage_name: str
-) -> None:
+def test_the_snapshot_is_the_real_trl_parser(trl_description: dict[str, Any], stage_name: str) -> None:
     schema, theirs = schema_of("trl", stage_name), trl_description[stage_name]
     assert list(schema.fields) == list(theirs)
     assert unlike(schema, theirs) == []

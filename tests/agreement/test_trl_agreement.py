@@ -260,14 +260,10 @@ def test_the_golden_verdicts_are_those_of_the_packages(theirs: dict[str, list[st
 
 
 @pytest.mark.parametrize("stage_name", STAGES)
-def test_launch_says_what_the_golden_verdicts_say(
-    ours: dict[str, list[list[str]]], stage_name: str
-) -> None:
+def test_launch_says_what_the_golden_verdicts_say(ours: dict[str, list[list[str]]], stage_name: str) -> None:
     golden = json.loads(VERDICTS.read_text())
     assert (golden["seed"], golden["count"]) == (SEED, COUNT)
-    assert golden["words"] == digest(words_of_all()), (
-        "other sets are generated: LAUNCH_GOLDEN=write"
-    )
+    assert golden["words"] == digest(words_of_all()), "other sets are generated: LAUNCH_GOLDEN=write"
     refused = flags(golden["refused"][stage_name], COUNT)
     out = left_out(stage_name, ours[stage_name], flags(golden["by_machine"][stage_name], COUNT))
     found = differences(sets_of(stage_name), ours[stage_name], refused, out)
@@ -275,9 +271,7 @@ def test_launch_says_what_the_golden_verdicts_say(
 
 
 @pytest.mark.parametrize("stage_name", STAGES)
-def test_the_generated_sets_are_a_fair_mixture(
-    ours: dict[str, list[list[str]]], stage_name: str
-) -> None:
+def test_the_generated_sets_are_a_fair_mixture(ours: dict[str, list[list[str]]], stage_name: str) -> None:
     refused = sum(bool(found) for found in ours[stage_name])
     assert 0.3 < refused / COUNT < 0.8
     golden = json.loads(VERDICTS.read_text())

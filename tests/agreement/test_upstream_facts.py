@@ -24,9 +24,7 @@ def cited_in(path: Path) -> Iterator[str]:
 
 
 def all_cited() -> set[str]:
-    return {
-        citation for path in (REPOSITORY / "launcher").rglob("*.py") for citation in cited_in(path)
-    }
+    return {citation for path in (REPOSITORY / "launcher").rglob("*.py") for citation in cited_in(path)}
 
 
 def line_of(root: Path, citation: str) -> str:
@@ -91,8 +89,6 @@ def test_the_lines_hold_what_we_say(package: str, checkout: Path) -> None:
         pytest.skip(f"{NO_PACKAGES}: {' '.join(RELEASES[package])} is not installed")
     own = {name: text for name, text in facts().items() if name.startswith(f"{package}/")}
     wrong = {
-        name: (text, held(root, name))
-        for name, text in own.items()
-        if not text or held(root, name) != text
+        name: (text, held(root, name)) for name, text in own.items() if not text or held(root, name) != text
     }
     assert not wrong

@@ -109,9 +109,7 @@ def changed(path: Path, at: int, raw: bytes) -> str:
 
 
 @given(data=st.data())
-def test_any_changed_byte_that_is_sampled_changes_a_checkpoint(
-    checkpoint: Path, data: st.DataObject
-) -> None:
+def test_any_changed_byte_that_is_sampled_changes_a_checkpoint(checkpoint: Path, data: st.DataObject) -> None:
     before = digest(checkpoint, whole_below=0)
     # the first region is the header, which is all text: a change there may make it unreadable, too
     offset, length = data.draw(st.sampled_from(regions(checkpoint)))
@@ -324,9 +322,7 @@ def test_a_file_that_was_only_just_written_is_not_trusted(write: Write, tmp_path
     assert not (tmp_path / "prints.json").exists()
 
 
-@pytest.mark.parametrize(
-    "raw", ["{", '{"form": 99, "files": {}}', '{"form": 1, "files": {"1:2:x": [1]}}']
-)
+@pytest.mark.parametrize("raw", ["{", '{"form": 99, "files": {}}', '{"form": 1, "files": {"1:2:x": [1]}}'])
 def test_a_broken_memory_is_no_memory(write: Write, raw: str) -> None:
     path = write("prints.json", raw)
     assert FingerprintCache(path).entries == {}

@@ -36,9 +36,7 @@ def test_row_tokens() -> None:
     for known in (counted(pool), lengths.parse(f"302:{max(pool)}")):
         one = lengths.typical(known, rows=8, packed=False)
         assert one.width == pytest.approx(sum(widths) / len(widths), rel=0.08)
-        assert lengths.typical(known, rows=8, packed=True).tokens == pytest.approx(
-            8 * 302, rel=0.03
-        )
+        assert lengths.typical(known, rows=8, packed=True).tokens == pytest.approx(8 * 302, rel=0.03)
 
 
 def drawn(count: int) -> list[int]:

@@ -42,9 +42,7 @@ def test_weights_are_those_of_transformers() -> None:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
         real = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-        shape = architecture.shape_of(
-            json.loads(config.to_json_string(use_diff=False)), name=family
-        )
+        shape = architecture.shape_of(json.loads(config.to_json_string(use_diff=False)), name=family)
         prefix = "model.layers.0."
         assert dict(shape.layer) == {
             name.removeprefix(prefix): size for name, size in real.items() if prefix in name
@@ -52,10 +50,7 @@ def test_weights_are_those_of_transformers() -> None:
         assert dict(shape.outer) == {n: s for n, s in real.items() if ".layers." not in n}
         assert shape.parameters == sum(weight.numel() for weight in model.parameters())
         # what a config.json leaves out is what transformers' class says
-        assert (
-            architecture.shape_of({"model_type": family, **BASE, **given}).parameters
-            == shape.parameters
-        )
+        assert architecture.shape_of({"model_type": family, **BASE, **given}).parameters == shape.parameters
 
 
 # as published, where they leave keys to their class: its own answer holds, not a general one
@@ -127,9 +122,7 @@ def test_windows() -> None:
 
 def test_quantised_weights_and_broken_configs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig) as caught:
-        architecture.shape_of(
-            {"model_type": "llama", **BASE, "quantization_config": {"bits": 4}}, name="m"
-        )
+        architecture.shape_of({"model_type": "llama", **BASE, "quantization_config": {"bits": 4}}, name="m")
     assert "quantised" in caught.value.findings[0].message
     for text in ("{", "[]", "{}"):
         (tmp_path / "config.json").write_text(text)

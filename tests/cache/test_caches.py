@@ -332,9 +332,7 @@ def test_a_half_written_set_is_taken_away_before_a_run(place: Path) -> None:
         assert sorted(p.name for p in dataset.iterdir() if not p.name.startswith(".")) == [
             "0123456789", "datasets", cache_folders.RECORD, "notes",
         ]  # fmt: skip
-        assert [p.name for p in reference.glob("*.*") if p.suffix in {".pt", ".tmp"}] == [
-            "0123456789.pt"
-        ]
+        assert [p.name for p in reference.glob("*.*") if p.suffix in {".pt", ".tmp"}] == ["0123456789.pt"]
 
 
 def test_what_was_edited_while_a_run_began_spoils_what_it_made(place: Path) -> None:
@@ -344,9 +342,7 @@ def test_what_was_edited_while_a_run_began_spoils_what_it_made(place: Path) -> N
         data.write_bytes(data.read_bytes().replace(b"one", b"own"))
         for one in found.values():
             entry(one.path, one.kind)
-    gone = [
-        path.name for one in found.values() for path in cache_folders.discard_spoiled(one) or ()
-    ]
+    gone = [path.name for one in found.values() for path in cache_folders.discard_spoiled(one) or ()]
     assert gone == ["0123456789", "0123456789.pt"]
     assert cache_folders.known() and not any(one.entries() for one in cache_folders.known())
 

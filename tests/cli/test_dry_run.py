@@ -53,7 +53,5 @@ def test_a_slurm_job_is_shown_as_its_batch_script(
     subprocess.run(["sh", "-n"], input=script, text=True, check=True)
     comments, others = dry_run(capsys, *words)
     assert others[0] == "#!/bin/sh"
-    assert [
-        line for line in comments if line.startswith("# what trains on each node: LAUNCH_PROBE")
-    ]
+    assert [line for line in comments if line.startswith("# what trains on each node: LAUNCH_PROBE")]
     assert not [*tmp_path.glob("runs/*")]

@@ -82,9 +82,7 @@ def test_a_new_file_is_valid_and_splits_its_batch(
     stage: str, backend: str, gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "new.yaml"
-    code, said = answer(
-        capsys, stage, *ASKED, "--backend", backend, "--gpus", str(gpus), "-o", str(path)
-    )
+    code, said = answer(capsys, stage, *ASKED, "--backend", backend, "--gpus", str(gpus), "-o", str(path))
     assert (code, said["data"]["stage"]) == (0, stage)
     assert main.main(["validate-config", str(path), "--strict"]) == 0
     batch = load(path).options["batch"]

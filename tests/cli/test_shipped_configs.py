@@ -14,9 +14,7 @@ from conftest import REPOSITORY
 from launcher.cli import main
 
 
-def test_a_listed_file_is_copied_and_valid(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_listed_file_is_copied_and_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["configs", "--format", "json"]) == 0
     rows = json.loads(capsys.readouterr().out)["data"]
     assert {"demo/sft", "tulu/sft_qwen7b"} < {row["name"] for row in rows}
@@ -39,9 +37,7 @@ def test_a_pipeline_is_copied_with_its_stage_files(
 
 
 def test_the_wheel_takes_every_folder_along() -> None:
-    data = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"][
-        "data-files"
-    ]
+    data = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
     folders = {path.name for path in (REPOSITORY / "configs").iterdir()}
     # the demo's model and data are made by a script of the clone
     assert {Path(name).name for name in data if "/configs/" in name} == folders - {"demo"}
@@ -75,11 +71,7 @@ def test_an_install_without_the_clone(tmp_path: Path) -> None:
         assert ran.returncode == 0, ran.stderr
         return ran.stdout
 
-    assert f"{site}/share/launch/configs/tulu/sft_qwen7b.yaml" in launch(
-        "configs", "--format", "json"
-    )
+    assert f"{site}/share/launch/configs/tulu/sft_qwen7b.yaml" in launch("configs", "--format", "json")
     launch("configs", "copy", "tulu/pipeline_qwen7b")
     assert "pipeline_qwen7b.yaml: valid" in launch("validate-config", ".")
-    assert f"-c {site}/share/launch/constraints.txt" in launch(
-        "doctor", "--backend", "trl", "--install"
-    )
+    assert f"-c {site}/share/launch/constraints.txt" in launch("doctor", "--backend", "trl", "--install")

@@ -22,9 +22,7 @@ args:
   use_flash_attn: true
   chat_template: tulu
 """
-MENDED = WRONG.replace("  use_flash_attn: true\n", "").replace(
-    "chat_template:", "chat_template_name:"
-)
+MENDED = WRONG.replace("  use_flash_attn: true\n", "").replace("chat_template:", "chat_template_name:")
 
 
 def test_fix_writes_and_then_judges(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,9 +90,7 @@ def test_annotations_of_github(
 
 def test_a_message_cannot_smuggle_in_another_workflow_command(tmp_path: Path) -> None:
     told = console.workflow_command(
-        Finding(
-            severity="note", layer="launch", code="c", message="x\n::add-mask::y\r\n::error::z%"
-        ),
+        Finding(severity="note", layer="launch", code="c", message="x\n::add-mask::y\r\n::error::z%"),
         tmp_path,
     )
     assert told == "::notice title=c::x%0A::add-mask::y%0D%0A::error::z%25"
@@ -137,9 +133,7 @@ def test_one_source_serves_a_thousand_files(
     assert capsys.readouterr().out.count(": valid") == 50
 
 
-def test_a_pipeline_is_judged_with_all_its_stages(
-    write: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipeline_is_judged_with_all_its_stages(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     stage = "stage: {}\nbackend: trl\nargs: {{model_name_or_path: m, dataset_name: d, output_dir: {}{}}}\n"
     write("sft.yaml", stage.format("sft", "one", ""))
     write("dpo.yaml", stage.format("dpo", "two", ", learning_rat: 1"))
@@ -185,12 +179,8 @@ def test_code_of_a_repository_gets_a_note(
     assert noted == ([] if key is None else [("note", f"args.{key}", 5)])
 
 
-def test_a_stage_beside_its_pipeline_is_said_once(
-    write: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stage = write(
-        "all/sft.yaml", "stage: sft\nbackend: trl\nargs: {dataset_name: d, learning_rat: 1}\n"
-    )
+def test_a_stage_beside_its_pipeline_is_said_once(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    stage = write("all/sft.yaml", "stage: sft\nbackend: trl\nargs: {dataset_name: d, learning_rat: 1}\n")
     write("all/pipeline.yaml", "gpus: 0\nstages: [{name: sft, config: sft.yaml}]\n")
     assert main(["validate-config", str(stage.parent)]) == Exit.CONFIG
     assert capsys.readouterr().err.count("`learning_rat`") == 1

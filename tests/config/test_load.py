@@ -48,9 +48,7 @@ def test_files_of_upstream(write: Write) -> None:
     assert loaded.origin("args.learning_rate").line == 2
     assert loaded.origin("args.absent").line == 2
     # a wrapped file
-    text = (
-        "num_gpus: 8\nopen_instruct:\n  script: open_instruct/finetune.py\n  args:\n    seed: 1\n"
-    )
+    text = "num_gpus: 8\nopen_instruct:\n  script: open_instruct/finetune.py\n  args:\n    seed: 1\n"
     loaded = load.load(write("a.yaml", text))
     assert loaded.shape == "wrapped"
     assert loaded.options == {"num_gpus": 8, "script": "open_instruct/finetune.py"}
@@ -149,9 +147,7 @@ ECHOED = ("seed", "learning_rate", "dataset_mixer_list", "packing", "loss_type")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "value", ["hunter2", "x'y z`{", "two words-of-it", "first\nsecond-line", "q" * 300]
-)
+@pytest.mark.parametrize("value", ["hunter2", "x'y z`{", "two words-of-it", "first\nsecond-line", "q" * 300])
 @pytest.mark.parametrize("name", ["PGPASSWORD", "INNOCENT"])
 def test_no_message_says_what_the_environment_holds(
     write: Write,
@@ -173,9 +169,7 @@ def test_no_message_says_what_the_environment_holds(
         assert not [piece for piece in pieces if len(piece) > 3 and piece in said]
 
 
-@pytest.mark.parametrize(
-    "text", ["${${oc.env:PGPASSWORD}}", "${oc.select:${oc.env:PGPASSWORD}}x${nope}"]
-)
+@pytest.mark.parametrize("text", ["${${oc.env:PGPASSWORD}}", "${oc.select:${oc.env:PGPASSWORD}}x${nope}"])
 def test_nor_does_one_of_an_interpolation(
     write: Write, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], text: str
 ) -> None:

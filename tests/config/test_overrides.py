@@ -87,9 +87,7 @@ def test_what_is_no_override(stage_file: Path) -> None:
 
 
 def test_options_and_arguments_of_a_stage_file(stage_file: Path) -> None:
-    loaded = load.load(
-        stage_file, ["batch.global=64", "deepspeed=none", "seed=1", "args.a=2", "name=x"]
-    )
+    loaded = load.load(stage_file, ["batch.global=64", "deepspeed=none", "seed=1", "args.a=2", "name=x"])
     assert loaded.options == {
         "stage": "sft", "batch": {"global": 64, "per_device": 16}, "deepspeed": "none",
         "name": "x",

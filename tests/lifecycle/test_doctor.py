@@ -120,9 +120,7 @@ def with_torch(folder: Path, line: str) -> Trainer:
         ("cuda: Optional[str] = None\nhip: Optional[str] = '6.2.1-abc'", "13.0", None),
     ],
 )
-def test_torch_against_the_driver(
-    smi: Smi, tmp_path: Path, line: str, driver: str, code: str | None
-) -> None:
+def test_torch_against_the_driver(smi: Smi, tmp_path: Path, line: str, driver: str, code: str | None) -> None:
     smi.cards(4, 4, cuda=driver)
     python, made = with_torch(tmp_path, line), planned(staged(TULU), 2)
     if code is None:
@@ -233,9 +231,7 @@ def test_an_environment_without_trl(bare: Trainer, tmp_path: Path) -> None:
     )  # fmt: skip
     report = checks.examine(asked, Devices(why="on the CPU"))
     (missing,) = [one for one in report.findings if one.code == "missing-packages"]
-    assert missing.message.endswith(
-        "(--python) lacks torch, transformers, trl, accelerate, datasets"
-    )
+    assert missing.message.endswith("(--python) lacks torch, transformers, trl, accelerate, datasets")
     assert "trl==1.16.0" in (missing.help or "")
     assert "import-error" not in codes(report)
     # there is no pip either
@@ -268,9 +264,7 @@ def test_facts_of_gpus(smi: Smi, tmp_path: Path, write: Write) -> None:
     smi.processes((1, 999_999_999, 70000))
     seen = devices.look({})
     made = planned(staged(TULU), 1)
-    report = checks.examine(
-        subject(made, *ALL), devices.choose(1, None, seen), look=seen, importing=False
-    )
+    report = checks.examine(subject(made, *ALL), devices.choose(1, None, seen), look=seen, importing=False)
     facts = report.as_json()["facts"]
     assert facts["driver"] == {"version": "580.159.04", "cuda": (13, 0)}
     assert facts["GPU 1"]["used_by"].startswith("pid 999999999")

@@ -105,9 +105,7 @@ def test_the_measured_points_of_trl(
 
 
 def test_rows_that_are_said_count_before_those_that_lie_here(write: Write) -> None:
-    chat = (
-        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-    )
+    chat = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
     data = write("chats.jsonl", chat * 1_000)
     words = (TULU, f"dataset_mixer_list=[{data},1.0]", "--gpus", "2", *ROWS)
     for more, epochs_of_steps in (((), 8), (("--rows", "5000"), 40)):
@@ -278,9 +276,7 @@ def test_the_reference_takes_time_in_every_step_or_beforehand(write: Write) -> N
         ("dtype: bfloat16\n  save_total_limit: 1", "zero2", 8, 1.875),
     ],
 )
-def test_what_trl_saves(
-    write: Write, more: str, deepspeed: str, checkpoint: float, kept: float
-) -> None:
+def test_what_trl_saves(write: Write, more: str, deepspeed: str, checkpoint: float, kept: float) -> None:
     text = TRL_ON_TWO.format(
         stage="sft", deepspeed=deepspeed, model="Qwen/Qwen2.5-1.5B",
         more=f"max_steps: 100\n  save_steps: 50\n  {more}",
@@ -359,9 +355,7 @@ def test_a_count_that_cannot_be_costs_the_others_nothing(
     assert main(["plan", str(TULU), "--gpus", "2,3,4", *ROWS, "--format", "json"]) == 3
     told = json.loads(capsys.readouterr().out)
     assert (told["ok"], len(told["data"]["gpus"])) == (False, 2)
-    assert [one["code"] for one in told["findings"] if one["severity"] == "error"] == [
-        "impossible-batch"
-    ]
+    assert [one["code"] for one in told["findings"] if one["severity"] == "error"] == ["impossible-batch"]
 
 
 OLMO = """
@@ -425,9 +419,7 @@ def test_a_limit_of_no_steps_trains_none(write: Write) -> None:
         assert (eight["steps"], codes.count("no-steps")) == (0, 1)
         # the model is saved, and dpo.py writes a checkpoint before the first step
         first = eight["disk_gib"]["checkpoint"] if words is olmo else 0
-        assert eight["disk_gib"]["most"] == pytest.approx(
-            eight["disk_gib"]["model"] + first, abs=0.1
-        )
+        assert eight["disk_gib"]["most"] == pytest.approx(eight["disk_gib"]["model"] + first, abs=0.1)
         assert eight["hours"] < planned(*words, *card)["gpus"][0]["hours"] / 3
 
 
@@ -516,9 +508,7 @@ def test_fit_says_so_where_nothing_fits_and_where_nothing_is_larger() -> None:
         assert [one["code"] for one in told["findings"] if one["severity"] == "note"] == codes
     (note,) = found(answered(*small, "--fit"), "nothing-fits")
     assert note["message"].startswith("1 GPU(s): --fit: no split of the batch fits; 156.1 GiB")
-    largest = CliRunner().invoke(
-        app, ["plan", TULU, "--gpus", "8", *ROWS, "--gpu-memory", "80", "--fit"]
-    )
+    largest = CliRunner().invoke(app, ["plan", TULU, "--gpus", "8", *ROWS, "--gpu-memory", "80", "--fit"])
     limit = "and the global batch of 128 allows no more"
     assert f"\n  --fit: per device 16 fits, {limit}\n" in largest.stdout
 
@@ -568,9 +558,7 @@ def test_what_does_not_fit_is_said_before_a_gpu_works(prepared: Prepared) -> Non
     assert len(forecast.with_forecast(told).warnings) == len(told.warnings)
 
 
-def test_without_row_lengths_nothing_is_foreseen(
-    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_row_lengths_nothing_is_foreseen(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast, "row_lengths", ROW_LENGTHS)
     assert forecast.with_forecast(prepared) is prepared
 

@@ -129,9 +129,7 @@ def test_an_interpreter_that_dies_or_hangs(bare: Trainer, write: Write, tmp_path
 def test_torch_is_asked_for_its_gpus(bare: Trainer, write: Write, tmp_path: Path) -> None:
     cuda = "class cuda:\n    device_count = staticmethod(lambda: 2)\n"
     cuda += "class version:\n    cuda = '13.0'\n__version__ = '2.13.0'\n"
-    write(
-        "torch.py", cuda + "def ones(*a, **k):\n    raise RuntimeError('driver too old\\nmore')\n"
-    )
+    write("torch.py", cuda + "def ones(*a, **k):\n    raise RuntimeError('driver too old\\nmore')\n")
     assert tried(bare, tmp_path, "torch", cuda=True).cuda == {
         "version": "2.13.0", "cuda": "13.0", "count": 2, "error": "RuntimeError: driver too old",
     }  # fmt: skip
@@ -181,9 +179,7 @@ def test_the_order_of_what_is_installed() -> None:
     assert step.shell().startswith("'/env/my bin/python' -m pip install")
     # the build finds no torch where none is there
     assert "torch" in names(install.install(WITH_PIP, ["flash-attn"]))[0]
-    ready = replace(
-        WITH_PIP, packages={"pip": "1", "torch": "2", **dict.fromkeys(install.BUILD, "1")}
-    )
+    ready = replace(WITH_PIP, packages={"pip": "1", "torch": "2", **dict.fromkeys(install.BUILD, "1")})
     assert names(install.install(ready, ["flash-attn"])) == [["flash-attn"]]
 
 
@@ -204,9 +200,7 @@ def test_steps_are_done_in_order_and_never_by_a_shell(tmp_path: Path) -> None:
     write = "import os, sys; open(sys.argv[1], 'a').write(os.environ.get('SAID', '') + sys.argv[2])"
     place = str(tmp_path / "done")
     steps = [
-        InstallStep(
-            argv=(sys.executable, "-c", write, place, "$(id); `id`\n"), why="one", env={"SAID": "<"}
-        ),
+        InstallStep(argv=(sys.executable, "-c", write, place, "$(id); `id`\n"), why="one", env={"SAID": "<"}),
         InstallStep(argv=(sys.executable, "-c", write, place, "second"), why="two"),
     ]
     told = tmp_path / "told"

@@ -77,9 +77,7 @@ def test_they_are_judged_as_they_were(place: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("name", [FINISHED, KILLED])
-def test_the_page_and_the_log_are_shown(
-    place: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_the_page_and_the_log_are_shown(place: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     (run,) = answer(capsys, "report", name)["runs"]
     assert run["stage"] == "sft"
     assert main(["report", name]) == Exit.OK
@@ -105,9 +103,7 @@ def test_the_same_command_goes_on_or_is_done(place: Path) -> None:
 @needs_trl
 @pytest.mark.slow
 @pytest.mark.training
-def test_a_job_that_was_queued_still_trains(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_was_queued_still_trains(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As its batch script starts it, after the checkout that it was queued from was updated."""
     folder = place / "runs" / KILLED
     for name in ("console.log", "process.json", "keeper.log", "lock", "probe/rank-0.jsonl"):

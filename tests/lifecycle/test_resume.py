@@ -199,9 +199,7 @@ def test_an_accelerate_that_forgets_the_epoch(run: Make, tmp_path: Path) -> None
     for step in (4, 8):
         saved.pinned(one.output, f"step_{step}")
     assert one.decide().step == 4
-    (place / "data_loader.py").write_text(
-        "Shard(dataset, iteration=dataloader.iteration, **kwargs)"
-    )
+    (place / "data_loader.py").write_text("Shard(dataset, iteration=dataloader.iteration, **kwargs)")
     assert one.decide().step == 8
 
 

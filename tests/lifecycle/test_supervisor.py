@@ -225,9 +225,7 @@ def test_no_process_is_left_whatever_it_has_done_to_hide(place: Path, way: str) 
     assert not living(daemon) and not living(leader)
 
 
-def test_a_keeper_that_does_not_go_on_is_done_without(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_keeper_that_does_not_go_on_is_done_without(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = prepared(place, "ignore=INT", "child=session", "pid=leader", "sleep=600")
     started(folder)
     leader, child = pid_of(place, "leader"), pid_of(place, "child")
@@ -281,9 +279,7 @@ def test_a_reused_number_is_never_killed(place: Path) -> None:
 def test_a_stop_tells_what_it_loses(place: Path) -> None:
     folder = prepared(place, "pid=leader", "sleep=600")
     output = place / "out"
-    files.write_json(
-        folder.manifest, {"stage": "sft", "backend": "trl", "output": str(output), "plan": {}}
-    )
+    files.write_json(folder.manifest, {"stage": "sft", "backend": "trl", "output": str(output), "plan": {}})
     started(folder)
     pid_of(place, "leader")
     folder.probe.mkdir()
@@ -343,9 +339,7 @@ def test_logs_are_printed_without_what_would_steer_a_terminal(place: Path) -> No
         ("epoch", 41, "waiting for the next checkpoint"),
     ],
 )
-def test_when_the_next_checkpoint_comes(
-    place: Path, every: int | str | None, done: int, said: str
-) -> None:
+def test_when_the_next_checkpoint_comes(place: Path, every: int | str | None, done: int, said: str) -> None:
     folder = prepared(place, "exit=0")
     told = {**rundir.read_manifest(folder), "checkpoints": every, "plan": {"gpus": 0, "steps": 110}}
     files.write_json(folder.manifest, told)
@@ -513,9 +507,7 @@ def server(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def screen(session: str) -> str:
-    shown = subprocess.run(
-        ["tmux", "capture-pane", "-p", "-t", session], capture_output=True, text=True
-    )
+    shown = subprocess.run(["tmux", "capture-pane", "-p", "-t", session], capture_output=True, text=True)
     return shown.stdout
 
 

@@ -252,9 +252,7 @@ def test_a_lock_file_that_is_something_else(smi: Smi, tmp_path: Path, kind: str)
 
 
 @pytest.mark.parametrize(("gpus", "named"), [(8, "0"), (0, "0")])
-def test_a_count_that_contradicts_the_names_is_refused_without_a_look(
-    gpus: int, named: str
-) -> None:
+def test_a_count_that_contradicts_the_names_is_refused_without_a_look(gpus: int, named: str) -> None:
     """Also of a dry run, which looks at no GPU."""
     request = Request(stage="sft", config=Path("stage.yaml"), gpus=gpus, devices=named)
     with pytest.raises(UsageError, match="but --devices names"):

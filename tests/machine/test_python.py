@@ -44,9 +44,7 @@ def test_gpus_as_nvidia_smi_reports_them(smi: Smi) -> None:
         index=0, uuid=uuid(0), name="NVIDIA H100 80GB HBM3", memory_mib=81559, used_mib=4,
         driver="580.159.04", cuda=(13, 0),
     )  # fmt: skip
-    assert driver.processes == (
-        GpuProcess(uuid=uuid(1), pid=4711, used_mib=70000, name="/usr/bin/python3"),
-    )
+    assert driver.processes == (GpuProcess(uuid=uuid(1), pid=4711, used_mib=70000, name="/usr/bin/python3"),)
     assert machine.describe()["gpus"] == ["NVIDIA H100 80GB HBM3, 81559 MiB"] * 2
     # what draws on a screen is no competitor
     smi.processes((1, 4711, 70000), type="G")

@@ -128,9 +128,7 @@ NASTY = (
 
 
 @pytest.mark.parametrize("value", NASTY)
-def test_the_pasted_line_is_the_command(
-    tmp_path: Path, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pasted_line_is_the_command(tmp_path: Path, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here = tmp_path / f"a {value.replace('/', '-')[:40]} folder"
     here.mkdir()
     monkeypatch.chdir(here)

@@ -67,9 +67,7 @@ def open_instruct(write: Write, more: str, *, stage: str = "sft") -> dict[str, f
 
 def test_trl_with_4_bits_is_what_was_measured(write: Write) -> None:
     """fms-acceleration's runs of these settings: 12.1 GiB with a loss that makes no logits."""
-    found = trl(
-        write, FOUR_BITS, MISTRAL, "attn_implementation=flash_attention_2", "optim=adamw_torch"
-    )
+    found = trl(write, FOUR_BITS, MISTRAL, "attn_implementation=flash_attention_2", "optim=adamw_torch")
     assert found["peak"] == pytest.approx(12.14, rel=0.03)
     # TRL makes the adapters bf16
     assert found["adapters"] == pytest.approx(2 * 13_631_488 / 2**30, abs=0.001)

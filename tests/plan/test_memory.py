@@ -199,9 +199,7 @@ def test_published_peaks() -> None:
     peaks = {name: memory.estimate(run(**given)).peak for name, given, _ in cases}
     found = {name: gib for name, _, gib in cases}
     for names, within in ((alone, 0.08), (peaks.keys() - alone, 0.05)):
-        assert {n: peaks[n] for n in names} == pytest.approx(
-            {n: found[n] for n in names}, rel=within
-        )
+        assert {n: peaks[n] for n in names} == pytest.approx({n: found[n] for n in names}, rel=within)
 
 
 # MiB of torch's allocated memory at most, one T4, QLoRA as PEFT prepares it, rank 32 without dropout, SDPA,

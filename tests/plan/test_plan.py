@@ -12,9 +12,7 @@ from launcher.plan.plan import Plan
 def sft(folder: Path, more: str = "", gpus: int = 1, **changes: str) -> Plan:
     text = SFT.format(more=more)
     for old, new in changes.items():
-        text = text.replace(
-            {"batch": "batch: {global: 16, per_device: 2}", "data": '"64"'}[old], new
-        )
+        text = text.replace({"batch": "batch: {global: 16, per_device: 2}", "data": '"64"'}[old], new)
     return planned(from_text(folder, text), gpus)
 
 
@@ -65,9 +63,7 @@ def test_the_global_batch_is_kept(tmp_path: Path) -> None:
          "batch.per_device=4 or 8 with global 128"),
     ],
 )  # fmt: skip
-def test_an_impossible_split_names_the_nearest(
-    tmp_path: Path, batch: str, gpus: int, help: str
-) -> None:
+def test_an_impossible_split_names_the_nearest(tmp_path: Path, batch: str, gpus: int, help: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
         sft(tmp_path, gpus=gpus, batch=f"batch: {batch}")
     (finding,) = caught.value.findings
@@ -183,9 +179,7 @@ def test_deepspeed_on_the_cpu_is_left_out_and_said() -> None:
         ("zero2", 1, 1, False),
     ],
 )  # fmt: skip
-def test_dpo_alone_on_a_gpu_needs_deepspeed(
-    deepspeed: str, gpus: int, nodes: int, refused: bool
-) -> None:
+def test_dpo_alone_on_a_gpu_needs_deepspeed(deepspeed: str, gpus: int, nodes: int, refused: bool) -> None:
     stage = staged(CONFIGS / "tulu" / "dpo_qwen7b.yaml", [f"deepspeed={deepspeed}"])
     made = planned(stage, gpus, nodes)
     assert ("no-process-group" in {f.code for f in made.findings}) is refused

@@ -290,9 +290,7 @@ def test_what_repeats_differ_by_is_no_difference() -> None:
 
 
 def test_nothing_is_compared_with_a_corrupt_baseline() -> None:
-    bad = trial(
-        "a", LEARNS[:2], gradients="corrupt", cause="contract", reason="gradients are corrupt: w"
-    )
+    bad = trial("a", LEARNS[:2], gradients="corrupt", cause="contract", reason="gradients are corrupt: w")
     rows = compare([bad, trial("b", LEARNS, speed=150)])
     assert [row.standing for row in rows] == ["flawed", "unknown"]
     assert "gradients are corrupt: w" in rows[0].why and "nothing is compared" in rows[1].why

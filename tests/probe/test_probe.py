@@ -583,9 +583,7 @@ class Arrival:
         return 1500.0
 
 
-def test_nobody_waits_for_the_numbers_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_waits_for_the_numbers_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = types.SimpleNamespace(is_initialized=lambda: False, Event=Arrival)
     fake = types.SimpleNamespace(cuda=cuda, empty=Host, stack=list, float64=None)
     monkeypatch.setitem(sys.modules, "torch", fake)

@@ -39,9 +39,7 @@ def test_steps_are_counted_from_the_checkpoint(
 ) -> None:
     training = Training(tmp_path)
     fake = tmp_path / "packages" / "accelerate" / "accelerator.py"
-    text = fake.read_text().replace(
-        "def load_state(self): pass", "def load_state(self, folder): pass"
-    )
+    text = fake.read_text().replace("def load_state(self): pass", "def load_state(self, folder): pass")
     fake.write_text(text)
     done = training.run(SCRIPT.format(path=path, counted=counted))
     assert (done.returncode, done.stderr) == (0, "")

@@ -203,9 +203,7 @@ def test_a_failed_run_begins_with_its_cause_and_the_end_of_its_log(tmp_path: Pat
     assert tail.text.splitlines()[-1] == "ValueError: row 7 has no messages"
     # progress bars and all: no more of it than can be read
     assert len(tail.text.splitlines()) <= 20
-    assert (
-        text.index("row 7 has no messages") < text.index('id="verdict"') < text.index('id="curves"')
-    )
+    assert text.index("row 7 has no messages") < text.index('id="verdict"') < text.index('id="curves"')
 
 
 def test_a_run_that_was_stopped_is_not_red(tmp_path: Path) -> None:
@@ -302,9 +300,7 @@ def test_the_curves_are_those_of_the_run(tree: Element) -> None:
 def test_several_runs_share_the_charts_and_can_be_switched(tmp_path: Path) -> None:
     told = manifest(name="other")
     told["args"]["learning_rate"] = {"value": 1e-6, "origin": "configs/b.yaml:3"}
-    runs = series.gather(
-        [str(made(tmp_path / "one")), str(made(tmp_path / "two", told=told, steps=60))]
-    )
+    runs = series.gather([str(made(tmp_path / "one")), str(made(tmp_path / "two", told=told, steps=60))])
     tree = parsed(page.overlay(runs))
     assert [r["name"] for r in curves(tree)["runs"]] == ["dpo tulu", "dpo other"]
     boxes = [i for i in tree.all("input") if i.attributes["type"] == "checkbox"]
@@ -362,9 +358,7 @@ def test_a_run_from_its_results_alone(tmp_path: Path, run: Run) -> None:
         {"step": 3, "finite": True, "loss": 2.25, "nonsense": "text"},
     ]  # fmt: skip
     lines = [json.dumps(row) for row in table]
-    (kept / "metrics.jsonl").write_text(
-        "\n".join([lines[1], lines[0], lines[2], '{"step": 4, "lo'])
-    )
+    (kept / "metrics.jsonl").write_text("\n".join([lines[1], lines[0], lines[2], '{"step": 4, "lo']))
     (again,) = series.gather([str(kept)])
     assert again.verdict == run.verdict
     assert again.series.steps == (1, 2, 3)
@@ -413,9 +407,7 @@ def hostile(tmp_path: Path) -> Run:
     told["machine"]["host"] = NASTY
     told["trainer"]["packages"][NASTY] = NASTY
     line = "{'loss': '0.5', 'a</script><script>alert(3)</script>': '1.5'}\n"
-    broken = (
-        f'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: {NASTY[:90]}\n'
-    )
+    broken = f'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: {NASTY[:90]}\n'
     return series.read(made(tmp_path / "run", told=told, extra=line + broken))
 
 

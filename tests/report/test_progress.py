@@ -172,9 +172,7 @@ def test_a_terminal_that_has_gone_takes_nothing_with_it(
     monkeypatch.undo()
 
 
-def test_a_terminal_gets_a_panel_that_changes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_terminal_gets_a_panel_that_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = watching(tmp_path, 3, terminal=True)
     with shown.showing():
         write(tmp_path, step(1, 1.0), step(2, 2.0))
@@ -217,24 +215,16 @@ def trained(steps: int) -> Progress:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_the_panel_fits_and_shows_what_is_known(
-    columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_panel_fits_and_shows_what_is_known(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live.time, "time", lambda: 1030.0)
-    head, figures, machine, proofs, tracked = shown_on(
-        columns, trained(25), "https://wandb.ai/a/b/runs/c"
-    )
-    assert head.startswith("sft demo   █") and head.endswith(
-        "step 25/100   0:30 elapsed   1:15 left"
-    )
+    head, figures, machine, proofs, tracked = shown_on(columns, trained(25), "https://wandb.ai/a/b/runs/c")
+    assert head.startswith("sft demo   █") and head.endswith("step 25/100   0:30 elapsed   1:15 left")
     assert figures.startswith("loss 0.0800 █") and "learning rate 1.00e-05" in figures
     assert machine == "100 tokens/s   61.2 of 80 GiB   checkpoint of step 20, 0:10 ago"
     assert proofs == ("so far: data cache hit, attention sdpa, packing isolated, liger engaged")
     assert tracked == "https://wandb.ai/a/b/runs/c"
     # the bar gives way to the words
-    assert (
-        shown_on(56, trained(25))[0] == "sft demo   █░░░   step 25/100   0:30 elapsed   1:15 left"
-    )
+    assert shown_on(56, trained(25))[0] == "sft demo   █░░░   step 25/100   0:30 elapsed   1:15 left"
 
 
 def test_before_the_first_step_the_phase_is_shown_with_its_clock(
@@ -280,9 +270,7 @@ def test_a_curve_spans_all_values() -> None:
 
 def test_what_was_proved_at_the_beginning_is_shown_to_whoever_comes_late(tmp_path: Path) -> None:
     (tmp_path / "probe").mkdir()
-    write(
-        tmp_path, {"event": "start", "attempt": 2, "t": 1.0}, {"event": "packing", "state": "off"}
-    )
+    write(tmp_path, {"event": "start", "attempt": 2, "t": 1.0}, {"event": "packing", "state": "off"})
     write(tmp_path, *(step(number, float(number), pad="x" * 900) for number in range(1, 300)))
     shown = watching(tmp_path)
     shown.take_in()

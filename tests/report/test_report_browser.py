@@ -114,9 +114,7 @@ def runs(tmp_path: Path) -> list[Run]:
     return series.gather([str(made(tmp_path / "one")), str(other)])
 
 
-def test_curves_are_drawn_and_switched_off(
-    browser: Browser, runs: list[Run], tmp_path: Path
-) -> None:
+def test_curves_are_drawn_and_switched_off(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
     show(browser, tmp_path / "a.html", runs)
     for key in ("loss", "learning_rate", "tokens", "memory", "rewards", "margin", "accuracy"):
         for colour in ("--c0", "--c1"):
@@ -132,9 +130,7 @@ def test_curves_are_drawn_and_switched_off(
     assert count(browser, "loss", "--c1") > 50
 
 
-def test_hovering_shows_the_values_of_all_runs(
-    browser: Browser, runs: list[Run], tmp_path: Path
-) -> None:
+def test_hovering_shows_the_values_of_all_runs(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
     show(browser, tmp_path / "a.html", runs)
     assert found(browser, "#at").text == "last step"
     assert readout(browser, "loss") == [f"1{loss(40):.4g}", f"2{loss(60, 60):.4g}"]
@@ -153,9 +149,7 @@ def test_hovering_shows_the_values_of_all_runs(
     assert readout(browser, "memory") == ["161.25/70.5", "230.63/35.25"]
 
 
-def test_smoothing_and_the_rest_of_the_curves(
-    browser: Browser, runs: list[Run], tmp_path: Path
-) -> None:
+def test_smoothing_and_the_rest_of_the_curves(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
     show(browser, tmp_path / "a.html", runs)
     canvas = "return document.querySelector('#panel-loss canvas').toDataURL()"
     plain = browser.execute_script(canvas)
@@ -194,9 +188,7 @@ def test_texts_of_a_run_run_nothing(browser: Browser, tmp_path: Path) -> None:
     assert nasty in found(browser, "#more-curves figure h3").text
 
 
-def test_nothing_lies_outside_of_a_narrow_screen(
-    browser: Browser, runs: list[Run], tmp_path: Path
-) -> None:
+def test_nothing_lies_outside_of_a_narrow_screen(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
     outside = """
     const width = document.documentElement.clientWidth;
     return [...document.querySelectorAll("#verdict ~ * code, #verdict ~ * td, .banner *, .overview *")]
@@ -215,9 +207,7 @@ def test_nothing_lies_outside_of_a_narrow_screen(
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     # names and values of arguments and codes of findings stay whole
     show(browser, tmp_path / "a.html", runs)
-    browser.execute_script(
-        "document.querySelectorAll('details').forEach((d) => { d.open = true; })"
-    )
+    browser.execute_script("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
     heights = browser.execute_script(
         "const codes = '#arguments ~ * th code, td.value code, #findings ~ * td > code';"
         "return [...document.querySelectorAll(codes)].map((one) => one.offsetHeight)"

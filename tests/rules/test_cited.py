@@ -75,9 +75,7 @@ def test_a_line_stands_where_its_function_holds_it(
 ) -> None:
     lines = [f"open_instruct/data.py:{number}" for number in (1, 4, 7, 11)]
     known = citations.table(package(tmp_path / "pin", OLD), [*lines, "torch/a.py:1"])
-    assert list(known) == [
-        f"open_instruct/data.py:{number}" for number in sorted((1, 4, 7, 11), key=str)
-    ]
+    assert list(known) == [f"open_instruct/data.py:{number}" for number in sorted((1, 4, 7, 11), key=str)]
     stands = citations.CitationCheck(known, package(tmp_path / "other", OLD.replace(*change)))
     assert {int(line.rpartition(":")[2]) for line in lines if not stands(line)} == gone
     assert stands("torch/a.py:1") and stands("open_instruct/never.py:1")
@@ -96,9 +94,7 @@ def judged(checkout: Path, write: Write, more: str, data: str = "[a/b, 1.0]") ->
     return {one.code: one for one in found}
 
 
-def test_a_rule_weighs_less_where_what_it_cites_is_gone(
-    checkout: Path, tmp_path: Path, write: Write
-) -> None:
+def test_a_rule_weighs_less_where_what_it_cites_is_gone(checkout: Path, tmp_path: Path, write: Write) -> None:
     copy = tmp_path / "oi" / "open_instruct"
     shutil.copytree(checkout / "open_instruct", copy)
     hub, data = "  get_tokenizer_fn: nosuch\n", copy / "dataset_transformation.py"
@@ -129,16 +125,12 @@ def test_a_rule_weighs_less_where_what_it_cites_is_gone(
 
 
 def committed(backend: str) -> object:
-    return json.loads(files("launcher.upstream.snapshots").joinpath("cited.json").read_text())[
-        backend
-    ]
+    return json.loads(files("launcher.upstream.snapshots").joinpath("cited.json").read_text())[backend]
 
 
 def test_the_tables_are_those_of_the_pinned_sources(checkout: Path) -> None:
     packages = locate.packages_below("open_instruct", checkout)
-    assert snapshot.cited_of("open_instruct", packages) == committed("open_instruct"), (
-        "make snapshot"
-    )
+    assert snapshot.cited_of("open_instruct", packages) == committed("open_instruct"), "make snapshot"
     # at the pin nothing is asked
     for source in (locate.locate("open_instruct", checkout=checkout), locate.locate("trl")):
         if source.pinned:

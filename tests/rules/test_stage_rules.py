@@ -253,8 +253,7 @@ def test_the_models_that_liger_knows() -> None:
     (table,) = (
         node.value
         for node in tree.body
-        if isinstance(node, ast.Assign)
-        and ast.unparse(node.targets[0]) == "MODEL_TYPE_TO_APPLY_LIGER_FN"
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_TYPE_TO_APPLY_LIGER_FN"
     )
     assert isinstance(table, ast.Dict)
     assert {ast.literal_eval(key) for key in table.keys if key} == model_rules.LIGER_MODELS
@@ -274,10 +273,7 @@ def test_a_model_in_the_hubs_cache(write: Write, tmp_path: Path, setting: str) -
     assert found("sft", args, environ={"HOME": str(tmp_path / "nobody")}) == []
     # another revision is another model
     assert found("sft", {**args, "model_revision": "v2"}, environ=environ) == []
-    assert (
-        one("sft", {**args, "model_revision": "abc123"}, environ=environ)[0]
-        == "liger-unknown-model"
-    )
+    assert one("sft", {**args, "model_revision": "abc123"}, environ=environ)[0] == "liger-unknown-model"
 
 
 def test_broken_configs_are_nothing(write: Write) -> None:
@@ -353,9 +349,7 @@ def test_a_model_that_is_not_here(write: Write, script: str) -> None:
         # an earlier stage may still make it
         assert found(script, {"model_name_or_path": name}) == []
     assert found(script, {"model_name_or_path": "org/name"}, running=True) == []
-    told = one(
-        script, {"model_name_or_path": "org/name"}, running=True, environ={"HF_HUB_OFFLINE": "1"}
-    )
+    told = one(script, {"model_name_or_path": "org/name"}, running=True, environ={"HF_HUB_OFFLINE": "1"})
     assert told == expected
     model(write, model_type="llama")
     loadable(Path("model"))
@@ -384,10 +378,7 @@ def test_tracking_needs_a_key(write: Write, tmp_path: Path, script: str) -> None
     assert one(script, WANDB, environ=home) == expected
     write(".netrc", "machine api.wandb.ai login user password secret\n")
     assert found(script, WANDB, environ=home) == []
-    assert (
-        one(script, WANDB, environ={**home, "WANDB_BASE_URL": "https://wandb.example.org"})
-        == expected
-    )
+    assert one(script, WANDB, environ={**home, "WANDB_BASE_URL": "https://wandb.example.org"}) == expected
     write(".netrc", "machine {\n")
     assert one(script, WANDB, environ=home) == expected
     write("mine", "machine api.wandb.ai login user password secret\n")
@@ -439,9 +430,7 @@ def test_sets_whose_size_is_known() -> None:
     assert found("sft", tulu, gpus=8, cpus=64) == []
     assert one("sft", {**tulu, "timeout": 60}, gpus=8, cpus=64)[0] == "tokenising-outlasts"
     assert data.known_rows(context("sft", {"dataset_mixer_list": ["b", "0.5"]})) is None
-    assert (
-        data.known_rows(context("sft", {"dataset_mixer_list": ["b", "x", "c", "1.e999"]})) is None
-    )
+    assert data.known_rows(context("sft", {"dataset_mixer_list": ["b", "x", "c", "1.e999"]})) is None
 
 
 def test_local_sets_are_counted_or_reckoned(write: Write) -> None:

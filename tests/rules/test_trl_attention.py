@@ -84,9 +84,7 @@ SIXTEEN_BITS: list[tuple[dict[str, Any], str | None, str]] = [
 
 def test_flash_attention_needs_16_bits() -> None:
     for args, mixed, chosen in SIXTEEN_BITS:
-        context = Context(
-            values=values_of("trl-sft", args), gpus=8, packages=FLASH, mixed_precision=mixed
-        )
+        context = Context(values=values_of("trl-sft", args), gpus=8, packages=FLASH, mixed_precision=mixed)
         assert trl_attention.choose(("flash_attention_2", "sdpa"), context).name == chosen
     # flash attention in full precision
     args = {"attn_implementation": "flash_attention_2", "bf16": False}

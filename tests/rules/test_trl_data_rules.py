@@ -86,9 +86,7 @@ OTHER = [*QUESTION, {"role": "assistant", "content": "no"}]
 WRONG = [("data-columns", "error", "dataset_name")]
 
 
-def columns(
-    write: Write, script: str, *rows: dict[str, Any], **args: Any
-) -> list[tuple[str, str, str]]:
+def columns(write: Write, script: str, *rows: dict[str, Any], **args: Any) -> list[tuple[str, str, str]]:
     write("data/train.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
     return told(script, {"dataset_name": "data", **args}, running=True)
 

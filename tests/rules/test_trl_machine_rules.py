@@ -225,9 +225,7 @@ def test_odd_files_are_no_crash(odd: Any) -> None:
     known: dict[str, Any] = {"gpus": 8, "per_device": 1, "accumulation": 2}
     for key in (*AUTO, "fp16", "bf16", "optimizer", "scheduler", "checkpoint"):
         for file in ({**AUTO, key: odd}, {**AUTO, **nested}, {key: odd}):
-            assert isinstance(
-                found("trl-sft", {"max_grad_norm": 0.5}, deepspeed=file, **known), list
-            )
+            assert isinstance(found("trl-sft", {"max_grad_norm": 0.5}, deepspeed=file, **known), list)
 
 
 def really(lines: str) -> str:
@@ -261,9 +259,7 @@ def draw_case(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any], str |
     for name in rng.sample(dropped, rng.choice([0, 0, 1])):
         file.pop(name, None)
     args: dict[str, Any] = rng.choice([{}, {}, {"bf16": False}, {"fp16": True}, {"bf16": True}])
-    evaluated: dict[str, Any] = rng.choice(
-        [{}, {}, {"bf16_full_eval": True}, {"fp16_full_eval": True}]
-    )
+    evaluated: dict[str, Any] = rng.choice([{}, {}, {"bf16_full_eval": True}, {"fp16_full_eval": True}])
     args = {
         **args,
         **evaluated,
@@ -299,9 +295,7 @@ def refused(
     before: dict[str, Any] = {"gpus": None, "mixed_precision": option}
     started: dict[str, Any] = {"gpus": gpus, "mixed_precision": "bf16"}
     shared: dict[str, Any] = {"values": values_of("trl-sft", dict(args)), "deepspeed": file}
-    contexts = [
-        Context(**shared, per_device=4, accumulation=passes, **known) for known in (before, started)
-    ]
+    contexts = [Context(**shared, per_device=4, accumulation=passes, **known) for known in (before, started)]
     return any(
         finding.severity == "error"
         for context in contexts

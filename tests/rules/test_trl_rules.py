@@ -51,8 +51,7 @@ def found(stage_name: str, **changes: Any) -> list[Finding]:
 def told(stage_name: str, changes: Mapping[str, Any]) -> list[str]:
     """Each finding as `code severity key`."""
     return [
-        f"{f.code} {f.severity} {(f.key or '').removeprefix('args.')}"
-        for f in found(stage_name, **changes)
+        f"{f.code} {f.severity} {(f.key or '').removeprefix('args.')}" for f in found(stage_name, **changes)
     ]
 
 
@@ -156,9 +155,7 @@ GOES_WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("table", "parser"), [(REFUSED, True), (GOES_WRONG, False)])
-def test_each_rule_speaks_where_it_should(
-    table: list[tuple[str, dict[str, Any], str]], parser: bool
-) -> None:
+def test_each_rule_speaks_where_it_should(table: list[tuple[str, dict[str, Any], str]], parser: bool) -> None:
     wrong = []
     for stage_name, changes, expected in table:
         # one combination of settings can be wrong twice, and then both are said
@@ -167,9 +164,7 @@ def test_each_rule_speaks_where_it_should(
             "conditional-key warning metric_for_best_model",
             "prefetch-workers error dataloader_prefetch_factor",
         }  # fmt: skip
-        layers = {
-            f.layer == "parser" for f in found(stage_name, **changes) if expected[:9] in f.code
-        }
+        layers = {f.layer == "parser" for f in found(stage_name, **changes) if expected[:9] in f.code}
         if told(stage_name, changes).count(expected) != 1 or others or layers - {parser}:
             wrong.append((changes, expected, told(stage_name, changes)))
     assert wrong == []

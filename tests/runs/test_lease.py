@@ -37,10 +37,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 @pytest.fixture
 def container() -> tuple[str, ...]:
     """What starts a command in a PID namespace of its own."""
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*NAMESPACE, "true"], check=False).returncode
-    ):
+    if shutil.which("unshare") is None or subprocess.run([*NAMESPACE, "true"], check=False).returncode:
         pytest.skip("no PID namespace can be made here")
     return NAMESPACE
 
@@ -278,9 +275,7 @@ def test_a_run_of_another_namespace_is_seen_running_and_can_be_stopped(
 
 
 @pytest.mark.slow
-def test_nothing_is_concluded_of_a_run_that_cannot_be_seen(
-    world: World, container: tuple[str, ...]
-) -> None:
+def test_nothing_is_concluded_of_a_run_that_cannot_be_seen(world: World, container: tuple[str, ...]) -> None:
     told = world.root / "told"
     folder = world.prepared(
         "pid=leader", "step=3", "sleep=600", output=str(output(world)),

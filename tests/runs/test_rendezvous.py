@@ -41,9 +41,7 @@ def test_by_options(given: str, host: str, port: int) -> None:
         (2, 0, "head:65536", "bad-main-address"), (2, 0, "$(touch pwned)", "bad-main-address"),
     ],
 )  # fmt: skip
-def test_options_that_cannot_be(
-    nodes: int, rank: int | None, address: str | None, expected: str
-) -> None:
+def test_options_that_cannot_be(nodes: int, rank: int | None, address: str | None, expected: str) -> None:
     with pytest.raises(UsageError) as error:
         rendezvous.find(nodes, rank, address, {})
     assert code(error) == expected

@@ -234,9 +234,7 @@ def test_the_head_of_a_manifest_is_read_alone(root: Path) -> None:
     assert "args" not in head
 
 
-def test_runs_are_known_from_elsewhere(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_are_known_from_elsewhere(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = tmp_path / "a 'b'\nü" / "runs"
     odd.mkdir(parents=True)
     for folder in (RunFolder(odd / "2025-b"), RunFolder(odd / "2025 b"), RunFolder(odd / "2025-a")):
@@ -291,8 +289,6 @@ def test_last_is_the_run_that_was_started_last(root: Path) -> None:
 @pytest.mark.parametrize("name", ["probe.py", "accelerate/neutral.yaml", "deepspeed/zero3.json"])
 def test_an_attempt_of_an_earlier_version_finds_launchs_own_files(name: str) -> None:
     argv = ("python", f"/opt/launch/launcher/{name}", "/mine/launcher/probe.pyx", "--x", "1")
-    waiting = Attempt(
-        number=1, argv=argv, env={}, environ={}, cwd="/", stage="sft", backend="trl", title="x"
-    )
+    waiting = Attempt(number=1, argv=argv, env={}, environ={}, cwd="/", stage="sft", backend="trl", title="x")
     command = waiting.command({})
     assert Path(command.argv[1]).is_file() and command.argv[2:] == argv[2:]

@@ -66,9 +66,7 @@ def record(folder: RunFolder, attempt: int = 1) -> dict[str, Any]:
     ("steps", "code", "number"),
     [(["print=2"], 0, None), (["raise=no"], 1, None), (["kill=KILL"], 137, 9)],
 )
-def test_the_exit_is_recorded(
-    folder: RunFolder, steps: list[str], code: int, number: int | None
-) -> None:
+def test_the_exit_is_recorded(folder: RunFolder, steps: list[str], code: int, number: int | None) -> None:
     ended = runner.run(fake(*steps), folder, 1)
     assert (ended.returncode, ended.signal, ended.stopped) == (code, number, None)
     assert record(folder) == {
@@ -91,9 +89,7 @@ def test_a_full_disk_costs_the_records_not_the_run(
 
 
 @pytest.mark.parametrize(("where", "end"), [("group", "exit=0"), ("session", "kill=KILL")])
-def test_what_outlives_the_leader_is_ended(
-    folder: RunFolder, pids: Path, where: str, end: str
-) -> None:
+def test_what_outlives_the_leader_is_ended(folder: RunFolder, pids: Path, where: str, end: str) -> None:
     steps = [f"child={where}", f"wait={pids / 'child'}", end]
     runner.run(fake(*steps), folder, 1)
     # killed it is, but a busy machine may take its time to bury it

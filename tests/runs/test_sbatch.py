@@ -64,9 +64,7 @@ def test_a_folder_is_never_shell(value: str, tmp_path: Path) -> None:
     script.write_bytes(os.fsencode(made(folder, launch=[str(bin / "launch"), value])))
     environ = {"PATH": f"{bin}:{os.environ['PATH']}", "OUT": str(out)}
     for shell in ("sh", "bash"):
-        subprocess.run(
-            [shell, str(script)], env=environ, check=True, cwd=tmp_path, timeout=PATIENCE_S
-        )
+        subprocess.run([shell, str(script)], env=environ, check=True, cwd=tmp_path, timeout=PATIENCE_S)
     words = [value, "exec", str(folder)]
     expected = [*words, "--prepare", *words] * 2
     assert out.read_bytes().decode().split("\0")[:-1] == expected

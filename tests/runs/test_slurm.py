@@ -85,13 +85,9 @@ def until_state(job: Job, environ: dict[str, str], *wanted: str) -> None:
     until(lambda: state() in wanted, state)
 
 
-def submitted(
-    folder: Path, launch: list[str], environ: dict[str, str], **options: str | None
-) -> Job:
+def submitted(folder: Path, launch: list[str], environ: dict[str, str], **options: str | None) -> Job:
     folder.mkdir()
-    text = sbatch.script(
-        name=folder.name, folder=folder, launch=launch, nodes=2, gpus=0, options=options
-    )
+    text = sbatch.script(name=folder.name, folder=folder, launch=launch, nodes=2, gpus=0, options=options)
     return slurm.submit(RunFolder(folder), text, nodes=2, options=options, environ=environ)
 
 
@@ -103,8 +99,7 @@ def told(folder: Path) -> list[dict[str, Any]]:
 def nodes_up(folder: Path, times: int = 1) -> Callable[[], bool]:
     """Whether both nodes have begun, so many times."""
     return lambda: (
-        sum("--prepare" not in one["argv"] and "stopped" not in one for one in told(folder))
-        >= 2 * times
+        sum("--prepare" not in one["argv"] and "stopped" not in one for one in told(folder)) >= 2 * times
     )
 
 
@@ -159,9 +154,7 @@ def test_a_job_that_is_queued_again_is_prepared_again_and_its_log_goes_on(
     (folder / "go").touch()
     again(cluster, job)
     until_state(job, environ, "COMPLETED")
-    begun = [
-        (one["restart"], "--prepare" in one["argv"]) for one in told(folder) if "stopped" not in one
-    ]
+    begun = [(one["restart"], "--prepare" in one["argv"]) for one in told(folder) if "stopped" not in one]
     assert begun == [(nth, prepare) for nth in (None, "1") for prepare in (True, False, False)]
     log = (folder / "slurm.log").read_text()
     assert log.count("said on 1") == 2
@@ -220,9 +213,7 @@ def steps_of(job: Job) -> list[int]:
     return found
 
 
-def test_what_sbatch_refuses_is_said(
-    tmp_path: Path, environ: dict[str, str], stand_in: list[str]
-) -> None:
+def test_what_sbatch_refuses_is_said(tmp_path: Path, environ: dict[str, str], stand_in: list[str]) -> None:
     with pytest.raises(NotReady) as error:
         submitted(tmp_path / "run", stand_in, environ, partition="nowhere")
     message = error.value.findings[0].message
@@ -332,9 +323,7 @@ def steps(run: Path) -> int:
 def test_two_nodes_train_are_queued_again_and_finish(
     launch: Callable[..., dict[str, Any]], environ: dict[str, str], cluster: Cluster
 ) -> None:
-    run = queued(
-        launch, "again", "max_steps=10", "save_strategy=steps", "save_steps=2", "learning_rate=1e-3"
-    )
+    run = queued(launch, "again", "max_steps=10", "save_strategy=steps", "save_steps=2", "learning_rate=1e-3")
     job = slurm.job(RunFolder(run))
     assert job is not None
     until(lambda: steps(run) > 2, lambda: (run / "slurm.log").read_text() + cluster.logs())

@@ -303,9 +303,7 @@ def test_a_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean `unknown-key`" in capsys.readouterr().err
 
 
-def test_what_launch_derives_is_the_value_here(
-    capsys: pytest.CaptureFixture[str], write: Write
-) -> None:
+def test_what_launch_derives_is_the_value_here(capsys: pytest.CaptureFixture[str], write: Write) -> None:
     path = write("s.yaml", STAGE + "batch: {global: 128, per_device: 16}\n")
 
     def here(key: str, *words: str) -> str:

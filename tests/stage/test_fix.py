@@ -62,8 +62,7 @@ MENDED = {
     "dashes": (SFT + DATA + "  learning-rate: 1e-5\n", SFT + DATA + "  learning_rate: 1e-5\n"),
     "abbreviated": (SFT + DATA + "  learning_rat: 1e-5\n", SFT + DATA + "  learning_rate: 1e-5\n"),
     "a mixer of shares": (
-        SFT
-        + "  dataset_mixer:\n    # one\n    a: 1.0 # 1\n\n    'b': 0.5\n    # c: 1.0\n  seed: 1\n",
+        SFT + "  dataset_mixer:\n    # one\n    a: 1.0 # 1\n\n    'b': 0.5\n    # c: 1.0\n  seed: 1\n",
         SFT + "  dataset_mixer_list:\n    # one\n    - a\n    - 1.0 # 1\n\n    - 'b'\n    - 0.5\n"
         "    # c: 1.0\n  seed: 1\n",
     ),
@@ -148,24 +147,14 @@ def test_there_is_no_guessing(write: Write, line: str) -> None:
 
 
 def test_the_rest_is_mended_although_one_is_left(write: Write) -> None:
-    text = (
-        SFT
-        + DATA
-        + "  max_length: long\n  use_flash_attn: true\n  chat_template: a\n  model_name: x\n"
-    )
+    text = SFT + DATA + "  max_length: long\n  use_flash_attn: true\n  chat_template: a\n  model_name: x\n"
     found = mended(write, text)
-    assert (
-        found.after == SFT + DATA + "  max_length: long\n  chat_template_name: a\n  model_name: x\n"
-    )
+    assert found.after == SFT + DATA + "  max_length: long\n  chat_template_name: a\n  model_name: x\n"
     assert reasons(found).keys() == {"args.max_length", "args.model_name"}
 
 
 def test_what_nothing_reads_is_deleted(write: Write) -> None:
-    text = (
-        SFT
-        + DATA
-        + "  # many\n  preprocessing_num_workers: 8 # CPUs\n  hf_metadata_dataset:\n  - a\n"
-    )
+    text = SFT + DATA + "  # many\n  preprocessing_num_workers: 8 # CPUs\n  hf_metadata_dataset:\n  - a\n"
     assert mended(write, text).after == SFT + DATA + "  # many\n"
     # what nothing reads stays where another key needs it
     text = SFT + "  dataset_name: a\n  dataset_config_name: b\n"
@@ -242,9 +231,7 @@ args:\r
 @pytest.mark.parametrize(
     ("mark", "end", "last"), [(b"", "\n", ""), (b"\xef\xbb\xbf", "\r\n", "\n\n  # end\n")]
 )
-def test_everything_else_stays_byte_for_byte(
-    write: Write, mark: bytes, end: str, last: str
-) -> None:
+def test_everything_else_stays_byte_for_byte(write: Write, mark: bytes, end: str, last: str) -> None:
     name = "wandb_project_name"
     faulty, fixed = (
         (text.replace("run_name", name) + last).replace("\r", "").replace("\n", end).encode()

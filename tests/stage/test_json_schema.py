@@ -75,9 +75,7 @@ def wrong_with(backend: str, name: str, args: dict[str, Any]) -> list[Finding]:
 def refused(found: Iterable[Finding]) -> set[str]:
     """The arguments that launch refuses by themselves: their name, or their value."""
     return {
-        str(f.key).removeprefix("args.")
-        for f in found
-        if f.code == "bad-value" or f.code.endswith("-key")
+        str(f.key).removeprefix("args.") for f in found if f.code == "bad-value" or f.code.endswith("-key")
     }
 
 

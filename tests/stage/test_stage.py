@@ -218,9 +218,7 @@ def test_a_name_that_is_newer_is_answered_with_the_older_one(older: Any, tmp_pat
     (found,) = [f for f in older(text).findings if f.key == "args.num_epochs"]
     assert (found.code, found.severity) == ("renamed-key", "error")
     assert "`num_train_epochs`, later renamed to `num_epochs` by #1357" in found.message
-    assert (found.help or "").startswith(
-        "write `num_train_epochs`  (open_instruct/dpo_tune_cache.py:"
-    )
+    assert (found.help or "").startswith("write `num_train_epochs`  (open_instruct/dpo_tune_cache.py:")
     checkout = ["--open-instruct", str(tmp_path / "oi"), "--allow-unpinned"]
     main(["validate-config", str(tmp_path / "a.yaml"), *checkout, "--fix"])
     assert "  num_train_epochs: 2  # both\n" in (tmp_path / "a.yaml").read_text()

@@ -86,9 +86,7 @@ class _Flash(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-def _flash_attention(
-    module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any
-) -> Any:
+def _flash_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
     """transformers' flash path: (batch, heads, length, dim) in, (batch, length, heads, dim) out."""
     # fp32 states (autocast, adapters in fp32) are cast for the kernel
     query, key, value = (t.to(HALF).transpose(1, 2) for t in (query, key, value))
@@ -352,9 +350,7 @@ def _olmo_core(name: str, *, vocab: int, layers: int) -> Any:
     from olmo_core.nn.attention import AttentionBackendName
     from olmo_core.nn.transformer import TransformerConfig
 
-    config = getattr(TransformerConfig, name)(
-        vocab_size=vocab, attn_backend=AttentionBackendName.torch
-    )
+    config = getattr(TransformerConfig, name)(vocab_size=vocab, attn_backend=AttentionBackendName.torch)
     config.n_layers = layers
     model = config.build(init_device="cpu")
     for block in model.blocks.values():
@@ -370,9 +366,7 @@ def _olmo_core(name: str, *, vocab: int, layers: int) -> Any:
     return model
 
 
-def measure_olmo_core(
-    name: str, vocab: int, *, layers: int, rows: int, length: int, no_grad: bool
-) -> int:
+def measure_olmo_core(name: str, vocab: int, *, layers: int, rows: int, length: int, no_grad: bool) -> int:
     """The peak for dpo.py, weights as FSDP gathers them."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = _olmo_core(name, vocab=vocab, layers=layers)
@@ -455,9 +449,7 @@ def kept_by_compiled_layer(name: str, *, length: int, share: float) -> int:
     from olmo_core.nn.transformer import TransformerConfig
     from torch._functorch import config as functorch
 
-    config = getattr(TransformerConfig, name)(
-        vocab_size=64, attn_backend=AttentionBackendName.torch
-    )
+    config = getattr(TransformerConfig, name)(vocab_size=64, attn_backend=AttentionBackendName.torch)
     config.n_layers = 1
     block = config.build(init_device="cpu").to(HALF).blocks["0"]
     x = torch.randn(1, length, config.d_model, dtype=HALF, requires_grad=True)
@@ -506,9 +498,7 @@ def measure(
     implementations = {"flash": "traced_kernel", "sdpa": "traced_sdpa"}
     config._attn_implementation = implementations[attention]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = build(
-            config, lora=lora, dtype=dtype, adapter=adapter, targets=targets, dropout=dropout
-        )
+        model = build(config, lora=lora, dtype=dtype, adapter=adapter, targets=targets, dropout=dropout)
         model.train()
         if checkpointing:
             model.gradient_checkpointing_enable()

@@ -28,10 +28,7 @@ class Engine(Tracker):
     """Products are made in fp32, uncounted: a CPU without bf16 instructions is 15 times slower at them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
-            and args[0].dtype == HALF
-        ):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default) and args[0].dtype == HALF:
             args = [arg.float() for arg in args]
             out = func(*args).to(HALF)
             self.see(out)
@@ -138,9 +135,7 @@ def main(output: Path, cases: list[dict[str, Any]]) -> None:
     for number, case in enumerate(cases):
         # new processes for each: what an engine before it left behind counts as freed in this one
         place = output.with_name(f"{number}.json")
-        start_processes(
-            rank, (case["ranks"], place, case), nprocs=case["ranks"], start_method="fork"
-        )
+        start_processes(rank, (case["ranks"], place, case), nprocs=case["ranks"], start_method="fork")
         found.append(json.loads(place.read_text()))
     output.write_text(json.dumps(found))
 

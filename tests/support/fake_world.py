@@ -141,9 +141,7 @@ class World:
         version = self.root / "site" / "torch" / "version.py"
         version.parent.mkdir(parents=True)
         version.with_name("__init__.py").touch()
-        version.write_text(
-            "__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip = None\n"
-        )
+        version.write_text("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip = None\n")
         path = self.python()
         asked = f"export PYTHONPATH={shlex.quote(str(self.root / 'site'))}; exec"
         path.write_text(path.read_text().replace("then exec", f"then {asked}"))
@@ -184,9 +182,7 @@ class World:
         except BaseException:
             running.kill()
             raise
-        done = subprocess.CompletedProcess(
-            words, running.returncode, os.fsdecode(out), os.fsdecode(err)
-        )
+        done = subprocess.CompletedProcess(words, running.returncode, os.fsdecode(out), os.fsdecode(err))
         assert "Traceback" not in done.stderr, done.stderr
         assert done.returncode != 70, done.stderr
         return done

@@ -44,9 +44,7 @@ class StandIn:
 
     def prepare(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         if self.case["engine"].startswith("zero"):
-            engine, *_ = deepspeed().initialize(
-                model=model, optimizer=optimizer, config=zero(self.case)
-            )
+            engine, *_ = deepspeed().initialize(model=model, optimizer=optimizer, config=zero(self.case))
             self.deepspeed_engine_wrapped = DeepSpeedEngineWrapper(engine)
             return engine, optimizer
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -185,9 +183,7 @@ def train(case: dict[str, Any], folder: Path, rank: int) -> None:
         if real
         else types.SimpleNamespace(Accelerator=StandIn)
     )
-    stepping = (
-        accelerate.optimizer if real else types.SimpleNamespace(AcceleratedOptimizer=Stepping)
-    )
+    stepping = accelerate.optimizer if real else types.SimpleNamespace(AcceleratedOptimizer=Stepping)
     if rank not in case.get("unwatched", ()):
         trainers.watch_accelerate(probe, module)
         trainers.watch_optimizer(probe, stepping)

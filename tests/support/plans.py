@@ -64,10 +64,6 @@ def built(
     return command.build(made, trainer(python=python), folder, environ=environ or {})
 
 
-def trainer(
-    *packages: str, python: Path = PYTHON, version: tuple[int, ...] = (3, 12, 1)
-) -> Trainer:
+def trainer(*packages: str, python: Path = PYTHON, version: tuple[int, ...] = (3, 12, 1)) -> Trainer:
     """An interpreter that has these packages."""
-    return Trainer(
-        python=python, source="a test", version=version, packages=dict.fromkeys(packages, "1.0")
-    )
+    return Trainer(python=python, source="a test", version=version, packages=dict.fromkeys(packages, "1.0"))

@@ -106,9 +106,7 @@ class Run:
         resume.set_aside(decision, attempt)
         rundir.keep_manifest(self.folder)
         made = plan.with_derived(self.made, decision.derived)
-        told = manifest.manifest(
-            attempt, rundir.now(), made, built(made), self.trainer, self.output, []
-        )
+        told = manifest.manifest(attempt, rundir.now(), made, built(made), self.trainer, self.output, [])
         more = {"resume": decision.as_json(), "contents": inputs.of_plan(made)}
         files.write_json(self.folder.manifest, {**told, **more})
         self.folder.console(attempt).write_text("")

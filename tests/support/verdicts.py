@@ -26,9 +26,7 @@ GOLDEN = DATA / "agreement"
 @functools.cache
 def schema_of(backend: str, stage_name: str) -> Schema:
     """The committed schema, whatever is installed or checked out; thousands of cases ask for it."""
-    pinned = Upstream(
-        backend=backend, root=None, source="snapshot", is_named=False, pin="", version=""
-    )
+    pinned = Upstream(backend=backend, root=None, source="snapshot", is_named=False, pin="", version="")
     return locate.load_schema(pinned, stage_name)
 
 
@@ -39,9 +37,7 @@ class Snapshot(Locator):
         return locate.locate(backend, search=()) if backend == "trl" else SNAPSHOT
 
 
-SNAPSHOT = Upstream(
-    backend="open_instruct", root=None, source="snapshot", is_named=False, pin="", version=""
-)
+SNAPSHOT = Upstream(backend="open_instruct", root=None, source="snapshot", is_named=False, pin="", version="")
 
 
 def words_of(schema: Schema, arguments: Arguments) -> list[str]:
@@ -61,13 +57,7 @@ def refused_by_launch(backend: str, stage_name: str, sets: Sequence[Arguments]) 
     for arguments in sets:
         config = Config(path=Path("made.yaml"), shape="stage", options=options, args=arguments)
         found = stage.judge(config, locator=locator).findings
-        told.append(
-            [
-                f"{f.code}: {f.message}"
-                for f in found
-                if (f.severity, f.layer) == ("error", "parser")
-            ]
-        )
+        told.append([f"{f.code}: {f.message}" for f in found if (f.severity, f.layer) == ("error", "parser")])
     return told
 
 

@@ -110,18 +110,14 @@ def test_dpo_never_meets_a_stale_cache(place: Path) -> None:
         path.write_bytes(path.read_bytes())
     seen, second, run = dpo("second")
     assert seen == {"dataset": "hit", "reference": "hit"}
-    assert {kind: one.path for kind, one in second.items()} == {
-        kind: one.path for kind, one in first.items()
-    }
+    assert {kind: one.path for kind, one in second.items()} == {kind: one.path for kind, one in first.items()}
     assert all("the same content" in one.text for one in diagnosis.why(run))
 
     retrain(model)
     seen, third, run = dpo("third")
     assert seen == {"dataset": "hit", "reference": "miss"}
     told = {one.kind: one for one in diagnosis.why(run)}
-    assert [one.what for one in told["reference"].differences] == [
-        "build/demo/model/model.safetensors"
-    ]
+    assert [one.what for one in told["reference"].differences] == ["build/demo/model/model.safetensors"]
     # upstream itself cannot tell the two apart: the entries bear the same name
     names = [sorted(p.name for p in one["reference"].path.glob("*.pt")) for one in (first, third)]
     assert names[0] == names[1] and len(names[0]) == 1

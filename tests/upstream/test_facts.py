@@ -87,9 +87,7 @@ def test_mappings_that_names_are_looked_up_in(root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["finetune.py", "helper.py"])
-def test_a_changed_file_is_read_again(
-    ask: Asked, root: Path, reads: list[Sequence[str]], name: str
-) -> None:
+def test_a_changed_file_is_read_again(ask: Asked, root: Path, reads: list[Sequence[str]], name: str) -> None:
     ask()
     path = root / name
     before = path.read_text(encoding="utf-8")
@@ -141,9 +139,7 @@ def test_a_second_question_reads_nothing_but_in_another_version_of_launch(
         b"[" * 100_000,
     ],
 )
-def test_a_damaged_entry_is_read_anew(
-    ask: Asked, reads: list[Sequence[str]], content: bytes
-) -> None:
+def test_a_damaged_entry_is_read_anew(ask: Asked, reads: list[Sequence[str]], content: bytes) -> None:
     good = ask()
     (entry,) = entries()
     entry.write_bytes(content)
@@ -162,9 +158,7 @@ def test_a_damaged_entry_is_read_anew(
         (FINETUNE.replace("max_seq_length", "longest"), "it has no max_seq_length"),
     ],
 )
-def test_a_script_that_cannot_be_read_says_why(
-    root: Path, ask: Asked, text: str, reason: str
-) -> None:
+def test_a_script_that_cannot_be_read_says_why(root: Path, ask: Asked, text: str, reason: str) -> None:
     (root / "finetune.py").write_text(text, encoding="utf-8")
     told = ask()
     assert reason in told["unreadable"]["sft"]

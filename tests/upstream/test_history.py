@@ -145,12 +145,8 @@ def test_what_an_argument_is_called_now() -> None:
 
 
 def test_removed_renamed_and_moved(repo: Checkout) -> None:
-    repo.commit(
-        "start", {SFT: arguments("lr: float = 1.0", "old_name: int = 3", "gone: bool = True")}
-    )
-    repo.commit(
-        "Rename (#7)", {SFT: arguments("lr: float = 1.0", "new_name: int = 3", "gone: bool = True")}
-    )
+    repo.commit("start", {SFT: arguments("lr: float = 1.0", "old_name: int = 3", "gone: bool = True")})
+    repo.commit("Rename (#7)", {SFT: arguments("lr: float = 1.0", "new_name: int = 3", "gone: bool = True")})
     repo.commit("Remove (#8)", {SFT: arguments("lr: float = 1.0", "new_name: int = 3")})
     base = arguments("lr: float = 1.0", "new_name: int = 3", name="Base", main="")
     script = "from open_instruct import dataset_transformation\n" + arguments(
@@ -182,9 +178,7 @@ def test_several_renames_in_one_commit_are_told_apart(repo: Checkout) -> None:
     repo.commit("1", {SFT: arguments("beta: float = 0.1", "list: str = ''", "z: int = 0")})
     assert repo.last("dpo_beta") == "renamed beta@1"
     assert repo.last("mix_list") == "renamed list@1"
-    repo.commit(
-        "2", {SFT: arguments("beta: float = 0.1", "list: str = ''", "beta_end: bool = True")}
-    )
+    repo.commit("2", {SFT: arguments("beta: float = 0.1", "list: str = ''", "beta_end: bool = True")})
     assert (repo.last("z"), repo.of("z")[0].see) == ("removed@2", ())
 
 

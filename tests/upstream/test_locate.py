@@ -22,8 +22,7 @@ FINETUNE = (
     "    brand_new: str = 'x'\n" + "".join(f"    {name}: int = 1\n" for name in NEEDED)
 )
 TOKENIZER = (
-    "from dataclasses import dataclass\n@dataclass\nclass TokenizerConfig:\n"
-    "    use_fast: bool = True\n"
+    "from dataclasses import dataclass\n@dataclass\nclass TokenizerConfig:\n    use_fast: bool = True\n"
 )
 
 Checkout = Callable[..., Path]
@@ -81,9 +80,7 @@ def test_the_order_of_places(fake: Checkout, monkeypatch: pytest.MonkeyPatch) ->
     ("name", "words"),
     [("empty", "is empty"), ("other", "does not hold one"), ("no", "is not there")],
 )
-def test_a_named_place_that_holds_no_checkout(
-    write: Write, tmp_path: Path, name: str, words: str
-) -> None:
+def test_a_named_place_that_holds_no_checkout(write: Write, tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / "empty").mkdir()
     write("other/README.md", "")
     for environ, checkout in (
@@ -105,9 +102,7 @@ def test_packages_are_found_on_another_interpreters_path(tmp_path: Path) -> None
     assert locate.locate("trl", search=(tmp_path,)).source == "snapshot"
 
 
-def test_files_that_equal_the_snapshots_are_the_pin(
-    fake: Checkout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_equal_the_snapshots_are_the_pin(fake: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
     root = fake()
     pin_to(root, monkeypatch)
     source = locate.locate("open_instruct", checkout=root)
@@ -131,9 +126,7 @@ def test_files_that_equal_the_snapshots_are_the_pin(
         (True, True, True, "warning"),
     ],
 )
-def test_what_is_said_of_another_commit(
-    is_named: bool, running: bool, allowed: bool, severity: str
-) -> None:
+def test_what_is_said_of_another_commit(is_named: bool, running: bool, allowed: bool, severity: str) -> None:
     source = Upstream(
         backend="open_instruct", root=Path("/x"), source="found", is_named=is_named, pin="a" * 40,
         version="b" * 40, changed=("open_instruct/finetune.py",),

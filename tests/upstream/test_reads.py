@@ -47,9 +47,7 @@ FOLLOWED = {
             CFG = args
             g()
     """,
-    "partial": (
-        "from functools import partial\ndef g(o, x): use(o.a)\ndef main(args): partial(g, args)(1)"
-    ),
+    "partial": ("from functools import partial\ndef g(o, x): use(o.a)\ndef main(args): partial(g, args)(1)"),
     "partial with the rest later": """
         from functools import partial
         def g(x, o): use(o.a)
@@ -75,13 +73,9 @@ FOLLOWED = {
         TABLE = {"z": max, **dict.fromkeys(["x", "y"], g)}
         def main(args): TABLE["x"](args)
     """,
-    "a wrapped function": (
-        "def g(o): use(o.a)\ndef main(args):\n    f = torch.compile(g)\n    f(args)"
-    ),
+    "a wrapped function": ("def g(o): use(o.a)\ndef main(args):\n    f = torch.compile(g)\n    f(args)"),
     "a returned object": "def same(o): return o\ndef main(args): use(same(args).a)",
-    "a returned pair": (
-        "def two(o): return 1, o\ndef main(args):\n    _, o = two(args)\n    use(o.a)"
-    ),
+    "a returned pair": ("def two(o): return 1, o\ndef main(args):\n    _, o = two(args)\n    use(o.a)"),
     "a generator": "def g(o): yield o\ndef main(args):\n    for one in g(args): use(one.a)",
     "yield from": """
         def g(o): yield o
@@ -268,8 +262,7 @@ IMPORTS = {
     "a package's own names": "from pkg.deep import go\ndef main(args): go(args)",
     "deep": "import pkg.deep.down\ndef main(args): pkg.deep.down.go(args)",
     "in a try": (
-        "try:\n    from pkg.steps import go\nexcept ImportError:\n"
-        "    go = None\ndef main(args): go(args)"
+        "try:\n    from pkg.steps import go\nexcept ImportError:\n    go = None\ndef main(args): go(args)"
     ),
     "for type checkers": """
         from typing import TYPE_CHECKING
@@ -278,9 +271,7 @@ IMPORTS = {
         def main(args): go(args)
     """,
     "an instance of a class there": "from pkg.steps import T\ndef main(args): T(args)",
-    "a global there": (
-        "from pkg import steps\ndef main(args):\n    steps.CFG = args\n    steps.late()"
-    ),
+    "a global there": ("from pkg import steps\ndef main(args):\n    steps.CFG = args\n    steps.late()"),
 }
 STEPS = """
 CFG = None
@@ -313,14 +304,11 @@ args, other, rest = HfArgumentParser((Options, More)).parse_args_into_dataclasse
 main(args)
 """,
     "one object": "args = ArgumentParserPlus((Options,)).parse()\nmain(args)",
-    "a list of classes": (
-        "args, = HfArgumentParser([Options]).parse_args_into_dataclasses()\nmain(args)"
-    ),
+    "a list of classes": ("args, = HfArgumentParser([Options]).parse_args_into_dataclasses()\nmain(args)"),
     "a class alone": "args, = HfArgumentParser(Options).parse_args_into_dataclasses()\nmain(args)",
     "an index": "args = HfArgumentParser((Options,)).parse_args_into_dataclasses()[0]\nmain(args)",
     "a named parser": (
-        "parser = HfArgumentParser((Options,))\n"
-        "args, = parser.parse_args_into_dataclasses()\nmain(args)"
+        "parser = HfArgumentParser((Options,))\nargs, = parser.parse_args_into_dataclasses()\nmain(args)"
     ),
     "TRL's": "args, = TrlParser((Options,)).parse_args_and_config()\nmain(args)",
 }

@@ -89,8 +89,7 @@ def test_ranks_that_left_nothing_are_missing(tmp_path: Path) -> None:
 def test_rows_merge_log_and_probe(tmp_path: Path) -> None:
     stamp = "2026-11-20 15:41:37 - INFO - finetune.py:956 - [RANK 0]   "
     (tmp_path / "console.log").write_text(
-        f"{stamp}Step: 2, LR: 1e-05, Loss: 2.25, TPS: 50\n"
-        f"{stamp}Step: 3, LR: 1e-05, Loss: nan, TPS: 50\n"
+        f"{stamp}Step: 2, LR: 1e-05, Loss: 2.25, TPS: 50\n{stamp}Step: 3, LR: 1e-05, Loss: nan, TPS: 50\n"
     )
     write_rank(tmp_path, 0, start(0, 2), step(1), step(2), step(3, None, finite=False))
     write_rank(tmp_path, 1, start(1, 2), step(1, 4.0), step(2, seconds=0.75), step(2), step(3))
@@ -133,9 +132,7 @@ FRAME = '  File "/x/lib/python3.11/site-packages/trl/trainer/{}_trainer.py", lin
         ("Command '['/x/trl/scripts/sft.py']' returned non-zero exit status 1.\n", "sft"),
     ],
 )  # fmt: skip
-def test_tells_the_stage_by_the_trainer_that_is_named(
-    tmp_path: Path, text: str, stage: str | None
-) -> None:
+def test_tells_the_stage_by_the_trainer_that_is_named(tmp_path: Path, text: str, stage: str | None) -> None:
     (tmp_path / "log").write_text(text)
     assert read_log(tmp_path / "log").stage == stage
 

@@ -287,9 +287,7 @@ def test_a_step_has_to_be_as_large_as_planned(
     assert brief(point) == answer
     if answer[1] is False:
         late = 4 if rows[0] == 4 and len(rows) == 4 else 2
-        assert f"step {late} of rank 0: micro-batches {-(-rows[late - 1] // each)}, rows" in said(
-            point
-        )
+        assert f"step {late} of rank 0: micro-batches {-(-rows[late - 1] // each)}, rows" in said(point)
 
 
 def test_each_attempt_is_held_to_its_own_plan(tmp_path: Path) -> None:
@@ -298,9 +296,7 @@ def test_each_attempt_is_held_to_its_own_plan(tmp_path: Path) -> None:
     (path / "run.1.json").write_text(json.dumps(told))
     point = start.finish(RunFolder(path)).point("batch")
     assert brief(point) == ("different", False)
-    assert "in attempt 1, which made steps 1 to 20: the world size was 1, 8 was planned" in said(
-        point
-    )
+    assert "in attempt 1, which made steps 1 to 20: the world size was 1, 8 was planned" in said(point)
 
 
 def attempts(folder: Path, first: dict[str, Any], second: dict[str, Any], bad: int = 0) -> Path:
@@ -314,9 +310,7 @@ def attempts(folder: Path, first: dict[str, Any], second: dict[str, Any], bad: i
     lines = record.read_text().splitlines()
     begun = max(n for n, line in enumerate(lines) if '"start"' in line)
     resumed = json.dumps({"event": "resumed", "path": "checkpoint-20", "step": 20})
-    record.write_text(
-        "\n".join([*lines[: begun + 1], json.dumps(second), resumed, *lines[begun + 1 :], ""])
-    )
+    record.write_text("\n".join([*lines[: begun + 1], json.dumps(second), resumed, *lines[begun + 1 :], ""]))
     return path
 
 
@@ -341,9 +335,7 @@ def test_a_resumed_run_is_proved_where_each_attempt_is(
         assert verdict.status != "pass"
 
 
-def test_each_log_is_read_once_for_verdict_and_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_log_is_read_once_for_verdict_and_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = attempts(tmp_path / "run", OFF, ISOLATED)
     scan, scanned = evidence.scan, list[str]()
 

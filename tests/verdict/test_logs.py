@@ -39,9 +39,7 @@ def dpo_step(step: int, loss: float | str = 0.6931471824645996) -> str:
 
 def dump(block: str = "FlatArguments", **values: object) -> str:
     lines = "".join(f"│   │   {key}={value!r},\n" for key, value in values.items())
-    return (
-        f"[\n│   {block}(\n{lines}│   ),\n│   TokenizerConfig(\n│   │   use_fast=True\n│   )\n]\n"
-    )
+    return f"[\n│   {block}(\n{lines}│   ),\n│   TokenizerConfig(\n│   │   use_fast=True\n│   )\n]\n"
 
 
 def test_real_logs_of_sft_and_dpo() -> None:
@@ -76,9 +74,7 @@ def test_real_logs_of_sft_and_dpo() -> None:
     assert not log.first("reference_hit")
 
 
-@pytest.mark.parametrize(
-    ("name", "every", "total"), [("trl_sft.log", 5, 150), ("trl_dpo.log", 5, 75)]
-)
+@pytest.mark.parametrize(("name", "every", "total"), [("trl_sft.log", 5, 150), ("trl_dpo.log", 5, 75)])
 def test_numbers_the_dicts_of_trl_by_the_bar(name: str, every: int, total: int) -> None:
     log = scan(LOGS / name, PATTERNS)
     assert [s.step for s in log.steps] == list(range(every, total + 1, every))
@@ -89,9 +85,7 @@ def test_numbers_the_dicts_of_trl_by_the_bar(name: str, every: int, total: int) 
 
 
 def test_reads_aux_loss_in_both_spellings(tmp_path: Path) -> None:
-    sft = (
-        f"{STAMP}finetune.py:951 - [RANK 0]   Step: 1, LR: 1e-05, Loss: 2.5, Aux Loss: 0.25, TPS: 9"
-    )
+    sft = f"{STAMP}finetune.py:951 - [RANK 0]   Step: 1, LR: 1e-05, Loss: 2.5, Aux Loss: 0.25, TPS: 9"
     dpo = f"{STAMP}dpo_tune_cache.py:682 -   Step: 2, LR: 1e-05, Loss: 2.5 Aux Loss: 0.5"
     log = log_of(tmp_path, f"{sft}\n{dpo}\n")
     assert [s.extra for s in log.steps] == [{"aux_loss": 0.25}, {"aux_loss": 0.5}]
@@ -312,9 +306,7 @@ def test_a_dump_of_arguments_begins_another_run(tmp_path: Path, second: str) -> 
     ],
 )
 @pytest.mark.parametrize(("rank", "number"), [("", ""), ("[rank3]: ", "3"), ("[default3]:", "3")])
-def test_a_traceback_behind_what_collects_lines(
-    tmp_path: Path, prefix: str, rank: str, number: str
-) -> None:
+def test_a_traceback_behind_what_collects_lines(tmp_path: Path, prefix: str, rank: str, number: str) -> None:
     lines = (
         "Traceback (most recent call last):", '  File "a.py", line 1, in main', "    run()",
         "KeyError: 'x'", "", "During handling of the above exception, another exception occurred:",
@@ -357,13 +349,9 @@ CELL = (
 )
 
 
-@pytest.mark.parametrize(
-    "shown", [BOX, "\r 10%|█ | 4/40 [00:01<00:09, 1.00it/s]" + BOX, ASCII_BOX, CELL]
-)
+@pytest.mark.parametrize("shown", [BOX, "\r 10%|█ | 4/40 [00:01<00:09, 1.00it/s]" + BOX, ASCII_BOX, CELL])
 @pytest.mark.parametrize(("prefix", "rank"), [("", ""), ("[rank1]: ", "1")])
-def test_a_traceback_as_rich_and_ipython_show_it(
-    tmp_path: Path, shown: str, prefix: str, rank: str
-) -> None:
+def test_a_traceback_as_rich_and_ipython_show_it(tmp_path: Path, shown: str, prefix: str, rank: str) -> None:
     told = "".join(f"{prefix}{line}\n" for line in shown.splitlines())
     (raised,) = log_of(tmp_path, told + "ValueError: another\n").all("exception")
     assert (raised.fields["message"], raised.fields["rank"]) == ("no", rank)
@@ -389,9 +377,7 @@ def evaluated(tail: str) -> str:
         f"\r {n}%|█ | {n}/100 [00:01<00:09, 1.00it/s]{ {'loss': 2.0, 'epoch': n / 100} }\n"
         for n in (10, 20, 30)
     )
-    return (
-        f"\r  0%|  | 0/100 [00:00<?, ?it/s]{bars}\r 40%|██ | 40/100 [00:01<00:09, 1.00it/s]{tail}"
-    )
+    return f"\r  0%|  | 0/100 [00:00<?, ?it/s]{bars}\r 40%|██ | 40/100 [00:01<00:09, 1.00it/s]{tail}"
 
 
 def test_the_bar_of_an_evaluation_is_no_step(tmp_path: Path) -> None:

@@ -191,9 +191,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_model_that_is_not_the_one_that_was_saved_is_no_pass(
-    run: Run, tmp_path: Path, fault: str
-) -> None:
+def test_a_model_that_is_not_the_one_that_was_saved_is_no_pass(run: Run, tmp_path: Path, fault: str) -> None:
     spoil, state, words = FAULTS[fault]
     output = trained(run, tmp_path)
     before = judged(run.folder)
@@ -207,9 +205,7 @@ def test_a_model_that_is_not_the_one_that_was_saved_is_no_pass(
     assert point(judged(run.folder, model="any"), "model").ok  # type: ignore[union-attr]
 
 
-def test_a_save_that_left_nothing_is_no_pass_and_an_old_record_says_nothing(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_save_that_left_nothing_is_no_pass_and_an_old_record_says_nothing(run: Run, tmp_path: Path) -> None:
     run.log(sft(5))
     run.exit(0)
     nowhere = str(tmp_path / "nowhere")
@@ -244,9 +240,7 @@ def test_of_a_model_on_another_machine_nothing_is_known(run: Run, tmp_path: Path
     assert judged(run.folder, model="saved").point("model").ok is None
 
 
-def test_what_changed_since_the_start_fails_with_file_and_fingerprints(
-    run: Run, tmp_path: Path
-) -> None:
+def test_what_changed_since_the_start_fails_with_file_and_fingerprints(run: Run, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("one\n")
     saved.model(tmp_path / "model")
@@ -381,9 +375,7 @@ def test_a_checkpoint_with_other_bytes_gives_way_to_an_older_one(
     assert (decision.kind, codes(decision)["nothing-to-resume"]) == ("new", "note")
 
 
-def test_the_watch_takes_checksums_beside_the_training(
-    stages: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_watch_takes_checksums_beside_the_training(stages: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksums, "EVERY_S", 0.05)
     one = stages(TRL)
     one.start()

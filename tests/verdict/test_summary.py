@@ -105,9 +105,7 @@ def test_a_killed_rank_is_not_the_error_of_its_launcher() -> None:
     assert found.repeated == ("ended by SIGKILL", "see dmesg")
 
 
-def test_a_run_that_passed_says_which_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_passed_says_which_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = check(made(tmp_path / "run"), capsys)
     assert (code, lines[0]) == (0, "verdict: pass  run  (dpo, 40 steps)")
     assert not any("cause" in line for line in lines)
@@ -126,9 +124,7 @@ def test_a_text_that_is_no_log_has_no_verdict(
     assert list(tmp_path.iterdir()) == [text]
 
 
-def test_a_pipe_that_is_no_log_has_no_verdict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipe_that_is_no_log_has_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "stdin").write_text("hello\n")
     with (tmp_path / "stdin").open() as file:
         before = os.dup(0)

@@ -280,9 +280,7 @@ def test_the_same_command_again_measures_nothing_twice(world: World, trials: Tri
     assert len(trials.started) == 8 and len(list(world.runs.iterdir())) == 3
 
 
-def test_a_trial_that_fails_ends_alone_and_only_time_may_mend_it(
-    world: World, trials: Trials
-) -> None:
+def test_a_trial_that_fails_ends_alone_and_only_time_may_mend_it(world: World, trials: Trials) -> None:
     words = words_for(world, "--vary", "learning_rate=0.1,0.2,0.3,0.4", *VARY[2:])
     scene = {
         "at_0_2": {"cause": "oom", "reason": "CUDA out of memory"},
@@ -305,17 +303,13 @@ def test_a_trial_that_fails_ends_alone_and_only_time_may_mend_it(
 
 @pytest.mark.parametrize(("cause", "code"), [("crash", 4), ("refused", 5)])
 def test_nothing_measured_is_a_failure(world: World, trials: Trials, cause: str, code: int) -> None:
-    found, out, _ = trials.launch(
-        *words_for(world, *VARY[2:]), at_0_1={"cause": cause, "reason": "x"}
-    )
+    found, out, _ = trials.launch(*words_for(world, *VARY[2:]), at_0_1={"cause": cause, "reason": "x"})
     assert found == code and json.loads(out)["data"]["rows"][0]["why"] == f"{cause}: x"
 
 
 def test_an_assertion_that_does_not_hold(world: World, trials: Trials) -> None:
     asserted = ("--assert", "loss<=1%", "--assert", "tokens_per_second>=1.2")
-    code, out, _ = trials.launch(
-        *words_for(world, *VARY, *asserted), at_0_2={"speed": 200, "loss": 2.1}
-    )
+    code, out, _ = trials.launch(*words_for(world, *VARY, *asserted), at_0_2={"speed": 200, "loss": 2.1})
     data = json.loads(out)["data"]
     assert code == 1 and data["broken"] == [
         {"assert": "loss<=1%", "variant": "learning_rate=0.2", "unknown": False}
@@ -327,9 +321,7 @@ def test_an_assertion_that_does_not_hold(world: World, trials: Trials) -> None:
     assert code == 2 and "there is one" in err
 
 
-def test_ctrl_c_says_what_is_known_and_the_same_command_goes_on(
-    world: World, trials: Trials
-) -> None:
+def test_ctrl_c_says_what_is_known_and_the_same_command_goes_on(world: World, trials: Trials) -> None:
     words = words_for(world, *VARY[:4])
     code, out, _ = trials.launch(*words, at_0_2={"cause": "interrupted"})
     assert code == 130 and "the same command goes on here, 1 of 6 runs are done" in out
@@ -381,9 +373,7 @@ def test_a_trial_is_a_real_run_and_is_measured(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["SIGINT", "SIGKILL"])
-def test_a_command_that_is_stopped_leaves_nothing_running(
-    world: World, trials: Trials, end: str
-) -> None:
+def test_a_command_that_is_stopped_leaves_nothing_running(world: World, trials: Trials, end: str) -> None:
     words = words_for(world, *VARY, *ONCE)
     running = world.started(*words, env={"SCENES": json.dumps({"rate=0.2": {"sleep": 600}})})
     until(lambda: len(started(world, "rate")) == 2)
@@ -401,9 +391,7 @@ def test_a_command_that_is_stopped_leaves_nothing_running(
     ]  # fmt: skip
 
 
-def test_a_full_disk_is_no_fault_of_a_setting(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_no_fault_of_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(*_words: Any, **_more: Any) -> Any:
         raise rundir.not_writable(tmp_path, "No space left on device")
 
@@ -449,9 +437,7 @@ def test_a_machine_that_no_variant_can_start_on(world: World) -> None:
 
 
 def test_the_global_batch_stays_as_the_file_has_it(world: World) -> None:
-    path = world.config(
-        learning_rate=0.1, per_device_train_batch_size=2, gradient_accumulation_steps=4
-    )
+    path = world.config(learning_rate=0.1, per_device_train_batch_size=2, gradient_accumulation_steps=4)
     path.write_text(path.read_text().replace("batch:\n  global: 2\n  per_device: 2\n", ""))
     request = Request(stage=None, config=path, gpus=0, python=Path(sys.executable))
     asked = variants.combinations(["per_device_train_batch_size=1,2,8"], [])

@@ -58,9 +58,7 @@ def test_two_that_begin_at_once_do_not_begin_twice(about: Campaign) -> None:
     """Before either has a record, and so a folder that the other could find."""
     words = [sys.executable, "-c", _TWO, str(about.root)]
     both = [
-        subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
-        )
+        subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
         for _ in range(4)
     ]
     said = [one.stdout.readline().strip() for one in both if one.stdout]

@@ -60,9 +60,7 @@ class Rungs(Here):
         verdict = check.Verdict(
             status="pass", stage=plan.stage.options.stage, steps=20, points=(trend, finish), metrics=metrics
         )  # fmt: skip
-        return Outcome(
-            run=prepared.folder, plan=plan, verdict=verdict, exit=scene["exit"], seconds=1.0
-        )
+        return Outcome(run=prepared.folder, plan=plan, verdict=verdict, exit=scene["exit"], seconds=1.0)
 
 
 @pytest.fixture
@@ -82,9 +80,7 @@ def ladders(world: World) -> list[Path]:
 
 
 def test_go(world: World, rungs: Rungs) -> None:
-    code, out, err = rungs.launch(
-        *words_for(world, "--gpus", "1,2,4", "--price", "2", "--rows", "800")
-    )
+    code, out, err = rungs.launch(*words_for(world, "--gpus", "1,2,4", "--price", "2", "--rows", "800"))
     assert code == 0, err
     assert rungs.started == ["1", "2", "4"]
     rows = [line.split() for line in out.splitlines() if " GPU" in line and "->" in line]
@@ -122,9 +118,7 @@ def test_it_goes_on_at_the_rung_that_failed(world: World, rungs: Rungs) -> None:
     rungs.launch(*words_for(world, "--gpus", "1", learning_rate=1e-4))
     installed = world.root / "site" / "liger_kernel-99.0.dist-info"
     installed.mkdir()
-    (installed / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: liger-kernel\nVersion: 99.0\n"
-    )
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: liger-kernel\nVersion: 99.0\n")
     rungs.launch(*words_for(world, "--gpus", "1"))
     assert rungs.started[6:] == ["1", "1"] and len(ladders(world)) == 4
 
@@ -216,9 +210,7 @@ def test_a_step_that_something_held_up_is_no_step() -> None:
     assert ladder.usual_step([1.0] * 9 + [30.0]) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("config", "kept"), [("tulu/sft_qwen7b", False), ("tulu/dpo_qwen7b", True)]
-)
+@pytest.mark.parametrize(("config", "kept"), [("tulu/sft_qwen7b", False), ("tulu/dpo_qwen7b", True)])
 def test_deepspeed_on_one_gpu(
     config: str, kept: bool, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

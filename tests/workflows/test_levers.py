@@ -65,9 +65,7 @@ def test_the_file_as_written_changes_nothing() -> None:
         pytest.param("demo/sft.yaml", ("max_length=256",), 0, marks=needs_trl),
     ],
 )
-def test_every_value_is_one_that_upstream_takes(
-    path: str, overrides: tuple[str, ...], gpus: int
-) -> None:
+def test_every_value_is_one_that_upstream_takes(path: str, overrides: tuple[str, ...], gpus: int) -> None:
     world = tuned.outlook(path, *overrides, gpus=gpus, rows="80:200" if gpus == 0 else "400:1000")
     made = world.space.plan
     for lever in world.space.levers:
@@ -75,9 +73,7 @@ def test_every_value_is_one_that_upstream_takes(
             settings = {**world.space.base, lever.name: value}
             total = levers.total_rows(made, world.space.rows, settings)
             if lever.name != "per_device":
-                settings["per_device"] = min(
-                    int(settings["per_device"]), total // levers.devices(made)
-                )
+                settings["per_device"] = min(int(settings["per_device"]), total // levers.devices(made))
             if total % (int(settings["per_device"]) * levers.devices(made)):
                 continue
             given = (*overrides, *levers.overrides(world.space, settings))

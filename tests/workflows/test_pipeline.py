@@ -236,15 +236,11 @@ def test_every_stage_is_judged_before_the_first(world: Chained) -> None:
     world.usual()
     world.stage("first", model_name_or_path="model", no_such=1)
     world.stage("second", output_dir=None)
-    path = world.pipeline(
-        "first.yaml", "second.yaml", {"config": "third.yaml", "with": {"bogus": 1}}
-    )
+    path = world.pipeline("first.yaml", "second.yaml", {"config": "third.yaml", "with": {"bogus": 1}})
     code, told = world.run()
     assert code == 3 and world.trained() == [] and not world.runs.exists()
     assert {"unknown-key", "pipeline-output"} <= codes(told).keys()
-    places = {
-        (Path(f["file"]).name, f["key"]) for f in told["findings"] if f["code"] == "unknown-key"
-    }
+    places = {(Path(f["file"]).name, f["key"]) for f in told["findings"] if f["code"] == "unknown-key"}
     # what `with:` says stands in the pipeline file
     assert places == {("first.yaml", "args.no_such"), (path.name, "args.bogus")}
     # what the command line says is said as it was said, whatever `with:` holds
@@ -261,9 +257,7 @@ def test_facts_of_a_model_that_is_not_there_yet_come_from_the_first(world: Chain
         '{"model_type": "qwen2", "max_position_embeddings": 64}'
     )
     found = {f.code: f for f in surveyed(world.root / "p.yaml").findings}
-    assert "beyond-positions" in found and (found["beyond-positions"].file or "").endswith(
-        "third.yaml"
-    )
+    assert "beyond-positions" in found and (found["beyond-positions"].file or "").endswith("third.yaml")
 
 
 @needs_trl
@@ -319,9 +313,7 @@ def test_one_tokenizer_for_all(world: Chained) -> None:
     assert said(files("chat_template_name: tulu", "chat_template_name: tulu")) == set()
     # the saved tokenizer holds the template
     assert said(files("chat_template_name: tulu", "")) == set()
-    assert said(files("chat_template_name: tulu", "chat_template_name: zephyr")) == {
-        "pipeline-template"
-    }
+    assert said(files("chat_template_name: tulu", "chat_template_name: zephyr")) == {"pipeline-template"}
     bos = files("add_bos: true", "add_bos: true")
     assert "begins with the token" in refused(bos)["pipeline-template"][2]
     path = files("", "")

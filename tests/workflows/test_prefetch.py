@@ -163,10 +163,7 @@ def test_dpo_leaves_the_reference_to_the_run_and_stops_clean(
 
     # two at once: one tokenises, the other waits and finds it
     codes: list[int] = []
-    both = [
-        threading.Thread(target=lambda: codes.append(subprocess.run(words).returncode))
-        for _ in range(2)
-    ]
+    both = [threading.Thread(target=lambda: codes.append(subprocess.run(words).returncode)) for _ in range(2)]
     for one in both:
         one.start()
     for one in both:
@@ -224,9 +221,7 @@ def test_what_no_preparation_helps_with_is_refused(
     assert told["data"]["dataset"]["state"] == "missed"
 
 
-def test_the_config_is_judged_first(
-    place: Path, checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_config_is_judged_first(place: Path, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = CONFIGS / "sft_open_instruct.yaml"
     assert main(["prepare", str(config), "use_liger_kernal=true", "--gpus", "0"]) == 3
     assert "unknown-key" in capsys.readouterr().err
@@ -348,9 +343,7 @@ def test_a_set_made_before_the_download_is_no_hit(folder: Path, place: Path) -> 
 
 
 def test_what_a_plan_reads(place: Path) -> None:
-    read = hub.required_parts(
-        planned("sft_open_instruct.yaml", "tokenizer_name_or_path=acme/words")
-    )
+    read = hub.required_parts(planned("sft_open_instruct.yaml", "tokenizer_name_or_path=acme/words"))
     assert [(one.role, one.name) for one in read] == [
         ("whole", "build/demo/model"),
         ("tokenizer", "acme/words"),

@@ -75,9 +75,7 @@ def test_three_mistakes_are_three_findings_with_their_lines_and_nothing_is_left(
     path = tmp_path / "wrong.yaml"
     text = SFT.replace("ASSETS/data/sft", str(tmp_path / "rows"))
     text = text.replace("ASSETS", str(demo_assets))
-    path.write_text(
-        text + "  lr_scheduler_type: cosin\n  use_peft: true\n  lora_target_modules: [q_prj]\n"
-    )
+    path.write_text(text + "  lr_scheduler_type: cosin\n  use_peft: true\n  lora_target_modules: [q_prj]\n")
     words = [sys.executable, "-m", "launcher", "rehearse", str(path), "--format", "json"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
@@ -148,9 +146,7 @@ def test_what_is_not_here_has_a_stand_in_and_what_a_cpu_lacks_is_said(tmp_path: 
     )
     done = rehearsed(path, rules=False)
     assert set(faults(done)) == {"args.fsdp"}
-    assert {"DeepSpeed", "FSDP", "Liger's kernels", "the attention kernels of GPUs"} == set(
-        done.left_out
-    )
+    assert {"DeepSpeed", "FSDP", "Liger's kernels", "the attention kernels of GPUs"} == set(done.left_out)
     assert len(done.stand_ins) == 3 and done.row_tokens is None
     said = [one for one in done.findings if one.code in {"not-rehearsed", "stand-in"}]
     assert len(said) == 7 and {one.severity for one in said} == {"note"}
@@ -338,9 +334,7 @@ def test_commands_that_start_something_long_rehearse_first(
     command: tuple[str, ...], stage_file: Path, rehearsals: list[str], tmp_path: Path
 ) -> None:
     rate = "7" if command[0] != "bench" else "1e-4"
-    stage_file.write_text(
-        stage_file.read_text() + f"  learning_rate: {rate}\n  output_dir: {tmp_path}/out\n"
-    )
+    stage_file.write_text(stage_file.read_text() + f"  learning_rate: {rate}\n  output_dir: {tmp_path}/out\n")
     words = [str(stage_file) if word == "FILE" else word for word in command]
     done = CliRunner().invoke(app, words)
     assert isinstance(done.exception, InvalidConfig), done.output

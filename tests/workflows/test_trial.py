@@ -33,9 +33,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         yield one
 
 
-def run(
-    request: Request, timeout_s: float | None = None, root: Path | None = None
-) -> trial.Outcome:
+def run(request: Request, timeout_s: float | None = None, root: Path | None = None) -> trial.Outcome:
     prepared = prepare.prepare(replace(request, runs=root), running=True)
     return trial.of_prepared(prepared, timeout_s=timeout_s, quiet=True)
 

@@ -50,9 +50,7 @@ def dpo() -> Outlook:
 
 def lora() -> Outlook:
     more = ("gradient_checkpointing=true", "expect.liger=any")
-    return tuned.outlook(
-        "lora/sft_qwen7b.yaml", *more, gpus=1, rows="400:1000", card="4090", gib=23.6
-    )
+    return tuned.outlook("lora/sft_qwen7b.yaml", *more, gpus=1, rows="400:1000", card="4090", gib=23.6)
 
 
 MACHINES: Mapping[str, tuple[Any, Machine]] = {
@@ -388,8 +386,7 @@ def written(world: Outlook, place: Path, overrides: tuple[str, ...] = (), **sett
     # `num_gpus` is of the wrapped shape alone; elsewhere `--gpus` says it
     named = ("name", "stage", "backend", "script", "deepspeed", "deepspeed_config", "num_gpus")
     options, others = (
-        {key: value for key, value in one.options.items() if key not in named}
-        for one in (found, wanted)
+        {key: value for key, value in one.options.items() if key not in named} for one in (found, wanted)
     )
     assert options == others
     judged = stage.judge(found)
@@ -402,17 +399,13 @@ def written(world: Outlook, place: Path, overrides: tuple[str, ...] = (), **sett
 def test_the_proposal_says_what_the_overrides_say(tmp_path: Path) -> None:
     place = tmp_path / "deep" / "tuned.yaml"
     text = written(hand(), place, packing=True, per_device=64, deepspeed="zero2")
-    assert text.startswith(
-        "# Tuned by launch: x on 2 x H200 b: c\n# y z\nname: hand_recipe-tuned\n"
-    )
+    assert text.startswith("# Tuned by launch: x on 2 x H200 b: c\n# y z\nname: hand_recipe-tuned\n")
     assert "extends: " in text and "per_device: 64" in text and "packing: isolated" in text
     more = ("learning_rate=1e-5", "batch.global=256", "chat_template_name='a: b # c'")
     assert "a: b # c" in written(tuned.outlook(HAND, *more), place, more, packing=True)
 
 
-def test_a_deepspeed_file_beside_the_old_one_is_found_from_the_new_one(
-    write: Write, tmp_path: Path
-) -> None:
+def test_a_deepspeed_file_beside_the_old_one_is_found_from_the_new_one(write: Write, tmp_path: Path) -> None:
     zero = (REPOSITORY / "launcher" / "plan" / "deepspeed" / "zero2.json").read_text()
     write("configs/own.json", zero)
     text = (REPOSITORY / "configs" / HAND).read_text().replace("zero2_fp32_comm", "own.json")
@@ -571,9 +564,7 @@ def test_what_says_nothing_of_a_setting_is_tried_again(world: World, trials: Tri
     assert [one["status"] for one in record(world)["trials"]] == ["refused"]
     code, out, _ = trials.launch(*words_for(world, "--budget", "3m"))
     assert code == 0 and len(list(world.runs.iterdir())) == 1
-    assert (first := record(world)["trials"][0])["purpose"] == "baseline" and first[
-        "status"
-    ] == "ok"
+    assert (first := record(world)["trials"][0])["purpose"] == "baseline" and first["status"] == "ok"
 
 
 @needs_trl
@@ -591,9 +582,7 @@ def test_gpus_that_another_took_are_no_settings_fault(world: World, trials: Tria
 
 
 @needs_trl
-def test_what_can_no_longer_be_written_loses_nothing_that_was_measured(
-    world: World, trials: Trials
-) -> None:
+def test_what_can_no_longer_be_written_loses_nothing_that_was_measured(world: World, trials: Trials) -> None:
     place = world.root / "results" / "tuned.yaml"
 
     def block() -> None:

@@ -41,9 +41,7 @@ pins = App(
 app.add_typer(pins, name="pin")
 
 
-@app.command(
-    "validate-config", epilog="Example: launch validate-config configs/tulu/*.yaml --strict"
-)
+@app.command("validate-config", epilog="Example: launch validate-config configs/tulu/*.yaml --strict")
 @takes("stage", "python", *SOURCE, "strict")
 def validate_config(
     shared: Shared,
@@ -205,9 +203,7 @@ def explain(
     ),
     config: Path | None = STAGE_FILE,
     overrides: list[str] | None = OVERRIDES,
-    gpus: int = Option(
-        1, "--gpus", metavar="N", min=0, help="GPUs for the values that depend on them"
-    ),
+    gpus: int = Option(1, "--gpus", metavar="N", min=0, help="GPUs for the values that depend on them"),
 ) -> Exit:
     """Explain an argument, a key, or the code of a finding.
 
@@ -257,9 +253,7 @@ def _derived(request: Request) -> dict[str, tuple[object, str]]:
     return {
         name: (
             one.value,
-            batch
-            if name in {names.per_device, names.accumulation}
-            else f"set by launch: {one.why}",
+            batch if name in {names.per_device, names.accumulation} else f"set by launch: {one.why}",
         )
         for name, one in plan.derived.items()
     }
@@ -334,9 +328,7 @@ def pin_diff(
         help="stage file, pipeline or folder (repeatable)",
         show_default="all fields",
     ),
-    everything: bool = Option(
-        False, "--all", help="show changes that do not concern these files too"
-    ),
+    everything: bool = Option(False, "--all", help="show changes that do not concern these files too"),
 ) -> Exit:
     """Show what changes between two commits.
 

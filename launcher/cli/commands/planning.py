@@ -30,9 +30,7 @@ from launcher.errors import Exit, NotReady, errors
 @takes(*REQUEST, "nodes", "price", "rows", "row_tokens")
 def plan(
     shared: Shared,
-    gpus: str = Option(
-        "8", "--gpus", metavar="1,2,8", help="GPUs on each machine, one column each"
-    ),
+    gpus: str = Option("8", "--gpus", metavar="1,2,8", help="GPUs on each machine, one column each"),
     gpu: str | None = Option(
         None,
         "--gpu",
@@ -125,9 +123,7 @@ def doctor(
 @takes(*REQUEST, "strict")
 def rehearse(
     shared: Shared,
-    again: bool = Option(
-        False, "--again", help="repeat it although the same rehearsal has a result"
-    ),
+    again: bool = Option(False, "--again", help="repeat it although the same rehearsal has a result"),
 ) -> Exit:
     """Run two steps on the CPU with a tiny model and your data.
 
@@ -158,9 +154,7 @@ def prepare(shared: Shared) -> Exit:
     return answer("prepare", shared.format, done.as_json(), done.lines(), done.findings, done.exit)
 
 
-@app.command(
-    epilog="Example: launch ladder configs/tulu/sft_qwen7b.yaml --gpus 1,2,8 --steps 50 --price 2.5"
-)
+@app.command(epilog="Example: launch ladder configs/tulu/sft_qwen7b.yaml --gpus 1,2,8 --steps 50 --price 2.5")
 @takes(
     *REQUEST,
     "price",
@@ -209,9 +203,7 @@ def ladder(
     if shared.hands_over:
         options = planned.stage.options.slurm
         return hand_over(shared, "ladder", planned.stage.name, gpus=max(counts), options=options)
-    result = ladder.climb(
-        planned, fresh=shared.fresh, allow_unproven=shared.allow_unproven, quiet=quiet
-    )
+    result = ladder.climb(planned, fresh=shared.fresh, allow_unproven=shared.allow_unproven, quiet=quiet)
     return answer(
         "ladder",
         shared.format,
@@ -222,9 +214,7 @@ def ladder(
     )
 
 
-@app.command(
-    epilog="Example: launch bench configs/tulu/sft_qwen7b.yaml --vary packing=false,true --gpus 8"
-)
+@app.command(epilog="Example: launch bench configs/tulu/sft_qwen7b.yaml --vary packing=false,true --gpus 8")
 @takes(*REQUEST, "gpus", "devices", "strict", "rehearse", "fresh", *BACKGROUND)
 @several_runs
 def bench(
@@ -240,9 +230,7 @@ def bench(
     ),
     steps: int = Option(20, "--steps", min=2, help="optimizer steps of each run"),
     repeats: int = Option(3, "--repeats", min=1, help="runs of each variant"),
-    timeout: str = Option(
-        "30m", "--timeout", metavar="30m", help="time limit of one run, start-up included"
-    ),
+    timeout: str = Option("30m", "--timeout", metavar="30m", help="time limit of one run, start-up included"),
     asserted: list[str] | None = Option(
         None,
         "--assert",
@@ -292,9 +280,7 @@ def bench(
 @several_runs
 def tune(
     shared: Shared,
-    budget: str = Option(
-        "10m", "--budget", metavar="10m", help="time limit of all trials together"
-    ),
+    budget: str = Option("10m", "--budget", metavar="10m", help="time limit of all trials together"),
     steps: int = Option(8, "--steps", min=3, help="optimizer steps of each trial"),
     cpu: bool = CPU,
     output: Path | None = Option(

@@ -50,9 +50,7 @@ def attach(run: str = LAST_RUN, format: Format = FORMAT) -> Exit:
 def logs(
     run: str = LAST_RUN,
     follow: bool = Option(False, "--follow", "-f", help="follow the log until the run ends"),
-    lines: int | None = Option(
-        None, "--lines", "-n", min=1, metavar="N", help="show only the last N lines"
-    ),
+    lines: int | None = Option(None, "--lines", "-n", min=1, metavar="N", help="show only the last N lines"),
     attempt: int | None = Option(
         None, "--attempt", min=1, metavar="N", help="number of the attempt", show_default="the last"
     ),
@@ -77,9 +75,7 @@ def logs(
 @app.command(epilog="Example: launch stop last --after-checkpoint")
 def stop(
     run: str = RUN,
-    after_checkpoint: bool = Option(
-        False, "--after-checkpoint", help="wait for the next checkpoint first"
-    ),
+    after_checkpoint: bool = Option(False, "--after-checkpoint", help="wait for the next checkpoint first"),
     format: Format = FORMAT,
 ) -> Exit:
     """Stop a run, and say how much progress that loses.
@@ -110,9 +106,7 @@ def runs(
     state: State | None = Option(None, "--state", help="only runs in this state"),
     last: int | None = Option(None, "--last", metavar="N", min=1, help="only the N newest"),
     here: bool = Option(False, "--here", help="only runs begun in this folder"),
-    whole: bool = Option(
-        False, "--all", help="a line for each run of a pipeline, bench, ladder or tune"
-    ),
+    whole: bool = Option(False, "--all", help="a line for each run of a pipeline, bench, ladder or tune"),
     format: Format = FORMAT,
 ) -> Exit:
     """List the runs known on this machine."""
@@ -128,9 +122,7 @@ def runs(
         console.table(lines, overview.COLUMNS)
 
     none = "no such runs" if state or here else "no runs yet"
-    return answer(
-        "runs", format, [row for one in groups for row in one], show if groups else [none]
-    )
+    return answer("runs", format, [row for one in groups for row in one], show if groups else [none])
 
 
 @app.command("rm", epilog="Example: launch rm 20260101T000000Z-sft-demo --yes")
@@ -166,9 +158,7 @@ def remove(
 
 @app.command(epilog="Example: launch check runs/20260101T000000Z-sft-demo --format json")
 def check(
-    target: str = Argument(
-        ..., metavar="RUN|LOG", help="a run, a pipeline or bench folder, a log, or -"
-    ),
+    target: str = Argument(..., metavar="RUN|LOG", help="a run, a pipeline or bench folder, a log, or -"),
     allow_unproven: bool = UNPROVEN,
     format: Format = FORMAT,
 ) -> Exit:
@@ -199,9 +189,7 @@ def check(
     return answer("check", format, data, lambda: console.verdict(verdict, name), unpinned, code)
 
 
-def _check_each(
-    folder: Path, members: Sequence[RunFolder], allow_unproven: bool, format: Format
-) -> Exit:
+def _check_each(folder: Path, members: Sequence[RunFolder], allow_unproven: bool, format: Format) -> Exit:
     """Judge every run of a pipeline, bench, ladder or tune; the code is the first that is not 0."""
     from launcher.lifecycle import start
     from launcher.report import console
@@ -272,16 +260,12 @@ def cache_why(run: str = RUN, format: Format = FORMAT) -> Exit:
     return answer("cache why", format, [one.as_json() for one in reasons], lines)
 
 
-@cache.command(
-    "clear", epilog="Example: launch cache clear --older-than 30d --kind reference --dry-run"
-)
+@cache.command("clear", epilog="Example: launch cache clear --older-than 30d --kind reference --dry-run")
 def cache_clear(
     older_than: str | None = Option(
         None, "--older-than", metavar="AGE", help="only caches not used for 30d, 12h, 2w"
     ),
-    kind: Literal["dataset", "reference"] | None = Option(
-        None, "--kind", help="only caches of this kind"
-    ),
+    kind: Literal["dataset", "reference"] | None = Option(None, "--kind", help="only caches of this kind"),
     dry_run: bool = Option(False, "--dry-run", help="list what would be deleted; delete nothing"),
     whole: bool = Option(False, "--all", help="delete every unused cache without asking"),
     format: Format = FORMAT,

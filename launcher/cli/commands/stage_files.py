@@ -17,9 +17,7 @@ from launcher.errors import Exit, errors, usage
 from launcher.paths import exists, shipped
 
 
-@app.command(
-    epilog="Example: launch init sft --model Qwen/Qwen2.5-0.5B --data trl-lib/Capybara --gpus 1"
-)
+@app.command(epilog="Example: launch init sft --model Qwen/Qwen2.5-0.5B --data trl-lib/Capybara --gpus 1")
 @takes(*SOURCE, "format")
 def init(
     shared: Shared,
@@ -27,15 +25,9 @@ def init(
         None, metavar="[sft|dpo]", help="training stage", show_default="sft"
     ),
     backend: Literal["open_instruct", "trl"] = Option("trl", "--backend", help="trainer"),
-    model: str | None = Option(
-        None, "--model", metavar="NAME", help="model: a name on the hub, or a folder"
-    ),
-    data: str | None = Option(
-        None, "--data", metavar="NAME", help="data set: a name on the hub, or a path"
-    ),
-    gpus: int | None = Option(
-        None, "--gpus", metavar="N", min=0, help="number of GPUs", show_default="1"
-    ),
+    model: str | None = Option(None, "--model", metavar="NAME", help="model: a name on the hub, or a folder"),
+    data: str | None = Option(None, "--data", metavar="NAME", help="data set: a name on the hub, or a path"),
+    gpus: int | None = Option(None, "--gpus", metavar="N", min=0, help="number of GPUs", show_default="1"),
     source: Path | None = Option(
         None, "--from", metavar="FILE", help="convert a TRL, Axolotl or LLaMA-Factory file"
     ),
@@ -53,9 +45,7 @@ def init(
 
     if source is not None:
         if backend != "trl" or model or data:
-            raise usage(
-                "useless-option", "--from takes model and data from its file, and writes for TRL"
-            )
+            raise usage("useless-option", "--from takes model and data from its file, and writes for TRL")
         new, lost = conversion.convert(source, stage=stage, gpus=gpus, locator=shared.locator)
     else:
         stage = stage or "sft"
@@ -86,9 +76,7 @@ def _require_free(path: Path) -> Path:
     return path
 
 
-def _ask(
-    model: str | None, data: str | None, gpus: int | None, *, interactive: bool
-) -> tuple[str, str, int]:
+def _ask(model: str | None, data: str | None, gpus: int | None, *, interactive: bool) -> tuple[str, str, int]:
     """What no option names, from whoever sits at the terminal. Raises UsageError where nobody does."""
     if interactive and sys.stdin.isatty():
         model = model or typer.prompt("Model (a name on the hub, or a folder)", err=True)
@@ -101,9 +89,7 @@ def _ask(
     return str(model), str(data), 1 if gpus is None else gpus
 
 
-configs = App(
-    help="List the stage files that ship with launch, or copy one.", rich_markup_mode=None
-)
+configs = App(help="List the stage files that ship with launch, or copy one.", rich_markup_mode=None)
 app.add_typer(configs, name="configs")
 
 
@@ -134,9 +120,7 @@ def list_configs(context: typer.Context, format: Format = FORMAT) -> None:
 
 @configs.command("copy", epilog="Example: launch configs copy tulu/sft_qwen7b mine.yaml")
 def copy_config(
-    name: str = Argument(
-        ..., metavar="NAME", help="as `launch configs` lists it", show_default=False
-    ),
+    name: str = Argument(..., metavar="NAME", help="as `launch configs` lists it", show_default=False),
     target: Path = Argument(
         Path("."), metavar="[DEST]", help="a file or a folder", show_default="this folder"
     ),

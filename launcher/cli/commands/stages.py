@@ -36,9 +36,19 @@ if TYPE_CHECKING:
     from launcher.verdict.check import Verdict
 
 _START = (
-    "gpus", "dry_run", "python", *SOURCE, "allow_unproven", "strict", "no_probe", "devices", "rehearse",
-    "fresh", "allow_changed_resume", "format",
-)  # fmt: skip
+    "gpus",
+    "dry_run",
+    "python",
+    *SOURCE,
+    "allow_unproven",
+    "strict",
+    "no_probe",
+    "devices",
+    "rehearse",
+    "fresh",
+    "allow_changed_resume",
+    "format",
+)
 
 
 def _stage_command(stage: str) -> Callable[..., Exit]:
@@ -301,9 +311,7 @@ def pipeline(
 
     order = PipelineRequest(
         chain=chain.load(file, overrides or ()),
-        common=shared.request(
-            config=file, overrides=(), fresh=shared.fresh, elsewhere=shared.slurm
-        ),
+        common=shared.request(config=file, overrides=(), fresh=shared.fresh, elsewhere=shared.slurm),
         first=first,
         last=until,
         allow_unproven=shared.allow_unproven,
@@ -341,6 +349,4 @@ def pipeline(
         if result.page is not None:
             console.say(f"report: {result.page}")
 
-    return answer(
-        "pipeline", shared.format, result.as_json(), show, code=result.exit, before=result.findings
-    )
+    return answer("pipeline", shared.format, result.as_json(), show, code=result.exit, before=result.findings)

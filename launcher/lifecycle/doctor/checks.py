@@ -109,9 +109,7 @@ class Report:
         """For the envelope."""
         return {
             "ready": self.exit_code is Exit.OK,
-            "facts": {
-                fact.name: fact.text if fact.value is None else fact.value for fact in self.facts
-            },
+            "facts": {fact.name: fact.text if fact.value is None else fact.value for fact in self.facts},
             "install": [step.as_json() for step in self.install],
         }
 
@@ -420,9 +418,7 @@ def _environment(subject: Subject, imports: Imports | None) -> Iterator[Fact]:
     yield Fact("python", f"{trainer.python} ({trainer.source}), {version}", python)
     yield Fact("source", source.describe(), source.as_json())
     if torch is not None:
-        built = (
-            f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "the CPU"
-        )
+        built = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "the CPU"
         yield Fact(
             "torch",
             f"{torch.version}, built for {built}",
@@ -466,9 +462,7 @@ def _room(subject: Subject) -> Iterator[Fact]:
         needed = disk.needs(subject.plan, subject.output, subject.environ)
         text = f"up to {sized(needed.likely or 0)}: {disk.described(needed)}"
         known = needed.likely is not None
-        yield Fact(
-            "will write", text if known else "unknown: the model's size is not known from here"
-        )
+        yield Fact("will write", text if known else "unknown: the model's size is not known from here")
     for place in disk.places(subject.plan, subject.output, subject.runs, subject.environ):
         room = disk.free(place.path)
         text = "unknown" if room is None else f"{sized(room[0])} free"

@@ -73,9 +73,7 @@ class Needs:
     parameters: int | None = None
 
 
-def parameters_of(
-    name: object, environ: Mapping[str, str], revision: str | None = None
-) -> int | None:
+def parameters_of(name: object, environ: Mapping[str, str], revision: str | None = None) -> int | None:
     """The parameters of a model by folder or hub name: from its weights' headers, else from its config.
 
     Nothing is downloaded and no weight is read; None where the number cannot be known from here.
@@ -331,9 +329,7 @@ def unwritable(found: Iterable[WriteTarget]) -> Iterator[Finding]:
         yield launch_finding(severity, "not-writable", message, help, file=str(place.path))
 
 
-def too_little(
-    needed: Needs, output: Path | None, found: Iterable[WriteTarget]
-) -> Iterator[Finding]:
+def too_little(needed: Needs, output: Path | None, found: Iterable[WriteTarget]) -> Iterator[Finding]:
     """Too little room for what is known to be written (error), or hardly enough (warning)."""
     available = None if output is None else free(output)
     tight: int | None = None
@@ -377,9 +373,7 @@ def described(needed: Needs) -> str:
         return "unknown"
     parts, saved = [], needed.saved
     if saved.together:
-        parts.append(
-            f"{saved.together} checkpoint(s) of {sized(saved.checkpoint)} ({saved.formula})"
-        )
+        parts.append(f"{saved.together} checkpoint(s) of {sized(saved.checkpoint)} ({saved.formula})")
     if saved.final:
         parts.append(f"the model, {sized(saved.final)}")
     text = f"{', '.join(parts) or 'an adapter'}; {counted(needed.parameters)} parameters"

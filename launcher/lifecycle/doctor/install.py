@@ -57,9 +57,7 @@ BUILD = ("setuptools", "wheel", "ninja", "py-cpuinfo", "hjson", "pydantic", "pac
 def missing(names: Sequence[str], trainer: Trainer) -> tuple[str, ...]:
     """Those distributions that the trainer's Python holds neither as such nor as a file."""
     path = [str(folder) for folder in trainer.path]
-    return tuple(
-        name for name in names if name not in trainer.packages and not _has_module(name, path)
-    )
+    return tuple(name for name in names if name not in trainer.packages and not _has_module(name, path))
 
 
 def _has_module(name: str, path: list[str]) -> bool:
@@ -214,16 +212,12 @@ def tested() -> Mapping[str, str]:
 
 def unknown() -> Finding:
     """What to say where `tested` is empty: no list of packages, no plan."""
-    message = (
-        f"there is no {shipped('pyproject.toml')}, which names the packages that training needs"
-    )
+    message = f"there is no {shipped('pyproject.toml')}, which names the packages that training needs"
     help = "install launch from its wheel, or run it from its clone"
     return launch_finding("error", "packages-unknown", message, help)
 
 
-def steps(
-    trainer: Trainer, extra: str, *, gpus: bool, more: Sequence[str] = ()
-) -> tuple[InstallStep, ...]:
+def steps(trainer: Trainer, extra: str, *, gpus: bool, more: Sequence[str] = ()) -> tuple[InstallStep, ...]:
     """What installs everything that a backend needs (`extra` is its name among launch's), and `more`."""
     listed = [text for name in dict.fromkeys(("trl", extra)) for text in extras().get(name, ())]
     listed += extras().get("gpu", ()) if gpus else ()
@@ -232,9 +226,7 @@ def steps(
     return install(trainer, listed, f"the packages of `{extra}`")
 
 
-def install(
-    trainer: Trainer, requirements: Sequence[str], why: str = ""
-) -> tuple[InstallStep, ...]:
+def install(trainer: Trainer, requirements: Sequence[str], why: str = "") -> tuple[InstallStep, ...]:
     """What installs these: the ordinary ones together, then those that torch must be there for."""
     distinct = list(dict.fromkeys(requirements))
     built = [text for text in distinct if _name(text) in BUILT]
@@ -252,14 +244,10 @@ def install(
     if built:
         names = ", ".join(map(_name, built))
         argv = (*pip, "--no-build-isolation", *built)
-        steps.append(
-            InstallStep(argv=argv, env=BUILD_ENV, why=f"{names}: their builds import torch")
-        )
+        steps.append(InstallStep(argv=argv, env=BUILD_ENV, why=f"{names}: their builds import torch"))
     if last:
         kept = [
-            f"{name}=={trainer.packages[name]}"
-            if name in trainer.packages
-            else tested().get(name, name)
+            f"{name}=={trainer.packages[name]}" if name in trainer.packages else tested().get(name, name)
             for name in ("torch", "transformers", "accelerate", "datasets")
         ]
         pip = pip_install(trainer, constrained=False)

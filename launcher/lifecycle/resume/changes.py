@@ -38,9 +38,7 @@ _OPTIMIZER = re.compile(
 )
 # torch's AdamW each time, None by default; whether it is fused lies in the state too
 _ADAMW = (None, "adamw_torch", "adamw_torch_fused")
-_ENGINE = re.compile(
-    r"deepspeed|zero_stage|zero_hpz_partition_size|offload_(?:optimizer|param)|fsdp\w*"
-)
+_ENGINE = re.compile(r"deepspeed|zero_stage|zero_hpz_partition_size|offload_(?:optimizer|param)|fsdp\w*")
 _ARGUMENTS: tuple[tuple[re.Pattern[str], str, Severity | None], ...] = (
     # where things go, what is shown, how fast it is: none of it moves a weight
     (
@@ -168,9 +166,7 @@ def _devices(record: Manifest, plan: Plan) -> Iterator[ResumeChange]:
     yield ResumeChange("gpus", before, after, effect, severity)
 
 
-def _batch(
-    record: Manifest, plan: Plan, steps: tuple[int | None, int | None]
-) -> Iterator[ResumeChange]:
+def _batch(record: Manifest, plan: Plan, steps: tuple[int | None, int | None]) -> Iterator[ResumeChange]:
     rows = record.global_batch
     moved = rows not in (None, plan.global_batch)
     effect = "the same rows make a step, split in another way"
@@ -256,9 +252,7 @@ def _engine(record: Manifest, plan: Plan, now: Contents) -> Iterator[ResumeChang
         return
     # the first record that was kept of contents tells whether there was none
     if inputs.digests(before, "code"):
-        names = [
-            "DeepSpeed" if inputs.digests(one, "deepspeed") else "none" for one in (before, now)
-        ]
+        names = ["DeepSpeed" if inputs.digests(one, "deepspeed") else "none" for one in (before, now)]
         if names[0] != names[1]:
             effect = "the states of the one are not those of the other"
             yield ResumeChange("deepspeed", names[0], names[1], effect, "error")
@@ -294,7 +288,6 @@ def _versions(record: Manifest, plan: Plan, trainer: Trainer) -> Iterator[Resume
     if other:
         effect = "they may round, tokenise and shuffle in another way"
         was, now = (
-            ", ".join(f"{name} {one.get(name) or 'none'}" for name in other)
-            for one in (before, after)
+            ", ".join(f"{name} {one.get(name) or 'none'}" for name in other) for one in (before, after)
         )
         yield ResumeChange("packages", was, now, effect, "warning")

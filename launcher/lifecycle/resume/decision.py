@@ -312,9 +312,7 @@ class _Attempts:
         begun = self.maker(checkpoint).part("resume")
         at, step = begun.items_of("place"), begun.number("step")
         if len(at) == 2 and step is not None and step <= checkpoint.number:
-            return epochs.advanced(
-                was, DataPosition(int(at[0]), int(at[1])), checkpoint.number - step
-            )
+            return epochs.advanced(was, DataPosition(int(at[0]), int(at[1])), checkpoint.number - step)
         return epochs.advanced(was, DataPosition(0, 0), checkpoint.number)
 
     def total(self, record: Manifest | None = None) -> int | None:
@@ -469,9 +467,7 @@ class _Judge:
         """From a checkpoint of this run; `passed` is the newest one, where an older one is taken."""
         total, at = self.attempts.total(), self.attempts.steps(chosen)
         left = "" if total is None else f", {max(0, total - at)} of {total} steps are left"
-        self._say(
-            "note", "resumes", f"goes on from {chosen.path}{left}", "--fresh starts over, beside it"
-        )
+        self._say("note", "resumes", f"goes on from {chosen.path}{left}", "--fresh starts over, beside it")
         changed = self._changed(chosen, wrong)
         self._check_names()
         self._judge_changes(changed, chosen)
@@ -486,9 +482,7 @@ class _Judge:
         self._check_reference(changed)
         aside = self._aside(found, chosen)
         derived = {
-            one.what: Derived(
-                value=one.before, why=f"it comes out of {chosen.name}, not {one.after}"
-            )
+            one.what: Derived(value=one.before, why=f"it comes out of {chosen.name}, not {one.after}")
             for one in changed
             if one.restored
         }
@@ -522,9 +516,7 @@ class _Judge:
     def _over(self, found: Sequence[Checkpoint]) -> Decision:
         """The run is finished; unless something that matters has changed, that is the answer."""
         last = self.attempts.last
-        repeated = [
-            (one.get("what"), one.get("after")) for one in last.items_of("resume", "changes")
-        ]
+        repeated = [(one.get("what"), one.get("after")) for one in last.items_of("resume", "changes")]
         changed = [
             one
             for one in self._since(last)
@@ -537,15 +529,11 @@ class _Judge:
         again = "--fresh trains again, beside it"
         if not all(one.what in self.allowed for one in changed):
             differs = "; ".join(one.differs for one in changed[:6])
-            message = (
-                f"{self.output} holds the finished model of this run, and since then {differs}"
-            )
+            message = f"{self.output} holds the finished model of this run, and since then {differs}"
             help = "--fresh trains with the new settings in a new folder"
             self._say("error", "finished-changed", message, help, changed[0].key)
         elif self.attempts.folder is None:
-            message = (
-                f"{self.output} holds the model of a run that finished; its run folder is gone"
-            )
+            message = f"{self.output} holds the model of a run that finished; its run folder is gone"
             self._say("error", "already-finished", message, again)
         else:
             self._say("note", "already-finished", f"this run is finished: {self.output}", again)
@@ -560,9 +548,7 @@ class _Judge:
             # OLMo-core goes on from there, which a rule says (`resume-unjudged`)
             return Decision()
         why = f": {found[-1].name}: {found[-1].why_incomplete}" if found else ""
-        message = (
-            f"the attempt before left no complete checkpoint in {self.output}{why}; it begins anew"
-        )
+        message = f"the attempt before left no complete checkpoint in {self.output}{why}; it begins anew"
         self._say("note", "nothing-to-resume", message, None)
         aside = self._aside(found, None)
         return Decision(kept=_names(found, aside), aside=aside)
@@ -642,8 +628,7 @@ class _Judge:
         newer = [
             one
             for one in found
-            if one is not chosen
-            and (self.attempts.steps(one) > at or (steps_too and one.kind == "step"))
+            if one is not chosen and (self.attempts.steps(one) > at or (steps_too and one.kind == "step"))
         ]
         every = epochs.interval(self.plan)
         written_over = None
@@ -689,9 +674,7 @@ class _Judge:
             if severity == "error" and names & self.allowed:
                 severity = "warning"
             elif severity == "error":
-                help = (
-                    f"bring it back, start over with --fresh, or --allow-changed-resume {one.what}"
-                )
+                help = f"bring it back, start over with --fresh, or --allow-changed-resume {one.what}"
             code = "resume-inexact" if one.what == "position" else "resume-changed"
             self._say(severity, code, f"going on from {chosen.name}: {one.text}", help, one.key)
 
@@ -730,9 +713,7 @@ class _Judge:
             help, key = "--fresh begins anew, beside it", self.entry.names.resume
             if key is not None:
                 help = f"`{key}: {whole[-1].path}` goes on from it; {help}"
-            message = (
-                f"{self.output} holds {whole[-1].name}, and no record of the run that saved it: "
-            )
+            message = f"{self.output} holds {whole[-1].name}, and no record of the run that saved it: "
             message += "training would begin at step 0, and rotation would delete what is there"
             self._say("error", "not-resumed", message, help, key)
 

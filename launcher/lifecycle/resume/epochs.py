@@ -184,9 +184,7 @@ def of_trl(
     return None
 
 
-def inexact(
-    skips_each: bool, shape: EpochLayout, every: int, *, keeps_order: bool = True
-) -> Iterator[int]:
+def inexact(skips_each: bool, shape: EpochLayout, every: int, *, keeps_order: bool = True) -> Iterator[int]:
     """The checkpoints, of those saved every so many steps, from which a resume would go wrong.
 
     The last step of all is left out: it is resumed from only where the final save failed.
@@ -197,9 +195,7 @@ def inexact(
             yield step
 
 
-def exact_steps(
-    skips_each: bool, shape: EpochLayout, every: int, *, keeps_order: bool = True
-) -> int | None:
+def exact_steps(skips_each: bool, shape: EpochLayout, every: int, *, keeps_order: bool = True) -> int | None:
     """The number of steps next to `every` of which all checkpoints are exact; None where there is none.
 
     An epoch's steps, or a part of them; more than one epoch only where less is never exact.
@@ -208,8 +204,7 @@ def exact_steps(
     able = (
         n
         for n in sorted(parts, key=lambda n: (abs(n - every), n))
-        if n < shape.total
-        and next(inexact(skips_each, shape, n, keeps_order=keeps_order), None) is None
+        if n < shape.total and next(inexact(skips_each, shape, n, keeps_order=keeps_order), None) is None
     )
     return next(able, None)
 

@@ -99,9 +99,7 @@ class Memory:
 
     def without(self, *kinds: str) -> Memory:
         """The same without allocations of these kinds."""
-        kept = (
-            (p.name, tuple(a for a in p.allocations if a.kind not in kinds)) for p in self.phases
-        )
+        kept = ((p.name, tuple(a for a in p.allocations if a.kind not in kinds)) for p in self.phases)
         return Memory(phases=tuple(Phase(name=name, allocations=left) for name, left in kept))
 
     def spare(self, gib: float) -> float:

@@ -15,9 +15,14 @@ from .process import Process, say
 
 # Modules of liger_kernel.ops whose autograd functions are counted, each under the module's name.
 OPS = (
-    "rms_norm", "rope", "swiglu", "geglu", "layer_norm", "cross_entropy",
+    "rms_norm",
+    "rope",
+    "swiglu",
+    "geglu",
+    "layer_norm",
+    "cross_entropy",
     "fused_linear_cross_entropy",
-)  # fmt: skip
+)
 LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 PREFERENCE = "liger_kernel.chunked_loss.fused_linear_preference"
 
@@ -172,9 +177,7 @@ class Contract:
         message = message or f"{point} expected {expected}, seen {state}"
         message += f" ({when}, rank {process.rank})"
         if point == "loss" and last:
-            norm = (
-                f", gradient norm {last['grad_norm']:.4g}" if last["grad_norm"] is not None else ""
-            )
+            norm = f", gradient norm {last['grad_norm']:.4g}" if last["grad_norm"] is not None else ""
             message += f"; last finite: loss {last['loss']:.6g}{norm} at step {last['step']}"
         process.record.write(
             "violation",

@@ -55,9 +55,7 @@ class FullyShard:
         by_id: dict[int, Any] = {}
         for shard in (shard for group in groups for shard in group.fsdp_params):
             # the root's parameters stay gathered between forward and backward
-            by_id[id(shard.sharded_param)] = by_id[id(getattr(shard, "_unsharded_param", None))] = (
-                shard
-            )
+            by_id[id(shard.sharded_param)] = by_id[id(getattr(shard, "_unsharded_param", None))] = shard
         self.shards = [by_id.get(id(p)) for p in parameters.values()]
         self.parameters = [
             p if shard is None else shard.sharded_param
@@ -141,9 +139,7 @@ class DeepSpeed:
         self.flat: dict[int, list[tuple[int, int, int, int]]] = {}
         inner = self.outer.optimizer
         backup = getattr(self.outer, "backup_optimizer", None)
-        self.steppers: list[Any] = [
-            o for o in (inner, backup) if hasattr(o, "register_step_pre_hook")
-        ]
+        self.steppers: list[Any] = [o for o in (inner, backup) if hasattr(o, "register_step_pre_hook")]
         if not self.steppers:
             raise Unsupported(f"{type(inner).__name__} has no hook before its step")
 

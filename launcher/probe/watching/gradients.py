@@ -149,11 +149,7 @@ class Gradients:
         self.sample = ElementSample(sizes, width)
         self.rows, self.width = len(sizes), width
         self.device = next(iter(trained.values())).device
-        if (
-            self.device.type == "cpu"
-            and torch.cuda.is_available()
-            and not self.process.settings.cpu
-        ):
+        if self.device.type == "cpu" and torch.cuda.is_available() and not self.process.settings.cpu:
             # offloaded parameters come to the device for their gradients
             self.device = torch.device("cuda", torch.cuda.current_device())
         formats = {f for f in self.engine.formats if f.is_floating_point}

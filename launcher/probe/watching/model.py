@@ -9,9 +9,16 @@ from typing import Any
 from .process import EventLog, Process
 
 PACKAGES = (
-    "torch", "transformers", "accelerate", "deepspeed", "trl", "liger_kernel", "flash_attn",
-    "bitsandbytes", "peft",
-)  # fmt: skip
+    "torch",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "trl",
+    "liger_kernel",
+    "flash_attn",
+    "bitsandbytes",
+    "peft",
+)
 
 
 def base_of(model: Any) -> Any:

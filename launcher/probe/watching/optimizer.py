@@ -58,9 +58,7 @@ class Optimizer:
         for part in ("optimizer", "param"):
             offload = getattr(engine, f"zero_offload_{part}", lambda: None)()
             device = getattr(offload, "device", None)
-            settings[f"offload_{part}"] = (
-                None if device is None else str(getattr(device, "value", device))
-            )
+            settings[f"offload_{part}"] = None if device is None else str(getattr(device, "value", device))
         fp16 = bool(getattr(engine, "fp16_enabled", bool)())
         self.scaled = fp16
         bf16 = bool(getattr(engine, "bfloat16_enabled", bool)())

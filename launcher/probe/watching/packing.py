@@ -57,9 +57,7 @@ class Packing:
             final = packed and self.contract.expect.get("packing") == "off"
             self.contract.seen("packing", "on" if packed else "off", final=final)
 
-    def test(
-        self, module: Any, args: Any, ids: Any, kwargs: dict[str, Any], known: dict[str, Any]
-    ) -> None:
+    def test(self, module: Any, args: Any, ids: Any, kwargs: dict[str, Any], known: dict[str, Any]) -> None:
         """Once, at the first micro-batch that is packed on every rank.
 
         A sharded model's forward is a collective, so the ranks agree on it first; whether they ask
@@ -103,10 +101,15 @@ class Packing:
             state = "leaking" if moved else "isolated"
         _, _, first, second = pair
         self.record.write(
-            "packing_isolation", state=state, loss=finite(before), changed_loss=finite(after),
-            attention=getattr(config, "_attn_implementation", None), samples=[first, second],
-            seconds=round(seconds, 4), reason=None if known else "the loss is not finite",
-        )  # fmt: skip
+            "packing_isolation",
+            state=state,
+            loss=finite(before),
+            changed_loss=finite(after),
+            attention=getattr(config, "_attn_implementation", None),
+            samples=[first, second],
+            seconds=round(seconds, 4),
+            reason=None if known else "the loss is not finite",
+        )
         if state != "untested":
             self.contract.seen("packing", state)
 
@@ -181,9 +184,7 @@ def two_samples(
         if name == "num_items_in_batch" or value is None:
             continue
         if name.startswith("cu_seq_lens"):
-            made[name] = torch.tensor(
-                [0, first, first + second], dtype=value.dtype, device=value.device
-            )
+            made[name] = torch.tensor([0, first, first + second], dtype=value.dtype, device=value.device)
         elif name.startswith("max_length"):
             made[name] = max(first, second)
         elif hasattr(value, "dim") and value.dim() == 2 and tuple(value.shape) == tuple(ids.shape):
@@ -211,9 +212,7 @@ def two_samples(
     return made, other, first, second
 
 
-def leak(
-    module: Any, made: dict[str, Any], other: Any, first: int, second: int
-) -> tuple[float, float]:
+def leak(module: Any, made: dict[str, Any], other: Any, first: int, second: int) -> tuple[float, float]:
     """The second sample's loss beside the first sample as it is, and beside a changed one.
 
     In the mode of training, with the same random numbers for both; nothing is left behind of it: no

@@ -37,7 +37,5 @@ def note(record: EventLog, folder: Any) -> None:
     files = []
     for name in content().weights(path) if os.path.isdir(path) else ():
         found, _ = content().read(Path(path, name))
-        files.append(
-            {"name": name, "size": found.size, "method": found.method, "digest": found.digest}
-        )
+        files.append({"name": name, "size": found.size, "method": found.method, "digest": found.digest})
     record.write("saved_model", path=path, files=files)

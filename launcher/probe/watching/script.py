@@ -30,9 +30,7 @@ def watched(probe: Probe) -> dict[str, Callable[[types.ModuleType], None]]:
         "open_instruct.dpo_utils": caches.watch_reference,
         "open_instruct.model_utils": partial(trainers.watch_final_save, probe),
         "open_instruct.olmo_core_train_modules": partial(trainers.watch_olmo_module, probe),
-        "olmo_core.train.train_module.transformer.train_module": partial(
-            trainers.watch_olmo_step, probe
-        ),
+        "olmo_core.train.train_module.transformer.train_module": partial(trainers.watch_olmo_step, probe),
         "olmo_core.train.trainer": partial(trainers.watch_olmo_trainer, probe),
         **probe.liger.watched(),
     }

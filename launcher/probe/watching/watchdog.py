@@ -85,10 +85,15 @@ class Watchdog(threading.Thread):
             f"rank {process.rank}; stacks in {path}"
         )
         record.write(
-            "hang", step=process.at, waited=round(waited, 1), limit=round(limit, 1), stacks=path,
+            "hang",
+            step=process.at,
+            waited=round(waited, 1),
+            limit=round(limit, 1),
+            stacks=path,
             median=round(statistics.median(self.seconds), 4) if self.seconds else None,
-            message=message, stopped=stops,
-        )  # fmt: skip
+            message=message,
+            stopped=stops,
+        )
         if stops:
             self.leave(f"stopped: {message}", settle=False)
         else:

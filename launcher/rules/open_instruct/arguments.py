@@ -22,9 +22,14 @@ from launcher.upstream.trainers import entry_of
 LOCAL_DATA = (".jsonl", ".json", ".parquet")
 # transformers/trainer_utils.py:561: those that take nothing but steps
 SCHEDULES = (
-    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
     "inverse_sqrt",
-)  # fmt: skip
+)
 # a path that a shell would have changed
 _UNEXPANDED = re.compile(r"~|.*\$\{?\w", re.DOTALL)
 
@@ -59,9 +64,7 @@ def final_lr_ratio(values: Values) -> Iterator[Finding]:
     if ratio is None:
         return
     if values["lr_scheduler_type"] != "linear":
-        message = (
-            f"`final_lr_ratio` needs `lr_scheduler_type: linear`, not {values['lr_scheduler_type']}"
-        )
+        message = f"`final_lr_ratio` needs `lr_scheduler_type: linear`, not {values['lr_scheduler_type']}"
         yield say("error", "parser", "final-lr-scheduler", "final_lr_ratio", message)
     elif not 1.0 >= ratio >= 0.0:
         message = f"`final_lr_ratio` is between 0 and 1, not {ratio}"
@@ -134,9 +137,7 @@ def _amount(key: str, name: str, amount: str) -> Iterator[Finding]:
         number = float(amount) if "." in amount else int(amount)
     except ValueError:
         help = "with a dot it is a share (0.25), without one a number of samples (200)"
-        yield say(
-            "error", "run", "mixer-amount", key, f"`{brief(amount)}` is no amount for {name}", help
-        )
+        yield say("error", "run", "mixer-amount", key, f"`{brief(amount)}` is no amount for {name}", help)
         return
     if not number > 0:
         # below 0 upstream counts from the end, and draws at random (dataset_transformation.py:1658)
@@ -164,8 +165,7 @@ def missing_data_files(values: Values) -> Iterator[Finding]:
             yield say("warning", "run", "missing-data", key, message, help)
         elif name.endswith(".json"):
             message = (
-                f"{brief(name)} would be looked up on the hub: "
-                "only .jsonl and .parquet are read from disk"
+                f"{brief(name)} would be looked up on the hub: only .jsonl and .parquet are read from disk"
             )
             help = "write one JSON object a line, and name the file .jsonl"
             yield say("error", "run", "json-data", key, message, help)
@@ -269,9 +269,7 @@ no_model = check(
     "finetune.py:548, dpo_tune_cache.py:287",
     "no-model",
     "model_name_or_path",
-    lambda v: (
-        not v["model_name_or_path"] and not (v["config_name"] and v["tokenizer_name_or_path"])
-    ),
+    lambda v: not v["model_name_or_path"] and not (v["config_name"] and v["tokenizer_name_or_path"]),
     "no model named",
     "add `model_name_or_path: <hub name or folder>`",
 )
@@ -286,9 +284,7 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
     ),
     # finetune.py:674, dpo_tune_cache.py:421: as a group's own it is not looked at by torch
     "weight_decay": (
-        Range(
-            lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"
-        ),
+        Range(lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"),
     ),
     # finetune.py:356, dpo_tune_cache.py:464
     "warmup_ratio": (
@@ -384,9 +380,7 @@ def unknown_function(values: Values) -> Iterator[Finding]:
     """dataset_transformation.py:920, dataset_transformation.py:1716 look them up."""
     key = "transform_fn" if "transform_fn" in values else "dataset_transform_fn"
     names = [("GET_TOKENIZER_FN", "get_tokenizer_fn", values["get_tokenizer_fn"])]
-    names += [
-        ("TRANSFORM_FNS", f"{key}[{index}]", name) for index, name in enumerate(values[key] or ())
-    ]
+    names += [("TRANSFORM_FNS", f"{key}[{index}]", name) for index, name in enumerate(values[key] or ())]
     for table, place, name in names:
         known = values.schema.tables.get(table, {})
         if known and name not in known:
@@ -403,9 +397,7 @@ def scheduler_type(values: Values) -> Iterator[Finding]:
     if name not in SCHEDULES and not values["cache_dataset_only"]:
         # another commit may want a newer transformers, which knows more of them
         severity: Severity = "error" if values.schema.version == PIN else "warning"
-        message = (
-            f"`lr_scheduler_type: {brief(name)}` crashes: it needs more than a number of steps"
-        )
+        message = f"`lr_scheduler_type: {brief(name)}` crashes: it needs more than a number of steps"
         help = f"one of {', '.join(SCHEDULES)}"
         yield say(severity, "run", "scheduler-type", "lr_scheduler_type", message, help)
 
@@ -418,9 +410,7 @@ def model_arguments(values: Values) -> Iterator[Finding]:
     unread = {"attn_implementation", *(("dtype", "torch_dtype") if own_precision else ())}
     for name in sorted(unread & model_config.replaced(given).keys()):
         message = f"`{key}`: `{name}` is not read: attention and bfloat16 are chosen when the model is loaded"
-        help = (
-            f"write `{name}` beside it" if name in values.schema.fields else f"leave out `{name}`"
-        )
+        help = f"write `{name}` beside it" if name in values.schema.fields else f"leave out `{name}`"
         yield say("warning", "run", "model-arguments-unread", key, message, help)
 
 
@@ -437,32 +427,53 @@ def unexpanded(values: Values) -> Iterator[Finding]:
 
 
 _SHARED: tuple[Rule, ...] = (
-    two_data_sources, beaker_without_push, json_mappings, no_model, *DATA_RULES, entity_twice,
-    push_by_default, no_checkpoints, out_of_range, no_epochs, checkpoint_steps, unknown_template,
-    unknown_function, model_arguments, unexpanded,
+    two_data_sources,
+    beaker_without_push,
+    json_mappings,
+    no_model,
+    *DATA_RULES,
+    entity_twice,
+    push_by_default,
+    no_checkpoints,
+    out_of_range,
+    no_epochs,
+    checkpoint_steps,
+    unknown_template,
+    unknown_function,
+    model_arguments,
+    unexpanded,
     # see transformers/optimization.py:1015
     check(
-        "finetune.py:359, dpo_tune_cache.py:460", "warmup-unread", "warmup_ratio",
-        lambda v: v["lr_scheduler_type"] == "constant" and v.given("warmup_ratio")
-        and v["warmup_ratio"] > 0,
+        "finetune.py:359, dpo_tune_cache.py:460",
+        "warmup-unread",
+        "warmup_ratio",
+        lambda v: v["lr_scheduler_type"] == "constant" and v.given("warmup_ratio") and v["warmup_ratio"] > 0,
         "`warmup_ratio` is not read with `lr_scheduler_type: constant`",
-        "write `lr_scheduler_type: constant_with_warmup`", severity="warning",
+        "write `lr_scheduler_type: constant_with_warmup`",
+        severity="warning",
     ),
     # adapters come with `use_lora` alone
     check(
-        "finetune.py:619, dpo_tune_cache.py:359", "qlora-without-lora", "use_qlora",
+        "finetune.py:619, dpo_tune_cache.py:359",
+        "qlora-without-lora",
+        "use_qlora",
         lambda v: v["use_qlora"] and not v["use_lora"],
         "`use_qlora` without `use_lora` adds no adapter: the 4-bit weights are frozen, only "
-        "embeddings, norms and the head are trained", "add `use_lora: true`", severity="warning",
+        "embeddings, norms and the head are trained",
+        "add `use_lora: true`",
+        severity="warning",
     ),
     # the output folder is there by then (finetune.py:494, dpo_tune_cache.py:241), and wins
     check(
-        "utils.py:813", "resume-unread", "resume_from_checkpoint",
+        "utils.py:813",
+        "resume-unread",
+        "resume_from_checkpoint",
         lambda v: v.given("resume_from_checkpoint"),
         "`resume_from_checkpoint` is not read: upstream resumes from what the output folder holds",
-        "put the checkpoint, with its file COMPLETED, into the output folder", severity="warning",
+        "put the checkpoint, with its file COMPLETED, into the output folder",
+        severity="warning",
     ),
-)  # fmt: skip
+)
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "sft": (*_SHARED, final_lr_ratio, tracker_without_wandb),

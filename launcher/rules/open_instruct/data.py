@@ -44,8 +44,7 @@ def tokenising_outlasts(context: Context, seconds: int | None = None) -> Iterato
             "timeout" if seconds is None else data,
             f"tokenising {rows:,} rows takes about {math.ceil(needed / 60)} minutes, the other "
             f"processes give up after {limit} seconds",
-            "run once with `cache_dataset_only: true`"
-            + (", or raise `timeout`" if seconds is None else ""),
+            "run once with `cache_dataset_only: true`" + (", or raise `timeout`" if seconds is None else ""),
         )
 
 
@@ -74,9 +73,7 @@ def foreign_cache_key(context: Context) -> Iterator[Finding]:
     values = context.values
     key = "dataset_config_hash" if "dataset_config_hash" in values else "config_hash"
     if values[key] is not None:
-        message = (
-            f"`{key}: {values[key]}` decides what is trained on: `{listed(values)}` is not read"
-        )
+        message = f"`{key}: {values[key]}` decides what is trained on: `{listed(values)}` is not read"
         yield say("warning", "run", "cache-key", key, message, f"leave out `{key}`")
 
 

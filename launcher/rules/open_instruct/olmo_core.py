@@ -123,9 +123,7 @@ def budget(values: Values) -> Iterator[Finding]:
     if not isinstance(share, int | float):
         return
     if share < 1 and not values["compile_model"]:
-        message = (
-            f"`{key}: {share}` does nothing with `compile_model: false`: every activation is kept"
-        )
+        message = f"`{key}: {share}` does nothing with `compile_model: false`: every activation is kept"
         help = "leave `compile_model` true"
         yield say("warning", "run", "budget-without-compile", key, message, help)
     elif not 0 < share <= 1:
@@ -148,8 +146,7 @@ def packing(values: Values) -> Iterator[Finding]:
         "`packing`: samples in a row attend to each other: the model is told no boundaries, and chosen "
         f"and rejected stand in one row{size}; the reference is computed beside other samples "
         "than training",
-        "`packing: false`, or `expect: {packing: on}` with `probe: {isolation: off}` to run it "
-        "all the same",
+        "`packing: false`, or `expect: {packing: on}` with `probe: {isolation: off}` to run it all the same",
     )
 
 
@@ -179,32 +176,57 @@ def ranges(values: Values) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    two_data_sources, beaker_without_push, json_mappings, zero_stage, *DATA_RULES, entity_twice,
-    push_by_default, model, export, budget, packing, ranges, no_epochs, unknown_template,
+    two_data_sources,
+    beaker_without_push,
+    json_mappings,
+    zero_stage,
+    *DATA_RULES,
+    entity_twice,
+    push_by_default,
+    model,
+    export,
+    budget,
+    packing,
+    ranges,
+    no_epochs,
+    unknown_template,
     unknown_function,
     # no line of dpo.py reads it (dpo.py:160 asks for `use_lora` alone)
     check(
-        "dpo.py:160", "not-with-olmo-core", "use_qlora", itemgetter("use_qlora"),
-        "`use_qlora` is not read by dpo.py, which would train all weights", _OTHER,
+        "dpo.py:160",
+        "not-with-olmo-core",
+        "use_qlora",
+        itemgetter("use_qlora"),
+        "`use_qlora` is not read by dpo.py, which would train all weights",
+        _OTHER,
     ),
     check(
-        "dpo.py:157", "no-model", "model_name_or_path", lambda v: not v["model_name_or_path"],
-        "no model named", "add `model_name_or_path: <hub name or folder>`",
+        "dpo.py:157",
+        "no-model",
+        "model_name_or_path",
+        lambda v: not v["model_name_or_path"],
+        "no model named",
+        "add `model_name_or_path: <hub name or folder>`",
     ),
     # its default is none (dpo_utils.py:255)
     check(
-        "olmo_core_train_modules.py:126", "no-length", "max_seq_length",
+        "olmo_core_train_modules.py:126",
+        "no-length",
+        "max_seq_length",
         lambda v: v["max_seq_length"] is None,
         "without `max_seq_length` dpo.py crashes: its default is none",
         "add `max_seq_length: 2048`, or as long as the rows are",
     ),
     check(
-        "dpo.py:57, dpo.py:59", "scheduler-replaced", "lr_scheduler_type",
+        "dpo.py:57, dpo.py:59",
+        "scheduler-replaced",
+        "lr_scheduler_type",
         lambda v: v["lr_scheduler_type"] not in _SCHEDULERS,
         "`lr_scheduler_type: {lr_scheduler_type}` runs a constant rate after the warm-up",
-        f"one of {', '.join(_SCHEDULERS[:3])}", severity="warning",
+        f"one of {', '.join(_SCHEDULERS[:3])}",
+        severity="warning",
     ),
-)  # fmt: skip
+)
 
 
 # --- what needs more than the arguments -----------------------------------------------------------
@@ -261,9 +283,7 @@ def other_shape(context: Context) -> Iterator[Finding]:
     elif differing:
         # the one trains as the other, but for the attention beyond 4,096 positions
         alike = [*differing] == ["model_type"] and {family, _SHAPES[named][0]} == {"olmo2", "olmo3"}
-        what = ", ".join(
-            f"{size} is {brief(model[size])}, not {n}" for size, n in differing.items()
-        )
+        what = ", ".join(f"{size} is {brief(model[size])}, not {n}" for size, n in differing.items())
         message = (
             f"{brief(name)} does not fit OLMo-core's {named}: {what}: loading fails once "
             "the data are tokenised, or layers keep random weights"
@@ -364,10 +384,19 @@ def tokenising(context: Context) -> Iterator[Finding]:
 
 
 STAGE_RULES: tuple[StageRule, ...] = (
-    no_deepspeed, precision, other_shape, goes_on, no_compiler, accumulation, wandb_key, tokenising,
-    beyond_positions, offline_model,
-    services.hub_token, services.remote_code,
-)  # fmt: skip
+    no_deepspeed,
+    precision,
+    other_shape,
+    goes_on,
+    no_compiler,
+    accumulation,
+    wandb_key,
+    tokenising,
+    beyond_positions,
+    offline_model,
+    services.hub_token,
+    services.remote_code,
+)
 
 
 # --- what needs the number of processes -----------------------------------------------------------
@@ -378,9 +407,7 @@ _SHARDS = ("fsdp_shard_degree", "shard_degree")
 _REPLICAS = ("fsdp_num_replicas", "num_replicas")
 
 
-def of_split(
-    context: Context, rows: int | None, *, devices: int, is_global: bool
-) -> Iterator[Finding]:
+def of_split(context: Context, rows: int | None, *, devices: int, is_global: bool) -> Iterator[Finding]:
     """The degrees and a packed step on so many processes, and rows that fill no step of these devices.
 
     `is_global` where the stage file says how many rows a step has.
@@ -414,9 +441,7 @@ def degrees(values: Values, processes: int) -> Iterator[Finding]:
             return
     if len(given) == 2 and math.prod(given.values()) != world:
         (first, shards), (second, replicas) = given.items()
-        message = (
-            f"{replicas} replicas of {shards} shards are {shards * replicas} processes, not {world}"
-        )
+        message = f"{replicas} replicas of {shards} shards are {shards * replicas} processes, not {world}"
         help = f"give one of `{first}` and `{second}`: the other follows"
         yield say("error", "run", "shard-degree", second, message, help)
 

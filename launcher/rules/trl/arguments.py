@@ -36,18 +36,14 @@ RANGES: Mapping[str, tuple[Range, ...]] = {
     # transformers/trainer.py:1863
     "max_grad_norm": (Range(lambda n: n >= 0, "warning", "gradients are not clipped, as with 0"),),
     # torch/nn/modules/dropout.py:24, peft/tuners/lora/layer.py:255
-    "lora_dropout": (
-        Range(lambda n: n != 1, "warning", "nothing reaches the adapter", needs="use_peft"),
-    ),
-    "lora_alpha": (
-        Range(lambda n: n != 0, "warning", "the adapter counts for nothing", needs="use_peft"),
-    ),
+    "lora_dropout": (Range(lambda n: n != 1, "warning", "nothing reaches the adapter", needs="use_peft"),),
+    "lora_alpha": (Range(lambda n: n != 0, "warning", "the adapter counts for nothing", needs="use_peft"),),
     # trl/trainer/dpo_trainer.py:1388 and the other losses: the same as in open-instruct
     "beta": (
         Range(math.isfinite, "error", "the loss is no number"),
         Range(lambda n: not -math.inf < n < 0, "warning", "the rejected answers are preferred"),
     ),
-}  # fmt: skip
+}
 
 
 def out_of_range(values: Values) -> Iterator[Finding]:
@@ -72,15 +68,12 @@ def no_steps(values: Values) -> Iterator[Finding]:
         yield say("warning", "run", "out-of-range", "max_steps", message, help)
     elif steps > 0 and values.given("num_train_epochs"):
         message = (
-            f"`num_train_epochs` does nothing here: `max_steps`, which is {plain(steps)}, comes "
-            "before it"
+            f"`num_train_epochs` does nothing here: `max_steps`, which is {plain(steps)}, comes before it"
         )
         help = "delete one of the two lines"
         yield say("warning", "run", "conditional-key", "num_train_epochs", message, help)
     elif steps < -1:
-        message = (
-            f"`max_steps: {plain(steps)}` is no limit: `num_train_epochs: {plain(epochs)}` decides"
-        )
+        message = f"`max_steps: {plain(steps)}` is no limit: `num_train_epochs: {plain(epochs)}` decides"
         help = "delete the line, or write a number of steps"
         yield say("warning", "run", "out-of-range", "max_steps", message, help)
 
@@ -105,8 +98,7 @@ def no_length(values: Values) -> Iterator[Finding]:
     length = number(values["max_length"])
     if length is not None and length <= 0 and not prepared(values):
         message = (
-            f"`max_length: {plain(length)}` leaves nothing of a row, or cuts its end off, however "
-            "long it is"
+            f"`max_length: {plain(length)}` leaves nothing of a row, or cuts its end off, however long it is"
         )
         help = 'write `max_length: "none"` for rows as they are'
         yield say("error", "run", "out-of-range", "max_length", message, help)
@@ -174,9 +166,7 @@ def lora_targets(values: Values) -> Iterator[Finding]:
     joined = next(filter(_SEVERAL.fullmatch, words), None)
     if joined is not None:
         names = [name for name in re.split(r"[,\s]+", joined) if name]
-        message = (
-            f"`{key}: {brief(joined)}` is one name, which no module has: nothing is trained for it"
-        )
+        message = f"`{key}: {brief(joined)}` is one name, which no module has: nothing is trained for it"
         help = f"write a list: `{key}: [{', '.join(names)}]`"
         yield say("error", "run", "lora-targets", key, message, help)
 
@@ -215,9 +205,7 @@ def unread_numbers(values: Values) -> Iterator[Finding]:
         idle = not values.given(key) or values[key] in (values.schema.fields[key].default, None)
         if not idle and not read:
             some = "any loss of pairs" if readers is None else " or ".join(sorted(readers))
-            message = (
-                f"`{key}` does nothing here: the loss {', '.join(sorted(losses))} does not read it"
-            )
+            message = f"`{key}` does nothing here: the loss {', '.join(sorted(losses))} does not read it"
             help = f"it is read by {some}: delete the line, or name another `loss_type`"
             yield say("warning", "run", "conditional-key", key, message, help)
 
@@ -237,8 +225,7 @@ def zero_beta(values: Values) -> Iterator[Finding]:
             "run",
             "zero-beta",
             "beta",
-            "`beta: 0`: the loss does not tell chosen from rejected answers: no preference is "
-            "learnt",
+            "`beta: 0`: the loss does not tell chosen from rejected answers: no preference is learnt",
         )
 
 
@@ -262,140 +249,207 @@ _EVALUATION = (
     "greater_is_better",
 )
 _SHARED: tuple[Rule, ...] = (
-    *parser.RULES, out_of_range, no_steps, endless_warmup, no_length, model_set_twice,
+    *parser.RULES,
+    out_of_range,
+    no_steps,
+    endless_warmup,
+    no_length,
+    model_set_twice,
     lora_targets,
     check(
-        "trl/scripts/sft.py:104 hands the trainer None.", "no-model", "model_name_or_path",
-        lambda v: not v["model_name_or_path"], "no model named",
+        "trl/scripts/sft.py:104 hands the trainer None.",
+        "no-model",
+        "model_name_or_path",
+        lambda v: not v["model_name_or_path"],
+        "no model named",
         "add `model_name_or_path: <hub name or folder>`",
     ),
     check(
-        "trl/scripts/sft.py:100, dpo.py:98: one of both must be there.", "no-data", "dataset_name",
-        lambda v: not v["dataset_name"] and not v.get("datasets"), "no data named",
+        "trl/scripts/sft.py:100, dpo.py:98: one of both must be there.",
+        "no-data",
+        "dataset_name",
+        lambda v: not v["dataset_name"] and not v.get("datasets"),
+        "no data named",
         "add `dataset_name: <hub name or folder>`",
     ),
     check(
-        "trl/scripts/utils.py:121: only a YAML file can give mappings.", "datasets-by-flag", "datasets",
+        "trl/scripts/utils.py:121: only a YAML file can give mappings.",
+        "datasets-by-flag",
+        "datasets",
         lambda v: any(str(word).startswith("{") for word in v.get("datasets") or ()),
         "`datasets` cannot be handed over as flags: each mapping would be read as a path",
         "write `dataset_name`",
     ),
     check(
         "Measured: 29.2 s against 15.2 s for the same steps (Qwen2.5-7B, one GPU).",
-        "liger-with-lora", "use_liger_kernel", _both("use_liger_kernel", "use_peft"),
-        "Liger on a LoRA model was measured at half the speed", "write `use_liger_kernel: false`",
+        "liger-with-lora",
+        "use_liger_kernel",
+        _both("use_liger_kernel", "use_peft"),
+        "Liger on a LoRA model was measured at half the speed",
+        "write `use_liger_kernel: false`",
         severity="warning",
     ),
     check(
-        "transformers/trainer.py:2199", "best-without-eval", "save_strategy",
+        "transformers/trainer.py:2199",
+        "best-without-eval",
+        "save_strategy",
         lambda v: v["save_strategy"] == "best" and v["eval_strategy"] == "no",
         "`save_strategy: best` saves no checkpoint: `eval_strategy` is no",
-        "add `eval_strategy: steps`", severity="warning",
+        "add `eval_strategy: steps`",
+        severity="warning",
     ),
     check(
-        "transformers/trainer_callback.py:586", "out-of-range", "save_steps",
-        lambda v: v["save_strategy"] == "steps" and number(v["save_steps"]) is not None
-        and v["save_steps"] <= 0,
+        "transformers/trainer_callback.py:586",
+        "out-of-range",
+        "save_steps",
+        lambda v: (
+            v["save_strategy"] == "steps" and number(v["save_steps"]) is not None and v["save_steps"] <= 0
+        ),
         "`save_steps: {save_steps}`: there is no checkpoint before the end of training",
-        'write a number of steps, or `save_strategy: "no"`', severity="warning",
+        'write a number of steps, or `save_strategy: "no"`',
+        severity="warning",
     ),
     check(
-        "transformers/optimization.py:1015", "warmup-unread", "warmup_steps",
+        "transformers/optimization.py:1015",
+        "warmup-unread",
+        "warmup_steps",
         lambda v: v["lr_scheduler_type"] == "constant" and v["warmup_steps"],
         "`warmup_steps` is not read with `lr_scheduler_type: constant`",
-        "write `lr_scheduler_type: constant_with_warmup`", severity="warning",
+        "write `lr_scheduler_type: constant_with_warmup`",
+        severity="warning",
     ),
     check(
         "transformers/trainer.py:1498,3517: as a flag, true is the name of a folder.",
-        "resume-word", "resume_from_checkpoint",
+        "resume-word",
+        "resume_from_checkpoint",
         lambda v: str(v["resume_from_checkpoint"]).lower() in ("true", "false"),
         "`resume_from_checkpoint: {resume_from_checkpoint}` would be looked up as a folder",
         "name the checkpoint's folder, or delete the line",
     ),
     check(
-        "transformers/trainer.py:702: a stream has no length.", "stream-without-steps",
-        "dataset_streaming", lambda v: v["dataset_streaming"] and not (number(v["max_steps"]) or -1) > 0,
+        "transformers/trainer.py:702: a stream has no length.",
+        "stream-without-steps",
+        "dataset_streaming",
+        lambda v: v["dataset_streaming"] and not (number(v["max_steps"]) or -1) > 0,
         "`dataset_streaming` gives no number of rows: the number of steps must be said",
         "add `max_steps: <number of steps>`",
     ),
     check(
-        "transformers/trainer_utils.py:133", "quantised-whole", "load_in_4bit",
+        "transformers/trainer_utils.py:133",
+        "quantised-whole",
+        "load_in_4bit",
         lambda v: _quantised(v) and not v["use_peft"],
-        "`load_in_4bit` and `load_in_8bit` need `use_peft`: quantised weights cannot be trained "
-        "themselves", "add `use_peft: true`",
+        "`load_in_4bit` and `load_in_8bit` need `use_peft`: quantised weights cannot be trained themselves",
+        "add `use_peft: true`",
     ),
     check(
         "accelerate/utils/dataclasses.py:1276 reads both: launch's is checked, planned with and started.",
-        "own-deepspeed", "deepspeed", itemgetter("deepspeed"),
+        "own-deepspeed",
+        "deepspeed",
+        itemgetter("deepspeed"),
         "TRL's own `deepspeed` is not taken: launch reads DeepSpeed's config from `deepspeed:` beside "
-        "`args:`", "move the line out of `args:`", layer="launch",
+        "`args:`",
+        "move the line out of `args:`",
+        layer="launch",
     ),
     check(
-        "transformers/trainer.py:3952", "fsdp-unsaved", "fsdp_config",
+        "transformers/trainer.py:3952",
+        "fsdp-unsaved",
+        "fsdp_config",
         lambda v: v["fsdp"] and "SHARDED_STATE_DICT" in str(v["fsdp_config"]).upper(),
         "with `state_dict_type: SHARDED_STATE_DICT` no model is saved when training has ended, "
-        "checkpoints apart", "write `state_dict_type: FULL_STATE_DICT`", severity="warning",
+        "checkpoints apart",
+        "write `state_dict_type: FULL_STATE_DICT`",
+        severity="warning",
     ),
     unread(
-        "transformers/optimization.py:1015", "lr_scheduler_kwargs",
+        "transformers/optimization.py:1015",
+        "lr_scheduler_kwargs",
         lambda v: not str(v["lr_scheduler_type"]).startswith("constant"),
         "with another `lr_scheduler_type` than a constant one",
     ),
     unread(
-        "transformers/trainer.py:1466", "gradient_checkpointing_kwargs",
-        lambda v: v["gradient_checkpointing"], "where `gradient_checkpointing` is set",
+        "transformers/trainer.py:1466",
+        "gradient_checkpointing_kwargs",
+        lambda v: v["gradient_checkpointing"],
+        "where `gradient_checkpointing` is set",
         "add `gradient_checkpointing: true`, or delete the line",
     ),
     # without a strategy the scripts hand over no set to evaluate
     *(
-        unread("trl/scripts/sft.py:107", key, lambda v: v["eval_strategy"] != "no",
-               "with another `eval_strategy` than no", "add `eval_strategy: steps`, or delete the line")
+        unread(
+            "trl/scripts/sft.py:107",
+            key,
+            lambda v: v["eval_strategy"] != "no",
+            "with another `eval_strategy` than no",
+            "add `eval_strategy: steps`, or delete the line",
+        )
         for key in _EVALUATION
     ),
-)  # fmt: skip
+)
 
 _SFT: tuple[Rule, ...] = (
-    dataset_names, packing_without_length,
+    dataset_names,
+    packing_without_length,
     check(
-        "trl/trainer/sft_trainer.py:1001", "padding-free-length", "padding_free",
+        "trl/trainer/sft_trainer.py:1001",
+        "padding-free-length",
+        "padding_free",
         lambda v: v["padding_free"] and not v["packing"] and v["max_length"] is not None,
         "`padding_free` without `packing` cannot cut rows, and `max_length` is {max_length}",
         'add `packing: true`, or `max_length: "none"` for rows that are short enough',
     ),
     unread(
-        "trl/trainer/sft_trainer.py:1480", "packing_strategy",
-        lambda v: v["packing"] or v["eval_packing"], "where `packing` is set",
+        "trl/trainer/sft_trainer.py:1480",
+        "packing_strategy",
+        lambda v: v["packing"] or v["eval_packing"],
+        "where `packing` is set",
         "add `packing: true`, or delete the line",
     ),
-)  # fmt: skip
+)
 
 _DPO: tuple[Rule, ...] = (
-    zero_beta, unread_numbers,
+    zero_beta,
+    unread_numbers,
     unread(
-        "trl/trainer/dpo_trainer.py:1366", "f_alpha_divergence_coef",
+        "trl/trainer/dpo_trainer.py:1366",
+        "f_alpha_divergence_coef",
         lambda v: v["f_divergence_type"] == "alpha_divergence",
         "with `f_divergence_type: alpha_divergence`",
     ),
     check(
-        "trl/trainer/dpo_trainer.py:735", "padding-free-off", "padding_free",
+        "trl/trainer/dpo_trainer.py:735",
+        "padding-free-off",
+        "padding_free",
         lambda v: v["padding_free"],
         "`padding_free` does nothing for DPO in this release: the batches are padded",
-        "delete the line", severity="warning", tested=True,
+        "delete the line",
+        severity="warning",
+        tested=True,
     ),
     # its losses are its own
     unread(
-        "trl/trainer/dpo_trainer.py:1386", "label_smoothing_factor", lambda v: not v.schema.tested,
-        "by other trainers than DPO's", "delete the line: some losses read `label_smoothing`",
+        "trl/trainer/dpo_trainer.py:1386",
+        "label_smoothing_factor",
+        lambda v: not v.schema.tested,
+        "by other trainers than DPO's",
+        "delete the line: some losses read `label_smoothing`",
     ),
     unread(
-        "trl/trainer/dpo_trainer.py:1013", "precompute_ref_batch_size",
-        lambda v: v["precompute_ref_log_probs"], "where `precompute_ref_log_probs` is set",
+        "trl/trainer/dpo_trainer.py:1013",
+        "precompute_ref_batch_size",
+        lambda v: v["precompute_ref_log_probs"],
+        "where `precompute_ref_log_probs` is set",
     ),
     *(
-        unread("trl/trainer/dpo_trainer.py:992", key, lambda v: v["sync_ref_model"],
-               "where `sync_ref_model` is set")
+        unread(
+            "trl/trainer/dpo_trainer.py:992",
+            key,
+            lambda v: v["sync_ref_model"],
+            "where `sync_ref_model` is set",
+        )
         for key in ("ref_model_sync_steps", "ref_model_mixup_alpha")
     ),
-)  # fmt: skip
+)
 
 RULES: Mapping[str, tuple[Rule, ...]] = {"sft": (*_SHARED, *_SFT), "dpo": (*_SHARED, *_DPO)}

@@ -15,8 +15,13 @@ from launcher.upstream.schema import Values
 
 # transformers/modeling_utils.py:5076, beside eager
 NAMES = (
-    "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention",
-)  # fmt: skip
+    "eager",
+    "sdpa",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+    "flex_attention",
+)
 PACKAGES = {
     "flash_attention_2": "flash-attn",
     "flash_attention_3": "flash-attn-3",
@@ -156,9 +161,7 @@ def packing(context: Context) -> Iterator[Finding]:
         return
     if key == "padding_free" and context.per_device == 1:
         # TRL says so too (trl/trainer/sft_trainer.py:926)
-        message = (
-            "`padding_free` does nothing here: it joins the rows of a device, which is one row"
-        )
+        message = "`padding_free` does nothing here: it joins the rows of a device, which is one row"
         help = "`batch: {per_device: 2}` or more, or `padding_free: false`"
         yield say("warning", "run", "packing-of-one", key, message, help)
         return
@@ -173,9 +176,7 @@ def packing(context: Context) -> Iterator[Finding]:
         help = "leave `packing_strategy` out: bfd keeps them whole and apart"
         yield say("warning", "run", "packing-leaks", key, message, help)
     elif flattened and context.gpus != 0 and name in _MASKED:
-        message = (
-            f"`{key}` without flash attention: the rows of a device become one{_size(context)}"
-        )
+        message = f"`{key}` without flash attention: the rows of a device become one{_size(context)}"
         help = "write `attn_implementation: flash_attention_2`, or fewer rows a device"
         yield say("warning", "run", "packing-without-flash", key, message, help)
 
@@ -185,9 +186,7 @@ def _size(context: Context) -> str:
     if rows is None or not isinstance(length, int):
         return ""
     mib = (rows * length) ** 2 / 2**20
-    return f" of up to {rows * length} tokens" + (
-        f" with a mask of {mib:,.0f} MiB" if mib >= 1 else ""
-    )
+    return f" of up to {rows * length} tokens" + (f" with a mask of {mib:,.0f} MiB" if mib >= 1 else "")
 
 
 _SHARED: tuple[StageRule, ...] = (unknown, missing, flash_in_full_precision)

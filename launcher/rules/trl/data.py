@@ -239,5 +239,10 @@ def _plain_tokenizer(name: Any) -> bool:
 
 
 RULES: tuple[StageRule, ...] = (
-    data_here, data_rows, data_columns, splits, template_here, no_template,
-)  # fmt: skip
+    data_here,
+    data_rows,
+    data_columns,
+    splits,
+    template_here,
+    no_template,
+)

@@ -159,14 +159,22 @@ def reference_price(context: Context) -> Iterator[Finding]:
             else "no reference model is kept beside the trained one, which saves its weights"
         )
         message = (
-            f"`{key}`: all rows pass the reference before the first step, however few are "
-            f"trained on; {price}"
+            f"`{key}`: all rows pass the reference before the first step, however few are trained on; {price}"
         )
         yield say("note", "run", "reference-price", key, message)
 
 
 RULES: tuple[StageRule, ...] = (
-    bf16_on_cpu, fp16_on_cpu, cpu_beside_gpus, precision_option, optimizer_package,
-    lengths_compiled, no_compiler, report_package, wandb_key, services.hub_token,
-    services.remote_code, reference_price,
-)  # fmt: skip
+    bf16_on_cpu,
+    fp16_on_cpu,
+    cpu_beside_gpus,
+    precision_option,
+    optimizer_package,
+    lengths_compiled,
+    no_compiler,
+    report_package,
+    wandb_key,
+    services.hub_token,
+    services.remote_code,
+    reference_price,
+)

@@ -16,9 +16,14 @@ from launcher.rules.rule import Rule, check, number, plain, say
 from launcher.upstream.schema import Values, json_fault
 
 _JSON = (
-    "accelerator_config", "fsdp_config", "deepspeed", "gradient_checkpointing_kwargs",
-    "lr_scheduler_kwargs", "model_init_kwargs", "dataset_kwargs",
-)  # fmt: skip
+    "accelerator_config",
+    "fsdp_config",
+    "deepspeed",
+    "gradient_checkpointing_kwargs",
+    "lr_scheduler_kwargs",
+    "model_init_kwargs",
+    "dataset_kwargs",
+)
 _RATIO = 1_000_000
 _WITH_METRIC = ("reduce_lr_on_plateau", "greedy")
 
@@ -48,9 +53,7 @@ def eval_without_steps(values: Values) -> Iterator[Finding]:
     key, steps = _eval_steps(values)
     by_steps = values["eval_strategy"] == "steps" and key != "eval_steps"
     if by_steps and steps is not None and not steps > 0:
-        message = (
-            f"`eval_strategy: steps` without `eval_steps`, and `logging_steps` is {plain(steps)}"
-        )
+        message = f"`eval_strategy: steps` without `eval_steps`, and `logging_steps` is {plain(steps)}"
         help = "add `eval_steps: <number of steps>`"
         yield say("error", "parser", "eval-steps", "eval_steps", message, help)
 
@@ -123,57 +126,84 @@ def _no_multiple(values: Values) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    json_mappings, eval_without_steps, whole_steps, best_model_strategies, best_model_steps,
+    json_mappings,
+    eval_without_steps,
+    whole_steps,
+    best_model_strategies,
+    best_model_steps,
     loss_weights,
     _refused(
-        "transformers/training_args.py:1753", "two-precisions", "fp16",
-        lambda v: v["fp16"] and v["bf16"], "`fp16` and `bf16` exclude each other",
+        "transformers/training_args.py:1753",
+        "two-precisions",
+        "fp16",
+        lambda v: v["fp16"] and v["bf16"],
+        "`fp16` and `bf16` exclude each other",
     ),
     _refused(
-        "transformers/training_args.py:1756", "two-precisions", "fp16_full_eval",
+        "transformers/training_args.py:1756",
+        "two-precisions",
+        "fp16_full_eval",
         lambda v: v["fp16_full_eval"] and v["bf16_full_eval"],
         "`fp16_full_eval` and `bf16_full_eval` exclude each other",
     ),
     _refused(
-        "trl/trainer/model_config.py:174", "two-precisions", "load_in_8bit",
+        "trl/trainer/model_config.py:174",
+        "two-precisions",
+        "load_in_8bit",
         lambda v: v["load_in_8bit"] and v["load_in_4bit"],
         "`load_in_8bit` and `load_in_4bit` exclude each other",
     ),
     _refused(
-        "transformers/training_args.py:1701", "logging-steps", "logging_steps",
+        "transformers/training_args.py:1701",
+        "logging-steps",
+        "logging_steps",
         lambda v: v["logging_strategy"] == "steps" and v["logging_steps"] == 0,
-        "`logging_steps` cannot be 0", 'write `logging_strategy: "no"` for none',
+        "`logging_steps` cannot be 0",
+        'write `logging_strategy: "no"` for none',
     ),
     _refused(
-        "transformers/training_args.py:1760,1766", "scheduler-needs-eval", "lr_scheduler_type",
+        "transformers/training_args.py:1760,1766",
+        "scheduler-needs-eval",
+        "lr_scheduler_type",
         lambda v: v["lr_scheduler_type"] in _WITH_METRIC and v["eval_strategy"] == "no",
         "`lr_scheduler_type: {lr_scheduler_type}` follows the evaluation, and there is none",
         "add `eval_strategy: steps`",
     ),
     _refused(
-        "transformers/training_args.py:1768", "negative-warmup", "warmup_steps",
+        "transformers/training_args.py:1768",
+        "negative-warmup",
+        "warmup_steps",
         lambda v: (number(v["warmup_steps"]) or 0) < 0,
         "`warmup_steps` is 0 or more, not {warmup_steps}",
     ),
     _refused(
-        "transformers/training_args.py:1771", "prefetch-workers", "dataloader_prefetch_factor",
+        "transformers/training_args.py:1771",
+        "prefetch-workers",
+        "dataloader_prefetch_factor",
         lambda v: v["dataloader_num_workers"] == 0 and v["dataloader_prefetch_factor"] is not None,
         "`dataloader_prefetch_factor` needs `dataloader_num_workers` above 0",
     ),
     _refused(
-        "transformers/training_args.py:1694", "empty-cache-steps", "torch_empty_cache_steps",
+        "transformers/training_args.py:1694",
+        "empty-cache-steps",
+        "torch_empty_cache_steps",
         lambda v: (every := number(v["torch_empty_cache_steps"])) is not None and not every > 0,
         "`torch_empty_cache_steps` is a number of steps above 0, not {torch_empty_cache_steps}",
     ),
     # accelerate/parallelism_config.py:310: no word makes one
     _refused(
-        "transformers/training_args.py:1296", "parallelism-config", "parallelism_config",
+        "transformers/training_args.py:1296",
+        "parallelism-config",
+        "parallelism_config",
         lambda v: v["parallelism_config"] is not None,
         "`parallelism_config` cannot be given as a flag, upstream refuses every value",
     ),
     # other texts go through int()
     _refused(
-        "trl/trainer/sft_config.py:307, dpo_config.py:382", "pad-multiple", "pad_to_multiple_of",
-        _no_multiple, "`pad_to_multiple_of` is a whole number or auto, not `{pad_to_multiple_of}`",
+        "trl/trainer/sft_config.py:307, dpo_config.py:382",
+        "pad-multiple",
+        "pad_to_multiple_of",
+        _no_multiple,
+        "`pad_to_multiple_of` is a whole number or auto, not `{pad_to_multiple_of}`",
     ),
-)  # fmt: skip
+)

@@ -95,10 +95,7 @@ _TABLE: Table = {
         ),
     ),
     "shell_killed": (
-        *(
-            (word, _SHELL + rf"(?P<how>{word})(?: \(core dumped\))?(?:\s{{2,}}|$)")
-            for word in SHELL_SIGNALS
-        ),
+        *((word, _SHELL + rf"(?P<how>{word})(?: \(core dumped\))?(?:\s{{2,}}|$)") for word in SHELL_SIGNALS),
         rf"Fatal Python error: (?P<how>{'|'.join(SHELL_SIGNALS)})$",
     ),
     "terminated": (
@@ -115,9 +112,7 @@ _TABLE: Table = {
     "what": (r"^ *what\(\):  (?P<message>.*)",),
     # of the script itself: no traceback stands before it
     "syntax": (("Error: ", r"^(?P<type>SyntaxError|IndentationError|TabError): (?P<message>.+)"),),
-    "not_started": (
-        r"(?:^|[\s/:|>])python[\d.]*: (?P<message>can't open file .*|No module named \S+$)",
-    ),
+    "not_started": (r"(?:^|[\s/:|>])python[\d.]*: (?P<message>can't open file .*|No module named \S+$)",),
     "not_found": (
         (
             "not found",
@@ -227,9 +222,7 @@ _TABLE: Table = {
         r"Token is required (?:to call the /whoami-v2 endpoint|\(`token=True`\)), but no token",
         r"Invalid user token\.",  # huggingface_hub/hf_api.py:2367
     ),
-    "hub_limit": (
-        ("429 ", _BY_HUB + r".*(?:429 Client Error|Client error '429 |\b429 Too Many Requests)"),
-    ),
+    "hub_limit": (("429 ", _BY_HUB + r".*(?:429 Client Error|Client error '429 |\b429 Too Many Requests)"),),
     "hub_unreachable": (
         # transformers/utils/hub.py:522
         (
@@ -256,9 +249,7 @@ _TABLE: Table = {
     ),
     "too_many_files": ("Too many open files",),
     "disk_full": ("No space left on device", "Disk quota exceeded"),
-    "file_limit": (
-        ("File too large", r"\[Errno 27\] File too large|File too large \(os error 27\)"),
-    ),
+    "file_limit": (("File too large", r"\[Errno 27\] File too large|File too large \(os error 27\)"),),
     # launcher/probe.py, of a run of ours
     "violation": (r"(?:^|[\s:])launch: stopped: (?P<message>.*)",),
     "warned": (r"(?:^|[\s:])launch: warning: (?P<message>.*)",),

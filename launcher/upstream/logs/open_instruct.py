@@ -25,9 +25,7 @@ ATTENTION = {
 _LOGGED = r"(?:\.py:\d+ -|\[RANK \d+\]|INFO:[\w.]+:| - [A-Z]+ - [\w.]+ -)\s+"
 # of a row of the data, which upstream shows as a dict, the same words are no announcement
 _BARE = r"^[^'\"{}]{0,400}?"
-_LIGER = (
-    r"^(?:\[\w+\]:?\s*|\d+:\s+)?(?:[^'\"{}]{0,400}?(?:" + _LOGGED + r"|[A-Z]+:[\w.]+:\s*|>>\s+))?"
-)
+_LIGER = r"^(?:\[\w+\]:?\s*|\d+:\s+)?(?:[^'\"{}]{0,400}?(?:" + _LOGGED + r"|[A-Z]+:[\w.]+:\s*|>>\s+))?"
 
 _ARGUMENT = (
     r"│   (?:(?P<block>(?P<first>FlatArguments|(?:DPO)?ExperimentConfig)|TokenizerConfig)\(|"

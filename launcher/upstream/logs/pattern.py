@@ -24,9 +24,7 @@ class Pattern:
     always: tuple[re.Pattern[bytes], ...] = ()
 
 
-def pattern(
-    name: str, regex: str, needle: str | None = None, *, always: Iterable[str] = ()
-) -> Pattern:
+def pattern(name: str, regex: str, needle: str | None = None, *, always: Iterable[str] = ()) -> Pattern:
     """A `Pattern` from readable text; without a needle it is the longest text that every match holds."""
     return Pattern(
         name=name,

@@ -38,9 +38,7 @@ _TABLE: common.Table = {
     # transformers/trainer.py, where it logs at INFO
     "planned": (r">>\s+Total optimization steps = (?P<total>[\d,]{1,15})$",),
     # HF Trainer and TRL's, as a frame or a warning names it
-    "trainer": (
-        ("/trainer", r"/transformers/trainer\w*\.py\b|/trl/trainer/(?:(?P<of>\w+)_trainer\.py\b)?"),
-    ),
+    "trainer": (("/trainer", r"/transformers/trainer\w*\.py\b|/trl/trainer/(?:(?P<of>\w+)_trainer\.py\b)?"),),
     "trainer_of": (
         # as a frame or accelerate's last word names it
         r"/trl/scripts/(?P<of>sft|dpo|kto|grpo|rloo|reward)\.py\b",
@@ -48,9 +46,7 @@ _TABLE: common.Table = {
         r"\b(?:for|to the|in the) `?(?P<of>[A-Z][A-Za-z]+)Trainer\b",
     ),
     # trl/trainer/sft_trainer.py, dpo_trainer.py: the first bars of the data set
-    "begun": (
-        r"\b(?:Tokenizing|Extracting prompt from|Adding EOS to) train dataset[^:%|]*: +0%\|",
-    ),
+    "begun": (r"\b(?:Tokenizing|Extracting prompt from|Adding EOS to) train dataset[^:%|]*: +0%\|",),
     # the bar over a model's weights
     "loading": (r"\bLoading (?:weights|checkpoint shards): +0%\|",),
     # tqdm: the training's bar, before the first step

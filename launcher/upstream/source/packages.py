@@ -146,9 +146,7 @@ class Sources:
             module = following
         return None
 
-    def resolve_class(
-        self, module: Module, node: ast.expr | None
-    ) -> tuple[Module, ast.ClassDef] | None:
+    def resolve_class(self, module: Module, node: ast.expr | None) -> tuple[Module, ast.ClassDef] | None:
         """The class that a name, or `module.Name`, stands for; None where no root holds it."""
         found = None
         if isinstance(node, ast.Constant) and isinstance(node.value, str):

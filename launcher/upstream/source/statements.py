@@ -225,9 +225,7 @@ class Walk(Lookup):
             self._count += 1
             self.reads.setdefault(name, {}).setdefault(where, set()).add(guards)
 
-    def _refused(
-        self, node: ast.stmt, raised: ast.expr | None, frame: Frame, guards: Guards
-    ) -> None:
+    def _refused(self, node: ast.stmt, raised: ast.expr | None, frame: Frame, guards: Guards) -> None:
         """A `raise`: worth knowing where nothing but arguments decides whether it is reached."""
         if isinstance(raised, ast.Call):
             raised = raised.func
@@ -241,10 +239,7 @@ class Walk(Lookup):
     def _shadowed(self, test: ast.expr, frame: Frame, guards: Guards) -> None:
         """A branch that cannot be reached: what its test reads loses against what it contradicts."""
         rivals = {
-            name
-            for one in guards
-            if conditions.negated(one) in guards
-            for name in conditions.names(one)
+            name for one in guards if conditions.negated(one) in guards for name in conditions.names(one)
         }
         expressed = self._expressed(test, frame)
         read = conditions.names(ast.unparse(expressed)) if expressed is not None else frozenset()
@@ -320,9 +315,7 @@ class Walk(Lookup):
                 func=ast.Name(id="getattr"),
                 args=[ast.Name() | ast.Attribute() as owner, ast.Constant(value=str(name)), *_],
             ):
-                return self._attribute_expressed(
-                    ast.Attribute(owner, name, ast.Load()), owner, name, frame
-                )
+                return self._attribute_expressed(ast.Attribute(owner, name, ast.Load()), owner, name, frame)
             case ast.Call(func=function, args=[inner], keywords=[]):
                 # the member of that value
                 known = self.is_enum(frame.module, function)
@@ -526,9 +519,7 @@ class Walk(Lookup):
             return self._passed(node.orelse, after_yes, yes, guards)
         return None if after_no is None else self._after(guards, node)
 
-    def _passed(
-        self, body: Sequence[ast.stmt], after: Guards, taken: Guards, before: Guards
-    ) -> Guards:
+    def _passed(self, body: Sequence[ast.stmt], after: Guards, taken: Guards, before: Guards) -> Guards:
         """The conditions where only one branch goes on; whether the other one surely raises matters."""
         if not _refuses(body):
             return after
@@ -564,8 +555,7 @@ class Walk(Lookup):
             # what one round does to names and arguments, the next one meets
             known = self._forget(wrote, frame, guards)
             again = known != guards or any(
-                self.carries(values - before.get(name, NOTHING))
-                for name, values in frame.env.items()
+                self.carries(values - before.get(name, NOTHING)) for name, values in frame.env.items()
             )
             guards = known
             if not again:
@@ -607,9 +597,7 @@ class Walk(Lookup):
             self._leaving[node] = any(isinstance(n, leaves) or _ends(n) for n in within(node))
         return guards | UNSURE if self._leaving[node] else guards
 
-    def _nested(
-        self, node: ast.FunctionDef | ast.AsyncFunctionDef, frame: Frame, guards: Guards
-    ) -> None:
+    def _nested(self, node: ast.FunctionDef | ast.AsyncFunctionDef, frame: Frame, guards: Guards) -> None:
         """A function inside a function sees its names, as they are when it is called."""
         self.defined(node, frame, guards)
         function = Function(frame.module.name, node, scope=frame)
@@ -637,9 +625,7 @@ class Walk(Lookup):
     def _augmented(self, target: ast.expr, value: ast.expr, frame: Frame, guards: Guards) -> None:
         values = self.value(value, frame, guards)
         load = ast.copy_location(_loaded(target), target)
-        own = (
-            isinstance(frame.bound, Args) and ast.unparse(target) == f"self.{_attribute_of(target)}"
-        )
+        own = isinstance(frame.bound, Args) and ast.unparse(target) == f"self.{_attribute_of(target)}"
         with self._silently(own):
             before = self.value(load, frame, guards)
         if not isinstance(target, ast.Name) or isinstance(value, _LITERALS):
@@ -699,9 +685,7 @@ class Walk(Lookup):
             given = self._given(node, frame, guards)
         return self._reached(node, targets, given, frame, guards)
 
-    def _reached(
-        self, node: ast.Call, targets: Values, given: Given, frame: Frame, guards: Guards
-    ) -> Values:
+    def _reached(self, node: ast.Call, targets: Values, given: Given, frame: Frame, guards: Guards) -> Values:
         """What a call of any of these targets gives back."""
         follow = [one for one in targets if isinstance(one, Function | Partial | Class | Object)]
         # one of a table's entries: which one is not known
@@ -864,9 +848,7 @@ class Walk(Lookup):
                 self._read(known, place(node, frame), guards | UNSURE)
         return NOTHING
 
-    def _setattr(
-        self, owner: ast.expr, name: ast.expr, values: Values, frame: Frame, guards: Guards
-    ) -> None:
+    def _setattr(self, owner: ast.expr, name: ast.expr, values: Values, frame: Frame, guards: Guards) -> None:
         owners = self.value(owner, frame, guards)
         self.value(name, frame, guards)
         text = self._constant_text(name, frame)
@@ -1149,9 +1131,7 @@ class Walk(Lookup):
             elif not isinstance(child, ast.stmt):
                 self.children(child, frame, guards)
 
-    def _short_circuit(
-        self, every: bool, parts: Sequence[ast.expr], frame: Frame, guards: Guards
-    ) -> Values:
+    def _short_circuit(self, every: bool, parts: Sequence[ast.expr], frame: Frame, guards: Guards) -> Values:
         say = self._say(frame)
         values = []
         for part in parts:
@@ -1211,9 +1191,7 @@ class Walk(Lookup):
             return NOTHING
         return frozenset({mapping(pairs) if named else Several(tuple(parts), exact=False)})
 
-    def entry(
-        self, node: ast.expr, values: Values, key: ast.expr, frame: Frame, guards: Guards
-    ) -> Values:
+    def entry(self, node: ast.expr, values: Values, key: ast.expr, frame: Frame, guards: Guards) -> Values:
         """One entry of a container: the one at `key` where that is plain, else any of them."""
         results: list[Values] = []
         for value in values:
@@ -1222,9 +1200,7 @@ class Walk(Lookup):
                     -len(items) <= place < len(items)
                 ):
                     results.append(items[place])
-                case Keywords(items=pairs), ast.Constant(value=str() as name) if name in dict(
-                    pairs
-                ):
+                case Keywords(items=pairs), ast.Constant(value=str() as name) if name in dict(pairs):
                     results.append(dict(pairs)[name])
                 case Several() | Keywords(), _:
                     results.append(contents({value}) | {UNKNOWN})
@@ -1265,9 +1241,7 @@ class Walk(Lookup):
 
     # --- attributes and names ------------------------------------------------------------------------
 
-    def part(
-        self, owners: Values, name: str, node: ast.AST, frame: Frame, guards: Guards
-    ) -> Values:
+    def part(self, owners: Values, name: str, node: ast.AST, frame: Frame, guards: Guards) -> Values:
         """What an attribute of these values may hold."""
         results: list[Iterable[Value]] = []
         for owner in owners:
@@ -1442,9 +1416,7 @@ def _only_complains(body: Sequence[ast.stmt]) -> bool:
                 if last(function) not in LOGS | SHOWS:
                     return False
                 complains = True
-            case ast.Assign(
-                targets=[ast.Name()], value=ast.JoinedStr() | ast.Constant(value=str())
-            ):
+            case ast.Assign(targets=[ast.Name()], value=ast.JoinedStr() | ast.Constant(value=str())):
                 # the text of the complaint
                 continue
             case _:
@@ -1481,9 +1453,7 @@ def _ends(node: ast.AST) -> bool:
 
 def _plain(values: Values) -> Values:
     """The values without functions and containers."""
-    return frozenset(
-        v for v in values if not isinstance(v, Function | Partial | Several | Keywords)
-    )
+    return frozenset(v for v in values if not isinstance(v, Function | Partial | Several | Keywords))
 
 
 def _unpacked(values: Values, targets: Sequence[ast.expr]) -> list[Values]:
@@ -1523,9 +1493,7 @@ def own_attributes(node: ast.AST) -> set[str]:
     return {
         inner.attr
         for inner in ast.walk(node)
-        if isinstance(inner, ast.Attribute)
-        and isinstance(inner.value, ast.Name)
-        and inner.value.id == "self"
+        if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name) and inner.value.id == "self"
     }
 
 

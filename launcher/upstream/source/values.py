@@ -601,9 +601,7 @@ class Lookup:
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
                     shape = shape_of(node.body, [p.arg for p in parameters_of(node.args)])
                 case ast.Lambda():
-                    shape = shape_of(
-                        [ast.Expr(node.body)], [p.arg for p in parameters_of(node.args)]
-                    )
+                    shape = shape_of([ast.Expr(node.body)], [p.arg for p in parameters_of(node.args)])
                 case ast.Module():
                     shape = shape_of(node.body)
                 case _:

@@ -20,9 +20,7 @@ BEYOND_BYTES = 1 << 17  # of what follows a piece, for a traceback that is open 
 TEXT_CHARS = 300
 
 # Training's bar is the one without a description before the percentage.
-BAR = re.compile(
-    rb"(?:\A|[\r\n])[ \t]*\d+%\|[^|\r\n]*\|[ \t]*(?P<done>\d{1,12})/(?P<total>\d{1,12}) \["
-)
+BAR = re.compile(rb"(?:\A|[\r\n])[ \t]*\d+%\|[^|\r\n]*\|[ \t]*(?P<done>\d{1,12})/(?P<total>\d{1,12}) \[")
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\r\n]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
 _LEADING_BAR = re.compile(r"^[^|]{0,120}%\|[^|]*\|[^\[]{1,40}\[[^\]]*\]")
 _BREAK = re.compile(rb"[\r\n]")

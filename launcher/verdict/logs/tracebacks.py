@@ -136,9 +136,7 @@ class Tracebacks:
             if opening:
                 last_line = before.get(prefix, b"")
                 chained = _OF_WORKER in body or bool(_CHAINED.search(last_line))
-                self.open[prefix] = _Open(
-                    chained=chained, harmless=bool(_HARMLESS.search(last_line))
-                )
+                self.open[prefix] = _Open(chained=chained, harmless=bool(_HARMLESS.search(last_line)))
                 self.followed = 0
             else:
                 self.open.pop(prefix, None)

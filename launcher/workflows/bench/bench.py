@@ -125,19 +125,27 @@ class Bench:
     def as_json(self) -> dict[str, Any]:
         """The record, and the data of `--format json`."""
         return {
-            "bench_version": BENCH_VERSION, "key": self.key, "config": str(self.request.config),
-            "overrides": list(self.request.overrides), "gpus": self.request.gpus,
-            "steps": self.steps, "repeats": self.repeats, "batch": self.batch,
+            "bench_version": BENCH_VERSION,
+            "key": self.key,
+            "config": str(self.request.config),
+            "overrides": list(self.request.overrides),
+            "gpus": self.request.gpus,
+            "steps": self.steps,
+            "repeats": self.repeats,
+            "batch": self.batch,
             "variants": [asdict(variant) for variant in self.variants],
             "compared": {
                 "loss": f"mean of the probe's loss a step, weighted by {self.weights}",
-                "tokens": comparison.common_tokens(self.samples), "tolerance": self.tolerance,
+                "tokens": comparison.common_tokens(self.samples),
+                "tolerance": self.tolerance,
                 "asserted": [one.text for one in self.assertions],
             },
-            "complete": not self.due(), "rows": [row.as_json() for row in self.rows],
+            "complete": not self.due(),
+            "rows": [row.as_json() for row in self.rows],
             "broken": self.broken,
-            "samples": [one.as_json() for one in self.samples], "folder": str(self.folder),
-        }  # fmt: skip
+            "samples": [one.as_json() for one in self.samples],
+            "folder": str(self.folder),
+        }
 
     def write(self) -> None:
         """The record, whole or not at all. Raises NotReady where it cannot be written."""
@@ -158,8 +166,7 @@ def require_gpu(request: Request, *, cpu: bool) -> Request:
     raise not_ready(
         "no-gpu-here",
         "no GPU is visible here, and speed is measured on GPUs",
-        "--cpu tries the mechanics: "
-        "launch bench configs/demo/sft.yaml --cpu --vary batch.per_device=8,16",
+        "--cpu tries the mechanics: launch bench configs/demo/sft.yaml --cpu --vary batch.per_device=8,16",
     )
 
 
@@ -167,9 +174,15 @@ def require_gpu(request: Request, *, cpu: bool) -> Request:
 
 
 def plan(
-    request: Request, requested: Sequence[Variant], *, steps: int, repeats: int,
-    timeout_s: float | None = None, assertions: Sequence[Assertion] = (), running: bool = False,
-) -> Bench:  # fmt: skip
+    request: Request,
+    requested: Sequence[Variant],
+    *,
+    steps: int,
+    repeats: int,
+    timeout_s: float | None = None,
+    assertions: Sequence[Assertion] = (),
+    running: bool = False,
+) -> Bench:
     """Judge every variant, and its trial, before the first one starts.
 
     The global batch stays as the file has it where a variant changes only the rows of a device; what
@@ -327,9 +340,7 @@ def _expected(resolved: ResolvedStage, changed: set[str]) -> Iterator[str]:
         yield f"expect.attention={state if state in EXPECT['attention'] else 'any'}"
 
 
-def _batch(
-    resolved: ResolvedStage, changed: set[str], base: Callable[[], Plan | None]
-) -> Iterator[str]:
+def _batch(resolved: ResolvedStage, changed: set[str], base: Callable[[], Plan | None]) -> Iterator[str]:
     """Accumulation that keeps the rows of a step, where only the rows of a device were changed."""
     stage = resolved.stage
     names = stage.entry.names
@@ -453,9 +464,7 @@ def _figures(sample: Sample) -> str:
 def write_page(bench: Bench) -> None:
     """The curves of one measured run of each variant. Raises NotReady where it cannot be written."""
     # the first of each
-    names = {
-        s.variant: Path(s.run) for s in reversed(bench.samples) if s.run and Path(s.run).is_dir()
-    }
+    names = {s.variant: Path(s.run) for s in reversed(bench.samples) if s.run and Path(s.run).is_dir()}
     runs = {names[row.variant]: row.variant for row in bench.rows if row.variant in names}
     title = f"bench {bench.folder.name.rpartition('-bench-')[2]}"
     lead = Lead(title=title, tables=(_table(bench),), lines=_remarks(bench), names=runs)

@@ -35,9 +35,7 @@ rows."""
 LESS_FALL = 0.1
 """What a loss may fall less than the first variant's, as a share of that fall."""
 
-Cause = Literal[
-    "ok", "oom", "diverged", "hang", "timeout", "contract", "crash", "refused", "interrupted"
-]
+Cause = Literal["ok", "oom", "diverged", "hang", "timeout", "contract", "crash", "refused", "interrupted"]
 """What became of a trial; `refused`: it could not be started, `contract`: it was not what was asked."""
 Word = Literal["faster", "slower", "no difference"]
 Standing = Word | Literal["baseline", "loss changed", "unproven", "flawed", "failed", "unknown"]
@@ -213,9 +211,7 @@ def within(curve: Sequence[CurveStep], tokens: float) -> tuple[float | None, flo
 
 def common_tokens(samples: Iterable[Sample]) -> float | None:
     """How many tokens every measured trial has seen; None where none has a loss."""
-    counts = [
-        math.fsum(s.tokens for s in one.curve) for one in samples if one.measured and one.curve
-    ]
+    counts = [math.fsum(s.tokens for s in one.curve) for one in samples if one.measured and one.curve]
     return min(counts, default=None)
 
 
@@ -298,8 +294,7 @@ def _falls_less(ours: Sequence[Sample], others: Sequence[Sample]) -> str | None:
     # the last half, against the first step, which was taken before any update
     late = range(max(1, length // 2), length)
     levels = [
-        [math.fsum(one.curve[i].loss for i in late) / len(late) for one in some]
-        for some in (ours, others)
+        [math.fsum(one.curve[i].loss for i in late) / len(late) for one in some] for some in (ours, others)
     ]
     start = statistics.fmean(one.curve[0].loss for one in others)
     fell, base = (start - statistics.median(some) for some in levels)
@@ -409,9 +404,7 @@ def _standing(
 
 def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | None:
     """How fast runs are beside those of `base`: see `compare`. None without a speed of both."""
-    ours, others = (
-        [one for one in some if one.measured and one.metrics.get(SPEED)] for some in (runs, base)
-    )
+    ours, others = ([one for one in some if one.measured and one.metrics.get(SPEED)] for some in (runs, base))
     speed, known = (Spread.of(one.metrics[SPEED] for one in some) for some in (ours, others))
     if speed is None or known is None:
         return None

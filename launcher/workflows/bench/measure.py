@@ -37,9 +37,16 @@ from launcher.workflows.trial import Outcome
 
 
 def measure(
-    request: Request, variant: Variant, stage: Stage, *, steps: int, root: Path,
-    timeout_s: float | None, repeat: int = 0, batch: int | None = None,
-) -> Sample:  # fmt: skip
+    request: Request,
+    variant: Variant,
+    stage: Stage,
+    *,
+    steps: int,
+    root: Path,
+    timeout_s: float | None,
+    repeat: int = 0,
+    batch: int | None = None,
+) -> Sample:
     """One short real run of a variant, judged and measured; its folder is made below `root`.
 
     `stage` is the variant's, whole; `batch` the rows of a step that data are cut for: the largest of all
@@ -142,9 +149,7 @@ def _cause(outcome: Outcome) -> Cause:
     return "hang" if points["finish"].detail.get("reason") == "hang" else "contract"
 
 
-def _metrics(
-    found: Evidence, outcome: Outcome, curve: Sequence[CurveStep]
-) -> dict[str, float | None]:
+def _metrics(found: Evidence, outcome: Outcome, curve: Sequence[CurveStep]) -> dict[str, float | None]:
     ranks = list(found.probe.ranks.values()) if found.probe else []
     figures, steady = outcome.verdict.metrics, [metrics.steady(record) for record in ranks]
     speed = figures.get("tokens_per_second")
@@ -211,9 +216,7 @@ def _curve(found: Evidence, stage: str | None) -> tuple[CurveStep, ...]:
         weight = math.fsum(part.rows or 0.0 for part in parts) if stage in PAIRED else tokens
         # an engine's norm is of all ranks' gradients, and the same on each
         norm, micro_batches = parts[0].grad_norm, parts[0].micro_batches
-        curve.append(
-            CurveStep(tokens, weight, math.fsum(losses) / len(losses), norm, micro_batches)
-        )
+        curve.append(CurveStep(tokens, weight, math.fsum(losses) / len(losses), norm, micro_batches))
     return tuple(curve)
 
 

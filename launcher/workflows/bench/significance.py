@@ -90,7 +90,5 @@ def _blocks(runs: Sequence[Pace]) -> list[list[float]]:
     blocks = []
     for run in runs:
         edges = [round(nth * len(run) / count) for nth in range(count + 1)]
-        blocks.append(
-            [statistics.fmean(run[begin:end]) for begin, end in itertools.pairwise(edges)]
-        )
+        blocks.append([statistics.fmean(run[begin:end]) for begin, end in itertools.pairwise(edges)])
     return blocks

@@ -129,9 +129,7 @@ def _variants(texts: Sequence[str]) -> list[Variant]:
         settings = _pieces(f"--variant {text}", rest) if rest else []
         for setting in settings:
             if "=" not in setting or not _KEY.match(setting.partition("=")[0]):
-                help = (
-                    "key=value,key=value; a value with a comma in it stands in brackets or quotes"
-                )
+                help = "key=value,key=value; a value with a comma in it stands in brackets or quotes"
                 raise usage("bad-variant", f"--variant {brief(text)}: `{brief(setting)}`", help)
         found[name] = _variant(name, settings)
     return list(found.values())

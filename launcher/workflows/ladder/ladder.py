@@ -82,9 +82,7 @@ class Rung:
         """Its command line, with its run and its model in this folder."""
         output = self.prepared.plan.stage.entry.names.output
         place = f"{output}={spelt(str(folder / _MODELS / _short_label(self.gpus)))}"
-        return replace(
-            self.request, runs=folder, elsewhere=False, overrides=(*self.request.overrides, place)
-        )
+        return replace(self.request, runs=folder, elsewhere=False, overrides=(*self.request.overrides, place))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,12 +124,20 @@ class Standing:
         facts = self.facts
         first, last = (facts.losses[0], facts.losses[-1]) if facts.losses else (None, None)
         return {
-            "rung": label(self.gpus), **self.record, "before": self.before, "go": self.passed,
-            "first_loss": first, "last_loss": last, "tokens_per_second": facts.tokens_per_second,
-            "efficiency": self.efficiency, "step_seconds": facts.step_seconds,
-            "peak_allocated_gib": facts.allocated_gib, "peak_reserved_gib": facts.reserved_gib,
-            "planned_gib": facts.planned_gib, "flags": [flag.as_json() for flag in self.flags],
-        }  # fmt: skip
+            "rung": label(self.gpus),
+            **self.record,
+            "before": self.before,
+            "go": self.passed,
+            "first_loss": first,
+            "last_loss": last,
+            "tokens_per_second": facts.tokens_per_second,
+            "efficiency": self.efficiency,
+            "step_seconds": facts.step_seconds,
+            "peak_allocated_gib": facts.allocated_gib,
+            "peak_reserved_gib": facts.reserved_gib,
+            "planned_gib": facts.planned_gib,
+            "flags": [flag.as_json() for flag in self.flags],
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,9 +249,7 @@ def plan_rungs(
         rungs.append(Rung(gpus=count, request=short, prepared=prepared))
         # what the short stage is told of itself is not about the file
         findings += [*notes, *(known.findings if known is not None else ())]
-        findings += [
-            one for one in (*prepared.plan.findings, *prepared.warnings) if one.severity != "note"
-        ]
+        findings += [one for one in (*prepared.plan.findings, *prepared.warnings) if one.severity != "note"]
     findings += _not_constant(stage, rungs)
     if stopping := errors(findings, strict=request.strict):
         raise InvalidConfig(stopping)
@@ -271,9 +275,7 @@ def _require_here(gpus: Sequence[int], look: Look | None) -> None:
     raise not_ready(
         "too-few-gpus",
         f"the rung of {label(most)} needs more than the {here} here",
-        f"--gpus {','.join(possible)} can be run here"
-        if possible
-        else "--gpus 0 trains on the CPU",
+        f"--gpus {','.join(possible)} can be run here" if possible else "--gpus 0 trains on the CPU",
     )
 
 
@@ -307,14 +309,10 @@ def _request(stage: Stage, request: Request, count: int, steps: int, batch: int)
         # nobody looks on, and the next rung waits
         overrides.append("on_hang=stop")
     # a rung that a killed command left may have the GPUs: it is ended later
-    return replace(
-        request, gpus=count, overrides=tuple(overrides), fresh=True, strict=False, elsewhere=True
-    )
+    return replace(request, gpus=count, overrides=tuple(overrides), fresh=True, strict=False, elsewhere=True)
 
 
-def _predicted(
-    planned: Plan, resolved: ResolvedStage, terms: ForecastOptions
-) -> forecast.Estimate | None:
+def _predicted(planned: Plan, resolved: ResolvedStage, terms: ForecastOptions) -> forecast.Estimate | None:
     """The forecast for one rung; None on the CPU, and where shape or row lengths are not known."""
     if not planned.gpus:
         return None
@@ -361,9 +359,7 @@ def _not_constant(stage: Stage, rungs: Sequence[Rung]) -> Iterator[Finding]:
 # --- the stage, short and without consequences ---------------------------------------------------
 
 
-def short_overrides(
-    stage: Stage, *, steps: int, output: Path, batch: int | None = None
-) -> tuple[str, ...]:
+def short_overrides(stage: Stage, *, steps: int, output: Path, batch: int | None = None) -> tuple[str, ...]:
     """`key=value` texts after which training does exactly `steps` optimizer steps into `output`.
 
     What stays: model, precision, batch, DeepSpeed, kernels, the peak learning rate. What changes: it reads a
@@ -662,8 +658,11 @@ def _facts(prepared: Prepared, outcome: Outcome, climb: Climb) -> Facts:
     falling = climb.stage.options.expect.get("trend") == "falling"
     trends = (point.state for point in verdict.points if point.name == "trend" and falling)
     return Facts(
-        stage=ran.stage.options.stage, devices=ran.processes, accelerated=bool(ran.gpus),
-        losses=_column(rows, ("loss",)), norms=_column(rows, ("grad_norm",)),
+        stage=ran.stage.options.stage,
+        devices=ran.processes,
+        accelerated=bool(ran.gpus),
+        losses=_column(rows, ("loss",)),
+        norms=_column(rows, ("grad_norm",)),
         accuracies=_column(rows, REWARDS["rewards_accuracy"]),
         margins=_column(rows, REWARDS["rewards_margin"]),
         nonfinite=tuple(int(row["step"]) for row in rows if row.get("finite") is False),
@@ -672,9 +671,12 @@ def _facts(prepared: Prepared, outcome: Outcome, climb: Climb) -> Facts:
         allocated_gib=metrics.get("peak_allocated_gib"),
         reserved_gib=metrics.get("peak_reserved_gib"),
         planned_gib=None if known is None or known.memory is None else known.memory.peak,
-        card_gib=_card_gib(prepared), starts_at_ln2=_starts_at_ln2(ran.stage),
-        failed=None if passed else outcome.reason, unproven=unproven, trend=next(trends, None),
-    )  # fmt: skip
+        card_gib=_card_gib(prepared),
+        starts_at_ln2=_starts_at_ln2(ran.stage),
+        failed=None if passed else outcome.reason,
+        unproven=unproven,
+        trend=next(trends, None),
+    )
 
 
 def usual_step(seconds: Sequence[float]) -> float | None:

@@ -105,13 +105,23 @@ class PipelineResult:
     def as_json(self) -> dict[str, Any]:
         """The record; the envelope's data is the same."""
         chain = self.order.chain
-        record: dict[str, Any] = redact({
-            "pipeline": str(self.folder), "name": chain.name, "file": str(chain.path.absolute()),
-            "key": self.key, "cwd": os.getcwd(), "from": self.order.first, "until": self.order.last,
-            "state": self.state, "exit": int(self.exit), "began": self.began, "ended": self.ended,
-            "report": None if self.page is None else str(self.page),
-            "stages": [row.as_json() for row in self.rows],
-        })  # fmt: skip
+        record: dict[str, Any] = redact(
+            {
+                "pipeline": str(self.folder),
+                "name": chain.name,
+                "file": str(chain.path.absolute()),
+                "key": self.key,
+                "cwd": os.getcwd(),
+                "from": self.order.first,
+                "until": self.order.last,
+                "state": self.state,
+                "exit": int(self.exit),
+                "began": self.began,
+                "ended": self.ended,
+                "report": None if self.page is None else str(self.page),
+                "stages": [row.as_json() for row in self.rows],
+            }
+        )
         return record
 
     @property
@@ -230,9 +240,7 @@ class _Runner:
             if not self._went_well(row, self._outcome):
                 return
 
-    def _went_well(
-        self, row: StageRow, work: Callable[[PlannedStage, StageRow], Outcome | None]
-    ) -> bool:
+    def _went_well(self, row: StageRow, work: Callable[[PlannedStage, StageRow], Outcome | None]) -> bool:
         """Do one thing with a stage; what comes of it stands in its row, of None nothing."""
         began, row.status = time.monotonic(), "running"
         self._write()
@@ -359,9 +367,7 @@ class _Runner:
 # --- has anything changed? -------------------------------------------------------------------------
 
 
-def _prepared(
-    resolved: ResolvedStage, step: PlannedStage, *, fresh: bool
-) -> tuple[Prepared, str | None]:
+def _prepared(resolved: ResolvedStage, step: PlannedStage, *, fresh: bool) -> tuple[Prepared, str | None]:
     """Ready to start: as it is, or started over with the reason why."""
     anew = resolved.with_request(fresh=True)
     if fresh:

@@ -233,9 +233,7 @@ class _Planner:
             help = f"give it an `{OUTPUT}`, in its file or under `with:`"
             self._add(link, "pipeline-output", message, help, "args")
         request = replace(order.request(link, handed), fresh=order.common.fresh and within)
-        judged = prepare.judge(
-            request, running=self.running and within, loaded=None if handed else loaded
-        )
+        judged = prepare.judge(request, running=self.running and within, loaded=None if handed else loaded)
         resolved = prepare.of_checked(request, *judged, running=self.running and within)
         given = resolved if source is None else _with_model(resolved, source.model)
         dry = prepare.complete(given, running=False)
@@ -301,9 +299,7 @@ class _Planner:
     def _check_models(self, link: Link, loaded: Config, source: PlannedStage) -> None:
         """A stage that names another model, or tokenizer, than the stage before leaves."""
         places = {
-            canonical(one)
-            for one in (source.model, source.prepared.requested_output)
-            if one is not None
+            canonical(one) for one in (source.model, source.prepared.requested_output) if one is not None
         }
         for key in (MODEL, TOKENIZER):
             own, origin = _text(loaded.args.get(key)), loaded.origin(f"args.{key}")
@@ -359,15 +355,11 @@ class _Planner:
         if now is not None and now != was:
             shown = f"`{was}`" if was else "the tokenizer's own template"
             message = f"`{name}: {now}`: {before} trains with {shown}"
-            help = (
-                f"one template for both: {f'write `{name}: {was}`' if was else 'delete the line'}"
-            )
+            help = f"one template for both: {f'write `{name}: {was}`' if was else 'delete the line'}"
             self._add(link, "pipeline-template", message, help, f"args.{name}", severity="warning")
         elif now is None and given.get("add_bos") is True and values.get("add_bos") is True:
             # dataset_transformation.py:861
-            message = (
-                f"`add_bos` crashes: {before} saves a template that begins with the token already"
-            )
+            message = f"`add_bos` crashes: {before} saves a template that begins with the token already"
             help = "write `add_bos: false`"
             self._add(link, "pipeline-template", message, help, "args.add_bos", layer="run")
 

@@ -47,16 +47,24 @@ from launcher.verdict import evidence
 from launcher.verdict.ending import ending
 
 # what other machines' packages decide, which need not be the ones here
-_OF_THESE_PACKAGES = frozenset(
-    {"attention-missing", "attention-replaced", "optim-missing", "report-missing"}
-)
+_OF_THESE_PACKAGES = frozenset({"attention-missing", "attention-replaced", "optim-missing", "report-missing"})
 # no key of tokenised data holds any of these: services, engines, devices. None: not handed over
 _REPLACED: Mapping[str, Any] = {
-    "cache_dataset_only": True, "push_to_hub": False, "try_launch_beaker_eval_jobs": False,
-    "with_tracking": False, "send_slack_alerts": False, "zero_stage": None, "use_liger_kernel": None,
-    "use_qlora": None, "use_lora": None, "use_8bit_optimizer": None, "dpo_use_paged_optimizer": None,
-    "attn_implementation": None, "offload_param": None, "offload_optimizer": None,
-}  # fmt: skip
+    "cache_dataset_only": True,
+    "push_to_hub": False,
+    "try_launch_beaker_eval_jobs": False,
+    "with_tracking": False,
+    "send_slack_alerts": False,
+    "zero_stage": None,
+    "use_liger_kernel": None,
+    "use_qlora": None,
+    "use_lora": None,
+    "use_8bit_optimizer": None,
+    "dpo_use_paged_optimizer": None,
+    "attn_implementation": None,
+    "offload_param": None,
+    "offload_optimizer": None,
+}
 
 Say = Callable[[str], None]
 
@@ -325,9 +333,7 @@ class _Filling:
         prefix = "dataset_" if "dataset_skip_cache" in values else ""
         skip, mode, name = (f"{prefix}{key}" for key in ("skip_cache", "cache_mode", "config_hash"))
         if values.get(skip) is True:
-            why = (
-                "the run tokenises all over, and looks for no set (dataset_transformation.py:1912)"
-            )
+            why = "the run tokenises all over, and looks for no set (dataset_transformation.py:1912)"
             yield self._missed(skip, f"`{skip}: true`: {why}", f"leave {skip} out")
         if values.get(mode) != "local":
             why = "the run looks for its set on the hub, not here"

@@ -56,7 +56,7 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut("resuming", ("resume_from_checkpoint",)),
     LeftOut("code of the model's repository", ("trust_remote_code",)),
     LeftOut("a checkpointing budget", ("activation_memory_budget",), lambda value: value not in (None, 1)),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +116,10 @@ def of_stage(args: Mapping[str, Any], options: Options, schema: Schema, entry: E
     listed = reporters if isinstance(reporters, list) else [reporters] if reporters else []
     trackers = tuple(str(name) for name in listed if name not in ("none", "all"))
     silenced = "report_to" in added
-    return Arguments(
-        given=given, added=added, left_out=left, report_to=trackers if silenced else ()
-    )
+    return Arguments(given=given, added=added, left_out=left, report_to=trackers if silenced else ())
 
 
-def _shrink_batch(
-    given: dict[str, Any], added: dict[str, Any], options: Options, entry: Entry
-) -> None:
+def _shrink_batch(given: dict[str, Any], added: dict[str, Any], options: Options, entry: Entry) -> None:
     """At most two rows a micro-batch and two micro-batches a step."""
     batch, names = options.batch or Batch(), entry.names
     replaced = {

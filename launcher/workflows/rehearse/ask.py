@@ -28,16 +28,23 @@ JOBS = 2
 
 def environment(scratch: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """No GPU, no network, no tracker, and every temporary file in `scratch`."""
-    kept = {
-        name: value for name, value in environ.items() if not name.startswith(("LAUNCH_", "WANDB_"))
-    }
+    kept = {name: value for name, value in environ.items() if not name.startswith(("LAUNCH_", "WANDB_"))}
     return {
-        **kept, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "disabled",
-        "TMPDIR": str(scratch), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONDONTWRITEBYTECODE": "1",
-        "REFERENCE_LOGPROBS_CACHE_PATH": str(scratch / "reference"), "HF_HUB_DISABLE_TELEMETRY": "1",
-    }  # fmt: skip
+        **kept,
+        "CUDA_VISIBLE_DEVICES": "",
+        "ACCELERATE_USE_CPU": "true",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+        "TMPDIR": str(scratch),
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "REFERENCE_LOGPROBS_CACHE_PATH": str(scratch / "reference"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
 
 
 class Server:
@@ -56,9 +63,7 @@ class Server:
         try:
             self.scratch = Path(tempfile.mkdtemp(prefix="launch-rehearsal-"))
         except OSError as error:
-            raise not_ready(
-                "no-space", f"no temporary folder can be made: {error.strerror}"
-            ) from None
+            raise not_ready("no-space", f"no temporary folder can be made: {error.strerror}") from None
         try:
             self._start()
         except BaseException:
@@ -118,9 +123,7 @@ class Server:
     def log(self, answer: Mapping[str, Any]) -> str:
         """The last lines that a request printed."""
         with contextlib.suppress(OSError):
-            return (
-                (self.scratch / f"{answer['id']}.log").read_bytes()[-4000:].decode(errors="replace")
-            )
+            return (self.scratch / f"{answer['id']}.log").read_bytes()[-4000:].decode(errors="replace")
         return ""
 
     def _send(self, data: Mapping[str, Any]) -> None:

@@ -63,8 +63,6 @@ def _requested(resolved: ResolvedStage) -> bool | None:
 def _not_possible(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """Why nothing could be rehearsed, where nobody had asked for it."""
     return tuple(
-        replace(
-            one, severity="warning", code="not-rehearsed", message=f"not rehearsed: {one.message}"
-        )
+        replace(one, severity="warning", code="not-rehearsed", message=f"not rehearsed: {one.message}")
         for one in findings
     )

@@ -118,9 +118,7 @@ def rehearse(
         key = judged.schema.backend, judged.schema.key, judged.upstream.root
         done = Attempts(judged, opened.of(trainer, *key)).all()
     done = replace(done, seconds=time.monotonic() - began)
-    memory.keep(
-        judged, trainer, {**done.as_json(), "findings": [one.as_json() for one in done.findings]}
-    )
+    memory.keep(judged, trainer, {**done.as_json(), "findings": [one.as_json() for one in done.findings]})
     return done
 
 
@@ -306,9 +304,7 @@ class Attempts:
         listed = list(names)
         tried = [self.request(self.without(self.whole, [name])) for name in listed]
         answers = self.server.ask(*tried) if tried else []
-        pairs = [
-            (name, _change(answer, other)) for name, other in zip(listed, answers, strict=True)
-        ]
+        pairs = [(name, _change(answer, other)) for name, other in zip(listed, answers, strict=True)]
         best = max((change for _, change in pairs), default=0)
         return [name for name, change in pairs if change == best > 0], best
 
@@ -350,9 +346,7 @@ class Attempts:
         if names & set(self.data_names()):
             for name in self.data_names():
                 given.pop(name, None)
-            added[self.entry.names.data] = (
-                [MADE_UP_ROWS, "1.0"] if self.entry.mixes else MADE_UP_ROWS
-            )
+            added[self.entry.names.data] = [MADE_UP_ROWS, "1.0"] if self.entry.mixes else MADE_UP_ROWS
         if self.entry.names.model in names:
             added[self.entry.names.model] = "launch/made-up-model"
         left = set(names) & set(whole.report_to and ("report_to",))
@@ -474,9 +468,7 @@ def _about_rows(rows: Mapping[str, Any], entry: Entry) -> Iterator[Finding]:
     data, length = f"args.{entry.names.data}", f"args.{entry.names.max_length}"
     empty, masked, cut = (rows[name] / count for name in ("empty", "masked", "cut"))
     if empty:
-        yield _about(
-            "empty-rows", data, f"{empty:.0%} of the first rows have no token", empty == 1, None
-        )
+        yield _about("empty-rows", data, f"{empty:.0%} of the first rows have no token", empty == 1, None)
     if masked > empty:
         yield _about(
             "nothing-to-learn",

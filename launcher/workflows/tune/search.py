@@ -246,9 +246,15 @@ class Search:
     """
 
     def __init__(
-        self, grid: Iterable[Candidate], base: Candidate, *, steps: int, room: float | None = None,
-        threshold: float = THRESHOLD, start_s: float = START_S,
-    ) -> None:  # fmt: skip
+        self,
+        grid: Iterable[Candidate],
+        base: Candidate,
+        *,
+        steps: int,
+        room: float | None = None,
+        threshold: float = THRESHOLD,
+        start_s: float = START_S,
+    ) -> None:
         self.base, self.steps, self.room = base, steps, room
         self.threshold, self.start_s = threshold, start_s
         self.grid = {one.key: one for one in (base, *grid)}
@@ -345,9 +351,7 @@ class Search:
         return best.step * candidate.expected.seconds / best.candidate.expected.seconds
 
     def _start(self) -> float:
-        starts = [
-            run.sample.seconds - self.steps * run.step for run in self.runs if run.ok and run.step
-        ]
+        starts = [run.sample.seconds - self.steps * run.step for run in self.runs if run.ok and run.step]
         # the first one fills caches that the others find
         return max(0.0, statistics.median(starts[1:] or starts)) if starts else self.start_s
 
@@ -399,9 +403,7 @@ class Search:
         if run.status in ("ok", "oom"):
             return None
         if run.status == "timeout":
-            return (
-                "the budget: the file as written did not end within it (a larger --budget goes on)"
-            )
+            return "the budget: the file as written did not end within it (a larger --budget goes on)"
         if run.blamed:
             return None
         return f"nothing can be compared with the file as written ({run.status}): {run.reason}"
@@ -423,13 +425,9 @@ class Search:
             (self.predicted(one) / best.speed - 1 + _DOUBT[name], one)
             for name, one in self._neighbours(best.candidate, fresh)
         ]
-        return sorted(
-            near, key=lambda pair: (-round(pair[0], 4), len(pair[1].differing(self.base)))
-        )
+        return sorted(near, key=lambda pair: (-round(pair[0], 4), len(pair[1].differing(self.base))))
 
-    def _neighbours(
-        self, best: Candidate, fresh: Sequence[Candidate]
-    ) -> Iterator[tuple[str, Candidate]]:
+    def _neighbours(self, best: Candidate, fresh: Sequence[Candidate]) -> Iterator[tuple[str, Candidate]]:
         """For each value of a lever that had no trial, the fastest in micro-batches that fit."""
         for name in ORDER:
             around = [one for one in fresh if _changes_only(one, best, name)]
@@ -471,9 +469,7 @@ class Search:
         """
         candidate, before = trial.candidate, self.best
         if before is not None and candidate.purpose == "search":
-            changed = [
-                name for name in candidate.differing(before.candidate) if name != "per_device"
-            ]
+            changed = [name for name in candidate.differing(before.candidate) if name != "per_device"]
             if len(changed) == 1 and trial.counts and trial.status != "oom":
                 self.passed.add((changed[0], candidate.settings[changed[0]]))
         trial = replace(trial, learned=self._learned(trial, before))

@@ -115,9 +115,7 @@ Choice = Lever | str | None
 
 
 def _adapters(made: Plan) -> bool:
-    return bool(
-        made.values.get("use_lora") or made.values.get("use_qlora") or made.values.get("use_peft")
-    )
+    return bool(made.values.get("use_lora") or made.values.get("use_qlora") or made.values.get("use_peft"))
 
 
 def _attention(made: Plan, packages: Packages, _rows: Lengths) -> Choice:
@@ -284,11 +282,7 @@ def _contract(made: Plan, name: str, value: Setting) -> dict[str, Any]:
         return {}
     if expected == "any":
         return {f"expect.{name}": SWITCHED[name][0]}
-    return (
-        {}
-        if (expected != "off") == value
-        else {f"expect.{name}": SWITCHED[name][0 if value else 1]}
-    )
+    return {} if (expected != "off") == value else {f"expect.{name}": SWITCHED[name][0 if value else 1]}
 
 
 def _batch(space: Space, settings: Settings) -> dict[str, Any]:

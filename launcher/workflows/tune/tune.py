@@ -188,38 +188,57 @@ class Tuning:
         """The record, and the data of `--format json`."""
         best, rows = self.chosen, self.space.rows
         return {
-            "tune_version": TUNE_VERSION, "key": self.key, "config": str(self.request.config),
-            "overrides": list(self.request.overrides), "gpus": self.plan.gpus,
-            "steps": self.terms.steps, "budget_s": self.terms.budget_s, "used_s": round(self.used, 1),
-            "tolerance": TOLERANCE, "state": self.state, "stopped": self.search.stopped,
+            "tune_version": TUNE_VERSION,
+            "key": self.key,
+            "config": str(self.request.config),
+            "overrides": list(self.request.overrides),
+            "gpus": self.plan.gpus,
+            "steps": self.terms.steps,
+            "budget_s": self.terms.budget_s,
+            "used_s": round(self.used, 1),
+            "tolerance": TOLERANCE,
+            "state": self.state,
+            "stopped": self.search.stopped,
             "card": {"name": self.card.name, "gib": self.card.gib},
             "rows": {"mean": rows.mean, "longest": rows.longest, "source": rows.source},
-            "attention": self.outlook.attention, "shape": self.outlook.shape.source,
-            **self.space.as_json(), "grid": self.search.summary(),
+            "attention": self.outlook.attention,
+            "shape": self.outlook.shape.source,
+            **self.space.as_json(),
+            "grid": self.search.summary(),
             "trials": [self._trial_json(one) for one in self.search.runs],
             "best": None if best is None else self._best_json(best),
             "proposal": None if self.place is None else str(self.place),
             "bench": [row.as_json() for row in self.bench().rows] if self.search.runs else [],
             "folder": str(self.folder),
-        }  # fmt: skip
+        }
 
     def _trial_json(self, one: Trial) -> dict[str, Any]:
         """A trial for the record; `take_up` reads what it needs of that."""
         candidate, expected = one.candidate, one.candidate.expected
         return {
-            "name": one.sample.variant, "purpose": candidate.purpose, "why": candidate.why,
+            "name": one.sample.variant,
+            "purpose": candidate.purpose,
+            "why": candidate.why,
             "settings": dict(candidate.settings),
             "overrides": list(space.overrides(self.space, candidate.settings)),
             "expected": {
-                "peak_gib": expected.peak, "trial_peak_gib": expected.short,
-                "seconds_per_step": expected.seconds, "tokens_per_step": expected.tokens,
+                "peak_gib": expected.peak,
+                "trial_peak_gib": expected.short,
+                "seconds_per_step": expected.seconds,
+                "tokens_per_step": expected.tokens,
             },
-            "status": one.status, "reason": one.reason, "blamed": list(one.blamed),
+            "status": one.status,
+            "reason": one.reason,
+            "blamed": list(one.blamed),
             "cut": one.status == "timeout",
-            "tokens_per_second_per_gpu": one.speed or None, "seconds_per_step": one.step,
-            "peak_allocated_gib": one.peak, "loss_change": one.loss_change, "learned": one.learned,
-            "seconds": round(one.sample.seconds, 1), "sample": one.sample.as_json(),
-        }  # fmt: skip
+            "tokens_per_second_per_gpu": one.speed or None,
+            "seconds_per_step": one.step,
+            "peak_allocated_gib": one.peak,
+            "loss_change": one.loss_change,
+            "learned": one.learned,
+            "seconds": round(one.sample.seconds, 1),
+            "sample": one.sample.as_json(),
+        }
 
     def _best_json(self, best: SettingRuns) -> dict[str, Any]:
         first, row = self.search.first, self.row(best)
@@ -265,9 +284,7 @@ def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
     `cpu`) or UsageError.
     """
     if terms.budget_s <= STOPPING_S:
-        message = (
-            f"not even one trial fits into {terms.budget_s:g} s: ending one takes {STOPPING_S:g} s"
-        )
+        message = f"not even one trial fits into {terms.budget_s:g} s: ending one takes {STOPPING_S:g} s"
         raise usage("bad-time", message, "--budget 10m")
     if terms.output is not None:
         proposal.require_free(terms.output, request.config)
@@ -284,9 +301,7 @@ def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
     made = plan.make(stage, gpus=resolved.gpus, output=Path("model"), packages=packages)
     if stopping := errors(made.findings, strict=request.strict):
         raise InvalidConfig(stopping)
-    rows = forecast.row_lengths(
-        made, packages, forecast.ForecastOptions(row_tokens=terms.row_tokens)
-    )
+    rows = forecast.row_lengths(made, packages, forecast.ForecastOptions(row_tokens=terms.row_tokens))
     outlook = Outlook(
         space=space.of_plan(made, packages, rows),
         shape=footprint.shape_of(made),
@@ -295,8 +310,15 @@ def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
         attention=_attention(made, packages),
     )
     identity = measure.identity(made, resolved.trainer)
-    key = [TUNE_VERSION, terms.steps, terms.row_tokens, outlook.card.name, outlook.card.gib,
-           outlook.space.as_json(), identity]  # fmt: skip
+    key = [
+        TUNE_VERSION,
+        terms.steps,
+        terms.row_tokens,
+        outlook.card.name,
+        outlook.card.gib,
+        outlook.space.as_json(),
+        identity,
+    ]
     return Tuning(
         resolved=resolved.with_request(stage=stage.options.stage, gpus=made.gpus),
         terms=terms,

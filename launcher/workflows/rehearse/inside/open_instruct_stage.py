@@ -119,9 +119,7 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     with steps.losses() as losses:
         script.main(arguments, tokenizer)
     report["losses"] = losses
-    if getattr(arguments, "cache_dataset_only", False) or getattr(
-        arguments, "cache_logprobs_only", False
-    ):
+    if getattr(arguments, "cache_dataset_only", False) or getattr(arguments, "cache_logprobs_only", False):
         return
     steps.require_finite(losses)
     report["phase"] = "save"
@@ -140,9 +138,7 @@ def small_data(arguments: Any, request: dict[str, Any], report: dict[str, Any]) 
     import open_instruct.dataset_transformation as transformation
 
     real = datasets.load_dataset
-    rows.replace_everywhere(
-        "open_instruct", "load_dataset", real, rows.limit(real, request, report)
-    )
+    rows.replace_everywhere("open_instruct", "load_dataset", real, rows.limit(real, request, report))
     transformation.get_commit_hash = lambda *_, **__: "0" * 40
     update = transformation.DatasetConfig.update_range
 

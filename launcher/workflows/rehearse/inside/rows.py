@@ -28,9 +28,7 @@ class AnySplit(dict[str, Any]):
         return self.rows
 
 
-def limit(
-    load: Callable[..., Any], request: dict[str, Any], report: dict[str, Any]
-) -> Callable[..., Any]:
+def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, Any]) -> Callable[..., Any]:
     """`datasets.load_dataset` that gives the first rows of each set; a hub set not here gets a stand-in."""
     import datasets
 
@@ -48,9 +46,7 @@ def limit(
         local = path in _FILES or os.path.exists(str(path))
         if local and not kwargs.get("streaming"):
             kwargs.pop("num_proc", None)
-            return each(
-                load(path, *args, **{**kwargs, "streaming": True}), lambda one: read(one, count)
-            )
+            return each(load(path, *args, **{**kwargs, "streaming": True}), lambda one: read(one, count))
         try:
             loaded = load(path, *args, **kwargs)
         except absent:
@@ -83,9 +79,7 @@ def read(stream: Any, count: int) -> Any:
 
 
 def head(rows: Any, count: int) -> Any:
-    return (
-        rows.select(range(min(count, len(rows)))) if hasattr(rows, "select") else rows.take(count)
-    )
+    return rows.select(range(min(count, len(rows)))) if hasattr(rows, "select") else rows.take(count)
 
 
 def replace_everywhere(package: str, name: str, old: Any, new: Any) -> None:

@@ -72,9 +72,7 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     import transformers
 
     script = importlib.import_module(f"trl.scripts.{request['stage']}")
-    parts = script.make_parser().parse_args_and_config(
-        request["words"], fail_with_unknown_args=False
-    )
+    parts = script.make_parser().parse_args_and_config(request["words"], fail_with_unknown_args=False)
     training, model = parts[1], parts[2]
     if request.get("report_to"):
         transformers.integrations.get_reporting_integration_callbacks(request["report_to"])
@@ -123,9 +121,7 @@ def watch(kind: Any, request: dict[str, Any], report: dict[str, Any]) -> None:
         if hasattr(self.eval_dataset, "column_names"):
             self.eval_dataset = rows.shorten(rows.head(self.eval_dataset, 8))
         self.add_callback(Two())
-        before = {
-            n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad
-        }
+        before = {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
         report["phase"] = "train"
         result = train(self, *args, **kwargs)
         report["phase"] = "train"

@@ -19,17 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import (
-    check,
-    fingerprint,
-    keeping,
-    launching,
-    probe,
-    ratio,
-    report,
-    surroundings,
-    validate,
-)
+from benchmarks import check, fingerprint, keeping, launching, probe, ratio, report, surroundings, validate
 from benchmarks.ratio import Pair, Ratio, Regression
 
 STORED = ratio.ROOT / "benchmarks" / "results.json"

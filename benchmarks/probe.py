@@ -143,15 +143,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")
-    defaults = {
-        "hidden": 64,
-        "layers": 2,
-        "tokens": 128,
-        "vocab": 1_000,
-        "micro": 1,
-        "block": 10,
-        "blocks": 40,
-    }
+    defaults = {"hidden": 64, "layers": 2, "tokens": 128, "vocab": 1_000, "micro": 1, "block": 10, "blocks": 40}
     for name, number in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=number)
     return parser.parse_args(arguments)

@@ -35,10 +35,7 @@ def copied(folder: Path) -> list[str]:
 def pairs(folder: Path) -> Iterator[Pair]:
     """Validation beside importing typer and parsing the same YAML."""
     copies = copied(folder)
-    for name, files, rounds in (
-        ("one file", [str(STAGE_FILE)], ROUNDS),
-        ("1,000 files", copies, 5),
-    ):
+    for name, files, rounds in (("one file", [str(STAGE_FILE)], ROUNDS), ("1,000 files", copies, 5)):
         yield Pair(
             name=f"validation, {name}", what="launch validate-config / import typer, parse the YAML",
             rounds=rounds, ours=ratio.command([*LAUNCH, *files]),

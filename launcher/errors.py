@@ -110,9 +110,7 @@ class NotReady(LaunchError):
     exit_code = Exit.NOT_READY
 
 
-def launch_finding(
-    severity: Severity, code: str, message: str, help: str | None = None, **place: Any
-) -> Finding:
+def launch_finding(severity: Severity, code: str, message: str, help: str | None = None, **place: Any) -> Finding:
     """A finding of launch's own; `place` is its `key`, `file` and `line`, where it has them."""
     about: dict[str, Any] = {"code": code, "message": message, "help": help, **place}
     return Finding(severity=severity, layer="launch", **about)

@@ -37,8 +37,7 @@ _TRADE: Mapping[str, frozenset[str]] = {
     ),
 }
 _ALWAYS = _named(
-    "apikey cred credential credentials creds passphrase passwd password passwords secret secrets "
-    "webhook webhooks"
+    "apikey cred credential credentials creds passphrase passwd password passwords secret secrets webhook webhooks"
 )
 # `PGPASSWORD`, `OPENAIAPIKEY`: words that are written as one
 _ENDINGS = ("password", "passwd", "passphrase", "apikey", "accesskey", "secretkey", "privatekey")
@@ -169,10 +168,7 @@ def unechoed(text: str) -> str:
         forms.sort(key=len, reverse=True)
         # a value may be `oc` or `env`
         parts = re.split(r"(\$\{oc\.env:\w+\})", text)
-        pattern, name = (
-            re.compile("|".join(forms) or r"(?!)", re.IGNORECASE),
-            f"${{oc.env:{variable}}}",
-        )
+        pattern, name = (re.compile("|".join(forms) or r"(?!)", re.IGNORECASE), f"${{oc.env:{variable}}}")
         text = "".join(p if at % 2 else pattern.sub(lambda _, n=name: n, p) for at, p in enumerate(parts))
     return text
 
@@ -257,11 +253,7 @@ def _clean(value: Any, name: str, known: Sequence[str]) -> Any:
         return tuple(_words(value, name, known))
     if is_dataclass(value) and not isinstance(value, type):
         own = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        cleaned = {
-            key: _clean(v, key if is_secret(key) else "", known)
-            for key, v in own.items()
-            if not _ours(key, v)
-        }
+        cleaned = {key: _clean(v, key if is_secret(key) else "", known) for key, v in own.items() if not _ours(key, v)}
         return replace(value, **{k: v for k, v in cleaned.items() if v is not own[k]})
     return value
 

@@ -285,12 +285,7 @@ def table(rows: Iterable[Row]) -> Iterator[str]:
         speed, mfu = row[SPEED], row["mfu"]
         spread = f", {speed['min']:,} – {speed['max']:,}" if speed["n"] > 1 else ""
         norms = " ".join(f"{norm:.3g}" for norm in row.get("gradient_norms", ()) if norm)
-        figures = [
-            mfu and f"{100 * mfu:.1f} %",
-            row["loss_per_token"],
-            row["peak_gib"],
-            norms or None,
-        ]
+        figures = [mfu and f"{100 * mfu:.1f} %", row["loss_per_token"], row["peak_gib"], norms or None]
         cells = [row["case"], row["setting"], f"{speed['median']:,}{spread} ({speed['n']})"]
         cells += ["–" if figure is None else str(figure) for figure in figures]
         yield f"| {' | '.join(cells)} |\n"

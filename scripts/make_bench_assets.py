@@ -50,10 +50,7 @@ TINY: dict[str, Any] = {
 def main(out: Path, models: Sequence[str], *, tiny: bool) -> int:
     """Make what is missing; returns the exit code."""
     if unknown := [name for name in models if name.lower() not in architecture.table()]:
-        print(
-            f"error: no shape of {', '.join(unknown)} in launcher/artifacts/shapes.json",
-            file=sys.stderr,
-        )
+        print(f"error: no shape of {', '.join(unknown)} in launcher/artifacts/shapes.json", file=sys.stderr)
         return 1
     chance = random.Random(SEED)
     words = made_up_words(chance)
@@ -95,9 +92,7 @@ def sentence(chance: random.Random, words: Sequence[str], many: int) -> str:
 class Text:
     """Rows of a wanted length: `each` is the tokens of a word, `limits` the least, mean and most of a row."""
 
-    def __init__(
-        self, chance: random.Random, words: Sequence[str], each: float, limits: tuple[int, int, int]
-    ) -> None:
+    def __init__(self, chance: random.Random, words: Sequence[str], each: float, limits: tuple[int, int, int]) -> None:
         self.chance, self.words, self.each = chance, words, each
         self.least, self.mean, self.most = limits
 

@@ -366,11 +366,7 @@ def _page(told: dict[str, Any]) -> str:
         "of a final weight | final loss, alone | ok |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
-    names = {
-        "trl": "TRL, SFT",
-        "sft": "open-instruct at the pin, SFT",
-        "dpo": "open-instruct at the pin, DPO",
-    }
+    names = {"trl": "TRL, SFT", "sft": "open-instruct at the pin, SFT", "dpo": "open-instruct at the pin, DPO"}
     for one in told["kinds"]:
         runs = one["runs"]
         losses = max((run["largest_loss_difference"] for run in runs), default=float("nan"))

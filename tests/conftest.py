@@ -32,9 +32,7 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATA, SUPPORT = REPOSITORY / "tests" / "data", REPOSITORY / "tests" / "support"
-STAGE_FILES = [
-    path for path in sorted((REPOSITORY / "configs").rglob("*.yaml")) if "pipeline" not in path.name
-]
+STAGE_FILES = [path for path in sorted((REPOSITORY / "configs").rglob("*.yaml")) if "pipeline" not in path.name]
 NO_CHECKOUT = "no open-instruct checkout at the pin"
 NO_PACKAGES = "no training packages"
 STAND_INS = os.pathsep.join(filter(None, (str(SUPPORT / "stand_ins"), os.environ.get("PYTHONPATH"))))

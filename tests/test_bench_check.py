@@ -31,8 +31,7 @@ def test_a_ratio_is_the_median_of_rounds_and_one_call_before_them_does_not_count
 
 
 @pytest.mark.parametrize(
-    ("stored", "worse"),
-    [(2.0, None), (2.4, None), (10.0, None), (1.67, None), (1.66, 0.2048), (1.0, 1.0)],
+    ("stored", "worse"), [(2.0, None), (2.4, None), (10.0, None), (1.67, None), (1.66, 0.2048), (1.0, 1.0)]
 )
 def test_a_fifth_worse_is_the_limit(stored: float, worse: float | None) -> None:
     found, regression = ratio.regression(pair(), stored)

@@ -119,10 +119,7 @@ def test_the_exit_codes_of_the_reference_are_those_of_the_program() -> None:
 
 
 def test_every_command_has_help_and_an_example() -> None:
-    groups = [
-        ("", app),
-        *((f"{group.name} ", group.typer_instance) for group in app.registered_groups),
-    ]
+    groups = [("", app), *((f"{group.name} ", group.typer_instance) for group in app.registered_groups)]
     for prefix, command in ((p, c) for p, group in groups for c in group.registered_commands):
         function = command.callback
         assert function is not None
@@ -141,9 +138,7 @@ def commands() -> list[str]:
     """Every `launch ...` line in the code blocks of the pages, without its comment."""
     lines = []
     for page in PAGES:
-        blocks = re.findall(
-            r"^```(?:bash|sh|console)?\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S
-        )
+        blocks = re.findall(r"^```(?:bash|sh|console)?\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
         lines += [line for block in blocks for line in block.splitlines()]
     found = (re.fullmatch(r"(?:\$ )?launch (\S.*?)(?: +# .*)?", line) for line in lines)
     return sorted({match[1] for match in found if match and "[OPTIONS]" not in match[1]})
@@ -172,10 +167,7 @@ def test_a_command_of_the_docs_has_options_that_exist(line: str) -> None:
     ],
 )
 def test_a_cheap_command_of_the_docs_runs(
-    line: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a folder with the shipped files, and the stage files that README and the tutorial show."""
     for name in ("configs", "tests"):

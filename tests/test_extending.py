@@ -19,11 +19,7 @@ class Extended:
 
     def __init__(self, place: Path) -> None:
         self.place = place
-        shutil.copytree(
-            REPOSITORY / "launcher",
-            place / "launcher",
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
+        shutil.copytree(REPOSITORY / "launcher", place / "launcher", ignore=shutil.ignore_patterns("__pycache__"))
 
     def add(self, path: str, table: str, row: str, code: str = "") -> None:
         """Write `row` as the first of the table of this name, and `code` before that table."""

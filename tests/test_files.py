@@ -210,9 +210,7 @@ def test_no_command_prints_it(run: Path, capfd: pytest.CaptureFixture[str], tmp_
     told = json.loads((run / "run.json").read_text())
     told |= {"stage": HOSTILE, "output": HOSTILE, "tracked": True}
     (run / "run.json").write_text(json.dumps(told))
-    (run / "console.log").write_text(
-        f"{HOSTILE}\nView run at https://a.b/{HOSTILE}\nRuntimeError: {HOSTILE}\n"
-    )
+    (run / "console.log").write_text(f"{HOSTILE}\nView run at https://a.b/{HOSTILE}\nRuntimeError: {HOSTILE}\n")
     (run / "exit.json").write_text(json.dumps({"returncode": 1}))
     stage = tmp_path / "stage\x1b[31m\n::error::.yaml"
     escapes = "\\e]0;x\\a\\e[31m\\n::error::pwned"
@@ -237,9 +235,7 @@ def test_a_command_to_paste_keeps_its_values() -> None:
     assert done.stdout == word
 
 
-def test_the_bug_reporter_takes_any_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_bug_reporter_takes_any_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fails() -> None:
         raise RuntimeError("no \udcff UTF-8 \x1b[31m\n::error::")
 
@@ -274,7 +270,4 @@ def test_a_row_that_speaks_of_liger_changes_no_verdict(tmp_path: Path, row: str,
     # ahead of all else, where nothing has been announced yet, and at the end
     (log := tmp_path / "train.log").write_text("".join([*lines[:1], row.format(words) + "\n", *lines[1:]]))
     after = check.judge_log(log)
-    assert (after.point("liger").state, after.status) == (
-        before.point("liger").state,
-        before.status,
-    )
+    assert (after.point("liger").state, after.status) == (before.point("liger").state, before.status)

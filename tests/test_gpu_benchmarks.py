@@ -94,8 +94,7 @@ def test_the_first_and_the_best_trial_of_a_search_are_its_rows(tmp_path: Path) -
     measured = {"loss_per_token": spread, "peak_allocated_gib": spread, SPEED: spread}
     data = {
         "trials": [
-            {"name": n, "settings": {"rows": n}, "sample": {"variant": n, "cause": "ok", **run}}
-            for n in names
+            {"name": n, "settings": {"rows": n}, "sample": {"variant": n, "cause": "ok", **run}} for n in names
         ],
         "best": {"settings": {"rows": "3"}},
         "bench": [{"variant": n, "standing": "faster", "why": "", **measured} for n in names],

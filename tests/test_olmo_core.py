@@ -87,10 +87,7 @@ def test_the_wrapped_shape_names_it_by_its_file(tmp_path: Path) -> None:
 
 
 def test_other_scripts_are_refused(tmp_path: Path) -> None:
-    for script, words in (
-        ("dpo_olmo", "mean `dpo_olmo_core`"),
-        ("[1]", "one of dpo, dpo_olmo_core"),
-    ):
+    for script, words in (("dpo_olmo", "mean `dpo_olmo_core`"), ("[1]", "one of dpo, dpo_olmo_core")):
         fault = found(tmp_path, text(script=script))["bad-script", "script"]
         assert (fault.severity, fault.line) == ("error", 3)
         assert words in (fault.help or "")
@@ -177,9 +174,7 @@ def test_the_models_come_from_the_source() -> None:
     assert not any(name.endswith("_like") for name in schema.configs)
 
 
-def test_a_folder_needs_its_config_name_and_the_right_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_needs_its_config_name_and_the_right_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "trained").mkdir()
     shape = {"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28}
@@ -294,9 +289,7 @@ def starting(folder: Path, *args: str, model: str = QWEN) -> dict[str, Finding]:
     return {f.code: f for f in told.findings if f.key == "args.model_name_or_path"}
 
 
-def test_a_hub_name_is_not_loaded_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path
-) -> None:
+def test_a_hub_name_is_not_loaded_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> None:
     # as huggingface_hub reads them, the first that holds anything decides
     for first, second, variable in (
         ("1", "", "HF_HUB_OFFLINE"), ("", "true", "TRANSFORMERS_OFFLINE"), ("0", "1", None),
@@ -613,9 +606,7 @@ def test_the_shapes_that_the_package_ties(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_muon_is_not_planned_as_adam(tmp_path: Path) -> None:
     made = planned(from_text(tmp_path, text("optimizer_type: muon")), gpus=8)
-    one = footprint.Footprint(
-        plan=made, shape=footprint.shape_of(made), rows=parse("100:200"), attention="flash_2"
-    )
+    one = footprint.Footprint(plan=made, shape=footprint.shape_of(made), rows=parse("100:200"), attention="flash_2")
     with pytest.raises(InvalidConfig, match="Muon"):
         one.setup()
 
@@ -686,10 +677,7 @@ def test_what_a_packed_row_wastes(
     real = sum(chosen) + sum(rejected)
     assert [(one["tokens"], one["wasted"]) for one in steps] == [(real, 4096 - real)] * 3
     told = heard(made, "packing", "half_wasted")
-    assert [(one["event"], one.get("state")) for one in told] == [
-        ("packing", "on"),
-        ("half_wasted", None),
-    ]
+    assert [(one["event"], one.get("state")) for one in told] == [("packing", "on"), ("half_wasted", None)]
     assert told[1]["message"] == message
 
 

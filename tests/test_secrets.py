@@ -187,9 +187,7 @@ def test_an_error_does_not_repeat_them(
 
 
 @pytest.mark.parametrize("text", [f"args: {{hub_token: [{HF}", f"a: b: {SK}", f"stage: {AKIA}\nargs: {{}}"])
-def test_a_file_that_cannot_be_read_is_not_quoted(
-    world: World, text: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_cannot_be_read_is_not_quoted(world: World, text: str, capfd: pytest.CaptureFixture[str]) -> None:
     path = world.root / "a.yaml"
     path.write_text(text)
     for form in ("text", "json", "github"):
@@ -303,11 +301,7 @@ def test_no_command_line_holds_one(world: World, monkeypatch: pytest.MonkeyPatch
     start = rundir.read_json(folder.start)
     monkeypatch.setattr(os, "environ", {**os.environ, **start["env"]})
     argv = [script.word(one) for one in json.loads((world.root / "argv.json").read_text())]
-    for flag, value in (
-        ("--run_name", "at-hunter2"),
-        ("--project", "x9-y8-z7"),
-        ("--hub_model_id", URL),
-    ):
+    for flag, value in (("--run_name", "at-hunter2"), ("--project", "x9-y8-z7"), ("--hub_model_id", URL)):
         assert argv[argv.index(flag) + 1] == value
     assert "--hub_token" not in argv
     assert start["env"]["HF_TOKEN"] == "my-hub-token-1"

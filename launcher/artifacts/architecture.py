@@ -134,9 +134,7 @@ class Shape:
 
     def linears(self) -> Mapping[str, tuple[int, int]]:
         """The layer's linear weights by their last name: (out, in)."""
-        return {
-            name.split(".")[-2]: (size[0], size[1]) for name, size in self.layer.items() if len(size) == 2
-        }
+        return {name.split(".")[-2]: (size[0], size[1]) for name, size in self.layer.items() if len(size) == 2}
 
     @property
     def linear_elements(self) -> int:
@@ -153,10 +151,7 @@ def untied(shape: Shape) -> Shape:
 
 
 def find(
-    name: object,
-    environ: Mapping[str, str],
-    revision: str | None = None,
-    replaced: Mapping[str, Any] | None = None,
+    name: object, environ: Mapping[str, str], revision: str | None = None, replaced: Mapping[str, Any] | None = None
 ) -> Shape:
     """The shape of a model by folder, hub name or committed table, in that order; no network.
 
@@ -227,9 +222,7 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
     )
 
 
-def _layer(
-    reader: _ConfigReader, hidden: int, inner: int, query: int, key: int, head_dim: int
-) -> dict[str, Size]:
+def _layer(reader: _ConfigReader, hidden: int, inner: int, query: int, key: int, head_dim: int) -> dict[str, Size]:
     """The sizes of one layer's weights in transformers' order."""
     layout = reader.layout
     # a family whose class does not have the key reads none, whatever the config holds

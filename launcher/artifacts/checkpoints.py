@@ -27,12 +27,7 @@ from launcher.upstream.trainers import BACKENDS
 Kind = Literal["step", "epoch"]
 
 _SHARD = re.compile(r"model-\d+-of-\d+\.(safetensors|bin)\Z")
-_WHOLE = (
-    "model.safetensors",
-    "pytorch_model.bin",
-    "adapter_model.safetensors",
-    "adapter_model.bin",
-)
+_WHOLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _NO_WEIGHTS = "it holds no weights"
 

@@ -168,22 +168,11 @@ def _state(status: os.stat_result) -> list[int]:
 
 
 def _sound(entry: Any) -> bool:
-    return isinstance(entry, list) and [type(one) for one in entry] == [
-        int,
-        int,
-        int,
-        str,
-        str,
-        int,
-    ]
+    return isinstance(entry, list) and [type(one) for one in entry] == [int, int, int, str, str, int]
 
 
 def of_file(
-    path: Path,
-    memory: FingerprintCache,
-    *,
-    name: str | None = None,
-    whole_below: int = digest.WHOLE_BELOW,
+    path: Path, memory: FingerprintCache, *, name: str | None = None, whole_below: int = digest.WHOLE_BELOW
 ) -> FilePrint:
     """The fingerprint of one file, links followed; raises MissingContent where there is none to read."""
     try:
@@ -255,9 +244,7 @@ READERS: Mapping[str, Callable[[str, FingerprintCache, str | None], Fingerprint]
 """How what has a role is read, by its name and revision."""
 
 
-def _pretrained(
-    name: str, memory: FingerprintCache, patterns: Sequence[str], revision: str | None
-) -> Fingerprint:
+def _pretrained(name: str, memory: FingerprintCache, patterns: Sequence[str], revision: str | None) -> Fingerprint:
     path = Path(name)
     if exists(path) and path.is_dir():
         found = (
@@ -279,9 +266,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch(name, one) and name.count("/") == one.count("/") for one in patterns)
 
 
-def _folder(
-    name: str, path: Path, found: Iterable[tuple[str, Path]], memory: FingerprintCache
-) -> Fingerprint:
+def _folder(name: str, path: Path, found: Iterable[tuple[str, Path]], memory: FingerprintCache) -> Fingerprint:
     try:
         listed = sorted(found)
     except OSError as error:

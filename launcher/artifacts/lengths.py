@@ -125,9 +125,7 @@ def log_normal(mean: float, longest: int, source: str) -> Lengths:
         counts[length], below = share - below, share
     counts[longest] = 1 - below
     deviation = min(mean * math.sqrt(math.expm1(spread * spread)), longest / 2)
-    return Lengths(
-        mean=mean, deviation=deviation, longest=longest, source=source, counts=tuple(counts.items())
-    )
+    return Lengths(mean=mean, deviation=deviation, longest=longest, source=source, counts=tuple(counts.items()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,9 +96,7 @@ def repository(name: str, environ: Mapping[str, str], kind: str = "models") -> P
     return _joined(str(hub_cache(environ)), f"{kind}--{name.replace('/', '--')}")
 
 
-def commit(
-    name: str, environ: Mapping[str, str], revision: str | None = None, kind: str = "models"
-) -> str | None:
+def commit(name: str, environ: Mapping[str, str], revision: str | None = None, kind: str = "models") -> str | None:
     """The commit that the hub's cache here holds for a name and revision; None where it holds none."""
     kept, branch = str(repository(name, environ, kind)), revision or "main"
     if ".." in branch:
@@ -107,9 +105,7 @@ def commit(
     return commit or (branch if exists(_joined(kept, "snapshots", branch)) else None)
 
 
-def snapshot(
-    name: str, environ: Mapping[str, str], revision: str | None = None, kind: str = "models"
-) -> Path | None:
+def snapshot(name: str, environ: Mapping[str, str], revision: str | None = None, kind: str = "models") -> Path | None:
     """The folder of that commit, where one is known; nobody says that it is there, or whole."""
     at = commit(name, environ, revision, kind)
     return None if at is None else _joined(str(repository(name, environ, kind)), "snapshots", at)

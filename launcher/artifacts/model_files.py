@@ -85,9 +85,7 @@ def sizes(folder: Path) -> Mapping[str, tuple[int, ...]] | None:
     first = _first(folder)
     if first is None or first.name.startswith("pytorch_model"):
         return None
-    headers = [
-        checkpoints.sizes(path) for path in (_shards(first) if first.name.endswith(".json") else [first])
-    ]
+    headers = [checkpoints.sizes(path) for path in (_shards(first) if first.name.endswith(".json") else [first])]
     if not headers or None in headers:
         return None
     return {name: size for header in headers if header for name, size in header.items()}

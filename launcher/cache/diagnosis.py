@@ -105,9 +105,7 @@ def _events(run: RunFolder) -> dict[str, Mapping[str, Any]]:
 def _reason(use: Use, uses: Sequence[Use], event: Mapping[str, Any]) -> Reason:
     cache, state = _cache(use), str(event.get("state") or "unknown")
     compared = [(one, list(_compare(_cache(one), cache))) for one in _before(use, uses)]
-    nearest, differences = min(
-        compared, key=lambda pair: (len(pair[1]), -float(pair[0]["time"])), default=(None, [])
-    )
+    nearest, differences = min(compared, key=lambda pair: (len(pair[1]), -float(pair[0]["time"])), default=(None, []))
     if nearest is not None and not differences and state == "miss":
         differences = _neighbour(event, cache)
     return Reason(
@@ -208,9 +206,7 @@ def _differences(before: Facts, now: Facts) -> Iterator[KeyDifference]:
 def _change(before: Any, now: Any) -> str:
     listed = [one for one in (before, now) if isinstance(one, Mapping) and "digest" in one]
     if not listed:
-        was, is_ = (
-            brief(one if isinstance(one, str) else json.dumps(one, default=str)) for one in (before, now)
-        )
+        was, is_ = (brief(one if isinstance(one, str) else json.dumps(one, default=str)) for one in (before, now))
         return f"was {was}, is {is_}"
     size = " -> ".join(dict.fromkeys(map(_bytes, listed)))
     if before is None or now is None:

@@ -34,13 +34,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher.artifacts.fingerprint import (
-    READERS,
-    FingerprintCache,
-    MissingContent,
-    cache_home,
-    remembered,
-)
+from launcher.artifacts.fingerprint import READERS, FingerprintCache, MissingContent, cache_home, remembered
 from launcher.errors import Finding
 from launcher.paths import exists
 from launcher.plan import plan as plans
@@ -61,11 +55,7 @@ _MISSING = "missing"
 _FILES_KEPT = 200
 
 _TOKENISING = ("open_instruct/dataset_transformation.py",)
-_SCORING = (
-    "open_instruct/dpo_utils.py",
-    "open_instruct/padding_free_collator.py",
-    "open_instruct/dpo_tune_cache.py",
-)
+_SCORING = ("open_instruct/dpo_utils.py", "open_instruct/padding_free_collator.py", "open_instruct/dpo_tune_cache.py")
 # by `Backend.DATA_CACHE`
 _PACKAGES: Mapping[str, tuple[str, ...]] = {
     "own": ("transformers", "tokenizers"),
@@ -169,8 +159,7 @@ def derive(plan: Plan, packages: Mapping[str, str], *, running: bool = True) -> 
 def applied(plan: Plan, caches: Sequence[Cache]) -> Plan:
     """The plan with upstream's options for these folders among its derived arguments."""
     return plans.with_derived(
-        plan,
-        {name: Derived(value=value, why=one.why) for one in caches for name, value in one.arguments.items()},
+        plan, {name: Derived(value=value, why=one.why) for one in caches for name, value in one.arguments.items()}
     )
 
 

@@ -19,15 +19,7 @@ if TYPE_CHECKING:
 # options that would be taken and ignored beside another one
 _APART = {
     "slurm": ("skypilot", "detach", "devices", "node_rank", "main_address", "cpu"),
-    "skypilot": (
-        "detach",
-        "devices",
-        "node_rank",
-        "main_address",
-        "on_finish",
-        "fresh",
-        "allow_changed_resume",
-    ),
+    "skypilot": ("detach", "devices", "node_rank", "main_address", "on_finish", "fresh", "allow_changed_resume"),
 }
 
 
@@ -100,13 +92,7 @@ def several_runs(command: Callable[..., Exit]) -> Callable[..., Exit]:
 
 
 def hand_over(
-    shared: Shared,
-    command: str,
-    name: str,
-    *,
-    gpus: int,
-    options: Options,
-    findings: Sequence[Finding] = (),
+    shared: Shared, command: str, name: str, *, gpus: int, options: Options, findings: Sequence[Finding] = ()
 ) -> Exit:
     """Have the command run elsewhere, once it has been checked."""
     from launcher.lifecycle import background

@@ -32,16 +32,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
         "gpu_memory",
         "cpu",
     ),
-    "Start": (
-        "dry_run",
-        "detach",
-        "fresh",
-        "rehearse",
-        "on_finish",
-        "on_finish_limit",
-        "first",
-        "until",
-    ),
+    "Start": ("dry_run", "detach", "fresh", "rehearse", "on_finish", "on_finish_limit", "first", "until"),
     "Checks": (
         "strict",
         "no_probe",

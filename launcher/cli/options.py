@@ -81,17 +81,11 @@ OVERRIDES = Argument(
     help="replace an argument or an option of the file: learning_rate=1e-5 batch.global=64",
 )
 STAGE_FILE = Argument(None, metavar="CONFIG", help="the stage file", show_default=False)
-NODE_RANK = Option(
-    None, "--node-rank", metavar="N", min=0, help="number of this machine among several, from 0"
-)
+NODE_RANK = Option(None, "--node-rank", metavar="N", min=0, help="number of this machine among several, from 0")
 MAIN_ADDRESS = Option(None, "--main-address", metavar="HOST[:PORT]", help="address of machine 0 of several")
 CPU = Option(False, "--cpu", help="run on the CPU, to try the command out")
 GPU_MEMORY = Option(
-    None,
-    "--gpu-memory",
-    metavar="GIB",
-    help="memory of one GPU",
-    show_default="that of the GPUs here",
+    None, "--gpu-memory", metavar="GIB", help="memory of one GPU", show_default="that of the GPUs here"
 )
 UNPROVEN = Option(False, "--allow-unproven", help="treat an unproven verdict as success")
 
@@ -118,20 +112,12 @@ class Shared:
     )
     nodes: int = Option(1, "--nodes", metavar="N", min=1, help="number of machines")
     devices: str | None = Option(
-        None,
-        "--devices",
-        metavar="2,3",
-        help="use these GPUs",
-        show_default="free ones, as many as --gpus",
+        None, "--devices", metavar="2,3", help="use these GPUs", show_default="free ones, as many as --gpus"
     )
     dry_run: bool = Option(False, "--dry-run", help="print the plan and the command; start nothing")
     price: float | None = Option(None, "--price", metavar="X", help="price per GPU-hour")
-    rows: int | None = Option(
-        None, "--rows", metavar="N", min=1, help="rows of the data set", show_default="counted"
-    )
-    row_tokens: str | None = Option(
-        None, "--row-tokens", metavar="MEAN:MAX", help="tokens per row, mean and longest"
-    )
+    rows: int | None = Option(None, "--rows", metavar="N", min=1, help="rows of the data set", show_default="counted")
+    row_tokens: str | None = Option(None, "--row-tokens", metavar="MEAN:MAX", help="tokens per row, mean and longest")
     python: Path | None = Option(
         None,
         "--python",
@@ -146,9 +132,7 @@ class Shared:
         help="checkout of open-instruct",
         show_default="LAUNCH_OPEN_INSTRUCT, external/, ~/",
     )
-    allow_unpinned: bool = Option(
-        False, "--allow-unpinned", help="accept a checkout at another commit than the pin"
-    )
+    allow_unpinned: bool = Option(False, "--allow-unpinned", help="accept a checkout at another commit than the pin")
     allow_unproven: bool = UNPROVEN
     strict: bool = Option(False, "--strict", help="treat warnings as errors")
     no_probe: bool = Option(
@@ -162,21 +146,14 @@ class Shared:
     )
     fresh: bool = Option(False, "--fresh", help="start over in a new folder (NAME-2)")
     allow_changed_resume: list[str] | None = Option(
-        None,
-        "--allow-changed-resume",
-        metavar="NAME",
-        help="continue although NAME has changed (repeatable)",
+        None, "--allow-changed-resume", metavar="NAME", help="continue although NAME has changed (repeatable)"
     )
     detach: bool = Option(False, "--detach", help="start it in a tmux session and return at once")
     on_finish: str | None = Option(
         None, "--on-finish", metavar="CMD", help="command to run when it has ended, without a shell"
     )
     on_finish_limit: str | None = Option(
-        None,
-        "--on-finish-limit",
-        metavar="TIME",
-        help="time limit of that command: 90s, 2h",
-        show_default="10m",
+        None, "--on-finish-limit", metavar="TIME", help="time limit of that command: 90s, 2h", show_default="10m"
     )
     slurm: bool = Option(False, "--slurm", help="queue it as a Slurm job")
     format: Format = FORMAT
@@ -250,9 +227,7 @@ def takes(*names: str) -> Callable[[Command], Command]:
     fields = dataclasses.fields(Shared)
     rest = {f.name: vars(f.default)["default"] for f in fields if f.name not in names}
     parameters = [
-        inspect.Parameter(
-            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_TYPES[f.name]
-        )
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_TYPES[f.name])
         for f in fields
         if f.name in names
     ]

@@ -35,9 +35,7 @@ MAX_KEYS = 1_000
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)\Z")
 # An exponent without a sign or a point (`12e4567`) is a commit more often than a number: it stays text.
-_FLOAT = re.compile(
-    r"[-+]?((\.[0-9]+|(0|[1-9][0-9]*)\.[0-9]*)([eE][-+]?[0-9]+)?|(0|[1-9][0-9]*)[eE][-+][0-9]+)\Z"
-)
+_FLOAT = re.compile(r"[-+]?((\.[0-9]+|(0|[1-9][0-9]*)\.[0-9]*)([eE][-+]?[0-9]+)?|(0|[1-9][0-9]*)[eE][-+][0-9]+)\Z")
 _BOOL = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _NULL = {"", "~", "null", "Null", "NULL"}
 _TAG = "tag:yaml.org,2002:"
@@ -78,9 +76,7 @@ def read_yaml(path: Path) -> Document:
     # a link, or a word on a command line, may name any file: what it holds is not shown
     message = "not a stage file, and its name does not end in .yaml or .yml"
     hidden = {"not-a-mapping", "empty-file"}
-    raise InvalidConfig(
-        f if f.code in hidden else replace(f, message=message, help=None, key=None) for f in found
-    )
+    raise InvalidConfig(f if f.code in hidden else replace(f, message=message, help=None, key=None) for f in found)
 
 
 def parse(path: Path, text: str) -> Document:
@@ -196,9 +192,7 @@ def bad(path: Path, code: str, message: str, line: int | None = None, help: str 
     return replace(launch_finding("error", code, message, help), file=str(path), line=line)
 
 
-def refused(
-    path: Path, code: str, message: str, line: int | None = None, help: str | None = None
-) -> InvalidConfig:
+def refused(path: Path, code: str, message: str, line: int | None = None, help: str | None = None) -> InvalidConfig:
     """What to raise for an error after which nothing more can be said of a file."""
     return InvalidConfig(bad(path, code, message, line, help))
 
@@ -336,9 +330,7 @@ class Builder:
             return plain(event.value)
         self._stop("unknown-tag", f"the YAML tag `!!{kind}` is not supported", line)
 
-    def _add(
-        self, code: str, message: str, line: int, key: str | None = None, help: str | None = None
-    ) -> None:
+    def _add(self, code: str, message: str, line: int, key: str | None = None, help: str | None = None) -> None:
         found = bad(Path(self.file), code, message, line, help)
         self.findings.append(replace(found, key=key))
 

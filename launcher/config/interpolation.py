@@ -26,10 +26,7 @@ _TOO_MUCH = "it expands to too much"
 
 
 def interpolate(
-    path: Path,
-    tree: dict[str, Any],
-    origins: Mapping[str, Origin],
-    named: Mapping[str, Any] | None = None,
+    path: Path, tree: dict[str, Any], origins: Mapping[str, Origin], named: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The tree with every `${...}` resolved, and the texts, by key, that took a secret from the environment.
 
@@ -137,11 +134,7 @@ def _depth(text: str) -> int:
 
 
 def _unresolved(
-    path: Path,
-    origins: Mapping[str, Origin],
-    steps: Steps,
-    error: Exception | str,
-    read: Collection[str] = (),
+    path: Path, origins: Mapping[str, Origin], steps: Steps, error: Exception | str, read: Collection[str] = ()
 ) -> Finding:
     key = reduce(join, steps, "")
     origin = nearest(origins, key) or Origin(str(path), 1)

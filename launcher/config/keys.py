@@ -187,20 +187,8 @@ EXPECT: Mapping[str, tuple[str, ...]] = {
 }
 
 TABLE: tuple[Key, ...] = (
-    Key(
-        name="stage",
-        kind="word",
-        words=STAGES,
-        default="none, it must be given",
-        meaning="the training stage",
-    ),
-    Key(
-        name="backend",
-        kind="word",
-        words=TRAINERS,
-        default="open_instruct",
-        meaning="the trainer",
-    ),
+    Key(name="stage", kind="word", words=STAGES, default="none, it must be given", meaning="the training stage"),
+    Key(name="backend", kind="word", words=TRAINERS, default="open_instruct", meaning="the trainer"),
     Key(
         name="script",
         kind="word",
@@ -311,13 +299,7 @@ TABLE: tuple[Key, ...] = (
         default="before what takes long: prepare, a job, a series of runs",
         meaning="whether two steps of the script run on the CPU before it starts, or never do",
     ),
-    Key(
-        name="name",
-        kind="text",
-        takes="a word for the run",
-        default="the file's name",
-        meaning="the run's name",
-    ),
+    Key(name="name", kind="text", takes="a word for the run", default="the file's name", meaning="the run's name"),
     Key(
         name="slurm",
         kind="mapping",

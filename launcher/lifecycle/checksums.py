@@ -37,9 +37,7 @@ class ChecksumThread(threading.Thread):
         self.folder, self.backend, self.output, self.ranks = folder, backend, output, ranks
         self.over = threading.Event()
         # a name may come again after its folder was set aside or deleted
-        self.known = {
-            name: digests for name, digests in read(folder).items() if output and (output / name).is_dir()
-        }
+        self.known = {name: digests for name, digests in read(folder).items() if output and (output / name).is_dir()}
 
     def run(self) -> None:
         """Look again and again."""

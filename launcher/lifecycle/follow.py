@@ -130,10 +130,7 @@ def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool)
     """
     if sys.stdout is None:
         return
-    out, shown = (
-        sys.stdout.buffer,
-        Shown(known_values(attempt.tokens(folder)), frames=follow or last is None),
-    )
+    out, shown = (sys.stdout.buffer, Shown(known_values(attempt.tokens(folder)), frames=follow or last is None))
     with _opened(folder.console(number)) as log:
         log.seek(0 if last is None else _tail(log, last))
         while True:

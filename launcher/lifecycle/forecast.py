@@ -16,16 +16,7 @@ from typing import Any, NamedTuple
 from launcher.artifacts import lengths
 from launcher.artifacts.lengths import Lengths, fuller
 from launcher.cache import entries, folders, keys
-from launcher.errors import (
-    Finding,
-    InvalidConfig,
-    LaunchError,
-    UsageError,
-    brief,
-    errors,
-    launch_finding,
-    usage,
-)
+from launcher.errors import Finding, InvalidConfig, LaunchError, UsageError, brief, errors, launch_finding, usage
 from launcher.lifecycle.doctor import disk
 from launcher.lifecycle.doctor.disk import Saved
 from launcher.lifecycle.prepare import Prepared, ResolvedStage
@@ -107,13 +98,7 @@ class Estimate:
     """
 
     def __init__(
-        self,
-        footprint: Footprint,
-        rows: int | None,
-        terms: ForecastOptions,
-        card: Card,
-        *,
-        static: bool = False,
+        self, footprint: Footprint, rows: int | None, terms: ForecastOptions, card: Card, *, static: bool = False
     ) -> None:
         self.static = static
         self.footprint, self.plan, self.rows = footprint, footprint.plan, rows
@@ -446,9 +431,7 @@ class Forecast:
         """The same for people."""
         table = [_HEAD, *(rung.row() for rung in self.rungs)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        rows = [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table
-        ]
+        rows = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
         parts = [line for rung in self.rungs for line in rung.lines(why=why)]
         speeds = [rung.speed.source for rung in self.rungs if rung.speed is not None]
         sources = [f"shape: {self.shape}", f"rows: {self.lengths}", f"attention: {self.attention}"]
@@ -500,9 +483,7 @@ def make(resolved: ResolvedStage, gpus: Sequence[int], terms: ForecastOptions) -
     for count in gpus:
         try:
             nodes = resolved.request.nodes
-            planned = plan.make(
-                resolved.stage, gpus=count, nodes=nodes, output=Path("model"), rows=terms.rows
-            )
+            planned = plan.make(resolved.stage, gpus=count, nodes=nodes, output=Path("model"), rows=terms.rows)
             if stopping := errors(planned.findings):
                 raise InvalidConfig(stopping)
             rows = rows or _lengths_or_none(planned, resolved.trainer.packages, terms, faults)
@@ -549,8 +530,7 @@ def _unfit(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Findin
     for rung in rungs:
         if terms.fit and rung.smallest is not None:
             message = (
-                f"{rung.where}--fit: no split of the batch fits; {rung.smallest.peak:.1f} GiB "
-                "with one row a device"
+                f"{rung.where}--fit: no split of the batch fits; {rung.smallest.peak:.1f} GiB with one row a device"
             )
             yield launch_finding("note", "nothing-fits", message, None, key="batch.per_device")
 
@@ -596,11 +576,7 @@ def _unpriced(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Fin
 
 
 def _rung(
-    planned: Plan,
-    rows: Lengths | None,
-    terms: ForecastOptions,
-    card: Card,
-    packages: Mapping[str, str],
+    planned: Plan, rows: Lengths | None, terms: ForecastOptions, card: Card, packages: Mapping[str, str]
 ) -> Estimate:
     counted = terms.rows if terms.rows is not None else planned.rows
     cut, steps = _SHORTEST, planned.steps

@@ -83,12 +83,7 @@ def environment(folder: RunFolder, code: int) -> Mapping[str, str]:
 
 
 def call(
-    folder: RunFolder,
-    attempt: Attempt,
-    code: int,
-    *,
-    own: bool = False,
-    began: Callable[[], None] = lambda: None,
+    folder: RunFolder, attempt: Attempt, code: int, *, own: bool = False, began: Callable[[], None] = lambda: None
 ) -> int | None:
     """Run the attempt's command to its end, with what it learns of the run; see `run`.
 
@@ -133,9 +128,7 @@ def run(
 
     with process.handling({signal.SIGINT: hand_on, signal.SIGTERM: hand_on}):
         try:
-            child = subprocess.Popen(
-                words, env=inherited, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True
-            )
+            child = subprocess.Popen(words, env=inherited, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True)
         except (OSError, ValueError) as error:
             _say(environ, f"{words[0]} cannot be started: {error}")
             return None

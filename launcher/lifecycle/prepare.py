@@ -174,9 +174,7 @@ class ResolvedStage:
         return replace(self, request=replace(self.request, **changes))
 
 
-def judge(
-    request: Request, *, running: bool = False, loaded: Config | None = None
-) -> tuple[stages.Judged, Trainer]:
+def judge(request: Request, *, running: bool = False, loaded: Config | None = None) -> tuple[stages.Judged, Trainer]:
     """Check a stage file, and find the Python that trains it; reads it where it is not `loaded` yet.
 
     Raises InvalidConfig or NotReady.
@@ -426,9 +424,7 @@ def _allowed(request: Request, findings: Iterable[Finding]) -> tuple[Finding, ..
     """The findings, with an error that the command line allows as a warning."""
     if not request.allow_corrupting_overlap:
         return tuple(findings)
-    return tuple(
-        replace(one, severity="warning") if one.code == deepspeed.OVERLAP else one for one in findings
-    )
+    return tuple(replace(one, severity="warning") if one.code == deepspeed.OVERLAP else one for one in findings)
 
 
 def _exposed(made: Plan, name: str) -> Finding:
@@ -450,8 +446,7 @@ def _on_our_command_line(made: Plan) -> Iterator[Finding]:
             yield launch_finding(
                 "warning",
                 "exposed-secret",
-                f"`{name}` holds a secret, and every user of the machine can read the command "
-                "line of launch itself",
+                f"`{name}` holds a secret, and every user of the machine can read the command line of launch itself",
                 f"set a variable, and write {name}='${{oc.env:VARIABLE}}'",
                 key=key,
                 **origin.place,

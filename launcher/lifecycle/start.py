@@ -54,10 +54,7 @@ def begin(
         if not attempt.rank:
             _require_not_queued(folder)
         output = None if attempt.rank else prepared.output
-        with (
-            runner.lock_run(folder, attempt.number, output) as (granted, locks),
-            _taken_back(folder),
-        ):
+        with runner.lock_run(folder, attempt.number, output) as (granted, locks), _taken_back(folder):
             if not attempt.rank or not prepared.folder.manifest.exists():
                 _make(prepared, attempt)
             attempt.write(folder)
@@ -98,9 +95,7 @@ def queue(
             _make(prepared, attempt)
             attempt.write(folder)
             nodes = planned.nodes
-            return slurm.submit(
-                folder, batch_script(prepared), nodes=nodes, options=options, environ=os.environ
-            )
+            return slurm.submit(folder, batch_script(prepared), nodes=nodes, options=options, environ=os.environ)
     finally:
         rundir.release(folder)
 
@@ -111,9 +106,7 @@ def batch_script(prepared: Prepared) -> str:
     name = folder.name
     nodes = planned.nodes
     options = planned.stage.options.slurm
-    return sbatch.script(
-        name=name, folder=folder, launch=ours(), nodes=nodes, gpus=planned.gpus, options=options
-    )
+    return sbatch.script(name=name, folder=folder, launch=ours(), nodes=nodes, gpus=planned.gpus, options=options)
 
 
 def ours() -> list[str]:
@@ -176,9 +169,7 @@ def _taken_back(folder: RunFolder) -> Iterator[None]:
         raise
 
 
-def _attempt(
-    prepared: Prepared, on_finish: Sequence[str], on_finish_s: float, allow_unproven: bool
-) -> Attempt:
+def _attempt(prepared: Prepared, on_finish: Sequence[str], on_finish_s: float, allow_unproven: bool) -> Attempt:
     planned, options = prepared.plan, prepared.plan.stage.options
     return Attempt(
         number=prepared.attempt,
@@ -243,9 +234,7 @@ def _reached(folder: RunFolder) -> int:
     return rundir.read_manifest(folder).resumed_step or 0
 
 
-def execute(
-    folder: RunFolder, rank: int | None = None, address: str | None = None
-) -> tuple[RunFolder, Attempt]:
+def execute(folder: RunFolder, rank: int | None = None, address: str | None = None) -> tuple[RunFolder, Attempt]:
     """Start the attempt that waits in a run folder, unless it has begun: what `launch exec` does.
 
     Returns the folder of this machine. Raises NotReady where none waits there, or another run holds
@@ -281,11 +270,7 @@ def _ids(chosen: Devices | None) -> tuple[str, ...]:
 
 
 def _keep(
-    folder: RunFolder,
-    attempt: Attempt,
-    granted: lease.Lease | None,
-    locks: Sequence[int],
-    chosen: Devices,
+    folder: RunFolder, attempt: Attempt, granted: lease.Lease | None, locks: Sequence[int], chosen: Devices
 ) -> None:
     caches = tuple(keys.from_json(one) for one in attempt.caches)
     config_path = None if attempt.config is None else Path(attempt.config)
@@ -295,9 +280,7 @@ def _keep(
         folders.lock(caches, folder, attempt.number, config=config_path) as cache_locks,
         devices.lock_slots(chosen, folder.path) as gpu_locks,
     ):
-        supervisor.spawn(
-            folder, attempt.number, (*cache_locks, *gpu_locks, *locks), attempt.digest(), granted
-        )
+        supervisor.spawn(folder, attempt.number, (*cache_locks, *gpu_locks, *locks), attempt.digest(), granted)
 
 
 def record_inputs(folder: RunFolder, attempt: Attempt) -> None:

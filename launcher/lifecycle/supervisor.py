@@ -39,11 +39,7 @@ _STARTED_HERE: list[subprocess.Popen[bytes]] = []
 
 
 def spawn(
-    folder: RunFolder,
-    number: int,
-    locks: Sequence[int] = (),
-    digest: str | None = None,
-    granted: Lease | None = None,
+    folder: RunFolder, number: int, locks: Sequence[int] = (), digest: str | None = None, granted: Lease | None = None
 ) -> process.Identity:
     """Start the keeper of an attempt; returns as soon as training is there.
 

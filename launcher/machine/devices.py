@@ -121,12 +121,7 @@ class Devices:
             "visible": self.visible,
             "why": self.why,
             "gpus": [
-                {
-                    "index": slot.gpu.index,
-                    "id": slot.id,
-                    "name": slot.gpu.name,
-                    "memory_mib": slot.gpu.memory_mib,
-                }
+                {"index": slot.gpu.index, "id": slot.id, "name": slot.gpu.name, "memory_mib": slot.gpu.memory_mib}
                 for slot in self.slots
             ],
         }
@@ -141,13 +136,7 @@ def look(environ: Mapping[str, str] | None = None) -> Look:
     driver = python.ask_driver()
     slots = visible(driver.gpus, environ)
     uses = {slot.id: use for slot in slots if (use := _use(slot, driver.processes)) is not None}
-    return Look(
-        present=driver.gpus,
-        visible=slots,
-        uses=uses,
-        hidden=environ.get(VARIABLE),
-        fault=driver.fault,
-    )
+    return Look(present=driver.gpus, visible=slots, uses=uses, hidden=environ.get(VARIABLE), fault=driver.fault)
 
 
 def visible(present: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Slot, ...]:
@@ -217,9 +206,7 @@ def named(text: str | None) -> tuple[str, ...] | None:
     if not odd and not twice:
         return parts
     what = f"`{odd[0]}` is no GPU" if odd else f"{', '.join(twice)} is named twice"
-    raise UsageError(
-        launch_finding("error", "bad-devices", f"--devices {text}: {what}", "numbers of nvidia-smi: 2,3")
-    )
+    raise UsageError(launch_finding("error", "bad-devices", f"--devices {text}: {what}", "numbers of nvidia-smi: 2,3"))
 
 
 def choose(count: int | None, asked: Sequence[str] | None, seen: Look) -> Devices:

@@ -35,9 +35,7 @@ def locked(descriptor: int, *, shared: bool = False, seconds: float = 0.0) -> bo
 
 
 @contextlib.contextmanager
-def alone(
-    path: Path, *, taken: Finding | None = None, waiting: Callable[[], None] = lambda: None
-) -> Iterator[None]:
+def alone(path: Path, *, taken: Finding | None = None, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Hold a lock file. Raises NotReady with `taken` where another process does; without it waits for that.
 
     `waiting` is called before. Where the file cannot be made, as in a home that is read-only, that costs

@@ -204,9 +204,7 @@ def git_version(root: Path, below: str = ".") -> str | None:
     return f"{commit}+edited" if status else commit
 
 
-def find_trainer(
-    named: Path | None, checkout: Path | None, environ: Mapping[str, str] | None = None
-) -> Trainer:
+def find_trainer(named: Path | None, checkout: Path | None, environ: Mapping[str, str] | None = None) -> Trainer:
     """The trainer's Python: `--python`, LAUNCH_PYTHON, the checkout's `.venv`, else ours.
 
     Raises NotReady where the one that was named does not run.

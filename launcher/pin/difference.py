@@ -37,17 +37,7 @@ _FOREIGN = "for another backend than open-instruct"
 _WIDE = 160
 
 What = Literal[
-    "removed",
-    "renamed",
-    "added",
-    "required",
-    "type",
-    "default",
-    "unread",
-    "read",
-    "conditions",
-    "refused",
-    "accepted",
+    "removed", "renamed", "added", "required", "type", "default", "unread", "read", "conditions", "refused", "accepted"
 ]
 _HEADINGS: Mapping[What, str] = {
     "removed": "removed",
@@ -365,9 +355,7 @@ def _compare(stage: str, old: Revision, new: Revision) -> StageDifference:
         if followed:
             changes += _reads(first, second, renames)
             changes += _refusals(first.path.refusals, second.path.refusals, renames)
-    return StageDifference(
-        stage=stage, script=script, changes=tuple(changes), unreadable=unreadable, reads=followed
-    )
+    return StageDifference(stage=stage, script=script, changes=tuple(changes), unreadable=unreadable, reads=followed)
 
 
 def _fields(
@@ -408,9 +396,7 @@ def _fields(
 
 
 def _renames(
-    names: Iterable[str],
-    past: Callable[[str], Sequence[history.ArgumentChange]],
-    others: Sequence[str],
+    names: Iterable[str], past: Callable[[str], Sequence[history.ArgumentChange]], others: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
     for name in names:
         events = past(name)
@@ -507,14 +493,10 @@ def _refusals(
     first, second = by_conditions(old, renames), by_conditions(new, {})
     for key in first.keys() - second.keys():
         one = first[key]
-        yield ArgumentDifference(
-            name=_raiser(one), what="accepted", before=unused.shown(one.when), old=one.where
-        )
+        yield ArgumentDifference(name=_raiser(one), what="accepted", before=unused.shown(one.when), old=one.where)
     for key in second.keys() - first.keys():
         one = second[key]
-        yield ArgumentDifference(
-            name=_raiser(one), what="refused", after=unused.shown(one.when), new=one.where
-        )
+        yield ArgumentDifference(name=_raiser(one), what="refused", after=unused.shown(one.when), new=one.where)
 
 
 def _raiser(refusal: Refusal) -> str:
@@ -525,11 +507,7 @@ def _raiser(refusal: Refusal) -> str:
 
 
 def _judge_both(
-    config: Config,
-    old: Revision,
-    new: Revision,
-    compared: Mapping[str, StageDifference],
-    stage: str | None,
+    config: Config, old: Revision, new: Revision, compared: Mapping[str, StageDifference], stage: str | None
 ) -> ConfigDifference:
     if backend_of(config) != BACKEND.NAME:
         return ConfigDifference(path=config.path, stage=None, reason=_FOREIGN)

@@ -72,9 +72,7 @@ def write(backend: str, told: Mapping[str, Any], checkout: Path | None = None) -
     (FOLDER / f"{backend}.json").write_text(written(told) + "\n", encoding="utf-8")
     table = json.loads((FOLDER / "cited.json").read_text(encoding="utf-8"))
     packages = locate.locate(backend, checkout=checkout).packages
-    table[backend] = cited_of(
-        backend, {name: tree for name, tree in packages.items() if isinstance(tree, Folder)}
-    )
+    table[backend] = cited_of(backend, {name: tree for name, tree in packages.items() if isinstance(tree, Folder)})
     text = written(dict(sorted(table.items()))) + "\n"
     (FOLDER / "cited.json").write_text(text, encoding="utf-8")
 

@@ -27,8 +27,7 @@ def find_alternatives(
     The mildest come first, and of each group only the first that fits. The global batch and the rows stay.
     """
     groups = [
-        tuple(group(footprint))
-        for group in (_smaller_batches, _recomputing, _kernels, _zero_stages, _more_gpus)
+        tuple(group(footprint)) for group in (_smaller_batches, _recomputing, _kernels, _zero_stages, _more_gpus)
     ]
 
     def first(choices: Iterator[tuple[Alternative, ...]]) -> Iterator[tuple[str, float]]:

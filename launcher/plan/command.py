@@ -30,15 +30,7 @@ PROBE = PACKAGE / "probe" / "run.py"
 LAUNCHERS = {"accelerate": "accelerate.commands.launch", "torchrun": "torch.distributed.run"}
 """The module that Python runs to start the processes, by `Entry.launcher`."""
 
-CONTRACT = (
-    "liger",
-    "packing",
-    "attention",
-    "dataset_cache",
-    "reference_cache",
-    "loss",
-    "gradients",
-)
+CONTRACT = ("liger", "packing", "attention", "dataset_cache", "reference_cache", "loss", "gradients")
 """The points that the probe enforces while training runs; the others need the end."""
 
 
@@ -178,15 +170,10 @@ def _torchrun(plan: Plan) -> list[str]:
     return [*argv, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
 
 
-_OPTIONS: Mapping[str, Callable[[Plan], list[str]]] = {
-    "accelerate": _accelerate,
-    "torchrun": _torchrun,
-}
+_OPTIONS: Mapping[str, Callable[[Plan], list[str]]] = {"accelerate": _accelerate, "torchrun": _torchrun}
 
 
-def _environment(
-    plan: Plan, root: Path, script: Path, folder: Path, environ: Mapping[str, str]
-) -> dict[str, str]:
+def _environment(plan: Plan, root: Path, script: Path, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     env = {}
     if plan.stage.options.probe is not None:
         env["LAUNCH_PROBE"] = json.dumps(_probe(plan, script, folder, plan.stage.options.probe))

@@ -25,15 +25,7 @@ ATTENTIONS = ("flash_2", "flash_3", "flash_4", "sdpa", "eager")
 UNKNOWN_STEPS = 1000
 """The largest of so many steps is taken where it is not known how many there are."""
 # finetune.py:633 and dpo_tune_cache.py:372; PEFT's own choice where TRL names none
-_OPEN_INSTRUCT_TARGETS = (
-    "q_proj",
-    "o_proj",
-    "v_proj",
-    "k_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-)
+_OPEN_INSTRUCT_TARGETS = ("q_proj", "o_proj", "v_proj", "k_proj", "gate_proj", "up_proj", "down_proj")
 # peft/utils/constants.py: of the families of shapes.py for which it chooses itself
 # peft/utils/constants.py:67: what PEFT adapts where nothing is named, and of the families in `shapes` those
 # for which it does
@@ -128,10 +120,7 @@ class Footprint:
         else:
             return None
         return Adapters(
-            rank=int(rank),
-            targets=targets,
-            bytes=HALF if narrow else FULL,
-            dropout=bool(values.get("lora_dropout")),
+            rank=int(rank), targets=targets, bytes=HALF if narrow else FULL, dropout=bool(values.get("lora_dropout"))
         )
 
     def _targets(self) -> tuple[tuple[str, ...], str]:
@@ -320,11 +309,7 @@ class Footprint:
         return width
 
     def _require_described(self) -> None:
-        values, optimizer, shared = (
-            self.plan.values,
-            self._optimizer,
-            self.plan.stage.entry.names.shared,
-        )
+        values, optimizer, shared = (self.plan.values, self._optimizer, self.plan.stage.entry.names.shared)
         narrow = bool(values.get("use_qlora") or values.get("load_in_4bit"))
         lora = values.get("use_lora") or values.get("use_peft")
         more = ("use_dora", "lora_modules_to_save", "lora_target_parameters")
@@ -339,8 +324,7 @@ class Footprint:
             # dpo_tune_cache.py:425
             "a paged optimizer": values.get("dpo_use_paged_optimizer"),
             "separate forward passes": values.get("concatenated_forward") is False,
-            "adapters that are more than LoRA": values.get("use_peft")
-            and any(values.get(key) for key in more),
+            "adapters that are more than LoRA": values.get("use_peft") and any(values.get(key) for key in more),
             "offloaded activations": values.get("activation_offloading"),
             "the Muon optimizer": values.get("optimizer_type") == "muon",
         }

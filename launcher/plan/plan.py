@@ -140,9 +140,7 @@ def make(
     values = Values(stage.schema, {**stage.args, **{k: d.value for k, d in derived.items()}})
     rows = count_rows(stage, values) if rows is None else rows
     batch = stage.options.batch
-    context = Context(
-        values=values, gpus=max(1, gpus) * nodes, per_device=per_device, accumulation=accumulation
-    )
+    context = Context(values=values, gpus=max(1, gpus) * nodes, per_device=per_device, accumulation=accumulation)
     is_global = batch is not None and batch.total is not None
     split = registry.of_split(context, rows, devices=devices, is_global=is_global)
     notes += [stage.config.placed(finding) for finding in split]

@@ -51,11 +51,7 @@ def groups(entries: Sequence[PageRun]) -> list[StageRuns]:
     """The runs by stage, in their order."""
     stages = dict.fromkeys(entry.run.stage or "" for entry in entries)
     return [
-        StageRuns(
-            stage,
-            f"-{number}" if number else "",
-            [e for e in entries if (e.run.stage or "") == stage],
-        )
+        StageRuns(stage, f"-{number}" if number else "", [e for e in entries if (e.run.stage or "") == stage])
         for number, stage in enumerate(stages)
     ]
 
@@ -140,11 +136,7 @@ PANELS: tuple[Panel, ...] = (
         noisy=False,
         lines={"allocated": ("allocated_gib",), "reserved": ("reserved_gib",)},
     ),
-    Panel(
-        key="rewards",
-        title="rewards",
-        lines={"chosen": ("rewards/chosen",), "rejected": ("rewards/rejected",)},
-    ),
+    Panel(key="rewards", title="rewards", lines={"chosen": ("rewards/chosen",), "rejected": ("rewards/rejected",)}),
     _panel("margin", "reward margin", "rewards/margins", "rewards/margin"),
     _panel("accuracy", "reward accuracy", "rewards/accuracies", "rewards/accuracy", floor="share"),
     _panel("grad_norm", "gradient norm", "grad_norm", floor="zero", clips=True),
@@ -188,12 +180,8 @@ def _panels(runs: Sequence[Run]) -> tuple[list[Panel], list[Panel]]:
     """The charts that everybody looks at, and one for each other column."""
     shown = [panel for panel in PANELS if panel.drawn(runs)]
     drawn = {name for panel in shown for name in panel.drawn(runs)}
-    names = dict.fromkeys(
-        name for run in runs for name, column in run.series.columns.items() if any_number(column)
-    )
-    folded = [
-        _panel(f"column-{number}", name, name) for number, name in enumerate(names) if name not in drawn
-    ]
+    names = dict.fromkeys(name for run in runs for name, column in run.series.columns.items() if any_number(column))
+    folded = [_panel(f"column-{number}", name, name) for number, name in enumerate(names) if name not in drawn]
     return shown, folded
 
 
@@ -203,15 +191,12 @@ def _grid(panels: Sequence[Panel], group: StageRuns) -> Html:
 
 def _data(entries: Sequence[PageRun], charts: Sequence[object]) -> str:
     """The curves as JSON that no text in it can end early."""
-    curves = ",".join(
-        f'{{"name":{json.dumps(entry.name)},{series.compact(entry.run.series)[1:]}' for entry in entries
-    )
+    curves = ",".join(f'{{"name":{json.dumps(entry.name)},{series.compact(entry.run.series)[1:]}' for entry in entries)
     whole = f'{{"version":1,"panels":{json.dumps(charts)},"runs":[{curves}]}}'
     return whole.replace("<", "\\u003c")
 
 
 def _switch(entry: PageRun) -> Html:
     return Html(
-        f'<label><input type="checkbox" data-run="{entry.number}" checked autocomplete="off">'
-        f"{entry.heading}</label>"
+        f'<label><input type="checkbox" data-run="{entry.number}" checked autocomplete="off">{entry.heading}</label>'
     )

@@ -107,9 +107,7 @@ def workflow_command(finding: Finding, root: Path) -> str:
         name = path.relative_to(root) if path.is_relative_to(root) else path
         line = {} if finding.line is None else {"line": str(finding.line)}
         properties = {"file": str(name), **line, **properties}
-    escaped = (
-        f"{name}={_data(value).replace(':', '%3A').replace(',', '%2C')}" for name, value in properties.items()
-    )
+    escaped = (f"{name}={_data(value).replace(':', '%3A').replace(',', '%2C')}" for name, value in properties.items())
     help = "" if finding.help is None else f"\nhelp: {finding.help}"
     kind = "notice" if finding.severity == "note" else finding.severity
     return f"::{kind} {','.join(escaped)}::{_data(f'{finding.message}{help}')}"
@@ -275,8 +273,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
     columns = [c for c in columns if any(row.get(c) is not None for row in rows)]
     here = f"{os.getcwd()}/"
     cells = [
-        [" ".join(printable(str("-" if row.get(c) is None else row[c])).split("\n")) for c in columns]
-        for row in rows
+        [" ".join(printable(str("-" if row.get(c) is None else row[c])).split("\n")) for c in columns] for row in rows
     ]
     whole = [list(columns), *([cell.removeprefix(here) for cell in row] for row in cells)]
     widths = [max(map(len, column)) for column in zip(*whole, strict=True)]

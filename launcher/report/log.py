@@ -16,8 +16,7 @@ _TAIL_BYTES = 32 * 2**10
 _LINE_CHARS = 400
 # W&B and MLflow print the address of a run, trackio the command that shows it
 TRACKER = re.compile(
-    rb"View run\b.{0,200}?(https?://[^\s\x1b\"']+)|(trackio show --project [^\r\n\x1b]{1,100})",
-    re.DOTALL,
+    rb"View run\b.{0,200}?(https?://[^\s\x1b\"']+)|(trackio show --project [^\r\n\x1b]{1,100})", re.DOTALL
 )
 _TRACKER_WITHIN = 4 * 2**20
 

@@ -53,9 +53,7 @@ def overlay(runs: Sequence[Run], lead: Lead | None = None) -> str:
     titles = [lead.names.get(run.path) or _title(run) for run in runs]
     if len({*titles}) < len(runs):
         titles = [run.name for run in runs]
-    entries = [
-        PageRun(number, name, run) for number, (name, run) in enumerate(zip(titles, runs, strict=True))
-    ]
+    entries = [PageRun(number, name, run) for number, (name, run) in enumerate(zip(titles, runs, strict=True))]
     style = _asset("uPlot.min.css") + "\n" + _asset("report.css")
     # its licence asks to go where the code goes
     licence = f"/*! uPlot: {_asset('uPlot.LICENSE')} */\n"

@@ -156,10 +156,7 @@ class Progress:
 
     def _step(self, event: dict[str, Any], at: float | None) -> None:
         self.step = event["step"]
-        self.loss, self.memory_gib = (
-            _optional(event.get("loss")),
-            _optional(event.get("allocated_gib")),
-        )
+        self.loss, self.memory_gib = (_optional(event.get("loss")), _optional(event.get("allocated_gib")))
         norm, rate = _optional(event.get("grad_norm")), _optional(event.get("learning_rate"))
         self.grad_norm = self.grad_norm if norm is None else norm
         self.learning_rate = self.learning_rate if rate is None else rate

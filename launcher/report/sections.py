@@ -261,8 +261,7 @@ def _is_default(entry: Mapping[str, Any] | None) -> bool:
 def _own_arguments(run: Run) -> Html:
     """What was set, by whom; the defaults folded."""
     own, rest = (
-        [item for item in run.arguments.items() if _is_default(item[1]) is default]
-        for default in (False, True)
+        [item for item in run.arguments.items() if _is_default(item[1]) is default] for default in (False, True)
     )
     folded = details(f"{len(rest)} defaults", _argument_table(rest)) if rest else ""
     return join([_argument_table(own), folded])
@@ -296,21 +295,14 @@ def _compared(entries: Sequence[PageRun]) -> Html:
     wide = len(entries) > _MANY
     head = ["argument", *(("value",) if wide else (entry.heading for entry in entries))]
     differing = groups.pop("that differ")
-    parts = [
-        tag("h3", f"{len(differing)} that differ"),
-        table(head, differing, "wide" if wide else ""),
-    ]
+    parts = [tag("h3", f"{len(differing)} that differ"), table(head, differing, "wide" if wide else "")]
     for words, rows in groups.items():
         if rows:
-            parts.append(
-                details(f"{len(rows)} {words}", table(("argument", "value", "set by"), rows, "wide"))
-            )
+            parts.append(details(f"{len(rows)} {words}", table(("argument", "value", "set by"), rows, "wide")))
     return join(parts)
 
 
-def _values(
-    entries: Sequence[PageRun], items: Sequence[Mapping[str, Any] | None], *, differs: bool
-) -> list[Html]:
+def _values(entries: Sequence[PageRun], items: Sequence[Mapping[str, Any] | None], *, differs: bool) -> list[Html]:
     """Every value once: with the runs that have it, or where all have the same with who set it."""
     first = next(item for item in items if item is not None)
     if not differs:
@@ -320,8 +312,7 @@ def _values(
     for entry, item in zip(entries, items, strict=True):
         runs.setdefault(None if item is None else _yaml(item.get("value")), []).append(entry.mark)
     lines = [
-        tag("li", join([*marks, tag("code", "–" if value is None else value)], " "))
-        for value, marks in runs.items()
+        tag("li", join([*marks, tag("code", "–" if value is None else value)], " ")) for value, marks in runs.items()
     ]
     return [tag("td", tag("ul", join(lines), class_="cites"))]
 
@@ -380,10 +371,7 @@ def _versions(entry: PageRun) -> Html:
         ("changed files", ", ".join(map(str, listed(source.get("changed_files"))))),
         ("where", source.get("root")),
         ("launch", manifest.get("launch_commit")),
-        (
-            "trainer",
-            f"Python {trainer.get('version')}, {trainer.get('python')}" if trainer else None,
-        ),
+        ("trainer", f"Python {trainer.get('version')}, {trainer.get('python')}" if trainer else None),
         ("packages", ", ".join(f"{n} {packages[n]}" for n in _MAIN_PACKAGES if n in packages)),
         ("machine", ", ".join(str(machine[key]) for key in ("host", "system") if machine.get(key))),
         ("GPUs", "; ".join(map(str, listed(machine.get("gpus"))))),

@@ -106,9 +106,7 @@ def gather(targets: Sequence[str]) -> list[Run]:
     """
     runs = []
     paths = [
-        path
-        for target in targets
-        for path in [run.path for run in rundir.members(Path(target))] or [_path(target)]
+        path for target in targets for path in [run.path for run in rundir.members(Path(target))] or [_path(target)]
     ]
     for path in paths:
         try:
@@ -173,9 +171,7 @@ def of_judged(path: Path, judged: RunJudgement) -> Run:
     return of_kept(path, judged.manifest, judged.verdict.as_json(), rows, judged.attempts[-1])
 
 
-def of_kept(
-    path: Path, manifest: object, verdict: object, rows: Iterable[Row], last: Evidence | None = None
-) -> Run:
+def of_kept(path: Path, manifest: object, verdict: object, rows: Iterable[Row], last: Evidence | None = None) -> Run:
     """A run out of what was written about it, whatever it is by now, and its last attempt."""
     path = path.absolute()
     folder = RunFolder(path)

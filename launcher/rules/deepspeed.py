@@ -24,28 +24,14 @@ UNSYNCHRONIZED = (Version("0.18.5"), Version("0.19.0"))  # from PR 7805 on, unti
 ALL_STREAMS = Version("0.19.3")  # PR 8080
 LOSES_MICRO_BATCHES = (Version("0.17.6"), Version("0.18.3"))  # until PR 7665
 LARGEST_WEIGHT = 1e9  # elements; no gradient is then larger than the bucket, which is copied
-_FORMATS = {
-    "fp32": "no",
-    "float32": "no",
-    "fp16": "fp16",
-    "half": "fp16",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-}
+_FORMATS = {"fp32": "no", "float32": "no", "fp16": "fp16", "half": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 _PASSES = "gradient_accumulation_steps"
 _MICRO = "train_micro_batch_size_per_gpu"
 # attention with biases whatever else their config says; `attention_bias` tells for the others
 _BIASED = frozenset({"qwen2", "qwen2_moe"})
 # accelerate/utils/deepspeed.py:48,53,84: those that stay what they are where DeepSpeed offloads
-_OFFLOADED = (
-    "adamw_torch",
-    "adamw_torch_fused",
-    "paged_adamw_32bit",
-    "adagrad",
-    "lion_32bit",
-    "paged_lion_32bit",
-)
+_OFFLOADED = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit", "adagrad", "lion_32bit", "paged_lion_32bit")
 
 
 def engine_config(values: Mapping[str, Any], file: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -116,9 +102,7 @@ def unsaved_weights(context: Context) -> Iterator[Finding]:
         "zero3-unsaved",
         f"ZeRO-3 without `{_GATHER}: true` "
         + (
-            "crashes when the trained model is saved"
-            if crashes
-            else "saves no model, only DeepSpeed's own checkpoint"
+            "crashes when the trained model is saved" if crashes else "saves no model, only DeepSpeed's own checkpoint"
         ),
         "add it to `zero_optimization` in the DeepSpeed file",
         "error" if crashes else "warning",
@@ -424,11 +408,7 @@ def optimizer_unread(context: Context) -> Iterator[Finding]:
 
 
 def fault(
-    config: Mapping[str, Any],
-    version: str | None,
-    *,
-    precision: str | None = None,
-    accumulation: int | None = None,
+    config: Mapping[str, Any], version: str | None, *, precision: str | None = None, accumulation: int | None = None
 ) -> tuple[Severity, str, str, str] | None:
     """What DeepSpeed is known to do to gradients: severity, code, message, help; None for nothing.
 
@@ -529,9 +509,6 @@ _OPEN_INSTRUCT: tuple[StageRule, ...] = (
 _TRL: tuple[StageRule, ...] = (*_SHARED, mismatches, precision, fsdp_too, optimizer_unread)
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
-    "open_instruct": {
-        "sft": (*_OPEN_INSTRUCT, frozen_released),
-        "dpo": (*_OPEN_INSTRUCT, two_zero_stages),
-    },
+    "open_instruct": {"sft": (*_OPEN_INSTRUCT, frozen_released), "dpo": (*_OPEN_INSTRUCT, two_zero_stages)},
     "trl": dict.fromkeys(("sft", "dpo"), _TRL),
 }

@@ -29,9 +29,7 @@ def _config(context: Context) -> Mapping[str, Any]:
 def _arguments(context: Context) -> Mapping[str, Any]:
     """What the model is loaded with beside its name."""
     values = context.values
-    return inline(values.get("model_init_kwargs")) or model_config.replaced(
-        values.get("additional_model_arguments")
-    )
+    return inline(values.get("model_init_kwargs")) or model_config.replaced(values.get("additional_model_arguments"))
 
 
 def other_weights(context: Context) -> Iterator[Finding]:
@@ -179,9 +177,4 @@ def _read_from(context: Context, name: object, revision: str | None) -> Path | N
     return None if described else folder
 
 
-RULES: tuple[StageRule, ...] = (
-    missing_model,
-    incomplete_model,
-    incomplete_tokenizer,
-    other_weights,
-)
+RULES: tuple[StageRule, ...] = (missing_model, incomplete_model, incomplete_tokenizer, other_weights)

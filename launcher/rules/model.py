@@ -130,10 +130,7 @@ def beyond_positions(context: Context) -> Iterator[Finding]:
     asks the model how far it reaches.
     """
     key = "max_seq_length" if "max_seq_length" in context.values else "max_length"
-    wanted, reach = (
-        context.values.get(key),
-        positions(model_config.built_from(context.values, context.environ)),
-    )
+    wanted, reach = (context.values.get(key), positions(model_config.built_from(context.values, context.environ)))
     if context.values.given(key) and isinstance(wanted, int) and reach and wanted > reach:
         message = f"`{key}: {wanted}` goes beyond the {reach} positions that the model was made for"
         help = f"write `{key}: {reach}`, or a model with a longer context"
@@ -189,9 +186,6 @@ def packed_alone(context: Context) -> Iterator[Finding]:
 _LIGER: tuple[StageRule, ...] = (liger_unknown, liger_on_cpu, beyond_positions)
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
-    "open_instruct": {
-        "sft": (*_LIGER, packed_without_flash, packed_alone),
-        "dpo": (*_LIGER, packed_without_flash),
-    },
+    "open_instruct": {"sft": (*_LIGER, packed_without_flash, packed_alone), "dpo": (*_LIGER, packed_without_flash)},
     "trl": dict.fromkeys(("sft", "dpo"), _LIGER),
 }

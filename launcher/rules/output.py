@@ -46,8 +46,7 @@ def foreign_checkpoints(context: Context) -> Iterator[Finding]:
     last = _taken(context)
     if last is not None and not caches_only(context):
         message = (
-            f"{context.output} holds {last.name}, which no run of launch's wrote here: upstream would "
-            "resume from it"
+            f"{context.output} holds {last.name}, which no run of launch's wrote here: upstream would resume from it"
         )
         help = f"give another `output_dir` or `exp_name`, or empty {context.output}"
         yield say("warning", "run", "foreign-checkpoints", _OUTPUT, message, help)

@@ -39,9 +39,7 @@ def plain(value: float) -> str:
     return f"{value:g}" if isinstance(value, float) else brief(str(value))
 
 
-def say(
-    severity: Severity, layer: Layer, code: str, key: str, message: str, help: str | None = None
-) -> Finding:
+def say(severity: Severity, layer: Layer, code: str, key: str, message: str, help: str | None = None) -> Finding:
     """A finding about one argument; `stage` fills in the place in the file."""
     return Finding(severity=severity, layer=layer, code=code, key=f"args.{key}", message=message, help=help)
 
@@ -77,13 +75,7 @@ def check(
     return rule
 
 
-def unread(
-    cited: str,
-    key: str,
-    read: Callable[[Values], object],
-    where: str,
-    help: str = "delete the line",
-) -> Rule:
+def unread(cited: str, key: str, read: Callable[[Values], object], where: str, help: str = "delete the line") -> Rule:
     """A rule about an argument that acts under one condition, where it is given without that."""
 
     def rule(values: Values) -> Iterator[Finding]:

@@ -106,9 +106,7 @@ def no_compiler(context: Context, key: str, *, cpp: bool = False) -> Iterator[Fi
     named = context.environ.get("CXX" if cpp else "CC")
     names = (named,) if named else ("g++", "c++", "clang++") if cpp else ("gcc", "cc", "clang")
     if not any(shutil.which(name, path=context.environ.get("PATH")) for name in names):
-        message = (
-            f"torch.compile builds its kernels with a compiler, and {brief(' or '.join(names))} is not here"
-        )
+        message = f"torch.compile builds its kernels with a compiler, and {brief(' or '.join(names))} is not here"
         help = f"apt-get install g++, or write `{key}: false`"
         yield say("error", "run", "no-compiler", key, message, help)
 

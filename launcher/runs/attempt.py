@@ -34,11 +34,7 @@ _SCHEDULER = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 _OF_THE_JOB = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TMPDIR", "HOSTNAME")
 ON_FINISH_S = 600.0
 # Where files of this package were before: an attempt that waited while launch was updated names them there.
-_MOVED = {
-    "probe.py": "probe/run.py",
-    "accelerate/": "plan/accelerate/",
-    "deepspeed/": "plan/deepspeed/",
-}
+_MOVED = {"probe.py": "probe/run.py", "accelerate/": "plan/accelerate/", "deepspeed/": "plan/deepspeed/"}
 """Seconds that `--on-finish` may take."""
 _NOBODY = 65534  # what a user namespace shows of every owner that it does not map
 

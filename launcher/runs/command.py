@@ -44,9 +44,7 @@ def _quoted(word: str) -> str:
     if printable(word) == word:
         return shlex.quote(word)
     shown = "".join(
-        one
-        if one.isprintable() and one not in "\\'#"
-        else "".join(f"\\x{byte:02x}" for byte in os.fsencode(one))
+        one if one.isprintable() and one not in "\\'#" else "".join(f"\\x{byte:02x}" for byte in os.fsencode(one))
         for one in word
     )
     return f"$'{shown}'"

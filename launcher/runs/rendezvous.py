@@ -16,11 +16,7 @@ from dataclasses import dataclass
 from launcher.errors import brief, usage
 
 RANK, ADDRESS, PORT = "NODE_RANK", "HEAD_ADDRESS", "HEAD_PORT"
-OPTIONS: Mapping[str, str] = {
-    "--machine_rank": RANK,
-    "--main_process_ip": ADDRESS,
-    "--main_process_port": PORT,
-}
+OPTIONS: Mapping[str, str] = {"--machine_rank": RANK, "--main_process_ip": ADDRESS, "--main_process_port": PORT}
 """accelerate's options that differ from node to node, and the words that stand for their values."""
 TORCHRUN: Mapping[str, str] = {"--node-rank": RANK, "--master-addr": ADDRESS, "--master-port": PORT}
 """torchrun's own, for its static rendezvous."""
@@ -124,9 +120,7 @@ def _slurm(nodes: int, environ: Mapping[str, str], resolves: Callable[[str], boo
     spread = environ.get("SLURM_STEP_NUM_NODES", "1")
     tasks = environ.get("SLURM_STEP_NUM_TASKS", spread)
     if spread != str(nodes) or tasks != spread:
-        message = (
-            f"Slurm started {tasks} process(es) on {spread} node(s), the run takes one on each of {nodes}"
-        )
+        message = f"Slurm started {tasks} process(es) on {spread} node(s), the run takes one on each of {nodes}"
         raise usage("wrong-step", message, f"srun --nodes={nodes} --ntasks-per-node=1 launch ...")
     head = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
     # a node's name need not be known outside of Slurm; a batch job's first node started the step

@@ -338,9 +338,7 @@ class _Stop:
     def listening(self) -> contextlib.AbstractContextManager[None]:
         # a terminal that goes stops nothing; no SIG_IGN: that would be inherited by the training
         ignore = process.ignore
-        return process.handling(
-            {signal.SIGINT: self._note, signal.SIGTERM: self._note, signal.SIGHUP: ignore}
-        )
+        return process.handling({signal.SIGINT: self._note, signal.SIGTERM: self._note, signal.SIGHUP: ignore})
 
 
 def _watch(child: subprocess.Popen[bytes], family: process.Family, stop: _Stop) -> int | None:
@@ -382,9 +380,7 @@ def _end_rest(child: subprocess.Popen[bytes], family: process.Family, stop: _Sto
     _vanish(family, signal.SIGKILL, KILLED_S)
 
 
-def _vanish(
-    family: process.Family, number: int, seconds: float, hurry: Callable[[], bool] = lambda: False
-) -> None:
+def _vanish(family: process.Family, number: int, seconds: float, hurry: Callable[[], bool] = lambda: False) -> None:
     """Signal each of them, also those that come meanwhile, until none is left or the time is up."""
     until, signalled = time.monotonic() + seconds, set[int]()
     while left := family.living():
@@ -412,9 +408,7 @@ def _signal_everything(child: subprocess.Popen[bytes], family: process.Family, n
 def end_orphans(folder: RunFolder, waits: Grace, attempt: int) -> None:
     """End the processes of a run whose keeper has gone, or stands still: INT, TERM, KILL; record it."""
     known = processes(folder)
-    leader, keeper = (
-        one if one is not None and one.lives() else None for one in (known.leader, known.keeper)
-    )
+    leader, keeper = (one if one is not None and one.lives() else None for one in (known.leader, known.keeper))
     family, last = process.Family(leader, known.mark, keeper), None
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
     for number, seconds in zip(signals, (*waits[:2], KILLED_S), strict=True):

@@ -137,10 +137,7 @@ def script(
     """
     lines = ["#!/bin/sh", *_directives(name, folder, nodes, gpus, options), ""]
     if _pattern(folder) is None:
-        lines += [
-            "# sbatch cannot write down the name of this folder",
-            f"exec >>{_in(folder, LOG)} 2>&1",
-        ]
+        lines += ["# sbatch cannot write down the name of this folder", f"exec >>{_in(folder, LOG)} 2>&1"]
     again = "no-requeue" not in options
     srun = f"srun --nodes={nodes} --ntasks-per-node=1 --mpi=none --cpu-bind=none --kill-on-bad-exit=0"
     lines += [
@@ -159,10 +156,7 @@ def script(
 LOG, LIMIT = "slurm.log", "slurm.limit"
 """Files of a run folder: what the job prints, and that its time was up."""
 
-_PREPARE = (
-    "# queued again, the run goes on from its last complete checkpoint",
-    '"$@" --prepare || exit',
-)
+_PREPARE = ("# queued again, the run goes on from its last complete checkpoint", '"$@" --prepare || exit')
 _REQUEUE = """\
 # its time is almost up: back into the queue
 queue_again() {{ signalled=1; : >{limit}; scontrol requeue "$SLURM_JOB_ID"; }}

@@ -62,12 +62,7 @@ def submit(folder: RunFolder, text: str, *, nodes: int, options: Options, enviro
     found = _JOB.match(answer.strip())
     if found is None:
         raise NotReady(_refused("sbatch", f"answered `{brief(answer.strip())}`"))
-    record: dict[str, Any] = {
-        "job": found[1],
-        "submitted": rundir.now(),
-        "nodes": nodes,
-        "options": dict(options),
-    }
+    record: dict[str, Any] = {"job": found[1], "submitted": rundir.now(), "nodes": nodes, "options": dict(options)}
     files.write_json(folder.job, record)
     return Job(id=found[1], submitted=record["submitted"], nodes=nodes, options=options)
 
@@ -141,9 +136,7 @@ def _call(argv: Sequence[str], environ: Mapping[str, str] | None, timeout_s: flo
     try:
         env = None if environ is None else dict(environ)
         stdin = subprocess.DEVNULL
-        done = subprocess.run(
-            argv, env=env, cwd="/", stdin=stdin, capture_output=True, timeout=timeout_s, check=False
-        )
+        done = subprocess.run(argv, env=env, cwd="/", stdin=stdin, capture_output=True, timeout=timeout_s, check=False)
     except FileNotFoundError:
         help = "start this where jobs are submitted, or without --slurm"
         raise NotReady(_refused(argv[0], "is not installed here", help)) from None

@@ -68,9 +68,7 @@ def taken(schema: Schema, args: Mapping[str, Any]) -> dict[str, Any]:
     return taken
 
 
-def reported(
-    config: Config, schema: Schema, entry: Entry, faults: Sequence[Finding]
-) -> frozenset[str | None]:
+def reported(config: Config, schema: Schema, entry: Entry, faults: Sequence[Finding]) -> frozenset[str | None]:
     """Keys about which enough was said: wrong ones, and those that a wrong key was meant to be."""
     keys = {fault.key for fault in faults if fault.severity == "error"}
     for key in config.args.keys() - schema.fields.keys():
@@ -180,9 +178,7 @@ def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tupl
     return "unknown-key", message, help
 
 
-def _explain_gone(
-    schema: Schema, past: Past, message: str, events: Sequence[ArgumentChange]
-) -> tuple[str, str, str]:
+def _explain_gone(schema: Schema, past: Past, message: str, events: Sequence[ArgumentChange]) -> tuple[str, str, str]:
     """A key that once was an argument: what became of it, followed over all its renames."""
     told = f"{message}: {history.sentence(events[0])}"
     name = history.called_now(events[0], past, schema.fields)

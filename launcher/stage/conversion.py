@@ -27,10 +27,7 @@ Part = tuple[str, str, Any, str]
 
 _NO_SPLIT = "TRL's script takes no part of a split: name another one with `dataset_test_split`"
 _TEMPLATE = "TRL takes the template of the tokenizer; `chat_template_path` names another one"
-_COLUMNS = {
-    "sft": "rows need `messages`, or `prompt` and `completion`",
-    "dpo": "rows need `chosen` and `rejected`",
-}
+_COLUMNS = {"sft": "rows need `messages`, or `prompt` and `completion`", "dpo": "rows need `chosen` and `rejected`"}
 _SPLITS = frozenset({"val_set_size", "val_size", "test_datasets", "eval_dataset"})
 _EVALUATION = ("eval_", "evals_", "do_eval", "per_device_eval")
 _VARIABLE = "set WANDB_PROJECT and WANDB_ENTITY where it runs"
@@ -224,14 +221,7 @@ FORMATS = {
             "max_samples": "TRL's script takes no part of a split; `max_steps` ends a run early",
         },
         dropped=frozenset(
-            {
-                "stage",
-                "do_train",
-                "overwrite_cache",
-                "overwrite_output_dir",
-                "plot_loss",
-                "dataset_dir",
-            }
+            {"stage", "do_train", "overwrite_cache", "overwrite_output_dir", "plot_loss", "dataset_dir"}
         ),
     ),
     "trl": Format(
@@ -249,9 +239,7 @@ FORMATS = {
 }
 
 
-def convert(
-    path: Path, *, stage: str | None, gpus: int | None, locator: Locator
-) -> tuple[Draft, list[Finding]]:
+def convert(path: Path, *, stage: str | None, gpus: int | None, locator: Locator) -> tuple[Draft, list[Finding]]:
     """The stage that a foreign file describes, and a finding for all that it does not carry over.
 
     Raises InvalidConfig where the file cannot be read or its stage is neither SFT nor DPO, and UsageError
@@ -285,13 +273,7 @@ def convert(
     return draft, [*_findings(path, document, made)]
 
 
-_FIRST = (
-    "model_name_or_path",
-    "dataset_name",
-    "dataset_config",
-    "dataset_train_split",
-    "output_dir",
-)
+_FIRST = ("model_name_or_path", "dataset_name", "dataset_config", "dataset_train_split", "output_dir")
 
 
 def _place(name: str) -> int:

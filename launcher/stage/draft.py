@@ -46,10 +46,7 @@ class Draft:
             f"#   launch {self.stage} {path} --gpus {gpus}",
             f"stage: {self.stage}",
             _line("backend", Row(self.backend, "open_instruct or trl")),
-            _line(
-                "deepspeed",
-                Row(self.deepspeed, "zero1, zero2, zero3, zero3_offload, a path, or none"),
-            ),
+            _line("deepspeed", Row(self.deepspeed, "zero1, zero2, zero3, zero3_offload, a path, or none")),
         ]
         if self.batch is not None:
             total, each = self.batch
@@ -61,11 +58,7 @@ class Draft:
             *(f"  {_line(name, row, 40)}" for name, row in self.rows.items()),
         ]
         if self.checks:
-            lines += [
-                "",
-                "# Check by hand:",
-                *(f"#   {key}: {why}" for key, why in self.checks.items()),
-            ]
+            lines += ["", "# Check by hand:", *(f"#   {key}: {why}" for key, why in self.checks.items())]
         if self.lost:
             lines += ["", "# No counterpart:"]
             for key, (value, why) in self.lost.items():
@@ -86,10 +79,7 @@ def batch_for(rows: dict[str, Row], gpus: int | None) -> tuple[int, int] | None:
         return None
     each, steps = (rows.pop(name, Row(usual)).value for name, usual in _BATCH.items())
     if not isinstance(each, int) or not isinstance(steps, int):
-        rows |= {
-            "per_device_train_batch_size": Row(each),
-            "gradient_accumulation_steps": Row(steps),
-        }
+        rows |= {"per_device_train_batch_size": Row(each), "gradient_accumulation_steps": Row(steps)}
         return None
     return each * steps * max(1, gpus), each
 
@@ -117,9 +107,7 @@ def new(stage: str, backend: str, *, model: str, data: str, gpus: int) -> Draft:
 
 
 def _trl(stage: str, data: str) -> dict[str, Row]:
-    columns = (
-        "`messages`, or `prompt` and `completion`, or `text`" if stage == "sft" else "`chosen` and `rejected`"
-    )
+    columns = "`messages`, or `prompt` and `completion`, or `text`" if stage == "sft" else "`chosen` and `rejected`"
     # TRL loads a folder of files, not one of them
     data_row = Row(data, f"rows with {columns}")
     if Path(data).is_file():

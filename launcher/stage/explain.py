@@ -282,9 +282,7 @@ def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) ->
     )
 
 
-def _here(
-    key: str, config: Config, judged: stage.Judged, derived: Mapping[str, tuple[Any, str]]
-) -> Here | None:
+def _here(key: str, config: Config, judged: stage.Judged, derived: Mapping[str, tuple[Any, str]]) -> Here | None:
     schema, values = judged.schema, judged.values
     assert schema is not None and values is not None
     known = schema.fields.get(key)

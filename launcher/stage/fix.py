@@ -34,11 +34,7 @@ from launcher.upstream.trainers import entry_of
 
 BOM = b"\xef\xbb\xbf"
 _GONE = object()
-_ARGS: Mapping[str, tuple[str, ...]] = {
-    "stage": ("args",),
-    "wrapped": ("open_instruct", "args"),
-    "flat": (),
-}
+_ARGS: Mapping[str, tuple[str, ...]] = {"stage": ("args",), "wrapped": ("open_instruct", "args"), "flat": ()}
 # Renames whose value would have to be another one too: old and new name.
 _OTHER_VALUE = {
     ("activation_memory_budget", "gradient_checkpointing"),

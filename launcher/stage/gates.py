@@ -38,14 +38,8 @@ GATES: Mapping[str, tuple[Limit, str]] = {
         "share by which the loss falls, mean of the first fifth against the "
         "last: more than (these two for 100 steps of SFT)",
     ),
-    "grad_norm": (
-        Limit(red=1000.0, yellow=10.0),
-        "gradient norm at most: of any step (red), the median (yellow)",
-    ),
-    "grad_norm_least": (
-        Limit(red=0.0, yellow=0.1),
-        "gradient norm more than: of any step (red), the median (yellow)",
-    ),
+    "grad_norm": (Limit(red=1000.0, yellow=10.0), "gradient norm at most: of any step (red), the median (yellow)"),
+    "grad_norm_least": (Limit(red=0.0, yellow=0.1), "gradient norm more than: of any step (red), the median (yellow)"),
     "tokens_per_second": (Limit(red=0.0), "tokens a second on all devices, more than"),
     "efficiency": (
         Limit(red=0.5, yellow=0.8),
@@ -53,10 +47,7 @@ GATES: Mapping[str, tuple[Limit, str]] = {
     ),
     "memory": (Limit(red=1.0, yellow=0.95), "reserved peak as a share of the card, at most"),
     "memory_over_plan": (Limit(yellow=1.1), "allocated peak as a share of the planned one, at most"),
-    "first_loss": (
-        Limit(red=0.2, yellow=0.02),
-        "DPO: how far the first loss may be from ln 2, as a share of it",
-    ),
+    "first_loss": (Limit(red=0.2, yellow=0.02), "DPO: how far the first loss may be from ln 2, as a share of it"),
     "rewards_accuracy": (
         Limit(red=0.5, yellow=0.55),
         "DPO: share of pairs whose chosen answer has the higher reward, more than, over the last fifth",
@@ -112,9 +103,7 @@ class Facts:
     def from_json(cls, data: Mapping[str, Any]) -> Facts:
         """Raises TypeError where it is damaged; what a later launch has written beside is left out."""
         names = {part.name for part in fields(cls)}
-        known: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in names
-        }
+        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in names}
         return cls(**known)
 
     @property
@@ -238,13 +227,7 @@ Ask = Callable[..., Flag]
 
 
 def _flag(
-    limits: Mapping[str, Limit],
-    gate: str,
-    text: str,
-    red: Mean,
-    yellow: float | None = None,
-    *,
-    stuck: bool = False,
+    limits: Mapping[str, Limit], gate: str, text: str, red: Mean, yellow: float | None = None, *, stuck: bool = False
 ) -> Flag:
     """What one gate says; `yellow` is the value that counts there, where it is another.
 

@@ -132,11 +132,7 @@ def _options(stages: Sequence[str], backends: Sequence[str], schemas: Sequence[S
         "script": script,
         "deepspeed": _word("deepspeed", KEYS["deepspeed"].words, [False, None], ""),
         "attention": {
-            "anyOf": [
-                {"title": "attention (in order)", **several},
-                *attention,
-                _silent("attention", [None]),
-            ]
+            "anyOf": [{"title": "attention (in order)", **several}, *attention, _silent("attention", [None])]
         },
         "slurm": _mapping({name: {} for key in sbatch.KEYS for name in (key, key.replace("-", "_"))}),
         "skypilot": _mapping({name: {} for name in skypilot.FIELDS}),
@@ -145,8 +141,7 @@ def _options(stages: Sequence[str], backends: Sequence[str], schemas: Sequence[S
         "extends": {"type": ["string", "null"], "pattern": r"\S"},
     }
     return {
-        name: {"title": name, "description": key.meaning, **(own.get(name) or _of(key))}
-        for name, key in KEYS.items()
+        name: {"title": name, "description": key.meaning, **(own.get(name) or _of(key))} for name, key in KEYS.items()
     }
 
 
@@ -258,12 +253,7 @@ def _value(known: Field) -> Json:
     if known.choices or known.kind == "choice":
         names = list(dict.fromkeys(v for choice in known.choices for v in _spellings(choice)))
         one = _word(known.name, names, [None])
-        return {
-            "anyOf": [
-                *one["anyOf"],
-                {"title": f"{known.name} (list)", "type": "array", "items": one, **limits},
-            ]
-        }
+        return {"anyOf": [*one["anyOf"], {"title": f"{known.name} (list)", "type": "array", "items": one, **limits}]}
     if known.kind in _WORDS:
         word = _WORDS[known.kind]
         if known.refusal(["none"]) is None:

@@ -184,11 +184,7 @@ def _read_elsewhere(config: Config, key: str) -> tuple[Mapping[str, Any], list[F
         where = f"{key}.{below}" if below else key
         return replace(_bad(where, message, help), code=code)
 
-    readers: Mapping[str, Any] = {
-        "slurm": sbatch.read,
-        "skypilot": skypilot.read,
-        "gates": gates.read,
-    }
+    readers: Mapping[str, Any] = {"slurm": sbatch.read, "skypilot": skypilot.read, "gates": gates.read}
     values, wrong = readers[key](config.options[key], complain)
     return values, wrong
 
@@ -313,8 +309,4 @@ def _deepspeed(config: Config, folders: Sequence[Path]) -> tuple[Path | None, st
             if is_file(path):
                 return path.absolute(), path.stem, None
     message = f"`{brief(given)}` is neither a DeepSpeed file nor a known name"
-    return (
-        None,
-        "none",
-        _bad("deepspeed", message, nearest(str(given), ("a path", *DEEPSPEED, "none"))),
-    )
+    return (None, "none", _bad("deepspeed", message, nearest(str(given), ("a path", *DEEPSPEED, "none"))))

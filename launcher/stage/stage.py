@@ -75,11 +75,7 @@ class Judged:
 
 
 def judge(
-    config: Config,
-    *,
-    stage: str | None = None,
-    locator: Locator | None = None,
-    running: bool = False,
+    config: Config, *, stage: str | None = None, locator: Locator | None = None, running: bool = False
 ) -> Judged:
     """Check a config against the source that would run it; collects, never raises for its content.
 
@@ -162,11 +158,7 @@ def _values(opts: Options, schema: Schema, given: Mapping[str, Any]) -> Values:
 
 
 def preferred_attention(
-    options: Options,
-    values: Values,
-    *,
-    gpus: int | None = None,
-    packages: Mapping[str, str] | None = None,
+    options: Options, values: Values, *, gpus: int | None = None, packages: Mapping[str, str] | None = None
 ) -> Choice | None:
     """Which of the attention implementations that a stage file prefers can be had; None without any.
 
@@ -177,11 +169,7 @@ def preferred_attention(
     from launcher.rules.trl import attention
 
     context = Context(
-        values=values,
-        environ=os.environ,
-        mixed_precision=options.mixed_precision,
-        gpus=gpus,
-        packages=packages,
+        values=values, environ=os.environ, mixed_precision=options.mixed_precision, gpus=gpus, packages=packages
     )
     return attention.choose(options.attention, context)
 
@@ -280,10 +268,7 @@ def trend_fault(opts: Options, steps: int | None) -> Finding | None:
 def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:
     """Batch numbers below 1, and those that stand both in `batch:` and among the arguments."""
     batch = opts.batch or Batch()
-    for name, wanted in (
-        (entry.names.per_device, batch.per_device),
-        (entry.names.accumulation, batch.total),
-    ):
+    for name, wanted in ((entry.names.per_device, batch.per_device), (entry.names.accumulation, batch.total)):
         key = f"args.{name}"
         if wanted and values.given(name):
             message = f"`{name}` and `batch:` both set the batch"
@@ -306,9 +291,7 @@ def _rejected(config: Config, findings: list[Finding]) -> Judged:
     )
 
 
-def _in_order(
-    config: Config, findings: Sequence[Finding], placeless: Sequence[Finding] = ()
-) -> tuple[Finding, ...]:
+def _in_order(config: Config, findings: Sequence[Finding], placeless: Sequence[Finding] = ()) -> tuple[Finding, ...]:
     """The findings with their places, in the order of the file."""
     placed = [one if one.file is not None else config.placed(one) for one in findings]
     by_line = sorted([*placeless, *placed], key=lambda one: (one.file or "", one.line or 0))

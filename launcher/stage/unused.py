@@ -114,10 +114,7 @@ def _is_off(values: Values, name: str) -> bool:
 
 def _unread(schema: Schema, entry: Entry, name: str, *, idle: bool) -> Finding:
     shadow = schema.path.shadows.get(name)
-    code, message = (
-        "unread-key",
-        f"`{name}` does nothing: no read found on the path of {schema.script}",
-    )
+    code, message = ("unread-key", f"`{name}` does nothing: no read found on the path of {schema.script}")
     if shadow is not None:
         code = "shadowed-key"
         message = (
@@ -142,11 +139,7 @@ def instead(schema: Schema, entry: Entry, name: str) -> str:
 
 
 def _closed(
-    entry: Entry,
-    name: str,
-    reads: tuple[Read, ...],
-    closed: list[tuple[str, ...]],
-    known: Mapping[str, Any],
+    entry: Entry, name: str, reads: tuple[Read, ...], closed: list[tuple[str, ...]], known: Mapping[str, Any]
 ) -> Finding:
     # what stands in the way everywhere, or else in each of the places that read it
     everywhere = set(closed[0]).intersection(*closed[1:])

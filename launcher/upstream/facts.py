@@ -33,10 +33,7 @@ Facts = Mapping[str, Any]
 
 
 def read(
-    backend: Backend,
-    trees: Mapping[str, Tree],
-    externals: Mapping[str, Sequence[Any]],
-    stages: Sequence[str],
+    backend: Backend, trees: Mapping[str, Tree], externals: Mapping[str, Sequence[Any]], stages: Sequence[str]
 ) -> dict[str, Any]:
     """Everything about these stages of a backend, parsed now.
 
@@ -224,8 +221,7 @@ def _path_as_json(path: ScriptPath) -> dict[str, Any]:
         "reads": {name: [[one.where, *one.when] for one in found] for name, found in path.reads.items()},
         "shadows": {name: [one.where, *one.by] for name, one in path.shadows.items()},
         "refusals": [
-            {"where": r.where, "when": list(r.when), "error": r.error, "parsing": r.parsing}
-            for r in path.refusals
+            {"where": r.where, "when": list(r.when), "error": r.error, "parsing": r.parsing} for r in path.refusals
         ],
     }
 
@@ -233,9 +229,7 @@ def _path_as_json(path: ScriptPath) -> dict[str, Any]:
 def _path_from_json(data: Mapping[str, Any]) -> ScriptPath:
     return ScriptPath(
         reads={name: _reads(found) for name, found in data.get("reads", {}).items()},
-        shadows={
-            name: Shadow(where=where, by=tuple(by)) for name, (where, *by) in data.get("shadows", {}).items()
-        },
+        shadows={name: Shadow(where=where, by=tuple(by)) for name, (where, *by) in data.get("shadows", {}).items()},
         refusals=tuple(
             Refusal(where=r["where"], when=tuple(r["when"]), error=r["error"], parsing=r["parsing"])
             for r in data.get("refusals", ())

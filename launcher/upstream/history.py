@@ -165,9 +165,7 @@ def _events(package: str, script: str) -> tuple[ArgumentChange, ...]:
                 see = tuple(to) if isinstance(to, list) else ()
                 to = to if isinstance(to, str) else None
                 found.append(
-                    ArgumentChange(
-                        key=key, what=what, to=to, see=see, owner=owner, file=file, line=line, **at
-                    )
+                    ArgumentChange(key=key, what=what, to=to, see=see, owner=owner, file=file, line=line, **at)
                 )
     return tuple(found)
 
@@ -175,9 +173,7 @@ def _events(package: str, script: str) -> tuple[ArgumentChange, ...]:
 # --- git ------------------------------------------------------------------------------------------
 
 
-def find(
-    repository: Repository, key: str, script: str, base: str | None, head: str
-) -> Iterator[ArgumentChange]:
+def find(repository: Repository, key: str, script: str, base: str | None, head: str) -> Iterator[ArgumentChange]:
     """The commits from `base` to `head` that changed whether `key` is defined, newest first.
 
     Searched are the files that have ever defined an argument of the script. A definition that only

@@ -82,10 +82,7 @@ def snapshot(backend: str) -> Mapping[str, Any]:
     """The committed facts of one backend; without any where none were taken: its source is read."""
     path = files("launcher.upstream.snapshots").joinpath(f"{backend}.json")
     if not path.is_file():
-        return {
-            "version": BACKENDS[backend].PIN,
-            **{name: {} for name in ("stages", "files", "externals")},
-        }
+        return {"version": BACKENDS[backend].PIN, **{name: {} for name in ("stages", "files", "externals")}}
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return data
 
@@ -248,8 +245,7 @@ def unpinned(upstream: Upstream, *, running: bool, allowed: bool) -> Finding | N
         layer="launch",
         code="unpinned-checkout",
         file=str(upstream.root),
-        message=f"the checkout is at {upstream.version}, the pin is {upstream.pin} "
-        f"(different: {files_changed})",
+        message=f"the checkout is at {upstream.version}, the pin is {upstream.pin} (different: {files_changed})",
         help=" && ".join(steps) + ("" if allowed else ", or go on with --allow-unpinned"),
     )
 

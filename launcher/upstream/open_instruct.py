@@ -19,9 +19,7 @@ CHECKOUT = True
 PIN = "45901fd00593422a366dc303012b55b4fe5f4241"
 TAKES_NONE = False
 # an enum of OLMo-core's that arguments of commits after the pin have as their type
-COMPUTED: Mapping[str, tuple[str, ...]] = {
-    "olmo_core.nn.lm_head.LMLossImplementation": ("default", "fused_linear")
-}
+COMPUTED: Mapping[str, tuple[str, ...]] = {"olmo_core.nn.lm_head.LMLossImplementation": ("default", "fused_linear")}
 # finetune.py:22-60 and what those modules import in turn
 NEEDS: tuple[str, ...] = (
     "torch",
@@ -129,10 +127,7 @@ def _data_hints(listed: str) -> dict[str, str]:
     return {"dataset_mixer": help, "dataset_name": help}
 
 
-_TABLES = (
-    "open_instruct.dataset_transformation",
-    ("CHAT_TEMPLATES", "GET_TOKENIZER_FN", "TRANSFORM_FNS"),
-)
+_TABLES = ("open_instruct.dataset_transformation", ("CHAT_TEMPLATES", "GET_TOKENIZER_FN", "TRANSFORM_FNS"))
 
 # finetune.py:520, dpo_tune_cache.py:267, dpo.py:182
 _CACHES_DATA = {"cache_dataset_only": "data set"}
@@ -163,14 +158,8 @@ _DPO = Entry(
     caches_reference=True,
     # dpo_utils.py:88
     without_reference=("simpo",),
-    hints={
-        **_data_hints("mixer_list"),
-        "checkpointing_steps": "DPO counts steps: write a number (`epoch` is SFT's)",
-    },
-    moved={
-        **_REMOVED,
-        **{theirs: Moved(ours, f"SFT's name; DPO has `{ours}`") for theirs, ours in _PAIRS},
-    },
+    hints={**_data_hints("mixer_list"), "checkpointing_steps": "DPO counts steps: write a number (`epoch` is SFT's)"},
+    moved={**_REMOVED, **{theirs: Moved(ours, f"SFT's name; DPO has `{ours}`") for theirs, ours in _PAIRS}},
     older={"data": ("dataset_mixer_list",), "epochs": ("num_train_epochs",)},
     tables=_TABLES,
     # a hash of the key is no use of a value
@@ -215,10 +204,7 @@ STAGES: Mapping[str, Entry] = {
         whole_model=True,
         hints=_data_hints("dataset_mixer_list"),
         tables=_TABLES,
-        moved={
-            **_REMOVED,
-            **{theirs: Moved(ours, f"DPO's name; SFT has `{ours}`") for ours, theirs in _PAIRS},
-        },
+        moved={**_REMOVED, **{theirs: Moved(ours, f"DPO's name; SFT has `{ours}`") for ours, theirs in _PAIRS}},
         derived={"logging_steps": (1, "upstream's default prints no loss line at all (finetune.py:183)")},
         partial=frozenset({"cache_dataset_only"}),
         instead={
@@ -235,11 +221,7 @@ STAGES: Mapping[str, Entry] = {
         # it has the argument for Liger and reads it nowhere; recomputed is only what is compiled
         # (olmo_core_utils.py:101); GPUs may share each matrix product (dpo.py:199)
         names=replace(
-            _DPO.names,
-            liger=None,
-            shared="tensor_parallel_degree",
-            exact_output=None,
-            recompute_needs="compile_model",
+            _DPO.names, liger=None, shared="tensor_parallel_degree", exact_output=None, recompute_needs="compile_model"
         ),
         settle=_settle_olmo_core,
         launcher="torchrun",

@@ -45,10 +45,7 @@ REHEARSAL: Mapping[str, Any] = {
 }
 # transformers/training_args.py:64 builds it by calls, transformers/utils/logging.py:44 holds the names
 COMPUTED: Mapping[str, tuple[str, ...]] = {
-    "trainer_log_levels.keys()": (
-        *("detail", "debug", "info", "warning"),
-        *("error", "critical", "passive"),
-    )
+    "trainer_log_levels.keys()": (*("detail", "debug", "info", "warning"), *("error", "critical", "passive"))
 }
 
 _SCRIPT = ("trl.scripts.utils", "ScriptArguments")
@@ -128,9 +125,7 @@ STAGES: Mapping[str, Entry] = {
         packing="padded",
         moved={
             **_MOVED,
-            "chat_template_name": Moved(
-                None, "open-instruct's name; TRL's DPO takes the tokenizer's own template"
-            ),
+            "chat_template_name": Moved(None, "open-instruct's name; TRL's DPO takes the tokenizer's own template"),
         },
     ),
 }

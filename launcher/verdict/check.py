@@ -114,8 +114,7 @@ def from_json(data: Mapping[str, Any]) -> Verdict | None:
     """What `Verdict.as_json` wrote; None where it is damaged."""
     try:
         points = tuple(
-            Point(**{**one, "evidence": tuple(Cite(**cite) for cite in one["evidence"])})
-            for one in data["points"]
+            Point(**{**one, "evidence": tuple(Cite(**cite) for cite in one["evidence"])}) for one in data["points"]
         )
         return Verdict(**{**data, "points": points})
     except (KeyError, TypeError):
@@ -142,11 +141,7 @@ def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evide
         found.append(_point(name, state, replace(observed, unwanted=observed.unwanted and not any_state)))
     oks = [point.ok for point in found]
     return Verdict(
-        status=_status(oks),
-        stage=named,
-        steps=evidence.last_step,
-        points=tuple(found),
-        metrics=metrics(evidence),
+        status=_status(oks), stage=named, steps=evidence.last_step, points=tuple(found), metrics=metrics(evidence)
     )
 
 

@@ -57,8 +57,7 @@ HELP: Mapping[str, str] = {
     "was interrupted: remove it, and fetch or save it again",
     "abi_mismatch": "a compiled package was built for another torch or CUDA than is installed: build it "
     "again, `pip install --no-build-isolation --force-reinstall --no-deps PACKAGE`",
-    "loss_scale": "in fp16 the gradients overflow at every loss scale: train in bf16, or with a lower "
-    "learning rate",
+    "loss_scale": "in fp16 the gradients overflow at every loss scale: train in bf16, or with a lower learning rate",
     "file_limit": "a file would have been larger than is allowed: raise `ulimit -f`, or write to a file "
     "system without such a limit",
     "not_started": "Python did not find what it was to run: check the path, the folder in which it was "
@@ -79,19 +78,14 @@ HELP: Mapping[str, str] = {
     "killed": "killed from outside, most often because host memory ran out: see `dmesg` or the scheduler",
     "ended_early": "training ended without an error, before the announced last step",
     "no_save": "training ended without an error, but no final save was seen",
-    "no_steps": "the command ended without an error, but neither the probe nor the log recorded an optimizer "
-    "step",
+    "no_steps": "the command ended without an error, but neither the probe nor the log recorded an optimizer step",
     "fewer_steps": "training ended without an error after fewer steps than planned, and the log does not say "
     "how many there should be: it is incomplete, or its progress bar is off (`disable_tqdm`)",
 }
 
 _STOPS = {Signals.SIGINT, Signals.SIGTERM}
 # What Slurm says of why it ended a job, where that was nobody's wish.
-_TAKEN: Mapping[str, str] = {
-    "TIME LIMIT": "time_limit",
-    "PREEMPTION": "preempted",
-    "NODE FAILURE": "node_failure",
-}
+_TAKEN: Mapping[str, str] = {"TIME LIMIT": "time_limit", "PREEMPTION": "preempted", "NODE FAILURE": "node_failure"}
 # A process does these to itself; the others come from outside.
 _OWN_FAULTS = {s for s in Signals if s.name in ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")}
 _WORK = (
@@ -110,9 +104,7 @@ _LAST_LINES = 3  # of a log: what else comes after a command was not found is so
 _LOOK_UP = re.compile(r"\(look up to see its traceback\)|^Could not import module '")
 _LAUNCHED = re.compile(r"accelerate/commands/launch\.py:\d+$")
 # What a rank says because another one is gone.
-_BEREFT = re.compile(
-    r"Connection (?:closed|reset) by peer|remote process exited or there was a network error"
-)
+_BEREFT = re.compile(r"Connection (?:closed|reset) by peer|remote process exited or there was a network error")
 _WHAT_LINES = 3  # between what C++ terminates for and its message
 
 
@@ -158,9 +150,7 @@ def _of_an_earlier(log: Log) -> int:
     jobs = [s for s in log.all("cancelled") if s.fields.get("job")]
     again = [s for s in log.all("bar_begun") if s.fields["total"] == str(log.total_steps)]
     past += [
-        s.line
-        for s in jobs
-        if s.fields["job"] != jobs[-1].fields["job"] or any(one.line > s.line for one in again)
+        s.line for s in jobs if s.fields["job"] != jobs[-1].fields["job"] or any(one.line > s.line for one in again)
     ]
     return max(past, default=0)
 
@@ -186,9 +176,7 @@ def ending(evidence: Evidence) -> Ending:
     if (stopped := evidence.stopped) is not None:
         return _stopped(stopped)
     failures = _failures(evidence)
-    if (violation := _violation(failures)) is not None and not (
-        evidence.exit and not evidence.exit.returncode
-    ):
+    if (violation := _violation(failures)) is not None and not (evidence.exit and not evidence.exit.returncode):
         return violation
     signal = _signal(evidence, failures)
     code = ended.returncode if ended else _probe_code(evidence)

@@ -73,10 +73,7 @@ def _expected(manifest: Manifest) -> Mapping[str, str | None]:
 
 
 def _with_earlier(
-    verdict: Verdict,
-    folder: RunFolder,
-    each: Sequence[Evidence],
-    expected: Mapping[str, str | None],
+    verdict: Verdict, folder: RunFolder, each: Sequence[Evidence], expected: Mapping[str, str | None]
 ) -> Verdict:
     """A point is proved of a run only if it is of every attempt whose steps are in the weights.
 
@@ -117,9 +114,7 @@ def _without_known_corruption(verdict: Verdict, manifest: Manifest) -> Verdict:
         return verdict
     version = recorded.get("version")
     known = fault(
-        recorded.part("config"),
-        version if isinstance(version, str) else None,
-        accumulation=manifest.accumulation,
+        recorded.part("config"), version if isinstance(version, str) else None, accumulation=manifest.accumulation
     )
     if known is None or known[0] != "error":
         return verdict

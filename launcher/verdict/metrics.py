@@ -40,8 +40,7 @@ def earlier(evidence: Evidence, name: str) -> list[float]:
 def moved_share(evidence: Evidence) -> float | None:
     """The share of a sample of the trained weights, over all ranks, that differs from the start."""
     sampled, moved = (
-        math.fsum(event.number(key) or 0 for event in evidence.last_events("weights"))
-        for key in ("sampled", "moved")
+        math.fsum(event.number(key) or 0 for event in evidence.last_events("weights")) for key in ("sampled", "moved")
     )
     return _share(moved, sampled)
 
@@ -145,10 +144,7 @@ def _norms(evidence: Evidence) -> dict[str, float | None]:
     own = [s.grad_norm for r in evidence.records[:1] for s in r.steps if s.grad_norm is not None]
     # without the probe no norm is known of every step
     norms = [*earlier(evidence, "grad_norm"), *own] if own else []
-    return {
-        "last_grad_norm": norms[-1] if norms else None,
-        "max_grad_norm": max(norms, default=None),
-    }
+    return {"last_grad_norm": norms[-1] if norms else None, "max_grad_norm": max(norms, default=None)}
 
 
 def metrics(evidence: Evidence) -> dict[str, float | None]:

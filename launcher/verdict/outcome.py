@@ -18,14 +18,7 @@ from launcher.stage.options import TREND_LOSSES
 from launcher.verdict.ending import HELP, ending, fatal
 from launcher.verdict.evidence import Event, Evidence
 from launcher.verdict.logs.scan import Log, Signal, StepLine
-from launcher.verdict.metrics import (
-    earlier,
-    losses,
-    memory_phases,
-    moved_share,
-    peak_allocated_gib,
-    whole_losses,
-)
+from launcher.verdict.metrics import earlier, losses, memory_phases, moved_share, peak_allocated_gib, whole_losses
 from launcher.verdict.points import UNKNOWN, Citable, Observation, probe_lines
 
 OPTIONAL = ("weights", "model", "inputs", "resume")
@@ -45,9 +38,7 @@ _NARROWEST = 0.02  # of the loss
 _COMPARED = ("engine", "checks", "last_step", "parameters", "elements", "largest_error", "allowed")
 _DIFFERENCE = ("parameter", "true_norm", "used_norm", "error", "broken", "corrupt_checks")
 # What the probe says of a broken contract, in a log that came without its records.
-_NOT_FINITE = re.compile(
-    r"(?:loss|gradient) is -?(?:nan|inf)\w* \((?:step (?P<step>\d+)|[^,]*), rank (?P<rank>\d+)\)"
-)
+_NOT_FINITE = re.compile(r"(?:loss|gradient) is -?(?:nan|inf)\w* \((?:step (?P<step>\d+)|[^,]*), rank (?P<rank>\d+)\)")
 
 _CORRUPT_HELP = (
     "the optimizer did not use the gradients of the batch: nothing trained since then can be used. "
@@ -73,12 +64,10 @@ _EVALUATED_HELP = (
     "so do weights that are broken: evaluate the saved model on its own"
 )
 _NOT_FINITE_HELP = (
-    "lower the learning rate or lengthen the warm-up; check the rows of that step; resume from a checkpoint "
-    "before it"
+    "lower the learning rate or lengthen the warm-up; check the rows of that step; resume from a checkpoint before it"
 )
 _ZERO_HELP = (
-    "no token has a label then: check the chat template, and the maximal length, which may cut off every "
-    "answer"
+    "no token has a label then: check the chat template, and the maximal length, which may cut off every answer"
 )
 _STILL_HELP = "check the learning rate, its schedule, and what is frozen; `expect: {trend: any}` accepts it"
 _MOVED_HELP = (
@@ -140,8 +129,7 @@ def _loss(evidence: Evidence, _expected: str | None) -> Observation:
             state="none_logged",
             proved=False,
             detail=detail,
-            reason="no loss was recorded"
-            + (": training never reached step 1" if evidence.last_step is None else ""),
+            reason="no loss was recorded" + (": training never reached step 1" if evidence.last_step is None else ""),
             help="`logging_steps: 1` logs every step",
         )
     if (doubt := _loss_doubt(evidence)) is not None:
@@ -313,9 +301,7 @@ def _noise(evidence: Evidence) -> tuple[str, Citable] | None:
     """Gradient norms that no batch gives, in words, with the place of the largest."""
     norms: list[tuple[float, int, Citable]] = []
     for record in evidence.records:
-        norms = norms or [
-            (step.grad_norm, step.step, step) for step in record.steps if step.grad_norm is not None
-        ]
+        norms = norms or [(step.grad_norm, step.step, step) for step in record.steps if step.grad_norm is not None]
     norms = norms or [
         (norm, line.step, line)
         for line in evidence.lines
@@ -459,10 +445,7 @@ def _finish(evidence: Evidence, _expected: str | None) -> Observation:
     if ended is not None:
         detail["returncode"] = ended.returncode
         if ended.returncode and not any(causes.values()):
-            help = (
-                f"exit code {ended.returncode}, and no error is known: the last lines of the console log "
-                "may tell"
-            )
+            help = f"exit code {ended.returncode}, and no error is known: the last lines of the console log may tell"
     return Observation(
         state=end.state,
         proved=end.proved,

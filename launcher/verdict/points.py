@@ -85,9 +85,7 @@ def _liger(evidence: Evidence, expected: str | None) -> Observation:
     return _liger_counted(evidence, expected, calls) if calls else _liger_logged(evidence, expected)
 
 
-def _liger_counted(
-    evidence: Evidence, expected: str | None, calls: Mapping[int, Mapping[str, int]]
-) -> Observation:
+def _liger_counted(evidence: Evidence, expected: str | None, calls: Mapping[int, Mapping[str, int]]) -> Observation:
     """From the calls counted in every rank that came as far as a step."""
     names = dict.fromkeys((*OPERATIONS, *(op for counts in calls.values() for op in counts)))
     missing = evidence.missing_ranks(calls)
@@ -150,8 +148,7 @@ def _liger_logged(evidence: Evidence, expected: str | None) -> Observation:
     patches, is_off = evidence.events("liger_patch"), arguments.get("use_liger_kernel") == "False"
     # upstream asks Liger for nothing then: whatever speaks of it is a row of the data
     applied, attempted, refused = (
-        () if is_off else evidence.signals(f"liger_{name}")
-        for name in ("applied", "attempted", "unsupported")
+        () if is_off else evidence.signals(f"liger_{name}") for name in ("applied", "attempted", "unsupported")
     )
     if applied or patches:
         kwargs = applied[0].fields.get("kwargs") if applied else None
@@ -271,9 +268,7 @@ def _attention(evidence: Evidence, expected: str | None) -> Observation:
         cites=[event for event in events if event.text("attention") == state],
         detail=detail,
         reason=f"the loaded model has {state}{where}" if proved else None,
-        help=f"check that `{expected}` is installed (`launch doctor`), and what requests another"
-        if proved
-        else None,
+        help=f"check that `{expected}` is installed (`launch doctor`), and what requests another" if proved else None,
     )
 
 
@@ -307,12 +302,7 @@ def _batch(evidence: Evidence, _expected: str | None) -> Observation:
 
     def different(reason: str, cites: Sequence[Citable]) -> Observation:
         return Observation(
-            state="different",
-            unwanted=True,
-            cites=cites,
-            detail=detail,
-            reason=reason,
-            help=_BATCH_HELP,
+            state="different", unwanted=True, cites=cites, detail=detail, reason=reason, help=_BATCH_HELP
         )
 
     other = [event for event in started if event.number("world") not in (None, planned.world)]

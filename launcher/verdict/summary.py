@@ -10,9 +10,7 @@ from launcher.runs.record import listed, mapping
 
 Point = Mapping[str, Any]
 
-_READ_TRACEBACK = (
-    "read the traceback above that line of the log, mend its cause, start the same command again"
-)
+_READ_TRACEBACK = "read the traceback above that line of the log, mend its cause, start the same command again"
 _START_AGAIN = "start the same command again: it continues from the last checkpoint, if there is one"
 _ENDS = {
     "crashed": "crashed",
@@ -193,10 +191,7 @@ def _liger(state: str, detail: Mapping[str, Any]) -> str | None:
 
 
 def _packing(state: str, detail: Mapping[str, Any]) -> str | None:
-    tested = {
-        "isolated": "packed samples do not see each other",
-        "leaking": "packed samples see each other",
-    }
+    tested = {"isolated": "packed samples do not see each other", "leaking": "packed samples see each other"}
     return tested.get(state, str(detail["detail"]) if detail.get("detail") else None)
 
 

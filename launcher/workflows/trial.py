@@ -87,11 +87,7 @@ class Outcome:
 
 
 def of_prepared(
-    prepared: Prepared,
-    *,
-    timeout_s: float | None = None,
-    allow_unproven: bool = False,
-    quiet: bool = False,
+    prepared: Prepared, *, timeout_s: float | None = None, allow_unproven: bool = False, quiet: bool = False
 ) -> Outcome:
     """Start, show and judge one run; returns when every process of it has gone.
 

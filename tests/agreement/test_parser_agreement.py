@@ -14,17 +14,7 @@ from typing import Any
 import pytest
 from argument_sets import Arguments, generate
 from conftest import NO_PACKAGES
-from verdicts import (
-    GOLDEN,
-    ask,
-    bits,
-    differences,
-    digest,
-    flags,
-    refused_by_launch,
-    schema_of,
-    words_of,
-)
+from verdicts import GOLDEN, ask, bits, differences, digest, flags, refused_by_launch, schema_of, words_of
 
 from launcher.upstream import locate, open_instruct
 from launcher.upstream.schema import Field, Schema
@@ -49,9 +39,7 @@ def sets_of(stage_name: str) -> tuple[Arguments, ...]:
 
 @cache
 def words() -> dict[str, list[list[str]]]:
-    return {
-        name: [words_of(schema_of("open_instruct", name), one) for one in sets_of(name)] for name in STAGES
-    }
+    return {name: [words_of(schema_of("open_instruct", name), one) for one in sets_of(name)] for name in STAGES}
 
 
 @cache
@@ -81,17 +69,13 @@ def trl_description() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage_name", STAGES)
-def test_open_instruct_refuses_exactly_what_launch_says(
-    theirs: dict[str, list[str | None]], stage_name: str
-) -> None:
+def test_open_instruct_refuses_exactly_what_launch_says(theirs: dict[str, list[str | None]], stage_name: str) -> None:
     left_out = [False] * SETS
     found = differences(sets_of(stage_name), ours(stage_name), theirs[stage_name], left_out)
     assert not found, "\n".join(found)
 
 
-def test_the_kept_verdicts_are_those_of_the_real_parser(
-    theirs: dict[str, list[str | None]],
-) -> None:
+def test_the_kept_verdicts_are_those_of_the_real_parser(theirs: dict[str, list[str | None]]) -> None:
     made = {
         "commit": open_instruct.PIN,
         "seed": SEED,
@@ -150,9 +134,7 @@ def unlike(schema: Schema, theirs: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("stage_name", STAGES)
-def test_the_snapshot_is_the_real_open_instruct_parser(
-    open_instruct_answers: list[Any], stage_name: str
-) -> None:
+def test_the_snapshot_is_the_real_open_instruct_parser(open_instruct_answers: list[Any], stage_name: str) -> None:
     schema, theirs = schema_of("open_instruct", stage_name), open_instruct_answers[0][stage_name]
     assert list(schema.fields) == list(theirs)
     assert unlike(schema, theirs) == []

@@ -17,16 +17,7 @@ from typing import Any
 import pytest
 from argument_sets import Arguments, generate
 from conftest import NO_PACKAGES, SUPPORT
-from verdicts import (
-    GOLDEN,
-    bits,
-    differences,
-    digest,
-    flags,
-    refused_by_launch,
-    schema_of,
-    words_of,
-)
+from verdicts import GOLDEN, bits, differences, digest, flags, refused_by_launch, schema_of, words_of
 
 from launcher.upstream import locate
 from launcher.upstream.schema import Schema
@@ -51,12 +42,7 @@ STEPS = (
     None, 0, 1, 2, 3, 10, 500, 0.1, 0.2, 0.3, 0.05, 1.5, 10.0, -1, "inf", "nan", "-inf", "none",
 )  # fmt: skip
 MAPPINGS = ("", "x.json", "{}", "{", "[]", "null", {"a": 1})
-FSDP = (
-    {"version": 1},
-    {"version": "x"},
-    {"reshard_after_forward": "full_shard"},
-    {"auto_wrap_policy": 5},
-)
+FSDP = ({"version": 1}, {"version": "x"}, {"reshard_after_forward": "full_shard"}, {"auto_wrap_policy": 5})
 DEEPSPEED = (
     {"zero_optimization": {"stage": 3}}, {"zero_optimization": None}, {"zero_optimization": 3},
     {"zero_optimization": {"stage": "3", "offload_param": "cpu"}}, {"fp16": {"enabled": "auto"}},
@@ -70,11 +56,7 @@ DEEPSPEED = (
     {"zero_optimization": {}, "checkpoint": 5}, {"zero_optimization": {}, "gradient_clipping": "auto"},
     "eyJ6ZXJvX29wdGltaXphdGlvbiI6IHsic3RhZ2UiOiAzfX0=", "eyJhIjogMX0=",
 )  # fmt: skip
-ACCELERATOR = (
-    {"split_batches": True},
-    {"split_batches": True, "x": 1},
-    {"use_configured_state": True},
-)
+ACCELERATOR = ({"split_batches": True}, {"split_batches": True, "x": 1}, {"use_configured_state": True})
 # The mini-languages of these are the trainer's: only a rehearsal refuses what is wrong in them. TRL's own
 # `deepspeed` launch refuses itself, whatever it holds.
 TRAINERS = {"accelerator_config", "deepspeed", "fsdp", "fsdp_config"}

@@ -88,7 +88,5 @@ def test_the_lines_hold_what_we_say(package: str, checkout: Path) -> None:
     if root is None:
         pytest.skip(f"{NO_PACKAGES}: {' '.join(RELEASES[package])} is not installed")
     own = {name: text for name, text in facts().items() if name.startswith(f"{package}/")}
-    wrong = {
-        name: (text, held(root, name)) for name, text in own.items() if not text or held(root, name) != text
-    }
+    wrong = {name: (text, held(root, name)) for name, text in own.items() if not text or held(root, name) != text}
     assert not wrong

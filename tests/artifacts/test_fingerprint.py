@@ -15,14 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.artifacts import digest as content
-from launcher.artifacts.fingerprint import (
-    FingerprintCache,
-    MissingContent,
-    of_data,
-    of_file,
-    of_model,
-    of_tokenizer,
-)
+from launcher.artifacts.fingerprint import FingerprintCache, MissingContent, of_data, of_file, of_model, of_tokenizer
 from launcher.errors import Exit, NotReady
 
 
@@ -276,9 +269,7 @@ def test_what_is_not_there_is_said_plainly(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def remembered(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Path, FingerprintCache]:
+def remembered(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, FingerprintCache]:
     """A file that has been still for long enough, and a memory that knows it."""
     path = write("a.jsonl", b"row\n")
     monkeypatch.setattr(FingerprintCache, "MARGIN_S", -1e9)

@@ -99,9 +99,7 @@ def saved(folder: Path, columns: dict[str, list[list[int]]], *, stream: bool = T
 
 def test_dpo_has_two_sequences_a_row(tmp_path: Path) -> None:
     saved(tmp_path, {"chosen_input_ids": [[1] * 4], "rejected_input_ids": [[1] * 6]})
-    (tmp_path / "state.json").write_text(
-        json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]})
-    )
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
     found = lengths.of_dataset(tmp_path, pairs=True)
     assert (found.rows, found.mean, found.longest) == (1, 5.0, 6)
 

@@ -44,9 +44,7 @@ def test_weights_are_those_of_transformers() -> None:
         real = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
         shape = architecture.shape_of(json.loads(config.to_json_string(use_diff=False)), name=family)
         prefix = "model.layers.0."
-        assert dict(shape.layer) == {
-            name.removeprefix(prefix): size for name, size in real.items() if prefix in name
-        }
+        assert dict(shape.layer) == {name.removeprefix(prefix): size for name, size in real.items() if prefix in name}
         assert dict(shape.outer) == {n: s for n, s in real.items() if ".layers." not in n}
         assert shape.parameters == sum(weight.numel() for weight in model.parameters())
         # what a config.json leaves out is what transformers' class says
@@ -100,9 +98,7 @@ def test_odd_configs_are_counted_as_transformers_does_or_refused() -> None:
         except InvalidConfig:
             continue
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(
-                transformers.AutoConfig.for_model(family, **given)
-            )
+            model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **given))
         assert count == sum(weight.numel() for weight in model.parameters()), (family, key, value)
 
 
@@ -150,9 +146,7 @@ def test_every_model_of_the_table_has_its_published_count() -> None:
             architecture.find(name, {"HOME": "/nonexistent"})
 
 
-def test_a_folder_wins_over_the_table_and_arguments_over_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_wins_over_the_table_and_arguments_over_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "Qwen" / "Qwen2.5-7B"
     folder.mkdir(parents=True)

@@ -42,9 +42,7 @@ def test_commands_and_options_stand_in_groups() -> None:
         ("plan f.yaml --beta 0.1 --deepspeed zero3", "beta=0.1 deepspeed=zero3"),
     ],
 )
-def test_an_argument_written_as_an_option(
-    words: str, instead: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_argument_written_as_an_option(words: str, instead: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(words.split()) == 2
     assert f"help: write {instead}\n" in capsys.readouterr().err
 

@@ -159,8 +159,7 @@ def test_a_flat_trl_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "tool"),
-    [(AXOLOTL.format(rl=""), "Axolotl"), (LLAMA_FACTORY, "LLaMA-Factory"), (TRL, "TRL")],
+    ("text", "tool"), [(AXOLOTL.format(rl=""), "Axolotl"), (LLAMA_FACTORY, "LLaMA-Factory"), (TRL, "TRL")]
 )
 def test_validate_config_says_whose_file_it_is(
     text: str, tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

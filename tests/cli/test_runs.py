@@ -130,9 +130,7 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder(path)
 
 
-def test_a_run_is_deleted_and_its_model_only_when_asked_for(
-    run: RunFolder, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_run_is_deleted_and_its_model_only_when_asked_for(run: RunFolder, tmp_path: Path, capsys: Capture) -> None:
     assert main.main(["rm", "2026"]) == 2
     shown = capsys.readouterr().err
     assert f"error[not-confirmed]: this would delete {run.path} (" in shown

@@ -27,9 +27,7 @@ def test_a_listed_file_is_copied_and_valid(tmp_path: Path, capsys: pytest.Captur
     assert "mine.yaml exists" in capsys.readouterr().err
 
 
-def test_a_pipeline_is_copied_with_its_stage_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipeline_is_copied_with_its_stage_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["configs", "copy", "demo/pipeline", str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"pipeline.yaml", "sft.yaml", "dpo.yaml"}
     assert main.main(["configs", "copy", "demo/pipelin", str(tmp_path)]) == 2

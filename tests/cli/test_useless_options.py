@@ -34,14 +34,10 @@ def test_what_would_be_ignored_is_refused(words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("where", ["--slurm", "--skypilot=t.yaml"])
-def test_other_machines_gpus_are_not_guessed(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_machines_gpus_are_not_guessed(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LAUNCH_RUNS", str(tmp_path / "runs"))
-    told = CliRunner().invoke(
-        app, ["sft", STAGE, "model_name_or_path=some/model", "dataset_name=some/set", where]
-    )
+    told = CliRunner().invoke(app, ["sft", STAGE, "model_name_or_path=some/model", "dataset_name=some/set", where])
     assert isinstance(told.exception, LaunchError)
     assert "no-gpus" in {finding.code for finding in told.exception.findings}
 

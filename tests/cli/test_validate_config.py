@@ -40,9 +40,7 @@ def test_fix_writes_and_then_judges(write: Write, capsys: pytest.CaptureFixture[
     assert path.stat().st_mtime_ns == stamp
 
 
-def test_a_folder_is_the_files_in_it(
-    tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_the_files_in_it(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("all/b/c.yml", "all/a.yaml", "all/.git/x.yaml", "all/.hidden.yaml", "all/a.json"):
         write(name, MENDED)
     folder = tmp_path / "all"
@@ -71,10 +69,7 @@ def test_fix_for_machines_and_a_diff(write: Write, capsys: pytest.CaptureFixture
 
 
 def test_annotations_of_github(
-    write: Write,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    write: Write, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = "stage: sft\nargs:\n  dataset_mixer_list: [a, 1.0]\n  model_name_or_path: m\n"
@@ -90,8 +85,7 @@ def test_annotations_of_github(
 
 def test_a_message_cannot_smuggle_in_another_workflow_command(tmp_path: Path) -> None:
     told = console.workflow_command(
-        Finding(severity="note", layer="launch", code="c", message="x\n::add-mask::y\r\n::error::z%"),
-        tmp_path,
+        Finding(severity="note", layer="launch", code="c", message="x\n::add-mask::y\r\n::error::z%"), tmp_path
     )
     assert told == "::notice title=c::x%0A::add-mask::y%0D%0A::error::z%25"
 
@@ -124,9 +118,7 @@ def test_one_source_serves_a_thousand_files(
 
     looked = []
     locate = upstream.locate
-    monkeypatch.setattr(
-        upstream, "locate", lambda *given, **named: looked.append(1) or locate(*given, **named)
-    )
+    monkeypatch.setattr(upstream, "locate", lambda *given, **named: looked.append(1) or locate(*given, **named))
     paths = [str(write(f"{number}.yaml", MENDED)) for number in range(50)]
     assert main(["validate-config", *paths]) == Exit.OK
     assert len(looked) == 1

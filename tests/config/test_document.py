@@ -116,9 +116,7 @@ def test_keys_and_scalars_are_text_as_written(write: Write) -> None:
         (b"a: " + b"x" * MAX_BYTES, "huge-file", None),
     ],
 )
-def test_bad_content_is_one_error_with_a_place(
-    write: Write, text: bytes, code: str, line: int | None
-) -> None:
+def test_bad_content_is_one_error_with_a_place(write: Write, text: bytes, code: str, line: int | None) -> None:
     found = fault(write("a.yaml", text))
     assert (found.code, found.line, found.severity) == (code, line, "error")
 
@@ -162,9 +160,7 @@ def check_anything(path: Path) -> None:
 @given(st.binary(max_size=200))
 @example(b"\xfe\xff")
 @example(b"a: \xed\xa0\x80")
-def test_any_bytes_are_read_or_refused_with_a_place(
-    tmp_path_factory: pytest.TempPathFactory, raw: bytes
-) -> None:
+def test_any_bytes_are_read_or_refused_with_a_place(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(raw)
     check_anything(path)

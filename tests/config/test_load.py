@@ -62,8 +62,7 @@ def test_files_of_upstream(write: Write) -> None:
 def test_a_parent_is_merged_deeply_and_lists_are_replaced_whole(write: Write) -> None:
     parent = write("base/parent.yaml", STAGE)
     child = write(
-        "child.yaml",
-        "extends: base/parent.yaml\nbatch: {per_device: 4}\nargs:\n  dataset_mixer_list: [b]\n",
+        "child.yaml", "extends: base/parent.yaml\nbatch: {per_device: 4}\nargs:\n  dataset_mixer_list: [b]\n"
     )
     loaded = load.load(child)
     assert loaded.options["batch"] == {"global": 128, "per_device": 4}
@@ -83,9 +82,7 @@ def test_grandparents_and_faults_of_parents(write: Write) -> None:
     loaded = load.load(third)
     assert loaded.args == {"seed": 2}
     assert loaded.parents == (second, second.parent / "../first.yaml")
-    assert [(f.code, Path(f.file or "").resolve(), f.line) for f in loaded.faults] == [
-        ("duplicate-key", first, 2)
-    ]
+    assert [(f.code, Path(f.file or "").resolve(), f.line) for f in loaded.faults] == [("duplicate-key", first, 2)]
 
 
 def test_parents_that_cannot_be(write: Write) -> None:
@@ -150,11 +147,7 @@ ECHOED = ("seed", "learning_rate", "dataset_mixer_list", "packing", "loss_type")
 @pytest.mark.parametrize("value", ["hunter2", "x'y z`{", "two words-of-it", "first\nsecond-line", "q" * 300])
 @pytest.mark.parametrize("name", ["PGPASSWORD", "INNOCENT"])
 def test_no_message_says_what_the_environment_holds(
-    write: Write,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    value: str,
-    name: str,
+    write: Write, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], value: str, name: str
 ) -> None:
     monkeypatch.setenv(name, value)
     text = "".join(f"  {key}: ${{oc.env:{name}}}\n" for key in ECHOED)

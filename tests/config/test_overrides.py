@@ -108,9 +108,7 @@ def test_options_and_arguments_of_a_stage_file(stage_file: Path) -> None:
     assert len(raised.value.findings) == 2
 
 
-def test_a_fault_of_an_override_is_where_it_was_said(
-    stage_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fault_of_an_override_is_where_it_was_said(stage_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["learning_rate=fast", "batch.global=0", "probe={within: 0}"]
     assert main(["sft", str(stage_file), *words, "--gpus", "1", "--dry-run"]) == 3
     said = capsys.readouterr().err
@@ -135,9 +133,7 @@ def test_the_origin_of_what_an_override_goes_through(write: Write, shape: str, k
     assert loaded.origin("args.model_name_or_path").override is None
 
 
-@pytest.mark.parametrize(
-    "key", ["dataset_mixer_list[1]", "args.dataset_mixer_list[1]", "dataset_mixer_list.1"]
-)
+@pytest.mark.parametrize("key", ["dataset_mixer_list[1]", "args.dataset_mixer_list[1]", "dataset_mixer_list.1"])
 def test_an_entry_of_a_list(stage_file: Path, key: str) -> None:
     loaded = load.load(stage_file, [f"{key}=0.5"])
     assert loaded.args["dataset_mixer_list"] == ["a", 0.5, "b", 2]

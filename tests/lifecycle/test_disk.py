@@ -128,9 +128,7 @@ def needed(
         ("checkpointing_steps: 50\n  cache_dataset_only: true", 2, None, None, None),
     ],
 )
-def test_open_instruct(
-    tmp_path: Path, model: Path, more: str, gpus: int, each: int, least: int, likely: int
-) -> None:
+def test_open_instruct(tmp_path: Path, model: Path, more: str, gpus: int, each: int, least: int, likely: int) -> None:
     told = needed(tmp_path, model, SFT, more, gpus)
     if each is None:
         assert told.likely is None
@@ -153,9 +151,7 @@ def test_open_instruct(
         ("save_steps: 50", "", 12, 4, 16),
     ],
 )
-def test_trl(
-    tmp_path: Path, model: Path, more: str, deepspeed: str, each: int, least: int, likely: int
-) -> None:
+def test_trl(tmp_path: Path, model: Path, more: str, deepspeed: str, each: int, least: int, likely: int) -> None:
     told = needed(tmp_path, model, TRL, more, 1, deepspeed)
     assert told.saved is not None and told.saved.checkpoint == each * 10**9
     assert (told.least, told.likely) == (least * 10**9, likely * 10**9)

@@ -93,14 +93,12 @@ LORA = "use_peft: true\n  lora_target_modules: [q_proj, k_proj, v_proj, o_proj]"
         ("dpo", 8, "use_liger_kernel: true", "272:1027", 12.016),
     ],
 )
-def test_the_measured_points_of_trl(
-    write: Write, stage: str, each: int, more: str, rows: str, gib: float
-) -> None:
+def test_the_measured_points_of_trl(write: Write, stage: str, each: int, more: str, rows: str, gib: float) -> None:
     """TRL 1.16 on one H200, fp32 weights under bf16 autocast (docs/evidence/h200.md)."""
     text = TRL_RUN.format(stage=stage, each=each, rows=2 * each, more=more)
-    (one,) = planned(
-        str(write("stage.yaml", text)), "--gpus", "1", "--row-tokens", rows, "--gpu-memory", "139"
-    )["gpus"]
+    (one,) = planned(str(write("stage.yaml", text)), "--gpus", "1", "--row-tokens", rows, "--gpu-memory", "139")[
+        "gpus"
+    ]
     assert one["memory_gib"]["peak"] == pytest.approx(gib, rel=0.07 if "peft" in more else 0.03)
 
 
@@ -169,9 +167,7 @@ args:
 
 
 def trl_peak(write: Write, more: str = "max_length: 1024", **given: str) -> float:
-    text = TRL_ON_TWO.format(
-        **{"stage": "sft", "deepspeed": "none", "model": "Qwen/Qwen2.5-1.5B", **given}, more=more
-    )
+    text = TRL_ON_TWO.format(**{"stage": "sft", "deepspeed": "none", "model": "Qwen/Qwen2.5-1.5B", **given}, more=more)
     (two,) = planned(str(write("stage.yaml", text)), "--gpus", "2", *ROWS)["gpus"]
     return float(two["memory_gib"]["peak"])
 
@@ -345,9 +341,7 @@ def test_without_row_lengths_batch_and_static_memory_are_planned() -> None:
     )  # fmt: skip
 
 
-def test_a_count_that_cannot_be_costs_the_others_nothing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_count_that_cannot_be_costs_the_others_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(TULU), "--gpus", "2,3,4", *ROWS]) == 3
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()[:3]] == ["GPUs", "2", "4"]

@@ -21,9 +21,7 @@ from launcher.lifecycle.doctor.install import Imports, InstallStep
 from launcher.machine import python
 from launcher.machine.python import Trainer
 
-WITH_PIP = Trainer(
-    python=Path("/env/my bin/python"), source="a test", version=(3, 12, 1), packages={"pip": "26"}
-)
+WITH_PIP = Trainer(python=Path("/env/my bin/python"), source="a test", version=(3, 12, 1), packages={"pip": "26"})
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +60,7 @@ def test_what_pip_complains_of(tmp_path: Path) -> None:
     assert install.conflicts(["trl"], WITH_PIP) == ()
 
 
-def tried(
-    trainer: Trainer, site: Path, *modules: str, timeout_s: float = PATIENCE_S, cuda: bool = False
-) -> Imports:
+def tried(trainer: Trainer, site: Path, *modules: str, timeout_s: float = PATIENCE_S, cuda: bool = False) -> Imports:
     environ = {**os.environ, "PYTHONPATH": str(site)}
     return install.try_imports(modules, trainer, environ=environ, timeout_s=timeout_s, cuda=cuda)
 
@@ -104,10 +100,7 @@ def test_the_cause_behind_other_exceptions(bare: Trainer, write: Write, tmp_path
     (failure,) = tried(bare, tmp_path, "olmo_core").failures
     assert failure.missing == "bettermap"
     assert (failure.file, failure.line) == (str(tmp_path / "olmo_core.py"), 1)
-    write(
-        "lazy.py",
-        "try:\n    import behind\nexcept Exception as e:\n    raise RuntimeError('no') from e\n",
-    )
+    write("lazy.py", "try:\n    import behind\nexcept Exception as e:\n    raise RuntimeError('no') from e\n")
     write("behind.py", "1 / 0\n")
     (failure,) = tried(bare, tmp_path, "lazy").failures
     assert (failure.error, failure.file) == ("ZeroDivisionError", str(tmp_path / "behind.py"))
@@ -212,10 +205,7 @@ def test_steps_are_done_in_order_and_never_by_a_shell(tmp_path: Path) -> None:
 
 def test_a_step_that_fails_ends_it(tmp_path: Path) -> None:
     place = tmp_path / "touched"
-    steps = [
-        InstallStep(argv=("false",), why="ray"),
-        InstallStep(argv=("touch", str(place)), why="more"),
-    ]
+    steps = [InstallStep(argv=("false",), why="ray"), InstallStep(argv=("touch", str(place)), why="more")]
     with (tmp_path / "out").open("w") as out, pytest.raises(NotReady) as caught:
         install.run(steps, os.environ, out)
     (finding,) = caught.value.findings

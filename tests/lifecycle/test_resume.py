@@ -145,9 +145,7 @@ def test_where_no_checkpoint_is_exact_it_is_refused_until_allowed(run: Make) -> 
     saved.pinned(one.output, "step_8")
     refused = one.decide()
     assert codes(refused)["resume-inexact"] == "error"
-    assert "--allow-changed-resume position" in str(
-        next(f.help for f in refused.findings if f.severity == "error")
-    )
+    assert "--allow-changed-resume position" in str(next(f.help for f in refused.findings if f.severity == "error"))
     allowed = one.decide(allow=("position",))
     assert not errors(allowed) and (allowed.kind, allowed.step) == ("resume", 8)
 

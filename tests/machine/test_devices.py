@@ -34,9 +34,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
     return fake
 
 
-def chosen(
-    count: int | None, asked: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
-) -> Devices:
+def chosen(count: int | None, asked: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Devices:
     return devices.choose(count, asked, devices.look(environ or {}))
 
 

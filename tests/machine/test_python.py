@@ -76,9 +76,7 @@ def repository(tmp_path: Path) -> Path:
     return root
 
 
-def test_the_commit_and_edits_below(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commit_and_edits_below(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = git(repository, "rev-parse", "HEAD")
     assert machine.git_version(repository) == commit
     (repository / "untracked").touch()
@@ -121,9 +119,7 @@ def test_the_order_of_interpreters(tmp_path: Path) -> None:
         assert (found.python, found.source) == python_and_source
 
 
-def test_a_name_on_path_and_a_relative_path(
-    bin_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_on_path_and_a_relative_path(bin_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python(bin_folder, "python9")
     assert machine.find_trainer(Path("python9"), None, {}).python == bin_folder / "python9"
     monkeypatch.chdir(tmp_path)

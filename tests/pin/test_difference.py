@@ -12,12 +12,7 @@ from repositories import UTILS, commit, declared, git, script, transformation
 from launcher.cli.main import main
 from launcher.errors import Exit, NotReady, UsageError
 from launcher.pin import difference, pin
-from launcher.pin.difference import (
-    ArgumentDifference,
-    CommitDifference,
-    ConfigDifference,
-    StageDifference,
-)
+from launcher.pin.difference import ArgumentDifference, CommitDifference, ConfigDifference, StageDifference
 from launcher.upstream import locate
 from launcher.upstream.trainers import BACKENDS
 
@@ -327,9 +322,7 @@ def test_a_partial_clone_says_how_to_get_the_rest(repo: Repo, tmp_path: Path) ->
     assert "--refetch" in (raised.value.findings[0].help or "")
 
 
-def test_the_documented_places_are_searched(
-    repo: Repo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_documented_places_are_searched(repo: Repo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git(tmp_path, "clone", "-q", "--depth", "1", f"file://{repo.path}", "shallow")
     monkeypatch.setattr(locate, "SUBMODULE", tmp_path / "shallow")
     monkeypatch.setattr(locate, "FOUND_IN", (tmp_path / "nowhere", repo.path))
@@ -403,9 +396,7 @@ def test_any_commit_can_be_compared_both_ways(history: Path) -> None:
         assert difference.lines(told, everything=True)
 
 
-def test_a_folder_and_the_stages_of_a_pipeline(
-    repo: Repo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_and_the_stages_of_a_pipeline(repo: Repo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "stage: sft\nargs: {model_name_or_path: m, dataset_mixer_list: [a, 1.0]}\n"
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "sft.yaml").write_text(text)

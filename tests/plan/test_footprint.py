@@ -92,17 +92,13 @@ def test_open_instruct_prepares_4_bit_models_in_fp32(write: Write) -> None:
     dpo = [open_instruct(write, f"{budget}{one}", stage="dpo")["peak"] for one in ("0.5", "1.0")]
     assert dpo[0] < dpo[1]
     plain = "activation_memory_budget: "
-    assert open_instruct(write, f"{plain}0.5", stage="dpo") == open_instruct(
-        write, f"{plain}1.0", stage="dpo"
-    )
+    assert open_instruct(write, f"{plain}0.5", stage="dpo") == open_instruct(write, f"{plain}1.0", stage="dpo")
 
 
 def test_states_of_8_bits_are_smaller_but_the_embeddings(write: Write) -> None:
     found = trl(write, "optim: adamw_8bit")
     rest = 7_241_732_096 - 32000 * 4096
-    assert found["Adam's two states"] * 2**30 == pytest.approx(
-        8 * 32000 * 4096 + (2 + 8 / 256) * rest, rel=0.001
-    )
+    assert found["Adam's two states"] * 2**30 == pytest.approx(8 * 32000 * 4096 + (2 + 8 / 256) * rest, rel=0.001)
     # in pages none of them is torch's
     assert "Adam's two states" not in trl(write, "optim: paged_adamw_32bit")
     lora = trl(write, f"{LORA}\n  optim: adamw_bnb_8bit")

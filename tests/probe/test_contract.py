@@ -135,9 +135,7 @@ CACHE = """
 """
 
 
-@pytest.mark.parametrize(
-    ("state", "local_rank", "code"), [("hit", "0", VIOLATION), ("miss", "0", 0), ("hit", "1", 0)]
-)
+@pytest.mark.parametrize(("state", "local_rank", "code"), [("hit", "0", VIOLATION), ("miss", "0", 0), ("hit", "1", 0)])
 def test_a_cache_is_judged_before_hours_are_spent_on_it(
     training: Training, state: str, local_rank: str, code: int
 ) -> None:
@@ -483,9 +481,7 @@ def test_packed_dpo_leaks_beside_a_cache_and_so_does_its_reference_pass(place: P
         "dpo", str(CONFIGS / "dpo_open_instruct.yaml"), "model_name_or_path=build/demo/model",
         "max_train_steps=3", "packing=true", "expect.trend=any", "--gpus", "0",
     )  # fmt: skip
-    code, answer = launch(
-        place, *words, "on_violation=warn", "expect.liger=engaged", "output_dir=build/demo/leaks"
-    )
+    code, answer = launch(place, *words, "on_violation=warn", "expect.liger=engaged", "output_dir=build/demo/leaks")
     seen = states(answer)
     assert (code, seen["packing"], seen["finish"]) == (1, "leaking", "completed")
     record = Path(answer["data"]["run"]) / "probe" / "rank-0.jsonl"

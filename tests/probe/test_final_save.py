@@ -56,9 +56,7 @@ def training(tmp_path: Path) -> Training:
 
 
 @pytest.mark.parametrize(
-    ("script", "before"),
-    [(OPEN_INSTRUCT, ""), (TRL, "wrote checkpoint\n")],
-    ids=("open_instruct", "trl"),
+    ("script", "before"), [(OPEN_INSTRUCT, ""), (TRL, "wrote checkpoint\n")], ids=("open_instruct", "trl")
 )
 def test_it_ends_before_the_final_save(training: Training, script: str, before: str) -> None:
     done = training.run(script, final_save=False)

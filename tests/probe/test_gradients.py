@@ -331,9 +331,7 @@ def launch(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[s
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_a_corrupting_file_is_refused_unless_it_is_allowed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_corrupting_file_is_refused_unless_it_is_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"}
     config = {
         "bf16": {"enabled": "auto"}, "communication_data_type": "fp32", "zero_optimization": zero,

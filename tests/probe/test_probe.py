@@ -216,9 +216,7 @@ def test_it_needs_the_standard_library_only_and_nothing_of_ours() -> None:
         assert all(n.level <= 1 for n in everywhere if isinstance(n, ast.ImportFrom)), path
 
 
-def test_all_of_it_is_there_before_the_script_begins_and_under_no_other_name(
-    training: Training,
-) -> None:
+def test_all_of_it_is_there_before_the_script_begins_and_under_no_other_name(training: Training) -> None:
     """The code of a run may be replaced while it trains, and a trainer may have a `record` of its own."""
     folder = training.folder / "a script"
     folder.mkdir()
@@ -267,9 +265,7 @@ def test_the_script_is_main(training: Training) -> None:
         ("1 +", 1, 1), ("import no_such_module", 1, 1),
     ],
 )  # fmt: skip
-def test_exit_codes_are_those_of_the_script(
-    training: Training, script: str, code: int, recorded: int
-) -> None:
+def test_exit_codes_are_those_of_the_script(training: Training, script: str, code: int, recorded: int) -> None:
     done = training.run(script)
     assert done.returncode in {code, 130 if code == -2 else code}
     assert [event["exit"] for event in training.events("end")] == [recorded]
@@ -354,9 +350,7 @@ def test_steps_of_two_micro_batches_the_model_and_the_optimizer(training: Traini
     assert (optimizer["class"], optimizer["zero_stage"]) == ("model.AdamW", None)
 
 
-def test_the_losses_of_trl_are_parts_already_and_evaluation_counts_no_tokens(
-    training: Training,
-) -> None:
+def test_the_losses_of_trl_are_parts_already_and_evaluation_counts_no_tokens(training: Training) -> None:
     script = TRAIN.replace("for step in", "model.training = False\n    for step in")
     training.run(script, divides_loss=True)
     assert [(s["loss"], s["tokens"]) for s in training.events("step")] == [(7, 0), (9, 0), (11, 0)]
@@ -524,10 +518,7 @@ def test_children_train_on_and_write_nothing(training: Training, method: str) ->
     )
     assert done.stdout == "[1, 2, 3, 4]\n", done.stderr
     assert len(training.events("step")) == 1
-    assert [e["event"] for e in training.events() if e["event"] in {"start", "end"}] == [
-        "start",
-        "end",
-    ]
+    assert [e["event"] for e in training.events() if e["event"] in {"start", "end"}] == ["start", "end"]
 
 
 class OnDevice:

@@ -65,11 +65,7 @@ def test_a_numbered_cpu_can_be_loaded_onto(tmp_path: Path) -> None:
         "import torch\ntorch.save({'a': torch.ones(2)}, 'x.pt')\n"
         "assert torch.load('x.pt', map_location='cpu:1')['a'].sum() == 2\n"
     )
-    settings = {
-        "target": str(script),
-        "out": str(tmp_path / "probe"),
-        "cpu": True,
-    }
+    settings = {"target": str(script), "out": str(tmp_path / "probe"), "cpu": True}
     done = subprocess.run(
         [sys.executable, str(PROBE)], cwd=tmp_path, capture_output=True, text=True,
         env={**os.environ, "LAUNCH_PROBE": json.dumps(settings)},

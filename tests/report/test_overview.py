@@ -122,9 +122,7 @@ def test_the_last_attempt_counts(folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "finished"), (1, "failed")])
-def test_the_probe_knows_the_end_when_the_launcher_was_killed(
-    folder: RunFolder, code: int, state: str
-) -> None:
+def test_the_probe_knows_the_end_when_the_launcher_was_killed(folder: RunFolder, code: int, state: str) -> None:
     manifest(folder)
     record(folder, {"event": "start"}, step(1), {"event": "end", "exit": code})
     assert overview.row(folder)["state"] == state
@@ -160,9 +158,7 @@ def test_a_half_written_folder_is_a_row_too(folder: RunFolder, text: str) -> Non
     assert (row["state"], row["step"], row["age"]) == ("lost", 0, None)
 
 
-def test_a_table_fits_a_narrow_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(Path.cwd() / "runs" / "b")
     rows = [{"variant": "a" * 20, "tokens/s": "5,865 (5,392 to 6,338)", "run": run}]
     names = ("variant", "tokens/s", "loss", "run")

@@ -91,8 +91,7 @@ def section(tree: Element, key: str) -> Element:
 def rows(found: Element) -> list[list[str]]:
     """The tables of a section as text."""
     return [
-        [" ".join(cell.text.split()) for cell in row.below if cell.name in ("td", "th")]
-        for row in found.all("tr")
+        [" ".join(cell.text.split()) for cell in row.below if cell.name in ("td", "th")] for row in found.all("tr")
     ]
 
 
@@ -146,9 +145,7 @@ def test_the_policy_allows_this_style_and_this_script_and_nothing_else(run: Run)
         digest = base64.b64encode(hashlib.sha256(one.text.encode()).digest()).decode()
         assert allowed[given_] == f"'sha256-{digest}'"
     # what such a policy forbids must not be there: it would silently do nothing
-    assert not re.search(
-        r"<[^>]*\s(style|on\w+)=", re.sub(r"(?s)<script>.*</script>", "", page.overlay([run]))
-    )
+    assert not re.search(r"<[^>]*\s(style|on\w+)=", re.sub(r"(?s)<script>.*</script>", "", page.overlay([run])))
 
 
 def test_the_verdict_stands_with_its_evidence(tree: Element, run: Run) -> None:
@@ -311,10 +308,7 @@ def test_several_runs_share_the_charts_and_can_be_switched(tmp_path: Path) -> No
     found = section(tree, "arguments")
     first = next(found.all("table"))
     assert [row[0] for row in rows(first)] == ["argument", "learning_rate"]
-    assert row_of(found, "learning_rate")[1:] == [
-        "5e-07override: learning_rate=5e-7",
-        "1e-06configs/b.yaml:3",
-    ]
+    assert row_of(found, "learning_rate")[1:] == ["5e-07override: learning_rate=5e-7", "1e-06configs/b.yaml:3"]
     assert [row[2] for row in rows(section(tree, "plan"))] == ["steps", "40", "60plan 40"]
 
 
@@ -400,9 +394,7 @@ def test_the_json_form_holds_the_same(run: Run) -> None:
 def hostile(tmp_path: Path) -> Run:
     told = manifest(name=NASTY)
     told["args"][NASTY] = {"value": NASTY, "origin": NASTY}
-    told["findings"].append(
-        {"severity": NASTY, "code": NASTY, "message": NASTY, "help": NASTY, "file": NASTY}
-    )
+    told["findings"].append({"severity": NASTY, "code": NASTY, "message": NASTY, "help": NASTY, "file": NASTY})
     told["argv"].append(NASTY)
     told["machine"]["host"] = NASTY
     told["trainer"]["packages"][NASTY] = NASTY

@@ -144,9 +144,7 @@ SAID = "2026 - finetune.py"
         (None, "1/2 of it\n", None),
     ],
 )  # fmt: skip
-def test_how_many_steps_there_will_be(
-    tmp_path: Path, planned: int | None, text: str, total: int | None
-) -> None:
+def test_how_many_steps_there_will_be(tmp_path: Path, planned: int | None, text: str, total: int | None) -> None:
     shown = watching(tmp_path, planned)
     write(tmp_path, step(3, 1.0))
     log(tmp_path, "an early line\n" + text)
@@ -154,9 +152,7 @@ def test_how_many_steps_there_will_be(
     assert shown.progress.total == total
 
 
-def test_a_terminal_that_has_gone_takes_nothing_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_that_has_gone_takes_nothing_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone:
         """A stream whose terminal was closed."""
 
@@ -227,9 +223,7 @@ def test_the_panel_fits_and_shows_what_is_known(columns: int, monkeypatch: pytes
     assert shown_on(56, trained(25))[0] == "sft demo   █░░░   step 25/100   0:30 elapsed   1:15 left"
 
 
-def test_before_the_first_step_the_phase_is_shown_with_its_clock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_before_the_first_step_the_phase_is_shown_with_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("time.time", lambda: now)
     progress = Progress(total=10)
@@ -237,13 +231,9 @@ def test_before_the_first_step_the_phase_is_shown_with_its_clock(
     progress.event({"event": "start", "t": 1000.0})
     now = 1004.0
     assert shown_on(80, progress) == ["sft demo   importing   0:04 elapsed"]
-    progress.work(
-        b"Tokenizing train dataset (num_proc=2):  38%|###   | 150/400 [00:00<00:00, 1477.32 examples/s]"
-    )
+    progress.work(b"Tokenizing train dataset (num_proc=2):  38%|###   | 150/400 [00:00<00:00, 1477.32 examples/s]")
     now = 1006.0
-    assert shown_on(80, progress) == [
-        "sft demo   Tokenizing train dataset 150/400 examples   0:02   0:06 elapsed"
-    ]
+    assert shown_on(80, progress) == ["sft demo   Tokenizing train dataset 150/400 examples   0:02   0:06 elapsed"]
     progress.work(b"model.safetensors:  45%|####      | 445M/988M [00:02<00:02, 400MB/s]")
     assert progress.line() == "model.safetensors 445M/988M"
     progress.work(b"Caching reference logprobs:  20%|##    | 3/15 [00:02<00:02, 1.2it/s]")

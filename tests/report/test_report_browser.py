@@ -175,10 +175,7 @@ def test_texts_of_a_run_run_nothing(browser: Browser, tmp_path: Path) -> None:
     told = manifest(name=nasty)
     told["args"]["x"] = {"value": nasty, "origin": nasty}
     rows = [{"step": n, "loss": 1.0 / n, nasty: 1.0} for n in range(1, 20)]
-    verdict = {
-        "status": nasty,
-        "points": [{"name": nasty, "state": nasty, "detail": {"reason": nasty}}],
-    }
+    verdict = {"status": nasty, "points": [{"name": nasty, "state": nasty, "detail": {"reason": nasty}}]}
     runs = [series.of_kept(tmp_path, told, verdict, rows) for _ in range(2)]
     show(browser, tmp_path / "a.html", series.named_apart(runs))
     assert browser.title == "2 runs"
@@ -198,9 +195,7 @@ def test_nothing_lies_outside_of_a_narrow_screen(browser: Browser, runs: list[Ru
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
         show(browser, tmp_path / "a.html", runs[:1])
-        browser.execute_script(
-            "document.querySelectorAll('details.evidence').forEach((one) => { one.open = true; })"
-        )
+        browser.execute_script("document.querySelectorAll('details.evidence').forEach((one) => { one.open = true; })")
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
         assert browser.execute_script(outside) == 0
     finally:

@@ -70,9 +70,7 @@ def test_citations_and_their_weights() -> None:
         ((OLD, "def broken("), {1, 4, 7, 11}),
     ],
 )
-def test_a_line_stands_where_its_function_holds_it(
-    tmp_path: Path, change: tuple[str, str], gone: set[int]
-) -> None:
+def test_a_line_stands_where_its_function_holds_it(tmp_path: Path, change: tuple[str, str], gone: set[int]) -> None:
     lines = [f"open_instruct/data.py:{number}" for number in (1, 4, 7, 11)]
     known = citations.table(package(tmp_path / "pin", OLD), [*lines, "torch/a.py:1"])
     assert list(known) == [f"open_instruct/data.py:{number}" for number in sorted((1, 4, 7, 11), key=str)]

@@ -125,8 +125,7 @@ def test_each_rule_speaks_where_it_should() -> None:
     wrong = []
     for script, changes, expected in SPEAKS:
         told = [
-            f"{f.code} {f.severity} {f.layer} {(f.key or '').removeprefix('args.')}"
-            for f in found(script, **changes)
+            f"{f.code} {f.severity} {f.layer} {(f.key or '').removeprefix('args.')}" for f in found(script, **changes)
         ]
         if told != [expected]:
             wrong.append((script, changes, expected, told))
@@ -208,10 +207,7 @@ def test_names_are_looked_up_in_the_source_at_hand() -> None:
     # another commit's mappings know both names; of one without such mappings nothing is known
     for tables in (elsewhere, {}):
         given = Values(replace(schema, version="0123456789ab", tables=tables), dict(values))
-        assert not {f.code for f in registry.apply(given)} & {
-            "unknown-template",
-            "unknown-function",
-        }
+        assert not {f.code for f in registry.apply(given)} & {"unknown-template", "unknown-function"}
 
 
 @pytest.mark.parametrize("name", ["x" * 5000 + ".jsonl"])

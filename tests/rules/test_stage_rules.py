@@ -190,11 +190,7 @@ def test_quantised_models_and_deepspeed(script: str) -> None:
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])
 def test_lora_and_frozen_biases(write: Write, script: str) -> None:
-    for kind, biased, crashes in (
-        ("qwen2", None, True),
-        ("llama", True, True),
-        ("qwen3", None, False),
-    ):
+    for kind, biased, crashes in (("qwen2", None, True), ("llama", True, True), ("qwen3", None, False)):
         name = model(write, model_type=kind, attention_bias=biased)
         args = {"use_lora": True, "model_name_or_path": name}
         expected = ["lora-biases"] if crashes else []
@@ -293,22 +289,15 @@ def test_positions() -> None:
         ({"max_position_embeddings": "many"}, None),
         ({"text_config": {"max_position_embeddings": 4096}}, 4096),
         # the original stands in the config: stretched four times
-        (
-            {"max_position_embeddings": 32768, "rope_scaling": {"factor": 4.0, original: 32768}},
-            131072,
-        ),
+        ({"max_position_embeddings": 32768, "rope_scaling": {"factor": 4.0, original: 32768}}, 131072),
         # the stretched length stands there already
-        (
-            {"max_position_embeddings": 131072, "rope_scaling": {"factor": 8.0, original: 8192}},
-            131072,
-        ),
+        ({"max_position_embeddings": 131072, "rope_scaling": {"factor": 8.0, original: 8192}}, 131072),
     ):
         assert model_rules.positions(config) == reach
 
 
 @pytest.mark.parametrize(
-    ("script", "key"),
-    [("sft", "max_seq_length"), ("dpo", "max_seq_length"), ("trl-sft", "max_length")],
+    ("script", "key"), [("sft", "max_seq_length"), ("dpo", "max_seq_length"), ("trl-sft", "max_length")]
 )
 def test_rows_longer_than_the_model(write: Write, script: str, key: str) -> None:
     args = {"model_name_or_path": model(write, model_type="llama", max_position_embeddings=2048)}
@@ -502,9 +491,7 @@ def test_dpo_resumed_inside_an_epoch(output: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])
-@pytest.mark.parametrize(
-    "names", [["config.json", "model.safetensors"], ["adapter_config.json", "adapter_model.bin"]]
-)
+@pytest.mark.parametrize("names", [["config.json", "model.safetensors"], ["adapter_config.json", "adapter_model.bin"]])
 def test_a_folder_with_a_finished_model(output: Path, script: str, names: list[str]) -> None:
     (output / names[0]).write_text("{}")
     assert found(script, {}, output=output) == []

@@ -63,12 +63,7 @@ def without(file: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_shipped_deepspeed_files_fit_any_arguments(script: str) -> None:
-    arguments: tuple[dict[str, Any], ...] = (
-        {},
-        {"bf16": False},
-        {"fp16": True},
-        {"max_grad_norm": 0.5},
-    )
+    arguments: tuple[dict[str, Any], ...] = ({}, {"bf16": False}, {"fp16": True}, {"max_grad_norm": 0.5})
     for file in (None, *SHIPPED.values()):
         for gpus in (None, 1, 8):
             for args in arguments:
@@ -102,10 +97,7 @@ CPU = [
         {"bf16": False, "attn_implementation": "flash_attention_2"},
         ("attention-missing", "error", "attn_implementation"),
     ),
-    (
-        {"bf16": False, "attn_implementation": "flex_attention"},
-        ("attention-missing", "error", "attn_implementation"),
-    ),
+    ({"bf16": False, "attn_implementation": "flex_attention"}, ("attention-missing", "error", "attn_implementation")),
     (
         {"bf16": False, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}},
         ("attention-missing", "error", "model_init_kwargs"),
@@ -201,10 +193,7 @@ def test_deepspeed_files_and_arguments() -> None:
     assert "gradient_clipping: 0.5" in finding.message
     assert "per_device_train_batch_size: 8" in finding.message
     # clipping that a file leaves out
-    file, expected = (
-        without(AUTO, "gradient_clipping"),
-        ("clipping-unread", "warning", "max_grad_norm"),
-    )
+    file, expected = (without(AUTO, "gradient_clipping"), ("clipping-unread", "warning", "max_grad_norm"))
     assert told("trl-sft", {"max_grad_norm": 0.5}, deepspeed=file) == [expected]
     assert told("trl-sft", {"max_grad_norm": 0.0}, deepspeed=file) == []
     # evaluating in another precision
@@ -260,11 +249,7 @@ def draw_case(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any], str |
         file.pop(name, None)
     args: dict[str, Any] = rng.choice([{}, {}, {"bf16": False}, {"fp16": True}, {"bf16": True}])
     evaluated: dict[str, Any] = rng.choice([{}, {}, {"bf16_full_eval": True}, {"fp16_full_eval": True}])
-    args = {
-        **args,
-        **evaluated,
-        **rng.choice([{}, {"max_grad_norm": 0.5}, {"learning_rate": 1e-4}]),
-    }
+    args = {**args, **evaluated, **rng.choice([{}, {"max_grad_norm": 0.5}, {"learning_rate": 1e-4}])}
     option = rng.choice([None, None, "no", "bf16", "fp16"])
     return file, args, option, rng.choice([1, 2]), rng.choice([1, 8])
 
@@ -288,9 +273,7 @@ def question(
     return {"file": file, "arguments": arguments, "running": running}
 
 
-def refused(
-    file: dict[str, Any], args: Mapping[str, Any], option: str | None, passes: int, gpus: int
-) -> bool:
+def refused(file: dict[str, Any], args: Mapping[str, Any], option: str | None, passes: int, gpus: int) -> bool:
     """Whether the rules refuse it, with what is known before the GPUs are, and with them."""
     before: dict[str, Any] = {"gpus": None, "mixed_precision": option}
     started: dict[str, Any] = {"gpus": gpus, "mixed_precision": "bf16"}
@@ -316,11 +299,7 @@ def test_the_rules_agree_with_transformers() -> None:
 
 
 def test_packages_that_are_not_installed() -> None:
-    for optim, package in (
-        ("adamw_torch", None),
-        ("sgd", None),
-        ("paged_adamw_32bit", "bitsandbytes"),
-    ):
+    for optim, package in (("adamw_torch", None), ("sgd", None), ("paged_adamw_32bit", "bitsandbytes")):
         expected = [] if package is None else [("optim-missing", "error", "optim")]
         assert told("trl-sft", {"optim": optim}, packages={}) == expected
         assert told("trl-sft", {"optim": optim}) == []
@@ -469,9 +448,7 @@ def test_optimizers_of_a_file() -> None:
     offloading = {**OFFLOADING, "optimizer": {"type": "AdamW"}}
     assert told("trl-sft", {"optim": "sgd"}, deepspeed=offloading, **known) == expected
     plain = without(offloading, "optimizer")
-    assert told("trl-sft", {"optim": "sgd"}, deepspeed=plain, **known) == [
-        ("optim-replaced", "warning", "optim")
-    ]
+    assert told("trl-sft", {"optim": "sgd"}, deepspeed=plain, **known) == [("optim-replaced", "warning", "optim")]
 
 
 def test_compiled_lengths_and_a_reference_computed_beforehand() -> None:

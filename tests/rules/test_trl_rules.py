@@ -50,9 +50,7 @@ def found(stage_name: str, **changes: Any) -> list[Finding]:
 
 def told(stage_name: str, changes: Mapping[str, Any]) -> list[str]:
     """Each finding as `code severity key`."""
-    return [
-        f"{f.code} {f.severity} {(f.key or '').removeprefix('args.')}" for f in found(stage_name, **changes)
-    ]
+    return [f"{f.code} {f.severity} {(f.key or '').removeprefix('args.')}" for f in found(stage_name, **changes)]
 
 
 # what a __post_init__ refuses, by the code and the argument
@@ -274,8 +272,7 @@ def test_no_rule_breaks_whatever_is_given(stage_name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage_name", "changes"),
-    [("dpo", {"padding_free": True}), ("sft", {"dataset_kwargs": {"newest": True}})],
+    ("stage_name", "changes"), [("dpo", {"padding_free": True}), ("sft", {"dataset_kwargs": {"newest": True}})]
 )
 def test_names_are_not_judged_at_another_release(stage_name: str, changes: dict[str, Any]) -> None:
     newer = replace(schema_of(stage_name), source="source", version="trl 9.9")

@@ -192,9 +192,7 @@ def test_a_heartbeat_costs_next_to_nothing_and_outlives_a_tidied_folder(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["runs", "gone", "namespace"])
-def test_a_second_start_into_the_same_output_is_refused(
-    world: World, where: str, container: tuple[str, ...]
-) -> None:
+def test_a_second_start_into_the_same_output_is_refused(world: World, where: str, container: tuple[str, ...]) -> None:
     folder = training(world)
     second = world.prepared("exit=0", name="second", output=str(output(world)))
     env = {"XDG_STATE_HOME": str(world.root / "other state")}

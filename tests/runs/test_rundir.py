@@ -74,8 +74,7 @@ def test_the_same_output_is_another_attempt_of_the_newest_run(root: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "shown"),
-    [("../../etc", "..-..-etc"), ("a b\n'c'", "a-b-c"), ("ü", "run"), (TOKEN, "redacted")],
+    ("name", "shown"), [("../../etc", "..-..-etc"), ("a b\n'c'", "a-b-c"), ("ü", "run"), (TOKEN, "redacted")]
 )
 def test_any_name_makes_a_folder_below_the_root(root: Path, name: str, shown: str) -> None:
     folder, _ = rundir.choose("dpo", name, None, root)
@@ -125,9 +124,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["data.json"]
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "data.json"
     files.write_json(path, {"n": 1})
 

@@ -63,8 +63,7 @@ def record(folder: RunFolder, attempt: int = 1) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("steps", "code", "number"),
-    [(["print=2"], 0, None), (["raise=no"], 1, None), (["kill=KILL"], 137, 9)],
+    ("steps", "code", "number"), [(["print=2"], 0, None), (["raise=no"], 1, None), (["kill=KILL"], 137, 9)]
 )
 def test_the_exit_is_recorded(folder: RunFolder, steps: list[str], code: int, number: int | None) -> None:
     ended = runner.run(fake(*steps), folder, 1)
@@ -77,9 +76,7 @@ def test_the_exit_is_recorded(folder: RunFolder, steps: list[str], code: int, nu
     assert not runner.alive(folder.path)
 
 
-def test_a_full_disk_costs_the_records_not_the_run(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_costs_the_records_not_the_run(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, data: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -102,9 +99,7 @@ def written(folder: RunFolder, **changes: object) -> None:
     files.write_json(folder.process, {**own, **changes})
 
 
-@pytest.mark.parametrize(
-    "changes", [{"began": 1}, {"boot": "an earlier boot"}, {"host": "elsewhere"}, {"pid": None}]
-)
+@pytest.mark.parametrize("changes", [{"began": 1}, {"boot": "an earlier boot"}, {"host": "elsewhere"}, {"pid": None}])
 def test_a_reused_number_is_not_alive(folder: RunFolder, changes: dict[str, object]) -> None:
     assert not runner.alive(folder.path)
     written(folder)

@@ -98,15 +98,12 @@ def told(folder: Path) -> list[dict[str, Any]]:
 
 def nodes_up(folder: Path, times: int = 1) -> Callable[[], bool]:
     """Whether both nodes have begun, so many times."""
-    return lambda: (
-        sum("--prepare" not in one["argv"] and "stopped" not in one for one in told(folder)) >= 2 * times
-    )
+    return lambda: sum("--prepare" not in one["argv"] and "stopped" not in one for one in told(folder)) >= 2 * times
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    ["two words $(touch pwned) `touch pwned`; 'a' \"b\" 100 %j", "new\nline\n#SBATCH --hold"],
+    "name", ["two words $(touch pwned) `touch pwned`; 'a' \"b\" 100 %j", "new\nline\n#SBATCH --hold"]
 )
 def test_the_same_command_on_each_node_whatever_the_folder(
     name: str, tmp_path: Path, environ: dict[str, str], stand_in: list[str]
@@ -288,19 +285,14 @@ def state(launch: Callable[..., dict[str, Any]], run: Path) -> str:
 
 def until_word(launch: Callable[..., dict[str, Any]], run: Path, wanted: str) -> None:
     """Slurm does not wait for what left its job's process tree: keepers end a moment after the job."""
-    until(
-        lambda: state(launch, run) == wanted,
-        lambda: (state(launch, run), (run / "slurm.log").read_text()),
-    )
+    until(lambda: state(launch, run) == wanted, lambda: (state(launch, run), (run / "slurm.log").read_text()))
 
 
 @contextlib.contextmanager
 def standing_still(cluster: Cluster) -> Iterator[None]:
     """The trainers of all jobs make no step in here."""
     trainers = [
-        pid
-        for pid in slurm_cluster.left(cluster)
-        if b"probe/run.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid for pid in slurm_cluster.left(cluster) if b"probe/run.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     for pid in trainers:
         os.kill(pid, signal.SIGSTOP)

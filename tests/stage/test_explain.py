@@ -175,17 +175,12 @@ def test_the_schema_for_editors_and_machines(capsys: pytest.CaptureFixture[str])
     # the schema for machines
     assert main(["schema", "--stage", "dpo", "--format", "json"]) == Exit.OK
     told = json.loads(capsys.readouterr().out)["data"]["schemas"]
-    assert [(one["stage"], one["backend"]) for one in told] == [
-        ("dpo", "open_instruct"),
-        ("dpo", "trl"),
-    ]
+    assert [(one["stage"], one["backend"]) for one in told] == [("dpo", "open_instruct"), ("dpo", "trl")]
     fields = {field["name"]: field for field in told[0]["fields"]}
     assert fields["compile_model"]["reads"] == []
 
 
-def test_a_commit_before_a_further_script_has_a_schema(
-    write: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_commit_before_a_further_script_has_a_schema(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     write("oi/open_instruct/helper.py", HELPER)
     for name in ("finetune", "dpo_tune_cache"):
         root = write(f"oi/open_instruct/{name}.py", FINETUNE).parent.parent
@@ -218,8 +213,7 @@ args: {{model_name_or_path: m, dataset_name: a, hub_token: a-plain-password, run
 
 @pytest.mark.parametrize("form", ["text", "json"])
 @pytest.mark.parametrize(
-    ("key", "content"),
-    [("additional_model_arguments", SECRETS), ("hub_token", TRL), ("run_name", TRL)],
+    ("key", "content"), [("additional_model_arguments", SECRETS), ("hub_token", TRL), ("run_name", TRL)]
 )
 def test_a_token_is_not_told(
     write: Write, key: str, content: str, form: str, capsys: pytest.CaptureFixture[str]

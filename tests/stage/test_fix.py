@@ -47,10 +47,7 @@ def reasons(found: Fix) -> dict[str | None, str]:
 
 MENDED = {
     "removed": (SFT + DATA + "  use_flash_attn: true\n", SFT + DATA),
-    "renamed": (
-        SFT + DATA + "  chat_template: tulu\n",
-        SFT + DATA + "  chat_template_name: tulu\n",
-    ),
+    "renamed": (SFT + DATA + "  chat_template: tulu\n", SFT + DATA + "  chat_template_name: tulu\n"),
     "renamed to what is there already": (
         SFT + DATA + "  max_length: 8\n  max_seq_length: 8\n",
         SFT + DATA + "  max_seq_length: 8\n",
@@ -75,10 +72,7 @@ MENDED = {
         SFT + "  dataset_mixer_list: [a, 1.0, b, 0.5]\n",
     ),
     "an empty mixer": (SFT + DATA + "  dataset_mixer: {}\n", SFT + DATA),
-    "checkpointing on": (
-        DPO + "  gradient_checkpointing: true # m\n",
-        DPO + "  activation_memory_budget: 0.5 # m\n",
-    ),
+    "checkpointing on": (DPO + "  gradient_checkpointing: true # m\n", DPO + "  activation_memory_budget: 0.5 # m\n"),
 }
 
 
@@ -228,9 +222,7 @@ args:\r
     run_name: *t"""
 
 
-@pytest.mark.parametrize(
-    ("mark", "end", "last"), [(b"", "\n", ""), (b"\xef\xbb\xbf", "\r\n", "\n\n  # end\n")]
-)
+@pytest.mark.parametrize(("mark", "end", "last"), [(b"", "\n", ""), (b"\xef\xbb\xbf", "\r\n", "\n\n  # end\n")])
 def test_everything_else_stays_byte_for_byte(write: Write, mark: bytes, end: str, last: str) -> None:
     name = "wandb_project_name"
     faulty, fixed = (
@@ -257,17 +249,11 @@ SHAPED = {
         "model_name_or_path: m\n# c\nuse_flash_attn: a",
         "model_name_or_path: m\n# c",
     ),
-    "a value below its key": (
-        "chat_template:\n  # why\n  tulu\n",
-        "chat_template_name:\n  # why\n  tulu\n",
-    ),
+    "a value below its key": ("chat_template:\n  # why\n  tulu\n", "chat_template_name:\n  # why\n  tulu\n"),
     "a flow mapping": ("{use_flash_attn: true, seed: 1}\n", None),
     "what is merged in": ("<<: {use_flash_attn: true, max_length: 3}\nseed: 1\n", None),
     "JSON": ('{"seed": 1, "max_length": 2}\n', '{"seed": 1, "max_seq_length": 2}\n'),
-    "a tagged key that is renamed": (
-        "!!str chat_template: a\nseed: 1\n",
-        "!!str chat_template_name: a\nseed: 1\n",
-    ),
+    "a tagged key that is renamed": ("!!str chat_template: a\nseed: 1\n", "!!str chat_template_name: a\nseed: 1\n"),
 }
 
 
@@ -385,9 +371,7 @@ def test_the_shipped_files_are_mended_but_for_five(shipped: dict[str, tuple[Any,
     assert {name: keys for name, keys in left.items() if keys} == NOT_MECHANICAL
 
 
-def test_the_shipped_files_keep_their_comments_and_other_values(
-    shipped: dict[str, tuple[Any, Fix]],
-) -> None:
+def test_the_shipped_files_keep_their_comments_and_other_values(shipped: dict[str, tuple[Any, Fix]]) -> None:
     for before, found in shipped.values():
         assert not fix.of_file(found.path).changed
         after = load.load(found.path)
@@ -400,9 +384,7 @@ def test_the_shipped_files_keep_their_comments_and_other_values(
 
 
 @pytest.mark.slow
-def test_upstreams_own_parser_takes_the_mended_files(
-    checkout: Path, shipped: dict[str, tuple[Any, Fix]]
-) -> None:
+def test_upstreams_own_parser_takes_the_mended_files(checkout: Path, shipped: dict[str, tuple[Any, Fix]]) -> None:
     requests = []
     for before, found in shipped.values():
         after = stage.judge(load.load(found.path))

@@ -31,9 +31,7 @@ MORE: tuple[Any, ...] = (
 
 
 def schema_of(backend: str, name: str) -> Schema:
-    pinned = locate.Upstream(
-        backend=backend, root=None, source="snapshot", is_named=False, pin="", version=""
-    )
+    pinned = locate.Upstream(backend=backend, root=None, source="snapshot", is_named=False, pin="", version="")
     return locate.load_schema(pinned, name)
 
 
@@ -55,10 +53,7 @@ def validator(backend: str | None = None, name: str | None = None) -> Any:
 @cache
 def args_validator(backend: str, name: str) -> Any:
     """For `args` alone."""
-    schema = {
-        "definitions": made(backend, name)["definitions"],
-        "$ref": f"#/definitions/{backend}-{name}",
-    }
+    schema = {"definitions": made(backend, name)["definitions"], "$ref": f"#/definitions/{backend}-{name}"}
     return jsonschema.Draft7Validator(schema)
 
 
@@ -74,9 +69,7 @@ def wrong_with(backend: str, name: str, args: dict[str, Any]) -> list[Finding]:
 
 def refused(found: Iterable[Finding]) -> set[str]:
     """The arguments that launch refuses by themselves: their name, or their value."""
-    return {
-        str(f.key).removeprefix("args.") for f in found if f.code == "bad-value" or f.code.endswith("-key")
-    }
+    return {str(f.key).removeprefix("args.") for f in found if f.code == "bad-value" or f.code.endswith("-key")}
 
 
 def underlined(backend: str, name: str, args: dict[str, Any]) -> set[str]:

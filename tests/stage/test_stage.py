@@ -140,9 +140,7 @@ def test_trl_names_its_own_class_and_an_abbreviation_counts(judged: Any) -> None
     assert "`max_seq_length` is not a field of SFTConfig" in found.findings[0].message
     assert "write `max_length`" in (found.findings[0].help or "")
     # an abbreviation counts for what upstream takes it for
-    found = judged(
-        SFT.replace("push_to_hub: false", "push_to_hu: false").replace("jobs: false", "jobs: true")
-    )
+    found = judged(SFT.replace("push_to_hub: false", "push_to_hu: false").replace("jobs: false", "jobs: true"))
     assert {f.code for f in found.findings} == {"abbreviated-key", "beaker-without-push"}
     # the mixer mapping is explained and nothing else is said of data
     found = judged(SFT.replace("dataset_mixer_list: [a, 1.0]", "dataset_mixer: {a: 1.0}"))
@@ -157,14 +155,11 @@ def test_another_commit_is_judged_by_its_own_fields(write: Write) -> None:
     needed = sorted(BACKENDS["open_instruct"].STAGES["sft"].names.needed)
     head = "from dataclasses import dataclass\n@dataclass\nclass "
     fields = "".join(f"    {name}: str = None\n" for name in needed)
-    finetune = write(
-        "oi/open_instruct/finetune.py", f"{head}FlatArguments:\n    brand_new: int = 1\n{fields}"
-    )
+    finetune = write("oi/open_instruct/finetune.py", f"{head}FlatArguments:\n    brand_new: int = 1\n{fields}")
     write("oi/open_instruct/dataset_transformation.py", f"{head}TokenizerConfig:\n    a: int = 1\n")
     text = "stage: sft\nargs:\n  brand_new: 5\n  packing: true\n  model_name_or_path: m\n"
     found = stage.judge(
-        load.load(write("a.yaml", text)),
-        locator=Locator(checkout=finetune.parent.parent, allow_unpinned=True),
+        load.load(write("a.yaml", text)), locator=Locator(checkout=finetune.parent.parent, allow_unpinned=True)
     )
     assert ("unknown-key", "parser", 4) in brief(found)
     assert "unpinned-checkout" in {f.code for f in found.findings}
@@ -256,9 +251,7 @@ def test_the_wrapped_shape(judged: Any) -> None:
     assert brief(found) == [("unknown-option", "launch", 4), ("unknown-key", "parser", 11)]
 
 
-def test_all_files_that_the_checkout_ships_are_judged_with_every_fault_in_its_place(
-    checkout: Path,
-) -> None:
+def test_all_files_that_the_checkout_ships_are_judged_with_every_fault_in_its_place(checkout: Path) -> None:
     paths = sorted((checkout / "configs" / "train_configs").rglob("*.y*ml"))
     assert len(paths) == 98
     for path in paths:

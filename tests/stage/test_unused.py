@@ -45,9 +45,7 @@ def said(root: Path, write: Write) -> Judge:
 def test_an_argument_that_nothing_reads_here(said: Judge) -> None:
     found = said("forgotten: 4")["args.forgotten"]
     assert (found.severity, found.layer, found.code) == ("warning", "run", "unread-key")
-    assert found.message == (
-        "`forgotten` does nothing: no read found on the path of open_instruct/finetune.py"
-    )
+    assert found.message == ("`forgotten` does nothing: no read found on the path of open_instruct/finetune.py")
     assert found.help == "delete the line"
     assert found.line == 5
     # an argument of another mode

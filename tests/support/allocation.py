@@ -313,11 +313,7 @@ class _Tiled(torch.autograd.Function):
         part = hidden[:4096].to(HALF)
         words = weight[:32768].to(HALF)
         del part, words
-        return (
-            d_hidden.to(hidden.dtype),
-            None if d_weight is None else d_weight.to(weight.dtype),
-            None,
-        )
+        return (d_hidden.to(hidden.dtype), None if d_weight is None else d_weight.to(weight.dtype), None)
 
 
 def tiled_loss(model: Any, batch: dict[str, Any]) -> Any:
@@ -386,18 +382,14 @@ def measure_olmo_core(name: str, vocab: int, *, layers: int, rows: int, length: 
             return tracker.peak
 
 
-def measure_fsdp(
-    name: str, vocab: int, *, layers: int, rows: int, length: int, ranks: int, replicas: int
-) -> Any:
+def measure_fsdp(name: str, vocab: int, *, layers: int, rows: int, length: int, ranks: int, replicas: int) -> Any:
     """Peak bytes of a step under FSDP2 as dpo.py lays it, on one of `ranks` that only seem to be there.
 
     Beside this rank's weights and the optimizer. FSDP frees what it gathered by making storages empty,
     which fake ones cannot: that is counted here.
     """
     import torch.distributed as dist
-    from olmo_core.train.train_module.transformer.config import (
-        TransformerDataParallelWrappingStrategy as Wrapping,
-    )
+    from olmo_core.train.train_module.transformer.config import TransformerDataParallelWrappingStrategy as Wrapping
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -27,9 +27,7 @@ from launcher.runs.rundir import RunFolder
 
 FAKE = Path(__file__).with_name("fake_trainer.py")
 LAUNCH = (sys.executable, "-m", "launcher")
-needs_trl = pytest.mark.skipif(
-    importlib.util.find_spec("trl") is None, reason=f"{NO_PACKAGES}: trl's source is read"
-)
+needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason=f"{NO_PACKAGES}: trl's source is read")
 
 # Asked about itself, it answers as the tests' Python does; asked to train, it does what FAKE_STEPS says.
 _PYTHON = """#!/bin/sh

@@ -35,8 +35,7 @@ class Loads:
         names = {key[0] for key in (*self.read, *self.checked)}
         return {
             name: tuple(  # type: ignore[misc]
-                sum(count for key, count in counts.items() if key[0] == name)
-                for counts in (self.read, self.checked)
+                sum(count for key, count in counts.items() if key[0] == name) for counts in (self.read, self.checked)
             )
             for name in sorted(names)
         }

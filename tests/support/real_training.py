@@ -28,9 +28,7 @@ def missing(names: tuple[str, ...]) -> list[str]:
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
-needs_packages = pytest.mark.skipif(
-    bool(missing(TRAINING)), reason=f"{NO_PACKAGES}: {', '.join(missing(TRAINING))}"
-)
+needs_packages = pytest.mark.skipif(bool(missing(TRAINING)), reason=f"{NO_PACKAGES}: {', '.join(missing(TRAINING))}")
 needs_training = [pytest.mark.training, needs_packages]
 
 
@@ -46,9 +44,7 @@ def open_instruct_reason() -> str | None:
 
 
 needs_trl = pytest.mark.skipif(bool(missing(("trl",))), reason="no training packages: trl")
-needs_open_instruct = pytest.mark.skipif(
-    open_instruct_reason() is not None, reason=str(open_instruct_reason())
-)
+needs_open_instruct = pytest.mark.skipif(open_instruct_reason() is not None, reason=str(open_instruct_reason()))
 
 
 @pytest.fixture(scope="module")

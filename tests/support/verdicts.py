@@ -62,10 +62,7 @@ def refused_by_launch(backend: str, stage_name: str, sets: Sequence[Arguments]) 
 
 
 def differences(
-    sets: Sequence[Arguments],
-    ours: Sequence[list[str]],
-    theirs: Sequence[Any],
-    left_out: Sequence[bool],
+    sets: Sequence[Arguments], ours: Sequence[list[str]], theirs: Sequence[Any], left_out: Sequence[bool]
 ) -> list[str]:
     """The sets of which launch and upstream say different things, with what each says."""
     found = []

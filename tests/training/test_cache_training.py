@@ -92,9 +92,7 @@ def states(run: RunFolder) -> dict[str, str]:
     lines = (run.probe / "rank-0.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     return {
-        event["event"].removesuffix("_cache"): event["state"]
-        for event in events
-        if event["event"].endswith("_cache")
+        event["event"].removesuffix("_cache"): event["state"] for event in events if event["event"].endswith("_cache")
     }
 
 

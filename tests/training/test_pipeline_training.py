@@ -123,9 +123,7 @@ def test_the_pinned_scripts_take_each_others_folders(
 
 
 @needs_open_instruct
-def test_the_pinned_dpo_runs_on_the_sft_result(
-    pinned: tuple[tuple[str, ...], dict[str, Any]],
-) -> None:
+def test_the_pinned_dpo_runs_on_the_sft_result(pinned: tuple[tuple[str, ...], dict[str, Any]]) -> None:
     run = pinned[1]["data"]["stages"][2]["run"]
     points = seen(run)
     assert (points["dataset_cache"], points["reference_cache"]) == ("miss", "miss")

@@ -80,10 +80,7 @@ def test_literals_and_enums(write: Write) -> None:
 
 def test_an_enum_of_another_package(write: Write) -> None:
     root = write("pkg/__init__.py", "").parent
-    write(
-        "pkg/mod.py",
-        f"{HEAD}from other.deep import Kind\n@dataclass\nclass A:\n    k: Kind = None\n",
-    )
+    write("pkg/mod.py", f"{HEAD}from other.deep import Kind\n@dataclass\nclass A:\n    k: Kind = None\n")
     write("other/__init__.py", "")
     other = write("other/deep.py", "import enum\nclass Kind(enum.StrEnum):\n    a = 'x'\n").parent
     classes = [("pkg.mod", "A")]

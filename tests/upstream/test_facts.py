@@ -101,9 +101,7 @@ def test_a_changed_file_is_read_again(ask: Asked, root: Path, reads: list[Sequen
 
 
 def test_a_type_of_another_package_that_the_pin_does_not_use(ask: Asked, root: Path) -> None:
-    text = FINETUNE.replace(
-        "    spare: int = 0\n", "    spare: LMLossImplementation = LMLossImplementation.default\n"
-    )
+    text = FINETUNE.replace("    spare: int = 0\n", "    spare: LMLossImplementation = LMLossImplementation.default\n")
     imported = "from olmo_core.nn.lm_head import LMLossImplementation\n"
     (root / "finetune.py").write_text(imported + text, encoding="utf-8")
     known = facts.schema_of(ask(), BACKEND, "sft", "source", "x")
@@ -128,16 +126,7 @@ def test_a_second_question_reads_nothing_but_in_another_version_of_launch(
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"null",
-        b"{}",
-        b'{"files": ["a"]}',
-        b'{"files": {"nowhere": "00"}}',
-        b"[" * 100_000,
-    ],
+    "content", [b"", b"{", b"null", b"{}", b'{"files": ["a"]}', b'{"files": {"nowhere": "00"}}', b"[" * 100_000]
 )
 def test_a_damaged_entry_is_read_anew(ask: Asked, reads: list[Sequence[str]], content: bytes) -> None:
     good = ask()

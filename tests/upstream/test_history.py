@@ -99,9 +99,7 @@ def test_at_an_older_commit_nothing_is_known_of_later_ones(checkout: Path) -> No
     assert history.of("use_flash_attn", SFT, repository, head="9e8e2187c")[0].what == "removed"
 
 
-def test_at_the_commit_of_the_table_no_process_is_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_at_the_commit_of_the_table_no_process_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(*arguments: object, **options: object) -> None:
         raise AssertionError("a process was started")
 
@@ -149,9 +147,7 @@ def test_removed_renamed_and_moved(repo: Checkout) -> None:
     repo.commit("Rename (#7)", {SFT: arguments("lr: float = 1.0", "new_name: int = 3", "gone: bool = True")})
     repo.commit("Remove (#8)", {SFT: arguments("lr: float = 1.0", "new_name: int = 3")})
     base = arguments("lr: float = 1.0", "new_name: int = 3", name="Base", main="")
-    script = "from open_instruct import dataset_transformation\n" + arguments(
-        bases="(dataset_transformation.Base)"
-    )
+    script = "from open_instruct import dataset_transformation\n" + arguments(bases="(dataset_transformation.Base)")
     repo.commit("Move", {"open_instruct/dataset_transformation.py": base, SFT: script})
     assert repo.last("old_name") == "renamed new_name@1"
     assert repo.last("gone") == "removed@2"
@@ -191,9 +187,7 @@ def test_a_pull_request_that_was_merged(repo: Checkout) -> None:
     assert repo.of("b")[0].pull == 12
 
 
-def test_no_git_no_repository_no_commits(
-    repo: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_git_no_repository_no_commits(repo: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = history.of("use_flash_attn", SFT)
     assert repo.of("use_flash_attn") == table, "an empty history"
     repo.commit("unrelated", {"README": "x"})

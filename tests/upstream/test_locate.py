@@ -21,9 +21,7 @@ FINETUNE = (
     "from dataclasses import dataclass\n@dataclass\nclass FlatArguments:\n    seed: int = 7\n"
     "    brand_new: str = 'x'\n" + "".join(f"    {name}: int = 1\n" for name in NEEDED)
 )
-TOKENIZER = (
-    "from dataclasses import dataclass\n@dataclass\nclass TokenizerConfig:\n    use_fast: bool = True\n"
-)
+TOKENIZER = "from dataclasses import dataclass\n@dataclass\nclass TokenizerConfig:\n    use_fast: bool = True\n"
 
 Checkout = Callable[..., Path]
 
@@ -50,8 +48,7 @@ def pin_to(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the files of `root` the pinned ones."""
     facts = dict(locate.snapshot("open_instruct"))
     facts["files"] = {
-        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in root.rglob("*.py")
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in root.rglob("*.py")
     }
     monkeypatch.setattr(locate, "snapshot", lambda backend: facts)
 
@@ -77,16 +74,12 @@ def test_the_order_of_places(fake: Checkout, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [("empty", "is empty"), ("other", "does not hold one"), ("no", "is not there")],
+    ("name", "words"), [("empty", "is empty"), ("other", "does not hold one"), ("no", "is not there")]
 )
 def test_a_named_place_that_holds_no_checkout(write: Write, tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / "empty").mkdir()
     write("other/README.md", "")
-    for environ, checkout in (
-        ({"LAUNCH_OPEN_INSTRUCT": str(tmp_path / name)}, None),
-        ({}, tmp_path / name),
-    ):
+    for environ, checkout in (({"LAUNCH_OPEN_INSTRUCT": str(tmp_path / name)}, None), ({}, tmp_path / name)):
         with pytest.raises(NotReady, match=words) as raised:
             locate.locate("open_instruct", environ=environ, checkout=checkout)
         (finding,) = raised.value.findings
@@ -139,11 +132,7 @@ def test_what_is_said_of_another_commit(is_named: bool, running: bool, allowed: 
 
 @pytest.mark.parametrize(
     ("version", "stash", "checkout"),
-    [
-        ("a" * 40 + "+edited", True, False),
-        ("b" * 40 + "+edited", True, True),
-        ("b" * 40, False, True),
-    ],
+    [("a" * 40 + "+edited", True, False), ("b" * 40 + "+edited", True, True), ("b" * 40, False, True)],
 )
 def test_an_edit_is_not_undone_by_a_checkout(version: str, stash: bool, checkout: bool) -> None:
     source = Upstream(
@@ -152,10 +141,7 @@ def test_an_edit_is_not_undone_by_a_checkout(version: str, stash: bool, checkout
     )  # fmt: skip
     found = locate.unpinned(source, running=True, allowed=True)
     assert found is not None and found.help is not None
-    assert ("git -C /x stash" in found.help, "checkout aaaaaaaaaaaa" in found.help) == (
-        stash,
-        checkout,
-    )
+    assert ("git -C /x stash" in found.help, "checkout aaaaaaaaaaaa" in found.help) == (stash, checkout)
 
 
 def test_other_releases_of_trl_are_read_and_noted() -> None:
@@ -192,10 +178,7 @@ def test_another_commit_is_read_only_where_that_is_allowed(fake: Checkout) -> No
     source = locate.locate("open_instruct", checkout=fake())
     assert locate.load_schema(source, "sft").source == "snapshot"
     schema = locate.load_schema(source, "sft", allow_unpinned=True)
-    assert (schema.source, list(schema.fields)) == (
-        "source",
-        ["seed", "brand_new", *NEEDED, "use_fast"],
-    )
+    assert (schema.source, list(schema.fields)) == ("source", ["seed", "brand_new", *NEEDED, "use_fast"])
     assert schema.fields["seed"].default == 7
 
 

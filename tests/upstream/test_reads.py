@@ -141,9 +141,7 @@ FOLLOWED = {
     "a default of a parameter": "def g(n=args.a): use(n)\ng()",
     "an assertion's walrus": "assert (x := args.a)\nuse(x)",
     "a base of the dataclass": "def g(o: Options): use(o.a)\ndef main(args): g(unknown(args))",
-    "an optional annotation": (
-        "def g(o: Options | None): use(o.a)\ndef main(args):\n    register(g)\n    g(args)"
-    ),
+    "an optional annotation": ("def g(o: Options | None): use(o.a)\ndef main(args):\n    register(g)\n    g(args)"),
     "a method": "class T:\n    def go(self, o): use(o.a)\ndef main(args): T().go(args)",
     "kept": """
         class T:
@@ -261,9 +259,7 @@ IMPORTS = {
     "inside a function": "from pkg.steps import go\ngo(args)",
     "a package's own names": "from pkg.deep import go\ndef main(args): go(args)",
     "deep": "import pkg.deep.down\ndef main(args): pkg.deep.down.go(args)",
-    "in a try": (
-        "try:\n    from pkg.steps import go\nexcept ImportError:\n    go = None\ndef main(args): go(args)"
-    ),
+    "in a try": ("try:\n    from pkg.steps import go\nexcept ImportError:\n    go = None\ndef main(args): go(args)"),
     "for type checkers": """
         from typing import TYPE_CHECKING
         if TYPE_CHECKING:
@@ -295,9 +291,7 @@ def test_an_argument_is_followed_over_files(tmp_path: Path, body: str) -> None:
 
 
 STARTS = {
-    "two at once": (
-        "args, other = HfArgumentParser((Options, More)).parse_args_into_dataclasses()\nmain(args)"
-    ),
+    "two at once": ("args, other = HfArgumentParser((Options, More)).parse_args_into_dataclasses()\nmain(args)"),
     "the rest of the words": """
 args, other, rest = HfArgumentParser((Options, More)).parse_args_into_dataclasses(
     return_remaining_strings=True)
@@ -343,16 +337,12 @@ if __name__ == "__main__":
     path = path_of(tmp_path, f"{HEAD}\ndef g(): use(args.a)\ndef main(): g()", start=start)
     assert path.reads["a"]
     # main alone is found
-    path = path_of(
-        tmp_path, "def main(o):\n    use(o.a)", start=f"{HEAD}\nP = HfArgumentParser((Options,))\n"
-    )
+    path = path_of(tmp_path, "def main(o):\n    use(o.a)", start=f"{HEAD}\nP = HfArgumentParser((Options,))\n")
     assert path.reads["a"]
 
 
 def test_a_class_that_the_parser_gets_from_another_module(tmp_path: Path) -> None:
-    sources = package(
-        tmp_path, {"main.py": "import pkg.options\nP = HfArgumentParser((pkg.options.Options,))\n"}
-    )
+    sources = package(tmp_path, {"main.py": "import pkg.options\nP = HfArgumentParser((pkg.options.Options,))\n"})
     assert reads.entry_classes(sources, "pkg/main.py") == [("pkg.options", "Options")]
 
 
@@ -370,9 +360,7 @@ NOT_READ = {
     "never": "pass",
     "a function that nobody calls": "def g(o): use(o.a)\ndef main(args): pass",
     "a log": "logger.info('%s', args.a)",
-    "a log of an object's own": (
-        "class T:\n    def go(self, o): self.log.info(o.a)\ndef main(args): T().go(args)"
-    ),
+    "a log of an object's own": ("class T:\n    def go(self, o): self.log.info(o.a)\ndef main(args): T().go(args)"),
     "a warning": "import warnings\ndef main(args): warnings.warn(f'{args.a}')",
     "a refusal": "if args.a: raise ValueError(f'{args.a}')",
     "a complaint": "if args.a: logger.warning('a')",
@@ -436,9 +424,7 @@ OWN_START = "args, = HfArgumentParser((Options,)).parse_args_into_dataclasses()\
     ],
 )
 def test_what_post_init_only_puts_back_is_not_read(tmp_path: Path, lines: str, read: bool) -> None:
-    path = path_of(
-        tmp_path, POST_INIT.format(body=f"        {lines}"), start=OWN_START, fields=["a", "b", "c"]
-    )
+    path = path_of(tmp_path, POST_INIT.format(body=f"        {lines}"), start=OWN_START, fields=["a", "b", "c"])
     assert bool(path.reads["a"]) == read
 
 
@@ -467,18 +453,14 @@ CONDITIONS = {
     "a local expression": ("x = args.a and args.c > 2\nif x: use(args.b)", {("a and c > 2",)}),
     "a variable assigned twice": ("x = args.a\nx = y()\nif x: use(args.b)", {()}),
     "a parameter": ("def g(o, x):\n    if x: use(o.b)\ndef main(args): g(args, args.a)", {("a",)}),
-    "a returned value": (
-        "def on(o): return o.a and o.c\ndef main(args):\n    if on(args): use(args.b)",
-        {()},
-    ),
+    "a returned value": ("def on(o): return o.a and o.c\ndef main(args):\n    if on(args): use(args.b)", {()}),
     "a property": (
         "class T:\n    def __init__(self, o): self.o = o\n    @property\n    def on(self): return self.o.a\n"
         "def main(args):\n    t = T(args)\n    if t.on: use(args.b)",
         {()},
     ),
     "a function of two returns": (
-        "def on(o):\n    if y(): return o.a\n    return 5\n"
-        "def main(args):\n    x = on(args)\n    if x: use(args.b)",
+        "def on(o):\n    if y(): return o.a\n    return 5\ndef main(args):\n    x = on(args)\n    if x: use(args.b)",
         {()},
     ),
     "equality": ("if args.c == 3: use(args.b)", {("c == 3",)}),
@@ -491,8 +473,7 @@ CONDITIONS = {
     ),
     "a constant": ("LIMIT = 4\ndef main(args):\n    if args.c > LIMIT: use(args.b)", {("c > 4",)}),
     "a constant that a function changes": (
-        "LIMIT = 4\ndef f():\n    global LIMIT\n    LIMIT = 9\n"
-        "def main(args):\n    if args.c > LIMIT: use(args.b)",
+        "LIMIT = 4\ndef f():\n    global LIMIT\n    LIMIT = 9\ndef main(args):\n    if args.c > LIMIT: use(args.b)",
         {()},
     ),
     "a caught name": (
@@ -506,19 +487,12 @@ CONDITIONS = {
         "if not args.a: return\nfor x in y:\n    if not args.a: use(args.b)\n    args.a = False",
         {()},
     ),
-    "by setattr": (
-        "if not args.a: return\nsetattr(args, 'a', False)\nif not args.a: use(args.b)",
-        {()},
-    ),
+    "by setattr": ("if not args.a: return\nsetattr(args, 'a', False)\nif not args.a: use(args.b)", {()}),
     "through vars": ("vars(args)['a'] = y()\nif args.a: use(args.b)", {()}),
-    "put back through vars": (
-        "known = vars(args)\nknown['a'] = known['a']\nif args.a: use(args.b)",
-        {("a",)},
-    ),
+    "put back through vars": ("known = vars(args)\nknown['a'] = known['a']\nif args.a: use(args.b)", {("a",)}),
     "changed in place": ("args.names.append('x')\nif args.names: use(args.b)", {()}),
     "a replaced copy": (
-        "from dataclasses import replace\ndef main(args):\n    new = replace(args, a=True)\n"
-        "    if new.a: use(new.b)",
+        "from dataclasses import replace\ndef main(args):\n    new = replace(args, a=True)\n    if new.a: use(new.b)",
         {()},
     ),
     "an attribute that is also something else": (
@@ -536,19 +510,10 @@ CONDITIONS = {
     "try": ("try:\n    if args.a: return\n    work()\nexcept E:\n    pass\nuse(args.b)", {()}),
     "with": ("with x():\n    if not args.a: return\nuse(args.b)", {("a",)}),
     "match": ("if args.a:\n    match x:\n        case 1: use(args.b)", {("a",)}),
-    "the object before the condition": (
-        "cfg = args if args.a else None\nif cfg: use(args.b)",
-        {()},
-    ),
-    "sys.exit": (
-        "import sys\ndef main(args):\n    if args.a: sys.exit()\n    use(args.b)",
-        {("not a",)},
-    ),
+    "the object before the condition": ("cfg = args if args.a else None\nif cfg: use(args.b)", {()}),
+    "sys.exit": ("import sys\ndef main(args):\n    if args.a: sys.exit()\n    use(args.b)", {("not a",)}),
     "decided alternatives": ("if args.a or args.c:\n    if args.a: use(args.b)", {("a",)}),
-    "a parameter's standard value": (
-        "def g(o, x=False):\n    if x: use(o.b)\ndef main(args): g(args)",
-        {()},
-    ),
+    "a parameter's standard value": ("def g(o, x=False):\n    if x: use(o.b)\ndef main(args): g(args)", {()}),
 }
 
 

@@ -64,12 +64,9 @@ def test_packing_is_what_every_rank_saw(
 
 
 @pytest.mark.parametrize(
-    ("second", "answer"),
-    [("sdpa", ("sdpa", True)), ("eager", ("eager", False)), (None, ("sdpa", None))],
+    ("second", "answer"), [("sdpa", ("sdpa", True)), ("eager", ("eager", False)), (None, ("sdpa", None))]
 )
-def test_attention_is_that_of_every_rank(
-    run: Run, second: str | None, answer: tuple[str, bool | None]
-) -> None:
+def test_attention_is_that_of_every_rank(run: Run, second: str | None, answer: tuple[str, bool | None]) -> None:
     run.rank(0, model("sdpa"), world=2)
     if second is not None:
         run.rank(1, model(second), world=2)
@@ -232,8 +229,7 @@ def sized(*rows: int, each: int = 2) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("world", "ranks", "answer"),
-    [(2, 2, ("planned", True)), (2, 1, ("planned", None)), (1, 1, ("different", False))],
+    ("world", "ranks", "answer"), [(2, 2, ("planned", True)), (2, 1, ("planned", None)), (1, 1, ("different", False))]
 )
 def test_as_many_processes_as_were_planned_have_to_train(
     run: Run, world: int, ranks: int, answer: tuple[str, bool | None]
@@ -268,11 +264,7 @@ def test_as_many_processes_as_were_planned_have_to_train(
         ((4, 4, 4), {"packing": True}, ("planned", True)),
         ((2, 2, 2), {"packing": True}, ("different", False)),
         ((2, 2, 2), {"packing": True, "more": {"backend": "open_instruct"}}, ("different", False)),
-        (
-            (2, 2, 2),
-            {"packing": True, "more": {"backend": "open_instruct", "stage": "dpo"}},
-            ("planned", True),
-        ),
+        ((2, 2, 2), {"packing": True, "more": {"backend": "open_instruct", "stage": "dpo"}}, ("planned", True)),
         ((2, 2, 2), {"sequence_parallel_size": 2}, ("planned", True)),  # ranks take turns with rows
         ((2, 2, 2), {"gpus": None}, ("unknown", None)),
     ],

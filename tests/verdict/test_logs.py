@@ -54,16 +54,11 @@ def test_real_logs_of_sft_and_dpo() -> None:
     assert (log.total_steps, log.last_step, log.last_bar) == (30, 30, (30, 336))
     assert log.arguments["packing"] == "True"
     assert log.argument_lines["packing"] == 81
-    assert log.arguments["dataset_transform_fn"] == (
-        "['sft_tulu_tokenize_and_truncate_v1', 'sft_tulu_filter_v1']"
-    )
+    assert log.arguments["dataset_transform_fn"] == ("['sft_tulu_tokenize_and_truncate_v1', 'sft_tulu_filter_v1']")
     applied = log.first("liger_applied")
     assert applied is not None
     assert applied.line == 262
-    assert applied.fields == {
-        "model_type": "qwen2",
-        "kwargs": "{'fused_linear_cross_entropy': True}",
-    }
+    assert applied.fields == {"model_type": "qwen2", "kwargs": "{'fused_linear_cross_entropy': True}"}
     # reads a real dpo log
     log = scan(LOGS / "dpo_liger_pack.log", PATTERNS)
     assert log.blocks == ("DPOExperimentConfig", "TokenizerConfig")
@@ -169,9 +164,7 @@ def test_a_line_is_known_for_what_it_means(tmp_path: Path, name: str) -> None:
             assert log.signals == ()
         else:
             (found, *_) = log.all(name)
-            assert " ".join(lines.split("\n")[found.line - 2].split())[:300].endswith(
-                " ".join(found.text.split())
-            )
+            assert " ".join(lines.split("\n")[found.line - 2].split())[:300].endswith(" ".join(found.text.split()))
 
 
 def test_the_line_of_the_source_that_refuses_is_not_what_was_refused(tmp_path: Path) -> None:
@@ -235,9 +228,7 @@ def noise(rng: random.Random) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_it_does_not_matter_where_a_log_is_divided(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_it_does_not_matter_where_a_log_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = random.Random(seed)
     lines = noise(rng)
     content = "".join(next(lines) for _ in range(rng.randrange(1, 250))).encode()
@@ -297,13 +288,7 @@ def test_a_dump_of_arguments_begins_another_run(tmp_path: Path, second: str) -> 
 
 
 @pytest.mark.parametrize(
-    "prefix",
-    [
-        "2026-11-20T15:41:37.123456789Z ",
-        "[2026-11-20 15:41:37] ",
-        "trainer-1  | ",
-        "(sft, pid=4711) ",
-    ],
+    "prefix", ["2026-11-20T15:41:37.123456789Z ", "[2026-11-20 15:41:37] ", "trainer-1  | ", "(sft, pid=4711) "]
 )
 @pytest.mark.parametrize(("rank", "number"), [("", ""), ("[rank3]: ", "3"), ("[default3]:", "3")])
 def test_a_traceback_behind_what_collects_lines(tmp_path: Path, prefix: str, rank: str, number: str) -> None:
@@ -374,8 +359,7 @@ def test_a_log_may_begin_within_a_traceback(tmp_path: Path, prefix: str, cut: in
 
 def evaluated(tail: str) -> str:
     bars = "".join(
-        f"\r {n}%|█ | {n}/100 [00:01<00:09, 1.00it/s]{ {'loss': 2.0, 'epoch': n / 100} }\n"
-        for n in (10, 20, 30)
+        f"\r {n}%|█ | {n}/100 [00:01<00:09, 1.00it/s]{ {'loss': 2.0, 'epoch': n / 100} }\n" for n in (10, 20, 30)
     )
     return f"\r  0%|  | 0/100 [00:00<?, ?it/s]{bars}\r 40%|██ | 40/100 [00:01<00:09, 1.00it/s]{tail}"
 

@@ -218,9 +218,7 @@ def test_a_save_that_left_nothing_is_no_pass_and_an_old_record_says_nothing(run:
     assert judged(run.folder).point("model").state == "missing"
 
 
-def test_the_weights_of_a_rung_may_be_removed_and_of_another_machine_nothing_is_known(
-    run: Run,
-) -> None:
+def test_the_weights_of_a_rung_may_be_removed_and_of_another_machine_nothing_is_known(run: Run) -> None:
     place = run.folder.parent / "models"
     place.mkdir()
     output = trained(run, place)
@@ -349,9 +347,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("what", DAMAGE)
 @pytest.mark.parametrize("watched", [True, False])
-def test_a_checkpoint_with_other_bytes_gives_way_to_an_older_one(
-    stages: Make, what: str, watched: bool
-) -> None:
+def test_a_checkpoint_with_other_bytes_gives_way_to_an_older_one(stages: Make, what: str, watched: bool) -> None:
     one = stages(TRL)
     one.start()
     for number in (2, 4):
@@ -391,12 +387,9 @@ def test_the_watch_takes_checksums_beside_the_training(stages: Make, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("after", "state", "ok"),
-    [(1.95, "continuous", True), (6.9, "jump", None), (1.2, "continuous", True)],
+    ("after", "state", "ok"), [(1.95, "continuous", True), (6.9, "jump", None), (1.2, "continuous", True)]
 )
-def test_losses_that_jump_after_a_resume_are_no_pass(
-    run: Run, after: float, state: str, ok: bool | None
-) -> None:
+def test_losses_that_jump_after_a_resume_are_no_pass(run: Run, after: float, state: str, ok: bool | None) -> None:
     noisy = [2.0 + 0.05 * math.sin(n * 7) for n in range(1, 11)]
     run.log(sft(10))
     run.rank(0, *(step(n, noisy[n - 1]) for n in range(1, 11)))

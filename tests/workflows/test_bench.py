@@ -219,14 +219,7 @@ class Trials(Here):
     """Trials by their learning rate, as `scene` has it: a sample's parts by the rate."""
 
     def measure(
-        self,
-        request: Request,
-        variant: Variant,
-        _stage: Any,
-        *,
-        repeat: int,
-        timeout_s: float,
-        **_: Any,
+        self, request: Request, variant: Variant, _stage: Any, *, repeat: int, timeout_s: float, **_: Any
     ) -> Sample:
         given = dict(text.split("=", 1) for text in (*request.overrides, *variant.overrides))
         rate = given.get("learning_rate", "0.1")
@@ -311,9 +304,7 @@ def test_an_assertion_that_does_not_hold(world: World, trials: Trials) -> None:
     asserted = ("--assert", "loss<=1%", "--assert", "tokens_per_second>=1.2")
     code, out, _ = trials.launch(*words_for(world, *VARY, *asserted), at_0_2={"speed": 200, "loss": 2.1})
     data = json.loads(out)["data"]
-    assert code == 1 and data["broken"] == [
-        {"assert": "loss<=1%", "variant": "learning_rate=0.2", "unknown": False}
-    ]
+    assert code == 1 and data["broken"] == [{"assert": "loss<=1%", "variant": "learning_rate=0.2", "unknown": False}]
     assert data["rows"][1]["standing"] == "loss changed"
     assert data["compared"]["tolerance"] == pytest.approx(0.01)
     # nothing could break it
@@ -494,9 +485,7 @@ def documented() -> list[str]:
 
 
 @pytest.mark.parametrize("command", documented())
-def test_the_commands_of_the_page_are_valid(
-    command: str, monkeypatch: pytest.MonkeyPatch, checkout: Path
-) -> None:
+def test_the_commands_of_the_page_are_valid(command: str, monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
     words = shlex.split(command)[2:]
     given: dict[str, list[str]] = {}
     for name, value in itertools.pairwise(words):

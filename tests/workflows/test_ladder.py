@@ -152,11 +152,7 @@ def test_a_red_flag_stops_and_gates_are_in_the_file(world: World, rungs: Rungs) 
     ],
 )
 def test_flags(
-    world: World,
-    rungs: Rungs,
-    scene: dict[str, Any],
-    more: tuple[str, ...],
-    colours: dict[str, str],
+    world: World, rungs: Rungs, scene: dict[str, Any], more: tuple[str, ...], colours: dict[str, str]
 ) -> None:
     words = words_for(world, "--gpus", "1", "--row-tokens", "100:200", *JSON, *more,
                       model_name_or_path=shaped(world))  # fmt: skip

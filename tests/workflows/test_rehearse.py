@@ -108,12 +108,8 @@ def test_the_trainer_itself_names_what_no_rule_knows(stage_file: Path) -> None:
     (["learning_rate=1e30"], "learning_rate", "make weights"),
     (["model_init_kwargs={foo: 1}"], "model_init_kwargs", "unexpected keyword argument 'foo'"),
 ])  # fmt: skip
-def test_what_only_shows_in_the_real_script(
-    stage_file: Path, overrides: list[str], key: str, words: str
-) -> None:
-    stage_file.write_text(
-        stage_file.read_text() + "".join(f"  {one.replace('=', ': ')}\n" for one in overrides[:1])
-    )
+def test_what_only_shows_in_the_real_script(stage_file: Path, overrides: list[str], key: str, words: str) -> None:
+    stage_file.write_text(stage_file.read_text() + "".join(f"  {one.replace('=', ': ')}\n" for one in overrides[:1]))
     found = faults(rehearsed(stage_file, *overrides[1:], rules=False))
     assert words in found[f"args.{key}"].message
     assert len(found) == 1
@@ -279,9 +275,7 @@ def begun(path: Path, *overrides: str, by_itself: bool, rehearse: bool | None = 
 
 
 @needs_trl
-def test_who_asks_for_a_rehearsal(
-    stage_file: Path, rehearsals: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_asks_for_a_rehearsal(stage_file: Path, rehearsals: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     text = stage_file.read_text()
     for in_file, by_itself, option, expected in (
         ("", True, None, 1), ("", False, None, 0), ("", False, True, 1), ("", True, False, 0),

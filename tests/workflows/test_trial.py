@@ -43,9 +43,7 @@ def asked(world: World, monkeypatch: pytest.MonkeyPatch, *steps: str, **args: ob
     return Request(stage="sft", config=world.config(**args), gpus=0, python=world.python())
 
 
-def test_a_run_lies_below_the_folder_that_several_share(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_lies_below_the_folder_that_several_share(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = rundir.new_folder(world.runs, "ladder", "a b/c")
     told = run(asked(world, monkeypatch, "print=2"), root=shared)
     assert told.run.path.parent == shared
@@ -58,9 +56,7 @@ def test_a_run_lies_below_the_folder_that_several_share(
     assert world.quiet()
 
 
-def test_one_whose_time_is_up_is_stopped_with_all_its_processes(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_whose_time_is_up_is_stopped_with_all_its_processes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAUNCH_GRACE", "1,1,1")
     request = asked(world, monkeypatch, "ignore=INT", "child=same", "pid=leader", "sleep=600")
     told = run(request, timeout_s=2)
@@ -77,9 +73,7 @@ def test_one_whose_time_is_up_is_stopped_with_all_its_processes(
          "the training process returned non-zero exit status 3."),
     ],
 )  # fmt: skip
-def test_an_end_is_told_in_a_few_words(
-    world: World, monkeypatch: pytest.MonkeyPatch, step: str, reason: str
-) -> None:
+def test_an_end_is_told_in_a_few_words(world: World, monkeypatch: pytest.MonkeyPatch, step: str, reason: str) -> None:
     told = run(asked(world, monkeypatch, step))
     assert told.reason is not None and told.reason.startswith(reason)
 
@@ -133,9 +127,7 @@ def test_term_while_it_is_being_started_leaves_nothing(world: World) -> None:
     assert world.quiet()
 
 
-def test_an_end_that_is_asked_for_while_it_is_judged_counts(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_that_is_asked_for_while_it_is_judged_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     look_on = follow._look_on
 
     def judged(folder: RunFolder, view: View) -> None:

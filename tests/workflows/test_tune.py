@@ -195,9 +195,7 @@ FREE = "gradient_checkpointing=false"
          "272:1027", 3.249),
     ],
 )  # fmt: skip
-def test_a_step_takes_about_what_it_took(
-    config: str, overrides: tuple[str, ...], rows: str, seconds: float
-) -> None:
+def test_a_step_takes_about_what_it_took(config: str, overrides: tuple[str, ...], rows: str, seconds: float) -> None:
     """Seconds of a step on two H200 (docs/benchmarks.md): good enough for an order of settings."""
     world = tuned.outlook(f"bench/{config}.yaml", *overrides, rows=rows)
     assert world.base().expected.seconds == pytest.approx(seconds, rel=0.2)
@@ -217,8 +215,7 @@ def test_no_trial_is_begun_that_would_not_end_within_the_budget() -> None:
     assert left >= 0
     # what was left undone, and what it would have taken
     assert re.fullmatch(
-        r"the budget: .+ expected, .+ of it takes about \d+ s and \d+ s are left: .+",
-        search.stopped or "",
+        r"the budget: .+ expected, .+ of it takes about \d+ s and \d+ s are left: .+", search.stopped or ""
     )
     assert tuned.search_of(world).propose(0.0) is None
 
@@ -313,9 +310,7 @@ def sample(speed: float | None = 100.0, loss: float = 2.0, **parts: Any) -> Samp
         (sample(cause="contract", flaws=("packing is leaking",)), "contract", ("packing",)),
     ],
 )
-def test_a_setting_counts_only_if_everything_was_proved(
-    run: Sample, status: str, blamed: tuple[str, ...]
-) -> None:
+def test_a_setting_counts_only_if_everything_was_proved(run: Sample, status: str, blamed: tuple[str, ...]) -> None:
     found = tune.judge(hand().base(), [run], [sample(variant="first")])
     assert (found.status, found.blamed) == (status, blamed)
 
@@ -363,9 +358,7 @@ OOM: Mapping[str, Any] = {"cause": "oom", "reason": "CUDA out of memory"}
         ([("base", 100, {}), ("16", 120, {}), ("16", 0, {"cause": "timeout"})], "16"),
     ],
 )  # fmt: skip
-def test_what_is_proposed_is_faster_by_all_runs(
-    runs: list[tuple[str, float, Mapping[str, Any]]], chosen: str
-) -> None:
+def test_what_is_proposed_is_faster_by_all_runs(runs: list[tuple[str, float, Mapping[str, Any]]], chosen: str) -> None:
     found = tuning_of(*runs)
     best = found.chosen
     assert best is not None and best.runs[0].sample.variant == chosen
@@ -429,9 +422,7 @@ def test_files_of_other_shapes_become_stage_files(write: Write, tmp_path: Path, 
 class Trials(Here):
     """Trials without a process, as `scene` has them; `started` in turn."""
 
-    def measure(
-        self, request: Request, variant: Variant, _stage: Any, *, steps: int, repeat: int, **_: Any
-    ) -> Sample:
+    def measure(self, request: Request, variant: Variant, _stage: Any, *, steps: int, repeat: int, **_: Any) -> Sample:
         given = dict(text.split("=", 1) for text in (*request.overrides, *variant.overrides))
         rows = int(given.get("batch.per_device", 2))
         checkpointing = given.get("args.gradient_checkpointing") != "false"
@@ -467,9 +458,7 @@ def trials(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 def words_for(world: World, *words: str) -> list[str]:
-    path = world.config(
-        model_name_or_path=shaped(world), max_length=1024, gradient_checkpointing=True, bf16=True
-    )
+    path = world.config(model_name_or_path=shaped(world), max_length=1024, gradient_checkpointing=True, bf16=True)
     whole = yaml.safe_load(path.read_text())
     whole |= {"batch": {"global": 8, "per_device": 2}}
     path.write_text(yaml.safe_dump(whole))

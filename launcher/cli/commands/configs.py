@@ -11,17 +11,7 @@ from typing import TYPE_CHECKING
 from typer import Argument, Option
 
 from launcher.cli.help import App
-from launcher.cli.options import (
-    OVERRIDES,
-    SOURCE,
-    STAGE_FILE,
-    Findings,
-    Shared,
-    answer,
-    app,
-    files_of,
-    takes,
-)
+from launcher.cli.options import OVERRIDES, SOURCE, STAGE_FILE, Findings, Shared, answer, app, files_of, takes
 from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, errors, usage
 
 if TYPE_CHECKING:
@@ -34,9 +24,7 @@ VALIDATED_FOR = 8
 """GPUs that a pipeline is judged for where its file does not say: a stage file is judged for none."""
 
 pins = App(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Show the pinned checkout, and what another commit changes.",
+    no_args_is_help=True, rich_markup_mode=None, help="Show the pinned checkout, and what another commit changes."
 )
 app.add_typer(pins, name="pin")
 
@@ -45,15 +33,11 @@ app.add_typer(pins, name="pin")
 @takes("stage", "python", *SOURCE, "strict")
 def validate_config(
     shared: Shared,
-    paths: list[Path] = Argument(
-        ..., metavar="PATH...", help="stage files, or folders of them", show_default=False
-    ),
+    paths: list[Path] = Argument(..., metavar="PATH...", help="stage files, or folders of them", show_default=False),
     fix: bool = Option(False, "--fix", help="apply the mechanical fixes; comments are kept"),
     diff: bool = Option(False, "--diff", help="show what --fix would change; write nothing"),
     deep: bool = Option(False, "--deep", help="rehearse each stage file too"),
-    format: Findings = Option(
-        "text", "--format", help="print text, one JSON object, or annotations for GitHub"
-    ),
+    format: Findings = Option("text", "--format", help="print text, one JSON object, or annotations for GitHub"),
 ) -> Exit:
     """Report everything that the trainer would refuse or ignore.
 
@@ -137,9 +121,7 @@ def _fix(
     return fixes, failed
 
 
-def _judge_file(
-    path: Path, stage: str | None, locator: Locator
-) -> tuple[dict[str, object], tuple[Finding, ...]]:
+def _judge_file(path: Path, stage: str | None, locator: Locator) -> tuple[dict[str, object], tuple[Finding, ...]]:
     """The facts of one file, and its findings."""
     from launcher.config import load
     from launcher.stage.stage import judge
@@ -196,10 +178,7 @@ def _line(entry: dict[str, object]) -> str:
 def explain(
     shared: Shared,
     key: str = Argument(
-        ...,
-        metavar="KEY|CODE",
-        help="an argument, a key of stage files, or the code of a finding",
-        show_default=False,
+        ..., metavar="KEY|CODE", help="an argument, a key of stage files, or the code of a finding", show_default=False
     ),
     config: Path | None = STAGE_FILE,
     overrides: list[str] | None = OVERRIDES,
@@ -217,12 +196,7 @@ def explain(
         loaded = load.load(config, overrides or ())
         derived = _derived(shared.request(config=config, overrides=overrides or (), gpus=gpus))
     explained = explain.explain(
-        key,
-        locator=shared.locator,
-        config=loaded,
-        stage_name=shared.stage,
-        backend=shared.backend,
-        derived=derived,
+        key, locator=shared.locator, config=loaded, stage_name=shared.stage, backend=shared.backend, derived=derived
     )
     known = any(one.known for one in explained)
     meanings = [] if known else findings.meanings(key)
@@ -251,10 +225,7 @@ def _derived(request: Request) -> dict[str, tuple[object, str]]:
     on = "the CPU" if not gpus else f"{gpus} GPU{'s' * (gpus > 1)}"
     batch = f"batch: {plan.stage.config.origin('batch')}, on {on}"
     return {
-        name: (
-            one.value,
-            batch if name in {names.per_device, names.accumulation} else f"set by launch: {one.why}",
-        )
+        name: (one.value, batch if name in {names.per_device, names.accumulation} else f"set by launch: {one.why}")
         for name, one in plan.derived.items()
     }
 
@@ -263,9 +234,7 @@ def _derived(request: Request) -> dict[str, tuple[object, str]]:
 @takes("stage", "backend", *SOURCE, "format")
 def schema(
     shared: Shared,
-    json_schema: bool = Option(
-        False, "--json-schema", help="print the JSON Schema of stage files, for editors"
-    ),
+    json_schema: bool = Option(False, "--json-schema", help="print the JSON Schema of stage files, for editors"),
 ) -> Exit:
     """List the arguments of a stage, or print a JSON Schema."""
     from launcher.config import keys
@@ -322,11 +291,7 @@ def pin_diff(
         show_default=False,
     ),
     configs: list[Path] | None = Option(
-        None,
-        "--config",
-        "-c",
-        help="stage file, pipeline or folder (repeatable)",
-        show_default="all fields",
+        None, "--config", "-c", help="stage file, pipeline or folder (repeatable)", show_default="all fields"
     ),
     everything: bool = Option(False, "--all", help="show changes that do not concern these files too"),
 ) -> Exit:

@@ -24,30 +24,20 @@ from launcher.cli.options import (
 from launcher.errors import Exit, NotReady, errors
 
 
-@app.command(
-    epilog="Example: launch plan configs/tulu/sft_qwen7b_25pct.yaml --gpus 1,2,8 --row-tokens 290:1100"
-)
+@app.command(epilog="Example: launch plan configs/tulu/sft_qwen7b_25pct.yaml --gpus 1,2,8 --row-tokens 290:1100")
 @takes(*REQUEST, "nodes", "price", "rows", "row_tokens")
 def plan(
     shared: Shared,
     gpus: str = Option("8", "--gpus", metavar="1,2,8", help="GPUs on each machine, one column each"),
     gpu: str | None = Option(
-        None,
-        "--gpu",
-        metavar="NAME",
-        help="GPU type: H100, A100",
-        show_default="that of the GPUs here",
+        None, "--gpu", metavar="NAME", help="GPU type: H100, A100", show_default="that of the GPUs here"
     ),
     gpu_memory: float | None = GPU_MEMORY,
     tokens_per_second: float | None = Option(
         None, "--tokens-per-second", metavar="X", help="measured speed of all GPUs together"
     ),
     attention: str | None = Option(
-        None,
-        "--attention",
-        metavar="NAME",
-        help="flash_2, flash_3, flash_4, sdpa or eager",
-        show_default="flash_2",
+        None, "--attention", metavar="NAME", help="flash_2, flash_3, flash_4, sdpa or eager", show_default="flash_2"
     ),
     shape: str | None = Option(
         None, "--shape", metavar="MODEL", help="use this model's size", show_default="the file's"
@@ -86,9 +76,7 @@ def doctor(
     shared: Shared,
     config: Path | None = STAGE_FILE,
     overrides: list[str] | None = OVERRIDES,
-    install: bool = Option(
-        False, "--install", help="print the commands that build the trainer's environment"
-    ),
+    install: bool = Option(False, "--install", help="print the commands that build the trainer's environment"),
     yes: bool = Option(False, "--yes", help="with --install: run them"),
 ) -> Exit:
     """Check whether this machine is ready to train.
@@ -122,8 +110,7 @@ def doctor(
 @app.command(epilog="Example: launch rehearse configs/tulu/sft_qwen7b_25pct.yaml")
 @takes(*REQUEST, "strict")
 def rehearse(
-    shared: Shared,
-    again: bool = Option(False, "--again", help="repeat it although the same rehearsal has a result"),
+    shared: Shared, again: bool = Option(False, "--again", help="repeat it although the same rehearsal has a result")
 ) -> Exit:
     """Run two steps on the CPU with a tiny model and your data.
 
@@ -156,23 +143,12 @@ def prepare(shared: Shared) -> Exit:
 
 @app.command(epilog="Example: launch ladder configs/tulu/sft_qwen7b.yaml --gpus 1,2,8 --steps 50 --price 2.5")
 @takes(
-    *REQUEST,
-    "price",
-    "rows",
-    "row_tokens",
-    "dry_run",
-    "allow_unproven",
-    "strict",
-    "rehearse",
-    "fresh",
-    *BACKGROUND,
+    *REQUEST, "price", "rows", "row_tokens", "dry_run", "allow_unproven", "strict", "rehearse", "fresh", *BACKGROUND
 )
 @several_runs
 def ladder(
     shared: Shared,
-    gpus: str = Option(
-        "1,2,8", "--gpus", metavar="1,2,8", help="numbers of GPUs to try in turn; 0 is the CPU"
-    ),
+    gpus: str = Option("1,2,8", "--gpus", metavar="1,2,8", help="numbers of GPUs to try in turn; 0 is the CPU"),
     steps: int = Option(50, "--steps", min=5, help="optimizer steps of each run"),
 ) -> Exit:
     """Try 1, 2, 8 GPUs in short runs; stop at the first red flag.
@@ -219,23 +195,15 @@ def ladder(
 @several_runs
 def bench(
     shared: Shared,
-    vary: list[str] | None = Option(
-        None, "--vary", metavar="KEY=A,B", help="values to compare; repeat for a grid"
-    ),
+    vary: list[str] | None = Option(None, "--vary", metavar="KEY=A,B", help="values to compare; repeat for a grid"),
     variant: list[str] | None = Option(
-        None,
-        "--variant",
-        metavar="NAME:KEY=A,KEY=B",
-        help="one variant that sets several keys (repeatable)",
+        None, "--variant", metavar="NAME:KEY=A,KEY=B", help="one variant that sets several keys (repeatable)"
     ),
     steps: int = Option(20, "--steps", min=2, help="optimizer steps of each run"),
     repeats: int = Option(3, "--repeats", min=1, help="runs of each variant"),
     timeout: str = Option("30m", "--timeout", metavar="30m", help="time limit of one run, start-up included"),
     asserted: list[str] | None = Option(
-        None,
-        "--assert",
-        metavar="EXPR",
-        help="fail unless it holds: loss<=1%, tokens_per_second>=1.2 (repeatable)",
+        None, "--assert", metavar="EXPR", help="fail unless it holds: loss<=1%, tokens_per_second>=1.2 (repeatable)"
     ),
     cpu: bool = CPU,
 ) -> Exit:
@@ -284,12 +252,7 @@ def tune(
     steps: int = Option(8, "--steps", min=3, help="optimizer steps of each trial"),
     cpu: bool = CPU,
     output: Path | None = Option(
-        None,
-        "--output",
-        "-o",
-        metavar="FILE",
-        help="the stage file to write",
-        show_default="beside the trials",
+        None, "--output", "-o", metavar="FILE", help="the stage file to write", show_default="beside the trials"
     ),
 ) -> Exit:
     """Search the fastest setting that trains the same.

@@ -10,18 +10,7 @@ import typer
 from typer import Argument, Option
 
 from launcher.cli.commands.stages import until_over
-from launcher.cli.options import (
-    FORMAT,
-    LAST_RUN,
-    RUN,
-    UNPROVEN,
-    Format,
-    answer,
-    app,
-    confirmed,
-    found_run,
-    not_begun,
-)
+from launcher.cli.options import FORMAT, LAST_RUN, RUN, UNPROVEN, Format, answer, app, confirmed, found_run, not_begun
 from launcher.errors import Exit, Finding, not_ready, usage
 from launcher.paths import exists
 
@@ -212,10 +201,7 @@ def _check_each(folder: Path, members: Sequence[RunFolder], allow_unproven: bool
 @app.command("report", epilog="Example: launch report last -o curves.html")
 def report_command(
     targets: list[str] = Argument(
-        ...,
-        metavar="RUN|LOG...",
-        help="runs, pipeline or bench folders, console logs",
-        show_default=False,
+        ..., metavar="RUN|LOG...", help="runs, pipeline or bench folders, console logs", show_default=False
     ),
     output: Path | None = Option(
         None, "--output", "-o", metavar="FILE", help="the HTML file", show_default="beside the run"
@@ -262,9 +248,7 @@ def cache_why(run: str = RUN, format: Format = FORMAT) -> Exit:
 
 @cache.command("clear", epilog="Example: launch cache clear --older-than 30d --kind reference --dry-run")
 def cache_clear(
-    older_than: str | None = Option(
-        None, "--older-than", metavar="AGE", help="only caches not used for 30d, 12h, 2w"
-    ),
+    older_than: str | None = Option(None, "--older-than", metavar="AGE", help="only caches not used for 30d, 12h, 2w"),
     kind: Literal["dataset", "reference"] | None = Option(None, "--kind", help="only caches of this kind"),
     dry_run: bool = Option(False, "--dry-run", help="list what would be deleted; delete nothing"),
     whole: bool = Option(False, "--all", help="delete every unused cache without asking"),

@@ -28,9 +28,7 @@ def init(
     model: str | None = Option(None, "--model", metavar="NAME", help="model: a name on the hub, or a folder"),
     data: str | None = Option(None, "--data", metavar="NAME", help="data set: a name on the hub, or a path"),
     gpus: int | None = Option(None, "--gpus", metavar="N", min=0, help="number of GPUs", show_default="1"),
-    source: Path | None = Option(
-        None, "--from", metavar="FILE", help="convert a TRL, Axolotl or LLaMA-Factory file"
-    ),
+    source: Path | None = Option(None, "--from", metavar="FILE", help="convert a TRL, Axolotl or LLaMA-Factory file"),
     output: Path | None = Option(
         None, "--output", "-o", metavar="FILE", help="the file to write", show_default="STAGE.yaml"
     ),
@@ -58,21 +56,14 @@ def init(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     facts = {"path": str(path), "stage": new.stage, "backend": new.backend, "lost": list(new.lost)}
-    lines = [
-        f"wrote {path}",
-        f"next: launch {new.stage} {path} --gpus {1 if gpus is None else gpus} --dry-run",
-    ]
+    lines = [f"wrote {path}", f"next: launch {new.stage} {path} --gpus {1 if gpus is None else gpus} --dry-run"]
     code = Exit.CONFIG if errors(findings) else Exit.OK
     return answer("init", shared.format, facts, lines, findings, code)
 
 
 def _require_free(path: Path) -> Path:
     if exists(path):
-        raise usage(
-            "output-exists",
-            f"{path} exists",
-            "launch overwrites no stage file: choose another name",
-        )
+        raise usage("output-exists", f"{path} exists", "launch overwrites no stage file: choose another name")
     return path
 
 
@@ -105,11 +96,7 @@ def list_configs(context: typer.Context, format: Format = FORMAT) -> None:
     if context.invoked_subcommand is not None:
         return
     rows = [
-        {
-            "name": name,
-            "path": str(path),
-            "summary": path.read_text("utf-8").split("\n")[0].strip("# .:"),
-        }
+        {"name": name, "path": str(path), "summary": path.read_text("utf-8").split("\n")[0].strip("# .:")}
         for name, path in _configs().items()
     ]
     width = max((len(row["name"]) for row in rows), default=0)
@@ -121,9 +108,7 @@ def list_configs(context: typer.Context, format: Format = FORMAT) -> None:
 @configs.command("copy", epilog="Example: launch configs copy tulu/sft_qwen7b mine.yaml")
 def copy_config(
     name: str = Argument(..., metavar="NAME", help="as `launch configs` lists it", show_default=False),
-    target: Path = Argument(
-        Path("."), metavar="[DEST]", help="a file or a folder", show_default="this folder"
-    ),
+    target: Path = Argument(Path("."), metavar="[DEST]", help="a file or a folder", show_default="this folder"),
     format: Format = FORMAT,
 ) -> Exit:
     """Copy a stage file, or a pipeline with its stage files."""

@@ -95,13 +95,10 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
     return command
 
 
-app.command(
-    "sft",
-    epilog="Example: launch sft configs/tulu/sft_qwen7b_25pct.yaml learning_rate=1e-5 --gpus 8",
-)(_stage_command("sft"))
-app.command("dpo", epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gpus 8 --dry-run")(
-    _stage_command("dpo")
+app.command("sft", epilog="Example: launch sft configs/tulu/sft_qwen7b_25pct.yaml learning_rate=1e-5 --gpus 8")(
+    _stage_command("sft")
 )
+app.command("dpo", epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gpus 8 --dry-run")(_stage_command("dpo"))
 
 
 def _dry_run(request: Request, format: Format, *, slurm: bool) -> Exit:
@@ -113,11 +110,7 @@ def _dry_run(request: Request, format: Format, *, slurm: bool) -> Exit:
     script = start.batch_script(prepared) if slurm else None
     data = {**prepared.as_json(), **({"batch_script": script} if slurm else {})}
     return answer(
-        str(request.stage),
-        format,
-        data,
-        lambda: console.dry_run(prepared.plan, prepared.command, script),
-        findings,
+        str(request.stage), format, data, lambda: console.dry_run(prepared.plan, prepared.command, script), findings
     )
 
 
@@ -151,9 +144,7 @@ def _run(request: Request, shared: Shared, at_end: AtEnd) -> Exit:
             rundir.release(prepared.folder)
 
 
-def _conclude_finished(
-    prepared: Prepared, findings: tuple[Finding, ...], format: Format, at_end: AtEnd
-) -> Exit:
+def _conclude_finished(prepared: Prepared, findings: tuple[Finding, ...], format: Format, at_end: AtEnd) -> Exit:
     """Nothing is left to train; the verdict and the numbers are there, whoever died before."""
     from launcher.lifecycle import start
     from launcher.report import console
@@ -199,9 +190,7 @@ def _write_task(request: Request, path: Path, format: Format) -> Exit:
     return answer(str(request.stage), format, data, (f"sky launch {path}",), findings)
 
 
-def _detach(
-    stage: str, folder: RunFolder, attempt: Attempt, findings: tuple[Finding, ...], format: Format
-) -> Exit:
+def _detach(stage: str, folder: RunFolder, attempt: Attempt, findings: tuple[Finding, ...], format: Format) -> Exit:
     """Say where the run can be looked at; only the first of several machines has it by its name."""
     from launcher.lifecycle import tmux
 
@@ -244,12 +233,7 @@ def until_over(
 
 
 def _conclude(
-    command: str,
-    folder: RunFolder,
-    verdict: Verdict,
-    code: Exit,
-    findings: tuple[Finding, ...],
-    format: Format,
+    command: str, folder: RunFolder, verdict: Verdict, code: Exit, findings: tuple[Finding, ...], format: Format
 ) -> Exit:
     """What came of a run that is over."""
     from launcher.report import console
@@ -295,9 +279,7 @@ def pipeline(
         help="replace a key of one stage: sft.learning_rate=1e-5",
         show_default=False,
     ),
-    first: str | None = Option(
-        None, "--from", metavar="STAGE", help="first stage to run; its inputs must exist"
-    ),
+    first: str | None = Option(None, "--from", metavar="STAGE", help="first stage to run; its inputs must exist"),
     until: str | None = Option(None, "--until", metavar="STAGE", help="last stage to run"),
 ) -> Exit:
     """Run several stages, each on the model of the one before.

@@ -172,9 +172,7 @@ def examine(
     return Report(
         findings=tuple(found),
         facts=tuple(facts),
-        install=install.steps(
-            subject.trainer, subject.backend.EXTRA, gpus=bool(subject.gpus), more=needed(subject)
-        ),
+        install=install.steps(subject.trainer, subject.backend.EXTRA, gpus=bool(subject.gpus), more=needed(subject)),
     )
 
 
@@ -204,8 +202,7 @@ def checkout(subject: Subject) -> Iterator[Finding]:
         from launcher.pin import pin
 
         message = (
-            "there is no open-instruct checkout (external/open-instruct, /workspace/open-instruct, "
-            "~/open-instruct)"
+            "there is no open-instruct checkout (external/open-instruct, /workspace/open-instruct, ~/open-instruct)"
         )
         help = f"{pin.get_checkout()}, or --open-instruct PATH"
         yield launch_finding("error", "no-checkout", message, help)
@@ -262,10 +259,7 @@ def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Findi
 def needed(subject: Subject) -> tuple[str, ...]:
     """The distributions that the scripts need, and those that the plan's switches ask for."""
     plan = subject.plan
-    distributions = [
-        *subject.backend.NEEDS,
-        *(name for entry in subject.entries for name in entry.needs),
-    ]
+    distributions = [*subject.backend.NEEDS, *(name for entry in subject.entries for name in entry.needs)]
     distributions += subject.backend.GPU_NEEDS if subject.gpus else ()
     if plan is not None:
         if plan.stage.entry.liger(plan.values):
@@ -310,9 +304,7 @@ def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:
     modules += [module for entry in subject.entries for module in entry.imports]
     if subject.upstream.root is not None:
         environ |= source_environment(subject.backend, subject.upstream.root, environ)
-    return install.try_imports(
-        modules, subject.trainer, environ=environ, timeout_s=timeout_s, cuda=bool(subject.gpus)
-    )
+    return install.try_imports(modules, subject.trainer, environ=environ, timeout_s=timeout_s, cuda=bool(subject.gpus))
 
 
 def _import_error(failure: Failure, subject: Subject) -> Finding:
@@ -364,9 +356,7 @@ def torch_of(trainer: Trainer) -> Torch | None:
     return None
 
 
-def driver_and_torch(
-    torch: Torch | None, cuda: tuple[int, int] | None, trainer: Trainer
-) -> Iterator[Finding]:
+def driver_and_torch(torch: Torch | None, cuda: tuple[int, int] | None, trainer: Trainer) -> Iterator[Finding]:
     """Whether torch can use the GPUs that the driver serves. `cuda` is the driver's newest version.
 
     Within one major version an older driver serves newer CUDA (NVIDIA's minor version compatibility).
@@ -394,10 +384,7 @@ def shared_memory(processes: int) -> Iterator[Finding]:
     """/dev/shm too small for several processes: Docker gives 64 MiB."""
     size = shm_size()
     if processes > 1 and size is not None and size < LEAST_SHM:
-        message = (
-            f"{SHM} holds {size / 2**20:.0f} MiB: NCCL and the data loaders of "
-            f"{processes} processes may not fit"
-        )
+        message = f"{SHM} holds {size / 2**20:.0f} MiB: NCCL and the data loaders of {processes} processes may not fit"
         help = "docker run --shm-size=16g (or --ipc=host), or mount -o remount,size=16g /dev/shm"
         yield launch_finding("warning", "small-shm", message, help)
 

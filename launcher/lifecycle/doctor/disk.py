@@ -159,11 +159,7 @@ def _olmo_core(plan: Plan, count: int, _setup: Setup | None) -> Saved:
     if plan.values.get("cache_logprobs_only"):
         return Saved(checkpoint=12 * count, final=0, times=0, limit=None, formula=formula)
     return Saved(
-        checkpoint=12 * count,
-        final=4 * count,
-        times=None if times is None else times + 1,
-        limit=None,
-        formula=formula,
+        checkpoint=12 * count, final=4 * count, times=None if times is None else times + 1, limit=None, formula=formula
     )
 
 
@@ -252,9 +248,7 @@ class WriteTarget:
     vital: bool = False
 
 
-def places(
-    plan: Plan | None, output: Path | None, runs: Path, environ: Mapping[str, str]
-) -> Iterator[WriteTarget]:
+def places(plan: Plan | None, output: Path | None, runs: Path, environ: Mapping[str, str]) -> Iterator[WriteTarget]:
     """Every folder that a run, or what it imports, writes into."""
     hub, home = model_config.hub_home(environ), model_config.home(environ)
     triton = Path(environ.get("TRITON_HOME") or home) / ".triton" / "cache"

@@ -77,9 +77,7 @@ def conflicts(names: Sequence[str], trainer: Trainer) -> tuple[str, ...]:
     argv = [uv, "pip", "check", "--python", python] if uv else [python, "-m", "pip", "check"]
     try:
         stdin = subprocess.DEVNULL
-        done = subprocess.run(
-            argv, capture_output=True, text=True, timeout=120, errors="replace", stdin=stdin
-        )
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, errors="replace", stdin=stdin)
     except (OSError, subprocess.SubprocessError):
         return ()
     # pip answers on stdout, uv on stderr
@@ -268,9 +266,7 @@ def pip_install(trainer: Trainer, *, constrained: bool = True) -> tuple[str, ...
     return (*head, *(("-c", str(versions)) if constrained and versions.is_file() else ()))
 
 
-def run(
-    todo: Sequence[InstallStep], environ: Mapping[str, str] | None = None, to: IO[str] | None = None
-) -> None:
+def run(todo: Sequence[InstallStep], environ: Mapping[str, str] | None = None, to: IO[str] | None = None) -> None:
     """Do one after the other, what they say to `to` (stderr: answers go to stdout).
 
     Raises NotReady at the first that fails, with what is left to be done.
@@ -281,14 +277,10 @@ def run(
         print(f"+ {step.shell()}", file=to, flush=True)
         try:
             env = {**environ, **step.env}
-            done = subprocess.run(
-                step.argv, env=env, stdin=subprocess.DEVNULL, stdout=to, stderr=to, check=False
-            )
+            done = subprocess.run(step.argv, env=env, stdin=subprocess.DEVNULL, stdout=to, stderr=to, check=False)
             reason = f"exit code {done.returncode}" if done.returncode else None
         except (OSError, ValueError) as error:
             reason = str(error)
         if reason is not None:
             left = "; then ".join(one.shell() for one in todo[number:])
-            raise not_ready(
-                "install-failed", f"installing {step.why} failed: {reason}", f"what is left: {left}"
-            )
+            raise not_ready("install-failed", f"installing {step.why} failed: {reason}", f"what is left: {left}")

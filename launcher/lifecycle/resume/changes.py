@@ -187,9 +187,7 @@ def _arguments(record: Manifest, plan: Plan, now: Contents) -> Iterator[ResumeCh
     same = {
         name
         for name, role in ((names.model, "model"), (names.data, "data"))
-        if (was := inputs.digests(record.contents, role))
-        and None not in was
-        and was == inputs.digests(now, role)
+        if (was := inputs.digests(record.contents, role)) and None not in was and was == inputs.digests(now, role)
     }
     for name in plan.stage.schema.fields:
         rule = ((e, s) for pattern, e, s in _ARGUMENTS if pattern.fullmatch(name))
@@ -287,7 +285,5 @@ def _versions(record: Manifest, plan: Plan, trainer: Trainer) -> Iterator[Resume
     other = [n for n in python.DECISIVE if before and before.get(n) != after.get(n)]
     if other:
         effect = "they may round, tokenise and shuffle in another way"
-        was, now = (
-            ", ".join(f"{name} {one.get(name) or 'none'}" for name in other) for one in (before, after)
-        )
+        was, now = (", ".join(f"{name} {one.get(name) or 'none'}" for name in other) for one in (before, after))
         yield ResumeChange("packages", was, now, effect, "warning")

@@ -42,9 +42,7 @@ from launcher.verdict import evidence
 
 Kind = Literal["new", "resume", "finished"]
 
-SUPERSEDED = frozenset(
-    {"foreign-checkpoints", "resume-position", "resume-skips", "finished-output", "not-resumed"}
-)
+SUPERSEDED = frozenset({"foreign-checkpoints", "resume-position", "resume-skips", "finished-output", "not-resumed"})
 """Codes of rules that know the folder alone: of a run of ours, its `Decision` says more."""
 _LOOKED_AT = 64 * 2**20  # bytes of a log: training begins long before
 _ROWS = re.compile(rb"\*{5} Running training \*{5}.{0,400}?Num examples = ([\d,]+)", re.DOTALL)
@@ -97,9 +95,7 @@ class OutputChoice:
     derived: Mapping[str, Derived] = field(default_factory=dict)
 
 
-def choose_output(
-    stage: Stage, configured: Path | None, runs: Iterable[RunFolder], *, fresh: bool
-) -> OutputChoice:
+def choose_output(stage: Stage, configured: Path | None, runs: Iterable[RunFolder], *, fresh: bool) -> OutputChoice:
     """The output folder of this start: the file's, or the one beside it that `--fresh` began last.
 
     `configured` is the folder that the stage file names, `runs` the runs here, newest first. A run that was
@@ -115,9 +111,7 @@ def choose_output(
         if not exists(configured) and _text(configured) not in used:
             return OutputChoice(output=configured)
         value, folder = next(
-            (value, folder)
-            for value, folder in _beside(stage)
-            if not exists(folder) and _text(folder) not in used
+            (value, folder) for value, folder in _beside(stage) if not exists(folder) and _text(folder) not in used
         )
         why = f"--fresh: {configured} is left as it is"
         return OutputChoice(output=folder, derived={name: Derived(value=value, why=why)})
@@ -201,9 +195,7 @@ def warn_pasted_command(plan: Plan, output: Path | None, folder: RunFolder) -> t
         f"to go on from there or to refuse; this line {does}"
     )
     help = "say it without --dry-run, or with --fresh for a line that takes a folder beside it"
-    warning = launch_finding(
-        "warning", "earlier-run", message, help, key=f"args.{plan.stage.entry.names.output}"
-    )
+    warning = launch_finding("warning", "earlier-run", message, help, key=f"args.{plan.stage.entry.names.output}")
     return (plan.stage.config.placed(warning),)
 
 
@@ -408,9 +400,7 @@ class _Judge:
         plain = isinstance(named, str) and named.lower() not in ("", "true", "false")
         return str(named) if plain else None
 
-    def _say(
-        self, severity: Severity, code: str, message: str, help: str | None, key: str | None = None
-    ) -> None:
+    def _say(self, severity: Severity, code: str, message: str, help: str | None, key: str | None = None) -> None:
         """A finding, at the argument that it is about: by default the output folder's."""
         key = f"args.{key or self.plan.stage.entry.names.output}"
         finding = launch_finding(severity, code, message, help, key=key)
@@ -585,12 +575,7 @@ class _Judge:
         if self.entry.loop == "transformers":
             skips = not self.plan.values.get("ignore_data_skip")
             wrong = epochs.of_trl(
-                one.number,
-                one.epochs,
-                maker.global_batch,
-                self.plan.global_batch,
-                self.attempts.total(),
-                skips=skips,
+                one.number, one.epochs, maker.global_batch, self.plan.global_batch, self.attempts.total(), skips=skips
             )
             begun = maker.argument("ignore_data_skip") and maker.resumed_step
             if wrong is None and begun and skips:

@@ -102,13 +102,7 @@ def counted(shape: EpochLayout, step: int) -> DataPosition:
 
 
 def of_step(
-    skips_each: bool,
-    step: int,
-    saved: DataPosition,
-    was: EpochLayout,
-    now: EpochLayout,
-    *,
-    keeps_order: bool = True,
+    skips_each: bool, step: int, saved: DataPosition, was: EpochLayout, now: EpochLayout, *, keeps_order: bool = True
 ) -> ResumeMismatch | None:
     """What goes wrong when open-instruct resumes from `step_N`, saved at a place of shape `was`.
 
@@ -154,18 +148,12 @@ def of_epoch(epoch: int, was: EpochLayout, now: EpochLayout) -> ResumeMismatch |
         return None
     done = (epoch + 1) * was.updates
     return ResumeMismatch(
-        "count",
-        f"it was saved after {done} steps, which upstream would count as {(epoch + 1) * now.updates}",
+        "count", f"it was saved after {done} steps, which upstream would count as {(epoch + 1) * now.updates}"
     )
 
 
 def of_trl(
-    step: int,
-    epochs: float | None,
-    was: int | None,
-    now: int,
-    total: int | None,
-    skips: bool = True,
+    step: int, epochs: float | None, was: int | None, now: int, total: int | None, skips: bool = True
 ) -> ResumeMismatch | None:
     """What goes wrong when transformers resumes from `checkpoint-N`.
 

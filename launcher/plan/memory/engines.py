@@ -82,13 +82,7 @@ def _plain(setup: Setup, ledger: Ledger) -> None:
         ledger.add(PHASES, "weights", "other weights", rest, f"{width} x the rest")
     _beside(setup, ledger, width, f"{width}P")
     states = setup.states
-    ledger.add(
-        steps,
-        "optimizer",
-        "Adam's two states",
-        states * trained,
-        f"{states:g} x trained parameters",
-    )
+    ledger.add(steps, "optimizer", "Adam's two states", states * trained, f"{states:g} x trained parameters")
     if setup.processes > 1:
         why = "DistributedDataParallel's buckets: one copy of the gradients"
         ledger.add(steps, "communication", "gradient buckets", own * trained, why)
@@ -222,12 +216,7 @@ def _partitioned(setup: Setup, zero: Zero, ledger: Ledger) -> None:
         ledger.add([START], "optimizer", "being made", 2 * FULL * own, why)
         live = {REFERENCE, *steps}
         ledger.add(
-            live,
-            "optimizer",
-            "weights (fp32)",
-            FULL * own,
-            "4P/N",
-            "deepspeed/runtime/zero/stage_1_and_2.py:560",
+            live, "optimizer", "weights (fp32)", FULL * own, "4P/N", "deepspeed/runtime/zero/stage_1_and_2.py:560"
         )
         states = "Adam's two states (fp32)"
         ledger.add(steps, "optimizer", states, 2 * FULL * own, "8P/N", "made in the first step")
@@ -242,11 +231,7 @@ def _partitioned(setup: Setup, zero: Zero, ledger: Ledger) -> None:
         # nothing lets them go before the reduction (deepspeed/runtime/zero/stage_1_and_2.py:924)
         live |= {*_ahead(setup)}
     ledger.add(
-        live,
-        "communication",
-        "gradient buckets",
-        HALF * buckets * zero.bucket,
-        f"{buckets} x 2 x {zero.bucket:,}",
+        live, "communication", "gradient buckets", HALF * buckets * zero.bucket, f"{buckets} x 2 x {zero.bucket:,}"
     )
     # a flat copy where several ranks' parts are in it, one more in the communication type
     elements, width = min(zero.bucket, trained), zero.communication

@@ -72,9 +72,7 @@ def _phases(setup: Setup) -> set[str]:
     return phases | {name for name, passed in sent if passed < setup.shape.layers}
 
 
-def _add(
-    ledger: Ledger, phases: Iterable[str], kind: str, name: str, amount: Amount, source: str = ""
-) -> None:
+def _add(ledger: Ledger, phases: Iterable[str], kind: str, name: str, amount: Amount, source: str = "") -> None:
     ledger.add(phases, kind, name, amount.bytes, amount.formula, source)
 
 

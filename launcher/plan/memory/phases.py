@@ -118,11 +118,7 @@ class Memory:
     def why(self) -> list[dict[str, Any]]:
         """Every phase with its allocations and their formulas, the fullest first."""
         return [
-            {
-                "moment": phase.name,
-                "gib": round(phase.gib, 2),
-                "parts": [one.as_json() for one in phase.allocations],
-            }
+            {"moment": phase.name, "gib": round(phase.gib, 2), "parts": [one.as_json() for one in phase.allocations]}
             for phase in sorted(self.phases, key=lambda phase: -phase.gib)
         ]
 
@@ -138,15 +134,7 @@ class Ledger:
     def __init__(self) -> None:
         self._entries: list[tuple[frozenset[str], Allocation]] = []
 
-    def add(
-        self,
-        phases: Iterable[str],
-        kind: str,
-        name: str,
-        size: float,
-        formula: str,
-        source: str = "",
-    ) -> None:
+    def add(self, phases: Iterable[str], kind: str, name: str, size: float, formula: str, source: str = "") -> None:
         """Enter so many bytes; nothing where there are none."""
         if size > 0:
             entry = Allocation(kind=kind, name=name, gib=size / GIB, formula=formula, source=source)

@@ -78,11 +78,7 @@ class Caches:
             return
         if abs(loss - expected) > FIRST_LOSS:
             self.record.write(
-                "reference_cache",
-                state="stale",
-                path=self.reference,
-                first_loss=loss,
-                expected_loss=expected,
+                "reference_cache", state="stale", path=self.reference, first_loss=loss, expected_loss=expected
             )
             state = f"stale: the first loss is {loss:.4f}, not {expected:.4f}"
             self.contract.broken("reference_cache", state, step=1, expected="that of this model")

@@ -14,15 +14,7 @@ from .hooks import wrap
 from .process import Process, say
 
 # Modules of liger_kernel.ops whose autograd functions are counted, each under the module's name.
-OPS = (
-    "rms_norm",
-    "rope",
-    "swiglu",
-    "geglu",
-    "layer_norm",
-    "cross_entropy",
-    "fused_linear_cross_entropy",
-)
+OPS = ("rms_norm", "rope", "swiglu", "geglu", "layer_norm", "cross_entropy", "fused_linear_cross_entropy")
 LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 PREFERENCE = "liger_kernel.chunked_loss.fused_linear_preference"
 
@@ -109,13 +101,7 @@ class Contract:
             self.expect.pop("reference_cache", None)
 
     def seen(
-        self,
-        point: str,
-        state: str | None,
-        *,
-        final: bool = True,
-        step: int | None = None,
-        message: str | None = None,
+        self, point: str, state: str | None, *, final: bool = True, step: int | None = None, message: str | None = None
     ) -> None:
         """Note a state; where it is `final` and not the one expected, the contract is broken.
 

@@ -73,9 +73,7 @@ class FullyShard:
             if getattr(shard, "is_dtensor", False) or getattr(placement, "dim", 0) != 0:
                 raise Unsupported("parameters are sharded over more than FSDP's first dimension")
             # all-gathered in one format, reduced in another
-            self.formats += [
-                f for name in ("param_dtype", "reduce_dtype") if (f := getattr(shard, name, None))
-            ]
+            self.formats += [f for name in ("param_dtype", "reduce_dtype") if (f := getattr(shard, name, None))]
 
     def hooked(self) -> list[Any]:
         """Autograd differentiates what was gathered, which there is after the first forward pass."""

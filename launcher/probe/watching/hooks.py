@@ -37,10 +37,7 @@ def wrap_known(owner: Any, names: tuple[str, ...], instead: Callable[..., Any]) 
 
 
 def observed(
-    record: EventLog,
-    *,
-    before: Callable[..., object] | None = None,
-    after: Callable[..., object] | None = None,
+    record: EventLog, *, before: Callable[..., object] | None = None, after: Callable[..., object] | None = None
 ) -> Callable[..., Any]:
     """For `wrap`: calls `before` with the arguments, `after` with the result and the arguments.
 

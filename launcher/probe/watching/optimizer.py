@@ -24,11 +24,7 @@ ELEMENTS = 2**18
 FLOOR = 2.0**-40
 """An element that moved by less has not moved: from exactly 0, every learning rate leads away."""
 # deepspeed/runtime/zero/stage3.py, stage_1_and_2.py, runtime/bf16_optimizer.py
-_MASTERS = (
-    "fp32_partitioned_groups_flat",
-    "single_partition_of_fp32_groups",
-    "fp32_groups_flat_partition",
-)
+_MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 
 
 class Optimizer:

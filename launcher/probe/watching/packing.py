@@ -195,9 +195,7 @@ def two_samples(
             made[name] = value
     made["input_ids"] = cut(ids)
     if "seq_idx" in made:
-        made["seq_idx"] = (torch.arange(first + second, device=ids.device)[None] >= first).to(
-            made["seq_idx"].dtype
-        )
+        made["seq_idx"] = (torch.arange(first + second, device=ids.device)[None] >= first).to(made["seq_idx"].dtype)
     if "labels" in made:
         # the loss is the second sample's alone, its first token belongs to nobody
         labels = made["input_ids"].clone()

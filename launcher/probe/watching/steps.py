@@ -35,11 +35,7 @@ class Tally:
 
     def facts(self) -> dict[str, Any]:
         """What is known of it on the host."""
-        return {
-            "micro_batches": self.micro_batches,
-            "positions": self.positions,
-            "interrupted": self.interrupted,
-        }
+        return {"micro_batches": self.micro_batches, "positions": self.positions, "interrupted": self.interrupted}
 
     def loss(self, loss: Any) -> None:
         """That of a micro-batch, as it is given to `backward`."""
@@ -122,9 +118,7 @@ class Pairs:
         message = f"batch {pairs} uses {filled:.0%} of each step"
         if better > pairs:
             message += f"; {better} fills {min(1.0, filled * better / max(1, pairs)):.0%}"
-        self.process.record.write(
-            "half_wasted", pairs=pairs, filled=round(filled, 4), better=better, message=message
-        )
+        self.process.record.write("half_wasted", pairs=pairs, filled=round(filled, 4), better=better, message=message)
         if self.process.rank == 0:
             say(f"warning: {message}: rows are computed whole, however many pairs stand in them")
 
@@ -132,9 +126,7 @@ class Pairs:
 class Reading:
     """The numbers of one step: `scalars` that may lie on a device, and what is `known` on the host."""
 
-    def __init__(
-        self, scalars: dict[str, list[Any]], known: dict[str, Any], *, at_once: bool = False
-    ) -> None:
+    def __init__(self, scalars: dict[str, list[Any]], known: dict[str, Any], *, at_once: bool = False) -> None:
         self.known = known
         self.values: dict[str, list[float]] = {}
         self.places: list[tuple[str, int]] = []
@@ -225,14 +217,7 @@ class Steps:
         if known["step"] == process.base + process.settings.within:
             longer = max(values.get("longer", [0]))
             self.pairs.tell_waste(tokens, known["positions"], rows // 2, longer)
-        kept = (
-            "micro_batches",
-            "positions",
-            "interrupted",
-            "learning_rate",
-            "allocated_gib",
-            "reserved_gib",
-        )
+        kept = ("micro_batches", "positions", "interrupted", "learning_rate", "allocated_gib", "reserved_gib")
         self.record.write(
             "step",
             step=known["step"],

@@ -164,9 +164,7 @@ def missing_data_files(values: Values) -> Iterator[Finding]:
             help = "relative paths start where launch is started; `~` is not expanded"
             yield say("warning", "run", "missing-data", key, message, help)
         elif name.endswith(".json"):
-            message = (
-                f"{brief(name)} would be looked up on the hub: only .jsonl and .parquet are read from disk"
-            )
+            message = f"{brief(name)} would be looked up on the hub: only .jsonl and .parquet are read from disk"
             help = "write one JSON object a line, and name the file .jsonl"
             yield say("error", "run", "json-data", key, message, help)
         elif (what := rows.fault(Path(name))) is not None:
@@ -283,9 +281,7 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
         Range(lambda n: n != 0, "warning", "nothing is learnt"),
     ),
     # finetune.py:674, dpo_tune_cache.py:421: as a group's own it is not looked at by torch
-    "weight_decay": (
-        Range(lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"),
-    ),
+    "weight_decay": (Range(lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"),),
     # finetune.py:356, dpo_tune_cache.py:464
     "warmup_ratio": (
         Range(

@@ -30,9 +30,7 @@ RANGES: Mapping[str, tuple[Range, ...]] = {
         Range(lambda n: n != 0, "warning", "nothing is learnt"),
     ),
     # transformers/trainer.py:1248: as a group's own it is not looked at by torch
-    "weight_decay": (
-        Range(lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"),
-    ),
+    "weight_decay": (Range(lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"),),
     # transformers/trainer.py:1863
     "max_grad_norm": (Range(lambda n: n >= 0, "warning", "gradients are not clipped, as with 0"),),
     # torch/nn/modules/dropout.py:24, peft/tuners/lora/layer.py:255
@@ -67,9 +65,7 @@ def no_steps(values: Values) -> Iterator[Finding]:
         help = "delete the line, and `num_train_epochs` decides"
         yield say("warning", "run", "out-of-range", "max_steps", message, help)
     elif steps > 0 and values.given("num_train_epochs"):
-        message = (
-            f"`num_train_epochs` does nothing here: `max_steps`, which is {plain(steps)}, comes before it"
-        )
+        message = f"`num_train_epochs` does nothing here: `max_steps`, which is {plain(steps)}, comes before it"
         help = "delete one of the two lines"
         yield say("warning", "run", "conditional-key", "num_train_epochs", message, help)
     elif steps < -1:
@@ -97,9 +93,7 @@ def no_length(values: Values) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:1441,1443,1480, dpo_trainer.py:155,157,1140."""
     length = number(values["max_length"])
     if length is not None and length <= 0 and not prepared(values):
-        message = (
-            f"`max_length: {plain(length)}` leaves nothing of a row, or cuts its end off, however long it is"
-        )
+        message = f"`max_length: {plain(length)}` leaves nothing of a row, or cuts its end off, however long it is"
         help = 'write `max_length: "none"` for rows as they are'
         yield say("error", "run", "out-of-range", "max_length", message, help)
 
@@ -302,9 +296,7 @@ _SHARED: tuple[Rule, ...] = (
         "transformers/trainer_callback.py:586",
         "out-of-range",
         "save_steps",
-        lambda v: (
-            v["save_strategy"] == "steps" and number(v["save_steps"]) is not None and v["save_steps"] <= 0
-        ),
+        lambda v: v["save_strategy"] == "steps" and number(v["save_steps"]) is not None and v["save_steps"] <= 0,
         "`save_steps: {save_steps}`: there is no checkpoint before the end of training",
         'write a number of steps, or `save_strategy: "no"`',
         severity="warning",
@@ -347,8 +339,7 @@ _SHARED: tuple[Rule, ...] = (
         "own-deepspeed",
         "deepspeed",
         itemgetter("deepspeed"),
-        "TRL's own `deepspeed` is not taken: launch reads DeepSpeed's config from `deepspeed:` beside "
-        "`args:`",
+        "TRL's own `deepspeed` is not taken: launch reads DeepSpeed's config from `deepspeed:` beside `args:`",
         "move the line out of `args:`",
         layer="launch",
     ),
@@ -357,8 +348,7 @@ _SHARED: tuple[Rule, ...] = (
         "fsdp-unsaved",
         "fsdp_config",
         lambda v: v["fsdp"] and "SHARDED_STATE_DICT" in str(v["fsdp_config"]).upper(),
-        "with `state_dict_type: SHARDED_STATE_DICT` no model is saved when training has ended, "
-        "checkpoints apart",
+        "with `state_dict_type: SHARDED_STATE_DICT` no model is saved when training has ended, checkpoints apart",
         "write `state_dict_type: FULL_STATE_DICT`",
         severity="warning",
     ),
@@ -442,12 +432,7 @@ _DPO: tuple[Rule, ...] = (
         "where `precompute_ref_log_probs` is set",
     ),
     *(
-        unread(
-            "trl/trainer/dpo_trainer.py:992",
-            key,
-            lambda v: v["sync_ref_model"],
-            "where `sync_ref_model` is set",
-        )
+        unread("trl/trainer/dpo_trainer.py:992", key, lambda v: v["sync_ref_model"], "where `sync_ref_model` is set")
         for key in ("ref_model_sync_steps", "ref_model_mixup_alpha")
     ),
 )

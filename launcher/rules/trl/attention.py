@@ -14,14 +14,7 @@ from launcher.rules.trl.resolved import inline
 from launcher.upstream.schema import Values
 
 # transformers/modeling_utils.py:5076, beside eager
-NAMES = (
-    "eager",
-    "sdpa",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-    "flex_attention",
-)
+NAMES = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 PACKAGES = {
     "flash_attention_2": "flash-attn",
     "flash_attention_3": "flash-attn-3",

@@ -122,9 +122,7 @@ def data_columns(context: Context) -> Iterator[Finding]:
             yield say("error", "run", "data-columns", "dataset_name", message, wrong[1])
 
 
-def _missing_from_examples(
-    row: Mapping[str, Any], names: frozenset[str], values: Values
-) -> tuple[str, str] | None:
+def _missing_from_examples(row: Mapping[str, Any], names: frozenset[str], values: Values) -> tuple[str, str] | None:
     """What SFT misses in these rows, and what to do; None where nothing is known to be missing."""
     text = str(values["dataset_text_field"])
     # pictures are read in another way, tokens not at all
@@ -147,9 +145,7 @@ def _missing_from_examples(
     return missing, "rename the columns, or name that of the text: `dataset_text_field: <column>`"
 
 
-def _missing_from_pairs(
-    _row: Mapping[str, Any], names: frozenset[str], _values: Values
-) -> tuple[str, str] | None:
+def _missing_from_pairs(_row: Mapping[str, Any], names: frozenset[str], _values: Values) -> tuple[str, str] | None:
     """What DPO misses in these rows, and what to do."""
     missing = next((name for name in ("chosen", "rejected") if name not in names), None)
     if missing is None:
@@ -179,8 +175,7 @@ def splits(context: Context) -> Iterator[Finding]:
                 "run",
                 "no-such-split",
                 key,
-                f"`dataset_name: {brief(name)}` has no split `{brief(split)}`, only "
-                f"{', '.join(sorted(there))}",
+                f"`dataset_name: {brief(name)}` has no split `{brief(split)}`, only {', '.join(sorted(there))}",
                 f'add a file such as {split}.jsonl, or write `eval_strategy: "no"`'
                 if key == "dataset_test_split"
                 else f"write `{key}: {min(there)}`",
@@ -238,11 +233,4 @@ def _plain_tokenizer(name: Any) -> bool:
         return False
 
 
-RULES: tuple[StageRule, ...] = (
-    data_here,
-    data_rows,
-    data_columns,
-    splits,
-    template_here,
-    no_template,
-)
+RULES: tuple[StageRule, ...] = (data_here, data_rows, data_columns, splits, template_here, no_template)

@@ -158,9 +158,7 @@ def reference_price(context: Context) -> Iterator[Finding]:
             if context.values["use_peft"]
             else "no reference model is kept beside the trained one, which saves its weights"
         )
-        message = (
-            f"`{key}`: all rows pass the reference before the first step, however few are trained on; {price}"
-        )
+        message = f"`{key}`: all rows pass the reference before the first step, however few are trained on; {price}"
         yield say("note", "run", "reference-price", key, message)
 
 

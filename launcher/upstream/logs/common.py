@@ -49,10 +49,7 @@ _TABLE: Table = {
         "CUBLAS_STATUS_ALLOC_FAILED",
     ),
     "oom_host": (
-        (
-            "allocate memory",
-            r"DefaultCPUAllocator: (?:not enough|can't allocate) memory|Cannot allocate memory",
-        ),
+        ("allocate memory", r"DefaultCPUAllocator: (?:not enough|can't allocate) memory|Cannot allocate memory"),
         r"(?:^|[\s.])(?:_Array|Arrow)?MemoryError(?::|$)",  # numpy, pyarrow
         "terminate called after throwing an instance of 'std::bad_alloc'",
         ("oom-kill", r"oom.kill event|oom-kill:"),  # slurmstepd; the kernel
@@ -196,10 +193,7 @@ _TABLE: Table = {
         # open_instruct/model_utils.py:69; transformers/modeling_utils.py
         ("flash_attn", r"No module named 'flash_attn|package flash_attn seems to be not installed"),
         # transformers/modeling_utils.py:1563
-        (
-            " doesn't seem to be installed",
-            r"the package for FlashAttention\d doesn't seem to be installed",
-        ),
+        (" doesn't seem to be installed", r"the package for FlashAttention\d doesn't seem to be installed"),
     ),
     "hub_access": (
         "You are trying to access a gated repo",  # transformers/utils/hub.py:512

@@ -86,10 +86,7 @@ _TABLE: common.Table = {
         # open_instruct/dataset_transformation.py:1927 (local), :1821 (hf)
         ("Cache not found", r"Cache not found(?: or invalid)?, transforming datasets\.\.\."),
         # open_instruct/dataset_transformation.py:1807
-        (
-            "dataset_skip_cache is True",
-            r"dataset_skip_cache is True, so we will not load the dataset from cache",
-        ),
+        ("dataset_skip_cache is True", r"dataset_skip_cache is True, so we will not load the dataset from cache"),
     ),
     # open_instruct/dataset_transformation.py:1995 (local), :1842 (hf)
     "dataset_saved": (r"(?:Saved|Pushed) transformed dataset to (?P<path>[^🚀✅\n]+)",),

@@ -16,11 +16,7 @@ _LINES: tuple[Pattern, ...] = (
     # transformers/trainer.py _finalize_training, through the same callback
     pattern("metrics", r"(?P<pairs>\{'train_runtime': [^{}]*\})", "{'train_runtime': "),
     # a mean over the run or an evaluation; the losses of steps are in the dicts of `metrics`
-    pattern(
-        "mean_nonfinite",
-        r"'(?P<what>train_loss|eval_(?:\w+_)?loss)': '?(?P<value>nan|inf)\b",
-        "_loss': ",
-    ),
+    pattern("mean_nonfinite", r"'(?P<what>train_loss|eval_(?:\w+_)?loss)': '?(?P<value>nan|inf)\b", "_loss': "),
 )
 
 _TABLE: common.Table = {
@@ -56,9 +52,7 @@ _TABLE: common.Table = {
     # trl/trainer/sft_trainer.py, the bar of pack_dataset
     "packing": (r"Packing train dataset(?: \(num_proc=\d+\))?:",),
     # trl/trainer/dpo_trainer.py:1209,1237
-    "reference_missed": (
-        ("reference log probs for ", r"(?:Computing|Caching) reference log probs for \w+ dataset"),
-    ),
+    "reference_missed": (("reference log probs for ", r"(?:Computing|Caching) reference log probs for \w+ dataset"),),
 }
 
 PATTERNS: tuple[Pattern, ...] = (*_LINES, *common.patterns(_TABLE), *common.PATTERNS)

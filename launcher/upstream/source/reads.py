@@ -83,11 +83,7 @@ def find(
     write down what they read, such as the hash of a cache key. Raises LookupError without the script.
     """
     walk = Walk(
-        sources,
-        classes,
-        script=_script(sources, script),
-        fields=frozenset(fields),
-        recorders=frozenset(recorders),
+        sources, classes, script=_script(sources, script), fields=frozenset(fields), recorders=frozenset(recorders)
     )
     with _deep():
         walk.begin()
@@ -122,9 +118,7 @@ def _reads(walk: Walk, name: str) -> tuple[Read, ...]:
         # what the script itself changes on the way says nothing about the stage file
         kept = {
             conditions.simplified(
-                str(c)
-                for c in guards - walk.assumed - {PERHAPS}
-                if not isinstance(c, Passed) and walk.stands(c)
+                str(c) for c in guards - walk.assumed - {PERHAPS} if not isinstance(c, Passed) and walk.stands(c)
             )
             for guards in alternatives
         }

@@ -60,9 +60,7 @@ from launcher.upstream.source.values import (
 
 # methods of the parser that return one object for each dataclass
 _PARSES = {"parse_args_into_dataclasses", "parse_args_and_config", "parse", "parse_args"}
-LOGS = frozenset(
-    {"debug", "info", "warning", "warning_once", "warning_rank0", "error", "exception", "critical"}
-)
+LOGS = frozenset({"debug", "info", "warning", "warning_once", "warning_rank0", "error", "exception", "critical"})
 SHOWS = frozenset({"print", "pprint", "warn", "warn_once", "print_rank0"})
 _LOGGER = re.compile(r"(^|[._])log(s|ger|gers|ging)?([._(]|$)", re.IGNORECASE)
 # what these give back holds none of what they were given
@@ -238,9 +236,7 @@ class Walk(Lookup):
 
     def _shadowed(self, test: ast.expr, frame: Frame, guards: Guards) -> None:
         """A branch that cannot be reached: what its test reads loses against what it contradicts."""
-        rivals = {
-            name for one in guards if conditions.negated(one) in guards for name in conditions.names(one)
-        }
+        rivals = {name for one in guards if conditions.negated(one) in guards for name in conditions.names(one)}
         expressed = self._expressed(test, frame)
         read = conditions.names(ast.unparse(expressed)) if expressed is not None else frozenset()
         for name in read - rivals:
@@ -265,10 +261,7 @@ class Walk(Lookup):
         """What must hold where a test is true, and where it is false; marked where that is not all."""
         known = all(say(part) is not None for part in single_tests(test))
         sure = ANYHOW if known else UNSURE
-        return (
-            conditions.implied(test, True, say) | sure,
-            conditions.implied(test, False, say) | sure,
-        )
+        return (conditions.implied(test, True, say) | sure, conditions.implied(test, False, say) | sure)
 
     def _say(self, frame: Frame) -> conditions.Say:
         texts: dict[ast.expr, str | None] = {}
@@ -325,9 +318,7 @@ class Walk(Lookup):
                 return None if operands is None else ast.Tuple(operands, ast.Load())
         return None
 
-    def _attribute_expressed(
-        self, node: ast.Attribute, owner: ast.expr, name: str, frame: Frame
-    ) -> ast.expr | None:
+    def _attribute_expressed(self, node: ast.Attribute, owner: ast.expr, name: str, frame: Frame) -> ast.expr | None:
         if name == "value":
             # of a member of an enum
             return self._expressed(owner, frame)
@@ -604,12 +595,7 @@ class Walk(Lookup):
         before = frame.env.get(node.name, NOTHING)
         frame.env[node.name] = before | {function}
 
-    def defined(
-        self,
-        node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda,
-        frame: Frame,
-        guards: Guards,
-    ) -> None:
+    def defined(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, frame: Frame, guards: Guards) -> None:
         """What is evaluated where a function is defined: standard values and decorators."""
         marks = [] if isinstance(node, ast.Lambda) else node.decorator_list
         for one in (*node.args.defaults, *node.args.kw_defaults, *marks):
@@ -828,13 +814,7 @@ class Walk(Lookup):
         return False
 
     def _getattr(
-        self,
-        node: ast.Call,
-        owner: ast.expr,
-        name: ast.expr,
-        rest: Sequence[ast.expr],
-        frame: Frame,
-        guards: Guards,
+        self, node: ast.Call, owner: ast.expr, name: ast.expr, rest: Sequence[ast.expr], frame: Frame, guards: Guards
     ) -> Values:
         owners = self.value(owner, frame, guards)
         others = [self.symbolic(one, frame, guards) for one in (name, *rest)][1:]
@@ -964,9 +944,7 @@ class Walk(Lookup):
             return True
         return any(name in shape.mentioned for _, name in self.globals)
 
-    def _parameters(
-        self, target: Function, given: Given, module: Module, guards: Guards
-    ) -> dict[str, Values]:
+    def _parameters(self, target: Function, given: Given, module: Module, guards: Guards) -> dict[str, Values]:
         """What the parameters of a function hold at a call."""
         arguments = target.node.args
         parameters = parameters_of(arguments)
@@ -1146,9 +1124,7 @@ class Walk(Lookup):
         with self._watched() as wrote:
             self.value(node.test, frame, guards)
         values = []
-        for part, taken in zip(
-            (node.body, node.orelse), self._taken(node.test, self._say(frame)), strict=True
-        ):
+        for part, taken in zip((node.body, node.orelse), self._taken(node.test, self._say(frame)), strict=True):
             inner = self._forget(wrote, frame, guards | taken)
             if not conditions.impossible(inner):
                 values.append(self.symbolic(part, frame, inner))
@@ -1164,11 +1140,7 @@ class Walk(Lookup):
         return frozenset({Several(tuple(parts), exact)}) if any(parts) else NOTHING
 
     def _table(
-        self,
-        keys: Sequence[ast.expr | None],
-        values: Sequence[ast.expr],
-        frame: Frame,
-        guards: Guards,
+        self, keys: Sequence[ast.expr | None], values: Sequence[ast.expr], frame: Frame, guards: Guards
     ) -> Values:
         pairs: dict[str, Values] = {}
         parts: list[Values] = []
@@ -1216,10 +1188,7 @@ class Walk(Lookup):
         return merged(*results)
 
     def _comprehension(
-        self,
-        node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp,
-        frame: Frame,
-        guards: Guards,
+        self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, frame: Frame, guards: Guards
     ) -> Values:
         inner = Frame(frame.module, INLINE, outer=frame, owner=frame.owner, bound=frame.bound)
         for number, generator in enumerate(node.generators):
@@ -1435,20 +1404,14 @@ def _refuses(body: Sequence[ast.stmt]) -> bool:
 def _trains(loop: ast.stmt) -> bool:
     """Whether a loop takes a gradient or an optimizer's step in its own statements."""
     return any(
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in {"backward", "step"}
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in {"backward", "step"}
         for node in within(loop)
     )
 
 
 def _ends(node: ast.AST) -> bool:
     """Whether a statement ends the script on purpose."""
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Call)
-        and ast.unparse(node.value.func) in _ENDS
-    )
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in _ENDS
 
 
 def _plain(values: Values) -> Values:

@@ -82,9 +82,7 @@ class _Place(NamedTuple):
 class _Search:
     """The search of one piece."""
 
-    def __init__(
-        self, piece: Piece, patterns: Sequence[Pattern], share: int, edge: bool, first: bool
-    ) -> None:
+    def __init__(self, piece: Piece, patterns: Sequence[Pattern], share: int, edge: bool, first: bool) -> None:
         self.block, self.start, self.stop = piece.block, piece.start, piece.stop
         self.patterns, self.share, self.first = patterns, share, first
         self.edge = edge or any(map(self._holds, _STARTS))
@@ -172,9 +170,7 @@ class _Search:
                 yield _Place(start, index, end)
             at = self.block.rfind(needle, self.start, start if start >= 0 else at)
 
-    def _ends(
-        self, index: int, needle: bytes, regex: re.Pattern[bytes] | None, since: Sequence[int]
-    ) -> list[_Place]:
+    def _ends(self, index: int, needle: bytes, regex: re.Pattern[bytes] | None, since: Sequence[int]) -> list[_Place]:
         """The first and the last segments that match, and the first ones from each of `since` on."""
         found: dict[int, _Place] = {}
 

@@ -44,9 +44,7 @@ _RAISED = re.compile(
     rb"(?::(?P<message>.*))?$"
 )
 # The line before a traceback that ends no process.
-_HARMLESS = re.compile(
-    rb"Exception ignored |--- Logging error ---|Exception in thread|^future: <Task finished "
-)
+_HARMLESS = re.compile(rb"Exception ignored |--- Logging error ---|Exception in thread|^future: <Task finished ")
 _CHAINED = re.compile(rb"During handling of the above|The above exception was the direct cause")
 # What a worker raised, printed behind what its parent raised because of it.
 _OF_WORKER = b"Original " + FIRST_LINE + b":"

@@ -11,17 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.keys import EXPECT, PAIRED
-from launcher.errors import (
-    Exit,
-    Finding,
-    InvalidConfig,
-    NotReady,
-    brief,
-    errors,
-    launch_finding,
-    not_ready,
-    usage,
-)
+from launcher.errors import Exit, Finding, InvalidConfig, NotReady, brief, errors, launch_finding, not_ready, usage
 from launcher.lifecycle import prepare
 from launcher.lifecycle.prepare import Prepared, Request, ResolvedStage
 from launcher.machine import devices
@@ -34,15 +24,7 @@ from launcher.stage.options import SWITCHED
 from launcher.upstream.logs.open_instruct import ATTENTION
 from launcher.workflows import experiment, trial
 from launcher.workflows.bench import comparison, measure, variants, worktrees
-from launcher.workflows.bench.comparison import (
-    LOSS,
-    SPEED,
-    Assertion,
-    Cause,
-    Sample,
-    VariantSummary,
-    compare,
-)
+from launcher.workflows.bench.comparison import LOSS, SPEED, Assertion, Cause, Sample, VariantSummary, compare
 from launcher.workflows.bench.measure import identity, of_variant, short
 from launcher.workflows.bench.variants import Variant
 from launcher.workflows.experiment import Campaign
@@ -91,10 +73,7 @@ class Bench:
         rows = compare(known, self.tolerance)
         if self.proposed is None:
             return rows
-        return [
-            replace(row, recommended=row.standing == "faster" and row.variant == self.proposed)
-            for row in rows
-        ]
+        return [replace(row, recommended=row.standing == "faster" and row.variant == self.proposed) for row in rows]
 
     @property
     def broken(self) -> list[dict[str, Any]]:
@@ -207,10 +186,7 @@ def plan(
             checkout = one.checkout and str(worktrees.find(request, one.checkout))
             full.append(_prepared(request, replace(one, checkout=checkout), base))
     judgements.require(ready=len(full) == len(requested))
-    batch, root = (
-        max(made.plan.global_batch for _, made in full),
-        request.runs or rundir.runs_root(),
-    )
+    batch, root = (max(made.plan.global_batch for _, made in full), request.runs or rundir.runs_root())
     startable = 0
     for variant, made in full:
         # whoever names a commit knows that it is not the pin
@@ -228,11 +204,7 @@ def plan(
             startable += 1
     judgements.require(ready=startable > 0)
     first = full[0][1].plan
-    key = [
-        BENCH_VERSION,
-        steps,
-        [[variant.name, identity(made.plan, made.trainer)] for variant, made in full],
-    ]
+    key = [BENCH_VERSION, steps, [[variant.name, identity(made.plan, made.trainer)] for variant, made in full]]
     return Bench(
         request=replace(request, stage=first.stage.options.stage, gpus=first.gpus),
         variants=tuple(variant for variant, _ in full),
@@ -294,9 +266,7 @@ def _base(request: Request) -> Plan | None:
         return None
 
 
-def _prepared(
-    request: Request, variant: Variant, base: Callable[[], Plan | None]
-) -> tuple[Variant, Prepared]:
+def _prepared(request: Request, variant: Variant, base: Callable[[], Plan | None]) -> tuple[Variant, Prepared]:
     """A variant with what follows from it. Raises InvalidConfig, also where its batch cannot be kept."""
     whole = of_variant(request, variant)
     checked, trainer = prepare.judge(whole)
@@ -471,9 +441,7 @@ def write_page(bench: Bench) -> None:
     experiment.page(runs, bench.folder / PAGE, lead)
 
 
-def _median(
-    name: str, scale: float = 1.0, unit: str = "", digits: int = 4
-) -> Callable[[VariantSummary], str]:
+def _median(name: str, scale: float = 1.0, unit: str = "", digits: int = 4) -> Callable[[VariantSummary], str]:
     """`median ±half the range`, or the one value."""
 
     def cell(row: VariantSummary) -> str:
@@ -528,9 +496,7 @@ def facts(bench: Bench) -> list[str]:
             f"tolerance {comparison.share(bench.tolerance)}"
         )
     if any(sample.measured for sample in bench.samples):
-        lines.append(
-            "speed: tokens of steady steps (not the first fifth, nor after a save); medians ±half the range"
-        )
+        lines.append("speed: tokens of steady steps (not the first fifth, nor after a save); medians ±half the range")
     for one in bench.broken:
         why = "its figure was not measured" if one["unknown"] else "it does not hold"
         lines.append(f"assert {one['assert']}, {one['variant']}: {why}")

@@ -231,9 +231,7 @@ def compare(samples: Sequence[Sample], tolerance: float = TOLERANCE) -> list[Var
     for group in groups.values():
         rows.append(_row(group, base, rows[0] if rows else None, tokens, tolerance))
     best = max(
-        (row for row in rows if row.standing == "faster"),
-        key=lambda row: row.median(SPEED) or 0.0,
-        default=None,
+        (row for row in rows if row.standing == "faster"), key=lambda row: row.median(SPEED) or 0.0, default=None
     )
     return [replace(row, recommended=True) if row is best else row for row in rows]
 
@@ -293,9 +291,7 @@ def _falls_less(ours: Sequence[Sample], others: Sequence[Sample]) -> str | None:
         return None
     # the last half, against the first step, which was taken before any update
     late = range(max(1, length // 2), length)
-    levels = [
-        [math.fsum(one.curve[i].loss for i in late) / len(late) for one in some] for some in (ours, others)
-    ]
+    levels = [[math.fsum(one.curve[i].loss for i in late) / len(late) for one in some] for some in (ours, others)]
     start = statistics.fmean(one.curve[0].loss for one in others)
     fell, base = (start - statistics.median(some) for some in levels)
     spread = max(max(some) - min(some) for some in levels)
@@ -419,8 +415,7 @@ def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | No
     why = f"{ratio - 1:+.1%} by {fewest} of {LEAST_RUNS} runs" if few else ""
     if far and not clear and not few:
         why = (
-            f"{ratio - 1:+.1%} by the medians, which chance alone does in {by_chance:.0%} of cases: "
-            "more runs may tell"
+            f"{ratio - 1:+.1%} by the medians, which chance alone does in {by_chance:.0%} of cases: more runs may tell"
         )
     return SpeedTest(word, by_chance, why, few)
 

@@ -54,8 +54,7 @@ def steadily(runs: Sequence[Pace], base: Sequence[Pace]) -> bool:
     blocks = _blocks([*runs, *base])
     ours, others = blocks[: len(runs)], blocks[len(runs) :]
     ahead = [
-        _level([[one[at]] for one in ours]) < _level([[one[at]] for one in others])
-        for at in range(len(blocks[0]))
+        _level([[one[at]] for one in ours]) < _level([[one[at]] for one in others]) for at in range(len(blocks[0]))
     ]
     return sum(ahead) >= STEADY * len(ahead)
 

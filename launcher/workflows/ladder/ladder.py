@@ -22,16 +22,7 @@ from launcher import files
 from launcher.artifacts import lengths
 from launcher.cache import inputs
 from launcher.config.load import spelt
-from launcher.errors import (
-    Exit,
-    Finding,
-    InvalidConfig,
-    LaunchError,
-    errors,
-    launch_finding,
-    not_ready,
-    usage,
-)
+from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, errors, launch_finding, not_ready, usage
 from launcher.lifecycle import forecast, prepare
 from launcher.lifecycle.forecast import ForecastOptions
 from launcher.lifecycle.prepare import Prepared, Request, ResolvedStage
@@ -201,9 +192,7 @@ def counts(text: str) -> list[int]:
     return numbers
 
 
-def terms(
-    gpus: Sequence[int], *, price: float | None, rows: int | None, row_tokens: str | None
-) -> ForecastOptions:
+def terms(gpus: Sequence[int], *, price: float | None, rows: int | None, row_tokens: str | None) -> ForecastOptions:
     """What the stage file does not say. Raises UsageError for what makes no sense."""
     if price is not None and not 0 < price < math.inf:
         raise usage("bad-price", f"--price is more than 0, not {price:g}")
@@ -218,12 +207,7 @@ def terms(
 
 
 def plan_rungs(
-    request: Request,
-    gpus: Sequence[int],
-    *,
-    steps: int,
-    terms: ForecastOptions,
-    running: bool = True,
+    request: Request, gpus: Sequence[int], *, steps: int, terms: ForecastOptions, running: bool = True
 ) -> Climb:
     """All rungs, validated and planned before the first one starts.
 
@@ -300,11 +284,7 @@ def _request(stage: Stage, request: Request, count: int, steps: int, batch: int)
     """The command line of a rung; `Rung.below` says where."""
     place = rundir.runs_root() / _MODELS / _short_label(count)
     name = json.dumps(f"{stage.name}-{_short_label(count)}", ensure_ascii=False)
-    overrides = [
-        *request.overrides,
-        *short_overrides(stage, steps=steps, output=place, batch=batch),
-        f"name={name}",
-    ]
+    overrides = [*request.overrides, *short_overrides(stage, steps=steps, output=place, batch=batch), f"name={name}"]
     if stage.config.options.get("on_hang") is None:
         # nobody looks on, and the next rung waits
         overrides.append("on_hang=stop")
@@ -374,11 +354,7 @@ def short_overrides(stage: Stage, *, steps: int, output: Path, batch: int | None
     whose size is not known here is cut to a count, which upstream fills up by repeating rows where it
     has fewer.
     """
-    changes = {
-        **_short(stage, steps, batch),
-        **_harmless(stage),
-        stage.entry.names.output: str(output),
-    }
+    changes = {**_short(stage, steps, batch), **_harmless(stage), stage.entry.names.output: str(output)}
     expected = stage.options.expect
     return (
         *(f"{name}={spelt(value)}" for name, value in changes.items()),
@@ -511,9 +487,7 @@ def _note(stage: Stage, code: str, name: str, message: str, help: str | None = N
 # --- the climb ------------------------------------------------------------------------------------
 
 
-def climb(
-    climb: Climb, *, fresh: bool = False, allow_unproven: bool = False, quiet: bool = False
-) -> LadderResult:
+def climb(climb: Climb, *, fresh: bool = False, allow_unproven: bool = False, quiet: bool = False) -> LadderResult:
     """Run the rungs that have not passed yet, in turn, until one does not.
 
     INT and TERM stop the rung that runs, and nothing follows; a terminal that goes stops nothing. Raises
@@ -531,9 +505,7 @@ def climb(
         return _result(climb, folder, standings, *end)
 
 
-def _climb(
-    climb: Climb, record: _Record, standings: list[Standing], *, quiet: bool
-) -> tuple[Exit, str | None]:
+def _climb(climb: Climb, record: _Record, standings: list[Standing], *, quiet: bool) -> tuple[Exit, str | None]:
     """The rungs in turn, and why it ends early. Raises KeyboardInterrupt."""
     for rung in climb.rungs:
         standing = record.standing(rung.gpus, standings)
@@ -561,9 +533,7 @@ def _climb(
     return Exit.OK, None
 
 
-def _result(
-    climb: Climb, folder: Path, standings: Sequence[Standing], code: Exit, reason: str | None
-) -> LadderResult:
+def _result(climb: Climb, folder: Path, standings: Sequence[Standing], code: Exit, reason: str | None) -> LadderResult:
     result = LadderResult(
         folder=folder,
         standings=tuple(standings),

@@ -148,10 +148,7 @@ class PipelineResult:
         if row.verdict == "unproven":
             lines.append("with `--allow-unproven` it takes what is not proved as good enough")
         after = self.rows[self.rows.index(row) + 1 :]
-        return [
-            *lines,
-            *(f"with `--from {one.name}` it takes its model as it is" for one in after[:1]),
-        ]
+        return [*lines, *(f"with `--from {one.name}` it takes its model as it is" for one in after[:1])]
 
 
 def run(order: PipelineRequest, planned: PipelinePlan, *, quiet: bool = False) -> PipelineResult:
@@ -204,9 +201,7 @@ def _earlier_runs(planned: PipelinePlan) -> Iterator[Finding]:
 
 
 class _Runner:
-    def __init__(
-        self, order: PipelineRequest, planned: PipelinePlan, result: PipelineResult, quiet: bool
-    ) -> None:
+    def __init__(self, order: PipelineRequest, planned: PipelinePlan, result: PipelineResult, quiet: bool) -> None:
         self.order = order
         self.planned = planned
         self.result = result
@@ -377,9 +372,7 @@ def _prepared(resolved: ResolvedStage, step: PlannedStage, *, fresh: bool) -> tu
         return prepare.complete(anew, running=True), why
     every = plans.known_changes(resolved.stage.schema.fields)
     # the same start with every change allowed
-    prepared = prepare.complete(
-        resolved.with_request(allowed=tuple(sorted(every)), strict=False), running=True
-    )
+    prepared = prepare.complete(resolved.with_request(allowed=tuple(sorted(every)), strict=False), running=True)
     if not prepared.decision.changes and not resolved.request.strict:
         return replace(prepared, resolved=resolved), None
     rundir.release(prepared.folder)

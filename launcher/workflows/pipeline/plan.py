@@ -286,8 +286,7 @@ class _Planner:
                 launch_finding(
                     "warning",
                     "override-left-out",
-                    f"`{link.name}.{brief(text)}` does nothing: {link.name} is not among the "
-                    "stages that are to run",
+                    f"`{link.name}.{brief(text)}` does nothing: {link.name} is not among the stages that are to run",
                     f"leave it out, or say --from and --until so that {link.name} runs",
                     file=str(self.order.chain.path),
                     override=f"{link.name}.{text}",
@@ -298,9 +297,7 @@ class _Planner:
 
     def _check_models(self, link: Link, loaded: Config, source: PlannedStage) -> None:
         """A stage that names another model, or tokenizer, than the stage before leaves."""
-        places = {
-            canonical(one) for one in (source.model, source.prepared.requested_output) if one is not None
-        }
+        places = {canonical(one) for one in (source.model, source.prepared.requested_output) if one is not None}
         for key in (MODEL, TOKENIZER):
             own, origin = _text(loaded.args.get(key)), loaded.origin(f"args.{key}")
             if own is None or canonical(Path(own)) in places:
@@ -311,8 +308,7 @@ class _Planner:
             if link.explicit:
                 help = f"delete it, or write `from: none` instead of `from: {link.source}`"
             message = (
-                f"`{key}` is {brief(own)} here, and the pipeline hands over {source.model}, "
-                f"the model of {link.source}"
+                f"`{key}` is {brief(own)} here, and the pipeline hands over {source.model}, the model of {link.source}"
             )
             self._add(link, "pipeline-model", message, help, f"args.{key}")
 
@@ -381,13 +377,7 @@ class _Planner:
         if key != "from":
             origin = self.configs[link.name].origin(key)
         finding = Finding(
-            severity=severity,
-            layer=layer,
-            code=code,
-            key=key,
-            message=message,
-            help=help,
-            **origin.place,
+            severity=severity, layer=layer, code=code, key=key, message=message, help=help, **origin.place
         )
         self._say(link, [finding])
 

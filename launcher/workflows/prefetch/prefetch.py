@@ -23,15 +23,7 @@ from launcher.artifacts.model_config import offline
 from launcher.cache import entries, folders, hub, keys
 from launcher.cache.hub import Part
 from launcher.cache.keys import Cache
-from launcher.errors import (
-    Exit,
-    Finding,
-    InvalidConfig,
-    LaunchError,
-    NotReady,
-    errors,
-    launch_finding,
-)
+from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, errors, launch_finding
 from launcher.lifecycle.doctor import checks
 from launcher.lifecycle.prepare import Request, ResolvedStage
 from launcher.machine import locks, sizes
@@ -236,10 +228,7 @@ def prepare(resolved: ResolvedStage, say: Say = lambda _: None) -> Prefetch:
 def _planned(resolved: ResolvedStage) -> Plan:
     """The later run's own plan. Raises InvalidConfig with what a start would refuse."""
     made = plan.make(
-        resolved.stage,
-        gpus=resolved.gpus,
-        nodes=resolved.request.nodes,
-        output=rundir.runs_root() / "model",
+        resolved.stage, gpus=resolved.gpus, nodes=resolved.request.nodes, output=rundir.runs_root() / "model"
     )
     found = [
         replace(one, severity="warning") if one.code in _OF_THESE_PACKAGES else one
@@ -266,9 +255,7 @@ def _require_ready(planned: Plan, trainer: Trainer) -> None:
         raise NotReady(errors(found))
 
 
-def _fetched(
-    needed: Sequence[Part], planned: Plan, trainer: Trainer, more: Mapping[str, str]
-) -> tuple[Part, ...]:
+def _fetched(needed: Sequence[Part], planned: Plan, trainer: Trainer, more: Mapping[str, str]) -> tuple[Part, ...]:
     parts = hub.fetch(needed, trainer, {**os.environ, **more})
     missing = tuple(hub.findings(parts, planned, offline=offline(os.environ)))
     if missing:
@@ -276,9 +263,7 @@ def _fetched(
     return parts
 
 
-def _left(
-    planned: Plan, parts: Sequence[Part], folders: Sequence[Cache], tokenised: Tokenised
-) -> Iterator[str]:
+def _left(planned: Plan, parts: Sequence[Part], folders: Sequence[Cache], tokenised: Tokenised) -> Iterator[str]:
     """What the run will still have to do."""
     if tokenised.state == "left":
         yield "tokenising: TRL does it while its trainer is made, before the first step"
@@ -301,9 +286,7 @@ def _left(
 class _Filling:
     """The tokenised data of one plan, made where the run will look."""
 
-    def __init__(
-        self, planned: Plan, trainer: Trainer, request: Request, say: Say, folders: Sequence[Cache]
-    ) -> None:
+    def __init__(self, planned: Plan, trainer: Trainer, request: Request, say: Say, folders: Sequence[Cache]) -> None:
         self.plan, self.trainer, self.request, self.say = planned, trainer, request, say
         self.cache = next((one for one in folders if one.kind == "dataset"), None)
         self.work: Path | None = None
@@ -345,9 +328,7 @@ class _Filling:
     def _missed(self, key: str | None, message: str, help: str) -> Finding:
         """That the run would not find what was, or could be, made."""
         origin = self.plan.stage.config.origin(f"args.{key}")
-        return launch_finding(
-            "error", "would-miss", message, help, key=f"args.{key}" if key else None, **origin.place
-        )
+        return launch_finding("error", "would-miss", message, help, key=f"args.{key}" if key else None, **origin.place)
 
     def _entry(self) -> Path | None:
         """The complete set that the run would take; None where it would tokenise."""
@@ -417,9 +398,7 @@ class _Filling:
             if value is not None and name in stage.schema.fields:
                 arguments[name] = stage.schema.words(name, value)
         arguments[stage.entry.names.output] = [str(folder.path / "model")]
-        built = command.build(
-            made, self.trainer, folder.path, environ=os.environ, caches=keys.environment((cache,))
-        )
+        built = command.build(made, self.trainer, folder.path, environ=os.environ, caches=keys.environment((cache,)))
         root = stage.upstream.root
         assert root is not None
         words = [word for name, given in arguments.items() for word in (f"--{name}", *given)]

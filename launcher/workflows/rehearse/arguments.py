@@ -38,10 +38,7 @@ def _quantised(optimizer: Any) -> bool:
 LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut("DeepSpeed", ("deepspeed", "zero_stage"), lambda value: value is not None),
     LeftOut("FSDP", ("fsdp", "fsdp_config", "fsdp_shard_degree", "fsdp_num_replicas")),
-    LeftOut(
-        "torch.compile",
-        ("torch_compile", "torch_compile_backend", "torch_compile_mode", "compile_model"),
-    ),
+    LeftOut("torch.compile", ("torch_compile", "torch_compile_backend", "torch_compile_mode", "compile_model")),
     LeftOut("Liger's kernels", ("use_liger_kernel", "liger_kernel_config")),
     LeftOut("the attention kernels of GPUs", ("attn_implementation",), _on_gpu),
     LeftOut("quantised weights", ("load_in_8bit", "load_in_4bit", "use_bnb_nested_quant", "use_qlora")),

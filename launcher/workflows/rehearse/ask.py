@@ -189,10 +189,7 @@ def crash(answer: Mapping[str, Any], log: str) -> Finding:
     where = f"; it was in {stack[0].strip()}" if stack else ""
     code = answer["ended"]
     if answer["hung"]:
-        name, what = (
-            "rehearsal-hangs",
-            f"the training script does not come to an end in {LIMIT_S:.0f} s",
-        )
+        name, what = ("rehearsal-hangs", f"the training script does not come to an end in {LIMIT_S:.0f} s")
     elif isinstance(code, int) and code < 0:
         name = "rehearsal-crash"
         what = f"the training script's process was ended by {signal.Signals(-code).name}"

@@ -34,14 +34,8 @@ _DOING = {
 }
 # what to do about words of the trainers that do not say it
 _ADVICE = (
-    (
-        "No examples left after transformation",
-        "longer rows, or a chat template that marks the answers",
-    ),
-    (
-        "No columns in the dataset match",
-        "leave `skip_prepare_dataset` out: these rows are not tokenised",
-    ),
+    ("No examples left after transformation", "longer rows, or a chat template that marks the answers"),
+    ("No columns in the dataset match", "leave `skip_prepare_dataset` out: these rows are not tokenised"),
     ("Please check the target modules", "`all-linear`, or a list of names such as q_proj"),
     ("Repo id must", "a folder that is here, or the name of a repository: organisation/name"),
     ("change no weight", "a learning rate above 0, and rows with tokens that count in the loss"),
@@ -246,9 +240,7 @@ class Attempts:
         given = {
             name: value
             for name, value in self.config.args.items()
-            if name in self.schema.fields
-            and name not in {*self.whole.given, *self.refused}
-            and value is not None
+            if name in self.schema.fields and name not in {*self.whole.given, *self.refused} and value is not None
         }
         if not given:
             return
@@ -284,10 +276,7 @@ class Attempts:
     def blame(self, answer: Mapping[str, Any]) -> list[str]:
         """The arguments of the file without any one of which this refusal does not come, likeliest first."""
         refusal = answer["refusal"]
-        given = {
-            **self.whole.given,
-            **({"report_to": self.whole.report_to} if self.whole.report_to else {}),
-        }
+        given = {**self.whole.given, **({"report_to": self.whole.report_to} if self.whole.report_to else {})}
         names = [name for name in given if name != self.entry.names.model]
         likely = _likely(refusal, given, names)
         if answer["phase"] in {"data", "construct"} or refusal["type"] == "KeyError":
@@ -329,13 +318,7 @@ class Attempts:
 
     def data(self) -> list[str]:
         """The arguments that name data."""
-        listed = (
-            self.entry.names.data,
-            "dataset_name",
-            "datasets",
-            "dataset_mixer",
-            "dataset_config",
-        )
+        listed = (self.entry.names.data, "dataset_name", "datasets", "dataset_mixer", "dataset_config")
         return [name for name in dict.fromkeys(listed) if name in self.whole.given]
 
     def without(self, whole: Arguments, names: Iterable[str]) -> Arguments:

@@ -77,12 +77,7 @@ def respond(stage: Any, request: dict[str, Any], own: str) -> dict[str, Any]:
         errors = [line.partition("error: ")[2] for line in text.splitlines() if "error: " in line]
         if stop.code not in (None, 0):
             message = errors[-1] if errors else f"exit code {stop.code}"
-            report["refusal"] = {
-                "type": "SystemExit",
-                "message": message,
-                "file": None,
-                "line": None,
-            }
+            report["refusal"] = {"type": "SystemExit", "message": message, "file": None, "line": None}
     except BaseException as error:
         report["refusal"] = described(error)
     return report

@@ -30,9 +30,7 @@ _NESTED = ("batch", "expect", "probe", "gates", "slurm", "skypilot")
 _LINE_ENDS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
-def write(
-    place: Path, space: Space, settings: Settings, *, head: Sequence[str], overrides: Sequence[str]
-) -> None:
+def write(place: Path, space: Space, settings: Settings, *, head: Sequence[str], overrides: Sequence[str]) -> None:
     """Write the file, with `head` as its comment. Raises NotReady where that cannot be done."""
     stage = space.plan.stage
     source, options = stage.config.path, stage.options
@@ -81,10 +79,7 @@ def require_free(place: Path, source: Path) -> None:
 
 def _unwritable(place: Path, reason: str | None) -> NotReady:
     return not_ready(
-        "unwritable-file",
-        f"the stage file cannot be written: {reason}",
-        "another name with -o",
-        file=str(place),
+        "unwritable-file", f"the stage file cannot be written: {reason}", "another name with -o", file=str(place)
     )
 
 
@@ -102,9 +97,5 @@ def _differences(written: Config, tuned: Config) -> dict[str, Any]:
         if key in _NESTED and isinstance(value, dict) and isinstance(before, dict):
             value = {k: v for k, v in value.items() if k not in before or before[k] != v}
         changed[key] = value
-    args = {
-        key: value
-        for key, value in tuned.args.items()
-        if key not in written.args or written.args[key] != value
-    }
+    args = {key: value for key, value in tuned.args.items() if key not in written.args or written.args[key] != value}
     return {**changed, "args": args} if args else changed

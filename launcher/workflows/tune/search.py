@@ -499,8 +499,7 @@ class Search:
             parts.append(f"{trial.peak:.1f} GiB, {candidate.expected.short:.1f} estimated")
         if not self.fits(trial):
             parts.append(
-                f"not kept: with its longest rows the run needs {_whole_peak(trial):.0f} of "
-                f"{self.room:.0f} GiB"
+                f"not kept: with its longest rows the run needs {_whole_peak(trial):.0f} of {self.room:.0f} GiB"
             )
         elif before is not None:
             parts.append("kept" if speed > before.speed else "not kept")

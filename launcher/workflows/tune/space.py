@@ -336,8 +336,7 @@ def turned(space: Space, settings: Settings) -> Stage:
     if "batch.per_device" in changed or "batch.global" in changed:
         was = opts.batch or Batch()
         batch = Batch(
-            total=changed.get("batch.global", was.total),
-            per_device=changed.get("batch.per_device", was.per_device),
+            total=changed.get("batch.global", was.total), per_device=changed.get("batch.per_device", was.per_device)
         )
         opts = replace(opts, batch=batch)
     zero = changed.get("deepspeed")

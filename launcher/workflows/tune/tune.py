@@ -32,15 +32,7 @@ from launcher.workflows.bench.comparison import TOLERANCE, Sample, VariantSummar
 from launcher.workflows.bench.variants import AS_WRITTEN, Variant
 from launcher.workflows.experiment import Campaign
 from launcher.workflows.tune import proposal, space
-from launcher.workflows.tune.search import (
-    RUNS,
-    Candidate,
-    Outlook,
-    Search,
-    SettingRuns,
-    Status,
-    Trial,
-)
+from launcher.workflows.tune.search import RUNS, Candidate, Outlook, Search, SettingRuns, Status, Trial
 from launcher.workflows.tune.space import Packages, Space
 
 TUNE_VERSION = 2

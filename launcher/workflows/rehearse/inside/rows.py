@@ -165,11 +165,7 @@ def describe(rows: Any, longest: int | None, special: dict[str, int | None]) -> 
 def tokens(row: dict[str, Any]) -> list[list[int]]:
     """The sequences of one prepared row: one of SFT, two of a pair."""
     listed = {key: as_list(value) for key, value in row.items()}
-    for names in (
-        ("chosen_input_ids", "rejected_input_ids"),
-        ("chosen_ids", "rejected_ids"),
-        ("input_ids",),
-    ):
+    for names in (("chosen_input_ids", "rejected_input_ids"), ("chosen_ids", "rejected_ids"), ("input_ids",)):
         if all(name in listed for name in names):
             return [listed.get("prompt_ids", []) + listed[name] for name in names]
     return []

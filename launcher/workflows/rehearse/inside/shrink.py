@@ -60,17 +60,7 @@ MOST_LAYERS = 12
 KINDS = 6
 """Layers kept at most, where a model has layers of several kinds."""
 # what a model's folder holds beside weights and other formats of them
-_SKIPPED = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".onnx",
-    ".h5",
-    ".msgpack",
-    ".index.json",
-)
+_SKIPPED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 _LARGEST_FILE = 100 << 20
 
 

@@ -8,14 +8,7 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + "
     "'<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-SPECIAL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|pad|>",
-    "<|begin_of_text|>",
-    "<|eot_id|>",
-)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|begin_of_text|>", "<|eot_id|>")
 ROWS = 64
 
 
@@ -31,9 +24,7 @@ def write_tokenizer(out: str, model_type: str) -> int:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
     first = {"bos_token": "<|begin_of_text|>"} if model_type == "llama" else {}
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>", **first
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>", **first)
     fast.chat_template = CHATML
     fast.save_pretrained(out)
     return len(vocabulary)
@@ -44,10 +35,7 @@ def rows(*, pairs: bool) -> list[dict[str, Any]]:
     made = []
     for number in range(ROWS):
         question = {"role": "user", "content": f"What is {number} plus {number % 7}?"}
-        answer = {
-            "role": "assistant",
-            "content": f"It is {number + number % 7}. " * (1 + number % 3),
-        }
+        answer = {"role": "assistant", "content": f"It is {number + number % 7}. " * (1 + number % 3)}
         wrong = {"role": "assistant", "content": f"I do not know, perhaps {number}."}
         pair = {"chosen": [question, answer], "rejected": [question, wrong]}
         made.append(pair if pairs else {"messages": [question, answer]})

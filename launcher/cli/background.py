@@ -16,11 +16,8 @@ from launcher.errors import Exit, Finding, LaunchError, UsageError, launch_findi
 if TYPE_CHECKING:
     from launcher.runs.sbatch import Options
 
-# options that would be taken and ignored beside another one
-_APART = {
-    "slurm": ("skypilot", "detach", "devices", "node_rank", "main_address", "cpu"),
-    "skypilot": ("detach", "devices", "node_rank", "main_address", "on_finish", "fresh", "allow_changed_resume"),
-}
+# options that would be taken and ignored beside --slurm
+_APART = ("detach", "devices", "node_rank", "main_address", "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +44,13 @@ def require_sense(shared: Shared, more: Mapping[str, object]) -> None:
     given = {**dataclasses.asdict(shared), **more}
     # 0 is a value
     named = {name for name, value in given.items() if value or (value == 0 and value is not False)}
-    pairs = [(one, other) for one, others in _APART.items() for other in others]
     wrong = [
-        launch_finding("error", "useless-option", f"{_flag(other)} says nothing with {_flag(one)}", None)
-        for one, other in pairs
-        if {one, other} <= named
+        launch_finding("error", "useless-option", f"--{one.replace('_', '-')} says nothing with --slurm")
+        for one in _APART
+        if {one, "slurm"} <= named
     ]
     if wrong:
         raise UsageError(wrong)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def several_runs(command: Callable[..., Exit]) -> Callable[..., Exit]:

@@ -20,18 +20,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 """The commands of `launch --help`, in the order in which one meets them."""
 
 OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "Machines": (
-        "gpus",
-        "nodes",
-        "devices",
-        "node_rank",
-        "main_address",
-        "slurm",
-        "skypilot",
-        "gpu",
-        "gpu_memory",
-        "cpu",
-    ),
+    "Machines": ("gpus", "nodes", "devices", "node_rank", "main_address", "slurm", "gpu", "gpu_memory", "cpu"),
     "Start": ("dry_run", "detach", "fresh", "rehearse", "on_finish", "on_finish_limit", "first", "until"),
     "Checks": (
         "strict",

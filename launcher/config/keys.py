@@ -307,12 +307,6 @@ TABLE: tuple[Key, ...] = (
         meaning="options of sbatch, for --slurm",
     ),
     Key(
-        name="skypilot",
-        kind="mapping",
-        takes="a mapping, what goes into the task of --skypilot",
-        meaning="what goes into the task that --skypilot writes",
-    ),
-    Key(
         name="gates",
         kind="mapping",
         default="the limits above",

@@ -23,7 +23,7 @@ KEYS = ("name", "gpus", "stages")
 STAGE_KEYS = ("name", "config", "stage", "gpus", "from", "with")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,60}\Z")
 # mappings whose entries are set one by one; any other value is replaced whole
-_MERGED = ("args", "batch", "expect", "probe", "slurm", "skypilot")
+_MERGED = ("args", "batch", "expect", "probe", "slurm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,7 +127,6 @@ def write_stage_file(plan: Plan, folder: RunFolder, restored: Mapping[str, Any] 
         "attention": list(options.attention) or None,
         "expect": dict(options.expect) or None,
         "slurm": {k: True if v is None else v for k, v in options.slurm.items()} or None,
-        "skypilot": dict(options.skypilot) or None,
         "probe": "off" if options.probe is None else _told(options.probe),
     }
     if options.batch is not None:

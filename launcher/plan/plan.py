@@ -255,7 +255,7 @@ def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Find
     if nodes > 1:
         message = (
             "the same command runs on each machine, with NODE_RANK (0, 1, ...), HEAD_ADDRESS and "
-            "HEAD_PORT filled in: by --node-rank and --main-address, Slurm or SkyPilot"
+            "HEAD_PORT filled in: by --node-rank and --main-address, or Slurm"
         )
         yield replace(launch_finding("note", "several-nodes", message, None), key="nodes")
 

@@ -77,7 +77,7 @@ def find(
         return None
     scheduled = None
     if rank is None or address is None:
-        scheduled = _slurm(nodes, environ, resolves or _resolves) or _skypilot(nodes, environ)
+        scheduled = _slurm(nodes, environ, resolves or _resolves)
     if rank is None:
         rank = scheduled.rank if scheduled is not None else None
     if address is None and scheduled is not None:
@@ -141,18 +141,6 @@ def _resolves(host: str) -> bool:
         return bool(host and socket.getaddrinfo(host, None))
     except (OSError, UnicodeError):
         return False
-
-
-def _skypilot(nodes: int, environ: Mapping[str, str]) -> Rendezvous | None:
-    """What SkyPilot tells each node: its rank, and everybody's addresses in that order."""
-    rank, addresses = environ.get("SKYPILOT_NODE_RANK", ""), environ.get("SKYPILOT_NODE_IPS", "")
-    if not rank.isdecimal() or not addresses.split():
-        return None
-    count = len(addresses.split())
-    if count != nodes:
-        message = f"SkyPilot runs this on {count} node(s), the run takes {nodes}"
-        raise usage("wrong-step", message, f"--nodes {count}, or num_nodes: {nodes} in the task")
-    return Rendezvous(nodes=nodes, rank=int(rank), address=addresses.split()[0], port=DEFAULT_PORT)
 
 
 def check_port(here: Rendezvous | None) -> None:

@@ -14,7 +14,6 @@ from launcher.config.keys import KEYS, STAGES, Key
 from launcher.config.load import Config
 from launcher.errors import Finding, InvalidConfig, brief
 from launcher.redaction import redact
-from launcher.runs import skypilot
 from launcher.stage import gates, stage, unused
 from launcher.stage.conversion import FORMATS
 from launcher.upstream import history, locate
@@ -320,8 +319,6 @@ def _words(key: Key, schema: Schema) -> tuple[str, ...]:
             for name, entry in BACKENDS[schema.backend].STAGES.items()
             if schema.stage in {name, entry.stage}
         )
-    if key.name == "skypilot":
-        return tuple(skypilot.FIELDS)
     if key.name == "gates":
         return tuple(f"{gate}: {what}; {_limits(at)}" for gate, (at, what) in gates.GATES.items())
     return key.words or tuple(_part(part) for part in key.parts)

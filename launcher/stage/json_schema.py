@@ -14,7 +14,7 @@ from typing import Any
 
 from launcher.config.document import plain
 from launcher.config.keys import KEYS, OFF, ON, STAGES, Key
-from launcher.runs import sbatch, skypilot
+from launcher.runs import sbatch
 from launcher.stage import gates
 from launcher.upstream.schema import Field, Schema, source_name
 from launcher.upstream.trainers import BACKENDS, Entry
@@ -135,7 +135,6 @@ def _options(stages: Sequence[str], backends: Sequence[str], schemas: Sequence[S
             "anyOf": [{"title": "attention (in order)", **several}, *attention, _silent("attention", [None])]
         },
         "slurm": _mapping({name: {} for key in sbatch.KEYS for name in (key, key.replace("-", "_"))}),
-        "skypilot": _mapping({name: {} for name in skypilot.FIELDS}),
         "gates": _mapping({name: {"description": what} for name, (_, what) in gates.GATES.items()}),
         "args": {"type": ["object", "null"]},
         "extends": {"type": ["string", "null"], "pattern": r"\S"},

@@ -85,8 +85,8 @@ class Options:
     `script` is the key of a further script of the stage, None for the stage's own. `deepspeed` is a
     file, or None for no DeepSpeed; `attention` are implementations in the order of preference;
     `probe` is None where training runs without it; `rehearse` where the file leaves that to the command.
-    `slurm` are options of sbatch, None for one without a value; `skypilot` what goes into a task;
-    `gates` those limits of a ladder that are not the usual ones.
+    `slurm` are options of sbatch, None for one without a value; `gates` those limits of a ladder that are
+    not the usual ones.
     """
 
     stage: str
@@ -105,7 +105,6 @@ class Options:
     name: str | None = None
     gpus: int | None = None
     slurm: Mapping[str, str | None] = field(default_factory=dict)
-    skypilot: Mapping[str, Any] = field(default_factory=dict)
     gates: Mapping[str, Any] = field(default_factory=dict)
 
     def read_deepspeed(self) -> tuple[Mapping[str, Any] | None, Finding | None]:
@@ -142,8 +141,8 @@ def read(
     for key in (*_READ, NUM_GPUS):
         values[key.name], faults = key.read(raw.get(key.name))
         findings += [_bad(*one) for one in faults]
-    # three that a module of their own reads, imported only where a file has one
-    for name in ("slurm", "skypilot", "gates"):
+    # two that a module of their own reads, imported only where a file has one
+    for name in ("slurm", "gates"):
         values[name], wrong = _read_elsewhere(config, name) if raw.get(name) is not None else ({}, [])
         findings += wrong
     if values["attention"] and BACKENDS[backend].STAGES[script].best_attention:
@@ -171,20 +170,19 @@ def read(
         name=values["name"],
         gpus=values["num_gpus"],
         slurm=values["slurm"],
-        skypilot=values["skypilot"],
         gates=values["gates"],
     ), findings
 
 
 def _read_elsewhere(config: Config, key: str) -> tuple[Mapping[str, Any], list[Finding]]:
-    from launcher.runs import sbatch, skypilot
+    from launcher.runs import sbatch
     from launcher.stage import gates
 
     def complain(code: str, below: str, message: str, help: str | None) -> Finding:
         where = f"{key}.{below}" if below else key
         return replace(_bad(where, message, help), code=code)
 
-    readers: Mapping[str, Any] = {"slurm": sbatch.read, "skypilot": skypilot.read, "gates": gates.read}
+    readers: Mapping[str, Any] = {"slurm": sbatch.read, "gates": gates.read}
     values, wrong = readers[key](config.options[key], complain)
     return values, wrong
 

@@ -18,26 +18,17 @@ from launcher.runs.rundir import RunFolder
 STAGE = str(REPOSITORY / "configs" / "demo" / "sft.yaml")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--on-finish-limit", "5m"),
-        ("--slurm", "--devices", "0"),
-        ("--slurm", "--skypilot", "t.yaml"),
-        ("--skypilot", "t.yaml", "--on-finish", "true"),
-    ],
-)
+@pytest.mark.parametrize("words", [("--on-finish-limit", "5m"), ("--slurm", "--devices", "0")])
 def test_what_would_be_ignored_is_refused(words: tuple[str, ...]) -> None:
     told = CliRunner().invoke(app, ["sft", STAGE, "--gpus", "0", *words])
     assert isinstance(told.exception, UsageError)
     assert {finding.code for finding in told.exception.findings} == {"useless-option"}
 
 
-@pytest.mark.parametrize("where", ["--slurm", "--skypilot=t.yaml"])
-def test_other_machines_gpus_are_not_guessed(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_machines_gpus_are_not_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LAUNCH_RUNS", str(tmp_path / "runs"))
-    told = CliRunner().invoke(app, ["sft", STAGE, "model_name_or_path=some/model", "dataset_name=some/set", where])
+    told = CliRunner().invoke(app, ["sft", STAGE, "model_name_or_path=some/model", "dataset_name=some/set", "--slurm"])
     assert isinstance(told.exception, LaunchError)
     assert "no-gpus" in {finding.code for finding in told.exception.findings}
 

@@ -1,4 +1,4 @@
-"""Where a node stands among several: options, Slurm, SkyPilot; and the command that it runs."""
+"""Where a node stands among several: options, Slurm; and the command that it runs."""
 
 import socket
 
@@ -14,7 +14,6 @@ SLURM = {
     "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gpu[007-008]",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7",
 }  # fmt: skip
-SKYPILOT = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.1.0.4\n10.1.0.5\n"}
 
 
 def code(error: pytest.ExceptionInfo[UsageError]) -> str:
@@ -86,14 +85,6 @@ def test_by_slurm() -> None:
 )  # fmt: skip
 def test_first_host(listed: str, first: str) -> None:
     assert rendezvous.first_host(listed) == first
-
-
-def test_by_skypilot() -> None:
-    found = rendezvous.find(2, None, None, SKYPILOT)
-    assert found == Rendezvous(nodes=2, rank=1, address="10.1.0.4", port=29500)
-    with pytest.raises(UsageError) as error:
-        rendezvous.find(3, None, None, SKYPILOT)
-    assert code(error) == "wrong-step"
 
 
 def test_a_taken_port_is_said_before() -> None:

@@ -61,9 +61,6 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
         overrides: list[str] | None = OVERRIDES,
         node_rank: int | None = NODE_RANK,
         main_address: str | None = MAIN_ADDRESS,
-        skypilot: Path | None = Option(
-            None, "--skypilot", metavar="FILE", help="write a SkyPilot task; start nothing"
-        ),
         allow_corrupting_overlap: bool = Option(
             False,
             "--allow-corrupting-overlap",
@@ -78,12 +75,10 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
             main_address=main_address,
             allow_corrupting_overlap=allow_corrupting_overlap,
             fresh=shared.fresh,
-            elsewhere=shared.slurm or skypilot is not None,
+            elsewhere=shared.slurm,
         )
         if shared.dry_run:
             return _dry_run(request, shared.format, slurm=shared.slurm)
-        if skypilot is not None:
-            return _write_task(request, skypilot, shared.format)
         at_end = AtEnd.of(shared)
         if shared.slurm:
             return _queue(request, shared, at_end)
@@ -179,15 +174,6 @@ def _queue(request: Request, shared: Shared, at_end: AtEnd) -> Exit:
     lines = (f"run: {folder.path}", f"job: {job.id}", "launch runs", f"launch stop {name}")
     data = {"run": str(folder.path), "job": job.id}
     return answer(str(request.stage), format, data, lines, findings)
-
-
-def _write_task(request: Request, path: Path, format: Format) -> Exit:
-    """Write the run as a SkyPilot task."""
-    from launcher.lifecycle import cloud
-
-    findings = cloud.write(request, path)
-    data = {"task": str(path)}
-    return answer(str(request.stage), format, data, (f"sky launch {path}",), findings)
 
 
 def _detach(stage: str, folder: RunFolder, attempt: Attempt, findings: tuple[Finding, ...], format: Format) -> Exit:

@@ -47,7 +47,7 @@ KIND, RECORD = "ladder", "ladder.json"
 _VERSION = 1
 _MODELS = "models"
 """The folder of a ladder into which its rungs save; it goes when one has been judged."""
-_OTHERWISE = ("gates", "slurm", "skypilot")
+_OTHERWISE = ("gates", "slurm")
 """Options of a stage file that change nothing of what a rung does."""
 _NAMES_DEEPSPEED = ("deepspeed=", "deepspeed_config=", "open_instruct.deepspeed_config=")
 

@@ -26,7 +26,7 @@ from launcher.workflows.tune import space as levers
 from launcher.workflows.tune.space import Settings, Space
 
 MARK = "# Tuned by launch: "
-_NESTED = ("batch", "expect", "probe", "gates", "slurm", "skypilot")
+_NESTED = ("batch", "expect", "probe", "gates", "slurm")
 _LINE_ENDS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 

@@ -74,6 +74,19 @@ _SFT = f"configs/bench/hand_recipe.yaml --gpus 2 'dataset_mixer_list={_CHATS}'"
 _DPO = f"configs/bench/hand_recipe_dpo.yaml --gpus 2 'mixer_list={_PAIRS}'"
 _SMALL = f"{_SFT.replace('--gpus 2', '--gpus 1')} model_name_or_path=Qwen/Qwen2.5-0.5B"
 _PACKED = "packing=true,expect.packing=isolated"
+
+
+def _zero3(case: str, recipe: str, steps: int) -> tuple[Case, Case]:
+    """The hand recipe and its search under ZeRO-3, which two GPUs of 80 GB need for a model of 7B."""
+    name, bench = f"{case}-zero3", f"{recipe} deepspeed=zero3 --steps {steps}"
+    hand = f"launch bench {bench} --variant hand_recipe: --repeats 3"
+    search = f"launch tune {bench} --budget 6m -o {{assets}}/tuned_{name}.yaml"
+    return (
+        Case(name=f"{name}-hand", case=name, minutes=5, flash=False, command=hand),
+        Case(name=f"{name}-tune", case=name, minutes=8, first="hand_recipe_flash_attn", command=search),
+    )
+
+
 _SFT_WITHOUT = f"no_checkpointing:{_PACKED},gradient_checkpointing=false"
 _DPO_WITHOUT = f"no_checkpointing:{_PACKED},activation_memory_budget=1.0,batch.per_device=8"
 CASES = (
@@ -130,6 +143,8 @@ CASES = (
         command=f"launch bench configs/tulu/dpo_qwen7b.yaml --gpus 2 'mixer_list={_PAIRS}' "
         "model_name_or_path=Qwen/Qwen2.5-7B --variant tulu: --steps 4 --repeats 2",
     ),
+    *_zero3("sft-7b", _SFT, steps=6),
+    *_zero3("dpo-7b", _DPO, steps=4),
     Case(
         name="sft-0.5b-hand", case="sft-0.5b", minutes=3, gpus=1, flash=False,
         command=f"launch bench {_SMALL} --variant hand_recipe: --steps 6 --repeats 3",

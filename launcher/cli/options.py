@@ -183,9 +183,9 @@ class Shared:
         Raises InvalidConfig where the trainer refuses one of them.
         """
         from launcher.report import console
-        from launcher.workflows.rehearse import first
+        from launcher.workflows.rehearse import rehearsal
 
-        findings = first.require(stages, self.show_progress, by_itself=by_itself)
+        findings = rehearsal.require(stages, self.show_progress, by_itself=by_itself)
         console.findings(findings if self.format == "text" else ())
 
     def request(self, **more: Any) -> Request:

@@ -19,7 +19,7 @@ from launcher.errors import Finding, InvalidConfig, NotReady, launch_finding, no
 from launcher.lifecycle.prepare import Request, judge, resolve
 from launcher.machine.python import Trainer, find_trainer
 from launcher.stage.stage import Judged
-from launcher.workflows.rehearse import ask, first, memory, rehearsal
+from launcher.workflows.rehearse import ask, memory, rehearsal
 from launcher.workflows.rehearse.ask import Server
 from launcher.workflows.rehearse.rehearsal import Rehearsal
 
@@ -264,14 +264,14 @@ def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return Rehearsal(findings=(refused,) if wrong else (warned,), seconds=1)
 
     monkeypatch.setattr(rehearsal, "rehearse", rehearse)
-    monkeypatch.delenv(first.VARIABLE)
+    monkeypatch.delenv(rehearsal.VARIABLE)
     return seen
 
 
 def begun(path: Path, *overrides: str, by_itself: bool, rehearse: bool | None = None) -> list[str]:
     request = Request(stage=None, config=path, overrides=overrides, gpus=0, rehearse=rehearse)
     stages = {"": resolve(request, running=False)}
-    return [one.code for one in first.require(stages, print, by_itself=by_itself)]
+    return [one.code for one in rehearsal.require(stages, print, by_itself=by_itself)]
 
 
 @needs_trl
@@ -288,7 +288,7 @@ def test_who_asks_for_a_rehearsal(stage_file: Path, rehearsals: list[str], monke
         assert (len(rehearsals), len(codes)) == (expected, expected), (in_file, by_itself, option)
     # a variable switches off what nobody asked for
     stage_file.write_text(text)
-    monkeypatch.setenv(first.VARIABLE, "0")
+    monkeypatch.setenv(rehearsal.VARIABLE, "0")
     assert begun(stage_file, by_itself=True) == []
     assert begun(stage_file, by_itself=True, rehearse=True) == ["cut-rows"]
 

@@ -47,13 +47,13 @@ def plan(
 ) -> Exit:
     """Predict batch, steps, memory, time and cost on N GPUs."""
     from launcher.lifecycle import forecast, prepare
-    from launcher.workflows.rehearse import first
+    from launcher.workflows.rehearse import rehearsal
 
     counts = forecast.counts(gpus)
     resolved = prepare.resolve(shared.request(gpus=max(counts)), running=False)
     terms = forecast.ForecastOptions(
         row_tokens=shared.row_tokens,
-        rehearsed_tokens=None if shared.row_tokens else first.row_tokens(resolved),
+        rehearsed_tokens=None if shared.row_tokens else rehearsal.row_tokens(resolved),
         rows=shared.rows,
         gpu=gpu,
         gpu_memory=gpu_memory,

@@ -70,7 +70,6 @@ class Arguments:
     report_to: tuple[str, ...] = ()
 
     def words(self, schema: Schema) -> list[str]:
-        """The command line."""
         whole = {**self.given, **self.added}
         return [
             word

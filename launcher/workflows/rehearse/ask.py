@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import selectors
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,10 @@ class Server:
 
     def __init__(self, trainer: Trainer, backend: str, stage: str, root: Path | None) -> None:
         self.trainer, self.backend, self.stage, self.root = trainer, backend, stage, root
-        self._count, self._text = 0, b""
+        self._numbers, self._text = itertools.count(1), b""
 
     def folder(self) -> Path:
-        """A folder of `scratch` that is not there yet."""
-        self._count += 1
-        return self.scratch / f"small-{self._count}"
+        return self.scratch / f"small-{next(self._numbers)}"
 
     def __enter__(self) -> Server:
         try:
@@ -108,20 +107,15 @@ class Server:
         An answer without a `phase` is that of a process that ended by itself: `ended` is its exit code or
         minus its signal, `hung` whether its time was over, `stack` where it was.
         """
-        ids = []
-        for request in requests:
-            self._count += 1
-            ids.append(self._count)
-            common = {"id": self._count, "scratch": str(self.scratch), "folder": os.getcwd()}
-            self._send({**common, "limit_s": limit_s, **request})
-        answers: dict[int, dict[str, Any]] = {}
-        for answer in self._lines(len(ids), limit_s * len(ids) + 30):
-            answers[answer["id"]] = answer
+        ids = [next(self._numbers) for _ in requests]
+        common = {"scratch": str(self.scratch), "folder": os.getcwd(), "limit_s": limit_s}
+        for number, request in zip(ids, requests, strict=True):
+            self._send({"id": number, **common, **request})
+        answers = {answer["id"]: answer for answer in self._lines(len(ids), limit_s * len(ids) + 30)}
         lost: dict[str, Any] = {"ended": self._process.poll(), "hung": False, "stack": ""}
         return [answers.get(number, lost) for number in ids]
 
     def log(self, answer: Mapping[str, Any]) -> str:
-        """The last lines that a request printed."""
         with contextlib.suppress(OSError):
             return (self.scratch / f"{answer['id']}.log").read_bytes()[-4000:].decode(errors="replace")
         return ""
@@ -185,21 +179,15 @@ def described(refusal: Mapping[str, Any]) -> str:
 
 def crash(answer: Mapping[str, Any], log: str) -> Finding:
     """A finding about a process that ended without an answer."""
-    stack: Sequence[str] = [line for line in str(answer["stack"]).splitlines() if "File" in line]
-    where = f"; it was in {stack[0].strip()}" if stack else ""
-    code = answer["ended"]
+    stack = [line.strip() for line in str(answer["stack"]).splitlines() if "File" in line]
+    where = f"; it was in {stack[0]}" if stack else ""
+    name, code = "rehearsal-crash", answer["ended"]
     if answer["hung"]:
-        name, what = ("rehearsal-hangs", f"the training script does not come to an end in {LIMIT_S:.0f} s")
+        name, what = "rehearsal-hangs", f"the training script does not come to an end in {LIMIT_S:.0f} s"
     elif isinstance(code, int) and code < 0:
-        name = "rehearsal-crash"
         what = f"the training script's process was ended by {signal.Signals(-code).name}"
     else:
-        name, what = "rehearsal-crash", f"the training script's process ended with {code}"
-    help = next((line for line in reversed(log.splitlines()) if line.strip()), None)
-    return Finding(
-        severity="error",
-        layer="trainer",
-        code=name,
-        message=what + where,
-        help=f"its last line: {help.strip()[:200]}" if help else None,
-    )
+        what = f"the training script's process ended with {code}"
+    printed = log.strip().splitlines()
+    help = f"its last line: {printed[-1].strip()[:200]}" if printed else None
+    return Finding(severity="error", layer="trainer", code=name, message=what + where, help=help)

@@ -7,14 +7,13 @@ import hashlib
 import json
 import os
 import re
-import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from launcher.artifacts.fingerprint import cache_home
 from launcher.artifacts.model_config import commit
-from launcher.files import parse_json, read_bytes
+from launcher.files import read_json, write_json
 from launcher.machine.python import DECISIVE, Trainer
 from launcher.stage.stage import Judged
 from launcher.upstream.trainers import entry_of
@@ -28,10 +27,8 @@ _HEAD = 1 << 20
 
 def recall(judged: Judged, trainer: Trainer) -> dict[str, Any] | None:
     """What a rehearsal of the same found; None where there was none."""
-    with contextlib.suppress(OSError, ValueError):
-        known = parse_json(read_bytes(_path(judged, trainer)))
-        return known if isinstance(known, dict) and known.get("form") == FORM else None
-    return None
+    known = read_json(_path(judged, trainer))
+    return known if known.get("form") == FORM else None
 
 
 def keep(judged: Judged, trainer: Trainer, found: Mapping[str, Any]) -> None:
@@ -39,9 +36,7 @@ def keep(judged: Judged, trainer: Trainer, found: Mapping[str, Any]) -> None:
     path = _path(judged, trainer)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        scratch.write_text(json.dumps({"form": FORM, **found}), encoding="utf-8")
-        os.replace(scratch, path)
+        write_json(path, {"form": FORM, **found})
         known = sorted(path.parent.glob("*.json"), key=lambda one: one.stat().st_mtime)
         for old in known[:-KEPT]:
             old.unlink(missing_ok=True)
@@ -55,7 +50,6 @@ def _path(judged: Judged, trainer: Trainer) -> Path:
 
 
 def _parts(judged: Judged, trainer: Trainer) -> Iterator[Any]:
-    """Everything that a rehearsal depends on."""
     assert judged.schema is not None and judged.upstream is not None and judged.options is not None
     entry = entry_of(judged.schema)
     whole = arguments.of_stage(judged.config.args, judged.options, judged.schema, entry)

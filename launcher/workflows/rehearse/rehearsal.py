@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from launcher.artifacts import architecture
-from launcher.errors import Finding, Severity, brief, launch_finding
+from launcher.errors import Finding, InvalidConfig, NotReady, brief, errors, launch_finding
+from launcher.lifecycle.prepare import ResolvedStage
 from launcher.machine.python import Trainer
 from launcher.stage.stage import Judged
 from launcher.upstream.trainers import Entry, entry_of
@@ -18,7 +20,8 @@ from launcher.workflows.rehearse import arguments, memory
 from launcher.workflows.rehearse.arguments import ROWS, Arguments
 from launcher.workflows.rehearse.ask import Server, Servers, crash, described
 
-PHASES = ("shrink", "parse", "data", "construct", "train", "evaluate", "save", "load")
+VARIABLE = "LAUNCH_REHEARSE"
+"""0: nothing is rehearsed unless the command line or the stage file asks for it."""
 MOST_REFUSALS = 8
 MUCH = 0.1
 """The share of rows from which a remark about rows is worth a warning."""
@@ -32,6 +35,7 @@ _DOING = {
     "save": "when it saves",
     "load": "when the saved model is loaded",
 }
+PHASES = tuple(_DOING)
 # what to do about words of the trainers that do not say it
 _ADVICE = (
     ("No examples left after transformation", "longer rows, or a chat template that marks the answers"),
@@ -60,20 +64,17 @@ class Rehearsal:
 
     @property
     def row_tokens(self) -> str | None:
-        """Tokens a row as `launch plan --row-tokens` takes them; None where rows were not seen."""
         count = self.rows.get("rows")
         if not count or self.stand_ins:
             return None
         return f"{max(1, round(self.rows['tokens'] / count))}:{self.rows['longest']}"
 
     def as_json(self) -> dict[str, Any]:
-        """The JSON contract of `launch rehearse`."""
         data = asdict(replace(self, findings=(), seconds=round(self.seconds, 1)))
         del data["findings"]
         return {**data, "row_tokens": self.row_tokens}
 
     def lines(self) -> Iterator[str]:
-        """What was seen, for people."""
         if count := self.rows.get("rows"):
             mean = self.rows["tokens"] / count
             yield (
@@ -125,12 +126,60 @@ def combined(first: Iterable[Finding], more: Iterable[Finding]) -> tuple[Finding
     return (*first, *(one for one in kept if one.code not in codes))
 
 
+def require(
+    stages: Mapping[str, ResolvedStage], say: Callable[[str], None], *, by_itself: bool
+) -> tuple[Finding, ...]:
+    """Rehearse what is to start, by name; the warnings, each once.
+
+    A stage is rehearsed if the command line or its file says so, or where it happens `by_itself` and neither
+    they nor `LAUNCH_REHEARSE=0` say no. Raises InvalidConfig with all that any trainer refuses, and NotReady
+    where a rehearsal that was requested cannot be had.
+    """
+    found: dict[str, Finding] = {}
+    strict = False
+    with Servers() as servers:
+        for name, resolved in stages.items():
+            requested = resolved.request.rehearse
+            if requested is None:
+                requested = resolved.stage.options.rehearse
+            if requested is None and os.environ.get(VARIABLE) == "0":
+                requested = False
+            if not (by_itself if requested is None else requested):
+                continue
+            try:
+                findings = rehearse(resolved.checked, resolved.trainer, servers, say=say).findings
+            except NotReady as error:
+                if requested:
+                    raise
+                findings = tuple(
+                    replace(one, severity="warning", code="not-rehearsed", message=f"not rehearsed: {one.message}")
+                    for one in error.findings
+                )
+            strict = strict or resolved.request.strict
+            whose = f"[{name}] " if len(stages) > 1 else ""
+            for one in findings:
+                if one.severity != "note":
+                    found.setdefault(one.message, replace(one, message=whose + one.message))
+    if errors(found.values(), strict=strict):
+        raise InvalidConfig(tuple(found.values()))
+    return tuple(found.values())
+
+
+def row_tokens(resolved: ResolvedStage) -> str | None:
+    """Tokens a row as an earlier rehearsal saw them, in the words of `--row-tokens`; None without one."""
+    known = memory.recall(resolved.checked, resolved.trainer)
+    return None if known is None else known.get("row_tokens")
+
+
 def _from_json(known: Mapping[str, Any], judged: Judged) -> Rehearsal:
-    placed = (Finding(**one) for one in known["findings"])
-    findings = tuple(judged.config.placed(one) for one in placed)
-    kept: dict[str, Any] = {name: known[name] for name in ("seconds", "rows")}
-    kept |= {name: tuple(known[name]) for name in ("losses", "left_out", "stand_ins")}
-    return Rehearsal(findings=findings, **kept, remembered=True)
+    lists = {name: tuple(known[name]) for name in ("losses", "left_out", "stand_ins")}
+    return Rehearsal(
+        findings=tuple(judged.config.placed(Finding(**one)) for one in known["findings"]),
+        seconds=known["seconds"],
+        rows=known["rows"],
+        remembered=True,
+        **lists,
+    )
 
 
 class Attempts:
@@ -145,13 +194,8 @@ class Attempts:
         self.model: str | None = None
         self.special: Mapping[str, int] = {}
         self.whole = arguments.of_stage(self.config.args, judged.options, self.schema, self.entry)
-        refused = {
-            str(one.key).removeprefix("args.").partition("[")[0]
-            for one in judged.findings
-            if one.severity == "error" and one.key
-        }
-        self.refused = refused
-        for name in refused:
+        self.refused = {one.key.removeprefix("args.").partition("[")[0] for one in errors(judged.findings) if one.key}
+        for name in self.refused:
             self.whole = self.without(self.whole, [name])
 
     def first(self) -> dict[str, Any]:
@@ -159,7 +203,6 @@ class Attempts:
         return self.server.ask(self.request(self.whole))[0]
 
     def all(self) -> Rehearsal:
-        """Every refusal, and what the last attempt saw."""
         self.shrink()
         self.parse_what_is_left_out()
         answer: dict[str, Any] = {}
@@ -183,11 +226,13 @@ class Attempts:
         rows = answer.get("data", {}) if clean else {}
         self.findings += _about_rows(rows, self.entry) if clean else ()
         if answer.get("raw"):
-            self.findings.append(_raw_state(self.entry))
+            message = "OLMo-core cannot export this model: the run leaves model_state_dict.pt, which "
+            message += "transformers cannot load (olmo_core_utils.py:287)"
+            help = "an OLMo-2 or OLMo-3 model, or the script dpo_tune_cache.py"
+            self.findings.append(_of_trainer("warning", "no-hf-export", message, help, key="args.config_name"))
         self.findings += self.not_rehearsed()
-        placed = [self.config.placed(one) for one in self.findings]
         return Rehearsal(
-            findings=tuple(placed),
+            findings=tuple(map(self.config.placed, self.findings)),
             seconds=0,
             rows=rows,
             losses=tuple(answer.get("losses", ())) if clean else (),
@@ -214,26 +259,22 @@ class Attempts:
 
     def shrink(self) -> None:
         """Have the small model made; without one the arguments are only parsed, which is said."""
-        name = self.config.args.get(self.entry.names.model)
+        name = str(self.config.args.get(self.entry.names.model))
         table = architecture.table()
         # where nothing else is known: as a hub model's name says, or the most common family
-        shape = table.get(str(name).lower()) or table[_COMMON]
-        out = self.server.folder()
-        own = {"kind": "shrink", "model": str(name), "out": str(out), "shape": None}
+        shape = table.get(name.lower()) or table[_COMMON]
+        out = str(self.server.folder())
         revision = self.config.args.get("model_revision")
-        (answer,) = self.server.ask({**own, "shape": dict(shape), "revision": revision})
+        request = {"kind": "shrink", "model": name, "out": out, "shape": dict(shape), "revision": revision}
+        (answer,) = self.server.ask(request)
         self.note(answer)
         if "phase" in answer and answer.get("refusal") is None:
-            self.model, self.special = str(out), answer.get("special", {})
+            self.model, self.special = out, answer.get("special", {})
             return
         why = described(answer["refusal"]) if answer.get("refusal") else "its process ended"
-        self.findings.append(
-            _note(
-                "not-rehearsed",
-                f"args.{self.entry.names.model}",
-                f"no small model of this kind can be made, so the arguments are only parsed: {why}",
-            )
-        )
+        message = f"no small model of this kind can be made, so the arguments are only parsed: {why}"
+        key = f"args.{self.entry.names.model}"
+        self.findings.append(launch_finding("note", "not-rehearsed", message, key=key))
 
     def parse_what_is_left_out(self) -> None:
         """The arguments that are not rehearsed as they are, are at least parsed so, with the others."""
@@ -280,7 +321,7 @@ class Attempts:
         names = [name for name in given if name != self.entry.names.model]
         likely = _likely(refusal, given, names)
         if answer["phase"] in {"data", "construct"} or refusal["type"] == "KeyError":
-            likely = [*likely, *(name for name in self.data() if name not in likely)]
+            likely += [name for name in self.data_names() if name in self.whole.given and name not in likely]
         likely = likely[:6]
         culprits, change = self.test(answer, likely)
         if change > _OTHER_WORDS:
@@ -288,14 +329,12 @@ class Attempts:
         rest = [name for name in names if name not in likely]
         return self.halve(answer, rest, more_than=change) or culprits
 
-    def test(self, answer: Mapping[str, Any], names: Iterable[str]) -> tuple[list[str], int]:
+    def test(self, answer: Mapping[str, Any], names: Sequence[str]) -> tuple[list[str], int]:
         """Those of some arguments whose absence changes the refusal most, and how; all are tried at once."""
-        listed = list(names)
-        tried = [self.request(self.without(self.whole, [name])) for name in listed]
-        answers = self.server.ask(*tried) if tried else []
-        pairs = [(name, _change(answer, other)) for name, other in zip(listed, answers, strict=True)]
-        best = max((change for _, change in pairs), default=0)
-        return [name for name, change in pairs if change == best > 0], best
+        tried = [self.request(self.without(self.whole, [name])) for name in names]
+        changes = [_change(answer, other) for other in self.server.ask(*tried)] if tried else []
+        best = max(changes, default=0)
+        return [name for name, change in zip(names, changes, strict=True) if change == best > 0], best
 
     def halve(self, answer: Mapping[str, Any], names: list[str], more_than: int) -> list[str]:
         """The one argument whose absence changes the refusal so, by halves; none where it takes several."""
@@ -316,58 +355,42 @@ class Attempts:
                 return names
         return names
 
-    def data(self) -> list[str]:
-        """The arguments that name data."""
-        listed = (self.entry.names.data, "dataset_name", "datasets", "dataset_mixer", "dataset_config")
-        return [name for name in dict.fromkeys(listed) if name in self.whole.given]
-
     def without(self, whole: Arguments, names: Iterable[str]) -> Arguments:
         """The arguments without some; in the place of the data comes a set that each trainer takes."""
-        names = set(names)
-        given = {name: value for name, value in whole.given.items() if name not in names}
-        added = dict(whole.added)
+        names, added = set(names), dict(whole.added)
+        left = names
         if names & set(self.data_names()):
-            for name in self.data_names():
-                given.pop(name, None)
+            left = names | set(self.data_names())
             added[self.entry.names.data] = [MADE_UP_ROWS, "1.0"] if self.entry.mixes else MADE_UP_ROWS
         if self.entry.names.model in names:
             added[self.entry.names.model] = "launch/made-up-model"
-        left = set(names) & set(whole.report_to and ("report_to",))
-        return replace(whole, given=given, added=added, report_to=() if left else whole.report_to)
+        given = {name: value for name, value in whole.given.items() if name not in left}
+        report_to = () if "report_to" in names else whole.report_to
+        return replace(whole, given=given, added=added, report_to=report_to)
 
     def data_names(self) -> tuple[str, ...]:
-        """The names of arguments that say which rows are read."""
         return (self.entry.names.data, "datasets", "dataset_mixer", "dataset_config")
 
     # -- findings ----------------------------------------------------------------------------------
 
     def refusal(self, answer: Mapping[str, Any], culprits: list[str]) -> Finding:
         """What the trainer said, in its words, at the argument that it is about."""
-        phase, refusal = answer["phase"], answer["refusal"]
+        refusal, what, key = answer["refusal"], "this stage", None
         also = " and ".join(f"`{name}`" for name in culprits[1:3])
         advice = next((text for words, text in _ADVICE if words in refusal["message"]), None)
         help = advice or (f"it is also gone without {also}" if also else None)
         if culprits:
-            value = self.config.args.get(culprits[0])
-            what = f"the trainer refuses `{culprits[0]}: {brief(value)}` {_DOING[phase]}"
-        else:
-            what = f"the trainer refuses this stage {_DOING[phase]}"
-        return Finding(
-            severity="error",
-            layer="trainer",
-            code="trainer-refuses",
-            key=f"args.{culprits[0]}" if culprits else None,
-            message=f"{what}: {described(refusal)}",
-            help=help,
-        )
+            value, key = self.config.args.get(culprits[0]), f"args.{culprits[0]}"
+            what = f"`{culprits[0]}: {brief(value)}`"
+        message = f"the trainer refuses {what} {_DOING[answer['phase']]}: {described(refusal)}"
+        return _of_trainer("error", "trainer-refuses", message, help, key=key)
 
     def not_rehearsed(self) -> Iterator[Finding]:
-        """One line for each thing that the rehearsal cannot show, and for each stand-in."""
         for what, names in self.whole.left_out.items():
             key = f"args.{names[0]}" if names else "deepspeed"
-            yield _note("not-rehearsed", key, f"not rehearsed on the CPU: {what}")
+            yield launch_finding("note", "not-rehearsed", f"not rehearsed on the CPU: {what}", key=key)
         for text in self.stand_ins:
-            yield _note("stand-in", None, f"rehearsed with {text}")
+            yield launch_finding("note", "stand-in", f"rehearsed with {text}")
 
 
 def _likely(refusal: Mapping[str, Any], given: Mapping[str, Any], names: list[str]) -> list[str]:
@@ -376,13 +399,9 @@ def _likely(refusal: Mapping[str, Any], given: Mapping[str, Any], names: list[st
     words = set(re.findall(r"[A-Za-z_][\w.]*", message))
 
     def quoted(value: Any) -> bool:
-        texts = (
-            value
-            if isinstance(value, list | tuple)
-            else [*value, *value.values()]
-            if isinstance(value, dict)
-            else [value]
-        )
+        texts = value if isinstance(value, list | tuple) else [value]
+        if isinstance(value, dict):
+            texts = [*value, *value.values()]
         return any(len(str(text)) > 2 and str(text) in message for text in texts)
 
     by_name = [name for name in names if name in words or f"--{name}" in message]
@@ -431,18 +450,6 @@ def _no_room(refusal: Mapping[str, Any]) -> Finding:
     )
 
 
-def _raw_state(entry: Entry) -> Finding:
-    return Finding(
-        severity="warning",
-        layer="trainer",
-        code="no-hf-export",
-        key="args.config_name",
-        message="OLMo-core cannot export this model: the run leaves model_state_dict.pt, which "
-        "transformers cannot load (olmo_core_utils.py:287)",
-        help="an OLMo-2 or OLMo-3 model, or the script dpo_tune_cache.py",
-    )
-
-
 def _about_rows(rows: Mapping[str, Any], entry: Entry) -> Iterator[Finding]:
     """What is wrong with rows although nobody refuses them; `rows` is empty where they were not seen."""
     count = rows.get("rows")
@@ -451,40 +458,23 @@ def _about_rows(rows: Mapping[str, Any], entry: Entry) -> Iterator[Finding]:
     data, length = f"args.{entry.names.data}", f"args.{entry.names.max_length}"
     empty, masked, cut = (rows[name] / count for name in ("empty", "masked", "cut"))
     if empty:
-        yield _about("empty-rows", data, f"{empty:.0%} of the first rows have no token", empty == 1, None)
+        message = f"{empty:.0%} of the first rows have no token"
+        yield _of_trainer("error" if empty == 1 else "warning", "empty-rows", message, key=data)
     if masked > empty:
-        yield _about(
-            "nothing-to-learn",
-            data,
-            f"{masked:.0%} of the first rows have no token that counts in the loss",
-            masked == 1,
-            "an answer that is cut off, or a chat template without the markers that masking needs",
-        )
+        message = f"{masked:.0%} of the first rows have no token that counts in the loss"
+        help = "an answer that is cut off, or a chat template without the markers that masking needs"
+        yield _of_trainer("error" if masked == 1 else "warning", "nothing-to-learn", message, help, key=data)
     if cut >= MUCH:
-        yield _about(
-            "cut-rows",
-            length,
-            f"{cut:.0%} of the first rows are cut off at the limit",
-            False,
-            f"a larger `{entry.names.max_length}`",
-        )
+        message = f"{cut:.0%} of the first rows are cut off at the limit"
+        help = f"a larger `{entry.names.max_length}`"
+        yield _of_trainer("warning", "cut-rows", message, help, key=length)
     for token, present in rows.get("present", {}).items():
         if present < (1 - cut) * count * (1 - MUCH):
-            share = present / count
-            yield _about(
-                "no-end-token",
-                data,
-                f"only {share:.0%} of the first rows hold the tokenizer's end token `{token}`: the "
-                "model does not learn to stop",
-                False,
-                "a chat template that ends answers with it",
-            )
+            message = f"only {present / count:.0%} of the first rows hold the tokenizer's end token `{token}`: "
+            message += "the model does not learn to stop"
+            help = "a chat template that ends answers with it"
+            yield _of_trainer("warning", "no-end-token", message, help, key=data)
 
 
-def _about(code: str, key: str, message: str, every: bool, help: str | None) -> Finding:
-    severity: Severity = "error" if every else "warning"
-    return replace(launch_finding(severity, code, message, help, key=key), layer="trainer")
-
-
-def _note(code: str, key: str | None, message: str) -> Finding:
-    return launch_finding("note", code, message, key=key)
+def _of_trainer(*finding: Any, key: str | None) -> Finding:
+    return replace(launch_finding(*finding, key=key), layer="trainer")

@@ -84,18 +84,15 @@ def respond(stage: Any, request: dict[str, Any], own: str) -> dict[str, Any]:
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """An exception as JSON: `file` and `line` are where it was raised, `values` the texts near it."""
+    """An exception as JSON: `file` and `line` are where it was raised, `code` the lines before it."""
     frames = traceback.extract_tb(error.__traceback__)
-    last = frames[-1] if frames else None
-    message = str(error)
-    if isinstance(error, KeyError):
-        message = f"KeyError: {message}"
+    message = f"KeyError: {error}" if isinstance(error, KeyError) else str(error)
     return {
         "type": type(error).__name__,
         "message": message[:4000],
         "errno": getattr(error, "errno", None),
-        "file": None if last is None else "/".join(last.filename.split("/")[-3:]),
-        "line": None if last is None else last.lineno,
+        "file": "/".join(frames[-1].filename.split("/")[-3:]) if frames else None,
+        "line": frames[-1].lineno if frames else None,
         "code": [frame.line or "" for frame in frames[-6:]],
     }
 
@@ -130,7 +127,6 @@ def serve(stage: Any, out: Any, jobs: int) -> None:
 
 
 def main() -> None:
-    """Import what the stage needs, say so, and serve."""
     out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     line = b""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import rows, steps
-from .trl_stage import listen_to_warnings, shrink_model
+from .trl_stage import shrink_model
 
 _NEEDED = {"open_instruct", "torch", "transformers", "datasets", "accelerate", "olmo_core"}
 _MODULES = {"sft": "finetune", "dpo": "dpo_tune_cache", "dpo_olmo_core": "dpo"}
@@ -58,7 +58,6 @@ def import_with_dummies(name: str) -> None:
 
 
 def load(setup: dict[str, Any]) -> None:
-    """Import once what every request needs; the checkout is among the paths."""
     import torch
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
@@ -74,13 +73,9 @@ def answer(request: dict[str, Any], report: dict[str, Any]) -> None:
     """One request: `shrink` makes the small model, `run` rehearses. Raises what the script raises."""
     if request["kind"] == "shrink":
         shrink_model(request, report)
-        return
-    warned = listen_to_warnings(report)
-    report["notes"] += [["package", package] for package in sorted(DUMMIES.packages)]
-    try:
+    else:
+        report["notes"] += [["package", package] for package in sorted(DUMMIES.packages)]
         run(request, report)
-    finally:
-        report["warnings"] = list(dict.fromkeys(line[:300] for line in warned))[:20]
 
 
 def run(request: dict[str, Any], report: dict[str, Any]) -> None:
@@ -89,12 +84,12 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     from open_instruct.dataset_transformation import TokenizerConfig
     from open_instruct.utils import ArgumentParserPlus
 
-    sft = request["entry"] == "sft"
-    kind = script.FlatArguments if sft else script.dpo_utils.DPOExperimentConfig
+    olmo_core = request["entry"] == "dpo_olmo_core"
+    kind = script.FlatArguments if request["entry"] == "sft" else script.dpo_utils.DPOExperimentConfig
     # as a command line is read, from sys.argv: ArgumentParserPlus looks there for a YAML file
     sys.argv = [script.__file__, *request["words"]]
     parser = ArgumentParserPlus((kind, TokenizerConfig))
-    if request["entry"] == "dpo_olmo_core":
+    if olmo_core:
         arguments, tokenizer = parser.parse()
     else:
         arguments, tokenizer = parser.parse_args_into_dataclasses()
@@ -106,15 +101,14 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     if tokenizer.tokenizer_name_or_path in (None, name):
         tokenizer.tokenizer_name_or_path = request["model"]
     arguments.model_name_or_path = request["model"]
-    if request["entry"] == "dpo_olmo_core":
+    if olmo_core:
         # which model OLMo-core builds goes by this name (olmo_core_utils.py:234)
         arguments.config_name = arguments.config_name or name
+        shrink_olmo_core(script)
     elif getattr(arguments, "config_name", None) not in (None, name):
         arguments.config_name = request["model"]
     if hasattr(script, "snapshot_download"):
         script.snapshot_download = lambda name, **_: name
-    if request["entry"] == "dpo_olmo_core":
-        shrink_olmo_core(script)
     report["phase"] = "construct"
     with steps.losses() as losses:
         script.main(arguments, tokenizer)
@@ -123,10 +117,8 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
         return
     steps.require_finite(losses)
     report["phase"] = "save"
-    out = arguments.output_dir
-    out = os.path.join(out, "hf_model") if request["entry"] == "dpo_olmo_core" else out
-    saved = steps.look_at_saved(out, request["model"])
-    report["moved"], report["raw"] = saved["moved"], saved.get("raw", False)
+    out = os.path.join(arguments.output_dir, "hf_model") if olmo_core else arguments.output_dir
+    report["raw"] = not steps.require_trained(out, request["model"])
     report["phase"] = "load"
     if not report["raw"]:
         steps.load_again(out)
@@ -150,7 +142,7 @@ def small_data(arguments: Any, request: dict[str, Any], report: dict[str, Any]) 
 
     def prepared(*args: Any, **kwargs: Any) -> Any:
         made = prepare(*args, **kwargs)
-        report["data"] = rows.describe(made, arguments.max_seq_length, request.get("special") or {})
+        report["data"] = rows.describe(made, arguments.max_seq_length, request["special"])
         if not report["data"].get("rows"):
             raise steps.Refused("no row is left after the trainer has prepared the data")
         report["phase"] = "construct"
@@ -179,7 +171,6 @@ def supply_for_cpu() -> None:
 
 
 def constant(value: Any) -> Callable[..., Any]:
-    """A function that gives one value, whatever it is asked."""
     return lambda *_, **__: value
 
 

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import stand_ins
-
 TOKENS = 256
 """Tokens that are trained on of each row: the whole row has been prepared by then."""
 _FILES = {"json", "csv", "parquet", "arrow", "text", "pandas"}
@@ -18,14 +16,10 @@ _MASKS = ("completion_mask", "assistant_masks")
 
 
 class AnySplit(dict[str, Any]):
-    """The splits of a data set that is not on this machine: it has every one that is asked for."""
-
-    def __init__(self, rows: Any) -> None:
-        super().__init__(train=rows, test=rows)
-        self.rows = rows
+    """The splits of a data set that is not on this machine: it has every name."""
 
     def __missing__(self, split: str) -> Any:
-        return self.rows
+        return self["train"]
 
 
 def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, Any]) -> Callable[..., Any]:
@@ -53,16 +47,27 @@ def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, A
             if local or not _HUB_NAME.match(str(path)):
                 raise
             report["notes"].append(["data", str(path)])
-            made = datasets.Dataset.from_list(stand_ins.rows(pairs=request["pairs"])[:count])
+            made = datasets.Dataset.from_list(made_up(count, pairs=request["pairs"]))
             made = made.to_iterable_dataset() if kwargs.get("streaming") else made
-            return made if kwargs.get("split") else AnySplit(made)
+            return made if kwargs.get("split") else AnySplit(train=made, test=made)
         return each(loaded, lambda one: head(one, count))
 
     return load_few
 
 
+def made_up(count: int, *, pairs: bool) -> list[dict[str, Any]]:
+    """Conversations as the hub's sets hold them: messages for SFT, pairs for DPO."""
+    made = []
+    for number in range(count):
+        question = {"role": "user", "content": f"What is {number} plus {number % 7}?"}
+        answer = {"role": "assistant", "content": f"It is {number + number % 7}. " * (1 + number % 3)}
+        wrong = {"role": "assistant", "content": f"I do not know, perhaps {number}."}
+        pair = {"chosen": [question, answer], "rejected": [question, wrong]}
+        made.append(pair if pairs else {"messages": [question, answer]})
+    return made
+
+
 def each(loaded: Any, change: Callable[[Any], Any]) -> Any:
-    """The same change to every split of what was loaded."""
     if not isinstance(loaded, dict):
         return change(loaded)
     import datasets
@@ -71,7 +76,6 @@ def each(loaded: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def read(stream: Any, count: int) -> Any:
-    """The first rows of a stream as a data set in memory."""
     import datasets
 
     rows = list(stream.take(count))
@@ -137,28 +141,20 @@ def describe(rows: Any, longest: int | None, special: dict[str, int | None]) -> 
     """
     if not hasattr(rows, "__len__"):
         return {}
-    lengths, trained, masked, cut = [], 0, 0, 0
-    present = dict.fromkeys(special, 0)
-    for row in rows:
-        parts = tokens(row)
-        ids = [token for part in parts for token in part]
-        own = max((len(part) for part in parts), default=0)
-        lengths.append(own)
-        learned = labels(row)
-        trained += learned
-        masked += learned == 0
-        cut += longest is not None and own >= longest
-        for name, number in special.items():
-            present[name] += number in ids
+    sequences = [tokens(row) for row in rows]
+    lengths = [max(map(len, parts), default=0) for parts in sequences]
+    trained = [labels(row) for row in rows]
     return {
         "rows": len(lengths),
         "tokens": sum(lengths),
         "longest": max(lengths, default=0),
-        "empty": sum(length == 0 for length in lengths),
-        "masked": masked,
-        "cut": cut,
-        "trained": trained,
-        "present": present,
+        "empty": lengths.count(0),
+        "masked": trained.count(0),
+        "cut": sum(longest is not None and length >= longest for length in lengths),
+        "trained": sum(trained),
+        "present": {
+            name: sum(any(number in part for part in parts) for parts in sequences) for name, number in special.items()
+        },
     }
 
 

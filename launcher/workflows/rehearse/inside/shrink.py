@@ -8,52 +8,25 @@ import os
 import shutil
 from typing import Any
 
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + "
+    "'<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|begin_of_text|>", "<|eot_id|>")
 SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "head_dim": 16,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "max_window_layers": 2,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "n_embd": 64,
-    "n_inner": 128,
-    "n_head": 4,
-    "d_model": 64,
-    "d_ff": 128,
-    "ffn_dim": 128,
-    "word_embed_proj_dim": 64,
-    "embedding_size": 64,
-    "rotary_dim": 16,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "moe_topk": 2,
-    "top_k_experts": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_heads": 4,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_d_state": 16,
-    "n_mamba_heads": 4,
-    "mamba_headdim": 32,
-    "mamba_d_ssm": 128,
-    "num_kv_shared_layers": 0,
+    0: "num_kv_shared_layers",
+    1: "n_group topk_group",
+    2: "max_window_layers linear_num_key_heads num_experts_per_tok moe_k moe_topk top_k_experts",
+    4: "num_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts "
+    "linear_num_value_heads n_head num_heads n_mamba_heads",
+    8: "mamba_n_heads",
+    16: "head_dim kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim linear_key_head_dim "
+    "linear_value_head_dim rotary_dim mamba_d_head mamba_d_state",
+    32: "moe_intermediate_size shared_expert_intermediate_size q_lora_rank mamba_headdim",
+    64: "hidden_size n_embd d_model word_embed_proj_dim embedding_size",
+    128: "intermediate_size n_inner d_ff ffn_dim mamba_d_ssm",
 }
-"""The widest that a shrunk model is, by the names that configs have for it."""
+"""The widest that a shrunk model is, and the names that configs have for each size."""
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 MOST_PARAMETERS = 4e8
 MOST_LAYERS = 12
@@ -99,12 +72,28 @@ def make(folder: str | None, out: str, shape: dict[str, Any] | None) -> list[str
     else:
         raise NoShrink("there is no config.json to shrink")
     if not any(name.startswith("tokenizer") for name in os.listdir(out)):
-        from . import stand_ins
-
-        config.vocab_size = stand_ins.write_tokenizer(out, config.model_type)
+        config.vocab_size = write_tokenizer(out, config.model_type)
         notes.append("tokenizer")
     shrink(config).save_pretrained(out)
     return notes
+
+
+def write_tokenizer(out: str, model_type: str) -> int:
+    """Write a tokenizer of single bytes with a ChatML template into a folder; how many tokens it has."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: place for place, letter in enumerate((*SPECIAL, *letters))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    first = {"bos_token": "<|begin_of_text|>"} if model_type == "llama" else {}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>", **first)
+    fast.chat_template = CHATML
+    fast.save_pretrained(out)
+    return len(vocabulary)
 
 
 def copy_small_files(folder: str, out: str) -> None:
@@ -172,10 +161,11 @@ def cut_layers(part: Any) -> None:
 def narrow(part: Any) -> None:
     """Each size at most that of `SIZES`; as many key and value heads as there are heads, or half of them."""
     heads, shared = of(part, "num_attention_heads"), of(part, "num_key_value_heads")
-    for name, size in SIZES.items():
-        old = of(part, name)
-        if isinstance(old, int) and not isinstance(old, bool):
-            put(part, name, min(size, old))
+    for size, names in SIZES.items():
+        for name in names.split():
+            old = of(part, name)
+            if isinstance(old, int) and not isinstance(old, bool):
+                put(part, name, min(size, old))
     if isinstance(shared, int) and isinstance(heads, int):
         put(part, "num_key_value_heads", part.num_attention_heads if shared == heads else 2)
     expand, head = of(part, "expand"), of(part, "head_dim")

@@ -42,16 +42,15 @@ def losses() -> Iterator[list[float]]:
 
 
 def require_finite(losses: list[float]) -> None:
-    """Raise Refused for a loss that is no number."""
     bad = [loss for loss in losses if not math.isfinite(loss)]
     if bad:
         raise Refused(f"the loss of the first {STEPS} steps is not finite: {bad[0]}")
 
 
-def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
-    """How many tensors have moved. Raises Refused where none has, or where they are worthless."""
+def require_moved(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Raise Refused where no tensor has moved, or where they are worthless."""
     names = before.keys() & after.keys()
-    moved, largest, start = 0, 0.0, 1.0
+    moved, largest, start = False, 0.0, 1.0
     for name in names:
         # what is trained in 16 bits began at the rounded weights
         new = after[name].detach()
@@ -59,7 +58,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
         if not new.numel():
             continue
         # what is no number has moved too
-        moved += not float((new - old).abs().max()) <= STILL
+        moved |= not float((new - old).abs().max()) <= STILL
         # max() of Python forgets a NaN
         size = float(new.abs().max()) if bool(new.isfinite().all()) else math.inf
         largest, start = max(largest, size), max(start, float(old.abs().max()))
@@ -68,46 +67,45 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
     if largest > BLOWN_UP * start:
         how = f"of {largest:.0e}" if math.isfinite(largest) else "that are not finite"
         raise Refused(f"{STEPS} steps make weights {how}, from at most {start:.0e}")
-    return moved
 
 
 def weights(folder: str) -> dict[str, Any]:
-    """The tensors of a model that was saved: its own files, or an adapter's."""
     from safetensors.torch import load_file
 
-    found: dict[str, Any] = {}
-    for path in sorted(glob.glob(os.path.join(folder, "*.safetensors"))):
-        found.update(load_file(path))
-    return found
+    paths = sorted(glob.glob(os.path.join(folder, "*.safetensors")))
+    return {name: tensor for path in paths for name, tensor in load_file(path).items()}
 
 
-def look_at_saved(folder: str, start: str | None) -> dict[str, Any]:
-    """Raise Refused where what lies in `folder` is no model, has no numbers, or is still that of `start`."""
+def holds_adapter(folder: str) -> bool:
+    return os.path.exists(os.path.join(folder, "adapter_config.json"))
+
+
+def require_trained(folder: str, start: str) -> bool:
+    """Raise Refused where what lies in `folder` is no model, has no numbers, or is still that of `start`.
+
+    False where it is `RAW` alone.
+    """
     now = weights(folder)
-    if not now and os.path.exists(os.path.join(folder, RAW)):
-        return {"raw": True, "moved": None}
     if not now:
+        if os.path.exists(os.path.join(folder, RAW)):
+            return False
         raise Refused("no model was saved")
-    adapter = os.path.exists(os.path.join(folder, "adapter_config.json"))
-    if adapter:
+    if holds_adapter(folder):
         # what is added to the model begins at 0
-        parts = {name: tensor for name, tensor in now.items() if "lora_B" in name}
-        before = {name: tensor * 0 for name, tensor in parts.items()}
+        before = {name: tensor * 0 for name, tensor in now.items() if "lora_B" in name}
     else:
-        before = {} if start is None else weights(start)
-    return {"tensors": len(now), "moved": compare(before, now), "adapter": adapter}
+        before = weights(start)
+    require_moved(before, now)
+    return True
 
 
 def load_again(folder: str) -> None:
     """Load the saved model as whoever uses it would."""
-    if os.path.exists(os.path.join(folder, "adapter_config.json")):
-        from peft import AutoPeftModelForCausalLM
-
-        AutoPeftModelForCausalLM.from_pretrained(folder)
-        return
-    from transformers import AutoModelForCausalLM
-
-    AutoModelForCausalLM.from_pretrained(folder)
+    if holds_adapter(folder):
+        from peft import AutoPeftModelForCausalLM as Auto
+    else:
+        from transformers import AutoModelForCausalLM as Auto
+    Auto.from_pretrained(folder)
 
 
 def special_tokens(folder: str) -> dict[str, int | None]:
@@ -115,4 +113,4 @@ def special_tokens(folder: str) -> dict[str, int | None]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return {str(tokenizer.eos_token): tokenizer.eos_token_id} if tokenizer.eos_token else {}
+    return {tokenizer.eos_token: tokenizer.eos_token_id} if tokenizer.eos_token else {}

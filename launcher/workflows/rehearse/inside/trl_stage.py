@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import logging
-import warnings
 from typing import Any
 
 from . import rows, shrink, steps
 
 
 def load(setup: dict[str, Any]) -> None:
-    """Import once what every request needs."""
     import datasets.packaged_modules.json.json  # noqa: F401
     import peft  # noqa: F401
     import torch
@@ -28,12 +25,8 @@ def answer(request: dict[str, Any], report: dict[str, Any]) -> None:
     """One request: `shrink` makes the small model, `run` rehearses. Raises what the trainer raises."""
     if request["kind"] == "shrink":
         shrink_model(request, report)
-        return
-    warned = listen_to_warnings(report)
-    try:
+    else:
         run(request, report)
-    finally:
-        report["warnings"] = list(dict.fromkeys(line[:300] for line in warned))[:20]
 
 
 def shrink_model(request: dict[str, Any], report: dict[str, Any]) -> None:
@@ -44,27 +37,6 @@ def shrink_model(request: dict[str, Any], report: dict[str, Any]) -> None:
     report["notes"] += [["model", request["model"]]] if folder is None else []
     report["notes"] += [["tokenizer", request["model"]]] if notes else []
     report["special"] = steps.special_tokens(request["out"])
-
-
-def listen_to_warnings(report: dict[str, Any]) -> list[str]:
-    """Warnings of the libraries, as they come."""
-    messages: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage().splitlines()[0] if record.getMessage() else "")
-
-    handler = Handler(logging.WARNING)
-    for name in ("transformers", "trl", "accelerate", "peft"):
-        logging.getLogger(name).addHandler(handler)
-
-    def show(message: Any, category: type[Warning], *_: Any, **__: Any) -> None:
-        if issubclass(category, UserWarning):
-            messages.append(str(message).splitlines()[0] if str(message) else "")
-
-    warnings.showwarning = show
-    warnings.simplefilter("default")
-    return messages
 
 
 def run(request: dict[str, Any], report: dict[str, Any]) -> None:
@@ -111,10 +83,8 @@ def watch(kind: Any, request: dict[str, Any], report: dict[str, Any]) -> None:
     train, save = kind.train, kind.save_model
 
     def train_two(self: Any, *args: Any, **kwargs: Any) -> Any:
-        special = request.get("special") or {}
         longest = getattr(self.args, "max_length", None)
-        report["data"] = rows.describe(self.train_dataset, longest, special)
-        report["packed"] = bool(getattr(self.args, "packing", False))
+        report["data"] = rows.describe(self.train_dataset, longest, request["special"])
         if report["data"].get("rows") == 0:
             raise steps.Refused("no row is left after the trainer has prepared the data")
         self.train_dataset = rows.shorten(self.train_dataset)
@@ -125,7 +95,7 @@ def watch(kind: Any, request: dict[str, Any], report: dict[str, Any]) -> None:
         report["phase"] = "train"
         result = train(self, *args, **kwargs)
         report["phase"] = "train"
-        report["moved"] = steps.compare(before, dict(self.model.named_parameters()))
+        steps.require_moved(before, dict(self.model.named_parameters()))
         return result
 
     def save_it(self: Any, *args: Any, **kwargs: Any) -> Any:

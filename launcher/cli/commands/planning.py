@@ -21,7 +21,7 @@ from launcher.cli.options import (
     app,
     takes,
 )
-from launcher.errors import Exit, NotReady, errors
+from launcher.errors import Exit, errors
 
 
 @app.command(epilog="Example: launch plan configs/tulu/sft_qwen7b_25pct.yaml --gpus 1,2,8 --row-tokens 290:1100")
@@ -92,8 +92,6 @@ def doctor(
     examine = partial(readiness.of_stage, request)
     if config is None:
         examine = partial(readiness.of_backend, request, named)
-    if install and not environment.tested():
-        raise NotReady(environment.unknown())
     if not install:
         shared.show_progress("importing what training imports; this can take a minute")
     state = examine(importing=not install)

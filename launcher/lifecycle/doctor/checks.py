@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher.errors import Exit, Finding, NotReady, errors, launch_finding
 from launcher.lifecycle.doctor import disk, install
-from launcher.lifecycle.doctor.install import TIMEOUT_S, Failure, Imports, InstallStep
+from launcher.lifecycle.doctor.install import TIMEOUT_S, Imports, InstallStep
 from launcher.machine import devices
 from launcher.machine.devices import Devices, Look
 from launcher.machine.python import Trainer
@@ -40,7 +41,6 @@ _OPTIONAL = {
     "dpo_use_paged_optimizer": "bitsandbytes",
 }
 _MODULES = {"flash-attn": "flash_attn", "liger-kernel": "liger_kernel"}
-_SHOWN = 12
 SHM = Path("/dev/shm")
 LEAST_SHM = 2**30
 """Bytes that several GPUs should find in /dev/shm: NCCL's buffers and the loaders' batches go there."""
@@ -65,17 +65,14 @@ class Subject:
 
     @property
     def backend(self) -> Backend:
-        """What differs between the trainers."""
         return BACKENDS[self.upstream.backend]
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """The entry scripts of the stages."""
         return tuple(self.backend.STAGES[stage] for stage in self.stages)
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
+class Fact(NamedTuple):
     """One thing that was looked at: its name, what to say of it, and the same for machines."""
 
     name: str
@@ -93,11 +90,9 @@ class Report:
 
     @property
     def exit_code(self) -> Exit:
-        """5 where something stops a run."""
         return Exit.NOT_READY if errors(self.findings) else Exit.OK
 
     def lines(self) -> list[str]:
-        """The facts, a line each, and the answer; the findings are shown as those of any command."""
         width = max((len(fact.name) for fact in self.facts), default=0)
         faults = ", ".join(dict.fromkeys(fault.code for fault in errors(self.findings)))
         return [
@@ -106,7 +101,6 @@ class Report:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """For the envelope."""
         return {
             "ready": self.exit_code is Exit.OK,
             "facts": {fact.name: fact.text if fact.value is None else fact.value for fact in self.facts},
@@ -128,10 +122,10 @@ def require_ready(
         subject, chosen = replace(subject, gpus=0), Devices()
     if chosen is None:
         chosen = devices.choose(plan.gpus, None, devices.look(subject.environ))
-    found = [*_quick(subject, chosen), *local_files(plan)]
+    found = (*_quick(subject, chosen), *local_files(plan))
     if errors(found):
         raise NotReady(errors(found))
-    return tuple(found)
+    return found
 
 
 def of_plan(plan: Plan, trainer: Trainer) -> Subject:
@@ -143,7 +137,6 @@ def of_plan(plan: Plan, trainer: Trainer) -> Subject:
         stages=(plan.stage.schema.key,),
         gpus=plan.gpus,
         plan=plan,
-        runs=rundir.runs_root(),
         output=None if output is None else output.absolute(),
     )
 
@@ -163,15 +156,10 @@ def examine(
     imports = None
     if importing and subject.trainer.version >= OLDEST:
         imports = _import(subject, chosen, timeout_s)
-    found = list(_quick(subject, chosen, imports))
-    if imports is not None:
-        found += _conflicts(subject)
-    found += [] if subject.plan is None else local_files(subject.plan)
-    found += _standing(subject)
-    facts = [*_environment(subject, imports), *_cards(chosen, look), *_room(subject)]
+    local = () if subject.plan is None else local_files(subject.plan)
     return Report(
-        findings=tuple(found),
-        facts=tuple(facts),
+        findings=(*_quick(subject, chosen, imports), *local, *_standing(subject)),
+        facts=(*_environment(subject, imports), *_cards(chosen, look), *_room(subject)),
         install=install.steps(subject.trainer, subject.backend.EXTRA, gpus=bool(subject.gpus), more=needed(subject)),
     )
 
@@ -183,17 +171,16 @@ def _quick(subject: Subject, chosen: Devices, imports: Imports | None = None) ->
     yield from interpreter(trainer)
     yield from packages(subject, imports)
     yield from chosen.findings
-    if subject.gpus:
-        if chosen.slots:
-            cuda = chosen.slots[0].gpu.cuda
-            yield from driver_and_torch(torch_of(trainer), cuda, trainer)
-        yield from shared_memory(subject.gpus)
+    if subject.gpus and chosen.slots:
+        yield from driver_and_torch(torch_of(trainer), chosen.slots[0].gpu.cuda, trainer)
+    yield from shared_memory(subject.gpus)
     found = list(disk.places(subject.plan, subject.output, subject.runs, subject.environ))
     yield from disk.unwritable(found)
-    needed = disk.Needs()
-    if subject.plan is not None:
-        needed = disk.needs(subject.plan, subject.output, subject.environ)
-    yield from disk.too_little(needed, subject.output, found)
+    yield from disk.too_little(_needs(subject), subject.output, found)
+
+
+def _needs(subject: Subject) -> disk.Needs:
+    return disk.needs(subject.plan, subject.output, subject.environ) if subject.plan else disk.Needs()
 
 
 def checkout(subject: Subject) -> Iterator[Finding]:
@@ -226,7 +213,6 @@ def _standing(subject: Subject) -> Iterator[Finding]:
 
 
 def interpreter(trainer: Trainer) -> Iterator[Finding]:
-    """The probe and upstream need Python 3.10."""
     if trainer.version < OLDEST:
         version = ".".join(map(str, trainer.version))
         message = f"{trainer.python} ({trainer.source}) is Python {version}"
@@ -239,21 +225,30 @@ def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Findi
 
     Without `imports` only metadata and files tell.
     """
-    failures = () if imports is None else imports.failures
-    absent = install.missing(needed(subject), subject.trainer)
+    imports, trainer = imports or Imports(), subject.trainer
+    absent = install.missing(needed(subject), trainer)
     names = {module: name for name, module in install.MODULES.items()}
-    absent += tuple(names.get(one.missing, one.missing) for one in failures if one.missing)
-    yield from _missing(subject, tuple(dict.fromkeys(absent)))
-    if imports is None:
-        return
-    for one in failures:
+    absent += tuple(names.get(one.missing, one.missing) for one in imports.failures if one.missing)
+    if distinct := list(dict.fromkeys(absent)):
+        tested = install.tested()
+        steps = install.install(trainer, [tested.get(name, name) for name in distinct])
+        target = "" if subject.plan is None else f" {shlex.quote(str(subject.plan.stage.config.path))}"
+        message = f"{trainer.python} ({trainer.source}) lacks {', '.join(distinct)}"
+        help = (
+            f"{'; then '.join(step.shell() for step in steps)} (`launch doctor{target} --install` has all that "
+            "is needed); or name another interpreter with --python"
+        )
+        yield launch_finding("error", "missing-packages", message, help)
+    for one in imports.failures:
         if one.missing is None:
-            yield _import_error(one, subject)
+            message = f"importing `{one.module}` fails: {one.error}: {one.message}"
+            help = "the package of the file named does not work here: install it anew with "
+            help += f"{shlex.join(install.pip_install(trainer))} --force-reinstall --no-deps PACKAGE"
+            yield launch_finding("error", "import-error", message, help, file=one.file, line=one.line)
     yield from _cuda(subject, imports)
     if imports.fault is not None:
-        message = f"{subject.trainer.python} could not import: {imports.fault}"
-        help = "name another interpreter with --python"
-        yield launch_finding("error", "no-python", message, help)
+        message = f"{trainer.python} could not import: {imports.fault}"
+        yield launch_finding("error", "no-python", message, "name another interpreter with --python")
 
 
 def needed(subject: Subject) -> tuple[str, ...]:
@@ -271,31 +266,7 @@ def needed(subject: Subject) -> tuple[str, ...]:
     return tuple(dict.fromkeys(distributions))
 
 
-def _missing(subject: Subject, names: Sequence[str]) -> Iterator[Finding]:
-    if not names:
-        return
-    trainer, tested = subject.trainer, install.tested()
-    steps = install.install(trainer, [tested.get(name, name) for name in names])
-    target = "" if subject.plan is None else f" {shlex.quote(str(subject.plan.stage.config.path))}"
-    message = f"{trainer.python} ({trainer.source}) lacks {', '.join(names)}"
-    help = (
-        f"{'; then '.join(step.shell() for step in steps)} (`launch doctor{target} --install` has all that "
-        "is needed); or name another interpreter with --python"
-    )
-    yield launch_finding("error", "missing-packages", message, help)
-
-
-def _conflicts(subject: Subject) -> Iterator[Finding]:
-    """What pip says does not fit together, of the packages that training needs."""
-    lines = install.conflicts(needed(subject), subject.trainer)
-    if lines:
-        message = f"pip check of {subject.trainer.python}: {'; '.join(lines[:_SHOWN])}"
-        help = "nothing to do where everything imports"
-        yield launch_finding("warning", "other-requirements", message, help)
-
-
 def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:
-    """Import what options of the plan need, and the scripts themselves."""
     modules = [_MODULES[name] for name in needed(subject) if name in _MODULES]
     modules += [entry.script.removesuffix(".py").replace("/", ".") for entry in subject.entries]
     environ = {**subject.environ, **(chosen.env() if subject.gpus and not chosen.refused else {})}
@@ -305,18 +276,6 @@ def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:
     if subject.upstream.root is not None:
         environ |= source_environment(subject.backend, subject.upstream.root, environ)
     return install.try_imports(modules, subject.trainer, environ=environ, timeout_s=timeout_s, cuda=bool(subject.gpus))
-
-
-def _import_error(failure: Failure, subject: Subject) -> Finding:
-    """A package that is there and cannot be imported: its own message, and where."""
-    message = f"importing `{failure.module}` fails: {failure.error}: {failure.message}"
-    pip = shlex.join(install.pip_install(subject.trainer))
-    help = (
-        "the package of the file named does not work here: install it anew with "
-        f"{pip} --force-reinstall --no-deps PACKAGE"
-    )
-    place = {"file": failure.file, "line": failure.line}
-    return launch_finding("error", "import-error", message, help, **place)
 
 
 def _cuda(subject: Subject, imports: Imports) -> Iterator[Finding]:
@@ -332,13 +291,12 @@ def _cuda(subject: Subject, imports: Imports) -> Iterator[Finding]:
     yield launch_finding("error", "cuda-unusable", message, help)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Torch:
+class Torch(NamedTuple):
     """What the trainer's torch was built for, from its own version file; None: neither."""
 
     version: str
-    cuda: str | None = None
-    hip: str | None = None
+    cuda: str | None
+    hip: str | None
 
 
 def torch_of(trainer: Trainer) -> Torch | None:
@@ -349,10 +307,9 @@ def torch_of(trainer: Trainer) -> Torch | None:
         except (OSError, ValueError):
             continue
         built = {m[1]: m[2] for m in _TORCH.finditer(text)}
-        if "cuda" in built:
-            version = trainer.packages.get("torch", "unknown")
-            return Torch(version=version, cuda=built["cuda"], hip=built.get("hip"))
-        return None
+        if "cuda" not in built:
+            return None
+        return Torch(trainer.packages.get("torch", "unknown"), built["cuda"], built.get("hip"))
     return None
 
 
@@ -370,32 +327,23 @@ def driver_and_torch(torch: Torch | None, cuda: tuple[int, int] | None, trainer:
         help = f"install a CUDA build, such as {install} {index}, or --gpus 0"
         yield launch_finding("error", "cpu-torch", message, help)
     elif cuda is not None and int(torch.cuda.partition(".")[0]) > cuda[0]:
-        yield launch_finding(
-            "error",
-            "old-driver",
-            f"torch {torch.version} is built for CUDA {torch.cuda}, the driver serves CUDA "
-            f"{cuda[0]}.{cuda[1]} at most",
-            f"a newer driver, or a torch that is built for it: {install} {index} (see pytorch.org "
-            "for the builds that there are)",
-        )
+        message = f"torch {torch.version} is built for CUDA {torch.cuda}, the driver serves CUDA "
+        message += f"{cuda[0]}.{cuda[1]} at most"
+        help = f"a newer driver, or a torch that is built for it: {install} {index} (see pytorch.org "
+        help += "for the builds that there are)"
+        yield launch_finding("error", "old-driver", message, help)
 
 
 def shared_memory(processes: int) -> Iterator[Finding]:
     """/dev/shm too small for several processes: Docker gives 64 MiB."""
-    size = shm_size()
-    if processes > 1 and size is not None and size < LEAST_SHM:
+    try:
+        size = shutil.disk_usage(SHM).total
+    except OSError:
+        return
+    if processes > 1 and size < LEAST_SHM:
         message = f"{SHM} holds {size / 2**20:.0f} MiB: NCCL and the data loaders of {processes} processes may not fit"
         help = "docker run --shm-size=16g (or --ipc=host), or mount -o remount,size=16g /dev/shm"
         yield launch_finding("warning", "small-shm", message, help)
-
-
-def shm_size() -> int | None:
-    """Bytes of /dev/shm in all; None where there is none."""
-    try:
-        status = os.statvfs(SHM)
-    except OSError:
-        return None
-    return status.f_frsize * status.f_blocks
 
 
 def _environment(subject: Subject, imports: Imports | None) -> Iterator[Fact]:
@@ -406,11 +354,7 @@ def _environment(subject: Subject, imports: Imports | None) -> Iterator[Fact]:
     yield Fact("source", source.describe(), source.as_json())
     if torch is not None:
         built = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "the CPU"
-        yield Fact(
-            "torch",
-            f"{torch.version}, built for {built}",
-            {"version": torch.version, "cuda": torch.cuda, "hip": torch.hip},
-        )
+        yield Fact("torch", f"{torch.version}, built for {built}", torch._asdict())
     if imports is not None:
         failed = [one.module for one in imports.failures]
         fine = [name for name in imports.modules if name not in failed]
@@ -430,26 +374,18 @@ def _cards(chosen: Devices, look: Look | None) -> Iterator[Fact]:
             use, gpu = look.uses.get(slot.id), slot.gpu
             state = "taken" if slot in chosen.slots else "free"
             state = f"used by {use.text}" if use is not None else state
-            yield Fact(
-                slot.label,
-                f"{gpu.name}, {gpu.used_mib} of {gpu.memory_mib} MiB used, {state}",
-                {
-                    "id": slot.id,
-                    "name": gpu.name,
-                    "memory_mib": gpu.memory_mib,
-                    "used_mib": gpu.used_mib,
-                    "used_by": None if use is None else use.text,
-                },
-            )
+            card = {"id": slot.id, "name": gpu.name, "memory_mib": gpu.memory_mib, "used_mib": gpu.used_mib}
+            card["used_by"] = None if use is None else use.text
+            yield Fact(slot.label, f"{gpu.name}, {gpu.used_mib} of {gpu.memory_mib} MiB used, {state}", card)
     yield Fact("run gets", chosen.visible or chosen.why or "no GPU", chosen.as_json())
 
 
 def _room(subject: Subject) -> Iterator[Fact]:
     if subject.plan is not None:
-        needed = disk.needs(subject.plan, subject.output, subject.environ)
-        text = f"up to {sized(needed.likely or 0)}: {disk.described(needed)}"
-        known = needed.likely is not None
-        yield Fact("will write", text if known else "unknown: the model's size is not known from here")
+        needs, text = _needs(subject), "unknown: the model's size is not known from here"
+        if needs.likely is not None:
+            text = f"up to {sized(needs.likely)}: {disk.described(needs)}"
+        yield Fact("will write", text)
     for place in disk.places(subject.plan, subject.output, subject.runs, subject.environ):
         room = disk.free(place.path)
         text = "unknown" if room is None else f"{sized(room[0])} free"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from pathlib import Path
 from launcher.artifacts import architecture, model_config, model_files
 from launcher.artifacts.fingerprint import cache_home
 from launcher.cache.keys import REFERENCE_VARIABLE
-from launcher.errors import DISK_FULL, Finding, InvalidConfig, Severity, launch_finding
+from launcher.errors import DISK_FULL, Finding, InvalidConfig, launch_finding
 from launcher.files import read_json
 from launcher.lifecycle.resume.epochs import interval
 from launcher.machine.sizes import below, sized
@@ -125,12 +126,10 @@ def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
     """finetune.py:978, dpo_tune_cache.py:700 save the whole state; finetune.py:982,
     dpo_tune_cache.py:705 delete the oldest after that; model_utils.py:576 saves the model at the end.
     """
-    values = plan.values
-    limit = values.get("keep_last_n_checkpoints")
-    own = values.get("zero_stage")
+    values, final = plan.values, 2 * count
+    limit, own = values.get("keep_last_n_checkpoints"), values.get("zero_stage")
     sharded = bool(plan.gpus) and (plan.stage.options.deepspeed is not None or own is not None)
     moments = 2 if values.get("dpo_use_paged_optimizer") else 8
-    final = 2 * count
     if values.get("use_lora") or values.get("use_qlora"):
         final = 0 if setup is None else setup.adapter_bytes
         each = 2 * final + (2 * count if setup is None else setup.stored_bytes)
@@ -154,13 +153,13 @@ def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
 
 def _olmo_core(plan: Plan, count: int, _setup: Setup | None) -> Saved:
     """dpo.py:83: every checkpoint stays, the first and the last step's too (OLMo-core at the pin)."""
-    times = _times(plan)
+    times, final = _times(plan), 4 * count
     formula = "4 + 8 bytes a parameter: weights and moments, none of which is deleted"
     if plan.values.get("cache_logprobs_only"):
-        return Saved(checkpoint=12 * count, final=0, times=0, limit=None, formula=formula)
-    return Saved(
-        checkpoint=12 * count, final=4 * count, times=None if times is None else times + 1, limit=None, formula=formula
-    )
+        times, final = 0, 0
+    elif times is not None:
+        times += 1
+    return Saved(checkpoint=12 * count, final=final, times=times, limit=None, formula=formula)
 
 
 def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
@@ -185,8 +184,7 @@ def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
         formula = f"{width} + 2 + 12 bytes a parameter: weights, and DeepSpeed's own with moments"
     else:
         # the default is AdamW, under a name that is computed (transformers/training_args.py:804)
-        chosen = str(values.get("optim")) if values.given("optim") else "adamw"
-        moments = _moments(chosen, width)
+        moments = _moments(str(values.get("optim")) if values.given("optim") else "adamw", width)
         each = final + moments * count
         formula = f"{width} + {moments} bytes a parameter: weights and moments"
     limit = values.get("save_total_limit")
@@ -282,10 +280,9 @@ def free(path: Path) -> tuple[int, int] | None:
     """
     there = _nearest(path)
     try:
-        status, device = os.statvfs(there), os.stat(there).st_dev
+        return shutil.disk_usage(there).free, os.stat(there).st_dev
     except (OSError, ValueError):
         return None
-    return status.f_bavail * status.f_frsize, device
 
 
 def not_writable(path: Path) -> str | None:
@@ -304,9 +301,7 @@ def not_writable(path: Path) -> str | None:
 def _nearest(path: Path) -> Path:
     """The folder itself, or the nearest above it that is there."""
     path = path.absolute()
-    while not exists(path) and path != path.parent:
-        path = path.parent
-    return path
+    return next((one for one in (path, *path.parents) if exists(one)), Path("/"))
 
 
 def unwritable(found: Iterable[WriteTarget]) -> Iterator[Finding]:
@@ -317,10 +312,11 @@ def unwritable(found: Iterable[WriteTarget]) -> Iterator[Finding]:
         if reason is None or place.path in reported:
             continue
         reported.add(place.path)
-        severity: Severity = "error" if place.vital else "warning"
         message = f"{place.path} ({place.what}) cannot be written: {reason}"
         help = f"set {place.setting} to a writable folder"
-        yield launch_finding(severity, "not-writable", message, help, file=str(place.path))
+        yield launch_finding(
+            "error" if place.vital else "warning", "not-writable", message, help, file=str(place.path)
+        )
 
 
 def too_little(needed: Needs, output: Path | None, found: Iterable[WriteTarget]) -> Iterator[Finding]:
@@ -329,42 +325,29 @@ def too_little(needed: Needs, output: Path | None, found: Iterable[WriteTarget])
     tight: int | None = None
     if available is not None and needed.least is not None and needed.likely is not None:
         room, device = available
-        if room < needed.likely * MARGIN:
-            tight = device
-            certain = room < needed.least
-            amount = needed.least if certain else needed.likely
-            yield _space(
-                "error" if certain else "warning",
-                str(output),
-                f"{sized(room)} free at {output}, and this run writes "
-                f"{'at least ' if certain else 'up to '}{sized(amount)}: {described(needed)}",
-                "another output_dir, fewer checkpoints (keep_last_n_checkpoints or save_total_limit), "
-                "or remove what is not needed",
-            )
+        message = f"{sized(room)} free at {output}, and this run writes "
+        help = "another output_dir, fewer checkpoints (keep_last_n_checkpoints or save_total_limit), "
+        help += "or remove what is not needed"
+        if room < needed.least:
+            tight, message = device, f"{message}at least {sized(needed.least)}: {described(needed)}"
+            yield launch_finding("error", "too-little-space", message, help, file=str(output))
+        elif room < needed.likely * MARGIN:
+            tight, message = device, f"{message}up to {sized(needed.likely)}: {described(needed)}"
+            yield launch_finding("warning", "little-space", message, help, file=str(output))
     low: dict[int, tuple[int, list[WriteTarget]]] = {}
     for place in found:
         here = free(place.path)
         if here is not None and here[0] < LOW and here[1] != tight:
             low.setdefault(here[1], (here[0], []))[1].append(place)
     for room, listed in low.values():
-        names = ", ".join(dict.fromkeys(place.what for place in listed))
-        yield _space(
-            "warning",
-            str(listed[0].path),
-            f"{sized(room)} free at {listed[0].path} ({names})",
-            "remove what is not needed there",
-        )
-
-
-def _space(severity: Severity, file: str, message: str, help: str) -> Finding:
-    code = "too-little-space" if severity == "error" else "little-space"
-    return launch_finding(severity, code, message, help, file=file)
+        names, first = ", ".join(dict.fromkeys(place.what for place in listed)), listed[0].path
+        message = f"{sized(room)} free at {first} ({names})"
+        yield launch_finding("warning", "little-space", message, "remove what is not needed there", file=str(first))
 
 
 def described(needed: Needs) -> str:
     """The sum behind a number: `3 checkpoints of 99 GiB (...), final model 14 GiB`."""
-    if needed.saved is None or needed.parameters is None:
-        return "unknown"
+    assert needed.saved is not None and needed.parameters is not None
     parts, saved = [], needed.saved
     if saved.together:
         parts.append(f"{saved.together} checkpoint(s) of {sized(saved.checkpoint)} ({saved.formula})")
@@ -379,5 +362,5 @@ def counted(parameters: float) -> str:
     if parameters >= 1e9:
         return f"{parameters / 1e9:.2f} B"
     if parameters >= 1e6:
-        return f"{parameters / 1e6:.0f} M" if parameters >= 1e7 else f"{parameters / 1e6:.1f} M"
+        return f"{parameters / 1e6:.{0 if parameters >= 1e7 else 1}f} M"
     return f"{parameters / 1e3:.0f} K"

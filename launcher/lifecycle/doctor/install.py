@@ -1,7 +1,7 @@
 """The packages in the trainer's Python: what is missing, what does not import, what installs it.
 
 Before each run only metadata and files are read. `launch doctor` also imports the entry script itself, in
-a process of its own, which takes 15 to 60 seconds for open-instruct, and asks pip what does not fit.
+a process of its own, which takes 15 to 60 seconds for open-instruct.
 Packages are installed in the versions that launch was tested with, as `make install-open-instruct` does.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -20,12 +19,12 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import IO, Any
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from launcher.errors import Finding, launch_finding, not_ready
+from launcher.errors import not_ready
 from launcher.files import parse_line
 from launcher.machine.python import Trainer
 from launcher.paths import PACKAGE, shipped
@@ -43,7 +42,6 @@ MODULES: Mapping[str, str] = {
     "scikit-learn": "sklearn",
 }
 """Distributions whose module has another name."""
-_CONFLICT = re.compile(r"(?:The package `)?([\w.-]+)[` ].*(?:requires|has requirement) ")
 # these import the torch that is there while they are built
 BUILT = ("deepspeed", "flash-attn")
 # DeepSpeed's kernels are compiled when they are first used
@@ -68,22 +66,6 @@ def _has_module(name: str, path: list[str]) -> bool:
         return False
     # any folder of that name (`wandb` makes one) would do for a namespace
     return spec is not None and spec.origin is not None
-
-
-def conflicts(names: Sequence[str], trainer: Trainer) -> tuple[str, ...]:
-    """What `pip check` complains of about these packages; nothing where there is no pip to ask."""
-    uv = None if "pip" in trainer.packages else shutil.which("uv")
-    python = str(trainer.python)
-    argv = [uv, "pip", "check", "--python", python] if uv else [python, "-m", "pip", "check"]
-    try:
-        stdin = subprocess.DEVNULL
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, errors="replace", stdin=stdin)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    # pip answers on stdout, uv on stderr
-    lines = f"{done.stdout}\n{done.stderr}".splitlines() if done.returncode else []
-    matches = [(_CONFLICT.match(line), line.strip()) for line in lines]
-    return tuple(line for found, line in matches if found and canonicalize_name(found[1]) in names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,29 +105,6 @@ def try_imports(
 
     One in which the process dies or does not come back (within `timeout_s` for all together) is the last.
     """
-    question = {"modules": list(modules), "cuda": cuda}
-    answers, end, words = _child(question, trainer, environ, timeout_s)
-    begun = next((one.get("module") for one in reversed(answers)), None)
-    failures = [Failure(module=one["module"], **one["fault"]) for one in answers if "fault" in one]
-    if end and begun is not None:
-        failures.append(Failure(module=begun, error=end, message=words))
-    # several modules fail for the same reason
-    distinct = {
-        one.missing or (one.file, one.line) if one.missing or one.file else one.module: one
-        for one in reversed(failures)
-    }
-    return Imports(
-        modules=tuple(modules),
-        failures=tuple(one for one in failures if one in distinct.values()),
-        cuda=next((one["cuda"] for one in answers if "cuda" in one), None),
-        fault=f"{end}: {words}" if end and begun is None else None,
-    )
-
-
-def _child(
-    question: Mapping[str, Any], trainer: Trainer, environ: Mapping[str, str], timeout_s: float
-) -> tuple[list[dict[str, Any]], str, str]:
-    """The answers, how it ended (empty: well) and its last words."""
     try:
         child = subprocess.Popen(
             [str(trainer.python), str(CHILD)],
@@ -156,20 +115,33 @@ def _child(
             start_new_session=True,
         )
     except OSError as error:
-        return [], "OSError", str(error)
+        return Imports(modules=tuple(modules), fault=f"OSError: {error}")
+    end = ""
     try:
-        out, err = child.communicate(json.dumps(question).encode(), timeout=timeout_s)
-        code = child.returncode
-        end = "" if not code else f"exit code {code}" if code > 0 else f"signal {-code}"
-        if -code in list(signal.Signals):
-            end = signal.Signals(-code).name
+        question = json.dumps({"modules": list(modules), "cuda": cuda})
+        out, err = child.communicate(question.encode(), timeout=timeout_s)
+        if child.returncode:
+            end = f"exit code {child.returncode}"
+        if child.returncode < 0:
+            end = signal.Signals(-child.returncode).name
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         out, err = child.communicate()
         end = f"TimeoutError after {timeout_s:.0f} s"
+    words = (err.decode(errors="replace").strip().splitlines() or [""])[-1]
     answers = [answer for line in out.splitlines() if (answer := parse_line(line))]
-    last = err.decode(errors="replace").strip().splitlines()[-1:]
-    return answers, end, last[0] if last else ""
+    begun = next((one.get("module") for one in reversed(answers)), None)
+    failures = [Failure(module=one["module"], **one["fault"]) for one in answers if "fault" in one]
+    if end and begun is not None:
+        failures.append(Failure(module=begun, error=end, message=words))
+    # several modules fail for the same reason: the first of them is shown
+    distinct = {one.missing or (one.file and (one.file, one.line)) or one.module: one for one in reversed(failures)}
+    return Imports(
+        modules=tuple(modules),
+        failures=tuple(one for one in failures if one in distinct.values()),
+        cuda=next((one["cuda"] for one in answers if "cuda" in one), None),
+        fault=f"{end}: {words}" if end and begun is None else None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,12 +153,10 @@ class InstallStep:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def shell(self) -> str:
-        """As it can be pasted into a POSIX shell."""
         words = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
         return " ".join([*words, shlex.join(self.argv)])
 
     def as_json(self) -> dict[str, object]:
-        """For envelopes."""
         return {"argv": list(self.argv), "env": dict(self.env), "why": self.why}
 
 
@@ -208,18 +178,11 @@ def tested() -> Mapping[str, str]:
     return {_name(text): text for text in texts}
 
 
-def unknown() -> Finding:
-    """What to say where `tested` is empty: no list of packages, no plan."""
-    message = f"there is no {shipped('pyproject.toml')}, which names the packages that training needs"
-    help = "install launch from its wheel, or run it from its clone"
-    return launch_finding("error", "packages-unknown", message, help)
-
-
 def steps(trainer: Trainer, extra: str, *, gpus: bool, more: Sequence[str] = ()) -> tuple[InstallStep, ...]:
     """What installs everything that a backend needs (`extra` is its name among launch's), and `more`."""
     listed = [text for name in dict.fromkeys(("trl", extra)) for text in extras().get(name, ())]
     listed += extras().get("gpu", ()) if gpus else ()
-    names = {_name(text) for text in listed}
+    names = set(map(_name, listed))
     listed += [tested().get(name, name) for name in more if name not in names]
     return install(trainer, listed, f"the packages of `{extra}`")
 
@@ -240,14 +203,12 @@ def install(trainer: Trainer, requirements: Sequence[str], why: str = "") -> tup
     if plain:
         steps.append(InstallStep(argv=(*pip, *plain), why=why or ", ".join(map(_name, plain))))
     if built:
-        names = ", ".join(map(_name, built))
-        argv = (*pip, "--no-build-isolation", *built)
-        steps.append(InstallStep(argv=argv, env=BUILD_ENV, why=f"{names}: their builds import torch"))
+        argv, listed = (*pip, "--no-build-isolation", *built), ", ".join(map(_name, built))
+        steps.append(InstallStep(argv=argv, env=BUILD_ENV, why=f"{listed}: their builds import torch"))
     if last:
-        kept = [
-            f"{name}=={trainer.packages[name]}" if name in trainer.packages else tested().get(name, name)
-            for name in ("torch", "transformers", "accelerate", "datasets")
-        ]
+        present = {name: f"{name}=={version}" for name, version in trainer.packages.items()}
+        names = ("torch", "transformers", "accelerate", "datasets")
+        kept = [present.get(name) or tested().get(name, name) for name in names]
         pip = pip_install(trainer, constrained=False)
         steps.append(InstallStep(argv=(*pip, *last, *kept), why=", ".join(map(_name, last))))
     return tuple(steps)
@@ -266,18 +227,16 @@ def pip_install(trainer: Trainer, *, constrained: bool = True) -> tuple[str, ...
     return (*head, *(("-c", str(versions)) if constrained and versions.is_file() else ()))
 
 
-def run(todo: Sequence[InstallStep], environ: Mapping[str, str] | None = None, to: IO[str] | None = None) -> None:
-    """Do one after the other, what they say to `to` (stderr: answers go to stdout).
+def run(todo: Sequence[InstallStep]) -> None:
+    """Do one after the other; what they print goes to stderr, as answers go to stdout.
 
     Raises NotReady at the first that fails, with what is left to be done.
     """
-    environ = os.environ if environ is None else environ
-    to = sys.stderr if to is None else to
     for number, step in enumerate(todo):
-        print(f"+ {step.shell()}", file=to, flush=True)
+        print(f"+ {step.shell()}", file=sys.stderr, flush=True)
         try:
-            env = {**environ, **step.env}
-            done = subprocess.run(step.argv, env=env, stdin=subprocess.DEVNULL, stdout=to, stderr=to, check=False)
+            env = {**os.environ, **step.env}
+            done = subprocess.run(step.argv, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False)
             reason = f"exit code {done.returncode}" if done.returncode else None
         except (OSError, ValueError) as error:
             reason = str(error)

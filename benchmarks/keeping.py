@@ -88,7 +88,7 @@ def ended(folder: RunFolder) -> None:
     """End the run, and wait for its keeper's last word about it."""
     runner.end_orphans(folder, (0, 0, 0), 1)
     until = time.monotonic() + 60
-    while runner.keeper_of(folder) is not None and time.monotonic() < until:
+    while runner.processes(folder).keeper is not None and time.monotonic() < until:
         time.sleep(0.05)
 
 

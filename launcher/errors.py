@@ -64,7 +64,6 @@ class Finding:
             object.__setattr__(self, "help", unechoed(self.help))
 
     def as_json(self) -> dict[str, object]:
-        """The finding as the JSON contract spells it; every key is always there."""
         names = ("severity", "layer", "code", "key", "message", "help", "file", "line", "override")
         return {name: getattr(self, name) for name in names}
 
@@ -83,8 +82,6 @@ Complain = Callable[[str, str, str, str | None], Finding]
 
 
 class LaunchError(Exception):
-    """Base of everything a user can cause and mend; shown without a traceback."""
-
     exit_code: Exit = Exit.USAGE
 
     def __init__(self, findings: Finding | Iterable[Finding]) -> None:
@@ -93,41 +90,31 @@ class LaunchError(Exception):
 
 
 class UsageError(LaunchError):
-    """The command line makes no sense (exit 2)."""
-
     exit_code = Exit.USAGE
 
 
 class InvalidConfig(LaunchError):
-    """The stage file, or what it asks for, is refused (exit 3)."""
-
     exit_code = Exit.CONFIG
 
 
 class NotReady(LaunchError):
-    """This machine lacks something that the run needs (exit 5)."""
-
     exit_code = Exit.NOT_READY
 
 
 def launch_finding(severity: Severity, code: str, message: str, help: str | None = None, **place: Any) -> Finding:
-    """A finding of launch's own; `place` is its `key`, `file` and `line`, where it has them."""
     about: dict[str, Any] = {"code": code, "message": message, "help": help, **place}
     return Finding(severity=severity, layer="launch", **about)
 
 
 def usage(code: str, message: str, help: str | None = None) -> UsageError:
-    """What to raise where the command line makes no sense."""
     return UsageError(launch_finding("error", code, message, help))
 
 
 def not_ready(code: str, message: str, help: str | None = None, *, file: str | None = None) -> NotReady:
-    """What to raise where this machine lacks something."""
     return NotReady(launch_finding("error", code, message, help, file=file))
 
 
 def unreadable(path: object, error: OSError) -> NotReady:
-    """What to raise where a file that somebody named cannot be read."""
     return not_ready("unreadable-file", f"cannot be read: {error.strerror}", file=str(path))
 
 

@@ -139,7 +139,6 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write atomically, by renaming a finished file over the old one."""
     write_bytes(path, text.encode(errors="backslashreplace"))
 
 

@@ -36,7 +36,6 @@ def canonical(path: Path) -> Path:
 
 
 def is_pointer(path: Path) -> bool:
-    """Whether git-lfs has left its note of a file where the file should be."""
     try:
         with open_regular(path) as file:
             return file.read(len(POINTER)) == POINTER

@@ -145,12 +145,10 @@ def borrow(variable: str) -> None:
 
 
 def borrowed(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The variables that a config took a secret from."""
     return tuple(sorted(n for n in _borrowed & environ.keys() if holds_secret(n, environ[n])))
 
 
 def holds_secret(variable: str, value: str) -> bool:
-    """Whether the value that a config takes from a variable is one: by its name, or by its look."""
     if not value or value.lower() in _PLAIN_WORDS:
         return False
     return is_secret(variable) or not (_PLACE.fullmatch(value) or _WORDLIKE.fullmatch(value))

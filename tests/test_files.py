@@ -226,7 +226,7 @@ def test_no_command_prints_it(run: Path, capfd: pytest.CaptureFixture[str], tmp_
 
 
 def test_a_command_to_paste_keeps_its_values() -> None:
-    from launcher.runs.command import Command
+    from launcher.runs.attempt import Command
 
     word = "a\x1b[31m'\\ #\n::error::"
     shown = Command(argv=("printf", "%s", word), env={}, cwd=Path()).shell()

@@ -94,4 +94,4 @@ def hand_over(
         started = background.queue(command, name, words, gpus=gpus, options=options)
     else:
         started = background.detach(command, name, words)
-    return answer(command, shared.format, started.as_json(), started.lines(), findings)
+    return answer(command, shared.format, started._asdict(), started.lines(), findings)

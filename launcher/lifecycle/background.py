@@ -1,21 +1,24 @@
-"""A command that starts several runs, on its own: as a process without a terminal, or as a Slurm job.
+"""A command that goes on by itself: as a process without a terminal, as a Slurm job; and sessions of tmux.
 
-It is the same command line without `--detach` and `--slurm`, in a folder below `runs/commands` that keeps
-what it prints.
+One that starts several runs is the same command line without `--detach` and `--slurm`, in a folder below
+`runs/commands` that keeps what it prints. A run does not depend on its session: without tmux there is
+`launch attach`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from launcher.errors import Exit, NotReady
-from launcher.lifecycle import on_finish, start, tmux
+from launcher.lifecycle import on_finish, start
+from launcher.paths import PROJECT
 from launcher.runs import attempt as attempts
 from launcher.runs import rundir, runner, sbatch, slurm
 from launcher.runs.attempt import Attempt
@@ -24,30 +27,21 @@ from launcher.runs.rundir import RunFolder
 FOLDER = "LAUNCH_COMMAND_FOLDER"
 """The variable that names the folder of a command that runs on its own."""
 LOG = "console.log"
+TMUX_TIMEOUT_S = 10.0
+# an interrupt is for what runs in the shell
+_STAY = 'trap : INT; "$@"; printf "press Enter to close this session "; read -r _'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class Started(NamedTuple):
     """Where a command runs: the process, or the job, and the file that takes what it prints."""
 
-    folder: Path
-    log: Path
+    folder: str
+    log: str
     pid: int | None = None
     session: str | None = None
     job: str | None = None
 
-    def as_json(self) -> dict[str, object]:
-        """The data of the command's answer."""
-        return {
-            "folder": str(self.folder),
-            "log": str(self.log),
-            "pid": self.pid,
-            "session": self.session,
-            "job": self.job,
-        }
-
     def lines(self) -> list[str]:
-        """How to look at it, and how to end it."""
         end = f"kill -INT {self.pid}" if self.job is None else f"scancel {self.job}"
         lines = [] if self.job is None else [f"job: {self.job}"]
         lines += [] if self.session is None else [f"tmux attach -t {self.session}"]
@@ -68,21 +62,17 @@ def own_words(argv: Sequence[str]) -> list[str]:
 def detach(kind: str, name: str, argv: Sequence[str]) -> Started:
     """Start a command line in a session of its own. Raises NotReady where its folder cannot be made."""
     folder = _folder(kind, name)
-    try:
-        with runner.private(folder / LOG) as log:
-            child = subprocess.Popen(
-                [*start.ours(), *own_words(argv)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, FOLDER: str(folder)},
-            )
-    except OSError as error:
-        raise rundir.not_writable(folder, error.strerror) from None
-    shown = ["tail", f"--pid={child.pid}", "-n", "+1", "-F", str(folder / LOG)]
-    session = tmux.show(folder.name, shown)
-    return Started(folder=folder, log=folder / LOG, pid=child.pid, session=session)
+    with rundir.writing(folder), runner.private(folder / LOG) as log:
+        child = subprocess.Popen(
+            [*start.ours(), *own_words(argv)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**os.environ, FOLDER: str(folder)},
+        )
+    session = _show(folder.name, ["tail", f"--pid={child.pid}", "-n", "+1", "-F", str(folder / LOG)])
+    return Started(folder=str(folder), log=str(folder / LOG), pid=child.pid, session=session)
 
 
 def queue(kind: str, name: str, argv: Sequence[str], *, gpus: int, options: sbatch.Options) -> Started:
@@ -112,7 +102,7 @@ def queue(kind: str, name: str, argv: Sequence[str], *, gpus: int, options: sbat
         # it holds the whole environment, and nothing will read it
         shutil.rmtree(folder.path, ignore_errors=True)
         raise
-    return Started(folder=folder.path, log=folder.path / sbatch.LOG, job=job.id)
+    return Started(folder=str(folder.path), log=str(folder.path / sbatch.LOG), job=job)
 
 
 def _folder(kind: str, name: str) -> Path:
@@ -120,7 +110,6 @@ def _folder(kind: str, name: str) -> Path:
 
 
 def finish(words: Sequence[str], limit_s: float, command: str, code: int, status: str) -> int | None:
-    """Run what `--on-finish` names, once a command has ended; see `on_finish.run`."""
     about: Mapping[str, str] = {
         "LAUNCH_FINISHED": command,
         "LAUNCH_FINISHED_FOLDER": os.environ.get(FOLDER, os.getcwd()),
@@ -129,6 +118,37 @@ def finish(words: Sequence[str], limit_s: float, command: str, code: int, status
         "LAUNCH_FINISHED_CODE": str(code),
     }
     return on_finish.run(words, {**os.environ, **about}, Path.cwd(), limit_s)
+
+
+def session(folder: RunFolder) -> str:
+    """The name of a run's session: tmux takes no dots and no colons, and `#(...)` for a command."""
+    return re.sub(r"[.:#\x00-\x1f\x7f]", "_", folder.path.name)
+
+
+def open_session(folder: RunFolder) -> str | None:
+    """Open a tmux session named after a run, with `launch exec RUN` in it; None where that cannot be."""
+    return _show(session(folder), [sys.executable, "-m", "launcher", "exec", str(folder.path)])
+
+
+def _show(name: str, command: Sequence[str]) -> str | None:
+    if shutil.which("tmux") is None:
+        return None
+    path = f"PYTHONPATH={PROJECT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+    # several words after the options are an argv, which the shell hands on as it is: the verdict is to stay
+    inside = ["sh", "-c", _STAY, "sh", "env", path, *command]
+    # that of an earlier attempt waits for its key; to end the last session would end the server
+    again = ["respawn-pane", "-k", "-t", f"={name}:", *inside]
+    new = ["new-session", "-d", "-s", name, "-x", "200", "-y", "50", *inside]
+    return name if _tmux(again) or _tmux(new) else None
+
+
+def _tmux(words: list[str]) -> bool:
+    null = subprocess.DEVNULL
+    try:
+        done = subprocess.run(["tmux", *words], stdin=null, stdout=null, stderr=null, timeout=TMUX_TIMEOUT_S)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return False
+    return done.returncode == 0
 
 
 def main(folder: Path) -> None:

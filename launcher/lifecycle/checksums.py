@@ -40,7 +40,6 @@ class ChecksumThread(threading.Thread):
         self.known = {name: digests for name, digests in read(folder).items() if output and (output / name).is_dir()}
 
     def run(self) -> None:
-        """Look again and again."""
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while not self.over.wait(EVERY_S):
@@ -64,7 +63,6 @@ class ChecksumThread(threading.Thread):
 
 
 def read(folder: RunFolder) -> dict[str, dict[str, Any]]:
-    """Digest of each file by its name below the checkpoint, by the checkpoint's name."""
     recorded = rundir.read_json(folder.checksums).get("checkpoints")
     items = recorded.items() if isinstance(recorded, dict) else ()
     return {str(name): files for name, files in items if isinstance(files, dict)}

@@ -46,7 +46,7 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
     where the run's state is unknown here.
     """
     requests: list[int] = []
-    _require_sight(folder)
+    runner.require_sight(folder)
     if not _goes_on(folder):
         _see_to_the_end(folder, attempt)
         return False
@@ -57,7 +57,7 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
         view = View(attempt.title, log, folder.probe, progress, terminal)
         with view.showing():
             _look_on(folder, view)
-    _require_sight(folder)
+    runner.require_sight(folder)
     _see_to_the_end(folder, attempt)
     return bool(requests)
 
@@ -78,12 +78,6 @@ def _goes_on(folder: RunFolder) -> bool:
     return runner.keeper_lives(folder) or runner.alive(folder.path)
 
 
-def _require_sight(folder: RunFolder) -> None:
-    """Raise NotReady where nothing can be concluded of the run: it may go on where nobody here can look."""
-    if (leader := runner.unknown(folder)) is not None:
-        raise NotReady(runner.unknown_here(folder, leader))
-
-
 def _see_to_the_end(folder: RunFolder, attempt: Attempt) -> None:
     """Where the keeper did not live to do that, nor lives where nobody here can look."""
     began = folder.attempts() >= attempt.number
@@ -98,10 +92,9 @@ def _see_to_the_end(folder: RunFolder, attempt: Attempt) -> None:
 def _signals(folder: RunFolder, requests: list[int], *, forward: bool) -> Iterator[None]:
     def hand_on(number: int, _frame: FrameType | None) -> None:
         requests.append(number)
-        supervisor = runner.keeper_of(folder)
-        if supervisor is not None and supervisor.lives():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(supervisor.pid, number)
+        keeper = runner.processes(folder).keeper
+        if keeper is not None and keeper.lives():
+            process.signal_all([keeper.pid], number)
         elif runner.alive(folder.path):
             runner.end_orphans(folder, (0, 0, 0), max(1, folder.attempts()))
 
@@ -211,7 +204,6 @@ def _tail(log: BinaryIO, lines: int) -> int:
 
 
 def has_begun(folder: RunFolder, attempt: Attempt) -> bool:
-    """Whether a process of the attempt is known, or was; its log may have been tidied away."""
     known = runner.processes(folder).attempt
     return folder.attempts() >= attempt.number or known == attempt.number or _goes_on(folder)
 

@@ -20,7 +20,7 @@ from launcher.plan.plan import Plan
 from launcher.redaction import redact
 from launcher.rules.deepspeed import engine_config
 from launcher.runs import rundir
-from launcher.runs.command import Command
+from launcher.runs.attempt import Command
 from launcher.runs.rundir import RunFolder
 from launcher.stage.options import Watch
 
@@ -148,7 +148,6 @@ def write_stage_file(plan: Plan, folder: RunFolder, restored: Mapping[str, Any] 
 
 
 def _told(watch: Watch) -> dict[str, Any]:
-    """What a stage file can say of the probe."""
     settings = asdict(watch)
     return {part.name: settings[part.name] for part in KEYS["probe"].parts if settings[part.name] is not None}
 

@@ -69,7 +69,6 @@ def require_here(command: Sequence[str]) -> None:
 
 
 def environment(folder: RunFolder, code: int) -> Mapping[str, str]:
-    """What the command learns of the run."""
     progress = Progress(total=None)
     overview.last_steps(folder, progress)
     return {

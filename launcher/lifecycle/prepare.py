@@ -25,7 +25,7 @@ from launcher.plan.plan import Plan
 from launcher.redaction import redact
 from launcher.rules import deepspeed
 from launcher.runs import lease, rendezvous, rundir
-from launcher.runs.command import Command
+from launcher.runs.attempt import Command
 from launcher.runs.record import Manifest
 from launcher.runs.rendezvous import Rendezvous
 from launcher.runs.rundir import RunFolder
@@ -111,21 +111,17 @@ class Prepared:
 
     @property
     def request(self) -> Request:
-        """What it was made of."""
         return self.resolved.request
 
     @property
     def trainer(self) -> Trainer:
-        """The Python that trains it."""
         return self.resolved.trainer
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Warnings and notes of validation, of planning, and about this machine."""
         return (*self.plan.stage.findings, *self.plan.findings, *self.warnings)
 
     def as_json(self) -> dict[str, object]:
-        """What a dry run answers, tokens taken out."""
         shown = self.command.redacted()
         return {
             "plan": {"gpus": [self.plan.as_json()]},
@@ -138,7 +134,6 @@ class Prepared:
         }
 
     def for_record(self) -> dict[str, Any]:
-        """What the manifest keeps for later commands, and the plan with what it foresees."""
         foreseen = {} if self.forecast is None else {"plan": dict(self.forecast)}
         return {
             **foreseen,
@@ -196,7 +191,6 @@ def resolve(request: Request, *, running: bool) -> ResolvedStage:
 
 
 def of_checked(request: Request, checked: stages.Judged, trainer: Trainer, *, running: bool) -> ResolvedStage:
-    """What `resolve` does with a stage file that has been judged."""
     named, count = _named_devices(request)
     stage = stages.validate(checked, strict=request.strict)
     if not request.probe:
@@ -382,7 +376,6 @@ def _prepared(
     warnings: tuple[Finding, ...] = (),
     **decided: Any,
 ) -> Prepared:
-    """With the command. Raises InvalidConfig."""
     if errors(made.findings, strict=resolved.request.strict):
         raise InvalidConfig(made.findings)
     watched = made.stage.options.probe is not None
@@ -421,7 +414,6 @@ def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:
 
 
 def _allowed(request: Request, findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The findings, with an error that the command line allows as a warning."""
     if not request.allow_corrupting_overlap:
         return tuple(findings)
     return tuple(replace(one, severity="warning") if one.code == deepspeed.OVERLAP else one for one in findings)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from launcher import files
 from launcher.cache import folders, inputs, keys
@@ -26,28 +27,21 @@ from launcher.redaction import borrowed, redact
 from launcher.report import page, series
 from launcher.runs import attempt as attempts
 from launcher.runs import lease, rendezvous, rundir, runner, sbatch, slurm
-from launcher.runs.attempt import ON_FINISH_S, Attempt
+from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import check, judge
 
 
-def begin(
-    prepared: Prepared,
-    *,
-    on_finish: Sequence[str] = (),
-    on_finish_s: float = ON_FINISH_S,
-    allow_unproven: bool = False,
-) -> tuple[RunFolder, Attempt]:
+def begin(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, Attempt]:
     """Make the run folder and start the keeper in it; training runs when this returns.
 
-    The folder is that of this machine: where others train too, only the first one's is the run's own.
-    Raises NotReady where another run holds the place, or where training cannot be started.
+    `at_end` are `on_finish`, `on_finish_s` and `allow_unproven` of `Attempt`. The folder is that of this
+    machine: where others train too, only the first one's is the run's own. Raises NotReady where another
+    run holds the place, or where training cannot be started.
     """
-    here = prepared.machine
-    attempt = _attempt(prepared, on_finish, on_finish_s, allow_unproven)
+    here, attempt = prepared.machine, _attempt(prepared, **at_end)
     if here is not None:
-        filled = rendezvous.filled(attempt.argv, here)
-        attempt = replace(attempt, argv=filled, rank=here.rank)
+        attempt = replace(attempt, argv=rendezvous.filled(attempt.argv, here), rank=here.rank)
     folder = prepared.folder.node(attempt.rank)
     try:
         rendezvous.check_port(here)
@@ -70,43 +64,38 @@ def _require_not_queued(folder: RunFolder) -> None:
     """A job that waits, or runs elsewhere, has the attempt already."""
     waiting = slurm.job(folder)
     if waiting is not None and slurm.state(waiting) is not None:
-        message = f"the run {folder.path.name} is Slurm's job {waiting.id}"
+        message = f"the run {folder.path.name} is Slurm's job {waiting}"
         help = f"wait for it, or launch stop {folder.path.name}"
         raise not_ready("run-is-live", message, help, file=str(folder.path))
 
 
-def queue(
-    prepared: Prepared,
-    options: sbatch.Options,
-    *,
-    on_finish: Sequence[str] = (),
-    on_finish_s: float = ON_FINISH_S,
-    allow_unproven: bool = False,
-) -> slurm.Job:
-    """Make the run folder and hand it to Slurm, which runs `launch exec` on every node.
+def queue(prepared: Prepared, options: sbatch.Options, **at_end: Any) -> str:
+    """Make the run folder and hand it to Slurm, which runs `launch exec` on every node; the job's number.
 
     Raises NotReady where another run holds the place, or with sbatch's complaint.
     """
-    folder, planned = prepared.folder, prepared.plan
-    attempt = _attempt(prepared, on_finish, on_finish_s, allow_unproven)
+    folder, attempt = prepared.folder, _attempt(prepared, **at_end)
     try:
         with runner.lock_run(folder, attempt.number, prepared.output), _taken_back(folder):
             _require_not_queued(folder)
             _make(prepared, attempt)
             attempt.write(folder)
-            nodes = planned.nodes
-            return slurm.submit(folder, batch_script(prepared), nodes=nodes, options=options, environ=os.environ)
+            script, nodes = batch_script(prepared), prepared.plan.nodes
+            return slurm.submit(folder, script, nodes=nodes, options=options, environ=os.environ)
     finally:
         rundir.release(folder)
 
 
 def batch_script(prepared: Prepared) -> str:
-    """What Slurm is handed for a run."""
     planned, folder = prepared.plan, (prepared.dry_run_folder or prepared.folder).path
-    name = folder.name
-    nodes = planned.nodes
-    options = planned.stage.options.slurm
-    return sbatch.script(name=name, folder=folder, launch=ours(), nodes=nodes, gpus=planned.gpus, options=options)
+    return sbatch.script(
+        name=folder.name,
+        folder=folder,
+        launch=ours(),
+        nodes=planned.nodes,
+        gpus=planned.gpus,
+        options=planned.stage.options.slurm,
+    )
 
 
 def ours() -> list[str]:
@@ -169,7 +158,7 @@ def _taken_back(folder: RunFolder) -> Iterator[None]:
         raise
 
 
-def _attempt(prepared: Prepared, on_finish: Sequence[str], on_finish_s: float, allow_unproven: bool) -> Attempt:
+def _attempt(prepared: Prepared, **at_end: Any) -> Attempt:
     planned, options = prepared.plan, prepared.plan.stage.options
     return Attempt(
         number=prepared.attempt,
@@ -185,13 +174,11 @@ def _attempt(prepared: Prepared, on_finish: Sequence[str], on_finish_s: float, a
         nodes=planned.nodes,
         output=None if prepared.output is None else str(prepared.output),
         caches=tuple(one.as_json() for one in prepared.caches),
-        devices=_ids(prepared.devices),
+        devices=() if prepared.devices is None else tuple(slot.id for slot in prepared.devices.slots),
         config=str(planned.stage.config.path),
-        on_finish=tuple(on_finish),
-        on_finish_s=on_finish_s,
-        allow_unproven=allow_unproven,
         borrowed=borrowed(os.environ),
         request={**prepared.request.as_json(), "gpus": planned.gpus},
+        **at_end,
     )
 
 
@@ -202,16 +189,16 @@ def prepare_again(folder: RunFolder) -> Attempt:
     to meanwhile, or when the run is finished. Raises what `prepare` raises, and NotReady where the job's
     time was up without a further checkpoint.
     """
-    waiting = attempts.read(folder)
+    waiting, last = attempts.read(folder), rundir.read_manifest(folder)
     begun = max(one.attempts() for one in folder.nodes())
-    holds = rundir.read_manifest(folder).contents
-    if begun < waiting.number and not inputs.changed(holds, Path(waiting.cwd)):
+    if begun < waiting.number and not inputs.changed(last.contents, Path(waiting.cwd)):
         return waiting
     attempts.require_own(folder)
     os.chdir(waiting.cwd)
-    os.environ.update(waiting.environ_of_the_shell(os.environ))
+    # what the shell had that submitted it and the job lacks
+    os.environ.update({**waiting.environ, **os.environ})
     again = Request.from_json(waiting.request, config=folder.stage_file)
-    cut_short, reached = slurm.cut_short(folder), _reached(folder)
+    cut_short, reached = slurm.cut_short(folder), last.resumed_step or 0
     prepared = prepare(replace(again, folder=folder), running=True)
     if prepared.decision.kind == "finished":
         return waiting
@@ -222,16 +209,11 @@ def prepare_again(folder: RunFolder) -> Attempt:
     if prepared.output is not None:
         lease.outlast(prepared.output, folder.path)
     with runner.lock_run(folder, prepared.attempt, prepared.output):
-        attempt = _attempt(prepared, waiting.on_finish, waiting.on_finish_s, waiting.allow_unproven)
-        attempt = replace(attempt, environ=waiting.environ, request=waiting.request)
+        kept = ("on_finish", "on_finish_s", "allow_unproven", "environ", "request")
+        attempt = replace(_attempt(prepared), **{name: getattr(waiting, name) for name in kept})
         _make(prepared, attempt)
         attempt.write(folder)
     return attempt
-
-
-def _reached(folder: RunFolder) -> int:
-    """The step that the last attempt began at."""
-    return rundir.read_manifest(folder).resumed_step or 0
 
 
 def execute(folder: RunFolder, rank: int | None = None, address: str | None = None) -> tuple[RunFolder, Attempt]:
@@ -265,10 +247,6 @@ def execute(folder: RunFolder, rank: int | None = None, address: str | None = No
     return folder, attempt
 
 
-def _ids(chosen: Devices | None) -> tuple[str, ...]:
-    return () if chosen is None else tuple(slot.id for slot in chosen.slots)
-
-
 def _keep(
     folder: RunFolder, attempt: Attempt, granted: lease.Lease | None, locks: Sequence[int], chosen: Devices
 ) -> None:
@@ -283,25 +261,20 @@ def _keep(
         supervisor.spawn(folder, attempt.number, (*cache_locks, *gpu_locks, *locks), attempt.digest(), granted)
 
 
-def record_inputs(folder: RunFolder, attempt: Attempt) -> None:
-    """Hash data and models once more at the end, and leave what is not as it was at the start."""
-    holds = rundir.read_manifest(folder).contents
-    if isinstance(holds, list):
-        changed = inputs.changed(holds, Path(attempt.cwd))
-        files.write_json(folder.inputs(attempt.number), {"changed": redact(changed)})
+def look_back(folder: RunFolder, attempt: Attempt) -> None:
+    """Record what of data and models is no more what it was at the start, and take away what was cached of it.
 
-
-def discard_spoiled(folder: RunFolder, attempt: Attempt) -> None:
-    """Take away what the run cached of data that were edited between our look and upstream's.
-
-    It belongs neither to what they were nor to what they are, and its keys may know only path and time.
+    Such a cache belongs neither to what they were nor to what they are, and its keys may know only path and time.
     """
+    # a record that cannot be written costs a point, not the verdict
+    with contextlib.suppress(OSError):
+        changed = inputs.changed(rundir.read_manifest(folder).contents, Path(attempt.cwd))
+        files.write_json(folder.inputs(attempt.number), {"changed": redact(changed)})
     for one in attempt.caches:
         folders.discard_spoiled(keys.from_json(one))
 
 
 def of_a_further_machine(folder: RunFolder, attempt: Attempt) -> Exit:
-    """The exit code where the first of several machines judges."""
     ended = runner.recorded(folder, attempt.number)
     if ended is not None and ended.stopped is not None:
         return Exit.INTERRUPTED
@@ -342,7 +315,6 @@ def judged_now(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> chec
 
 
 def exit_code(ended: runner.ProcessExit | None, verdict: check.Verdict, *, allow_unproven: bool) -> Exit:
-    """The documented exit code of a run that ended so, or of a verdict alone."""
     if ended is not None and ended.stopped is not None:
         return Exit.INTERRUPTED
     if ended is not None and ended.returncode and verdict.stopped is None:
@@ -351,7 +323,6 @@ def exit_code(ended: runner.ProcessExit | None, verdict: check.Verdict, *, allow
 
 
 def unpinned_note(folder: RunFolder) -> tuple[Finding, ...]:
-    """What a verdict has to say of a run on another commit than the pin."""
     source = rundir.read_manifest(folder).upstream
     if source.get("pinned", True):
         return ()

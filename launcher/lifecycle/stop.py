@@ -32,11 +32,9 @@ class Cost:
 
     @property
     def lost(self) -> int:
-        """Optimizer steps that would have to be done again."""
         return max(0, self.step - (self.saved or 0))
 
     def line(self) -> str:
-        """In words."""
         if not self.step:
             return "no step has been done yet: nothing is lost"
         if self.checkpoint is None:
@@ -47,13 +45,11 @@ class Cost:
         return f"{last}: {self.lost} of {self.step} steps are lost"
 
     def as_json(self) -> dict[str, Any]:
-        """For `launch stop --format json`."""
         where = None if self.checkpoint is None else str(self.checkpoint)
         return {"step": self.step, "saved": self.saved, "checkpoint": where, "lost": self.lost}
 
 
 def cost(folder: RunFolder) -> Cost:
-    """What stopping this run now would lose."""
     progress = Progress(total=None)
     overview.last_steps(folder, progress)
     record = rundir.read_manifest(folder)
@@ -90,8 +86,7 @@ def stop(folder: RunFolder, *, after_checkpoint: bool = False) -> runner.Process
     if job is not None and (state := slurm.state(job)) is not None:
         # one that waits has no checkpoint to wait for
         return _stop_job(folder, job, after_checkpoint=after_checkpoint and state == "running")
-    if (leader := runner.unknown(folder)) is not None:
-        raise NotReady(runner.unknown_here(folder, leader))
+    runner.require_sight(folder)
     number = max(1, folder.attempts()) if runner.alive(folder.path) else _starting(folder)
     if number is None:
         state = overview.state(folder)
@@ -123,7 +118,6 @@ def _patience(folder: RunFolder) -> float:
 
 
 def _waits(folder: RunFolder) -> runner.Grace:
-    """How long the keeper of a run waits after each signal."""
     environ = rundir.read_json(folder.start).get("environ")
     try:
         return runner.grace(environ.get(runner.GRACE_VARIABLE) if isinstance(environ, dict) else None)
@@ -131,7 +125,7 @@ def _waits(folder: RunFolder) -> runner.Grace:
         return runner.GRACE_S
 
 
-def _stop_job(folder: RunFolder, job: slurm.Job, *, after_checkpoint: bool) -> runner.ProcessExit | None:
+def _stop_job(folder: RunFolder, job: str, *, after_checkpoint: bool) -> runner.ProcessExit | None:
     """Slurm ends a job on all its machines; for a checkpoint, their keepers wait themselves."""
     number = max(1, folder.attempts())
     if after_checkpoint:
@@ -148,7 +142,7 @@ def _ask(folder: RunFolder, request: runner.StopRequest) -> None:
     try:
         request.write(folder)
     except OSError as error:
-        keeper = runner.keeper_of(folder)
+        keeper = runner.processes(folder).keeper
         if keeper is None or not keeper.lives():
             return
         try:
@@ -179,7 +173,6 @@ def _starting(folder: RunFolder) -> int | None:
 
 
 def _begins(folder: RunFolder, number: int) -> bool:
-    """Whether the attempt of this number was prepared, and no process of it is known as yet."""
     known = runner.processes(folder).attempt
     return known != number and runner.recorded(folder, number) is None and lease.is_locked(folder.lock)
 
@@ -214,4 +207,4 @@ def _wait_elsewhere(folder: RunFolder, request: runner.StopRequest) -> None:
             raise not_ready("run-is-elsewhere", message, help, file=str(folder.path))
         time.sleep(POLL_S * 5)
     if runner.recorded(folder, request.attempt) is None:
-        raise NotReady(runner.unknown_here(folder, known.leader))
+        runner.require_sight(folder)

@@ -52,6 +52,8 @@ def spawn(
     words = [str(folder.path), str(number), str(telling), ",".join(map(str, locks))]
     words += [] if granted is None else [str(granted.path)]
     more = {} if digest is None else {_DIGEST: digest}
+    # this package may be running from a folder that is nowhere else named
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(PROJECT))))
     early: list[int] = []
 
     def note(signalled: int, _frame: FrameType | None) -> None:
@@ -60,7 +62,7 @@ def spawn(
     try:
         # no exception may come between the start of a child and its name
         noted = process.handling({signal.SIGINT: note, signal.SIGTERM: note})
-        with noted, runner.private(folder.diary) as diary:
+        with rundir.writing(folder.path), noted, runner.private(folder.diary) as diary:
             child = subprocess.Popen(
                 [sys.executable, "-m", "launcher.lifecycle.supervisor", *words],
                 stdin=subprocess.DEVNULL,
@@ -68,12 +70,12 @@ def spawn(
                 stderr=diary,
                 start_new_session=True,
                 pass_fds=(telling, *locks),
-                env={**os.environ, "PYTHONPATH": _with_ours(os.environ.get("PYTHONPATH")), **more},
+                env={**os.environ, "PYTHONPATH": path, **more},
             )
             _STARTED_HERE.append(child)
-    except OSError as error:
+    except BaseException:
         os.close(listening)
-        raise rundir.not_writable(folder.path, error.strerror) from None
+        raise
     finally:
         os.close(telling)
     with interruptible(), os.fdopen(listening, "rb") as pipe:
@@ -106,12 +108,6 @@ def interruptible() -> Iterator[None]:
             for one in left:
                 one.wait()
         raise
-
-
-def _with_ours(path: str | None) -> str:
-    """PYTHONPATH with this package on it: it may be running from a folder that is nowhere else named."""
-    ours = str(PROJECT)
-    return ours if not path else f"{path}{os.pathsep}{ours}"
 
 
 def _refused(folder: RunFolder, answer: bytes) -> list[Finding]:
@@ -225,10 +221,7 @@ def conclude(
         code: int = Exit.BUG
         try:
             if not rundir.judged(folder, number):
-                # a record that cannot be written costs a point, not the verdict
-                with contextlib.suppress(OSError):
-                    start.record_inputs(folder, attempt)
-                start.discard_spoiled(folder, attempt)
+                start.look_back(folder, attempt)
             code = start.conclusion(folder, attempt, ended)[1]
             rundir.seal(folder, number, untold=bool(attempt.on_finish))
         except Exception:

@@ -61,7 +61,6 @@ def sheet_of(name: str | None) -> Card | None:
 
 
 def card_of(name: str, gib: float | None) -> Card:
-    """The device of that name, with so much memory."""
     return replace(sheet_of(name) or Card(), name=name, gib=gib)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import files
-from launcher.errors import Finding, NotReady, UsageError, launch_finding
+from launcher.errors import Finding, NotReady, launch_finding, usage
 from launcher.machine import process, python
 from launcher.machine.locks import locked
 from launcher.machine.python import Gpu, GpuProcess
@@ -53,11 +53,9 @@ class Slot:
 
     @property
     def label(self) -> str:
-        """For messages."""
         return f"GPU {self.gpu.index}"
 
     def answers_to(self, asked: str) -> bool:
-        """Whether `asked` is its number or (the beginning of) its id."""
         if asked.isdecimal():
             return int(asked) == self.gpu.index
         return len(asked) > 4 and self.id.startswith(asked)
@@ -86,7 +84,6 @@ class Look:
     fault: str | None = None
 
     def free(self) -> tuple[Slot, ...]:
-        """Those that nobody has."""
         return tuple(slot for slot in self.visible if slot.id not in self.uses)
 
 
@@ -105,18 +102,13 @@ class Devices:
 
     @property
     def refused(self) -> bool:
-        """Whether the run cannot have what it asked for."""
         return any(finding.severity == "error" for finding in self.findings)
 
     def env(self) -> dict[str, str]:
-        """What is added to the environment of training."""
-        told = {VARIABLE: self.visible}
-        if any(slot.name.isdecimal() for slot in self.slots):
-            told[ORDER[0]] = ORDER[1]
-        return told
+        ordered = any(slot.name.isdecimal() for slot in self.slots)
+        return {VARIABLE: self.visible} | (dict([ORDER]) if ordered else {})
 
     def as_json(self) -> dict[str, Any]:
-        """For the manifest and envelopes."""
         return {
             "visible": self.visible,
             "why": self.why,
@@ -171,11 +163,10 @@ def _use(slot: Slot, computing: Sequence[GpuProcess]) -> Use | None:
     if holder is not None:
         name = Path(holder).name if holder else None
         return Use(f"the run {name}" if name else "another start of launch", name, locked=True)
-    here = [one for one in computing if one.uuid == slot.id]
-    if here:
+    if here := [one for one in computing if one.uuid == slot.id]:
         run = next((name for one in here if (name := _run_of(one.pid))), None)
-        told = ", ".join(_described(one) for one in here[:3])
-        return Use(f"the run {run} ({told})" if run else told, run)
+        shown = ", ".join(_described(one) for one in here[:3])
+        return Use(f"the run {run} ({shown})" if run else shown, run)
     if slot.gpu.used_mib > FREE_MIB:
         return Use(f"something that is not seen from here ({slot.gpu.used_mib} MiB)")
     return None
@@ -183,12 +174,11 @@ def _use(slot: Slot, computing: Sequence[GpuProcess]) -> Use | None:
 
 def _described(one: GpuProcess) -> str:
     name = Path(one.name).name if one.name and not one.name.startswith("[") else ""
-    told = [part for part in (name, f"{one.used_mib} MiB" if one.used_mib else "") if part]
-    return f"pid {one.pid}" + (f" ({', '.join(told)})" if told else "")
+    about = ", ".join(filter(None, (name, f"{one.used_mib} MiB" if one.used_mib else "")))
+    return f"pid {one.pid} ({about})" if about else f"pid {one.pid}"
 
 
 def _run_of(pid: int) -> str | None:
-    """The run of launch's that a process belongs to; None where /proc does not tell."""
     marks = sorted(process.marks())
     return next((Path(mark).name for mark in marks if pid in process.family(None, mark)), None)
 
@@ -206,7 +196,7 @@ def named(text: str | None) -> tuple[str, ...] | None:
     if not odd and not twice:
         return parts
     what = f"`{odd[0]}` is no GPU" if odd else f"{', '.join(twice)} is named twice"
-    raise UsageError(launch_finding("error", "bad-devices", f"--devices {text}: {what}", "numbers of nvidia-smi: 2,3"))
+    raise usage("bad-devices", f"--devices {text}: {what}", "numbers of nvidia-smi: 2,3")
 
 
 def choose(count: int | None, asked: Sequence[str] | None, seen: Look) -> Devices:
@@ -305,18 +295,16 @@ def lock_slots(devices: Devices, run: Path, *, patience_s: float = 10.0) -> Iter
             if lock is None:
                 continue
             locks.append(lock)
-            if _busy(lock, _GLANCE_S) and not _passed_on(lock, run, patience_s):
+            # the holder may be this very run, which is about to let go
+            if _busy(lock, _GLANCE_S) and (_written(lock) != str(run) or _busy(lock, patience_s)):
                 raise NotReady(_held_by(slot, _use(slot, ()) or Use("another start of launch")))
-            _write(lock, run)
+            with contextlib.suppress(OSError):
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, json.dumps({"run": str(run)}).encode(), 0)
         yield tuple(locks)
     finally:
         for lock in locks:
             os.close(lock)
-
-
-def _passed_on(lock: int, run: Path, patience_s: float) -> bool:
-    """Whether the holder is this very run, and lets go in time."""
-    return _written(lock) == str(run) and not _busy(lock, patience_s)
 
 
 def _holder(slot: Slot) -> str | None:
@@ -335,18 +323,11 @@ def _busy(lock: int, seconds: float, *, shared: bool = False) -> bool:
     return locked(lock, shared=shared, seconds=seconds) is False
 
 
-def _write(lock: int, run: Path) -> None:
-    with contextlib.suppress(OSError):
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, json.dumps({"run": str(run)}).encode(), 0)
-
-
 def _written(lock: int) -> str:
     try:
-        told = files.parse_json(os.pread(lock, 65536, 0))
-    except (OSError, ValueError):
+        run = files.parse_line(os.pread(lock, 65536, 0)).get("run")
+    except OSError:
         return ""
-    run = told.get("run") if isinstance(told, dict) else None
     return run if isinstance(run, str) else ""
 
 
@@ -368,18 +349,14 @@ def _opened(name: str, *, make: bool = True) -> int | None:
 def _shared(path: Path, *, make: bool) -> int:
     """Raises OSError where there is none, or something else lies in its place."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        # not O_CREAT at once: in a sticky folder Linux refuses that for the file of another user
-        lock = os.open(path, flags)
-    except FileNotFoundError:
-        if not make:
-            raise
+    # not O_CREAT at once: in a sticky folder Linux refuses that for the file of another user
+    if make and not os.path.lexists(path):
         with contextlib.suppress(FileExistsError):
             lock = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
             # whatever the umask of who comes first
             os.fchmod(lock, 0o666)
             return lock
-        lock = os.open(path, flags)
+    lock = os.open(path, flags)
     status = os.fstat(lock)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
         os.close(lock)

@@ -9,26 +9,12 @@ from functools import lru_cache
 from pathlib import Path
 
 # A checkout's own config may name commands, and whoever only looks at it must not run them.
-COMMAND = (
-    "git",
-    "--no-optional-locks",
-    "--no-pager",
-    "-c",
-    "core.fsmonitor=false",
-    "-c",
-    "core.hooksPath=/dev/null",
-    "-c",
-    "core.sshCommand=false",
-    "-c",
-    "core.gitProxy=",
-    "-c",
-    "core.askPass=",
-    "-c",
-    "credential.helper=",
-    "-c",
-    "core.alternateRefsCommand=true",
-    "-c",
-    "log.showSignature=false",
+COMMAND = tuple(
+    """
+    git --no-optional-locks --no-pager -c core.fsmonitor=false -c core.hooksPath=/dev/null -c core.sshCommand=false
+    -c core.gitProxy= -c core.askPass= -c credential.helper= -c core.alternateRefsCommand=true
+    -c log.showSignature=false
+    """.split()
 )
 """How git is called wherever launch calls it: no command that a checkout's own config names is run."""
 
@@ -61,7 +47,6 @@ class Repository:
         return None if raw is None else raw.decode("utf-8", "replace").rstrip("\n")
 
     def top(self) -> Path | None:
-        """The folder of the repository that `root` belongs to."""
         told = self.ask("rev-parse", "--show-toplevel")
         return Path(told) if told else None
 
@@ -72,7 +57,6 @@ class Repository:
         return self.ask("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
 
     def is_shallow(self) -> bool:
-        """Whether the history was cut off when the repository was cloned."""
         return self.ask("rev-parse", "--is-shallow-repository") == "true"
 
     def read(self, revision: str, path: str) -> bytes | None:
@@ -127,17 +111,10 @@ class Repository:
 @lru_cache(maxsize=64)
 def _filters(repository: Repository) -> tuple[str, ...]:
     """Options that switch off the filters of a checkout's own config: comparing files would run them."""
-    names = repository.ask(
-        "config",
-        "--local",
-        "--includes",
-        "--name-only",
-        "--get-regexp",
-        r"^filter\..*\.(clean|smudge|process|required)$",
-    )
-    off = {"required": "false"}
-    options = [f"{name}={off.get(name.rpartition('.')[2], '')}" for name in (names or "").splitlines()]
-    return tuple(word for option in options for word in ("-c", option))
+    pattern = r"^filter\..*\.(clean|smudge|process|required)$"
+    names = repository.ask("config", "--local", "--includes", "--name-only", "--get-regexp", pattern) or ""
+    off = (f"{name}={'false' if name.endswith('.required') else ''}" for name in names.splitlines())
+    return tuple(word for option in off for word in ("-c", option))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +126,9 @@ class CommitTree:
     name: str
 
     def read(self, path: str) -> bytes | None:
-        """A file below the folder; None where it is not there."""
         return _content(self.repository, self.commit, f"{self.name}/{path}")
 
     def place(self, path: str) -> str:
-        """How to name a file of it to people."""
         return f"{self.commit[:12]}:{self.name}/{path}"
 
 

@@ -48,7 +48,6 @@ def fault(error: BaseException) -> dict[str, Any]:
 
 
 def own(path: str) -> bool:
-    """Whether a file is the standard library's."""
     inside = path.startswith(os.path.dirname(os.__file__) + os.sep)
     return inside and "site-packages" not in path and "dist-packages" not in path
 
@@ -83,7 +82,6 @@ def cuda() -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """Answer what was asked on stdin."""
     question = json.loads(sys.stdin.read())
     answer = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)

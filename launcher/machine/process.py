@@ -30,7 +30,6 @@ def ignore(_number: int, _frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def handling(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None]:
-    """Other signal handlers inside; those from before are put back."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -54,7 +53,6 @@ class Identity:
     namespace: int | None = None
 
     def as_json(self) -> dict[str, object]:
-        """What `process.json` keeps."""
         return asdict(self)
 
     def lives(self) -> bool:
@@ -76,15 +74,12 @@ class Identity:
 
     @property
     def place(self) -> str:
-        """Where it is, for messages."""
         inside = "" if self.namespace is None else f" in PID namespace {self.namespace}"
         return f"{self.host}, pid {self.pid}{inside if self.elsewhere() else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class _ProcessRow:
-    """A line of /proc/PID/stat."""
-
     pid: int
     state: bytes
     parent: int
@@ -129,12 +124,10 @@ def hold_standard_streams() -> None:
 
 
 def host() -> str:
-    """The name of this machine."""
     return os.uname().nodename
 
 
 def boot() -> str | None:
-    """The id of this boot of the machine."""
     with contextlib.suppress(OSError):
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     return None
@@ -225,7 +218,6 @@ def marks() -> frozenset[str]:
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:
-    """Send a signal to each; one that has gone meanwhile is nothing to speak of."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)

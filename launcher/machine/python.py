@@ -42,19 +42,11 @@ print(json.dumps({"version": list(sys.version_info[:3]), "path": sys.path, "pack
                   "own": sys.prefix != sys.base_prefix}))
 """
 
-DECISIVE = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "tokenizers",
-    "trl",
-    "deepspeed",
-    "peft",
-    "liger-kernel",
-    "flash-attn",
-    "ai2-olmo-core",
-    "bitsandbytes",
+DECISIVE = tuple(
+    """
+    torch transformers accelerate datasets tokenizers trl deepspeed peft liger-kernel flash-attn ai2-olmo-core
+    bitsandbytes
+    """.split()
 )
 """Packages that losses, speed and memory may hang on: runs that had others do not compare."""
 
@@ -131,7 +123,6 @@ def run(argv: Sequence[str], timeout_s: float = 10.0, environ: Mapping[str, str]
 
 
 def ask_driver() -> Driver:
-    """Ask nvidia-smi once for GPUs, their processes and the driver's versions."""
     try:
         # eight cards without persistence mode take ten seconds and more to answer
         done = subprocess.run(
@@ -244,7 +235,6 @@ def ask_trainer(python: Path, source: str) -> Trainer:
 
 
 def describe() -> dict[str, object]:
-    """What the manifest keeps of this machine."""
     return {
         "host": platform.node(),
         "system": platform.platform(),

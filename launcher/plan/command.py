@@ -18,7 +18,7 @@ from launcher.paths import PACKAGE
 from launcher.plan.plan import Plan
 from launcher.redaction import redact
 from launcher.runs import rendezvous
-from launcher.runs.command import Command
+from launcher.runs.attempt import Command
 from launcher.stage.options import Watch
 from launcher.upstream.locate import SUBMODULE
 from launcher.upstream.trainers import Backend

@@ -23,7 +23,7 @@ from launcher.verdict import summary
 if TYPE_CHECKING:
     # only for annotations: validation must not pay for importing what judges a run
     from launcher.plan.plan import Plan
-    from launcher.runs.command import Command
+    from launcher.runs.attempt import Command
     from launcher.upstream.schema import Schema
     from launcher.verdict.check import Verdict
 

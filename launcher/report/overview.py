@@ -177,7 +177,7 @@ def state(folder: RunFolder, progress: Progress | None = None, number: int | Non
     """
     job = slurm.job(folder)
     if job is not None and (jobs := _jobs(int(time.monotonic()))) is not None:
-        word = slurm.word(jobs.get(job.id))
+        word = slurm.word(jobs.get(job))
         if word is not None:
             return word
     if runner.alive(folder.path, lambda: _marks(int(time.monotonic()))):

@@ -1,6 +1,6 @@
-"""One attempt of a run as it waits to be started: everything that its keeper needs, in one private file.
+"""The command that starts a stage, and one attempt of a run as it waits to be started: all that its keeper needs.
 
-It holds the user's whole environment, tokens included: whoever starts the run later (tmux, Slurm,
+`start.json` holds the user's whole environment, tokens included: whoever starts the run later (tmux, Slurm,
 another shell) must not start it in another one. Hence mode 0600, and no other file repeats it.
 """
 
@@ -15,28 +15,65 @@ import pwd
 import shlex
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launcher import files
 from launcher.errors import not_ready
 from launcher.paths import PACKAGE
+from launcher.printable import printable
+from launcher.redaction import redact
 from launcher.runs import rundir
 from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
-
-if TYPE_CHECKING:
-    from launcher.runs.command import Command
 
 _SCHEDULER = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 # what a scheduler hands to a job counts for more than what the shell had that submitted it
 _OF_THE_JOB = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TMPDIR", "HOSTNAME")
 ON_FINISH_S = 600.0
-# Where files of this package were before: an attempt that waited while launch was updated names them there.
-_MOVED = {"probe.py": "probe/run.py", "accelerate/": "plan/accelerate/", "deepspeed/": "plan/deepspeed/"}
 """Seconds that `--on-finish` may take."""
+# where files of this package were before: an attempt that waited while launch was updated names them there
+_MOVED = {"probe.py": "probe/run.py", "accelerate/": "plan/accelerate/", "deepspeed/": "plan/deepspeed/"}
 _NOBODY = 65534  # what a user namespace shows of every owner that it does not map
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """The whole intention to start one stage. `env` holds only what is added to the environment.
+
+    `variables` are those of `env` that hold secrets, and the shell's variables that hold the same.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: Path
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def shell(self) -> str:
+        """The command as it can be pasted into a POSIX shell; redacted, that fills in the secrets."""
+        words = [
+            f'{name}="{value}"' if value == f"${self.variables.get(name)}" else f"{name}={_quoted(value)}"
+            for name, value in self.env.items()
+        ]
+        return " ".join([*words, *map(_quoted, self.argv)])
+
+    def redacted(self) -> Command:
+        """The same without secrets, for whatever is shown or kept."""
+        named = {name: f"${variable}" for name, variable in self.variables.items()}
+        shown = redact(replace(self, env={**self.env, **named}))
+        return replace(shown, variables=self.variables)
+
+
+def _quoted(word: str) -> str:
+    """A word for a shell; where it is not fit for a terminal as it is, in the `$'...'` of bash and zsh."""
+    if printable(word) == word:
+        return shlex.quote(word)
+    shown = "".join(
+        one if one.isprintable() and one not in "\\'#" else "".join(f"\\x{byte:02x}" for byte in os.fsencode(one))
+        for one in word
+    )
+    return f"$'{shown}'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +112,6 @@ class Attempt:
 
     def command(self, environ: Mapping[str, str]) -> Command:
         """The command in the whole environment that it is to run in; `environ` is the starter's own."""
-        # whoever looks on starts nothing, and should not wait for what plans and validates
-        from launcher.runs.command import Command
-
         job, inside = environ.get("SLURM_JOB_ID"), dict[str, str]()
         if job and job != self.environ.get("SLURM_JOB_ID"):
             names = (k for k in environ if k.startswith(_SCHEDULER) or k in _OF_THE_JOB)
@@ -89,24 +123,17 @@ class Attempt:
             whole["CUDA_VISIBLE_DEVICES"] = given.partition(",")[0]
         return Command(argv=tuple(map(_present, self.argv)), env=whole, cwd=Path(self.cwd))
 
-    def environ_of_the_shell(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """What the shell had and this process lacks."""
-        return {name: value for name, value in self.environ.items() if name not in environ}
-
     def _raw(self) -> bytes:
         # not ASCII would have to be UTF-8, which an environment need not be
         return json.dumps(asdict(self), indent=1).encode("ascii")
 
     def digest(self) -> str:
-        """What tells it from any other attempt, however much of it is the same."""
         return hashlib.sha256(self._raw()).hexdigest()
 
     def write(self, folder: RunFolder) -> None:
         """Write `start.json`, for the owner's eyes alone. Raises NotReady where that fails."""
-        try:
+        with rundir.writing(folder.path):
             files.write_bytes(folder.start, self._raw(), mode=0o600)
-        except OSError as error:
-            raise rundir.not_writable(folder.path, error.strerror) from None
 
 
 def _present(word: str) -> str:

@@ -30,7 +30,7 @@ from launcher.errors import Finding, NotReady, launch_finding, not_ready
 from launcher.machine import locks, process
 from launcher.machine.process import Identity
 from launcher.runs import rundir
-from launcher.runs.record import Manifest
+from launcher.runs.record import Manifest, Record
 
 FOLDER = Path(".cache", "huggingface", "launch")
 """Below the output folder."""
@@ -59,12 +59,10 @@ class Lease:
 
     @property
     def fence(self) -> int:
-        """The fencing number: it grows with every start."""
         return int(self.path.stem.partition("-")[2])
 
     @property
     def manifest(self) -> Path:
-        """The manifest of the run as it was at this start."""
         return self.path.with_name(f"run-{self.fence}.json")
 
     @property
@@ -74,7 +72,6 @@ class Lease:
 
     @property
     def described(self) -> str:
-        """Whose it is, for messages."""
         owner = "an unknown host" if self.owner is None else self.owner.place
         return f"started by {self.user} on {owner}" if self.user else f"started on {owner}"
 
@@ -93,20 +90,16 @@ class Lease:
             return None
 
     def beats(self) -> bool:
-        """Whether there was a heartbeat lately."""
         silence = self.silence() if self.state == "running" else None
         return silence is not None and silence < SILENT_S
 
     def write(self) -> None:
-        """Write the file, whole and for good. Raises OSError."""
         content = {name: getattr(self, name) for name in ("run", "attempt", "state", "user")}
-        owner = None if self.owner is None else self.owner.as_json()
-        content |= {"returncode": self.code, "owner": owner}
+        content |= {"returncode": self.code, "owner": self.owner and self.owner.as_json()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         files.write_bytes(self.path, json.dumps(content, indent=1).encode(), durable=True)
 
     def discard(self) -> None:
-        """Take it back: nothing was trained under it."""
         folder = self.path.parent
         with contextlib.suppress(OSError):
             self.path.unlink()
@@ -118,7 +111,6 @@ class Lease:
 
 
 def place(output: Path) -> Path:
-    """Where the leases of an output folder are."""
     return output / FOLDER
 
 
@@ -131,17 +123,16 @@ def read(path: Path) -> Lease | None:
             raw = file.read(_LARGEST) if stat.S_ISREG(status.st_mode) else b""
     except OSError:
         return None
-    content, beaten = rundir.parse_line(raw), status.st_mtime
-    owner, code, attempt = (content.get(name) for name in ("owner", "returncode", "attempt"))
+    content = Record(rundir.parse_line(raw))
     return Lease(
         path=path,
         run=str(content.get("run", "")),
         user=str(content.get("user", "")),
-        beaten=beaten,
-        owner=process.identity(owner) if isinstance(owner, dict) else None,
-        attempt=attempt if isinstance(attempt, int) else 1,
+        beaten=status.st_mtime,
+        owner=process.identity(content.part("owner")),
+        attempt=content.number("attempt") or 1,
         state=str(content.get("state", "running")),
-        code=code if isinstance(code, int) else None,
+        code=content.number("returncode"),
     )
 
 
@@ -152,7 +143,6 @@ def newest(output: Path | None) -> Lease | None:
 
 
 def manifests(output: Path | None) -> list[Manifest]:
-    """The manifests of all starts into an output folder, the oldest first."""
     folder = None if output is None else place(output)
     found = [rundir.read_json(folder / f"run-{n}.json") for n in _fences(folder)] if folder else []
     return [Manifest(one) for one in found if one]

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+_T = TypeVar("_T")
 
 
 class Record(dict[str, Any]):
@@ -21,74 +23,57 @@ class Record(dict[str, Any]):
         return found
 
     def part(self, *keys: str) -> Record:
-        """An object inside."""
         found = self.value(*keys)
         return Record(found) if isinstance(found, dict) else Record()
 
     def items_of(self, *keys: str) -> list[Any]:
-        """A list inside."""
         found = self.value(*keys)
         return found if isinstance(found, list) else []
 
+    def text(self, *keys: str) -> str | None:
+        found = self.value(*keys)
+        return found if isinstance(found, str) else None
+
     def number(self, *keys: str) -> int | None:
-        """A whole number."""
         found = self.value(*keys)
         return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
-class _Field:
-    """Where a field of the manifest lies."""
+class _Field(Generic[_T]):
+    """A key of the manifest, and how it is read."""
 
-    def __init__(self, *keys: str) -> None:
-        self.keys = keys
+    def __init__(self, read: Callable[..., _T], *keys: str) -> None:
+        self.read, self.keys = read, keys
 
-
-class _Text(_Field):
-    def __get__(self, manifest: Manifest, _owner: type[Manifest]) -> str | None:
-        found = manifest.value(*self.keys)
-        return found if isinstance(found, str) else None
-
-
-class _Number(_Field):
-    def __get__(self, manifest: Manifest, _owner: type[Manifest]) -> int | None:
-        return manifest.number(*self.keys)
-
-
-class _Items(_Field):
-    def __get__(self, manifest: Manifest, _owner: type[Manifest]) -> list[Any]:
-        return manifest.items_of(*self.keys)
-
-
-class _Part(_Field):
-    def __get__(self, manifest: Manifest, _owner: type[Manifest]) -> Record:
-        return manifest.part(*self.keys)
+    def __get__(self, manifest: Manifest, _owner: type[Manifest]) -> _T:
+        return self.read(manifest, *self.keys)
 
 
 class Manifest(Record):
     """`run.json`: everything that was decided before the start of an attempt."""
 
-    created, stage, backend, cwd = _Text("created"), _Text("stage"), _Text("backend"), _Text("cwd")
-    requested_output = _Text("asked_output")
-    """The output folder that the stage file names, where that is not the one of the run."""
-    attempt = _Number("attempt")
-    plan, upstream, deepspeed = _Part("plan"), _Part("upstream"), _Part("deepspeed")
-    gpus, nodes, steps = _Number("plan", "gpus"), _Number("plan", "nodes"), _Number("plan", "steps")
-    global_batch, per_device = _Number("plan", "global"), _Number("plan", "per_device")
-    accumulation = _Number("plan", "accumulation")
-    args, argv, packages = _Part("args"), _Items("argv"), _Part("trainer", "packages")
-    cards = _Items("machine", "gpus")
-    contents, caches = _Items("contents"), _Items("caches")
-    resumed_step, kept = _Number("resume", "step"), _Items("resume", "kept")
+    created, stage = _Field(Record.text, "created"), _Field(Record.text, "stage")
+    backend, cwd = _Field(Record.text, "backend"), _Field(Record.text, "cwd")
+    # the output folder that the stage file names, where that is not the one of the run
+    requested_output = _Field(Record.text, "asked_output")
+    attempt, resumed_step = _Field(Record.number, "attempt"), _Field(Record.number, "resume", "step")
+    gpus, nodes = _Field(Record.number, "plan", "gpus"), _Field(Record.number, "plan", "nodes")
+    steps, global_batch = _Field(Record.number, "plan", "steps"), _Field(Record.number, "plan", "global")
+    per_device = _Field(Record.number, "plan", "per_device")
+    accumulation = _Field(Record.number, "plan", "accumulation")
+    plan, upstream = _Field(Record.part, "plan"), _Field(Record.part, "upstream")
+    deepspeed, packages = _Field(Record.part, "deepspeed"), _Field(Record.part, "trainer", "packages")
+    args, argv = _Field(Record.part, "args"), _Field(Record.items_of, "argv")
+    cards, kept = _Field(Record.items_of, "machine", "gpus"), _Field(Record.items_of, "resume", "kept")
+    contents, caches = _Field(Record.items_of, "contents"), _Field(Record.items_of, "caches")
 
     def argument(self, name: str) -> Any:
-        """The value of a training argument."""
         return self.value("args", name, "value")
 
     @property
     def output(self) -> Path | None:
-        """The folder that the model goes to."""
-        found = self.get("output")
-        return Path(found) if isinstance(found, str) else None
+        found = self.text("output")
+        return None if found is None else Path(found)
 
     @property
     def processes(self) -> int | None:
@@ -97,16 +82,13 @@ class Manifest(Record):
 
     @property
     def expected(self) -> Mapping[str, str | None] | None:
-        """What `expect:` was at the start."""
         found = self.get("expect")
         return found if isinstance(found, dict) else None
 
 
 def mapping(value: object) -> Mapping[str, Any]:
-    """A mapping, or an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
 def listed(value: object) -> Sequence[Any]:
-    """A list, or an empty one."""
     return value if isinstance(value, list | tuple) else []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.errors import brief, usage
@@ -37,7 +37,6 @@ class Rendezvous:
 
 
 def placeholders(options: Mapping[str, str] = OPTIONS) -> list[str]:
-    """The words of a command that stand for what differs from node to node."""
     return [word for pair in options.items() for word in pair]
 
 
@@ -59,13 +58,7 @@ def filled(argv: Sequence[str], here: Rendezvous | None) -> tuple[str, ...]:
     return tuple(words)
 
 
-def find(
-    nodes: int,
-    rank: int | None,
-    address: str | None,
-    environ: Mapping[str, str],
-    resolves: Callable[[str], bool] | None = None,
-) -> Rendezvous | None:
+def find(nodes: int, rank: int | None, address: str | None, environ: Mapping[str, str]) -> Rendezvous | None:
     """Where this node stands among `nodes`: by `--node-rank` and `--main-address`, else by its scheduler.
 
     None for a single node. Raises UsageError where neither tells, or what they tell cannot be.
@@ -75,11 +68,9 @@ def find(
             message = "the run takes one machine: which one needs no saying"
             raise usage("bad-node-rank", message, "give --nodes too")
         return None
-    scheduled = None
-    if rank is None or address is None:
-        scheduled = _slurm(nodes, environ, resolves or _resolves)
-    if rank is None:
-        rank = scheduled.rank if scheduled is not None else None
+    scheduled = _slurm(nodes, environ) if rank is None or address is None else None
+    if rank is None and scheduled is not None:
+        rank = scheduled.rank
     if address is None and scheduled is not None:
         host, port = scheduled.address, scheduled.port
     else:
@@ -111,8 +102,7 @@ def _address(given: str | None, rank: int | None, nodes: int) -> tuple[str, int]
     return matched["host"], port
 
 
-def _slurm(nodes: int, environ: Mapping[str, str], resolves: Callable[[str], bool]) -> Rendezvous | None:
-    """What srun tells each of its tasks."""
+def _slurm(nodes: int, environ: Mapping[str, str]) -> Rendezvous | None:
     job, rank = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_NODEID", "")
     if not job.isdecimal() or not rank.isdecimal():
         return None
@@ -124,7 +114,7 @@ def _slurm(nodes: int, environ: Mapping[str, str], resolves: Callable[[str], boo
         raise usage("wrong-step", message, f"srun --nodes={nodes} --ntasks-per-node=1 launch ...")
     head = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
     # a node's name need not be known outside of Slurm; a batch job's first node started the step
-    if not resolves(head):
+    if not _resolves(head):
         head = environ.get("SLURM_LAUNCH_NODE_IPADDR") or head
     port = JOB_PORTS[int(job) % len(JOB_PORTS)]
     return Rendezvous(nodes=nodes, rank=int(rank), address=head, port=port)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launcher import files
 from launcher.errors import NotReady, not_ready, usage
@@ -26,22 +26,15 @@ from launcher.paths import canonical
 from launcher.redaction import redact
 from launcher.runs.record import Manifest
 
-if TYPE_CHECKING:
-    # looking at runs must not pay for importing what starts them
-    pass
-
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _NONE = "none"
-_HEAD = 16384
+_HEAD_BYTES, _ARGS = 16384, b'\n  "args": {'
 OWN = 0o755
 """The mode of run folders, whatever the umask: what others could write is not run."""
-_ARGS = b'\n  "args": {'
 _NUMBERED = re.compile(r"(?:console|exit)(?:\.(\d{1,4}))?\.(?:log|json)\Z")
 
 
 class _RunFile:
-    """A file of a run folder."""
-
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -65,47 +58,31 @@ class RunFolder:
 
     path: Path
 
-    manifest = _RunFile("run.json")
-    """Everything that was decided before the start."""
-    probe = _RunFile("probe")
-    """One `rank-N.jsonl` a training process."""
-    metrics = _RunFile("metrics.jsonl")
-    """One line a step, over all attempts."""
+    manifest = _RunFile("run.json")  # everything that was decided before the start
+    probe = _RunFile("probe")  # one `rank-N.jsonl` a training process
+    metrics = _RunFile("metrics.jsonl")  # one line a step, over all attempts
     verdict = _RunFile("verdict.json")
-    process = _RunFile("process.json")
-    """Which process the attempt that began last is."""
-    lock = _RunFile("lock")
-    """Held, through the kernel, by the process of the attempt that runs."""
-    start = _RunFile("start.json")
-    """What the keeper of the next attempt starts, environment included; for the owner alone."""
-    stage_file = _RunFile("stage.yaml")
-    """The stage file as it was resolved: `launch sft RUN/stage.yaml` starts it again."""
-    deepspeed = _RunFile("deepspeed.json")
-    """The DeepSpeed config that was used, where it is none that ships."""
-    stop = _RunFile("stop.json")
-    """The request to stop this attempt, and how."""
-    diary = _RunFile("keeper.log")
-    """What the keeper had to say, and what the command at the end printed."""
+    process = _RunFile("process.json")  # which process the attempt that began last is
+    lock = _RunFile("lock")  # held, through the kernel, by the process of the attempt that runs
+    start = _RunFile("start.json")  # what the keeper of the next attempt starts, environment included; mode 0600
+    stage_file = _RunFile("stage.yaml")  # as it was resolved: `launch sft RUN/stage.yaml` starts it again
+    deepspeed = _RunFile("deepspeed.json")  # the DeepSpeed config that was used, where it is none that ships
+    stop = _RunFile("stop.json")  # the request to stop this attempt, and how
+    diary = _RunFile("keeper.log")  # what the keeper had to say, and what the command at the end printed
     report = _RunFile("report.html")
-    checksums = _RunFile("checksums.json")
-    """The digests of the files of every checkpoint that was complete."""
-    job = _RunFile("slurm.json")
-    """Which job of Slurm's the run was submitted as."""
-    console = _AttemptFile("console", "log")
-    """What the training processes wrote, raw."""
-    exit = _AttemptFile("exit", "json")
-    """How the attempt ended."""
-    inputs = _AttemptFile("inputs", "json")
-    """What of data and model was not at the attempt's end what it was at its start."""
+    checksums = _RunFile("checksums.json")  # digests of the files of every checkpoint that was complete
+    job = _RunFile("slurm.json")  # which job of Slurm's the run was submitted as
+    console = _AttemptFile("console", "log")  # what the training processes wrote, raw
+    exit = _AttemptFile("exit", "json")  # how the attempt ended
+    inputs = _AttemptFile("inputs", "json")  # what of data and model changed between start and end
+    # there once somebody sees to the end of the attempt, and locked until that is done
     concluded = _AttemptFile(".concluded", "mark")
-    """There once somebody sees to the end of the attempt, and locked until that is done."""
 
     def node(self, rank: int) -> RunFolder:
         """What machine number `rank` keeps to itself: its log, its processes, its lock, its end."""
         return RunFolder(self.path / f"node{rank}") if rank else self
 
     def nodes(self) -> list[RunFolder]:
-        """This one, and those of the other machines that have begun."""
         others = sorted(self.path.glob("node[1-9]*"), key=lambda path: (len(path.name), path.name))
         return [self, *map(RunFolder, others)]
 
@@ -142,22 +119,21 @@ def choose(
     second get two. Raises NotReady where that cannot be made.
     """
     expected = None if output is None else redact(str(output))
-    for folder, head in [] if expected is None else outlines(newest_first(root)):
-        named = head.get("output")
-        if head.stage != stage or not isinstance(named, str):
-            continue
-        if named == expected or _one_folder(named, str(expected)):
+    for folder in [] if expected is None else newest_first(root):
+        head = read_head(folder)
+        named = head.text("output")
+        if head.stage == stage and named is not None and _one_folder(named, str(expected)):
             return folder, folder.node(rank).attempts() + 1
     return RunFolder(new_folder(root, stage, name, reserve=reserve)), 1
 
 
 def _one_folder(one: str, other: str) -> bool:
-    """Whether both are the same folder, however it is written."""
+    if one == other:
+        return True
     try:
         return os.path.samefile(one, other)
     except (OSError, ValueError):
-        named = os.path.basename(one) == os.path.basename(other)
-        return named and canonical(Path(one)) == canonical(Path(other))
+        return canonical(Path(one)) == canonical(Path(other))
 
 
 def new_folder(root: Path, kind: str, name: str, *, reserve: bool = True) -> Path:
@@ -175,7 +151,6 @@ def new_folder(root: Path, kind: str, name: str, *, reserve: bool = True) -> Pat
 
 
 def dashed(text: str) -> str:
-    """A text as (part of) a file's name."""
     return _UNSAFE.sub("-", text)
 
 
@@ -201,14 +176,21 @@ def release(folder: RunFolder) -> None:
 
 
 def not_writable(path: Path, reason: str | None) -> NotReady:
-    """What to raise where a run folder cannot be made or written."""
     message = f"the run folder cannot be written: {reason}"
     help = "set LAUNCH_RUNS to a writable folder"
     return not_ready("runs-not-writable", message, help, file=str(path))
 
 
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises NotReady in the place of an OSError inside."""
+    try:
+        yield
+    except OSError as error:
+        raise not_writable(folder, error.strerror) from None
+
+
 def newest_first(root: Path) -> Iterator[RunFolder]:
-    """The runs of a runs folder."""
     try:
         names = sorted(os.listdir(root), reverse=True)
     except OSError:
@@ -224,12 +206,10 @@ def read_manifest(folder: RunFolder) -> Manifest:
 
 
 def read_kept_manifest(folder: RunFolder, attempt: int) -> Manifest:
-    """The manifest of an attempt, once another has begun."""
     return Manifest(read_json(folder.path / f"run.{attempt}.json"))
 
 
 def keep_manifest(folder: RunFolder) -> None:
-    """Copy the manifest of the last attempt before the next one writes its own."""
     last = read_manifest(folder)
     attempt = last.attempt
     if attempt is not None and not read_kept_manifest(folder, attempt):
@@ -242,16 +222,11 @@ def read_head(folder: RunFolder) -> Manifest:
     """What the manifest says before it lists every argument: all that a list of runs needs."""
     try:
         with files.open_regular(folder.manifest) as stream:
-            head, found, _ = stream.read(_HEAD).partition(_ARGS)
+            head, found, _ = stream.read(_HEAD_BYTES).partition(_ARGS)
         fields = files.parse_json(head.rstrip().rstrip(b",") + b"}") if found else None
     except (OSError, ValueError):
         fields = None
     return Manifest(fields) if isinstance(fields, dict) else read_manifest(folder)
-
-
-def outlines(folders: Iterable[RunFolder]) -> Iterator[tuple[RunFolder, Manifest]]:
-    """Each run with what the head of its manifest tells."""
-    return ((folder, read_head(folder)) for folder in folders)
 
 
 def judged(folder: RunFolder, number: int) -> bool:
@@ -311,7 +286,6 @@ def _digest(path: Path) -> str:
 
 
 def now() -> str:
-    """UTC, ISO 8601, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
@@ -328,7 +302,6 @@ def enter(index: str, path: Path) -> None:
 
 
 def forget(index: str, path: Path) -> None:
-    """Take a folder out of an index."""
     with contextlib.suppress(OSError):
         (state_folder() / index / _entry(path)).unlink(missing_ok=True)
 
@@ -373,7 +346,7 @@ def find(name: str) -> RunFolder | None:
         return RunFolder(path.absolute())
     runs = known_runs()
     if name == "last":
-        newest = sorted((run for run in runs if not _is_trial(run)), key=_started, reverse=True)
+        newest = sorted((run for run in runs if not _is_campaign(run.path.parent)), key=_started, reverse=True)
         newest = list(filter(begun_here, newest)) or newest
         return next(filter(begun, newest), next(iter(newest), None))
     matching = [folder for folder in runs if name and folder.path.name.startswith(name)]
@@ -386,16 +359,11 @@ def find(name: str) -> RunFolder | None:
 
 
 def begun_here(folder: RunFolder) -> bool:
-    """Whether the run was started from the folder that this process is in."""
     place = read_head(folder).cwd or read_manifest(folder).cwd
     return place == redact(os.getcwd())
 
 
 _RECORDS = ("pipeline.json", "bench.json", "ladder.json", "tune.json")
-
-
-def _is_trial(folder: RunFolder) -> bool:
-    return _is_campaign(folder.path.parent)
 
 
 def _is_campaign(folder: Path) -> bool:
@@ -415,7 +383,7 @@ def campaigns(runs: Iterable[RunFolder]) -> dict[Path, Path]:
     for run in runs:
         below.setdefault(run.path.parent, []).append(run.path)
     for parent, paths in below.items():
-        if _is_trial(RunFolder(paths[0])):
+        if _is_campaign(parent):
             found |= dict.fromkeys(paths, parent)
         for pipeline in parent.glob("*-pipeline-*"):
             found |= {run.path: pipeline for run in members(pipeline)}
@@ -461,5 +429,4 @@ def _started(folder: RunFolder) -> tuple[float, str]:
 
 
 def json_line(value: Mapping[str, Any]) -> str:
-    """One line of a JSONL file."""
     return json.dumps(value, ensure_ascii=False, default=str) + "\n"

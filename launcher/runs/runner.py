@@ -15,18 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from launcher import files
-from launcher.errors import DISK_FULL, Finding, brief, launch_finding, not_ready, usage
+from launcher.errors import DISK_FULL, Finding, NotReady, brief, launch_finding, not_ready, usage
 from launcher.machine import locks, process
 from launcher.machine.process import Identity
 from launcher.runs import lease, rundir
+from launcher.runs.attempt import Command
 from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
-
-if TYPE_CHECKING:
-    from launcher.runs.command import Command
 
 POLL_S = 0.2
 GRACE_S = (20.0, 10.0, 5.0)
@@ -120,7 +118,7 @@ def run(
     pass_fds: Sequence[int] = (),
     *,
     due: Callable[[StopRequest], bool] = lambda _: True,
-    began: Callable[[], None] | None = None,
+    began: Callable[[], None] = lambda: None,
     inherited: Mapping[str, str] | None = None,
     adopting: bool = False,
 ) -> ProcessExit:
@@ -135,24 +133,36 @@ def run(
     started = rundir.now()
     inherited = os.environ if inherited is None else inherited
     stop = _Stop(folder, attempt, due)
-    with stop.listening(), _Reserve(folder.path / ".reserve") as reserve:
-        with _console(folder, attempt) as console:
+    # a terminal that goes stops nothing; no SIG_IGN: that would be inherited by the training
+    with (
+        process.handling({signal.SIGINT: stop.note, signal.SIGTERM: stop.note, signal.SIGHUP: process.ignore}),
+        _Reserve(folder.path / ".reserve") as reserve,
+    ):
+        with rundir.writing(folder.path):
+            console = private(folder.console(attempt))
+        with console:
             try:
-                child = _start(command, folder, attempt, console, pass_fds, inherited)
+                child = subprocess.Popen(
+                    command.argv,
+                    env={**inherited, **command.env, "LAUNCH_ATTEMPT": str(attempt), process.MARK: str(folder.path)},
+                    cwd=command.cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=console,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=tuple(pass_fds),
+                )
             except (OSError, ValueError) as error:
                 reserve.write(folder.exit(attempt), asdict(_ended(127, None, started, attempt)))
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 message = f"{command.argv[0]} cannot be started: {reason}"
                 help = "give the trainer's interpreter with --python PATH"
                 raise not_ready("not-started", message, help, file=command.argv[0]) from None
-        origin = {"mark": str(folder.path), "attempt": attempt, "started": started}
-        origin["keeper"] = process.identify(os.getpid()).as_json()
-        reserve.write(folder.process, {**process.identify(child.pid).as_json(), **origin})
-        if began is not None:
-            began()
-        family = process.Family(process.identify(child.pid), str(folder.path))
-        if adopting:
-            family.keeper = process.identify(os.getpid())
+        leader, keeper = process.identify(child.pid), process.identify(os.getpid())
+        origin = {"mark": str(folder.path), "attempt": attempt, "started": started, "keeper": keeper.as_json()}
+        reserve.write(folder.process, {**leader.as_json(), **origin})
+        began()
+        family = process.Family(leader, str(folder.path), keeper if adopting else None)
         stopped = _watch(child, family, stop)
         ended = _ended(child.wait(), stopped, started, attempt)
         if stopped is None:
@@ -211,38 +221,10 @@ class _Reserve:
                 probing.unlink(missing_ok=True)
 
 
-def _console(folder: RunFolder, attempt: int) -> BinaryIO:
-    try:
-        return private(folder.console(attempt))
-    except OSError as error:
-        raise rundir.not_writable(folder.path, error.strerror) from None
-
-
 def private(path: Path) -> BinaryIO:
     """A file to append to, made for its owner alone: a trainer prints what it likes, its environment
     too. Raises OSError."""
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o600))
-
-
-def _start(
-    command: Command,
-    folder: RunFolder,
-    attempt: int,
-    console: BinaryIO,
-    locks: Sequence[int],
-    inherited: Mapping[str, str],
-) -> subprocess.Popen[bytes]:
-    own = {"LAUNCH_ATTEMPT": str(attempt), process.MARK: str(folder.path)}
-    return subprocess.Popen(
-        command.argv,
-        env={**inherited, **command.env, **own},
-        cwd=command.cwd,
-        stdin=subprocess.DEVNULL,
-        stdout=console,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        pass_fds=tuple(locks),
-    )
 
 
 def _ended(code: int, stopped: int | None, started: str, attempt: int) -> ProcessExit:
@@ -278,7 +260,6 @@ class Processes:
 
 
 def processes(folder: RunFolder) -> Processes:
-    """What `process.json` says."""
     record = Record(rundir.read_json(folder.process))
     return Processes(
         leader=process.identity(record),
@@ -297,12 +278,10 @@ class StopRequest:
     after_checkpoint: bool = False
 
     def write(self, folder: RunFolder) -> None:
-        """Leave it where the keeper looks. Raises OSError."""
         files.write_json(folder.stop, {**asdict(self), "asked": rundir.now()})
 
 
 def request(folder: RunFolder) -> StopRequest | None:
-    """The last request to stop the run; None where there is none, or the file is damaged."""
     record = Record(rundir.read_json(folder.stop))
     attempt, after = record.number("attempt"), record.get("after_checkpoint") is True
     return None if attempt is None else StopRequest(attempt=attempt, after_checkpoint=after)
@@ -318,7 +297,6 @@ class _Stop:
         self.times = 0
 
     def look(self) -> None:
-        """Take in a request from the run folder, once it is due."""
         found = None if self.signal is not None else request(self.folder)
         if found is None or found.attempt != self.attempt:
             return
@@ -331,14 +309,9 @@ class _Stop:
             # upstream handles neither; INT at least shows where it stood
             self.signal = signal.SIGINT
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def note(self, number: int, _frame: FrameType | None) -> None:
         self.signal = self.signal or number
         self.times += 1
-
-    def listening(self) -> contextlib.AbstractContextManager[None]:
-        # a terminal that goes stops nothing; no SIG_IGN: that would be inherited by the training
-        ignore = process.ignore
-        return process.handling({signal.SIGINT: self._note, signal.SIGTERM: self._note, signal.SIGHUP: ignore})
 
 
 def _watch(child: subprocess.Popen[bytes], family: process.Family, stop: _Stop) -> int | None:
@@ -427,20 +400,13 @@ def _signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-def keeper_of(folder: RunFolder) -> Identity | None:
-    """The process that watches, or watched, over the attempt that began last."""
-    return processes(folder).keeper
-
-
 def keeper_lives(folder: RunFolder) -> bool:
-    """Whether the process that watches over the attempt that began last still does."""
-    keeper = keeper_of(folder)
+    keeper = processes(folder).keeper
     return keeper is not None and keeper.lives()
 
 
 def kill_keeper(folder: RunFolder) -> None:
-    """End a keeper that does not do what it is for."""
-    keeper, until = keeper_of(folder), time.monotonic() + KILLED_S
+    keeper, until = processes(folder).keeper, time.monotonic() + KILLED_S
     if keeper is not None and keeper.lives():
         process.signal_all([keeper.pid], signal.SIGKILL)
         while keeper.lives() and time.monotonic() < until:
@@ -449,7 +415,7 @@ def kill_keeper(folder: RunFolder) -> None:
 
 def orphaned(folder: RunFolder) -> bool:
     """Whether the keeper that a run had has gone; one of an older launch never had any."""
-    keeper = keeper_of(folder)
+    keeper = processes(folder).keeper
     return keeper is not None and not keeper.lives() and not keeper.elsewhere()
 
 
@@ -468,23 +434,25 @@ def alive(folder: Path, marks: Callable[[], frozenset[str]] = process.marks) -> 
     return known.mark in marks() or (known.out_of_sight and (lease.is_locked(run.lock) or _beats(run)))
 
 
-def unknown(folder: RunFolder) -> Identity | None:
-    """The process of a run whose state is unknown here: out of sight, and without a heartbeat."""
-    known = processes(folder)
-    if not known.out_of_sight or folder.exit(known.attempt or 1).exists():
+def unknown(folder: RunFolder) -> Finding | None:
+    """That the state of a run is unknown here, where it is: out of sight, and without a heartbeat."""
+    known, name = processes(folder), folder.path.name
+    if known.leader is None or not known.out_of_sight or folder.exit(known.attempt or 1).exists():
         return None
-    return None if alive(folder.path) else known.leader
-
-
-def unknown_here(folder: RunFolder, leader: process.Identity) -> Finding:
-    """The finding for a run whose state is unknown here."""
-    name = folder.path.name
+    if alive(folder.path):
+        return None
     message = (
-        f"the state of {name} is unknown here: it was started on {leader.place}, whose processes "
+        f"the state of {name} is unknown here: it was started on {known.leader.place}, whose processes "
         f"are not visible from here, and it had no heartbeat for {lease.SILENT_S:.0f} s or more"
     )
     help = f"ask there: launch runs, launch stop {name}; the same launch command resumes it here"
     return launch_finding("error", "run-is-elsewhere", message, help, file=str(folder.path))
+
+
+def require_sight(folder: RunFolder) -> None:
+    """Raise NotReady where nothing can be concluded of the run: it may go on where nobody here can look."""
+    if (why := unknown(folder)) is not None:
+        raise NotReady(why)
 
 
 def _beats(folder: RunFolder) -> bool:

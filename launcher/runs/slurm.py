@@ -1,19 +1,17 @@
-"""What to ask of Slurm: to queue a run as a job, what became of jobs, to end one -> `Job`, states."""
+"""What to ask of Slurm: to queue a run as a job, what became of jobs, to end one. A job is known by its number."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from launcher import files
-from launcher.errors import Finding, NotReady, brief, launch_finding
+from launcher.errors import NotReady, brief, not_ready
 from launcher.runs import rundir
-from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
 from launcher.runs.sbatch import LIMIT, VALUED, Options
 
@@ -26,45 +24,28 @@ SCRIPT = "slurm.sh"
 _JOB = re.compile(r"(\d+)(?:;.*)?\Z")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """Which job a run is, as `slurm.json` keeps it."""
-
-    id: str
-    submitted: str
-    nodes: int
-    options: Options
-
-
-def job(folder: RunFolder) -> Job | None:
+def job(folder: RunFolder) -> str | None:
     """The job that a run was submitted as last; None where it was not."""
-    record = Record(rundir.read_json(folder.job))
-    number = record.get("job")
-    if not isinstance(number, str) or not number.isdecimal():
-        return None
-    submitted = str(record.get("submitted"))
-    nodes = record.number("nodes") or 1
-    return Job(id=number, submitted=submitted, nodes=nodes, options=record.part("options"))
+    number = rundir.read_json(folder.job).get("job")
+    return number if isinstance(number, str) and number.isdecimal() else None
 
 
-def submit(folder: RunFolder, text: str, *, nodes: int, options: Options, environ: Mapping[str, str]) -> Job:
+def submit(folder: RunFolder, text: str, *, nodes: int, options: Options, environ: Mapping[str, str]) -> str:
     """Write the batch script into the run folder and queue it.
 
     Nothing of `environ` goes with it but what finds Slurm and the user's own defaults for sbatch.
     Raises NotReady where there is no sbatch, or with its complaint.
     """
     path = folder.path / SCRIPT
-    try:
+    with rundir.writing(folder.path):
         files.write_bytes(path, os.fsencode(text))
-    except OSError as error:
-        raise rundir.not_writable(folder.path, error.strerror) from None
     answer = _call(["sbatch", "--parsable", str(path)], _outside(environ), TIMEOUT_S)
     found = _JOB.match(answer.strip())
     if found is None:
-        raise NotReady(_refused("sbatch", f"answered `{brief(answer.strip())}`"))
-    record: dict[str, Any] = {"job": found[1], "submitted": rundir.now(), "nodes": nodes, "options": dict(options)}
+        raise not_ready("slurm-failed", f"sbatch answered `{brief(answer.strip())}`")
+    record = {"job": found[1], "submitted": rundir.now(), "nodes": nodes, "options": dict(options)}
     files.write_json(folder.job, record)
-    return Job(id=found[1], submitted=record["submitted"], nodes=nodes, options=options)
+    return found[1]
 
 
 _PASSED = frozenset({"HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TZ", "USER"})
@@ -109,46 +90,41 @@ def word(state: str | None) -> str | None:
     return "running" if state in ACTIVE else None
 
 
-def state(made: Job) -> str | None:
+def state(job: str) -> str | None:
     """`queued` or `running`; None for a job that is over, or where Slurm does not answer."""
-    return word((states() or {}).get(made.id))
+    return word((states() or {}).get(job))
 
 
-def cancel(made: Job, environ: Mapping[str, str] | None = None) -> None:
+def cancel(job: str, environ: Mapping[str, str] | None = None) -> None:
     """Have a job ended, or never begin. One that is over already is no mistake.
 
     Every process of it gets TERM, and KILL after Slurm's KillWait. Raises NotReady.
     """
-    _call(["scancel", made.id], environ, TIMEOUT_S)
+    _call(["scancel", job], environ, TIMEOUT_S)
 
 
 def cut_short(folder: RunFolder) -> bool:
     """Whether the job's time was up when it ran last. Asked once, it is forgotten."""
-    try:
+    with contextlib.suppress(OSError):
         (folder.path / LIMIT).unlink()
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _call(argv: Sequence[str], environ: Mapping[str, str] | None, timeout_s: float) -> str:
     """What one of Slurm's clients says. Raises NotReady with its complaint."""
     try:
-        env = None if environ is None else dict(environ)
-        stdin = subprocess.DEVNULL
-        done = subprocess.run(argv, env=env, cwd="/", stdin=stdin, capture_output=True, timeout=timeout_s, check=False)
+        env, null = None if environ is None else dict(environ), subprocess.DEVNULL
+        done = subprocess.run(argv, env=env, cwd="/", stdin=null, capture_output=True, timeout=timeout_s, check=False)
     except FileNotFoundError:
         help = "start this where jobs are submitted, or without --slurm"
-        raise NotReady(_refused(argv[0], "is not installed here", help)) from None
+        raise not_ready("slurm-failed", f"{argv[0]} is not installed here", help) from None
     except subprocess.TimeoutExpired:
-        raise NotReady(_refused(argv[0], f"did not answer within {timeout_s:.0f} s")) from None
+        raise not_ready("slurm-failed", f"{argv[0]} did not answer within {timeout_s:.0f} s") from None
     except OSError as error:
-        raise NotReady(_refused(argv[0], f"cannot be started: {error.strerror}")) from None
+        raise not_ready("slurm-failed", f"{argv[0]} cannot be started: {error.strerror}") from None
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().splitlines()
-        raise NotReady(_refused(argv[0], "; ".join(last[-3:]) or f"ended with {done.returncode}"))
+        why = "; ".join(last[-3:]) or f"ended with {done.returncode}"
+        raise not_ready("slurm-failed", f"{argv[0]} {why}")
     return os.fsdecode(done.stdout)
-
-
-def _refused(program: str, why: str, help: str | None = None) -> Finding:
-    return launch_finding("error", "slurm-failed", f"{program} {why}", help)

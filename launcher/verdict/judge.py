@@ -53,8 +53,7 @@ def judge(folder: RunFolder, requested: Mapping[str, str] | None = None) -> RunJ
     verdict = _beside_plan(verdict, manifest)
     verdict = _without_known_corruption(verdict, manifest)
     if verdict.point("finish").state == "running":
-        if (leader := runner.unknown(folder)) is not None:
-            why = runner.unknown_here(folder, leader)
+        if (why := runner.unknown(folder)) is not None:
             detail = {"reason": why.message, "help": why.help}
             verdict = verdict.amended("finish", detail, state="unknown", ok=None)
         elif _here(folder) and not runner.alive(folder.path):

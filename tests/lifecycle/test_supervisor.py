@@ -21,7 +21,7 @@ from fake_world import FAKE, LAUNCH, bearing, looks_on, prepared, until
 
 from launcher import files
 from launcher.errors import NotReady, UsageError
-from launcher.lifecycle import follow, on_finish, start, stop, supervisor, tmux
+from launcher.lifecycle import background, follow, on_finish, start, stop, supervisor
 from launcher.machine import process
 from launcher.printable import printable_bytes
 from launcher.redaction import redact_bytes
@@ -498,7 +498,7 @@ def server(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if shutil.which("tmux") is None:
         pytest.skip("tmux is not installed")
     short = tempfile.mkdtemp(prefix="lt-", dir="/tmp")
-    monkeypatch.setattr(tmux, "TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(background, "TMUX_TIMEOUT_S", PATIENCE_S)
     monkeypatch.setenv("TMUX_TMPDIR", short)
     monkeypatch.delenv("TMUX", raising=False)
     yield
@@ -518,7 +518,7 @@ def test_a_session_shows_the_run_and_may_die(place: Path) -> None:
     folder = prepared(place, "pid=leader", f"wait={place / 'go'}", "print=1", name=name)
     started(folder)
     leader = pid_of(place, "leader")
-    session = tmux.opened(folder)
+    session = background.open_session(folder)
     assert session is not None
     until(lambda: "sft fake" in screen(session))
     subprocess.run(["tmux", "kill-server"], check=True)
@@ -533,14 +533,14 @@ def test_a_session_shows_the_run_and_may_die(place: Path) -> None:
 def test_a_session_stays_with_the_verdict_until_a_key_is_pressed(place: Path) -> None:
     folder = prepared(place, f"wait={place / 'go'}", "print=1")
     started(folder)
-    session = tmux.opened(folder)
+    session = background.open_session(folder)
     assert session is not None
     until(lambda: "sft fake" in screen(session))
     (place / "go").touch()
     until(lambda: "press Enter to close" in screen(session))
     assert "verdict: " in screen(session)
     # a further attempt gets a session of its own
-    assert tmux.opened(folder) == session
+    assert background.open_session(folder) == session
     until(lambda: "press Enter to close" in screen(session))
     subprocess.run(["tmux", "send-keys", "-t", session, "Enter"], check=True)
     until(lambda: not screen(session))
@@ -549,7 +549,7 @@ def test_a_session_stays_with_the_verdict_until_a_key_is_pressed(place: Path) ->
 def test_without_tmux_there_is_no_session(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = prepared(place, "exit=0")
     monkeypatch.setenv("PATH", str(place))
-    assert tmux.opened(folder) is None
+    assert background.open_session(folder) is None
 
 
 @pytest.mark.slow

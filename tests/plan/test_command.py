@@ -12,7 +12,7 @@ from plans import CONFIGS, SFT, built, from_text, planned, staged, trainer
 
 from launcher.paths import PACKAGE
 from launcher.plan import command, plan
-from launcher.runs.command import Command
+from launcher.runs.attempt import Command
 
 GOLDEN = DATA / "argv"
 STUB = """#!{python}

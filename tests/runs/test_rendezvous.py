@@ -47,11 +47,13 @@ def test_options_that_cannot_be(nodes: int, rank: int | None, address: str | Non
     assert error.value.findings[0].help
 
 
-def test_by_slurm() -> None:
-    found = rendezvous.find(2, None, None, SLURM, resolves=lambda _: True)
+def test_by_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_resolves", lambda _: True)
+    found = rendezvous.find(2, None, None, SLURM)
     assert found == Rendezvous(nodes=2, rank=1, address="gpu007", port=20345)
     # a name that only Slurm knows
-    found = rendezvous.find(2, None, None, SLURM, resolves=lambda _: False)
+    monkeypatch.setattr(rendezvous, "_resolves", lambda _: False)
+    found = rendezvous.find(2, None, None, SLURM)
     assert found is not None
     assert found.address == "10.0.0.7"
     # options win

@@ -16,7 +16,7 @@ from launcher import files
 from launcher.errors import NotReady
 from launcher.machine import process
 from launcher.runs import rundir, runner
-from launcher.runs.command import Command
+from launcher.runs.attempt import Command
 from launcher.runs.rundir import RunFolder
 
 

@@ -22,7 +22,6 @@ from launcher.errors import NotReady
 from launcher.lifecycle import background
 from launcher.runs import sbatch, slurm
 from launcher.runs.rundir import RunFolder
-from launcher.runs.slurm import Job
 
 SECRET = "hf_thisIsNoTokenButLooksLikeOne"
 # What stands for `launch exec` where no training is needed: writes down who was started how, and waits.
@@ -78,14 +77,14 @@ def until(true: Callable[[], bool], told: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def until_state(job: Job, environ: dict[str, str], *wanted: str) -> None:
+def until_state(job: str, environ: dict[str, str], *wanted: str) -> None:
     def state() -> str | None:
-        return (slurm.states(environ) or {}).get(job.id)
+        return (slurm.states(environ) or {}).get(job)
 
     until(lambda: state() in wanted, state)
 
 
-def submitted(folder: Path, launch: list[str], environ: dict[str, str], **options: str | None) -> Job:
+def submitted(folder: Path, launch: list[str], environ: dict[str, str], **options: str | None) -> str:
     folder.mkdir()
     text = sbatch.script(name=folder.name, folder=folder, launch=launch, nodes=2, gpus=0, options=options)
     return slurm.submit(RunFolder(folder), text, nodes=2, options=options, environ=environ)
@@ -130,7 +129,7 @@ def test_a_cancelled_job_may_write_down_how_it_ended(
     folder = tmp_path / "run"
     job = submitted(folder, stand_in, environ)
     until(nodes_up(folder), lambda: told(folder))
-    assert (slurm.states(environ) or {})[job.id] == "RUNNING"
+    assert (slurm.states(environ) or {})[job] == "RUNNING"
     slurm.cancel(job, environ)
     until_state(job, environ, "CANCELLED")
     assert [one["stopped"] for one in told(folder) if "stopped" in one] == [15, 15]
@@ -146,7 +145,7 @@ def test_a_job_that_is_queued_again_is_prepared_again_and_its_log_goes_on(
     folder = tmp_path / "run"
     job = submitted(folder, stand_in, environ)
     until(nodes_up(folder), lambda: told(folder))
-    cluster.call("scontrol", "requeue", job.id)
+    cluster.call("scontrol", "requeue", job)
     until_state(job, environ, "PENDING")
     (folder / "go").touch()
     again(cluster, job)
@@ -166,7 +165,7 @@ def test_a_job_whose_time_is_up_goes_back_into_the_queue(
     job = submitted(folder, stand_in, environ)
     until(nodes_up(folder), lambda: told(folder))
     # what Slurm sends to the batch script alone when the time is almost up
-    cluster.call("scancel", "--batch", "--signal=USR1", job.id)
+    cluster.call("scancel", "--batch", "--signal=USR1", job)
     until_state(job, environ, "PENDING")
     assert slurm.cut_short(RunFolder(folder))
     assert not slurm.cut_short(RunFolder(folder))
@@ -182,30 +181,30 @@ def test_a_command_runs_where_and_as_it_was_queued(
     for name, value in {**environ, "LAUNCH_RUNS": "here"}.items():
         monkeypatch.setenv(name, value)
     started = background.queue("bench", "a b", ["runs", "--slurm"], gpus=0, options={})
-    job = slurm.job(RunFolder(started.folder))
-    assert job is not None and job.id == started.job
+    job = slurm.job(RunFolder(Path(started.folder)))
+    assert job is not None and job == started.job
     until_state(job, environ, "COMPLETED")
-    assert "no runs yet" in started.log.read_text()
-    assert started.folder.parent == tmp_path / "here" / "commands"
-    assert SECRET not in (started.folder / "slurm.sh").read_text()
+    assert "no runs yet" in Path(started.log).read_text()
+    assert Path(started.folder).parent == tmp_path / "here" / "commands"
+    assert SECRET not in (Path(started.folder) / "slurm.sh").read_text()
 
 
-def again(cluster: Cluster, job: Job) -> None:
+def again(cluster: Cluster, job: str) -> None:
     """Slurm lets a job rest for two minutes: start it again as soon as nothing of it is left."""
     until(cluster.ready, cluster.logs)
     until(lambda: not steps_of(job), cluster.logs)
     # the controller takes what the last of them says a moment later, and for the new one's word
     time.sleep(2)
-    cluster.call("scontrol", "update", f"JobId={job.id}", "StartTime=now")
+    cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now")
 
 
-def steps_of(job: Job) -> list[int]:
+def steps_of(job: str) -> list[int]:
     """Slurm's own processes for a job that still live."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):
-                if (entry / "cmdline").read_bytes().startswith(f"slurmstepd: [{job.id}.".encode()):
+                if (entry / "cmdline").read_bytes().startswith(f"slurmstepd: [{job}.".encode()):
                     found.append(int(entry.name))
     return found
 
@@ -322,7 +321,7 @@ def test_two_nodes_train_are_queued_again_and_finish(
     # its ten steps may be over before the question is answered
     with standing_still(cluster):
         assert state(launch, run) == "running"
-        cluster.call("scontrol", "requeue", job.id)
+        cluster.call("scontrol", "requeue", job)
     until_state(job, environ, "PENDING")
     until_word(launch, run, "queued")
     again(cluster, job)

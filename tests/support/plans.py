@@ -8,7 +8,7 @@ from launcher.config import load
 from launcher.machine.python import Trainer
 from launcher.plan import command, plan
 from launcher.plan.plan import Plan
-from launcher.runs.command import Command
+from launcher.runs.attempt import Command
 from launcher.stage import stage as stages
 from launcher.stage.stage import Stage
 from launcher.upstream.locate import Locator

@@ -171,17 +171,17 @@ def _queue(request: Request, shared: Shared, at_end: AtEnd) -> Exit:
     with supervisor.interruptible():
         job = start.queue(prepared, options, **asdict(at_end))
     name = folder.path.name
-    lines = (f"run: {folder.path}", f"job: {job.id}", "launch runs", f"launch stop {name}")
-    data = {"run": str(folder.path), "job": job.id}
+    lines = (f"run: {folder.path}", f"job: {job}", "launch runs", f"launch stop {name}")
+    data = {"run": str(folder.path), "job": job}
     return answer(str(request.stage), format, data, lines, findings)
 
 
 def _detach(stage: str, folder: RunFolder, attempt: Attempt, findings: tuple[Finding, ...], format: Format) -> Exit:
     """Say where the run can be looked at; only the first of several machines has it by its name."""
-    from launcher.lifecycle import tmux
+    from launcher.lifecycle import background
 
     first = not attempt.rank
-    session = tmux.opened(folder) if first else None
+    session = background.open_session(folder) if first else None
     name = folder.path.name if first else str(folder.path)
     lines = [f"run: {folder.path}", *([f"tmux attach -t {session}"] if session is not None else [])]
     lines += [f"launch attach {name}", f"launch logs {name} -f", f"launch stop {name}"]

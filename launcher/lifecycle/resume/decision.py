@@ -104,7 +104,7 @@ def choose_output(stage: Stage, configured: Path | None, runs: Iterable[RunFolde
     """
     if configured is None:
         return OutputChoice(output=None)
-    known: list[tuple[RunFolder | None, Manifest]] = [*rundir.outlines(runs)]
+    known: list[tuple[RunFolder | None, Manifest]] = [(one, rundir.read_head(one)) for one in runs]
     name = stage.entry.names.output
     if fresh:
         used = {str(record.output) for _, record in known}

@@ -33,7 +33,7 @@ from launcher.plan import command, plan
 from launcher.plan.plan import Plan
 from launcher.redaction import redact
 from launcher.runs import rundir, runner
-from launcher.runs.command import Command
+from launcher.runs.attempt import Command
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import evidence
 from launcher.verdict.ending import ending

@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from launcher.redaction import redact, unechoed
 
-DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""The numbers of an OSError that a full disk, or a quota, is."""
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # the numbers of an OSError that a full disk, or a quota, is
 
 Severity = Literal["error", "warning", "note"]
 Layer = Literal["parser", "run", "launch", "trainer"]

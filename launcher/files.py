@@ -18,14 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MAX_BYTES = 64 * 2**20
-"""Bytes of a file that is read as a whole."""
-MAX_LINE = 2**20
-"""Bytes of a line of JSON."""
-MAX_LINES = 2**30
-"""Bytes of a file that is read line by line."""
-MAX_DEPTH = 64
-"""Lists and mappings inside each other."""
+MAX_BYTES = 64 * 2**20  # bytes of a file that is read as a whole
+MAX_LINE = 2**20  # bytes of a line of JSON
+MAX_LINES = 2**30  # bytes of a file that is read line by line
+MAX_DEPTH = 64  # lists and mappings inside each other
 _BLOCK = 2**16
 _DIGITS = 20  # of a whole number: an inode has 64 bits
 

@@ -7,13 +7,10 @@ from pathlib import Path
 
 from launcher.files import open_regular
 
-POINTER = b"version https://git-lfs"
-"""What the note begins with that git-lfs leaves of a file that was not fetched."""
+POINTER = b"version https://git-lfs"  # what the note begins with that git-lfs leaves of a file that was not fetched
 
-PACKAGE = Path(__file__).resolve().parent
-"""The folder of this package: scripts and tables lie in it."""
-PROJECT = PACKAGE.parent
-"""The checkout of launch, or the folder that it is installed in."""
+PACKAGE = Path(__file__).resolve().parent  # the folder of this package: scripts and tables lie in it
+PROJECT = PACKAGE.parent  # the checkout of launch, or the folder that it is installed in
 
 IS_CLONE = os.path.isfile(PROJECT / "pyproject.toml")
 """Whether this package lies in a clone of launch, not among installed packages."""

@@ -52,6 +52,7 @@ _ABOUT = frozenset({"dir", "file", "folder", "fn", "id", "name", "path", "type"}
 # what `launch` itself says is never a secret, whatever somebody chose as a password
 _OURS = frozenset({"backend", "code", "expected", "layer", "severity", "stage", "state", "status"})
 
+# how tokens begin, and how they go on
 _SHAPES: Mapping[str, str] = {
     "hf_ api_org_": "[A-Za-z0-9]{16,}",
     "sk-": "[A-Za-z0-9_-]{16,}",
@@ -70,15 +71,13 @@ _SHAPES: Mapping[str, str] = {
     "SG.": r"[\w-]{16,}\.[\w-]{16,}",
     "dapi": "[0-9a-f]{32}",
 }
-"""How tokens begin, and how they go on."""
 _SHAPE = re.compile(
     "(?<![A-Za-z0-9])(?:{})".format(
         "|".join(f"(?:{'|'.join(map(re.escape, begins.split()))}){rest}" for begins, rest in _SHAPES.items())
     )
 )
 _BEARER = re.compile(r"(?i)\b((?:bearer|basic)\s+)[\w.~+/=-]{12,}")
-KEY_BLOCK = b"-----BEGIN "
-"""How a block of a private key in PEM begins, and of a certificate too."""
+KEY_BLOCK = b"-----BEGIN "  # how a block of a private key in PEM begins, and of a certificate too
 _BASE64 = "[A-Za-z0-9+/=]"
 _BREAK = r"(?:\\[nrt]|[\s\\\"',])"
 _KEY_BLOCK = re.compile(

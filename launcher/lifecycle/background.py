@@ -24,8 +24,7 @@ from launcher.runs import rundir, runner, sbatch, slurm
 from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
 
-FOLDER = "LAUNCH_COMMAND_FOLDER"
-"""The variable that names the folder of a command that runs on its own."""
+FOLDER = "LAUNCH_COMMAND_FOLDER"  # the variable that names the folder of a command that runs on its own
 LOG = "console.log"
 TMUX_TIMEOUT_S = 10.0
 # an interrupt is for what runs in the shell

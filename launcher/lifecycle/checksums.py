@@ -24,8 +24,7 @@ from launcher.artifacts.checkpoints import Checkpoint
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
 
-EVERY_S = 2.0
-"""Between two looks for new checkpoints; one that was written to within this time is not complete yet."""
+EVERY_S = 2.0  # between two looks for new checkpoints; one that was written to within this time is not complete yet
 _WHOLE = 2**63
 
 

@@ -30,8 +30,7 @@ from launcher.runs.rundir import RunFolder
 
 POLL_S = 0.2
 _FRAME = re.compile(rb"[^\r\n]*\r(?=[^\r\n])")  # of a progress bar, which another one follows
-LINE_BYTES = 2**20
-"""Bytes of a line that are looked at together."""
+LINE_BYTES = 2**20  # bytes of a line that are looked at together
 
 
 class Detached(Exception):

@@ -25,8 +25,7 @@ from launcher.runs.attempt import ON_FINISH_S, Attempt, writable_by_others
 from launcher.runs.rundir import RunFolder
 
 POLL_S = 0.05
-ENDING_S = 10.0
-"""Seconds after TERM that a command whose time is up has left before KILL."""
+ENDING_S = 10.0  # seconds after TERM that a command whose time is up has left before KILL
 
 
 def parsed(command: str | None) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher.cache import inputs, keys
 from launcher.cache.keys import Cache, environment
@@ -38,9 +38,8 @@ from launcher.upstream.trainers import BACKENDS
 class Request:
     """One command line: which stage (None: as the file says), from which file, on what.
 
-    `elsewhere`: other machines will train, whose GPUs this one cannot look at. `folder` is the run that
-    is to go on, where that is settled; `runs` is where its folder is made, else where runs live. `rehearse`
-    is None where the file, or the command, decides.
+    `elsewhere`: other machines will train, whose GPUs this one cannot look at. `folder` is the run that is to
+    go on, `runs` where a new one is made. `rehearse` is None where the file, or the command, decides.
     """
 
     stage: str | None
@@ -68,8 +67,10 @@ class Request:
     def as_json(self) -> dict[str, Any]:
         """What `from_json` reads, but for the folder and the names of machines."""
         skipped = {"folder", "node_rank", "main_address", "fresh", "rehearse"}
-        named = [name for name in self.__dataclass_fields__ if name not in skipped]
-        return {name: _plain(getattr(self, name)) for name in named}
+        given = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in skipped}
+        paths = {name: str(value.absolute()) for name, value in given.items() if isinstance(value, Path)}
+        lists = {name: list(given[name]) for name in ("overrides", "allowed")}
+        return {**given, **paths, **lists}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], *, config: Path) -> Request:
@@ -77,12 +78,6 @@ class Request:
         given = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
         paths = {k: Path(given[k]) for k in ("python", "checkout", "runs") if given.get(k)}
         return cls(**{**given, **paths, "config": config, "overrides": ()})
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value.absolute())
-    return value if isinstance(value, str | int | None) else list(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +129,8 @@ class Prepared:
         }
 
     def for_record(self) -> dict[str, Any]:
-        foreseen = {} if self.forecast is None else {"plan": dict(self.forecast)}
         return {
-            **foreseen,
+            **({} if self.forecast is None else {"plan": dict(self.forecast)}),
             "resume": self.decision.as_json(),
             "asked_output": None if self.requested_output is None else str(self.requested_output),
             "contents": list(self.input_digests),
@@ -203,14 +197,12 @@ def of_checked(request: Request, checked: stages.Judged, trainer: Trainer, *, ru
     # and not where other machines will train
     looks = not request.elsewhere and (running or (count is None and stage.backend.ONE_GPU))
     look = devices.look(os.environ) if looks else None
+    if count is None and look is not None and stage.backend.ONE_GPU:
+        count = min(1, len(look.visible))
+    if count is None or count < 0:
+        raise usage("no-gpus", "how many GPUs?", "--gpus 8, or --gpus 0 for the CPU")
     return ResolvedStage(
-        request=request,
-        checked=checked,
-        stage=stage,
-        trainer=trainer,
-        gpus=_gpus(count, stage, look),
-        devices=named,
-        look=look,
+        request=request, checked=checked, stage=stage, trainer=trainer, gpus=count, devices=named, look=look
     )
 
 
@@ -224,8 +216,7 @@ def _named_devices(request: Request) -> tuple[tuple[str, ...] | None, int | None
     return named, count if named is None else len(named)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Location:
+class _Location(NamedTuple):
     """Where a start goes, and who has been there.
 
     `requested` is the output folder that the stage file names, `earlier` the folder of the attempts that
@@ -264,15 +255,7 @@ def _locate(request: Request, stage: stages.Stage, machine: Rendezvous | None, *
         history = history[:-1]
     if earlier is None and history and last is not None and os.path.isdir(last.run):
         earlier = RunFolder(Path(last.run))
-    return _Location(
-        requested=requested,
-        output=placed,
-        folder=folder,
-        attempt=attempt,
-        dry_run_folder=dry_run_folder,
-        history=history,
-        earlier=earlier,
-    )
+    return _Location(requested, placed, folder, attempt, dry_run_folder, history, earlier)
 
 
 def prepare(request: Request, *, running: bool) -> Prepared:
@@ -306,7 +289,6 @@ def complete(resolved: ResolvedStage, *, running: bool) -> Prepared:
 def _ready(
     resolved: ResolvedStage, location: _Location, machine: Rendezvous | None, chosen: Devices | None
 ) -> Prepared:
-    """What is derived, what the run's own record decides, and what this machine says of it."""
     request, trainer = resolved.request, resolved.trainer
     made = _plan(resolved, location, trainer.packages)
     output = _output(made)
@@ -329,16 +311,14 @@ def _ready(
     )
     if decision.kind == "finished" and location.earlier not in (None, location.folder):
         rundir.release(location.folder)
-        location = replace(location, folder=location.earlier)
+        location = location._replace(folder=location.earlier)
     # what a rule says of the output folder, the run's own record says better
     better = {f.code for f in decision.findings} | (resume.SUPERSEDED if location.history else set())
     known = [f for f in (*made.findings, *keys.findings(made, caches)) if f.code not in better]
-    made = plan.with_derived(made, decision.derived)
-    made = replace(made, findings=(*known, *decision.findings))
     return _prepared(
         resolved,
         location,
-        made,
+        replace(plan.with_derived(made, decision.derived), findings=(*known, *decision.findings)),
         caches=caches,
         machine=machine,
         devices=chosen,
@@ -381,7 +361,18 @@ def _prepared(
     watched = made.stage.options.probe is not None
     concealed = command.hide_secrets(made.arguments(), made, os.environ, watched=watched)
     if concealed.exposed:
-        raise InvalidConfig([_exposed(made, name) for name in concealed.exposed])
+        raise InvalidConfig(
+            launch_finding(
+                "error",
+                "exposed-secret",
+                f"without the probe `{name}`, a secret, would stand in the training's command line, "
+                "which every user of the machine can read",
+                "leave the probe on: it takes it from the environment",
+                key=f"args.{name}",
+                **made.stage.config.origin(f"args.{name}").place,
+            )
+            for name in concealed.exposed
+        )
     built = command.build(
         made,
         resolved.trainer,
@@ -419,18 +410,6 @@ def _allowed(request: Request, findings: Iterable[Finding]) -> tuple[Finding, ..
     return tuple(replace(one, severity="warning") if one.code == deepspeed.OVERLAP else one for one in findings)
 
 
-def _exposed(made: Plan, name: str) -> Finding:
-    return launch_finding(
-        "error",
-        "exposed-secret",
-        f"without the probe `{name}`, a secret, would stand in the training's command line, "
-        "which every user of the machine can read",
-        "leave the probe on: it takes it from the environment",
-        key=f"args.{name}",
-        **made.stage.config.origin(f"args.{name}").place,
-    )
-
-
 def _on_our_command_line(made: Plan) -> Iterator[Finding]:
     for key, origin in made.stage.config.origins.items():
         name, _, value = (origin.override or "").partition("=")
@@ -443,12 +422,3 @@ def _on_our_command_line(made: Plan) -> Iterator[Finding]:
                 key=key,
                 **origin.place,
             )
-
-
-def _gpus(gpus: int | None, stage: stages.Stage, look: Look | None) -> int:
-    """`--gpus`, `--devices` or `num_gpus` of the file, or (`ONE_GPU`) whatever single device is here."""
-    if gpus is None and look is not None and stage.backend.ONE_GPU:
-        gpus = min(1, len(look.visible))
-    if gpus is None or gpus < 0:
-        raise usage("no-gpus", "how many GPUs?", "--gpus 8, or --gpus 0 for the CPU")
-    return gpus

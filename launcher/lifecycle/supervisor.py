@@ -31,8 +31,7 @@ from launcher.runs.attempt import Attempt
 from launcher.runs.lease import Lease
 from launcher.runs.rundir import RunFolder
 
-OTHERS_S = 60.0
-"""Seconds that a machine whose training failed waits for the first one to have recorded its end."""
+OTHERS_S = 60.0  # seconds that a machine whose training failed waits for the first one to have recorded its end
 _STARTED = b"started\n"
 _DIGEST = "LAUNCH_START_DIGEST"
 _STARTED_HERE: list[subprocess.Popen[bytes]] = []

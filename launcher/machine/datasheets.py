@@ -29,6 +29,7 @@ class Card:
 
 
 CPU = Card(name="CPU", flops=2e11, bandwidth=2e10, link=1e10, launch=4e-6)
+# the first that matches is meant
 SHEETS = (
     # blackwell-datasheet: HGX B200 36 PFLOPS with sparsity on 8 GPUs, GB200 5 PFLOPS on each
     Card(name="GB200", flops=2_500e12, bandwidth=8.0e12, link=900e9),
@@ -52,7 +53,6 @@ SHEETS = (
     Card(name="A10", flops=125e12, bandwidth=0.6e12, link=32e9),
     Card(name="4090", flops=165e12, bandwidth=1.01e12, link=32e9),
 )
-"""The first that matches is meant."""
 
 
 def sheet_of(name: str | None) -> Card | None:

@@ -27,11 +27,9 @@ from launcher.machine.python import Gpu, GpuProcess
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 # by default CUDA puts the fastest card first, nvidia-smi goes by the PCI bus: one order for both
 ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-FREE_MIB = 1024
-"""What may be in use on a GPU that counts as free: a driver's own, a display's."""
+FREE_MIB = 1024  # what may be in use on a GPU that counts as free: a driver's own, a display's
 
-LOCKS = "LAUNCH_GPU_LOCKS"
-"""The environment variable that names another folder for the locks than the machine's own."""
+LOCKS = "LAUNCH_GPU_LOCKS"  # the environment variable that names another folder for the locks than the machine's own
 _SHARED = ("/dev/shm", "/tmp")
 _NUMBER = re.compile(r"\d+")
 _NO_FILE_NAME = re.compile(r"[^\w.-]+")

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 # A checkout's own config may name commands, and whoever only looks at it must not run them.
+# how git is called wherever launch calls it: no command that a checkout's own config names is run
 COMMAND = tuple(
     """
     git --no-optional-locks --no-pager -c core.fsmonitor=false -c core.hooksPath=/dev/null -c core.sshCommand=false
@@ -16,7 +17,6 @@ COMMAND = tuple(
     -c log.showSignature=false
     """.split()
 )
-"""How git is called wherever launch calls it: no command that a checkout's own config names is run."""
 
 
 def environment(protocols: str = "none") -> dict[str, str]:

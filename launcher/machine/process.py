@@ -17,11 +17,9 @@ from pathlib import Path
 from types import FrameType
 
 PROC = Path("/proc")
-MARK = "LAUNCH_RUN"
-"""The environment variable that holds the run folder in every process of a run."""
+MARK = "LAUNCH_RUN"  # the environment variable that holds the run folder in every process of a run
 
-Handler = Callable[[int, FrameType | None], object]
-"""What is called with the number of a signal."""
+Handler = Callable[[int, FrameType | None], object]  # what is called with the number of a signal
 
 
 def ignore(_number: int, _frame: FrameType | None) -> None:

@@ -42,13 +42,13 @@ print(json.dumps({"version": list(sys.version_info[:3]), "path": sys.path, "pack
                   "own": sys.prefix != sys.base_prefix}))
 """
 
+# packages that losses, speed and memory may hang on: runs that had others do not compare
 DECISIVE = tuple(
     """
     torch transformers accelerate datasets tokenizers trl deepspeed peft liger-kernel flash-attn ai2-olmo-core
     bitsandbytes
     """.split()
 )
-"""Packages that losses, speed and memory may hang on: runs that had others do not compare."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,8 +31,7 @@ from launcher.runs.rundir import RunFolder
 _SCHEDULER = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 # what a scheduler hands to a job counts for more than what the shell had that submitted it
 _OF_THE_JOB = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TMPDIR", "HOSTNAME")
-ON_FINISH_S = 600.0
-"""Seconds that `--on-finish` may take."""
+ON_FINISH_S = 600.0  # seconds that `--on-finish` may take
 # where files of this package were before: an attempt that waited while launch was updated names them there
 _MOVED = {"probe.py": "probe/run.py", "accelerate/": "plan/accelerate/", "deepspeed/": "plan/deepspeed/"}
 _NOBODY = 65534  # what a user namespace shows of every owner that it does not map

@@ -32,12 +32,9 @@ from launcher.machine.process import Identity
 from launcher.runs import rundir
 from launcher.runs.record import Manifest, Record
 
-FOLDER = Path(".cache", "huggingface", "launch")
-"""Below the output folder."""
-BEAT_S = 5.0
-"""Seconds between two heartbeats."""
-SILENT_S = 60.0
-"""Seconds without a heartbeat after which an owner on another machine has lost its lease."""
+FOLDER = Path(".cache", "huggingface", "launch")  # below the output folder
+BEAT_S = 5.0  # seconds between two heartbeats
+SILENT_S = 60.0  # seconds without a heartbeat after which an owner on another machine has lost its lease
 VARIABLE = "LAUNCH_LEASE"
 """Tells the probe in the training where the lease is; importing its name would import all of the probe."""
 _NAME = re.compile(r"lease-(\d{1,9})\.json\Z")

@@ -29,8 +29,7 @@ from launcher.runs.record import Manifest
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _NONE = "none"
 _HEAD_BYTES, _ARGS = 16384, b'\n  "args": {'
-OWN = 0o755
-"""The mode of run folders, whatever the umask: what others could write is not run."""
+OWN = 0o755  # the mode of run folders, whatever the umask: what others could write is not run
 _NUMBERED = re.compile(r"(?:console|exit)(?:\.(\d{1,4}))?\.(?:log|json)\Z")
 
 

@@ -29,10 +29,8 @@ from launcher.runs.rundir import RunFolder
 POLL_S = 0.2
 GRACE_S = (20.0, 10.0, 5.0)
 """Seconds that a stop waits before it gets harder: after INT, after TERM, after TERM to the rest."""
-GRACE_VARIABLE = "LAUNCH_GRACE"
-"""Such seconds, as `20,10,5`; fewer numbers change the first ones only."""
-KILLED_S = 10.0
-"""Seconds that a killed process may take to be gone: it has memory to give back."""
+GRACE_VARIABLE = "LAUNCH_GRACE"  # such seconds, as `20,10,5`; fewer numbers change the first ones only
+KILLED_S = 10.0  # seconds that a killed process may take to be gone: it has memory to give back
 RESERVED = 256 * 2**10
 """Bytes kept free in the run folder, so that a full disk leaves room to record how the run ended."""
 Grace = tuple[float, float, float]
@@ -84,19 +82,15 @@ def lock_run(
         if output is not None:
             granted = lease.take(output, folder.path, attempt)
             stack.callback(_give_back, granted)
-        try:
+        with rundir.writing(folder.path):
             folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
-            files = [folder.lock] if granted is None else [folder.lock, granted.lock]
-            for file in files:
+            for file in [folder.lock] if granted is None else [folder.lock, granted.lock]:
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
                 descriptors = (*descriptors, os.open(file, flags, 0o666))
                 stack.callback(os.close, descriptors[-1])
-        except OSError as error:
-            raise rundir.not_writable(folder.path, error.strerror) from None
-        # the attempt: another start may have been quicker, and be over already
         free = [locks.locked(one, seconds=locks.GLANCE_S) for one in descriptors]
-        taken = False in free or alive(folder.path)
-        if taken or folder.attempts() >= attempt:
+        # the attempt: another start may have been quicker, and be over already
+        if False in free or alive(folder.path) or folder.attempts() >= attempt:
             where = f" into {output}" if output is not None else ""
             message = f"the run {folder.path.name} was started before and trains{where}"
             help = "wait for it, stop it, or choose another output_dir"
@@ -125,17 +119,17 @@ def run(
     """Run to the end; INT and TERM to this process stop every process of the run, HUP none.
 
     So does a `StopRequest` in the run folder, as soon as it is `due`. `began` is called once the process is
-    there. `pass_fds` are file descriptors that the started process keeps open as long as it lives.
-    `inherited` is the environment that the command's own adds to, this process's unless given. With
-    `adopting`, all children of this process are the run's, orphans that it has adopted too. Raises
-    NotReady where the trainer's Python cannot be started at all, or the run folder cannot be written.
+    there, which keeps the descriptors `pass_fds` open as long as it lives. `inherited` is the environment that
+    the command's own adds to, this process's unless given. With `adopting`, all children of this process are
+    the run's, orphans that it has adopted too. Raises NotReady where the trainer's Python cannot be started, or
+    the run folder cannot be written.
     """
     started = rundir.now()
     inherited = os.environ if inherited is None else inherited
-    stop = _Stop(folder, attempt, due)
-    # a terminal that goes stops nothing; no SIG_IGN: that would be inherited by the training
+    watch = _Watch(folder, attempt, due)
     with (
-        process.handling({signal.SIGINT: stop.note, signal.SIGTERM: stop.note, signal.SIGHUP: process.ignore}),
+        # a terminal that goes stops nothing; no SIG_IGN: that would be inherited by the training
+        process.handling({signal.SIGINT: watch.note, signal.SIGTERM: watch.note, signal.SIGHUP: process.ignore}),
         _Reserve(folder.path / ".reserve") as reserve,
     ):
         with rundir.writing(folder.path):
@@ -162,8 +156,7 @@ def run(
         origin = {"mark": str(folder.path), "attempt": attempt, "started": started, "keeper": keeper.as_json()}
         reserve.write(folder.process, {**leader.as_json(), **origin})
         began()
-        family = process.Family(leader, str(folder.path), keeper if adopting else None)
-        stopped = _watch(child, family, stop)
+        stopped = watch.until_over(child.pid, process.Family(leader, str(folder.path), keeper if adopting else None))
         ended = _ended(child.wait(), stopped, started, attempt)
         if stopped is None:
             reserve.explain(folder.console(attempt))
@@ -235,12 +228,10 @@ def _ended(code: int, stopped: int | None, started: str, attempt: int) -> Proces
 def recorded(folder: RunFolder, attempt: int) -> ProcessExit | None:
     """How an attempt ended, as its keeper recorded it; None where nobody lived to do that."""
     record = Record(rundir.read_json(folder.exit(attempt)))
-    code = record.number("returncode")
-    if code is None:
+    if (code := record.number("returncode")) is None:
         return None
-    signal, stopped = record.number("signal"), record.number("stopped")
     started, ended = str(record.get("started")), str(record.get("ended"))
-    return ProcessExit(code, signal, stopped, started, ended, attempt)
+    return ProcessExit(code, record.number("signal"), record.number("stopped"), started, ended, attempt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,8 +278,8 @@ def request(folder: RunFolder) -> StopRequest | None:
     return None if attempt is None else StopRequest(attempt=attempt, after_checkpoint=after)
 
 
-class _Stop:
-    """Counts INT and TERM instead of raising in the middle of something; lets HUP pass."""
+class _Watch:
+    """Waits for the end of a training; INT and TERM are counted instead of raising in the middle of something."""
 
     def __init__(self, folder: RunFolder, attempt: int, due: Callable[[StopRequest], bool]) -> None:
         self.folder, self.attempt, self.due = folder, attempt, due
@@ -296,7 +287,32 @@ class _Stop:
         self.signal: int | None = None
         self.times = 0
 
-    def look(self) -> None:
+    def note(self, number: int, _frame: FrameType | None) -> None:
+        self.signal = self.signal or number
+        self.times += 1
+
+    def until_over(self, pid: int, family: process.Family) -> int | None:
+        """Returns the signal that requested a stop, if one did."""
+        stopped = None
+        while not process.over(pid):
+            self._look()
+            if self.signal is not None:
+                stopped = self.signal
+                self._end(pid, family, stopped)
+                break
+            if family.keeper is not None:
+                process.bury(but=pid)
+            time.sleep(POLL_S)
+        # what outlived the process that was started: no part of any result comes from it, and torchrun's
+        # workers are in sessions of their own: the group alone would leave them behind
+        times = self.times
+        _signal_group(pid, signal.SIGTERM)
+        _vanish(family, signal.SIGTERM, self.waits[2], lambda: self.times > times)
+        _signal_group(pid, signal.SIGKILL)
+        _vanish(family, signal.SIGKILL, KILLED_S)
+        return stopped
+
+    def _look(self) -> None:
         found = None if self.signal is not None else request(self.folder)
         if found is None or found.attempt != self.attempt:
             return
@@ -309,48 +325,25 @@ class _Stop:
             # upstream handles neither; INT at least shows where it stood
             self.signal = signal.SIGINT
 
-    def note(self, number: int, _frame: FrameType | None) -> None:
-        self.signal = self.signal or number
-        self.times += 1
+    def _end(self, pid: int, family: process.Family, first: int) -> None:
+        """INT or TERM to the group, TERM to everything, then KILL; a further signal ends each wait."""
+        # known from now on, whatever becomes of their parents
+        family.living()
+        _signal_group(pid, first)
+        self._wait(pid, 0)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if process.over(pid):
+                return
+            process.signal_all(family.living(), number)
+            _signal_group(pid, number)
+            if number == signal.SIGTERM:
+                self._wait(pid, 1)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
-
-def _watch(child: subprocess.Popen[bytes], family: process.Family, stop: _Stop) -> int | None:
-    """Wait for the end; returns the signal that requested a stop, if one did."""
-    while not process.over(child.pid):
-        stop.look()
-        if stop.signal is not None:
-            _end(child, family, stop)
-            return stop.signal
-        if family.keeper is not None:
-            process.bury(but=child.pid)
-        time.sleep(POLL_S)
-    _end_rest(child, family, stop, stop.times)
-    return None
-
-
-def _end(child: subprocess.Popen[bytes], family: process.Family, stop: _Stop) -> None:
-    """INT or TERM to the group, TERM to everything, then KILL; a further signal ends the wait."""
-    # known from now on, whatever becomes of their parents
-    family.living()
-    _signal_group(child.pid, stop.signal or signal.SIGTERM)
-    _wait(child, 0, stop, 1)
-    if not process.over(child.pid):
-        _signal_everything(child, family, signal.SIGTERM)
-        _wait(child, 1, stop, 2)
-    if not process.over(child.pid):
-        _signal_everything(child, family, signal.SIGKILL)
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    _end_rest(child, family, stop, stop.times)
-
-
-def _end_rest(child: subprocess.Popen[bytes], family: process.Family, stop: _Stop, times: int) -> None:
-    """End what outlived the process that was started: no part of any result comes from it."""
-    # torchrun's workers are in sessions of their own: the group alone would leave them behind
-    _signal_group(child.pid, signal.SIGTERM)
-    # a signal after the first `times` ends the wait
-    _vanish(family, signal.SIGTERM, stop.waits[2], lambda: stop.times > times)
-    _signal_group(child.pid, signal.SIGKILL)
-    _vanish(family, signal.SIGKILL, KILLED_S)
+    def _wait(self, pid: int, which: int) -> None:
+        until = time.monotonic() + self.waits[which]
+        while not process.over(pid) and self.times <= which + 1 and time.monotonic() < until:
+            time.sleep(POLL_S / 4)
 
 
 def _vanish(family: process.Family, number: int, seconds: float, hurry: Callable[[], bool] = lambda: False) -> None:
@@ -362,20 +355,6 @@ def _vanish(family: process.Family, number: int, seconds: float, hurry: Callable
         if time.monotonic() >= until or hurry():
             return
         time.sleep(POLL_S / 4)
-
-
-def _wait(child: subprocess.Popen[bytes], which: int, stop: _Stop, times: int) -> None:
-    """Wait as long as the stop allows after its signal `which`, or until more than `times` signals came."""
-    begun = time.monotonic()
-    while not process.over(child.pid) and stop.times <= times:
-        if time.monotonic() - begun >= stop.waits[which]:
-            return
-        time.sleep(POLL_S / 4)
-
-
-def _signal_everything(child: subprocess.Popen[bytes], family: process.Family, number: int) -> None:
-    process.signal_all(family.living(), number)
-    _signal_group(child.pid, number)
 
 
 def end_orphans(folder: RunFolder, waits: Grace, attempt: int) -> None:
@@ -425,13 +404,15 @@ def alive(folder: Path, marks: Callable[[], frozenset[str]] = process.marks) -> 
     It does as long as the process that was started lives, or any other that bears the run's mark. Where
     those are out of sight, the heartbeat counts, and the run's lock.
     """
-    run = RunFolder(folder)
-    known = processes(run)
+    run, known = RunFolder(folder), processes(RunFolder(folder))
     if known.leader is None or known.leader.lives():
         return known.leader is not None
     if run.exit(known.attempt or 1).exists():
         return False
-    return known.mark in marks() or (known.out_of_sight and (lease.is_locked(run.lock) or _beats(run)))
+    if known.mark in marks() or (known.out_of_sight and lease.is_locked(run.lock)):
+        return True
+    last = lease.newest(rundir.read_manifest(run).output) if known.out_of_sight else None
+    return last is not None and Path(last.run).name == folder.name and last.beats()
 
 
 def unknown(folder: RunFolder) -> Finding | None:
@@ -453,8 +434,3 @@ def require_sight(folder: RunFolder) -> None:
     """Raise NotReady where nothing can be concluded of the run: it may go on where nobody here can look."""
     if (why := unknown(folder)) is not None:
         raise NotReady(why)
-
-
-def _beats(folder: RunFolder) -> bool:
-    last = lease.newest(rundir.read_manifest(folder).output)
-    return last is not None and Path(last.run).name == folder.path.name and last.beats()

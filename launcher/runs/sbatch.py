@@ -16,8 +16,7 @@ from typing import Any
 
 from launcher.errors import Complain, Finding, brief
 
-WARNING_S = 60
-"""How long before its time is up a job is queued again; Slurm may say so up to a minute earlier."""
+WARNING_S = 60  # how long before its time is up a job is queued again; Slurm may say so up to a minute earlier
 
 # The long options of sbatch that a run may set; flags take no value, the last ones need none.
 VALUED = frozenset(
@@ -33,6 +32,7 @@ VALUED = frozenset(
 )
 FLAGS = frozenset({"contiguous", "hold", "overcommit", "reboot", "spread-job", "use-min-nodes"})
 OPTIONAL = frozenset({"exclusive", "nice", "no-kill", "oversubscribe", "propagate"})
+# options that the run decides, and what to do instead
 OURS: Mapping[str, str] = {
     "nodes": "the number of machines is given with --nodes",
     "ntasks": "launch starts one process on each node, which starts the others",
@@ -51,7 +51,6 @@ OURS: Mapping[str, str] = {
     "array": "one run is one job",
     "clusters": "a run stays on the cluster that `squeue` asks",
 }
-"""Options that the run decides, and what to do instead."""
 ASKS_FOR_GPUS = frozenset({"gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"})
 ASKS_FOR_CPUS = frozenset({"cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus"})
 KEYS = (*sorted(VALUED | FLAGS | OPTIONAL), "requeue")
@@ -59,8 +58,7 @@ KEYS = (*sorted(VALUED | FLAGS | OPTIONAL), "requeue")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
-Options = Mapping[str, str | None]
-"""An option of sbatch -> its value; None for one that stands alone."""
+Options = Mapping[str, str | None]  # an option of sbatch -> its value; None for one that stands alone
 
 
 def read(given: Any, complain: Complain) -> tuple[dict[str, str | None], list[Finding]]:
@@ -153,8 +151,7 @@ def script(
     return "\n".join(lines) + "\n"
 
 
-LOG, LIMIT = "slurm.log", "slurm.limit"
-"""Files of a run folder: what the job prints, and that its time was up."""
+LOG, LIMIT = "slurm.log", "slurm.limit"  # files of a run folder: what the job prints, and that its time was up
 
 _PREPARE = ("# queued again, the run goes on from its last complete checkpoint", '"$@" --prepare || exit')
 _REQUEUE = """\

@@ -16,10 +16,8 @@ from launcher.runs.rundir import RunFolder
 from launcher.runs.sbatch import LIMIT, VALUED, Options
 
 TIMEOUT_S = 20.0
-ASK_TIMEOUT_S = 5.0
-"""For a list of runs: it is shown without Slurm's word rather than late."""
-SCRIPT = "slurm.sh"
-"""The batch script in a run folder."""
+ASK_TIMEOUT_S = 5.0  # for a list of runs: it is shown without Slurm's word rather than late
+SCRIPT = "slurm.sh"  # the batch script in a run folder
 
 _JOB = re.compile(r"(\d+)(?:;.*)?\Z")
 

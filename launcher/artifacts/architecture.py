@@ -70,7 +70,7 @@ class Shape:
     `layer` are the sizes of one layer's weights, under transformers' names; `outer` those outside the
     layers. A tied output layer is not listed twice. `source` says where the config was found. `window` is how
     far layers look back that do not see everything. `dtype` is that of the weights, empty where the config
-    does not say.
+    does not say. `query` and `key` are the widths of all such heads together.
     """
 
     name: str
@@ -92,17 +92,14 @@ class Shape:
 
     @property
     def query(self) -> int:
-        """Width of all query heads together."""
         return self.heads * self.head_dim
 
     @property
     def key(self) -> int:
-        """Width of all key (or value) heads together."""
         return self.kv_heads * self.head_dim
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer."""
         return sum(math.prod(size) for size in self.layer.values())
 
     @property
@@ -113,8 +110,7 @@ class Shape:
     @property
     def parameters(self) -> int:
         """All parameters; shared ones are counted once."""
-        outer = sum(math.prod(size) for size in self.outer.values())
-        return outer + self.layers * self.layer_parameters
+        return sum(self.sizes)
 
     @property
     def multiplied(self) -> int:
@@ -138,7 +134,6 @@ class Shape:
 
     @property
     def linear_elements(self) -> int:
-        """Elements of the linear weights of all layers."""
         return self.layers * sum(out * into for out, into in self.linears().values())
 
 
@@ -160,9 +155,8 @@ def find(
     """
     if not isinstance(name, str) or not name:
         raise _unknown("no model is named", "set `model_name_or_path`")
-    path, source = model_config.where(name, environ, revision), f"config.json of {name}"
-    config: Mapping[str, Any] = {}
-    if path is not None and not (config := model_config.read(name, environ, revision)):
+    config, source = model_config.read(name, environ, revision), f"config.json of {name}"
+    if not config and (path := model_config.where(name, environ, revision)) is not None:
         message = f"{path} is no config of a model: it holds no mapping of keys"
         raise _unknown(message, "download it again, or name another model")
     if not config:
@@ -197,12 +191,8 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
     head_dim = reader.whole("head_dim", hidden // heads)
     inner, layers = reader.whole("intermediate_size"), reader.whole("num_hidden_layers")
     vocab, tied = reader.whole("vocab_size"), reader.flag("tie_word_embeddings")
-    outer: dict[str, Size] = {
-        "model.embed_tokens.weight": (vocab, hidden),
-        "model.norm.weight": (hidden,),
-        **({} if tied else {"lm_head.weight": (vocab, hidden)}),
-    }
-    return Shape(
+    outer: dict[str, Size] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    shape = Shape(
         name=name,
         family=str(family),
         source=source,
@@ -214,20 +204,20 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=vocab,
-        tied=tied,
+        tied=True,
         dtype=model_config.weights_type(config),
         layer=_layer(reader, hidden, inner, heads * head_dim, kv_heads * head_dim, head_dim),
         outer=outer,
         window=_window(reader),
     )
+    return shape if tied else untied(shape)
 
 
 def _layer(reader: _ConfigReader, hidden: int, inner: int, query: int, key: int, head_dim: int) -> dict[str, Size]:
     """The sizes of one layer's weights in transformers' order."""
     layout = reader.layout
     # a family whose class does not have the key reads none, whatever the config holds
-    biased = "attention_bias" in layout.keys and reader.flag("attention_bias")
-    mlp_bias = "mlp_bias" in layout.keys and reader.flag("mlp_bias")
+    biased, mlp_bias = (key in layout.keys and reader.flag(key) for key in ("attention_bias", "mlp_bias"))
     linears = (
         ("self_attn.q_proj", query, hidden, layout.qkv_bias or biased),
         ("self_attn.k_proj", key, hidden, layout.qkv_bias or biased),
@@ -243,25 +233,19 @@ def _layer(reader: _ConfigReader, hidden: int, inner: int, query: int, key: int,
         if bias:
             sizes[f"{name}.bias"] = (out,)
         if layout.qk_norm and name == "self_attn.o_proj":
-            whole = layout.qk_norm == "full"
-            sizes["self_attn.q_norm.weight"] = (query if whole else head_dim,)
-            sizes["self_attn.k_norm.weight"] = (key if whole else head_dim,)
+            q_norm, k_norm = (query, key) if layout.qk_norm == "full" else (head_dim, head_dim)
+            sizes |= {"self_attn.q_norm.weight": (q_norm,), "self_attn.k_norm.weight": (k_norm,)}
     last = "post_feedforward_layernorm" if layout.post_norm else "input_layernorm"
-    for name in sorted((last, "post_attention_layernorm")):
-        sizes[f"{name}.weight"] = (hidden,)
-    return sizes
+    return sizes | {f"{name}.weight": (hidden,) for name in sorted((last, "post_attention_layernorm"))}
 
 
 def _window(reader: _ConfigReader) -> int:
     """How far layers look back that do not see everything; 0 where all see everything."""
-    size = reader.value("sliding_window")
-    switched = reader.layout.windows == "switchable"
-    if not reader.layout.windows or (switched and not reader.config.get("use_sliding_window")):
-        return 0
-    return size if isinstance(size, int) and size > 0 else 0
+    size, windows = reader.value("sliding_window"), reader.layout.windows
+    on = windows == "always" or (windows == "switchable" and reader.config.get("use_sliding_window"))
+    return size if on and isinstance(size, int) and size > 0 else 0
 
 
-_REFUSED = "transformers does not run such a model"
 # no size of a model comes near it
 _LARGEST = 2**31
 
@@ -291,11 +275,10 @@ class _ConfigReader:
         value = self.value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _LARGEST:
             fault = f"is {_shown(value)}" if key in self.config else "is missing"
-            help = "its config.json must hold it as a whole number above 0"
-            raise self.fault(f"`{key}` {fault}", help)
+            raise self.fault(f"`{key}` {fault}", "its config.json must hold it as a whole number above 0")
         return value
 
-    def fault(self, message: str, help: str = _REFUSED) -> InvalidConfig:
+    def fault(self, message: str, help: str = "transformers does not run such a model") -> InvalidConfig:
         return _unknown(f"{message} in the config of {self.name or 'the model'}", help)
 
 
@@ -306,8 +289,7 @@ def _shown(value: object) -> str:
 @functools.cache
 def table() -> Mapping[str, Mapping[str, Any]]:
     """Common models by lower-case hub name; aliases are written out."""
-    text = resources.files("launcher.artifacts").joinpath("shapes.json").read_text(encoding="utf-8")
-    data = json.loads(text)
+    data = json.loads(resources.files("launcher.artifacts").joinpath("shapes.json").read_text(encoding="utf-8"))
     return {name.lower(): one["config"] for one in data["models"] for name in one["names"]}
 
 
@@ -315,5 +297,4 @@ _KNOWN = "described are: " + ", ".join(sorted(FAMILIES))
 
 
 def _unknown(message: str, help: str) -> InvalidConfig:
-    key = "args.model_name_or_path"
-    return InvalidConfig(launch_finding("error", "unknown-shape", message, help, key=key))
+    return InvalidConfig(launch_finding("error", "unknown-shape", message, help, key="args.model_name_or_path"))

@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from launcher import files
 from launcher.artifacts import digest
@@ -51,12 +51,10 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """What the folder is called."""
         return self.path.name
 
     @property
     def complete(self) -> bool:
-        """Whether everything that a resume reads is there."""
         return self.why_incomplete is None
 
     @property
@@ -80,11 +78,8 @@ def find(
 
 def last_written(backend: str, output: Path | None) -> float | None:
     """When the newest checkpoint's folder was written to last, complete or not, in seconds since 1970."""
-    times = []
-    for path in _folders(backend, output):
-        with contextlib.suppress(OSError):
-            times.append(path.stat().st_mtime)
-    return max(times, default=None)
+    found = filter(None, map(_status, _folders(backend, output)))
+    return max((status.st_mtime for status in found), default=None)
 
 
 def taken_by_upstream(backend: str, output: Path | None) -> Path | None:
@@ -93,18 +88,12 @@ def taken_by_upstream(backend: str, output: Path | None) -> Path | None:
     None for a trainer that resumes only from what is named. Raises ValueError where a name in the folder
     makes its own look-up crash.
     """
-    if not _layout(backend).resumes_itself:
+    if output is None or not _layout(backend).resumes_itself:
         return None
-    names = _names(output)
-    steps = [name for name in names if name.startswith("step_")]
-    epochs = [name for name in names if name.startswith("epoch_")]
+    steps, epochs = ([n for n in _names(output) if n.startswith(stem)] for stem in ("step_", "epoch_"))
     # steps go before epochs, complete or not: a first half-written one hides every epoch
-    listed = steps or epochs
-    assert output is not None or not listed
-    marked = [n for n in listed if output and (output / n / "COMPLETED").exists()]
-    if not marked or output is None:
-        return None
-    return output / max(marked, key=lambda name: int(name.split("_")[-1]))
+    marked = [output / name for name in steps or epochs if (output / name / "COMPLETED").exists()]
+    return max(marked, key=lambda path: int(path.name.split("_")[-1]), default=None)
 
 
 def strange_names(backend: str, output: Path | None) -> list[str]:
@@ -135,10 +124,8 @@ def damage(folder: Path) -> str | None:
 
 
 def _folders(backend: str, output: Path | None) -> Iterator[Path]:
-    pattern = _layout(backend).folder
-    for name in _names(output):
-        if output is not None and pattern.match(name) and (output / name).is_dir():
-            yield output / name
+    names = filter(_layout(backend).folder.match, _names(output))
+    return (path for name in names if output is not None and (path := output / name).is_dir())
 
 
 def _of_accelerate(path: Path, ranks: int | None) -> Checkpoint:
@@ -146,14 +133,14 @@ def _of_accelerate(path: Path, ranks: int | None) -> Checkpoint:
     names, states = set(_names(path)), _LAYOUTS["accelerate"].states
     marked = "COMPLETED" in names
     fault = None if marked else "it was not finished: no COMPLETED in it"
-    fault = fault or _state_fault(path, names, "optimizer.bin", "scheduler.bin")
-    fault = fault or _ranks_fault(path, names, states, ranks)
     return Checkpoint(
         path=path,
         kind="step" if kind == "step" else "epoch",
         number=int(number),
         marked=marked,
-        why_incomplete=fault,
+        why_incomplete=fault
+        or _state_fault(path, names, "optimizer.bin", "scheduler.bin")
+        or _ranks_fault(path, names, states, ranks),
         ranks=_ranks(names, states) or None,
     )
 
@@ -161,13 +148,12 @@ def _of_accelerate(path: Path, ranks: int | None) -> Checkpoint:
 def _of_transformers(path: Path, ranks: int | None) -> Checkpoint:
     number = int(path.name.partition("-")[2])
     names, states = set(_names(path)), _LAYOUTS["transformers"].states
-    state = files.read_json(path / "trainer_state.json")
+    state, alone = files.read_json(path / "trainer_state.json"), "rng_state.pth" in names
     fault = None if "trainer_state.json" in names else "it was not finished: no trainer_state.json"
     if fault is None and state.get("global_step") != number:
         fault = f"trainer_state.json is not that of step {number}"
     fault = fault or _state_fault(path, names, "optimizer.pt", "scheduler.pt")
-    there = 1 if "rng_state.pth" in names else _ranks(names, states)
-    if fault is None and (ranks or 1) == 1 and "rng_state.pth" in names:
+    if fault is None and (ranks or 1) == 1 and alone:
         fault = _archive_fault(path / "rng_state.pth")
     elif fault is None:
         fault = _ranks_fault(path, names, states, ranks)
@@ -179,12 +165,11 @@ def _of_transformers(path: Path, ranks: int | None) -> Checkpoint:
         marked=bool(state),
         why_incomplete=fault,
         epochs=float(epochs) if isinstance(epochs, int | float) else None,
-        ranks=there or None,
+        ranks=1 if alone else _ranks(names, states) or None,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
+class _Layout(NamedTuple):
     """How the checkpoints of a loop lie in an output folder.
 
     `folder` matches their names, which begin with one of `stems`; `states` matches the files of each rank's
@@ -225,23 +210,21 @@ def _layout(backend: str) -> _Layout:
 def _state_fault(path: Path, names: set[str], optimizer: str, scheduler: str) -> str | None:
     """What is wrong with weights, optimizer and schedule, in whichever of the three layouts."""
     engine = _engine_folder(path, names)
-    if engine is not None:
-        return _engine_fault(engine) or _scheduler_fault(path, names, scheduler, needed=False)
     sharded = [name for name in sorted(names) if name.startswith(("pytorch_model_fsdp", "optimizer_"))]
-    if any(name.startswith("pytorch_model_fsdp") for name in sharded):
-        return _fsdp_fault(path, sharded) or _scheduler_fault(path, names, scheduler, needed=True)
-    fault = _weights_fault(path, names)
-    if fault is None and optimizer not in names:
-        fault = f"it holds the model without {optimizer}"
-    if fault is None:
-        fault = _archive_fault(path / optimizer)
-    return fault or _scheduler_fault(path, names, scheduler, needed=True)
-
-
-def _scheduler_fault(path: Path, names: set[str], scheduler: str, *, needed: bool) -> str | None:
+    if engine is not None:
+        fault = _engine_fault(engine)
+    elif any(name.startswith("pytorch_model_fsdp") for name in sharded):
+        fault = _fsdp_fault(path, sharded)
+    else:
+        fault = _weights_fault(path, names)
+        if fault is None and optimizer not in names:
+            fault = f"it holds the model without {optimizer}"
+        fault = fault or _archive_fault(path / optimizer)
+    if fault is not None:
+        return fault
     if scheduler not in names:
         # DeepSpeed's own schedule lies in its engine's state
-        return f"it lacks {scheduler}" if needed else None
+        return f"it lacks {scheduler}" if engine is None else None
     return _archive_fault(path / scheduler)
 
 
@@ -252,38 +235,34 @@ def _ranks(names: Iterable[str], pattern: re.Pattern[str]) -> int:
 def _ranks_fault(path: Path, names: set[str], pattern: re.Pattern[str], ranks: int | None) -> str | None:
     found = {int(m[1]): name for name in names if (m := pattern.match(name)) is not None}
     expected = range(ranks if ranks is not None else max(found, default=0) + 1)
-    lacking = [rank for rank in expected if rank not in found]
-    if lacking:
-        listed = ", ".join(map(str, lacking[:8]))
-        return f"the random states of rank {listed} are missing"
-    return next((f for name in found.values() if (f := _archive_fault(path / name))), None)
+    if lacking := [str(rank) for rank in expected if rank not in found]:
+        return f"the random states of rank {', '.join(lacking[:8])} are missing"
+    return next(filter(None, (_archive_fault(path / name) for name in found.values())), None)
+
+
+def _first_fault(folder: Path, names: Iterable[str]) -> str | None:
+    return next(filter(None, (file_fault(folder / name) for name in names)), None)
 
 
 def _engine_folder(path: Path, names: set[str]) -> Path | None:
     """DeepSpeed's part: `pytorch_model` under accelerate, `global_stepN` under transformers."""
-    inside = [n for n in sorted(names) if n == "pytorch_model" or n.startswith("global_step")]
-    folders = [path / name for name in inside if (path / name).is_dir()]
     if "latest" in names:
-        try:
-            named = path / files.read_bytes(path / "latest", 4096).decode().strip()
-        except (OSError, ValueError):
-            return folders[-1] if folders else None
-        return named
-    return folders[-1] if folders else None
+        with contextlib.suppress(OSError, ValueError):
+            return path / files.read_bytes(path / "latest", 4096).decode().strip()
+    inside = [n for n in sorted(names) if n == "pytorch_model" or n.startswith("global_step")]
+    return next((path / name for name in reversed(inside) if (path / name).is_dir()), None)
 
 
 def _engine_fault(folder: Path) -> str | None:
     """Every rank's optimizer and at least one model state (deepspeed/runtime/engine.py)."""
-    names = set(_names(folder))
-    models = [n for n in sorted(names) if n.endswith("model_states.pt")]
-    optimizers = [n for n in sorted(names) if n.endswith("optim_states.pt")]
+    names = _names(folder)
+    models, optimizers = ([n for n in names if n.endswith(f"{kind}_states.pt")] for kind in ("model", "optim"))
     if not models:
         return f"{folder.name} holds no model states"
     ranks = {int(m[1]) for n in optimizers if (m := re.search(r"zero_pp_rank_(\d+)_", n))}
-    lacking = [str(rank) for rank in range(max(ranks, default=-1) + 1) if rank not in ranks]
-    if lacking:
+    if lacking := [str(rank) for rank in range(max(ranks, default=-1) + 1) if rank not in ranks]:
         return f"{folder.name} lacks the optimizer of rank {', '.join(lacking[:8])}"
-    return next((f for n in (*models, *optimizers) if (f := _archive_fault(folder / n))), None)
+    return next(filter(None, (_archive_fault(folder / name) for name in (*models, *optimizers))), None)
 
 
 def _fsdp_fault(path: Path, names: Iterable[str]) -> str | None:
@@ -293,8 +272,8 @@ def _fsdp_fault(path: Path, names: Iterable[str]) -> str | None:
             inside = set(_names(path / name))
             if ".metadata" not in inside:
                 return f"{name} was not finished: no .metadata"
-            empty = [n for n in sorted(inside) if not _size(path / name / n)]
-            if empty:
+            statuses = ((n, _status(path / name / n)) for n in sorted(inside))
+            if empty := [n for n, status in statuses if status is None or not status.st_size]:
                 return f"{name}/{empty[0]} is empty"
         elif (fault := _archive_fault(path / name)) is not None:
             return fault
@@ -308,18 +287,15 @@ def _weights_fault(folder: Path, names: set[str]) -> str | None:
             placed = files.read_json(folder / index).get("weight_map")
             if not isinstance(placed, dict) or not placed:
                 return f"{index} cannot be read"
-            shards = sorted({str(name) for name in placed.values()})
-            return next((f for name in shards if (f := file_fault(folder / name))), None)
-    whole = [name for name in _WHOLE if name in names]
-    if whole:
-        return next((f for name in whole if (f := file_fault(folder / name))), None)
+            return _first_fault(folder, sorted({str(name) for name in placed.values()}))
+    if whole := [name for name in _WHOLE if name in names]:
+        return _first_fault(folder, whole)
     if any(_SHARD.search(name) for name in names):
         return "its weights are in parts without an index"
     # PEFT writes each adapter that is not called `default` into a folder of its own
     for name in sorted(names):
-        inside = set(_names(folder / name)) & {"adapter_model.safetensors", "adapter_model.bin"}
-        if inside:
-            return next((f for one in inside if (f := file_fault(folder / name / one))), None)
+        if inside := set(_names(folder / name)) & {"adapter_model.safetensors", "adapter_model.bin"}:
+            return _first_fault(folder / name, inside)
     return _NO_WEIGHTS
 
 
@@ -366,10 +342,8 @@ def _tensors_fault(path: Path) -> str | None:
             data, tensors = digest.header(file.fileno(), size)
         ends = [int(one["data_offsets"][1]) for one in tensors.values()]
         empty = [n for n, one in tensors.items() if 0 in one["shape"] and "F" in one["dtype"]]
-    except FileNotFoundError:
-        return f"{path.name} is missing"
     except OSError as error:
-        return f"{path.name} cannot be read: {error.strerror}"
+        return _unreadable(path, error)
     except EOFError:
         return f"{path.name} is cut off"
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
@@ -396,19 +370,22 @@ def _archive_fault(path: Path) -> str | None:
                 return None if begin.strip(b"\0") else f"{path.name} cannot be read"
             with zipfile.ZipFile(file) as archive:
                 return None if archive.namelist() else f"{path.name} is empty"
-    except FileNotFoundError:
-        return f"{path.name} is missing"
     except OSError as error:
-        return f"{path.name} cannot be read: {error.strerror}"
+        return _unreadable(path, error)
     except (zipfile.BadZipFile, ValueError, NotImplementedError):
         return f"{path.name} is cut off"
 
 
-def _size(path: Path) -> int:
+def _unreadable(path: Path, error: OSError) -> str:
+    missing = isinstance(error, FileNotFoundError)
+    return f"{path.name} is missing" if missing else f"{path.name} cannot be read: {error.strerror}"
+
+
+def _status(path: Path) -> os.stat_result | None:
     try:
-        return path.stat().st_size
+        return path.stat()
     except OSError:
-        return 0
+        return None
 
 
 def _names(folder: Path | None) -> list[str]:

@@ -30,7 +30,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,15 +85,12 @@ def read(path: Path, *, whole_below: int = WHOLE_BELOW) -> tuple[Content, os.sta
                 found = _read(descriptor, before.st_size, sampled)
             except Changing:
                 continue
-            if _state(os.fstat(descriptor)) == _state(before):
+            after = os.fstat(descriptor)
+            if all(getattr(after, key) == getattr(before, key) for key in ("st_size", "st_mtime_ns", "st_ctime_ns")):
                 return found, before
     finally:
         os.close(descriptor)
     raise Changing(None, "it is written to while it is read", str(path))
-
-
-def _state(status: os.stat_result) -> tuple[int, int, int]:
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _read(descriptor: int, size: int, sampled: bool) -> Content:
@@ -118,13 +115,17 @@ def _whole(descriptor: int, size: int) -> str:
     if size <= PIECE:
         tree.update(piece(0))
         return tree.hexdigest()
+    return _joined(tree, threads(), piece, range(0, size, PIECE))
+
+
+def _joined(tree: Any, threads: int, part: Callable[[int], bytes], places: Iterable[int]) -> str:
     # it imports logging, which most commands never need
     from concurrent.futures import ThreadPoolExecutor
 
-    with ThreadPoolExecutor(threads()) as pool:
-        for digest in pool.map(piece, range(0, size, PIECE)):
+    with ThreadPoolExecutor(threads) as pool:
+        for digest in pool.map(part, places):
             tree.update(digest)
-    return tree.hexdigest()
+    return str(tree.hexdigest())
 
 
 def _sampled(descriptor: int, size: int, regions: Sequence[tuple[int, int]]) -> str:
@@ -141,13 +142,8 @@ def _sampled(descriptor: int, size: int, regions: Sequence[tuple[int, int]]) -> 
     if advice is not None:
         with contextlib.suppress(OSError):
             advice(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-    from concurrent.futures import ThreadPoolExecutor
-
     # these wait for the disk, not for a processor
-    with ThreadPoolExecutor(16) as pool:
-        for digest in pool.map(batch, range(0, len(regions), _READS)):
-            tree.update(digest)
-    return tree.hexdigest()
+    return _joined(tree, 16, batch, range(0, len(regions), _READS))
 
 
 def _bytes(descriptor: int, offset: int, length: int) -> bytes:
@@ -166,24 +162,30 @@ def sampled_regions(descriptor: int, size: int) -> list[tuple[int, int]] | None:
 
     None where the file is no safetensors file, or its tensors do not cover it: then all of it counts.
     """
-    found = _tensors(descriptor, size)
-    if found is None:
+    try:
+        data, entries = header(descriptor, size)
+        places = {name: map(int, one["data_offsets"]) for name, one in entries.items()}
+        tensors = [(name, begin, end) for name, (begin, end) in places.items()]
+        tensors.sort(key=lambda one: one[1:])
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, EOFError, Changing):
         return None
-    data, tensors = found
-    regions = [(0, data)]
+    regions, at = [(0, data)], 0
     for name, begin, end in tensors:
+        if begin != at or not begin <= end <= size:
+            return None
+        at = end
         regions += _blocks(name, data + begin, data + end)
-    return regions
+    return regions if data + at == size else None
 
 
 def _blocks(name: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
     length = end - begin
-    count = max(STRATA, -(-length // STRATUM))
     if length <= 2 * BLOCK * STRATA:
         # at most 128 KiB: nearly as cheap as its samples
         if length:
             yield begin, length
         return
+    count = max(STRATA, -(-length // STRATUM))
     for number in range(count):
         # whole pages inside the stratum, so that one block costs one page
         first = begin + length * number // count
@@ -212,23 +214,6 @@ def header(descriptor: int, size: int) -> tuple[int, dict[str, Any]]:
         raise ValueError("nested too deep") from None
     tensors.pop("__metadata__", None)
     return 8 + length, tensors
-
-
-def _tensors(descriptor: int, size: int) -> tuple[int, list[tuple[str, int, int]]] | None:
-    """Where the data begin, and each tensor's name and place after that, in order."""
-    try:
-        data, entries = header(descriptor, size)
-        offsets = {name: map(int, one["data_offsets"]) for name, one in entries.items()}
-        tensors = [(name, begin, end) for name, (begin, end) in offsets.items()]
-        tensors.sort(key=lambda one: one[1:])
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, EOFError, Changing):
-        return None
-    at = 0
-    for _, begin, end in tensors:
-        if begin != at or end < begin:
-            return None
-        at = end
-    return (data, tensors) if data + at == size else None
 
 
 def weights(folder: str) -> list[str]:

@@ -22,18 +22,13 @@ from launcher import files
 from launcher.artifacts import digest, model_config
 from launcher.artifacts.model_config import is_path
 from launcher.errors import NotReady, launch_finding
-from launcher.files import parse_json, read_bytes, read_json
 from launcher.machine import locks
 from launcher.paths import exists, is_file
 
 Kind = Literal["file", "folder", "hub", "name"]
 
 # what `from_pretrained` reads of a folder; README.md, logs and an optimizer's state are none of it
-_WEIGHTS = tuple(
-    """
-    *.safetensors *.bin *.gguf *.index.json config.json adapter_config.json *.py
-""".split()
-)
+_WEIGHTS = "*.safetensors *.bin *.gguf *.index.json config.json adapter_config.json *.py".split()
 _NO_WEIGHTS = ("training_args.bin", "optimizer*.bin", "scheduler*.bin", "random_states*")
 _TEMPLATES = "additional_chat_templates/"
 _TOKENIZER = f"""
@@ -75,15 +70,13 @@ class Fingerprint:
     revision: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """For a cache's own record."""
         return {**asdict(self), "files": [asdict(one) for one in self.files]}
 
 
 def cache_home(environ: Mapping[str, str] | None = None) -> Path:
     """Where launch keeps what can be made again: LAUNCH_CACHE, else `launch` in the user's cache folder."""
     environ = os.environ if environ is None else environ
-    own = environ.get("LAUNCH_CACHE")
-    if own:
+    if own := environ.get("LAUNCH_CACHE"):
         return Path(os.path.expanduser(own)).absolute()
     # where there is no home at all, `~` stays: then there is nothing to be written there either
     base = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME") or "~", ".cache")
@@ -141,12 +134,9 @@ class FingerprintCache:
 
     @classmethod
     def _stored(cls, path: Path) -> dict[str, list[Any]]:
-        try:
-            record = parse_json(read_bytes(path))
-            files = record["files"] if record["form"] == cls.FORM else {}
-            return {key: entry for key, entry in files.items() if _sound(entry)}
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            return {}
+        record = files.read_json(path)
+        entries = record.get("files") if record.get("form") == cls.FORM else None
+        return {key: entry for key, entry in entries.items() if _sound(entry)} if isinstance(entries, dict) else {}
 
 
 @contextlib.contextmanager
@@ -200,9 +190,9 @@ def of_data(name: str, memory: FingerprintCache, revision: str | None = None) ->
     Hidden files count for nothing; a folder's README.md does, since `datasets` reads settings from it.
     """
     path = Path(name)
-    if not (exists(path) and path.is_dir()):
-        return _single(name, path, memory)
-    return _folder(name, path, _below(path), memory)
+    if exists(path) and path.is_dir():
+        return _folder(name, path, _below(path), memory)
+    return _single(name, path, memory)
 
 
 def of_model(name: str, memory: FingerprintCache, revision: str | None = None) -> Fingerprint:
@@ -212,14 +202,14 @@ def of_model(name: str, memory: FingerprintCache, revision: str | None = None) -
     folder cannot be read.
     """
     found = _pretrained(name, memory, _WEIGHTS, revision)
-    config = read_json(Path(name) / "adapter_config.json")
+    config = files.read_json(Path(name) / "adapter_config.json")
     base = config.get("base_model_name_or_path")
     if found.kind != "folder" or not isinstance(base, str) or base == name:
         return found
     below = _pretrained(base, memory, _WEIGHTS, str(config.get("revision") or "") or None)
     both = hashlib.sha256(f"adapter {found.digest} {below.digest}\n".encode()).hexdigest()
-    files = (*found.files, *(replace(one, name=f"{base}/{one.name}") for one in below.files))
-    return replace(found, digest=both, files=files)
+    prints = (*found.files, *(replace(one, name=f"{base}/{one.name}") for one in below.files))
+    return replace(found, digest=both, files=prints)
 
 
 def of_tokenizer(name: str, memory: FingerprintCache, revision: str | None = None) -> Fingerprint:
@@ -246,14 +236,10 @@ READERS: Mapping[str, Callable[[str, FingerprintCache, str | None], Fingerprint]
 
 def _pretrained(name: str, memory: FingerprintCache, patterns: Sequence[str], revision: str | None) -> Fingerprint:
     path = Path(name)
-    if exists(path) and path.is_dir():
-        found = (
-            (below, file)
-            for below, file in _top(path)
-            if _matches(below, patterns) and not _matches(below, _NO_WEIGHTS)
-        )
-        return _folder(name, path, found, memory)
-    return _single(name, path, memory) if is_file(path) else of_hub(name, revision)
+    if not (exists(path) and path.is_dir()):
+        return _single(name, path, memory) if is_file(path) else of_hub(name, revision)
+    found = (one for one in _top(path) if _matches(one[0], patterns) and not _matches(one[0], _NO_WEIGHTS))
+    return _folder(name, path, found, memory)
 
 
 def _single(name: str, path: Path, memory: FingerprintCache) -> Fingerprint:
@@ -271,54 +257,41 @@ def _folder(name: str, path: Path, found: Iterable[tuple[str, Path]], memory: Fi
         listed = sorted(found)
     except OSError as error:
         raise _missing(path, error) from None
-    files = tuple(of_file(file, memory, name=below) for below, file in listed)
-    tree = hashlib.sha256(b"folder\n")
-    for one in files:
-        tree.update(f"{one.name}\0{one.digest}\n".encode(errors="surrogateescape"))
-    return Fingerprint(name=name, kind="folder", digest=tree.hexdigest(), files=files)
+    prints = tuple(of_file(file, memory, name=below) for below, file in listed)
+    tree = "".join(f"{one.name}\0{one.digest}\n" for one in prints).encode(errors="surrogateescape")
+    return Fingerprint(name=name, kind="folder", digest=hashlib.sha256(b"folder\n" + tree).hexdigest(), files=prints)
 
 
 def _top(folder: Path) -> Iterator[tuple[str, Path]]:
     """Name and path of the files of a model's folder, and of the one folder below it that counts."""
     for prefix in ("", _TEMPLATES):
-        try:
-            with os.scandir(folder / prefix) as entries:
-                for entry in entries:
-                    if not entry.is_dir():
-                        yield prefix + entry.name, Path(entry.path)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder / prefix) as entries:
+            yield from ((prefix + entry.name, Path(entry.path)) for entry in entries if not entry.is_dir())
 
 
-def _below(folder: Path) -> Iterator[tuple[str, Path]]:
+def _below(folder: Path, prefix: str = "", above: frozenset[str] = frozenset()) -> Iterator[tuple[str, Path]]:
     """Name and path of every file below a folder, links followed, hidden ones left out."""
-
-    def look(path: Path, prefix: str, above: frozenset[str]) -> Iterator[tuple[str, Path]]:
-        real = os.path.realpath(path)
-        if real in above:
-            # a link that leads back up
-            return
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_dir():
-                    yield from look(Path(entry.path), f"{prefix}{entry.name}/", above | {real})
-                elif entry.is_file() or entry.is_symlink():
-                    # a link to nothing is a file that cannot be read: report it
-                    yield prefix + entry.name, Path(entry.path)
-
-    yield from look(folder, "", frozenset())
+    if (real := os.path.realpath(folder)) in above:
+        # a link that leads back up
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                yield from _below(Path(entry.path), f"{prefix}{entry.name}/", above | {real})
+            elif entry.is_file() or entry.is_symlink():
+                # a link to nothing is a file that cannot be read: report it
+                yield prefix + entry.name, Path(entry.path)
 
 
 def _missing(path: Path, error: OSError | ValueError) -> MissingContent:
-    there = not isinstance(error, FileNotFoundError)
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    message = f"{path} cannot be read: {reason}" if there else f"there is no {path}"
+    code, message = "unreadable-file", f"{path} cannot be read: {reason}"
+    if isinstance(error, FileNotFoundError):
+        code, message = "missing-file", f"there is no {path}"
     help = "without its content nobody can say which cache belongs to it"
-    return MissingContent(
-        launch_finding("error", "unreadable-file" if there else "missing-file", message, help, file=str(path))
-    )
+    return MissingContent(launch_finding("error", code, message, help, file=str(path)))
 
 
 def of_hub(name: str, revision: str | None = None) -> Fingerprint:

@@ -13,13 +13,13 @@ import math
 import random
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher.errors import InvalidConfig, NotReady, brief, launch_finding, usage
 
@@ -50,7 +50,6 @@ class Lengths:
 
     @property
     def tokens(self) -> int:
-        """All tokens of the rows that were counted."""
         return int(sum(length * count for length, count in self.counts))
 
     def reaching(self, limit: int) -> int:
@@ -105,7 +104,6 @@ def _counted(counts: Mapping[int, float], source: str, rows: int | None) -> Leng
 
 
 def uniform(length: int, source: str, rows: int | None = None) -> Lengths:
-    """Rows of one length."""
     return _counted({length: 1}, source, rows)
 
 
@@ -166,12 +164,11 @@ def typical(lengths: Lengths, *, rows: int, packed: bool) -> MicroBatch:
     # the mean of a maximum, from its quartiles
     width = sum(lengths.quantiles(q ** (1 / rows) for q in (1 / 8, 3 / 8, 5 / 8, 7 / 8))) / 4
     wide = max(math.ceil(width), math.ceil(lengths.mean))
-    formula = f"{rows} rows padded to {wide} on average"
-    return MicroBatch(rows=rows, width=wide, real=min(real, rows * wide), formula=formula)
+    why = f"{rows} rows padded to {wide} on average"
+    return MicroBatch(rows=rows, width=wide, real=min(real, rows * wide), formula=why)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class Packed(NamedTuple):
     """One row of a rank on average: pairs in it, real tokens of both branches, and all its positions."""
 
     pairs: float
@@ -180,7 +177,6 @@ class Packed:
 
     @property
     def filled(self) -> float:
-        """Share of the positions that hold a token."""
         return self.real / self.positions
 
 
@@ -239,8 +235,7 @@ def of_dataset(folder: Path, *, pairs: bool = False) -> Lengths:
     InvalidConfig where there is no such dataset or column.
     """
     try:
-        arrow: Any = importlib.import_module("pyarrow")
-        compute: Any = importlib.import_module("pyarrow.compute")
+        arrow, compute = map(importlib.import_module, ("pyarrow", "pyarrow.compute"))
     except ImportError:
         help = "pip install pyarrow, or give --row-tokens MEAN:MAX"
         raise NotReady(_unread(f"{folder} cannot be read without pyarrow", help).findings) from None
@@ -252,7 +247,11 @@ def of_dataset(folder: Path, *, pairs: bool = False) -> Lengths:
             with arrow.memory_map(str(path)) as source:
                 for chunk in _batches(arrow, source):
                     rows += chunk.num_rows
-                    for name in _present(chunk.schema.names, columns, path):
+                    have = chunk.schema.names
+                    if missing := [name for name in columns if name not in have]:
+                        what = f"{path} has no column {', '.join(missing)}: it has {brief(', '.join(have))}"
+                        raise _unread(what)
+                    for name in columns:
                         values = compute.value_counts(compute.list_value_length(chunk.column(name)))
                         for value in values.to_pylist():
                             if value["values"] is not None:
@@ -268,16 +267,13 @@ def of_dataset(folder: Path, *, pairs: bool = False) -> Lengths:
 def _arrow_files(folder: Path) -> list[Path]:
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        names = [str(entry["filename"]) for entry in state["_data_files"]]
+        paths = [folder / str(entry["filename"]) for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError):
-        try:
-            names = sorted(p.name for p in folder.iterdir() if p.suffix == ".arrow")
-        except OSError:
-            names = []
-    if not names:
+        paths = sorted(folder.glob("*.arrow"))
+    if not paths:
         message = f"{folder} is no tokenised dataset: it has no .arrow files"
         raise _unread(message, "run `launch prepare` first, or give --row-tokens MEAN:MAX")
-    return [folder / name for name in names]
+    return paths
 
 
 def _batches(arrow: Any, source: Any) -> Iterable[Any]:
@@ -288,13 +284,6 @@ def _batches(arrow: Any, source: Any) -> Iterable[Any]:
         reader = arrow.ipc.open_file(source)
         for index in range(reader.num_record_batches):
             yield reader.get_batch(index)
-
-
-def _present(have: Sequence[str], needed: Sequence[str], path: Path) -> Sequence[str]:
-    if missing := [name for name in needed if name not in have]:
-        names = ", ".join(missing)
-        raise _unread(f"{path} has no column {names}: it has {brief(', '.join(have))}")
-    return needed
 
 
 def _unread(message: str, help: str = "give --row-tokens MEAN:MAX") -> InvalidConfig:

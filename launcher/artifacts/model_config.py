@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher.files import parse_json, read_bytes
+from launcher.files import read_bytes, read_json
 from launcher.paths import exists, is_file
 from launcher.upstream.schema import Values
-
-_LARGEST = 2**20
 
 
 def read(name: object, environ: Mapping[str, str], revision: str | None = None) -> Mapping[str, Any]:
     """The config of a model by folder or hub name; empty where none is here, or it is broken."""
     path = where(name, environ, revision)
-    return {} if path is None else _parsed(path)
+    return {} if path is None else read_json(path)
 
 
 def where(name: object, environ: Mapping[str, str], revision: str | None = None) -> Path | None:
     """The file that holds it, readable or not; None where none is here."""
     if not isinstance(name, str) or not name:
         return None
-    return next((path for path in _places(name, environ, revision) if is_file(path)), None)
+    places = [_joined(name, "config.json")]
+    # a folder of that name wins over the hub, as in transformers; `~` is not expanded there
+    if not is_path(name) and (folder := snapshot(name, environ, revision)) is not None:
+        places.append(folder / "config.json")
+    return next(filter(is_file, places), None)
 
 
 def built_from(values: Values, environ: Mapping[str, str]) -> Mapping[str, Any]:
@@ -75,16 +77,6 @@ def cached(name: str, environ: Mapping[str, str]) -> bool:
     return exists(repository(name, environ) / "snapshots")
 
 
-def _places(name: str, environ: Mapping[str, str], revision: str | None) -> Iterator[Path]:
-    """A folder of that name wins over the hub, as in transformers; `~` is not expanded there."""
-    yield _joined(name, "config.json")
-    if is_path(name):
-        return
-    folder = snapshot(name, environ, revision)
-    if folder is not None:
-        yield folder / "config.json"
-
-
 @functools.lru_cache(maxsize=1024)
 def _joined(*parts: str) -> Path:
     """A dozen rules ask for the same few places, of each of a thousand files."""
@@ -101,7 +93,10 @@ def commit(name: str, environ: Mapping[str, str], revision: str | None = None, k
     kept, branch = str(repository(name, environ, kind)), revision or "main"
     if ".." in branch:
         return None
-    commit = _line(_joined(kept, "refs", branch))
+    try:
+        commit = read_bytes(_joined(kept, "refs", branch)).decode().strip()
+    except (OSError, ValueError):
+        commit = ""
     return commit or (branch if exists(_joined(kept, "snapshots", branch)) else None)
 
 
@@ -114,19 +109,16 @@ def snapshot(name: str, environ: Mapping[str, str], revision: str | None = None,
 def hub_cache(environ: Mapping[str, str]) -> Path:
     """Where huggingface_hub keeps what it has downloaded."""
     own = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE")
-    return _joined(own) if own else _joined(str(hub_home(environ)), "hub")
+    return _joined(own or str(hub_home(environ) / "hub"))
 
 
 def hub_home(environ: Mapping[str, str]) -> Path:
     """huggingface_hub's own folder: its cache, and the token of who is logged in."""
-    if own := environ.get("HF_HOME"):
-        return _joined(own)
-    base = environ.get("XDG_CACHE_HOME")
-    return _joined(base or str(home(environ) / ".cache"), "huggingface")
+    base = environ.get("XDG_CACHE_HOME") or str(home(environ) / ".cache")
+    return _joined(environ.get("HF_HOME") or f"{base}/huggingface")
 
 
 def offline(environ: Mapping[str, str]) -> bool:
-    """Whether huggingface_hub stays off the network."""
     return offline_by(environ) is not None
 
 
@@ -143,18 +135,3 @@ def offline_by(environ: Mapping[str, str]) -> str | None:
 def home(environ: Mapping[str, str]) -> Path:
     """The user's home as the environment names it; a folder that is not there where it does not."""
     return Path(environ.get("HOME") or "/nonexistent")
-
-
-def _line(path: Path) -> str | None:
-    try:
-        return read_bytes(path).decode().strip() or None
-    except (OSError, ValueError):
-        return None
-
-
-def _parsed(path: Path) -> Mapping[str, Any]:
-    try:
-        data = parse_json(read_bytes(path, _LARGEST))
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}

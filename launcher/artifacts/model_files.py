@@ -13,12 +13,9 @@ from launcher.artifacts import checkpoints
 from launcher.files import open_regular, parse_json, read_bytes
 from launcher.paths import is_file, is_pointer
 
-TOKENIZERS = tuple(
-    """
-    tokenizer.json tokenizer.model vocab.json vocab.txt spiece.model sentencepiece.bpe.model
-    tekken.json
+TOKENIZERS = """
+    tokenizer.json tokenizer.model vocab.json vocab.txt spiece.model sentencepiece.bpe.model tekken.json
 """.split()
-)
 ADAPTER = "adapter_config.json"
 _CONFIG, _TOKENIZER = "config.json", "tokenizer_config.json"
 _SAFE, _TORCH = "model.safetensors", "pytorch_model.bin"
@@ -44,18 +41,16 @@ def config_fault(folder: Path) -> str | None:
 
 def tokenizer_fault(folder: Path) -> str | None:
     """What is wrong with a tokenizer; without a vocabulary transformers makes one that knows no word."""
-    path = folder / _TOKENIZER
+    path, there = folder / _TOKENIZER, _tokenizers(folder)
     config = _read(path) if is_file(path) else {}
     if not isinstance(config, dict):
         return _unread(path)
-    there = _tokenizers(folder)
     if "auto_map" in config:
         # code of its own may read anything
         return None
     if not there:
         return "it holds no tokenizer, and one that knows no word would be made"
-    pointer = next((path for path in there if is_pointer(path)), None)
-    if pointer is not None:
+    if (pointer := next(filter(is_pointer, there), None)) is not None:
         return _unread(pointer)
     whole = there[0].suffix != ".json" or _closed(there[0])
     return None if whole else f"its {there[0].name} is cut off"
@@ -68,7 +63,9 @@ def weights_fault(folder: Path) -> str | None:
     """
     first = _first(folder)
     if first is None:
-        return "it holds no weights" + _beside(folder)
+        others = sorted(path.name for path in _weights(folder))
+        beside = f" under a name that is looked for, only {', '.join(others[:3])}" if others else ""
+        return f"it holds no weights{beside}"
     if not first.name.endswith(".json"):
         return checkpoints.file_fault(first)
     shards = _shards(first)
@@ -88,7 +85,7 @@ def sizes(folder: Path) -> Mapping[str, tuple[int, ...]] | None:
     headers = [checkpoints.sizes(path) for path in (_shards(first) if first.name.endswith(".json") else [first])]
     if not headers or None in headers:
         return None
-    return {name: size for header in headers if header for name, size in header.items()}
+    return dict(item for header in headers if header for item in header.items())
 
 
 def _first(folder: Path) -> Path | None:
@@ -100,15 +97,8 @@ def _shards(index: Path) -> list[Path]:
     """The files that an index names; empty where it cannot be read."""
     data = _read(index)
     placed = data.get("weight_map") if isinstance(data, dict) else None
-    if not isinstance(placed, dict):
-        return []
-    return [index.parent / name for name in sorted({str(one) for one in placed.values()})]
-
-
-def _beside(folder: Path) -> str:
-    """What lies there instead."""
-    others = sorted(path.name for path in _weights(folder))
-    return f" under a name that is looked for, only {', '.join(others[:3])}" if others else ""
+    names = sorted({str(one) for one in placed.values()}) if isinstance(placed, dict) else []
+    return [index.parent / name for name in names]
 
 
 def _weights(folder: Path) -> Iterator[Path]:

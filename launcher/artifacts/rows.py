@@ -68,8 +68,7 @@ def entry_rows(name: str, amount: str, *, estimated: bool = False) -> int | None
         return None
     rows = HUB_ROWS.get(name)
     if rows is None and name.endswith(".jsonl"):
-        path = expanded(name)
-        rows = _estimate(path) if estimated else lines_of([path])
+        rows = _estimate(expanded(name)) if estimated else lines_of([expanded(name)])
     return None if rows is None or not math.isfinite(share) else int(rows * share)
 
 
@@ -80,9 +79,9 @@ def _estimate(path: Path) -> int | None:
             start = file.read(_SAMPLE)
     except (OSError, ValueError):
         return None
-    lines = start.count(b"\n")
     if size <= len(start):
-        return lines + (not start.endswith(b"\n") and bool(start))
+        return len(start.splitlines())
+    lines = start.count(b"\n")
     return size * lines // len(start) if lines else None
 
 

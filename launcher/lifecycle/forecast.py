@@ -656,7 +656,7 @@ def _measured_speed(planned: Plan, card: str) -> Speed | None:
         manifest = rundir.read_manifest(folder)
         rate = Record(rundir.read_json(folder.verdict)).value("metrics", "tokens_per_second")
         # the stage may have another script
-        is_torchrun = LAUNCHERS["torchrun"] in manifest.argv
+        is_torchrun = LAUNCHERS["torchrun"][0] in manifest.argv
         if (
             card in str([*manifest.cards, ""][0])
             and isinstance(rate, int | float)

@@ -26,9 +26,7 @@ def find_alternatives(
 
     The mildest come first, and of each group only the first that fits. The global batch and the rows stay.
     """
-    groups = [
-        tuple(group(footprint)) for group in (_smaller_batches, _recomputing, _kernels, _zero_stages, _more_gpus)
-    ]
+    groups = [tuple(group(footprint)) for group in _GROUPS]
 
     def first(choices: Iterator[tuple[Alternative, ...]]) -> Iterator[tuple[str, float]]:
         for ways in choices:
@@ -55,15 +53,11 @@ def _changed(footprint: Footprint, way: Mapping[str, Any]) -> Footprint | None:
     accumulation, rest = divmod(plan.global_batch, math.prod(split.values()))
     if rest or not accumulation:
         return None
-    name = args.pop("deepspeed", None)
-    if name is not None:
-        file = deepspeed_file(name)
-        options = replace(stage.options, deepspeed=file, deepspeed_name=name)
-        stage = replace(stage, options=options)
+    if (name := args.pop("deepspeed", None)) is not None:
+        stage = replace(stage, options=replace(stage.options, deepspeed=deepspeed_file(name), deepspeed_name=name))
     derived = {name: one.value for name, one in plan.derived.items()}
     values = Values(stage.schema, {**stage.args, **derived, **args})
-    made = replace(plan, stage=stage, values=values, accumulation=accumulation, **split)
-    changed = replace(footprint, plan=made)
+    changed = replace(footprint, plan=replace(plan, stage=stage, values=values, accumulation=accumulation, **split))
     zero = changed.zero
     # LoRA's frozen weights under ZeRO-3 are gone when finetune.py computes a layer again: CheckpointError.
     # It takes transformers' own way of checkpointing, which is not the reentrant one that TRL asks for
@@ -103,11 +97,10 @@ def _recomputing(footprint: Footprint) -> Iterator[Alternative]:
     values, key = footprint.plan.values, "activation_memory_budget"
     now = values.get(key)
     if (needed := footprint.plan.stage.entry.names.recompute_needs) is not None:
-        given = bool(values.get(needed))
-        also = "" if given else f" with `{needed}: true`"
+        given = values.get(needed)
         for share in (0.5, 0.1):
             if not given or share < float(now or 0):
-                yield f"`{key}: {share}`{also}", {key: share, needed: True}
+                yield f"`{key}: {share}`" + ("" if given else f" with `{needed}: true`"), {key: share, needed: True}
     elif not footprint.checkpointing and not isinstance(now, int | float):
         yield "`gradient_checkpointing: true`", {"gradient_checkpointing": True}
     elif not footprint.checkpointing and footprint.adapters is None:
@@ -142,3 +135,6 @@ def _more_gpus(footprint: Footprint) -> Iterator[Alternative]:
     if plan.gpus >= 8:
         for nodes in (2 * plan.nodes, 4 * plan.nodes):
             yield f"`--nodes {nodes}`", {"nodes": nodes}
+
+
+_GROUPS = (_smaller_batches, _recomputing, _kernels, _zero_stages, _more_gpus)

@@ -6,11 +6,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher.config.keys import EXPECT
 from launcher.machine.python import Trainer
@@ -27,15 +27,12 @@ HUB = "HF_TOKEN"
 ARGUMENT = "LAUNCH_ARG_"
 """How variables begin that hold words of the command line; watching/script.py puts them back."""
 PROBE = PACKAGE / "probe" / "run.py"
-LAUNCHERS = {"accelerate": "accelerate.commands.launch", "torchrun": "torch.distributed.run"}
-"""The module that Python runs to start the processes, by `Entry.launcher`."""
 
 CONTRACT = ("liger", "packing", "attention", "dataset_cache", "reference_cache", "loss", "gradients")
 """The points that the probe enforces while training runs; the others need the end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerArguments:
+class TrainerArguments(NamedTuple):
     """The trainer's arguments, secrets taken out: every user of a machine may read a command line.
 
     `env` holds them instead, `variables` is as in `Command`. `exposed` are the arguments that could not
@@ -43,9 +40,9 @@ class TrainerArguments:
     """
 
     words: Mapping[str, Sequence[str]]
-    env: Mapping[str, str] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=dict)
-    exposed: tuple[str, ...] = ()
+    env: Mapping[str, str]
+    variables: Mapping[str, str]
+    exposed: tuple[str, ...]
 
 
 def hide_secrets(
@@ -57,23 +54,20 @@ def hide_secrets(
     for name, own in given.items():
         taken = _secret_words(name, plan)
         secret = [at for at, word in enumerate(own) if word != shown[name][at] or taken & {-1, at}]
-        if not secret:
-            continue
-        if name == "hub_token" and environ.get(HUB, own[0]) == own[0]:
+        if secret and name == "hub_token" and environ.get(HUB, own[0]) == own[0]:
             # where no token is given, huggingface_hub takes this one
             del words[name]
             if HUB not in environ:
                 env[HUB], variables[HUB] = own[0], _variable(own[0], environ, HUB)
-            continue
-        if not watched:
+        elif secret and not watched:
             exposed.append(name)
-            continue
-        words[name] = replaced = list(own)
-        for at in secret:
-            variable = f"{ARGUMENT}{name.upper()}" + (f"_{at}" if len(own) > 1 else "")
-            env[variable], replaced[at] = own[at], f"${variable}"
-            variables[variable] = _variable(own[at], environ, variable)
-    return TrainerArguments(words=words, env=env, variables=variables, exposed=tuple(exposed))
+        elif secret:
+            words[name] = replaced = list(own)
+            for at in secret:
+                variable = f"{ARGUMENT}{name.upper()}" + (f"_{at}" if len(own) > 1 else "")
+                env[variable], replaced[at] = own[at], f"${variable}"
+                variables[variable] = _variable(own[at], environ, variable)
+    return TrainerArguments(words, env, variables, tuple(exposed))
 
 
 def _variable(word: str, environ: Mapping[str, str], default: str) -> str:
@@ -83,11 +77,10 @@ def _variable(word: str, environ: Mapping[str, str], default: str) -> str:
 
 def _secret_words(name: str, plan: Plan) -> set[int]:
     """Which words of an argument took a secret from the environment; -1 stands for all."""
-    found = set()
-    for key in plan.stage.config.secrets:
-        if (match := re.match(rf"args\.{re.escape(name)}(?:\[(\d+)\])?(?![\w-])", key)) is not None:
-            found.add(int(match[1] or -1))
-    return found if name in plan.stage.config.args and name not in plan.derived else set()
+    config, pattern = plan.stage.config, re.compile(rf"args\.{re.escape(name)}(?:\[(\d+)\])?(?![\w-])")
+    if name not in config.args or name in plan.derived:
+        return set()
+    return {int(match[1] or -1) for key in config.secrets if (match := pattern.match(key)) is not None}
 
 
 def build(
@@ -109,22 +102,13 @@ def build(
     script = root / plan.stage.entry.script
     watched = plan.stage.options.probe is not None
     started = str(PROBE if watched else script)
-    launcher = plan.stage.entry.launcher
-    argv = [str(trainer.python), "-m", LAUNCHERS[launcher], *_OPTIONS[launcher](plan), started]
+    module, options = LAUNCHERS[plan.stage.entry.launcher]
+    argv = [str(trainer.python), "-m", module, *options(plan), started]
     arguments = hide_secrets(plan.arguments(), plan, environ, watched=watched)
     for name, words in arguments.words.items():
         argv += [f"--{name}", *words]
-    return Command(
-        argv=tuple(argv),
-        cwd=Path.cwd(),
-        env={
-            **_environment(plan, root, script, folder, environ),
-            **(caches or {}),
-            **(devices or {}),
-            **arguments.env,
-        },
-        variables=arguments.variables,
-    )
+    env = _environment(plan, root, script, folder, environ) | {**(caches or {}), **(devices or {}), **arguments.env}
+    return Command(argv=tuple(argv), cwd=Path.cwd(), env=env, variables=arguments.variables)
 
 
 def _expected_root(plan: Plan, trainer: Trainer) -> Path:
@@ -136,10 +120,9 @@ def _expected_root(plan: Plan, trainer: Trainer) -> Path:
 
 def _accelerate(plan: Plan) -> list[str]:
     """accelerate's own options; an own config file, so that the user's default one changes nothing."""
-    options = plan.stage.options
+    deepspeed = plan.stage.options.deepspeed
     neutral = files("launcher.plan.accelerate").joinpath("neutral.yaml")
-    argv = ["--config_file", str(neutral), "--num_machines", str(plan.nodes)]
-    argv += ["--num_processes", str(plan.processes)]
+    argv = ["--config_file", str(neutral), "--num_machines", str(plan.nodes), "--num_processes", str(plan.processes)]
     argv += ["--mixed_precision", plan.mixed_precision, "--dynamo_backend", "no"]
     if not plan.gpus and plan.nodes == 1:
         return [*argv, "--cpu"]
@@ -147,19 +130,16 @@ def _accelerate(plan: Plan) -> list[str]:
         # --cpu starts a process that knows of no other (accelerate/commands/launch.py:1403): torchrun
         # tells each its rank, and ACCELERATE_USE_CPU makes gloo of it
         return [*argv, "--multi_gpu", *rendezvous.placeholders()]
-    if options.deepspeed is not None:
-        argv += ["--use_deepspeed", "--deepspeed_config_file", str(options.deepspeed)]
+    if deepspeed is not None:
+        argv += ["--use_deepspeed", "--deepspeed_config_file", str(deepspeed)]
     elif plan.processes > 1:
         argv += ["--multi_gpu"]
     if plan.nodes > 1:
-        if options.deepspeed is not None:
-            # accelerate's own default needs pdsh, and starts the other machines itself
-            argv += ["--deepspeed_multinode_launcher", "standard"]
-        argv += rendezvous.placeholders()
-    elif plan.processes > 1 or options.deepspeed is not None:
-        # 0: accelerate picks a free port; DeepSpeed takes one for a single process too
-        argv += ["--main_process_port", "0"]
-    return argv
+        # accelerate's own default needs pdsh, and starts the other machines itself
+        standard = ["--deepspeed_multinode_launcher", "standard"] if deepspeed is not None else []
+        return [*argv, *standard, *rendezvous.placeholders()]
+    # 0: accelerate picks a free port; DeepSpeed takes one for a single process too
+    return [*argv, "--main_process_port", "0"] if plan.processes > 1 or deepspeed is not None else argv
 
 
 def _torchrun(plan: Plan) -> list[str]:
@@ -170,16 +150,18 @@ def _torchrun(plan: Plan) -> list[str]:
     return [*argv, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
 
 
-_OPTIONS: Mapping[str, Callable[[Plan], list[str]]] = {"accelerate": _accelerate, "torchrun": _torchrun}
+LAUNCHERS = {
+    "accelerate": ("accelerate.commands.launch", _accelerate),
+    "torchrun": ("torch.distributed.run", _torchrun),
+}
+"""The module that Python runs to start the processes, and its options, by `Entry.launcher`."""
 
 
 def _environment(plan: Plan, root: Path, script: Path, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    env = {}
-    if plan.stage.options.probe is not None:
-        env["LAUNCH_PROBE"] = json.dumps(_probe(plan, script, folder, plan.stage.options.probe))
+    watch = plan.stage.options.probe
+    env = {} if watch is None else {"LAUNCH_PROBE": json.dumps(_probe(plan, script, folder, watch))}
     # training writes straight into console.log: unbuffered, or the last lines die with it
-    env["PYTHONUNBUFFERED"] = "1"
-    env |= source_environment(plan.stage.backend, root, environ)
+    env |= {"PYTHONUNBUFFERED": "1"} | source_environment(plan.stage.backend, root, environ)
     if plan.gpus == 0:
         if plan.stage.entry.launcher == "accelerate":
             env["ACCELERATE_USE_CPU"] = "true"
@@ -224,27 +206,28 @@ def _first_loss(plan: Plan) -> dict[str, float]:
     Of open-instruct's losses that holds for these two (dpo_utils.py:656); an auxiliary loss is added.
     """
     values, entry = plan.values, plan.stage.entry
-    if not entry.caches_reference:
-        return {}
-    if entry.packing == "one-row" and values.get("packing"):
-        # the reference is computed beside other neighbours, whom a sample attends to (dpo.py:244)
-        return {}
-    plain = str(values.get("loss_type")) in ("dpo", "dpo_norm")
-    return {"first_loss": math.log(2)} if plain and not values.get("load_balancing_loss") else {}
+    # there the reference is computed beside other neighbours, whom a sample attends to (dpo.py:244)
+    beside = entry.packing == "one-row" and values.get("packing")
+    plain = str(values.get("loss_type")) in ("dpo", "dpo_norm") and not values.get("load_balancing_loss")
+    return {"first_loss": math.log(2)} if entry.caches_reference and plain and not beside else {}
 
 
 def expectations(plan: Plan) -> dict[str, str]:
     """What the run must show: `expect:`, completed by what the arguments request."""
     entry, values = plan.stage.entry, plan.values
-    expected = {"loss": "finite", "memory": "ok", "finish": "completed"}
-    expected["liger"] = "engaged" if entry.liger(values) else "off"
-    expected["packing"] = "isolated" if entry.packs(values, plan.per_device) else "off"
+    expected = {
+        "loss": "finite",
+        "memory": "ok",
+        "finish": "completed",
+        "liger": "engaged" if entry.liger(values) else "off",
+        "packing": "isolated" if entry.packs(values, plan.per_device) else "off",
+    }
     if plan.stage.options.probe is not None:
         expected["batch"] = "planned"
         # where one process trains alone, nothing stands between backward and optimizer
         if plan.processes > 1 or (plan.gpus and plan.stage.options.deepspeed is not None):
             expected["gradients"] = "true"
-    if chosen := plan.attention:
-        # a kernel of the hub has a name of its own, which no point of a verdict knows
-        expected |= {"attention": chosen} if chosen in EXPECT["attention"] else {}
+    # a kernel of the hub has a name of its own, which no point of a verdict knows
+    if (chosen := plan.attention) and chosen in EXPECT["attention"]:
+        expected["attention"] = chosen
     return {**expected, **plan.stage.options.expect}

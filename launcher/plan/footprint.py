@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher.artifacts import architecture, lengths, model_config
 from launcher.artifacts.architecture import Shape
@@ -26,7 +26,6 @@ UNKNOWN_STEPS = 1000
 """The largest of so many steps is taken where it is not known how many there are."""
 # finetune.py:633 and dpo_tune_cache.py:372; PEFT's own choice where TRL names none
 _OPEN_INSTRUCT_TARGETS = ("q_proj", "o_proj", "v_proj", "k_proj", "gate_proj", "up_proj", "down_proj")
-# peft/utils/constants.py: of the families of shapes.py for which it chooses itself
 # peft/utils/constants.py:67: what PEFT adapts where nothing is named, and of the families in `shapes` those
 # for which it does
 _PEFT_TARGETS, _PEFT_CHOOSES = ("q_proj", "v_proj"), ("llama", "mistral", "qwen2", "qwen3")
@@ -35,8 +34,7 @@ _ADAM = {"adamw_torch_fused": True, "adamw_torch": False}
 _BITSANDBYTES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
+class Tokens(NamedTuple):
     """Tokens of one optimizer step over all ranks: `real` ones, and `computed` with padding."""
 
     real: float
@@ -74,7 +72,6 @@ class Footprint:
 
     @property
     def typical(self) -> MicroBatch:
-        """A micro-batch as it is on average."""
         sequences = self.plan.per_device * (2 if self.pairs else 1)
         return lengths.typical(self.rows, rows=sequences, packed=self.packed)
 
@@ -84,17 +81,16 @@ class Footprint:
 
         Rows that dpo.py packs are computed whole, however full: one a rank.
         """
-        ranks = self.plan.processes
+        ranks, times = self.plan.processes, self.plan.accumulation
         if (row := packed_row(self.plan, self.rows)) is not None:
             formula = (
                 f"{ranks} rows of {row.positions:,} positions, {row.pairs:.1f} pairs and "
                 f"{row.real:,.0f} tokens in each on average"
             )
-            computed = float(row.positions * ranks)
-            return Tokens(real=row.real * ranks, computed=computed, formula=formula)
-        one, times = self.typical, self.plan.accumulation * ranks
-        formula = f"{one.formula}, x {self.plan.accumulation} x {ranks}"
-        return Tokens(real=one.real * times, computed=one.tokens * times, formula=formula)
+            return Tokens(row.real * ranks, float(row.positions * ranks), formula)
+        one = self.typical
+        formula = f"{one.formula}, x {times} x {ranks}"
+        return Tokens(one.real * times * ranks, one.tokens * times * ranks, formula)
 
     @property
     def checkpointing(self) -> bool:
@@ -108,7 +104,6 @@ class Footprint:
 
     @property
     def adapters(self) -> Adapters | None:
-        """LoRA, if any."""
         values, narrow = self.plan.values, self.zero is not None
         targets: tuple[str, ...] = _OPEN_INSTRUCT_TARGETS
         if values.get("use_lora"):
@@ -119,9 +114,7 @@ class Footprint:
             narrow = narrow or self.quantised is not None
         else:
             return None
-        return Adapters(
-            rank=int(rank), targets=targets, bytes=HALF if narrow else FULL, dropout=bool(values.get("lora_dropout"))
-        )
+        return Adapters(int(rank), targets, HALF if narrow else FULL, bool(values.get("lora_dropout")))
 
     def _targets(self) -> tuple[tuple[str, ...], str]:
         """The layer's linears that PEFT adapts, by the ends of their paths; and what is not described."""
@@ -146,11 +139,8 @@ class Footprint:
     def quantised(self) -> Quantised | None:
         """Whether the frozen weights are of 4 bits; open-instruct always takes nested scales for them."""
         values = self.plan.values
-        if values.get("use_qlora"):
-            return Quantised(nested=True)
-        if values.get("load_in_4bit"):
-            return Quantised(nested=bool(values.get("use_bnb_nested_quant")))
-        return None
+        nested = values.get("use_qlora") or values.get("use_bnb_nested_quant")
+        return Quantised(bool(nested)) if values.get("use_qlora") or values.get("load_in_4bit") else None
 
     @property
     def zero(self) -> Zero | None:
@@ -158,8 +148,7 @@ class Footprint:
         if not self.plan.gpus:
             return None
         file, _ = self.plan.stage.options.read_deepspeed()
-        config = engine_config(self.plan.values, file)
-        return setup.zero_of(config, self.shape.hidden)
+        return setup.zero_of(engine_config(self.plan.values, file), self.shape.hidden)
 
     @property
     def autocast(self) -> bool:
@@ -173,10 +162,9 @@ class Footprint:
     @property
     def liger(self) -> bool:
         """Whether Liger's kernels run: TRL goes on without them where it has none for the model."""
-        values = self.plan.values
         # finetune.py:572
-        asks = self.plan.stage.entry.liger(values) and not values.get("use_qlora")
-        return asks and self.shape.family in LIGER_MODELS
+        quantised = self.plan.values.get("use_qlora")
+        return self.plan.stage.entry.liger(self.plan.values) and not quantised and self.shape.family in LIGER_MODELS
 
     @property
     def reference(self) -> str:
@@ -229,21 +217,19 @@ class Footprint:
         plan, values = self.plan, self.plan.values
         limit = int(values.get(plan.stage.entry.names.max_length) or self.rows.longest)
         if self.packed:
-            one = whole = MicroBatch(
-                rows=1,
-                width=2 * limit,
-                real=2 * limit,
-                formula=f"{2 * limit:,} tokens: chosen and rejected, each filled up to {limit:,}",
-            )
+            why = f"{2 * limit:,} tokens: chosen and rejected, each filled up to {limit:,}"
+            one = whole = MicroBatch(rows=1, width=2 * limit, real=2 * limit, formula=why)
             # every step is one row: nothing is accumulated (dpo.py:224)
             times = 1
         else:
             batches = (plan.steps or UNKNOWN_STEPS) * times * plan.processes
             # the reference takes four times the rows (dpo.py:244)
             one, whole = (
-                _unmasked(lengths.largest(self.rows, rows=n * rows, batches=b, packed=False))
+                lengths.largest(self.rows, rows=n * rows, batches=b, packed=False)
                 for n, b in ((1, batches), (4, max(1, batches // 4)))
             )
+            # a model that gets no mask of the padding computes it like any token
+            one, whole = replace(one, real=one.tokens), replace(whole, real=whole.tokens)
         share = min(1.0, float(values.get("activation_memory_budget") or 0))
         shards = olmo_core.mesh(values, plan.processes, plan.nodes)[1]
         return Setup(
@@ -300,23 +286,21 @@ class Footprint:
             dtype = str(own.get("dtype") or own.get("torch_dtype") or values.get("dtype") or dtype)
         dtype = self.shape.dtype if dtype == "auto" else dtype
         if not dtype:
-            raise self._undescribed(
-                "the type of the loaded weights is not known: the model's config.json has no `torch_dtype`"
-            )
+            where = "the model's config.json has no `torch_dtype`"
+            raise self._undescribed(f"the type of the loaded weights is not known: {where}")
         width = HALF if dtype in {"bfloat16", "float16", "bf16", "fp16"} else FULL
         if width == FULL and not self.autocast and self.plan.gpus:
             raise self._undescribed("the memory of training in 32 bits throughout is not described")
         return width
 
     def _require_described(self) -> None:
-        values, optimizer, shared = (self.plan.values, self._optimizer, self.plan.stage.entry.names.shared)
-        narrow = bool(values.get("use_qlora") or values.get("load_in_4bit"))
+        values, optimizer, shared = self.plan.values, self._optimizer, self.plan.stage.entry.names.shared
         lora = values.get("use_lora") or values.get("use_peft")
         more = ("use_dora", "lora_modules_to_save", "lora_target_parameters")
         table = {
             "eager attention": self.attention == "eager",
             "weights quantised to 8 bits": values.get("load_in_8bit"),
-            "quantised weights without adapters": narrow and not lora,
+            "quantised weights without adapters": self.quantised is not None and not lora,
             "FSDP": values.get("fsdp"),
             f"`{shared}`": int(values.get(shared) or 1) > 1,
             f"`optim: {optimizer}`": optimizer not in (*_ADAM, *_BITSANDBYTES),
@@ -337,11 +321,6 @@ class Footprint:
         help = "measure it: `launch check` tells the peak of a short run"
         finding = launch_finding("error", "unknown-memory", message, help)
         return InvalidConfig(replace(finding, **self.plan.stage.config.origin("args").place))
-
-
-def _unmasked(batch: MicroBatch) -> MicroBatch:
-    """The same batch for a model that gets no mask of the padding, and computes it like any token."""
-    return replace(batch, real=batch.tokens)
 
 
 _SPELT = {"flash_attention_2": "flash_2", "flash_attention_3": "flash_3", "torch": "sdpa"}
@@ -383,24 +362,20 @@ def shape_of(plan: Plan, like: str | None = None, packages: Mapping[str, str] | 
         return shape if olmo_core.ties(values, packages or {}) else architecture.untied(shape)
     replaced = _model_arguments(values) or values.get("additional_model_arguments")
     revision = values.get("model_revision")
-    return architecture.find(
-        name,
-        environ,
-        revision if isinstance(revision, str) else None,
-        replaced if isinstance(replaced, Mapping) else None,
-    )
+    revision = revision if isinstance(revision, str) else None
+    return architecture.find(name, environ, revision, replaced if isinstance(replaced, Mapping) else None)
 
 
-# --- rows and steps --------------------------------------------------------------------------------
+def _limit(plan: Plan) -> int | None:
+    """Tokens of a row at most, where the arguments say so."""
+    limit = plan.values.get(plan.stage.entry.names.max_length)
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def packed_length(plan: Plan) -> int | None:
     """Tokens of the rows that rows are put together into beforehand; None where that is not done."""
-    values = plan.values
-    if plan.stage.entry.packing != "refilled" or not values.get("packing"):
-        return None
-    limit = values.get(plan.stage.entry.names.max_length)
-    return limit if isinstance(limit, int) and limit > 0 else None
+    packs = plan.stage.entry.packing == "refilled" and plan.values.get("packing")
+    return _limit(plan) if packs else None
 
 
 def rows_of(plan: Plan, data: Lengths) -> Lengths:
@@ -408,9 +383,7 @@ def rows_of(plan: Plan, data: Lengths) -> Lengths:
 
     Best fit leaves less than 1 % of a row empty, which is taken for none; only `bfd` cuts first.
     """
-    limit = plan.values.get(plan.stage.entry.names.max_length)
-    cut = data.cut(limit if isinstance(limit, int) else None)
-    full = packed_length(plan)
+    cut, full = data.cut(_limit(plan)), packed_length(plan)
     if full is None:
         return cut
     before = cut if plan.values.get("packing_strategy") == "bfd" else data
@@ -425,10 +398,8 @@ def rows_per_epoch(plan: Plan, data: Lengths, rows: int | None) -> int | None:
 
 def packed_row(plan: Plan, rows: Lengths | None) -> Packed | None:
     """How full the row of each rank is on average where dpo.py packs; None anywhere else."""
-    limit = plan.values.get(plan.stage.entry.names.max_length)
-    if plan.stage.entry.packing != "one-row" or not plan.values.get("packing") or rows is None:
-        return None
-    if not isinstance(limit, int) or limit < 1:
+    limit = _limit(plan)
+    if plan.stage.entry.packing != "one-row" or not plan.values.get("packing") or rows is None or limit is None:
         return None
     return pack(rows, pairs=plan.per_device * plan.accumulation, limit=limit)
 

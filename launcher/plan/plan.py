@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher.artifacts.rows import entry_rows, lines_of
 from launcher.errors import Finding, InvalidConfig, Severity, launch_finding
@@ -18,8 +18,7 @@ from launcher.stage.stage import Stage, preferred_attention, trend_fault
 from launcher.upstream.schema import Values
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Derived:
+class Derived(NamedTuple):
     """A value that launch sets where the stage file is silent, and why."""
 
     value: Any
@@ -49,7 +48,6 @@ class Plan:
 
     @property
     def processes(self) -> int:
-        """Training processes over all nodes; the CPU runs one a node."""
         return max(1, self.gpus) * self.nodes
 
     @property
@@ -69,14 +67,12 @@ class Plan:
 
     @property
     def title(self) -> str:
-        """Stage and name, the stage not repeated."""
         return titled(self.stage.options.stage, self.stage.name)
 
     def arguments(self) -> dict[str, list[str]]:
         """Upstream's flags and their words, the file's first, then the derived ones."""
-        schema = self.stage.schema
         args = {**self.stage.args, **{k: d.value for k, d in self.derived.items()}}
-        return {name: schema.words(name, value) for name, value in args.items()}
+        return {name: self.stage.schema.words(name, value) for name, value in args.items()}
 
     def as_json(self) -> dict[str, Any]:
         """One entry of the `gpus` list in the plan's JSON contract."""
@@ -118,32 +114,33 @@ def make(
     per_device, accumulation = _solve(stage, devices)
     world = per_device * accumulation * devices
     derived: dict[str, Derived] = {}
-    if stage.options.batch is not None:
+    batch = stage.options.batch
+    if batch is not None:
         why = f"batch of {world} over {devices} device(s)"
-        for name, number in ((names.per_device, per_device), (names.accumulation, accumulation)):
-            if stage.args.get(name) is None:
-                derived[name] = Derived(value=number, why=why)
+        split = {names.per_device: per_device, names.accumulation: accumulation}
+        derived |= {name: Derived(number, why) for name, number in split.items() if stage.args.get(name) is None}
     notes = [*_devices_and_deepspeed(stage, gpus, nodes), *_without_probe(stage, gpus)]
-    for name, value, why in _settings(stage, gpus):
-        derived[name] = Derived(value=value, why=why)
-        message = f"`{name}: {value}` is set by launch: {why}"
-        note = launch_finding("note", "derived", message, None)
-        notes.append(replace(note, key=f"args.{name}", file=str(stage.config.path)))
+    # what is set where the stage file is silent
+    fixed = ((name, value, why) for name, (value, why) in stage.entry.derived.items())
+    for name, value, why in (*fixed, *stage.entry.settle(stage.values, gpus)):
+        if name not in stage.args:
+            derived[name] = Derived(value, why)
+            message, key = f"`{name}: {value}` is set by launch: {why}", f"args.{name}"
+            notes.append(launch_finding("note", "derived", message, key=key, file=str(stage.config.path)))
     attention, fallback = _attention(stage, gpus * nodes, packages)
     notes += fallback
     derived |= attention
     if names.output not in stage.args and output is not None:
         why = "the stage file names no place: inside the run folder"
-        derived[names.output] = Derived(value=str(output), why=why)
+        derived[names.output] = Derived(str(output), why)
         if names.exact_output is not None and names.exact_output in stage.schema.fields:
-            derived.setdefault(names.exact_output, Derived(value=True, why=why))
+            derived.setdefault(names.exact_output, Derived(True, why))
     values = Values(stage.schema, {**stage.args, **{k: d.value for k, d in derived.items()}})
     rows = count_rows(stage, values) if rows is None else rows
-    batch = stage.options.batch
     context = Context(values=values, gpus=max(1, gpus) * nodes, per_device=per_device, accumulation=accumulation)
     is_global = batch is not None and batch.total is not None
-    split = registry.of_split(context, rows, devices=devices, is_global=is_global)
-    notes += [stage.config.placed(finding) for finding in split]
+    found = registry.of_split(context, rows, devices=devices, is_global=is_global)
+    notes += map(stage.config.placed, found)
     steps = total_steps(stage, values, rows, world)
     late = trend_fault(stage.options, steps)
     if late is not None and late.key not in {finding.key for finding in stage.findings}:
@@ -170,23 +167,24 @@ def _attention(
     choice = preferred_attention(stage.options, stage.values, gpus=gpus, packages=packages)
     if choice is None:
         return {}, []
-    chosen = {"attn_implementation": Derived(value=choice.name, why="the first of `attention:`")}
-    if not choice.passed:
-        return chosen if choice.name is not None else {}, []
-    if choice.name is None:
+    if choice.name is None and choice.passed:
         message = f"no implementation of `attention:` can be had here: {choice.why}"
         help = "add sdpa to the list"
         return {}, [_run_finding(stage, "error", "attention-missing", "attention", message, help)]
-    chosen["attn_implementation"] = Derived(value=choice.name, why=f"`attention:` ({choice.why})")
+    if choice.name is None:
+        return {}, []
+    if not choice.passed:
+        return {"attn_implementation": Derived(choice.name, "the first of `attention:`")}, []
     message = f"attention falls back to {choice.name}: {choice.why}"
-    return chosen, [_run_finding(stage, "note", "attention-fallback", "attention", message)]
+    note = _run_finding(stage, "note", "attention-fallback", "attention", message)
+    return {"attn_implementation": Derived(choice.name, f"`attention:` ({choice.why})")}, [note]
 
 
 def _run_finding(
     stage: Stage, severity: Severity, code: str, key: str, message: str, help: str | None = None
 ) -> Finding:
-    finding = launch_finding(severity, code, message, help)
-    return stage.config.placed(replace(finding, layer="run", key=key))
+    finding = launch_finding(severity, code, message, help, key=key)
+    return stage.config.placed(replace(finding, layer="run"))
 
 
 def with_derived(plan: Plan, derived: Mapping[str, Derived]) -> Plan:
@@ -199,21 +197,12 @@ def with_derived(plan: Plan, derived: Mapping[str, Derived]) -> Plan:
 
 
 def output_folder(plan: Plan) -> Path | None:
-    """Where upstream will put the final model."""
     return plan.stage.backend.output_folder(plan.values)
 
 
 def model_in(plan: Plan, output: Path) -> Path:
     """Where in an output folder the model lies that can be loaded."""
     return output / plan.stage.entry.final_model
-
-
-def _settings(stage: Stage, gpus: int) -> Iterator[tuple[str, Any, str]]:
-    """Arguments that are set where the stage file is silent, and why."""
-    fixed = ((name, value, why) for name, (value, why) in stage.entry.derived.items())
-    for name, value, why in (*fixed, *stage.entry.settle(stage.values, gpus)):
-        if name not in stage.args:
-            yield name, value, why
 
 
 def _without_probe(stage: Stage, gpus: int) -> Iterator[Finding]:
@@ -232,20 +221,17 @@ def _without_probe(stage: Stage, gpus: int) -> Iterator[Finding]:
         "without the probe nothing that runs inside is counted, tested or enforced: the verdict has "
         "the console log alone"
     )
-    note = launch_finding("note", "no-probe", message, None)
-    yield stage.config.placed(replace(note, key="probe"))
+    yield stage.config.placed(launch_finding("note", "no-probe", message, key="probe"))
 
 
 def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Finding]:
     options = stage.options
     if options.deepspeed is not None and not gpus:
         message = f"`deepspeed: {options.deepspeed_name}` is left out on the CPU"
-        note = launch_finding("note", "deepspeed-left-out", message, None)
-        yield stage.config.placed(replace(note, key="deepspeed"))
-    alone = gpus == 1 and nodes == 1 and options.deepspeed is None
+        yield stage.config.placed(launch_finding("note", "deepspeed-left-out", message, key="deepspeed"))
     # DPO's own `zero_stage` starts DeepSpeed too (dpo_tune_cache.py:129)
-    alone = alone and stage.values.get("zero_stage") is None
-    if alone and stage.entry.needs_process_group:
+    started = options.deepspeed is not None or stage.values.get("zero_stage") is not None
+    if (gpus, nodes) == (1, 1) and not started and stage.entry.needs_process_group:
         message = (
             "one process without DeepSpeed has no process group: the reference pass crashes in "
             "dist.barrier (dpo_utils.py:453)"
@@ -257,7 +243,7 @@ def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Find
             "the same command runs on each machine, with NODE_RANK (0, 1, ...), HEAD_ADDRESS and "
             "HEAD_PORT filled in: by --node-rank and --main-address, or Slurm"
         )
-        yield replace(launch_finding("note", "several-nodes", message, None), key="nodes")
+        yield launch_finding("note", "several-nodes", message, key="nodes")
 
 
 def _solve(stage: Stage, devices: int) -> tuple[int, int]:
@@ -289,8 +275,7 @@ def _impossible(stage: Stage, total: int, per_device: int, devices: int) -> Find
         origin = stage.config.origin("batch.global")
     message = f"a global batch of {total} cannot be split into {per_device} rows on {devices} device(s)"
     help = "nearest possible: " + "; ".join(options)
-    finding = launch_finding("error", "impossible-batch", message, help)
-    return replace(finding, key="batch.global", **origin.place)
+    return replace(launch_finding("error", "impossible-batch", message, help, key="batch.global"), **origin.place)
 
 
 def divisors(number: int) -> list[int]:
@@ -365,16 +350,12 @@ def count_rows(stage: Stage, values: Values) -> int | None:
         pairs = zip(listed[::2], listed[1::2], strict=True)
         counted = [entry_rows(str(name), str(amount)) for name, amount in pairs]
         return sum(n for n in counted if n is not None) if None not in counted else None
-    if isinstance(listed, str):
-        split = str(values.get("dataset_train_split") or "train")
-        return lines_of(_files_of(expanded(listed), split))
-    return None
-
-
-def _files_of(folder: Path, split: str) -> list[Path]:
-    # `train[:100]` is a part of the split, which no file is
+    if not isinstance(listed, str):
+        return None
+    split, folder = str(values.get("dataset_train_split") or "train"), expanded(listed)
     try:
+        # `train[:100]` is a part of the split, which no file is
         names = sorted(os.listdir(folder)) if split.isidentifier() else []
     except (OSError, ValueError):
-        return []
-    return [folder / n for n in names if n.startswith(split) and n.endswith(".jsonl")]
+        return None
+    return lines_of([folder / n for n in names if n.startswith(split) and n.endswith(".jsonl")])

@@ -42,7 +42,6 @@ def _trained(footprint: Footprint) -> int:
 
 
 def _micro_batch(footprint: Footprint, card: Card) -> float:
-    """Forward and backward pass of one micro-batch, in seconds."""
     shape, batch = footprint.shape, footprint.typical
     tokens, adapted = batch.tokens, footprint.adapters is not None
     # a backward pass costs two forward ones, but for frozen weights
@@ -52,13 +51,10 @@ def _micro_batch(footprint: Footprint, card: Card) -> float:
     rate = card.flops * _MATMUL * tokens / (tokens + _HALF_FULL)
     a_pass = 2 * shape.multiplied * tokens / rate
     # flash follows the rows, a mask makes a square of all of it
-    if footprint.attention.startswith("flash"):
-        width = footprint.rows.mean if footprint.packed else batch.width
-        attention = 2 * tokens * width * shape.query / (card.flops * _FLASH)
-    else:
-        width = tokens if footprint.packed else batch.width
-        attention = 4 * tokens * width * shape.query / (card.flops * _SDPA)
-    a_pass += shape.layers * attention
+    flash = footprint.attention.startswith("flash")
+    width = (footprint.rows.mean if flash else tokens) if footprint.packed else batch.width
+    times, share = (2, _FLASH) if flash else (4, _SDPA)
+    a_pass += shape.layers * (times * tokens * width * shape.query / (card.flops * share))
     a_pass += _moved(footprint) * tokens / card.bandwidth
     kernels = (2 if adapted else 1) * passes * (_KERNELS * shape.layers + _KERNELS_AROUND)
     # what runs between launches is hidden, what is shorter is not

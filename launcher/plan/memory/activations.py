@@ -26,25 +26,22 @@ class Amount(NamedTuple):
     formula: str
 
     def times(self, count: float) -> Amount:
-        """So many of them."""
         formula = self.formula if count == 1 else f"{count:.3g} x ({self.formula})"
         return Amount(count * self.bytes, formula)
 
 
-# --- the layers ------------------------------------------------------------------------------------
-
-
 def layer(setup: Setup) -> Amount:
     """What one layer keeps from its forward pass to its backward pass, without checkpointing."""
-    norms, why_norms = _norms(setup)
+    norms, why = _norms(setup)
     attention, why_attention = _attention(setup)
-    times = _mlp_times(setup)
-    terms, a_token = [why_norms, f"{times}I"], norms + times * setup.shape.intermediate
+    # quantised linears give fp32 for fp32
+    wide = 2 if setup.quantised is not None and setup.wide else 1
+    times = ((6 if setup.liger else 8) - (HALF if setup.frozen else 0)) * wide
+    a_token, why = norms + times * setup.shape.intermediate, f"{why} + {times}I"
     if setup.adapters is not None:
-        adapters, why = _adapters(setup, setup.adapters)
-        a_token, terms = a_token + adapters, [*terms, why]
-    formula = f"T({' + '.join(terms)}) + {why_attention}"
-    return Amount(a_token * setup.batch.tokens + attention, formula)
+        adapters, why_adapters = _adapters(setup, setup.adapters)
+        a_token, why = a_token + adapters, f"{why} + {why_adapters}"
+    return Amount(a_token * setup.batch.tokens + attention, f"T({why}) + {why_attention}")
 
 
 def compiled_layer(setup: Setup, share: float) -> Amount:
@@ -72,8 +69,8 @@ def compiled_layer(setup: Setup, share: float) -> Amount:
 
 def checkpoint(setup: Setup) -> Amount:
     """What one checkpointed layer keeps: its input."""
-    size = setup.state_width * setup.shape.hidden * setup.batch.tokens
-    return Amount(size, f"{setup.state_width}HT, the layer's input")
+    state = setup.state_width
+    return Amount(state * setup.shape.hidden * setup.batch.tokens, f"{state}HT, the layer's input")
 
 
 def passing(setup: Setup) -> Amount:
@@ -88,8 +85,7 @@ def needs_mask(setup: Setup) -> bool:
 
     (transformers/masking_utils.py:263). Where some layers alone see a window, all are taken for such.
     """
-    window = setup.shape.window
-    reached = bool(window) and setup.batch.width >= window
+    reached = 0 < setup.shape.window <= setup.batch.width
     return setup.attention == "sdpa" and (setup.padded or setup.parted or reached)
 
 
@@ -118,17 +114,11 @@ def _norm_kept(setup: Setup, state: int) -> int:
     return kept + (FULL - HALF if state == FULL and kept == 6 else 0)
 
 
-def _mlp_times(setup: Setup) -> int:
-    """Bytes a token that the MLP keeps, in intermediates; quantised linears give fp32 for fp32."""
-    times = (6 if setup.liger else 8) - (HALF if setup.frozen else 0)
-    return times * (2 if setup.quantised is not None and setup.wide else 1)
-
-
 def _attention(setup: Setup) -> tuple[float, str]:
     """Bytes in all: q, k, v, the output, the log-sum-exp, and masks."""
     shape, batch = setup.shape, setup.batch
     q, k, heads, tokens = shape.query, shape.key, shape.heads, batch.tokens
-    plain = HALF * (2 * q + 2 * k) + FULL * heads
+    plain = 4 * (q + k + heads)
     if setup.attention == "flash" and setup.padded:
         # transformers takes the padding out of q, k and v and puts it back into the output
         total = plain * batch.real + HALF * q * tokens
@@ -137,7 +127,7 @@ def _attention(setup: Setup) -> tuple[float, str]:
         # k and v are repeated for every query head; the mask is made additive in every layer
         repeated = shape.kv_heads != heads
         mask = HALF * batch.rows * batch.width * (-(-batch.width // 8) * 8)
-        total = (HALF * (2 * q + 2 * (q if repeated else k)) + FULL * heads) * tokens + mask
+        total = 4 * (q + (q if repeated else k) + heads) * tokens + mask
         return total, f"T({'8Q' if repeated else '4Q + 4K'} + 4h) + 2BS^2 (additive mask)"
     return plain * tokens, "T(4Q + 4K + 4h)"
 
@@ -165,7 +155,6 @@ def backward(setup: Setup) -> Amount:
     shape, adapters, state = setup.shape, setup.adapters, setup.state_width
     hidden, inner, tokens = shape.hidden, shape.intermediate, setup.batch.tokens
     total: float
-    rope = 2 * HALF * shape.head_dim * setup.batch.width
     if adapters is not None and (setup.quantised is not None or not setup.wide):
         # around fp32 states the same in fp32, whatever the adapters are of
         times, width = (2, HALF) if setup.wide else (1, adapters.bytes)
@@ -186,7 +175,7 @@ def backward(setup: Setup) -> Amount:
     else:
         total = (4 * inner + state * hidden) * tokens
         why = "T(4I + 2H) (gradients of the MLP's product)"
-    return Amount(total + rope, why)
+    return Amount(total + 2 * HALF * shape.head_dim * setup.batch.width, why)
 
 
 def _adapted_backward(setup: Setup, adapters: Adapters, width: int) -> list[tuple[int, int]]:
@@ -207,9 +196,6 @@ def _adapted_backward(setup: Setup, adapters: Adapters, width: int) -> list[tupl
     return [(2, 4)] if liger else [(6, 2)]
 
 
-# --- the loss --------------------------------------------------------------------------------------
-
-
 def final_norm(setup: Setup) -> Amount:
     """What the norm before the output layer keeps, its output included."""
     state = setup.state_width
@@ -218,9 +204,7 @@ def final_norm(setup: Setup) -> Amount:
 
 
 def logits(shape: Shape, batch: MicroBatch, element: int) -> Amount:
-    """One copy of the logits."""
-    formula = f"{element} x {batch.tokens:,} x {shape.vocab:,}"
-    return Amount(element * shape.vocab * batch.tokens, formula)
+    return Amount(element * shape.vocab * batch.tokens, f"{element} x {batch.tokens:,} x {shape.vocab:,}")
 
 
 def fused_loss(setup: Setup) -> Amount:

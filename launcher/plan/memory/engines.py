@@ -12,29 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from launcher.plan.memory.phases import (
-    EMBEDDING,
-    FIRST_BUCKET,
-    FLATTENED,
-    FORWARD,
-    LAYER,
-    LOSS,
-    NORM,
-    OUTPUT,
-    OUTPUT_SENT,
-    PHASES,
-    REFERENCE,
-    SECOND_BUCKET,
-    START,
-    STEP,
-    Ledger,
-)
+from launcher.plan.memory import phases as at
 from launcher.plan.memory.setup import FULL, HALF, Setup, Sharding, Zero, undescribed
 
-BUCKETS = (FIRST_BUCKET, SECOND_BUCKET)
+_ZERO = "deepspeed/runtime/zero/stage_1_and_2.py"
 
 
-def enter(setup: Setup, ledger: Ledger) -> None:
+def enter(setup: Setup, ledger: at.Ledger) -> None:
     """All that the engine of this setup allocates; raises InvalidConfig (`unknown-memory`)."""
     zero = setup.zero
     if setup.sharding is not None:
@@ -53,75 +37,62 @@ def enter(setup: Setup, ledger: Ledger) -> None:
 
 def _steps(setup: Setup) -> list[str]:
     """The phases of a step, from the second one on: a reference pass beforehand is none."""
-    before = {START, FLATTENED, *([REFERENCE] if setup.reference == "cache" else [])}
-    return [name for name in PHASES if name not in before]
+    before = {at.START, at.FLATTENED, *([at.REFERENCE] if setup.reference == "cache" else [])}
+    return [name for name in at.PHASES if name not in before]
 
 
 def _ahead(setup: Setup) -> list[str]:
     """The phases of a step up to the backward pass: gradients of earlier micro-batches wait."""
-    return [name for name in (REFERENCE, FORWARD, LOSS, OUTPUT) if name in _steps(setup)]
+    return [name for name in (at.REFERENCE, at.FORWARD, at.LOSS, at.OUTPUT) if name in _steps(setup)]
 
 
-def _plain(setup: Setup, ledger: Ledger) -> None:
+def _plain(setup: Setup, ledger: at.Ledger) -> None:
     """No DeepSpeed: one process, or torch's DistributedDataParallel."""
-    width, steps = setup.weight_bytes, _steps(setup)
-    parameters, trained, own = setup.shape.parameters, setup.trained, setup.gradient_bytes
+    width, steps, shape, add = setup.weight_bytes, _steps(setup), setup.shape, ledger.add
+    trained, own, few = setup.trained, setup.gradient_bytes, shape.linear_elements
     if (quantised := setup.quantised) is None:
-        ledger.add(PHASES, "weights", "weights", width * parameters, f"{width}P")
+        add(at.PHASES, "weights", "weights", width * shape.parameters, f"{width}P")
     else:
-        few = setup.shape.linear_elements
-        ledger.add(
-            PHASES,
-            "weights",
-            "linear weights (4 bits and their scales)",
-            quantised.bytes * few,
-            f"{quantised.bytes:.3f} x {few:,}",
-            "bitsandbytes/functional.py",
-        )
-        rest = width * (parameters - few)
-        ledger.add(PHASES, "weights", "other weights", rest, f"{width} x the rest")
+        name, why = "linear weights (4 bits and their scales)", f"{quantised.bytes:.3f} x {few:,}"
+        add(at.PHASES, "weights", name, quantised.bytes * few, why, "bitsandbytes/functional.py")
+        add(at.PHASES, "weights", "other weights", width * (shape.parameters - few), f"{width} x the rest")
     _beside(setup, ledger, width, f"{width}P")
     states = setup.states
-    ledger.add(steps, "optimizer", "Adam's two states", states * trained, f"{states:g} x trained parameters")
+    add(steps, "optimizer", "Adam's two states", states * trained, f"{states:g} x trained parameters")
     if setup.processes > 1:
         why = "DistributedDataParallel's buckets: one copy of the gradients"
-        ledger.add(steps, "communication", "gradient buckets", own * trained, why)
-    live = [EMBEDDING, STEP]
-    live += [*_ahead(setup), OUTPUT_SENT, LAYER] if setup.accumulates else []
-    ledger.add(live, "gradients", "gradients", own * trained, f"{own} x trained")
+        add(steps, "communication", "gradient buckets", own * trained, why)
+    ahead = [*_ahead(setup), at.OUTPUT_SENT, at.LAYER] if setup.accumulates else []
+    add([at.EMBEDDING, at.STEP, *ahead], "gradients", "gradients", own * trained, f"{own} x trained")
     if not setup.fused_optimizer:
         _roots(ledger, states / 2 * trained, f"{states / 2:g} x trained")
     _embedding_gradient(setup, ledger)
     if setup.casts:
-        why = "bf16 copies that autocast keeps: 2 x the layers' linear weights"
-        whole = HALF * setup.shape.linear_elements
-        copied = "autocast's copies"
+        why, whole = "bf16 copies that autocast keeps: 2 x the layers' linear weights", HALF * few
         if setup.checkpointing:
             # forgotten at the end of the pass; the backward pass casts a layer's again
-            ledger.add([FORWARD], "weights", copied, whole, why)
-            layer = whole // setup.shape.layers
-            ledger.add([OUTPUT_SENT, LAYER], "weights", copied, layer, f"{why}, of one")
+            add([at.FORWARD], "weights", "autocast's copies", whole, why)
+            add([at.OUTPUT_SENT, at.LAYER], "weights", "autocast's copies", whole // shape.layers, f"{why}, of one")
         else:
-            ledger.add([LOSS, OUTPUT, OUTPUT_SENT, LAYER], "weights", copied, whole, why)
+            live = [at.LOSS, at.OUTPUT, at.OUTPUT_SENT, at.LAYER]
+            add(live, "weights", "autocast's copies", whole, why)
 
 
-def _beside(setup: Setup, ledger: Ledger, width: int, formula: str, ranks: int = 1) -> None:
+def _beside(setup: Setup, ledger: at.Ledger, width: int, formula: str, ranks: int = 1) -> None:
     """Adapters, and the second model that TRL's DPO compares with."""
     if setup.adapters is not None:
-        own = setup.adapters.bytes
-        ledger.add(PHASES, "weights", "adapters", own * setup.trained, f"{own}A")
+        ledger.add(at.PHASES, "weights", "adapters", setup.adapter_bytes, f"{setup.adapters.bytes}A")
     if setup.reference == "model":
         size = width * setup.shape.parameters / ranks
-        ledger.add(PHASES, "weights", "reference model", size, formula)
+        ledger.add(at.PHASES, "weights", "reference model", size, formula)
 
 
-def _roots(ledger: Ledger, size: float, formula: str) -> None:
+def _roots(ledger: at.Ledger, size: float, formula: str) -> None:
     """What torch's Adam makes beside its states where it is not the fused one."""
-    where = "torch/optim/adam.py:790"
-    ledger.add([STEP], "optimizer", "square roots of a state", size, formula, where)
+    ledger.add([at.STEP], "optimizer", "square roots of a state", size, formula, "torch/optim/adam.py:790")
 
 
-def _embedding_gradient(setup: Setup, ledger: Ledger, *copies: tuple[float, str]) -> None:
+def _embedding_gradient(setup: Setup, ledger: at.Ledger, *copies: tuple[float, str]) -> None:
     """A dense gradient; a tied output layer's is added to it, out of place, before it is sent.
 
     `copies` are those made to send it, or a bucket: the larger one counts.
@@ -129,20 +100,16 @@ def _embedding_gradient(setup: Setup, ledger: Ledger, *copies: tuple[float, str]
     width = setup.gradient_bytes
     one = width * setup.shape.embedding
     added = 2 * one if setup.shape.tied else 0
-    name = "embedding's gradient"
     sent, why = max(copies, default=(0.0, ""))
     if added > sent:
         formula = f"3 x {width}VH: its own, the output layer's, their sum"
-        ledger.add([EMBEDDING], "gradients", name, one + added, formula)
+        ledger.add([at.EMBEDDING], "gradients", "embedding's gradient", one + added, formula)
         return
-    ledger.add([EMBEDDING], "gradients", name, one, f"{width}VH")
-    ledger.add([EMBEDDING], "communication", "gradient being sent", sent, why)
+    ledger.add([at.EMBEDDING], "gradients", "embedding's gradient", one, f"{width}VH")
+    ledger.add([at.EMBEDDING], "communication", "gradient being sent", sent, why)
 
 
-# --- FSDP ------------------------------------------------------------------------------------------
-
-
-def _fsdp(setup: Setup, sharding: Sharding, ledger: Ledger) -> None:
+def _fsdp(setup: Setup, sharding: Sharding, ledger: at.Ledger) -> None:
     """FSDP2 with a group a layer: fp32 weights, gradients and states in parts, bf16 where they are used.
 
     The embedding is a group of its own, the output layer belongs to the root (olmo_core's
@@ -150,148 +117,98 @@ def _fsdp(setup: Setup, sharding: Sharding, ledger: Ledger) -> None:
     wait for the end of the backward pass (torch/distributed/fsdp/_fully_shard/_fsdp_state.py:
     `_root_post_backward_final_callback`), where they are reduced in turn.
     """
-    shape, steps = setup.shape, _steps(setup)
+    shape, add = setup.shape, ledger.add
     own, large = shape.parameters / sharding.shards, FULL * shape.embedding
-    ledger.add(PHASES, "weights", "weights (fp32), this rank's", FULL * own, "4P/N")
+    add(at.PHASES, "weights", "weights (fp32), this rank's", FULL * own, "4P/N")
     # every layer has its own, for good: an empty cache is taken for none (olmo_core/nn/rope.py:388)
     width = max(setup.batch.width, (setup.reference_batch or setup.batch).width)
-    ledger.add(
-        PHASES,
-        "other",
-        "rope: sines and cosines of each layer (fp32)",
-        shape.layers * 2 * FULL * width * shape.head_dim,
-        f"{shape.layers} x 8 x {width:,} x {shape.head_dim}",
-    )
-    ledger.add(steps, "optimizer", "Adam's two states (fp32)", 2 * FULL * own, "8P/N")
-    live = [EMBEDDING, STEP, *([*_ahead(setup), LAYER] if setup.accumulates else [])]
-    ledger.add(live, "gradients", "gradients (fp32), this rank's", FULL * own, "4P/N")
-
-    def gather(phases: Sequence[str], elements: int) -> None:
-        name = "gathered weights (bf16)"
-        ledger.add(phases, "weights", name, HALF * elements, f"2 x {elements:,}")
-
-    gather([REFERENCE], shape.embedding)
+    name, why = "rope: sines and cosines of each layer (fp32)", f"{shape.layers} x 8 x {width:,} x {shape.head_dim}"
+    add(at.PHASES, "other", name, shape.layers * 2 * FULL * width * shape.head_dim, why)
+    add(_steps(setup), "optimizer", "Adam's two states (fp32)", 2 * FULL * own, "8P/N")
+    live = [at.EMBEDDING, at.STEP, *([*_ahead(setup), at.LAYER] if setup.accumulates else [])]
+    add(live, "gradients", "gradients (fp32), this rank's", FULL * own, "4P/N")
     # the output layer, for all of the backward pass, and the next layer ahead: a layer itself is let go
     # before its gradients are reduced, which is its fullest point
-    gather([LOSS, OUTPUT, LAYER], shape.layer_parameters + shape.embedding)
-    ledger.add(
-        [LAYER],
-        "communication",
-        "gradients being reduced",
-        (HALF + FULL) * shape.layer_parameters,
-        "6 x one layer, bf16 and fp32",
-    )
-    ledger.add([EMBEDDING], "communication", "large gradient being reduced", large, "4VH")
-    ledger.add(
-        [EMBEDDING],
-        "gradients",
-        "embedding's and output layer's gradients, whole",
-        large * (1 - 1 / sharding.shards),
-        "4VH - 4VH/N",
-    )
+    ahead = shape.layer_parameters + shape.embedding
+    for phases, elements in (([at.REFERENCE], shape.embedding), ([at.LOSS, at.OUTPUT, at.LAYER], ahead)):
+        add(phases, "weights", "gathered weights (bf16)", HALF * elements, f"2 x {elements:,}")
+    reduced, why = (HALF + FULL) * shape.layer_parameters, "6 x one layer, bf16 and fp32"
+    add([at.LAYER], "communication", "gradients being reduced", reduced, why)
+    add([at.EMBEDDING], "communication", "large gradient being reduced", large, "4VH")
+    name, whole = "embedding's and output layer's gradients, whole", large * (1 - 1 / sharding.shards)
+    add([at.EMBEDDING], "gradients", name, whole, "4VH - 4VH/N")
     if not setup.fused_optimizer:
         _roots(ledger, FULL * own, "4P/N")
 
 
-# --- DeepSpeed -------------------------------------------------------------------------------------
-
-
-def _partitioned(setup: Setup, zero: Zero, ledger: Ledger) -> None:
+def _partitioned(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
     """ZeRO-2: bf16 weights everywhere, gradients, fp32 weights and states cut into one part a rank.
 
     ZeRO-1: gradients are whole until all micro-batches' have been reduced, once
     (deepspeed/runtime/engine.py:3089). The last rank owns what the backward pass begins with and the first
     what it ends with: each phase is that of the rank that has most then.
     """
-    shape, trained, steps = setup.shape, setup.trained, _steps(setup)
+    shape, trained, steps, add = setup.shape, setup.trained, _steps(setup), ledger.add
     own, on_card = trained / setup.processes, not zero.offload_optimizer
     owned = [(own, own)] if setup.adapters else cut(shape.sizes, setup.processes)
-    fullest = max(kept for kept, _ in owned)
-    ledger.add(PHASES, "weights", "weights (bf16)", HALF * shape.parameters, "2P")
+    add(at.PHASES, "weights", "weights (bf16)", HALF * shape.parameters, "2P")
     _beside(setup, ledger, HALF, "2P")
-    flat = "deepspeed/runtime/zero/stage_1_and_2.py:453"
-    ledger.add([FLATTENED], "weights", "the same, flat", HALF * trained, "2P", flat)
+    add([at.FLATTENED], "weights", "the same, flat", HALF * trained, "2P", f"{_ZERO}:453")
     if on_card:
-        why = "8P/N, fp32 weights and zeros"
-        ledger.add([START], "optimizer", "being made", 2 * FULL * own, why)
-        live = {REFERENCE, *steps}
-        ledger.add(
-            live, "optimizer", "weights (fp32)", FULL * own, "4P/N", "deepspeed/runtime/zero/stage_1_and_2.py:560"
-        )
-        states = "Adam's two states (fp32)"
-        ledger.add(steps, "optimizer", states, 2 * FULL * own, "8P/N", "made in the first step")
+        add([at.START], "optimizer", "being made", 2 * FULL * own, "8P/N, fp32 weights and zeros")
+        add({at.REFERENCE, *steps}, "optimizer", "weights (fp32)", FULL * own, "4P/N", f"{_ZERO}:560")
+        add(steps, "optimizer", "Adam's two states (fp32)", 2 * FULL * own, "8P/N", "made in the first step")
     else:
         buffer = HALF * (trained if setup.adapters else max(shape.sizes))
-        name = "buffer for offloaded gradients"
-        ledger.add(steps, "communication", name, buffer, "2 x the largest weight")
-    _partitioned_gradients(setup, zero, ledger, fullest)
+        add(steps, "communication", "buffer for offloaded gradients", buffer, "2 x the largest weight")
+    _partitioned_gradients(setup, zero, ledger, max(kept for kept, _ in owned))
     buckets = 2 if zero.overlap else 1
-    live = {OUTPUT_SENT, LAYER, *BUCKETS, EMBEDDING}
-    if zero.stage == 1 and setup.accumulates:
-        # nothing lets them go before the reduction (deepspeed/runtime/zero/stage_1_and_2.py:924)
-        live |= {*_ahead(setup)}
-    ledger.add(
-        live, "communication", "gradient buckets", HALF * buckets * zero.bucket, f"{buckets} x 2 x {zero.bucket:,}"
-    )
+    # under ZeRO-1 nothing lets them go before the reduction (deepspeed/runtime/zero/stage_1_and_2.py:924)
+    ahead = _ahead(setup) if zero.stage == 1 and setup.accumulates else []
+    live = {at.OUTPUT_SENT, at.LAYER, *at.BUCKETS, at.EMBEDDING, *ahead}
+    why = f"{buckets} x 2 x {zero.bucket:,}"
+    add(live, "communication", "gradient buckets", HALF * buckets * zero.bucket, why)
     # a flat copy where several ranks' parts are in it, one more in the communication type
     elements, width = min(zero.bucket, trained), zero.communication
     sent = HALF * elements if setup.processes > 1 and elements == zero.bucket else 0
     sent += width * elements if width != HALF else 0
     why = f"{width} x {elements:,.0f} to send"
-    ledger.add(BUCKETS, "communication", "bucket being sent", sent, why)
+    add(at.BUCKETS, "communication", "bucket being sent", sent, why)
     large = width * shape.embedding if width != HALF and shape.embedding > zero.bucket else 0
-    name = "large gradient being sent"
-    ledger.add([OUTPUT_SENT], "communication", name, large, f"{width}VH")
+    add([at.OUTPUT_SENT], "communication", "large gradient being sent", large, f"{width}VH")
     _embedding_gradient(setup, ledger, (large, f"{width}VH"), (sent, why))
     if on_card:
         kept, largest = max(owned, key=lambda one: HALF * one[0] + 2 * FULL * one[1])
-        ledger.add([NORM], "gradients", "gradients of this rank", HALF * kept, f"2 x {kept:,.0f}")
-        ledger.add(
-            [NORM],
-            "gradients",
-            "one of them in fp64",
-            2 * FULL * largest,
-            "8 x the largest",
-            "deepspeed/runtime/zero/stage_1_and_2.py:2684",
-        )
-        where = "deepspeed/runtime/zero/stage_1_and_2.py:3117"
-        ledger.add([STEP], "gradients", "the same, flat", HALF * own, "2P/N", where)
-        ledger.add([STEP], "gradients", "the same, fp32", FULL * own, "4P/N", where)
+        add([at.NORM], "gradients", "gradients of this rank", HALF * kept, f"2 x {kept:,.0f}")
+        add([at.NORM], "gradients", "one of them in fp64", 2 * FULL * largest, "8 x the largest", f"{_ZERO}:2684")
+        add([at.STEP], "gradients", "the same, flat", HALF * own, "2P/N", f"{_ZERO}:3117")
+        add([at.STEP], "gradients", "the same, fp32", FULL * own, "4P/N", f"{_ZERO}:3117")
 
 
-def _partitioned_gradients(setup: Setup, zero: Zero, ledger: Ledger, fullest: float) -> None:
+def _partitioned_gradients(setup: Setup, zero: Zero, ledger: at.Ledger, fullest: float) -> None:
     """Gradients of ZeRO-1 and ZeRO-2: room for all of a rank's is made when the first have been sent."""
-    shape, early = setup.shape, SECOND_BUCKET not in bucket_phases(setup)
-    filled = [EMBEDDING, STEP, *([LAYER, FIRST_BUCKET] if early else [SECOND_BUCKET])]
-    part, on_card = HALF * fullest, not zero.offload_optimizer
+    shape, add, so_far = setup.shape, ledger.add, "gradients so far"
+    early, on_card = at.SECOND_BUCKET not in bucket_phases(setup), not zero.offload_optimizer
+    filled = [at.EMBEDDING, at.STEP, *([at.LAYER, at.FIRST_BUCKET] if early else [at.SECOND_BUCKET])]
+    part, source = HALF * fullest, f"{_ZERO}:2192"
     formula = f"2 x {fullest:,.0f}: P/N, and the rest of weights that the boundaries cut"
-    where = "deepspeed/runtime/zero/stage_1_and_2.py:2192"
     if on_card:
-        ledger.add(filled, "gradients", "gradients of this rank", part, formula, where)
-    so_far = "gradients so far"
+        add(filled, "gradients", "gradients of this rank", part, formula, source)
     if zero.stage == 2:
         if setup.accumulates and on_card:
-            live = {*_ahead(setup), OUTPUT_SENT, LAYER, *BUCKETS, EMBEDDING}
-            ledger.add(live, "gradients", so_far, part, formula, where)
+            live = {*_ahead(setup), at.OUTPUT_SENT, at.LAYER, *at.BUCKETS, at.EMBEDDING}
+            add(live, "gradients", so_far, part, formula, source)
         return
     # those of other ranks stay to the end, unless they fitted into a bucket and live there
     large = 0 if setup.adapters else setup.trained - shape.smaller_than(zero.bucket + 1)
-    ledger.add(
-        [EMBEDDING],
-        "gradients",
-        "gradients of other ranks, reduced",
-        HALF * (large - fullest),
-        "2 x weights larger than a bucket, less this rank's",
-        "deepspeed/runtime/zero/stage_1_and_2.py:2272",
-    )
-    if not setup.accumulates:
-        return
-    whole, embedding = HALF * setup.trained, 0 if setup.adapters else HALF * shape.embedding
-    ledger.add({*_ahead(setup), OUTPUT_SENT}, "gradients", so_far, whole, "2P, not cut")
-    gone = 0 if shape.tied else embedding
-    why = "2P, without the output layer's that has gone"
-    ledger.add({LAYER, *BUCKETS}, "gradients", so_far, whole - gone, why)
-    ledger.add([EMBEDDING], "gradients", "the embedding's so far", embedding, "2VH")
+    name, why = "gradients of other ranks, reduced", "2 x weights larger than a bucket, less this rank's"
+    add([at.EMBEDDING], "gradients", name, HALF * (large - fullest), why, f"{_ZERO}:2272")
+    if setup.accumulates:
+        whole, embedding = HALF * setup.trained, 0 if setup.adapters else HALF * shape.embedding
+        add({*_ahead(setup), at.OUTPUT_SENT}, "gradients", so_far, whole, "2P, not cut")
+        left, why = whole - (0 if shape.tied else embedding), "2P, without the output layer's that has gone"
+        add({at.LAYER, *at.BUCKETS}, "gradients", so_far, left, why)
+        add([at.EMBEDDING], "gradients", "the embedding's so far", embedding, "2VH")
 
 
 def bucket_phases(setup: Setup) -> dict[str, int]:
@@ -308,9 +225,9 @@ def bucket_phases(setup: Setup) -> dict[str, int]:
     if setup.adapters is None:
         ahead = 0 if shape.tied or large else shape.embedding
         passed = min(passed, (zero.bucket - ahead) // shape.layer_parameters)
-    phases = {FIRST_BUCKET: passed}
+    phases = {at.FIRST_BUCKET: passed}
     if zero.stage < 3 and passed and not large:
-        phases[SECOND_BUCKET] = 2 * passed
+        phases[at.SECOND_BUCKET] = 2 * passed
     return phases
 
 
@@ -331,83 +248,71 @@ def cut(sizes: Sequence[int], ranks: int) -> list[tuple[float, float]]:
     return owned
 
 
-def _sharded(setup: Setup, zero: Zero, ledger: Ledger) -> None:
+def _sharded(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
     """ZeRO-3: everything cut into one part a rank; weights are gathered where they are used."""
-    shape, ranks, steps = setup.shape, setup.processes, _steps(setup)
+    shape, ranks, steps, add = setup.shape, setup.processes, _steps(setup), ledger.add
     own = setup.trained / ranks
     if not zero.offload_params:
-        name = "weights (bf16), this rank's"
-        ledger.add(PHASES, "weights", name, HALF * shape.parameters / ranks, "2P/N")
+        add(at.PHASES, "weights", "weights (bf16), this rank's", HALF * shape.parameters / ranks, "2P/N")
     small = HALF * shape.smaller_than(zero.persistence)
-    why = f"2 x weights under {zero.persistence:,}"
-    ledger.add(PHASES, "weights", "small weights, whole", small, why)
+    add(at.PHASES, "weights", "small weights, whole", small, f"2 x weights under {zero.persistence:,}")
     _beside(setup, ledger, HALF, "2P/N", ranks)
     if not zero.offload_optimizer:
-        ledger.add(PHASES, "gradients", "gradients (bf16), this rank's", HALF * own, "2P/N")
-        ledger.add(PHASES, "optimizer", "weights (fp32)", FULL * own, "4P/N")
+        add(at.PHASES, "gradients", "gradients (bf16), this rank's", HALF * own, "2P/N")
+        add(at.PHASES, "optimizer", "weights (fp32)", FULL * own, "4P/N")
         # offloaded, the fp32 weights are made on the host
-        ledger.add([START], "optimizer", "being made", FULL * own, "4P/N")
-        ledger.add(steps, "optimizer", "Adam's two states (fp32)", 2 * FULL * own, "8P/N")
+        add([at.START], "optimizer", "being made", FULL * own, "4P/N")
+        add(steps, "optimizer", "Adam's two states (fp32)", 2 * FULL * own, "8P/N")
         group = min(own, zero.sub_group)
-        wide, why = "fp32, one sub-group", f"4 x {group:,.0f}"
-        ledger.add([STEP], "gradients", wide, FULL * group, why)
+        why = f"4 x {group:,.0f}"
+        add([at.STEP], "gradients", "fp32, one sub-group", FULL * group, why)
         if setup.fused_optimizer:
-            flat = f"2 x {group:,.0f}"
-            ledger.add([STEP], "gradients", "flat, one sub-group", HALF * group, flat)
+            add([at.STEP], "gradients", "flat, one sub-group", HALF * group, f"2 x {group:,.0f}")
         else:
             # by then the flat one has gone
             _roots(ledger, FULL * group, why)
     width = zero.communication
     # made with the engine, for good, however small the model is
-    live = [name for name in PHASES if name != START]
-    ledger.add(
-        live,
-        "communication",
-        "gradient bucket",
-        width * zero.bucket,
-        f"{width} x {zero.bucket:,}",
-        "deepspeed/runtime/zero/stage3.py:782",
-    )
+    live, why = [name for name in at.PHASES if name != at.START], f"{width} x {zero.bucket:,}"
+    source = "deepspeed/runtime/zero/stage3.py:782"
+    add(live, "communication", "gradient bucket", width * zero.bucket, why, source)
     if ranks > 1 or zero.offload_params:
         # a single rank takes its own as they are (deepspeed/runtime/zero/partition_parameters.py:2030)
         _gathered(setup, zero, ledger)
     elements = min(zero.bucket, setup.trained)
     sent, why = width * elements, f"{width} x {elements:,.0f} to send"
-    ledger.add([FIRST_BUCKET], "communication", "bucket being sent", sent, why)
+    add([at.FIRST_BUCKET], "communication", "bucket being sent", sent, why)
     # in the communication type; once more where it has to be filled up to be cut evenly
     # (deepspeed/runtime/comm/coalesced_collectives.py:102)
     copies = int(width != HALF) + int(shape.embedding % ranks > 0)
     large = copies * width * shape.embedding if shape.embedding > zero.bucket else 0
-    name = "large gradient being sent"
-    ledger.add([OUTPUT_SENT], "communication", name, large, f"{copies * width}VH")
+    add([at.OUTPUT_SENT], "communication", "large gradient being sent", large, f"{copies * width}VH")
     _embedding_gradient(setup, ledger, (large, f"{copies * width}VH"), (sent, why))
 
 
-def _gathered(setup: Setup, zero: Zero, ledger: Ledger) -> None:
+def _gathered(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
     """Weights of other ranks: one stays while it is used again within the reuse distance."""
-    shape, parameters = setup.shape, setup.shape.parameters
+    shape, parameters, layer = setup.shape, setup.shape.parameters, setup.shape.layer_parameters
     reach = min(zero.reuse, 2 * parameters)
     # at the loss: from a layer's end to its backward pass lie twice what is after it, and the output layer
     left, at_loss = reach - 2.0 * shape.embedding, float(shape.embedding)
-    near = math.ceil(left / (2 * shape.layer_parameters))
+    near = math.ceil(left / (2 * layer))
     count = min(shape.layers, near)
     if count > 0:
-        last = left - 2 * (count - 1) * shape.layer_parameters
-        at_loss += (count - 1) * shape.layer_parameters + min(last, shape.layer_parameters)
+        at_loss += (count - 1) * layer + min(left - 2 * (count - 1) * layer, layer)
     # the embedding itself, which a tied model has counted
     at_loss += 0 if near < shape.layers or shape.tied else shape.embedding
     widest = max(out * into for out, into in shape.linears().values())
-    one = shape.layer_parameters if setup.checkpointing else widest
-    in_layer = min(one + zero.prefetch, parameters)
+    in_layer = min((layer if setup.checkpointing else widest) + zero.prefetch, parameters)
     if zero.reuse >= 2 * parameters:
         in_layer = parameters
-    beforehand = REFERENCE not in _steps(setup)
+    reference = [at.REFERENCE]
+    beforehand = at.REFERENCE not in _steps(setup)
     for elements, phases in (
-        (at_loss, {LOSS, OUTPUT, *([REFERENCE] if beforehand else [])}),
+        (at_loss, {at.LOSS, at.OUTPUT, *(reference if beforehand else [])}),
         # the output layer has been let go again
-        (at_loss - shape.embedding, {OUTPUT_SENT}),
-        (in_layer, {LAYER, FIRST_BUCKET, *([] if beforehand else [REFERENCE])}),
-        (shape.embedding, {EMBEDDING}),
+        (at_loss - shape.embedding, {at.OUTPUT_SENT}),
+        (in_layer, {at.LAYER, at.FIRST_BUCKET, *([] if beforehand else reference)}),
+        (shape.embedding, {at.EMBEDDING}),
     ):
-        name = "gathered weights"
-        ledger.add(phases, "weights", name, HALF * elements, f"2 x {elements:,.0f}")
+        ledger.add(phases, "weights", "gathered weights", HALF * elements, f"2 x {elements:,.0f}")

@@ -14,71 +14,47 @@ from dataclasses import replace
 
 from launcher.artifacts.lengths import MicroBatch
 from launcher.plan.memory import activations, engines
+from launcher.plan.memory import phases as at
 from launcher.plan.memory.activations import Amount
-from launcher.plan.memory.phases import (
-    EMBEDDING,
-    FIRST_BUCKET,
-    FLATTENED,
-    FORWARD,
-    LAYER,
-    LOSS,
-    NORM,
-    OUTPUT,
-    OUTPUT_SENT,
-    PHASES,
-    REFERENCE,
-    SECOND_BUCKET,
-    START,
-    STEP,
-    Ledger,
-    Memory,
-)
 from launcher.plan.memory.setup import FULL, HALF, Setup
 
 # cuBLAS keeps one workspace a thread that multiplies on Hopper: forward and backward
 _WORKSPACE = 2 * 32 * 2**20
 
 
-def estimate(setup: Setup) -> Memory:
+def estimate(setup: Setup) -> at.Memory:
     """The peak of a run and what it is made of; raises InvalidConfig (`unknown-memory`)."""
-    ledger = Ledger()
+    ledger = at.Ledger()
     engines.enter(setup, ledger)
-    after = [name for name in PHASES if name not in (START, FLATTENED)]
+    after = [name for name in at.PHASES if name not in (at.START, at.FLATTENED)]
     ledger.add(after, "other", "cuBLAS workspaces", _WORKSPACE, "2 x 32 MiB")
+    for enter in (_kept, _reference, _forward, _loss, _backward):
+        enter(setup, ledger)
     phases = _phases(setup)
-    _kept(setup, ledger)
-    _reference(setup, ledger)
-    _forward(setup, ledger)
-    _loss(setup, ledger)
-    _backward(setup, ledger)
-    return ledger.memory(name for name in PHASES if name in phases)
+    return at.Memory(phases=tuple(ledger.alive(name) for name in at.PHASES if name in phases))
 
 
 def _phases(setup: Setup) -> set[str]:
     """Those that this run comes to."""
-    phases = {START, LOSS, LAYER, STEP}
+    phases = {at.START, at.LOSS, at.LAYER, at.STEP}
     if setup.zero is not None and setup.zero.stage < 3:
-        phases |= {FLATTENED, NORM}
+        phases |= {at.FLATTENED, at.NORM}
     if setup.reference:
-        phases.add(REFERENCE)
+        phases.add(at.REFERENCE)
     if setup.adapters is None:
-        phases |= {OUTPUT, EMBEDDING}
+        phases |= {at.OUTPUT, at.EMBEDDING}
         if setup.checkpointing and setup.casts:
-            phases.add(FORWARD)
+            phases.add(at.FORWARD)
         if not setup.shape.tied and setup.sharding is None:
             # when the next gradient is there; a tied one, and FSDP's, wait for the embedding's
-            phases.add(OUTPUT_SENT)
+            phases.add(at.OUTPUT_SENT)
     sent = engines.bucket_phases(setup).items()
     return phases | {name for name, passed in sent if passed < setup.shape.layers}
 
 
-def _add(ledger: Ledger, phases: Iterable[str], kind: str, name: str, amount: Amount, source: str = "") -> None:
-    ledger.add(phases, kind, name, amount.bytes, amount.formula, source)
-
-
-def _kept(setup: Setup, ledger: Ledger) -> None:
+def _kept(setup: Setup, ledger: at.Ledger) -> None:
     """What the layers keep when the loss is there; while buckets are sent, some are through again."""
-    shape, batch = setup.shape, setup.batch
+    shape, batch, kind = setup.shape, setup.batch, "activations"
     if setup.checkpointing:
         amount, name = activations.checkpoint(setup), "inputs of checkpointed layers"
     elif setup.share is not None:
@@ -86,21 +62,19 @@ def _kept(setup: Setup, ledger: Ledger) -> None:
         name = f"kept by the layers, activation budget {setup.share:g}"
     else:
         amount, name = activations.layer(setup), "kept by the layers"
-    through = {REFERENCE, FORWARD, LOSS, OUTPUT, OUTPUT_SENT, LAYER}
     buckets = engines.bucket_phases(setup)
-    if setup.reference == "cache":
-        # the pass beforehand keeps nothing
-        through.discard(REFERENCE)
-    _add(ledger, through, "activations", name, amount.times(shape.layers))
+    # the pass beforehand keeps nothing
+    beside = set() if setup.reference == "cache" else {at.REFERENCE}
+    through = {at.FORWARD, at.LOSS, at.OUTPUT, at.OUTPUT_SENT, at.LAYER, *beside}
+    ledger.add(through, kind, name, *amount.times(shape.layers))
     for phase, passed in buckets.items():
-        _add(ledger, [phase], "activations", name, amount.times(shape.layers - passed))
+        ledger.add([phase], kind, name, *amount.times(shape.layers - passed))
     through |= {*buckets}
     if setup.sharding is None:
         rope = 2 * setup.state_width * shape.head_dim * batch.width
-        ledger.add(through, "activations", "rope", rope, "cosines and sines")
+        ledger.add(through, kind, "rope", rope, "cosines and sines")
     if activations.needs_mask(setup):
-        size = batch.rows * batch.width**2
-        ledger.add(through, "activations", "attention mask", size, "BS^2, the mask")
+        ledger.add(through, kind, "attention mask", batch.rows * batch.width**2, "BS^2, the mask")
     if setup.share is not None and setup.share < 1:
         whole = activations.compiled_layer(setup, 1).bytes
         again = Amount(whole - amount.bytes, f"{1 - setup.share:g} x a layer")
@@ -108,111 +82,95 @@ def _kept(setup: Setup, ledger: Ledger) -> None:
         again = activations.layer(setup)
         if setup.liger:
             # its first norm keeps the layer's input itself, which is counted already
-            shared = HALF * shape.hidden * batch.tokens
-            again = Amount(again.bytes - shared, f"{again.formula} - 2HT")
+            again = Amount(again.bytes - HALF * shape.hidden * batch.tokens, f"{again.formula} - 2HT")
     else:
         return
-    _add(ledger, {LAYER, *buckets}, "activations", "one layer, computed again", again)
+    ledger.add({at.LAYER, *buckets}, kind, "one layer, computed again", *again)
 
 
-def _reference(setup: Setup, ledger: Ledger) -> None:
+def _reference(setup: Setup, ledger: at.Ledger) -> None:
     """The reference pass keeps nothing but its logits (dpo_utils.py:462), and before them a cache of keys."""
-    shape, batch = setup.shape, setup.reference_batch or setup.batch
-    live = [REFERENCE]
+    shape, batch, live = setup.shape, setup.reference_batch or setup.batch, [at.REFERENCE]
     if setup.loss == "tiled":
         tiled = activations.tiled_loss(setup, trained=False)
-        _add(ledger, live, "logits", "log-probabilities in tiles", tiled)
+        ledger.add(live, "logits", "log-probabilities in tiles", *tiled)
         return
     if setup.compiles_loss:
         _compiled_loss(setup, ledger, live, batch)
         return
-    half = activations.logits(shape, batch, HALF)
-    full = activations.logits(shape, batch, FULL)
+    half, full = (activations.logits(shape, batch, element) for element in (HALF, FULL))
     if setup.sharding is None:
         state, tokens = setup.state_width, batch.tokens
         width = FULL if setup.wide and setup.quantised is not None else HALF
         keys = 2 * width * shape.layers * shape.key * tokens
         # what the last layer passes through, the embedded tokens, the residual and its norm
         last = activations.passing(replace(setup, batch=batch))
-        states = 3 * state * shape.hidden * tokens
-        last = Amount(last.bytes + states, f"{last.formula} + {3 * state}HT")
+        last = Amount(last.bytes + 3 * state * shape.hidden * tokens, f"{last.formula} + {3 * state}HT")
         if keys + max(last.bytes, half.bytes) > half.bytes + 2 * full.bytes:
             # until the logits are there
-            why = f"{2 * width} x {shape.layers}KT"
-            name = "keys and values of all layers"
+            name, why = "keys and values of all layers", f"{2 * width} x {shape.layers}KT"
             ledger.add(live, "activations", name, keys, why, "dpo_utils.py:865")
             if last.bytes > half.bytes:
-                _add(ledger, live, "activations", "the last layer, passing", last)
+                ledger.add(live, "activations", "the last layer, passing", *last)
             else:
-                _add(ledger, live, "logits", "logits (bf16)", half)
+                ledger.add(live, "logits", "logits (bf16)", *half)
             return
-    _add(ledger, live, "logits", "logits (bf16)", half)
-    _add(ledger, live, "logits", "logits (fp32)", full, "padding_free_collator.py:14")
-    _add(ledger, live, "logits", "log-softmax (fp32)", full, "padding_free_collator.py:16")
+    ledger.add(live, "logits", "logits (bf16)", *half)
+    ledger.add(live, "logits", "logits (fp32)", *full, "padding_free_collator.py:14")
+    ledger.add(live, "logits", "log-softmax (fp32)", *full, "padding_free_collator.py:16")
 
 
-def _forward(setup: Setup, ledger: Ledger) -> None:
+def _forward(setup: Setup, ledger: at.Ledger) -> None:
     """The end of a checkpointed forward pass: the last layer's own, or a tile of logits after it."""
-    kind, name, amount = "activations", "the last layer, passing", activations.passing(setup)
-    if setup.loss == "tiled" and activations.tiles(setup).bytes > amount.bytes:
-        kind, name, amount = "logits", "a tile of logits", activations.tiles(setup)
-    _add(ledger, [FORWARD], kind, name, amount)
+    last, tile = activations.passing(setup), activations.tiles(setup)
+    if setup.loss == "tiled" and tile.bytes > last.bytes:
+        ledger.add([at.FORWARD], "logits", "a tile of logits", *tile)
+    else:
+        ledger.add([at.FORWARD], "activations", "the last layer, passing", *last)
 
 
-def _loss(setup: Setup, ledger: Ledger) -> None:
+def _loss(setup: Setup, ledger: at.Ledger) -> None:
     """The final norm and the loss at its fullest point, forward or backward."""
-    live, kind = [LOSS], "logits"
-    norm = activations.final_norm(setup)
-    _add(ledger, [LOSS, OUTPUT, OUTPUT_SENT], "activations", "final norm", norm)
+    live, kind = [at.LOSS], "logits"
+    ledger.add([*live, at.OUTPUT, at.OUTPUT_SENT], "activations", "final norm", *activations.final_norm(setup))
     if setup.loss == "liger":
-        _add(ledger, live, kind, "fused linear cross entropy", activations.fused_loss(setup))
+        ledger.add(live, kind, "fused linear cross entropy", *activations.fused_loss(setup))
     elif setup.loss == "tiled":
         tiled = activations.tiled_loss(setup, trained=setup.adapters is None)
-        _add(ledger, live, kind, "log-probabilities in tiles", tiled)
+        ledger.add(live, kind, "log-probabilities in tiles", *tiled)
     elif setup.compiles_loss:
         _compiled_loss(setup, ledger, live, setup.batch)
     else:
-        for name in (
-            "log-softmax, kept (fp32)",
-            "gradient of the log-softmax (fp32)",
-            "gradient of the logits (fp32)",
-        ):
-            _add(ledger, live, kind, name, activations.logits(setup.shape, setup.batch, FULL))
+        full = activations.logits(setup.shape, setup.batch, FULL)
+        for name in ("log-softmax, kept", "gradient of the log-softmax", "gradient of the logits"):
+            ledger.add(live, kind, f"{name} (fp32)", *full)
 
 
-def _compiled_loss(setup: Setup, ledger: Ledger, phases: Iterable[str], batch: MicroBatch) -> None:
+def _compiled_loss(setup: Setup, ledger: at.Ledger, phases: Iterable[str], batch: MicroBatch) -> None:
     """6 bytes a position and word, measured on an H200: 56.9 GiB for 2 x 16,384 positions of Qwen3-0.6B."""
     for name, element in (("logits (bf16)", HALF), ("log-softmax, compiled (fp32)", FULL)):
         amount = activations.logits(setup.shape, batch, element)
-        _add(ledger, phases, "logits", name, amount, "olmo_core_train_modules.py:32")
+        ledger.add(phases, "logits", name, *amount, "olmo_core_train_modules.py:32")
 
 
-def _backward(setup: Setup, ledger: Ledger) -> None:
+def _backward(setup: Setup, ledger: at.Ledger) -> None:
     """The output layer's weight gradient, those inside a layer, and what they are made from."""
     shape, width = setup.shape, setup.gradient_bytes
-    output = "output layer's gradient"
-    waits = setup.adapters is None and (shape.tied or setup.sharding is not None)
     # a tied one waits for the embedding's; under FSDP any: it is the root's
-    live = {OUTPUT, OUTPUT_SENT, *((LAYER, FIRST_BUCKET, SECOND_BUCKET) if waits else ())}
-    ledger.add(live, "gradients", output, width * shape.embedding, f"{width}VH")
+    waits = setup.adapters is None and (shape.tied or setup.sharding is not None)
+    live = {at.OUTPUT, at.OUTPUT_SENT, *((at.LAYER, *at.BUCKETS) if waits else ())}
+    ledger.add(live, "gradients", "output layer's gradient", width * shape.embedding, f"{width}VH")
     if setup.loss in {"full", "logprobs"}:
         # until the weight's is made
         half = activations.logits(shape, setup.batch, HALF)
-        _add(ledger, [OUTPUT], "logits", "gradient of the logits (bf16)", half)
-    inside = activations.backward(setup)
-    _add(ledger, [LAYER], "activations", "gradients inside a layer", inside)
+        ledger.add([at.OUTPUT], "logits", "gradient of the logits (bf16)", *half)
+    ledger.add([at.LAYER], "activations", "gradients inside a layer", *activations.backward(setup))
     if setup.quantised is not None:
         # a linear weight while it is multiplied with, in its former type and cast, before or behind the
         # MLP's gradients: what it has more
         widest = max(out * into for out, into in shape.linears().values())
         state = setup.weight_bytes
         element = HALF if state == HALF else HALF + FULL
-        less = 2 * state * shape.intermediate * setup.batch.tokens
-        ledger.add(
-            [LAYER],
-            "weights",
-            "one weight, dequantised",
-            element * widest - less,
-            f"{element} x {widest:,} - {2 * state}IT",
-            "bitsandbytes/autograd/_functions.py",
-        )
+        size = element * widest - 2 * state * shape.intermediate * setup.batch.tokens
+        why, source = f"{element} x {widest:,} - {2 * state}IT", "bitsandbytes/autograd/_functions.py"
+        ledger.add([at.LAYER], "weights", "one weight, dequantised", size, why, source)

@@ -6,7 +6,7 @@ An allocation is entered once, into a `Ledger`, with all the phases that it live
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 GIB = 2**30
@@ -21,23 +21,9 @@ START, FLATTENED = "start", "start, weights made flat"
 REFERENCE, FORWARD, LOSS = "reference pass", "forward pass", "loss"
 OUTPUT, OUTPUT_SENT = "output layer's gradient", "sending the output layer's gradient"
 LAYER = "last layer's backward pass"
-FIRST_BUCKET, SECOND_BUCKET = "first bucket being sent", "second bucket being sent"
+BUCKETS = FIRST_BUCKET, SECOND_BUCKET = "first bucket being sent", "second bucket being sent"
 EMBEDDING, NORM, STEP = "embedding's gradient", "gradient norm", "optimizer's step"
-PHASES = (
-    START,
-    FLATTENED,
-    REFERENCE,
-    FORWARD,
-    LOSS,
-    OUTPUT,
-    OUTPUT_SENT,
-    LAYER,
-    FIRST_BUCKET,
-    SECOND_BUCKET,
-    EMBEDDING,
-    NORM,
-    STEP,
-)
+PHASES = (START, FLATTENED, REFERENCE, FORWARD, LOSS, OUTPUT, OUTPUT_SENT, LAYER, *BUCKETS, EMBEDDING, NORM, STEP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +36,6 @@ class Allocation:
     formula: str
     source: str = ""
 
-    def as_json(self) -> dict[str, Any]:
-        """The allocation as `--format json` shows it."""
-        return {
-            "kind": self.kind,
-            "name": self.name,
-            "gib": round(self.gib, 3),
-            "formula": self.formula,
-            "source": self.source,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
@@ -70,44 +46,39 @@ class Phase:
 
     @property
     def gib(self) -> float:
-        """All allocations together."""
         return sum(one.gib for one in self.allocations)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """The phases of a run; the fullest is its peak."""
+    """The phases of a run; the fullest is its peak. All sizes are GiB."""
 
     phases: tuple[Phase, ...]
 
     @property
     def fullest(self) -> Phase:
-        """The phase of the peak."""
         return max(self.phases, key=lambda phase: phase.gib)
 
     @property
     def peak(self) -> float:
-        """GiB allocated at most."""
         return self.fullest.gib
 
     def on(self, gib: float | None) -> Memory:
         """The same on a card of so many GiB: what there is no room for is made flat on the host."""
         if gib is None:
             return self
-        kept = (p for p in self.phases if p.name != FLATTENED or p.gib <= usable(gib))
-        return Memory(phases=tuple(kept))
+        return Memory(phases=tuple(p for p in self.phases if p.name != FLATTENED or p.gib <= usable(gib)))
 
     def without(self, *kinds: str) -> Memory:
-        """The same without allocations of these kinds."""
         kept = ((p.name, tuple(a for a in p.allocations if a.kind not in kinds)) for p in self.phases)
         return Memory(phases=tuple(Phase(name=name, allocations=left) for name, left in kept))
 
     def spare(self, gib: float) -> float:
-        """GiB that a card of so many has left; negative: missing."""
+        """What a card of so many GiB has left; negative: missing."""
         return usable(gib) - self.on(gib).peak
 
     def of(self, kind: str) -> float:
-        """GiB of one kind at the peak."""
+        """What one kind takes at the peak."""
         return sum(one.gib for one in self.fullest.allocations if one.kind == kind)
 
     def as_json(self) -> dict[str, Any]:
@@ -118,13 +89,17 @@ class Memory:
     def why(self) -> list[dict[str, Any]]:
         """Every phase with its allocations and their formulas, the fullest first."""
         return [
-            {"moment": phase.name, "gib": round(phase.gib, 2), "parts": [one.as_json() for one in phase.allocations]}
+            {
+                "moment": phase.name,
+                "gib": round(phase.gib, 2),
+                "parts": [{**asdict(one), "gib": round(one.gib, 3)} for one in phase.allocations],
+            }
             for phase in sorted(self.phases, key=lambda phase: -phase.gib)
         ]
 
 
 def usable(gib: float) -> float:
-    """GiB of a card that allocated memory can use."""
+    """What of a card allocated memory can use."""
     return gib * (1 - MARGIN)
 
 
@@ -140,10 +115,5 @@ class Ledger:
             entry = Allocation(kind=kind, name=name, gib=size / GIB, formula=formula, source=source)
             self._entries.append((frozenset(phases), entry))
 
-    def memory(self, phases: Iterable[str]) -> Memory:
-        """What is alive in each of these phases."""
-
-        def alive(name: str) -> tuple[Allocation, ...]:
-            return tuple(allocation for live, allocation in self._entries if name in live)
-
-        return Memory(phases=tuple(Phase(name=name, allocations=alive(name)) for name in phases))
+    def alive(self, phase: str) -> Phase:
+        return Phase(name=phase, allocations=tuple(one for phases, one in self._entries if phase in phases))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher.artifacts.architecture import Shape
 from launcher.artifacts.lengths import MicroBatch
@@ -14,8 +14,7 @@ HALF, FULL = 2, 4
 """Bytes of an element in 16 and in 32 bits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Zero:
+class Zero(NamedTuple):
     """A DeepSpeed config as far as memory depends on it; sizes are elements, `communication` bytes."""
 
     stage: int
@@ -30,6 +29,15 @@ class Zero:
     offload_params: bool = False
 
 
+_SIZES = {
+    "bucket": "reduce_bucket_size",
+    "prefetch": "stage3_prefetch_bucket_size",
+    "persistence": "stage3_param_persistence_threshold",
+    "reuse": "stage3_max_reuse_distance",
+    "sub_group": "sub_group_size",
+}
+
+
 def zero_of(config: Mapping[str, Any] | None, hidden: int) -> Zero | None:
     """A parsed DeepSpeed file; `auto` becomes what accelerate fills in (accelerate/accelerator.py:2323).
 
@@ -39,43 +47,32 @@ def zero_of(config: Mapping[str, Any] | None, hidden: int) -> Zero | None:
         return None
     section = config.get("zero_optimization")
     zero: Mapping[str, Any] = section if isinstance(section, Mapping) else {}
-    stage = zero.get("stage", 0)
+    stage, overlap = zero.get("stage", 0), zero.get("overlap_comm")
     if isinstance(stage, bool) or not isinstance(stage, int):
-        value = brief(repr(stage), 40)
-        raise undescribed(f"`stage` of `zero_optimization` is {value}, no number")
-    auto = {
-        "reduce_bucket_size": hidden * hidden,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
-        "stage3_param_persistence_threshold": 10 * hidden,
-    }
+        raise undescribed(f"`stage` of `zero_optimization` is {brief(repr(stage), 40)}, no number")
+    auto = {"bucket": hidden * hidden, "prefetch": int(0.9 * hidden * hidden), "persistence": 10 * hidden}
+    sizes = {}
+    for name, key in _SIZES.items():
+        default = Zero._field_defaults[name]
+        size = zero.get(key, default)
+        size = auto.get(name, default) if size == "auto" else size
+        sizes[name] = int(size) if isinstance(size, int | float) and size >= 0 else default
 
-    def number(key: str, default: int) -> int:
-        value = zero.get(key, default)
-        value = auto.get(key, default) if value == "auto" else value
-        return int(value) if isinstance(value, int | float) and value >= 0 else default
-
-    def device(key: str) -> bool:
+    def offloads(key: str) -> bool:
         part = zero.get(key)
         return isinstance(part, Mapping) and part.get("device", "none") not in ("none", None)
 
-    communication = config.get("communication_data_type")
-    overlap = zero.get("overlap_comm")
     return Zero(
         stage=stage,
-        communication=FULL if communication in ("fp32", "float32") else HALF,
+        communication=FULL if config.get("communication_data_type") in ("fp32", "float32") else HALF,
         overlap=bool(overlap) if overlap is not None else stage == 3,
-        bucket=number("reduce_bucket_size", 500_000_000),
-        prefetch=number("stage3_prefetch_bucket_size", 50_000_000),
-        persistence=number("stage3_param_persistence_threshold", 100_000),
-        reuse=number("stage3_max_reuse_distance", 1_000_000_000),
-        sub_group=number("sub_group_size", 1_000_000_000),
-        offload_optimizer=device("offload_optimizer"),
-        offload_params=device("offload_param"),
+        offload_optimizer=offloads("offload_optimizer"),
+        offload_params=offloads("offload_param"),
+        **sizes,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adapters:
+class Adapters(NamedTuple):
     """LoRA: rank, the linears it is put on, and bytes an element of its weights."""
 
     rank: int
@@ -84,13 +81,11 @@ class Adapters:
     dropout: bool = True
 
     def parameters(self, shape: Shape) -> int:
-        """Trained parameters."""
         sizes = (sum(size) for name, size in shape.linears().items() if name in self.targets)
         return shape.layers * self.rank * sum(sizes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quantised:
+class Quantised(NamedTuple):
     """bitsandbytes: the layers' linears in 4 bits, with a scale for every 64 values.
 
     transformers leaves the output layer out. `nested` scales are of 8 bits themselves, with one of theirs
@@ -168,7 +163,6 @@ class Setup:
 
     @property
     def accumulates(self) -> bool:
-        """Whether a step has several micro-batches."""
         return self.accumulation > 1
 
     @property
@@ -186,7 +180,6 @@ class Setup:
 
     @property
     def padded(self) -> bool:
-        """Whether some of the positions are padding."""
         return self.batch.real < self.batch.tokens
 
     @property
@@ -200,17 +193,13 @@ class Setup:
         return self.sharding is not None and self.share is not None and self.sharding.loss
 
     @property
-    def cached(self) -> bool:
-        """Whether keys and values are kept as for generating: dpo_utils.py:865 does not say `use_cache`."""
-        return self.loss == "logprobs" and not self.checkpointing and self.sharding is None
-
-    @property
     def parted(self) -> bool:
-        """Whether a mask parts packed rows, as transformers does where nothing is cached.
+        """Whether a mask parts packed rows, as transformers does where keys and values are not kept.
 
-        (transformers/masking_utils.py:860)
+        (transformers/masking_utils.py:860; they are kept as for generating: dpo_utils.py:865 does not say `use_cache`)
         """
-        return self.packed and not self.cached
+        cached = self.loss == "logprobs" and not self.checkpointing and self.sharding is None
+        return self.packed and not cached
 
     @property
     def trained(self) -> int:
@@ -228,8 +217,7 @@ class Setup:
         whole = self.weight_bytes * self.shape.parameters
         if self.quantised is None:
             return whole
-        less = self.weight_bytes - self.quantised.bytes
-        return int(whole - less * self.shape.linear_elements)
+        return int(whole - (self.weight_bytes - self.quantised.bytes) * self.shape.linear_elements)
 
     @property
     def gradient_bytes(self) -> int:

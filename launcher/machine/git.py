@@ -19,14 +19,14 @@ COMMAND = tuple(
 )
 
 
-def environment(protocols: str = "none") -> dict[str, str]:
-    """The environment of a git process, with the transport protocols that it may use."""
+def environment() -> dict[str, str]:
+    """The environment of a git process; it may use no transport protocol."""
     # inside a git hook these name another repository; a missing object must not ask the network
     environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     return environ | {
         "GIT_NO_LAZY_FETCH": "1",
         "GIT_TERMINAL_PROMPT": "0",
-        "GIT_ALLOW_PROTOCOL": protocols,
+        "GIT_ALLOW_PROTOCOL": "none",
         "LC_ALL": "C",
     }
 

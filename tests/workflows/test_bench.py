@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PATIENCE_S, REPOSITORY, Write
+from conftest import PATIENCE_S, REPOSITORY
 from experiment import Here, started
 from fake_world import World, needs_trl, until
-from repositories import git
 
 from launcher.config import durations
 from launcher.errors import InvalidConfig, NotReady, UsageError
 from launcher.lifecycle.prepare import Request
-from launcher.machine.git import Repository
 from launcher.runs import rundir
-from launcher.upstream import locate
-from launcher.workflows.bench import bench, comparison, measure, variants, worktrees
+from launcher.workflows.bench import bench, comparison, measure, variants
 from launcher.workflows.bench.comparison import SPEED, CurveStep, Sample, compare
 from launcher.workflows.bench.variants import Variant
 
@@ -42,8 +39,6 @@ def test_combinations() -> None:
     # one alone is held against the file as it is
     assert overrides("packing=true") == {"as written": (), "packing=true": ("packing=true",)}
     assert overrides() == {"as written": ()}
-    (one, other) = variants.combinations(["open_instruct=HEAD~1,HEAD"], [])
-    assert (one.checkout, other.checkout, one.overrides) == ("HEAD~1", "HEAD", ())
 
 
 @pytest.mark.parametrize(
@@ -475,8 +470,7 @@ def test_without_a_gpu_it_is_refused_and_says_how_to_try_it(
     assert code == 5 and "--cpu" in err
     code, _, err = trials.launch(*words_for(world, "--cpu"))
     assert code == 2 and "useless-option" in err
-    code, _, err = trials.launch(*words_for(world, "--vary", "open_instruct=a,b", "--gpus", "0"))
-    assert code == 2 and "open-instruct" in err and not trials.started
+    assert not trials.started
 
 
 def documented() -> list[str]:
@@ -495,51 +489,5 @@ def test_the_commands_of_the_page_are_valid(command: str, monkeypatch: pytest.Mo
     gpus = int(given.get("--gpus", ["0"])[0])
     request = Request(stage=None, config=Path(words[0]), gpus=gpus, python=Path(sys.executable))
     asked = variants.combinations(given.get("--vary", []), given.get("--variant", []))
-    if any(one.checkout for one in asked):
-        # another commit may refuse what this one takes
-        return
     made = bench.plan(request, asked, steps=20, repeats=3)
     assert len(made.variants) == len(asked) > 1
-
-
-def test_a_commit_is_checked_out_beside_what_is_there(
-    write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("LAUNCH_CACHE", str(tmp_path / "cache"))
-    root = write("source/open_instruct/finetune.py", "first\n").parent.parent
-    for words in ("init -q -b main", "add .", "commit -q -m first"):
-        git(root, *words.split())
-    write("source/open_instruct/finetune.py", "second\n")
-    git(root, "commit", "-q", "-am", "second")
-    first = git(root, "rev-parse", "HEAD~1")
-    place = worktrees.cloned(root, first)
-    script = place / "open_instruct" / "finetune.py"
-    assert script.read_text() == "first\n" and Repository(place).commit("HEAD") == first
-    assert (root / "open_instruct" / "finetune.py").read_text() == "second\n"
-    assert git(root, "worktree", "list").count("\n") == 0 and not git(root, "status", "-s")
-    assert worktrees.cloned(root, first) == place
-    # one that was edited is made anew
-    script.write_text("mine\n")
-    assert worktrees.edits(place) is not None
-    worktrees.cloned(root, first)
-    assert script.read_text() == "first\n"
-
-
-def test_commits_of_the_pinned_checkout_are_compared(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LAUNCH_CACHE", str(tmp_path / "cache"))
-    pin = str(locate.snapshot("open_instruct")["version"])
-    if Repository(checkout).commit(pin) is None:
-        pytest.skip("the checkout has no history")
-    request = Request(
-        stage=None, config=REPOSITORY / "configs" / "bench" / "hand_recipe.yaml", gpus=2,
-        checkout=checkout, python=Path(sys.executable),
-    )  # fmt: skip
-    asked = variants.combinations([f"open_instruct={checkout},{pin}"], [])
-    first, second = bench.plan(request, asked, steps=5, repeats=1).variants
-    assert first.checkout == str(checkout) and second.checkout not in (None, str(checkout))
-    assert not first.overrides and not second.overrides
-    asked = variants.combinations(["open_instruct=nowhere,HEAD"], [])
-    with pytest.raises(InvalidConfig, match="neither a folder nor a commit"):
-        bench.plan(request, asked, steps=5, repeats=1)

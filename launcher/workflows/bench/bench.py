@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.keys import EXPECT, PAIRED
-from launcher.errors import Exit, Finding, InvalidConfig, NotReady, brief, errors, launch_finding, not_ready, usage
+from launcher.errors import (
+    Exit,
+    Finding,
+    InvalidConfig,
+    LaunchError,
+    NotReady,
+    brief,
+    errors,
+    launch_finding,
+    not_ready,
+    usage,
+)
 from launcher.lifecycle import prepare
 from launcher.lifecycle.prepare import Prepared, Request, ResolvedStage
 from launcher.machine import devices
@@ -23,17 +34,14 @@ from launcher.runs import rundir
 from launcher.stage.options import SWITCHED
 from launcher.upstream.logs.open_instruct import ATTENTION
 from launcher.workflows import experiment, trial
-from launcher.workflows.bench import comparison, measure, variants, worktrees
-from launcher.workflows.bench.comparison import LOSS, SPEED, Assertion, Cause, Sample, VariantSummary, compare
-from launcher.workflows.bench.measure import identity, of_variant, short
+from launcher.workflows.bench import comparison, measure
+from launcher.workflows.bench.comparison import LOSS, SPEED, Assertion, Sample, VariantSummary, compare
+from launcher.workflows.bench.measure import identity, short, with_variant
 from launcher.workflows.bench.variants import Variant
 from launcher.workflows.experiment import Campaign
 
 BENCH_VERSION = 1
 FILE, PAGE = "bench.json", "bench.html"
-
-_AGAIN: tuple[Cause, ...] = ("refused", "interrupted")
-"""What is tried again when the same comparison goes on: it says nothing of the setting."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,27 +87,26 @@ class Bench:
     def broken(self) -> list[dict[str, Any]]:
         """Assertions that do not hold, judged once the first variant is measured."""
         rows = self.rows
-        first = rows[:1] and rows[0].variant == self.variants[0].name
-        return comparison.broken(self.assertions, rows) if first else []
+        return comparison.broken(self.assertions, rows) if rows and rows[0].variant == self.variants[0].name else []
 
     @property
     def weights(self) -> str:
         """What each step's loss is weighted by."""
         return "rows" if self.request.stage in PAIRED else "tokens"
 
-    def order(self) -> list[tuple[int, Variant]]:
-        """Every trial: round by round, every second round backwards, so that drift hits all alike."""
+    def due(self) -> list[tuple[int, Variant]]:
+        """Trials that are still to be run: round by round, every second round backwards.
+
+        So drift hits all alike. What failed for a reason of its own would fail again.
+        """
+        done = {(s.repeat, s.variant) for s in self.samples}
+        failed = {s.variant for s in self.samples if not s.measured}
         return [
             (repeat, variant)
             for repeat in range(self.repeats)
             for variant in (self.variants[::-1] if repeat % 2 else self.variants)
+            if (repeat, variant.name) not in done and variant.name not in failed
         ]
-
-    def due(self) -> list[tuple[int, Variant]]:
-        """Trials that are still to be run: what failed for a reason of its own would fail again."""
-        done = {(s.repeat, s.variant) for s in self.samples}
-        failed = {s.variant for s in self.samples if not s.measured}
-        return [(n, v) for n, v in self.order() if (n, v.name) not in done and v.name not in failed]
 
     def as_json(self) -> dict[str, Any]:
         """The record, and the data of `--format json`."""
@@ -127,7 +134,7 @@ class Bench:
         }
 
     def write(self) -> None:
-        """The record, whole or not at all. Raises NotReady where it cannot be written."""
+        """Raises NotReady where it cannot be written."""
         experiment.write(self.folder / FILE, self.as_json())
 
 
@@ -176,35 +183,30 @@ def plan(
             f"`{brief(relative[0])}` holds the others to the first variant: there is one",
             "--vary KEY=A,B, or figures that stand by themselves: mfu>=48%",
         )
-    if any(one.checkout for one in requested):
-        request = replace(request, python=request.python or worktrees.python_of(request))
-    judgements = _Judgements(len(requested))
     base = functools.cache(lambda: _base(request))
     full: list[tuple[Variant, Prepared]] = []
+    stops: list[tuple[str, LaunchError]] = []
     for one in requested:
-        with judgements.of(one.name):
-            checkout = one.checkout and str(worktrees.find(request, one.checkout))
-            full.append(_prepared(request, replace(one, checkout=checkout), base))
-    judgements.require(ready=len(full) == len(requested))
-    batch, root = (max(made.plan.global_batch for _, made in full), request.runs or rundir.runs_root())
-    startable = 0
+        try:
+            full.append(_prepared(request, one, base))
+        except (InvalidConfig, NotReady) as error:
+            stops.append((one.name, error))
+    _require(stops, requested, ready=len(full) == len(requested))
+    batch, root = max(made.plan.global_batch for _, made in full), request.runs or rundir.runs_root()
     for variant, made in full:
-        # whoever names a commit knows that it is not the pin
-        known = "unpinned-checkout" if variant.checkout is not None else ""
-        warnings = (f for f in made.findings if f.severity != "note" and f.code != known)
-        judgements.note(variant.name, warnings)
-        with judgements.of(variant.name):
-            whole = of_variant(request, variant)
-            trial_request = short(whole, made.plan.stage, steps, root / "models", batch)
+        trial_request = short(with_variant(request, variant), made.plan.stage, steps, root / "models", batch)
+        try:
             # a trial that a killed command left may have the GPUs: it is ended later
-            trial_request = replace(trial_request, runs=root, elsewhere=True)
-            prepared = prepare.prepare(trial_request, running=running)
-            if running:
-                rundir.release(prepared.folder)
-            startable += 1
-    judgements.require(ready=startable > 0)
+            prepared = prepare.prepare(replace(trial_request, runs=root, elsewhere=True), running=running)
+        except (InvalidConfig, NotReady) as error:
+            stops.append((variant.name, error))
+            continue
+        if running:
+            rundir.release(prepared.folder)
+    _require(stops, requested, ready=len(stops) < len(full))
     first = full[0][1].plan
     key = [BENCH_VERSION, steps, [[variant.name, identity(made.plan, made.trainer)] for variant, made in full]]
+    warnings = ((variant.name, f) for variant, made in full for f in made.findings if f.severity != "note")
     return Bench(
         request=replace(request, stage=first.stage.options.stage, gpus=first.gpus),
         variants=tuple(variant for variant, _ in full),
@@ -215,47 +217,34 @@ def plan(
         assertions=tuple(assertions),
         batch=batch,
         key=experiment.key_of(key),
-        findings=(*judgements.findings(judgements.notes), *_other_batches(full)),
+        findings=(*_named(warnings, len(full)), *_other_batches(full)),
     )
 
 
-class _Judgements:
-    """What was found of several variants: each finding once, with the names of those that it is about."""
+def _require(stops: Sequence[tuple[str, LaunchError]], requested: Sequence[Variant], *, ready: bool) -> None:
+    """Raise InvalidConfig where a variant is wrong, NotReady where none is ready."""
+    for kind in (InvalidConfig,) if ready else (InvalidConfig, NotReady):
+        found = [
+            (name, finding)
+            for name, error in stops
+            if isinstance(error, kind)
+            for finding in errors(error.findings) or error.findings
+        ]
+        if found:
+            raise kind(_named(found, len(requested)))
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.notes, self.wrong, self.unready = (dict[Finding, list[str]]() for _ in range(3))
 
-    def note(self, name: str, findings: Iterable[Finding]) -> None:
-        for finding in findings:
-            self.notes.setdefault(finding, []).append(name)
-
-    @contextlib.contextmanager
-    def of(self, name: str) -> Iterator[None]:
-        """Keep what stops a variant, for all of them to be judged."""
-        try:
-            yield
-        except (InvalidConfig, NotReady) as error:
-            kept = self.wrong if isinstance(error, InvalidConfig) else self.unready
-            for finding in errors(error.findings) or error.findings:
-                kept.setdefault(finding, []).append(name)
-
-    def require(self, *, ready: bool) -> None:
-        """Raise InvalidConfig where a variant is wrong, NotReady where none is ready."""
-        if self.wrong:
-            raise InvalidConfig(self.findings(self.wrong))
-        if not ready:
-            raise NotReady(self.findings(self.unready))
-
-    def findings(self, kept: dict[Finding, list[str]]) -> list[Finding]:
-        """With the names in their messages."""
-        if self.count == 1:
-            return list(kept)
-        whose = {
-            finding: "every variant" if len(names) == self.count else ", ".join(names)
-            for finding, names in kept.items()
-        }
-        return [replace(f, message=f"[{names}] {f.message}") for f, names in whose.items()]
+def _named(found: Iterable[tuple[str, Finding]], count: int) -> list[Finding]:
+    """Each finding once, with the names of those of the `count` variants that it is about."""
+    names: dict[Finding, list[str]] = {}
+    for name, finding in found:
+        names.setdefault(finding, []).append(name)
+    if count == 1:
+        return list(names)
+    return [
+        replace(f, message=f"[{'every variant' if len(some) == count else ', '.join(some)}] {f.message}")
+        for f, some in names.items()
+    ]
 
 
 def _base(request: Request) -> Plan | None:
@@ -268,19 +257,17 @@ def _base(request: Request) -> Plan | None:
 
 def _prepared(request: Request, variant: Variant, base: Callable[[], Plan | None]) -> tuple[Variant, Prepared]:
     """A variant with what follows from it. Raises InvalidConfig, also where its batch cannot be kept."""
-    whole = of_variant(request, variant)
+    whole = with_variant(request, variant)
     checked, trainer = prepare.judge(whole)
     # what it expects of a switch that is turned is not wrong before it has followed
     findings = tuple(one for one in checked.findings if one.code != "impossible-expectation")
-    adapted = replace(checked, findings=findings)
-    resolved = prepare.of_checked(whole, adapted, trainer, running=False)
-    changed = {variants.bare(text) for text in variant.overrides}
-    more = (*_expected(resolved, changed), *_batch(resolved, changed, base))
+    resolved = prepare.of_checked(whole, replace(checked, findings=findings), trainer, running=False)
+    more = (*_expected(resolved, variant.keys), *_batch(resolved, variant.keys, base))
     if not more:
         resolved = prepare.of_checked(whole, checked, trainer, running=False)
         return variant, prepare.complete(resolved, running=False)
     variant = replace(variant, overrides=(*variant.overrides, *more))
-    return variant, prepare.prepare(of_variant(request, variant), running=False)
+    return variant, prepare.prepare(with_variant(request, variant), running=False)
 
 
 def _expected(resolved: ResolvedStage, changed: set[str]) -> Iterator[str]:
@@ -296,10 +283,8 @@ def _expected(resolved: ResolvedStage, changed: set[str]) -> Iterator[str]:
         own = changed & {"expect", f"expect.{point}"}
         return expect.get(point) not in (None, "any") and bool(changed & keys) and not own
 
-    for point, keys, on in (
-        ("liger", {names.liger}, entry.liger(values)),
-        ("packing", packing, entry.packs(values, rows)),
-    ):
+    switches = (("liger", {names.liger}, entry.liger(values)), ("packing", packing, entry.packs(values, rows)))
+    for point, keys, on in switches:
         if is_turned(point, keys) and on != (expect[point] != "off"):
             yield f"expect.{point}={SWITCHED[point][0 if on else 1]}"
     if is_turned("attention", {"attn_implementation", "attention"}):
@@ -312,12 +297,9 @@ def _expected(resolved: ResolvedStage, changed: set[str]) -> Iterator[str]:
 
 def _batch(resolved: ResolvedStage, changed: set[str], base: Callable[[], Plan | None]) -> Iterator[str]:
     """Accumulation that keeps the rows of a step, where only the rows of a device were changed."""
-    stage = resolved.stage
-    names = stage.entry.names
+    names = resolved.stage.entry.names
     settled = {names.accumulation, "batch", "batch.global"} & changed
-    if settled or names.per_device not in changed or stage.options.batch:
-        return
-    if (written := base()) is None:
+    if settled or names.per_device not in changed or resolved.stage.options.batch or (written := base()) is None:
         return
     made = prepare.complete(resolved, running=False).plan
     rows = made.global_batch // made.accumulation
@@ -348,7 +330,7 @@ def _other_batches(full: Sequence[tuple[Variant, Prepared]]) -> Iterator[Finding
             )
 
 
-# --- going through with it ------------------------------------------------------------------------
+# --- the trials -----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -368,9 +350,9 @@ def opened(bench: Bench, *, fresh: bool = False) -> Iterator[Bench]:
 
 
 def _again(sample: Sample, timeout_s: float | None) -> bool:
-    """Whether a trial is to be run again: nothing of it was measured, or it gets more time now."""
+    """Whether a trial is to be run again: it was not started, or it gets more time now."""
     longer = timeout_s is None or timeout_s > sample.seconds
-    return sample.cause in _AGAIN or (sample.cause == "timeout" and longer)
+    return sample.cause == "refused" or (sample.cause == "timeout" and longer)
 
 
 def run(bench: Bench, *, show: Callable[[str], None] = lambda _: None) -> Exit:
@@ -397,7 +379,10 @@ def run(bench: Bench, *, show: Callable[[str], None] = lambda _: None) -> Exit:
                 raise KeyboardInterrupt
             bench.samples.append(sample)
             bench.write()
-            show(f"  {_figures(sample)}")
+            speed, loss = (sample.metrics.get(name) for name in (SPEED, LOSS))
+            figures = "no speed" if speed is None else f"{speed:,.0f} tokens/s per GPU"
+            figures += f", loss {'unknown' if loss is None else format(loss, '.4f')}, {sample.seconds:.0f} s"
+            show(f"  {figures if sample.measured else f'{sample.cause}: {sample.reason}'}")
     return Exit.INTERRUPTED if stop.requested else conclusion(bench)
 
 
@@ -412,20 +397,11 @@ def conclusion(bench: Bench) -> Exit:
 
 
 def interrupted(bench: Bench) -> str:
-    """What is left to do where the user has stopped it."""
     done = len(bench.samples)
     return (
         f"interrupted: the same command goes on here, {done} of {done + len(bench.due())} runs are done"
         f"\nruns: {bench.folder / FILE}"
     )
-
-
-def _figures(sample: Sample) -> str:
-    if not sample.measured:
-        return f"{sample.cause}: {sample.reason}"
-    speed, loss = (sample.metrics.get(k) for k in (SPEED, "loss_per_token"))
-    shown = "no speed" if speed is None else f"{speed:,.0f} tokens/s per GPU"
-    return f"{shown}, loss {'unknown' if loss is None else format(loss, '.4f')}, {sample.seconds:.0f} s"
 
 
 # --- for people -----------------------------------------------------------------------------------
@@ -437,7 +413,7 @@ def write_page(bench: Bench) -> None:
     names = {s.variant: Path(s.run) for s in reversed(bench.samples) if s.run and Path(s.run).is_dir()}
     runs = {names[row.variant]: row.variant for row in bench.rows if row.variant in names}
     title = f"bench {bench.folder.name.rpartition('-bench-')[2]}"
-    lead = Lead(title=title, tables=(_table(bench),), lines=_remarks(bench), names=runs)
+    lead = Lead(title=title, tables=(_table(bench),), lines=remarks(bench), names=runs)
     experiment.page(runs, bench.folder / PAGE, lead)
 
 
@@ -457,8 +433,7 @@ def _median(name: str, scale: float = 1.0, unit: str = "", digits: int = 4) -> C
 
 def _runs(row: VariantSummary) -> str:
     speed = row.spreads.get(SPEED)
-    failed = f", {len(row.failures)} failed" if row.failures else ""
-    return f"{0 if speed is None else speed.n}{failed}"
+    return f"{speed.n if speed else 0}{f', {len(row.failures)} failed' if row.failures else ''}"
 
 
 COLUMNS: Mapping[str, Callable[[VariantSummary], str]] = {
@@ -478,17 +453,24 @@ COLUMNS: Mapping[str, Callable[[VariantSummary], str]] = {
 
 
 def standing(row: VariantSummary) -> str:
-    """In words what is to be thought of a variant."""
     word = f"{row.standing}{', recommended' if row.recommended else ''}"
     if row.too_few and row.standing in ("faster", "slower", "no difference"):
         word = f"too few trials{', fastest so far' if row.recommended else ''}"
     return f"{word}: {row.why}" if row.why else word
 
 
-def facts(bench: Bench) -> list[str]:
-    """What was compared, over what, and what does not hold."""
+def _table(bench: Bench) -> list[dict[str, str]]:
+    """Every variant, with the figures of which anything is known."""
+    rows = bench.rows
+    heads = [head for head, cell in COLUMNS.items() if any(cell(row) != "–" for row in rows)]
+    return [{"variant": row.variant, **{h: COLUMNS[h](row) for h in heads}} for row in rows]
+
+
+def remarks(bench: Bench) -> list[str]:
+    """What is to be thought of each variant, what was compared, over what, and what does not hold."""
     tokens = comparison.common_tokens(bench.samples)
-    lines = [f"error: {fault.message}" for fault in comparison.baseline_fault(bench.samples)]
+    lines = [f"{row.variant}: {standing(row)}" for row in bench.rows]
+    lines += [f"error: {fault.message}" for fault in comparison.baseline_fault(bench.samples)]
     if tokens is not None:
         pair = " of a pair" if bench.weights == "rows" else ""
         lines.append(
@@ -503,24 +485,12 @@ def facts(bench: Bench) -> list[str]:
     return lines
 
 
-def _table(bench: Bench) -> list[dict[str, str]]:
-    """Every variant, with the figures of which anything is known."""
-    rows = bench.rows
-    heads = [head for head, cell in COLUMNS.items() if any(cell(row) != "–" for row in rows)]
-    return [{"variant": row.variant, **{h: COLUMNS[h](row) for h in heads}} for row in rows]
-
-
-def _remarks(bench: Bench) -> list[str]:
-    """What is to be thought of each variant, and of the whole comparison."""
-    return [*(f"{row.variant}: {standing(row)}" for row in bench.rows), *facts(bench)]
-
-
 def show(bench: Bench) -> None:
     """The table to stdout."""
     console.findings(comparison.baseline_fault(bench.samples))
     if lines := _table(bench):
         console.table(lines, tuple(lines[0]))
-    for line in _remarks(bench):
+    for line in remarks(bench):
         console.say(line)
     if (bench.folder / PAGE).exists():
         console.say(str(bench.folder / PAGE))

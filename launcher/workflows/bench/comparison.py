@@ -11,15 +11,15 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from launcher.errors import Finding, brief, usage
-from launcher.workflows.bench.significance import ERROR, LEAST_RUNS, Pace, chance, steadily
+from launcher.workflows.bench.significance import ERROR, LEAST_RUNS, chance, steadily
 
 SPEED, LOSS = "tokens_per_second_per_gpu", "loss_per_token"
 
 TOLERANCE = 0.05
-"""How far the loss may lie from that of the first variant, as a share of it, unless told otherwise."""
+"""How far the loss may lie from that of the first variant, as a share of it, without an `--assert`."""
 ALONE = 0.03
 """What fewer runs of either than `LEAST_RUNS` have to differ by: of two each, ranges are apart by chance in
 one of three comparisons, and one alone has no spread to tell."""
@@ -81,28 +81,18 @@ class Sample:
 
     @property
     def measured(self) -> bool:
-        """Whether it came to its end and its numbers count."""
         return self.cause == "ok"
 
     def as_json(self) -> dict[str, Any]:
-        """For the record; `from_json` reads it."""
         curve = [astuple(step) for step in self.curve]
         return {**asdict(self), "curve": curve, "seconds": round(self.seconds, 1)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Sample:
         """What `as_json` wrote. Raises KeyError, TypeError or ValueError where it did not."""
-        curve = tuple(CurveStep(*map(float, one[:3]), *one[3:]) for one in data["curve"])
-        known = {k: data[k] for k in ("variant", "repeat", "cause", "reason", "run", "seconds")}
-        return cls(
-            **known,
-            flaws=tuple(data["flaws"]),
-            unproved=tuple(data.get("unproved") or ()),
-            gradients=data.get("gradients"),
-            metrics=dict(data["metrics"]),
-            curve=curve,
-            pace=tuple(map(float, data.get("pace") or ())),
-        )
+        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        known["curve"] = tuple(CurveStep(*map(float, one[:3]), *one[3:]) for one in data["curve"])
+        return cls(**known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +106,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Spread | None:
-        """Of those that are known; None where none is."""
         known = [value for value in values if value is not None and math.isfinite(value)]
         if not known:
             return None
@@ -127,32 +116,18 @@ class Spread:
         return self.min > other.max or self.max < other.min
 
     def __str__(self) -> str:
-        """`median (least – most, n runs)`."""
         if self.n == 1:
             return f"{self.median:,.0f} (one run)"
         return f"{self.median:,.0f} ({self.min:,.0f} – {self.max:,.0f}, {self.n} runs)"
 
-    def as_json(self) -> dict[str, float]:
-        """As benchmarks.json has it."""
-        return asdict(self)
 
-
-@dataclass(frozen=True, slots=True)
-class SpeedTest:
-    """Faster, slower or neither, and what there is to say of it.
-
-    `chance`: how often what is no faster (no slower, where the medians say so) looks so all the same.
-    """
+class SpeedTest(NamedTuple):
+    """`chance`: how often what is no faster (no slower, where the medians say so) looks so all the same."""
 
     word: Word
     chance: float
-    why: str = ""
-    too_few: bool = False
-
-    @property
-    def text(self) -> str:
-        """The word, where there are enough trials for one."""
-        return "too few trials" if self.too_few else self.word
+    why: str
+    too_few: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,12 +154,10 @@ class VariantSummary:
     flaws: tuple[str, ...] = ()
 
     def median(self, name: str) -> float | None:
-        """The median of a metric; None where it is not known."""
         spread = self.loss if name == LOSS else self.spreads.get(name)
         return None if spread is None else spread.median
 
     def as_json(self) -> dict[str, Any]:
-        """One entry of `rows`."""
         row = asdict(self)
         return {**row.pop("spreads"), LOSS: row.pop("loss"), **row}
 
@@ -210,7 +183,7 @@ def within(curve: Sequence[CurveStep], tokens: float) -> tuple[float | None, flo
 
 
 def common_tokens(samples: Iterable[Sample]) -> float | None:
-    """How many tokens every measured trial has seen; None where none has a loss."""
+    """How many tokens every measured trial has trained on; None where none has a loss."""
     counts = [math.fsum(s.tokens for s in one.curve) for one in samples if one.measured and one.curve]
     return min(counts, default=None)
 
@@ -225,23 +198,19 @@ def compare(samples: Sequence[Sample], tolerance: float = TOLERANCE) -> list[Var
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.variant, []).append(sample)
-    tokens = common_tokens(samples)
-    base: list[Sample] = next(iter(groups.values()), [])
+    tokens, base = common_tokens(samples), next(iter(groups.values()), [])
     rows: list[VariantSummary] = []
     for group in groups.values():
         rows.append(_row(group, base, rows[0] if rows else None, tokens, tolerance))
-    best = max(
-        (row for row in rows if row.standing == "faster"), key=lambda row: row.median(SPEED) or 0.0, default=None
-    )
+    faster = [row for row in rows if row.standing == "faster"]
+    best = max(faster, key=lambda row: row.median(SPEED) or 0.0, default=None)
     return [replace(row, recommended=True) if row is best else row for row in rows]
 
 
 def corrupt(samples: Iterable[Sample]) -> str | None:
-    """Why a run's gradients were not its batch's; None where none was seen to be so."""
-    for one in samples:
-        if one.gradients == "corrupt":
-            return one.reason or "gradients are corrupt"
-    return None
+    """Why a run's gradients were not its batch's; None where no run's were."""
+    reasons = (one.reason or "gradients are corrupt" for one in samples if one.gradients == "corrupt")
+    return next(reasons, None)
 
 
 def baseline_fault(samples: Sequence[Sample]) -> tuple[Finding, ...]:
@@ -273,10 +242,9 @@ def unlike(samples: Sequence[Sample], base: Sequence[Sample]) -> str | None:
         return None
     step, theirs = ours[0].curve[0], others[0].curve[0]
     if step.norm is not None and theirs.norm and step.tokens == theirs.tokens:
-        alike = step.micro_batches == theirs.micro_batches
-        allowed = SAME_NORM if alike else SPLIT_NORM
-        change = step.norm / theirs.norm - 1
-        if not abs(change) <= allowed:
+        allowed = SAME_NORM if step.micro_batches == theirs.micro_batches else SPLIT_NORM
+        # a norm that is NaN is beyond too
+        if not abs(step.norm / theirs.norm - 1) <= allowed:
             return (
                 f"the first step's gradient norm is {step.norm:.4g}, {theirs.norm:.4g} in "
                 f"{others[0].variant}: beyond {share(allowed)} for the same rows"
@@ -300,6 +268,11 @@ def _falls_less(ours: Sequence[Sample], others: Sequence[Sample]) -> str | None:
     return f"the loss falls by {fell:.4g}, {base:.4g} in {others[0].variant} over the same steps"
 
 
+def share(tolerance: float) -> str:
+    """A tolerance for people: `±5 %`."""
+    return f"±{100 * tolerance:.4g} %"
+
+
 def _row(
     samples: Sequence[Sample],
     base: Sequence[Sample],
@@ -311,40 +284,39 @@ def _row(
     # a loss over everything that a trial saw compares with no other's
     keys = dict.fromkeys(key for sample in measured for key in sample.metrics if key != LOSS)
     spreads = {key: Spread.of(sample.metrics.get(key) for sample in measured) for key in keys}
-    loss = steps = None
-    if tokens is not None:
-        means = [within(sample.curve, tokens) for sample in measured]
-        loss, steps = Spread.of(one for one, _ in means), Spread.of(count for _, count in means)
-    speed = spreads.get(SPEED)
-    known = None if first is None else first.spreads.get(SPEED)
-    test = None if first is None else speed_test(samples, base)
+    means = [] if tokens is None else [within(sample.curve, tokens) for sample in measured]
+    loss, steps = Spread.of(mean for mean, _ in means), Spread.of(count for _, count in means)
+    ratio = change = test = None
+    if first is not None:
+        speed, known = spreads.get(SPEED), first.spreads.get(SPEED)
+        if speed and known and known.median > 0:
+            ratio = speed.median / known.median
+        if loss and first.loss and first.loss.median:
+            change = (loss.median - first.loss.median) / abs(first.loss.median)
+        test = speed_test(samples, base)
     row = VariantSummary(
         variant=samples[0].variant,
         standing="unknown",
         why="",
         spreads=spreads,
         loss=loss,
-        speed_ratio=speed.median / known.median if speed and known and known.median > 0 else None,
-        chance=None if test is None else round(test.chance, 4),
+        steps_within=None if steps is None else steps.median,
+        speed_ratio=ratio,
+        chance=test and round(test.chance, 4),
         too_few=test is not None and test.too_few,
-        loss_change=_change(loss, None if first is None else first.loss),
+        loss_change=change,
         failures=tuple(f"{one.cause}: {one.reason}" for one in samples if not one.measured),
         flaws=tuple(dict.fromkeys(flaw for one in measured for flaw in one.flaws)),
-        steps_within=None if steps is None else steps.median,
     )
+    if wrong := corrupt(base):
+        why = f"{base[0].variant} trained on corrupt gradients: nothing is compared with it"
+        return replace(row, standing="unknown", why=why) if first else replace(row, standing="flawed", why=wrong)
+    if not measured:
+        return replace(row, standing="failed", why=row.failures[0])
+    if row.flaws:
+        return replace(row, standing="flawed", why=f"not what was asked for: {'; '.join(row.flaws)}")
     standing, why = _standing(row, samples, base, first, test, tokens, tolerance)
     return replace(row, standing=standing, why=why)
-
-
-def share(tolerance: float) -> str:
-    """A tolerance for people: `±5 %`."""
-    return f"±{100 * tolerance:.4g} %"
-
-
-def _change(loss: Spread | None, base: Spread | None) -> float | None:
-    if loss is None or base is None or base.median == 0:
-        return None
-    return (loss.median - base.median) / abs(base.median)
 
 
 def _standing(
@@ -356,15 +328,8 @@ def _standing(
     tokens: float | None,
     tolerance: float,
 ) -> tuple[Standing, str]:
-    """What to say of a variant, gravest first."""
-    if wrong := corrupt(base):
-        why = f"{base[0].variant} trained on corrupt gradients: nothing is compared with it"
-        return ("flawed", wrong) if first is None else ("unknown", why)
+    """What to say of a variant that was measured and broke nothing, gravest first."""
     measured = [sample for sample in samples if sample.measured]
-    if not measured:
-        return "failed", row.failures[0]
-    if row.flaws:
-        return "flawed", f"not what was asked for: {'; '.join(row.flaws)}"
     unproved = dict.fromkeys(name for sample in measured for name in sample.unproved)
     if any(sample.gradients == "unknown" for sample in measured):
         unproved["gradients"] = None
@@ -375,7 +340,7 @@ def _standing(
         return "baseline", "; ".join(doubts)
     if test is None:
         return "unknown", "no speed of both to compare"
-    text, change, steps = test.text, row.loss_change, row.steps_within
+    text, change, steps = "too few trials" if test.too_few else test.word, row.loss_change, row.steps_within
     if change is None:
         return "unknown", f"{text}; no loss of both to compare"
     if abs(change) > tolerance:
@@ -406,7 +371,8 @@ def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | No
         return None
     ratio, fewest = speed.median / known.median, min(speed.n, known.n)
     few = fewest < LEAST_RUNS
-    paces = [[_pace(one) for one in some] for some in (ours, others)]
+    # where steps are not known, all of them are one
+    paces = [[one.pace or (1 / (one.metrics[SPEED] or math.inf),) for one in some] for some in (ours, others)]
     ahead, behind = paces if ratio > 1 else paces[::-1]
     by_chance = chance(ahead, behind)
     clear = speed.apart(known) and steadily(ahead, behind) if few else by_chance <= ERROR
@@ -418,11 +384,6 @@ def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | No
             f"{ratio - 1:+.1%} by the medians, which chance alone does in {by_chance:.0%} of cases: more runs may tell"
         )
     return SpeedTest(word, by_chance, why, few)
-
-
-def _pace(sample: Sample) -> Pace:
-    """Seconds a token of each step, or of all of them where steps are not known."""
-    return sample.pace or (1 / (sample.metrics[SPEED] or math.inf),)
 
 
 # --- what must hold of a comparison ----------------------------------------------------------------

@@ -1,7 +1,7 @@
 """One trial of a setting -> `Sample`: a short real run of the stage, judged and measured.
 
-It is the stage as `launch ladder` shortens it, and goes through keeper, probe and verdict as any other. What
-fails ends that trial alone.
+It is the stage as `launch ladder` shortens it, and goes through supervisor, probe and verdict as any other.
+What fails ends that trial alone.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from launcher.errors import Exit, LaunchError, errors
 from launcher.lifecycle import prepare
 from launcher.lifecycle.prepare import Request
 from launcher.machine import python
+from launcher.machine.git import Repository
 from launcher.machine.python import Trainer
 from launcher.plan.plan import Plan
 from launcher.runs import rundir
 from launcher.stage.stage import Stage
 from launcher.verdict import evidence, metrics
-from launcher.verdict.evidence import Evidence, RankRecord
+from launcher.verdict.evidence import Evidence, ProbeStep
 from launcher.workflows import trial
-from launcher.workflows.bench import comparison, worktrees
+from launcher.workflows.bench import comparison
 from launcher.workflows.bench.comparison import Cause, CurveStep, Sample
 from launcher.workflows.bench.variants import Variant
 from launcher.workflows.ladder import ladder
@@ -58,7 +59,7 @@ def measure(
     began, models = time.monotonic(), root / "models"
     place = models / f"{rundir.dashed(variant.name)[:60]}-{repeat + 1}"
     try:
-        trial_request = short(of_variant(request, variant), stage, steps, place, batch)
+        trial_request = short(with_variant(request, variant), stage, steps, place, batch)
         prepared = prepare.prepare(replace(trial_request, runs=root), running=True)
         left = None if timeout_s is None else timeout_s - (time.monotonic() - began)
         outcome = trial.of_prepared(prepared, timeout_s=left, allow_unproven=True, quiet=True)
@@ -74,14 +75,8 @@ def measure(
     return sample_of(outcome, variant.name, repeat)
 
 
-def of_variant(request: Request, variant: Variant) -> Request:
-    """The request with what the variant says on top."""
-    overrides = (*request.overrides, *variant.overrides)
-    if variant.checkout is None:
-        return replace(request, overrides=overrides)
-    # whoever names commits to compare knows that they are not all the pin
-    checkout = Path(variant.checkout)
-    return replace(request, overrides=overrides, checkout=checkout, allow_unpinned=True)
+def with_variant(request: Request, variant: Variant) -> Request:
+    return replace(request, overrides=(*request.overrides, *variant.overrides))
 
 
 def short(request: Request, stage: Stage, steps: int, place: Path, batch: int | None) -> Request:
@@ -109,7 +104,7 @@ def short(request: Request, stage: Stage, steps: int, place: Path, batch: int | 
 
 
 def sample_of(outcome: Outcome, variant: str, repeat: int = 0) -> Sample:
-    """What one run says: its figures, or why it has none."""
+    """The figures of one run, or why it has none."""
     found = evidence.read_run(outcome.run.path)
     cause, points = _cause(outcome), outcome.verdict.points
     curve = _curve(found, outcome.verdict.stage)
@@ -154,13 +149,17 @@ def _metrics(found: Evidence, outcome: Outcome, curve: Sequence[CurveStep]) -> d
     figures, steady = outcome.verdict.metrics, [metrics.steady(record) for record in ranks]
     speed = figures.get("tokens_per_second")
     timed = [[s.seconds for s in steps if s.seconds is not None] for steps in steady]
+    counted = [[s.tokens for s in steps if s.tokens is not None] for steps in steady]
     wasted = [s.wasted for record in ranks for s in record.steps if s.wasted is not None]
+    # from when the probe was loaded to the first step: data, weights, and what is computed beforehand
+    events = [ranks[0].last(name) if ranks else None for name in ("start", "device")]
+    start, begun = (None if event is None else event.number("t") for event in events)
     tokens = math.fsum(step.tokens for step in curve) or None
     return {
         "tokens_per_second_per_gpu": None if speed is None else speed / max(1, len(ranks)),
         "seconds_per_step": max((statistics.fmean(one) for one in timed if one), default=None),
-        "seconds_before_steps": _before(ranks),
-        "tokens_per_step": _tokens_per_step(steady),
+        "seconds_before_steps": None if start is None or begun is None else begun - start,
+        "tokens_per_step": math.fsum(map(statistics.fmean, counted)) if counted and all(counted) else None,
         "mfu": figures.get("mfu"),
         "wasted_share": figures.get("wasted_share"),
         "wasted_tokens": math.fsum(wasted) if wasted else None,
@@ -173,14 +172,9 @@ def _metrics(found: Evidence, outcome: Outcome, curve: Sequence[CurveStep]) -> d
     }
 
 
-def _tokens_per_step(steady: Sequence[Sequence[evidence.ProbeStep]]) -> float | None:
-    known = [[s.tokens for s in steps if s.tokens is not None] for steps in steady]
-    return math.fsum(map(statistics.fmean, known)) if known and all(known) else None
-
-
-def _by_step(some: Iterable[Iterable[evidence.ProbeStep]]) -> Iterator[list[evidence.ProbeStep]]:
+def _by_step(some: Iterable[Iterable[ProbeStep]]) -> Iterator[list[ProbeStep]]:
     """What the ranks recorded of each step, in order."""
-    by_step: dict[int, list[evidence.ProbeStep]] = {}
+    by_step: dict[int, list[ProbeStep]] = {}
     for step in itertools.chain.from_iterable(some):
         by_step.setdefault(step.step, []).append(step)
     return (parts for _, parts in sorted(by_step.items()))
@@ -195,13 +189,6 @@ def _pace(found: Evidence) -> tuple[float, ...]:
         tokens = math.fsum(part.tokens or 0.0 for part in parts)
         pace.append(seconds / tokens if tokens else 0.0)
     return tuple(pace) if all(pace) else ()
-
-
-def _before(ranks: Sequence[RankRecord]) -> float | None:
-    """From when the probe was loaded to the first step: data, weights, and what is computed beforehand."""
-    start, begun = (ranks[0].last(name) if ranks else None for name in ("start", "device"))
-    moments = [None if event is None else event.number("t") for event in (start, begun)]
-    return moments[1] - moments[0] if moments[0] is not None and moments[1] is not None else None
 
 
 def _curve(found: Evidence, stage: str | None) -> tuple[CurveStep, ...]:
@@ -224,6 +211,7 @@ def identity(planned: Plan, trainer: Trainer) -> dict[str, Any]:
     """What a measurement is one of: settings, source, contents, packages, machine."""
     stage = planned.stage
     source, output = stage.upstream, stage.entry.names.output
+    edited = not source.pinned and source.root is not None and Repository(source.root).ask("diff", "HEAD")
     return {
         "stage": stage.options.stage,
         "backend": stage.options.backend,
@@ -232,7 +220,7 @@ def identity(planned: Plan, trainer: Trainer) -> dict[str, Any]:
         "arguments": {k: v for k, v in planned.arguments().items() if k != output},
         "gpus": planned.gpus,
         "source": source.version,
-        "changed": worktrees.edits(source.root) if not source.pinned else None,
+        "changed": edited or None,
         "contents": inputs.of_plan(planned),
         "python": str(trainer.python),
         "packages": dict(trainer.packages),

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from launcher.errors import brief, usage
 
 AS_WRITTEN = "as written"
-CHECKOUT = "open_instruct"
-"""The key whose values are checkouts, or commits of the one that would be used."""
 MOST = 64
 
 _KEY = re.compile(r"[A-Za-z_][\w.\[\]-]*\Z")
@@ -21,26 +19,22 @@ _NAME = re.compile(r"[\w.+-]+\Z")
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One of the settings that are compared: the stage file with these overrides on top.
-
-    `checkout` is the open-instruct checkout that runs it (a commit until `bench.plan` has found it), None
-    for the one that any run would use.
-    """
+    """One of the settings that are compared: the stage file with these overrides on top."""
 
     name: str
     overrides: tuple[str, ...] = ()
-    checkout: str | None = None
 
     @property
     def keys(self) -> set[str]:
-        """What it says something about."""
-        return {bare(text) for text in self.overrides} | ({CHECKOUT} if self.checkout else set())
+        """What it changes, see `bare`."""
+        return set(map(bare, self.overrides))
 
 
-def pieces(text: str) -> list[str]:
+def pieces(option: str, text: str) -> list[str]:
     """The parts between commas; what stands in brackets or quotes is one part.
 
-    A quote counts where a value begins. Raises ValueError for a bracket or quote that stays open.
+    A quote counts where a value begins. Raises UsageError, which names the `option`, for a bracket or quote
+    that stays open.
     """
     found, depth, quote, begins = [""], 0, "", True
     for letter in text:
@@ -59,8 +53,8 @@ def pieces(text: str) -> list[str]:
         begins = letter in "=,[{: " or (begins and letter == " ")
         found[-1] += letter
     if quote or depth:
-        raise ValueError("a quote stays open" if quote else "a bracket stays open")
-    return found
+        raise usage("bad-vary", f"{brief(option)}: a {'quote' if quote else 'bracket'} stays open")
+    return [piece.strip() for piece in found]
 
 
 def combinations(vary: Sequence[str], variants: Sequence[str]) -> list[Variant]:
@@ -76,18 +70,13 @@ def combinations(vary: Sequence[str], variants: Sequence[str]) -> list[Variant]:
         for key in set().union(*(a.keys for a in one)) & set().union(*(a.keys for a in other)):
             raise usage("bad-vary", f"`{key}` is varied twice")
     if (count := math.prod(map(len, axes))) > MOST:
-        help = "vary less at once: each of them is run several times"
-        raise usage("bad-vary", f"that is {count} variants", help)
+        raise usage("bad-vary", f"that is {count} variants", "vary less at once: each of them is run several times")
     found = [
-        Variant(
-            ", ".join(part.name for part in parts),
-            tuple(text for part in parts for text in part.overrides),
-            next((part.checkout for part in parts if part.checkout), None),
-        )
+        Variant(", ".join(part.name for part in parts), tuple(text for part in parts for text in part.overrides))
         for parts in itertools.product(*axes)
         if parts
     ]
-    if not found or (len(found) == 1 and found[0].keys):
+    if not found or (len(found) == 1 and found[0].overrides):
         found = [Variant(AS_WRITTEN), *found]
     return found
 
@@ -100,9 +89,8 @@ def bare(text: str) -> str:
 def _vary(text: str) -> list[Variant]:
     key, equals, rest = text.partition("=")
     if not equals or not _KEY.match(key):
-        message = f"--vary {brief(text)}: not of the form key=a,b"
-        raise usage("bad-vary", message, "--vary packing=false,true")
-    values = _pieces(f"--vary {text}", rest)
+        raise usage("bad-vary", f"--vary {brief(text)}: not of the form key=a,b", "--vary packing=false,true")
+    values = pieces(f"--vary {text}", rest)
     if "" in values:
         raise usage("bad-vary", f"--vary {brief(text)}: a value is empty", "an empty text is ''")
     for value in values:
@@ -111,7 +99,7 @@ def _vary(text: str) -> list[Variant]:
             raise usage("bad-vary", f"--vary {brief(text)}: `{value}` stands twice", help)
     names = [brief(f"{key.removeprefix('args.')}={value}", 60) for value in values]
     apart = [f"{name} ({nth})" if names.count(name) > 1 else name for nth, name in enumerate(names)]
-    return [_variant(name, [f"{key}={value}"]) for name, value in zip(apart, values, strict=True)]
+    return [Variant(name, (f"{key}={value}",)) for name, value in zip(apart, values, strict=True)]
 
 
 def _variants(texts: Sequence[str]) -> list[Variant]:
@@ -126,24 +114,10 @@ def _variants(texts: Sequence[str]) -> list[Variant]:
             )
         if name in found:
             raise usage("bad-variant", f"two variants are called `{name}`")
-        settings = _pieces(f"--variant {text}", rest) if rest else []
+        settings = pieces(f"--variant {text}", rest) if rest else []
         for setting in settings:
             if "=" not in setting or not _KEY.match(setting.partition("=")[0]):
                 help = "key=value,key=value; a value with a comma in it stands in brackets or quotes"
                 raise usage("bad-variant", f"--variant {brief(text)}: `{brief(setting)}`", help)
-        found[name] = _variant(name, settings)
+        found[name] = Variant(name, tuple(settings))
     return list(found.values())
-
-
-def _variant(name: str, settings: Sequence[str]) -> Variant:
-    mark = f"{CHECKOUT}="
-    named = [text.removeprefix(mark) for text in settings if text.startswith(mark)]
-    rest = tuple(text for text in settings if not text.startswith(mark))
-    return Variant(name, rest, named[-1] if named else None)
-
-
-def _pieces(option: str, text: str) -> list[str]:
-    try:
-        return [piece.strip() for piece in pieces(text)]
-    except ValueError as error:
-        raise usage("bad-vary", f"{brief(option)}: {error}") from None

@@ -65,7 +65,6 @@ class Expected:
 
     @property
     def speed(self) -> float:
-        """Tokens a second."""
         return self.tokens / self.seconds
 
 
@@ -85,11 +84,9 @@ class Candidate:
 
     @property
     def rows(self) -> int:
-        """Rows a device."""
         return int(self.settings.get("per_device", 1))
 
     def differing(self, other: Candidate) -> list[str]:
-        """The levers that have another value there."""
         return [name for name in ORDER if self.settings.get(name) != other.settings.get(name)]
 
 
@@ -125,12 +122,10 @@ class Trial:
 
     @property
     def step(self) -> float | None:
-        """Seconds of a step."""
         return self.sample.metrics.get("seconds_per_step")
 
     @property
     def peak(self) -> float | None:
-        """GiB allocated at most."""
         return self.sample.metrics.get("peak_allocated_gib")
 
 
@@ -143,7 +138,6 @@ class SettingRuns:
 
     @property
     def counted(self) -> list[Trial]:
-        """The runs whose end says something about the setting."""
         return [run for run in self.runs if run.counts]
 
     @property
@@ -154,23 +148,19 @@ class SettingRuns:
 
     @property
     def ok(self) -> bool:
-        """Whether it may be proposed: every run passed."""
         return self.decisive.counts and self.decisive.ok
 
     @property
     def speed(self) -> float:
-        """Tokens a second and GPU."""
         return statistics.median([run.speed for run in self.counted] or [0.0])
 
     @property
     def step(self) -> float | None:
-        """Seconds of a step."""
         steps = [run.step for run in self.counted if run.step]
         return statistics.median(steps) if steps else None
 
     @property
     def peak(self) -> float | None:
-        """GiB allocated at most."""
         return max((run.peak for run in self.counted if run.peak is not None), default=None)
 
     @property
@@ -203,7 +193,6 @@ class Outlook:
         return Candidate(settings=settings, expected=expected)
 
     def base(self) -> Candidate:
-        """The file as it is written."""
         return self.candidate(self.space.base)
 
     def expected(self, settings: Settings) -> Expected | None:
@@ -242,7 +231,7 @@ class Search:
     """Proposes candidates of a grid and learns from their trials.
 
     `base` is the file as written, `room` the card's memory in GiB where it is known. `runs` are all trials
-    as they came; `stopped` says why nothing follows.
+    as they came, `results` their settings, each once. `stopped` says why nothing follows.
     """
 
     def __init__(
@@ -260,17 +249,13 @@ class Search:
         self.grid = {one.key: one for one in (base, *grid)}
         self.runs: list[Trial] = []
         self.results: list[SettingRuns] = []
-        """The settings of all runs, each once, in the order of their first."""
         self.guilty: list[frozenset[Item]] = []
         """Values that fail wherever all of a set are together."""
         self.passed: set[Item] = set()
         """Values that had their trial in the greedy pass."""
         self.stopped: str | None = None
 
-    # --- what was measured ---
-
     def runs_of(self, candidate: Candidate) -> list[Trial]:
-        """The trials of one setting, as they came."""
         return [run for run in self.runs if run.candidate.key == candidate.key]
 
     @property
@@ -288,7 +273,6 @@ class Search:
 
     @property
     def best(self) -> SettingRuns | None:
-        """The first of `good`."""
         return next(iter(self.good), None)
 
     @property
@@ -296,11 +280,9 @@ class Search:
         """The file as written, where it was tried."""
         return next((one for one in self.results if one.candidate.key == self.base.key), None)
 
-    # --- memory ---
-
     @property
     def limit(self) -> float:
-        """GiB that may be planned for."""
+        """In GiB."""
         return math.inf if self.room is None else usable(self.room)
 
     def fits(self, one: SettingRuns | Trial) -> bool:
@@ -320,9 +302,10 @@ class Search:
             # what ran out wanted more than there is, whatever was counted when it failed
             peak, estimate = self.room if full else one.peak, one.candidate.expected.short
             if estimate and peak and (one.ok or full):
-                kinds = (_memory_kind(each) for each in (one.candidate, candidate))
                 others.append(peak / estimate)
-                alike += others[-1:] if len(set(kinds)) == 1 else []
+                if not {"checkpointing", "packing", "liger"} & set(candidate.differing(one.candidate)):
+                    # the levers that decide which of memory's moments is the peak
+                    alike.append(peak / estimate)
         return candidate.expected.peak * max(alike or others)
 
     def eligible(self, candidate: Candidate) -> bool:
@@ -336,8 +319,6 @@ class Search:
         least = min((one.expected.peak for one in full if one.expected.peak), default=math.inf)
         return estimate < least and peak <= self.limit
 
-    # --- time ---
-
     def predicted(self, candidate: Candidate) -> float:
         """Tokens a second and GPU: as much faster than the best as the plan says."""
         best = self.best
@@ -350,19 +331,15 @@ class Search:
             return candidate.expected.seconds
         return best.step * candidate.expected.seconds / best.candidate.expected.seconds
 
-    def _start(self) -> float:
-        starts = [run.sample.seconds - self.steps * run.step for run in self.runs if run.ok and run.step]
-        # the first one fills caches that the others find
-        return max(0.0, statistics.median(starts[1:] or starts)) if starts else self.start_s
-
     def trial_seconds(self, candidate: Candidate) -> float:
         """Wall time of a trial, learned from those before."""
         own = [run.sample.seconds for run in self.runs_of(candidate) if run.ok]
         if self.runs and self.runs[0].candidate.key == candidate.key:
             own = own[1:]
-        return max(own, default=self._start() + self.steps * self._step_seconds(candidate))
-
-    # --- the next one ---
+        starts = [run.sample.seconds - self.steps * run.step for run in self.runs if run.ok and run.step]
+        # the first one fills caches that the others find
+        start = max(0.0, statistics.median(starts[1:] or starts)) if starts else self.start_s
+        return max(own, default=start + self.steps * self._step_seconds(candidate))
 
     def propose(self, left: float = math.inf) -> Candidate | None:
         """The next candidate, None at the end: `stopped` says why. `left` are seconds of the budget."""
@@ -421,16 +398,15 @@ class Search:
                 return gains
         if best is None:
             return []
-        near = [
-            (self.predicted(one) / best.speed - 1 + _DOUBT[name], one)
-            for name, one in self._neighbours(best.candidate, fresh)
-        ]
+        around = self._neighbours(best.candidate, fresh)
+        near = [(self.predicted(one) / best.speed - 1 + _DOUBT[name], one) for name, one in around]
         return sorted(near, key=lambda pair: (-round(pair[0], 4), len(pair[1].differing(self.base))))
 
     def _neighbours(self, best: Candidate, fresh: Sequence[Candidate]) -> Iterator[tuple[str, Candidate]]:
         """For each value of a lever that had no trial, the fastest in micro-batches that fit."""
         for name in ORDER:
-            around = [one for one in fresh if _changes_only(one, best, name)]
+            # a micro-batch that fits may come with it
+            around = [one for one in fresh if {name} <= set(one.differing(best)) <= {name, "per_device"}]
             if name == "per_device":
                 # the next larger and the next smaller size
                 around.sort(key=lambda one: one.rows)
@@ -460,8 +436,6 @@ class Search:
                 return replace(one.candidate, purpose="repeat", why=why)
         return None
 
-    # --- learning ---
-
     def learn(self, trial: Trial) -> Trial:
         """Take in the outcome of a trial; returns it with what was learned, in one line.
 
@@ -488,8 +462,7 @@ class Search:
         if status == "oom":
             return "out of memory: nothing that needs at least as much is tried"
         if earlier and not trial.ok:
-            kept = status == "refused"
-            return failure if kept else f"{failure}; no longer kept: every run has to pass"
+            return failure if status == "refused" else f"{failure}; no longer kept: every run has to pass"
         if earlier:
             return f"now {Spread.of([speed, *(run.speed for run in earlier if run.ok)])}"
         if not trial.ok:
@@ -526,8 +499,6 @@ class Search:
         words = ", ".join(described(name, settings[name]) for name in names)
         return f"; {words}: not tried again{' together' * (len(names) > 1)}" if names else ""
 
-    # --- words ---
-
     def words(self, one: Candidate, other: Candidate) -> str:
         """What one setting changes of another."""
         changed = [name for name in one.differing(other) if name in one.settings]
@@ -543,7 +514,6 @@ class Search:
         return why if peak is None or not self.room else f"{why}, {peak:.0f} of {self.room:.0f} GiB"
 
     def summary(self) -> dict[str, Any]:
-        """How large the grid is, and how much of it the plan and the trials have ruled out."""
         grid = self.grid.values()
         return {
             "settings": len(self.grid),
@@ -553,20 +523,9 @@ class Search:
         }
 
 
-def _changes_only(one: Candidate, other: Candidate, name: str) -> bool:
-    """Whether one differs from the other in this lever, and at most in the micro-batch beside."""
-    changed = one.differing(other)
-    return name in changed and set(changed) <= {name, "per_device"}
-
-
 def _whole_peak(one: SettingRuns | Trial) -> float | None:
     """The peak of the whole run in GiB, by what a trial measured; None where nobody can tell."""
     expected = one.candidate.expected
     if not expected.peak or not expected.short or one.peak is None:
         return None
     return expected.peak * one.peak / expected.short
-
-
-def _memory_kind(candidate: Candidate) -> tuple[Setting | None, ...]:
-    """The levers that decide which of memory's moments is the peak."""
-    return tuple(candidate.settings.get(name) for name in ("checkpointing", "packing", "liger"))

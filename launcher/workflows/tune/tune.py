@@ -1,6 +1,6 @@
 """`launch tune`: short real runs of a stage until the fastest setting is found that trains the same.
 
-`search` proposes and learns, `measurement` measures; here are the budget, the record, and what a verdict
+`search` proposes and learns, `bench.measure` measures; here are the budget, the record, and what a verdict
 means for a setting.
 """
 
@@ -11,7 +11,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from launcher.lifecycle import prepare as preparation
 from launcher.lifecycle.prepare import Request, ResolvedStage
 from launcher.machine import devices
 from launcher.machine.datasheets import CPU, Card, card_of
-from launcher.machine.devices import Devices
+from launcher.machine.devices import Devices, Look
 from launcher.plan import footprint, plan
 from launcher.plan.plan import Plan
 from launcher.runs import rundir
@@ -40,7 +40,6 @@ FILE = "tune.json"
 TUNED = "tuned.yaml"
 STOPPING_S = 15.0
 """What ending a trial may take after its time is up: INT, TERM, KILL."""
-_START_S = {"gpu": 60.0, "cpu": 20.0}
 _POINTS = ("liger", "packing", "attention", "batch", "loss", "memory")
 """Points of the verdict that a setting has to prove; the others are not about settings."""
 
@@ -77,33 +76,29 @@ class Tuning:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """A search that knows of no trial."""
+        """Forget every trial."""
         self.search = Search(
             self.outlook.grid(),
             self.outlook.base(),
             steps=self.terms.steps,
             room=self.card.gib,
-            start_s=_START_S["gpu" if self.plan.gpus else "cpu"],
+            start_s=60.0 if self.plan.gpus else 20.0,
         )
 
     @property
     def request(self) -> Request:
-        """The command line, with the stage and the GPUs that it comes to."""
         return self.resolved.request
 
     @property
     def space(self) -> Space:
-        """The levers."""
         return self.outlook.space
 
     @property
     def plan(self) -> Plan:
-        """How the file as written would run."""
         return self.space.plan
 
     @property
     def card(self) -> Card:
-        """The GPU that trains."""
         return self.outlook.card
 
     def take_up(self, record: Mapping[str, Any]) -> None:
@@ -125,19 +120,16 @@ class Tuning:
 
     def learn(self, candidate: Candidate, sample: Sample) -> Trial:
         """Judge one run of a setting, and have the search learn from it."""
-        earlier = self.search.runs_of(candidate)
-        # what losses are held to: runs of the file as written, or of the first that could be measured
         passed = [one for one in self.search.runs if one.ok]
-        reference = [one.sample for one in passed if one.candidate.key == passed[0].candidate.key]
-        if passed and passed[0].candidate.key == candidate.key:
-            # how far its own losses scatter, the table says
-            reference = []
-        runs = [*(one.sample for one in earlier if one.ok), sample]
+        runs = [*(one.sample for one in passed if one.candidate.key == candidate.key), sample]
+        # losses are compared with those of the file as written, or of the first setting that could be measured
+        first = passed[0].candidate.key if passed else candidate.key
+        reference = [one.sample for one in passed if one.candidate.key == first != candidate.key]
         return self.search.learn(judge(candidate, runs, reference))
 
     @property
     def used(self) -> float:
-        """Seconds of the budget that are gone, those of earlier starts included."""
+        """Seconds of the budget, those of earlier starts included."""
         return sum(one.sample.seconds for one in self.search.runs)
 
     @property
@@ -162,10 +154,9 @@ class Tuning:
 
     def bench(self) -> Bench:
         """The trials as a comparison, for its table and its page."""
-        request = replace(self.request, stage=self.plan.stage.options.stage, gpus=self.plan.gpus)
         chosen = self.chosen
         return Bench(
-            request=request,
+            request=replace(self.request, stage=self.plan.stage.options.stage, gpus=self.plan.gpus),
             variants=tuple(Variant(_name(one)) for one in self.search.results),
             steps=self.terms.steps,
             repeats=RUNS,
@@ -234,12 +225,12 @@ class Tuning:
 
     def _best_json(self, best: SettingRuns) -> dict[str, Any]:
         first, row = self.search.first, self.row(best)
-        base = None if row is None or first is None else first.spread.as_json()
+        base = None if row is None or first is None else asdict(first.spread)
         return {
             "settings": dict(best.candidate.settings),
             "changes": space.changes(self.space, best.candidate.settings),
             "tokens_per_second_per_gpu": best.speed,
-            "spread": best.spread.as_json(),
+            "spread": asdict(best.spread),
             "spread_as_written": base,
             # the file as written is itself what others are held to
             "speed_ratio": None if row is None else round(row.speed_ratio or 1.0, 4),
@@ -253,7 +244,7 @@ class Tuning:
         return best.decisive.loss_change if row is None else row.loss_change or 0.0
 
     def write(self) -> None:
-        """The record, whole or not at all. Raises NotReady where it cannot be written."""
+        """Raises NotReady where it cannot be written."""
         experiment.write(self.folder / FILE, self.as_json())
 
 
@@ -286,9 +277,7 @@ def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
     if resolved.gpus:
         # those that are merely in use may be a killed command's own: `opened` asks again
         idle = replace(resolved.look or devices.look(os.environ), uses={})
-        chosen = devices.choose(resolved.gpus, resolved.devices, idle)
-        if chosen.refused:
-            raise NotReady(chosen.findings)
+        chosen = _choose(resolved.gpus, resolved.devices, idle)
     stage, packages = resolved.stage, resolved.trainer.packages
     made = plan.make(stage, gpus=resolved.gpus, output=Path("model"), packages=packages)
     if stopping := errors(made.findings, strict=request.strict):
@@ -301,16 +290,8 @@ def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
         steps=terms.steps,
         attention=_attention(made, packages),
     )
-    identity = measure.identity(made, resolved.trainer)
-    key = [
-        TUNE_VERSION,
-        terms.steps,
-        terms.row_tokens,
-        outlook.card.name,
-        outlook.card.gib,
-        outlook.space.as_json(),
-        identity,
-    ]
+    settings = [TUNE_VERSION, terms.steps, terms.row_tokens, outlook.card.name, outlook.card.gib]
+    key = [*settings, outlook.space.as_json(), measure.identity(made, resolved.trainer)]
     return Tuning(
         resolved=resolved.with_request(stage=stage.options.stage, gpus=made.gpus),
         terms=terms,
@@ -355,12 +336,15 @@ def opened(tuning: Tuning) -> Iterator[Tuning]:
 
 
 def _require_free_gpus(tuning: Tuning) -> None:
-    if not tuning.plan.gpus:
-        return
-    named = devices.named(tuning.request.devices)
-    chosen = devices.choose(tuning.plan.gpus, named, devices.look(os.environ))
+    if tuning.plan.gpus:
+        _choose(tuning.plan.gpus, devices.named(tuning.request.devices), devices.look(os.environ))
+
+
+def _choose(gpus: int, named: tuple[str, ...] | None, look: Look) -> Devices:
+    chosen = devices.choose(gpus, named, look)
     if chosen.refused:
         raise NotReady(chosen.findings)
+    return chosen
 
 
 def run(tuning: Tuning, *, show: Callable[[str], None] = lambda _: None) -> Exit:
@@ -380,53 +364,46 @@ def run(tuning: Tuning, *, show: Callable[[str], None] = lambda _: None) -> Exit
         tuning.write()
         return Exit.INTERRUPTED
     show(f"end: {tuning.search.stopped}")
-    if before == len(tuning.search.runs) and before:
+    if before and before == len(tuning.search.runs):
         show("nothing new was tried: --fresh starts over")
     return _conclude(tuning)
 
 
 def _run_trials(tuning: Tuning, show: Callable[[str], None]) -> None:
     """Trial after trial. Raises KeyboardInterrupt where the user stops one."""
-    began, clock = tuning.used, time.monotonic()
+    search, used, began = tuning.search, tuning.used, time.monotonic()
     while True:
         # planning between trials counts too
-        gone = max(tuning.used, began + time.monotonic() - clock)
+        gone = max(tuning.used, used + time.monotonic() - began)
         left = tuning.terms.budget_s - gone - STOPPING_S
-        candidate = tuning.search.propose(left)
-        if candidate is None:
+        if (candidate := search.propose(left)) is None:
             return
-        show(f"trial {len(tuning.search.runs) + 1}: {candidate.why}")
-        one = _try(tuning, candidate, left)
+        show(f"trial {len(search.runs) + 1}: {candidate.why}")
+        start, earlier = time.monotonic(), search.runs_of(candidate)
+        words = search.words(candidate, search.base) or AS_WRITTEN
+        name = earlier[0].sample.variant if earlier else f"{len(search.runs) + 1}: {words}"
+        sample = measure.measure(
+            tuning.request,
+            Variant(name, space.overrides(tuning.space, candidate.settings)),
+            space.turned(tuning.space, candidate.settings),
+            steps=tuning.terms.steps,
+            root=tuning.folder,
+            repeat=len(earlier),
+            timeout_s=left,
+            batch=tuning.plan.global_batch,
+        )
+        if sample.cause == "interrupted":
+            raise KeyboardInterrupt
+        if sample.cause == "refused":
+            # that another took the GPUs is no setting's fault
+            _require_free_gpus(tuning)
+        unproved = tuple(point for point in sample.unproved if point in _POINTS)
+        # with what preparing took
+        seconds = max(sample.seconds, time.monotonic() - start)
+        one = tuning.learn(candidate, replace(sample, unproved=unproved, seconds=seconds))
         speed = f"{one.speed:,.0f} tokens/s per GPU, " if one.speed else ""
         show(f"  {speed}{one.learned} ({one.sample.seconds:.0f} s)")
         tuning.write()
-
-
-def _try(tuning: Tuning, candidate: Candidate, left: float) -> Trial:
-    """One trial, measured and learned from. Raises KeyboardInterrupt where the user stops it."""
-    began, search = time.monotonic(), tuning.search
-    earlier = search.runs_of(candidate)
-    words = search.words(candidate, search.base) or AS_WRITTEN
-    name = earlier[0].sample.variant if earlier else f"{len(search.runs) + 1}: {words}"
-    sample = measure.measure(
-        tuning.request,
-        Variant(name, space.overrides(tuning.space, candidate.settings)),
-        space.turned(tuning.space, candidate.settings),
-        steps=tuning.terms.steps,
-        root=tuning.folder,
-        repeat=len(earlier),
-        timeout_s=left,
-        batch=tuning.plan.global_batch,
-    )
-    if sample.cause == "interrupted":
-        raise KeyboardInterrupt
-    if sample.cause == "refused":
-        # that another took the GPUs is no setting's fault
-        _require_free_gpus(tuning)
-    unproved = tuple(point for point in sample.unproved if point in _POINTS)
-    # with what preparing took
-    seconds = max(sample.seconds, time.monotonic() - began)
-    return tuning.learn(candidate, replace(sample, unproved=unproved, seconds=seconds))
 
 
 _STATUS: Mapping[str, Status] = {
@@ -470,24 +447,16 @@ def _conclude(tuning: Tuning) -> Exit:
         statuses = {one.status for one in tuning.search.runs}
         # nothing was tried, or nothing could be started
         return Exit.NOT_READY if statuses <= {"refused"} else Exit.TRAINING
-    place = tuning.terms.output or tuning.folder / TUNED
+    place, settings = tuning.terms.output or tuning.folder / TUNED, best.candidate.settings
+    head = _head(tuning, best, place)
     try:
-        proposal.write(
-            place,
-            tuning.space,
-            best.candidate.settings,
-            head=head(tuning, best, place),
-            overrides=tuning.request.overrides,
-        )
+        proposal.write(place, tuning.space, settings, head=head, overrides=tuning.request.overrides)
         tuning.place = place
     except NotReady as error:
         # what was measured is there all the same
         tuning.findings = (*tuning.findings, *error.findings)
     tuning.write()
     return Exit.OK if tuning.place else Exit.NOT_READY
-
-
-# --- in words ---
 
 
 def beginning(tuning: Tuning) -> list[str]:
@@ -499,7 +468,7 @@ def beginning(tuning: Tuning) -> list[str]:
         f"levers: {'; '.join(values)}",
         f"{counts['settings']} settings on {card.name or 'this GPU'}{room}; the plan leaves out "
         f"{counts['too_large']} that do not fit",
-        f"rows: {tuning.space.rows.source}",
+        f"rows: {space.rows.source}",
         *(f"{name} stays: {why}" for name, why in space.fixed.items()),
     ]
     if count := len(tuning.search.runs):
@@ -514,13 +483,12 @@ def ending(tuning: Tuning) -> list[str]:
         return ["interrupted: the same command goes on here", record]
     if best is None:
         return [f"nothing to propose: {tuning.search.stopped}", record]
-    tuned = "not written; the same command with another -o does no trial twice"
-    if tuning.place is not None:
-        tuned = _command(tuning, tuning.place)
+    not_written = "not written; the same command with another -o does no trial twice"
+    tuned = _command(tuning, tuning.place) if tuning.place else not_written
     return [*_summary(tuning, best), record, f"tuned: {tuned}"]
 
 
-def head(tuning: Tuning, best: SettingRuns, place: Path) -> list[str]:
+def _head(tuning: Tuning, best: SettingRuns, place: Path) -> list[str]:
     """What the stage file says of itself."""
     on = f"{tuning.plan.gpus} x {tuning.card.name or 'GPU'}" if tuning.plan.gpus else "the CPU"
     name, count = tuning.plan.stage.config.path.name, len(tuning.search.runs)

@@ -14,7 +14,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from launcher.config.keys import PAIRED
 from launcher.errors import Complain, Finding, brief
@@ -96,7 +96,6 @@ class Facts:
     trend: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` reads them."""
         return asdict(self)
 
     @classmethod
@@ -122,16 +121,7 @@ class Flag:
     value: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """For a record."""
-        return {
-            "gate": self.gate,
-            "colour": self.colour,
-            "text": self.text,
-            "value": None if self.value is None else float(f"{self.value:.6g}"),
-        }
-
-
-# --- what the stage file says ---------------------------------------------------------------------
+        return asdict(self) | {"value": None if self.value is None else float(f"{self.value:.6g}")}
 
 
 def read(given: Any, complain: Complain) -> tuple[dict[str, Limit], list[Finding]]:
@@ -172,21 +162,14 @@ def _limit(usual: Limit, value: Any) -> Limit:
     named = value if isinstance(value, Mapping) else {"red": value}
     if not named or not set(named) <= {"red", "yellow"}:
         raise ValueError
-    return replace(usual, **{key: _number(one) for key, one in named.items()})
+    for one in named.values():
+        number = isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one)
+        if one is not None and not number:
+            raise ValueError
+    return replace(usual, **{key: None if one is None else float(one) for key, one in named.items()})
 
 
-def _number(value: Any) -> float | None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (number and math.isfinite(value)):
-        raise ValueError
-    return None if value is None else float(value)
-
-
-# --- what a run says ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Mean:
+class Mean(NamedTuple):
     """A value and its standard error; the steps it is made of are taken as independent."""
 
     value: float
@@ -263,14 +246,7 @@ def judge(facts: Facts, limits: Mapping[str, Limit], base: Facts | None = None) 
     whole = {name: usual for name, (usual, _) in GATES.items()} | dict(limits)
     whole["loss_fall"] = _asked_fall(facts, whole["loss_fall"])
     ask = functools.partial(_flag, whole)
-    return [
-        *_ended(facts),
-        *_of_loss(facts, ask),
-        *_of_norms(facts, ask),
-        *_of_speed(facts, base, ask),
-        *_of_memory(facts, ask),
-        *_of_rewards(facts, ask),
-    ]
+    return [*_of_loss(facts, ask), *_of_machine(facts, base, ask), *_of_rewards(facts, ask)]
 
 
 def _asked_fall(facts: Facts, given: Limit) -> Limit:
@@ -286,33 +262,31 @@ def _asked_fall(facts: Facts, given: Limit) -> Limit:
 
 
 def colour_of(flags: Sequence[Flag]) -> Colour:
-    """The worst of them."""
-    colours = {flag.colour for flag in flags}
-    return "red" if "red" in colours else "yellow" if "yellow" in colours else "green"
+    return max((flag.colour for flag in flags), key=("green", "yellow", "red").index, default="green")
 
 
-def _ended(facts: Facts) -> Iterator[Flag]:
+def _of_loss(facts: Facts, ask: Ask) -> Iterator[Flag]:
+    """The verdict, the losses and the gradient norms."""
+    fall = fallen(facts.losses)
     if facts.failed is not None:
         yield Flag(gate="verdict", colour="red", text=facts.failed)
     elif facts.unproven is not None:
         yield Flag(gate="verdict", colour="yellow", text=f"unproven: {facts.unproven}")
-
-
-def _of_loss(facts: Facts, ask: Ask) -> Iterator[Flag]:
     if facts.nonfinite:
         steps = ", ".join(map(str, facts.nonfinite[:3])) + (", …" if facts.nonfinite[3:] else "")
         yield Flag(gate="loss", colour="red", text=f"NaN or infinite at step {steps}")
-        return
-    fall = fallen(facts.losses)
-    if fall is not None:
-        first, last = facts.losses[0], facts.losses[-1]
-        word = "falls" if fall.value >= 0 else "rises"
-        text = f"loss {word} by {abs(fall.value):.1%} ({first:.4g} -> {last:.4g})"
-        yield ask("loss_fall", text, fall)
+    elif fall is not None:
+        word, first, last = "falls" if fall.value >= 0 else "rises", facts.losses[0], facts.losses[-1]
+        yield ask("loss_fall", f"loss {word} by {abs(fall.value):.1%} ({first:.4g} -> {last:.4g})", fall)
     elif facts.failed is None:
         yield Flag(gate="loss_fall", colour="yellow", text="fewer than two losses were seen")
-    if facts.trend is not None:
+    if facts.trend is not None and not facts.nonfinite:
         yield _of_trend(facts.trend, fall, len(facts.losses))
+    if facts.norms:
+        most, median = max(facts.norms), statistics.median(facts.norms)
+        text = f"gradient norm {median:.3g} in the median, {most:.3g} at most"
+        yield ask("grad_norm", text, Mean(most), median)
+        yield ask("grad_norm_least", text, Mean(most), median)
 
 
 def _of_trend(state: str, fall: Mean | None, steps: int) -> Flag:
@@ -328,27 +302,22 @@ def _of_trend(state: str, fall: Mean | None, steps: int) -> Flag:
     return Flag(gate="trend", colour="red", text=f"the trend is `{state}`: {asked}")
 
 
-def _of_norms(facts: Facts, ask: Ask) -> Iterator[Flag]:
-    norms = facts.norms
-    if not norms:
-        return
-    most, median = max(norms), statistics.median(norms)
-    text = f"gradient norm {median:.3g} in the median, {most:.3g} at most"
-    yield ask("grad_norm", text, Mean(most), median)
-    yield ask("grad_norm_least", text, Mean(most), median)
-
-
-def _of_speed(facts: Facts, base: Facts | None, ask: Ask) -> Iterator[Flag]:
-    if facts.tokens_per_second is None:
-        if facts.failed is None:
-            yield Flag(gate="tokens_per_second", colour="yellow", text="the speed was not measured")
-        return
+def _of_machine(facts: Facts, base: Facts | None, ask: Ask) -> Iterator[Flag]:
+    """Speed and memory."""
     rate = facts.tokens_per_second
-    yield ask("tokens_per_second", f"{rate:,.0f} tokens/s", Mean(rate))
-    share = efficiency(facts, base)
-    if share is not None and base is not facts:
-        text = f"{share:.0%} of the first rung's tokens/s on each device"
-        yield ask("efficiency", text, Mean(share))
+    if rate is not None:
+        yield ask("tokens_per_second", f"{rate:,.0f} tokens/s", Mean(rate))
+        share = efficiency(facts, base)
+        if share is not None and base is not facts:
+            yield ask("efficiency", f"{share:.0%} of the first rung's tokens/s on each device", Mean(share))
+    elif facts.failed is None:
+        yield Flag(gate="tokens_per_second", colour="yellow", text="the speed was not measured")
+    peak = facts.reserved_gib if facts.reserved_gib is not None else facts.allocated_gib
+    if peak is not None and facts.card_gib:
+        yield ask("memory", f"{peak:.1f} of {facts.card_gib:.1f} GiB", Mean(peak / facts.card_gib))
+    if facts.allocated_gib is not None and facts.planned_gib:
+        text = f"{facts.allocated_gib:.1f} GiB allocated, {facts.planned_gib:.1f} planned"
+        yield ask("memory_over_plan", text, Mean(facts.allocated_gib / facts.planned_gib))
 
 
 def efficiency(facts: Facts, base: Facts | None) -> float | None:
@@ -356,16 +325,6 @@ def efficiency(facts: Facts, base: Facts | None) -> float | None:
     if base is None or not base.each or facts.each is None or base.accelerated != facts.accelerated:
         return None
     return facts.each / base.each
-
-
-def _of_memory(facts: Facts, ask: Ask) -> Iterator[Flag]:
-    peak = facts.reserved_gib if facts.reserved_gib is not None else facts.allocated_gib
-    if peak is not None and facts.card_gib:
-        text = f"{peak:.1f} of {facts.card_gib:.1f} GiB"
-        yield ask("memory", text, Mean(peak / facts.card_gib))
-    if facts.allocated_gib is not None and facts.planned_gib:
-        text = f"{facts.allocated_gib:.1f} GiB allocated, {facts.planned_gib:.1f} planned"
-        yield ask("memory_over_plan", text, Mean(facts.allocated_gib / facts.planned_gib))
 
 
 def _of_rewards(facts: Facts, ask: Ask) -> Iterator[Flag]:
@@ -379,5 +338,4 @@ def _of_rewards(facts: Facts, ask: Ask) -> Iterator[Flag]:
         text = f"the chosen answer has the higher reward in {accuracy.value:.0%} of pairs"
         yield ask("rewards_accuracy", text, accuracy, stuck=True)
     if margin is not None:
-        text = f"chosen less rejected reward is {margin.value:.3g}"
-        yield ask("rewards_margin", text, margin)
+        yield ask("rewards_margin", f"chosen less rejected reward is {margin.value:.3g}", margin)

@@ -14,7 +14,7 @@ from launcher.errors import errors
 from launcher.plan import plan
 from launcher.stage import stage
 from launcher.stage.stage import Stage
-from launcher.workflows.ladder import ladder
+from launcher.workflows.ladder.short import rows_needed, short_findings, short_overrides
 
 OUTPUT = Path("/somewhere/a folder")
 SFT = {
@@ -39,7 +39,7 @@ def short(tmp_path: Path, args: dict[str, Any], steps: int = 20, **options: Any)
     """The same, shortened."""
     batch = options.pop("rows", None)
     full = made(tmp_path, args, **options)
-    words = ladder.short_overrides(full, steps=steps, output=OUTPUT, batch=batch)
+    words = short_overrides(full, steps=steps, output=OUTPUT, batch=batch)
     found = made(tmp_path, args, words, **options)
     assert not errors(found.findings)
     assert found.values[full.entry.names.max_steps] == steps
@@ -52,7 +52,7 @@ def short(tmp_path: Path, args: dict[str, Any], steps: int = 20, **options: Any)
 @pytest.mark.parametrize("path", STAGE_FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_config_of_ours(path: Path) -> None:
     full, steps = of(path), 50
-    found = of(path, ladder.short_overrides(full, steps=steps, output=OUTPUT))
+    found = of(path, short_overrides(full, steps=steps, output=OUTPUT))
     assert not errors(found.findings)
     planned = plan.make(found, gpus=8 if full.options.deepspeed else 1)
     assert planned.steps == steps
@@ -70,7 +70,7 @@ def test_the_other_shapes_of_files(tmp_path: Path, shape: str) -> None:
     wrapped = {"open_instruct": {"script": "finetune.py", "args": SFT}}
     path = tmp_path / "stage.yaml"
     path.write_text(yaml.safe_dump(wrapped if shape == "wrapped" else SFT))
-    words = ladder.short_overrides(of(path), steps=20, output=OUTPUT, batch=8)
+    words = short_overrides(of(path), steps=20, output=OUTPUT, batch=8)
     found = of(path, (*words, "name=short", "on_hang=stop", "deepspeed=none"))
     assert found.values["max_train_steps"] == 20
     assert found.values["dataset_mixer_list"] == ["a/b", "208"]
@@ -141,9 +141,9 @@ def test_packed_rows_and_unknown_batches(tmp_path: Path) -> None:
     args = {**SFT, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     full = made(tmp_path, args)
     # as for eight devices
-    assert ladder.rows_needed(full, 10) == 10 * 64 * 1.25 + 64
-    assert ladder.rows_needed(full, 10, 8) == 108
-    assert ladder.rows_needed(made(tmp_path, SFT, batch={"global": 16}), 10) == 216
+    assert rows_needed(full, 10) == 10 * 64 * 1.25 + 64
+    assert rows_needed(full, 10, 8) == 108
+    assert rows_needed(made(tmp_path, SFT, batch={"global": 16}), 10) == 216
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_the_slice(tmp_path: Path, listed: Any, counts: list[str]) -> None:
 
 def test_what_cannot_be_cut_is_said(tmp_path: Path) -> None:
     def said(args: dict[str, Any], **options: Any) -> set[str]:
-        found = ladder.short_findings(made(tmp_path, args, **options), 20)
+        found = short_findings(made(tmp_path, args, **options), 20)
         assert {one.severity for one in found} == {"note"}
         return {one.code for one in found}
 

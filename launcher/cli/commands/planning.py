@@ -177,15 +177,9 @@ def ladder(
     if shared.hands_over:
         options = planned.stage.options.slurm
         return hand_over(shared, "ladder", planned.stage.name, gpus=max(counts), options=options)
-    result = ladder.climb(planned, fresh=shared.fresh, allow_unproven=shared.allow_unproven, quiet=quiet)
-    return answer(
-        "ladder",
-        shared.format,
-        result.as_json(),
-        lambda: ladder.show(result),
-        code=result.exit,
-        before=planned.findings,
-    )
+    ladder.climb(planned, fresh=shared.fresh, allow_unproven=shared.allow_unproven, quiet=quiet)
+    data, code = planned.as_json(), planned.exit
+    return answer("ladder", shared.format, data, lambda: ladder.show(planned), code=code, before=planned.findings)
 
 
 @app.command(epilog="Example: launch bench configs/tulu/sft_qwen7b.yaml --vary packing=false,true --gpus 8")

@@ -33,7 +33,7 @@ from launcher.workflows import trial
 from launcher.workflows.bench import comparison
 from launcher.workflows.bench.comparison import Cause, CurveStep, Sample
 from launcher.workflows.bench.variants import Variant
-from launcher.workflows.ladder import ladder
+from launcher.workflows.ladder.short import short_overrides
 from launcher.workflows.trial import Outcome
 
 
@@ -90,7 +90,7 @@ def short(request: Request, stage: Stage, steps: int, place: Path, batch: int | 
     if stage.options.expect.get("loss") == "any":
         # what diverges would be compared by the steps before
         watched.append("expect.loss=finite")
-    shorter = ladder.short_overrides(stage, steps=steps, output=place, batch=batch)
+    shorter = short_overrides(stage, steps=steps, output=place, batch=batch)
     return replace(
         request,
         overrides=(*request.overrides, *shorter, *watched),

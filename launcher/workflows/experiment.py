@@ -45,7 +45,6 @@ class Campaign:
 
     @property
     def file(self) -> str:
-        """The name of the record."""
         return f"{self.kind}.json"
 
     def earlier(self) -> Path | None:
@@ -53,13 +52,9 @@ class Campaign:
         known = records(self.kind, self.file, self.root)
         return next((folder for folder, record in known if record.get("key") == self.key), None)
 
-    def new(self) -> Path:
-        """Make another folder of it: `<UTC time>-<kind>-<name>`. Raises NotReady where it cannot be made."""
-        return rundir.new_folder(self.root, self.kind, self.name)
-
     @contextlib.contextmanager
     def opened(self, *, fresh: bool = False, taken: Finding | None = None) -> Iterator[Path]:
-        """Its folder, for this command alone; what an earlier one left running there is ended.
+        """Its folder, `<UTC time>-<kind>-<name>`, for this command alone; what an earlier one left running is ended.
 
         `fresh` makes another one. Raises NotReady where it cannot be made, or (`taken`) where another process
         is at it.
@@ -70,13 +65,17 @@ class Campaign:
         with contextlib.ExitStack() as stack:
             with locks.alone(place, taken=taken or _under_way(self.root)):
                 before = None if fresh else self.earlier()
-                folder = before or self.new()
+                folder = before or rundir.new_folder(self.root, self.kind, self.name)
                 lock = folder / ".lock"
                 stack.enter_context(locks.alone(lock, taken=taken or _under_way(lock)))
                 if before is None:
                     # from now on the same command finds it, and its lock
                     write(folder / self.file, {"key": self.key})
-            _end_left_over(folder)
+            for run in rundir.newest_first(folder):
+                # of a command that has gone: nobody waits for it
+                if runner.alive(run.path) or lease.is_locked(run.lock):
+                    with contextlib.suppress(LaunchError, OSError):
+                        stop.stop(run)
             yield folder
 
 
@@ -102,19 +101,11 @@ def records(kind: str, file: str, root: Path) -> Iterator[tuple[Path, dict[str, 
 
 
 def write(file: Path, record: Mapping[str, Any]) -> None:
-    """A record, whole or not at all. Raises NotReady where it cannot be written."""
+    """Whole or not at all. Raises NotReady where it cannot be written."""
     try:
         files.write_json(file, redact(dict(record)))
     except OSError as error:
         raise rundir.not_writable(file.parent, error.strerror) from None
-
-
-def _end_left_over(folder: Path) -> None:
-    """Stop runs that still train, or are about to, although their command has gone: nobody waits for them."""
-    for run in rundir.newest_first(folder):
-        if runner.alive(run.path) or lease.is_locked(run.lock):
-            with contextlib.suppress(LaunchError, OSError):
-                stop.stop(run)
 
 
 def page(runs: Iterable[Path], path: Path, lead: report_page.Lead) -> Path | None:

@@ -1,7 +1,7 @@
 """One real run of a stage file from start to verdict, for whatever starts several in turn.
 
-Ladders, pipelines, comparisons and searches (see `campaign`) decide by what came of each. Every run goes
-the usual way: a keeper, a run folder, a verdict.
+Ladders, pipelines, comparisons and searches (see `experiment`) decide by what came of each. Every run goes
+the usual way: a supervisor, a run folder, a verdict.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.errors import Exit, Finding, LaunchError, brief
+from launcher.errors import Exit, LaunchError, brief
 from launcher.lifecycle import follow, forecast, start, stop
 from launcher.lifecycle.prepare import Prepared
 from launcher.machine import process
 from launcher.plan.plan import Plan
-from launcher.report import console
 from launcher.runs.rundir import RunFolder
 from launcher.verdict.check import Verdict
 
@@ -40,7 +39,6 @@ class Outcome:
     plan: Plan
     verdict: Verdict
     exit: Exit
-    findings: tuple[Finding, ...] = ()
     seconds: float = 0.0
     timed_out: bool = False
     finished_before: bool = False
@@ -70,7 +68,6 @@ class Outcome:
         return reasons or ("interrupted" if self.interrupted else f"exit code {int(self.exit)}")
 
     def as_json(self) -> dict[str, Any]:
-        """For a record of several runs."""
         return {
             "run": str(self.run.path),
             "gpus": self.plan.gpus,
@@ -86,24 +83,16 @@ class Outcome:
         }
 
 
-def of_prepared(
-    prepared: Prepared, *, timeout_s: float | None = None, allow_unproven: bool = False, quiet: bool = False
-) -> Outcome:
-    """Start, show and judge one run; returns when every process of it has gone.
+def of_prepared(prepared: Prepared, *, timeout_s: float | None = None, allow_unproven: bool = False) -> Outcome:
+    """Start and judge one run; returns when every process of it has gone.
 
     INT and TERM stop the run, and the outcome says so; one that comes before the run can be told raises
     KeyboardInterrupt, with nothing left behind. Raises what `start.begin` raises: then nothing was started.
     """
     prepared = forecast.with_forecast(prepared)
-    folder = prepared.folder
-    about: dict[str, Any] = {"plan": prepared.plan, "findings": prepared.findings}
-    if not quiet:
-        console.findings(prepared.findings)
     if prepared.decision.kind == "finished":
-        verdict = start.finish(folder)
-        return Outcome(run=folder, verdict=verdict, exit=Exit.OK, finished_before=True, **about)
-    if not quiet:
-        console.beginning(prepared.plan, folder.console(prepared.attempt))
+        verdict = start.finish(prepared.folder)
+        return Outcome(run=prepared.folder, plan=prepared.plan, verdict=verdict, exit=Exit.OK, finished_before=True)
     began = time.monotonic()
     try:
         with unwatched():
@@ -117,26 +106,29 @@ def of_prepared(
     verdict, code = start.conclusion(folder, attempt)
     # one that was over by then has its verdict all the same, and nothing comes after it
     code = Exit.INTERRUPTED if interrupted else code
-    timed_out = up.is_set() and not interrupted and code is Exit.INTERRUPTED
-    about |= {"seconds": time.monotonic() - began, "timed_out": timed_out}
-    return Outcome(run=folder, verdict=verdict, exit=code, **about)
+    return Outcome(
+        run=folder,
+        plan=prepared.plan,
+        verdict=verdict,
+        exit=code,
+        seconds=time.monotonic() - began,
+        timed_out=up.is_set() and not interrupted and code is Exit.INTERRUPTED,
+    )
 
 
 @contextlib.contextmanager
 def _at_most(seconds: float | None, folder: RunFolder) -> Iterator[threading.Event]:
     """Have the run stopped when its time is up; the event says whether that was so."""
     up = threading.Event()
-    if seconds is None:
-        yield up
-        return
 
-    def stop() -> None:
+    def end() -> None:
         up.set()
         _leave_nothing(folder)
 
-    timer = threading.Timer(max(0.0, seconds), stop)
+    timer = threading.Timer(max(0.0, seconds or 0.0), end)
     timer.daemon = True
-    timer.start()
+    if seconds is not None:
+        timer.start()
     try:
         yield up
     finally:
@@ -151,8 +143,6 @@ def _leave_nothing(folder: RunFolder) -> None:
 
 @dataclass(slots=True)
 class Stop:
-    """Whether the user has asked for an end."""
-
     requested: bool = False
 
 

@@ -9,6 +9,7 @@ from conftest import REPOSITORY
 
 from launcher import files
 from launcher.errors import NotReady
+from launcher.runs import rundir
 from launcher.workflows import experiment
 from launcher.workflows.experiment import Campaign
 
@@ -20,7 +21,7 @@ def about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Campaign:
 
 
 def test_the_newest_of_the_same_key_is_found_again(about: Campaign) -> None:
-    folders = [about.new() for _ in range(3)]
+    folders = [rundir.new_folder(about.root, about.kind, about.name) for _ in range(3)]
     assert len(set(folders)) == 3 and folders[0].name.endswith("-bench-a-b-c")
     for folder, key in zip(folders, ("k", "k", "other"), strict=True):
         files.write_json(folder / "bench.json", {"key": key})

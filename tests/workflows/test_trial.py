@@ -35,7 +35,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 def run(request: Request, timeout_s: float | None = None, root: Path | None = None) -> trial.Outcome:
     prepared = prepare.prepare(replace(request, runs=root), running=True)
-    return trial.of_prepared(prepared, timeout_s=timeout_s, quiet=True)
+    return trial.of_prepared(prepared, timeout_s=timeout_s)
 
 
 def asked(world: World, monkeypatch: pytest.MonkeyPatch, *steps: str, **args: object) -> Request:
@@ -85,7 +85,7 @@ def test_the_user_stops_it(world: World) -> None:
         "from launcher.lifecycle.prepare import Request\n"
         f"request = Request(stage='sft', config=Path({str(world.config())!r}), gpus=0, "
         f"python=Path({str(world.python())!r}))\n"
-        "told = trial.of_prepared(preparation.prepare(request, running=True), quiet=True)\n"
+        "told = trial.of_prepared(preparation.prepare(request, running=True))\n"
         "print(told.interrupted, int(told.exit), told.timed_out)\n"
     )
     steps = json.dumps(["pid=leader", "sleep=600"])
@@ -116,7 +116,7 @@ def test_term_while_it_is_being_started_leaves_nothing(world: World) -> None:
         "start.begin = told\n"
         f"request = Request(stage='sft', config=Path({str(world.config())!r}), gpus=0, "
         f"python=Path({str(world.python())!r}))\n"
-        "try:\n    trial.of_prepared(preparation.prepare(request, running=True), quiet=True)\n"
+        "try:\n    trial.of_prepared(preparation.prepare(request, running=True))\n"
         "except KeyboardInterrupt:\n    print('interrupted')\n"
     )
     done = subprocess.run(

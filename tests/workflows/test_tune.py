@@ -27,7 +27,7 @@ from launcher.workflows import experiment
 from launcher.workflows.bench import measure
 from launcher.workflows.bench.comparison import SPEED, CurveStep, Sample
 from launcher.workflows.bench.variants import Variant
-from launcher.workflows.tune import proposal, space, tune
+from launcher.workflows.tune import space, tune
 from launcher.workflows.tune.search import Candidate, Outlook, Search, Trial
 
 HAND = "bench/hand_recipe.yaml"
@@ -371,7 +371,7 @@ def written(world: Outlook, place: Path, overrides: tuple[str, ...] = (), **sett
     """The text of a proposal, which says what the same overrides on the command line say."""
     whole = {**world.space.base, **settings}
     head = ["x on 2 x H200\nb: c", "y\u2028z"]
-    proposal.write(place, world.space, whole, head=head, overrides=overrides)
+    space.write(place, world.space, whole, head=head, given=overrides)
     path = world.space.plan.stage.config.path
     wanted = load.load(path, (*overrides, *space.overrides(world.space, whole)))
     found = load.load(place)

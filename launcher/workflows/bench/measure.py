@@ -62,7 +62,7 @@ def measure(
         trial_request = short(with_variant(request, variant), stage, steps, place, batch)
         prepared = prepare.prepare(replace(trial_request, runs=root), running=True)
         left = None if timeout_s is None else timeout_s - (time.monotonic() - began)
-        outcome = trial.of_prepared(prepared, timeout_s=left, allow_unproven=True, quiet=True)
+        outcome = trial.of_prepared(prepared, timeout_s=left, allow_unproven=True)
     except LaunchError as error:
         stops = errors(error.findings) or error.findings
         if any(finding.code == "runs-not-writable" for finding in stops):

@@ -367,7 +367,7 @@ def _climb(ladder: Ladder, rung: Rung, *, allow_unproven: bool, quiet: bool) -> 
         if not quiet:
             # its findings were shown with those of all rungs
             console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
-        outcome = trial.of_prepared(prepared, quiet=True)
+        outcome = trial.of_prepared(prepared)
         # the weights after so few steps are of no use, and large
         shutil.rmtree(ladder.folder / _MODELS, ignore_errors=True)
         if outcome.interrupted:

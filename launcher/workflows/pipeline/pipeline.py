@@ -310,7 +310,7 @@ class _Runner:
         if not self.quiet and prepared.decision.kind != "finished":
             console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
         allow = self.order.allow_unproven
-        outcome = trial.of_prepared(prepared, allow_unproven=allow, quiet=True)
+        outcome = trial.of_prepared(prepared, allow_unproven=allow)
         if not outcome.finished_before:
             return outcome
         # by what is expected of it now: that may have been changed since

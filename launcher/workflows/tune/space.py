@@ -1,21 +1,31 @@
 """What can be turned to make a stage faster without changing what it learns, for each backend and stage.
 
-Data with reasons: which keys a lever is written as, which values it can take here, and why another one
-stays as it is. Nothing is measured or decided here.
+Data with reasons: which keys a lever is written as, which values it can take here, why another one stays as
+it is; and the stage file of a setting. Nothing is measured or decided here.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from launcher import files
 from launcher.artifacts.lengths import Lengths
+from launcher.config import load
 from launcher.config.keys import DEEPSPEED
-from launcher.config.load import spelt
+from launcher.config.load import Config, spelt
+from launcher.errors import NotReady, not_ready, usage
+from launcher.lifecycle.manifest import escaped
 from launcher.plan import plan
 from launcher.plan.plan import Plan
+from launcher.redaction import redact
 from launcher.stage import options
 from launcher.stage.options import SWITCHED, Batch
 from launcher.stage.stage import Stage
@@ -36,6 +46,10 @@ _BUDGET = "activation_memory_budget"
 
 Packages = Mapping[str, str]
 """Those of the trainer's environment, with their versions."""
+
+MARK = "# Tuned by launch: "
+_NESTED = ("batch", "expect", "probe", "gates", "slurm")
+_LINE_ENDS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +85,9 @@ class Space:
         for values in itertools.product(*(lever.values for lever in around)):
             chosen = {lever.name: value for lever, value in zip(around, values, strict=True)}
             total = total_rows(self.plan, self.rows, chosen)
+            split = [{**chosen, "per_device": rows} for rows in plan.splits(total, devices(self.plan))]
             if total == self.plan.global_batch and len(around) == len(self.levers):
                 split = [chosen]
-            else:
-                sizes = plan.splits(total, devices(self.plan))
-                split = [{**chosen, "per_device": per_device} for per_device in sizes]
             yield from (one for one in split if one == self.base or not self._packs_nothing(one))
 
     def _packs_nothing(self, chosen: Settings) -> bool:
@@ -85,7 +97,6 @@ class Space:
         return entry.packs(values, None) and not entry.packs(values, rows)
 
     def as_json(self) -> dict[str, Any]:
-        """For the record."""
         return {"levers": [asdict(one) for one in self.levers], "fixed": dict(self.fixed)}
 
 
@@ -221,9 +232,6 @@ def _deepspeed(made: Plan, _packages: Packages, _rows: Lengths) -> Choice:
     return Lever(name="deepspeed", now=now, values=tuple(dict.fromkeys((*values, now))))
 
 
-# --- what a setting is in a stage file --------------------------------------------------------------
-
-
 def total_rows(made: Plan, rows: Lengths, settings: Settings) -> int:
     """Rows of one step that hold as many tokens as the file's: TRL's `bfd` makes few full rows of many.
 
@@ -266,8 +274,8 @@ def changes(space: Space, settings: Settings) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     for name in ORDER:
         if name in settings and name != "per_device" and settings[name] != space.base[name]:
-            changed |= _keys(space.plan, name, settings[name])
-            changed |= _contract(space.plan, name, settings[name])
+            key, value = _written(space.plan, name, settings[name])
+            changed |= {key: value, **_contract(space.plan, name, settings[name])}
     return changed | _batch(space, settings)
 
 
@@ -306,20 +314,20 @@ def _batch(space: Space, settings: Settings) -> dict[str, Any]:
     return changed
 
 
-def _keys(made: Plan, name: str, value: Setting) -> dict[str, Any]:
-    """One lever's value in the words of this backend and stage."""
-    entry = made.stage.entry.names
+def _written(made: Plan, name: str, value: Setting) -> tuple[str, Setting | float]:
+    """One lever's key and value in the words of this backend and stage."""
+    names = made.stage.entry.names
     if name == "deepspeed":
-        return {"deepspeed": value}
+        return "deepspeed", value
     if name == "checkpointing" and _BUDGET in made.values:
-        return {f"args.{_BUDGET}": 0.5 if value else 1.0}
-    key = {
+        return f"args.{_BUDGET}", 0.5 if value else 1.0
+    keys = {
         "attention": "attn_implementation",
-        "packing": entry.packing or "packing",
-        "liger": entry.liger,
+        "packing": names.packing or "packing",
+        "liger": names.liger,
         "checkpointing": "gradient_checkpointing",
-    }[name]
-    return {f"args.{key}": value}
+    }
+    return f"args.{keys[name]}", value
 
 
 def overrides(space: Space, settings: Settings) -> tuple[str, ...]:
@@ -362,3 +370,78 @@ def described(name: str, value: Setting) -> str:
         return str(value)
     word = "Liger" if name == "liger" else name
     return word if value else f"no {word}"
+
+
+def write(place: Path, space: Space, settings: Settings, *, head: Sequence[str], given: Sequence[str]) -> None:
+    """Write the stage file of a setting, with `head` as its comment. Raises NotReady where that cannot be done.
+
+    It extends the file that was tuned and holds what differs, `given` overrides of the command line included:
+    the author's comments stay where they are, and the changes can be read at a glance. Files of other shapes
+    cannot be extended: of those the whole stage is written.
+    """
+    stage = space.plan.stage
+    source, opts = stage.config.path, stage.options
+    values: dict[str, Any] = {"name": f"{stage.name}-tuned"}
+    changed = overrides(space, settings)
+    tuned = load.load(source, (*given, *changed)) if changed else stage.config
+    if stage.config.shape == "stage":
+        values["extends"] = _relative(source, place)
+        values |= _differences(load.load(source) if given else stage.config, tuned)
+    else:
+        values |= {"stage": opts.stage, "backend": opts.backend, **tuned.options}
+        # the wrapped shape's own words; how many GPUs says `--gpus` elsewhere
+        values.pop("num_gpus", None)
+        values["args"] = dict(tuned.args)
+    if opts.deepspeed is not None and opts.deepspeed_name not in DEEPSPEED and "deepspeed" not in settings:
+        # a file that lies beside the stage file does not lie beside this one
+        values["deepspeed"] = _relative(opts.deepspeed, place)
+    # a path may hold what ends a comment
+    lines = [_LINE_ENDS.sub(" ", line) for line in redact(head)]
+    body = yaml.safe_dump(escaped(redact(values)), sort_keys=False, allow_unicode=True, width=100)
+    text = MARK + "\n# ".join(lines) + "\n" + body
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        files.write_text(place, text)
+    except OSError as error:
+        raise _unwritable(place, error.strerror) from None
+
+
+def require_free(place: Path, source: Path) -> None:
+    """Raise UsageError where a file of somebody's own would be overwritten, NotReady where none can be."""
+    if place.exists():
+        try:
+            ours = place.read_text(encoding="utf-8").startswith(MARK)
+        except (OSError, ValueError):
+            ours = False
+        if not ours or place.resolve() == source.resolve():
+            message = f"{place} exists and was not written by `launch tune`"
+            raise usage("would-overwrite", message, "another name with -o")
+    folder = next(parent for parent in place.absolute().parents if os.path.lexists(parent))
+    if not folder.is_dir():
+        raise _unwritable(place, f"{folder} is a file")
+    if not os.access(folder, os.W_OK):
+        raise _unwritable(place, f"{folder} cannot be written into")
+
+
+def _unwritable(place: Path, reason: str | None) -> NotReady:
+    return not_ready(
+        "unwritable-file", f"the stage file cannot be written: {reason}", "another name with -o", file=str(place)
+    )
+
+
+def _relative(target: Path, place: Path) -> str:
+    return os.path.relpath(target.resolve(), place.absolute().parent.resolve())
+
+
+def _differences(written: Config, tuned: Config) -> dict[str, Any]:
+    """What has to stand in a file that extends `written` so that it comes to `tuned`."""
+    changed: dict[str, Any] = {}
+    for key, value in tuned.options.items():
+        before = written.options.get(key)
+        if value == before:
+            continue
+        if key in _NESTED and isinstance(value, dict) and isinstance(before, dict):
+            value = {k: v for k, v in value.items() if k not in before or before[k] != v}
+        changed[key] = value
+    args = {key: value for key, value in tuned.args.items() if key not in written.args or written.args[key] != value}
+    return {**changed, "args": args} if args else changed

@@ -31,7 +31,7 @@ from launcher.workflows.bench.bench import Bench, require_gpu
 from launcher.workflows.bench.comparison import TOLERANCE, Sample, VariantSummary
 from launcher.workflows.bench.variants import AS_WRITTEN, Variant
 from launcher.workflows.experiment import Campaign
-from launcher.workflows.tune import proposal, space
+from launcher.workflows.tune import space
 from launcher.workflows.tune.search import RUNS, Candidate, Outlook, Search, SettingRuns, Status, Trial
 from launcher.workflows.tune.space import Packages, Space
 
@@ -270,7 +270,7 @@ def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
         message = f"not even one trial fits into {terms.budget_s:g} s: ending one takes {STOPPING_S:g} s"
         raise usage("bad-time", message, "--budget 10m")
     if terms.output is not None:
-        proposal.require_free(terms.output, request.config)
+        space.require_free(terms.output, request.config)
     request = require_gpu(request, cpu=cpu)
     resolved = preparation.resolve(request, running=True)
     chosen = None
@@ -450,7 +450,7 @@ def _conclude(tuning: Tuning) -> Exit:
     place, settings = tuning.terms.output or tuning.folder / TUNED, best.candidate.settings
     head = _head(tuning, best, place)
     try:
-        proposal.write(place, tuning.space, settings, head=head, overrides=tuning.request.overrides)
+        space.write(place, tuning.space, settings, head=head, given=tuning.request.overrides)
         tuning.place = place
     except NotReady as error:
         # what was measured is there all the same

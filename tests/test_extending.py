@@ -61,7 +61,7 @@ def test_a_rule_is_a_generator_and_its_name(extended: Extended) -> None:
     rule = """
         def made_up_seed(values: Values) -> Iterator[Finding]:
             if values["seed"] == 13:
-                yield say("error", "launch", "made-up-seed", "seed", "`seed` is 13")
+                yield say("error", "made-up-seed", "seed", "`seed` is 13", layer="launch")
     """
     extended.add("rules/trl/arguments.py", "_SHARED", "made_up_seed", dedent(rule))
     stage = extended.place / "sft.yaml"

@@ -14,8 +14,6 @@ from launcher.paths import expanded, is_file, is_pointer
 
 # bytes read for the first row; one that is longer is not judged
 _HEAD = 2**20
-# bytes read of a large file to learn how long its lines are
-_SAMPLE = 2**18
 
 # Rows of the `train` split, `num_examples` on each set's card at huggingface.co/datasets.
 HUB_ROWS = {
@@ -54,11 +52,10 @@ def lines_of(paths: Sequence[Path]) -> int | None:
         return None
 
 
-def entry_rows(name: str, amount: str, *, estimated: bool = False) -> int | None:
+def entry_rows(name: str, amount: str) -> int | None:
     """Rows that one entry of a mixer list gives before filtering; None where that is not known.
 
     A count stands for itself, rows are repeated (dataset_transformation.py:2074 rounds a share down).
-    `estimated`: the size of a large file and the length of its first lines will do.
     """
     try:
         if "." not in amount:
@@ -68,21 +65,8 @@ def entry_rows(name: str, amount: str, *, estimated: bool = False) -> int | None
         return None
     rows = HUB_ROWS.get(name)
     if rows is None and name.endswith(".jsonl"):
-        rows = _estimate(expanded(name)) if estimated else lines_of([expanded(name)])
+        rows = lines_of([expanded(name)])
     return None if rows is None or not math.isfinite(share) else int(rows * share)
-
-
-def _estimate(path: Path) -> int | None:
-    try:
-        size = path.stat().st_size
-        with open_regular(path) as file:
-            start = file.read(_SAMPLE)
-    except (OSError, ValueError):
-        return None
-    if size <= len(start):
-        return len(start.splitlines())
-    lines = start.count(b"\n")
-    return size * lines // len(start) if lines else None
 
 
 @functools.lru_cache(maxsize=64)

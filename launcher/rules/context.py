@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import Finding
+from launcher.errors import Finding, Severity
 from launcher.upstream.schema import Values
 from launcher.upstream.trainers import Entry, entry_of
 
@@ -36,8 +36,12 @@ class Context:
 
     @property
     def entry(self) -> Entry:
-        """The entry script."""
         return entry_of(self.values.schema)
+
+    @property
+    def at_start(self) -> Severity:
+        """The severity of what may still come until the run is to start."""
+        return "error" if self.running else "warning"
 
     @property
     def zero_stage(self) -> int | None:

@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 from launcher.artifacts import model_config
 from launcher.errors import Finding, Severity, brief
 from launcher.rules.context import Context, StageRule, caches_only, section
-from launcher.rules.rule import say
+from launcher.rules.rule import say, say_of_option
 from launcher.rules.trl import resolved
 
 OVERLAP = "overlap-corrupts"
@@ -57,8 +57,7 @@ def engine_config(values: Mapping[str, Any], file: Mapping[str, Any] | None) -> 
 
 
 def _of_file(code: str, message: str, help: str, severity: Severity = "error") -> Finding:
-    """A finding about launch's own option instead of one of upstream's arguments."""
-    return Finding(severity=severity, layer="run", code=code, key="deepspeed", message=message, help=help)
+    return say_of_option(severity, code, "deepspeed", message, help)
 
 
 # --- the file, under any trainer ------------------------------------------------------------------
@@ -67,11 +66,8 @@ def _of_file(code: str, message: str, help: str, severity: Severity = "error") -
 def zero_section(context: Context) -> Iterator[Finding]:
     """accelerate/utils/dataclasses.py:1277."""
     if context.file is not None and "zero_optimization" not in context.file:
-        yield _of_file(
-            "deepspeed-no-zero",
-            "the DeepSpeed file has no `zero_optimization`: accelerate refuses it",
-            'add `"zero_optimization": {"stage": 2}`',
-        )
+        message = "the DeepSpeed file has no `zero_optimization`: accelerate refuses it"
+        yield _of_file("deepspeed-no-zero", message, 'add `"zero_optimization": {"stage": 2}`')
 
 
 def no_batch(context: Context) -> Iterator[Finding]:
@@ -82,31 +78,24 @@ def no_batch(context: Context) -> Iterator[Finding]:
     # none or `auto` means that the other one has to say it
     unknown = (None,) if context.entry.loop == "transformers" else (None, "auto")
     if file and file.get(_MICRO) is None and file.get("train_batch_size") in unknown:
-        yield _of_file(
-            "deepspeed-no-batch",
-            f"the DeepSpeed file has no `{_MICRO}`",
-            f'add `"{_MICRO}": "auto"` and `"train_batch_size": "auto"`',
-        )
+        help = f'add `"{_MICRO}": "auto"` and `"train_batch_size": "auto"`'
+        yield _of_file("deepspeed-no-batch", f"the DeepSpeed file has no `{_MICRO}`", help)
 
 
 def unsaved_weights(context: Context) -> Iterator[Finding]:
     """model_utils.py:555, transformers/trainer.py:3972; an adapter is gathered all the same
     (transformers/trainer.py:3965).
     """
-    file, crashes = context.file, context.entry.loop != "transformers"
+    file = context.file
     if file is None or context.zero_stage != 3 or caches_only(context):
         return
     if section(file, "zero_optimization").get(_GATHER) is True or context.values.get("use_peft"):
         return
-    yield _of_file(
-        "zero3-unsaved",
-        f"ZeRO-3 without `{_GATHER}: true` "
-        + (
-            "crashes when the trained model is saved" if crashes else "saves no model, only DeepSpeed's own checkpoint"
-        ),
-        "add it to `zero_optimization` in the DeepSpeed file",
-        "error" if crashes else "warning",
-    )
+    crashes = context.entry.loop != "transformers"
+    does = "crashes when the trained model is saved" if crashes else "saves no model, only DeepSpeed's own checkpoint"
+    help = "add it to `zero_optimization` in the DeepSpeed file"
+    severity: Severity = "error" if crashes else "warning"
+    yield _of_file("zero3-unsaved", f"ZeRO-3 without `{_GATHER}: true` {does}", help, severity)
 
 
 def clipping(context: Context) -> Iterator[Finding]:
@@ -122,16 +111,15 @@ def clipping(context: Context) -> Iterator[Finding]:
     # transformers fills in what is `auto`, and refuses another number
     if context.entry.loop == "transformers" and given not in (None, 0.0):
         return
-    wanted = ours if ours > 0 else 0.0
+    clips = ours if ours > 0 else 0.0
     theirs = 1.0 if given == "auto" else given
     if not isinstance(theirs, int | float) or not theirs > 0:
         theirs = 0.0
-    if theirs != wanted:
+    if theirs != clips:
         what = f"clips at {theirs}" if theirs else "does not clip"
         instead = ", in place of `zero_stage`" if context.file is None else ""
-        message = f"`{key}: {ours}` is not read with DeepSpeed, which {what}"
-        help = f'write `"gradient_clipping": {wanted}` in the DeepSpeed file{instead}'
-        yield say("warning", "run", "clipping-unread", key, message, help)
+        help = f'write `"gradient_clipping": {clips}` in the DeepSpeed file{instead}'
+        yield say("warning", "clipping-unread", key, f"`{key}: {ours}` is not read with DeepSpeed, which {what}", help)
 
 
 # --- the file, under open-instruct ----------------------------------------------------------------
@@ -147,18 +135,13 @@ def refused_file(context: Context) -> Iterator[Finding]:
         return
     for key in ("optimizer", "scheduler"):
         if key in file:
-            yield _of_file(
-                "deepspeed-optimizer",
-                f"the DeepSpeed file sets `{key}`, and so does upstream: accelerate refuses both",
-                f"delete `{key}` from the file; the arguments decide",
-            )
+            message = f"the DeepSpeed file sets `{key}`, and so does upstream: accelerate refuses both"
+            yield _of_file("deepspeed-optimizer", message, f"delete `{key}` from the file; the arguments decide")
     other = {"bf16": "fp16", "fp16": "bf16"}.get(context.mixed_precision or "", "")
     if str(section(file, other).get("enabled", False)).lower() == "true":
-        yield _of_file(
-            "deepspeed-precision",
-            f"the DeepSpeed file enables {other}, `mixed_precision` is {context.mixed_precision}",
-            f'set `mixed_precision: {other}`, or `"enabled": "auto"` in the file',
-        )
+        message = f"the DeepSpeed file enables {other}, `mixed_precision` is {context.mixed_precision}"
+        help = f'set `mixed_precision: {other}`, or `"enabled": "auto"` in the file'
+        yield _of_file("deepspeed-precision", message, help)
 
 
 def batch_of_the_file(context: Context) -> Iterator[Finding]:
@@ -172,44 +155,30 @@ def batch_of_the_file(context: Context) -> Iterator[Finding]:
     passes = file.get(_PASSES, 1)
     if isinstance(passes, int) and passes != ours:
         verb = "sets" if _PASSES in file else "is silent, which means"
-        yield _of_file(
-            "deepspeed-accumulation",
-            f"the DeepSpeed file {verb} `{_PASSES}: {passes}`: {ours} would not be used, "
-            "and the steps be counted wrongly",
-            f'write `"{_PASSES}": "auto"` in the file',
-            "warning",
-        )
-    total = file.get("train_batch_size")
-    rows = _number(file.get(_MICRO), context.per_device)
-    times = _number(passes, ours)
+        would = f"{ours} would not be used, and the steps be counted wrongly"
+        message = f"the DeepSpeed file {verb} `{_PASSES}: {passes}`: {would}"
+        yield _of_file("deepspeed-accumulation", message, f'write `"{_PASSES}": "auto"` in the file', "warning")
+    total, rows, times = file.get("train_batch_size"), file.get(_MICRO), passes
+    rows = context.per_device if rows in ("auto", None) else rows
+    times = ours if times in ("auto", None) else times
     devices = (context.gpus or 0) // max(1, context.values.get("sequence_parallel_size") or 1)
-    if isinstance(total, int) and rows and times and devices and total != rows * times * devices:
-        yield _of_file(
-            "deepspeed-batch",
+    factors = [one for one in (rows, times, devices) if isinstance(one, int) and one]
+    if len(factors) == 3 and isinstance(total, int) and total != math.prod(factors):
+        message = (
             f"the DeepSpeed file sets `train_batch_size: {total}`, but {rows} rows x {times} passes x "
-            f"{devices} devices is {rows * times * devices}",
-            'write `"train_batch_size": "auto"` in the file',
+            f"{devices} devices is {math.prod(factors)}"
         )
-
-
-def _number(given: Any, ours: int | None) -> int | None:
-    if given in ("auto", None):
-        return ours
-    return given if isinstance(given, int) else None
+        yield _of_file("deepspeed-batch", message, 'write `"train_batch_size": "auto"` in the file')
 
 
 def half_precision(context: Context) -> Iterator[Finding]:
     """finetune.py:597, dpo_tune_cache.py:337: the model is loaded in bfloat16 whatever is asked for."""
     if context.mixed_precision == "fp16":
-        yield Finding(
-            severity="warning",
-            layer="run",
-            code="fp16-over-bf16",
-            key="mixed_precision",
-            message="upstream loads the model in bfloat16: `mixed_precision: fp16` then casts its "
-            "weights to half precision, or fails in the gradient scaler",
-            help="write `mixed_precision: bf16`",
+        message = (
+            "upstream loads the model in bfloat16: `mixed_precision: fp16` then casts its "
+            "weights to half precision, or fails in the gradient scaler"
         )
+        yield say_of_option("warning", "fp16-over-bf16", "mixed_precision", message, "write `mixed_precision: bf16`")
 
 
 def two_zero_stages(context: Context) -> Iterator[Finding]:
@@ -221,7 +190,7 @@ def two_zero_stages(context: Context) -> Iterator[Finding]:
     differs = f", and its stage {theirs} is not {own}" if theirs != own else ""
     message = f"`zero_stage: {own}` replaces `deepspeed:`: nothing of that file is read{differs}"
     help = "keep one: `deepspeed:` for a file, `zero_stage` for upstream's own settings"
-    yield say("warning", "run", "two-zero-stages", "zero_stage", message, help)
+    yield say("warning", "two-zero-stages", "zero_stage", message, help)
 
 
 # --- adapters and quantised models under open-instruct --------------------------------------------
@@ -235,16 +204,11 @@ def quantised(context: Context) -> Iterator[Finding]:
     if not context.values["use_qlora"] or not context.distributed or caches_only(context):
         return
     crashes = context.zero_stage == 3
-    yield say(
-        "error" if crashes else "warning",
-        "run",
-        "qlora-deepspeed",
-        "use_qlora",
-        "`use_qlora` with ZeRO-3 crashes: a quantised model is placed by a device_map"
-        if crashes
-        else "`use_qlora` is not compatible with DeepSpeed, upstream says",
-        "write `deepspeed: none`, or leave out `use_qlora`",
-    )
+    message = "`use_qlora` is not compatible with DeepSpeed, upstream says"
+    if crashes:
+        message = "`use_qlora` with ZeRO-3 crashes: a quantised model is placed by a device_map"
+    help = "write `deepspeed: none`, or leave out `use_qlora`"
+    yield say("error" if crashes else "warning", "qlora-deepspeed", "use_qlora", message, help)
 
 
 def frozen_biases(context: Context) -> Iterator[Finding]:
@@ -262,7 +226,7 @@ def frozen_biases(context: Context) -> Iterator[Finding]:
             "optimizer group with nothing to train"
         )
         help = "write `deepspeed: none`, or `deepspeed: zero3` without gradient checkpointing"
-        yield say("error", "run", "lora-biases", "use_lora", message, help)
+        yield say("error", "lora-biases", "use_lora", message, help)
 
 
 def frozen_released(context: Context) -> Iterator[Finding]:
@@ -274,15 +238,12 @@ def frozen_released(context: Context) -> Iterator[Finding]:
     lora = values["use_lora"] and not values["use_qlora"]
     zero3 = context.distributed and context.zero_stage == 3
     if lora and zero3 and values["gradient_checkpointing"]:
-        yield say(
-            "error",
-            "run",
-            "lora-zero3-checkpointing",
-            "gradient_checkpointing",
+        message = (
             "`gradient_checkpointing` with LoRA and ZeRO-3 crashes in the first backward pass: the frozen "
-            "weights have been released when a layer is computed again",
-            "leave out one of the three: `deepspeed: none` has LoRA's small optimizer state on each GPU",
+            "weights have been released when a layer is computed again"
         )
+        help = "leave out one of the three: `deepspeed: none` has LoRA's small optimizer state on each GPU"
+        yield say("error", "lora-zero3-checkpointing", "gradient_checkpointing", message, help)
 
 
 # --- the file, under TRL --------------------------------------------------------------------------
@@ -301,11 +262,8 @@ def mismatches(context: Context) -> Iterator[Finding]:
         if ours is not None and (theirs := _entry(file, name)) not in (None, "auto", ours)
     ]
     if differing:
-        yield _of_file(
-            "deepspeed-mismatch",
-            f"transformers refuses the DeepSpeed file: {'; '.join(differing)}",
-            'write "auto" for what the arguments say',
-        )
+        message = f"transformers refuses the DeepSpeed file: {'; '.join(differing)}"
+        yield _of_file("deepspeed-mismatch", message, 'write "auto" for what the arguments say')
 
 
 def _expected(context: Context) -> Iterator[tuple[str, str, Any]]:
@@ -364,13 +322,9 @@ def precision(context: Context) -> Iterator[Finding]:
             what = f"takes {name} from training, which is {running}, against {source}"
         else:
             continue
-        yield _of_file(
-            "deepspeed-precision",
-            f"the DeepSpeed file {what}: that is refused",
-            f'write `"enabled": "auto"`; delete `{name}_full_eval`'
-            if evaluated
-            else f'write `"enabled": "auto"`, delete `mixed_precision`, and let `{name}` decide',
-        )
+        then = f"delete `{name}_full_eval`" if evaluated else f"delete `mixed_precision`, and let `{name}` decide"
+        help = f'write `"enabled": "auto"`{";" if evaluated else ","} {then}'
+        yield _of_file("deepspeed-precision", f"the DeepSpeed file {what}: that is refused", help)
         return
 
 
@@ -378,7 +332,7 @@ def fsdp_too(context: Context) -> Iterator[Finding]:
     """transformers/trainer.py:461; accelerate/utils/dataclasses.py:1265 reads launch's file."""
     if context.file is not None and context.values["fsdp"]:
         message = "`fsdp` beside `deepspeed:`: transformers refuses both"
-        yield say("error", "run", "two-engines", "fsdp", message, "write `deepspeed: none`")
+        yield say("error", "two-engines", "fsdp", message, "write `deepspeed: none`")
 
 
 def optimizer_unread(context: Context) -> Iterator[Finding]:
@@ -391,7 +345,7 @@ def optimizer_unread(context: Context) -> Iterator[Finding]:
     theirs = section(file, "optimizer").get("type")
     if theirs is not None:
         message = f"`optim: {name}` is not read: the DeepSpeed file has its own, {brief(theirs)}"
-        yield say("warning", "run", "optim-unread", "optim", message, "delete one of them")
+        yield say("warning", "optim-unread", "optim", message, "delete one of them")
     if "optimizer" in file or file.get("zero_force_ds_cpu_optimizer") is False:
         return
     offloaded = section(section(file, "zero_optimization"), "offload_optimizer").get("device")
@@ -401,7 +355,7 @@ def optimizer_unread(context: Context) -> Iterator[Finding]:
             "decay that is not decoupled: its file offloads the optimizer"
         )
         help = "write `optim: adamw_torch`, or a `deepspeed:` that does not offload"
-        yield say("warning", "run", "optim-replaced", "optim", message, help)
+        yield say("warning", "optim-replaced", "optim", message, help)
 
 
 # --- gradients ------------------------------------------------------------------------------------
@@ -422,7 +376,6 @@ def fault(
         release = Version(version or "")
     except InvalidVersion:
         release = None
-    serial = "or set `overlap_comm: false` in the DeepSpeed file"
     wire = _FORMATS.get(str(config.get("communication_data_type")).lower())
     bucket = zero.get("reduce_bucket_size")
     whole = isinstance(bucket, int | float) and bucket >= LARGEST_WEIGHT
@@ -430,43 +383,35 @@ def fault(
     if stage == 2 and overlaps and converts and not whole:
         # stage_1_and_2.py, allreduce_and_copy_with_multiple_ranks: only the converted copy is recorded on
         # the stream of the reduction, so the gradient's memory is used again before it was read
-        return (
-            "error",
-            OVERLAP,
+        message = (
             "ZeRO-2 with `overlap_comm` and a `communication_data_type` of its own trains on corrupt "
             "gradients: every release up to 0.19.8 reuses the memory of gradients larger than "
-            "`reduce_bucket_size` before they were sent",
-            "set `overlap_comm: false` in the DeepSpeed file, or use ZeRO-1 or ZeRO-3",
+            "`reduce_bucket_size` before they were sent"
         )
+        help = "set `overlap_comm: false` in the DeepSpeed file, or use ZeRO-1 or ZeRO-3"
+        return "error", OVERLAP, message, help
     if stage == 2 and release and _within(release, LOSES_MICRO_BATCHES) and (accumulation or 1) > 1:
-        return (
-            "error",
-            "accumulation-lost",
-            f"DeepSpeed {version} keeps only the last micro-batch of a step under ZeRO-2",
-            "install deepspeed 0.19.8, or do not accumulate",
-        )
+        message = f"DeepSpeed {version} keeps only the last micro-batch of a step under ZeRO-2"
+        return "error", "accumulation-lost", message, "install deepspeed 0.19.8, or do not accumulate"
     if not overlaps:
         return None
     corrupts = "trains on corrupt gradients: buffers are reused before their reduction is done"
+    serial = "or set `overlap_comm: false` in the DeepSpeed file"
     if release is None:
-        return (
-            "warning",
-            OVERLAP,
-            "ZeRO 1 and 2 with `overlap_comm` " + corrupts + ", with DeepSpeed 0.18.5 to 0.18.9 and before "
-            "0.17.5; the installed version is not known here",
-            f"install deepspeed 0.19.8 where it trains, {serial}",
+        message = (
+            f"ZeRO 1 and 2 with `overlap_comm` {corrupts}, with DeepSpeed 0.18.5 to 0.18.9 and before "
+            "0.17.5; the installed version is not known here"
         )
+        return "warning", OVERLAP, message, f"install deepspeed 0.19.8 where it trains, {serial}"
+    described, help = (
+        f"DeepSpeed {version} with ZeRO-{stage} and `overlap_comm`",
+        f"install deepspeed 0.19.8, {serial}",
+    )
     if release < SYNCHRONIZED or _within(release, UNSYNCHRONIZED):
-        message = f"DeepSpeed {version} with ZeRO-{stage} and `overlap_comm` {corrupts}"
-        return "error", OVERLAP, message, f"install deepspeed 0.19.8, {serial}"
+        return "error", OVERLAP, f"{described} {corrupts}", help
     if UNSYNCHRONIZED[1] <= release < ALL_STREAMS:
-        return (
-            "warning",
-            OVERLAP,
-            f"DeepSpeed {version} with ZeRO-{stage} and `overlap_comm` may send gradients before they are "
-            "complete where several streams compute them, as under torch.compile",
-            f"install deepspeed 0.19.8, {serial}",
-        )
+        streams = "where several streams compute them, as under torch.compile"
+        return "warning", OVERLAP, f"{described} may send gradients before they are complete {streams}", help
     return None
 
 
@@ -494,21 +439,13 @@ def true_gradients(context: Context) -> Iterator[Finding]:
     if values.get("zero_stage") is not None:
         key = "args.zero_stage"
         help = "leave out `zero_stage` and set launch's `deepspeed: zero2`, which does not overlap"
-    yield Finding(severity=severity, layer="run", code=code, key=key, message=message, help=help)
+    yield say_of_option(severity, code, key, message, help)
 
 
 _SHARED: tuple[StageRule, ...] = (zero_section, no_batch, unsaved_weights, clipping, true_gradients)
-_OPEN_INSTRUCT: tuple[StageRule, ...] = (
-    *_SHARED,
-    refused_file,
-    batch_of_the_file,
-    half_precision,
-    quantised,
-    frozen_biases,
-)
-_TRL: tuple[StageRule, ...] = (*_SHARED, mismatches, precision, fsdp_too, optimizer_unread)
+_OWN_LOOP = (*_SHARED, refused_file, batch_of_the_file, half_precision, quantised, frozen_biases)
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
-    "open_instruct": {"sft": (*_OPEN_INSTRUCT, frozen_released), "dpo": (*_OPEN_INSTRUCT, two_zero_stages)},
-    "trl": dict.fromkeys(("sft", "dpo"), _TRL),
+    "open_instruct": {"sft": (*_OWN_LOOP, frozen_released), "dpo": (*_OWN_LOOP, two_zero_stages)},
+    "trl": dict.fromkeys(("sft", "dpo"), (*_SHARED, mismatches, precision, fsdp_too, optimizer_unread)),
 }

@@ -8,108 +8,42 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from launcher.artifacts import model_config
-from launcher.errors import Finding
+from launcher.errors import Finding, Severity
 from launcher.rules.context import Context, StageRule, caches_only, section
 from launcher.rules.rule import say
 
 # liger_kernel/transformers/monkey_patch.py:2879, release 0.7.0, the one that the pin locks
-LIGER_RELEASE = (0, 7)
+LIGER_RELEASE = [0, 7]
 LIGER_MODELS = frozenset(
-    {
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gemma3",
-        "glm4",
-        "glm4v",
-        "glm4v_moe",
-        "gpt_oss",
-        "internvl",
-        "llama",
-        "llama4_text",
-        "llama4",
-        "llava",
-        "granite",
-        "mllama",
-        "mllama_text_model",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "pixtral",
-        "olmo3",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "qwen2_vl",
-        "qwen2_vl_text",
-        "qwen2_5_vl",
-        "qwen2_5_vl_text",
-        "qwen3_next",
-        "qwen3_vl",
-        "qwen3_vl_text",
-        "qwen3_vl_moe",
-        "qwen3_vl_moe_text",
-        "smollm3",
-        "phi3",
-        "paligemma",
-        "falcon_h1",
-        "smolvlm",
-        "hunyuan_v1_dense",
-        "hunyuan_v1_moe",
-        "exaone4",
-    }
+    """
+    gemma gemma2 gemma3_text gemma3 glm4 glm4v glm4v_moe gpt_oss internvl llama llama4_text llama4 llava
+    granite mllama mllama_text_model mistral mixtral olmo2 pixtral olmo3 qwen2 qwen3 qwen3_moe qwen2_vl
+    qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen3_next qwen3_vl qwen3_vl_text qwen3_vl_moe
+    qwen3_vl_moe_text smollm3 phi3 paligemma falcon_h1 smolvlm hunyuan_v1_dense hunyuan_v1_moe exaone4
+    """.split()
 )
-
-
-def _own(context: Context) -> Mapping[str, Any]:
-    """The config of the model whose weights are loaded."""
-    values = context.values
-    name, revision = values["model_name_or_path"], values.get("model_revision")
-    return model_config.read(name, context.environ, revision)
-
-
-# --- Liger ----------------------------------------------------------------------------------------
+_NO_LIGER = "write `use_liger_kernel: false`"
 
 
 def liger_unknown(context: Context) -> Iterator[Finding]:
     """open-instruct looks the model up and fails (liger_kernel/transformers/auto_model.py:36); TRL
     patches nothing without a word (liger_kernel/transformers/monkey_patch.py:2974).
     """
-    kind = _patched(context)
-    if kind is None or kind in LIGER_MODELS:
-        return
-    have, known = _liger(context)
-    crashes = context.entry.strict_liger
-    what = "upstream fails with a KeyError" if crashes else "nothing would be patched"
-    yield say(
-        "error" if crashes and known else "warning",
-        "run",
-        "liger-unknown-model",
-        "use_liger_kernel",
-        f"Liger {have} has no kernels for {kind} models: {what}",
-        "write `use_liger_kernel: false`",
-    )
-
-
-def _patched(context: Context) -> str | None:
-    """The type of the model that Liger is to patch, where it is to and the type is known."""
     values = context.values
     if not values["use_liger_kernel"] or values.get("use_qlora") or caches_only(context):
-        return None
-    kind = _own(context).get("model_type")
-    return kind if isinstance(kind, str) else None
-
-
-def _liger(context: Context) -> tuple[str, bool]:
-    """The release to speak of, and whether it is the installed one: of a later one nothing is known."""
+        return
+    config = model_config.read(values["model_name_or_path"], context.environ, values.get("model_revision"))
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind in LIGER_MODELS:
+        return
     have = (context.packages or {}).get("liger-kernel")
-    if have is not None and _release(have) <= LIGER_RELEASE:
-        return have, True
-    return "0.7.0", False
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    # of a later release nothing is known
+    known = have is not None and [int(part) for part in re.findall(r"\d+", have)[:2]] <= LIGER_RELEASE
+    crashes = context.entry.strict_liger
+    what = "upstream fails with a KeyError" if crashes else "nothing would be patched"
+    message = f"Liger {have if known else '0.7.0'} has no kernels for {kind} models: {what}"
+    severity: Severity = "error" if crashes and known else "warning"
+    yield say(severity, "liger-unknown-model", "use_liger_kernel", message, _NO_LIGER)
 
 
 def liger_on_cpu(context: Context) -> Iterator[Finding]:
@@ -118,11 +52,7 @@ def liger_on_cpu(context: Context) -> Iterator[Finding]:
         return
     if not context.environ.get("TRITON_INTERPRET"):
         message = "Liger's kernels need a GPU, and `--gpus 0` has none"
-        help = "write `use_liger_kernel: false`"
-        yield say("error", "run", "liger-on-cpu", "use_liger_kernel", message, help)
-
-
-# --- length and attention -------------------------------------------------------------------------
+        yield say("error", "liger-on-cpu", "use_liger_kernel", message, _NO_LIGER)
 
 
 def beyond_positions(context: Context) -> Iterator[Finding]:
@@ -130,11 +60,11 @@ def beyond_positions(context: Context) -> Iterator[Finding]:
     asks the model how far it reaches.
     """
     key = "max_seq_length" if "max_seq_length" in context.values else "max_length"
-    wanted, reach = (context.values.get(key), positions(model_config.built_from(context.values, context.environ)))
-    if context.values.given(key) and isinstance(wanted, int) and reach and wanted > reach:
-        message = f"`{key}: {wanted}` goes beyond the {reach} positions that the model was made for"
+    length, reach = context.values.get(key), positions(model_config.built_from(context.values, context.environ))
+    if context.values.given(key) and isinstance(length, int) and reach and length > reach:
+        message = f"`{key}: {length}` goes beyond the {reach} positions that the model was made for"
         help = f"write `{key}: {reach}`, or a model with a longer context"
-        yield say("warning", "run", "beyond-positions", key, message, help)
+        yield say("warning", "beyond-positions", key, message, help)
 
 
 def positions(config: Mapping[str, Any]) -> int | None:
@@ -172,7 +102,7 @@ def packed_without_flash(context: Context) -> Iterator[Finding]:
         worse += ", and DPO's packed samples see each other"
     message = f"{slow} no flash-attention kernels: {worse}"
     help = "pip install flash-attn, or `packing: false`"
-    yield say("warning", "run", "packing-without-flash", "packing", message, help)
+    yield say("warning", "packing-without-flash", "packing", message, help)
 
 
 def packed_alone(context: Context) -> Iterator[Finding]:
@@ -180,7 +110,7 @@ def packed_alone(context: Context) -> Iterator[Finding]:
     if context.values["packing"] and context.per_device == 1 and not caches_only(context):
         message = "`packing` does nothing here: it joins the rows of a micro-batch, which is one row"
         help = "`batch: {per_device: 2}` or more, or `packing: false`"
-        yield say("warning", "run", "packing-of-one", "packing", message, help)
+        yield say("warning", "packing-of-one", "packing", message, help)
 
 
 _LIGER: tuple[StageRule, ...] = (liger_unknown, liger_on_cpu, beyond_positions)

@@ -49,17 +49,7 @@ def foreign_checkpoints(context: Context) -> Iterator[Finding]:
             f"{context.output} holds {last.name}, which no run of launch's wrote here: upstream would resume from it"
         )
         help = f"give another `output_dir` or `exp_name`, or empty {context.output}"
-        yield say("warning", "run", "foreign-checkpoints", _OUTPUT, message, help)
-
-
-def skipped_again(context: Context) -> Iterator[Finding]:
-    """dpo_tune_cache.py:562: the batches that were trained on are skipped in every later epoch too."""
-    last, epochs = _taken(context), context.values["num_epochs"]
-    several = context.values["max_train_steps"] is None and isinstance(epochs, int) and epochs > 1
-    if last is not None and last.kind == "step" and several and not caches_only(context):
-        message = f"resuming from {last.name} skips the same batches again in each later epoch"
-        help = "begin anew in another folder, or train a single epoch"
-        yield say("warning", "run", "resume-skips", _OUTPUT, message, help)
+        yield say("warning", "foreign-checkpoints", _OUTPUT, message, help)
 
 
 def finished_model(context: Context) -> Iterator[Finding]:
@@ -73,7 +63,7 @@ def finished_model(context: Context) -> Iterator[Finding]:
     begin = "train from zero" if last is None else f"go on from {last.name}"
     message = f"{context.output} holds a trained model: upstream would {begin} and write over it"
     help = f"give another `output_dir`, or empty {context.output}"
-    yield say("warning", "run", "finished-output", _OUTPUT, message, help)
+    yield say("warning", "finished-output", _OUTPUT, message, help)
 
 
 def named_checkpoint(context: Context) -> Iterator[Finding]:
@@ -87,54 +77,40 @@ def named_checkpoint(context: Context) -> Iterator[Finding]:
         what = f"there is no folder {brief(name)} here" if context.running else None
     elif not is_file(folder / "trainer_state.json"):
         what = f"{brief(name)} is no checkpoint: it has no trainer_state.json"
-    elif any(_STATES.match(name) for name in _entries(folder)):
-        what = None
     else:
-        what = f"{brief(name)} holds no weights"
-    if what is not None:
-        newest = checkpoints.find("trl", folder)[-1:] or checkpoints.find("trl", context.output)[-1:]
-        help = (
-            f"write `{_RESUME}: {newest[0].path}`"
-            if newest
-            else "relative paths start where launch is started; delete the line to begin anew"
-        )
-        yield say("error", "run", "resume-missing", _RESUME, what, help)
+        what = None if any(map(_STATES.match, _entries(folder))) else f"{brief(name)} holds no weights"
+    if what is None:
+        yield from _remaining(context, folder)
         return
-    yield from _remaining(context, folder)
+    help = "relative paths start where launch is started; delete the line to begin anew"
+    if newest := checkpoints.find("trl", folder)[-1:] or checkpoints.find("trl", context.output)[-1:]:
+        help = f"write `{_RESUME}: {newest[0].path}`"
+    yield say("error", "resume-missing", _RESUME, what, help)
 
 
 def _remaining(context: Context, folder: Path) -> Iterator[Finding]:
     """transformers/trainer.py:1639,1648: training begins at the checkpoint's step, and may be over; the
     place in the data is reckoned with the numbers of now.
     """
-    values, state = context.values, read_json(folder / "trainer_state.json")
-    step, epoch = state.get("global_step"), state.get("epoch")
-    limit, epochs = values["max_steps"], values["num_train_epochs"]
-    if isinstance(limit, int) and limit > 0:
-        over = isinstance(step, int) and step >= limit
-        until = f"`max_steps` is {limit}"
-    else:
-        numbers = isinstance(epoch, int | float) and isinstance(epochs, int | float)
-        over = numbers and epoch >= epochs
-        until = f"`num_train_epochs` is {epochs}"
-    if over:
-        message = f"{brief(str(folder))} was saved after {step} steps, and {until}: nothing would be trained"
+    values, state, named = context.values, read_json(folder / "trainer_state.json"), brief(str(folder))
+    limit, key, done = values["max_steps"], "max_steps", state.get("global_step")
+    if not isinstance(limit, int) or limit <= 0:
+        limit, key, done = values["num_train_epochs"], "num_train_epochs", state.get("epoch")
+    if isinstance(limit, int | float) and isinstance(done, int | float) and done >= limit:
+        until = f"`{key}` is {limit}: nothing would be trained"
+        message = f"{named} was saved after {state.get('global_step')} steps, and {until}"
         help = "raise the limit, or delete the line to begin anew"
-        yield say("error", "run", "resume-finished", _RESUME, message, help)
+        yield say("error", "resume-finished", _RESUME, message, help)
     before, now = state.get("train_batch_size"), context.per_device
     if isinstance(before, int) and now not in (None, before) and not values["ignore_data_skip"]:
         message = (
-            f"resuming from {brief(str(folder))} would go on at another place in the data: "
+            f"resuming from {named} would go on at another place in the data: "
             f"`per_device_train_batch_size` was {before}, is {now}"
         )
-        help = "keep the number as it was"
-        yield say("warning", "run", "resume-position", _RESUME, message, help)
+        yield say("warning", "resume-position", _RESUME, message, "keep the number as it was")
 
-
-_OPEN_INSTRUCT: tuple[StageRule, ...] = (foreign_checkpoints, finished_model)
-_TRL: tuple[StageRule, ...] = (named_checkpoint, finished_model)
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
-    "open_instruct": {"sft": _OPEN_INSTRUCT, "dpo": (*_OPEN_INSTRUCT, skipped_again)},
-    "trl": dict.fromkeys(("sft", "dpo"), _TRL),
+    "open_instruct": dict.fromkeys(("sft", "dpo"), (foreign_checkpoints, finished_model)),
+    "trl": dict.fromkeys(("sft", "dpo"), (named_checkpoint, finished_model)),
 }

@@ -21,7 +21,7 @@ from launcher.upstream.trainers import BACKENDS
 
 # Modules of launcher.rules beside `arguments`, by backend; one that has no rules of its own is not listed.
 # Imported where they are needed: importing is a good part of the time that one file takes.
-_FURTHER = {"open_instruct": ("services", "open_instruct.data"), "trl": ("trl.machine", "trl.attention", "trl.data")}
+_FURTHER = {"open_instruct": ("services",), "trl": ("trl.machine", "trl.attention", "trl.data")}
 
 
 # a further script of a stage has the rules of that stage, or all of a module
@@ -42,8 +42,7 @@ def of_backend(backend: str) -> Mapping[str, tuple[Rule, ...]]:
     """The rules about arguments alone, by stage."""
     if backend not in _FURTHER:
         return {}
-    module = import_module(f"launcher.rules.{backend}.arguments")
-    rules: Mapping[str, tuple[Rule, ...]] = module.RULES
+    rules: Mapping[str, tuple[Rule, ...]] = import_module(f"launcher.rules.{backend}.arguments").RULES
     return rules
 
 
@@ -62,16 +61,9 @@ def of_stage(backend: str, key: str) -> tuple[StageRule, ...]:
     key = _stage(backend, key)
     from launcher.rules import deepspeed, loading, model, output
 
-    def listed(module: Any) -> tuple[StageRule, ...]:
-        return tuple(module.RULES.get(backend, {}).get(key, ()))
-
-    return (
-        *listed(deepspeed),
-        *listed(model),
-        *loading.RULES,
-        *listed(output),
-        *(rule for module in _FURTHER.get(backend, ()) for rule in _rules(module, key)),
-    )
+    shared = (rule for module in (deepspeed, model, output) for rule in module.RULES.get(backend, {}).get(key, ()))
+    further = (rule for module in _FURTHER.get(backend, ()) for rule in _rules(module, key))
+    return (*shared, *loading.RULES, *further)
 
 
 def of_split(context: Context, rows: int | None, *, devices: int, is_global: bool) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,25 +24,36 @@ class Range:
     code: str = "out-of-range"
 
 
-def outside(values: Values, table: Mapping[str, tuple[Range, ...]]) -> Iterator[tuple[str, float, Range]]:
-    """Each given number with a range that it is not in."""
+def plain(value: float) -> str:
+    """A number for a message; an int of hundreds of digits is no float, and is cut."""
+    return f"{value:g}" if isinstance(value, float) else brief(str(value))
+
+
+def outside(
+    values: Values, table: Mapping[str, tuple[Range, ...]], show: Callable[[float], str] = plain
+) -> Iterator[Finding]:
+    """A finding for each given number that is not in one of its ranges."""
     for key, ranges in table.items():
         value = number(values.get(key))
         if value is None or not values.given(key):
             continue
         for one in ranges:
             if not one.holds(value) and (one.needs is None or values[one.needs]):
-                yield key, value, one
+                yield say(one.severity, one.code, key, f"`{key}: {show(value)}`: {one.otherwise}")
 
 
-def plain(value: float) -> str:
-    """A number for a message; an int of hundreds of digits is no float, and is cut."""
-    return f"{value:g}" if isinstance(value, float) else brief(str(value))
-
-
-def say(severity: Severity, layer: Layer, code: str, key: str, message: str, help: str | None = None) -> Finding:
+def say(
+    severity: Severity, code: str, key: str, message: str, help: str | None = None, *, layer: Layer = "run"
+) -> Finding:
     """A finding about one argument; `stage` fills in the place in the file."""
     return Finding(severity=severity, layer=layer, code=code, key=f"args.{key}", message=message, help=help)
+
+
+def say_of_option(
+    severity: Severity, code: str, key: str, message: str, help: str | None = None, *, layer: Layer = "run"
+) -> Finding:
+    """A finding about one of launch's own options."""
+    return Finding(severity=severity, layer=layer, code=code, key=key, message=message, help=help)
 
 
 def number(value: Any) -> float | None:
@@ -69,7 +81,8 @@ def check(
 
     def rule(values: Values) -> Iterator[Finding]:
         if (values.schema.tested or not tested) and when(values):
-            yield say(severity, layer, code, key, message.format_map(_Shown(values)), help)
+            filled = re.sub(r"\{(\w+)\}", lambda name: brief(values[name[1]]), message)
+            yield say(severity, code, key, filled, help, layer=layer)
 
     rule.__doc__ = cited
     return rule
@@ -78,25 +91,12 @@ def check(
 def unread(cited: str, key: str, read: Callable[[Values], object], where: str, help: str = "delete the line") -> Rule:
     """A rule about an argument that acts under one condition, where it is given without that."""
 
-    def rule(values: Values) -> Iterator[Finding]:
+    def idle(values: Values) -> bool:
         given = values.given(key) and values[key]
-        if given and values[key] != values.schema.fields[key].default and not read(values):
-            message = f"`{key}` does nothing here: it is read only {where}"
-            yield say("warning", "run", "conditional-key", key, message, help)
+        return bool(given and values[key] != values.schema.fields[key].default and not read(values))
 
-    rule.__doc__ = cited
-    return rule
-
-
-class _Shown(dict[str, str]):
-    """The values of arguments as a message shows them."""
-
-    def __init__(self, values: Values) -> None:
-        super().__init__()
-        self._values = values
-
-    def __missing__(self, key: str) -> str:
-        return brief(self._values[key])
+    message = f"`{key}` does nothing here: it is read only {where}"
+    return check(cited, "conditional-key", key, idle, message, help, severity="warning")
 
 
 def as_it_stands(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import netrc
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -30,40 +31,27 @@ def wandb_key(context: Context) -> Iterator[Finding]:
         # it crashes for another reason, which has a rule of its own
         return
     mode = environ.get("WANDB_MODE", "online")
-    asks = values["wandb_entity"] is None
-    if mode in WITHOUT_WANDB and not asks:
-        return
-    if mode in WITHOUT_WANDB:
+    if mode not in WITHOUT_WANDB:
+        what = "no wandb key: neither WANDB_API_KEY nor an entry in ~/.netrc"
+        help = "`wandb login`, or set WANDB_API_KEY, or `with_tracking: false`"
+    elif values["wandb_entity"] is None:
         what = f"WANDB_MODE is {mode}, but without `wandb_entity` upstream asks wandb who is logged in"
         help = "set `wandb_entity`, or WANDB_API_KEY, or `with_tracking: false`"
     else:
-        what = "no wandb key: neither WANDB_API_KEY nor an entry in ~/.netrc"
-        help = "`wandb login`, or set WANDB_API_KEY, or `with_tracking: false`"
-    yield say(
-        "error" if context.running else "warning",
-        "run",
-        "no-wandb-key",
-        "with_tracking",
-        f"`with_tracking`: {what}",
-        help,
-    )
+        return
+    yield say(context.at_start, "no-wandb-key", "with_tracking", f"`with_tracking`: {what}", help)
 
 
 def has_wandb_key(environ: Mapping[str, str]) -> bool:
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    home = model_config.home(environ)
-    named = environ.get("NETRC")
-    files = [Path(named)] if named else [home / ".netrc", home / "_netrc"]
-    return any(_entry(path, host) for path in files if is_file(path))
-
-
-def _entry(path: Path, host: str) -> bool:
-    try:
-        return netrc.netrc(path).authenticators(host) is not None
-    except (OSError, ValueError, netrc.NetrcParseError):
-        return False
+    home, named = model_config.home(environ), environ.get("NETRC")
+    for path in [Path(named)] if named else [home / ".netrc", home / "_netrc"]:
+        with suppress(OSError, ValueError, netrc.NetrcParseError):
+            if is_file(path) and netrc.netrc(path).authenticators(host) is not None:
+                return True
+    return False
 
 
 def hub_token(context: Context) -> Iterator[Finding]:
@@ -83,19 +71,12 @@ def hub_token(context: Context) -> Iterator[Finding]:
     else:
         return
     when = "once the model is trained" if values.get("hf_entity") else "before anything is trained"
-    yield say(
-        "error" if context.running else "warning",
-        "run",
-        "no-hub-token",
-        "push_to_hub",
-        f"`push_to_hub` crashes {when}: {why}",
-        help,
-    )
+    message = f"`push_to_hub` crashes {when}: {why}"
+    yield say(context.at_start, "no-hub-token", "push_to_hub", message, help)
 
 
 def has_hub_token(environ: Mapping[str, str]) -> bool:
-    names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE")
-    if any(environ.get(name) for name in names):
+    if any(map(environ.get, ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"))):
         return True
     named = environ.get("HF_TOKEN_PATH")
     return is_file(Path(named) if named else model_config.hub_home(environ) / "token")
@@ -108,7 +89,7 @@ def no_compiler(context: Context, key: str, *, cpp: bool = False) -> Iterator[Fi
     if not any(shutil.which(name, path=context.environ.get("PATH")) for name in names):
         message = f"torch.compile builds its kernels with a compiler, and {brief(' or '.join(names))} is not here"
         help = f"apt-get install g++, or write `{key}: false`"
-        yield say("error", "run", "no-compiler", key, message, help)
+        yield say("error", "no-compiler", key, message, help)
 
 
 def remote_code(context: Context) -> Iterator[Finding]:
@@ -120,7 +101,7 @@ def remote_code(context: Context) -> Iterator[Finding]:
         if own or inner.get(key) is True:
             message = f"`{key}` runs Python code out of the repository that is loaded, as you"
             help = "pin what you have read with `model_revision`, or leave it out"
-            yield say("note", "run", "remote-code", key if own else "model_init_kwargs", message, help)
+            yield say("note", "remote-code", key if own else "model_init_kwargs", message, help)
 
 
 RULES: tuple[StageRule, ...] = (wandb_key, hub_token, remote_code)

@@ -50,7 +50,7 @@ def test_citations_and_their_weights() -> None:
 
     severities = {"error": "warning", "warning": "note", "note": "note"}
     for given, less in severities.items():
-        one = say(given, "run", "x", "y", "z")  # type: ignore[arg-type]
+        one = say(given, "x", "y", "z")  # type: ignore[arg-type]
         told = citations.downgrade(one, citations.of_rule(rule))
         assert (told.severity, told.message) == (
             less, "z (of the pin: what it has at a.py:1, b.py:2 is not in this source)",

@@ -103,8 +103,9 @@ SPEAKS: list[tuple[str, dict[str, Any], str]] = [
      "conditional-key warning run num_train_epochs"),
     ("sft", {"lr_scheduler_type": "constant", "warmup_ratio": 0.1},
      "warmup-unread warning run warmup_ratio"),
-    ("dpo", {"lr_scheduler_type": "nosuch"}, "scheduler-type error run lr_scheduler_type"),
     ("dpo", {"output_dir": "~/x"}, "unexpanded-path warning run output_dir"),
+    ("sft", {"dataset_config_hash": "abc"}, "cache-key warning run dataset_config_hash"),
+    ("dpo", {"config_hash": "abc"}, "cache-key warning run config_hash"),
     ("sft", {"chat_template_name": "tullu"}, "unknown-template warning run chat_template_name"),
     ("dpo", {"chat_template_name": "tullu", "get_tokenizer_fn": "get_tokenizer_tulu_v2_1"},
      "unknown-template error run chat_template_name"),
@@ -165,7 +166,6 @@ SILENT: list[tuple[str, dict[str, Any]]] = [
     ("dpo", {"zero_stage": 3, "offload_param": True}), ("dpo", {"offload_param": True}),
     ("dpo", {"packing": True}), ("dpo", {"max_train_samples": 5, "loss_type": "simpo"}),
     ("dpo", {"max_train_samples": 9, "mixer_list": ["a", 4, "b", 5]}),
-    ("dpo", {"lr_scheduler_type": "nosuch", "cache_dataset_only": True}),
     # upstream's default warm-up is nobody's wish
     ("sft", {"lr_scheduler_type": "constant"}),
     ("sft", {"lr_scheduler_type": "constant", "warmup_ratio": 0}),

@@ -21,7 +21,6 @@ from launcher.errors import Finding
 from launcher.rules import model as model_rules
 from launcher.rules import registry
 from launcher.rules.context import Context
-from launcher.rules.open_instruct import data
 from launcher.stage.options import deepspeed_file
 from launcher.upstream import locate
 from launcher.upstream.schema import Values
@@ -400,49 +399,6 @@ def test_pushing_needs_a_token(write: Write, tmp_path: Path, script: str) -> Non
     assert "once the model is trained" in saved.message
 
 
-def test_tokenising_that_outlasts_the_timeout() -> None:
-    args = {"dataset_mixer_list": ["a", 20_000_000]}
-    expected = ("tokenising-outlasts", "warning", "args.timeout")
-    assert one("sft", args, gpus=8, cpus=16) == expected
-    assert one("sft", args) == expected
-    assert one("dpo", {"mixer_list": ["a", 20_000_000]}, gpus=8, cpus=16) == expected
-    assert found("sft", args, gpus=1, cpus=16) == []
-    assert found("sft", args, gpus=0, cpus=16) == []
-    assert found("sft", {**args, "timeout": 36000}, gpus=8, cpus=16) == []
-    assert found("sft", {**args, "cache_dataset_only": True}, gpus=8, cpus=16) == []
-    assert found("sft", {"dataset_mixer_list": ["a", "1.0"]}, gpus=8, cpus=1) == []
-
-
-def test_sets_whose_size_is_known() -> None:
-    tulu = {"dataset_mixer_list": ["allenai/tulu-3-sft-mixture", "1.0", "b", "0.5"]}
-    assert data.known_rows(context("sft", tulu)) == 939_343
-    assert found("sft", tulu, gpus=8, cpus=64) == []
-    assert one("sft", {**tulu, "timeout": 60}, gpus=8, cpus=64)[0] == "tokenising-outlasts"
-    assert data.known_rows(context("sft", {"dataset_mixer_list": ["b", "0.5"]})) is None
-    assert data.known_rows(context("sft", {"dataset_mixer_list": ["b", "x", "c", "1.e999"]})) is None
-
-
-def test_local_sets_are_counted_or_reckoned(write: Write) -> None:
-    write("small.jsonl", b'{"a": 1}\n{"a": 2}\n{"a": 3}')
-    write("large.jsonl", (b'{"a": "' + b"x" * 90 + b'"}\n') * 10_000)
-    write("empty.jsonl", b"")
-    rows = {
-        name: data.known_rows(context("sft", {"dataset_mixer_list": [f"{name}.jsonl", "2.0"]}))
-        for name in ("small", "large", "empty", "missing")
-    }
-    assert rows["small"] == 6
-    assert rows["large"] is not None
-    assert abs(rows["large"] - 20_000) < 20
-    assert (rows["empty"], rows["missing"]) == (0, None)
-
-
-@pytest.mark.parametrize(("script", "prefix"), [("sft", "dataset_"), ("dpo", "")])
-def test_a_cache_key_of_ones_own(script: str, prefix: str) -> None:
-    args = {f"{prefix}config_hash": "abc"}
-    key = f"args.{prefix}config_hash"
-    assert one(script, args) == ("cache-key", "warning", key)
-
-
 OUT = "args.output_dir"
 
 
@@ -476,18 +432,6 @@ def test_checkpoints_that_launch_did_not_write(output: Path, script: str) -> Non
     told = one(script, args, output=output)
     assert told == ("foreign-checkpoints", "warning", OUT)
     assert found(script, {"cache_dataset_only": True}, output=output) == []
-
-
-def test_dpo_resumed_inside_an_epoch(output: Path) -> None:
-    saved(output, "step_500")
-    skips = [("foreign-checkpoints", "warning", OUT), ("resume-skips", "warning", OUT)]
-    for args, expected in (
-        ({"num_epochs": 2}, skips),
-        ({"num_epochs": 1}, skips[:1]),
-        ({"num_epochs": 2, "max_train_steps": 100}, skips[:1]),
-    ):
-        told = found("dpo", {**args, "checkpointing_steps": 500}, output=output)
-        assert [(f.code, f.severity, f.key) for f in told] == expected
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])

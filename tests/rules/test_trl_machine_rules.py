@@ -92,7 +92,6 @@ CPU = [
     ({}, ("bf16-on-cpu", "error", "bf16")),
     ({"bf16": True}, ("bf16-on-cpu", "error", "bf16")),
     ({"bf16": False, "bf16_full_eval": True}, ("bf16-on-cpu", "error", "bf16_full_eval")),
-    ({"fp16": True}, ("fp16-on-cpu", "warning", "fp16")),
     (
         {"bf16": False, "attn_implementation": "flash_attention_2"},
         ("attention-missing", "error", "attn_implementation"),

@@ -12,24 +12,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from launcher.artifacts import model_config, rows
-from launcher.errors import Finding, Severity, brief
+from launcher.errors import Finding, brief
 from launcher.paths import exists
 from launcher.rules.rule import Range, Rule, check, outside, say
-from launcher.upstream.open_instruct import PIN
 from launcher.upstream.schema import Values, json_fault
 from launcher.upstream.trainers import entry_of
 
 LOCAL_DATA = (".jsonl", ".json", ".parquet")
-# transformers/trainer_utils.py:561: those that take nothing but steps
-SCHEDULES = (
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-)
 # a path that a shell would have changed
 _UNEXPANDED = re.compile(r"~|.*\$\{?\w", re.DOTALL)
 
@@ -46,7 +35,7 @@ def two_data_sources(values: Values) -> Iterator[Finding]:
         if values[key] is not None:
             message = f"`{key}` beside `{data}` is refused, even where `{data}` is not given"
             help = f"write `{data}: [name, amount, ...]` instead"
-            yield say("error", "parser", "two-data-sources", key, message, help)
+            yield say("error", "two-data-sources", key, message, help, layer="parser")
 
 
 def beaker_without_push(values: Values) -> Iterator[Finding]:
@@ -55,7 +44,7 @@ def beaker_without_push(values: Values) -> Iterator[Finding]:
         why = "is true" if values.given("try_launch_beaker_eval_jobs") else "defaults to true"
         message = f"`push_to_hub: false` alone is refused: `try_launch_beaker_eval_jobs` {why}"
         help = "add `try_launch_beaker_eval_jobs: false`"
-        yield say("error", "parser", "beaker-without-push", "push_to_hub", message, help)
+        yield say("error", "beaker-without-push", "push_to_hub", message, help, layer="parser")
 
 
 def final_lr_ratio(values: Values) -> Iterator[Finding]:
@@ -65,17 +54,17 @@ def final_lr_ratio(values: Values) -> Iterator[Finding]:
         return
     if values["lr_scheduler_type"] != "linear":
         message = f"`final_lr_ratio` needs `lr_scheduler_type: linear`, not {values['lr_scheduler_type']}"
-        yield say("error", "parser", "final-lr-scheduler", "final_lr_ratio", message)
+        yield say("error", "final-lr-scheduler", "final_lr_ratio", message, layer="parser")
     elif not 1.0 >= ratio >= 0.0:
         message = f"`final_lr_ratio` is between 0 and 1, not {ratio}"
-        yield say("error", "parser", "final-lr-range", "final_lr_ratio", message)
+        yield say("error", "final-lr-range", "final_lr_ratio", message, layer="parser")
 
 
 def json_mappings(values: Values) -> Iterator[Finding]:
     """finetune.py:348, dpo_utils.py:353: a text that starts with a brace is read as JSON."""
     for key in ("additional_model_arguments", "optimizer_kwargs"):
         if (fault := json_fault(values.get(key))) is not None:
-            yield say("error", "parser", "bad-json", key, f"`{key}` is not JSON: {fault}")
+            yield say("error", "bad-json", key, f"`{key}` is not JSON: {fault}", layer="parser")
 
 
 def zero_stage(values: Values) -> Iterator[Finding]:
@@ -85,15 +74,10 @@ def zero_stage(values: Values) -> Iterator[Finding]:
         return
     if stage not in {0, 1, 2, 3}:
         message = f"`zero_stage` is 0, 1, 2 or 3, not {stage}"
-        yield say("error", "parser", "zero-stage", "zero_stage", message)
+        yield say("error", "zero-stage", "zero_stage", message, layer="parser")
     elif values["offload_param"] and stage != 3:
-        yield say(
-            "error",
-            "parser",
-            "offload-without-zero3",
-            "offload_param",
-            f"`offload_param` needs `zero_stage: 3`, not {stage}",
-        )
+        message = f"`offload_param` needs `zero_stage: 3`, not {stage}"
+        yield say("error", "offload-without-zero3", "offload_param", message, layer="parser")
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -113,7 +97,7 @@ def no_data(values: Values) -> Iterator[Finding]:
     if not values.given(data):
         what = f"train on its default {values[data]}" if values[data] else "find no data at all"
         message = f"no data named: upstream would {what}"
-        yield say("error", "launch", "no-data", data, message, f"add `{data}: [name, amount, ...]`")
+        yield say("error", "no-data", data, message, f"add `{data}: [name, amount, ...]`", layer="launch")
 
 
 def mixer_amounts(values: Values) -> Iterator[Finding]:
@@ -125,28 +109,28 @@ def mixer_amounts(values: Values) -> Iterator[Finding]:
     if len(words) % 2:
         message = f"`{data}` alternates names and amounts, but has {len(words)} entries"
         help = "every set needs its amount: 1.0 is all of it, 200 is 200 samples"
-        yield say("error", "run", "odd-mixer-list", data, message, help)
+        yield say("error", "odd-mixer-list", data, message, help)
         return
     for index in range(0, len(words), 2):
-        name, amount = words[index : index + 2]
-        yield from _amount(f"{data}[{index + 1}]", str(name), str(amount))
+        name, amount = map(str, words[index : index + 2])
+        if (fault := _amount(f"{data}[{index + 1}]", name, amount)) is not None:
+            yield fault
 
 
-def _amount(key: str, name: str, amount: str) -> Iterator[Finding]:
+def _amount(key: str, name: str, amount: str) -> Finding | None:
     try:
         number = float(amount) if "." in amount else int(amount)
     except ValueError:
         help = "with a dot it is a share (0.25), without one a number of samples (200)"
-        yield say("error", "run", "mixer-amount", key, f"`{brief(amount)}` is no amount for {name}", help)
-        return
+        return say("error", "mixer-amount", key, f"`{brief(amount)}` is no amount for {name}", help)
     if not number > 0:
         # below 0 upstream counts from the end, and draws at random (dataset_transformation.py:1658)
         what = f"is below 0, for {name}" if number < 0 else f"leaves nothing of {name}"
-        message = f"the amount {amount} {what}"
-        yield say("error", "run", "mixer-amount", key, message)
-    elif number == 1 and isinstance(number, int):
+        return say("error", "mixer-amount", key, f"the amount {amount} {what}")
+    if number == 1 and isinstance(number, int):
         message = f"the amount {amount} is ONE sample of {name}"
-        yield say("warning", "run", "one-sample", key, message, "1.0 is all of it")
+        return say("warning", "one-sample", key, message, "1.0 is all of it")
+    return None
 
 
 def missing_data_files(values: Values) -> Iterator[Finding]:
@@ -162,14 +146,21 @@ def missing_data_files(values: Values) -> Iterator[Finding]:
         if not exists(Path(name)):
             message = f"there is no file {brief(name)} here"
             help = "relative paths start where launch is started; `~` is not expanded"
-            yield say("warning", "run", "missing-data", key, message, help)
+            yield say("warning", "missing-data", key, message, help)
         elif name.endswith(".json"):
             message = f"{brief(name)} would be looked up on the hub: only .jsonl and .parquet are read from disk"
             help = "write one JSON object a line, and name the file .jsonl"
-            yield say("error", "run", "json-data", key, message, help)
+            yield say("error", "json-data", key, message, help)
         elif (what := rows.fault(Path(name))) is not None:
-            message = f"{brief(name)}: {what}"
-            yield say("error", "run", "bad-data", key, message, "correct the file, or name another")
+            yield say("error", "bad-data", key, f"{brief(name)}: {what}", "correct the file, or name another")
+
+
+def foreign_cache_key(values: Values) -> Iterator[Finding]:
+    """dataset_transformation.py:2120, dataset_transformation.py:1977: no data are named beside such a key."""
+    key = "dataset_config_hash" if "dataset_config_hash" in values else "config_hash"
+    if values[key] is not None:
+        message = f"`{key}: {values[key]}` decides what is trained on: `{listed(values)}` is not read"
+        yield say("warning", "cache-key", key, message, f"leave out `{key}`")
 
 
 DATA_RULES: tuple[Rule, ...] = (no_data, mixer_amounts, missing_data_files)
@@ -186,7 +177,7 @@ def entity_twice(values: Values) -> Iterator[Finding]:
         owner = values["hf_entity"] or "<you>"
         message = f"would be pushed to {owner}/{repo}: the entity is prefixed to `hf_repo_id`"
         help = f"write `hf_entity: {entity}` and `hf_repo_id: {name}`"
-        yield say("error", "run", "entity-twice", "hf_repo_id", message, help)
+        yield say("error", "entity-twice", "hf_repo_id", message, help)
 
 
 def tracker_without_wandb(values: Values) -> Iterator[Finding]:
@@ -198,7 +189,7 @@ def tracker_without_wandb(values: Values) -> Iterator[Finding]:
     what = f"with `report_to: {', '.join(reported)}`" if reported else "without `report_to`"
     message = f"`with_tracking` {what} crashes: upstream asks for wandb's tracker"
     help = "write `report_to: wandb`, or `with_tracking: false`"
-    yield say("error", "run", "tracking-needs-wandb", "report_to", message, help)
+    yield say("error", "tracking-needs-wandb", "report_to", message, help)
 
 
 def no_checkpoints(values: Values) -> Iterator[Finding]:
@@ -211,7 +202,7 @@ def no_checkpoints(values: Values) -> Iterator[Finding]:
     if values["checkpointing_steps"] is None and not short and not small:
         message = "no checkpoints: whatever stops this run loses all of it"
         help = "add `checkpointing_steps: epoch`, or a number of steps"
-        yield say("warning", "run", "no-checkpoints", "checkpointing_steps", message, help)
+        yield say("warning", "no-checkpoints", "checkpointing_steps", message, help)
 
 
 def checkpoint_steps(values: Values) -> Iterator[Finding]:
@@ -230,12 +221,12 @@ def checkpoint_steps(values: Values) -> Iterator[Finding]:
             f"`{key}` is a number of steps{' or `epoch`' * entry_of(values.schema).epoch_checkpoints}, not "
             f"`{brief(steps)}`"
         )
-        yield say("error", "run", "checkpoint-steps", key, message)
+        yield say("error", "checkpoint-steps", key, message)
     elif number < 0:
         often = "every step" if number == -1 else f"every {-number} steps"
         message = f"`{key}: {number}` saves a full checkpoint {often}"
         help = "for none, write a number that no step reaches"
-        yield say("warning", "run", "checkpoint-sign", key, message, help)
+        yield say("warning", "checkpoint-sign", key, message, help)
 
 
 def samples_crash(values: Values) -> Iterator[Finding]:
@@ -249,7 +240,7 @@ def samples_crash(values: Values) -> Iterator[Finding]:
         return  # it leaves nothing out
     message = "`max_train_samples` crashes: the reference cache misses the samples left out"
     help = f"give a number of samples in `{listed(values)}` instead: [name, 200]"
-    yield say("error", "run", "max-train-samples", "max_train_samples", message, help)
+    yield say("error", "max-train-samples", "max_train_samples", message, help)
 
 
 # at the end of training the default uploads the model
@@ -328,8 +319,7 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
 
 def out_of_range(values: Values) -> Iterator[Finding]:
     """finetune.py:688, dpo_tune_cache.py:435 and the places that the table above names."""
-    for key, value, one in outside(values, _RANGES):
-        yield say(one.severity, "run", one.code, key, f"`{key}: {value}`: {one.otherwise}")
+    return outside(values, _RANGES, str)
 
 
 def no_epochs(values: Values) -> Iterator[Finding]:
@@ -340,13 +330,13 @@ def no_epochs(values: Values) -> Iterator[Finding]:
     steps = values["max_train_steps"]
     if steps is None and isinstance(values[key], int) and values[key] < 1:
         message = f"`{key}: {values[key]}`: the model is saved untrained"
-        yield say("warning", "run", "out-of-range", key, message)
+        yield say("warning", "out-of-range", key, message)
     elif steps is not None and values.given(key):
         message = (
             f"`{key}` does nothing here: it is read only where `max_train_steps` is not set, and "
             f"`max_train_steps` is {steps}"
         )
-        yield say("warning", "run", "conditional-key", key, message, "delete one of the two lines")
+        yield say("warning", "conditional-key", key, message, "delete one of the two lines")
 
 
 # --- names that upstream looks up ------------------------------------------------------------------
@@ -362,14 +352,9 @@ def unknown_template(values: Values) -> Iterator[Finding]:
         return
     strict = function == "get_tokenizer_tulu_v2_1"
     what = "refuses it" if strict else "silently uses the tokenizer's own"
-    yield say(
-        "error" if strict else "warning",
-        "run",
-        "unknown-template",
-        "chat_template_name",
-        f"there is no chat template `{brief(name)}`: upstream {what}",
-        f"one of {', '.join(sorted(known))}",
-    )
+    message = f"there is no chat template `{brief(name)}`: upstream {what}"
+    help = f"one of {', '.join(sorted(known))}"
+    yield say("error" if strict else "warning", "unknown-template", "chat_template_name", message, help)
 
 
 def unknown_function(values: Values) -> Iterator[Finding]:
@@ -382,20 +367,7 @@ def unknown_function(values: Values) -> Iterator[Finding]:
         if known and name not in known:
             message = f"there is no function `{brief(name)}`"
             help = f"one of {', '.join(sorted(known))}"
-            yield say("error", "run", "unknown-function", place, message, help)
-
-
-def scheduler_type(values: Values) -> Iterator[Finding]:
-    """dpo_tune_cache.py:460, once the model is loaded: transformers/optimization.py:986 looks it up, and
-    this script hands over numbers of steps alone.
-    """
-    name = values["lr_scheduler_type"]
-    if name not in SCHEDULES and not values["cache_dataset_only"]:
-        # another commit may want a newer transformers, which knows more of them
-        severity: Severity = "error" if values.schema.version == PIN else "warning"
-        message = f"`lr_scheduler_type: {brief(name)}` crashes: it needs more than a number of steps"
-        help = f"one of {', '.join(SCHEDULES)}"
-        yield say(severity, "run", "scheduler-type", "lr_scheduler_type", message, help)
+            yield say("error", "unknown-function", place, message, help)
 
 
 def model_arguments(values: Values) -> Iterator[Finding]:
@@ -407,7 +379,7 @@ def model_arguments(values: Values) -> Iterator[Finding]:
     for name in sorted(unread & model_config.replaced(given).keys()):
         message = f"`{key}`: `{name}` is not read: attention and bfloat16 are chosen when the model is loaded"
         help = f"write `{name}` beside it" if name in values.schema.fields else f"leave out `{name}`"
-        yield say("warning", "run", "model-arguments-unread", key, message, help)
+        yield say("warning", "model-arguments-unread", key, message, help)
 
 
 def unexpanded(values: Values) -> Iterator[Finding]:
@@ -419,7 +391,7 @@ def unexpanded(values: Values) -> Iterator[Finding]:
                 f"`{key}: {brief(text)}` would make a folder {brief(os.path.join('.', text))}: neither "
                 "`~` nor variables are expanded"
             )
-            yield say("warning", "run", "unexpanded-path", key, message, "write the path in full")
+            yield say("warning", "unexpanded-path", key, message, "write the path in full")
 
 
 _SHARED: tuple[Rule, ...] = (
@@ -428,6 +400,7 @@ _SHARED: tuple[Rule, ...] = (
     json_mappings,
     no_model,
     *DATA_RULES,
+    foreign_cache_key,
     entity_twice,
     push_by_default,
     no_checkpoints,
@@ -473,5 +446,5 @@ _SHARED: tuple[Rule, ...] = (
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "sft": (*_SHARED, final_lr_ratio, tracker_without_wandb),
-    "dpo": (*_SHARED, scheduler_type, zero_stage, samples_crash),
+    "dpo": (*_SHARED, zero_stage, samples_crash),
 }

@@ -11,7 +11,6 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -33,23 +32,17 @@ from launcher.rules.open_instruct.arguments import (
     unknown_template,
     zero_stage,
 )
-from launcher.rules.open_instruct.data import tokenising_outlasts
-from launcher.rules.rule import Rule, check, say
+from launcher.rules.rule import Rule, check, say, say_of_option
 from launcher.upstream.open_instruct import output_folder
 from launcher.upstream.schema import Values
 
 _OTHER = "leave out `script:`: dpo_tune_cache.py does that"
 _TRAINS = "leave out `script:`, dpo_tune_cache.py trains it"
-# olmo_core's prepare_training_environment, which `timeout` does not reach
-_TIMEOUT_S = 15 * 60
 # OLMo-core's shapes (olmo_core/nn/transformer/config.py), in the words of a config.json
-_SIZES = (
-    "model_type",
-    "hidden_size",
-    "num_hidden_layers",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
+_SIZES = tuple(
+    """
+    model_type hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads
+    """.split()
 )
 _SHAPES: Mapping[str, tuple[str | int, ...]] = {
     "olmo2_1B": ("olmo2", 2048, 18, 8192, 16, 16),
@@ -113,7 +106,7 @@ def model(values: Values) -> Iterator[Finding]:
             + f"the models {', '.join(models)}, or a `config_name` of OLMo-core's ({', '.join(names)}); for "
             "any other leave out `script:`: dpo_tune_cache.py trains it"
         )
-    yield say("error" if surely else "warning", "run", "unsupported-model", key, what, help)
+    yield say("error" if surely else "warning", "unsupported-model", key, what, help)
 
 
 def budget(values: Values) -> Iterator[Finding]:
@@ -125,11 +118,11 @@ def budget(values: Values) -> Iterator[Finding]:
     if share < 1 and not values["compile_model"]:
         message = f"`{key}: {share}` does nothing with `compile_model: false`: every activation is kept"
         help = "leave `compile_model` true"
-        yield say("warning", "run", "budget-without-compile", key, message, help)
+        yield say("warning", "budget-without-compile", key, message, help)
     elif not 0 < share <= 1:
         message = f"`{key}: {share}` is no share above 0 and up to 1"
         help = "0.1 is the lowest that was measured, 0.5 upstream's example"
-        yield say("error" if share < 0 else "warning", "run", "out-of-range", key, message, help)
+        yield say("error" if share < 0 else "warning", "out-of-range", key, message, help)
 
 
 def packing(values: Values) -> Iterator[Finding]:
@@ -138,35 +131,33 @@ def packing(values: Values) -> Iterator[Finding]:
         return
     row = values["max_seq_length"]
     size = f" of {2 * row:,} positions" if isinstance(row, int) else ""
-    yield say(
-        "warning",
-        "run",
-        "packing-leaks",
-        "packing",
+    message = (
         "`packing`: samples in a row attend to each other: the model is told no boundaries, and chosen "
         f"and rejected stand in one row{size}; the reference is computed beside other samples "
-        "than training",
-        "`packing: false`, or `expect: {packing: on}` with `probe: {isolation: off}` to run it all the same",
+        "than training"
     )
+    help = "`packing: false`, or `expect: {packing: on}` with `probe: {isolation: off}` to run it all the same"
+    yield say("warning", "packing-leaks", "packing", message, help)
 
 
 def export(values: Values) -> Iterator[Finding]:
     """olmo_core_utils.py:287: where OLMo-core cannot write the model, a plain state dict is saved."""
-    config = values["config_name"] or values["model_name_or_path"]
-    named = values.schema.models.get(str(config), str(config))
+    named, key = _shape(values)
     if values["cache_dataset_only"] or values["cache_logprobs_only"]:
         return
     if named in values.schema.configs and not named.startswith(_EXPORTED):
-        yield say(
-            "warning",
-            "run",
-            "no-hf-export",
-            "config_name" if values["config_name"] else "model_name_or_path",
+        message = (
             f"OLMo-core cannot write {named} as transformers reads it: `hf_model` will hold "
             "model_state_dict.pt under OLMo-core's names, and from_pretrained finds no weights there"
-            + (", neither on the hub" if values["push_to_hub"] else ""),
-            f"rename the weights afterwards, or {_OTHER}",
+            + (", neither on the hub" if values["push_to_hub"] else "")
         )
+        yield say("warning", "no-hf-export", key, message, f"rename the weights afterwards, or {_OTHER}")
+
+
+def _shape(values: Values) -> tuple[str, str]:
+    """OLMo-core's name of the shape that is built, and the argument that says so."""
+    key = "config_name" if values["config_name"] else "model_name_or_path"
+    return values.schema.models.get(str(values[key]), str(values[key])), key
 
 
 def ranges(values: Values) -> Iterator[Finding]:
@@ -235,27 +226,16 @@ RULES: tuple[Rule, ...] = (
 def no_deepspeed(context: Context) -> Iterator[Finding]:
     """dpo.py:294 shards with FSDP; torchrun starts it, and nothing hands it a DeepSpeed file."""
     if context.deepspeed is not None:
-        yield Finding(
-            severity="error",
-            layer="launch",
-            code="deepspeed-with-torchrun",
-            key="deepspeed",
-            message="dpo.py shards with FSDP: nothing would read a DeepSpeed file",
-            help="delete `deepspeed:`; `fsdp_shard_degree` says over how many GPUs it shards",
-        )
+        message = "dpo.py shards with FSDP: nothing would read a DeepSpeed file"
+        help = "delete `deepspeed:`; `fsdp_shard_degree` says over how many GPUs it shards"
+        yield say_of_option("error", "deepspeed-with-torchrun", "deepspeed", message, help, layer="launch")
 
 
 def precision(context: Context) -> Iterator[Finding]:
     """dpo.py:298: bfloat16 for the computation, 32 bits for weights and gradients, whatever is asked."""
     if context.mixed_precision not in {None, "bf16"} and context.gpus != 0:
-        yield Finding(
-            severity="warning",
-            layer="run",
-            code="mixed-precision-unread",
-            key="mixed_precision",
-            message="`mixed_precision` is not read here: FSDP computes in bfloat16 over 32-bit weights",
-            help="delete the line",
-        )
+        message = "`mixed_precision` is not read here: FSDP computes in bfloat16 over 32-bit weights"
+        yield say_of_option("warning", "mixed-precision-unread", "mixed_precision", message, "delete the line")
 
 
 def other_shape(context: Context) -> Iterator[Finding]:
@@ -263,13 +243,11 @@ def other_shape(context: Context) -> Iterator[Finding]:
 
     Layers that the files do not have stay as they were made (olmo_core/nn/hf/checkpoint.py:117).
     """
-    values, models = context.values, context.values.schema.models
-    name, config = str(values["model_name_or_path"]), values["config_name"]
-    named = models.get(str(config or name), str(config or name))
+    values, name = context.values, str(context.values["model_name_or_path"])
+    named, key = _shape(values)
     model = model_config.read(name, context.environ) or architecture.table().get(name.lower()) or {}
     if named not in values.schema.configs or not model or caches_only(context):
         return
-    key = "config_name" if config else "model_name_or_path"
     family, differing = model.get("model_type"), _differing(model, named)
     # OLMo-core does not scale llama's rotary embedding
     fitting = next((s for s in _SHAPES if s != "llama3_8B" and not _differing(model, s)), None)
@@ -279,7 +257,7 @@ def other_shape(context: Context) -> Iterator[Finding]:
             f"{brief(name)} is of the family {family}: OLMo-core loads {', '.join(_LOADED)}; of others it "
             "refuses weights once the data are tokenised, or leaves some out"
         )
-        yield say("error", "run", "other-shape", key, message, help)
+        yield say("error", "other-shape", key, message, help)
     elif differing:
         # the one trains as the other, but for the attention beyond 4,096 positions
         alike = [*differing] == ["model_type"] and {family, _SHAPES[named][0]} == {"olmo2", "olmo3"}
@@ -288,7 +266,7 @@ def other_shape(context: Context) -> Iterator[Finding]:
             f"{brief(name)} does not fit OLMo-core's {named}: {what}: loading fails once "
             "the data are tokenised, or layers keep random weights"
         )
-        yield say("warning" if alike else "error", "run", "other-shape", key, message, help)
+        yield say("warning" if alike else "error", "other-shape", key, message, help)
 
 
 def _differing(model: Mapping[str, Any], shape: str) -> dict[str, str | int]:
@@ -312,15 +290,12 @@ def offline_model(context: Context) -> Iterator[Finding]:
         return
     folder = model_config.snapshot(name, environ) or "<what `hf download` prints>"
     config = f" and `config_name: {values.schema.models.get(name, '<its shape>')}`"
-    yield say(
-        "error" if context.running else "warning",
-        "run",
-        "offline-hub-model",
-        "model_name_or_path",
+    message = (
         f"{variable} is set and {brief(name)} is a hub name: with the data tokenised and the model built, "
-        "OLMo-core asks the hub whether it has that name, and crashes, whatever lies in the hub's cache",
-        f"write `model_name_or_path: {folder}`{'' if values['config_name'] else config}; or unset {variable}",
+        "OLMo-core asks the hub whether it has that name, and crashes, whatever lies in the hub's cache"
     )
+    help = f"write `model_name_or_path: {folder}`{'' if values['config_name'] else config}; or unset {variable}"
+    yield say(context.at_start, "offline-hub-model", "model_name_or_path", message, help)
 
 
 def goes_on(context: Context) -> Iterator[Finding]:
@@ -338,7 +313,7 @@ def goes_on(context: Context) -> Iterator[Finding]:
             "model and arguments are the same is not looked at for this script"
         )
         help = "name another `output_dir` to start over"
-        yield say("warning", "run", "resume-unjudged", "output_dir", message, help)
+        yield say("warning", "resume-unjudged", "output_dir", message, help)
 
 
 def no_compiler(context: Context) -> Iterator[Finding]:
@@ -349,38 +324,27 @@ def no_compiler(context: Context) -> Iterator[Finding]:
 
 
 def accumulation(context: Context) -> Iterator[Finding]:
-    """data_loader.py:324: what the file itself says; of a batch that the plan splits it says `unreached`."""
+    """data_loader.py:324: what the file itself says; of a batch that the plan splits `of_split` says it."""
     if context.values["packing"] and not context.running and (context.accumulation or 1) > 1:
-        yield _accumulated(context.accumulation or 1, "gradient_accumulation_steps")
+        help = "write the pairs of a row as `per_device`, without accumulation"
+        message = _accumulated(context.accumulation)
+        yield say("warning", "accumulation-packed", "gradient_accumulation_steps", message, help)
 
 
-def _accumulated(times: int, key: str) -> Finding:
+def _accumulated(times: int | None) -> str:
     """dpo.py:224: a step's pairs of one rank go into one row (data_loader.py:324), or wait for the next."""
-    message = (
+    return (
         f"with `packing` a step is one row a GPU: {times} accumulation steps only raise "
         "how many pairs may stand in it, and what does not fit waits for the next step"
     )
-    help = "write the pairs of a row as `per_device`, without accumulation"
-    return say("warning", "run", "accumulation-packed", key, message, help)
 
 
 def wandb_key(context: Context) -> Iterator[Finding]:
     """olmo_core's WandBCallback wants the variable; an entry in ~/.netrc does not do."""
-    if not context.values["with_tracking"] or context.environ.get("WANDB_API_KEY"):
-        return
-    yield say(
-        "error" if context.running else "warning",
-        "run",
-        "no-wandb-key",
-        "with_tracking",
-        "`with_tracking`: OLMo-core wants WANDB_API_KEY in the environment, ~/.netrc is not enough",
-        "export WANDB_API_KEY, or `with_tracking: false`",
-    )
-
-
-def tokenising(context: Context) -> Iterator[Finding]:
-    """olmo_core_utils.py:265: the others wait for so long, which `timeout` does not reach."""
-    yield from tokenising_outlasts(context, seconds=_TIMEOUT_S)
+    if context.values["with_tracking"] and not context.environ.get("WANDB_API_KEY"):
+        message = "`with_tracking`: OLMo-core wants WANDB_API_KEY in the environment, ~/.netrc is not enough"
+        help = "export WANDB_API_KEY, or `with_tracking: false`"
+        yield say(context.at_start, "no-wandb-key", "with_tracking", message, help)
 
 
 STAGE_RULES: tuple[StageRule, ...] = (
@@ -391,7 +355,6 @@ STAGE_RULES: tuple[StageRule, ...] = (
     no_compiler,
     accumulation,
     wandb_key,
-    tokenising,
     beyond_positions,
     offline_model,
     services.hub_token,
@@ -412,11 +375,16 @@ def of_split(context: Context, rows: int | None, *, devices: int, is_global: boo
 
     `is_global` where the stage file says how many rows a step has.
     """
-    values, each, times = context.values, context.per_device or 1, context.accumulation or 1
+    values, times = context.values, context.accumulation or 1
     yield from degrees(values, context.gpus or 1)
-    yield from too_few_rows(values, rows, per_device=each, accumulation=times, processes=devices)
-    if is_global:
-        yield from unreached(values, accumulation=times, processes=devices)
+    if rows is not None and not values["cache_dataset_only"]:
+        yield from _too_few_rows(values, rows, each=context.per_device or 1, times=times, devices=devices)
+    if is_global and values["packing"] and times > 1:
+        help = (
+            f"`batch.global` is `per_device` x {devices} GPU(s) here, and the pairs of a step are "
+            "what fits: the learning rate is for that many"
+        )
+        yield say_of_option("warning", "accumulation-packed", "batch.global", _accumulated(times), help)
 
 
 def degrees(values: Values, processes: int) -> Iterator[Finding]:
@@ -430,12 +398,8 @@ def degrees(values: Values, processes: int) -> Iterator[Finding]:
         yield _uneven("tensor_parallel_degree", tensor, processes, "processes")
         return
     world = processes // tensor
-    given: dict[str, int] = {}
-    for key in (*_SHARDS, *_REPLICAS):
-        degree = values.get(key)
-        if degree is None:
-            continue
-        given[key] = degree
+    given = {key: values[key] for key in (*_SHARDS, *_REPLICAS) if values.get(key) is not None}
+    for key, degree in given.items():
         if degree < 1 or world % degree:
             yield _uneven(key, degree, world, "data-parallel processes")
             return
@@ -443,57 +407,37 @@ def degrees(values: Values, processes: int) -> Iterator[Finding]:
         (first, shards), (second, replicas) = given.items()
         message = f"{replicas} replicas of {shards} shards are {shards * replicas} processes, not {world}"
         help = f"give one of `{first}` and `{second}`: the other follows"
-        yield say("error", "run", "shard-degree", second, message, help)
+        yield say("error", "shard-degree", second, message, help)
 
 
-def unreached(values: Values, *, accumulation: int, processes: int) -> Iterator[Finding]:
-    """A packed batch that accumulation is to make up: the plan split it, and no step will hold it."""
-    if values["packing"] and accumulation > 1:
-        found = _accumulated(accumulation, "batch.global")
-        help = (
-            f"`batch.global` is `per_device` x {processes} GPU(s) here, and the pairs of a step are "
-            "what fits: the learning rate is for that many"
-        )
-        yield replace(found, key="batch.global", help=help)
-
-
-def too_few_rows(
-    values: Values, rows: int | None, *, per_device: int, accumulation: int, processes: int
-) -> Iterator[Finding]:
+def _too_few_rows(values: Values, rows: int, *, each: int, times: int, devices: int) -> Iterator[Finding]:
     """Fewer rows than a step of all ranks takes (the last batch is left out), or than the reference pass.
 
     A filter may leave less than `rows`, never more. The reference pass repeats rows once to fill its
     batch of four times as many pairs (dpo.py:244, data_loader.py:287), packed its last row.
     """
-    if rows is None or values["cache_dataset_only"]:
-        return
-    step = processes if values["packing"] else per_device * accumulation * processes
-    reference = 0 if values["packing"] else 4 * per_device * processes
+    step = devices if values["packing"] else each * times * devices
+    reference = 0 if values["packing"] else 4 * each * devices
     if rows < step and not values["cache_logprobs_only"]:
         message = (
             f"{rows:,} rows are less than one step of {step:,}, and dpo.py leaves out what is not full: "
             "there is nothing to train on"
         )
-        help = "fewer GPUs, a smaller batch, or more rows"
-        yield say("error", "run", "too-few-rows", "mixer_list", message, help)
+        yield say("error", "too-few-rows", "mixer_list", message, "fewer GPUs, a smaller batch, or more rows")
     elif 2 * rows < reference:
         message = (
             f"the reference pass takes {reference:,} pairs at a time and crashes below "
             f"{reference // 2:,} rows: there are {rows:,}"
         )
-        help = "a smaller `per_device`, fewer GPUs, or more rows"
-        yield say("error", "run", "too-few-rows", "mixer_list", message, help)
+        yield say("error", "too-few-rows", "mixer_list", message, "a smaller `per_device`, fewer GPUs, or more rows")
 
 
 def _uneven(key: str, degree: Any, world: int, what: str) -> Finding:
-    fits = [n for n in range(1, world + 1) if world % n == 0]
     message = f"`{key}: {degree}` does not divide {world} {what}"
-    help = (
-        f"one of {', '.join(map(str, fits))}, or leave it out: each machine then holds one whole model"
-        if key != "tensor_parallel_degree"
-        else f"one of {', '.join(map(str, fits))}"
-    )
-    return say("error", "run", "shard-degree", key, message, help)
+    help = f"one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}"
+    if key != "tensor_parallel_degree":
+        help += ", or leave it out: each machine then holds one whole model"
+    return say("error", "shard-degree", key, message, help)
 
 
 def ties(values: Values, packages: Mapping[str, str]) -> bool:

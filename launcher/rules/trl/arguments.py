@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from operator import itemgetter
 
 from launcher.errors import Finding, brief
@@ -46,32 +46,29 @@ RANGES: Mapping[str, tuple[Range, ...]] = {
 
 def out_of_range(values: Values) -> Iterator[Finding]:
     """transformers/trainer.py:1863 and the places that the table above names."""
-    for key, value, one in outside(values, RANGES):
-        if key == "beta" and not _compares(values):
-            continue
-        yield say(one.severity, "run", one.code, key, f"`{key}: {plain(value)}`: {one.otherwise}")
+    yield from (found for found in outside(values, RANGES) if found.key != "args.beta" or _compares(values))
 
 
 def no_steps(values: Values) -> Iterator[Finding]:
     """transformers/trainer.py:2428: below 0 epochs are counted; trainer.py:1600 goes through them."""
-    steps, epochs = number(values["max_steps"]), number(values["num_train_epochs"])
+    steps, epochs, key, help = number(values["max_steps"]), number(values["num_train_epochs"]), "max_steps", None
     if steps is None or epochs is None:
         return
+    code = "out-of-range"
     if steps <= 0 and epochs <= 0:
-        message = f"`num_train_epochs: {plain(epochs)}`: the model is saved untrained"
-        yield say("warning", "run", "out-of-range", "num_train_epochs", message)
+        key, message = "num_train_epochs", f"`num_train_epochs: {plain(epochs)}`: the model is saved untrained"
     elif steps == 0:
         message = "`max_steps: 0`: one step is trained, and no more"
         help = "delete the line, and `num_train_epochs` decides"
-        yield say("warning", "run", "out-of-range", "max_steps", message, help)
     elif steps > 0 and values.given("num_train_epochs"):
+        code, key, help = "conditional-key", "num_train_epochs", "delete one of the two lines"
         message = f"`num_train_epochs` does nothing here: `max_steps`, which is {plain(steps)}, comes before it"
-        help = "delete one of the two lines"
-        yield say("warning", "run", "conditional-key", "num_train_epochs", message, help)
     elif steps < -1:
         message = f"`max_steps: {plain(steps)}` is no limit: `num_train_epochs: {plain(epochs)}` decides"
         help = "delete the line, or write a number of steps"
-        yield say("warning", "run", "out-of-range", "max_steps", message, help)
+    else:
+        return
+    yield say("warning", code, key, message, help)
 
 
 def endless_warmup(values: Values) -> Iterator[Finding]:
@@ -80,13 +77,9 @@ def endless_warmup(values: Values) -> Iterator[Finding]:
     if warmup is None or steps is None or values["lr_scheduler_type"] == "constant":
         return
     if warmup >= 1 and 0 < steps < warmup + 1:
-        message = (
-            f"`warmup_steps: {plain(warmup)}`: with `max_steps: {plain(steps)}` the learning rate never "
-            "gets to its "
-            "value"
-        )
+        reached = f"with `max_steps: {plain(steps)}` the learning rate never gets to its value"
         help = "below 1 it is a share of all steps: `warmup_steps: 0.1`"
-        yield say("warning", "run", "out-of-range", "warmup_steps", message, help)
+        yield say("warning", "out-of-range", "warmup_steps", f"`warmup_steps: {plain(warmup)}`: {reached}", help)
 
 
 def no_length(values: Values) -> Iterator[Finding]:
@@ -94,8 +87,7 @@ def no_length(values: Values) -> Iterator[Finding]:
     length = number(values["max_length"])
     if length is not None and length <= 0 and not prepared(values):
         message = f"`max_length: {plain(length)}` leaves nothing of a row, or cuts its end off, however long it is"
-        help = 'write `max_length: "none"` for rows as they are'
-        yield say("error", "run", "out-of-range", "max_length", message, help)
+        yield say("error", "out-of-range", "max_length", message, 'write `max_length: "none"` for rows as they are')
 
 
 # --- names and mappings ---------------------------------------------------------------------------
@@ -108,12 +100,12 @@ def model_set_twice(values: Values) -> Iterator[Finding]:
         inner = name.removeprefix("model_")
         if inner in kwargs and values.given(name) and kwargs[inner] != values[name]:
             message = f"`{name}` does nothing here: `{key}` has a `{inner}` of its own"
-            yield say("warning", "run", "conditional-key", name, message, "keep one of them")
+            yield say("warning", "conditional-key", name, message, "keep one of them")
     # transformers/modeling_utils.py:4069: the old name counts without the new one, which is always
     # given
     if "torch_dtype" in kwargs and "dtype" not in kwargs:
         message = f"`{key}`: `torch_dtype` is not read beside `dtype`, which is {values['dtype']}"
-        yield say("warning", "run", "conditional-key", key, message, "write `dtype` in its place")
+        yield say("warning", "conditional-key", key, message, "write `dtype` in its place")
 
 
 def dataset_names(values: Values) -> Iterator[Finding]:
@@ -122,18 +114,7 @@ def dataset_names(values: Values) -> Iterator[Finding]:
     others = sorted((inline(values[key]) or {}).keys() - {"skip_prepare_dataset"})
     if values.schema.tested and others:
         message = f"`{key}`: `{brief(others[0])}` is not read, only `skip_prepare_dataset`"
-        yield say("warning", "run", "conditional-key", key, message, "leave it out")
-
-
-def packing_without_length(values: Values) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1468; sets that are ready are not packed."""
-    if values["max_length"] is not None or prepared(values):
-        return
-    evaluated = values["eval_strategy"] != "no" and values["eval_packing"]
-    key = "packing" if values["packing"] else "eval_packing" if evaluated else None
-    if key is not None:
-        message = f"`{key}` fills rows up to `max_length`, which is none"
-        yield say("error", "run", "packing-without-length", key, message, "add `max_length: 4096`")
+        yield say("warning", "conditional-key", key, message, "leave it out")
 
 
 # --- adapters -------------------------------------------------------------------------------------
@@ -155,14 +136,11 @@ def lora_targets(values: Values) -> Iterator[Finding]:
             f"`{key}: {brief(words[0])}`: a single word is a pattern for whole names, which begin with "
             "model.layers, and matches none"
         )
-        help = f"write `{key}: .*{words[0]}`, or a list of several"
-        yield say("error", "run", "lora-targets", key, message, help)
-    joined = next(filter(_SEVERAL.fullmatch, words), None)
-    if joined is not None:
-        names = [name for name in re.split(r"[,\s]+", joined) if name]
+        yield say("error", "lora-targets", key, message, f"write `{key}: .*{words[0]}`, or a list of several")
+    if (joined := next(filter(_SEVERAL.fullmatch, words), None)) is not None:
+        names = ", ".join(filter(None, re.split(r"[,\s]+", joined)))
         message = f"`{key}: {brief(joined)}` is one name, which no module has: nothing is trained for it"
-        help = f"write a list: `{key}: [{', '.join(names)}]`"
-        yield say("error", "run", "lora-targets", key, message, help)
+        yield say("error", "lora-targets", key, message, f"write a list: `{key}: [{names}]`")
 
 
 # --- losses of DPO --------------------------------------------------------------------------------
@@ -170,8 +148,8 @@ def lora_targets(values: Values) -> Iterator[Finding]:
 
 # numbers that all losses read but that of SFT (trl/trainer/dpo_trainer.py:1388), and those that few do:
 # trl/trainer/dpo_trainer.py:1410,1431,1454,1487,1498
-_OF_PAIRS = ("beta", "ld_alpha", "f_divergence_type")
-_READ_BY: Mapping[str, frozenset[str]] = {
+_READ_BY: Mapping[str, frozenset[str] | None] = {
+    **dict.fromkeys(("beta", "ld_alpha", "f_divergence_type")),
     "label_smoothing": frozenset({"exo_pair", "robust", "aot", "aot_unpaired"}),
     "discopop_tau": frozenset({"discopop"}),
 }
@@ -191,48 +169,27 @@ def _compares(values: Values) -> bool:
 def unread_numbers(values: Values) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:1386: each loss reads its own numbers, and the others do nothing."""
     losses = {*_losses(values)}
-    if not values.schema.tested:
-        return
-    for key in (*_OF_PAIRS, *_READ_BY):
-        readers = _READ_BY.get(key)
+    for key, readers in _READ_BY.items() if values.schema.tested else ():
         read = _compares(values) if readers is None else not losses.isdisjoint(readers)
-        idle = not values.given(key) or values[key] in (values.schema.fields[key].default, None)
-        if not idle and not read:
+        if values.given(key) and values[key] not in (values.schema.fields[key].default, None) and not read:
             some = "any loss of pairs" if readers is None else " or ".join(sorted(readers))
             message = f"`{key}` does nothing here: the loss {', '.join(sorted(losses))} does not read it"
             help = f"it is read by {some}: delete the line, or name another `loss_type`"
-            yield say("warning", "run", "conditional-key", key, message, help)
+            yield say("warning", "conditional-key", key, message, help)
 
 
 def zero_beta(values: Values) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:1404,1443 divide by it; the others multiply what they compare with it."""
-    losses = _losses(values)
-    divided = [loss for loss in losses if loss in ("ipo", "sppo_hard")]
     if values["beta"] != 0 or not _compares(values):
         return
+    divided = next((loss for loss in _losses(values) if loss in ("ipo", "sppo_hard")), None)
+    message = "`beta: 0`: the loss does not tell chosen from rejected answers: no preference is learnt"
     if divided:
-        message = f"`beta: 0` divides by zero in the loss {divided[0]}"
-        yield say("error", "run", "zero-beta", "beta", message)
-    else:
-        yield say(
-            "warning",
-            "run",
-            "zero-beta",
-            "beta",
-            "`beta: 0`: the loss does not tell chosen from rejected answers: no preference is learnt",
-        )
+        message = f"`beta: 0` divides by zero in the loss {divided}"
+    yield say("error" if divided else "warning", "zero-beta", "beta", message)
 
 
 # --- one condition, one message -------------------------------------------------------------------
-
-
-def _both(first: str, second: str) -> Callable[[Values], bool]:
-    return lambda values: bool(values[first] and values[second])
-
-
-def _quantised(values: Values) -> bool:
-    # both at once is refused earlier
-    return bool(values["load_in_4bit"]) != bool(values["load_in_8bit"])
 
 
 _EVALUATION = (
@@ -278,7 +235,7 @@ _SHARED: tuple[Rule, ...] = (
         "Measured: 29.2 s against 15.2 s for the same steps (Qwen2.5-7B, one GPU).",
         "liger-with-lora",
         "use_liger_kernel",
-        _both("use_liger_kernel", "use_peft"),
+        lambda v: v["use_liger_kernel"] and v["use_peft"],
         "Liger on a LoRA model was measured at half the speed",
         "write `use_liger_kernel: false`",
         severity="warning",
@@ -319,18 +276,11 @@ _SHARED: tuple[Rule, ...] = (
         "name the checkpoint's folder, or delete the line",
     ),
     check(
-        "transformers/trainer.py:702: a stream has no length.",
-        "stream-without-steps",
-        "dataset_streaming",
-        lambda v: v["dataset_streaming"] and not (number(v["max_steps"]) or -1) > 0,
-        "`dataset_streaming` gives no number of rows: the number of steps must be said",
-        "add `max_steps: <number of steps>`",
-    ),
-    check(
         "transformers/trainer_utils.py:133",
         "quantised-whole",
         "load_in_4bit",
-        lambda v: _quantised(v) and not v["use_peft"],
+        # both at once is refused earlier
+        lambda v: bool(v["load_in_4bit"]) != bool(v["load_in_8bit"]) and not v["use_peft"],
         "`load_in_4bit` and `load_in_8bit` need `use_peft`: quantised weights cannot be trained themselves",
         "add `use_peft: true`",
     ),
@@ -380,7 +330,6 @@ _SHARED: tuple[Rule, ...] = (
 
 _SFT: tuple[Rule, ...] = (
     dataset_names,
-    packing_without_length,
     check(
         "trl/trainer/sft_trainer.py:1001",
         "padding-free-length",

@@ -99,7 +99,7 @@ def unknown(context: Context) -> Iterator[Finding]:
     if tested and name is not None and name not in NAMES and not _KERNEL.match(name):
         message = f"`{brief(name)}` is no attention implementation"
         help = f"one of {', '.join(NAMES)}, or the name of a kernel's repository"
-        yield say("error", "run", "unknown-attention", key, message, help)
+        yield say("error", "unknown-attention", key, message, help)
 
 
 def missing(context: Context) -> Iterator[Finding]:
@@ -112,18 +112,12 @@ def missing(context: Context) -> Iterator[Finding]:
     on_cpu = context.gpus == 0 and "/" not in name
     if on_cpu and (name == "flex_attention" or context.lacks("kernels")):
         message = f"{what} cannot train without a GPU, and `--gpus 0` has none"
-        yield say("error", "run", "attention-missing", key, message, help)
+        yield say("error", "attention-missing", key, message, help)
         return
     needed = PACKAGES.get(name, "kernels")
     if name != "flex_attention" and context.lacks(needed, "kernels"):
-        yield say(
-            "error" if context.running else "warning",
-            "run",
-            "attention-missing",
-            key,
-            f"{what}: the trainer's Python has no {needed}",
-            f"pip install {needed}, or {help}",
-        )
+        message = f"{what}: the trainer's Python has no {needed}"
+        yield say(context.at_start, "attention-missing", key, message, f"pip install {needed}, or {help}")
 
 
 def flash_in_full_precision(context: Context) -> Iterator[Finding]:
@@ -138,7 +132,7 @@ def flash_in_full_precision(context: Context) -> Iterator[Finding]:
             "neither `bf16` nor `fp16`"
         )
         help = "write `bf16: true`, or `dtype: bfloat16`"
-        yield say("error", "run", "flash-in-float32", key, message, help)
+        yield say("error", "flash-in-float32", key, message, help)
 
 
 # --- packing --------------------------------------------------------------------------------------
@@ -156,7 +150,7 @@ def packing(context: Context) -> Iterator[Finding]:
         # TRL says so too (trl/trainer/sft_trainer.py:926)
         message = "`padding_free` does nothing here: it joins the rows of a device, which is one row"
         help = "`batch: {per_device: 2}` or more, or `padding_free: false`"
-        yield say("warning", "run", "packing-of-one", key, message, help)
+        yield say("warning", "packing-of-one", key, message, help)
         return
     # trl/trainer/sft_trainer.py:916: all rows of a device become one
     flattened = values["padding_free"] or values["packing_strategy"] in ("bfd", "bfd_split")
@@ -167,11 +161,11 @@ def packing(context: Context) -> Iterator[Finding]:
             "them without a boundary"
         )
         help = "leave `packing_strategy` out: bfd keeps them whole and apart"
-        yield say("warning", "run", "packing-leaks", key, message, help)
+        yield say("warning", "packing-leaks", key, message, help)
     elif flattened and context.gpus != 0 and name in _MASKED:
         message = f"`{key}` without flash attention: the rows of a device become one{_size(context)}"
         help = "write `attn_implementation: flash_attention_2`, or fewer rows a device"
-        yield say("warning", "run", "packing-without-flash", key, message, help)
+        yield say("warning", "packing-without-flash", key, message, help)
 
 
 def _size(context: Context) -> str:

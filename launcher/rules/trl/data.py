@@ -48,11 +48,11 @@ def data_here(context: Context) -> Iterator[Finding]:
     if is_file(Path(name)):
         message = f"`dataset_name: {brief(name)}` is a file, which cannot be loaded by its name"
         help = f"name the folder that it lies in: `dataset_name: {Path(name).parent}`"
-        yield say("error", "run", "data-file", "dataset_name", message, help)
+        yield say("error", "data-file", "dataset_name", message, help)
     elif context.running and model_config.is_path(name) and not exists(Path(name)):
         message = f"there is no folder {brief(name)} here"
         help = "relative paths start where launch is started; `~` is not expanded"
-        yield say("error", "run", "missing-data", "dataset_name", message, help)
+        yield say("error", "missing-data", "dataset_name", message, help)
 
 
 def _splits(name: str | None) -> Mapping[str, list[str]]:
@@ -79,11 +79,10 @@ def _splits(name: str | None) -> Mapping[str, list[str]]:
     return {split: files for split, files in found.items() if files}
 
 
-def _judged_splits(values: Values) -> Iterator[tuple[str, str]]:
+def _judged_splits(values: Values) -> list[tuple[str, str]]:
     """The arguments that name splits, each with the name that a folder's files give it."""
-    yield "dataset_train_split", "train"
-    if values["eval_strategy"] != "no":
-        yield "dataset_test_split", "test"
+    named = [("dataset_train_split", "train"), ("dataset_test_split", "test")]
+    return named if values["eval_strategy"] != "no" else named[:1]
 
 
 def _read(context: Context) -> Iterator[list[tuple[str, Path]]]:
@@ -101,9 +100,8 @@ def data_rows(context: Context) -> Iterator[Finding]:
     name = _named(context)
     for file in _splits(name).get("train", ()):
         if (what := rows.fault(Path(name or "", file))) is not None:
-            message = f"{brief(f'{name}/{file}')}: {what}"
-            help = "correct the file, or take it out of the folder"
-            yield say("error", "run", "bad-data", "dataset_name", message, help)
+            message, help = f"{brief(f'{name}/{file}')}: {what}", "correct the file, or take it out of the folder"
+            yield say("error", "bad-data", "dataset_name", message, help)
 
 
 def data_columns(context: Context) -> Iterator[Finding]:
@@ -119,7 +117,7 @@ def data_columns(context: Context) -> Iterator[Finding]:
         names = first[1].union(*(head[1] for head in heads if head is not None))
         if None not in heads and (wrong := judge(first[0], names, values)) is not None:
             message = f"{brief(files[0][0])} has the columns {brief(', '.join(sorted(names)))}: {wrong[0]}"
-            yield say("error", "run", "data-columns", "dataset_name", message, wrong[1])
+            yield say("error", "data-columns", "dataset_name", message, wrong[1])
 
 
 def _missing_from_examples(row: Mapping[str, Any], names: frozenset[str], values: Values) -> tuple[str, str] | None:
@@ -148,12 +146,8 @@ def _missing_from_examples(row: Mapping[str, Any], names: frozenset[str], values
 def _missing_from_pairs(_row: Mapping[str, Any], names: frozenset[str], _values: Values) -> tuple[str, str] | None:
     """What DPO misses in these rows, and what to do."""
     missing = next((name for name in ("chosen", "rejected") if name not in names), None)
-    if missing is None:
-        return None
-    return (
-        f"DPO reads `chosen` and `rejected`, with or without `prompt`: there is no `{missing}`",
-        "rename the columns, or train on them with `stage: sft`",
-    )
+    reads = f"DPO reads `chosen` and `rejected`, with or without `prompt`: there is no `{missing}`"
+    return (reads, "rename the columns, or train on them with `stage: sft`") if missing else None
 
 
 def splits(context: Context) -> Iterator[Finding]:
@@ -168,18 +162,14 @@ def splits(context: Context) -> Iterator[Finding]:
             continue
         if "[" in split or "+" in split:
             message = f"`{key}: {brief(split)}` is looked up as the name of a split: parts cannot be named"
-            yield say("error", "run", "no-such-split", key, message, "name a whole split")
+            yield say("error", "no-such-split", key, message, "name a whole split")
         elif there and split not in there:
-            yield say(
-                "error",
-                "run",
-                "no-such-split",
-                key,
-                f"`dataset_name: {brief(name)}` has no split `{brief(split)}`, only {', '.join(sorted(there))}",
-                f'add a file such as {split}.jsonl, or write `eval_strategy: "no"`'
-                if key == "dataset_test_split"
-                else f"write `{key}: {min(there)}`",
-            )
+            known = ", ".join(sorted(there))
+            message = f"`dataset_name: {brief(name)}` has no split `{brief(split)}`, only {known}"
+            help = f"write `{key}: {min(there)}`"
+            if key == "dataset_test_split":
+                help = f'add a file such as {split}.jsonl, or write `eval_strategy: "no"`'
+            yield say("error", "no-such-split", key, message, help)
 
 
 def template_here(context: Context) -> Iterator[Finding]:
@@ -190,7 +180,7 @@ def template_here(context: Context) -> Iterator[Finding]:
     if name.endswith((".jinja", ".j2")) or model_config.is_path(name):
         message = f"there is no template {brief(name)} here"
         help = "relative paths start where launch is started; `~` is not expanded"
-        yield say("error", "run", "missing-template", "chat_template_path", message, help)
+        yield say("error", "missing-template", "chat_template_path", message, help)
 
 
 def no_template(context: Context) -> Iterator[Finding]:
@@ -205,18 +195,14 @@ def no_template(context: Context) -> Iterator[Finding]:
         chats = (name for name in columns if head and isinstance(head[0].get(name), list))
         if (column := next(chats, None)) is None:
             continue
-        path = "chat_template_path" in values.schema.fields
-        yield say(
-            "error",
-            "run",
-            "missing-template",
-            "model_name_or_path",
+        message = (
             f"{brief(files[0][0])} holds conversations in `{column}`, and the tokenizer in "
-            f"{brief(model)} has no chat template to write them with",
-            "add `chat_template_path: <a template, or a model that has one>`"
-            if path
-            else "put a chat_template.jinja into the model's folder",
+            f"{brief(model)} has no chat template to write them with"
         )
+        help = "put a chat_template.jinja into the model's folder"
+        if "chat_template_path" in values.schema.fields:
+            help = "add `chat_template_path: <a template, or a model that has one>`"
+        yield say("error", "missing-template", "model_name_or_path", message, help)
         return
 
 

@@ -9,12 +9,11 @@ padded rows, 15 with packed ones, none with `pad_to_multiple_of: 256`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from launcher.errors import Finding
 from launcher.rules import services
 from launcher.rules.context import Context, StageRule
-from launcher.rules.rule import say
+from launcher.rules.rule import say, say_of_option
 from launcher.rules.trl import resolved
 
 # what an optimizer's name begins with that bitsandbytes brings (transformers/trainer_optimizer.py:254)
@@ -42,17 +41,8 @@ def bf16_on_cpu(context: Context) -> Iterator[Finding]:
         return
     key = "bf16" if trained else "bf16_full_eval"
     default = "" if values.given(key) else ", TRL's default,"
-    message = f"`{key}`{default} is refused without a GPU"
     help = f"add `{key}: false`, or `use_cpu: true` for bfloat16 on the CPU"
-    yield say("error", "run", "bf16-on-cpu", key, message, help)
-
-
-def fp16_on_cpu(context: Context) -> Iterator[Finding]:
-    """accelerate/accelerator.py:567."""
-    if context.gpus == 0 and context.values["fp16"]:
-        message = "`fp16` does nothing on the CPU: training runs in full precision"
-        help = "delete the line and add `bf16: false`, or `use_cpu: true` for bfloat16"
-        yield say("warning", "run", "fp16-on-cpu", "fp16", message, help)
+    yield say("error", "bf16-on-cpu", key, f"`{key}`{default} is refused without a GPU", help)
 
 
 def cpu_beside_gpus(context: Context) -> Iterator[Finding]:
@@ -60,7 +50,7 @@ def cpu_beside_gpus(context: Context) -> Iterator[Finding]:
     if context.gpus and context.values["use_cpu"]:
         message = f"`use_cpu: true` trains on the CPU, and {context.gpus} GPU(s) are asked for"
         help = "delete the line, or start with --gpus 0"
-        yield say("error", "run", "cpu-beside-gpus", "use_cpu", message, help)
+        yield say("error", "cpu-beside-gpus", "use_cpu", message, help)
 
 
 def precision_option(context: Context) -> Iterator[Finding]:
@@ -72,8 +62,7 @@ def precision_option(context: Context) -> Iterator[Finding]:
     default = "" if context.values.given(own) else ", its default,"
     message = f"`mixed_precision: {option}` is not read: TRL's `{own}`{default} decides"
     help = f"write `{own}: false`" if option == "no" else f"write `{option}: true` in its place"
-    finding = say("warning", "run", "mixed-precision-unread", own, message, help)
-    yield replace(finding, key="mixed_precision")
+    yield say_of_option("warning", "mixed-precision-unread", "mixed_precision", message, help)
 
 
 # --- optimizers and compilation -------------------------------------------------------------------
@@ -85,7 +74,7 @@ def optimizer_package(context: Context) -> Iterator[Finding]:
     if name.startswith(_BITSANDBYTES) and context.lacks("bitsandbytes"):
         message = f"`optim: {name}`: the trainer's Python has no bitsandbytes"
         help = "pip install bitsandbytes, or write `optim: adamw_torch`"
-        yield say("error", "run", "optim-missing", "optim", message, help)
+        yield say("error", "optim-missing", "optim", message, help)
 
 
 def lengths_compiled(context: Context) -> Iterator[Finding]:
@@ -94,14 +83,13 @@ def lengths_compiled(context: Context) -> Iterator[Finding]:
     padded = str(values["pad_to_multiple_of"]).lower() not in ("auto", "none", "null")
     if resolved.compiled(values) and not padded:
         keys = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
-        yield say(
-            "warning",
-            "run",
-            "compile-lengths",
-            next(filter(values.given, keys), keys[0]),
+        message = (
             "batches differ in length, and what is compiled is compiled again for new ones, up to eight "
-            "times: 12 times were counted in the first six steps, and none with few lengths",
-            "add `pad_to_multiple_of: 512`, so that there are few lengths",
+            "times: 12 times were counted in the first six steps, and none with few lengths"
+        )
+        key = next(filter(values.given, keys), keys[0])
+        yield say(
+            "warning", "compile-lengths", key, message, "add `pad_to_multiple_of: 512`, so that there are few lengths"
         )
 
 
@@ -128,7 +116,7 @@ def report_package(context: Context) -> Iterator[Finding]:
         if packages and context.lacks(*packages):
             message = f"`report_to: {name}`: the trainer's Python has no {packages[0]}"
             help = f'pip install {packages[0]}, or write `report_to: "none"`'
-            yield say("error", "run", "report-missing", "report_to", message, help)
+            yield say("error", "report-missing", "report_to", message, help)
 
 
 def wandb_key(context: Context) -> Iterator[Finding]:
@@ -138,33 +126,27 @@ def wandb_key(context: Context) -> Iterator[Finding]:
     wanted = "wandb" in reports or ("all" in reports and "wandb" in (context.packages or {}))
     silent = environ.get("WANDB_MODE") in services.WITHOUT_WANDB
     if wanted and not silent and not services.has_wandb_key(environ):
-        yield say(
-            "error" if context.running else "warning",
-            "run",
-            "no-wandb-key",
-            "report_to",
-            "`report_to: wandb` crashes: neither WANDB_API_KEY nor an entry in ~/.netrc",
-            '`wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline, or `report_to: "none"`',
-        )
+        message = "`report_to: wandb` crashes: neither WANDB_API_KEY nor an entry in ~/.netrc"
+        help = '`wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline, or `report_to: "none"`'
+        yield say(context.at_start, "no-wandb-key", "report_to", message, help)
 
 
 def reference_price(context: Context) -> Iterator[Finding]:
     """trl/trainer/dpo_trainer.py:909,1168. Measured with LoRA: Qwen2.5-7B on one GPU."""
     key = "precompute_ref_log_probs"
     if context.values.get(key):
-        price = (
-            "with LoRA there is no second model to save: 20 % faster was measured, with 63 % more memory "
-            "(19 -> 31 GB for Qwen2.5-7B on one GPU)"
-            if context.values["use_peft"]
-            else "no reference model is kept beside the trained one, which saves its weights"
-        )
+        price = "no reference model is kept beside the trained one, which saves its weights"
+        if context.values["use_peft"]:
+            price = (
+                "with LoRA there is no second model to save: 20 % faster was measured, with 63 % more memory "
+                "(19 -> 31 GB for Qwen2.5-7B on one GPU)"
+            )
         message = f"`{key}`: all rows pass the reference before the first step, however few are trained on; {price}"
-        yield say("note", "run", "reference-price", key, message)
+        yield say("note", "reference-price", key, message)
 
 
 RULES: tuple[StageRule, ...] = (
     bf16_on_cpu,
-    fp16_on_cpu,
     cpu_beside_gpus,
     precision_option,
     optimizer_package,

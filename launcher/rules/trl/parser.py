@@ -34,7 +34,7 @@ def json_mappings(values: Values) -> Iterator[Finding]:
     """transformers/training_args.py:1510: a text that starts with a brace is read as JSON."""
     for key in _JSON:
         if (fault := json_fault(values.get(key))) is not None:
-            yield say("error", "parser", "bad-json", key, f"`{key}` is not JSON: {fault}")
+            yield say("error", "bad-json", key, f"`{key}` is not JSON: {fault}", layer="parser")
 
 
 # --- steps and strategies -------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def eval_without_steps(values: Values) -> Iterator[Finding]:
     if by_steps and steps is not None and not steps > 0:
         message = f"`eval_strategy: steps` without `eval_steps`, and `logging_steps` is {plain(steps)}"
         help = "add `eval_steps: <number of steps>`"
-        yield say("error", "parser", "eval-steps", "eval_steps", message, help)
+        yield say("error", "eval-steps", "eval_steps", message, help, layer="parser")
 
 
 def whole_steps(values: Values) -> Iterator[Finding]:
@@ -72,7 +72,7 @@ def whole_steps(values: Values) -> Iterator[Finding]:
             continue
         if math.isinf(steps) or steps != int(steps):
             message = f"`{key}` is a whole number or a share below 1, not {plain(steps)}"
-            yield say("error", "parser", "whole-steps", key, message)
+            yield say("error", "whole-steps", key, message, layer="parser")
 
 
 def best_model_strategies(values: Values) -> Iterator[Finding]:
@@ -85,7 +85,7 @@ def best_model_strategies(values: Values) -> Iterator[Finding]:
             "they must be the same"
         )
         help = f"write `eval_strategy: {save}`, or `save_strategy: best`"
-        yield say("error", "parser", "best-model-strategy", "load_best_model_at_end", message, help)
+        yield say("error", "best-model-strategy", "load_best_model_at_end", message, help, layer="parser")
 
 
 def best_model_steps(values: Values) -> Iterator[Finding]:
@@ -102,7 +102,7 @@ def best_model_steps(values: Values) -> Iterator[Finding]:
             f"`load_best_model_at_end` needs `save_steps` ({plain(save)}) to be a multiple of the steps "
             f"between evaluations ({plain(every)})"
         )
-        yield say("error", "parser", "best-model-steps", "save_steps", message)
+        yield say("error", "best-model-steps", "save_steps", message, layer="parser")
 
 
 def loss_weights(values: Values) -> Iterator[Finding]:
@@ -111,7 +111,7 @@ def loss_weights(values: Values) -> Iterator[Finding]:
     count = len(losses) if isinstance(losses, list) else 1
     if weights is not None and len(weights) != count:
         message = f"`loss_weights` has {len(weights)} entries for {count} in `loss_type`"
-        yield say("error", "parser", "loss-weights", "loss_weights", message)
+        yield say("error", "loss-weights", "loss_weights", message, layer="parser")
 
 
 def _no_multiple(values: Values) -> bool:

@@ -48,7 +48,6 @@ class StageRuns(NamedTuple):
 
 
 def groups(entries: Sequence[PageRun]) -> list[StageRuns]:
-    """The runs by stage, in their order."""
     stages = dict.fromkeys(entry.run.stage or "" for entry in entries)
     return [
         StageRuns(stage, f"-{number}" if number else "", [e for e in entries if (e.run.stage or "") == stage])
@@ -75,7 +74,6 @@ class Panel:
     clips: bool = False
 
     def drawn(self, runs: Iterable[Run]) -> set[str]:
-        """The columns that it draws of any of these runs."""
         drawn = set()
         for columns in self.lines.values():
             for run in runs:
@@ -101,7 +99,6 @@ class Panel:
         }
 
     def figure(self, group: StageRuns) -> Html:
-        """The place of the chart."""
         key, unit = f"panel-{self.key}{group.suffix}", tag("span", f" {self.unit}", class_="unit")
         lines = [
             tag("span", label, **({"class_": "second"} if number else {}))
@@ -146,7 +143,6 @@ PANELS: tuple[Panel, ...] = (
 
 
 def section(entries: Sequence[PageRun]) -> Html:
-    """The curves of all runs, a grid of charts a stage."""
     if not any(entry.run.series.steps for entry in entries):
         return Html("")
     several = groups(entries)
@@ -177,7 +173,6 @@ def section(entries: Sequence[PageRun]) -> Html:
 
 
 def _panels(runs: Sequence[Run]) -> tuple[list[Panel], list[Panel]]:
-    """The charts that everybody looks at, and one for each other column."""
     shown = [panel for panel in PANELS if panel.drawn(runs)]
     drawn = {name for panel in shown for name in panel.drawn(runs)}
     names = dict.fromkeys(name for run in runs for name, column in run.series.columns.items() if any_number(column))

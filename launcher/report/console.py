@@ -67,7 +67,6 @@ def _write(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 def envelope(command: str, ok: bool, findings: Iterable[Finding], data: Any) -> None:
-    """Print the one JSON shape of every command to stdout."""
     whole = {
         "schema_version": SCHEMA_VERSION,
         "command": command,
@@ -89,7 +88,6 @@ def raw(text: str) -> None:
 
 
 def plain_json(data: Any) -> None:
-    """JSON of somebody else's form to stdout."""
     _write(escaped(json.dumps(data, indent=1, ensure_ascii=False, default=str)))
 
 
@@ -140,7 +138,6 @@ def arguments(schemas: Sequence[Schema], notes: Mapping[str, Mapping[str, Sequen
 
 
 def say(text: str) -> None:
-    """Plain text to stdout, never wrapped."""
     _echo(text)
 
 
@@ -150,7 +147,6 @@ def aside(text: str) -> None:
 
 
 def findings(found: Sequence[Finding]) -> None:
-    """Every finding, on stderr: what, where, what to do next."""
     # all at once: for each the environment would be looked through again
     for finding in redact(tuple(found)):
         head = _style(f"{finding.severity}[{finding.code}]", _COLOUR[finding.severity])

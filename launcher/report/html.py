@@ -30,7 +30,6 @@ def tag(name: str, inner: object, **attributes: str) -> Html:
 
 
 def join(parts: Iterable[object], between: str = "") -> Html:
-    """Texts and markup, one after the other."""
     return Html(between.join(text(part) for part in parts))
 
 
@@ -45,7 +44,6 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]], kind: str = 
 
 
 def cell(value: object, name: str = "td", **attributes: str) -> Html:
-    """A cell of a table, unless the value is one already."""
     if isinstance(value, Html) and value.startswith(("<td", "<th")):
         return value
     return tag(name, value, **attributes)
@@ -67,5 +65,4 @@ def figure(value: float, digits: int = 4) -> str:
 
 
 def details(summary: object, inner: object, **attributes: str) -> Html:
-    """What is shown on request."""
     return tag("details", join([tag("summary", summary), inner]), **attributes)

@@ -86,12 +86,10 @@ class View:
                     self.live.stop()
 
     def tick(self) -> None:
-        """Take in what is new and show it."""
         self.take_in()
         self.show()
 
     def take_in(self) -> None:
-        """Read what has been written since the last time."""
         for raw in self.events.read():
             self.progress.event(rundir.parse_line(raw))
         self.log.skip(BACKLOG)
@@ -132,7 +130,6 @@ class View:
 
 
 def panel(title: str, progress: Progress, console: Console, tracker: str | None) -> list[Text]:
-    """The lines on a terminal: how far, the loss, the machine, what is proved, where it is tracked."""
     plain = console.options.ascii_only
     parts = [_head(progress, console.width - len(title), plain=plain)]
     if progress.step:
@@ -207,7 +204,6 @@ def _proofs(progress: Progress) -> Text:
 
 
 def sparkline(values: Sequence[float], cells: int = 20) -> str:
-    """Values as a curve one line high, over all of them."""
     size = -(-len(values) // cells) or 1
     bins = [statistics.fmean(values[at : at + size]) for at in range(0, len(values), size)]
     if len(bins) < 2:

@@ -95,13 +95,11 @@ def entry(group: Sequence[Mapping[str, Any]], *, whole: bool = False) -> Mapping
 
 
 def _counts(group: Sequence[Mapping[str, Any]], name: str) -> str | None:
-    """The states or verdicts of some runs, and of how many each is."""
     words = [_IN_WORDS.get(one[name], one[name]) for one in group if one[name] is not None]
     return ", ".join(f"{n} {word}" for word, n in Counter(words).items()) or None
 
 
 def row(folder: RunFolder) -> dict[str, Any]:
-    """One run for `launch runs`."""
     manifest = rundir.read_head(folder)
     return _lasting(folder, manifest) | _passing(manifest)
 
@@ -153,7 +151,6 @@ def _steady(judged: Record) -> float | None:
 
 
 def _last_checkpoint(manifest: Manifest) -> str | None:
-    """How long ago the last checkpoint was written."""
     if manifest.output is None or not exists(manifest.output):
         return None
     # what names checkpoints need not be waited for where none can be
@@ -164,7 +161,6 @@ def _last_checkpoint(manifest: Manifest) -> str | None:
 
 
 def _tracked(folder: RunFolder, manifest: Manifest, number: int) -> str | None:
-    """Where a tracker shows the run, as the beginning of its log says."""
     return log.tracker(folder.console(number)) if manifest.get("tracked") else None
 
 
@@ -240,7 +236,6 @@ def last_steps(folder: RunFolder, progress: Progress, window: int = 2048, *, las
 
 
 def age(created: object) -> str | None:
-    """Time since the start, short."""
     try:
         begun = datetime.datetime.fromisoformat(str(created))
         passed = datetime.datetime.now(datetime.UTC) - begun

@@ -97,7 +97,6 @@ def usual_path(runs: Sequence[Run]) -> Path:
 
 
 def write(runs: Sequence[Run], path: Path, lead: Lead | None = None) -> None:
-    """Write the page. Raises NotReady where it cannot be written."""
     whole = overlay(runs, lead)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +119,6 @@ def _source(content: str) -> str:
 
 
 def _title(run: Run) -> str:
-    """Stage and name; the model too where the name says no more than the stage."""
     if not run.manifest:
         return run.name
     title = titled(run.stage or "", str(run.manifest.get("name") or run.name))

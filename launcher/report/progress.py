@@ -120,7 +120,6 @@ class Progress:
     exit: int | None = None
 
     def event(self, event: dict[str, Any]) -> None:
-        """Take in one line of rank 0's record."""
         name, at = event.get("event"), _optional(event.get("t"))
         if name == "start":
             self._start(event, at)
@@ -169,7 +168,6 @@ class Progress:
             self.enter("saving the model", at)
 
     def enter(self, phase: str, at: float | None = None) -> None:
-        """A phase begins, at this time or now."""
         if phase != self.phase:
             self.phase, self.since = phase, time.time() if at is None else at
 
@@ -207,14 +205,12 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the last step at the present pace."""
         if self.total is None or len(self.times) < 2:
             return None
         pace = (self.times[-1].elapsed - self.times[0].elapsed) / (len(self.times) - 1)
         return max(0, self.total - self.step) * pace
 
     def line(self) -> str:
-        """One line for a person."""
         if not self.step:
             return self.phase
         of = f"/{self.total:,}" if self.total else ""
@@ -244,7 +240,6 @@ def _number(value: object) -> float:
 
 
 def clock(seconds: float) -> str:
-    """1:02:03, or 2:03."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

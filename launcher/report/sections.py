@@ -53,12 +53,10 @@ def word(status: object) -> Html:
 
 
 def right(text: str) -> Html:
-    """The head of a column of numbers."""
     return tag("th", text, scope="col", class_="number")
 
 
 def clock(hours: float | None) -> Html:
-    """A cell with a time as 1:02:03."""
     shown = "–" if hours is None else progress.clock(round(hours * 3600))
     return tag("td", shown, class_="number")
 
@@ -86,7 +84,6 @@ def _headings(entries: Sequence[PageRun]) -> list[Html]:
 
 
 def _matrix(judged: Sequence[PageRun]) -> Html:
-    """Points by runs."""
     by_run = [
         {
             str(point.get("name")): _ok(point, entry.run, point.get("state"))
@@ -125,7 +122,6 @@ def _ok(point: Mapping[str, Any], run: Run, words: object = None) -> Html:
 
 
 def _why(point: Mapping[str, Any]) -> Html:
-    """What is known of a point in sentences: the evidence itself is folded below."""
     detail = mapping(point.get("detail"))
     lines = [] if point.get("ok") is True else [*summary.reasons(detail)]
     if (sentence := summary.sentence(point)) is not None:
@@ -143,7 +139,6 @@ def _evidence(point: Mapping[str, Any]) -> Html:
 
 
 def citations(lines: Sequence[Mapping[str, Any]]) -> Html:
-    """Lines of logs and records, each with its file and number."""
     items = []
     for line in lines[:_CITATIONS]:
         file, number = str(line.get("file") or ""), line.get("line")
@@ -206,7 +201,6 @@ def plans(entries: Sequence[PageRun]) -> Html:
 
 
 def _plan_rows(entries: Sequence[PageRun], figures: Sequence[Figures], shown: Sequence[_Quantity]) -> Html:
-    """One row a run: what was measured, with the plan below it."""
     rows = []
     for entry, (plan, measured) in zip(entries, figures, strict=True):
         cells = []
@@ -247,7 +241,6 @@ def _words_of(quantity: _Quantity, value: float | None) -> str:
 
 
 def arguments(entries: Sequence[PageRun]) -> Html:
-    """What was set and by whom; of several runs what differs first."""
     if not any(entry.run.arguments for entry in entries):
         return Html("")
     inner = _own_arguments(entries[0].run) if len(entries) == 1 else _compared(entries)
@@ -259,7 +252,6 @@ def _is_default(entry: Mapping[str, Any] | None) -> bool:
 
 
 def _own_arguments(run: Run) -> Html:
-    """What was set, by whom; the defaults folded."""
     own, rest = (
         [item for item in run.arguments.items() if _is_default(item[1]) is default] for default in (False, True)
     )
@@ -334,7 +326,6 @@ def _yaml(value: object) -> str:
 
 
 def findings(entries: Sequence[PageRun]) -> Html:
-    """What was found before the start."""
     several = len(entries) > 1
     rows: list[list[object]] = []
     for entry in entries:
@@ -352,7 +343,6 @@ def findings(entries: Sequence[PageRun]) -> Html:
 
 
 def versions(entries: Sequence[PageRun]) -> Html:
-    """What trained, where, and by which command."""
     return _section("versions", "Versions and command", _each(entries, _versions, judged=False))
 
 
@@ -395,7 +385,6 @@ def _versions(entry: PageRun) -> Html:
 
 
 def _command(key: str, title: str, where: str, argv: Sequence[Any]) -> list[Html]:
-    """A command line, ready to paste."""
     return [
         tag("h3", title),
         tag("p", where, class_="soft"),

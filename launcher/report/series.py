@@ -44,7 +44,6 @@ class Series:
     nonfinite: tuple[int, ...] = ()
 
     def as_json(self) -> dict[str, object]:
-        """Plain values, no NaN; what a data frame is made of."""
         columns = {name: list(values) for name, values in self.columns.items()}
         return {"steps": list(self.steps), "columns": columns, "nonfinite": list(self.nonfinite)}
 
@@ -53,9 +52,8 @@ class Series:
 class Run:
     """One run: `manifest` is run.json (empty for a log), `verdict` the JSON form, `ended` exit.json.
 
-    `arguments` holds value and origin of every argument, `ranks` is how many processes the probe saw or
-    missed, `tail` the last lines of the log, `tracker` the address of the run at W&B or the like. Secrets are
-    taken out of all of it.
+    `arguments` holds value and origin of every argument, `ranks` is how many processes the probe saw or missed, `tail`
+    the last lines of the log, `tracker` the address of the run at W&B or the like. Secrets are taken out of all of it.
     """
 
     name: str
@@ -76,7 +74,6 @@ class Run:
         return None if named is None else str(named)
 
     def as_json(self) -> dict[str, object]:
-        """What `launch report --format json` says of one run."""
         return {
             "run": self.name,
             "path": str(self.path),
@@ -92,7 +89,6 @@ class Run:
 
 
 def as_json(runs: Sequence[Run]) -> dict[str, object]:
-    """The data of `launch report --format json`."""
     return {"report_version": REPORT_VERSION, "runs": [run.as_json() for run in runs]}
 
 
@@ -129,14 +125,12 @@ def _path(target: str) -> Path:
 
 
 def read(target: Path) -> Run:
-    """A run folder, or a console log alone. Raises OSError where it cannot be read."""
     return read_log(target) if target.is_file() else read_folder(target)
 
 
 def read_log(path: Path) -> Run:
-    """What a console log by itself can tell."""
     found = check.read_training_log(path)
-    verdict = check.judge(found.stage, check.expected_from_log(found), found)
+    verdict = check.judge_alone(found)
     lines = found.log.argument_lines if found.log else {}
     arguments = {
         name: {"value": _unquoted(value), "origin": f"{path.name}:{lines.get(name)}"}
@@ -166,7 +160,6 @@ def read_folder(path: Path) -> Run:
 
 
 def of_judged(path: Path, judged: RunJudgement) -> Run:
-    """A run folder that has been judged already."""
     rows = judge.rows_of(judged.attempts)
     return of_kept(path, judged.manifest, judged.verdict.as_json(), rows, judged.attempts[-1])
 
@@ -212,7 +205,6 @@ def of_rows(rows: Iterable[Row]) -> Series:
 
 
 def any_number(values: Iterable[float | None]) -> bool:
-    """Whether there is anything to draw."""
     return any(value is not None for value in values)
 
 
@@ -312,7 +304,6 @@ def _rows_per_step(run: Run) -> float | None:
 
 
 def named_apart(runs: Sequence[Run]) -> list[Run]:
-    """The same runs, each under a name of its own: two logs may both be called `train.log`."""
     names = [run.name for run in runs]
     apart: list[Run] = []
     for number, run in enumerate(runs, start=1):

@@ -6,14 +6,15 @@ is none either way. A point of which nothing is expected is fine whatever its st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from launcher.config.keys import PAIRED
-from launcher.errors import Exit, Finding, InvalidConfig, unreadable
+from launcher.errors import Exit, InvalidConfig, launch_finding, unreadable
 from launcher.redaction import redact
+from launcher.runs.record import mapping
 from launcher.upstream.logs.open_instruct import ATTENTION
 from launcher.verdict import outcome, points
 from launcher.verdict.evidence import Evidence, read_log
@@ -45,25 +46,12 @@ _MEETS: Mapping[tuple[str, str], tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One question about a run and its answer."""
-
     name: str
     state: str
     expected: str | None
     ok: bool | None
     evidence: tuple[Cite, ...] = ()
     detail: Mapping[str, object] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, object]:
-        """As the JSON contract spells it."""
-        return {
-            "name": self.name,
-            "state": self.state,
-            "expected": self.expected,
-            "ok": self.ok,
-            "evidence": [asdict(cite) for cite in self.evidence],
-            "detail": dict(self.detail),
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +65,14 @@ class Verdict:
     metrics: Mapping[str, float | None]
 
     def point(self, name: str) -> Point:
-        """The point of this name. Raises KeyError if this stage has none."""
         return {point.name: point for point in self.points}[name]
 
     @property
     def stopped(self) -> str | None:
         """Why a process of the run ended itself, in one line; None where none did."""
         finish = self.point("finish").detail
-        error = finish.get("error")
-        broke = finish.get("reason") in ("violation", "hang") and isinstance(error, Mapping)
-        return str(error["message"]) if broke and isinstance(error, Mapping) else None
+        broke = finish.get("reason") in ("violation", "hang")
+        return str(mapping(finish.get("error"))["message"]) if broke and finish.get("error") else None
 
     def amended(self, name: str, detail: Mapping[str, object], **changes: Any) -> Verdict:
         """The same with one of its points changed, and the status that follows."""
@@ -97,17 +83,11 @@ class Verdict:
     def with_points(self, points: Iterable[Point]) -> Verdict:
         """The same with other points, and the status that follows from them."""
         points = tuple(points)
-        return replace(self, points=points, status=_status([point.ok for point in points]))
+        return replace(self, points=points, status=_status(point.ok for point in points))
 
     def as_json(self) -> dict[str, object]:
-        """The verdict as the JSON contract spells it; plain values only, and no NaN."""
-        return {
-            "status": self.status,
-            "stage": self.stage,
-            "steps": self.steps,
-            "points": [point.as_json() for point in self.points],
-            "metrics": dict(self.metrics),
-        }
+        points = [{**asdict(point), "evidence": [*map(asdict, point.evidence)]} for point in self.points]
+        return {**asdict(self), "points": points}
 
 
 def from_json(data: Mapping[str, Any]) -> Verdict | None:
@@ -132,23 +112,27 @@ def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evide
         if name == "reference_cache" and named not in PAIRED:
             continue
         state = expected.get(name, DEFAULTS.get(name))
-        if name == "batch" and state is None and evidence.planned.world is None:
+        if name == "batch" and state is None and evidence.manifest.processes is None:
             continue  # a stranger's run: nobody knows what was planned
-        any_state, state = state == "any", None if state == "any" else state
-        observed = observe(evidence, state)
+        observed = observe(evidence, None if state == "any" else state)
+        if state == "any":
+            state, observed = None, replace(observed, unwanted=False)
         if name in outcome.OPTIONAL and state is None and observed.state == "unknown":
             continue  # a record of an older version, or a stranger's
-        found.append(_point(name, state, replace(observed, unwanted=observed.unwanted and not any_state)))
-    oks = [point.ok for point in found]
+        found.append(_point(name, state, observed))
+    status = _status(point.ok for point in found)
     return Verdict(
-        status=_status(oks), stage=named, steps=evidence.last_step, points=tuple(found), metrics=metrics(evidence)
+        status=status, stage=named, steps=evidence.last_step, points=tuple(found), metrics=metrics(evidence)
     )
 
 
 def judge_log(path: Path) -> Verdict:
-    """What a console log can prove by itself. Raises what `read_training_log` does."""
-    found = read_training_log(path)
-    return redact(judge(found.stage, expected_from_log(found), found))
+    return redact(judge_alone(read_training_log(path)))
+
+
+def judge_alone(found: Evidence) -> Verdict:
+    """What a console log can prove by itself."""
+    return judge(found.stage, expected_from_log(found), found)
 
 
 def read_training_log(path: Path) -> Evidence:
@@ -161,30 +145,21 @@ def read_training_log(path: Path) -> Evidence:
     except OSError as error:
         raise unreadable(path, error) from None
     log = found.log
-    assert log is not None
-    if not (log.signals or log.steps or log.blocks or log.last_bar):
-        raise InvalidConfig(
-            Finding(
-                severity="error",
-                layer="launch",
-                code="not-a-training-log",
-                message="not a training log: it holds no arguments, step, progress bar or error",
-                help="name a run (launch runs), or the console log of an SFT or DPO training",
-                file=str(path),
-            )
-        )
+    if log is None or not (log.signals or log.steps or log.blocks or log.last_bar):
+        message = "not a training log: it holds no arguments, step, progress bar or error"
+        help = "name a run (launch runs), or the console log of an SFT or DPO training"
+        raise InvalidConfig(launch_finding("error", "not-a-training-log", message, help, file=str(path)))
     return found
 
 
 def exit_code(verdict: Verdict, *, allow_unproven: bool) -> Exit:
-    """The documented exit code of a verdict alone."""
-    if verdict.status == "pass" or (verdict.status == "unproven" and allow_unproven):
-        return Exit.OK
-    return Exit.VERDICT
+    passed = verdict.status == "pass" or (verdict.status == "unproven" and allow_unproven)
+    return Exit.OK if passed else Exit.VERDICT
 
 
-def _status(oks: Sequence[bool | None]) -> Status:
-    return "fail" if False in oks else "unproven" if None in oks else "pass"
+def _status(oks: Iterable[bool | None]) -> Status:
+    known = {*oks}
+    return "fail" if False in known else "unproven" if None in known else "pass"
 
 
 def expected_from_log(found: Evidence) -> dict[str, str | None]:
@@ -204,9 +179,9 @@ def expected_from_log(found: Evidence) -> dict[str, str | None]:
 
 
 def _point(name: str, expected: str | None, observed: Observation) -> Point:
-    met = observed.state in _MEETS.get((name, expected or ""), (expected,))
     ok: bool | None = True
     if expected is not None or observed.unwanted:
+        met = observed.state in _MEETS.get((name, expected or ""), (expected,))
         ok = met if observed.proved and expected != NOT_SHOWN else None
     reason, help = observed.reason, observed.help
     absent = observed.detail.get("missing_ranks")

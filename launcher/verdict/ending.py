@@ -165,7 +165,6 @@ def _trains(evidence: Evidence) -> bool:
 
 
 def _ends_badly(log: Log) -> bool:
-    """Whether a failure is among the last lines."""
     ends = log.all(*_FAILURES, "not_found", "stop_asked")
     return any(s.line > log.lines - _END_LINES for s in ends)
 
@@ -218,12 +217,10 @@ def _failures(evidence: Evidence) -> tuple[Signal, ...]:
 
 
 def _carries(signal: Signal) -> bool:
-    """Whether an exception only hands on that another process failed."""
     return signal.fields["type"].endswith(MESSENGERS)
 
 
 def _reason(evidence: Evidence, failures: tuple[Signal, ...]) -> str | None:
-    """The key of `HELP` that the log names after its last work."""
     names = {s.name for s in (*fatal(evidence, *HELP), *failures)}
     names -= {"not_found"} - {s.name for s in failures}
     if any(s.name == "exception" and not _carries(s) for s in failures):
@@ -232,7 +229,6 @@ def _reason(evidence: Evidence, failures: tuple[Signal, ...]) -> str | None:
 
 
 def _stopped(event: Event) -> Ending:
-    """A process ended itself, and the others were ended for it: what they say then counts for nothing."""
     error = {"type": event.name, "message": event.text("message") or "", "rank": str(event.rank)}
     return Ending(state="stopped", proved=True, reason=event.name, error=error)
 
@@ -276,7 +272,7 @@ def _well(evidence: Evidence, clean: bool) -> Ending:
 
 def _doubt(evidence: Evidence) -> str | None:
     """Why a good exit of ours is no proof that all steps were taken, where the log announces no number."""
-    last, planned = evidence.last_step, evidence.planned.steps
+    last, planned = evidence.last_step, evidence.manifest.steps
     if last is None:
         ours = evidence.exit is not None or evidence.probe is not None
         return "no_steps" if ours and not evidence.events("resumed") else None

@@ -33,7 +33,6 @@ def whole_losses(evidence: Evidence) -> tuple[float, ...]:
 
 
 def earlier(evidence: Evidence, name: str) -> list[float]:
-    """What the attempts that this one goes on from had of a quantity."""
     return [row[name] for row in evidence.earlier if name in row]
 
 
@@ -140,7 +139,6 @@ def mfu(evidence: Evidence) -> float | None:
 
 
 def _norms(evidence: Evidence) -> dict[str, float | None]:
-    """The gradient norm of the last step, and the largest, of all attempts that came to this."""
     own = [s.grad_norm for r in evidence.records[:1] for s in r.steps if s.grad_norm is not None]
     # without the probe no norm is known of every step
     norms = [*earlier(evidence, "grad_norm"), *own] if own else []

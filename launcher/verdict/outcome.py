@@ -50,10 +50,9 @@ _NOISE_HELP = (
     "`expect: {gradients: any}` accepts them as they are"
 )
 _OOM_HELP = (
-    "lower the micro-batch and keep the global batch (`batch: {per_device: N}`), switch activation "
-    "checkpointing on (SFT `gradient_checkpointing: true`, DPO `activation_memory_budget` < 1), "
-    "or lower `max_seq_length`; with packing a micro-batch holds every token of its rows at once, "
-    "so fewer rows (or `packing: false`) shrink it"
+    "lower the micro-batch and keep the global batch (`batch: {per_device: N}`), switch activation checkpointing on "
+    "(SFT `gradient_checkpointing: true`, DPO `activation_memory_budget` < 1), or lower `max_seq_length`; with "
+    "packing a micro-batch holds every token of its rows at once, so fewer rows (or `packing: false`) shrink it"
 )
 _MEAN_HELP = (
     "`train_loss` is the mean over all steps, so the loss of a step was not finite: `logging_steps: 1` "
@@ -86,12 +85,12 @@ def _loss(evidence: Evidence, _expected: str | None) -> Observation:
     log, lines = evidence.log, evidence.lines
     steps = list(evidence.rank_steps)
     detail: dict[str, object] = {"logged": len(lines), "counted": len(steps)}
-    unproved = Observation(state="finite", proved=False, detail=detail)
+    unproved = Observation("finite", proved=False, detail=detail)
     bad = _bad_steps(evidence)
     before = [int(row["step"]) for row in evidence.earlier if row.get("finite") is False]
     if before and not any(one.recorded for one in bad):
         return Observation(
-            state="nonfinite",
+            "nonfinite",
             detail={"first_step": before[0], "nonfinite": len(before), "rank": None},
             reason=f"step {before[0]} was not finite in an earlier attempt, and this one continued from "
             "the weights after it",
@@ -106,7 +105,7 @@ def _loss(evidence: Evidence, _expected: str | None) -> Observation:
         # before training is announced, such a line may be a word of the data that upstream shows
         begun = evidence.records or not log or not log.blocks
         return Observation(
-            state="nonfinite",
+            "nonfinite",
             proved=bool(begun or evidence.signals("total_steps", "progress")),
             cites=[one.cite for one in bad],
             detail=detail,
@@ -120,13 +119,13 @@ def _loss(evidence: Evidence, _expected: str | None) -> Observation:
         reason = f"the log says that {named}"
         if trained:
             detail |= {"first_step": None, "rank": None}
-            return Observation(state="nonfinite", cites=means, detail=detail, reason=reason, help=_MEAN_HELP)
+            return Observation("nonfinite", cites=means, detail=detail, reason=reason, help=_MEAN_HELP)
         if losses(evidence):
             # an evaluation proves nothing of the training, and is no good news of it
             return replace(unproved, cites=means, reason=reason, help=_EVALUATED_HELP)
     if not losses(evidence):
         return Observation(
-            state="none_logged",
+            "none_logged",
             proved=False,
             detail=detail,
             reason="no loss was recorded" + (": training never reached step 1" if evidence.last_step is None else ""),
@@ -138,7 +137,7 @@ def _loss(evidence: Evidence, _expected: str | None) -> Observation:
     every = [step.loss for step in steps] or [_exact(line) for line in lines]
     zero = bool(every) and not any(loss is None or loss for loss in every)
     return Observation(
-        state="zero" if zero else "finite",
+        "zero" if zero else "finite",
         cites=_first_and_last(evidence),
         detail=detail,
         reason="the loss was exactly 0 in every step" if zero else None,
@@ -147,7 +146,6 @@ def _loss(evidence: Evidence, _expected: str | None) -> Observation:
 
 
 def _first_and_last(evidence: Evidence) -> Sequence[Citable]:
-    """The first and the last loss: of the log, or where nothing is logged of a record."""
     shown: Sequence[Citable] = evidence.lines
     for record in evidence.records:
         shown = shown or record.steps
@@ -201,7 +199,6 @@ def _nonfinite_reason(detail: Mapping[str, Any]) -> str:
 
 
 def _nonfinite_means(log: Log | None) -> tuple[Signal, ...]:
-    """The first word for each mean of losses that HF Trainer says is not finite."""
     # in a log of open-instruct's it is a word of the training data
     lines = log.all("mean_nonfinite") if log is not None and not log.blocks else ()
     return tuple({s.fields["what"]: s for s in reversed(lines)}.values())[::-1]
@@ -255,11 +252,10 @@ def _exact(line: StepLine) -> float:
 # -- gradients
 
 
-_CORRUPT = Observation(state="corrupt", unwanted=True, help=_CORRUPT_HELP)
+_CORRUPT = Observation("corrupt", unwanted=True, help=_CORRUPT_HELP)
 
 
 def _gradients(evidence: Evidence, _expected: str | None) -> Observation:
-    """What each rank's comparison came to; without one, whether the norms look like noise."""
     reports = evidence.last_events("gradients")
     corrupt = [event for event in reports if event.text("state") == "corrupt"]
     if corrupt:
@@ -285,7 +281,7 @@ def _gradients(evidence: Evidence, _expected: str | None) -> Observation:
         worst = max(true, key=lambda event: event.number("largest_error") or 0.0)
         missing = evidence.missing_ranks({event.rank for event in true})
         detail |= {key: worst.fields.get(key) for key in _COMPARED} | missing
-        return Observation(state="true", proved=not missing, cites=true, detail=detail)
+        return Observation("true", proved=not missing, cites=true, detail=detail)
     if noise is None:
         return replace(UNKNOWN, cites=reports, reason=_reason_of(reports))
     cites = (*reports, noise[1])
@@ -293,7 +289,6 @@ def _gradients(evidence: Evidence, _expected: str | None) -> Observation:
 
 
 def _reason_of(events: Sequence[Event]) -> str | None:
-    """The first reason that events give."""
     return next((text for event in events if (text := event.text("reason"))), None)
 
 
@@ -340,7 +335,7 @@ def _falls(series: Sequence[float]) -> bool:
 def _trend(evidence: Evidence, expected: str | None) -> Observation:
     if (still := _still(evidence)) is not None:
         return Observation(
-            state="still",
+            "still",
             unwanted=True,
             cites=_first_and_last(replace(evidence, log=None)) or _first_and_last(evidence),
             reason=f"the {still} was 0 in every step: nothing was learned",
@@ -351,7 +346,7 @@ def _trend(evidence: Evidence, expected: str | None) -> Observation:
     detail: dict[str, object] = {"losses": len(finite)}
     if len(finite) < TREND_LOSSES:
         reason = f"{len(finite)} losses were recorded, {TREND_LOSSES} are needed"
-        return Observation(state="too_short", proved=False, detail=detail, reason=reason)
+        return Observation("too_short", proved=False, detail=detail, reason=reason)
     change, z = trend(finite)
     detail |= {"change": round(change, 4), "z": round(z, 2)}
     sure = abs(z) >= TREND_Z and abs(change) >= TREND_CHANGE
@@ -361,7 +356,7 @@ def _trend(evidence: Evidence, expected: str | None) -> Observation:
         reason += f", less than {TREND_CHANGE:.0%}" if small else f", within its noise (z {z:.1f})"
     advice = "a longer run, or another learning rate; `expect: {trend: any}` asks for none"
     return Observation(
-        state="flat" if not sure else "falling" if change < 0 else "rising",
+        "flat" if not sure else "falling" if change < 0 else "rising",
         cites=_first_and_last(evidence),
         detail=detail,
         reason=reason,
@@ -385,7 +380,6 @@ def _still(evidence: Evidence) -> str | None:
 
 
 def _from_the_first(steps: Sequence[StepLine]) -> bool:
-    """Whether the first line is there: at the end of a schedule the learning rate may well be 0."""
     return len(steps) > 1 and steps[0].step <= max(1, steps[1].step - steps[0].step)
 
 
@@ -418,15 +412,15 @@ def _memory(evidence: Evidence, _expected: str | None) -> Observation:
         raised = {s.line for s in evidence.signals("exception")}
         gpu, host = (tuple(s for s in lines if s.line in raised) for lines in (gpu, host))
     if host and not gpu:
-        return Observation(state="oom", cites=host, detail=detail, help=HELP["oom_host"])
+        return Observation("oom", cites=host, detail=detail, help=HELP["oom_host"])
     error = " ".join((end.error or {}).values())
     if not gpu and not re.search(r"OutOfMemory|out of memory", error):
         known = bool(evidence.log or evidence.probe)
-        return Observation(state="ok", proved=known, detail=detail)
+        return Observation("ok", proved=known, detail=detail)
     keys = ("per_device_train_batch_size", "gradient_checkpointing", "packing", "max_seq_length")
     arguments = {key: evidence.arguments[key] for key in keys if key in evidence.arguments}
     detail |= {"asked": arguments, **(gpu[0].fields if gpu else {})}
-    return Observation(state="oom", cites=gpu, detail=detail, help=_OOM_HELP)
+    return Observation("oom", cites=gpu, detail=detail, help=_OOM_HELP)
 
 
 def _finish(evidence: Evidence, _expected: str | None) -> Observation:
@@ -447,11 +441,7 @@ def _finish(evidence: Evidence, _expected: str | None) -> Observation:
         if ended.returncode and not any(causes.values()):
             help = f"exit code {ended.returncode}, and no error is known: the last lines of the console log may tell"
     return Observation(
-        state=end.state,
-        proved=end.proved,
-        cites=[cite for cite in cites if cite is not None],
-        detail=detail,
-        help=help,
+        end.state, proved=end.proved, cites=[cite for cite in cites if cite is not None], detail=detail, help=help
     )
 
 
@@ -470,13 +460,13 @@ def _weights(evidence: Evidence, _expected: str | None) -> Observation:
     detail: dict[str, object] = {key: last[0].fields.get(key) for key in keys}
     detail |= {"share": float(f"{share:.4g}"), **missing}
     if share >= MOVED:
-        return Observation(state="moved", proved=not missing, cites=last, detail=detail)
+        return Observation("moved", proved=not missing, cites=last, detail=detail)
     if max(event.number("steps") or 0 for event in last) < 2:
         # the first step of a warm-up may have a learning rate of 0
         return replace(UNKNOWN, cites=last, detail=detail)
     moved = "none" if not share else f"{share:.2%}"
     return Observation(
-        state="still" if share < STILL else "few",
+        "still" if share < STILL else "few",
         proved=share < STILL,
         unwanted=True,
         cites=last,
@@ -494,7 +484,7 @@ def _model(evidence: Evidence, _expected: str | None) -> Observation:
     state = str(detail.pop("state", "saved"))
     other = state in ("missing", "changed")
     return Observation(
-        state=state,
+        state,
         proved=state != "unknown",
         unwanted=other,
         cites=evidence.events("saved_model")[-1:],
@@ -508,19 +498,14 @@ def _inputs(evidence: Evidence, _expected: str | None) -> Observation:
     if evidence.inputs is None:
         return UNKNOWN
     if not evidence.inputs:
-        return Observation(state="same")
+        return Observation("same")
     # an input that was deleted may well have been read as it was
     change = min(evidence.inputs, key=lambda one: one.get("after") is None)
     detail = {key: change.get(key) for key in ("role", "name", "file", "before", "after")}
     gone = change.get("after") is None
     reason = f"{detail['file']} was gone at the end" if gone else _differs(change)
     return Observation(
-        state="gone" if gone else "changed",
-        proved=not gone,
-        unwanted=True,
-        detail=detail,
-        reason=reason,
-        help=_INPUTS_HELP,
+        "gone" if gone else "changed", proved=not gone, unwanted=True, detail=detail, reason=reason, help=_INPUTS_HELP
     )
 
 
@@ -540,7 +525,7 @@ def _resume(evidence: Evidence, _expected: str | None) -> Observation:
     limit = max(level + _SPREADS * max(spread, _NARROWEST * abs(level)), *before)
     jump = now > limit
     return Observation(
-        state="jump" if jump else "continuous",
+        "jump" if jump else "continuous",
         proved=not jump,
         unwanted=jump,
         cites=evidence.events("resumed"),

@@ -9,22 +9,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Protocol
 
+from launcher.config.keys import PAIRED
+from launcher.runs.record import Manifest, mapping
 from launcher.upstream.logs.open_instruct import ATTENTION
+from launcher.upstream.trainers import BACKENDS
 from launcher.verdict.ending import fatal
-from launcher.verdict.evidence import Event, Evidence, Planned, ProbeStep
+from launcher.verdict.evidence import Event, Evidence, ProbeStep
 from launcher.verdict.logs.scan import Cite, Log, Signal, StepLine
 
 OPERATIONS = ("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy", "preference_loss")
 FUSED = ("fused_linear_cross_entropy", "cross_entropy")
 FIRST_LOSS = 0.01  # more than rounding moves DPO's first loss by
 _LEAKING_HELP = (
-    "packed samples attend to each other: use an attention that separates them (flash-attn) or set "
-    "`packing: false`; TRL's `packing_strategy: wrapped` never separates them. In open-instruct's DPO on "
-    "SDPA, transformers does not separate samples while it uses a cache: switch that off with "
-    "`additional_model_arguments: {use_cache: false}`"
+    "packed samples attend to each other: use an attention that separates them (flash-attn) or set `packing: false`; "
+    "TRL's `packing_strategy: wrapped` never separates them. In open-instruct's DPO on SDPA, transformers does not "
+    "separate samples while it uses a cache: switch that off with `additional_model_arguments: {use_cache: false}`"
 )
 _STALE_HELP = (
     "the cached log-probabilities belong to another model than the one that training starts from, or to "
@@ -46,20 +48,19 @@ _LIGER_LOGGED = "the log only says {}; only the probe can count calls of the ker
 class Citable(Protocol):
     """A line of a log or a record, which knows where it stands."""
 
-    def cite(self) -> Cite:
-        """Where it stands."""
-        ...
+    def cite(self) -> Cite: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Observation:
     """A point's state; `proved` is False where the evidence settles nothing for what is expected.
 
-    An `unwanted` state must not pass even where nothing is expected; `reason` and `help` are only for
-    a point that is not as expected.
+    An `unwanted` state must not pass even where nothing is expected; `reason` and `help` are only for a point that is
+    not as expected.
     """
 
     state: str = "unknown"
+    _: KW_ONLY
     proved: bool = True
     unwanted: bool = False
     cites: Sequence[Citable] = ()
@@ -72,7 +73,6 @@ UNKNOWN = Observation(proved=False)
 
 
 def probe_lines(evidence: Evidence, start: str | re.Pattern[str] = "") -> tuple[Signal, ...]:
-    """What the probe printed on the console, where it starts so."""
     lines = (*fatal(evidence, "violation"), *evidence.signals("warned"))
     return tuple(s for s in lines if re.match(start, s.fields["message"]))
 
@@ -92,39 +92,38 @@ def _liger_counted(evidence: Evidence, expected: str | None, calls: Mapping[int,
     detail: dict[str, object] = {op: _calls_of(op, calls) for op in names} | missing
     patches, cites = evidence.events("liger_patch"), evidence.last_events("liger")
     idle = [rank for rank, counts in calls.items() if not any(counts.values())]
-    uncalled = {} if idle or expected != "engaged" else _uncalled(patches, calls)
-    if uncalled:
+    if not idle and expected == "engaged" and (uncalled := _uncalled(patches, calls)):
         return Observation(
-            state="not_engaged",
+            "not_engaged",
             cites=(*cites, *patches),
             detail={**detail, "uncalled": uncalled},
             reason=f"`{', '.join(uncalled)}` was patched in but never called in {evidence.last_step} steps: "
             "the full logits are computed",
-            help="the loss does not come from Liger's forward: check that Liger supports the model type, "
-            "and what computes the loss; `expect: {liger: any}` accepts it",
+            help="the loss does not come from Liger's forward: check that Liger supports the model type, and what "
+            "computes the loss; `expect: {liger: any}` accepts it",
         )
     if not idle:
         called = ", ".join(op for op in names if any(counts.get(op) for counts in calls.values()))
         reason = f"Liger's kernels were called: {called}" if expected == "off" else None
         proved = not missing or expected == "off"
-        return Observation(state="engaged", proved=proved, cites=cites, detail=detail, reason=reason)
+        return Observation("engaged", proved=proved, cites=cites, detail=detail, reason=reason)
     some = len(idle) < len(calls)
     where = f" on rank {', '.join(map(str, idle))}" if some else ""
     detail |= {"idle_ranks": idle} if some else {}
     steps = [record.steps[-1] for record in evidence.records if record.rank in idle]
     if not (some or expected == "engaged" or evidence.arguments.get("use_liger_kernel") == "True"):
         # of a rank without steps it is not known, unless another one shows that it is not as expected
-        return Observation(state="off", proved=not missing, cites=(*cites, *steps), detail=detail)
-    patched = "though its patches were applied" if patches else "and no patch was applied"
-    return Observation(
-        state="not_engaged",
-        cites=(*cites, *steps),
-        detail=detail,
-        reason=f"no Liger kernel was called{where} in {evidence.last_step} steps, {patched}",
-        help="the model class that trains is not the one that was patched"
-        if patches
-        else "check that liger-kernel is installed (`launch doctor`) and supports the model type",
-    )
+        return Observation("off", proved=not missing, cites=(*cites, *steps), detail=detail)
+    if patches:
+        patched, help = (
+            "though its patches were applied",
+            "the model class that trains is not the one that was patched",
+        )
+    else:
+        patched = "and no patch was applied"
+        help = "check that liger-kernel is installed (`launch doctor`) and supports the model type"
+    reason = f"no Liger kernel was called{where} in {evidence.last_step} steps, {patched}"
+    return Observation("not_engaged", cites=(*cites, *steps), detail=detail, reason=reason, help=help)
 
 
 def _calls_of(operation: str, calls: Mapping[int, Mapping[str, int]]) -> dict[str, int]:
@@ -153,26 +152,25 @@ def _liger_logged(evidence: Evidence, expected: str | None) -> Observation:
     if applied or patches:
         kwargs = applied[0].fields.get("kwargs") if applied else None
         return Observation(
-            state="applied",
+            "applied",
             proved=expected != "engaged",
             cites=(*patches, *applied),
             detail={} if kwargs is None else {"kwargs": kwargs},
             reason=_LIGER_LOGGED.format("that patches were applied"),
         )
-    cites = (*attempted, *refused)
     if refused:
-        return Observation(state="not_engaged", cites=cites, reason=refused[0].text)
+        return Observation("not_engaged", cites=(*attempted, *refused), reason=refused[0].text)
     if attempted:
         reason = _LIGER_LOGGED.format("that it is tried")
-        return Observation(state="attempted", proved=expected == "off", cites=cites, reason=reason)
-    # Training began and the attempt, logged right before it, is not there. That it was never made is
-    # proved where the arguments or the script rule it out (use_qlora wins over use_liger_kernel, and
-    # dpo.py does not read it), or where the source is known to announce it in these words.
+        return Observation("attempted", proved=expected == "off", cites=attempted, reason=reason)
+    # Training began and the attempt, logged right before it, is not there. That it was never made is proved where the
+    # arguments or the script rule it out (use_qlora wins over use_liger_kernel, and dpo.py does not read it), or where
+    # the source is known to announce it in these words.
     began = bool(arguments and evidence.signals("total_steps", "progress"))
     ruled_out = arguments.get("use_qlora") == "True" or bool(evidence.signals("progress"))
     never = began and (ruled_out or evidence.pinned is True)
     return Observation(
-        state="off" if never or is_off else "unknown",
+        "off" if never or is_off else "unknown",
         proved=never or (is_off and expected == "off"),
         cites=(log.argument("use_liger_kernel") if log else ()) or evidence.signals("liger_asked"),
         reason="the log shows no attempt to apply it" if expected == "engaged" else None,
@@ -184,36 +182,32 @@ def _liger_logged(evidence: Evidence, expected: str | None) -> Observation:
 
 def _packing(evidence: Evidence, expected: str | None) -> Observation:
     observed = _packing_by_rank(evidence, expected) or _packing_logged(evidence, expected)
-    reason, help = observed.reason, observed.help
     if expected in ("isolated", "on") and observed.state == "off":
-        ranks = observed.detail.get("ranks")
-        idle = [r for r, s in ranks.items() if s == "off"] if isinstance(ranks, Mapping) else []
+        idle = [rank for rank, state in mapping(observed.detail.get("ranks")).items() if state == "off"]
         where = f" of rank {', '.join(idle)}" if idle else ""
-        reason, help = f"no batch{where} held two samples in one row", _NOT_PACKED_HELP
-    elif expected == "off" and observed.state in ("on", "isolated"):
-        reason = "several samples share one row"
+        return replace(observed, reason=f"no batch{where} held two samples in one row", help=_NOT_PACKED_HELP)
+    if expected == "off" and observed.state in ("on", "isolated"):
         help = "write `packing: false`, or `expect: {packing: isolated}`"
-    elif expected == "isolated" and observed.state == "on" and "missing_ranks" not in observed.detail:
+        return replace(observed, reason="several samples share one row", help=help)
+    if expected == "isolated" and observed.state == "on" and "missing_ranks" not in observed.detail:
         why = "was not tested" if evidence.probe else "cannot be shown by a log alone"
-        reason = reason or f"whether packed samples see each other {why}"
-    return replace(observed, reason=reason, help=help)
+        return replace(observed, reason=observed.reason or f"whether packed samples see each other {why}")
+    return observed
 
 
 def _packing_logged(evidence: Evidence, expected: str | None) -> Observation:
     announced = evidence.signals("packing")
     argument = evidence.log.argument("packing") if evidence.log else ()
     if announced or (evidence.arguments.get("packing") == "True" and not evidence.packs_nothing):
-        cites = (*announced, *argument)
-        return Observation(state="on", proved=expected != "isolated", cites=cites)
-    return Observation(state="off" if argument else "unknown", proved=bool(argument), cites=argument)
+        return Observation("on", proved=expected != "isolated", cites=(*announced, *argument))
+    return Observation("off" if argument else "unknown", proved=bool(argument), cites=argument)
 
 
 def _packing_by_rank(evidence: Evidence, expected: str | None) -> Observation | None:
     """As the ranks saw it, the gravest of them; None where none looked at a batch."""
     by_rank: dict[int, Event] = {}
     for record in evidence.records:
-        looks = record.all("packing_isolation", "packing")
-        states = {event.text("state"): event for event in looks}
+        states = {event.text("state"): event for event in record.all("packing_isolation", "packing")}
         for known in ("off", "on", "isolated", "leaking"):
             if known in states:
                 by_rank[record.rank] = states[known]
@@ -224,8 +218,7 @@ def _packing_by_rank(evidence: Evidence, expected: str | None) -> Observation | 
     order = ("leaking", "off", "on", "isolated") if packed else ("leaking", "on", "isolated", "off")
     state = next(s for s in order if s in states_by_rank.values())
     cites = [event for event in by_rank.values() if event.text("state") == state]
-    untested = (event.text("reason") for event in evidence.events("packing_isolation"))
-    why = next(filter(None, untested), None) if state == "on" else None
+    why = reason_of(evidence.events("packing_isolation")) if state == "on" else None
     missing = evidence.missing_ranks(by_rank)
     detail = _fields(cites[0]) | missing
     if len({*states_by_rank.values()}) > 1:
@@ -236,7 +229,7 @@ def _packing_by_rank(evidence: Evidence, expected: str | None) -> Observation | 
     # a single rank can disprove what was requested; to prove it takes all. `on` is neither for isolation
     disproved = state == "leaking" or (state == "off") == packed
     return Observation(
-        state=state,
+        state,
         proved=disproved or not (missing or (state == "on" and expected == "isolated")),
         unwanted=state == "leaking",
         cites=cites,
@@ -244,6 +237,10 @@ def _packing_by_rank(evidence: Evidence, expected: str | None) -> Observation | 
         reason=f"isolation was not tested: {why}" if why else None,
         help=_LEAKING_HELP if state == "leaking" else None,
     )
+
+
+def reason_of(events: Sequence[Event]) -> str | None:
+    return next((text for event in events if (text := event.text("reason"))), None)
 
 
 # -- attention
@@ -259,11 +256,10 @@ def _attention(evidence: Evidence, expected: str | None) -> Observation:
     detail = evidence.missing_ranks({event.rank for event in events})
     proved, where = bool(other) or not detail, ""
     if len({event.text("attention") for event in events}) > 1:
-        by_rank = {str(event.rank): event.text("attention") for event in events}
-        detail["ranks"] = by_rank
+        detail["ranks"] = by_rank = {str(event.rank): event.text("attention") for event in events}
         where = f" ({', '.join(f'rank {rank} {name}' for rank, name in by_rank.items())})"
     return Observation(
-        state=state,
+        state,
         proved=proved,
         cites=[event for event in events if event.text("attention") == state],
         detail=detail,
@@ -281,7 +277,7 @@ def _attention_logged(evidence: Evidence, expected: str | None) -> Observation:
         return UNKNOWN
     state = ATTENTION.get(word, word)
     return Observation(
-        state=state,
+        state,
         proved=expected is not None and ATTENTION.get(expected, expected) != state,
         cites=detected,
         detail={"announced": word},
@@ -294,55 +290,60 @@ def _attention_logged(evidence: Evidence, expected: str | None) -> Observation:
 
 def _batch(evidence: Evidence, _expected: str | None) -> Observation:
     """Whether as many processes trained as were planned, and a step of each took as many rows."""
-    probe, planned = evidence.probe, evidence.planned
-    if probe is None or planned.world is None:
+    probe, manifest = evidence.probe, evidence.manifest
+    if probe is None or (world := manifest.processes) is None:
         return UNKNOWN
     started = evidence.last_events("start")
-    detail: dict[str, object] = {"world": probe.world, "planned_world": planned.world}
-
-    def different(reason: str, cites: Sequence[Citable]) -> Observation:
-        return Observation(
-            state="different", unwanted=True, cites=cites, detail=detail, reason=reason, help=_BATCH_HELP
-        )
-
-    other = [event for event in started if event.number("world") not in (None, planned.world)]
-    if other:
-        return different(f"the world size was {probe.world}, {planned.world} was planned", other)
+    detail: dict[str, object] = {"world": probe.world, "planned_world": world}
+    different = Observation("different", unwanted=True, detail=detail, help=_BATCH_HELP)
+    if other := [event for event in started if event.number("world") not in (None, world)]:
+        return replace(different, cites=other, reason=f"the world size was {probe.world}, {world} was planned")
+    planned, data = _planned_sizes(manifest), manifest.plan.number("rows")
+    # of data that have not the rows of one step, every step is an epoch's last
+    few = data is not None and manifest.global_batch is not None and data < manifest.global_batch
     as_planned = []
     for start in started:
         steps = probe.ranks[start.rank].steps
-        odd = [_other_size(step, planned) for step in steps]
+        odd = [_differs(_sizes(step), planned, few) for step in steps]
         # an epoch's last step may be smaller, and then none beside it
         for step, before, now in zip(steps[1:], odd, odd[1:], strict=False):
             if before and now:
-                return different(_size(step, planned), (step,))
-        if start.number("world") and (planned.steps == 0 or not all(odd)):
+                seen = f"step {step.step} of rank {step.rank}: {_in_words(_sizes(step))}"
+                return replace(different, cites=(step,), reason=f"{seen}; planned: {_in_words(planned)}")
+        if start.number("world") and (manifest.steps == 0 or not all(odd)):
             as_planned.append(start.rank)
-    if absent := [rank for rank in range(planned.world) if rank not in as_planned]:
+    if absent := [rank for rank in range(world) if rank not in as_planned]:
         detail["missing_ranks"] = absent
-    state = "planned" if as_planned else "unknown"
-    return Observation(state=state, proved=not absent, cites=started, detail=detail)
+    return Observation("planned" if as_planned else "unknown", proved=not absent, cites=started, detail=detail)
 
 
-def _other_size(step: ProbeStep, planned: Planned) -> bool:
-    """Whether a rank's step was not as large as planned; what its record lacks is no difference."""
-    each, rows = planned.micro_batches, planned.per_device
-    sizes = [(step.micro_batches, each), (step.rows, each and rows and each * rows)]
-    over = [size - planned_size for size, planned_size in sizes if size and planned_size]
-    # of data that have not the rows of one step, every step is an epoch's last
-    few = planned.data is not None and planned.batch is not None and planned.data < planned.batch
+def _planned_sizes(manifest: Manifest) -> dict[str, float | None]:
+    """Of an optimizer step of one rank, as its probe counts them; None where that cannot be known."""
+    backend, stage = BACKENDS.get(str(manifest.backend)), str(manifest.stage)
+    entry = backend.STAGES.get(stage) if backend is not None and manifest.argument("packing") else None
+    kind, split = entry and entry.packing, manifest.argument("sequence_parallel_size")
+    each, rows = manifest.accumulation, manifest.per_device
+    if kind in ("paired", "one-row") or (isinstance(split, int) and split > 1):
+        # dpo.py fills its micro-batches anew (data_loader.py:283); ranks that share rows take turns with them
+        each = None
+    elif kind == "refilled":
+        rows = None  # of a row that is packed nobody knows how many it holds
+    pair = 2 if stage in PAIRED else 1
+    return {"micro-batches": each, "rows": each * rows * pair if each and rows else None}
+
+
+def _sizes(step: ProbeStep) -> dict[str, float | None]:
+    return {"micro-batches": step.micro_batches, "rows": step.rows}
+
+
+def _differs(sizes: Mapping[str, float | None], planned: Mapping[str, float | None], few: bool) -> bool:
+    """What a record lacks is no difference."""
+    over = [size - plan for size, plan in zip(sizes.values(), planned.values(), strict=True) if size and plan]
     return any(more > 0 or (more < 0 and not few) for more in over)
 
 
-def _size(step: ProbeStep, planned: Planned) -> str:
-    """What a rank's step took, and what it was to take."""
-    each, rows = planned.micro_batches or 0, planned.per_device
-    took = (("micro-batches", step.micro_batches), ("rows", step.rows))
-    plan = (("micro-batches", each), ("rows", each * rows if rows else None))
-    observed, expected = (
-        ", ".join(f"{name} {number:.0f}" for name, number in sizes if number) for sizes in (took, plan)
-    )
-    return f"step {step.step} of rank {step.rank}: {observed}; planned: {expected}"
+def _in_words(sizes: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {number:.0f}" for name, number in sizes.items() if number)
 
 
 # -- caches
@@ -351,20 +352,19 @@ def _size(step: ProbeStep, planned: Planned) -> str:
 def _dataset_cache(evidence: Evidence, expected: str | None) -> Observation:
     observed = _cache_by_rank(evidence, "dataset_cache")
     if observed is None:
-        misses = ("dataset_missed", "dataset_saved")
         whole = not (evidence.log and evidence.log.headless)
-        observed = _cache_logged(evidence, misses, "dataset_found", whole=whole)
+        observed = _cache_logged(evidence, ("dataset_missed", "dataset_saved"), "dataset_found", whole=whole)
     return _with_reason(observed, expected)
 
 
 def _reference_cache(evidence: Evidence, expected: str | None) -> Observation:
-    stale = Observation(state="stale", unwanted=True, help=_STALE_HELP)
+    stale = Observation("stale", unwanted=True, help=_STALE_HELP)
     observed = _cache_by_rank(evidence, "reference_cache")
     if observed is not None and observed.state == "stale":
         observed = replace(stale, cites=observed.cites, detail=observed.detail)
-    if observed is None and (lines := probe_lines(evidence, _STALE)):
+    elif observed is None and (lines := probe_lines(evidence, _STALE)):
         observed = replace(stale, cites=lines)
-    if observed is None:
+    elif observed is None:
         observed = _cache_logged(evidence, ("reference_missed",), "reference_hit")
         first = _first_loss(evidence.log) if observed.state == "hit" else None
         if first is not None and abs(first.loss - math.log(2)) > FIRST_LOSS:
@@ -386,29 +386,24 @@ def _first_loss(log: Log | None) -> StepLine | None:
 def _cache_logged(evidence: Evidence, misses: Sequence[str], hit: str, *, whole: bool = True) -> Observation:
     """One rank fills a cache and the others then find it, so a single miss outweighs all finds.
 
-    Where another source may say a miss in other words, or the log is not `whole` and what was said before the
-    find is not there, a find proves nothing.
+    Where another source may say a miss in other words, or the log is not `whole` and what was said before the find is
+    not there, a find proves nothing.
     """
     missed, found = evidence.signals(*misses), evidence.signals(hit)
     if not missed and (not found or not whole or evidence.pinned is False):
         return UNKNOWN
     paths = [s.fields["path"] for s in (*found, *missed) if "path" in s.fields]
-    return Observation(
-        state="miss" if missed else "hit",
-        cites=(*missed[:1], *missed[1:][-1:]) if missed else found,
-        detail={"path": paths[0]} if paths else {},
-    )
+    cites = (*missed[:1], *missed[1:][-1:]) if missed else found
+    return Observation("miss" if missed else "hit", cites=cites, detail={"path": paths[0]} if paths else {})
 
 
 def _cache_by_rank(evidence: Evidence, name: str) -> Observation | None:
-    """The gravest state that an event of this name has on any rank."""
     for state in ("stale", "miss", "hit"):
         if found := [event for event in evidence.events(name) if event.text("state") == state]:
             # whoever left no record may be the one that filled the cache
             ranks = evidence.probe.ranks if evidence.probe else {}
             missing = evidence.missing_ranks(ranks) if state == "hit" else {}
-            detail = _fields(found[0]) | missing
-            return Observation(state=state, proved=not missing, cites=found, detail=detail)
+            return Observation(state, proved=not missing, cites=found, detail=_fields(found[0]) | missing)
     return None
 
 
@@ -418,10 +413,10 @@ def _fields(event: Event) -> dict[str, object]:
 
 def _with_reason(observed: Observation, expected: str | None) -> Observation:
     path = f": {observed.detail['path']}" if observed.detail.get("path") else ""
-    if expected == "hit" and observed.state == "miss":
+    if (expected, observed.state) == ("hit", "miss"):
         help = "`launch cache why RUN` says what differs from the nearest one"
         return replace(observed, reason=f"not found, so it was computed{path}", help=help)
-    if expected == "miss" and observed.state == "hit":
+    if (expected, observed.state) == ("miss", "hit"):
         return replace(observed, reason=f"it was found{path}")
     return observed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +40,6 @@ class Cause:
 
 
 def points(verdict: Mapping[str, Any]) -> list[Point]:
-    """The points of a verdict, whatever else stands among them left out."""
     return [point for point in listed(verdict.get("points")) if isinstance(point, Mapping)]
 
 
@@ -67,33 +66,31 @@ def cause(verdict: Mapping[str, Any]) -> Cause | None:
     found = points(verdict)
     by_name = {str(point.get("name")): point for point in found}
     finish, memory = by_name.get("finish", {}), by_name.get("memory", {})
+    error = _error(finish)
     if memory.get("state") == "oom":
-        message = _error(finish).get("message")
-        text = f"out of memory: {message}" if message else "out of memory"
-        return _caused(text, memory, finish)
+        message = error.get("message")
+        return _caused(f"out of memory: {message}" if message else "out of memory", memory, finish)
     if finish.get("ok") is not False:
-        ranked = [point for state in (False, None) for point in found if point.get("ok") is state]
-        if not ranked:
-            return None
-        return _caused(_shortfall(ranked[0]), ranked[0])
+        first = next((point for ok in (False, None) for point in found if point.get("ok") is ok), None)
+        return None if first is None else _caused(_shortfall(first), first)
     stopped = outcome(verdict) == "stopped"
-    broken = [point for point in found if point.get("ok") is False and point is not finish]
     # what broke `expect:` knows more about it than the end that followed
-    first = broken if _error(finish).get("type") == "violation" else []
-    caused = _caused(_ending(finish, stopped=stopped), *first, finish)
+    broken = [point for point in found if point.get("ok") is False and point is not finish]
+    caused = _caused(_ending(finish, stopped=stopped), *(broken if error.get("type") == "violation" else []), finish)
     if stopped:
         return replace(caused, help=_START_AGAIN, line={})
-    raised = caused.help is None and _error(finish)
-    return replace(caused, help=_READ_TRACEBACK) if raised else caused
+    return replace(caused, help=_READ_TRACEBACK) if caused.help is None and error else caused
 
 
 def _caused(text: str, *points: Point) -> Cause:
     """The help and the evidence are those of the first point that has any."""
+    details = [mapping(point.get("detail")) for point in points]
+    help = next((str(detail["help"]) for detail in details if detail.get("help")), None)
     return Cause(
         text=text,
-        help=next(filter(None, map(_help, points)), None),
+        help=help,
         line=next(filter(None, map(_line, points)), {}),
-        repeated=tuple(line for point in points for line in reasons(mapping(point.get("detail")))),
+        repeated=tuple(line for detail in details for line in reasons(detail)),
     )
 
 
@@ -106,13 +103,7 @@ def unreached(verdict: Mapping[str, Any]) -> list[str]:
     return [str(point.get("name")) for point in missing]
 
 
-def _help(point: Point) -> str | None:
-    help = mapping(point.get("detail")).get("help")
-    return None if help is None else str(help)
-
-
 def _shortfall(point: Point) -> str:
-    """What was expected of a point and is not so."""
     name, state, expected = (point.get(key) for key in ("name", "state", "expected"))
     if name == "finish":
         return _ending(point, stopped=False)
@@ -129,12 +120,11 @@ def _error(finish: Point) -> Mapping[str, Any]:
 def _raised(detail: Mapping[str, Any]) -> str | None:
     """The error that ended the run; None for what only reports a signal."""
     error = mapping(detail.get("error"))
-    reported = (*MESSENGERS, "KeyboardInterrupt")
-    if not error or (detail.get("signal") and str(error.get("type")).endswith(reported)):
+    kind = str(error.get("type"))
+    if not error or (detail.get("signal") and kind.endswith((*MESSENGERS, "KeyboardInterrupt"))):
         return None
     where = f"  ({error['at']})" if error.get("at") else ""
-    kind = "" if error.get("type") in _MESSAGES else f"{error.get('type')}: "
-    return f"{kind}{error.get('message')}{where}"
+    return f"{'' if kind in _MESSAGES else f'{kind}: '}{error.get('message')}{where}"
 
 
 def _ending(finish: Point, *, stopped: bool) -> str:
@@ -156,141 +146,85 @@ def _ending(finish: Point, *, stopped: bool) -> str:
 def _line(point: Point) -> Mapping[str, Any]:
     """The evidence that shows what went wrong: what names the error, else what the log has."""
     cites = [mapping(cite) for cite in listed(point.get("evidence"))]
-    message = str(_error(point).get("message") or "").strip()[:40]
-    if message:
+    if message := str(_error(point).get("message") or "").strip()[:40]:
         cites = [cite for cite in cites if message in str(cite.get("text"))] or cites
-    cite = next((cite for cite in cites if cite.get("source") == "log"), cites[0] if cites else {})
+    logged = (cite for cite in cites if cite.get("source") == "log")
+    cite = next(logged, cites[0] if cites else {})
     # what the probe recorded is in the text already, what a launcher reports is no cause: the place is enough
     text = str(cite.get("text") or "") if cite.get("source") == "log" else ""
     text = "" if any(name in text for name in MESSENGERS) else text
     return {**cite, "text": text[:_LINE_CHARS]} if cite else {}
 
 
-# -- what a point rests on, in a sentence
-
-
 def sentence(point: Point) -> str | None:
     """What is known about a point, from its details; None where the state says it all."""
-    say = _SENTENCES.get(str(point.get("name")))
     try:
-        return None if say is None else say(str(point.get("state")), mapping(point.get("detail")))
-    except (KeyError, TypeError, ValueError):  # a verdict of an older version, or a damaged one
+        return _sentence(str(point.get("name")), str(point.get("state")), mapping(point.get("detail")))
+    except (KeyError, TypeError, ValueError):  # of a damaged verdict
         return None
 
 
-def _liger(state: str, detail: Mapping[str, Any]) -> str | None:
-    calls = {
-        name: sum(counts.values())
-        for name, counts in detail.items()
-        if isinstance(counts, Mapping) and name not in ("uncalled", "kwargs") and counts
-    }
-    called = [f"{name} {count:,}" for name, count in calls.items() if count]
-    if called:
-        return f"calls of its kernels: {', '.join(called)}"
-    return "no kernel of Liger was called" if calls else None
-
-
-def _packing(state: str, detail: Mapping[str, Any]) -> str | None:
-    tested = {"isolated": "packed samples do not see each other", "leaking": "packed samples see each other"}
-    return tested.get(state, str(detail["detail"]) if detail.get("detail") else None)
-
-
-def _batch(state: str, detail: Mapping[str, Any]) -> str | None:
-    if state != "planned":
-        return None
-    return f"{detail['world']} of {detail['planned_world']} process(es) trained, each step as planned"
-
-
-def _cache(state: str, detail: Mapping[str, Any]) -> str | None:
-    words = {"hit": "found", "miss": "not there, so it was made"}.get(state)
-    where = f": {detail['path']}" if detail.get("path") else ""
-    return None if words is None else f"{words}{where}"
-
-
-def _loss(state: str, detail: Mapping[str, Any]) -> str | None:
-    if state not in ("finite", "zero"):
-        return None
-    counted, logged = detail["counted"], detail["logged"]
-    parts = [f"{counted:,} recorded by the probe"] if counted else []
-    parts += [f"{logged:,} logged"] if logged else []
-    return f"losses: {', '.join(parts)}; all finite" if parts else None
-
-
-def _gradients(state: str, detail: Mapping[str, Any]) -> str | None:
-    if state != "true":
-        return None
-    return (
-        f"{detail['checks']:,} comparisons with autograd over {detail['parameters']:,} parameters: largest "
-        f"error {detail['largest_error']:.2g}, {detail['allowed']:.2g} is allowed"
-    )
-
-
-def _trend(state: str, detail: Mapping[str, Any]) -> str | None:
-    if "change" not in detail:
-        return None
-    # by a robust slope over all losses, and relative to their median: it may be more than all of it
-    return f"over {detail['losses']:,} losses the trend is {detail['change']:+.1%} (z {detail['z']:.1f})"
-
-
-def _memory(state: str, detail: Mapping[str, Any]) -> str | None:
-    peak, planned = detail.get("peak_allocated_gib"), mapping(detail.get("planned_gib")).get("peak")
-    if not peak:
-        return "no error, and no GPU memory was measured" if state == "ok" else None
-    return f"peak {peak:.2f} GiB on a GPU" + (f", planned {planned:.2f} GiB" if planned else "")
-
-
-def _finish(state: str, detail: Mapping[str, Any]) -> str | None:
-    last, total = detail.get("last_step"), detail.get("total_steps")
-    parts = []
-    if last is not None:
-        parts.append(f"step {last:,}" + (f" of {total:,}" if total else "") + " was the last")
-    parts.append("the model was saved" if detail.get("saved") else "no final save was seen")
-    if detail.get("returncode") is not None:
-        parts.append(f"exit code {detail['returncode']}")
-    return "; ".join(parts)
-
-
-def _weights(state: str, detail: Mapping[str, Any]) -> str | None:
-    if "share" not in detail:
-        return None
-    return f"{detail['share']:.1%} of {detail['sampled']:,} sampled weights differ from the start"
-
-
-def _model(state: str, detail: Mapping[str, Any]) -> str | None:
-    return f"its files are as they were saved: {detail['path']}" if state == "saved" else None
-
-
-def _inputs(state: str, detail: Mapping[str, Any]) -> str | None:
-    return "data and model did not change during the run" if state == "same" else None
-
-
-def _resume(state: str, detail: Mapping[str, Any]) -> str | None:
-    return f"loss {detail['before']} before the resume, {detail['after']} after it"
-
-
-def _attention(state: str, detail: Mapping[str, Any]) -> str | None:
-    if "announced" in detail:
-        return f"the log announces {detail['announced']}"
-    return None if state == "unknown" else f"the loaded model uses {state}"
-
-
-_SENTENCES: Mapping[str, Callable[[str, Mapping[str, Any]], str | None]] = {
-    "liger": _liger,
-    "packing": _packing,
-    "attention": _attention,
-    "batch": _batch,
-    "dataset_cache": _cache,
-    "reference_cache": _cache,
-    "loss": _loss,
-    "gradients": _gradients,
-    "trend": _trend,
-    "memory": _memory,
-    "finish": _finish,
-    "weights": _weights,
-    "model": _model,
-    "inputs": _inputs,
-    "resume": _resume,
-}
+def _sentence(name: str, state: str, detail: Mapping[str, Any]) -> str | None:
+    match name, state:
+        case "liger", _:
+            calls = {
+                operation: sum(counts.values())
+                for operation, counts in detail.items()
+                if isinstance(counts, Mapping) and operation not in ("uncalled", "kwargs") and counts
+            }
+            if called := [f"{operation} {count:,}" for operation, count in calls.items() if count]:
+                return f"calls of its kernels: {', '.join(called)}"
+            return "no kernel of Liger was called" if calls else None
+        case "packing", "isolated":
+            return "packed samples do not see each other"
+        case "packing", "leaking":
+            return "packed samples see each other"
+        case "packing", _:
+            return str(detail["detail"]) if detail.get("detail") else None
+        case "attention", _ if "announced" in detail:
+            return f"the log announces {detail['announced']}"
+        case "attention", _ if state != "unknown":
+            return f"the loaded model uses {state}"
+        case "batch", "planned":
+            return f"{detail['world']} of {detail['planned_world']} process(es) trained, each step as planned"
+        case "dataset_cache" | "reference_cache", "hit" | "miss":
+            words = "found" if state == "hit" else "not there, so it was made"
+            return words + (f": {detail['path']}" if detail.get("path") else "")
+        case "loss", "finite" | "zero":
+            counts = {"recorded by the probe": detail["counted"], "logged": detail["logged"]}
+            parts = [f"{count:,} {how}" for how, count in counts.items() if count]
+            return f"losses: {', '.join(parts)}; all finite" if parts else None
+        case "gradients", "true":
+            return (
+                f"{detail['checks']:,} comparisons with autograd over {detail['parameters']:,} parameters: largest "
+                f"error {detail['largest_error']:.2g}, {detail['allowed']:.2g} is allowed"
+            )
+        case "trend", _ if "change" in detail:
+            # by a robust slope over all losses, and relative to their median: it may be more than all of it
+            return f"over {detail['losses']:,} losses the trend is {detail['change']:+.1%} (z {detail['z']:.1f})"
+        case "memory", _:
+            if not (peak := detail.get("peak_allocated_gib")):
+                return "no error, and no GPU memory was measured" if state == "ok" else None
+            planned = mapping(detail.get("planned_gib")).get("peak")
+            return f"peak {peak:.2f} GiB on a GPU" + (f", planned {planned:.2f} GiB" if planned else "")
+        case "finish", _:
+            last, total = detail.get("last_step"), detail.get("total_steps")
+            parts = []
+            if last is not None:
+                parts.append(f"step {last:,}" + (f" of {total:,}" if total else "") + " was the last")
+            parts.append("the model was saved" if detail.get("saved") else "no final save was seen")
+            if detail.get("returncode") is not None:
+                parts.append(f"exit code {detail['returncode']}")
+            return "; ".join(parts)
+        case "weights", _ if "share" in detail:
+            return f"{detail['share']:.1%} of {detail['sampled']:,} sampled weights differ from the start"
+        case "model", "saved":
+            return f"its files are as they were saved: {detail['path']}"
+        case "inputs", "same":
+            return "data and model did not change during the run"
+        case "resume", _:
+            return f"loss {detail['before']} before the resume, {detail['after']} after it"
+    return None
 
 
 def reasons(detail: Mapping[str, Any]) -> Iterator[str]:

@@ -56,14 +56,11 @@ class LogLine:
     text: str
 
     def cite(self) -> Cite:
-        """Where it stands."""
         return Cite(source="log", file=str(self.path), line=self.line, text=self.text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signal(LogLine):
-    """One line that matched."""
-
     name: str
     fields: Mapping[str, str]
 
@@ -83,13 +80,12 @@ class StepLine(LogLine):
 class Log:
     """Everything one console log says about its last run (an appended-to file holds several).
 
-    `arguments` is their dump, `argument_lines` the line of each, and `blocks` the dataclasses
-    it shows; `total_steps` the announced or displayed number of optimizer steps; `last_bar` the
-    (step, line) of the training bar's end; `numbered` is False where nothing tells which step a loss
-    is of: `step` then counts the losses. `summed` is whether HF Trainer has summed the run up, as it
-    does behind the last step of whatever it trained. Of each signal some of the first and last are
-    kept. Of many step lines some 50,000 are read at even distances, with the first, the last, and
-    those whose loss or gradient norm is not finite (of every 4 MiB the first 64 for sure).
+    `arguments` is their dump, `argument_lines` the line of each, and `blocks` the dataclasses it shows; `total_steps`
+    the announced or displayed number of optimizer steps; `last_bar` the (step, line) of the training bar's end;
+    `numbered` is False where nothing tells which step a loss is of: `step` then counts the losses. `summed` is whether
+    HF Trainer has summed the run up, as it does behind the last step of whatever it trained. Of each signal some of
+    the first and last are kept. Of many step lines some 50,000 are read at even distances, with the first, the last,
+    and those whose loss or gradient norm is not finite (of every 4 MiB the first 64 for sure).
     """
 
     path: Path
@@ -105,15 +101,12 @@ class Log:
     summed: bool
 
     def all(self, *names: str) -> tuple[Signal, ...]:
-        """The signals of these names, in the order of their lines."""
         return tuple(s for s in self.signals if s.name in names)
 
     def first(self, *names: str) -> Signal | None:
-        """The first signal of any of these names."""
         return next((s for s in self.signals if s.name in names), None)
 
     def last(self, *names: str) -> Signal | None:
-        """The last signal of any of these names."""
         return next((s for s in reversed(self.signals) if s.name in names), None)
 
     @property
@@ -145,7 +138,6 @@ class Log:
         return max(shown, default=None)
 
     def argument(self, key: str) -> tuple[LogLine, ...]:
-        """The line of the arguments dump that shows this value."""
         if key not in self.arguments:
             return ()
         text = f"{key}={self.arguments[key]}"
@@ -209,13 +201,11 @@ class _Reading:
     earlier_line: int = 0
 
     def see_bars(self, bars: Iterable[tuple[int, int, int]]) -> None:
-        """Take in where the bars of a piece stand last: total, done, line."""
         for total, done, line in bars:
             if line >= self.begins and (total in self.bars or len(self.bars) < KEPT_SIGNALS):
                 self.bars[total] = (done, line)
 
     def match(self, hit: Hit, line: int) -> None:
-        """Take in one line; they come in order."""
         if hit.fields is not None:
             self._keep("exception", hit, hit.fields, line)
             return
@@ -364,7 +354,6 @@ class _Reading:
             self.shown = {s.line: self.shown[s.line] for s in steps if s.line in self.shown}
 
     def log(self, lines: int) -> Log:
-        """What the whole file came to."""
         self._leave_an_earlier()
         bars = [self.shown.get(found.line, (0, 0)) for found in self.dicts]
         total = self.announced or self._beside([of for _, of in bars]) or self._total()

@@ -53,11 +53,9 @@ class Pieces:
 
     @property
     def cut_off(self) -> bool:
-        """Whether the last line has no end."""
         return self.size > 0 and self._read(self.size - 1, self.size) != b"\n"
 
     def read(self, index: int) -> Piece:
-        """The piece of this index."""
         begin, end = self._edge(index * PIECE_BYTES), self._edge((index + 1) * PIECE_BYTES)
         low = max(0, begin - BAR_BYTES)
         block = self._read(low, min(self.size, end + BEYOND_BYTES))
@@ -124,5 +122,4 @@ def clean(segment: bytes) -> str:
 
 
 def _plain(block: bytes) -> bytes:
-    """Without colour codes."""
     return b"".join(_ANSI.split(block))  # faster than `sub`

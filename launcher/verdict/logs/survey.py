@@ -61,7 +61,6 @@ class LogSurvey:
 
 
 def survey(pieces: Pieces, patterns: Sequence[Pattern]) -> Iterator[LogSurvey]:
-    """The surveys of all pieces, in order."""
     count = len(pieces)
     few = count <= 2 * _EDGE_PIECES
     share = KEPT_STEPS if few else max(_ALWAYS, SAMPLED_STEPS // count)
@@ -71,8 +70,6 @@ def survey(pieces: Pieces, patterns: Sequence[Pattern]) -> Iterator[LogSurvey]:
 
 
 class _Place(NamedTuple):
-    """Where a segment with a needle lies in the block."""
-
     start: int
     pattern: int
     end: int
@@ -80,8 +77,6 @@ class _Place(NamedTuple):
 
 
 class _Search:
-    """The search of one piece."""
-
     def __init__(self, piece: Piece, patterns: Sequence[Pattern], share: int, edge: bool, first: bool) -> None:
         self.block, self.start, self.stop = piece.block, piece.start, piece.stop
         self.patterns, self.share, self.first = patterns, share, first
@@ -89,7 +84,6 @@ class _Search:
         self.found = LogSurvey()
 
     def run(self) -> LogSurvey:
-        """Find the places that matter, then take them in order."""
         block, at, line, done = self.block, self.start, 0, 0
         for place in sorted(self._places()):
             line += block.count(b"\n", at, place.start)
@@ -162,7 +156,6 @@ class _Search:
             at = self.block.find(needle, end, self.stop)
 
     def _back(self, index: int, needle: bytes) -> Iterator[_Place]:
-        """The same from the end."""
         at = self.block.rfind(needle, self.start, self.stop)
         while at >= 0:
             start, end = bounds(self.block, at)

@@ -67,7 +67,6 @@ class Raised:
     segment: bytes
 
     def as_fields(self) -> dict[str, str]:
-        """As a signal's fields, which are text."""
         chained = "yes" if self.chained else ""
         fields = {"type": self.type, "message": self.message, "at": self.at}
         return {**fields, "rank": self.rank, "chained": chained}
@@ -75,8 +74,6 @@ class Raised:
 
 @dataclass(slots=True, kw_only=True)
 class _Open:
-    """A traceback whose end is still to come."""
-
     chained: bool
     harmless: bool
     at: str = ""
@@ -93,7 +90,6 @@ class Tracebacks:
     followed: int = 0
 
     def recall(self, before: bytes) -> None:
-        """Take in what stands before the first line of a traceback."""
         for segment in re.split(rb"[\r\n]", before[-BEFORE_BYTES:]):
             self._say(segment.rstrip())
 
@@ -171,6 +167,5 @@ def _raised(end: re.Match[bytes], found: _Open, prefix: bytes, line: int, segmen
 
 
 def _rank(prefix: bytes) -> str:
-    """The rank that a prefix names, empty where it names none."""
     found = _RANK.search(prefix)
     return text(found[1] or found[2]) if found else ""

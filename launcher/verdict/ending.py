@@ -13,7 +13,7 @@ from signal import Signals
 
 from launcher.upstream.logs import common
 from launcher.upstream.logs.common import SHELL_SIGNALS
-from launcher.verdict.evidence import Event, Evidence
+from launcher.verdict.evidence import Evidence
 from launcher.verdict.logs.scan import Log, Signal
 from launcher.verdict.summary import MESSENGERS
 
@@ -110,11 +110,11 @@ _WHAT_LINES = 3  # between what C++ terminates for and its message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a run ended. `state` is as in the `finish` point; `proved` is False where the evidence
-    allows it to have ended well and does not show it; `reason` is a key of `HELP`."""
+    """How a run ended. `state` is as in the `finish` point; `proved` is False where the evidence allows it to have
+    ended well and does not show it; `reason` is a key of `HELP`."""
 
     state: str
-    proved: bool
+    proved: bool = True
     reason: str | None = None
     error: Mapping[str, str] | None = None
     signal: str | None = None
@@ -124,8 +124,8 @@ class Ending:
 def fatal(evidence: Evidence, *names: str) -> tuple[Signal, ...]:
     """The signals of these names after which the log shows no work any more.
 
-    One step may still be logged: rank 0 prints it while another rank is already going under. A log of
-    which nothing shows that it is a training's tells of one's failure only if it ends with it.
+    One step may still be logged: rank 0 prints it while another rank is already going under. A log of which nothing
+    shows that it is a training's tells of one's failure only if it ends with it.
     """
     log = evidence.log
     if log is None or not (_trains(evidence) or _ends_badly(log)):
@@ -138,20 +138,18 @@ def fatal(evidence: Evidence, *names: str) -> tuple[Signal, ...]:
 def _of_an_earlier(log: Log) -> int:
     """The last line of an earlier attempt in the same file: its launcher's word, behind which one begins.
 
-    accelerate speaks of its only child, so that what is raised later is another's; torchrun of one
-    node may have spoken before the ranks of the others. Of several jobs of Slurm the last one counts.
+    accelerate speaks of its only child, so that what is raised later is another's; torchrun of one node may have
+    spoken before the ranks of the others. Of several jobs of Slurm the last one counts.
     """
     raised, begun = log.all("exception"), log.all("begun", "bar_begun", "loading")
     ends = [s for s in raised if _carries(s)]
-    alone = [s for s in ends if _LAUNCHED.search(s.fields["at"])]
     others = [*(s for s in raised if s not in ends), *log.all("refused", "syntax")]
     past = [s.line for s in ends if any(one.line > s.line for one in begun)]
-    past += [s.line for s in alone if any(one.line > s.line for one in others)]
+    alone = (s.line for s in ends if _LAUNCHED.search(s.fields["at"]))
+    past += [line for line in alone if any(one.line > line for one in others)]
     jobs = [s for s in log.all("cancelled") if s.fields.get("job")]
-    again = [s for s in log.all("bar_begun") if s.fields["total"] == str(log.total_steps)]
-    past += [
-        s.line for s in jobs if s.fields["job"] != jobs[-1].fields["job"] or any(one.line > s.line for one in again)
-    ]
+    again = max((s.line for s in log.all("bar_begun") if s.fields["total"] == str(log.total_steps)), default=0)
+    past += [s.line for s in jobs if s.fields["job"] != jobs[-1].fields["job"] or again > s.line]
     return max(past, default=0)
 
 
@@ -160,8 +158,8 @@ def _trains(evidence: Evidence) -> bool:
     log = evidence.log
     if log is None or evidence.exit is not None or evidence.probe is not None:
         return True
-    own = (s for s in log.signals if s.name not in _ANYBODYS and not s.text.startswith("nohup: "))
-    return bool(log.steps or log.blocks or log.last_bar or next(own, None))
+    own = any(s.name not in _ANYBODYS and not s.text.startswith("nohup: ") for s in log.signals)
+    return bool(log.steps or log.blocks or log.last_bar or own)
 
 
 def _ends_badly(log: Log) -> bool:
@@ -173,32 +171,31 @@ def ending(evidence: Evidence) -> Ending:
     """How the run ended: an exit record counts first, then the log and the probe."""
     ended = evidence.exit
     if (stopped := evidence.stopped) is not None:
-        return _stopped(stopped)
+        # a process ended itself, and the others were ended for it: what they say then counts for nothing
+        error = {"type": stopped.name, "message": stopped.text("message") or "", "rank": str(stopped.rank)}
+        return Ending(state="stopped", reason=stopped.name, error=error)
     failures = _failures(evidence)
-    if (violation := _violation(failures)) is not None and not (evidence.exit and not evidence.exit.returncode):
-        return violation
-    signal = _signal(evidence, failures)
-    code = ended.returncode if ended else _probe_code(evidence)
+    violation = next((s for s in failures if s.name == "violation"), None)
+    if violation is not None and not (ended and not ended.returncode):
+        message = violation.fields["message"]
+        kind = "hang" if message.startswith("nothing moved ") else "violation"
+        return Ending(state="stopped", reason=kind, error={"type": kind, "message": message}, lines=(violation,))
+    signal, probe_code = _signal(evidence, failures), _probe_code(evidence)
+    code = ended.returncode if ended else probe_code
     # what started the script may end well all the same
-    failed = bool(code or _probe_code(evidence))
-    raised = ended is None and bool(evidence.events("error"))
-    failed = failed or (code is None and bool(failures)) or raised
+    failed = code or probe_code or (code is None and failures) or (ended is None and evidence.events("error"))
     if signal is None and not failed:
         return _well(evidence, clean=code == 0)
     state = "crashed"
     if signal is not None and signal not in _OWN_FAULTS:
         state = "stopped" if signal in _STOPS else "killed"
-    reason = _reason(evidence, failures)
-    if reason is None and signal is Signals.SIGKILL:
-        reason = "killed"
-    if reason is None and signal is Signals.SIGHUP:
-        reason = "hangup"
+    by_signal = {Signals.SIGKILL: "killed", Signals.SIGHUP: "hangup"}
+    reason = _reason(evidence, failures) or (by_signal.get(signal) if signal else None)
     taken = (_TAKEN.get(s.fields.get("why", "")) for s in failures if s.name == "cancelled")
-    if (taken_for := next(filter(None, taken), None)) is not None:
+    if taken_for := next(filter(None, taken), None):
         state, reason = "killed", taken_for
     return Ending(
         state=state,
-        proved=True,
         reason=reason,
         error=_error(evidence, failures),
         signal=signal.name if signal else None,
@@ -211,36 +208,22 @@ def _failures(evidence: Evidence) -> tuple[Signal, ...]:
 
     A job script goes on after a command that is not there: that one counts at the very end alone.
     """
-    found = fatal(evidence, *_FAILURES, "not_found")
     late = evidence.log.lines - _LAST_LINES if evidence.log else 0
-    return tuple(s for s in found if s.name != "not_found" or s.line > late)
+    return tuple(s for s in fatal(evidence, *_FAILURES, "not_found") if s.name != "not_found" or s.line > late)
 
 
 def _carries(signal: Signal) -> bool:
+    """Whether an exception only hands on that another process failed."""
     return signal.fields["type"].endswith(MESSENGERS)
 
 
 def _reason(evidence: Evidence, failures: tuple[Signal, ...]) -> str | None:
+    """The key of `HELP` that the log names after its last work."""
     names = {s.name for s in (*fatal(evidence, *HELP), *failures)}
     names -= {"not_found"} - {s.name for s in failures}
     if any(s.name == "exception" and not _carries(s) for s in failures):
         names -= {"not_started"}  # a job script went on without what it missed
     return next((name for name in HELP if name in names), None)
-
-
-def _stopped(event: Event) -> Ending:
-    error = {"type": event.name, "message": event.text("message") or "", "rank": str(event.rank)}
-    return Ending(state="stopped", proved=True, reason=event.name, error=error)
-
-
-def _violation(failures: tuple[Signal, ...]) -> Ending | None:
-    """The same, as the log tells it: the first line counts."""
-    line = next((s for s in failures if s.name == "violation"), None)
-    if line is None:
-        return None
-    reason = "hang" if line.fields["message"].startswith("nothing moved ") else "violation"
-    error = {"type": reason, "message": line.fields["message"]}
-    return Ending(state="stopped", proved=True, reason=reason, error=error, lines=(line,))
 
 
 def _well(evidence: Evidence, clean: bool) -> Ending:
@@ -254,20 +237,20 @@ def _well(evidence: Evidence, clean: bool) -> Ending:
     all_steps = last is not None and last >= total if total is not None else clean
     doubt = _doubt(evidence) if total is None else None
     if all_steps and not doubt and (evidence.final_save or evidence.left_out_save):
-        return Ending(state="completed", proved=True)
+        return Ending(state="completed")
     if not clean:
         return Ending(state="running", proved=False)
     if log and log.arguments.get("cache_dataset_only") == "True" and last is None:
-        return Ending(state="completed", proved=True)
-    if not all_steps and alone and log and not log.summed:
+        return Ending(state="completed")
+    if all_steps:
+        return Ending(state="stopped", proved=False, reason=doubt or "no_save")
+    if alone and log and not log.summed:
         # of what is filtered, or on another stream, the last steps may be: a run that has ended sums up
         return Ending(state="running", proved=False)
-    if not all_steps and not alone and fatal(evidence, "disk_full"):
+    if not alone and fatal(evidence, "disk_full"):
         # training may go on without a log; whether it did is not known
         return Ending(state="stopped", proved=False, reason="disk_full")
-    if not all_steps:
-        return Ending(state="stopped", proved=True, reason="ended_early")
-    return Ending(state="stopped", proved=False, reason=doubt or "no_save")
+    return Ending(state="stopped", reason="ended_early")
 
 
 def _doubt(evidence: Evidence) -> str | None:
@@ -282,29 +265,30 @@ def _doubt(evidence: Evidence) -> str | None:
 def _signal(evidence: Evidence, failures: tuple[Signal, ...]) -> Signals | None:
     """The signal that ended the run, by its exit or by what torchrun, accelerate and bash say."""
     numbers: list[int] = []
-    if evidence.exit is not None:
-        code = evidence.exit.returncode
-        if code == 0 and not evidence.exit.signal:
+    if (ended := evidence.exit) is not None:
+        code = ended.returncode
+        if code == 0 and not ended.signal:
             return None
-        numbers += [evidence.exit.signal or 0, -code, code - 128]
+        numbers += [ended.signal or 0, -code, code - 128]
     if requests := fatal(evidence, "stop_asked"):
         name = requests[0].fields.get("name")
         numbers.append(Signals[name] if name else int(requests[0].fields["signal"]))
-    roots = [s for s in failures if s.name == "child_failed" and "rank" in s.fields]
-    roots = roots or [s for s in failures if s.name == "child_failed"][-1:]
-    codes = [int(s.fields["exitcode"]) for s in roots[:1]]
-    numbers += [number for code in codes for number in (-code, code - 128)]
+    children = [s for s in failures if s.name == "child_failed"]
+    roots = [s for s in children if "rank" in s.fields] or children[-1:]
+    for root in roots[:1]:
+        code = int(root.fields["exitcode"])
+        numbers += [-code, code - 128]
     numbers += [int(s.fields["signal"]) for s in failures if s.name == "child_signal" and not roots]
     # else it is an earlier run's, in the same file
-    error = _error(evidence, failures) if failures or evidence.exit else None
+    error = _error(evidence, failures) if failures or ended else None
     if error is not None and error["type"] == "KeyboardInterrupt":
         numbers.append(Signals.SIGINT)
     numbers += [SHELL_SIGNALS[s.fields["how"]] for s in failures if s.name == "shell_killed"]
     numbers += [Signals.SIGTERM for s in failures if s.name == "cancelled"]
     numbers += [Signals.SIGABRT for s in failures if s.name in ("terminated", "watchdog")]
-    if evidence.exit is not None:
+    if ended is not None:
         # in the middle of imports an interrupt may end as any other exception
-        numbers.append(evidence.exit.stopped or 0)
+        numbers.append(ended.stopped or 0)
     return next((Signals(n) for n in numbers if n in set(Signals)), None)
 
 
@@ -345,27 +329,23 @@ def _error(evidence: Evidence, failures: tuple[Signal, ...]) -> dict[str, str] |
         if chosen is None or _replaces(signal, chosen):
             chosen = signal
     # in a file that is appended to the last start counts; ranks of one say the same
-    refused = next((s for s in reversed(failures) if s.name == "refused"), None)
-    if refused is not None:
+    if refused := next((s for s in reversed(failures) if s.name == "refused"), None):
         return {"type": "arguments", "message": refused.fields["message"]}
     absent = next((s for s in failures if s.name in ("not_started", "not_found")), None)
-    if absent is not None and not real:
+    if absent is not None and chosen is None:
         return {"type": absent.name, "message": absent.fields["message"]}
     if chosen is not None:
-        return {key: chosen.fields[key] for key in ("type", "message", "at", "rank")}
-    aborted = next((s for s in failures if s.name in ("syntax", "terminated")), None)
-    aborted = aborted or next((s for s in failures if s.name == "watchdog"), None)
-    if aborted is not None:
-        return {"type": aborted.fields["type"], "message": _message(evidence, aborted)}
+        return _raised(chosen)
+    for names in (("syntax", "terminated"), ("watchdog",)):
+        if aborted := next((s for s in failures if s.name in names), None):
+            # Python raised it nowhere: the message is beside its type, or right below it
+            near = (s for s in evidence.signals("what") if 0 < s.line - aborted.line <= _WHAT_LINES)
+            message = next(near, aborted).fields.get("message", "")
+            return {"type": aborted.fields["type"], "message": message}
     for event in evidence.events("error"):
-        kind, message = event.text("type") or "", event.text("message") or ""
-        return {"type": kind, "message": message, "rank": str(event.rank)}
-    if raised:
-        return {key: raised[0].fields[key] for key in ("type", "message", "at", "rank")}
-    return None
+        return {"type": event.text("type") or "", "message": event.text("message") or "", "rank": str(event.rank)}
+    return _raised(raised[0]) if raised else None
 
 
-def _message(evidence: Evidence, aborted: Signal) -> str:
-    """The message of an error that Python raised nowhere: beside its type, or right below it."""
-    near = (s for s in evidence.signals("what") if 0 < s.line - aborted.line <= _WHAT_LINES)
-    return (next(near, None) or aborted).fields.get("message", "")
+def _raised(exception: Signal) -> dict[str, str]:
+    return {key: exception.fields[key] for key in ("type", "message", "at", "rank")}

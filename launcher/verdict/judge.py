@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from launcher.runs import attempt, rundir, runner
 from launcher.runs.record import Manifest
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import check, evidence, metrics
-from launcher.verdict.check import Point, Verdict
+from launcher.verdict.check import Verdict
 from launcher.verdict.evidence import Evidence, ProbeRecords, RankRecord
 
 _WHOLE_RUN = ("liger", "packing", "attention", "batch", "gradients", "inputs")
@@ -26,7 +27,7 @@ _LOST_HELP = "no process of it is left and none recorded an end: the machine wen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunJudgement:
-    """The verdict without tokens, the manifest, and the evidence of each attempt."""
+    """The verdict without secrets, the manifest, and the evidence of each attempt."""
 
     verdict: Verdict
     manifest: Manifest
@@ -38,30 +39,29 @@ def judge(folder: RunFolder, requested: Mapping[str, str] | None = None) -> RunJ
 
     Raises OSError if a file that is there cannot be opened.
     """
-    manifest = rundir.read_manifest(folder)
-    each = read(folder)
-    found = whole(each)
+    manifest, each = rundir.read_manifest(folder), read(folder)
+    found, here = whole(each), _here(folder)
     expected = _expected(manifest) if requested is None else requested
-    output = None if manifest.output is None else str(manifest.output)
+    output = manifest.output
     if found.final_save:
         models = folder.path.parent / "models"
         # the weights of a ladder's rungs are removed after each: that they are gone is no fault
         if models.exists() or not str(output).startswith(f"{models}/"):
-            found = replace(found, model=_saved_model(found, output, here=_here(folder)))
+            found = replace(found, model=_saved_model(found, output, here=here))
     verdict = check.judge(manifest.stage, expected, found)
     verdict = _with_earlier(verdict, folder, each, expected)
     verdict = _beside_plan(verdict, manifest)
     verdict = _without_known_corruption(verdict, manifest)
-    if verdict.point("finish").state == "running":
+    finish = verdict.point("finish")
+    if finish.state == "running":
         if (why := runner.unknown(folder)) is not None:
-            detail = {"reason": why.message, "help": why.help}
-            verdict = verdict.amended("finish", detail, state="unknown", ok=None)
-        elif _here(folder) and not runner.alive(folder.path):
-            ok = verdict.point("finish").expected in (None, "killed")
+            verdict = verdict.amended("finish", {"reason": why.message, "help": why.help}, state="unknown", ok=None)
+        elif here and not runner.alive(folder.path):
+            ok = finish.expected in (None, "killed")
             verdict = verdict.amended("finish", {"reason": "lost", "help": _LOST_HELP}, state="killed", ok=ok)
-    if verdict.point("finish").state == "completed" and found.final_save:
+    elif finish.state == "completed" and found.final_save and output is not None:
         verdict = _with_whole_model(verdict, output)
-    # a token that training printed must not get from the log into what is shown and kept
+    # a secret that training printed must not get from the log into what is shown and kept
     clean = redact(verdict, attempt.tokens(folder))
     return RunJudgement(verdict=clean, manifest=manifest, attempts=each)
 
@@ -79,37 +79,33 @@ def _with_earlier(
     Each is judged by its own `expect:`: that may have been changed since, and allowed.
     """
     points = {point.name: point for point in verdict.points}
-    for number, one, steps in _kept(each):
+    for number, one, (first, last) in _kept(each):
         manifest = rundir.read_kept_manifest(folder, number)
         before = check.judge(verdict.stage, _expected(manifest) if manifest else expected, one)
         for point in before.points:
             known = points.get(point.name) if point.name in _WHOLE_RUN else None
             if known is not None and known.ok is True and point.ok is not True:
-                points[point.name] = _of_attempt(point, number, steps)
+                why = point.detail.get("reason") or f"it was {point.state}"
+                reason = f"in attempt {number}, which made steps {first} to {last}: {why}"
+                points[point.name] = replace(point, detail={**point.detail, "reason": reason})
     return verdict.with_points(points.values())
-
-
-def _of_attempt(point: Point, number: int, steps: tuple[int, int]) -> Point:
-    why = point.detail.get("reason") or f"it was {point.state}"
-    reason = f"in attempt {number}, which made steps {steps[0]} to {steps[1]}: {why}"
-    return replace(point, detail={**point.detail, "reason": reason})
 
 
 def _kept(each: Sequence[Evidence]) -> Iterator[tuple[int, Evidence, tuple[int, int]]]:
     """The earlier attempts whose steps later ones went on from: number, evidence, first and last step."""
-    begun: float | None = None
+    begun = math.inf
     for number in range(len(each), 0, -1):
-        steps = [row["step"] for row in rows_of(each[number - 1 : number])]
-        kept = [step for step in steps if begun is None or step < begun]
+        steps = [row["step"] for row in metrics.metrics_rows(each[number - 1])]
+        kept = [int(step) for step in steps if step < begun]
         if kept and number < len(each):
-            yield number, each[number - 1], (int(kept[0]), int(kept[-1]))
-        begun = min([*steps, *([] if begun is None else [begun])], default=None)
+            yield number, each[number - 1], (kept[0], kept[-1])
+        begun = min([*steps, begun])
 
 
 def _without_known_corruption(verdict: Verdict, manifest: Manifest) -> Verdict:
     """No pass for gradients that nobody compared, of a DeepSpeed that is known to corrupt them."""
-    point, recorded = verdict.point("gradients"), manifest.deepspeed
-    if point.state != "unknown" or not manifest.gpus or not recorded:
+    recorded = manifest.deepspeed
+    if verdict.point("gradients").state != "unknown" or not manifest.gpus or not recorded:
         return verdict
     version = recorded.get("version")
     known = fault(
@@ -121,20 +117,19 @@ def _without_known_corruption(verdict: Verdict, manifest: Manifest) -> Verdict:
     return verdict.amended("gradients", detail, ok=None)
 
 
-def _with_whole_model(verdict: Verdict, output: object) -> Verdict:
+def _with_whole_model(verdict: Verdict, output: Path) -> Verdict:
     """A saved model is none if its files are not whole.
 
     A folder that was moved or removed since is no fault of the run.
     """
     # dpo.py saves its model one folder below (dpo.py:111)
-    folders = (Path(output), Path(output) / "hf_model") if isinstance(output, str) else ()
-    for folder in folders:
+    for folder in (output, output / "hf_model"):
         if (fault := checkpoints.damage(folder)) is not None:
-            detail = {
-                "reason": f"the saved model is not whole: {fault}",
-                "help": f"{folder} cannot be loaded: save it again from a checkpoint (the same command "
-                "continues from the last complete one), and check the disk",
-            }
+            help = (
+                f"{folder} cannot be loaded: save it again from a checkpoint (the same command continues from the "
+                "last complete one), and check the disk"
+            )
+            detail = {"reason": f"the saved model is not whole: {fault}", "help": help}
             ok = verdict.point("finish").ok
             return verdict.amended("finish", detail, ok=None if ok else ok)
     return verdict
@@ -160,41 +155,41 @@ def _beside_plan(verdict: Verdict, manifest: Manifest) -> Verdict:
     return verdict.amended("memory", detail)
 
 
-def _saved_model(found: Evidence, output: object, *, here: bool) -> dict[str, Any] | None:
+def _saved_model(found: Evidence, output: Path | None, *, here: bool) -> dict[str, Any] | None:
     """The saved model as it is now: `path` and, where that is not as it was saved, `state` and `reason`.
 
-    None where nothing was fingerprinted; without a probe only whether the `output` folder is there
-    counts. `here` is whether the run trained on this machine: of another one the folder may not be visible.
+    None where nothing was fingerprinted; without a probe only whether the `output` folder is there counts. `here` is
+    whether the run trained on this machine: of another one the folder may not be visible.
     """
+    if found.probe is None and here and output is not None and not output.exists():
+        return {"path": str(output), "state": "missing", "reason": f"{output} does not exist"}
     event = next(iter(found.last_events("saved_model")), None)
     path, files = (None, None) if event is None else (event.text("path"), event.fields.get("files"))
-    if found.probe is None and here and isinstance(output, str) and not Path(output).exists():
-        return {"path": output, "state": "missing", "reason": f"{output} does not exist"}
     if path is None or not isinstance(files, list):
         return None
     folder = Path(path)
-    model = {"path": path}
+
+    def model(state: str, reason: str) -> dict[str, Any]:
+        return {"path": path, "state": state, "reason": reason}
+
     known = {str(one.get("name")): one for one in files if isinstance(one, Mapping)}
     if not folder.is_dir() and not here:
-        return {**model, "state": "unknown", "reason": f"{folder} cannot be seen from this machine"}
+        return model("unknown", f"{folder} cannot be seen from this machine")
     if not known:
-        return {**model, "state": "missing", "reason": f"the save left no weights in {folder}"}
+        return model("missing", f"the save left no weights in {folder}")
     try:
         now = digest.weights(path)
     except OSError:
-        return {**model, "state": "missing", "reason": f"{folder} is gone"}
+        return model("missing", f"{folder} is gone")
     if gone := [name for name in known if name not in now]:
-        reason = f"{', '.join(gone[:4])} in {folder} is gone"
-        return {**model, "state": "missing", "reason": reason}
+        return model("missing", f"{', '.join(gone[:4])} in {folder} is gone")
     if more := [name for name in now if name not in known]:
-        reason = f"{folder} holds {', '.join(more[:4])}, which the run did not save"
-        return {**model, "state": "changed", "reason": reason}
+        return model("changed", f"{folder} holds {', '.join(more[:4])}, which the run did not save")
     with fingerprint.remembered() as memory:
         for name, one in known.items():
-            change = _change_of(folder / name, str(one.get("digest")), memory)
-            if change is not None:
-                return {**model, "state": "changed", "file": name, **change}
-    return model
+            if (change := _change_of(folder / name, str(one.get("digest")), memory)) is not None:
+                return {"path": path, "state": "changed", "file": name, **change}
+    return {"path": path}
 
 
 def _change_of(path: Path, before: str, memory: FingerprintCache) -> dict[str, Any] | None:
@@ -214,20 +209,21 @@ def _change_of(path: Path, before: str, memory: FingerprintCache) -> dict[str, A
 
 
 def read(folder: RunFolder) -> tuple[Evidence, ...]:
+    """The evidence of every attempt, the last one last. Raises OSError like `read_run`."""
     before = (evidence.read_run(folder.path, attempt=n) for n in range(1, folder.attempts()))
     return *before, evidence.read_run(folder.path)
 
 
 def rows_of(attempts: Sequence[Evidence]) -> list[metrics.Row]:
-    """Every optimizer step of a run once; see `measures.merged_rows`."""
-    return metrics.merged_rows(metrics.metrics_rows(one) for one in attempts)
+    """Every optimizer step of a run once; see `metrics.merged_rows`."""
+    return metrics.merged_rows(map(metrics.metrics_rows, attempts))
 
 
 def whole(attempts: Sequence[Evidence]) -> Evidence:
     """The evidence of the last attempt, with the steps of those before it.
 
-    Where that had no step left to train, with the steps of one before: it was resumed from the last step
-    of all, and only saved the model.
+    Where that had no step left to train, with the steps of one before: it was resumed from the last step of all, and
+    only saved the model.
     """
     found = _of_the_last(attempts)
     if len(attempts) < 2:
@@ -253,6 +249,4 @@ def _of_the_last(attempts: Sequence[Evidence]) -> Evidence:
 
 def _joined(before: RankRecord | None, last: RankRecord) -> RankRecord:
     # one file holds both, so the lines of the later one are the higher ones
-    if before is None:
-        return last
-    return replace(last, events=(*before.events, *last.events), steps=before.steps)
+    return replace(last, events=(*before.events, *last.events), steps=before.steps) if before else last

@@ -33,46 +33,40 @@ def whole_losses(evidence: Evidence) -> tuple[float, ...]:
 
 
 def earlier(evidence: Evidence, name: str) -> list[float]:
+    """A quantity in the attempts that this one goes on from."""
     return [row[name] for row in evidence.earlier if name in row]
 
 
 def moved_share(evidence: Evidence) -> float | None:
     """The share of a sample of the trained weights, over all ranks, that differs from the start."""
-    sampled, moved = (
-        math.fsum(event.number(key) or 0 for event in evidence.last_events("weights")) for key in ("sampled", "moved")
-    )
-    return _share(moved, sampled)
+    events = evidence.last_events("weights")
+    sampled, moved = (math.fsum(event.number(key) or 0 for event in events) for key in ("sampled", "moved"))
+    return moved / sampled if sampled else None
 
 
 def peak_allocated_gib(evidence: Evidence) -> float | None:
     """The peak of torch's allocated memory on the fullest rank."""
-    return _peak(evidence, "allocated_gib")
-
-
-def _peak(evidence: Evidence, name: str) -> float | None:
-    return max(_values(evidence, name), default=None)
+    return max(_values(evidence, "allocated_gib"), default=None)
 
 
 def memory_phases(evidence: Evidence) -> dict[str, dict[str, float]]:
     """Memory at the end of each phase in GiB, each number that of the rank where it is largest.
 
-    The peaks are cumulative, because upstream reads the same counters and nobody resets them: a phase
-    whose peak is above that of the one before made it, any other stayed below.
+    The peaks are cumulative, because upstream reads the same counters and nobody resets them: a phase whose peak is
+    above that of the one before made it, any other stayed below.
     """
     phases: dict[str, dict[str, float]] = {}
     for event in evidence.events("memory"):
         phase = phases.setdefault(event.text("phase") or "?", {})
         for name in event.fields:
-            value = event.number(name) if name.endswith("_gib") else None
-            if value is not None:
+            if name.endswith("_gib") and (value := event.number(name)) is not None:
                 phase[name] = max(value, phase.get(name, value))
     return phases
 
 
 def steady(record: RankRecord) -> Sequence[ProbeStep]:
     """The steps that tell the speed: without the warm-up, and those that followed a save."""
-    after = record.steps[warm_up(len(record.steps)) :]
-    return [step for step in after if not step.interrupted]
+    return [step for step in record.steps[warm_up(len(record.steps)) :] if not step.interrupted]
 
 
 def warm_up(steps: int) -> int:
@@ -86,26 +80,20 @@ def warm_up(steps: int) -> int:
 def tokens_per_second(evidence: Evidence) -> float | None:
     """Steady tokens a second of all ranks, counted from the batches, padding left out."""
     rates = []
-    for record in evidence.records:
-        kept = steady(record)
-        seconds = math.fsum(s.seconds or 0.0 for s in kept)
-        tokens = math.fsum(s.tokens or 0.0 for s in kept)
+    for kept in map(steady, evidence.records):
+        seconds, tokens = math.fsum(s.seconds or 0.0 for s in kept), math.fsum(s.tokens or 0.0 for s in kept)
         rates.append(tokens / seconds if seconds > 0 else 0.0)
     return math.fsum(rates) if rates and all(rates) else None
 
 
-def _total(evidence: Evidence, name: str) -> float | None:
-    known = _values(evidence, name)
-    return math.fsum(known) if known else None
-
-
 def _values(evidence: Evidence, name: str) -> list[float]:
-    ranks = evidence.records
-    return [v for r in ranks for s in r.steps if (v := getattr(s, name)) is not None]
+    return [value for step in evidence.rank_steps if (value := getattr(step, name)) is not None]
 
 
-def _share(part: float | None, whole: float | None) -> float | None:
-    return None if part is None or not whole else part / whole
+def _ratio(evidence: Evidence, part: str, whole: str) -> float | None:
+    """Of two quantities, each summed over all steps of all ranks."""
+    parts, total = _values(evidence, part), math.fsum(_values(evidence, whole))
+    return math.fsum(parts) / total if parts and total else None
 
 
 def flops_per_token(model: Event, tokens_per_row: float | None) -> float | None:
@@ -120,8 +108,8 @@ def flops_per_token(model: Event, tokens_per_row: float | None) -> float | None:
         frozen -= looked_up
     else:
         trained -= looked_up
-    heads, width = model.number("heads"), model.number("head_dim")
-    query = heads * width if heads and width else model.number("hidden")
+    heads, head_width = model.number("heads"), model.number("head_dim")
+    query = heads * head_width if heads and head_width else model.number("hidden")
     layers, query, width = model.number("layers") or 0.0, query or 0.0, tokens_per_row or 0.0
     return flops_a_token(trained=trained, frozen=frozen, layers=layers, query=query, width=width)
 
@@ -134,22 +122,15 @@ def mfu(evidence: Evidence) -> float | None:
     peak = peak_flops(device.text("name") if device else None)
     if speed is None or model is None or peak is None:
         return None
-    needed = flops_per_token(model, _share(_total(evidence, "tokens"), _total(evidence, "rows")))
+    needed = flops_per_token(model, _ratio(evidence, "tokens", "rows"))
     return None if needed is None else needed * speed / (peak * len(ranks))
-
-
-def _norms(evidence: Evidence) -> dict[str, float | None]:
-    own = [s.grad_norm for r in evidence.records[:1] for s in r.steps if s.grad_norm is not None]
-    # without the probe no norm is known of every step
-    norms = [*earlier(evidence, "grad_norm"), *own] if own else []
-    return {"last_grad_norm": norms[-1] if norms else None, "max_grad_norm": max(norms, default=None)}
 
 
 def metrics(evidence: Evidence) -> dict[str, float | None]:
     """The whole run in numbers, None where unknown or not finite.
 
-    `logged_tokens_per_second` is open-instruct's own, warm-up included. DPO's rewards are there
-    only where the log prints them.
+    `logged_tokens_per_second` is open-instruct's own, warm-up included. The gradient norms are those of all attempts
+    that came to this; DPO's rewards are there only where the log prints them.
     """
     losses = whole_losses(evidence)
     last = evidence.lines[-1] if evidence.lines else None
@@ -159,6 +140,9 @@ def metrics(evidence: Evidence) -> dict[str, float | None]:
         for key in keys
         if last and math.isfinite(value := last.extra.get(key, math.nan))
     }
+    own = [s.grad_norm for r in evidence.records[:1] for s in r.steps if s.grad_norm is not None]
+    # without the probe no norm is known of every step
+    norms = [*earlier(evidence, "grad_norm"), *own] if own else []
     return {
         "first_loss": losses[0] if losses and math.isfinite(losses[0]) else None,
         "last_loss": losses[-1] if losses and math.isfinite(losses[-1]) else None,
@@ -166,11 +150,12 @@ def metrics(evidence: Evidence) -> dict[str, float | None]:
         "tokens_per_second": tokens_per_second(evidence),
         "logged_tokens_per_second": last.tokens_per_second if last else None,
         "mfu": mfu(evidence),
-        "tokens_per_row": _share(_total(evidence, "tokens"), _total(evidence, "rows")),
-        "wasted_share": _share(_total(evidence, "wasted"), _total(evidence, "positions")),
-        **_norms(evidence),
+        "tokens_per_row": _ratio(evidence, "tokens", "rows"),
+        "wasted_share": _ratio(evidence, "wasted", "positions"),
+        "last_grad_norm": norms[-1] if norms else None,
+        "max_grad_norm": max(norms, default=None),
         "peak_allocated_gib": peak_allocated_gib(evidence),
-        "peak_reserved_gib": _peak(evidence, "reserved_gib"),
+        "peak_reserved_gib": max(_values(evidence, "reserved_gib"), default=None),
         **rewards,
     }
 
@@ -178,8 +163,8 @@ def metrics(evidence: Evidence) -> dict[str, float | None]:
 def merged_rows(attempts: Iterable[Sequence[Row]]) -> list[Row]:
     """The rows of a run out of those of its attempts, first to last: every optimizer step once.
 
-    An attempt goes on from a checkpoint, so whatever earlier ones did from its first step on is gone
-    from the weights, and is left out here too.
+    An attempt goes on from a checkpoint, so whatever earlier ones did from its first step on is gone from the weights,
+    and is left out here too.
     """
     rows: list[Row] = []
     for after in attempts:
@@ -191,12 +176,15 @@ def merged_rows(attempts: Iterable[Sequence[Row]]) -> list[Row]:
 def metrics_rows(evidence: Evidence) -> list[Row]:
     """One row a step of one attempt, sorted: what the probe says, and of the log what it does not.
 
-    A logged loss is a mean over the steps since the line before: where the probe has the loss of every
-    step and the log tells of fewer, the mean is `logged_loss`. Tokens, positions, wasted positions and
-    rows are sums over the ranks, seconds and memory (GiB) the largest of them. A number that is not
-    finite is left out, and `finite` is then false.
+    A logged loss is a mean over the steps since the line before: where the probe has the loss of every step and the
+    log tells of fewer, the mean is `logged_loss`. Tokens, positions, wasted positions and rows are sums over the
+    ranks, seconds and memory (GiB) the largest of them. A number that is not finite is left out, and `finite` is then
+    false.
     """
-    rows = {row["step"]: row for row in _probe_rows(evidence)}
+    by_step: dict[int, list[ProbeStep]] = {}
+    for step in evidence.rank_steps:
+        by_step.setdefault(step.step, []).append(step)
+    rows = {number: _probe_row(number, by_step[number]) for number in sorted(by_step)}
     lines = evidence.lines
     measured = sum("loss" in row for row in rows.values())
     # Trainer's lines bear no step: after a resume the first may be counted from the bar's begin
@@ -205,27 +193,19 @@ def metrics_rows(evidence: Evidence) -> list[Row]:
         if line.step < first:
             continue
         row = rows.setdefault(line.step, {"step": line.step})
-        own = row.get("loss")
+        own, finite = row.get("loss"), math.isfinite(line.loss)
         logged = {
-            "loss": own if own is not None and math.isfinite(line.loss) else line.loss,
+            "loss": own if own is not None and finite else line.loss,
             "logged_loss": line.loss if len(lines) < measured else None,
             "learning_rate": line.learning_rate,
             "logged_tokens_per_second": line.tokens_per_second,
             **line.extra,
         }
-        row["finite"] = row.get("finite", True) and math.isfinite(line.loss)
-        if not math.isfinite(line.loss):
+        row["finite"] = row.get("finite", True) and finite
+        if not finite:
             row.pop("loss", None)
         row.update({k: v for k, v in logged.items() if v is not None and math.isfinite(v)})
-    return [rows[step] for step in sorted(rows)]
-
-
-def _probe_rows(evidence: Evidence) -> list[Row]:
-    by_step: dict[int, list[ProbeStep]] = {}
-    for record in evidence.records:
-        for step in record.steps:
-            by_step.setdefault(step.step, []).append(step)
-    return [_probe_row(number, by_step[number]) for number in sorted(by_step)]
+    return [rows[number] for number in sorted(rows)]
 
 
 def _probe_row(number: int, steps: Sequence[ProbeStep]) -> Row:

@@ -11,15 +11,15 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from launcher.stage.options import TREND_LOSSES
 from launcher.verdict.ending import HELP, ending, fatal
-from launcher.verdict.evidence import Event, Evidence
+from launcher.verdict.evidence import Evidence
 from launcher.verdict.logs.scan import Log, Signal, StepLine
 from launcher.verdict.metrics import earlier, losses, memory_phases, moved_share, peak_allocated_gib, whole_losses
-from launcher.verdict.points import UNKNOWN, Citable, Observation, probe_lines
+from launcher.verdict.points import UNKNOWN, Citable, Observation, probe_lines, reason_of
 
 OPTIONAL = ("weights", "model", "inputs", "resume")
 
@@ -40,42 +40,25 @@ _DIFFERENCE = ("parameter", "true_norm", "used_norm", "error", "broken", "corrup
 # What the probe says of a broken contract, in a log that came without its records.
 _NOT_FINITE = re.compile(r"(?:loss|gradient) is -?(?:nan|inf)\w* \((?:step (?P<step>\d+)|[^,]*), rank (?P<rank>\d+)\)")
 
-_CORRUPT_HELP = (
-    "the optimizer did not use the gradients of the batch: nothing trained since then can be used. "
-    "DeepSpeed 0.18.5 to 0.18.9 does this under ZeRO 1 and 2 with `overlap_comm: true`: install a later "
-    "release or set `overlap_comm: false`; docs/gradients.md has other causes"
+_MOVED_HELP = (
+    "raise the learning rate, or train fp32 weights: bfloat16 rounds away what is below 0.4 % of a weight; see also "
+    "what is frozen; `expect: {weights: any}` accepts it"
 )
-_NOISE_HELP = (
-    "train a few steps with the probe, which compares the optimizer's gradients with those of autograd; "
-    "`expect: {gradients: any}` accepts them as they are"
+_NOT_FINITE_HELP = (
+    "lower the learning rate or lengthen the warm-up; check the rows of that step; resume from a checkpoint before it"
 )
 _OOM_HELP = (
     "lower the micro-batch and keep the global batch (`batch: {per_device: N}`), switch activation checkpointing on "
     "(SFT `gradient_checkpointing: true`, DPO `activation_memory_budget` < 1), or lower `max_seq_length`; with "
     "packing a micro-batch holds every token of its rows at once, so fewer rows (or `packing: false`) shrink it"
 )
-_MEAN_HELP = (
-    "`train_loss` is the mean over all steps, so the loss of a step was not finite: `logging_steps: 1` "
-    "shows which, `logging_nan_inf_filter: false` shows it as it was"
+_CORRUPT = Observation(
+    "corrupt",
+    unwanted=True,
+    help="the optimizer did not use the gradients of the batch: nothing trained since then can be used. DeepSpeed "
+    "0.18.5 to 0.18.9 does this under ZeRO 1 and 2 with `overlap_comm: true`: install a later release or set "
+    "`overlap_comm: false`; docs/gradients.md has other causes",
 )
-_EVALUATED_HELP = (
-    "a row of the evaluation without any label (all of it cut off or masked) makes its mean nan, and "
-    "so do weights that are broken: evaluate the saved model on its own"
-)
-_NOT_FINITE_HELP = (
-    "lower the learning rate or lengthen the warm-up; check the rows of that step; resume from a checkpoint before it"
-)
-_ZERO_HELP = (
-    "no token has a label then: check the chat template, and the maximal length, which may cut off every answer"
-)
-_STILL_HELP = "check the learning rate, its schedule, and what is frozen; `expect: {trend: any}` accepts it"
-_MOVED_HELP = (
-    "raise the learning rate, or train fp32 weights: bfloat16 rounds away what is below 0.4 % of a "
-    "weight; see also what is frozen; `expect: {weights: any}` accepts it"
-)
-_RESUME_HELP = "the checkpoint may not hold what was trained: take an older one, or start over with --fresh"
-_MODEL_HELP = "its files cannot be trusted: save it again from a checkpoint, or train again"
-_INPUTS_HELP = "train again on files that nothing writes to meanwhile"
 
 
 # -- the loss
@@ -85,91 +68,88 @@ def _loss(evidence: Evidence, _expected: str | None) -> Observation:
     log, lines = evidence.log, evidence.lines
     steps = list(evidence.rank_steps)
     detail: dict[str, object] = {"logged": len(lines), "counted": len(steps)}
-    unproved = Observation("finite", proved=False, detail=detail)
-    bad = _bad_steps(evidence)
+    bad, printed = _bad_steps(evidence), _bad_steps_printed(evidence)
     before = [int(row["step"]) for row in evidence.earlier if row.get("finite") is False]
-    if before and not any(one.recorded for one in bad):
-        return Observation(
-            "nonfinite",
-            detail={"first_step": before[0], "nonfinite": len(before), "rank": None},
-            reason=f"step {before[0]} was not finite in an earlier attempt, and this one continued from "
-            "the weights after it",
-            help=_NOT_FINITE_HELP,
+    if before and not bad:
+        reason = (
+            f"step {before[0]} was not finite in an earlier attempt, and this one continued from the weights after it"
         )
-    if bad:
+        detail = {"first_step": before[0], "nonfinite": len(before), "rank": None}
+        return Observation("nonfinite", detail=detail, reason=reason, help=_NOT_FINITE_HELP)
+    if bad := [*bad, *printed]:
         # a rank that is known tells more than a logged mean of the same step
         first = min(bad, key=lambda one: (one.step, one.rank is None, one.rank or 0))
         numbered = steps or not log or log.numbered
         detail |= {"first_step": first.step if numbered else None, "rank": first.rank}
         detail |= {"nonfinite": len(bad), **_around(evidence, first)}
         # before training is announced, such a line may be a word of the data that upstream shows
-        begun = evidence.records or not log or not log.blocks
+        begun = evidence.records or not log or not log.blocks or evidence.signals("total_steps", "progress")
         return Observation(
             "nonfinite",
-            proved=bool(begun or evidence.signals("total_steps", "progress")),
+            proved=bool(begun),
             cites=[one.cite for one in bad],
             detail=detail,
             reason=_nonfinite_reason(detail),
             help=_NOT_FINITE_HELP,
         )
+    unproved = Observation("finite", proved=False, detail=detail)
     if means := _nonfinite_means(log):
         # a sum over all steps: one of them made it so, and nothing tells which
-        trained = any(s.fields["what"] == "train_loss" for s in means)
         named = ", ".join(f"{s.fields['what']} is {s.fields['value']}" for s in means)
-        reason = f"the log says that {named}"
-        if trained:
+        unproved = replace(unproved, cites=means, reason=f"the log says that {named}")
+        if any(s.fields["what"] == "train_loss" for s in means):
             detail |= {"first_step": None, "rank": None}
-            return Observation("nonfinite", cites=means, detail=detail, reason=reason, help=_MEAN_HELP)
+            help = (
+                "`train_loss` is the mean over all steps, so the loss of a step was not finite: `logging_steps: 1` "
+                "shows which, `logging_nan_inf_filter: false` shows it as it was"
+            )
+            return replace(unproved, state="nonfinite", proved=True, help=help)
         if losses(evidence):
             # an evaluation proves nothing of the training, and is no good news of it
-            return replace(unproved, cites=means, reason=reason, help=_EVALUATED_HELP)
+            help = (
+                "a row of the evaluation without any label (all of it cut off or masked) makes its mean nan, and "
+                "so do weights that are broken: evaluate the saved model on its own"
+            )
+            return replace(unproved, help=help)
     if not losses(evidence):
-        return Observation(
-            "none_logged",
-            proved=False,
-            detail=detail,
-            reason="no loss was recorded" + (": training never reached step 1" if evidence.last_step is None else ""),
-            help="`logging_steps: 1` logs every step",
-        )
+        reason = "no loss was recorded" + (": training never reached step 1" if evidence.last_step is None else "")
+        help = "`logging_steps: 1` logs every step"
+        return Observation("none_logged", proved=False, detail=detail, reason=reason, help=help)
     if (doubt := _loss_doubt(evidence)) is not None:
-        reason, cites = doubt
-        return replace(unproved, cites=cites, reason=reason)
+        return replace(unproved, reason=doubt[0], cites=doubt[1])
+    cites = _first_and_last(evidence)
     every = [step.loss for step in steps] or [_exact(line) for line in lines]
-    zero = bool(every) and not any(loss is None or loss for loss in every)
-    return Observation(
-        "zero" if zero else "finite",
-        cites=_first_and_last(evidence),
-        detail=detail,
-        reason="the loss was exactly 0 in every step" if zero else None,
-        help=_ZERO_HELP if zero else None,
-    )
+    if not every or any(loss is None or loss for loss in every):
+        return Observation("finite", cites=cites, detail=detail)
+    reason = "the loss was exactly 0 in every step"
+    help = "no token has a label then: check the chat template, and the maximal length, which may cut off every answer"
+    return Observation("zero", cites=cites, detail=detail, reason=reason, help=help)
 
 
 def _first_and_last(evidence: Evidence) -> Sequence[Citable]:
-    shown: Sequence[Citable] = evidence.lines
-    for record in evidence.records:
-        shown = shown or record.steps
+    """Of the log, or where nothing is logged of a record."""
+    recorded = (record.steps for record in evidence.records)
+    shown: Sequence[Citable] = evidence.lines or next(filter(None, recorded), ())
     return (shown[0], shown[-1]) if shown else ()
 
 
-@dataclass(frozen=True, slots=True)
-class _BadStep:
-    """A step that was not finite; `recorded` is False where the probe only printed it on the console."""
-
+class _BadStep(NamedTuple):
     step: int
     rank: int | None
     cite: Citable
-    recorded: bool = True
 
 
 def _bad_steps(evidence: Evidence) -> list[_BadStep]:
-    """The steps that were not finite: as logged, as each rank saw them, else as the probe printed."""
+    """The steps that were not finite: as logged, and as each rank saw them."""
     bad = [_BadStep(line.step, None, line) for line in evidence.lines if _nonfinite(line)]
-    bad += [_BadStep(one.step, one.rank, one) for one in evidence.rank_steps if not one.finite]
-    for line in () if evidence.records else probe_lines(evidence):
-        if found := _NOT_FINITE.match(line.fields["message"]):
-            bad.append(_BadStep(int(found["step"] or 0), int(found["rank"]), line, recorded=False))
-    return bad
+    return bad + [_BadStep(one.step, one.rank, one) for one in evidence.rank_steps if not one.finite]
+
+
+def _bad_steps_printed(evidence: Evidence) -> list[_BadStep]:
+    """As the probe printed them, in a log that came without its records."""
+    lines = () if evidence.records else probe_lines(evidence)
+    matches = ((_NOT_FINITE.match(line.fields["message"]), line) for line in lines)
+    return [_BadStep(int(found["step"] or 0), int(found["rank"]), line) for found, line in matches if found]
 
 
 def _around(evidence: Evidence, bad: _BadStep) -> dict[str, object]:
@@ -180,8 +160,7 @@ def _around(evidence: Evidence, bad: _BadStep) -> dict[str, object]:
             found = {"what": event.text("what"), "value": event.text("value")}
     for step in evidence.rank_steps:
         if step.rank == bad.rank and step.step < bad.step and step.finite:
-            last = {"step": step.step, "loss": step.loss, "grad_norm": step.grad_norm}
-            found["last_finite"] = last
+            found["last_finite"] = {"step": step.step, "loss": step.loss, "grad_norm": step.grad_norm}
     return found
 
 
@@ -199,6 +178,7 @@ def _nonfinite_reason(detail: Mapping[str, Any]) -> str:
 
 
 def _nonfinite_means(log: Log | None) -> tuple[Signal, ...]:
+    """The first word for each mean of losses that HF Trainer says is not finite."""
     # in a log of open-instruct's it is a word of the training data
     lines = log.all("mean_nonfinite") if log is not None and not log.blocks else ()
     return tuple({s.fields["what"]: s for s in reversed(lines)}.values())[::-1]
@@ -217,8 +197,7 @@ def _loss_doubt(evidence: Evidence) -> tuple[str, Sequence[Citable]] | None:
             return f"the last gradient norm is {norm}", lines[-1:]
     if unseen := _unseen(evidence, lines[-1].step if lines else 0):
         named = ", ".join(map(str, unseen[:3])) + (", …" if unseen[3:] else "")
-        reason = f"no loss of step {named} was seen on every rank, and none is logged"
-        return reason, _first_and_last(evidence)
+        return f"no loss of step {named} was seen on every rank, and none is logged", _first_and_last(evidence)
     return None
 
 
@@ -252,23 +231,16 @@ def _exact(line: StepLine) -> float:
 # -- gradients
 
 
-_CORRUPT = Observation("corrupt", unwanted=True, help=_CORRUPT_HELP)
-
-
 def _gradients(evidence: Evidence, _expected: str | None) -> Observation:
     reports = evidence.last_events("gradients")
-    corrupt = [event for event in reports if event.text("state") == "corrupt"]
-    if corrupt:
+    if corrupt := [event for event in reports if event.text("state") == "corrupt"]:
         event = min(corrupt, key=lambda event: event.number("first_corrupt") or 0)
-        detail = {
-            "first_step": event.fields.get("first_corrupt"),
-            "rank": event.rank,
-            **{key: event.fields.get(key) for key in (*_COMPARED, *_DIFFERENCE)},
-        }
+        detail = {"first_step": event.fields.get("first_corrupt"), "rank": event.rank}
+        detail |= {key: event.fields.get(key) for key in (*_COMPARED, *_DIFFERENCE)}
         reason = (
-            f"step {detail['first_step']}, rank {event.rank}: for {detail['parameter']} the optimizer "
-            f"used a gradient of norm {detail['used_norm']}, that of the batch is {detail['true_norm']}; "
-            f"{detail['broken']} of {detail['parameters']} parameters compared there were wrong"
+            f"step {detail['first_step']}, rank {event.rank}: for {detail['parameter']} the optimizer used a gradient "
+            f"of norm {detail['used_norm']}, that of the batch is {detail['true_norm']}; {detail['broken']} of "
+            f"{detail['parameters']} parameters compared there were wrong"
         )
         return replace(_CORRUPT, cites=corrupt, detail=detail, reason=reason)
     if lines := probe_lines(evidence, "gradients are corrupt"):
@@ -283,13 +255,13 @@ def _gradients(evidence: Evidence, _expected: str | None) -> Observation:
         detail |= {key: worst.fields.get(key) for key in _COMPARED} | missing
         return Observation("true", proved=not missing, cites=true, detail=detail)
     if noise is None:
-        return replace(UNKNOWN, cites=reports, reason=_reason_of(reports))
+        return replace(UNKNOWN, cites=reports, reason=reason_of(reports))
+    help = (
+        "train a few steps with the probe, which compares the optimizer's gradients with those of autograd; "
+        "`expect: {gradients: any}` accepts them as they are"
+    )
     cites = (*reports, noise[1])
-    return replace(UNKNOWN, unwanted=True, cites=cites, detail=detail, reason=noise[0], help=_NOISE_HELP)
-
-
-def _reason_of(events: Sequence[Event]) -> str | None:
-    return next((text for event in events if (text := event.text("reason"))), None)
+    return replace(UNKNOWN, unwanted=True, cites=cites, detail=detail, reason=noise[0], help=help)
 
 
 def _noise(evidence: Evidence) -> tuple[str, Citable] | None:
@@ -297,11 +269,8 @@ def _noise(evidence: Evidence) -> tuple[str, Citable] | None:
     norms: list[tuple[float, int, Citable]] = []
     for record in evidence.records:
         norms = norms or [(step.grad_norm, step.step, step) for step in record.steps if step.grad_norm is not None]
-    norms = norms or [
-        (norm, line.step, line)
-        for line in evidence.lines
-        if math.isfinite(norm := line.extra.get("grad_norm", math.nan))
-    ]
+    logged = ((line.extra.get("grad_norm", math.nan), line.step, line) for line in evidence.lines)
+    norms = norms or [one for one in logged if math.isfinite(one[0])]
     if len(norms) < NORMS:
         return None
     largest, step, cite = max(norms, key=lambda one: one[0])
@@ -324,23 +293,18 @@ def _noise(evidence: Evidence) -> tuple[str, Citable] | None:
 
 
 def _falls(series: Sequence[float]) -> bool:
-    if len(series) < 2:
-        return False
     if len(series) < TREND_LOSSES:
-        return series[-1] < series[0] * (1 - TREND_CHANGE)
+        return len(series) > 1 and series[-1] < series[0] * (1 - TREND_CHANGE)
     change, z = trend(series)
     return change <= -TREND_CHANGE and z <= -TREND_Z
 
 
 def _trend(evidence: Evidence, expected: str | None) -> Observation:
     if (still := _still(evidence)) is not None:
-        return Observation(
-            "still",
-            unwanted=True,
-            cites=_first_and_last(replace(evidence, log=None)) or _first_and_last(evidence),
-            reason=f"the {still} was 0 in every step: nothing was learned",
-            help=_STILL_HELP,
-        )
+        cites = _first_and_last(replace(evidence, log=None)) or _first_and_last(evidence)
+        reason = f"the {still} was 0 in every step: nothing was learned"
+        help = "check the learning rate, its schedule, and what is frozen; `expect: {trend: any}` accepts it"
+        return Observation("still", unwanted=True, cites=cites, reason=reason, help=help)
     # a run that was resumed is one run
     finite = [loss for loss in whole_losses(evidence) if math.isfinite(loss)]
     detail: dict[str, object] = {"losses": len(finite)}
@@ -354,33 +318,25 @@ def _trend(evidence: Evidence, expected: str | None) -> Observation:
     if not sure:
         small = abs(round(change, 4)) < TREND_CHANGE
         reason += f", less than {TREND_CHANGE:.0%}" if small else f", within its noise (z {z:.1f})"
+    state = "flat" if not sure else "falling" if change < 0 else "rising"
     advice = "a longer run, or another learning rate; `expect: {trend: any}` asks for none"
-    return Observation(
-        "flat" if not sure else "falling" if change < 0 else "rising",
-        cites=_first_and_last(evidence),
-        detail=detail,
-        reason=reason,
-        help=advice if expected == "falling" else None,
-    )
+    observed = Observation(state, cites=_first_and_last(evidence), detail=detail, reason=reason)
+    return replace(observed, help=advice) if expected == "falling" else observed
 
 
 def _still(evidence: Evidence) -> str | None:
     """What was 0, as every rank saw it in every one of two steps or more, or the log."""
-    steps: list[tuple[int, float | None, float | None]] = [
-        (one.step, one.grad_norm, one.learning_rate) for one in evidence.rank_steps
-    ]
-    if not steps and _from_the_first(evidence.lines):
-        steps = [(x.step, x.extra.get("grad_norm"), x.learning_rate) for x in evidence.lines]
+    steps = [(one.step, one.grad_norm, one.learning_rate) for one in evidence.rank_steps]
+    lines = evidence.lines
+    # at the end of a schedule the learning rate may well be 0: the first line has to be there
+    if not steps and len(lines) > 1 and lines[0].step <= max(1, lines[1].step - lines[0].step):
+        steps = [(line.step, line.extra.get("grad_norm"), line.learning_rate) for line in lines]
     if len({step for step, *_ in steps}) < 2:
         return None
     for place, words in ((1, "gradient norm"), (2, "learning rate")):
         if all(one[place] == 0 for one in steps):
             return words
     return None
-
-
-def _from_the_first(steps: Sequence[StepLine]) -> bool:
-    return len(steps) > 1 and steps[0].step <= max(1, steps[1].step - steps[0].step)
 
 
 def trend(series: Sequence[float]) -> tuple[float, float]:
@@ -415,8 +371,7 @@ def _memory(evidence: Evidence, _expected: str | None) -> Observation:
         return Observation("oom", cites=host, detail=detail, help=HELP["oom_host"])
     error = " ".join((end.error or {}).values())
     if not gpu and not re.search(r"OutOfMemory|out of memory", error):
-        known = bool(evidence.log or evidence.probe)
-        return Observation("ok", proved=known, detail=detail)
+        return Observation("ok", proved=bool(evidence.log or evidence.probe), detail=detail)
     keys = ("per_device_train_batch_size", "gradient_checkpointing", "packing", "max_seq_length")
     arguments = {key: evidence.arguments[key] for key in keys if key in evidence.arguments}
     detail |= {"asked": arguments, **(gpu[0].fields if gpu else {})}
@@ -425,24 +380,20 @@ def _memory(evidence: Evidence, _expected: str | None) -> Observation:
 
 def _finish(evidence: Evidence, _expected: str | None) -> Observation:
     end, saved, ended = ending(evidence), evidence.final_save, evidence.exit
-    detail: dict[str, object] = {
-        "last_step": evidence.last_step,
-        "total_steps": evidence.total_steps,
-        "saved": saved is not None,
-    }
+    detail: dict[str, object] = {"last_step": evidence.last_step, "total_steps": evidence.total_steps}
+    detail["saved"] = saved is not None
     if evidence.left_out_save:
         detail["left_out"] = "the final save: of a trial nobody wants the model"
     causes = {"reason": end.reason, "signal": end.signal, "error": end.error}
     detail |= {key: cause for key, cause in causes.items() if cause is not None}
     help = None if end.reason is None else HELP[end.reason]
-    cites = [evidence.stopped, *end.lines, *evidence.lines[-1:], saved, ended]
     if ended is not None:
         detail["returncode"] = ended.returncode
         if ended.returncode and not any(causes.values()):
             help = f"exit code {ended.returncode}, and no error is known: the last lines of the console log may tell"
-    return Observation(
-        end.state, proved=end.proved, cites=[cite for cite in cites if cite is not None], detail=detail, help=help
-    )
+    cites = [evidence.stopped, *end.lines, *evidence.lines[-1:], saved, ended]
+    shown = [cite for cite in cites if cite is not None]
+    return Observation(end.state, proved=end.proved, cites=shown, detail=detail, help=help)
 
 
 # -- what the optimizer changed, what was saved, what was read
@@ -450,10 +401,9 @@ def _finish(evidence: Evidence, _expected: str | None) -> Observation:
 
 def _weights(evidence: Evidence, _expected: str | None) -> Observation:
     """Whether the weights that the optimizer updates are others than before its first step."""
-    last = evidence.last_events("weights")
-    share = moved_share(evidence)
+    last, share = evidence.last_events("weights"), moved_share(evidence)
     if share is None:
-        return replace(UNKNOWN, cites=last, reason=_reason_of(last))
+        return replace(UNKNOWN, cites=last, reason=reason_of(last))
     share = max(share, evidence.moved_before)
     missing = evidence.missing_ranks({event.rank for event in last})
     keys = ("sampled", "tensors", "steps", "largest")
@@ -464,16 +414,10 @@ def _weights(evidence: Evidence, _expected: str | None) -> Observation:
     if max(event.number("steps") or 0 for event in last) < 2:
         # the first step of a warm-up may have a learning rate of 0
         return replace(UNKNOWN, cites=last, detail=detail)
-    moved = "none" if not share else f"{share:.2%}"
-    return Observation(
-        "still" if share < STILL else "few",
-        proved=share < STILL,
-        unwanted=True,
-        cites=last,
-        detail=detail,
-        reason=f"{moved} of a sample of the trained weights moved",
-        help=_MOVED_HELP,
-    )
+    still = share < STILL
+    reason = f"{f'{share:.2%}' if share else 'none'} of a sample of the trained weights moved"
+    few = Observation("few", proved=False, unwanted=True, cites=last, detail=detail, reason=reason, help=_MOVED_HELP)
+    return replace(few, state="still", proved=True) if still else few
 
 
 def _model(evidence: Evidence, _expected: str | None) -> Observation:
@@ -481,16 +425,11 @@ def _model(evidence: Evidence, _expected: str | None) -> Observation:
     if evidence.model is None:
         return UNKNOWN
     detail = dict(evidence.model)
-    state = str(detail.pop("state", "saved"))
-    other = state in ("missing", "changed")
-    return Observation(
-        state,
-        proved=state != "unknown",
-        unwanted=other,
-        cites=evidence.events("saved_model")[-1:],
-        detail=detail,
-        help=_MODEL_HELP if other else None,
-    )
+    state, cites = str(detail.pop("state", "saved")), evidence.events("saved_model")[-1:]
+    if state not in ("missing", "changed"):
+        return Observation(state, proved=state != "unknown", cites=cites, detail=detail)
+    help = "its files cannot be trusted: save it again from a checkpoint, or train again"
+    return Observation(state, unwanted=True, cites=cites, detail=detail, help=help)
 
 
 def _inputs(evidence: Evidence, _expected: str | None) -> Observation:
@@ -501,17 +440,17 @@ def _inputs(evidence: Evidence, _expected: str | None) -> Observation:
         return Observation("same")
     # an input that was deleted may well have been read as it was
     change = min(evidence.inputs, key=lambda one: one.get("after") is None)
-    detail = {key: change.get(key) for key in ("role", "name", "file", "before", "after")}
     gone = change.get("after") is None
-    reason = f"{detail['file']} was gone at the end" if gone else _differs(change)
+    before, after = (str(change.get(key) or "none")[:12] for key in ("before", "after"))
+    differs = f"was not what it was at the start: sha256 {before}, then {after}"
     return Observation(
-        "gone" if gone else "changed", proved=not gone, unwanted=True, detail=detail, reason=reason, help=_INPUTS_HELP
+        "gone" if gone else "changed",
+        proved=not gone,
+        unwanted=True,
+        detail={key: change.get(key) for key in ("role", "name", "file", "before", "after")},
+        reason=f"{change.get('file')} {'was gone at the end' if gone else differs}",
+        help="train again on files that nothing writes to meanwhile",
     )
-
-
-def _differs(one: Mapping[str, object]) -> str:
-    before, after = (str(one.get(key) or "none")[:12] for key in ("before", "after"))
-    return f"{one.get('file')} was not what it was at the start: sha256 {before}, then {after}"
 
 
 def _resume(evidence: Evidence, _expected: str | None) -> Observation:
@@ -523,15 +462,14 @@ def _resume(evidence: Evidence, _expected: str | None) -> Observation:
     level, now = statistics.median(before), statistics.median(after)
     spread = 1.4826 * statistics.median(abs(loss - level) for loss in before)
     limit = max(level + _SPREADS * max(spread, _NARROWEST * abs(level)), *before)
-    jump = now > limit
     return Observation(
-        "jump" if jump else "continuous",
-        proved=not jump,
-        unwanted=jump,
+        "jump" if now > limit else "continuous",
+        proved=now <= limit,
+        unwanted=now > limit,
         cites=evidence.events("resumed"),
         detail={"before": round(level, 4), "after": round(now, 4), "limit": round(limit, 4)},
         reason=f"the loss was {level:.4g} before the resume and is {now:.4g} after it, more than {limit:.4g}",
-        help=_RESUME_HELP,
+        help="the checkpoint may not hold what was trained: take an older one, or start over with --fresh",
     )
 
 

@@ -19,7 +19,8 @@ from launcher.config.keys import PAIRED, STAGES
 from launcher.runs import rundir
 from launcher.runs.record import Manifest, mapping
 from launcher.upstream.logs import open_instruct, trl
-from launcher.verdict.logs.scan import Cite, Log, Pattern, Signal, StepLine, scan
+from launcher.upstream.logs.pattern import Pattern
+from launcher.verdict.logs.scan import Cite, Log, Signal, StepLine, scan
 
 PATTERNS: tuple[Pattern, ...] = tuple(dict.fromkeys(open_instruct.PATTERNS + trl.PATTERNS))
 """The patterns of every backend: a stranger's log does not say which one wrote it."""

@@ -1,9 +1,9 @@
 """Console lines of a training run -> signals and metrics with line numbers: a `Log`.
 
-What to look for is data (`Pattern`), supplied by `backends/*_log.py`; how to read a log that is
-huge, interleaved, coloured, cut off or full of progress bars is here. Pattern names with a meaning
-of their own: `arguments` (groups block, first, deep, field, other), `step` (step, lr, loss, aux, tps),
-`metrics` (pairs) and `total_steps` (total). Any other match becomes a `Signal` of that name.
+What to look for is data (`Pattern`), supplied by `upstream/logs`; how to read a log that is huge, interleaved,
+coloured, cut off or full of progress bars is here. Pattern names with a meaning of their own: `arguments` (groups
+block, first, deep, field, other), `step` (step, lr, loss, aux, tps), `metrics` (pairs) and `total_steps` (total). Any
+other match becomes a `Signal` of that name.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from launcher.upstream.logs.pattern import Pattern, pattern
+from launcher.upstream.logs.pattern import Pattern
 from launcher.verdict.logs.segments import SEGMENT_BYTES, clean, opened, text
 from launcher.verdict.logs.survey import KEPT_SIGNALS, KEPT_STEPS, Hit, survey
-
-__all__ = ["Log", "Pattern", "Signal", "StepLine", "number", "pattern", "scan"]
 
 KEPT_BAD = 1_000  # steps that are not finite, whatever else is left out
 KEPT_ARGUMENTS = 2_000
@@ -71,8 +69,8 @@ class StepLine(LogLine):
 
     step: int
     loss: float
-    learning_rate: float | None
-    tokens_per_second: float | None
+    learning_rate: float | None = None
+    tokens_per_second: float | None = None
     extra: Mapping[str, float]
 
 
@@ -111,11 +109,8 @@ class Log:
 
     @property
     def headless(self) -> bool:
-        """Whether the beginning, where a log shows the arguments, is not there.
-
-        Of open-instruct that is its arguments; of HF Trainer its first steps, or the bar before them.
-        Where only its stdout is there, or what W&B kept of it, nothing of what came before training is.
-        """
+        """Whether the beginning is not there: of open-instruct its arguments; of HF Trainer its first steps, or the
+        bar before them. Of its stdout alone, or what W&B kept of it, nothing that came before training is there."""
         if not any("epoch" in s.extra for s in self.steps[:1]):
             return not self.blocks and bool(self.steps or self.first("total_steps"))
         started = [int(s.fields["total"]) for s in self.all("bar_begun")]
@@ -124,44 +119,40 @@ class Log:
         prepared = any("%|" in s.text for s in self.all(*_STARTS))
         if not prepared and self.first("trainer", "trainer_of") is None:
             return True
-        if not self.numbered:
-            return False
         steps = [s.step for s in self.steps[:2]]
-        return len(steps) == 1 or steps[0] > steps[1] - steps[0]
+        return self.numbered and (len(steps) == 1 or steps[0] > steps[1] - steps[0])
 
     @property
     def last_step(self) -> int | None:
         """The last optimizer step that a loss line or the training bar shows."""
         shown = [self.steps[-1].step] if self.steps and self.numbered else []
-        if self.last_bar is not None:
-            shown.append(self.last_bar[0])
-        return max(shown, default=None)
+        return max([*shown, *(self.last_bar or ())[:1]], default=None)
 
     def argument(self, key: str) -> tuple[LogLine, ...]:
         if key not in self.arguments:
             return ()
-        text = f"{key}={self.arguments[key]}"
-        return (LogLine(path=self.path, line=self.argument_lines[key], text=text),)
+        return (LogLine(path=self.path, line=self.argument_lines[key], text=f"{key}={self.arguments[key]}"),)
 
 
 def scan(path: Path, patterns: Sequence[Pattern]) -> Log:
     """Read a console log of any size, in pieces, into a `Log`.
 
-    Lines are counted by line feeds; carriage returns divide a line into segments. A log that is
-    still written to is read as far as it goes now, a pipe to its end. Raises OSError if the file
-    cannot be read; nothing in its content raises.
+    Lines are counted by line feeds; carriage returns divide a line into segments. A log that is still written to is
+    read as far as it goes now, a pipe to its end. Raises OSError if the file cannot be read; nothing in its content
+    raises.
     """
     with opened(path) as pieces:
         surveys = list(survey(pieces, patterns))
-        reading, line, hits = _Reading(path=path, patterns=patterns), 1, list[tuple[int, Hit]]()
+        reading = _Reading(path=path, patterns=patterns)
         begins = list(itertools.accumulate((found.feeds for found in surveys), initial=1))
+        placed = list(zip(begins, surveys, strict=False))
         # what is followed past the end of a piece stands among the hits of the next
-        for line, found in zip(begins, surveys, strict=False):
-            hits += ((line + hit.line, hit) for hit in found.hits)
+        hits = [(line + hit.line, hit) for line, found in placed for hit in found.hits]
         for line, hit in sorted(hits, key=lambda one: one[0]):
             reading.match(hit, line)
-        for line, found in zip(begins, surveys, strict=False):
-            reading.see_bars((total, done, line + at) for total, done, at in found.bars)
+        for line, found in placed:
+            for total, done, at in found.bars:
+                reading.bar(total, done, line + at)
         return reading.log(begins[-1] - (not pieces.cut_off))
 
 
@@ -200,10 +191,9 @@ class _Reading:
     busy_line: int = 0
     earlier_line: int = 0
 
-    def see_bars(self, bars: Iterable[tuple[int, int, int]]) -> None:
-        for total, done, line in bars:
-            if line >= self.begins and (total in self.bars or len(self.bars) < KEPT_SIGNALS):
-                self.bars[total] = (done, line)
+    def bar(self, total: int, done: int, line: int) -> None:
+        if line >= self.begins and (total in self.bars or len(self.bars) < KEPT_SIGNALS):
+            self.bars[total] = (done, line)
 
     def match(self, hit: Hit, line: int) -> None:
         if hit.fields is not None:
@@ -266,8 +256,8 @@ class _Reading:
             self.argument_lines.setdefault(key, line)
 
     def _begin_again(self, line: int) -> None:
-        """A second dump means a second run in one file; of the first only what came after its last
-        sign of work stays, because DPO prints its attention line before the dump."""
+        """A second dump means a second run in one file; of the first only what came after its last sign of work stays,
+        because DPO prints its attention line before the dump."""
         late = [s for s in self.kept.get("attention", []) if s.line > self.busy_line]
         self._forget_arguments()
         self._restart(line)
@@ -301,9 +291,9 @@ class _Reading:
         if loss is None or step <= self.highest:  # every rank of DPO prints the same step
             return
         self.highest = step
+        rates = {"learning_rate": number(match["lr"]), "tokens_per_second": number(match["tps"])}
         extra = {} if aux is None else {"aux_loss": aux}
-        rates = (number(match["lr"]), number(match["tps"]))
-        self._add(self.steps, step, loss, rates, extra, segment, line)
+        self._add(self.steps, segment, line, step=step, loss=loss, extra=extra, **rates)
 
     def _metrics(self, pairs: bytes, hit: Hit, line: int) -> None:
         """One dict of HF Trainer; which step it belongs to is settled at the end (`_number`)."""
@@ -320,37 +310,16 @@ class _Reading:
         self.entries += 1 + hit.skipped
         if hit.bar is not None:
             self.shown[line] = hit.bar
-        loss, rates = values.pop("loss"), (values.pop("learning_rate", None), None)
-        self._add(self.dicts, self.entries, loss, rates, values, hit.segment, line)
+        loss, rate = values.pop("loss"), values.pop("learning_rate", None)
+        self._add(self.dicts, hit.segment, line, step=self.entries, loss=loss, learning_rate=rate, extra=values)
 
-    def _add(
-        self,
-        steps: list[StepLine],
-        step: int,
-        loss: float,
-        rates: tuple[float | None, float | None],
-        extra: Mapping[str, float],
-        segment: bytes,
-        line: int,
-    ) -> None:
+    def _add(self, steps: list[StepLine], segment: bytes, line: int, **values: Any) -> None:
         self.earlier_line, self.busy_line = self.busy_line, line
-        steps.append(
-            StepLine(
-                path=self.path,
-                line=line,
-                text=clean(segment),
-                step=step,
-                loss=loss,
-                learning_rate=rates[0],
-                tokens_per_second=rates[1],
-                extra=extra,
-            )
-        )
+        steps.append(StepLine(path=self.path, line=line, text=clean(segment), **values))
         if len(steps) > KEPT_STEPS:  # memory is bounded: half of a longer run is let go
-            bad = [s.line for s in steps if not _sound(s)]
-            spared = set(bad[:KEPT_BAD])
-            inner = [s for i, s in enumerate(steps[1:-1]) if i % 2 or s.line in spared]
-            steps[1:-1] = inner
+            sound = (math.isfinite(s.loss) and math.isfinite(s.extra.get("grad_norm", 0.0)) for s in steps)
+            spared = set([s.line for s, good in zip(steps, sound, strict=True) if not good][:KEPT_BAD])
+            steps[1:-1] = [s for i, s in enumerate(steps[1:-1]) if i % 2 or s.line in spared]
             self.shown = {s.line: self.shown[s.line] for s in steps if s.line in self.shown}
 
     def log(self, lines: int) -> Log:
@@ -360,13 +329,11 @@ class _Reading:
         if not self.steps and self.announced is None:  # else a dict is a word of the training data
             beside = [done if of == total else None for done, of in bars]
             steps = self._number(_filled(beside, self.bars.get(total or 0, (0, 0))[0]), total)
-            pairs = zip(self.dicts, steps, strict=True)
-            self.steps = [replace(found, step=step) for found, step in pairs]
-        signals = sorted(itertools.chain(*self.kept.values()), key=lambda s: (s.line, s.name))
+            self.steps = [replace(found, step=step) for found, step in zip(self.dicts, steps, strict=True)]
         return Log(
             path=self.path,
             lines=lines,
-            signals=tuple(signals),
+            signals=tuple(sorted(itertools.chain(*self.kept.values()), key=lambda s: (s.line, s.name))),
             steps=tuple(self.steps),
             numbered=self.numbered,
             arguments=self.arguments,
@@ -404,8 +371,8 @@ class _Reading:
     def _number(self, beside: list[int], total: int | None) -> list[int]:
         """The optimizer step of each of HF Trainer's dicts, which do not name it.
 
-        The bar redrawn beside the dict shows it, unless stdout was buffered and all dicts came in
-        one heap: then the share of the epochs done tells, else the count.
+        The bar redrawn beside the dict shows it, unless stdout was buffered and all dicts came in one heap: then the
+        share of the epochs done tells, else the count.
         """
         if len(beside) == len(self.dicts) and _rising(beside):
             return beside
@@ -449,13 +416,8 @@ def _filled(beside: Sequence[int | None], last: int) -> list[int]:
     each = statistics.median_low(b - a for a, b in itertools.pairwise(known))
     filled: list[int] = []
     for step in beside:
-        guess = min((filled[-1] if filled else 0) + each, last)
-        filled.append(guess if step is None else step)
+        filled.append(min((filled[-1] if filled else 0) + each, last) if step is None else step)
     return filled
-
-
-def _sound(step: StepLine) -> bool:
-    return math.isfinite(step.loss) and math.isfinite(step.extra.get("grad_norm", 0.0))
 
 
 def _rising(values: Sequence[int]) -> bool:

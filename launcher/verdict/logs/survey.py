@@ -102,19 +102,16 @@ class _Search:
         return self.block.find(needle, self.start, self.stop) >= 0
 
     def _places(self) -> list[_Place]:
-        found: list[_Place] = []
-        rest: list[int] = []
-        for index, known in enumerate(self.patterns):
-            if not (self.edge or known.name in EVERYWHERE) or not self._holds(known.needle):
-                continue
-            if known.name in SAMPLED:
-                found += self._sample(index, known)
-            else:
-                rest.append(index)
+        there = [
+            (index, known)
+            for index, known in enumerate(self.patterns)
+            if (self.edge or known.name in EVERYWHERE) and self._holds(known.needle)
+        ]
+        found = [place for index, known in there if known.name in SAMPLED for place in self._sample(index, known)]
         work = sorted(place.start for place in found)[-2:-1]
-        for index in rest:
-            known = self.patterns[index]
-            found += self._ends(index, known.needle, known.regex, work)
+        for index, known in there:
+            if known.name not in SAMPLED:
+                found += self._ends(index, known.needle, known.regex, work)
         if self._holds(FIRST_LINE):
             found += self._ends(RAISED, FIRST_LINE, None, work)
         if self.first and (frame := FRAMES_FIRST.match(self.block)):
@@ -232,8 +229,7 @@ class _Search:
         tracebacks = Tracebacks()
         tracebacks.recall(self.block[max(0, place.start - BEFORE_BYTES) : place.start])
         reached, raised = tracebacks.follow(self.block, place.start, self.stop, line)
-        for found in raised:
-            self.found.hits.append(Hit(RAISED, found.line, found.segment, fields=found.as_fields()))
+        self.found.hits += (Hit(RAISED, found.line, found.segment, fields=found.fields) for found in raised)
         return reached
 
     def _dump(self, place: _Place, line: int) -> None:

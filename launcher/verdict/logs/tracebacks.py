@@ -7,7 +7,9 @@ is no part of who speaks. Rich draws a box around the frames, and IPython names 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from launcher.verdict.logs.segments import SEGMENT_BYTES, text
 
@@ -50,26 +52,14 @@ _CHAINED = re.compile(rb"During handling of the above|The above exception was th
 _OF_WORKER = b"Original " + FIRST_LINE + b":"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Raised:
-    """The last line of a traceback; `at` is the innermost frame's `file:line`.
+class Raised(NamedTuple):
+    """The last line of a traceback. Fields are type, message, rank and `at`, the innermost frame's `file:line`;
+    `chained` says that it belongs to the exception before it: raised while that was being handled, or what a worker
+    process had raised at first."""
 
-    `chained` says that it belongs to the exception before it: raised while that was being handled,
-    or what a worker process had raised at first.
-    """
-
-    type: str
-    message: str
-    at: str
-    rank: str
-    chained: bool
     line: int
     segment: bytes
-
-    def as_fields(self) -> dict[str, str]:
-        chained = "yes" if self.chained else ""
-        fields = {"type": self.type, "message": self.message, "at": self.at}
-        return {**fields, "rank": self.rank, "chained": chained}
+    fields: Mapping[str, str]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,8 +86,8 @@ class Tracebacks:
     def follow(self, block: bytes, start: int, limit: int, line: int) -> tuple[int, list[Raised]]:
         """Read on from `start`, in line `line`, until every open traceback says what was raised.
 
-        Where a frame stands at `start`, one whose first line is not there is open. From `limit` on no
-        other is opened. Gives the position reached and what was raised on the way.
+        Where a frame stands at `start`, one whose first line is not there is open. From `limit` on no other is opened.
+        Gives the position reached and what was raised on the way.
         """
         raised: list[Raised] = []
         if frame := FRAMES_FIRST.match(block, start):
@@ -109,16 +99,15 @@ class Tracebacks:
             for segment in block[start : min(stop, start + SEGMENT_BYTES)].split(b"\r"):
                 raised += self._line(segment.rstrip(), line, start < limit)
             start, line, self.followed = stop + 1, line + 1, self.followed + 1
-            if self.followed > MOST_LINES:
+            if self.followed > MOST_LINES or not self.open:
                 self.open.clear()
-            if not self.open:
                 break
         return start, raised
 
     def _say(self, segment: bytes) -> tuple[bytes, bytes]:
         prefix = found[0] if (found := _PREFIX.match(segment)) else b""
         body = segment[len(prefix) :]
-        prefix = _STAMPS.sub(b"", prefix).strip() if prefix else prefix
+        prefix = _STAMPS.sub(b"", prefix).strip()
         if body and not _opens(body):
             self.last_lines[prefix] = body
         return prefix, body
@@ -127,24 +116,23 @@ class Tracebacks:
         before = dict(self.last_lines) if FIRST_LINE in segment else {}
         prefix, body = self._say(segment)
         if _opens(body):
-            if opening:
-                last_line = before.get(prefix, b"")
-                chained = _OF_WORKER in body or bool(_CHAINED.search(last_line))
-                self.open[prefix] = _Open(chained=chained, harmless=bool(_HARMLESS.search(last_line)))
-                self.followed = 0
-            else:
+            if not opening:
                 self.open.pop(prefix, None)
+                return []
+            last_line = before.get(prefix, b"")
+            chained = _OF_WORKER in body or bool(_CHAINED.search(last_line))
+            self.open[prefix] = _Open(chained=chained, harmless=bool(_HARMLESS.search(last_line)))
+            self.followed = 0
         elif found := self.open.get(prefix):
             if box := _IN_BOX.match(body):  # a long path goes on in the next line of the box
                 body = found.wrapped + box["words"]
                 whole = not box["words"] or b" " in body or body[:1].isdigit()
                 found.wrapped = b"" if whole else body
             if frame := _FRAME.match(body):
-                file, line_ = frame["file"] or frame["file_"], frame["line"] or frame["line_"]
-                found.at = f"{text(file)}:{text(line_)}"
+                found.at = f"{text(frame['file'] or frame['file_'])}:{text(frame['line'] or frame['line_'])}"
             elif end := _RAISED.match(body):
                 del self.open[prefix]
-                return [] if found.harmless else [_raised(end, found, prefix, line, segment)]
+                return [] if found.harmless else [Raised(line, segment, _fields(end, found, prefix))]
             elif found.headless and body and not body.startswith(b"    "):
                 del self.open[prefix]  # not even a frame may be one: stacks are shown otherwise too
         return []
@@ -154,18 +142,12 @@ def _opens(body: bytes) -> bool:
     return FIRST_LINE in body and bool(_OPENS.search(body))
 
 
-def _raised(end: re.Match[bytes], found: _Open, prefix: bytes, line: int, segment: bytes) -> Raised:
-    return Raised(
-        type=text(end["type"]),
-        message=text(end["message"] or b""),
-        at=found.at,
-        rank=_rank(prefix),
-        chained=found.chained,
-        line=line,
-        segment=segment,
-    )
-
-
-def _rank(prefix: bytes) -> str:
-    found = _RANK.search(prefix)
-    return text(found[1] or found[2]) if found else ""
+def _fields(end: re.Match[bytes], found: _Open, prefix: bytes) -> dict[str, str]:
+    rank = _RANK.search(prefix)
+    return {
+        "type": text(end["type"]),
+        "message": text(end["message"] or b""),
+        "at": found.at,
+        "rank": text(rank[1] or rank[2]) if rank else "",
+        "chained": "yes" if found.chained else "",
+    }

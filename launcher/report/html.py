@@ -49,10 +49,9 @@ def cell(value: object, name: str = "td", **attributes: str) -> Html:
     return tag(name, value, **attributes)
 
 
-def number_cell(value: float | None, digits: int = 4, scale: float = 1.0, unit: str = "") -> Html:
+def number_cell(value: float | None) -> Html:
     """A cell with a number to the right of it, a dash where there is none."""
-    shown = "–" if value is None else f"{figure(value * scale, digits)}{unit}"
-    return tag("td", shown, class_="number")
+    return tag("td", "–" if value is None else figure(value), class_="number")
 
 
 def figure(value: float, digits: int = 4) -> str:

@@ -218,7 +218,7 @@ def _overview(entries: Sequence[PageRun]) -> Html:
         cells = [
             tag("td", sections.word(summary.outcome(run.verdict) if run.verdict else "unproven")),
             *map(number_cell, (*numbers, rate, measured["peak_gib"])),
-            sections.clock(measured["hours"]),
+            tag("td", sections.clock(measured["hours"]), class_="number"),
             *([tag("td", model or "–", class_="value")] * named),
             tag("td", created.replace("T", " ").replace("+00:00", " UTC"), class_="time"),
         ]

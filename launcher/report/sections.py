@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from launcher.plan.plan import titled
 from launcher.report import progress, series
 from launcher.report.charts import PageRun
-from launcher.report.html import Html, details, figure, join, number_cell, table, tag
+from launcher.report.html import Html, details, figure, join, table, tag
 from launcher.report.series import Run
 from launcher.runs.record import listed, mapping
 from launcher.verdict import summary
 
 _CITATIONS = 4
-_MANY = 2
-"""Runs that still have a column each beside the others; of more, each has a row."""
 _MAIN_PACKAGES = (
     *("torch", "transformers", "trl", "accelerate", "deepspeed", "peft", "datasets"),
     *("liger-kernel", "flash-attn", "olmo-core", "ai2-olmo-core"),
@@ -36,12 +34,9 @@ def _each(entries: Sequence[PageRun], inner_of: Callable[[PageRun], Html], *, ju
     parts = []
     for entry in entries:
         if inner := inner_of(entry):
-            attributes, badge = {}, []
-            if judged:
-                badge = [" ", word(summary.outcome(entry.run.verdict))]
-                passed = entry.run.verdict.get("status") == "pass"
-                attributes = {} if passed else {"open": "open"}
-            parts.append(details(tag("h3", join([entry.heading, *badge])), inner, **attributes))
+            badge = [" ", word(summary.outcome(entry.run.verdict))] if judged else []
+            opened = {"open": "open"} if judged and entry.run.verdict.get("status") != "pass" else {}
+            parts.append(details(tag("h3", join([entry.heading, *badge])), inner, **opened))
     return join(parts)
 
 
@@ -56,16 +51,14 @@ def right(text: str) -> Html:
     return tag("th", text, scope="col", class_="number")
 
 
-def clock(hours: float | None) -> Html:
-    shown = "–" if hours is None else progress.clock(round(hours * 3600))
-    return tag("td", shown, class_="number")
+def clock(hours: float | None) -> str:
+    return "–" if hours is None else progress.clock(round(hours * 3600))
 
 
 def link(address: str) -> Html:
     """A link that leaves the page; anything but http(s) is text."""
-    if not address.startswith(("https://", "http://")):
-        return tag("span", address)
-    return tag("a", address, href=address, rel="noreferrer")
+    is_link = address.startswith(("https://", "http://"))
+    return tag("a", address, href=address, rel="noreferrer") if is_link else tag("span", address)
 
 
 # ---- verdict
@@ -73,27 +66,16 @@ def link(address: str) -> Html:
 
 def verdicts(entries: Sequence[PageRun]) -> Html:
     """Each point with what it rests on; of several runs a table of points first."""
-    judged = [entry for entry in entries if summary.points(entry.run.verdict)]
-    matrix = _matrix(judged) if len(judged) > 1 else ""
-    points = _each(entries, _points, judged=True) if judged else ""
-    return _section("verdict", "Verdict", join([matrix, points]))
-
-
-def _headings(entries: Sequence[PageRun]) -> list[Html]:
-    return [entry.heading if len(entries) <= _MANY else entry.mark for entry in entries]
-
-
-def _matrix(judged: Sequence[PageRun]) -> Html:
-    by_run = [
-        {
-            str(point.get("name")): _ok(point, entry.run, point.get("state"))
-            for point in summary.points(entry.run.verdict)
-        }
-        for entry in judged
-    ]
+    judged, by_run = [], []
+    for entry in entries:
+        if points := summary.points(entry.run.verdict):
+            judged.append(entry)
+            by_run.append({str(point.get("name")): _ok(point, entry.run, point.get("state")) for point in points})
     names = dict.fromkeys(name for points in by_run for name in points)
     rows = [[name, *(points.get(name, "–") for points in by_run)] for name in names]
-    return table(["point", *_headings(judged)], rows)
+    matrix = table(["point", *(entry.mark for entry in judged)], rows) if len(judged) > 1 else ""
+    each = _each(entries, _points, judged=True) if judged else ""
+    return _section("verdict", "Verdict", join([matrix, each]))
 
 
 def _points(entry: PageRun) -> Html:
@@ -103,7 +85,7 @@ def _points(entry: PageRun) -> Html:
             tag("td", point.get("state"), class_="mono", data_label="state"),
             tag("td", point.get("expected") or "–", class_="mono", data_label="expected"),
             tag("td", _ok(point, entry.run)),
-            join([_why(point), _evidence(point)]),
+            _why(point),
         ]
         for point in summary.failed_first(entry.run.verdict)
     ]
@@ -122,20 +104,15 @@ def _ok(point: Mapping[str, Any], run: Run, words: object = None) -> Html:
 
 
 def _why(point: Mapping[str, Any]) -> Html:
+    """What is known of a point, in sentences; the evidence itself is folded below."""
     detail = mapping(point.get("detail"))
-    lines = [] if point.get("ok") is True else [*summary.reasons(detail)]
-    if (sentence := summary.sentence(point)) is not None:
-        lines.insert(0, sentence)
-    lines += [str(detail[key]) for key in ("wasted",) if detail.get(key)]
-    return join(tag("p", line, class_="why") for line in dict.fromkeys(lines))
-
-
-def _evidence(point: Mapping[str, Any]) -> Html:
-    lines = [mapping(cite) for cite in listed(point.get("evidence"))]
-    if not lines:
-        return Html("")
-    count = "1 line of evidence" if len(lines) == 1 else f"{len(lines)} lines of evidence"
-    return details(count, citations(lines), class_="evidence")
+    reasons = () if point.get("ok") is True else summary.reasons(detail)
+    lines = filter(None, (summary.sentence(point), *reasons, detail.get("wasted")))
+    sentences = [tag("p", line, class_="why") for line in dict.fromkeys(map(str, lines))]
+    if cites := [mapping(cite) for cite in listed(point.get("evidence"))]:
+        count = "1 line of evidence" if len(cites) == 1 else f"{len(cites)} lines of evidence"
+        sentences.append(details(count, citations(cites), class_="evidence"))
+    return join(sentences)
 
 
 def citations(lines: Sequence[Mapping[str, Any]]) -> Html:
@@ -154,167 +131,88 @@ def citations(lines: Sequence[Mapping[str, Any]]) -> Html:
 # ---- plan beside measurement
 
 
-class _Quantity(NamedTuple):
-    key: str
-    words: str
-    digits: int = 4
-    scale: float = 1
-    unit: str = ""
-
-
-_QUANTITIES = (
-    _Quantity("rows_per_step", "batch, rows a step"),
-    _Quantity("steps", "steps"),
-    _Quantity("tokens_per_second", "tokens/s, steady"),
-    _Quantity("peak_gib", "peak memory allocated, GiB"),
-    _Quantity("reserved_gib", "peak memory reserved, GiB"),
-    _Quantity("processes", "processes"),
-    _Quantity("tokens_per_step", "tokens a step"),
-    _Quantity("logged_tokens_per_second", "tokens/s as logged"),
-    _Quantity("wasted_share", "wasted positions", 3, 100, " %"),
-    _Quantity("mfu", "MFU", 3, 100, " %"),
-    _Quantity("hours", "time"),
-)
-
-Figures = tuple[Mapping[str, float | None], Mapping[str, float | None]]
-"""What was planned and what was measured of a run."""
+_QUANTITIES = {
+    "rows_per_step": "batch, rows a step",
+    "steps": "steps",
+    "tokens_per_second": "tokens/s, steady",
+    "peak_gib": "peak memory allocated, GiB",
+    "reserved_gib": "peak memory reserved, GiB",
+    "processes": "processes",
+    "tokens_per_step": "tokens a step",
+    "logged_tokens_per_second": "tokens/s as logged",
+    "wasted_share": "wasted positions",
+    "mfu": "MFU",
+    "hours": "time",
+}
 
 
 def plans(entries: Sequence[PageRun]) -> Html:
-    """The plan of each run beside what was measured, and where both are known their ratio."""
+    """The plan of each run beside what was measured, and where both are known their ratio; of several, a row a run."""
     if not any(entry.run.manifest or entry.run.series.steps for entry in entries):
         return Html("")
     figures = [(series.planned(entry.run), series.measured(entry.run)) for entry in entries]
-    shown = [
-        quantity
-        for quantity in _QUANTITIES
-        if any(part.get(quantity.key) is not None for pair in figures for part in pair)
-    ]
-    if len(entries) > 1:
-        inner = _plan_rows(entries, figures, shown)
-    else:
+    keys = [key for key in _QUANTITIES if any(part.get(key) is not None for pair in figures for part in pair)]
+    rows: list[list[object]] = []
+    if len(entries) == 1:
+        ((planned, measured),) = figures
+        for key in keys:
+            plan, value = planned.get(key), measured.get(key)
+            ratio = f"{value / plan:.0%}" if plan and plan > 0 and value is not None else ""
+            cells = [tag("td", _in_words(key, one), class_="number") for one in (plan, value)]
+            rows.append([_QUANTITIES[key], *cells, tag("td", ratio, class_="number soft")])
         head = ["", *map(right, ("plan", "measured", "ratio"))]
-        plan, measured = figures[0]
-        rows = [[q.words, *_plan_cells(q, plan.get(q.key), measured.get(q.key))] for q in shown]
-        inner = table(head, rows, "figures")
-    return _section("plan", "Plan and measurement", inner)
+    else:
+        for entry, (planned, measured) in zip(entries, figures, strict=True):
+            row: list[object] = [tag("th", entry.heading, scope="row", class_="run")]
+            for key in keys:
+                plan, value = planned.get(key), measured.get(key)
+                below = [] if plan in (None, value) else [Html("<br>"), tag("small", f"plan {_in_words(key, plan)}")]
+                row.append(tag("td", join([_in_words(key, value), *below]), class_="number"))
+            rows.append(row)
+        head = ["", *(tag("th", _QUANTITIES[key], scope="col", class_="number fold") for key in keys)]
+    return _section("plan", "Plan and measurement", table(head, rows, "figures"))
 
 
-def _plan_rows(entries: Sequence[PageRun], figures: Sequence[Figures], shown: Sequence[_Quantity]) -> Html:
-    rows = []
-    for entry, (plan, measured) in zip(entries, figures, strict=True):
-        cells = []
-        for quantity in shown:
-            value, planned = measured.get(quantity.key), plan.get(quantity.key)
-            cell = _figure_cell(quantity, value)
-            if planned is not None and planned != value:
-                below = tag("small", f"plan {_words_of(quantity, planned)}")
-                cell = tag("td", join([_words_of(quantity, value), Html("<br>"), below]), class_="number")
-            cells.append(cell)
-        rows.append([tag("th", entry.heading, scope="row", class_="run"), *cells])
-    head = ["", *(tag("th", q.words, scope="col", class_="number fold") for q in shown)]
-    return table(head, rows, "figures")
-
-
-def _plan_cells(quantity: _Quantity, plan: float | None, measured: float | None) -> list[Html]:
-    known = plan is not None and measured is not None and plan > 0
-    ratio = f"{measured / plan:.0%}" if known and measured is not None and plan else ""
-    cells = [_figure_cell(quantity, value) for value in (plan, measured)]
-    return [*cells, tag("td", ratio, class_="number soft")]
-
-
-def _figure_cell(quantity: _Quantity, value: float | None) -> Html:
-    if quantity.key == "hours":
-        return clock(value)
-    return number_cell(value, quantity.digits, quantity.scale, quantity.unit)
-
-
-def _words_of(quantity: _Quantity, value: float | None) -> str:
+def _in_words(key: str, value: float | None) -> str:
     if value is None:
         return "–"
-    if quantity.key == "hours":
-        return f"{value:.3g} h"
-    return f"{figure(value * quantity.scale, quantity.digits)}{quantity.unit}"
+    if key == "hours":
+        return clock(value)
+    return f"{figure(value * 100, 3)} %" if key in ("wasted_share", "mfu") else figure(value)
 
 
 # ---- arguments
 
 
 def arguments(entries: Sequence[PageRun]) -> Html:
-    if not any(entry.run.arguments for entry in entries):
-        return Html("")
-    inner = _own_arguments(entries[0].run) if len(entries) == 1 else _compared(entries)
-    return _section("arguments", "Arguments", inner)
-
-
-def _is_default(entry: Mapping[str, Any] | None) -> bool:
-    return entry is None or str(entry.get("origin", "")).startswith("default: ")
-
-
-def _own_arguments(run: Run) -> Html:
-    own, rest = (
-        [item for item in run.arguments.items() if _is_default(item[1]) is default] for default in (False, True)
-    )
-    folded = details(f"{len(rest)} defaults", _argument_table(rest)) if rest else ""
-    return join([_argument_table(own), folded])
-
-
-def _argument_table(items: Iterable[tuple[str, Mapping[str, Any]]]) -> Html:
-    rows = [
-        [
-            tag("code", name),
-            tag("td", tag("code", _yaml(item.get("value"))), class_="value"),
-            str(item.get("origin", "")),
-        ]
-        for name, item in items
-    ]
-    return table(("argument", "value", "set by"), rows, "wide")
-
-
-def _compared(entries: Sequence[PageRun]) -> Html:
-    """What differs between runs first, then what was set alike, the defaults folded."""
-    groups: dict[str, list[list[object]]] = {"that differ": [], "set alike": [], "defaults": []}
+    """What was set and by whom, the defaults folded; of several runs what differs first."""
+    differing: list[Sequence[Html]] = []
+    alike: dict[bool, list[Sequence[object]]] = {True: [], False: []}
     for key in dict.fromkeys(name for entry in entries for name in entry.run.arguments):
         items = [entry.run.arguments.get(key) for entry in entries]
-        values = {_yaml(item.get("value")) for item in items if item is not None}
-        is_set = not all(map(_is_default, items))
-        differs = len(values) > 1 or (is_set and None in items)
-        group = "that differ" if differs else "set alike" if is_set else "defaults"
-        if differs and len(entries) <= _MANY:
-            groups[group].append([tag("code", key), *map(_value_cell, items)])
+        runs: dict[str | None, list[Html]] = {}
+        for entry, item in zip(entries, items, strict=True):
+            runs.setdefault(None if item is None else _yaml(item.get("value")), []).append(entry.mark)
+        known = [item for item in items if item is not None]
+        is_set = not all(str(item.get("origin", "")).startswith("default: ") for item in known)
+        if len(runs) > 1 and (is_set or len(runs.keys() - {None}) > 1):
+            lines = (
+                tag("li", join([*marks, tag("code", "–" if value is None else value)], " "))
+                for value, marks in runs.items()
+            )
+            differing.append([tag("code", key), tag("td", tag("ul", join(lines), class_="cites"))])
         else:
-            groups[group].append([tag("code", key), *_values(entries, items, differs=differs)])
-    wide = len(entries) > _MANY
-    head = ["argument", *(("value",) if wide else (entry.heading for entry in entries))]
-    differing = groups.pop("that differ")
-    parts = [tag("h3", f"{len(differing)} that differ"), table(head, differing, "wide" if wide else "")]
-    for words, rows in groups.items():
-        if rows:
-            parts.append(details(f"{len(rows)} {words}", table(("argument", "value", "set by"), rows, "wide")))
-    return join(parts)
-
-
-def _values(entries: Sequence[PageRun], items: Sequence[Mapping[str, Any] | None], *, differs: bool) -> list[Html]:
-    """Every value once: with the runs that have it, or where all have the same with who set it."""
-    first = next(item for item in items if item is not None)
-    if not differs:
-        value = tag("td", tag("code", _yaml(first.get("value"))), class_="value")
-        return [value, tag("td", first.get("origin", ""))]
-    runs: dict[str | None, list[Html]] = {}
-    for entry, item in zip(entries, items, strict=True):
-        runs.setdefault(None if item is None else _yaml(item.get("value")), []).append(entry.mark)
-    lines = [
-        tag("li", join([*marks, tag("code", "–" if value is None else value)], " ")) for value, marks in runs.items()
-    ]
-    return [tag("td", tag("ul", join(lines), class_="cites"))]
-
-
-def _value_cell(item: Mapping[str, Any] | None) -> Html:
-    if item is None:
-        return tag("td", "–", class_="soft")
-    origin = tag("small", item.get("origin", ""))
-    parts = [tag("code", _yaml(item.get("value"))), Html("<br>"), origin]
-    return tag("td", join(parts), class_="value")
+            value = tag("td", tag("code", _yaml(known[0].get("value"))), class_="value")
+            alike[is_set].append([tag("code", key), value, str(known[0].get("origin", ""))])
+    if not (differing or alike[True] or alike[False]):
+        return Html("")
+    tables = [table(("argument", "value", "set by"), alike[is_set], "wide") for is_set in (True, False)]
+    parts = tables[:1]
+    if len(entries) > 1:
+        parts = [tag("h3", f"{len(differing)} that differ"), table(("argument", "value"), differing, "wide")]
+        parts += [details(f"{len(alike[True])} set alike", tables[0])] if alike[True] else []
+    parts += [details(f"{len(alike[False])} defaults", tables[1])] if alike[False] else []
+    return _section("arguments", "Arguments", join(parts))
 
 
 def _yaml(value: object) -> str:

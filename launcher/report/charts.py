@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
 
 from launcher.report import series
 from launcher.report.html import Html, details, join, tag
@@ -47,26 +47,19 @@ class StageRuns(NamedTuple):
     entries: Sequence[PageRun]
 
 
-def groups(entries: Sequence[PageRun]) -> list[StageRuns]:
-    stages = dict.fromkeys(entry.run.stage or "" for entry in entries)
-    return [
-        StageRuns(stage, f"-{number}" if number else "", [e for e in entries if (e.run.stage or "") == stage])
-        for number, stage in enumerate(stages)
-    ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Panel:
     """One chart over the optimizer steps.
 
-    Of a run each line draws the first of its columns that the run has; a second line is dashed. The y axis
-    begins at `zero`, or is a `share` of 1. `marks` shows where a step was not finite; what is not `noisy` is
-    never smoothed; `clips` leaves a few spikes off the scale, and says so.
+    Of a run each line draws the first of its columns that the run has; a second line is dashed. The y axis begins at
+    the `floor` "zero", or is a "share" of 1. `marks` shows where a step was not finite; what is not `noisy` is never
+    smoothed; `clips` leaves a few spikes off the scale, and says so.
     """
 
     key: str
     title: str
     lines: Mapping[str, tuple[str, ...]]
+    _: KW_ONLY
     unit: str = ""
     floor: str | None = None
     marks: bool = False
@@ -74,12 +67,13 @@ class Panel:
     clips: bool = False
 
     def drawn(self, runs: Iterable[Run]) -> set[str]:
-        drawn = set()
-        for columns in self.lines.values():
-            for run in runs:
-                there = (n for n in columns if any_number(run.series.columns.get(n, ())))
-                drawn |= set([*there][:1])
-        return drawn
+        """The columns that it draws of any of these runs."""
+        first = (
+            next((name for name in columns if any_number(run.series.columns.get(name, ()))), None)
+            for columns in self.lines.values()
+            for run in runs
+        )
+        return {name for name in first if name is not None}
 
     def as_json(self, group: StageRuns, *, folded: bool) -> dict[str, object]:
         """As the page's script reads it; `runs` are the numbers of those that it draws."""
@@ -87,16 +81,9 @@ class Panel:
             {"columns": columns, "label": label, "second": number > 0}
             for number, (label, columns) in enumerate(self.lines.items())
         ]
-        return {
-            "key": f"{self.key}{group.suffix}",
-            "lines": lines,
-            "floor": self.floor,
-            "marks": self.marks,
-            "noisy": self.noisy,
-            "clips": self.clips,
-            "folded": folded,
-            "runs": [entry.number for entry in group.entries],
-        }
+        options = {name: getattr(self, name) for name in ("floor", "marks", "noisy", "clips")}
+        runs = [entry.number for entry in group.entries]
+        return {"key": f"{self.key}{group.suffix}", "lines": lines, **options, "folded": folded, "runs": runs}
 
     def figure(self, group: StageRuns) -> Html:
         key, unit = f"panel-{self.key}{group.suffix}", tag("span", f" {self.unit}", class_="unit")
@@ -105,10 +92,8 @@ class Panel:
             for number, label in enumerate(self.lines)
             if label
         ]
-        caption = [
-            tag("h3", join([self.title, unit if self.unit else ""]), id=f"{key}-title"),
-            tag("span", join(lines), class_="lines") if lines else "",
-        ]
+        title = tag("h3", join([self.title, unit if self.unit else ""]), id=f"{key}-title")
+        caption = [title, tag("span", join(lines), class_="lines") if lines else ""]
         return Html(
             f'<figure id="{key}" role="group" aria-labelledby="{key}-title">'
             f"<figcaption>{join(caption)}</figcaption>"
@@ -117,51 +102,42 @@ class Panel:
         )
 
 
-def _panel(key: str, title: str, *columns: str, **options: Any) -> Panel:
-    return Panel(key=key, title=title, lines={"": columns}, **options)
-
-
+_MEMORY = {"allocated": ("allocated_gib",), "reserved": ("reserved_gib",)}
 PANELS: tuple[Panel, ...] = (
-    _panel("loss", "loss", "loss", marks=True),
-    _panel("learning_rate", "learning rate", "learning_rate", floor="zero", noisy=False),
-    _panel("tokens", "tokens/s", "tokens_per_second", "logged_tokens_per_second", floor="zero"),
-    Panel(
-        key="memory",
-        title="peak memory",
-        unit="GiB",
-        floor="zero",
-        noisy=False,
-        lines={"allocated": ("allocated_gib",), "reserved": ("reserved_gib",)},
-    ),
-    Panel(key="rewards", title="rewards", lines={"chosen": ("rewards/chosen",), "rejected": ("rewards/rejected",)}),
-    _panel("margin", "reward margin", "rewards/margins", "rewards/margin"),
-    _panel("accuracy", "reward accuracy", "rewards/accuracies", "rewards/accuracy", floor="share"),
-    _panel("grad_norm", "gradient norm", "grad_norm", floor="zero", clips=True),
-    _panel("wasted", "wasted share", "wasted_share", floor="zero"),
+    Panel("loss", "loss", {"": ("loss",)}, marks=True),
+    Panel("learning_rate", "learning rate", {"": ("learning_rate",)}, floor="zero", noisy=False),
+    Panel("tokens", "tokens/s", {"": ("tokens_per_second", "logged_tokens_per_second")}, floor="zero"),
+    Panel("memory", "peak memory", _MEMORY, unit="GiB", floor="zero", noisy=False),
+    Panel("rewards", "rewards", {"chosen": ("rewards/chosen",), "rejected": ("rewards/rejected",)}),
+    Panel("margin", "reward margin", {"": ("rewards/margins", "rewards/margin")}),
+    Panel("accuracy", "reward accuracy", {"": ("rewards/accuracies", "rewards/accuracy")}, floor="share"),
+    Panel("grad_norm", "gradient norm", {"": ("grad_norm",)}, floor="zero", clips=True),
+    Panel("wasted", "wasted share", {"": ("wasted_share",)}, floor="zero"),
 )
 """The charts that everybody looks at; any other column has one of its own, folded away."""
 
 
 def section(entries: Sequence[PageRun]) -> Html:
+    """A grid of charts a stage."""
     if not any(entry.run.series.steps for entry in entries):
         return Html("")
-    several = groups(entries)
+    stages = dict.fromkeys(entry.run.stage or "" for entry in entries)
     data: list[dict[str, object]] = []
     grids: list[Html] = []
-    for group in several:
-        shown, folded = _panels([entry.run for entry in group.entries])
+    for number, stage in enumerate(stages):
+        own = [entry for entry in entries if (entry.run.stage or "") == stage]
+        group = StageRuns(stage, f"-{number}" if number else "", own)
+        shown, folded = _panels([entry.run for entry in own])
         data += [panel.as_json(group, folded=False) for panel in shown]
         data += [panel.as_json(group, folded=True) for panel in folded]
-        if len(several) > 1:
-            grids.append(tag("h3", group.name.upper() or "other", class_="stage"))
+        if len(stages) > 1:
+            grids.append(tag("h3", stage.upper() or "other", class_="stage"))
         grids.append(_grid(shown, group))
         if folded:
             id = f"more-curves{group.suffix}"
-            more = details(f"{len(folded)} more", _grid(folded, group), id=id, class_="more-curves")
-            grids.append(more)
-    legend = [_switch(entry) for entry in entries] if len(entries) > 1 else []
-    title = Html('<legend class="visually-hidden">runs</legend>')
-    fieldset = tag("fieldset", join([title, *legend])) if legend else ""
+            grids.append(details(f"{len(folded)} more", _grid(folded, group), id=id, class_="more-curves"))
+    legend = Html('<legend class="visually-hidden">runs</legend>')
+    fieldset = tag("fieldset", join([legend, *map(_switch, entries)])) if len(entries) > 1 else ""
     parts = [
         tag("h2", "Curves", id="curves"),
         tag("div", join([fieldset, _TOOLS]), class_="controls"),
@@ -176,8 +152,8 @@ def _panels(runs: Sequence[Run]) -> tuple[list[Panel], list[Panel]]:
     shown = [panel for panel in PANELS if panel.drawn(runs)]
     drawn = {name for panel in shown for name in panel.drawn(runs)}
     names = dict.fromkeys(name for run in runs for name, column in run.series.columns.items() if any_number(column))
-    folded = [_panel(f"column-{number}", name, name) for number, name in enumerate(names) if name not in drawn]
-    return shown, folded
+    others = ((number, name) for number, name in enumerate(names) if name not in drawn)
+    return shown, [Panel(f"column-{number}", name, {"": (name,)}) for number, name in others]
 
 
 def _grid(panels: Sequence[Panel], group: StageRuns) -> Html:

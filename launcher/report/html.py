@@ -49,11 +49,6 @@ def cell(value: object, name: str = "td", **attributes: str) -> Html:
     return tag(name, value, **attributes)
 
 
-def number_cell(value: float | None) -> Html:
-    """A cell with a number to the right of it, a dash where there is none."""
-    return tag("td", "–" if value is None else figure(value), class_="number")
-
-
 def figure(value: float, digits: int = 4) -> str:
     """A number for people: at most so many significant digits, thousands apart."""
     if value == int(value) and abs(value) < 1e15:

@@ -130,13 +130,16 @@ class View:
 
 
 def panel(title: str, progress: Progress, console: Console, tracker: str | None) -> list[Text]:
+    """The lines on a terminal: how far, the loss, the machine, what is proved, where it is tracked."""
     plain = console.options.ascii_only
-    parts = [_head(progress, console.width - len(title), plain=plain)]
+    head, proofs = _head(progress, console.width - len(title), plain=plain), progress.shown.items()
+    lines = [_line([title, *head], bold=len(title))]
     if progress.step:
-        parts += [_figures(progress, plain=plain), _machine(progress)]
-    lines = [_line([title, *parts[0]], bold=len(title)), *map(_line, filter(None, parts[1:]))]
-    if progress.shown:
-        lines.append(_proofs(progress))
+        lines += [_line(parts) for parts in (_figures(progress, plain=plain), _machine(progress)) if parts]
+    if proofs:
+        lines.append(_line(["so far: " + ", ".join(f"{name} {state}" for name, state in proofs)]))
+        lines[-1].stylize("dim")
+        lines[-1].highlight_words(_BAD, "bold red")
     return [*lines, *([_line([tracker])] if tracker else [])]
 
 
@@ -157,8 +160,7 @@ def _head(progress: Progress, width: int, *, plain: bool) -> list[str]:
         whole = progress.since is None or progress.since == progress.began
         own = [] if progress.since is None or whole else [clock(max(0.0, now - progress.since))]
         return [progress.phase, *own, *passed]
-    of = f"/{progress.total:,}" if progress.total else ""
-    parts = [f"step {progress.step:,}{of}", *passed]
+    parts = [progress.steps_words, *passed]
     if progress.step == progress.total or progress.phase == ENDED:
         parts.append(progress.phase)
     elif progress.left_s is not None:
@@ -173,9 +175,8 @@ def _head(progress: Progress, width: int, *, plain: bool) -> list[str]:
 
 
 def _figures(progress: Progress, *, plain: bool) -> list[str]:
-    loss = "loss not finite" if progress.loss is None else f"loss {progress.loss:.4f}"
     curve = "" if plain else sparkline(progress.losses)
-    parts = [f"{loss} {curve}".strip()]
+    parts = [f"{progress.loss_words} {curve}".strip()]
     if progress.grad_norm is not None:
         parts.append(f"gradient norm {progress.grad_norm:.3g}")
     if progress.learning_rate is not None:
@@ -184,9 +185,7 @@ def _figures(progress: Progress, *, plain: bool) -> list[str]:
 
 
 def _machine(progress: Progress) -> list[str]:
-    parts = []
-    if progress.tokens_per_second:
-        parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
+    parts = [f"{progress.tokens_per_second:,.0f} tokens/s"] if progress.tokens_per_second else []
     if progress.memory_gib:
         of = f" of {progress.card_gib:.0f}" if progress.card_gib else ""
         parts.append(f"{progress.memory_gib:.1f}{of} GiB")
@@ -194,13 +193,6 @@ def _machine(progress: Progress) -> list[str]:
         step, at = progress.saved
         parts.append(f"checkpoint of step {step:,}, {clock(max(0.0, time.time() - at))} ago")
     return parts
-
-
-def _proofs(progress: Progress) -> Text:
-    line = _line(["so far: " + ", ".join(f"{name} {state}" for name, state in progress.shown.items())])
-    line.stylize("dim")
-    line.highlight_words(_BAD, "bold red")
-    return line
 
 
 def sparkline(values: Sequence[float], cells: int = 20) -> str:

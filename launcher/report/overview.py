@@ -85,18 +85,14 @@ def entries(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 def entry(group: Sequence[Mapping[str, Any]], *, whole: bool = False) -> Mapping[str, Any]:
     """One line for a group of `entries`, or with `whole` for its first run."""
     first = group[0]
+    words = [[_IN_WORDS.get(one[key], one[key]) for one in group] for key in ("state", "outcome")]
     if whole or first["part_of"] is None:
-        shown = (_IN_WORDS.get(first[key], first[key]) for key in ("state", "outcome"))
-        return {**first, **dict(zip(("state", "verdict"), shown, strict=True))}
+        return {**first, "state": words[0][0], "verdict": words[1][0]}
     path = Path(first["part_of"])
+    counts = (Counter(word for word in column if word is not None) for column in words)
+    state, verdict = (", ".join(f"{n} {word}" for word, n in count.items()) or None for count in counts)
     kind = path.name.partition("-")[2].partition("-")[0]
-    counts = {"state": _counts(group, "state"), "verdict": _counts(group, "outcome")}
-    return {"run": path.name, "stage": kind, "age": first["age"], **counts}
-
-
-def _counts(group: Sequence[Mapping[str, Any]], name: str) -> str | None:
-    words = [_IN_WORDS.get(one[name], one[name]) for one in group if one[name] is not None]
-    return ", ".join(f"{n} {word}" for word, n in Counter(words).items()) or None
+    return {"run": path.name, "stage": kind, "age": first["age"], "state": state, "verdict": verdict}
 
 
 def row(folder: RunFolder) -> dict[str, Any]:
@@ -106,22 +102,29 @@ def row(folder: RunFolder) -> dict[str, Any]:
 
 def _passing(manifest: Manifest) -> dict[str, Any]:
     """What of a row changes by itself."""
-    return {"age": age(manifest.created), "checkpoint": _last_checkpoint(manifest)}
+    written = None
+    if manifest.output is not None and exists(manifest.output):
+        # what names checkpoints need not be waited for where none can be
+        from launcher.artifacts import checkpoints
+
+        written = checkpoints.last_written(str(manifest.backend), manifest.output)
+    checkpoint = None if written is None else clock(max(0.0, time.time() - written))
+    return {"age": age(manifest.created), "checkpoint": checkpoint}
 
 
 def _lasting(folder: RunFolder, manifest: Manifest) -> dict[str, Any]:
     """What of a row stays as it is once the run is over."""
     progress = Progress(total=manifest.steps, world=manifest.processes or 1)
     number = max(1, folder.attempts())
-    # the speed of an attempt that is over is its verdict's
+    # the speed of an attempt that is over is its verdict's: that of all steady steps, and of every rank
     last_steps(folder, progress, last_only=folder.exit(number).exists())
     now = state(folder, progress, number)
     judged = Record(rundir.read_json(folder.verdict) if now in _ENDED else {})
-    # the file of an attempt that goes on is that of the one before
-    if judged and _judged_before(folder, number):
+    # the file of an attempt that goes on is that of the one before; so is it where nobody lived to judge the last one
+    if judged and not folder.concluded(number).exists() and rundir.judged(folder, number - 1):
         judged = Record()
-    rate = _steady(judged)
-    rate = progress.tokens_per_second if rate is None else rate
+    rate = judged.value("metrics", "tokens_per_second")
+    rate = rate if isinstance(rate, int | float) else progress.tokens_per_second
     return {
         "run": folder.path.name,
         "path": str(folder.path),
@@ -135,41 +138,16 @@ def _lasting(folder: RunFolder, manifest: Manifest) -> dict[str, Any]:
         "tokens/s": None if rate is None else round(rate),
         "gpus": manifest.gpus,
         "output": manifest.get("output"),
-        "wandb": _tracked(folder, manifest, number),
+        "wandb": log.tracker(folder.console(number)) if manifest.get("tracked") else None,
     }
-
-
-def _judged_before(folder: RunFolder, number: int) -> bool:
-    """Whether verdict.json is still that of the attempt before: nobody lived to judge the last one."""
-    return not folder.concluded(number).exists() and rundir.judged(folder, number - 1)
-
-
-def _steady(judged: Record) -> float | None:
-    """The speed that a verdict came to: that of all steady steps, and of every rank."""
-    rate = judged.value("metrics", "tokens_per_second")
-    return rate if isinstance(rate, int | float) else None
-
-
-def _last_checkpoint(manifest: Manifest) -> str | None:
-    if manifest.output is None or not exists(manifest.output):
-        return None
-    # what names checkpoints need not be waited for where none can be
-    from launcher.artifacts import checkpoints
-
-    written = checkpoints.last_written(str(manifest.backend), manifest.output)
-    return None if written is None else clock(max(0.0, time.time() - written))
-
-
-def _tracked(folder: RunFolder, manifest: Manifest, number: int) -> str | None:
-    return log.tracker(folder.console(number)) if manifest.get("tracked") else None
 
 
 def state(folder: RunFolder, progress: Progress | None = None, number: int | None = None) -> str:
     """queued, running, orphaned, finished, failed, stopped, unknown or lost.
 
-    Unknown: its processes are out of sight, and there was no heartbeat lately. Lost: ended without
-    a record of how. An orphan trains without the process that keeps it. Where that did not live to record
-    the end, the last word of rank 0's probe counts.
+    Unknown: its processes are out of sight, and there was no heartbeat lately. Lost: ended without a record of how. An
+    orphan trains without the process that keeps it. Where that did not live to record the end, the last word of rank
+    0's probe counts.
     """
     job = slurm.job(folder)
     if job is not None and (jobs := _jobs(int(time.monotonic()))) is not None:
@@ -237,10 +215,8 @@ def last_steps(folder: RunFolder, progress: Progress, window: int = 2048, *, las
 
 def age(created: object) -> str | None:
     try:
-        begun = datetime.datetime.fromisoformat(str(created))
-        passed = datetime.datetime.now(datetime.UTC) - begun
+        passed = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(str(created))
     except (TypeError, ValueError):
         return None
     # a clock that was set back makes nothing younger than now
-    seconds = max(0.0, passed.total_seconds())
-    return f"{passed.days}d" if passed.days > 0 else clock(seconds)
+    return f"{passed.days}d" if passed.days > 0 else clock(max(0.0, passed.total_seconds()))

@@ -20,7 +20,7 @@ from launcher.errors import not_ready
 from launcher.plan.plan import titled
 from launcher.report import charts, sections, series
 from launcher.report.charts import PageRun
-from launcher.report.html import Html, details, figure, join, number_cell, table, tag, text
+from launcher.report.html import Html, details, figure, join, table, tag, text
 from launcher.report.series import Run
 from launcher.runs import rundir
 from launcher.runs.record import mapping
@@ -58,7 +58,6 @@ def overlay(runs: Sequence[Run], lead: Lead | None = None) -> str:
     # its licence asks to go where the code goes
     licence = f"/*! uPlot: {_asset('uPlot.LICENSE')} */\n"
     script = licence + _asset("uPlot.min.js") + "\n" + _asset("report.js")
-    failed = len(runs) == 1 and runs[0].verdict.get("status") != "pass"
     body = {
         "curves": charts.section(entries),
         "verdict": sections.verdicts(entries),
@@ -67,7 +66,7 @@ def overlay(runs: Sequence[Run], lead: Lead | None = None) -> str:
         "findings": sections.findings(entries),
         "versions": sections.versions(entries),
     }
-    if failed:
+    if len(runs) == 1 and runs[0].verdict.get("status") != "pass":
         body = {"verdict": body["verdict"], **body}
     parts = [
         _head(lead, entries, [key for key, section in body.items() if section]),
@@ -76,10 +75,8 @@ def overlay(runs: Sequence[Run], lead: Lead | None = None) -> str:
         _overview(entries),
         tag("main", join(body.values())),
     ]
-    policy = (
-        f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
-        "base-uri 'none'; form-action 'none'"
-    )
+    policy = f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
+    policy += "base-uri 'none'; form-action 'none'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">\n'
@@ -130,20 +127,20 @@ def _title(run: Run) -> str:
 
 
 def _head(lead: Lead, entries: Sequence[PageRun], keys: Sequence[str]) -> Html:
-    run = entries[0].run
-    badge = Html("")
+    run, alone = entries[0].run, len(entries) == 1
+    title: list[object] = [lead.title]
     if lead.decision:
-        badge = tag("span", lead.decision, class_=f"status word {lead.colour}")
-    elif len(entries) == 1 and run.verdict.get("status"):
-        badge = tag("span", sections.word(summary.outcome(run.verdict)), class_="status")
+        title += [" ", tag("span", lead.decision, class_=f"status word {lead.colour}")]
+    elif alone and run.verdict.get("status"):
+        title += [" ", tag("span", sections.word(summary.outcome(run.verdict)), class_="status")]
     links = (tag("a", _NAVIGATION.get(key, key), href=f"#{key}") for key in keys)
-    below: list[object] = [run.name] if len(entries) == 1 and run.name != lead.title else []
-    if len(entries) == 1 and run.tracker:
+    below: list[object] = [run.name] if alone and run.name != lead.title else []
+    if alone and run.tracker:
         below.append(sections.link(run.tracker))
     folder = tag("p", join(below, " · "), class_="folder") if below else ""
-    title = tag("h1", join([lead.title, " ", badge] if badge else [lead.title]))
-    left = tag("div", join([title, folder, tag("nav", join(links, " "))]))
-    return tag("header", left, class_="top")
+    return tag(
+        "header", tag("div", join([tag("h1", join(title)), folder, tag("nav", join(links, " "))])), class_="top"
+    )
 
 
 def _banner(entry: PageRun, *, several: bool) -> Html:
@@ -157,13 +154,12 @@ def _banner(entry: PageRun, *, several: bool) -> Html:
     if cause.help:
         parts.append(tag("p", join([tag("b", "What to do: "), cause.help])))
     parts.append(sections.citations([cause.line] if cause.line else []))
-    if entry.run.tail:
-        log = tag("pre", "\n".join(entry.run.tail), tabindex="0")
-        lines = f"the last {len(entry.run.tail)} lines of the log"
+    if tail := entry.run.tail:
+        lines = f"the last {len(tail)} lines of the log"
         lines += f" (all of it: launch logs {entry.run.path.name})" if entry.run.manifest else ""
         # how a run ended that did train is not what failed
         shown = {"open": "open"} if outcome == "fail" and not several else {}
-        parts.append(details(lines, log, **shown))
+        parts.append(details(lines, tag("pre", "\n".join(tail), tabindex="0"), **shown))
     colour = outcome if outcome in ("fail", "unproven") else "stopped"
     return tag("section", join(parts), class_=f"banner {colour}", aria_label="what went wrong")
 
@@ -172,8 +168,7 @@ def _lead(lead: Lead) -> Html:
     parts: list[Html] = [tag("p", line) for line in lead.lines]
     for rows in lead.tables:
         columns = list(rows[0]) if rows else []
-        body = [[_lead_cell(row.get(name)) for name in columns] for row in rows]
-        parts.append(table(columns, body, "lead"))
+        parts.append(table(columns, [[_lead_cell(row.get(name)) for name in columns] for row in rows], "lead"))
     return tag("section", join(parts), class_="result", aria_label="result") if parts else Html("")
 
 
@@ -213,20 +208,20 @@ def _overview(entries: Sequence[PageRun]) -> Html:
         if several:
             folder = [] if entry.name == run.name else [Html("<br>"), tag("small", run.name)]
             first = tag("th", join([entry.heading, *folder]), scope="row", class_="run")
-        numbers = [measured[key] for key in ("steps", "first_loss", "last_loss")]
-        created = str(run.manifest.get("created") or "–")
-        cells = [
-            tag("td", sections.word(summary.outcome(run.verdict) if run.verdict else "unproven")),
-            *map(number_cell, (*numbers, rate, measured["peak_gib"])),
-            tag("td", sections.clock(measured["hours"]), class_="number"),
-            *([tag("td", model or "–", class_="value")] * named),
-            tag("td", created.replace("T", " ").replace("+00:00", " UTC"), class_="time"),
-        ]
+        numbers = [*(measured[key] for key in ("steps", "first_loss", "last_loss")), rate, measured["peak_gib"]]
+        shown = ["–" if number is None else figure(number) for number in numbers]
+        created = str(run.manifest.get("created") or "–").replace("T", " ").replace("+00:00", " UTC")
         # on a narrow screen each cell stands beside its own label
-        labels = ("", *figures, *texts)
-        labelled = (
-            cell.replace("<td", f'<td data-label="{label}"', 1) if label else cell
-            for label, cell in zip(labels, cells, strict=True)
+        rows.append(
+            [
+                first,
+                tag("td", sections.word(summary.outcome(run.verdict) if run.verdict else "unproven")),
+                *(
+                    tag("td", cell, data_label=label, class_="number")
+                    for label, cell in zip(figures, [*shown, sections.clock(measured["hours"])], strict=True)
+                ),
+                *([tag("td", model or "–", data_label="model", class_="value")] * named),
+                tag("td", created, data_label="started", class_="time"),
+            ]
         )
-        rows.append([first, *map(Html, labelled)])
     return table(head, rows, "overview")

@@ -79,25 +79,13 @@ class StepTime(NamedTuple):
     interrupted: bool
 
 
-class Work(NamedTuple):
-    """A bar of the log that is not training's own: what is done, and how far, in the words of the log."""
-
-    what: str
-    done: str
-    total: str
-    unit: str
-
-    def __str__(self) -> str:
-        return f"{self.what} {self.done}/{self.total}{self.unit and f' {self.unit}'}"
-
-
 @dataclass(slots=True)
 class Progress:
     """What is known of the run right now; seconds since the probe began, memory in GiB.
 
-    Where an `attempt` is named, what the same record holds of others is left out. `phase` is what happens
-    before the first step and after the last, and `since` when that began; `began` and `saved` are times
-    too, all in seconds since the epoch. `shown` is what the probe has proved so far, by name.
+    Where an `attempt` is named, what the same record holds of others is left out. `phase` is what happens before the
+    first step and after the last, and `since` when that began; `began` and `saved` are times too, all in seconds since
+    the epoch. `shown` is what the probe has proved so far, by name.
     """
 
     total: int | None
@@ -120,12 +108,13 @@ class Progress:
     exit: int | None = None
 
     def event(self, event: dict[str, Any]) -> None:
-        name, at = event.get("event"), _optional(event.get("t"))
+        """Take in one line of rank 0's record."""
+        name, at, state = event.get("event"), _optional(event.get("t")), event.get("state")
         if name == "start":
             self._start(event, at)
-        elif self.foreign:
+        if self.foreign:
             return
-        elif name == "step" and isinstance(event.get("step"), int):
+        if name == "step" and isinstance(event.get("step"), int):
             self._step(event, at)
         elif name == "end" and isinstance(event.get("exit"), int):
             self.exit = event["exit"]
@@ -136,34 +125,35 @@ class Progress:
         elif name == "device":
             self.card_gib = _optional(event.get("total_gib"))
         elif name == "saved" and at is not None:
-            final = not CHECKPOINT.search(str(event.get("path")))
-            self.saved = self.saved if final else (self.step, at)
-            if final and self.step:
+            if CHECKPOINT.search(str(event.get("path"))):
+                self.saved = (self.step, at)
+            elif self.step:
                 self.enter("model saved, ending", at)
         elif name == "liger" and isinstance(event.get("calls"), dict):
             self.shown["liger"] = "engaged" if any(event["calls"].values()) else "not engaged"
-        elif name in _PROOFS and event.get("state"):
-            self.shown[_PROOFS[name]] = str(event["state"])
+        elif name in _PROOFS and state:
+            self.shown[_PROOFS[name]] = str(state)
 
     def _start(self, event: dict[str, Any], at: float | None) -> None:
         self.foreign = self.attempt not in (None, event.get("attempt", self.attempt))
-        self.world = int(_number(event.get("world"))) or self.world
+        self.world = int(_optional(event.get("world")) or 0) or self.world
         self.step, self.times, self.exit, self.began = 0, [], None, at
         self.loss = self.memory_gib = self.grad_norm = self.learning_rate = self.saved = None
         self.losses, self.shown = [], {}
         self.enter("starting" if self.foreign else "importing", at)
 
     def _step(self, event: dict[str, Any], at: float | None) -> None:
+        names = ("loss", "allocated_gib", "grad_norm", "learning_rate", "elapsed", "tokens", "seconds")
+        self.loss, self.memory_gib, norm, rate, elapsed, tokens, seconds = (_optional(event.get(n)) for n in names)
         self.step = event["step"]
-        self.loss, self.memory_gib = (_optional(event.get("loss")), _optional(event.get("allocated_gib")))
-        norm, rate = _optional(event.get("grad_norm")), _optional(event.get("learning_rate"))
         self.grad_norm = self.grad_norm if norm is None else norm
         self.learning_rate = self.learning_rate if rate is None else rate
         if self.loss is not None:
             self.losses.append(self.loss)
-        self.times = [*self.times, _step(event)][-WINDOW:]
+        step = StepTime(elapsed or 0.0, tokens or 0.0, seconds, interrupted=event.get("interrupted") is True)
+        self.times = [*self.times, step][-WINDOW:]
         if self.began is None and at is not None:
-            self.began = at - _number(event.get("elapsed"))
+            self.began = at - step.elapsed
         if self.step == self.total:
             self.enter("saving the model", at)
 
@@ -172,21 +162,17 @@ class Progress:
             self.phase, self.since = phase, time.time() if at is None else at
 
     def work(self, raw: bytes) -> None:
-        """Take in a line of the log: outside of training its bars name the phase."""
-        found = _WORK.search(raw)
+        """Take in a line of the log: outside of training its bars name the phase, in the words of the log."""
         if self.exit is not None or (self.step and self.step != self.total):
             return
-        if found is None:
-            if built := _BUILD.search(raw):
-                self.enter(f"building {built[1].decode()}")
-            return
-        what, done, total, rest = (part.decode(errors="replace") for part in found.groups())
-        unit = _UNIT.search(rest)
-        work = Work(re.sub(r" *\(num_proc=\d+\)", "", what), done, total, unit[1] if unit else "")
-        # the clock is that of the whole bar
-        same = self.phase.startswith(f"{work.what} ")
-        since, self.phase = self.since, str(work)
-        self.since = since if same else time.time()
+        if found := _WORK.search(raw):
+            what, done, total, rest = (part.decode(errors="replace") for part in found.groups())
+            what, unit = re.sub(r" *\(num_proc=\d+\)", "", what), _UNIT.search(rest)
+            # the clock is that of the whole bar
+            self.since = self.since if self.phase.startswith(f"{what} ") else time.time()
+            self.phase = f"{what} {done}/{total}" + (f" {unit[1]}" if unit else "")
+        elif built := _BUILD.search(raw):
+            self.enter(f"building {built[1].decode()}")
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -213,30 +199,26 @@ class Progress:
     def line(self) -> str:
         if not self.step:
             return self.phase
-        of = f"/{self.total:,}" if self.total else ""
-        parts = [f"step {self.step:,}{of}"]
-        parts.append("loss not finite" if self.loss is None else f"loss {self.loss:.4f}")
-        if self.tokens_per_second:
-            parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
-        if self.left_s is not None:
-            parts.append(f"{clock(self.left_s)} left")
-        if self.memory_gib:
-            parts.append(f"{self.memory_gib:.1f} GiB")
-        return "   ".join(parts)
+        parts = (
+            self.steps_words,
+            self.loss_words,
+            f"{self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second else "",
+            "" if self.left_s is None else f"{clock(self.left_s)} left",
+            f"{self.memory_gib:.1f} GiB" if self.memory_gib else "",
+        )
+        return "   ".join(filter(None, parts))
 
+    @property
+    def steps_words(self) -> str:
+        return f"step {self.step:,}" + (f"/{self.total:,}" if self.total else "")
 
-def _step(event: dict[str, Any]) -> StepTime:
-    elapsed, tokens = (_number(event.get(key)) for key in ("elapsed", "tokens"))
-    seconds = _optional(event.get("seconds"))
-    return StepTime(elapsed, tokens, seconds, interrupted=event.get("interrupted") is True)
+    @property
+    def loss_words(self) -> str:
+        return "loss not finite" if self.loss is None else f"loss {self.loss:.4f}"
 
 
 def _optional(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def clock(seconds: float) -> str:

@@ -5,6 +5,7 @@ A run of ours is read from its folder, live or finished; a stranger's from its c
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,14 +15,14 @@ from typing import Any
 
 from launcher import files
 from launcher.config.keys import PAIRED
-from launcher.errors import not_ready, usage
+from launcher.errors import unreadable, usage
 from launcher.redaction import redact
 from launcher.report import log
 from launcher.runs import attempt, rundir
 from launcher.runs.record import mapping
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import check, judge, metrics
-from launcher.verdict.evidence import Evidence
+from launcher.verdict.evidence import Evidence, finite
 from launcher.verdict.judge import RunJudgement
 from launcher.verdict.metrics import Row
 
@@ -97,20 +98,16 @@ def gather(targets: Sequence[str]) -> list[Run]:
 
     The folder of a pipeline, bench, ladder or tune stands for its runs.
 
-    Raises UsageError where one is not known, NotReady where a file cannot be read, InvalidConfig of a
-    text that is no training log.
+    Raises UsageError where one is not known, NotReady where a file cannot be read, InvalidConfig of a text that is no
+    training log.
     """
     runs = []
-    paths = [
-        path for target in targets for path in [run.path for run in rundir.members(Path(target))] or [_path(target)]
-    ]
-    for path in paths:
-        try:
-            runs.append(read(path))
-        except OSError as error:
-            file = str(error.filename or path)
-            message = f"cannot be read: {error.strerror}"
-            raise not_ready("unreadable-file", message, file=file) from None
+    for target in targets:
+        for path in [run.path for run in rundir.members(Path(target))] or [_path(target)]:
+            try:
+                runs.append(read(path))
+            except OSError as error:
+                raise unreadable(error.filename or path, error) from None
     return named_apart(runs)
 
 
@@ -124,13 +121,24 @@ def _path(target: str) -> Path:
     return found.path
 
 
-def read(target: Path) -> Run:
-    return read_log(target) if target.is_file() else read_folder(target)
+def read(path: Path) -> Run:
+    """A console log alone, or a run folder, judged as it stands now; where only results were kept, those.
+
+    Raises OSError where it cannot be read.
+    """
+    if path.is_file():
+        return _read_log(path)
+    judged = judge.judge(RunFolder(path))
+    last = judged.attempts[-1]
+    if last.log is not None or last.probe is not None:
+        return of_judged(path, judged)
+    rows = [row for row in files.read_lines(path / "metrics.jsonl") if finite(row.get("step")) is not None]
+    rows.sort(key=lambda row: row["step"])
+    return of_kept(path, judged.manifest, rundir.read_json(path / "verdict.json"), rows, last)
 
 
-def read_log(path: Path) -> Run:
+def _read_log(path: Path) -> Run:
     found = check.read_training_log(path)
-    verdict = check.judge_alone(found)
     lines = found.log.argument_lines if found.log else {}
     arguments = {
         name: {"value": _unquoted(value), "origin": f"{path.name}:{lines.get(name)}"}
@@ -140,23 +148,13 @@ def read_log(path: Path) -> Run:
         name=path.name,
         path=path.absolute(),
         manifest={},
-        verdict=redact(verdict.as_json()),
+        verdict=redact(check.judge_alone(found).as_json()),
         series=of_rows(metrics.metrics_rows(found)),
         ended={},
         arguments=redact(arguments),
         tail=log.tail(path),
         tracker=log.tracker(path),
     )
-
-
-def read_folder(path: Path) -> Run:
-    """A run folder, judged as it stands now; where only results were kept, those."""
-    judged = judge.judge(RunFolder(path))
-    last = judged.attempts[-1]
-    if last.log is None and last.probe is None:
-        kept = rundir.read_json(path / "verdict.json")
-        return of_kept(path, judged.manifest, kept, _kept_rows(path / "metrics.jsonl"), last)
-    return of_judged(path, judged)
 
 
 def of_judged(path: Path, judged: RunJudgement) -> Run:
@@ -170,17 +168,14 @@ def of_kept(path: Path, manifest: object, verdict: object, rows: Iterable[Row], 
     folder = RunFolder(path)
     ended = {} if last is None or last.exit is None else rundir.read_json(last.exit.path)
     secrets = attempt.tokens(folder)
-    record = {"manifest": mapping(manifest), "verdict": mapping(verdict), "ended": ended}
-    clean = redact(record, secrets)
+    clean = redact({"manifest": mapping(manifest), "verdict": mapping(verdict), "ended": ended}, secrets)
     arguments = mapping(clean["manifest"].get("args"))
     console = folder.console(max(1, folder.attempts()))
     return Run(
         name=path.name,
         path=path,
-        manifest=clean["manifest"],
-        verdict=clean["verdict"],
+        **clean,
         series=of_rows(rows),
-        ended=clean["ended"],
         arguments={name: item for name, item in arguments.items() if isinstance(item, Mapping)},
         ranks=None if last is None or last.probe is None else last.probe.world,
         tail=log.tail(console, secrets),
@@ -190,13 +185,13 @@ def of_kept(path: Path, manifest: object, verdict: object, rows: Iterable[Row], 
 
 def of_rows(rows: Iterable[Row]) -> Series:
     """A table out of rows in the order of their steps, with what follows from its columns."""
-    kept = [row for row in rows if number(row.get("step")) is not None]
+    kept = [row for row in rows if finite(row.get("step")) is not None]
     names = dict.fromkeys(name for row in kept for name in row if name not in ("step", "finite"))
-    columns = {name: tuple(number(row.get(name)) for row in kept) for name in names}
-    if "seconds" in columns and "tokens" in columns:
-        columns.setdefault("tokens_per_second", _ratio(columns["tokens"], columns["seconds"]))
-    if "wasted" in columns and "positions" in columns:
-        columns.setdefault("wasted_share", _ratio(columns["wasted"], columns["positions"]))
+    columns = {name: tuple(finite(row.get(name)) for row in kept) for name in names}
+    for name, part, whole in (("tokens_per_second", "tokens", "seconds"), ("wasted_share", "wasted", "positions")):
+        if part in columns and whole in columns:
+            pairs = zip(columns[part], columns[whole], strict=True)
+            columns.setdefault(name, tuple(a / b if a is not None and b else None for a, b in pairs))
     return Series(
         steps=tuple(int(row["step"]) for row in kept),
         columns={name: values for name, values in columns.items() if any_number(values)},
@@ -208,32 +203,9 @@ def any_number(values: Iterable[float | None]) -> bool:
     return any(value is not None for value in values)
 
 
-def _kept_rows(path: Path) -> list[Row]:
-    rows = files.read_lines(path)
-    return sorted((r for r in rows if number(r.get("step")) is not None), key=lambda r: r["step"])
-
-
-def number(value: object) -> float | None:
-    """The value if it is a finite number."""
-    if type(value) is float:
-        return value if math.isfinite(value) else None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return value if math.isfinite(value) else None
-    except OverflowError:
-        return None
-
-
-def _ratio(above: Sequence[float | None], below: Sequence[float | None]) -> tuple[float | None, ...]:
-    return tuple(a / b if a is not None and b else None for a, b in zip(above, below, strict=True))
-
-
-def _unquoted(value: str) -> Any:
+def _unquoted(value: str) -> str:
     """A value of the arguments dump as people write it: `'x'` is x."""
-    if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
-        return value[1:-1]
-    return value
+    return value[1:-1] if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"" else value
 
 
 _MEASURED = (
@@ -245,46 +217,44 @@ _MEASURED = (
 def measured(run: Run) -> dict[str, float | None]:
     """What the run turned out to be, under the plan's names; None where nobody measured it.
 
-    Memory is the peak in GiB, `hours` the whole attempt, `wasted_share` and `mfu` are shares of 1;
-    `logged_tokens_per_second` is upstream's own figure.
+    Memory is the peak in GiB, `hours` the whole last attempt, loading and saving included, `wasted_share` and `mfu`
+    are shares of 1; `logged_tokens_per_second` is upstream's own figure.
     """
     figures = mapping(run.verdict.get("metrics"))
+    tokens, rows = (_mean(run.series.columns.get(name, ())) for name in ("tokens", "rows"))
+    # in the rows of the data, as the plan counts: DPO's batches hold two sequences of each
+    each = 2 if run.stage in PAIRED else 1
     return {
         "processes": run.ranks,
-        "rows_per_step": _rows_per_step(run),
-        "steps": number(run.verdict.get("steps")),
-        "tokens_per_step": _mean(run.series.columns.get("tokens", ())),
-        "peak_gib": number(figures.get("peak_allocated_gib")),
-        "reserved_gib": number(figures.get("peak_reserved_gib")),
-        "hours": hours(run),
-        **{name: number(figures.get(name)) for name in _MEASURED},
+        "rows_per_step": None if rows is None else rows / each,
+        "steps": finite(run.verdict.get("steps")),
+        "tokens_per_step": tokens,
+        "peak_gib": finite(figures.get("peak_allocated_gib")),
+        "reserved_gib": finite(figures.get("peak_reserved_gib")),
+        "hours": _hours(run),
+        **{name: finite(figures.get(name)) for name in _MEASURED},
     }
 
 
 def planned(run: Run) -> dict[str, float | None]:
     """What was planned, under the names of `measured`; None where it is unknown."""
     plan = mapping(run.manifest.get("plan"))
-    steps, tokens = number(plan.get("steps")), number(plan.get("tokens_per_step"))
-    hours = number(plan.get("hours"))
-    rate = number(plan.get("tokens_per_second"))
+    keys = ("steps", "tokens_per_step", "hours", "tokens_per_second", "gpus", "nodes", "global")
+    steps, tokens, hours, rate, gpus, nodes, rows = (finite(plan.get(key)) for key in keys)
     if rate is None and steps and tokens and hours:
         rate = steps * tokens / (hours * 3600)
-    gpus, nodes = number(plan.get("gpus")), number(plan.get("nodes")) or 1
     return {
-        "processes": None if gpus is None else max(1, gpus) * nodes,
-        "rows_per_step": number(plan.get("global")),
+        "processes": None if gpus is None else max(1, gpus) * (nodes or 1),
+        "rows_per_step": rows,
         "steps": steps,
         "tokens_per_step": tokens,
         "tokens_per_second": rate,
-        "peak_gib": number(mapping(plan.get("memory_gib")).get("peak")),
+        "peak_gib": finite(mapping(plan.get("memory_gib")).get("peak")),
         "hours": hours,
     }
 
 
-def hours(run: Run) -> float | None:
-    """How long the last attempt took, loading and saving included."""
-    import datetime
-
+def _hours(run: Run) -> float | None:
     try:
         begun, ended = (datetime.datetime.fromisoformat(str(run.ended[key])) for key in ("started", "ended"))
         return (ended - begun).total_seconds() / 3600
@@ -295,12 +265,6 @@ def hours(run: Run) -> float | None:
 def _mean(values: Sequence[float | None]) -> float | None:
     kept = [v for v in values if v is not None]
     return math.fsum(kept) / len(kept) if kept else None
-
-
-def _rows_per_step(run: Run) -> float | None:
-    """In the rows of the data, as the plan counts: DPO's batches hold two sequences of each."""
-    rows = _mean(run.series.columns.get("rows", ()))
-    return rows / 2 if rows is not None and run.stage in PAIRED else rows
 
 
 def named_apart(runs: Sequence[Run]) -> list[Run]:

@@ -308,8 +308,8 @@ def _batch(evidence: Evidence, _expected: str | None) -> Observation:
         # an epoch's last step may be smaller, and then none beside it
         for step, before, now in zip(steps[1:], odd, odd[1:], strict=False):
             if before and now:
-                seen = f"step {step.step} of rank {step.rank}: {_in_words(_sizes(step))}"
-                return replace(different, cites=(step,), reason=f"{seen}; planned: {_in_words(planned)}")
+                found = f"step {step.step} of rank {step.rank}: {_in_words(_sizes(step))}"
+                return replace(different, cites=(step,), reason=f"{found}; planned: {_in_words(planned)}")
         if start.number("world") and (manifest.steps == 0 or not all(odd)):
             as_planned.append(start.rank)
     if absent := [rank for rank in range(world) if rank not in as_planned]:
@@ -386,7 +386,7 @@ def _first_loss(log: Log | None) -> StepLine | None:
 def _cache_logged(evidence: Evidence, misses: Sequence[str], hit: str, *, whole: bool = True) -> Observation:
     """One rank fills a cache and the others then find it, so a single miss outweighs all finds.
 
-    Where another source may say a miss in other words, or the log is not `whole` and what was said before the find is
+    Where another source may say a miss in other words, or the log is not `whole` and what came before the find is
     not there, a find proves nothing.
     """
     missed, found = evidence.signals(*misses), evidence.signals(hit)

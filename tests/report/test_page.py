@@ -308,7 +308,7 @@ def test_several_runs_share_the_charts_and_can_be_switched(tmp_path: Path) -> No
     found = section(tree, "arguments")
     first = next(found.all("table"))
     assert [row[0] for row in rows(first)] == ["argument", "learning_rate"]
-    assert row_of(found, "learning_rate")[1:] == ["5e-07override: learning_rate=5e-7", "1e-06configs/b.yaml:3"]
+    assert row_of(found, "learning_rate")[1:] == ["1 5e-072 1e-06"]
     assert [row[2] for row in rows(section(tree, "plan"))] == ["steps", "40", "60plan 40"]
 
 

@@ -60,7 +60,7 @@ def test_the_last_attempt_counts(tmp_path: Path) -> None:
         write_rank(tmp_path, rank, start(rank, 2, attempt=2), step(2), step(3))
     evidence = read_run(tmp_path)
     assert evidence.log is not None and evidence.log.lines == 2
-    assert evidence.exit is not None and evidence.exit.attempt == 2
+    assert evidence.exit is not None and evidence.exit.returncode == 0
     assert evidence.probe is not None
     assert sorted(evidence.probe.ranks) == [0, 1]  # ranks 2 and 3 are of the first attempt
     assert [s.step for s in evidence.probe.ranks[0].steps] == [2, 3]

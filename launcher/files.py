@@ -61,6 +61,14 @@ def lines(stream: BinaryIO) -> Iterator[bytes]:
             left -= len(raw)
 
 
+def names(folder: Path) -> list[str]:
+    """What lies in a folder, sorted; nothing where it cannot be read."""
+    try:
+        return sorted(os.listdir(folder))
+    except (OSError, ValueError):
+        return []
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The mappings in the lines of a JSONL file, without torn ones; none where it cannot be read."""
     try:

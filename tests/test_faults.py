@@ -177,9 +177,8 @@ def test_a_lock_of_the_dead_is_free_and_one_of_a_stranger_is_not(world: World) -
     folder = world.prepared("exit=0")
     holding = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print(); input()"
     stranger = subprocess.Popen(
-        [sys.executable, "-c", holding, str(folder.lock)], stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-c", holding, str(folder.lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert stranger.stdout is not None
     stranger.stdout.readline()
     assert lease.is_locked(folder.lock)

@@ -75,9 +75,7 @@ def test_by_name_in_data() -> None:
 
 def test_by_flag_in_a_command_line() -> None:
     argv = ("python", "--hub_token", "abc", "--eos_token", "<s>", "--push_to_hub_token", "False")
-    clean = (
-        "python", "--hub_token", REDACTED, "--eos_token", "<s>", "--push_to_hub_token", "False",
-    )  # fmt: skip
+    clean = ("python", "--hub_token", REDACTED, "--eos_token", "<s>", "--push_to_hub_token", "False")
     assert redact(argv, {}) == clean
     assert redact(list(argv), {}) == list(clean)
 
@@ -104,9 +102,8 @@ def test_types_stay_what_they_are() -> None:
     thing = Thing(text="HF_TOKEN=abc", parts=(1, {"token": "abc"}, None), place=Path("/x"))
     clean = redact(thing, {})
     assert clean == Thing(
-        text=f"HF_TOKEN={REDACTED}", parts=(1, {"token": REDACTED}, None), place=Path("/x"),
-        hub_token=REDACTED,
-    )  # fmt: skip
+        text=f"HF_TOKEN={REDACTED}", parts=(1, {"token": REDACTED}, None), place=Path("/x"), hub_token=REDACTED
+    )
     assert thing.hub_token == "abc"
     assert redact(3.5, {}) == 3.5
 

@@ -174,9 +174,8 @@ def test_what_cannot_be_called_at_the_end_is_said_without_them(
     ],
 )  # fmt: skip
 def test_an_error_does_not_repeat_them(
-    world: World, words: tuple[str, ...], capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    world: World, words: tuple[str, ...], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = world.config(name="a.yaml")
     monkeypatch.chdir(world.root)
     for form in ("text", "json"):
@@ -238,9 +237,8 @@ def test_a_dry_run_can_be_pasted(world: World) -> None:
     assert done.returncode == 0, done.stderr
     env = {**world.environ, "FAKE_STEPS": "[]"}
     pasted = subprocess.run(
-        ["bash", "-c", done.stdout], cwd=world.root, env=env, capture_output=True,
-        timeout=PATIENCE_S,
-    )  # fmt: skip
+        ["bash", "-c", done.stdout], cwd=world.root, env=env, capture_output=True, timeout=PATIENCE_S
+    )
     assert pasted.returncode == 0, pasted.stderr
     argv = json.loads((world.root / "argv.json").read_text())
     for flag in ("--run_name", "--project", "--hub_model_id"):
@@ -279,10 +277,7 @@ def test_a_command_line_that_cannot_be_parsed_repeats_none(
 @pytest.mark.slow
 @needs_trl
 def test_no_command_line_holds_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = {
-        "DB_PASS": "hunter2", "SOMETHING": "x9-y8-z7", "MY_HUB": "my-hub-token-1",
-        "SCRATCH": "out",
-    }  # fmt: skip
+    held = {"DB_PASS": "hunter2", "SOMETHING": "x9-y8-z7", "MY_HUB": "my-hub-token-1", "SCRATCH": "out"}
     del world.environ["HF_TOKEN"]
     world.environ |= held
     config = world.config(

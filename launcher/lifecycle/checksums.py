@@ -106,8 +106,7 @@ def _taken(folder: Path, quiet_s: float) -> dict[str, str]:
     found = [content.read(path, whole_below=_WHOLE)[0].digest for path in paths]
     if [path.stat().st_mtime_ns for path in _files(folder)] != [b.st_mtime_ns for b in before]:
         return {}
-    names = (str(path.relative_to(folder)) for path in paths)
-    return dict(zip(names, found, strict=True))
+    return {str(path.relative_to(folder)): digest for path, digest in zip(paths, found, strict=True)}
 
 
 def _files(folder: Path) -> Iterator[Path]:

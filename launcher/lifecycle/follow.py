@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
@@ -46,18 +45,21 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
     """
     requests: list[int] = []
     runner.require_sight(folder)
-    if not _goes_on(folder):
-        _see_to_the_end(folder, attempt)
-        return False
-    with _signals(folder, requests, forward=forward):
-        progress = Progress(total=attempt.total, attempt=attempt.number, world=attempt.world)
-        terminal = sys.stderr is not None and sys.stderr.isatty()
-        log = folder.console(attempt.number)
-        view = View(attempt.title, log, folder.probe, progress, terminal)
-        with view.showing():
-            _look_on(folder, view)
-    runner.require_sight(folder)
-    _see_to_the_end(folder, attempt)
+    if _goes_on(folder):
+        with _signals(folder, requests, forward=forward):
+            progress = Progress(total=attempt.total, attempt=attempt.number, world=attempt.world)
+            terminal = sys.stderr is not None and sys.stderr.isatty()
+            view = View(attempt.title, folder.console(attempt.number), folder.probe, progress, terminal)
+            with view.showing():
+                _look_on(folder, view)
+        runner.require_sight(folder)
+    # where the keeper did not live to do that, nor lives where nobody here can look
+    began = folder.attempts() >= attempt.number
+    if began and not runner.processes(folder).out_of_sight and not rundir.concluded(folder, attempt.number):
+        # only here: who looks on should see the run at once
+        from launcher.lifecycle import supervisor
+
+        supervisor.conclude(folder, attempt, runner.recorded(folder, attempt.number))
     return bool(requests)
 
 
@@ -77,16 +79,6 @@ def _goes_on(folder: RunFolder) -> bool:
     return runner.keeper_lives(folder) or runner.alive(folder.path)
 
 
-def _see_to_the_end(folder: RunFolder, attempt: Attempt) -> None:
-    """Where the keeper did not live to do that, nor lives where nobody here can look."""
-    began = folder.attempts() >= attempt.number
-    if began and not runner.processes(folder).out_of_sight and not rundir.concluded(folder, attempt.number):
-        # only here: who looks on should see the run at once
-        from launcher.lifecycle import supervisor
-
-        supervisor.conclude(folder, attempt, runner.recorded(folder, attempt.number))
-
-
 @contextlib.contextmanager
 def _signals(folder: RunFolder, requests: list[int], *, forward: bool) -> Iterator[None]:
     def hand_on(number: int, _frame: FrameType | None) -> None:
@@ -97,10 +89,8 @@ def _signals(folder: RunFolder, requests: list[int], *, forward: bool) -> Iterat
         elif runner.alive(folder.path):
             runner.end_orphans(folder, (0, 0, 0), max(1, folder.attempts()))
 
-    def hung_up(_number: int, _frame: FrameType | None) -> None:
-        """The terminal has gone: there is nothing to show any more, and a verdict still to come."""
-
-    handlers: dict[int, process.Handler | signal.Handlers] = {signal.SIGHUP: hung_up}
+    # a terminal that has gone: there is nothing to show any more, and a verdict still to come
+    handlers: dict[int, process.Handler | signal.Handlers] = {signal.SIGHUP: process.ignore}
     # Slurm signals every process of a job itself: passed on, it would count as two requests
     if forward and "SLURM_JOB_ID" not in os.environ:
         handlers |= {signal.SIGINT: hand_on, signal.SIGTERM: hand_on}
@@ -123,7 +113,13 @@ def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool)
     if sys.stdout is None:
         return
     out, shown = (sys.stdout.buffer, Shown(known_values(attempt.tokens(folder)), frames=follow or last is None))
-    with _opened(folder.console(number)) as log:
+    try:
+        opened = files.open_regular(folder.console(number), buffering=0)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise unreadable(folder.console(number), error) from None
+    with opened as log:
         log.seek(0 if last is None else _tail(log, last))
         while True:
             # determined before reading: what was written until then is not missed
@@ -173,15 +169,6 @@ class Shown:
         """What to write of the begun line, of which no more will be there."""
         line, self.line = self.line, b""
         return redact_bytes(printable_bytes(line), self.known)
-
-
-def _opened(path: Path) -> BinaryIO:
-    try:
-        return files.open_regular(path, buffering=0)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise unreadable(path, error) from None
 
 
 def _tail(log: BinaryIO, lines: int) -> int:

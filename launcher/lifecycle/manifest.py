@@ -22,7 +22,6 @@ from launcher.rules.deepspeed import engine_config
 from launcher.runs import rundir
 from launcher.runs.attempt import Command
 from launcher.runs.rundir import RunFolder
-from launcher.stage.options import Watch
 
 MANIFEST_VERSION = 1
 _HEAD = "# What `{stage}` was resolved to: inheritance, overrides and interpolation done.\n"
@@ -60,7 +59,8 @@ def manifest(
         "deepspeed": _deepspeed(plan, trainer),
         "cwd": str(command.cwd),
         "plan": plan.as_json(),
-        "tracked": _tracked(plan),
+        # open-instruct reports to W&B with either, whatever else is named
+        "tracked": plan.values.get("with_tracking") is True or "wandb" in str(plan.values.get("report_to")),
         "args": _resolved(plan),
         "argv": list(command.argv),
         "env": sorted(command.env),
@@ -90,25 +90,17 @@ def _deepspeed(plan: Plan, trainer: Trainer) -> dict[str, Any] | None:
     return {"version": trainer.packages.get("deepspeed"), "config": kept}
 
 
-def _tracked(plan: Plan) -> bool:
-    """Whether the run reports to W&B: open-instruct does with either, whatever else is named."""
-    reporters = plan.values.get("report_to")
-    return plan.values.get("with_tracking") is True or "wandb" in str(reporters)
-
-
 def _resolved(plan: Plan) -> dict[str, dict[str, Any]]:
     """Value and origin of every field: default (file:line), stage file, override, or derived."""
-    fields = {}
+    fields, config = {}, plan.stage.config
     for name, known in plan.stage.schema.fields.items():
+        value = plan.values[name]
         if name in plan.derived:
             origin = f"derived: {plan.derived[name].why}"
-        elif name in plan.stage.args:
-            origin = str(plan.stage.config.origin(f"args.{name}"))
         else:
-            origin = f"default: {known.where}"
-        value = plan.values[name]
-        if f"args.{name}" in plan.stage.config.secrets and name not in plan.derived:
-            value = plan.stage.config.secrets[f"args.{name}"]
+            given = name in plan.stage.args
+            origin = str(config.origin(f"args.{name}")) if given else f"default: {known.where}"
+            value = config.secrets.get(f"args.{name}", value)
         fields[name] = {"value": value, "origin": origin}
     return fields
 
@@ -127,8 +119,11 @@ def write_stage_file(plan: Plan, folder: RunFolder, restored: Mapping[str, Any] 
         "attention": list(options.attention) or None,
         "expect": dict(options.expect) or None,
         "slurm": {k: True if v is None else v for k, v in options.slurm.items()} or None,
-        "probe": "off" if options.probe is None else _told(options.probe),
+        "probe": "off",
     }
+    if options.probe is not None:
+        watch = asdict(options.probe)
+        given["probe"] = {key: watch[key] for part in KEYS["probe"].parts if watch[key := part.name] is not None}
     if options.batch is not None:
         batch = {"global": options.batch.total, "per_device": options.batch.per_device}
         given["batch"] = {key: value for key, value in batch.items() if value is not None}
@@ -147,11 +142,6 @@ def write_stage_file(plan: Plan, folder: RunFolder, restored: Mapping[str, Any] 
     files.write_text(folder.stage_file, _HEAD.format(stage=plan.stage.config.path) + text)
 
 
-def _told(watch: Watch) -> dict[str, Any]:
-    settings = asdict(watch)
-    return {part.name: settings[part.name] for part in KEYS["probe"].parts if settings[part.name] is not None}
-
-
 def escaped(value: Any) -> Any:
     """Values as they are, for a file that will be interpolated once more."""
     if isinstance(value, Mapping):
@@ -165,9 +155,7 @@ def escaped(value: Any) -> Any:
 
 def create(folder: RunFolder, content: Mapping[str, Any]) -> None:
     """Make the folder, write its manifest, enter the run in the index. Raises NotReady where that fails."""
-    try:
+    with rundir.writing(folder.path):
         folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
         files.write_json(folder.manifest, content)
-    except OSError as error:
-        raise rundir.not_writable(folder.path, error.strerror) from None
     rundir.enter("runs", folder.path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import shutil
@@ -33,19 +32,14 @@ def parsed(command: str | None) -> tuple[str, ...]:
 
     Raises UsageError where quotes are left open, or nothing is in it.
     """
-    if command is None:
-        return ()
+    why, words = "it is empty", tuple[str, ...]()
     try:
-        words = tuple(shlex.split(command))
+        words = () if command is None else tuple(shlex.split(command))
     except ValueError as error:
-        words, why = (), str(error)
-    else:
-        why = "it is empty"
-    if not words:
-        help = (
-            "a program and its arguments in one word: --on-finish 'notify-send done'; for pipes and the "
-            "like name a script"
-        )
+        why = str(error)
+    if not words and command is not None:
+        help = "a program and its arguments in one word: --on-finish 'notify-send done'"
+        help += "; for pipes and the like name a script"
         raise usage("bad-on-finish", f"--on-finish holds no command: {why}", help)
     return words
 
@@ -122,7 +116,8 @@ def run(
     def hand_on(number: int, _frame: FrameType | None) -> None:
         if not groups:
             early.append(number)
-        _signal(groups, number)
+        for group in groups:
+            process.signal_group(group, number)
 
     with process.handling({signal.SIGINT: hand_on, signal.SIGTERM: hand_on}):
         try:
@@ -134,32 +129,22 @@ def run(
             began()
         groups.append(child.pid)
         for number in early:
-            _signal(groups, number)
+            process.signal_group(child.pid, number)
         name = os.path.basename(words[0])
         try:
             returned = child.wait(limit_s)
         except subprocess.TimeoutExpired:
             _say(environ, f"{name} is ended: it took longer than {limit_s:g} s")
-            returned = _ended(child)
+            process.signal_group(child.pid, signal.SIGTERM)
+            until = time.monotonic() + ENDING_S
+            # as long as it is not waited for, its number is that of its group and of no other
+            while not process.over(child.pid) and time.monotonic() < until:
+                time.sleep(POLL_S)
+            process.signal_group(child.pid, signal.SIGKILL)
+            returned = child.wait()
     if returned:
         _say(environ, f"{name} ended with {returned}")
     return returned
-
-
-def _ended(child: subprocess.Popen[bytes]) -> int:
-    _signal([child.pid], signal.SIGTERM)
-    until = time.monotonic() + ENDING_S
-    # as long as it is not waited for, its number is that of its group and of no other
-    while not process.over(child.pid) and time.monotonic() < until:
-        time.sleep(POLL_S)
-    _signal([child.pid], signal.SIGKILL)
-    return child.wait()
-
-
-def _signal(groups: Sequence[int], number: int) -> None:
-    for group in groups:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, number)
 
 
 def _say(environ: Mapping[str, str], what: str) -> None:

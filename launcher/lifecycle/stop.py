@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from launcher.lifecycle import follow, supervisor
 from launcher.report import overview
 from launcher.report.progress import Progress
 from launcher.runs import attempt, lease, rundir, runner, slurm
+from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
 
 POLL_S = 0.1
@@ -45,34 +46,35 @@ class Cost:
         return f"{last}: {self.lost} of {self.step} steps are lost"
 
     def as_json(self) -> dict[str, Any]:
-        where = None if self.checkpoint is None else str(self.checkpoint)
-        return {"step": self.step, "saved": self.saved, "checkpoint": where, "lost": self.lost}
+        return {**asdict(self), "checkpoint": self.checkpoint and str(self.checkpoint), "lost": self.lost}
 
 
 def cost(folder: RunFolder) -> Cost:
+    record = rundir.read_manifest(folder)
+    found = checkpoints.find(str(record.backend), record.output, ranks=record.processes or 1)
+    last = next((one for one in reversed(found) if one.complete), None)
+    saved = last.number if last is not None and last.kind == "step" else None
+    return Cost(step=_step(folder), saved=saved, checkpoint=None if last is None else last.path)
+
+
+def _step(folder: RunFolder) -> int:
     progress = Progress(total=None)
     overview.last_steps(folder, progress)
-    record = rundir.read_manifest(folder)
-    ranks = record.processes or 1
-    found = checkpoints.find(str(record.backend), record.output, ranks=ranks)
-    last = next((one for one in reversed(found) if one.why_incomplete is None), None)
-    saved = last.number if last is not None and last.kind == "step" else None
-    return Cost(step=progress.step, saved=saved, checkpoint=None if last is None else last.path)
+    return progress.step
 
 
 def due(folder: RunFolder) -> str:
     """When the next checkpoint comes, in words, as far as its record and its last step tell."""
-    record, progress = rundir.read_manifest(folder), Progress(total=None)
-    overview.last_steps(folder, progress)
+    record, done = rundir.read_manifest(folder), _step(folder)
     every, last = record.get("checkpoints", "epoch"), record.steps
     if every is None:
         return "it saves no checkpoint: waiting for its end"
     if not isinstance(every, int):
         return "waiting for the next checkpoint"
-    step = every * (progress.step // every + 1)
+    step = every * (done // every + 1)
     if last is not None and step > last:
         return f"no further checkpoint is due: waiting for its end, step {last}"
-    return f"waiting for the checkpoint of step {step}; step {progress.step} is done"
+    return f"waiting for the checkpoint of step {step}; step {done} is done"
 
 
 def stop(folder: RunFolder, *, after_checkpoint: bool = False) -> runner.ProcessExit | None:
@@ -118,9 +120,9 @@ def _patience(folder: RunFolder) -> float:
 
 
 def _waits(folder: RunFolder) -> runner.Grace:
-    environ = rundir.read_json(folder.start).get("environ")
+    environ = Record(rundir.read_json(folder.start)).part("environ")
     try:
-        return runner.grace(environ.get(runner.GRACE_VARIABLE) if isinstance(environ, dict) else None)
+        return runner.grace(environ.get(runner.GRACE_VARIABLE))
     except UsageError:
         return runner.GRACE_S
 
@@ -179,9 +181,8 @@ def _begins(folder: RunFolder, number: int) -> bool:
 
 def _end_orphan(folder: RunFolder, request: runner.StopRequest) -> None:
     """Its keeper was killed, or stands still: do what that would have done."""
-    attempt = follow.newest_attempt(folder)
-    due = supervisor.Due(folder, attempt)
-    number = request.attempt
+    attempt, number = follow.newest_attempt(folder), request.attempt
+    due = supervisor.Due(attempt)
     while not due.now(request) and runner.alive(folder.path):
         time.sleep(POLL_S)
     runner.end_orphans(folder, _waits(folder), number)

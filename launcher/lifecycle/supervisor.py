@@ -126,8 +126,8 @@ def main(words: Sequence[str]) -> int:
 
     `words`: run folder, number, descriptor to tell, descriptors to hold, the lease to take over.
     """
-    folder, number = RunFolder(Path(words[0])), int(words[1])
-    telling, locks = int(words[2]), [int(one) for one in words[3].split(",") if one]
+    folder, number, telling = RunFolder(Path(words[0])), int(words[1]), int(words[2])
+    locks = [int(one) for one in words[3].split(",") if one]
     digest = os.environ.pop(_DIGEST, None)
     granted = lease.read(Path(words[4])) if words[4:] else None
     process.adopt_orphans()
@@ -146,33 +146,30 @@ def main(words: Sequence[str]) -> int:
                 message = f"{folder.start.name} is not what was written at the start"
                 help = "have runs in a folder that nobody else can write"
                 raise not_ready("start-changed", message, help, file=str(folder.start))
-            # a tmux session, a job or another shell may have started us anywhere
-            os.chdir(attempt.cwd)
+            try:
+                # a tmux session, a job or another shell may have started us anywhere
+                os.chdir(attempt.cwd)
+            except OSError as error:
+                message = f"the folder that launch was started in cannot be entered: {error.strerror}"
+                raise not_ready("not-started", message, file=attempt.cwd) from None
             output = None if attempt.output is None or attempt.rank else Path(attempt.output)
             sums = checksums.ChecksumThread(folder, attempt.backend, output, attempt.world)
             with lease.kept(granted, partial(_overtaken, folder.console(number))) as end:
                 command = attempt.command(os.environ)
-                if granted is not None:
-                    env = {**command.env, lease.VARIABLE: str(granted.path)}
-                    command = replace(command, env=env)
+                where = {} if granted is None else {lease.VARIABLE: str(granted.path)}
                 sums.start()
                 ended = runner.run(
-                    command,
+                    replace(command, env={**command.env, **where}),
                     folder,
                     number,
                     pass_fds=locks,
-                    due=Due(folder, attempt).now,
+                    due=Due(attempt).now,
                     began=lambda: tell(_STARTED),
                     inherited={},
                     adopting=True,
                 )
                 sums.end(resumable=ended.returncode != 0)
                 end(overview.ended_state(folder), ended.returncode)
-        except OSError as error:
-            message = f"the folder that launch was started in cannot be entered: {error.strerror}"
-            gone = not_ready("not-started", message, file=attempt.cwd)
-            tell(json.dumps([one.as_json() for one in gone.findings]).encode())
-            return gone.exit_code
         except LaunchError as error:
             tell(json.dumps([one.as_json() for one in error.findings]).encode())
             return error.exit_code
@@ -243,9 +240,7 @@ def _of_a_further_machine(folder: RunFolder, attempt: Attempt, ended: runner.Pro
         return Exit.OK
     first = RunFolder(folder.path.parent)
     until = time.monotonic() + OTHERS_S
-    while first.manifest.exists() and not first.exit(attempt.number).exists():
-        if time.monotonic() > until:
-            break
+    while first.manifest.exists() and not first.exit(attempt.number).exists() and time.monotonic() <= until:
         time.sleep(1)
     return Exit.TRAINING
 
@@ -255,30 +250,24 @@ class Due:
 
     EVERY_S = 2.0
 
-    def __init__(self, folder: RunFolder, attempt: Attempt) -> None:
-        self.folder = folder
+    def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
-        self.before: frozenset[str] | None = None
+        self.before: frozenset[Path] | None = None
         self.looked = -self.EVERY_S
 
     def now(self, request: runner.StopRequest) -> bool:
         """Looks for checkpoints every two seconds; those of the first look are the old ones."""
-        if not request.after_checkpoint:
-            return True
-        if time.monotonic() - self.looked < self.EVERY_S:
-            return False
+        if not request.after_checkpoint or time.monotonic() - self.looked < self.EVERY_S:
+            return not request.after_checkpoint
+        from launcher.artifacts import checkpoints
+
         self.looked = time.monotonic()
-        complete = self._complete()
+        output = None if self.attempt.output is None else Path(self.attempt.output)
+        found = checkpoints.find(self.attempt.backend, output, ranks=self.attempt.world)
+        complete = frozenset(one.path for one in found if one.complete)
         if self.before is None:
             self.before = complete
         return bool(complete - self.before)
-
-    def _complete(self) -> frozenset[str]:
-        from launcher.artifacts import checkpoints
-
-        output = None if self.attempt.output is None else Path(self.attempt.output)
-        found = checkpoints.find(self.attempt.backend, output, ranks=self.attempt.world)
-        return frozenset(str(one.path) for one in found if one.why_incomplete is None)
 
 
 if __name__ == "__main__":

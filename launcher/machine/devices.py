@@ -20,7 +20,7 @@ from typing import Any
 
 from launcher import files
 from launcher.errors import Finding, NotReady, launch_finding, usage
-from launcher.machine import process, python
+from launcher.machine import python
 from launcher.machine.locks import locked
 from launcher.machine.python import Gpu, GpuProcess
 
@@ -31,8 +31,6 @@ FREE_MIB = 1024  # what may be in use on a GPU that counts as free: a driver's o
 
 LOCKS = "LAUNCH_GPU_LOCKS"  # the environment variable that names another folder for the locks than the machine's own
 _SHARED = ("/dev/shm", "/tmp")
-_NUMBER = re.compile(r"\d+")
-_NO_FILE_NAME = re.compile(r"[^\w.-]+")
 # another start that only looks holds a lock for microseconds
 _GLANCE_S = 0.25
 
@@ -61,7 +59,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Who has a GPU. `run` is a run of launch's; `locked` whether it holds the GPU's lock."""
+    """Who has a GPU. `run` is the run of launch's that holds the GPU's lock; `locked` whether any start does."""
 
     text: str
     run: str | None = None
@@ -111,8 +109,8 @@ class Devices:
             "visible": self.visible,
             "why": self.why,
             "gpus": [
-                {"index": slot.gpu.index, "id": slot.id, "name": slot.gpu.name, "memory_mib": slot.gpu.memory_mib}
-                for slot in self.slots
+                {"index": gpu.index, "id": gpu.uuid, "name": gpu.name, "memory_mib": gpu.memory_mib}
+                for gpu in (slot.gpu for slot in self.slots)
             ],
         }
 
@@ -149,7 +147,7 @@ def visible(present: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Slot, .
 
 
 def _entry(entry: str, present: Sequence[Gpu]) -> Slot | None:
-    if number := _NUMBER.match(entry):
+    if number := re.match(r"\d+", entry):
         return next((Slot(str(gpu.index), gpu) for gpu in present if gpu.index == int(number[0])), None)
     # an id may be cut short as long as it means one
     fitting = [gpu for gpu in present if entry[:4] == "GPU-" and gpu.uuid.startswith(entry)]
@@ -161,10 +159,8 @@ def _use(slot: Slot, computing: Sequence[GpuProcess]) -> Use | None:
     if holder is not None:
         name = Path(holder).name if holder else None
         return Use(f"the run {name}" if name else "another start of launch", name, locked=True)
-    if here := [one for one in computing if one.uuid == slot.id]:
-        run = next((name for one in here if (name := _run_of(one.pid))), None)
-        shown = ", ".join(_described(one) for one in here[:3])
-        return Use(f"the run {run} ({shown})" if run else shown, run)
+    if here := [_described(one) for one in computing if one.uuid == slot.id]:
+        return Use(", ".join(here[:3]))
     if slot.gpu.used_mib > FREE_MIB:
         return Use(f"something that is not seen from here ({slot.gpu.used_mib} MiB)")
     return None
@@ -176,23 +172,16 @@ def _described(one: GpuProcess) -> str:
     return f"pid {one.pid} ({about})" if about else f"pid {one.pid}"
 
 
-def _run_of(pid: int) -> str | None:
-    marks = sorted(process.marks())
-    return next((Path(mark).name for mark in marks if pid in process.family(None, mark)), None)
-
-
 # --- the choice -----------------------------------------------------------------------------------
 
 
 def named(text: str | None) -> tuple[str, ...] | None:
     """`--devices 2,3` in parts; raises UsageError for what names nothing, or something twice."""
-    if text is None:
-        return None
-    parts = tuple(part.strip() for part in text.split(","))
+    parts = () if text is None else tuple(part.strip() for part in text.split(","))
     twice = sorted({part for part in parts if parts.count(part) > 1})
     odd = [p for p in parts if not (p.isascii() and p.isdecimal()) and p[:4] != "GPU-"]
     if not odd and not twice:
-        return parts
+        return parts or None
     what = f"`{odd[0]}` is no GPU" if odd else f"{', '.join(twice)} is named twice"
     raise usage("bad-devices", f"--devices {text}: {what}", "numbers of nvidia-smi: 2,3")
 
@@ -207,12 +196,10 @@ def choose(count: int | None, asked: Sequence[str] | None, seen: Look) -> Device
         return _named(asked, seen)
     if not count:
         return Devices(why="on the CPU")
-    free = seen.free()
+    free, every = seen.free(), len(seen.visible)
     if len(free) < count:
         return Devices(findings=(_too_few(count, seen, free),))
-    every = len(seen.visible)
-    why = "the only ones here" if count == every else f"the first free of {every}"
-    return Devices(slots=free[:count], why=why)
+    return Devices(slots=free[:count], why="the only ones here" if count == every else f"the first free of {every}")
 
 
 def _named(names: Sequence[str], seen: Look) -> Devices:
@@ -229,7 +216,7 @@ def _named(names: Sequence[str], seen: Look) -> Devices:
             faults.append(_held_by(slot, use))
         elif use is not None:
             message = f"{slot.label} is named, and used by {use.text}: both may run out of memory"
-            faults.append(launch_finding("warning", "busy-gpu", message, _ending(use)))
+            faults.append(launch_finding("warning", "busy-gpu", message, "wait until it is over"))
     refused = any(fault.severity == "error" for fault in faults)
     return Devices(slots=() if refused else tuple(slots), why="named by --devices", findings=tuple(faults))
 
@@ -237,10 +224,8 @@ def _named(names: Sequence[str], seen: Look) -> Devices:
 def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
     here = len(seen.visible)
     if seen.fault is not None:
-        help = (
-            "mend the driver (after an update: reboot), or start the container with --gpus all; --gpus 0 "
-            "trains on the CPU"
-        )
+        help = "mend the driver (after an update: reboot), or start the container with --gpus all"
+        help += "; --gpus 0 trains on the CPU"
         return launch_finding("error", "no-driver", f"nvidia-smi says: {seen.fault}", help)
     if here < count:
         limit = "" if seen.hidden is None else f" ({VARIABLE}={seen.hidden})"
@@ -267,12 +252,8 @@ def _no_such(name: str, seen: Look) -> Finding:
 
 
 def _held_by(slot: Slot, use: Use) -> Finding:
-    message = f"{slot.label} is taken by {use.text}"
-    return launch_finding("error", "gpus-taken", message, f"another one, or {_ending(use)}")
-
-
-def _ending(use: Use) -> str:
-    return f"wait, or `launch stop {use.run}`" if use.run else "wait until it is over"
+    help = f"wait, or `launch stop {use.run}`" if use.run else "wait until it is over"
+    return launch_finding("error", "gpus-taken", f"{slot.label} is taken by {use.text}", f"another one, or {help}")
 
 
 # --- locks ----------------------------------------------------------------------------------------
@@ -293,8 +274,11 @@ def lock_slots(devices: Devices, run: Path, *, patience_s: float = 10.0) -> Iter
             if lock is None:
                 continue
             locks.append(lock)
-            # the holder may be this very run, which is about to let go
-            if _busy(lock, _GLANCE_S) and (_written(lock) != str(run) or _busy(lock, patience_s)):
+            # on a file system without locks (None) what the driver says has to do; the holder may be this very
+            # run, which is about to let go
+            if locked(lock, seconds=_GLANCE_S) is False and (
+                _written(lock) != str(run) or locked(lock, seconds=patience_s) is False
+            ):
                 raise NotReady(_held_by(slot, _use(slot, ()) or Use("another start of launch")))
             with contextlib.suppress(OSError):
                 os.ftruncate(lock, 0)
@@ -311,14 +295,9 @@ def _holder(slot: Slot) -> str | None:
     if lock is None:
         return None
     try:
-        return _written(lock) if _busy(lock, 0.0, shared=True) else None
+        return _written(lock) if locked(lock, shared=True) is False else None
     finally:
         os.close(lock)
-
-
-def _busy(lock: int, seconds: float, *, shared: bool = False) -> bool:
-    # on a file system without locks what the driver says has to do
-    return locked(lock, shared=shared, seconds=seconds) is False
 
 
 def _written(lock: int) -> str:
@@ -334,7 +313,7 @@ def _opened(name: str, *, make: bool = True) -> int | None:
 
     None where there is none, or none can be made.
     """
-    file = f"launch-{_NO_FILE_NAME.sub('-', name)}.lock"
+    file = "launch-" + re.sub(r"[^\w.-]+", "-", f"{name}.lock")
     given = os.environ.get(LOCKS)
     for folder in [given] if given else _SHARED:
         with contextlib.suppress(OSError):

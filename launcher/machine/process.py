@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 PROC = Path("/proc")
 MARK = "LAUNCH_RUN"  # the environment variable that holds the run folder in every process of a run
@@ -76,8 +77,7 @@ class Identity:
         return f"{self.host}, pid {self.pid}{inside if self.elsewhere() else ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class _ProcessRow:
+class _ProcessRow(NamedTuple):
     pid: int
     state: bytes
     parent: int
@@ -93,24 +93,17 @@ class _ProcessRow:
 def identify(pid: int) -> Identity:
     """The identity of a process that is known to be the one meant now."""
     entry = _entry(pid)
-    began = None if entry is None else entry.began
-    return Identity(pid=pid, host=host(), boot=boot(), began=began, namespace=namespace())
+    return Identity(pid=pid, host=host(), boot=boot(), began=entry and entry.began, namespace=namespace())
 
 
 def identity(data: Mapping[str, object]) -> Identity | None:
     """What `as_json` wrote; None where it is incomplete."""
-    pid, began = data.get("pid"), data.get("began")
-    if not isinstance(pid, int) or pid <= 0:
+    pid, began, inode = (one if isinstance(one, int) else None for one in map(data.get, ("pid", "began", "namespace")))
+    if pid is None or pid <= 0:
         return None
-    read = str(data["boot"]) if isinstance(data.get("boot"), str) else None
-    inode = data.get("namespace")
-    return Identity(
-        pid=pid,
-        host=str(data.get("host")),
-        boot=read,
-        began=began if isinstance(began, int) else None,
-        namespace=inode if isinstance(inode, int) else None,
-    )
+    since = data.get("boot")
+    since = since if isinstance(since, str) else None
+    return Identity(pid=pid, host=str(data.get("host")), boot=since, began=began, namespace=inode)
 
 
 def hold_standard_streams() -> None:
@@ -139,21 +132,16 @@ def namespace() -> int | None:
 
 
 def family(leader: int | None, mark: str) -> frozenset[int]:
-    """The living processes of a run: the leader, its session, its descendants, whoever bears the mark.
-
-    `leader` may be given only while its number cannot have been reused. Never this process or one
-    above it.
-    """
+    """The living processes of a run; `leader` may be given only while its number cannot have been reused."""
     return Family(None if leader is None else identify(leader), mark).living()
 
 
 @dataclass(slots=True)
 class Family:
-    """The processes of a run, as one who ends them knows them.
+    """The processes of a run: leader, its session, whoever bears the mark, and the descendants of all these.
 
-    They are the leader, its session, whoever bears the mark, and the descendants of all these: of a
-    `keeper` that adopts orphans too, but not itself. One that was seen once is known from then on, though
-    it has no environment, a session of its own, and no parent any more.
+    Of a `keeper` that adopts orphans these too, but not itself. One that was found once is known from then on,
+    though it has no environment, a session of its own, and no parent any more.
     """
 
     leader: Identity | None
@@ -211,8 +199,7 @@ def bury(but: int) -> None:
 
 def marks() -> frozenset[str]:
     """The marks of all living processes: which runs still have one."""
-    found = (_mark(entry.pid) for entry in _table().values() if not entry.dead)
-    return frozenset(mark for mark in found if mark is not None)
+    return frozenset(filter(None, (_mark(entry.pid) for entry in _table().values() if not entry.dead)))
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:
@@ -221,9 +208,13 @@ def signal_all(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
+def signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
 def _table() -> dict[int, _ProcessRow]:
-    names = [name for name in os.listdir(PROC) if name.isdigit()]
-    entries = (_entry(int(name)) for name in names)
+    entries = (_entry(int(name)) for name in os.listdir(PROC) if name.isdigit())
     return {entry.pid: entry for entry in entries if entry is not None}
 
 
@@ -234,14 +225,8 @@ def _entry(pid: int) -> _ProcessRow | None:
         return None
     # the command, in brackets, may hold blanks and brackets itself
     fields = raw[raw.rindex(b")") + 2 :].split()
-    return _ProcessRow(
-        pid=pid,
-        state=fields[0],
-        parent=int(fields[1]),
-        group=int(fields[2]),
-        session=int(fields[3]),
-        began=int(fields[19]),
-    )
+    parent, group, session, began = (int(fields[at]) for at in (1, 2, 3, 19))
+    return _ProcessRow(pid, fields[0], parent, group, session, began)
 
 
 def _mark(pid: int) -> str | None:

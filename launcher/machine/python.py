@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 from launcher.errors import not_ready
@@ -104,35 +106,15 @@ class Trainer:
     own: bool = False
 
 
-def run(argv: Sequence[str], timeout_s: float = 10.0, environ: Mapping[str, str] | None = None) -> str | None:
-    """The output of a short command; None where it is missing, fails or hangs."""
-    try:
-        done = subprocess.run(
-            argv,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-            env=environ,
-        )
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+def _answer(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Eight cards without persistence mode take ten seconds and more. Raises OSError and what subprocess raises."""
+    null = subprocess.DEVNULL
+    return subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=60, stdin=null)
 
 
 def ask_driver() -> Driver:
     try:
-        # eight cards without persistence mode take ten seconds and more to answer
-        done = subprocess.run(
-            ["nvidia-smi", "-q", "-x"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-        )
+        done = _answer(["nvidia-smi", "-q", "-x"])
     except FileNotFoundError:
         return Driver()
     except (OSError, subprocess.SubprocessError) as error:
@@ -141,9 +123,8 @@ def ask_driver() -> Driver:
     try:
         log = ElementTree.fromstring(document.partition("</nvidia_smi_log>")[0] + "</nvidia_smi_log>")
     except ElementTree.ParseError:
-        lines = f"{done.stdout}\n{done.stderr}".split("\n")
-        words = next((line.strip() for line in lines if line.strip()), None)
-        return Driver(fault=words or f"exit code {done.returncode}")
+        lines = filter(None, map(str.strip, f"{done.stdout}\n{done.stderr}".split("\n")))
+        return Driver(fault=next(lines, f"exit code {done.returncode}"))
     cards = log.findall("gpu")
     cuda = re.match(r"(\d+)\.(\d+)", log.findtext("cuda_version", ""))
     return Driver(
@@ -213,17 +194,15 @@ def find_trainer(named: Path | None, checkout: Path | None, environ: Mapping[str
 
 def ask_trainer(python: Path, source: str) -> Trainer:
     """Ask an interpreter for its version, import path and packages; raises NotReady if it fails."""
-    python = expanded(python).absolute()
-    # a site file may print something of its own first
-    answer = (run([str(python), "-c", _QUESTION], timeout_s=60) or "").rpartition("\n")[2]
-    data = parse_line(answer.encode())
+    python, data = expanded(python).absolute(), dict[str, Any]()
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        done = _answer([str(python), "-c", _QUESTION])
+        # a site file may print something of its own first
+        data = {} if done.returncode else parse_line(done.stdout.strip().rpartition("\n")[2].encode())
     if not data:
-        raise not_ready(
-            "no-python",
-            f"{source} names a Python that does not run: {python}",
-            "give the trainer's interpreter with --python PATH",
-            file=str(python),
-        )
+        message = f"{source} names a Python that does not run: {python}"
+        help = "give the trainer's interpreter with --python PATH"
+        raise not_ready("no-python", message, help, file=str(python))
     return Trainer(
         python=python,
         source=source,

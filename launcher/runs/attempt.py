@@ -79,11 +79,10 @@ def _quoted(word: str) -> str:
 class Attempt:
     """What to start, and what to do around it.
 
-    `environ` is the environment of whoever gave the command, `env` what the command adds to it.
-    `rank` is the number of this machine among `nodes`, `devices` are ids of its GPUs. `caches` are
-    records of `caches.Cache`, `on_finish` is an argv that may take `on_finish_s` seconds, `total` the
-    number of optimizer steps, where known. `borrowed` are variables that the config took a secret from.
-    `request` is the `prepare.Request` of the command, to be prepared again.
+    `environ` is the environment of whoever gave the command, `env` what the command adds to it. `rank` is the
+    number of this machine among `nodes`, `devices` are ids of its GPUs. `caches` are records of `cache.keys.Cache`,
+    `total` optimizer steps. `on_finish` is an argv that may take `on_finish_s` seconds. `borrowed` are variables
+    that the config took a secret from, `request` is the `prepare.Request` of the command, to be prepared again.
     """
 
     number: int
@@ -150,9 +149,8 @@ def read(folder: RunFolder) -> Attempt:
     data = rundir.read_json(folder.start)
     try:
         given = {name: data[name] for name in Attempt.__dataclass_fields__ if name in data}
-        for name in ("argv", "devices", "caches", "on_finish"):
-            given[name] = tuple(given.get(name, ()))
-        return Attempt(**given)
+        lists = {name: tuple(given.get(name, ())) for name in ("argv", "devices", "caches", "on_finish")}
+        return Attempt(**{**given, **lists})
     except (TypeError, KeyError):
         message = f"{folder.path.name} holds no attempt that could be started"
         help = "start the stage itself: launch sft CONFIG, or launch dpo CONFIG"

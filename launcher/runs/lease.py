@@ -146,11 +146,7 @@ def manifests(output: Path | None) -> list[Manifest]:
 
 
 def _fences(folder: Path) -> list[int]:
-    try:
-        names = os.listdir(folder)
-    except (OSError, ValueError):
-        return []
-    return sorted(int(match[1]) for name in names if (match := _NAME.match(name)))
+    return sorted(int(match[1]) for name in files.names(folder) if (match := _NAME.match(name)))
 
 
 def require_free(output: Path | None) -> None:

@@ -43,13 +43,12 @@ def placeholders(options: Mapping[str, str] = OPTIONS) -> list[str]:
 def filled(argv: Sequence[str], here: Rendezvous | None) -> tuple[str, ...]:
     """The command of one node; without a rendezvous, as it is.
 
-    Only the word after each of accelerate's or torchrun's own options is touched, whatever it is: an
-    argument of the stage that happens to read NODE_RANK stays, and a command that was filled in can be
-    again.
+    Only the word after each of accelerate's or torchrun's own options is touched, whatever it is: an argument
+    of the stage that happens to read NODE_RANK stays, and a command that was filled in can be again.
     """
-    if here is None:
-        return tuple(argv)
     words = list(argv)
+    if here is None:
+        return tuple(words)
     values = {RANK: str(here.rank), ADDRESS: here.address, PORT: str(here.port)}
     for option, word in (*OPTIONS.items(), *TORCHRUN.items()):
         with contextlib.suppress(ValueError):
@@ -64,10 +63,9 @@ def find(nodes: int, rank: int | None, address: str | None, environ: Mapping[str
     None for a single node. Raises UsageError where neither tells, or what they tell cannot be.
     """
     if nodes == 1:
-        if rank not in (None, 0) or address is not None:
-            message = "the run takes one machine: which one needs no saying"
-            raise usage("bad-node-rank", message, "give --nodes too")
-        return None
+        if rank in (None, 0) and address is None:
+            return None
+        raise usage("bad-node-rank", "the run takes one machine: which one needs no saying", "give --nodes too")
     scheduled = _slurm(nodes, environ) if rank is None or address is None else None
     if rank is None and scheduled is not None:
         rank = scheduled.rank

@@ -87,18 +87,13 @@ class RunFolder:
 
     def attempts(self) -> int:
         """How many attempts have begun; a log that was tidied away still counts."""
-        try:
-            names = os.listdir(self.path)
-        except OSError:
-            return 0
-        found = (_NUMBERED.match(name) for name in names)
+        found = map(_NUMBERED.match, files.names(self.path))
         return max((int(match[1] or 1) for match in found if match), default=0)
 
 
-def runs_root(environ: Mapping[str, str] | None = None) -> Path:
+def runs_root() -> Path:
     """Where runs live: LAUNCH_RUNS, else `./runs`."""
-    environ = os.environ if environ is None else environ
-    return Path(environ.get("LAUNCH_RUNS") or "runs").expanduser().absolute()
+    return Path(os.environ.get("LAUNCH_RUNS") or "runs").expanduser().absolute()
 
 
 def state_folder() -> Path:
@@ -117,11 +112,10 @@ def choose(
     is created, unless `reserve` asks for the empty folder of a new run: then two starts in the same
     second get two. Raises NotReady where that cannot be made.
     """
-    expected = None if output is None else redact(str(output))
-    for folder in [] if expected is None else newest_first(root):
+    for folder in [] if output is None else newest_first(root):
         head = read_head(folder)
         named = head.text("output")
-        if head.stage == stage and named is not None and _one_folder(named, str(expected)):
+        if head.stage == stage and named is not None and _one_folder(named, redact(str(output))):
             return folder, folder.node(rank).attempts() + 1
     return RunFolder(new_folder(root, stage, name, reserve=reserve)), 1
 
@@ -156,16 +150,12 @@ def dashed(text: str) -> str:
 def _free(path: Path, reserve: bool) -> bool:
     if not reserve:
         return not path.exists()
-    try:
+    with writing(path):
         path.parent.mkdir(OWN, parents=True, exist_ok=True)
-        path.mkdir(OWN)
-    except FileExistsError:
-        if not path.parent.is_dir():
-            raise not_writable(path.parent, "it is a file") from None
-        return False
-    except OSError as error:
-        raise not_writable(path, error.strerror) from None
-    return True
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(OWN)
+            return True
+    return False
 
 
 def release(folder: RunFolder) -> None:
@@ -190,11 +180,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def newest_first(root: Path) -> Iterator[RunFolder]:
-    try:
-        names = sorted(os.listdir(root), reverse=True)
-    except OSError:
-        return
-    for name in names:
+    for name in reversed(files.names(root)):
         if os.path.isfile(f"{root}/{name}/run.json"):
             yield RunFolder(root / name)
 
@@ -312,24 +298,17 @@ def _entry(path: Path) -> str:
 
 def entered(index: str, known: Iterable[Path] = ()) -> Iterator[Path]:
     """The folders of an index, be they there or not, but for those that are `known`."""
-    there = {_entry(path) for path in known}
-    try:
-        entries = [one for one in (state_folder() / index).iterdir() if one.name not in there]
-    except OSError:
-        return
-    for entry in entries:
+    there, folder = {_entry(path) for path in known}, state_folder() / index
+    for name in files.names(folder):
         with contextlib.suppress(OSError, ValueError):
-            path = Path(os.fsdecode(files.read_bytes(entry)))
-            if path.is_absolute():
+            if name not in there and (path := Path(os.fsdecode(files.read_bytes(folder / name)))).is_absolute():
                 yield path
 
 
 def known_runs() -> list[RunFolder]:
     """Every run of the index and of the runs folder here, oldest first."""
     paths = {folder.path for folder in newest_first(runs_root())}
-    for path in list(entered("runs", paths)):
-        if path not in paths and os.path.isfile(f"{path}/run.json"):
-            paths.add(path)
+    paths |= {path for path in entered("runs", paths) if os.path.isfile(f"{path}/run.json")}
     return sorted(map(RunFolder, paths), key=lambda folder: (folder.path.name, folder.path))
 
 
@@ -348,9 +327,8 @@ def find(name: str) -> RunFolder | None:
         newest = sorted((run for run in runs if not _is_campaign(run.path.parent)), key=_started, reverse=True)
         newest = list(filter(begun_here, newest)) or newest
         return next(filter(begun, newest), next(iter(newest), None))
-    matching = [folder for folder in runs if name and folder.path.name.startswith(name)]
-    exact = [folder for folder in matching if folder.path.name == name]
-    found = exact or matching
+    exact = [folder for folder in runs if folder.path.name == name]
+    found = exact or [folder for folder in runs if name and folder.path.name.startswith(name)]
     if len(found) > 1:
         listed = ", ".join(str(f.path) if exact else f.path.name for f in found[-5:])
         raise usage("ambiguous-run", f"{len(found)} runs match `{name}`", f"such as {listed}")
@@ -392,25 +370,19 @@ def campaigns(runs: Iterable[RunFolder]) -> dict[Path, Path]:
 def members(folder: Path) -> list[RunFolder]:
     """The runs of a pipeline, bench, ladder or tune folder that began, each once, in its record's order."""
     known = campaign(str(folder))
-    folder, found = known.path if known else folder, dict[Path, RunFolder]()
-    for name in _RECORDS:
-        for path in _runs_in(read_json(folder / name)):
-            # a folder that was moved took what lies in it along
-            here = path if path.is_dir() else folder / path.name
-            if RunFolder(here).attempts():
-                found[here] = RunFolder(here)
-    return list(found.values())
+    folder = known.path if known else folder
+    paths = (path for name in _RECORDS for path in _runs_in(read_json(folder / name)))
+    # a folder that was moved took what lies in it along
+    runs = dict.fromkeys(RunFolder(path if path.is_dir() else folder / path.name) for path in paths)
+    return [run for run in runs if run.attempts()]
 
 
 def _runs_in(record: object) -> Iterator[Path]:
-    below: Iterable[object] = ()
     if isinstance(record, dict):
         if isinstance(record.get("run"), str):
             yield Path(record["run"])
-        below = record.values()
-    elif isinstance(record, list):
-        below = record
-    for value in below:
+        record = list(record.values())
+    for value in record if isinstance(record, list) else ():
         yield from _runs_in(value)
 
 

@@ -306,9 +306,9 @@ class _Watch:
         # what outlived the process that was started: no part of any result comes from it, and torchrun's
         # workers are in sessions of their own: the group alone would leave them behind
         times = self.times
-        _signal_group(pid, signal.SIGTERM)
+        process.signal_group(pid, signal.SIGTERM)
         _vanish(family, signal.SIGTERM, self.waits[2], lambda: self.times > times)
-        _signal_group(pid, signal.SIGKILL)
+        process.signal_group(pid, signal.SIGKILL)
         _vanish(family, signal.SIGKILL, KILLED_S)
         return stopped
 
@@ -329,13 +329,13 @@ class _Watch:
         """INT or TERM to the group, TERM to everything, then KILL; a further signal ends each wait."""
         # known from now on, whatever becomes of their parents
         family.living()
-        _signal_group(pid, first)
+        process.signal_group(pid, first)
         self._wait(pid, 0)
         for number in (signal.SIGTERM, signal.SIGKILL):
             if process.over(pid):
                 return
             process.signal_all(family.living(), number)
-            _signal_group(pid, number)
+            process.signal_group(pid, number)
             if number == signal.SIGTERM:
                 self._wait(pid, 1)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -372,11 +372,6 @@ def end_orphans(folder: RunFolder, waits: Grace, attempt: int) -> None:
         ended = _ended(-last, signal.SIGINT, known.started, attempt)
         with contextlib.suppress(OSError):
             files.write_json(folder.exit(attempt), asdict(ended))
-
-
-def _signal_group(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
 
 
 def keeper_lives(folder: RunFolder) -> bool:

@@ -49,9 +49,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def launch(*words: str, **settings: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*LAUNCH, *words], capture_output=True, text=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL,
-        **settings,
-    )  # fmt: skip
+        [*LAUNCH, *words], capture_output=True, text=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL, **settings
+    )
 
 
 def shown(*words: str, **settings: Any) -> subprocess.Popen[bytes]:

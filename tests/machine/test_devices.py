@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from fake_smi import Smi, uuid
 from launcher.errors import NotReady, UsageError
 from launcher.lifecycle import prepare
 from launcher.lifecycle.prepare import Request
-from launcher.machine import devices, process
+from launcher.machine import devices
 from launcher.machine.devices import Devices, Slot
 from launcher.machine.python import Gpu
 
@@ -119,9 +118,8 @@ def test_the_ones_that_were_named(smi: Smi) -> None:
     assert chosen(2, [uuid(1), "0"]).visible == "1,0"
     for asked, environ, words in (
         (["2", "7"], {}, "--devices 7: there is no such GPU here | to be seen: 0, 1"),
-        (["1"], {"CUDA_VISIBLE_DEVICES": "2,3"},
-         "CUDA_VISIBLE_DEVICES=2,3 hides it | to be seen: 2, 3"),
-    ):  # fmt: skip
+        (["1"], {"CUDA_VISIBLE_DEVICES": "2,3"}, "CUDA_VISIBLE_DEVICES=2,3 hides it | to be seen: 2, 3"),
+    ):
         code, text = refusal(chosen(None, asked, environ))
         assert code == "no-such-gpu" and words in text
     # a busy one that is named is a warning
@@ -182,23 +180,6 @@ def test_a_lock_lives_as_long_as_the_process_that_inherited_it(smi: Smi, tmp_pat
         child.wait()
     # nothing is left of it but a file
     assert chosen(1).visible == "0"
-
-
-def test_a_process_of_a_run_names_the_run(smi: Smi, tmp_path: Path) -> None:
-    run = tmp_path / "20261121T000000Z-dpo-b"
-    child = subprocess.Popen(["sleep", "600"], env={**os.environ, process.MARK: str(run)})
-    try:
-        # until it is no longer this process's own image
-        while not process.family(None, str(run)):
-            time.sleep(0.01)
-        smi.processes((0, child.pid, BUSY))
-        seen = devices.look({})
-        use = seen.uses[uuid(0)]
-        assert use.run == run.name and not use.locked
-        assert use.text.startswith(f"the run {run.name} (pid {child.pid}")
-    finally:
-        child.kill()
-        child.wait()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user too")

@@ -22,11 +22,8 @@ def code(error: pytest.ExceptionInfo[UsageError]) -> str:
 
 @pytest.mark.parametrize(
     ("given", "host", "port"),
-    [
-        ("10.0.0.4", "10.0.0.4", 29500), ("head:1234", "head", 1234),
-        ("[fe80::1%eth0]:1", "[fe80::1%eth0]", 1),
-    ],
-)  # fmt: skip
+    [("10.0.0.4", "10.0.0.4", 29500), ("head:1234", "head", 1234), ("[fe80::1%eth0]:1", "[fe80::1%eth0]", 1)],
+)
 def test_by_options(given: str, host: str, port: int) -> None:
     expected = Rendezvous(nodes=3, rank=2, address=host, port=port)
     assert rendezvous.find(3, 2, given, {}) == expected
@@ -111,9 +108,7 @@ def test_the_command_of_each_node(deepspeed: str) -> None:
     here = Rendezvous(nodes=2, rank=1, address="10.0.0.4", port=1234)
     made = rendezvous.filled(argv, here)
     told = {option: made[made.index(option) + 1] for option in rendezvous.OPTIONS}
-    assert told == {
-        "--machine_rank": "1", "--main_process_ip": "10.0.0.4", "--main_process_port": "1234",
-    }  # fmt: skip
+    assert told == {"--machine_rank": "1", "--main_process_ip": "10.0.0.4", "--main_process_port": "1234"}
     assert made[made.index("--exp_name") + 1] == "NODE_RANK"
     changed = [a for a, b in zip(argv, made, strict=True) if a != b]
     assert changed == list(rendezvous.OPTIONS.values())

@@ -107,12 +107,9 @@ def test_options() -> None:
         "mem": None, "hold": False, "account": "it's $(x)", "requeue": True,
     }  # fmt: skip
     assert sbatch.read(given, complain) == (
-        {
-            "partition": "gpu", "cpus-per-task": "16", "time": "12:00:00", "exclusive": None,
-            "account": "it's $(x)",
-        },
+        {"partition": "gpu", "cpus-per-task": "16", "time": "12:00:00", "exclusive": None, "account": "it's $(x)"},
         [],
-    )  # fmt: skip
+    )
     assert sbatch.read({"requeue": False}, complain) == ({"no-requeue": None}, [])
     assert sbatch.read(None, complain) == ({}, [])
 

@@ -19,10 +19,7 @@ def manifest(name: str = "tulu", stage: str = "dpo", **changes: Any) -> dict[str
         "max_grad_norm": {"value": 1.0, "origin": "default: trl/trainer/dpo_config.py:9"},
         "hub_model_id": {"value": None, "origin": "default: trl/trainer/dpo_config.py:10"},
     }
-    plan = {
-        "gpus": 1, "nodes": 1, "per_device": 4, "accumulation": 32, "global": 128, "rows": 5120,
-        "steps": 40,
-    }  # fmt: skip
+    plan = {"gpus": 1, "nodes": 1, "per_device": 4, "accumulation": 32, "global": 128, "rows": 5120, "steps": 40}
     finding = {
         "severity": "warning", "layer": "run", "code": "conditional-key", "key": "args.x",
         "message": "`x` does nothing here", "help": "leave it out", "file": "configs/a.yaml", "line": 9,
@@ -75,9 +72,7 @@ def events(
     first: int, steps: int, attempt: int = 1, bad: Collection[int] = (), scale: float = 1
 ) -> list[dict[str, Any]]:
     """What rank 0's probe wrote."""
-    begun: dict[str, Any] = {
-        "event": "start", "rank": 0, "world": 1, "attempt": attempt, "target": "dpo.py",
-    }  # fmt: skip
+    begun: dict[str, Any] = {"event": "start", "rank": 0, "world": 1, "attempt": attempt, "target": "dpo.py"}
     model = {"event": "model", "class": "Qwen2ForCausalLM", "attention": "sdpa"}
     whole = [begun, model]
     for step in range(first, steps + 1):

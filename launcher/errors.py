@@ -101,8 +101,7 @@ class NotReady(LaunchError):
 
 
 def launch_finding(severity: Severity, code: str, message: str, help: str | None = None, **place: Any) -> Finding:
-    about: dict[str, Any] = {"code": code, "message": message, "help": help, **place}
-    return Finding(severity=severity, layer="launch", **about)
+    return Finding(severity=severity, layer="launch", code=code, message=message, help=help, **place)
 
 
 def usage(code: str, message: str, help: str | None = None) -> UsageError:

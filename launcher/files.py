@@ -79,10 +79,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_json(raw: bytes) -> Any:
-    """The value of a JSON text. A whole number of more than 20 digits is infinite, as a float would be.
-
-    Raises ValueError where it is not UTF-8, not JSON, or nested deeper than 64 levels.
-    """
+    """A JSON value, numbers of over 20 digits as infinite. Raises ValueError, also where it is nested too deep."""
     # the hook makes ten times slower what has no such number in it
     decoder = _BOUNDED if _LONG_NUMBER.search(raw) else _PLAIN
     try:

@@ -13,40 +13,28 @@ from typing import Any, TypeVar
 REDACTED = "<redacted>"
 
 _T = TypeVar("_T")
-
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
-
-def _named(words: str) -> frozenset[str]:
-    return frozenset(words.split())
-
-
 # `eos_token`, `max_new_token`, `forward_pass`, `CACHE_KEY` and the like are words of the trade
-_TRADE: Mapping[str, frozenset[str]] = {
-    "token": _named(
-        "additional audio bos boundary cls each end eos first image last mask max min new next num pad per "
-        "prefix sep special start stop suffix unk video"
-    ),
-    "pass": _named(
-        "all backward by did eval first forward last max min multi new next num one per second should single "
-        "test tests then train two will"
-    ),
-    "key": _named(
-        "cache column config data dict foreign hash index input label map message messages metric output "
-        "partition primary public row sort split state then truths"
-    ),
+_TRADE = {
+    "token": "additional audio bos boundary cls each end eos first image last mask max min new next num pad per "
+    "prefix sep special start stop suffix unk video".split(),
+    "pass": "all backward by did eval first forward last max min multi new next num one per second should single "
+    "test tests then train two will".split(),
+    "key": "cache column config data dict foreign hash index input label map message messages metric output "
+    "partition primary public row sort split state then truths".split(),
 }
-_ALWAYS = _named(
+_ALWAYS = (
     "apikey cred credential credentials creds passphrase passwd password passwords secret secrets webhook webhooks"
-)
+).split()
 # `PGPASSWORD`, `OPENAIAPIKEY`: words that are written as one
 _ENDINGS = ("password", "passwd", "passphrase", "apikey", "accesskey", "secretkey", "privatekey")
-_KEY_OF = _named(
-    "access account admin anthropic api app auth aws azure bot client cohere comet decryption deepseek "
-    "deploy encryption fireworks gemini github gitlab google groq hf hmac huggingface jwt license master "
-    "mistral neptune openai openrouter private replicate secret server service session signing slack ssh "
-    "ssl storage stripe swanlab tls together wandb webhook"
-)
+_KEY_OF = (
+    "access account admin anthropic api app auth aws azure bot client cohere comet decryption deepseek deploy "
+    "encryption fireworks gemini github gitlab google groq hf hmac huggingface jwt license master mistral neptune "
+    "openai openrouter private replicate secret server service session signing slack ssh ssl storage stripe swanlab "
+    "tls together wandb webhook"
+).split()
 # `HF_TOKEN_PATH` says where a token is, not what it is
 _ABOUT = frozenset({"dir", "file", "folder", "fn", "id", "name", "path", "type"})
 # what `launch` itself says is never a secret, whatever somebody chose as a password
@@ -103,10 +91,7 @@ _VARIABLE = re.compile(r"(?P<plain>[^\s\"'`]*[^\s\"',;)}\]`])")
 # --hub_token VALUE inside a text
 _FLAG = re.compile(r"(?<![\w.-])(?P<head>(?P<name>--[A-Za-z][\w.-]*+)\s+)(?P<value>(?!--)\S+)")
 # in lower case, one of these is in every line of bytes that holds a secret
-_HINTS = tuple(
-    hint.lower().encode()
-    for hint in ("://", "bearer", "basic", *(one for begins in _SHAPES for one in begins.split()))
-)
+_HINTS = tuple(hint.lower().encode() for hint in ("://", "bearer", "basic", *" ".join(_SHAPES).split()))
 _LINE = re.compile(rb"[^\n\r]+")
 _WORDS_OF_NAMES = b"(?:token|key|secret|cred|pass|pwd|auth|dsn|webhook)"
 _NAME_HINT = re.compile(_WORDS_OF_NAMES + rb"[\w.-]{0,200}+[\"']?\s*[:=]|--[\w.-]*?" + _WORDS_OF_NAMES)
@@ -171,11 +156,7 @@ def unechoed(text: str) -> str:
 
 
 def redact_bytes(raw: bytes, known: Sequence[str]) -> bytes:
-    """What a process printed, without tokens; lines without any stay as they are, byte for byte.
-
-    `known` are values to take out, as `known_values` gives them. A line ends with a line feed or a
-    carriage return.
-    """
+    """What a process printed without tokens and values `known`; lines without any stay as they are, byte for byte."""
     if b"PRIVATE KEY" in raw:
         raw = _KEY_BLOCK_OF_BYTES.sub(rb"\1" + REDACTED.encode(), raw)
     values = (value.encode("utf-8", "surrogateescape").lower() for value in known)
@@ -192,10 +173,7 @@ def redact_bytes(raw: bytes, known: Sequence[str]) -> bytes:
 
 
 def known_values(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The values to search for of variables whose name says that they are secret, longest first.
-
-    Not those that are short, a path, a number or a word: they would be found where nobody said them.
-    """
+    """Values of variables that are secret by name, longest first; not what is short, a path, a number or a word."""
     found = {
         value
         for name, value in environ.items()
@@ -231,27 +209,24 @@ def is_secret(name: str) -> bool:
 
 def _clean(value: Any, name: str, known: Sequence[str]) -> Any:
     if isinstance(value, str):
-        shown = value.lower() in _PLAIN_WORDS or _REFERENCE.fullmatch(value)
-        hidden = name and value and not shown
-        return REDACTED if hidden else _text(value, known)
+        shown = not name or not value or value.lower() in _PLAIN_WORDS or _REFERENCE.fullmatch(value)
+        return _text(value, known) if shown else REDACTED
     if isinstance(value, Mapping):
-        # {"hub_token": {"value": ..., "origin": ...}}: the name reaches the value
-        return {
-            _text(key, known) if isinstance(key, str) else key: _clean(
-                below, key if is_secret(str(key)) else name * (key == "value"), known
+        cleaned = {}
+        for key, below in value.items():
+            # {"hub_token": {"value": ..., "origin": ...}}: the name reaches the value
+            named = key if is_secret(str(key)) else name * (key == "value")
+            cleaned[_text(key, known) if isinstance(key, str) else key] = (
+                below if _ours(key, below) else _clean(below, named, known)
             )
-            if not _ours(key, below)
-            else below
-            for key, below in value.items()
-        }
-    if isinstance(value, list):
-        return _words(value, name, known)
-    if isinstance(value, tuple):
-        return tuple(_words(value, name, known))
+        return cleaned
+    if isinstance(value, list | tuple):
+        words = _words(value, name, known)
+        return words if isinstance(value, list) else tuple(words)
     if is_dataclass(value) and not isinstance(value, type):
         own = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        cleaned = {key: _clean(v, key if is_secret(key) else "", known) for key, v in own.items() if not _ours(key, v)}
-        return replace(value, **{k: v for k, v in cleaned.items() if v is not own[k]})
+        clean = {key: _clean(v, key if is_secret(key) else "", known) for key, v in own.items() if not _ours(key, v)}
+        return replace(value, **{k: v for k, v in clean.items() if v is not own[k]})
     return value
 
 
@@ -297,25 +272,17 @@ def _pairs(text: str) -> str:
         name, sign = named["name"], named["sign"]
         if named.start() < done or not is_secret(name):
             continue
-        # `unexpected token: foo` is a sentence
-        if "=" not in sign and not _spoken(name):
-            continue
-        found = _VALUE.match(text, named.end())
+        # `unexpected token: foo` is a sentence; a name is of several words, in capitals, or nothing but a password
+        spoken = len(_WORD.findall(name)) > 1 or name.isupper() or name.lower().endswith(_ENDINGS)
+        found = _VALUE.match(text, named.end()) if spoken or "=" in sign else None
         if found is None or _harmless(name, found["quoted"] or found["plain"]):
             continue
-        if name.isupper() and sign == "=" and not found["quote"]:
+        quote = found["quote"] or ""
+        if name.isupper() and sign == "=" and not quote:
             found = _VARIABLE.match(text, named.end()) or found
-            quote = ""
-        else:
-            quote = found["quote"] or ""
         parts += [text[done : found.start()], f"{quote}{REDACTED}{quote}"]
         done = found.end()
     return "".join([*parts, text[done:]])
-
-
-def _spoken(name: str) -> bool:
-    """Whether this before a colon is a name: of several words, in capitals, or nothing but a password."""
-    return len(_WORD.findall(name)) > 1 or name.isupper() or name.lower().endswith(_ENDINGS)
 
 
 def _harmless(name: str, value: str) -> bool:

@@ -173,20 +173,15 @@ class Shown:
 
 def _tail(log: BinaryIO, lines: int) -> int:
     """The offset of the last so many lines; of a line without end, the last 64 MiB at most."""
-    end = log.seek(0, os.SEEK_END)
-    place, found = end, 0
-    while place > max(0, end - 64 * 2**20):
-        begin = max(0, place - 65536)
+    end, size = log.seek(0, os.SEEK_END), 2**16
+    while True:
+        begin = max(0, end - size)
         log.seek(begin)
         # the last line's own end is none that begins another
-        block = log.read(min(place, end - 1) - begin)
-        at = len(block)
-        while (at := block.rfind(b"\n", 0, at)) >= 0:
-            found += 1
-            if found == lines:
-                return begin + at + 1
-        place = begin
-    return place
+        ends = [one.start() for one in re.finditer(b"\n", log.read(max(0, end - 1 - begin)))]
+        if len(ends) >= lines or begin == 0 or size >= 64 * 2**20:
+            return begin + ends[-lines] + 1 if len(ends) >= lines else begin
+        size *= 2
 
 
 def has_begun(folder: RunFolder, attempt: Attempt) -> bool:

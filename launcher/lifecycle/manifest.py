@@ -39,10 +39,7 @@ def manifest(
     devices: dict[str, Any] | None = None,
     warnings: Sequence[Finding] = (),
 ) -> dict[str, Any]:
-    """Every resolved field with who set it, the plan, the command and the versions of everything.
-
-    Tokens are taken out of all of it.
-    """
+    """Every resolved field with who set it, the plan, the command and all versions; tokens taken out."""
     stage = plan.stage
     whole = {
         "schema_version": MANIFEST_VERSION,
@@ -106,10 +103,7 @@ def _resolved(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def write_stage_file(plan: Plan, folder: RunFolder, restored: Mapping[str, Any] | None = None) -> None:
-    """Write the resolved stage file of a plan, with the values `restored` from a checkpoint.
-
-    Tokens are taken out. Raises OSError.
-    """
+    """Write the resolved stage file, with values `restored` from a checkpoint, tokens taken out. Raises OSError."""
     options = plan.stage.options
     same = ("stage", "backend", "script", "mixed_precision", "on_violation", "on_hang")
     given: dict[str, Any] = {

@@ -28,10 +28,7 @@ ENDING_S = 10.0  # seconds after TERM that a command whose time is up has left b
 
 
 def parsed(command: str | None) -> tuple[str, ...]:
-    """`--on-finish`'s text as an argv: split like a shell would, and never given to one.
-
-    Raises UsageError where quotes are left open, or nothing is in it.
-    """
+    """`--on-finish` as an argv, split like a shell would and never given to one. Raises UsageError."""
     why, words = "it is empty", tuple[str, ...]()
     try:
         words = () if command is None else tuple(shlex.split(command))

@@ -164,18 +164,20 @@ class ResolvedStage:
 
 
 def judge(request: Request, *, running: bool = False, loaded: Config | None = None) -> tuple[stages.Judged, Trainer]:
-    """Check a stage file, and find the Python that trains it; reads it where it is not `loaded` yet.
-
-    Raises InvalidConfig or NotReady.
-    """
+    """Check a stage file, read unless `loaded`; find the Python that trains it. Raises InvalidConfig or NotReady."""
     loaded = loaded or load.load(request.config, request.overrides)
-    backend = stages.backend_of(loaded)
+    locator, trainer = find_source(request, stages.backend_of(loaded))
+    judged = stages.judge(loaded, stage=request.stage, locator=locator, running=running)
+    return replace(judged, findings=_allowed(request, judged.findings)), trainer
+
+
+def find_source(request: Request, backend: str) -> tuple[Locator, Trainer]:
+    """What finds the trainer's source, and the Python that trains. Raises NotReady."""
     locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
     checkout = locator.find(backend).root if BACKENDS[backend].CHECKOUT else None
     trainer = python.find_trainer(request.python, checkout)
     locator.search = trainer.path
-    judged = stages.judge(loaded, stage=request.stage, locator=locator, running=running)
-    return replace(judged, findings=_allowed(request, judged.findings)), trainer
+    return locator, trainer
 
 
 def resolve(request: Request, *, running: bool) -> ResolvedStage:
@@ -187,11 +189,10 @@ def resolve(request: Request, *, running: bool) -> ResolvedStage:
 def of_checked(request: Request, checked: stages.Judged, trainer: Trainer, *, running: bool) -> ResolvedStage:
     named, count = _named_devices(request)
     stage = stages.validate(checked, strict=request.strict)
-    if not request.probe:
-        stage = replace(stage, options=replace(stage.options, probe=None))
-    elif not request.final_save and (watch := stage.options.probe) is not None:
+    watch = stage.options.probe if request.probe else None
+    if watch is not None and not request.final_save:
         watch = replace(watch, final_save=False)
-        stage = replace(stage, options=replace(stage.options, probe=watch))
+    stage = replace(stage, options=replace(stage.options, probe=watch))
     count = count if count is not None else stage.options.gpus
     # eight cards can take ten seconds to answer: they are asked only where the answer counts
     # and not where other machines will train
@@ -269,76 +270,61 @@ def prepare(request: Request, *, running: bool) -> Prepared:
 
 def complete(resolved: ResolvedStage, *, running: bool) -> Prepared:
     """What `prepare` does once the stage is there."""
-    request, machine, chosen = resolved.request, None, None
+    request, trainer, machine, chosen = resolved.request, resolved.trainer, None, None
     if running and not request.elsewhere:
         machine = rendezvous.find(request.nodes, request.node_rank, request.main_address, os.environ)
         chosen = resolved.choose_devices()
     location = _locate(request, resolved.stage, machine, running=running)
     try:
-        if running:
-            return _ready(resolved, location, machine, chosen)
-        # a dry run may be made anywhere: what lies here and is installed here says nothing
-        made = _plan(resolved, location, None)
-        caches = keys.derive(made, resolved.trainer.packages, running=False)
-        return _prepared(resolved, location, keys.applied(made, caches), caches=caches)
+        made = plan.make(
+            resolved.stage,
+            gpus=resolved.gpus,
+            nodes=request.nodes,
+            output=location.folder.path / "model",
+            # a dry run may be made anywhere: what lies here and is installed here says nothing
+            packages=trainer.packages if running else None,
+        )
+        made = plan.with_derived(made, location.output.derived)
+        if not running:
+            caches = keys.derive(made, trainer.packages, running=False)
+            return _prepared(resolved, location, keys.applied(made, caches), caches=caches)
+        output = _output(made)
+        made = replace(made, findings=(*made.findings, *checks.situation(made, trainer, output)))
+        # about the machine, not the stage file: --strict leaves them warnings
+        warnings = checks.require_ready(made, trainer, chosen, elsewhere=request.elsewhere)
+        caches = keys.derive(made, trainer.packages)
+        made = keys.applied(made, caches)
+        now = inputs.of_plan(made)
+        decision = resume.judge(
+            made,
+            output=output,
+            history=location.history,
+            folder=location.earlier,
+            trainer=trainer,
+            caches=caches,
+            now=now,
+            allowed=request.allowed,
+        )
+        if decision.kind == "finished" and location.earlier not in (None, location.folder):
+            rundir.release(location.folder)
+            location = location._replace(folder=location.earlier)
+        # what a rule says of the output folder, the run's own record says better
+        better = {f.code for f in decision.findings} | (resume.SUPERSEDED if location.history else set())
+        known = [f for f in (*made.findings, *keys.findings(made, caches)) if f.code not in better]
+        return _prepared(
+            resolved,
+            location,
+            replace(plan.with_derived(made, decision.derived), findings=(*known, *decision.findings)),
+            caches=caches,
+            machine=machine,
+            devices=chosen,
+            warnings=warnings,
+            decision=decision,
+            input_digests=tuple(now),
+        )
     except BaseException:
         rundir.release(location.folder)
         raise
-
-
-def _ready(
-    resolved: ResolvedStage, location: _Location, machine: Rendezvous | None, chosen: Devices | None
-) -> Prepared:
-    request, trainer = resolved.request, resolved.trainer
-    made = _plan(resolved, location, trainer.packages)
-    output = _output(made)
-    around = _allowed(request, checks.situation(made, trainer, output))
-    made = replace(made, findings=(*made.findings, *around))
-    # about the machine, not the stage file: --strict leaves them warnings
-    warnings = checks.require_ready(made, trainer, chosen, elsewhere=request.elsewhere)
-    caches = keys.derive(made, trainer.packages)
-    made = keys.applied(made, caches)
-    now = inputs.of_plan(made)
-    decision = resume.judge(
-        made,
-        output=output,
-        history=location.history,
-        folder=location.earlier,
-        trainer=trainer,
-        caches=caches,
-        now=now,
-        allowed=request.allowed,
-    )
-    if decision.kind == "finished" and location.earlier not in (None, location.folder):
-        rundir.release(location.folder)
-        location = location._replace(folder=location.earlier)
-    # what a rule says of the output folder, the run's own record says better
-    better = {f.code for f in decision.findings} | (resume.SUPERSEDED if location.history else set())
-    known = [f for f in (*made.findings, *keys.findings(made, caches)) if f.code not in better]
-    return _prepared(
-        resolved,
-        location,
-        replace(plan.with_derived(made, decision.derived), findings=(*known, *decision.findings)),
-        caches=caches,
-        machine=machine,
-        devices=chosen,
-        warnings=warnings,
-        decision=decision,
-        input_digests=tuple(now),
-    )
-
-
-def _plan(resolved: ResolvedStage, location: _Location, packages: Mapping[str, str] | None) -> Plan:
-    request = resolved.request
-    made = plan.make(
-        resolved.stage,
-        gpus=resolved.gpus,
-        nodes=request.nodes,
-        output=location.folder.path / "model",
-        packages=packages,
-    )
-    made = replace(made, findings=_allowed(request, made.findings))
-    return plan.with_derived(made, location.output.derived)
 
 
 def _output(made: Plan) -> Path | None:
@@ -356,6 +342,7 @@ def _prepared(
     warnings: tuple[Finding, ...] = (),
     **decided: Any,
 ) -> Prepared:
+    made = replace(made, findings=_allowed(resolved.request, made.findings))
     if errors(made.findings, strict=resolved.request.strict):
         raise InvalidConfig(made.findings)
     watched = made.stage.options.probe is not None

@@ -9,11 +9,9 @@ from launcher.lifecycle import prepare
 from launcher.lifecycle.doctor import checks
 from launcher.lifecycle.doctor.checks import Report, Subject
 from launcher.lifecycle.prepare import Request
-from launcher.machine import devices, python
+from launcher.machine import devices
 from launcher.machine.devices import Devices
 from launcher.plan import plan
-from launcher.upstream.locate import Locator
-from launcher.upstream.trainers import BACKENDS
 
 
 def of_stage(request: Request, *, importing: bool = True) -> Report:
@@ -25,16 +23,11 @@ def of_stage(request: Request, *, importing: bool = True) -> Report:
 
 def of_backend(request: Request, backend: str, *, importing: bool = True) -> Report:
     """For a backend, with whatever stage: of the request only the machine's side counts."""
-    look = devices.look(os.environ)
-    named = devices.named(request.devices)
-    locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
-    root = locator.find(backend).root if BACKENDS[backend].CHECKOUT else None
-    trainer = python.find_trainer(request.python, root)
-    locator.search = trainer.path
+    look, named = devices.look(os.environ), devices.named(request.devices)
+    locator, trainer = prepare.find_source(request, backend)
     count = request.gpus if request.gpus is not None or named else len(look.visible)
     every = Devices(slots=look.visible, why="all that are visible")
     chosen = every if request.gpus is None and not named else devices.choose(count, named, look)
-    upstream = locator.find(backend)
     gpus = len(chosen.slots) or count or 0
-    subject = Subject(trainer=trainer, upstream=upstream, stages=keys.STAGES, gpus=gpus)
+    subject = Subject(trainer=trainer, upstream=locator.find(backend), stages=keys.STAGES, gpus=gpus)
     return checks.examine(subject, chosen, look=look, importing=importing)

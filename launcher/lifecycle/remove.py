@@ -14,10 +14,7 @@ _LIVE = ("running", "orphaned", "queued", "unknown")
 
 
 def require_over(folder: RunFolder) -> None:
-    """Raise NotReady where the run trains, waits in a queue, or may train where nobody here can look.
-
-    Of a pipeline, bench, ladder or tune: any run of it.
-    """
+    """Raise NotReady where the run, or any of a pipeline, bench, ladder or tune, trains, waits or may train unseen."""
     for run in [folder, *rundir.members(folder.path)]:
         state, name = overview.state(run), run.path.name
         if state in _LIVE or any(lease.is_locked(run.path / lock) for lock in ("lock", ".lock")):

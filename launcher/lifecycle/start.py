@@ -70,10 +70,7 @@ def _require_not_queued(folder: RunFolder) -> None:
 
 
 def queue(prepared: Prepared, options: sbatch.Options, **at_end: Any) -> str:
-    """Make the run folder and hand it to Slurm, which runs `launch exec` on every node; the job's number.
-
-    Raises NotReady where another run holds the place, or with sbatch's complaint.
-    """
+    """Make the run folder and hand it to Slurm, for `launch exec` on every node; returns the job. Raises NotReady."""
     folder, attempt = prepared.folder, _attempt(prepared, **at_end)
     try:
         with runner.lock_run(folder, attempt.number, prepared.output), _taken_back(folder):

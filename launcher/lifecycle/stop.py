@@ -192,10 +192,7 @@ def _end_orphan(folder: RunFolder, request: runner.StopRequest) -> None:
 
 
 def _wait_elsewhere(folder: RunFolder, request: runner.StopRequest) -> None:
-    """Wait for a keeper on another machine that reads requests from the run folder.
-
-    Raises NotReady where it does not stop the run, as where it does not see this folder.
-    """
+    """Wait for a keeper on another machine; raises NotReady where that stops nothing: it may not see the folder."""
     known = runner.processes(folder)
     if known.leader is None or not known.out_of_sight:
         return

@@ -89,10 +89,7 @@ def spawn(
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """INT and TERM inside raise KeyboardInterrupt once what this process has started is stopped.
-
-    A terminal that goes stops nothing.
-    """
+    """INT and TERM raise KeyboardInterrupt once what was started is stopped; a terminal that goes stops nothing."""
     try:
         with process.handling({signal.SIGHUP: process.ignore, signal.SIGTERM: signal.default_int_handler}):
             yield
@@ -122,10 +119,7 @@ def _refused(folder: RunFolder, answer: bytes) -> list[Finding]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Keep one attempt to its end.
-
-    `words`: run folder, number, descriptor to tell, descriptors to hold, the lease to take over.
-    """
+    """Keep one attempt. `words`: run folder, number, descriptors to tell and to hold, the lease to take over."""
     folder, number, telling = RunFolder(Path(words[0])), int(words[1]), int(words[2])
     locks = [int(one) for one in words[3].split(",") if one]
     digest = os.environ.pop(_DIGEST, None)

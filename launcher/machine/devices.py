@@ -68,10 +68,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """The GPUs of this machine at one moment; `uses` by id, `hidden` is what CUDA_VISIBLE_DEVICES says.
-
-    `fault` is what nvidia-smi complains of.
-    """
+    """The GPUs here at one moment; `uses` by id, `hidden` is CUDA_VISIBLE_DEVICES, `fault` nvidia-smi's complaint."""
 
     present: tuple[Gpu, ...]
     visible: tuple[Slot, ...]
@@ -128,10 +125,7 @@ def look(environ: Mapping[str, str] | None = None) -> Look:
 
 
 def visible(present: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Slot, ...]:
-    """What CUDA_VISIBLE_DEVICES leaves, read as CUDA does: what follows a wrong entry is not seen.
-
-    A repeated entry hides everything (torch/cuda/__init__.py, `_parse_visible_devices`).
-    """
+    """Read as CUDA does: a wrong entry hides what follows, a repeated one all (torch `_parse_visible_devices`)."""
     listed = environ.get(VARIABLE)
     if listed is None:
         return tuple(Slot(str(gpu.index), gpu) for gpu in present)
@@ -309,10 +303,7 @@ def _written(lock: int) -> str:
 
 
 def _opened(name: str, *, make: bool = True) -> int | None:
-    """A lock file that every user of the machine can lock, and nobody else's file instead of it.
-
-    None where there is none, or none can be made.
-    """
+    """A lock file that every user can lock, and nobody else's file instead of it; None where none can be had."""
     file = "launch-" + re.sub(r"[^\w.-]+", "-", f"{name}.lock")
     given = os.environ.get(LOCKS)
     for folder in [given] if given else _SHARED:

@@ -8,36 +8,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-# A checkout's own config may name commands, and whoever only looks at it must not run them.
-# how git is called wherever launch calls it: no command that a checkout's own config names is run
-COMMAND = tuple(
+# no command that a checkout's own config names is run: whoever only looks at it must not run them
+_COMMAND = tuple(
     """
     git --no-optional-locks --no-pager -c core.fsmonitor=false -c core.hooksPath=/dev/null -c core.sshCommand=false
     -c core.gitProxy= -c core.askPass= -c credential.helper= -c core.alternateRefsCommand=true
-    -c log.showSignature=false
+    -c log.showSignature=false --no-replace-objects
     """.split()
 )
 
 
-def environment() -> dict[str, str]:
-    """The environment of a git process; it may use no transport protocol."""
-    # inside a git hook these name another repository; a missing object must not ask the network
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-    return environ | {
-        "GIT_NO_LAZY_FETCH": "1",
-        "GIT_TERMINAL_PROMPT": "0",
-        "GIT_ALLOW_PROTOCOL": "none",
-        "LC_ALL": "C",
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A repository by a folder inside it; every question is one git process.
-
-    What git refuses is None (or nothing): no repository, no such commit, no git at all, an object
-    that a partial clone lacks.
-    """
+    """A repository by a folder inside it; each question is a git process, and what git refuses is None or nothing."""
 
     root: Path
 
@@ -91,7 +74,10 @@ class Repository:
             # what is inside a submodule is its own affair, and so are the commands that its config names
             words = ["--ignore-submodules=dirty", *words]
         options = _filters(self) if verb in {"diff", "status"} else ()
-        command = [*COMMAND, "--no-replace-objects", *options, "-C", str(self.root), verb, *words]
+        command = [*_COMMAND, *options, "-C", str(self.root), verb, *words]
+        # inside a git hook these name another repository; a missing object must not ask the network
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+        offline = {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": "none", "LC_ALL": "C"}
         try:
             done = subprocess.run(
                 command,
@@ -99,7 +85,7 @@ class Repository:
                 capture_output=True,
                 timeout=timeout_s,
                 check=True,
-                env=environment(),
+                env=environ | offline,
                 stdin=None if given is not None else subprocess.DEVNULL,
             )
         except (OSError, ValueError, subprocess.SubprocessError):

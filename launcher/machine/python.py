@@ -81,10 +81,7 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Driver:
-    """One answer of nvidia-smi; `fault` is its complaint where it is there and shows no GPU.
-
-    Divided GPUs (MIG) are left out. A container does not see the processes of others.
-    """
+    """`fault` is nvidia-smi's complaint where it shows no GPU; divided GPUs (MIG) are left out."""
 
     gpus: tuple[Gpu, ...] = ()
     processes: tuple[GpuProcess, ...] = ()
@@ -93,10 +90,7 @@ class Driver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """The Python that training runs under, and what is installed there.
-
-    `packages` are versions by normalised name; `own` is whether it is a virtual environment.
-    """
+    """The Python of training; `packages` are versions by normalised name, `own`: it is a virtual environment."""
 
     python: Path
     source: str
@@ -177,10 +171,7 @@ def git_version(root: Path, below: str = ".") -> str | None:
 
 
 def find_trainer(named: Path | None, checkout: Path | None, environ: Mapping[str, str] | None = None) -> Trainer:
-    """The trainer's Python: `--python`, LAUNCH_PYTHON, the checkout's `.venv`, else ours.
-
-    Raises NotReady where the one that was named does not run.
-    """
+    """`--python`, LAUNCH_PYTHON, the checkout's `.venv`, else ours. Raises NotReady where that does not run."""
     environ = os.environ if environ is None else environ
     variable = environ.get("LAUNCH_PYTHON")
     for path, source in ((named, "--python"), (variable and Path(variable), "LAUNCH_PYTHON")):

@@ -8,10 +8,7 @@ from pathlib import Path
 
 
 def below(path: Path, *, links: bool = False) -> int:
-    """Bytes of a file, or of all files below a folder; `links` are followed, or counted as such.
-
-    What cannot be asked counts as nothing.
-    """
+    """Bytes of a file, or of all files below a folder that can be asked; `links` are followed, or counted as such."""
     ask = os.stat if links else os.lstat
     total = 0
     files = (os.path.join(place, name) for place, _, names in os.walk(path) for name in names)

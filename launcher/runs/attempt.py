@@ -39,10 +39,7 @@ _NOBODY = 65534  # what a user namespace shows of every owner that it does not m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """The whole intention to start one stage. `env` holds only what is added to the environment.
-
-    `variables` are those of `env` that hold secrets, and the shell's variables that hold the same.
-    """
+    """How to start one stage; `env` is what is added to the environment, `variables` those of it that hold secrets."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -214,10 +211,7 @@ def require_own(folder: RunFolder) -> None:
 
 
 def tokens(folder: RunFolder) -> dict[str, str]:
-    """The environments whose tokens may stand in what a run left: this one, and that of who started it.
-
-    For `redact`: whoever looks at a run later need not have its tokens to know them.
-    """
+    """For `redact`: this environment and that of who started the run, whose tokens a later reader need not have."""
     start = Record(rundir.read_json(folder.start))
     borrowed, then = start.items_of("borrowed"), start.part("environ").items()
     # names of their own: both may have the same variable with another value

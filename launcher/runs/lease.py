@@ -73,10 +73,7 @@ class Lease:
         return f"started by {self.user} on {owner}" if self.user else f"started on {owner}"
 
     def silence(self) -> float | None:
-        """Seconds since the last heartbeat, by the clock of the file system that noted it.
-
-        Two machines' clocks are never compared; None where that clock cannot be read.
-        """
+        """Seconds since the last heartbeat by the file system's clock: those of two machines are never compared."""
         try:
             import tempfile
 
@@ -166,10 +163,7 @@ def _next_fence(output: Path) -> int:
 
 
 def outlast(output: Path, run: Path) -> None:
-    """Wait until the lease of an earlier attempt of this run, which is known to be over, counts no more.
-
-    A scheduler that starts a job again elsewhere does not wait for the last heartbeat to be forgotten.
-    """
+    """Wait until the lease of an earlier attempt of this run counts no more: its job came back on another machine."""
     until = time.monotonic() + SILENT_S + BEAT_S
     while time.monotonic() < until:
         last = newest(output)
@@ -223,10 +217,7 @@ def _taken(last: Lease, output: Path, why: str) -> Finding:
 
 
 def take(output: Path, run: Path, attempt: int) -> Lease:
-    """Take the lease of an output folder for this process.
-
-    Raises NotReady where another has it, or the folder cannot be written.
-    """
+    """Take the lease of an output folder. Raises NotReady where another has it, or the folder cannot be written."""
     folder = place(output)
     # the one above what was found free: whoever else found the same wants the same file
     path = folder / f"lease-{_next_fence(output)}.json"

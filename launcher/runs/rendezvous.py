@@ -58,10 +58,7 @@ def filled(argv: Sequence[str], here: Rendezvous | None) -> tuple[str, ...]:
 
 
 def find(nodes: int, rank: int | None, address: str | None, environ: Mapping[str, str]) -> Rendezvous | None:
-    """Where this node stands among `nodes`: by `--node-rank` and `--main-address`, else by its scheduler.
-
-    None for a single node. Raises UsageError where neither tells, or what they tell cannot be.
-    """
+    """By `--node-rank` and `--main-address`, else by the scheduler; None for a single node. Raises UsageError."""
     if nodes == 1:
         if rank in (None, 0) and address is None:
             return None

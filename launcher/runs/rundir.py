@@ -130,10 +130,7 @@ def _one_folder(one: str, other: str) -> bool:
 
 
 def new_folder(root: Path, kind: str, name: str, *, reserve: bool = True) -> Path:
-    """A place for a new run, or for several that belong together: `<UTC time>-<kind>-<name>`.
-
-    It is made unless only looked for. Raises NotReady where it cannot be.
-    """
+    """A place for a new run, or several together, made with `reserve`: `<UTC time>-<kind>-<name>`. Raises NotReady."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     stem = f"{now}-{kind}-{dashed(redact(name)).strip('-')[:100] or 'run'}"
     path, count = root / stem, 1
@@ -240,10 +237,7 @@ def note_told(folder: RunFolder, number: int) -> None:
 
 @contextlib.contextmanager
 def concluding(folder: RunFolder, number: int) -> Iterator[bool]:
-    """Hold the right to conclude an attempt; yields whether that is still to be done, and by nobody else.
-
-    The kernel takes it back from one that is killed: then the next one does what is left.
-    """
+    """Yields whether an attempt is still to be concluded, and by nobody else: who is killed loses this right."""
     try:
         mark = os.open(folder.concluded(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
@@ -275,10 +269,7 @@ def now() -> str:
 
 
 def enter(index: str, path: Path) -> None:
-    """Note a folder in an index of the user's: `runs`, or `caches`.
-
-    One small file each, named by its folder: no lock, no file that two starts could tear.
-    """
+    """Note a folder in an index (`runs`, `caches`), in a file of its own: none that two starts could tear."""
     folder, place = state_folder() / index, os.fsencode(path.absolute())
     # a read-only home costs the overview from elsewhere, not the run
     with contextlib.suppress(OSError):

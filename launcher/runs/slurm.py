@@ -29,11 +29,7 @@ def job(folder: RunFolder) -> str | None:
 
 
 def submit(folder: RunFolder, text: str, *, nodes: int, options: Options, environ: Mapping[str, str]) -> str:
-    """Write the batch script into the run folder and queue it.
-
-    Nothing of `environ` goes with it but what finds Slurm and the user's own defaults for sbatch.
-    Raises NotReady where there is no sbatch, or with its complaint.
-    """
+    """Queue a batch script; of `environ` Slurm gets what finds it and the user's defaults. Raises NotReady."""
     path = folder.path / SCRIPT
     with rundir.writing(folder.path):
         files.write_bytes(path, os.fsencode(text))
@@ -57,10 +53,7 @@ def _outside(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def states(environ: Mapping[str, str] | None = None) -> dict[str, str] | None:
-    """Job -> state (`PENDING`, `RUNNING`, ...) of all of the user's jobs that Slurm still knows.
-
-    None where Slurm does not answer: then nothing is known.
-    """
+    """Job -> state of all of the user's jobs that Slurm still knows; None where it does not answer."""
     path = (os.environ if environ is None else environ).get("PATH")
     if shutil.which("squeue", path=path) is None:
         return None
@@ -94,10 +87,7 @@ def state(job: str) -> str | None:
 
 
 def cancel(job: str, environ: Mapping[str, str] | None = None) -> None:
-    """Have a job ended, or never begin. One that is over already is no mistake.
-
-    Every process of it gets TERM, and KILL after Slurm's KillWait. Raises NotReady.
-    """
+    """TERM to every process of a job, KILL after Slurm's KillWait; one that is over is no mistake. Raises NotReady."""
     _call(["scancel", job], environ, TIMEOUT_S)
 
 

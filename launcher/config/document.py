@@ -12,9 +12,9 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypedDict
+from typing import Any, NoReturn
 
 import yaml
 
@@ -84,44 +84,34 @@ def parse(path: Path, text: str) -> Document:
     builder = Builder(str(path))
     try:
         value = builder.build(yaml.parse(text, Loader=LOADER))
-    except yaml.MarkedYAMLError as error:
+    except (yaml.MarkedYAMLError, yaml.reader.ReaderError) as error:
         raise InvalidConfig([*builder.findings, _broken(path, text, error)]) from None
-    except yaml.reader.ReaderError as error:
-        raise InvalidConfig(_unreadable(path, text, error)) from None
     if value is None:
         raise refused(path, "empty-file", "the file holds no YAML", 1, _FORM)
     if not isinstance(value, dict):
         what = "a list" if isinstance(value, list) else "one value"
-        message = f"the file is {what}, not a mapping of keys to values"
-        raise refused(path, "not-a-mapping", message, 1, _FORM)
+        raise refused(path, "not-a-mapping", f"the file is {what}, not a mapping of keys to values", 1, _FORM)
     return Document(value=value, origins=builder.origins, faults=tuple(builder.findings))
 
 
-def _broken(path: Path, text: str, error: yaml.MarkedYAMLError) -> Finding:
+def _broken(path: Path, text: str, error: yaml.MarkedYAMLError | yaml.reader.ReaderError) -> Finding:
+    if isinstance(error, yaml.reader.ReaderError):
+        # libyaml counts bytes
+        line = text.encode("utf-8", "replace").count(b"\n", 0, error.position) + 1
+        what = f"the character U+{error.character:04X} is not allowed in YAML"
+        return bad(path, "broken-yaml", what, line, "delete it, or save the file as UTF-8 text")
     mark = error.problem_mark or error.context_mark
     what = ", ".join(part for part in (error.context, error.problem) if part)
     if mark is None:
         return bad(path, "broken-yaml", what, None, _MISSPELT)
-    lines = text.splitlines()
-    line = lines[mark.line] if mark.line < len(lines) else ""
-    indent = line[: len(line) - len(line.lstrip())]
-    help = "YAML is never indented with tabs: use spaces" if "\t" in indent else _MISSPELT
     # the end of the file lies one line beyond its last
-    return bad(path, "broken-yaml", what, min(mark.line + 1, max(1, len(lines))), help)
-
-
-def _unreadable(path: Path, text: str, error: yaml.reader.ReaderError) -> Finding:
-    # libyaml counts bytes, PyYAML's own reader characters
-    before = text.encode("utf-8", "replace") if LOADER is not yaml.SafeLoader else text
-    line = before[: error.position].count(b"\n" if isinstance(before, bytes) else "\n") + 1  # type: ignore[arg-type]
-    what = str(error.reason)
-    if isinstance(error.character, int):
-        what = f"the character U+{error.character:04X} is not allowed in YAML"
-    return bad(path, "broken-yaml", what, line, "delete it, or save the file as UTF-8 text")
+    lines = [*text.splitlines()[: mark.line + 1], ""]
+    with_tabs = mark.line < len(lines) and re.match(r"\s*\t", lines[mark.line])
+    help = "YAML is never indented with tabs: use spaces" if with_tabs else _MISSPELT
+    return bad(path, "broken-yaml", what, min(mark.line + 1, max(1, len(lines) - 1)), help)
 
 
 def _instead(path: Path) -> str:
-    """What may be meant by a file that is not there: names like it in the same folder."""
     start = "" if path.is_absolute() else "; a relative path starts where launch is started"
     try:
         names = sorted(name for name in os.listdir(path.parent) if name.endswith((".yaml", ".yml")))
@@ -160,14 +150,6 @@ def _read_text(path: Path) -> str:
         raise refused(path, "not-utf8", message, line, "save it as UTF-8") from None
 
 
-class FindingPlace(TypedDict):
-    """What a finding holds of an origin."""
-
-    file: str
-    line: int | None
-    override: str | None
-
-
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Where a value was written: a file and 1-based line, or the text of an override."""
@@ -182,19 +164,26 @@ class Origin:
         return self.file if self.line is None else f"{self.file}:{self.line}"
 
     @property
-    def place(self) -> FindingPlace:
-        """For a finding, as keywords."""
-        return {"file": self.file, "line": self.line, "override": self.override}
+    def place(self) -> dict[str, Any]:
+        """The keywords of a finding."""
+        return asdict(self)
 
 
 def bad(path: Path, code: str, message: str, line: int | None = None, help: str | None = None) -> Finding:
     """An error in a file."""
-    return replace(launch_finding("error", code, message, help), file=str(path), line=line)
+    return launch_finding("error", code, message, help, file=str(path), line=line)
 
 
 def refused(path: Path, code: str, message: str, line: int | None = None, help: str | None = None) -> InvalidConfig:
     """What to raise for an error after which nothing more can be said of a file."""
     return InvalidConfig(bad(path, code, message, line, help))
+
+
+def misplaced(
+    path: Path, origins: Mapping[str, Origin], key: str, code: str, message: str, help: str | None = None
+) -> Finding:
+    """An error at the place of `key`."""
+    return launch_finding("error", code, message, help, key=key, **place_of(path, origins, key).place)
 
 
 class Builder:
@@ -207,7 +196,7 @@ class Builder:
         self.file = file
         self.origins: dict[str, Origin] = {}
         self.findings: list[Finding] = []
-        self._anchors: dict[str, _Anchor] = {}
+        self._anchors: dict[str, Any] = {}
         self._nodes = 0
         self._events: Iterator[Any] = iter(())
 
@@ -218,72 +207,68 @@ class Builder:
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    line = _line(event)
-                    self._stop("several-documents", "more than one YAML document", line)
+                    self._stop("several-documents", "more than one YAML document", _line(event))
             elif isinstance(event, yaml.NodeEvent):
-                root, _ = self._value(event, "", 0)
+                root = self._value(event, "", 0)
         return root
 
-    def _value(self, event: Any, path: str, depth: int) -> tuple[Any, int]:
-        """The value that begins with this event, and how many levels it is deep."""
-        line, before = _line(event), self._nodes
+    def _value(self, event: Any, path: str, depth: int) -> Any:
+        """The value that begins with this event."""
+        line = _line(event)
         if isinstance(event, yaml.AliasEvent):
-            anchor = self._anchors.get(str(event.anchor))
-            if anchor is None:
+            if event.anchor not in self._anchors:
                 help = f"`&{event.anchor}` has to stand before it; a text that begins with `*` is quoted"
                 self._stop("broken-yaml", f"undefined alias `*{event.anchor}`", line, help)
-            self._count(anchor.size, depth + anchor.height, line)
-            return _copy(anchor.value), anchor.height
+            return self._copied(self._anchors[event.anchor], depth, line)
         value: Any
-        height = 0
         if isinstance(event, yaml.ScalarEvent):
-            self._count(1, depth, line)
+            self._count(depth, line)
             value = self._scalar(event, line)
         else:
-            self._count(1, depth + 1, line)
+            self._count(depth + 1, line)
             if event.tag not in _COLLECTIONS:
                 self._stop("unknown-tag", f"the YAML tag `{event.tag}` is not supported", line)
-            mapping = isinstance(event, yaml.MappingStartEvent)
-            value, height = (self._mapping if mapping else self._list)(path, depth + 1)
+            is_mapping = isinstance(event, yaml.MappingStartEvent)
+            value = (self._mapping if is_mapping else self._list)(path, depth + 1)
         if event.anchor:
-            self._anchors[event.anchor] = _Anchor(value, self._nodes - before, height)
-        return value, height
+            self._anchors[event.anchor] = value
+        return value
+
+    def _copied(self, value: Any, depth: int, line: int) -> Any:
+        """What an alias stands for, counted once more."""
+        self._count(depth + isinstance(value, dict | list), line)
+        if isinstance(value, dict):
+            self._nodes += len(value)
+            return {key: self._copied(below, depth + 1, line) for key, below in value.items()}
+        return [self._copied(below, depth + 1, line) for below in value] if isinstance(value, list) else value
 
     def _until(self, end: type) -> Iterator[Any]:
         """The events that begin an entry of a collection, up to its end."""
         while not isinstance(event := next(self._events), end):
             yield event
 
-    def _list(self, path: str, depth: int) -> tuple[list[Any], int]:
+    def _list(self, path: str, depth: int) -> list[Any]:
         values: list[Any] = []
-        height = 1
         for event in self._until(yaml.SequenceEndEvent):
             where = join(path, len(values))
             self.origins[where] = Origin(self.file, _line(event))
-            value, below = self._value(event, where, depth)
-            values.append(value)
-            height = max(height, below + 1)
-        return values, height
+            values.append(self._value(event, where, depth))
+        return values
 
-    def _mapping(self, path: str, depth: int) -> tuple[dict[str, Any], int]:
+    def _mapping(self, path: str, depth: int) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        seen: dict[str, int] = {}
-        height = 1
+        lines: dict[str, int] = {}
         for event in self._until(yaml.MappingEndEvent):
-            key, above = self._value(event, join(path, "?"), depth)
+            key, line = self._value(event, join(path, "?"), depth), _line(event)
             # the author's own spelling: a key `on` or `1e3` is meant as text
-            raw = getattr(event, "value", "")
-            line = _line(event)
-            name = self._key(raw or key, path, seen, line)
-            where = join(path, "?" if name is None else name)
-            value, below = self._value(next(self._events), where, depth)
-            height = max(height, above + 1, below + 1)
+            name = self._key(getattr(event, "value", "") or key, path, lines, line)
+            value = self._value(next(self._events), join(path, "?" if name is None else name), depth)
             if name == "<<" and isinstance(value, dict | list):
                 for source in value if isinstance(value, list) else [value]:
                     self._merge(values, source, path, line)
             elif name is not None:
                 values[name] = value
-        return values, height
+        return values
 
     def _merge(self, values: dict[str, Any], source: Any, path: str, line: int) -> None:
         for key in source if isinstance(source, dict) else ():
@@ -291,7 +276,7 @@ class Builder:
                 values[key] = source[key]
                 self.origins[join(path, key)] = Origin(self.file, line)
 
-    def _key(self, name: Any, path: str, seen: dict[str, int], line: int) -> str | None:
+    def _key(self, name: Any, path: str, lines: dict[str, int], line: int) -> str | None:
         """The name of a key, noted with its place; None for what cannot be one."""
         # below an argument (a mixer, model kwargs) any text may be a key
         named = isinstance(name, str) and (KEY.match(name) or name == "<<" or path not in _NAMED)
@@ -299,20 +284,20 @@ class Builder:
             shown = f"`{name}`" if isinstance(name, str) else _SHOWN.get(type(name), "this")
             self._add("bad-key", f"{shown} cannot be a key: keys are plain names", line)
             return None
-        if name in seen and name != "<<":
-            message = f"`{name}` stands here and in line {seen[name]}"
+        if name in lines and name != "<<":
+            message = f"`{name}` stands here and in line {lines[name]}"
             self._add("duplicate-key", message, line, join(path, name), "delete one of them")
-        seen.setdefault(name, line)
-        if len(seen) > MAX_KEYS and not path.removeprefix("open_instruct.").startswith("args."):
+        lines.setdefault(name, line)
+        if len(lines) > MAX_KEYS and not path.removeprefix("open_instruct.").startswith("args."):
             where = f"`{path}`" if path else "the file"
             self._stop("too-large", f"{where} holds more than {MAX_KEYS:,} keys", line)
         self.origins[join(path, name)] = Origin(self.file, line)
         return name
 
-    def _count(self, nodes: int, depth: int, line: int) -> None:
+    def _count(self, depth: int, line: int) -> None:
         if depth > MAX_DEPTH:
             self._stop("too-deep", f"nested deeper than {MAX_DEPTH} levels", line)
-        self._nodes += nodes
+        self._nodes += 1
         if self._nodes > MAX_NODES:
             self._stop("too-large", f"more than {MAX_NODES} values (aliases counted)", line)
 
@@ -320,9 +305,8 @@ class Builder:
         tag = event.tag
         if tag and tag != "!" and not tag.startswith(_TAG):
             self._stop("unknown-tag", f"the YAML tag `{tag}` is not supported", line)
-        if (bad := UNUSABLE.search(event.value)) is not None:
-            what = f"the character U+{ord(bad.group()):04X} cannot stand in a value"
-            self._stop("bad-character", what, line)
+        if (character := UNUSABLE.search(event.value)) is not None:
+            self._stop("bad-character", f"the character U+{ord(character[0]):04X} cannot stand in a value", line)
         kind = tag.removeprefix(_TAG) if tag else None
         if kind in {"str", "!"} or (kind is None and not event.implicit[0]):
             return event.value
@@ -331,8 +315,7 @@ class Builder:
         self._stop("unknown-tag", f"the YAML tag `!!{kind}` is not supported", line)
 
     def _add(self, code: str, message: str, line: int, key: str | None = None, help: str | None = None) -> None:
-        found = bad(Path(self.file), code, message, line, help)
-        self.findings.append(replace(found, key=key))
+        self.findings.append(replace(bad(Path(self.file), code, message, line, help), key=key))
 
     def _stop(self, code: str, message: str, line: int, help: str | None = None) -> NoReturn:
         self._add(code, message, line, help=help)
@@ -341,15 +324,6 @@ class Builder:
 
 def _line(event: Any) -> int:
     return int(event.start_mark.line) + 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Anchor:
-    """An anchored value, how many values it counts for, and how many levels it is deep."""
-
-    value: Any
-    size: int
-    height: int
 
 
 def plain(text: str) -> Any:
@@ -361,11 +335,9 @@ def plain(text: str) -> Any:
         return None
     if text.lower() in _BOOL:
         return _BOOL[text.lower()]
-    if _INT.match(text):
-        return int(text) if len(text) < 400 else text
-    if _FLOAT.match(text):
-        return float(text)
-    return text
+    if _INT.match(text) and len(text) < 400:
+        return int(text)
+    return float(text) if _FLOAT.match(text) else text
 
 
 def join(path: str, step: str | int) -> str:
@@ -387,14 +359,13 @@ def leaves(value: Any, steps: Steps = ()) -> Iterator[tuple[Steps, Any]]:
         yield steps, value
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _copy(v) for k, v in value.items()}
-    return [_copy(v) for v in value] if isinstance(value, list) else value
-
-
 def nearest(origins: Mapping[str, Origin], key: str) -> Origin | None:
     """The place of `key`, or of the nearest key that encloses it."""
     while key and key not in origins:
         key = key[: max(key.rfind("."), key.rfind("["), 0)]
     return origins.get(key)
+
+
+def place_of(path: Path, origins: Mapping[str, Origin], key: str) -> Origin:
+    """The same, or the start of the file."""
+    return nearest(origins, key) or Origin(str(path), 1)

@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
 from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 from launcher import redaction
-from launcher.config.document import Origin, Steps, bad, join, leaves, nearest
+from launcher.config.document import Origin, Steps, join, leaves, misplaced
 from launcher.errors import Finding, InvalidConfig
 
 MAX_CHARS = 2**15
@@ -72,7 +72,8 @@ def interpolate(
         for steps, text in texts.items():
             read.clear()
             try:
-                _at(resolved, steps[:-1])[steps[-1]] = _plain(_at(container, steps), spend)
+                value = _plain(reduce(getitem, steps, container), spend)
+                reduce(getitem, steps[:-1], resolved)[steps[-1]] = value
             except Exception as error:
                 # of one that goes in a circle omegaconf raises whatever comes first
                 faults.append(_unresolved(path, origins, steps, error, read))
@@ -137,18 +138,10 @@ def _unresolved(
     path: Path, origins: Mapping[str, Origin], steps: Steps, error: Exception | str, read: Collection[str] = ()
 ) -> Finding:
     key = reduce(join, steps, "")
-    origin = nearest(origins, key) or Origin(str(path), 1)
     circle = isinstance(error, RecursionError) or not str(error)
     reason = "it goes in a circle" if circle else str(error).splitlines()[0]
     if read and _TOO_MUCH not in reason:
         # the error would quote what the variables hold
         reason = f"not with the value of {', '.join(sorted(read))}"
-    help = "write \\${ for a literal ${"
-    found = bad(path, "interpolation", f"`{key}` cannot be interpolated: {reason}", None, help)
-    return replace(found, key=key, **origin.place)
-
-
-def _at(node: Any, steps: Steps) -> Any:
-    for step in steps:
-        node = node[step]
-    return node
+    message = f"`{key}` cannot be interpolated: {reason}"
+    return misplaced(path, origins, key, "interpolation", message, "write \\${ for a literal ${")

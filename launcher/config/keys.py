@@ -6,7 +6,7 @@ The reader (`options`), overrides, `launch explain` and the editors' JSON Schema
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ Fault = tuple[str, str, str | None]
 TRAINERS = ("open_instruct", "trl")
 """The names of `backends.BACKENDS`: this table is read before any of them is imported."""
 ON, OFF = ("on", "yes", "true"), ("off", "no", "false")
+_SWITCH = dict.fromkeys(ON, True) | dict.fromkeys(OFF, False)
 LARGEST = 999_999_999
 _SHAPES: Mapping[Kind, str] = {
     "word": "one of these words",
@@ -31,7 +32,7 @@ _SHAPES: Mapping[Kind, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Key:
     """One key: the words it knows, the keys of a mapping, and in words what holds without it.
 
@@ -41,9 +42,9 @@ class Key:
     name: str
     kind: Kind
     meaning: str = ""
-    words: tuple[str, ...] = ()
     default: str = "none"
     takes: str = ""
+    words: tuple[str, ...] = ()
     example: str | None = None
     parts: tuple[Key, ...] = ()
     switch: bool = False
@@ -54,61 +55,53 @@ class Key:
         """What it takes, as a phrase."""
         return self.takes or _SHAPES[self.kind]
 
-    def part(self, name: str) -> Key | None:
-        """A key of this mapping."""
-        return next((one for one in self.parts if one.name == name), None)
-
     def read(self, value: Any, where: str = "") -> tuple[Any, list[Fault]]:
         """The value, None for a null or faulty one, and what is wrong with it."""
         where = where or self.name
         if value is None:
             return None, []
-        if self.switch and (on := as_switch(value)) is not None:
+        if self.switch and (on := _switch(value)) is not None:
             return ({} if on else False), []
-        if self.kind == "mapping":
-            return self._read_mapping(value, where)
-        found: Any = value
-        if self.kind == "word":
-            found = as_word(value, self.words)
-            if found not in self.words:
-                return None, [self._invalid(where, found)]
-        elif self.kind == "list":
-            found = tuple(value) if isinstance(value, list) else (value,)
-            for one in found:
-                # a kernel has the name of its repository
-                if not isinstance(one, str) or (one not in self.words and "/" not in one):
-                    return None, [self._invalid(where, one)]
-            if len({*found}) < len(found) or not found:
-                return None, [(where, f"`{where}` names each once", self._example(where))]
-        elif self.kind == "number":
-            found = whole_number(value, self.least)
-        elif self.kind == "switch":
-            found = as_switch(value)
-        elif self.kind == "text":
-            found = None if isinstance(value, dict | list) else str(value)
-        if found is None:
-            limits = f", at most {LARGEST:,}" if self.kind == "number" else ""
-            message = f"`{where}` is {self.shape}{limits}, not `{brief(value)}`"
-            return None, [(where, message, self._example(where))]
-        return found, []
+        if self.kind == "mapping" and isinstance(value, dict):
+            return self._read_parts(value, where)
+        found: Any = None
+        match self.kind:
+            case "word":
+                found = _word(value, self.words)
+                if found not in self.words:
+                    return None, [self._invalid(where, found)]
+            case "list":
+                found = tuple(value) if isinstance(value, list) else (value,)
+                for one in found:
+                    # a kernel has the name of its repository
+                    if not isinstance(one, str) or (one not in self.words and "/" not in one):
+                        return None, [self._invalid(where, one)]
+                if len({*found}) < len(found) or not found:
+                    return None, [(where, f"`{where}` names each once", self._example(where))]
+            case "number":
+                found = _whole_number(value, self.least)
+            case "switch":
+                found = _switch(value)
+            case "text":
+                found = None if isinstance(value, dict | list) else str(value)
+        if found is not None:
+            return found, []
+        limits = f", at most {LARGEST:,}" if self.kind == "number" else ""
+        return None, [(where, f"`{where}` is {self.shape}{limits}, not `{brief(value)}`", self._example(where))]
 
-    def _read_mapping(self, value: Any, where: str) -> tuple[Any, list[Fault]]:
-        if not isinstance(value, dict):
-            message = f"`{where}` is {self.shape}, not `{brief(value)}`"
-            return None, [(where, message, self._example(where))]
+    def _read_parts(self, value: dict[str, Any], where: str) -> tuple[dict[str, Any], list[Fault]]:
+        parts = {part.name: part for part in self.parts}
         values: dict[str, Any] = {}
         faults: list[Fault] = []
         for name, below in value.items():
-            part = self.part(str(name))
-            if part is None:
-                names = tuple(one.name for one in self.parts)
+            if name not in parts:
                 message = f"unknown key `{brief(name)}` in `{where}`"
-                faults.append((f"{where}.{name}", message, nearest(str(name), names)))
+                faults.append((f"{where}.{name}", message, nearest(str(name), tuple(parts))))
                 continue
-            found, wrong = part.read(below, f"{where}.{part.name}")
+            found, wrong = parts[name].read(below, f"{where}.{name}")
             faults += wrong
             if not wrong:
-                values[part.name] = found
+                values[name] = found
         return values, faults
 
     def _invalid(self, where: str, value: Any) -> Fault:
@@ -124,30 +117,29 @@ class Key:
         return f"write for example `{f'{above}: {{{line}}}' if above else line}`"
 
 
-def nearest(given: str, names: tuple[str, ...]) -> str:
+def nearest(given: str, names: Sequence[str]) -> str:
     """The name that was probably meant, else all of them."""
     near = difflib.get_close_matches(given, names, n=1)
     return f"did you mean `{near[0]}`?" if near else f"one of {', '.join(names)}"
 
 
-def as_word(value: Any, words: tuple[str, ...]) -> str:
+def _word(value: Any, words: tuple[str, ...]) -> str:
     """The word as its author meant it: a plain `no`, `on` or `true` is a boolean in YAML."""
-    if isinstance(value, bool):
-        spellings = ON if value else OFF
-        return next((word for word in spellings if word in words), spellings[0])
-    return str(value)
+    if not isinstance(value, bool):
+        return str(value)
+    spellings = ON if value else OFF
+    return next((word for word in spellings if word in words), spellings[0])
 
 
-def as_switch(value: Any) -> bool | None:
-    """On or off, as YAML's own bool or in quotes; None for anything else."""
+def _switch(value: Any) -> bool | None:
+    """On or off, as YAML's own bool or in quotes."""
     if isinstance(value, bool):
         return value
-    words = {**dict.fromkeys(ON, True), **dict.fromkeys(OFF, False)}
-    return words.get(value.lower()) if isinstance(value, str) else None
+    return _SWITCH.get(value.lower()) if isinstance(value, str) else None
 
 
-def whole_number(value: Any, least: int) -> int | None:
-    """A whole number from `least` to `LARGEST`, also as text; None for anything else."""
+def _whole_number(value: Any, least: int) -> int | None:
+    """A whole number from `least` to `LARGEST`, also as text."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10:
         value = int(value)
     valid = isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
@@ -158,20 +150,13 @@ STAGES = ("sft", "dpo")
 PAIRED = frozenset({"dpo"})
 """Stages of which a row is a chosen and a rejected answer: two sequences."""
 DEEPSPEED = ("zero1", "zero1_fp32_comm", "zero2", "zero2_fp32_comm", "zero3", "zero3_offload")
+_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 # What may be expected of each point of a verdict; `any` switches the point off.
 EXPECT: Mapping[str, tuple[str, ...]] = {
     "liger": ("engaged", "off", "any"),
     "packing": ("isolated", "on", "off", "any"),
-    "attention": (
-        "any",
-        "eager",
-        "sdpa",
-        "flex_attention",
-        "flash_attention_2",
-        "flash_attention_3",
-        "flash_attention_4",
-    ),
+    "attention": ("any", *_ATTENTION),
     "batch": ("planned", "any"),
     "dataset_cache": ("hit", "miss", "any"),
     "reference_cache": ("hit", "miss", "any"),
@@ -186,145 +171,111 @@ EXPECT: Mapping[str, tuple[str, ...]] = {
     "finish": ("completed", "any"),
 }
 
-TABLE: tuple[Key, ...] = (
-    Key(name="stage", kind="word", words=STAGES, default="none, it must be given", meaning="the training stage"),
-    Key(name="backend", kind="word", words=TRAINERS, default="open_instruct", meaning="the trainer"),
+_BATCH = (
+    Key("global", "number", "rows per optimizer step, over all devices"),
+    Key("per_device", "number", "rows per device and forward pass"),
+)
+_PROBE = (
+    Key("within", "number", "optimizer steps until what is expected must be proved", "3", example="3"),
+    Key("isolation", "switch", "test whether packed samples see each other", "on", example="on"),
+    Key("hang_factor", "number", "times the median step without anything moving that make a hang", "20", example="20"),
+    Key("hang_seconds", "number", "seconds without anything moving that a hang takes at least", "300", example="300"),
+)
+TABLE = (
+    Key("stage", "word", "the training stage", "none, it must be given", words=STAGES),
+    Key("backend", "word", "the trainer", "open_instruct", words=TRAINERS),
     Key(
-        name="script",
-        kind="word",
-        takes="one of these, or upstream's file name",
-        default="the stage's own",
-        meaning="which of upstream's scripts of this stage runs",
+        "script",
+        "word",
+        "which of upstream's scripts of this stage runs",
+        "the stage's own",
+        "one of these, or upstream's file name",
     ),
     Key(
-        name="deepspeed",
-        kind="path",
-        words=(*DEEPSPEED, "none"),
+        "deepspeed",
+        "path",
+        "a DeepSpeed config",
         takes="one of these words, or the path of a DeepSpeed file",
-        meaning="a DeepSpeed config",
+        words=(*DEEPSPEED, "none"),
     ),
     Key(
-        name="attention",
-        kind="list",
-        words=tuple(name for name in EXPECT["attention"] if name != "any"),
-        takes="one implementation or a list in the order of preference, a kernel's repository too; TRL only",
-        default="what the trainer chooses",
-        example="[flash_attention_2, sdpa]",
-        meaning="TRL: attention implementations in the order of preference; the first that can be had is "
-        "used, and proved",
+        "attention",
+        "list",
+        "TRL: attention implementations in the order of preference; the first that can be had is used, and proved",
+        "what the trainer chooses",
+        "one implementation or a list in the order of preference, a kernel's repository too; TRL only",
+        _ATTENTION,
+        "[flash_attention_2, sdpa]",
     ),
     Key(
-        name="mixed_precision",
-        kind="word",
+        "mixed_precision",
+        "word",
+        "accelerate's mixed precision",
+        "bf16 on GPUs, no on the CPU",
         words=("no", "fp16", "bf16"),
-        default="bf16 on GPUs, no on the CPU",
-        meaning="accelerate's mixed precision",
     ),
     Key(
-        name="batch",
-        kind="mapping",
-        default="the batch numbers below `args:`",
+        "batch",
+        "mapping",
+        "rows of an optimizer step; accumulation follows from the number of GPUs",
+        "the batch numbers below `args:`",
         example="{global: 128, per_device: 16}",
-        meaning="rows of an optimizer step; accumulation follows from the number of GPUs",
-        parts=(
-            Key(name="global", kind="number", meaning="rows per optimizer step, over all devices"),
-            Key(name="per_device", kind="number", meaning="rows per device and forward pass"),
-        ),
+        parts=_BATCH,
     ),
     Key(
-        name="expect",
-        kind="mapping",
-        takes="a mapping of points of the verdict to states",
+        "expect",
+        "mapping",
+        "what the verdict holds the run to; `any` switches a point off",
+        "loss finite, memory ok, finish completed, and what the arguments ask for (Liger, packing)",
+        "a mapping of points of the verdict to states",
         example="{liger: engaged, loss: finite}",
-        default="loss finite, memory ok, finish completed, and what the arguments ask for (Liger, packing)",
-        meaning="what the verdict holds the run to; `any` switches a point off",
-        parts=tuple(Key(name=point, kind="word", words=states) for point, states in EXPECT.items()),
+        parts=tuple(Key(point, "word", words=states) for point, states in EXPECT.items()),
     ),
     Key(
-        name="on_violation",
-        kind="word",
+        "on_violation",
+        "word",
+        "what the run does when it is not what `expect` says: stop within the first steps, or warn",
+        "stop",
         words=("stop", "warn"),
-        default="stop",
-        meaning="what the run does when it is not what `expect` says: stop within the first steps, or warn",
     ),
+    Key("on_hang", "word", "what the run does when nothing moves any more", "report", words=("report", "stop")),
     Key(
-        name="on_hang",
-        kind="word",
-        words=("report", "stop"),
-        default="report",
-        meaning="what the run does when nothing moves any more",
-    ),
-    Key(
-        name="probe",
-        kind="mapping",
-        switch=True,
-        takes="off or a mapping",
+        "probe",
+        "mapping",
+        "how the probe watches the run; off starts upstream's script alone",
+        "on, with the numbers above",
+        "off or a mapping",
         example="off",
-        default="on, with the numbers above",
-        meaning="how the probe watches the run; off starts upstream's script alone",
-        parts=(
-            Key(
-                name="within",
-                kind="number",
-                default="3",
-                example="3",
-                meaning="optimizer steps until what is expected must be proved",
-            ),
-            Key(
-                name="isolation",
-                kind="switch",
-                default="on",
-                example="on",
-                meaning="test whether packed samples see each other",
-            ),
-            Key(
-                name="hang_factor",
-                kind="number",
-                default="20",
-                example="20",
-                meaning="times the median step without anything moving that make a hang",
-            ),
-            Key(
-                name="hang_seconds",
-                kind="number",
-                default="300",
-                example="300",
-                meaning="seconds without anything moving that a hang takes at least",
-            ),
-        ),
+        parts=_PROBE,
+        switch=True,
     ),
     Key(
-        name="rehearse",
-        kind="switch",
-        default="before what takes long: prepare, a job, a series of runs",
-        meaning="whether two steps of the script run on the CPU before it starts, or never do",
+        "rehearse",
+        "switch",
+        "whether two steps of the script run on the CPU before it starts, or never do",
+        "before what takes long: prepare, a job, a series of runs",
     ),
-    Key(name="name", kind="text", takes="a word for the run", default="the file's name", meaning="the run's name"),
+    Key("name", "text", "the run's name", "the file's name", "a word for the run"),
+    Key("slurm", "mapping", "options of sbatch, for --slurm", takes="a mapping of sbatch's options, for --slurm"),
     Key(
-        name="slurm",
-        kind="mapping",
-        takes="a mapping of sbatch's options, for --slurm",
-        meaning="options of sbatch, for --slurm",
-    ),
-    Key(
-        name="gates",
-        kind="mapping",
-        default="the limits above",
-        takes="a mapping of limits of `launch ladder`: a number, `{red: N, yellow: N}` or off",
-        meaning="what every rung of `launch ladder` must show",
+        "gates",
+        "mapping",
+        "what every rung of `launch ladder` must show",
+        "the limits above",
+        "a mapping of limits of `launch ladder`: a number, `{red: N, yellow: N}` or off",
     ),
     Key(
-        name="args",
-        kind="mapping",
-        takes="a mapping of upstream's arguments",
-        default="none: `launch schema` lists them",
-        meaning="handed to upstream under exactly these names",
+        "args",
+        "mapping",
+        "handed to upstream under exactly these names",
+        "none: `launch schema` lists them",
+        "a mapping of upstream's arguments",
     ),
     Key(
-        name="extends",
-        kind="path",
+        "extends",
+        "path",
+        "another stage file, relative to this one, whose keys this one inherits",
         takes="a path, relative to the file that holds it",
-        meaning="another stage file, relative to this one, whose keys this one inherits",
     ),
 )
 KEYS = {key.name: key for key in TABLE}

@@ -27,8 +27,9 @@ from launcher.config.document import (
     bad,
     join,
     leaves,
-    nearest,
+    misplaced,
     parse,
+    place_of,
     plain,
     read_yaml,
     refused,
@@ -69,7 +70,7 @@ class Config:
 
     def origin(self, key: str) -> Origin:
         """The place of `key`, or of the nearest enclosing key, or the start of the file."""
-        return nearest(self.origins, key) or Origin(str(self.path), 1)
+        return place_of(self.path, self.origins, key)
 
     def placed(self, finding: Finding) -> Finding:
         """The finding with the file and line of its key."""
@@ -88,8 +89,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, text: str | None = 
     _require_one_stage(path, document)
     shape = _shape_of(document.value)
     value, origins, named = _as_stage_file(path, shape, document)
-    tree = _Tree(path, value, origins)
-    if faults := [fault for text in overrides for fault in tree.override(text)]:
+    if faults := [fault for text in overrides if (fault := _override(path, value, origins, text)) is not None]:
         raise InvalidConfig(faults)
     value, secrets = interpolate(path, value, origins, named)
     args = _mapping(path, origins, "args", value.pop("args", None))
@@ -110,9 +110,7 @@ def _too_large(path: Path, tree: Any, origins: Mapping[str, Origin]) -> Iterator
     for steps, value in leaves(tree):
         if isinstance(value, int | float) and not abs(value) < LARGEST:
             key = reduce(join, steps, "")
-            found = bad(path, "bad-value", f"the number of `{key}` is too large", None)
-            origin = nearest(origins, key) or Origin(str(path), 1)
-            yield replace(found, key=key, **origin.place)
+            yield misplaced(path, origins, key, "bad-value", f"the number of `{key}` is too large")
 
 
 # --- several layers -------------------------------------------------------------------------------
@@ -131,15 +129,13 @@ def _with_parents(
     target = path.parent / expanded(parent)
     if not {target.suffix, Path(canonical(target)).suffix} <= SUFFIXES:
         # whoever wrote the file may not be who may read what it names
-        message = f"`extends: {brief(parent)}` names no `.yaml` or `.yml` file"
-        raise refused(path, "bad-extends", message, line)
+        raise refused(path, "bad-extends", f"`extends: {brief(parent)}` names no `.yaml` or `.yml` file", line)
     chain = (*children, path)
     if canonical(target) in {canonical(known) for known in chain}:
         loop = " -> ".join(str(known) for known in (*chain, target))
         raise refused(path, "extends-cycle", f"`extends` goes in a circle: {loop}", line)
     if len(chain) >= MAX_EXTENDS:
-        message = f"`extends` goes on for more than {MAX_EXTENDS} files"
-        raise refused(path, "extends-depth", message, line)
+        raise refused(path, "extends-depth", f"`extends` goes on for more than {MAX_EXTENDS} files", line)
     if not exists(target):
         message = f"`extends: {brief(parent)}`: there is no {brief(target, 200)}"
         help = "`extends` is relative to the file that holds it"
@@ -148,8 +144,7 @@ def _with_parents(
     origins = dict(base.origins)
     value = _merge(base.value, document.value, origins)
     origins |= document.origins
-    faults = (*base.faults, *document.faults)
-    return Document(value=value, origins=origins, faults=faults), (target, *parents)
+    return Document(value, origins, (*base.faults, *document.faults)), (target, *parents)
 
 
 def _merge(
@@ -172,10 +167,8 @@ def _merge(
 
 def _require_one_stage(path: Path, document: Document) -> None:
     if isinstance(document.value.get("stages"), list) and "args" not in document.value:
-        help = f"launch pipeline {path}, or name one of its stage files"
-        line = document.origins["stages"].line
-        message = "this is a pipeline, not a stage file"
-        raise refused(path, PIPELINE, message, line, help)
+        help, line = f"launch pipeline {path}, or name one of its stage files", document.origins["stages"].line
+        raise refused(path, PIPELINE, "this is a pipeline, not a stage file", line, help)
     if (tool := foreign.format_of(document.value)) is not None:
         message = f"this is a file of {foreign.NAMES[tool]}, not a stage file"
         raise refused(path, "foreign-file", message, 1, f"launch init --from {path} converts it")
@@ -216,13 +209,10 @@ def _as_stage_file(
 
 
 def _mapping(path: Path, origins: Mapping[str, Origin], key: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, dict):
-        return value
-    if value is None:
-        return {}
-    origin = origins.get(key, Origin(str(path), 1))
-    message = f"`{key}` is a mapping of names to values, not `{brief(value)}`"
-    raise InvalidConfig(replace(bad(path, "bad-args", message), **origin.place))
+    if value is None or isinstance(value, dict):
+        return value or {}
+    found = bad(path, "bad-args", f"`{key}` is a mapping of names to values, not `{brief(value)}`")
+    raise InvalidConfig(replace(found, **place_of(path, origins, key).place))
 
 
 # --- overrides ------------------------------------------------------------------------------------
@@ -233,77 +223,72 @@ _OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]{1,200}|\[[0-9]{1,6}\])*\Z")
 _STEPS = re.compile(r"\[([0-9]+)\]|([\w-]+)")
 
 
-@dataclass(frozen=True, slots=True)
-class _Tree:
-    """The values of a file, to which `key=value` texts are applied."""
-
-    path: Path
-    value: dict[str, Any]
-    origins: dict[str, Origin]
-
-    def override(self, text: str) -> Iterator[Finding]:
-        """Apply one override in place; says what is wrong with it instead where it cannot be."""
-        key, equals, raw = text.partition("=")
-        if UNUSABLE.search(text):
-            shown = text.encode("utf-8", "backslashreplace").decode()
-            yield self._fault(text, None, f"`{brief(shown)}` is not UTF-8", None)
-        elif not equals or not _OVERRIDE.match(key):
-            help = "write for example learning_rate=1e-5"
-            yield self._fault(text, None, f"`{brief(text)}` is not of the form key=value", help)
-        elif key == "extends":
-            yield self._fault(text, key, f"`{brief(text)}`: a parent is named in the file", None)
-        elif not raw:
-            # a variable of the shell that is not set, as often as not
-            help = f"write {key}=null to leave it to upstream, or {key}='\"\"' for an empty text"
-            yield self._fault(text, key, f"`{brief(text)}` has no value", help)
-        elif raw == "None":
-            yield self._fault(text, key, f"`{brief(text)}` would be the text 'None'", f"write {key}=null")
+def _override(path: Path, tree: dict[str, Any], origins: dict[str, Origin], text: str) -> Finding | None:
+    """Apply one `key=value` in place; what is wrong with it instead where it cannot be."""
+    key, equals, raw = text.partition("=")
+    help: str | None = None
+    # what is no UTF-8 cannot be printed
+    shown = text.encode("utf-8", "backslashreplace").decode()
+    message = f"`{brief(shown)}`"
+    if UNUSABLE.search(text):
+        key, message = "", f"{message} is not UTF-8"
+    elif not equals or not _OVERRIDE.match(key):
+        key, message, help = "", f"{message} is not of the form key=value", "write for example learning_rate=1e-5"
+    elif key == "extends":
+        message += ": a parent is named in the file"
+    elif not raw:
+        # a variable of the shell that is not set, as often as not
+        message += " has no value"
+        help = f"write {key}=null to leave it to upstream, or {key}='\"\"' for an empty text"
+    elif raw == "None":
+        message, help = f"{message} would be the text 'None'", f"write {key}=null"
+    else:
+        try:
+            value = _override_value(raw)
+        except (yaml.YAMLError, InvalidConfig) as error:
+            message += f": {_reason(error)}"
+            help = f"for a text, quote it for YAML too: '{key}=\"...\"'"
         else:
-            try:
-                value = _override_value(raw)
-            except (yaml.YAMLError, InvalidConfig) as error:
-                help = f"for a text, quote it for YAML too: '{key}=\"...\"'"
-                yield self._fault(text, key, f"`{brief(text)}`: {_reason(error)}", help)
-            else:
-                yield from self._set(_full_key(key), value, text)
+            key = _full_key(key)
+            reason = _set(tree, origins, key, value, Origin(str(path), None, text))
+            if reason is None:
+                return None
+            message += f": {reason}"
+    return replace(bad(path, "bad-override", message, None, help), key=key or None, override=shown)
 
-    def _set(self, key: str, value: Any, text: str) -> Iterator[Finding]:
-        steps = [int(index) if index else name for index, name in _STEPS.findall(key)]
-        node: Any = self.value
-        path = ""
-        for number, written in enumerate(steps):
-            step = _place(node, written)
-            if step is None:
-                yield self._no_place(key, text, node, path)
-                return
-            path = join(path, step)
-            if number == len(steps) - 1:
-                node[step] = value
-            elif isinstance(node, dict) and node.get(step) is None:
-                # what is empty, or not there, can become a mapping: its place is this override
-                node[step] = {}
-                # but for all the arguments: that is the place of those that are missing
-                if path != "args":
-                    self.origins[path] = Origin(str(self.path), None, text)
-            node = node[step]
-        _forget(self.origins, path)
-        self.origins[path] = Origin(str(self.path), None, text)
 
-    def _no_place(self, key: str, text: str, node: Any, path: str) -> Finding:
-        shown = path.removeprefix("args.")
-        if isinstance(node, list):
-            reason = f"is a list of {len(node)} entries, the first is [0]"
-        elif isinstance(node, dict):
-            reason = "is no list"
-        else:
-            reason = "holds nothing that has parts"
-        return self._fault(text, key, f"`{brief(text)}`: `{shown}` {reason}", None)
+def _set(tree: dict[str, Any], origins: dict[str, Origin], key: str, value: Any, origin: Origin) -> str | None:
+    """Set what a dotted key names; why not where there is no such place."""
+    *above, last = [int(index) if index else name for index, name in _STEPS.findall(key)]
+    node: Any = tree
+    path = ""
+    for written in above:
+        step = _place(node, written)
+        if step is None:
+            return _no_place(node, path)
+        path = join(path, step)
+        if isinstance(node, dict) and node.get(step) is None:
+            # what is empty, or not there, can become a mapping: its place is this override
+            node[step] = {}
+            # but for all the arguments: that is the place of those that are missing
+            if path != "args":
+                origins[path] = origin
+        node = node[step]
+    step = _place(node, last)
+    if step is None:
+        return _no_place(node, path)
+    node[step] = value
+    path = join(path, step)
+    _forget(origins, path)
+    origins[path] = origin
+    return None
 
-    def _fault(self, text: str, key: str | None, message: str, help: str | None) -> Finding:
-        # what is no UTF-8 cannot be printed
-        shown = text.encode("utf-8", "backslashreplace").decode()
-        found = bad(self.path, "bad-override", message, None, help)
-        return replace(found, key=key, override=shown)
+
+def _no_place(node: Any, path: str) -> str:
+    reason = "is no list" if isinstance(node, dict) else "holds nothing that has parts"
+    if isinstance(node, list):
+        reason = f"is a list of {len(node)} entries, the first is [0]"
+    return f"`{path.removeprefix('args.')}` {reason}"
 
 
 def _place(node: Any, step: str | int) -> str | int | None:
@@ -364,11 +349,7 @@ def _forget(origins: dict[str, Origin], path: str) -> None:
 
 def spelt(value: Any) -> str:
     """A value as an override on the command line spells it, so that it is read as the same value."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         return repr(value)
     # a JSON text is YAML's too, and quotes keep `1e-5` or `no` a text; it is interpolated once more
     return json.dumps(value, ensure_ascii=False).replace("${", r"\\${")

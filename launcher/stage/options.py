@@ -44,7 +44,7 @@ _READ = [
         "name",
     )
 ]
-NUM_GPUS = Key(name="num_gpus", kind="number", takes="a whole number", least=0)
+NUM_GPUS = Key("num_gpus", "number", takes="a whole number", least=0)
 """A key of the wrapped shape alone."""
 
 TREND_LOSSES = 8

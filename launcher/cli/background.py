@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from launcher.cli.options import Shared, answer
 from launcher.errors import Exit, Finding, LaunchError, UsageError, launch_finding, usage
@@ -17,40 +15,37 @@ if TYPE_CHECKING:
     from launcher.runs.sbatch import Options
 
 # options that would be taken and ignored beside --slurm
-_APART = ("detach", "devices", "node_rank", "main_address", "cpu")
+_NOT_WITH_SLURM = ("detach", "devices", "node_rank", "main_address", "cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class AtEnd:
+class AtEnd(TypedDict):
     """What is to happen once a run has ended, under the names that those that start it take."""
 
     on_finish: tuple[str, ...]
     on_finish_s: float
     allow_unproven: bool
 
-    @classmethod
-    def of(cls, shared: Shared) -> AtEnd:
-        """From the options as they were given. Raises UsageError."""
-        from launcher.lifecycle import on_finish
 
-        if shared.on_finish_limit is not None and shared.on_finish is None:
-            raise usage("useless-option", "--on-finish-limit says nothing without --on-finish")
-        words = on_finish.parsed(shared.on_finish)
-        return cls(words, on_finish.limit(shared.on_finish_limit), shared.allow_unproven)
+def at_end(shared: Shared) -> AtEnd:
+    """From the options as they were given. Raises UsageError."""
+    from launcher.lifecycle import on_finish
+
+    if shared.on_finish_limit is not None and shared.on_finish is None:
+        raise usage("useless-option", "--on-finish-limit says nothing without --on-finish")
+    words, seconds = on_finish.parsed(shared.on_finish), on_finish.limit(shared.on_finish_limit)
+    return {"on_finish": words, "on_finish_s": seconds, "allow_unproven": shared.allow_unproven}
 
 
 def require_sense(shared: Shared, more: Mapping[str, object]) -> None:
-    """Raise UsageError with every option that says nothing beside another one."""
-    given = {**dataclasses.asdict(shared), **more}
+    """Raise UsageError with every option that says nothing beside --slurm."""
+    given = {name: more.get(name, getattr(shared, name, None)) for name in _NOT_WITH_SLURM if shared.slurm}
     # 0 is a value
-    named = {name for name, value in given.items() if value or (value == 0 and value is not False)}
-    wrong = [
-        launch_finding("error", "useless-option", f"--{one.replace('_', '-')} says nothing with --slurm")
-        for one in _APART
-        if {one, "slurm"} <= named
-    ]
-    if wrong:
-        raise UsageError(wrong)
+    names = [name for name, value in given.items() if value or (value == 0 and value is not False)]
+    flags = [f"--{name.replace('_', '-')}" for name in names]
+    if flags:
+        raise UsageError(
+            launch_finding("error", "useless-option", f"{flag} says nothing with --slurm") for flag in flags
+        )
 
 
 def several_runs(command: Callable[..., Exit]) -> Callable[..., Exit]:
@@ -61,14 +56,14 @@ def several_runs(command: Callable[..., Exit]) -> Callable[..., Exit]:
         from launcher.lifecycle import background, on_finish
 
         require_sense(shared, given)
-        at_end = AtEnd.of(shared)
-        if shared.hands_over or shared.dry_run or not at_end.on_finish:
+        ending = at_end(shared)
+        if shared.hands_over or shared.dry_run or not ending["on_finish"]:
             return command(shared, **given)
-        on_finish.require_here(at_end.on_finish)
+        on_finish.require_here(ending["on_finish"])
 
         def finish(code: Exit) -> None:
             status = "pass" if code is Exit.OK else "fail"
-            background.finish(at_end.on_finish, at_end.on_finish_s, command.__name__, code, status)
+            background.finish(ending["on_finish"], ending["on_finish_s"], command.__name__, code, status)
 
         try:
             code = command(shared, **given)

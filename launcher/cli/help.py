@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -39,7 +40,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _plain(text: str) -> str:
-    """Without the brackets that typer sets around a default in words, and without limits as a formula."""
+    # without the brackets that typer sets around a default in words, and without limits as a formula
     text = re.sub(r"default: \(([^()]+)\)", r"default: \1", text)
     return re.sub(r"  \[x>=\d+\]|; x>=\d+(?=\])", "", text)
 
@@ -62,19 +63,15 @@ class SummarizedCommand(TyperCommand):
     """A command whose options stand in groups."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments, then the options by group, those of no group first."""
         rows: dict[str, dict[str, Any]] = {"argument": {}, "option": {}}
         for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                rows[parameter.param_type_name][str(parameter.name)] = (
-                    record[0].replace("<int range>", "N"),
-                    _plain(record[1]),
-                )
+            if (record := parameter.get_help_record(ctx)) is not None:
+                row = record[0].replace("<int range>", "N"), _plain(record[1])
+                rows[parameter.param_type_name][str(parameter.name)] = row
         _write(formatter, "Arguments", [*rows["argument"].values()])
         options = rows["option"]
-        *groups, (rest, others) = _grouped([*options], OPTIONS if len(options) > _FEW else {}, "Options")
-        for title, names in ((rest, others), *groups):
+        *groups, others = _grouped([*options], OPTIONS if len(options) > _FEW else {}, "Options")
+        for title, names in (others, *groups):
             _write(formatter, title, [options[name] for name in names])
 
 
@@ -82,12 +79,9 @@ class Group(TyperGroup):
     """The commands as `launch --help` lists them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Their names in the order of `COMMANDS`."""
-        groups = _grouped(super().list_commands(ctx), COMMANDS, "Further")
-        return [name for _, names in groups for name in names]
+        return [name for _, names in _grouped(super().list_commands(ctx), COMMANDS, "Further") for name in names]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write each group of commands, all in the same columns."""
         names = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
         longest = max(map(len, names))
         limit = formatter.width - longest - 4
@@ -100,7 +94,6 @@ class App(typer.Typer):
     """A Typer whose commands have options in groups."""
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[_Function], _Function]:
-        """Register a command as Typer does."""
         return super().command(name, **{"cls": SummarizedCommand, **settings})
 
 
@@ -109,7 +102,6 @@ def overrides(arguments: list[str], command: Any) -> list[str]:
 
     `command` is the parsed command; without overrides it has none.
     """
-    names = {name for parameter in command.params for name in parameter.opts}
     if "overrides" not in {parameter.name for parameter in command.params}:
         return []
     from launcher.config import keys
@@ -117,16 +109,13 @@ def overrides(arguments: list[str], command: Any) -> list[str]:
     from launcher.upstream.trainers import BACKENDS
 
     stages = [command.name] if command.name in keys.STAGES else keys.STAGES
-    known = {*keys.KEYS} | {
-        field.partition(".")[2]
-        for backend in BACKENDS
-        for stage in stages
-        for field in locate.snapshot(backend)["stages"][stage]
-    }
+    fields = (field for backend in BACKENDS for stage in stages for field in locate.snapshot(backend)["stages"][stage])
+    known = {*keys.KEYS, *(field.partition(".")[2] for field in fields)}
+    names = {name for parameter in command.params for name in parameter.opts}
     # of a pipeline the stage is named too
     prefix = "STAGE." if command.name == "pipeline" else ""
     written = []
-    for word, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+    for word, following in itertools.pairwise([*arguments, "--"]):
         option, _, value = word.partition("=")
         key = option.removeprefix("--").replace("-", "_")
         if option.startswith("--") and option not in names and key in known:

@@ -10,7 +10,6 @@ import os
 import platform
 import sys
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -20,6 +19,8 @@ from launcher.cli.commands import app
 from launcher.cli.help import overrides
 from launcher.cli.options import Findings, answer
 from launcher.errors import DISK_FULL, Exit, LaunchError, not_ready, unreadable, usage
+from launcher.printable import folded, printable
+from launcher.redaction import redact
 
 # what typer raises for a command line that it cannot parse: only its heir has a public name
 _Unparsed: type[Any] = typer.BadParameter.__mro__[1]
@@ -28,17 +29,16 @@ _UNREADABLE = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.EFBIG, errno.ELOOP
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The console entry: every way out is one of the documented exit codes."""
-    arguments = sys.argv[1:] if argv is None else argv
-    code = _run_guarded(lambda: _run_command(arguments), arguments)
+    """Run a command line; returns the exit code, or exits with it where `argv` is the process' own."""
+    code = _run_guarded(sys.argv[1:] if argv is None else argv)
     if argv is None:
         sys.exit(code)
     return code
 
 
-def _run_guarded(call: Callable[[], object], arguments: list[str]) -> int:
+def _run_guarded(arguments: list[str]) -> int:
     try:
-        call()
+        _run_command(arguments)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
     except LaunchError as error:
@@ -77,9 +77,6 @@ def _run_command(arguments: list[str]) -> None:
     try:
         code = app(args=arguments, prog_name="launch", standalone_mode=False)
     except _Unparsed as error:
-        from launcher.printable import folded
-        from launcher.redaction import redact
-
         # typer repeats the word that it does not understand, and that may be a token
         instead = overrides(arguments, error.ctx.command) if error.ctx else []
         help = f"write {redact(folded(' '.join(instead)))}" if instead else None
@@ -114,8 +111,6 @@ def _form(arguments: list[str]) -> Findings:
 
 def _bug(error: Exception, arguments: list[str]) -> int:
     """Traceback and versions to a file, ready for an issue; one line on the screen."""
-    from launcher.printable import folded, printable
-    from launcher.redaction import redact
     from launcher.runs import rundir
 
     folder = rundir.state_folder()

@@ -37,8 +37,7 @@ def _version(requested: bool) -> None:
     if requested:
         from launcher.upstream import open_instruct, trl
 
-        pins = f"open-instruct {open_instruct.PIN[:7]}, {trl.PIN}"
-        typer.echo(f"launch {__version__} (pinned: {pins})")
+        typer.echo(f"launch {__version__} (pinned: open-instruct {open_instruct.PIN[:7]}, {trl.PIN})")
         raise typer.Exit
 
 
@@ -160,12 +159,10 @@ class Shared:
 
     @property
     def hands_over(self) -> bool:
-        """Whether the command is to run elsewhere, once it has been checked here."""
         return self.detach or self.slurm
 
     @property
     def locator(self) -> Locator:
-        """What finds the trainers' source."""
         from launcher.upstream import locate
 
         return locate.Locator(checkout=self.open_instruct, allow_unpinned=self.allow_unpinned)
@@ -192,18 +189,10 @@ class Shared:
         """The request of these options; `more` are further fields, or others than these."""
         from launcher.lifecycle.prepare import Request
 
-        fields: dict[str, Any] = {
-            "stage": self.stage,
-            "config": self.config,
+        names = ("stage", "config", "gpus", "nodes", "devices", "python", "allow_unpinned", "strict", "rehearse")
+        fields = {name: getattr(self, name) for name in names} | {
             "overrides": self.overrides or (),
-            "gpus": self.gpus,
-            "nodes": self.nodes,
-            "devices": self.devices,
-            "python": self.python,
             "checkout": self.open_instruct,
-            "allow_unpinned": self.allow_unpinned,
-            "strict": self.strict,
-            "rehearse": self.rehearse,
             "probe": not self.no_probe,
             "allowed": tuple(self.allow_changed_resume or ()),
         }
@@ -233,18 +222,15 @@ def takes(*names: str) -> Callable[[Command], Command]:
     ]
 
     def add(command: Command) -> Command:
+        def run(**values: Any) -> Any:
+            return command(Shared(**rest, **{name: values.pop(name) for name in names}), **values)
+
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
         own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
         # arguments by place come first, and the form of the answer last
         arguments = [p for p in parameters if p.name in {"config", "overrides"}]
-        options = [p for p in parameters if p not in arguments]
-
-        def run(**values: Any) -> Any:
-            shared = Shared(**rest, **{name: values.pop(name) for name in names})
-            return command(shared, **values)
-
+        signature = inspect.Signature([*arguments, *own, *(p for p in parameters if p not in arguments)])
         run.__name__, run.__doc__ = command.__name__, command.__doc__
-        signature = inspect.Signature([*arguments, *own, *options])
         run.__signature__ = signature  # type: ignore[attr-defined]
         run.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
         return run
@@ -281,13 +267,8 @@ def files_of(path: Path) -> list[Path]:
     """The YAML files of a folder and of those in it, hidden ones left out; a file is itself."""
     if not path.is_dir():
         return [path]
-    found = sorted(
-        file
-        for file in path.rglob("*")
-        if file.suffix in {".yaml", ".yml"}
-        and file.is_file()
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
+    files = [file for file in sorted(path.rglob("*")) if file.suffix in {".yaml", ".yml"} and file.is_file()]
+    found = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     # an empty one is judged itself, and refused
     return found or [path]
 
@@ -295,11 +276,8 @@ def files_of(path: Path) -> list[Path]:
 def not_begun(folder: RunFolder) -> UsageError:
     """What to raise where a run still waits to be started: it has nothing to show or to judge."""
     name = folder.path.name
-    return usage(
-        "not-begun",
-        f"{name} has not begun: there is nothing of it yet",
-        f"launch exec {name} starts it, where no Slurm job will",
-    )
+    help = f"launch exec {name} starts it, where no Slurm job will"
+    return usage("not-begun", f"{name} has not begun: there is nothing of it yet", help)
 
 
 def answer(

@@ -48,7 +48,7 @@ _COLLECTIONS = {None, "!", f"{_TAG}map", f"{_TAG}seq"}
 _SHOWN = {type(None): "nothing", dict: "a mapping", list: "a list"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Document:
     """What one file holds. `faults` are keys that stand twice or cannot be keys: the rest was read."""
 
@@ -91,7 +91,7 @@ def parse(path: Path, text: str) -> Document:
     if not isinstance(value, dict):
         what = "a list" if isinstance(value, list) else "one value"
         raise refused(path, "not-a-mapping", f"the file is {what}, not a mapping of keys to values", 1, _FORM)
-    return Document(value=value, origins=builder.origins, faults=tuple(builder.findings))
+    return Document(value, builder.origins, tuple(builder.findings))
 
 
 def _broken(path: Path, text: str, error: yaml.MarkedYAMLError | yaml.reader.ReaderError) -> Finding:

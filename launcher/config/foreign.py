@@ -10,23 +10,10 @@ NAMES = {"axolotl": "Axolotl", "llama_factory": "LLaMA-Factory", "trl": "TRL"}
 _AXOLOTL = {"datasets", "sequence_len", "micro_batch_size", "adapter", "sample_packing"}
 _LLAMA_FACTORY = {"finetuning_type", "cutoff_len", "template"}
 # arguments that no script of open-instruct has
-_TRL = {
-    "use_peft",
-    "lora_r",
-    "max_length",
-    "max_steps",
-    "eval_strategy",
-    "save_strategy",
-    "save_steps",
-    "bf16",
-    "optim",
-    "warmup_steps",
-    "dtype",
-    "torch_dtype",
-    "dataset_text_field",
-    "datasets",
-    "accelerate_config",
-}
+_TRL = set(
+    "use_peft lora_r max_length max_steps eval_strategy save_strategy save_steps bf16 optim warmup_steps dtype "
+    "torch_dtype dataset_text_field datasets accelerate_config".split()
+)
 
 
 def format_of(tree: Mapping[str, Any]) -> str | None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +71,7 @@ def interpolate(
         for steps, text in texts.items():
             read.clear()
             try:
-                value = _plain(reduce(getitem, steps, container), spend)
-                reduce(getitem, steps[:-1], resolved)[steps[-1]] = value
+                _at(resolved, steps[:-1])[steps[-1]] = _plain(_at(container, steps), spend)
             except Exception as error:
                 # of one that goes in a circle omegaconf raises whatever comes first
                 faults.append(_unresolved(path, origins, steps, error, read))
@@ -145,3 +143,9 @@ def _unresolved(
         reason = f"not with the value of {', '.join(sorted(read))}"
     message = f"`{key}` cannot be interpolated: {reason}"
     return misplaced(path, origins, key, "interpolation", message, "write \\${ for a literal ${")
+
+
+def _at(node: Any, steps: Steps) -> Any:
+    for step in steps:
+        node = node[step]
+    return node

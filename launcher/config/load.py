@@ -175,11 +175,9 @@ def _require_one_stage(path: Path, document: Document) -> None:
 
 
 def _shape_of(tree: Mapping[str, Any]) -> Shape:
-    if "stage" in tree or "args" in tree:
-        return "stage"
-    if "open_instruct" in tree:
+    if "open_instruct" in tree and not tree.keys() & {"stage", "args"}:
         return "wrapped"
-    return "stage" if "backend" in tree else "flat"
+    return "stage" if tree.keys() & {"stage", "args", "backend"} else "flat"
 
 
 def _as_stage_file(
@@ -217,8 +215,6 @@ def _mapping(path: Path, origins: Mapping[str, Origin], key: str, value: Any) ->
 
 # --- overrides ------------------------------------------------------------------------------------
 
-# Ours: everything else that an override names without `args.` is an argument of upstream's.
-OPTIONS = frozenset(KEYS) - {"args", "extends"}
 _OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]{1,200}|\[[0-9]{1,6}\])*\Z")
 _STEPS = re.compile(r"\[([0-9]+)\]|([\w-]+)")
 
@@ -295,11 +291,9 @@ def _place(node: Any, step: str | int) -> str | int | None:
     """The key or index that a step means in this value; None where there is no such place."""
     if isinstance(node, dict):
         return step if isinstance(step, str) else None
-    if not isinstance(node, list):
-        return None
     # `.1`, as omegaconf writes it, is [1]
     index = int(step) if isinstance(step, str) and step.isdecimal() else step
-    return index if isinstance(index, int) and index < len(node) else None
+    return index if isinstance(node, list) and isinstance(index, int) and index < len(node) else None
 
 
 def _reason(error: yaml.YAMLError | InvalidConfig) -> str:
@@ -314,23 +308,19 @@ def _override_value(raw: str) -> Any:
 
     Text that only looks like YAML (`a: b`, `x # y`, `- z`, `{% if %}`) is kept whole.
     """
-    stripped = raw.strip()
-    if stripped[:1] in {"[", "{"} and stripped[:2] not in {"{%", "{{", "{#"}:
-        return _yaml(stripped)
-    if stripped[:1] in {"'", '"'}:
-        try:
-            return _yaml(stripped)
-        except (yaml.YAMLError, InvalidConfig):
-            return raw
-    value = plain(stripped)
-    return raw if isinstance(value, str) else value
-
-
-def _yaml(raw: str) -> Any:
-    builder = Builder("override")
-    value = builder.build(yaml.parse(raw, Loader=LOADER))
-    if builder.findings:
-        raise InvalidConfig(builder.findings)
+    text, builder = raw.strip(), Builder("override")
+    is_quoted = text[:1] in {"'", '"'}
+    if not is_quoted and (text[:1] not in {"[", "{"} or text[:2] in {"{%", "{{", "{#"}):
+        value = plain(text)
+        return raw if isinstance(value, str) else value
+    try:
+        value = builder.build(yaml.parse(text, Loader=LOADER))
+        if builder.findings:
+            raise InvalidConfig(builder.findings)
+    except (yaml.YAMLError, InvalidConfig):
+        if not is_quoted:
+            raise
+        return raw
     return value
 
 
@@ -338,7 +328,7 @@ def _full_key(key: str) -> str:
     """`args.` may be left out: what is no option of ours is an argument of upstream's."""
     key = re.sub(r"^deepspeed_config(?![\w-])", "deepspeed", key.removeprefix("open_instruct."))
     first = re.split(r"[.\[]", key, maxsplit=1)[0]
-    return key if first in OPTIONS or first in {"args", "num_gpus"} else f"args.{key}"
+    return key if first in (KEYS.keys() - {"extends"}) | {"num_gpus"} else f"args.{key}"
 
 
 def _forget(origins: dict[str, Origin], path: str) -> None:

@@ -6,6 +6,7 @@ import difflib
 import functools
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -24,34 +25,31 @@ Past = Callable[[str], Sequence[ArgumentChange]]
 def check(config: Config, schema: Schema, entry: Entry, past: Past) -> Iterator[Finding]:
     """What is wrong with each argument by itself, in the order of the file."""
     for key, value in config.args.items():
-        fault = (
-            _check_value(schema, entry, schema.fields[key], value)
-            if key in schema.fields
-            else _check_unknown(schema, entry, past, key, value)
-        )
+        known = schema.fields.get(key)
+        fault = _check_unknown(schema, entry, past, key, value) if known is None else None
+        if known is not None and value is not None:
+            fault = _check_value(schema, entry, known, value)
         if fault is not None:
             yield fault
 
 
-def missing(config: Config, schema: Schema, entry: Entry, told: Container[str | None]) -> Iterator[Finding]:
+def missing(config: Config, schema: Schema, entry: Entry, reported: Container[str | None]) -> Iterator[Finding]:
     """Arguments that upstream's parser asks for, and that neither the file nor launch gives.
 
-    `told` are the keys of which enough was said.
+    `reported` are the keys of which enough was said.
     """
     given = taken(schema, config.args).keys() | entry.derived.keys() | {entry.names.output}
     if "batch" in config.options:
         given |= {entry.names.per_device, entry.names.accumulation}
     for name, known in schema.fields.items():
-        if known.required and name not in given and f"args.{name}" not in told:
-            fault = Finding(
-                severity="error",
-                layer="parser",
-                code="missing-argument",
-                key=f"args.{name}",
-                message=f"`{name}` must be given: it has no default  ({known.where})",
-                help=f"add `{name}: ...`; its type is {known.type}",
-            )
-            yield fault
+        if known.required and name not in given and f"args.{name}" not in reported:
+            message = f"`{name}` must be given: it has no default  ({known.where})"
+            help = f"add `{name}: ...`; its type is {known.type}"
+            yield _error("parser", "missing-argument", name, message, help)
+
+
+def _error(layer: Layer, code: str, name: str, message: str, help: str) -> Finding:
+    return Finding(severity="error", layer=layer, code=code, key=f"args.{name}", message=message, help=help)
 
 
 def taken(schema: Schema, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,10 +79,8 @@ def reported(config: Config, schema: Schema, entry: Entry, faults: Sequence[Find
 
 
 def _check_value(schema: Schema, entry: Entry, known: Field, value: Any) -> Finding | None:
-    if value is None:
-        return None
-    key, help = f"args.{known.name}", f"its type is {known.type}  ({known.where})"
     layer: Layer = "launch"
+    help = f"its type is {known.type}  ({known.where})"
     words = schema.words(known.name, value)
     reason = schema.refusal(known.name, words)
     if reason is not None:
@@ -98,18 +94,12 @@ def _check_value(schema: Schema, entry: Entry, known: Field, value: Any) -> Find
     elif isinstance(value, dict) and "dict" not in known.type:
         reason = f"a mapping, which upstream would take as the text `{brief(words[0])}`"
     elif isinstance(value, bool) and known.kind == "str":
-        return Finding(
-            severity="warning",
-            layer="run",
-            code="bool-as-text",
-            key=key,
-            message=f"`{known.name}`: YAML reads a bool here, upstream will get the text {value}",
-            help="put the text in quotes",
-        )
+        message = f"`{known.name}`: YAML reads a bool here, upstream will get the text {value}"
+        warning = _error("run", "bool-as-text", known.name, message, "put the text in quotes")
+        return replace(warning, severity="warning")
     else:
         return None
-    message = f"`{known.name}`: {reason}"
-    return Finding(severity="error", layer=layer, code="bad-value", key=key, message=message, help=help)
+    return _error(layer, "bad-value", known.name, f"`{known.name}`: {reason}", help)
 
 
 def _too_large(word: str) -> bool:
@@ -147,7 +137,7 @@ def _check_unknown(schema: Schema, entry: Entry, past: Past, key: str, value: An
             if code == "unknown-key":
                 code, help = "abbreviated-key", f"write `{flag.name}`"
             message += f"; upstream would silently take it for `{flag.name}`"
-    return Finding(severity="error", layer=layer, code=code, key=f"args.{key}", message=message, help=help)
+    return _error(layer, code, key, message, help)
 
 
 def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tuple[str, str, str]:
@@ -164,14 +154,14 @@ def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tupl
     near = _near(schema, key)
     if (there := locate.at_pin(schema, key)) is not None:
         if (made := history.formerly(key, schema.script, schema.fields)) is not None:
-            told = f"{message} at {schema.named}: `{made.key}`, later {history.sentence(made)}"
-            return "renamed-key", told, f"write `{made.key}`  ({schema.fields[made.key].where})"
+            message += f" at {schema.named}: `{made.key}`, later {history.sentence(made)}"
+            return "renamed-key", message, f"write `{made.key}`  ({schema.fields[made.key].where})"
         help = f"it is one at the pin ({there}), not at {schema.named}: delete the line"
     elif near:
         help = f"did you mean `{near[0]}`?  ({schema.fields[near[0]].where})"
     elif key in keys.KEYS:
         help = f"`{key}` is launch's own: it stands beside `args:`, not in it"
-    elif others := list(_homes(schema, key)):
+    elif others := _homes(key):
         help = f"available only in: {', '.join(others)}"
     else:
         help = f"{schema.script} at {schema.named} has no such argument"
@@ -180,13 +170,12 @@ def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tupl
 
 def _explain_gone(schema: Schema, past: Past, message: str, events: Sequence[ArgumentChange]) -> tuple[str, str, str]:
     """A key that once was an argument: what became of it, followed over all its renames."""
-    told = f"{message}: {history.sentence(events[0])}"
+    message += f": {history.sentence(events[0])}"
     name = history.called_now(events[0], past, schema.fields)
     if name is not None:
-        return "renamed-key", told, f"write `{name}`  ({schema.fields[name].where})"
+        return "renamed-key", message, f"write `{name}`  ({schema.fields[name].where})"
     instead = [see for see in events[0].see if see in schema.fields]
-    help = f"delete the line; see `{'`, `'.join(instead)}`" if instead else "delete the line"
-    return "removed-key", told, help
+    return "removed-key", message, "delete the line" + (f"; see `{'`, `'.join(instead)}`" if instead else "")
 
 
 def _near(schema: Schema, key: str) -> list[str]:
@@ -198,11 +187,12 @@ def _nearest(key: str, names: tuple[str, ...]) -> list[str]:
     return difflib.get_close_matches(key, names, n=1, cutoff=0.7)
 
 
-def _homes(schema: Schema, key: str) -> Iterator[str]:
-    """The other stages and backends that have a field of this name."""
-    for backend in BACKENDS:
-        for stage, names in locate.snapshot(backend)["stages"].items():
-            # a further script of a stage has the arguments of the stage's own
-            further = BACKENDS[backend].STAGES[stage].stage
-            if not further and any(name.partition(".")[2] == key for name in names):
-                yield f"{stage} on {backend}"
+def _homes(key: str) -> list[str]:
+    """The stages and backends that have a field of this name."""
+    return [
+        f"{stage} on {backend}"
+        for backend in BACKENDS
+        for stage, names in locate.snapshot(backend)["stages"].items()
+        # a further script of a stage has the arguments of the stage's own
+        if not BACKENDS[backend].STAGES[stage].stage and any(name.partition(".")[2] == key for name in names)
+    ]

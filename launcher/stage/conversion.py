@@ -15,10 +15,10 @@ from typing import Any
 from launcher.config.document import Document, read_yaml
 from launcher.config.foreign import NAMES, format_of
 from launcher.config.keys import PAIRED, STAGES
-from launcher.errors import Finding, InvalidConfig, usage
-from launcher.stage.draft import Draft, Row, batch_for
+from launcher.errors import Finding, InvalidConfig, Severity, launch_finding, usage
+from launcher.stage.draft import Draft, Row
 from launcher.upstream.locate import Locator
-from launcher.upstream.schema import Schema
+from launcher.upstream.schema import Field
 from launcher.upstream.trl import STAGES as ENTRIES
 
 Values = Mapping[str, Any]
@@ -46,7 +46,7 @@ class Format:
     switches: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
     defaults: Values = field(default_factory=dict)
-    dropped: frozenset[str] = frozenset()
+    dropped: str = ""
 
 
 def _axolotl(given: Values, stage: str) -> Iterator[Part]:
@@ -83,12 +83,8 @@ def _axolotl(given: Values, stage: str) -> Iterator[Part]:
 def _llama_factory(given: Values, stage: str) -> Iterator[Part]:
     first, *others = str(given.get("dataset") or "").replace(" ", "").split(",")
     if first:
-        yield (
-            "dataset",
-            "dataset_name",
-            first,
-            f"a name of dataset_info.json: write its name on the hub, or its folder; {_COLUMNS[stage]}",
-        )
+        advice = f"a name of dataset_info.json: write its name on the hub, or its folder; {_COLUMNS[stage]}"
+        yield "dataset", "dataset_name", first, advice
     if others:
         yield "dataset", "", others, "TRL's script trains on one data set"
     if given.get("finetuning_type", "lora") == "lora":
@@ -183,21 +179,8 @@ FORMATS = {
             "fsdp": "use `deepspeed:`",
             "fsdp_config": "use `deepspeed:`",
         },
-        dropped=frozenset(
-            {
-                "strict",
-                "model_type",
-                "tokenizer_type",
-                "dataset_prepared_path",
-                "rl",
-                "local_rank",
-                "debug",
-                "liger_rope",
-                "liger_rms_norm",
-                "liger_glu_activation",
-                "liger_fused_linear_cross_entropy",
-            }
-        ),
+        dropped="strict model_type tokenizer_type dataset_prepared_path rl local_rank debug liger_rope liger_rms_norm "
+        "liger_glu_activation liger_fused_linear_cross_entropy",
     ),
     "llama_factory": Format(
         read=_llama_factory,
@@ -220,9 +203,7 @@ FORMATS = {
             "eval_dataset": _NO_SPLIT,
             "max_samples": "TRL's script takes no part of a split; `max_steps` ends a run early",
         },
-        dropped=frozenset(
-            {"stage", "do_train", "overwrite_cache", "overwrite_output_dir", "plot_loss", "dataset_dir"}
-        ),
+        dropped="stage do_train overwrite_cache overwrite_output_dir plot_loss dataset_dir",
     ),
     "trl": Format(
         read=_data_sets,
@@ -234,7 +215,7 @@ FORMATS = {
             "use_liger": "use_liger_kernel",
         },
         without={"env": "set the variables where it runs"},
-        dropped=frozenset({"config_file"}),
+        dropped="config_file",
     ),
 }
 
@@ -249,28 +230,14 @@ def convert(path: Path, *, stage: str | None, gpus: int | None, locator: Locator
     given = {key: value for key, value in document.value.items() if value not in (None, "", [])}
     kind = format_of(given)
     if kind is None:
-        raise usage(
-            "unknown-format",
-            f"{path} is not a file of TRL, Axolotl or LLaMA-Factory",
-            f"launch validate-config {path}",
-        )
-    form = FORMATS[kind]
+        message = f"{path} is not a file of TRL, Axolotl or LLaMA-Factory"
+        raise usage("unknown-format", message, f"launch validate-config {path}")
     stage = _stage(path, kind, document, stage, locator)
-    made = _Conversion(form, locator.schema("trl", stage), given)
-    made.run(stage)
-    rows = {name: made.rows[name] for name in sorted(made.rows, key=_place)}
-    draft = Draft(
-        stage=stage,
-        backend="trl",
-        origin=f"from {path.name} ({NAMES[kind]})",
-        gpus=gpus,
-        deepspeed=made.deepspeed,
-        batch=batch_for(rows, gpus),
-        rows=rows,
-        lost=made.lost,
-        checks=made.checks,
-    )
-    return draft, [*_findings(path, document, made)]
+    draft = Draft(stage=stage, backend="trl", origin=f"from {path.name} ({NAMES[kind]})", gpus=gpus)
+    _convert_keys(draft, FORMATS[kind], locator.schema("trl", stage).fields, given)
+    draft.rows = {name: draft.rows[name] for name in sorted(draft.rows, key=_place)}
+    draft.use_batch()
+    return draft, [*_findings(path, document, draft)]
 
 
 _FIRST = ("model_name_or_path", "dataset_name", "dataset_config", "dataset_train_split", "output_dir")
@@ -280,101 +247,75 @@ def _place(name: str) -> int:
     return _FIRST.index(name) if name in _FIRST else len(_FIRST)
 
 
-@dataclass(slots=True)
-class _Conversion:
-    """One file on its way: `rows` for TRL, what is `lost` with the reason, what a person has to check."""
-
-    form: Format
-    schema: Schema
-    given: Values
-    deepspeed: str = "none"
-    rows: dict[str, Row] = field(default_factory=dict)
-    lost: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    checks: dict[str, str] = field(default_factory=dict)
-
-    def run(self, stage: str) -> None:
-        """Read every key of the file."""
-        given, form = self.given, self.form
-        parts = [(key, *form.switches[key], "") for key in given if key in form.switches and given[key]]
-        parts += form.read(given, stage)
-        for key, name, value, advice in parts:
-            self._set(key, name, value, advice)
-        done = ({key for key, *_ in parts} | form.dropped) - form.keys.keys()
-        no_split = bool(given.keys() & _SPLITS)
-        moved = ENTRIES[stage].moved
-        for key, value in given.items():
-            if key in done:
-                continue
-            known = form.keys.get(key, key)
-            if known not in self.schema.fields and known in moved:
-                known = moved[known].to or known
-            if key in {"deepspeed", "accelerate_config"}:
-                self._use_deepspeed(key, value)
-            elif key in form.without or (no_split and known.startswith(_EVALUATION)):
-                self._set(key, "", value, form.without.get(key, _NO_SPLIT))
-            else:
-                self._set(key, known, value, "")
-        for name, value in form.defaults.items():
-            self.rows.setdefault(name, Row(value, "the default there"))
-
-    def _set(self, key: str, name: str, value: Any, advice: str) -> None:
-        known = self.schema.fields.get(name)
-        if known is None:
+def _convert_keys(draft: Draft, form: Format, fields: Mapping[str, Field], given: Values) -> None:
+    """Read every key of the file into rows for TRL, what is lost with the reason, and what a person has to check."""
+    parts = [(key, *form.switches[key], "") for key in given if key in form.switches and given[key]]
+    parts += form.read(given, draft.stage)
+    done = ({key for key, *_ in parts} | {*form.dropped.split()}) - form.keys.keys()
+    no_split = bool(given.keys() & _SPLITS)
+    moved = ENTRIES[draft.stage].moved
+    for key, value in given.items():
+        if key in done:
+            continue
+        known = form.keys.get(key, key)
+        if known not in fields and known in moved:
+            known = moved[known].to or known
+        if key in {"deepspeed", "accelerate_config"} and (deepspeed := _deepspeed(value)) is not None:
+            draft.deepspeed = deepspeed
+        elif key in {"deepspeed", "accelerate_config"}:
+            parts.append((key, "", value, "write `deepspeed:` with one of launch's names, or a path"))
+        elif key in form.without or (no_split and known.startswith(_EVALUATION)):
+            parts.append((key, "", value, form.without.get(key, _NO_SPLIT)))
+        else:
+            parts.append((key, known, value, ""))
+    for key, name, value, advice in parts:
+        if (field := fields.get(name)) is None:
             # what is switched off is missing without a loss
             if value is not False and value != 0:
-                self.lost[key] = value, advice
-        elif value is not False or known.default is not False:
-            self.rows[name] = Row(value, "" if key == name else key)
+                draft.lost[key] = value, advice
+        elif value is not False or field.default is not False:
+            draft.rows[name] = Row(value, "" if key == name else key)
             if advice:
-                self.checks[key] = advice
-
-    def _use_deepspeed(self, key: str, named: Any) -> None:
-        """launch's name for a DeepSpeed file of the other tools, where its name says which it is."""
-        match = re.search(r"(?:zero|z)_?([0123])", str(named).lower())
-        if match is None:
-            self.lost[key] = named, "write `deepspeed:` with one of launch's names, or a path"
-        elif match[1] != "0":
-            offload = "_offload" if match[1] == "3" and "offload" in str(named) else ""
-            self.deepspeed = f"zero{match[1]}{offload}"
+                draft.checks[key] = advice
+    for name, value in form.defaults.items():
+        draft.rows.setdefault(name, Row(value, "the default there"))
 
 
-def _findings(path: Path, document: Document, made: _Conversion) -> Iterator[Finding]:
-    for key, advice in made.checks.items():
-        message = f"`{key}` is converted in part"
-        yield _finding(path, document, "note", "converted", [key], message, advice)
+def _deepspeed(named: Any) -> str | None:
+    """launch's name for a DeepSpeed file of the other tools, where its name says which it is."""
+    match = re.search(r"(?:zero|z)_?([0123])", str(named).lower())
+    if match is None or match[1] == "0":
+        return None if match is None else "none"
+    return f"zero{match[1]}{'_offload' if match[1] == '3' and 'offload' in str(named) else ''}"
+
+
+def _findings(path: Path, document: Document, draft: Draft) -> Iterator[Finding]:
+    for key, advice in draft.checks.items():
+        yield _finding(path, document, "note", "converted", key, f"`{key}` is converted in part", advice)
     reasons: dict[str, list[str]] = {}
-    for key, (_, why) in made.lost.items():
+    for key, (_, why) in draft.lost.items():
         reasons.setdefault(why, []).append(key)
     for why, keys in reasons.items():
         verb = "has" if len(keys) == 1 else "have"
         message = f"{', '.join(f'`{key}`' for key in keys)} {verb} no counterpart in a stage for TRL"
-        yield _finding(path, document, "warning", "no-counterpart", keys, message, why or None)
+        yield _finding(path, document, "warning", "no-counterpart", keys[0], message, why or None)
 
 
 def _stage(path: Path, kind: str, document: Document, stage: str | None, locator: Locator) -> str:
-    given = document.value
-    named = given.get("rl" if kind == "axolotl" else "stage" if kind == "llama_factory" else "")
+    key = {"axolotl": "rl", "llama_factory": "stage", "trl": ""}[kind]
+    named = document.value.get(key)
     if named is None and kind == "trl":
         sft, dpo = (set(locator.schema("trl", one).fields) for one in STAGES)
-        named = "dpo" if given.keys() & (dpo - sft) else None
+        named = "dpo" if document.value.keys() & (dpo - sft) else None
     if named not in (None, *STAGES):
         message = f"`{named}` is not a stage of launch, which trains {' and '.join(STAGES)}"
-        key = "rl" if kind == "axolotl" else "stage"
-        raise InvalidConfig(_finding(path, document, "error", "bad-stage", [key], message, None))
+        raise InvalidConfig(_finding(path, document, "error", "bad-stage", key or "stage", message))
     return stage or named or "sft"
 
 
 def _finding(
-    path: Path, document: Document, severity: Any, code: str, keys: list[str], message: str, help: str | None
+    path: Path, document: Document, severity: Severity, code: str, key: str, message: str, help: str | None = None
 ) -> Finding:
-    origin = document.origins.get(keys[0])
-    return Finding(
-        severity=severity,
-        layer="launch",
-        code=code,
-        key=keys[0],
-        message=message,
-        help=help,
-        file=str(path),
-        line=origin.line if origin else None,
-    )
+    origin = document.origins.get(key)
+    line = origin.line if origin else None
+    return launch_finding(severity, code, message, help, key=key, file=str(path), line=line)

@@ -13,6 +13,7 @@ from typing import Any
 from launcher.config.keys import KEYS, STAGES, Key
 from launcher.config.load import Config
 from launcher.errors import Finding, InvalidConfig, brief
+from launcher.paths import shipped
 from launcher.redaction import redact
 from launcher.stage import gates, stage, unused
 from launcher.stage.conversion import FORMATS
@@ -68,6 +69,7 @@ class Explained:
         """One entry of the `explained` list."""
         known, option = self.field, self.option
         shadow = self.schema.path.shadows.get(self.key)
+        beside = {script: reads.get(self.key, ()) for script, reads in self.schema.beside.items()}
         return {
             "key": self.key,
             "stage": self.stage,
@@ -84,10 +86,7 @@ class Explained:
             "defined": known and known.where,
             "owner": known and known.owner,
             "reads": None if self.reads is None else [asdict(read) for read in self.reads],
-            "beside": {
-                script: [asdict(read) for read in reads.get(self.key, ())]
-                for script, reads in self.schema.beside.items()
-            },
+            "beside": {script: [asdict(read) for read in reads] for script, reads in beside.items()},
             "shadowed_by": list(shadow.by) if shadow else [],
             "advice": self.advice,
             "here": self.here and asdict(self.here),
@@ -101,22 +100,19 @@ class Explained:
         yield f"{self.key}  ({'a key of stage files' if own else where})"
         if self.field is not None:
             yield from self._definition(self.field)
-            if self.option is not None:
-                shape = self.option.shape
-                yield f"  option     launch's own of that name stands beside `args:`: {shape}"
+        if self.option is not None and not own:
+            yield f"  option     launch's own of that name stands beside `args:`: {self.option.shape}"
         elif self.option is not None:
             yield f"  option     {self.advice}"
             yield f"  type       {self.option.shape}"
             # names fit into one line, what has an explanation gets its own
             explained = any(" " in word for word in self.words)
-            lines = self.words if explained else (", ".join(self.words),)
-            for number, line in enumerate(lines if self.words else ()):
+            lines = self.words if explained else filter(None, [", ".join(self.words)])
+            for number, line in enumerate(lines):
                 yield f"  {'' if number else 'values':<9}  {line}"
             yield f"  default    {self.option.default}"
-        elif self.advice is not None:
-            yield f"  none       {self.advice}"
-        else:
-            yield "  none       this script has no such argument"
+        elif self.field is None:
+            yield f"  none       {'this script has no such argument' if self.advice is None else self.advice}"
         if self.here is not None:
             via = f", {self.here.via}" if self.here.via else ""
             yield f"  here       {brief(self.here.value)}  ({self.here.origin}{via})"
@@ -241,40 +237,44 @@ def notes(schema: Schema) -> dict[str, list[str]]:
 
 
 def near(key: str) -> list[str]:
-    """Names of any stage and backend that are spelt like `key`, the nearest first."""
+    """Names of any stage and backend, and codes, that are spelt like `key`, the nearest first."""
     names = {
         name.partition(".")[2]
         for backend in BACKENDS
         for listed in locate.snapshot(backend)["stages"].values()
         for name in listed
     }
-    return difflib.get_close_matches(key, sorted(names | set(KEYS)), n=3, cutoff=0.6)
+    codes = [one.code for one in meanings()]
+    return [
+        *difflib.get_close_matches(key, sorted(names | set(KEYS)), n=3, cutoff=0.6),
+        *difflib.get_close_matches(key, codes, n=2, cutoff=0.7),
+    ]
 
 
 def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) -> Explained:
-    entry = entry_of(schema)
-    moved = entry.moved.get(key)
-    there = locate.at_pin(schema, key) if key not in schema.fields else None
-    option = KEYS.get(key)
+    known, option = schema.fields.get(key), KEYS.get(key)
+    moved = entry_of(schema).moved.get(key)
     advice = None
-    if key not in schema.fields and moved is not None and moved.to is None:
+    if known is not None:
+        pass
+    elif moved is not None and moved.to is None:
         advice = moved.why
-    elif key not in schema.fields and moved is not None and moved.to in schema.fields:
+    elif moved is not None and moved.to in schema.fields:
         advice = f"{moved.why}: write `{moved.to}`"
-    elif there is not None:
+    elif (there := locate.at_pin(schema, key)) is not None:
         advice = f"not at {schema.named}; it is one at the pin ({there})"
-    elif key not in schema.fields and option is not None:
+    elif option is not None:
         advice = f"launch's own, beside `args:`: {option.meaning}"
     return Explained(
         key=key,
         stage=schema.stage,
         upstream=source,
         schema=schema,
-        field=schema.fields.get(key),
+        field=known,
         option=option,
-        words=_words(option, schema) if option is not None else (),
+        words=() if option is None else _words(option, schema),
         reads=schema.path.reads.get(key),
-        meaning=meaning_of(source, schema.fields[key]) if key in schema.fields else None,
+        meaning=None if known is None else meaning_of(source, known),
         advice=advice,
         here=here,
         history=locate.past(source, schema.script, key),
@@ -286,29 +286,27 @@ def _here(key: str, config: Config, judged: stage.Judged, derived: Mapping[str, 
     assert schema is not None and values is not None
     known = schema.fields.get(key)
     if key in KEYS and known is None and key not in config.args:
-        # one of launch's own options, of which a file may be silent
         if config.options.get(key) is None:
             return None
         found = tuple(f for f in judged.findings if (f.key or "").partition(".")[0] == key)
         return Here(value=config.options[key], origin=str(config.origin(key)), findings=found)
     found = tuple(f for f in judged.findings if (f.key or "").partition("[")[0] == f"args.{key}")
-    if key in derived:
-        value, origin = derived[key]
-        return Here(value=value, origin=origin, findings=found)
-    if config.args.get(key) is not None:
+    if config.args.get(key) is not None and key not in derived:
         place = config.origin(f"args.{key}")
-        parents = {str(path) for path in config.parents}
-        via = "from a parent, by `extends`" if place.file in parents else None
-        words = tuple(schema.words(key, config.args[key])) if known is not None else ()
+        via = "from a parent, by `extends`" if place.file in map(str, config.parents) else None
+        words = () if known is None else tuple(schema.words(key, config.args[key]))
         # by its name too: a password has no shape
         value, words = redact({key: (config.args[key], words)})[key]
         return Here(value=value, origin=str(place), via=via, words=words, findings=found)
-    if known is None:
+    if key in derived:
+        value, origin = derived[key]
+    elif known is None:
         return None
-    fixed = entry_of(schema).derived.get(key)
-    if fixed is not None:
-        return Here(value=fixed[0], origin=f"set by launch: {fixed[1]}", findings=found)
-    return Here(value=_default(known), origin=f"default, {known.where}", findings=found)
+    elif (fixed := entry_of(schema).derived.get(key)) is not None:
+        value, origin = fixed[0], f"set by launch: {fixed[1]}"
+    else:
+        value, origin = _default(known), f"default, {known.where}"
+    return Here(value=value, origin=origin, findings=found)
 
 
 def _words(key: Key, schema: Schema) -> tuple[str, ...]:
@@ -327,8 +325,8 @@ def _words(key: Key, schema: Schema) -> tuple[str, ...]:
 def _part(part: Key) -> str:
     if part.words:
         return f"{part.name}: {', '.join(part.words)}"
-    usual = "" if part.default == "none" else f", {part.default} unless set"
-    return f"{part.name}: {part.shape}{usual}; {part.meaning}"
+    default = "" if part.default == "none" else f", {part.default} unless set"
+    return f"{part.name}: {part.shape}{default}; {part.meaning}"
 
 
 def _limits(limit: gates.Limit) -> str:
@@ -338,3 +336,34 @@ def _limits(limit: gates.Limit) -> str:
 
 def _default(known: Field) -> Any:
     return known.default_text if known.default_text is not None else known.default
+
+
+# --- codes of findings, as docs/findings.md has them ------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """One code: the layer that says it, what it means, and the section that lists it."""
+
+    code: str
+    layer: str
+    meaning: str
+    section: str
+
+    def lines(self) -> Iterator[str]:
+        """For people: one fact a line."""
+        yield f"{self.code}  (a finding: {self.section})"
+        yield f"  meaning    {self.meaning}"
+        yield f"  layer      {self.layer}"
+
+
+def meanings() -> Iterator[Meaning]:
+    """Every code; several times where several commands say it."""
+    section = ""
+    for line in shipped("docs/findings.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            section = line[3:]
+        elif row := re.match(r"\| (`[^|]*) \| ([a-z, ]+) \| (.+) \|\Z", line.replace("\\|", "\0")):
+            meaning = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", row[3].replace("\0", "|"))
+            for code in re.findall(r"`([a-z0-9-]+)`", row[1]):
+                yield Meaning(code, row[2], meaning, section)

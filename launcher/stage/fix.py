@@ -14,19 +14,18 @@ import errno
 import json
 import os
 import re
-import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from launcher import files
 from launcher.config import load
 from launcher.config.document import LOADER, bad
 from launcher.errors import Finding, InvalidConfig, NotReady, brief
-from launcher.files import read_bytes
 from launcher.stage import stage
 from launcher.stage.stage import Judged
 from launcher.upstream.locate import Locator
@@ -35,7 +34,7 @@ from launcher.upstream.trainers import entry_of
 BOM = b"\xef\xbb\xbf"
 _GONE = object()
 _ARGS: Mapping[str, tuple[str, ...]] = {"stage": ("args",), "wrapped": ("open_instruct", "args"), "flat": ()}
-# Renames whose value would have to be another one too: old and new name.
+# renames whose value would have to be another one too
 _OTHER_VALUE = {
     ("activation_memory_budget", "gradient_checkpointing"),
     ("use_flash_attn", "attn_implementation"),
@@ -53,17 +52,12 @@ _DATA = ("dataset_name", "dataset_mixer", "dataset_config_name")
 _REST_OF_LINE = re.compile(r"[ \t]*(?:#[^\r\n]*)?(?:\r?\n|\Z)")
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """One edit, in words for people; `line` is 1-based, of the text as it was."""
 
     line: int
     key: str
     what: str
-
-    def as_json(self) -> dict[str, object]:
-        """For envelopes."""
-        return {"line": self.line, "key": self.key, "what": self.what}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +75,6 @@ class Fix:
 
     @property
     def changed(self) -> bool:
-        """Whether there is anything to write."""
         return self.after != self.before
 
     def with_reasons(self, found: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -90,8 +83,7 @@ class Fix:
         return tuple(replace(f, help=helps.get((f.code, f.key, f.message), f.help)) for f in found)
 
     def as_json(self) -> dict[str, object]:
-        """For envelopes."""
-        changes = [change.as_json() for change in self.changes]
+        changes = [change._asdict() for change in self.changes]
         return {"path": str(self.path), "changed": self.changed, "changes": changes}
 
     def diff(self) -> str:
@@ -139,15 +131,11 @@ def of_file(path: Path, *, stage_name: str | None = None, locator: Locator | Non
         if len(changes) == known:
             break
     changes.sort(key=lambda change: change.line)
-    left = tuple(_explained(f, declined.get(f)) for f in file.judged.findings)
+    left = tuple(
+        replace(f, help=f"{f'{f.help}; ' if f.help else ''}--fix leaves it: {declined[f]}") if f in declined else f
+        for f in file.judged.findings
+    )
     return Fix(path=path, before=before, after=file.text, changes=tuple(changes), left=left)
-
-
-def _explained(finding: Finding, why: str | None) -> Finding:
-    if why is None:
-        return finding
-    help = f"{finding.help}; " if finding.help else ""
-    return replace(finding, help=f"{help}--fix leaves it: {why}")
 
 
 def apply(fix: Fix) -> None:
@@ -164,20 +152,15 @@ def apply(fix: Fix) -> None:
         message = "was changed in the meantime, and not written"
         raise NotReady(bad(fix.path, "file-changed", message, None, "run it again"))
     mark = BOM if old.startswith(BOM) else b""
-    half = target.with_name(f".{target.name[:100]}.{os.getpid()}")
     try:
         owner = target.stat()
         # replacing needs the folder's permission only: the file's own is asked here
         if not owner.st_mode & 0o222 or not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, "it is read-only")
-        try:
-            half.write_bytes(mark + fix.after.encode("utf-8"))
-            with contextlib.suppress(OSError):
-                os.chown(half, owner.st_uid, owner.st_gid)
-            shutil.copymode(target, half)
-            half.replace(target)
-        finally:
-            half.unlink(missing_ok=True)
+        files.write_bytes(target, mark + fix.after.encode("utf-8"), mode=0o600)
+        with contextlib.suppress(OSError):
+            os.chown(target, owner.st_uid, owner.st_gid)
+        target.chmod(owner.st_mode & 0o7777)
     except OSError as error:
         message = f"cannot be written: {error.strerror or error}"
         help = f"chmod u+w {fix.path}, or write what --diff shows by hand"
@@ -186,21 +169,20 @@ def apply(fix: Fix) -> None:
 
 def _read(path: Path) -> bytes:
     try:
-        return read_bytes(path)
+        return files.read_bytes(path)
     except OSError as error:
-        message = f"cannot be read: {error.strerror or error}"
-        raise NotReady(bad(path, "unreadable-file", message, None)) from None
+        raise NotReady(bad(path, "unreadable-file", f"cannot be read: {error.strerror or error}")) from None
 
 
 # --- edits at the marks of a text -----------------------------------------------------------------
 
 
 class Leave(Exception):
-    """Something is not mended; the text says why, to its author."""
+    """Something is not mended; the text says why."""
 
 
 class _Edit(NamedTuple):
-    """Characters `start` to `end` become `text`."""
+    # characters `start` to `end` become `text`
 
     start: int
     end: int
@@ -208,15 +190,12 @@ class _Edit(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """One entry of a mapping."""
-
     mapping: yaml.MappingNode
     key: yaml.ScalarNode
     value: yaml.Node
 
 
-@dataclass(frozen=True, slots=True)
-class _Mend:
+class _Mend(NamedTuple):
     """The edits that answer one finding; `effects` are the arguments that differ afterwards."""
 
     edits: tuple[_Edit, ...]
@@ -235,11 +214,10 @@ class _File:
         self.text, self.judged, self.args = text, judged, judged.config.args
         if judged.schema is not None:
             self.schema, self.entry = judged.schema, entry_of(judged.schema)
-        try:
+        self.root = None
+        # an anchor that stands twice: the composer alone objects
+        with contextlib.suppress(yaml.YAMLError):
             self.root = yaml.compose(text, Loader=LOADER)
-        except yaml.YAMLError:
-            # an anchor that stands twice: the composer alone objects
-            self.root = None
 
     def written(self, key: str) -> _Entry | None:
         """Where an argument is written in this file; of one that stands twice the last."""
@@ -247,17 +225,15 @@ class _File:
         node: Any = self.root
         for name in (*_ARGS[self.judged.config.shape], key):
             pairs = node.value if isinstance(node, yaml.MappingNode) else ()
-            named = [pair for pair in pairs if pair[0].value == name]
-            if not named:
+            found = next((_Entry(node, *pair) for pair in reversed(pairs) if pair[0].value == name), None)
+            if found is None:
                 return None
-            found = _Entry(node, *named[-1])
             node = found.value
         return found
 
     def find(self, key: str) -> _Entry:
         """The same; raises Leave where it is not."""
-        found = self.written(key)
-        if found is None:
+        if (found := self.written(key)) is None:
             raise Leave("it is not written in this file, or in an unusual way")
         return found
 
@@ -274,7 +250,6 @@ class _File:
         return end
 
     def raw(self, node: yaml.Node) -> str:
-        """A node as its author wrote it."""
         return self.text[node.start_mark.index : self.end(node)]
 
     def rename(self, key: yaml.ScalarNode, name: str) -> _Edit:
@@ -374,15 +349,36 @@ def _count(finding: Finding, judged: Judged) -> int:
 
 # --- what is mechanical, and how it is mended -----------------------------------------------------
 
+_MECHANICAL = {"renamed-key", "removed-key", "unread-key", "abbreviated-key", "unknown-key"}
+_OF_KEY = {"bad-value": {"args.dataset_mixer"}, "two-data-sources": {"args.dataset_mixer", "args.dataset_name"}}
+
 
 def _mend(file: _File, finding: Finding) -> _Mend | None:
     """What answers a finding; None where nothing mechanical does."""
-    mender = _MENDERS.get(finding.code) or _MENDERS.get(f"{finding.code} {finding.key}")
-    if mender is None or file.judged.schema is None:
+    code, key = finding.code, (finding.key or "").removeprefix("args.")
+    is_mechanical = code in _MECHANICAL or finding.key in _OF_KEY.get(code, ())
+    if not is_mechanical or file.judged.schema is None:
         return None
     if finding.file != str(file.judged.config.path):
         raise Leave(f"it is written in {finding.file}")
-    return mender(file, finding, (finding.key or "").removeprefix("args."))
+    match code:
+        case "renamed-key" | "abbreviated-key":
+            return _renamed(file, finding, key)
+        case "removed-key":
+            moved = file.entry.moved.get(key)
+            return file.delete(key, "nothing takes it" if moved is None else moved.why)
+        case "unread-key":
+            if key == "dataset_config_name":
+                _require_alone(file, key, _DATA)
+            # a note is about a value that asks for nothing
+            if key in file.entry.instead and finding.severity != "note":
+                raise Leave("what it asks for has to be said otherwise")
+            return file.delete(key, "nothing reads it")
+        case "unknown-key":
+            # only what is no guess: another case or other separators
+            same = [name for name in file.schema.fields if _folded(name) == _folded(key)]
+            return file.move(key, same[0]) if len(same) == 1 else None
+    return _dataset_mixer(file, key) if key == "dataset_mixer" else _dataset_name(file, key)
 
 
 def _renamed(file: _File, finding: Finding, key: str) -> _Mend:
@@ -390,8 +386,8 @@ def _renamed(file: _File, finding: Finding, key: str) -> _Mend:
     if named is None or named[1] not in file.schema.fields:
         raise Leave("what it is called now is not known")
     to, value = named[1], file.args.get(key)
-    if finding.code == "renamed-key" and (why := _UNLIKE.get(to)) is not None:
-        raise Leave(why)
+    if finding.code == "renamed-key" and to in _UNLIKE:
+        raise Leave(_UNLIKE[to])
     if (key, to) in _OTHER_VALUE:
         raise Leave(f"`{to}` takes another value")
     if to == "activation_memory_budget" and isinstance(value, bool):
@@ -399,32 +395,11 @@ def _renamed(file: _File, finding: Finding, key: str) -> _Mend:
     return file.move(key, to)
 
 
-def _removed(file: _File, finding: Finding, key: str) -> _Mend:
-    moved = file.entry.moved.get(key)
-    return file.delete(key, "nothing takes it" if moved is None else moved.why)
-
-
-def _unread(file: _File, finding: Finding, key: str) -> _Mend:
-    if key == "dataset_config_name":
-        _require_alone(file, key, _DATA)
-    # a note is about a value that asks for nothing
-    if key in file.entry.instead and finding.severity != "note":
-        raise Leave("what it asks for has to be said otherwise")
-    return file.delete(key, "nothing reads it")
-
-
-def _unknown(file: _File, finding: Finding, key: str) -> _Mend | None:
-    """Only what is no guess: another case or other separators."""
-    same = [name for name in file.schema.fields if _folded(name) == _folded(key)]
-    return file.move(key, same[0]) if len(same) == 1 else None
-
-
 def _folded(name: str) -> str:
     return re.sub(r"[-_.]", "", name).lower()
 
 
-def _dataset_name(file: _File, finding: Finding, key: str) -> _Mend:
-    """One set, all of it."""
+def _dataset_name(file: _File, key: str) -> _Mend:
     listed = file.entry.names.data
     _require_alone(file, key, (*_DATA, listed))
     found, value = file.find(key), file.args[key]
@@ -438,30 +413,26 @@ def _dataset_name(file: _File, finding: Finding, key: str) -> _Mend:
     return _Mend(edits, what, {key: _GONE, listed: [value, 1.0]})
 
 
-def _dataset_mixer(file: _File, finding: Finding, key: str) -> _Mend:
+def _dataset_mixer(file: _File, key: str) -> _Mend:
     """`{name: amount}` as `[name, amount]`: what finetune.py:498 would do, could it be reached."""
     mixer, listed = file.args.get(key), file.entry.names.data
     if mixer == {}:
         return file.delete(key, "it is empty")
     _require_alone(file, key, (*_DATA, listed))
     found = file.find(key)
-    node = found.value
-    if (
-        not isinstance(mixer, dict)
-        or not isinstance(node, yaml.MappingNode)
-        or [name.value for name, _ in node.value] != list(mixer)
-    ):
+    node: Any = found.value
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    if not isinstance(mixer, dict) or [name.value for name, _ in pairs] != list(mixer):
         raise Leave("its entries do not all stand there, once each")
     amounts = _amounts(mixer)
     # as written, unless it becomes another number: 1 is none to YAML where 1.0 is meant
     raw = [
         file.raw(value) if repr(old) == repr(new) else str(new)
-        for (_, value), old, new in zip(node.value, mixer.values(), amounts, strict=True)
+        for (_, value), old, new in zip(pairs, mixer.values(), amounts, strict=True)
     ]
     words = [word for pair in zip(mixer, amounts, strict=True) for word in pair]
-    what = f"`{key}` -> `{listed}`, names and amounts in turn"
     edits = file.rename(found.key, listed), *file.as_list(node, raw)
-    return _Mend(edits, what, {key: _GONE, listed: words})
+    return _Mend(edits, f"`{key}` -> `{listed}`, names and amounts in turn", {key: _GONE, listed: words})
 
 
 def _require_alone(file: _File, key: str, others: Sequence[str]) -> None:
@@ -479,26 +450,11 @@ def _amounts(mixer: Mapping[str, Any]) -> list[float | int]:
     """
     counts = any(isinstance(value, int) and value > 1 for value in mixer.values())
     shares = any(isinstance(value, float) for value in mixer.values())
-    amounts: list[float | int] = []
     for name, value in mixer.items():
-        count = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        share = isinstance(value, float) and 0 < value <= 1 and "e" not in str(value)
-        if not count and not share:
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        is_share = isinstance(value, float) and 0 < value <= 1 and "e" not in str(value)
+        if not is_count and not is_share:
             raise Leave(f"`{brief(value)}` of {brief(name)} is neither a share nor a count")
-        if count and value == 1 and counts and shares:
+        if is_count and value == 1 and counts and shares:
             raise Leave(f"the amount 1 of {brief(name)} may be a share or a count")
-        amounts.append(1.0 if count and not counts else value)
-    return amounts
-
-
-# by the finding's code, or by code and key
-_MENDERS: Mapping[str, Callable[[_File, Finding, str], _Mend | None]] = {
-    "renamed-key": _renamed,
-    "removed-key": _removed,
-    "unread-key": _unread,
-    "abbreviated-key": _renamed,
-    "unknown-key": _unknown,
-    "bad-value args.dataset_mixer": _dataset_mixer,
-    "two-data-sources args.dataset_mixer": _dataset_mixer,
-    "two-data-sources args.dataset_name": _dataset_name,
-}
+    return list(mixer.values()) if counts else [float(value) for value in mixer.values()]

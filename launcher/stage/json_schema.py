@@ -30,29 +30,19 @@ _NUMBER = r"[-+]?(?:[\d_]+\.?[\d_]*|\.[\d_]+)(?:[eE][-+]?[\d_]+)?"
 _NO_NUMBER = r"[-+]?(?:[iI][nN][fF]\w*|[nN][aA][nN])"
 # What may stand for one word, by the kind that upstream's parser converts it to.
 _WORDS: Mapping[str, Json] = {
-    "int": {
-        "type": ["integer", "string"],
-        "pattern": rf"{_INTERPOLATED}|^\s*[-+]?[\d_]+\s*$",
-        "errorMessage": "a whole number",
-    },
-    "float": {
-        "type": ["number", "string"],
-        "pattern": rf"{_INTERPOLATED}|^\s*(?:{_NUMBER}|{_NO_NUMBER})\s*$",
-        "errorMessage": "a number",
-    },
-    "bool": {
-        "type": ["boolean", "integer", "string"],
-        "minimum": 0,
-        "maximum": 1,
-        "pattern": rf"{_INTERPOLATED}|^(?:[tTyY1fFnN0]|"
-        r"[yY][eE][sS]|[nN][oO]|[tT][rR][uU][eE]|[fF][aA][lL][sS][eE]|[oO][nN]|[oO][fF][fF])$",
-        "errorMessage": "true or false",
-    },
-    "dict": {
-        "type": ["string"],
-        "pattern": rf"{_INTERPOLATED}|^$",
-        "errorMessage": "a mapping cannot be given as a flag, upstream refuses every value",
-    },
+    kind: {"type": types, "pattern": rf"{_INTERPOLATED}|{pattern}", "errorMessage": message, **limits}
+    for kind, types, pattern, message, limits in (
+        ("int", ["integer", "string"], r"^\s*[-+]?[\d_]+\s*$", "a whole number", {}),
+        ("float", ["number", "string"], rf"^\s*(?:{_NUMBER}|{_NO_NUMBER})\s*$", "a number", {}),
+        (
+            "bool",
+            ["boolean", "integer", "string"],
+            r"^(?:[tTyY1fFnN0]|[yY][eE][sS]|[nN][oO]|[tT][rR][uU][eE]|[fF][aA][lL][sS][eE]|[oO][nN]|[oO][fF][fF])$",
+            "true or false",
+            {"minimum": 0, "maximum": 1},
+        ),
+        ("dict", ["string"], "^$", "a mapping cannot be given as a flag, upstream refuses every value", {}),
+    )
 }
 
 
@@ -72,11 +62,12 @@ def combined(schemas: Iterable[Schema], *, notes: Mapping[tuple[str, str], Notes
     named = f"{'+'.join(stages if own else [s.key for s in schemas])}-{'+'.join(backends)}"
     sources = ", ".join(dict.fromkeys(source_name(s.backend, s.version) for s in schemas))
     further = [schema.key for schema in schemas if schema.key != schema.stage]
-    chosen: list[tuple[Json, Json]] = [
-        (_says_it_is(schema, further), {"$ref": _reference(schema)}) for schema in schemas
+    references = [{"$ref": f"#/definitions/{schema.backend}-{schema.key}"} for schema in schemas]
+    conditions = [_says_it_is(schema, further) for schema in schemas]
+    choices: list[tuple[Json, Json]] = [
+        *zip(conditions, references, strict=True),
+        ({"not": {"anyOf": conditions}}, {"anyOf": references}),
     ]
-    unsaid = {"not": {"anyOf": [condition for condition, _ in chosen]}}
-    chosen.append((unsaid, {"anyOf": [reference for _, reference in chosen]}))
     return {
         "$schema": DRAFT,
         "$id": f"urn:launch:stage-file:{named}",
@@ -87,17 +78,13 @@ def combined(schemas: Iterable[Schema], *, notes: Mapping[tuple[str, str], Notes
         "additionalProperties": False,
         "allOf": [
             {"if": {"required": ["extends"]}, "else": required},
-            *({"if": c, "then": {"properties": {"args": args}}} for c, args in chosen),
+            *({"if": condition, "then": {"properties": {"args": args}}} for condition, args in choices),
         ],
         "definitions": {
             f"{schema.backend}-{schema.key}": _args(schema, notes.get((schema.backend, schema.key), {}))
             for schema in schemas
         },
     }
-
-
-def _reference(schema: Schema) -> str:
-    return f"#/definitions/{schema.backend}-{schema.key}"
 
 
 def _says_it_is(schema: Schema, further: Sequence[str]) -> Json:
@@ -107,8 +94,7 @@ def _says_it_is(schema: Schema, further: Sequence[str]) -> Json:
         unsaid = {"not": {"required": ["extends"]}, "properties": {"backend": {"type": "null"}}}
         backend = {"anyOf": [backend, unsaid]}
     # a further script of a stage runs where it is named
-    named, own = _is("script", [schema.key]), {"not": _is("script", further)}
-    script = own if schema.key == schema.stage else named
+    script = {"not": _is("script", further)} if schema.key == schema.stage else _is("script", [schema.key])
     return {"allOf": [_is("stage", [schema.stage]), backend, script]}
 
 
@@ -145,7 +131,6 @@ def _options(stages: Sequence[str], backends: Sequence[str], schemas: Sequence[S
 
 
 def _of(key: Key) -> Json:
-    """What a key of launch's own takes, by its kind."""
     if key.kind == "number":
         allowed = {"type": ["integer", "string", "null"], "minimum": 1}
         return {**allowed, "description": key.meaning, "errorMessage": key.shape}
@@ -189,7 +174,7 @@ def _enum(key: str, names: Sequence[Any]) -> Json:
 
 
 def _silent(key: str, values: Sequence[Any]) -> Json:
-    """These values, where an `enum` would make editors suggest them."""
+    # an `enum` would make editors suggest them
     return {"title": f"{key} (other)", "not": {"not": {"enum": list(values)}}}
 
 

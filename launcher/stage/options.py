@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.config.keys import DEEPSPEED, KEYS, STAGES, Key, nearest
 from launcher.config.load import Config
-from launcher.errors import Finding, brief
+from launcher.errors import Finding, brief, launch_finding
 from launcher.paths import expanded, is_file
 from launcher.upstream.trainers import BACKENDS
 
@@ -22,30 +22,16 @@ WRAPPED_KEYS = (
     "num_gpus",
 )
 # as an override on a stage file it would say what --gpus says
-_ELSEWHERE = {
+_INSTEAD = {
     "num_gpus": "the number of GPUs is given with --gpus",
     "open_instruct": "either `stage:` and `args:`, or everything inside `open_instruct:`",
 }
-SCRIPTS = {Path(entry.script).name: name for name, entry in BACKENDS["open_instruct"].STAGES.items()}
-"""open-instruct's scripts by file name: the wrapped shape names its stage by one."""
-
-# those whose value the table alone judges
-_READ = [
-    KEYS[name]
-    for name in (
-        "attention",
-        "mixed_precision",
-        "batch",
-        "expect",
-        "on_violation",
-        "on_hang",
-        "probe",
-        "rehearse",
-        "name",
-    )
+_ELSEWHERE = {"stage", "backend", "script", "deepspeed", "slurm", "gates", "args", "extends"}
+# those whose value the table alone judges; `num_gpus` is a key of the wrapped shape alone
+_BY_TABLE = [
+    *(KEYS[name] for name in KEYS if name not in _ELSEWHERE),
+    Key("num_gpus", "number", takes="a whole number", least=0),
 ]
-NUM_GPUS = Key("num_gpus", "number", takes="a whole number", least=0)
-"""A key of the wrapped shape alone."""
 
 TREND_LOSSES = 8
 """Losses, one a step, of which a trend can be told; fewer say nothing."""
@@ -113,11 +99,11 @@ class Options:
             return None, None
         try:
             content = json.loads(self.deepspeed.read_text(encoding="utf-8"))
-            reason = None if isinstance(content, dict) else "it is no mapping"
+            if isinstance(content, dict):
+                return content, None
+            reason = "it is no mapping"
         except (OSError, ValueError, RecursionError) as error:
-            content, reason = None, str(error)
-        if reason is None:
-            return content, None
+            reason = str(error)
         message = f"{self.deepspeed} is no DeepSpeed config: {reason}"
         return None, _bad("deepspeed", message, "a JSON mapping, as DeepSpeed reads it")
 
@@ -133,44 +119,41 @@ def read(
     keys = WRAPPED_KEYS if config.shape == "wrapped" else tuple(KEYS)
     findings = [_unknown(key, keys, fields) for key in config.options if key not in keys]
     raw = config.options
-    unlike = backend_fault(config)
-    backend = str(raw.get("backend") or "open_instruct") if unlike is None else "open_instruct"
-    script, fault = entry_of(config, stage, backend)
-    findings += [one for one in (unlike, fault) if one is not None]
+    wrong_backend = backend_fault(config)
+    backend = str(raw.get("backend") or "open_instruct") if wrong_backend is None else "open_instruct"
+    script, wrong_script = entry_of(config, stage, backend)
+    findings += [one for one in (wrong_backend, wrong_script) if one is not None]
     values: dict[str, Any] = {}
-    for key in (*_READ, NUM_GPUS):
+    for key in _BY_TABLE:
         values[key.name], faults = key.read(raw.get(key.name))
         findings += [_bad(*one) for one in faults]
     # two that a module of their own reads, imported only where a file has one
     for name in ("slurm", "gates"):
-        values[name], wrong = _read_elsewhere(config, name) if raw.get(name) is not None else ({}, [])
-        findings += wrong
+        if raw.get(name) is not None:
+            values[name], faulty = _read_elsewhere(config, name)
+            findings += faulty
     if values["attention"] and BACKENDS[backend].STAGES[script].best_attention:
         values["attention"] = None
         message = "`attention` is read for TRL only: open-instruct takes the first that is installed"
         findings.append(_bad("attention", message, "delete the line"))
-    deepspeed, deepspeed_name, fault = _deepspeed(config, folders)
-    findings += [fault] if fault is not None else []
-    batch, probe = values["batch"], values["probe"]
-    watched = {name: value for name, value in (probe or {}).items() if value is not None}
+    deepspeed, deepspeed_name, wrong_deepspeed = _deepspeed(config, folders)
+    findings += [] if wrong_deepspeed is None else [wrong_deepspeed]
+    if (batch := values["batch"]) is not None:
+        values["batch"] = Batch(total=batch.get("global"), per_device=batch.get("per_device"))
+    if values["expect"] is not None:
+        values["expect"] = {point: state or "any" for point, state in values["expect"].items()}
+    probe, gpus = values.pop("probe"), values.pop("num_gpus")
+    watch = {name: value for name, value in (probe or {}).items() if value is not None}
     return Options(
         stage=stage,
         backend=backend,
         script=None if script == stage else script,
         deepspeed=deepspeed,
         deepspeed_name=deepspeed_name,
-        attention=values["attention"] or (),
-        mixed_precision=values["mixed_precision"],
-        batch=None if batch is None else Batch(total=batch.get("global"), per_device=batch.get("per_device")),
-        expect={point: state or "any" for point, state in (values["expect"] or {}).items()},
-        on_violation=values["on_violation"] or "stop",
-        on_hang=values["on_hang"] or "report",
-        probe=None if probe is False else Watch(**watched),
-        rehearse=values["rehearse"],
-        name=values["name"],
-        gpus=values["num_gpus"],
-        slurm=values["slurm"],
-        gates=values["gates"],
+        probe=None if probe is False else Watch(**watch),
+        gpus=gpus,
+        # what the file leaves open, or says wrongly, keeps its default
+        **{name: value for name, value in values.items() if value is not None},
     ), findings
 
 
@@ -179,12 +162,11 @@ def _read_elsewhere(config: Config, key: str) -> tuple[Mapping[str, Any], list[F
     from launcher.stage import gates
 
     def complain(code: str, below: str, message: str, help: str | None) -> Finding:
-        where = f"{key}.{below}" if below else key
-        return replace(_bad(where, message, help), code=code)
+        return replace(_bad(f"{key}.{below}" if below else key, message, help), code=code)
 
-    readers: Mapping[str, Any] = {"slurm": sbatch.read, "gates": gates.read}
-    values, wrong = readers[key](config.options[key], complain)
-    return values, wrong
+    reader: Any = {"slurm": sbatch.read, "gates": gates.read}[key]
+    values, findings = reader(config.options[key], complain)
+    return values, findings
 
 
 def stage_of(config: Config) -> str | None:
@@ -204,18 +186,18 @@ def entry_of(config: Config, stage: str, backend: str) -> tuple[str, Finding | N
     given = config.options.get("script")
     if given is None:
         return stage, None
+    entries = BACKENDS[backend].STAGES
     key = _script_key(given, backend)
+    if key is not None and _stage_of(key, backend) == stage:
+        return key, None
+    near: Sequence[str] = ()
     if key is None:
         message = f"`{brief(given)}` is no script that launch starts"
-    elif _stage_of(key, backend) == stage:
-        return key, None
+        near = difflib.get_close_matches(str(given), entries, n=1)
     else:
-        own = _stage_of(key, backend)
-        message = f"`script: {brief(given)}` belongs to {own}, the file's stage is {stage}"
-    entries = BACKENDS[backend].STAGES
-    near = difflib.get_close_matches(str(given), entries, n=1) if key is None else ()
-    names = [name for name in entries if _stage_of(name, backend) == stage]
-    return stage, _bad("script", message, nearest(str(given), tuple(near or names)))
+        message = f"`script: {brief(given)}` belongs to {_stage_of(key, backend)}, the file's stage is {stage}"
+    names = near or [name for name in entries if _stage_of(name, backend) == stage]
+    return stage, _bad("script", message, nearest(str(given), names))
 
 
 def _script_key(given: Any, backend: str) -> str | None:
@@ -223,8 +205,7 @@ def _script_key(given: Any, backend: str) -> str | None:
     entries = BACKENDS[backend].STAGES
     if not isinstance(given, str) or given in entries:
         return given if isinstance(given, str) else None
-    name = Path(given).name
-    return next((key for key, one in entries.items() if Path(one.script).name == name), None)
+    return next((key for key, one in entries.items() if Path(one.script).name == Path(given).name), None)
 
 
 def _stage_of(key: str, backend: str = "open_instruct") -> str:
@@ -235,16 +216,14 @@ def stage_fault(config: Config) -> Finding | None:
     """Why a file that should name its stage does not; None for flat files, which need not."""
     if stage_of(config) is not None or (config.shape == "flat" and "stage" not in config.options):
         return None
-    key = "script" if config.shape == "wrapped" else "stage"
-    given = config.options.get(key)
-    if key == "script":
-        message, help = f"`{brief(given)}` is no script that launch starts", _one_of(SCRIPTS)
-    else:
-        message, help = f"`{brief(given)}` is no stage", _one_of(STAGES)
-    if given is None:
-        inside = " inside `open_instruct:`" if key == "script" else ""
-        message, help = f"`{key}` is missing", f"add `{key}:`{inside}, {help}"
-    return _bad(key, message, help)
+    key, what, names, inside = "stage", "stage", [*STAGES], ""
+    if config.shape == "wrapped":
+        key, what, inside = "script", "script that launch starts", " inside `open_instruct:`"
+        names = [Path(entry.script).name for entry in BACKENDS["open_instruct"].STAGES.values()]
+    help = f"one of {', '.join(names)}"
+    if (given := config.options.get(key)) is None:
+        return _bad(key, f"`{key}` is missing", f"add `{key}:`{inside}, {help}")
+    return _bad(key, f"`{brief(given)}` is no {what}", help)
 
 
 def backend_fault(config: Config) -> Finding | None:
@@ -253,39 +232,22 @@ def backend_fault(config: Config) -> Finding | None:
     return _bad(*faults[0]) if faults else None
 
 
-def _one_of(names: Iterable[str]) -> str:
-    return f"one of {', '.join(names)}"
-
-
 def _bad(key: str, message: str, help: str | None = None) -> Finding:
-    return Finding(
-        severity="error",
-        layer="launch",
-        code=f"bad-{key.partition('.')[0].replace('_', '-')}",
-        key=key,
-        message=message,
-        help=help,
-    )
+    code = f"bad-{key.partition('.')[0].replace('_', '-')}"
+    return launch_finding("error", code, message, help, key=key)
 
 
 def _unknown(key: str, keys: tuple[str, ...], fields: Collection[str]) -> Finding:
     near = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
-    if key in _ELSEWHERE:
-        help = _ELSEWHERE[key]
+    if key in _INSTEAD:
+        help = _INSTEAD[key]
     elif key in fields:
         help = f"`{key}` is upstream's: write it under `args:`"
     elif near:
         help = f"did you mean `{near[0]}`?"
     else:
         help = f"upstream's own names go under `args:`; ours are {', '.join(keys)}"
-    return Finding(
-        severity="error",
-        layer="launch",
-        code="unknown-option",
-        key=key,
-        message=f"`{key}` is not a stage-file option",
-        help=help,
-    )
+    return launch_finding("error", "unknown-option", f"`{key}` is not a stage-file option", help, key=key)
 
 
 def deepspeed_file(name: str) -> Path:

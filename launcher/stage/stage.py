@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.load import Config
-from launcher.errors import Finding, InvalidConfig, errors, launch_finding
+from launcher.errors import Finding, InvalidConfig, Severity, errors, launch_finding
 from launcher.rules import registry
 from launcher.rules.context import Context
 from launcher.stage import arguments, options, unused
@@ -66,12 +66,12 @@ class Judged:
     """A config with everything found out about it, valid or not."""
 
     config: Config
-    stage: str | None
-    options: Options | None
-    schema: Schema | None
-    upstream: Upstream | None
-    values: Values | None
     findings: tuple[Finding, ...]
+    stage: str | None = None
+    options: Options | None = None
+    schema: Schema | None = None
+    upstream: Upstream | None = None
+    values: Values | None = None
 
 
 def judge(
@@ -85,16 +85,15 @@ def judge(
     locator = locator or Locator()
     found, findings = _stage_name(config, stage, locator)
     if found is None:
-        return _rejected(config, findings)
+        return Judged(config=config, findings=_in_order(config, findings))
     source = locator.find(backend_of(config))
     pin = locate.unpinned(source, running=running, allowed=locator.allow_unpinned)
     key, _ = options.entry_of(config, found, source.backend)
     schema = locator.schema(source.backend, key)
-    about_source = [] if pin is None else [pin]
+    entry = entry_of(schema)
     folders = (source.root,) if source.root is not None else ()
     opts, problems = options.read(config, found, folders, schema.fields)
     findings += problems
-    entry = entry_of(schema)
     past = functools.partial(locate.past, source, schema.script)
     checked = list(arguments.check(config, schema, entry, past))
     values = _values(opts, schema, arguments.taken(schema, config.args))
@@ -121,7 +120,7 @@ def judge(
         schema=schema,
         upstream=source,
         values=values,
-        findings=_in_order(config, findings, about_source),
+        findings=_in_order(config, findings, [] if pin is None else [pin]),
     )
 
 
@@ -130,14 +129,13 @@ def validate(judged: Judged, *, strict: bool = False) -> Stage:
     if errors(judged.findings, strict=strict):
         raise InvalidConfig(judged.findings)
     assert judged.options and judged.schema and judged.upstream and judged.values is not None
-    known = {k: v for k, v in judged.config.args.items() if v is not None}
     return Stage(
         config=judged.config,
         options=judged.options,
         schema=judged.schema,
         upstream=judged.upstream,
         values=judged.values,
-        args=known,
+        args={k: v for k, v in judged.config.args.items() if v is not None},
         findings=judged.findings,
     )
 
@@ -207,11 +205,8 @@ def _attention_faults(opts: Options, config: Config) -> Iterator[Finding]:
     twice += ["args.model_init_kwargs"] if isinstance(inside, dict) and key in inside else []
     for where in twice if opts.attention else ():
         message = f"`{key}` and `attention:` both name the attention implementation"
-        yield _error("attention-twice", where, message, "keep `attention:`, leave this one out")
-
-
-def _error(code: str, key: str, message: str, help: str) -> Finding:
-    return replace(launch_finding("error", code, message, help), key=key)
+        help = "keep `attention:`, leave this one out"
+        yield launch_finding("error", "attention-twice", message, help, key=where)
 
 
 def _expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:
@@ -219,36 +214,24 @@ def _expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Find
     names = entry.names
     per_device = (opts.batch or Batch()).per_device or values[names.per_device]
     packs = entry.packs(values, per_device)
-    alone = entry.packs(values, None) and not packs
-    wanted = (
-        (
-            "liger",
-            {"engaged"},
-            entry.liger(values),
-            names.liger,
-            "" if names.liger else f"{entry.script} has no Liger",
-        ),
-        (
-            "packing",
-            {"isolated", "on"},
-            packs,
-            names.packing,
-            "a micro-batch of one row has nothing to pack" if alone else "",
-        ),
-    )
-    for point, states, asked, name, none in wanted:
+    no_liger = "" if names.liger else f"{entry.script} has no Liger"
+    of_one_row = entry.packs(values, None) and not packs
+    no_packing = "a micro-batch of one row has nothing to pack" if of_one_row else ""
+    for point, states, is_on, name, reason in (
+        ("liger", {"engaged"}, entry.liger(values), names.liger, no_liger),
+        ("packing", {"isolated", "on"}, packs, names.packing, no_packing),
+    ):
         state = opts.expect.get(point)
-        if state not in states or asked:
+        if state not in states or is_on:
             continue
         if name and name not in values.schema.fields:
-            none = f"{values.schema.script} at {values.schema.named} has no `{name}`"
-        message = f"`expect.{point}: {state}` cannot hold: {none or f'`{name}` is not true'}"
-        off = f"expect.{point}=off"
-        help = off if none else f"set `{name}: true`, or {off}"
-        if opts.on_violation == "stop":
-            message += ", and the probe would stop the run"
-        found = _error("impossible-expectation", f"expect.{point}", message, help)
-        yield found if opts.on_violation == "stop" else replace(found, severity="warning")
+            reason = f"{values.schema.script} at {values.schema.named} has no `{name}`"
+        message = f"`expect.{point}: {state}` cannot hold: {reason or f'`{name}` is not true'}"
+        stops = opts.on_violation == "stop"
+        message += ", and the probe would stop the run" if stops else ""
+        help = f"expect.{point}=off" if reason else f"set `{name}: true`, or expect.{point}=off"
+        severity: Severity = "error" if stops else "warning"
+        yield launch_finding(severity, "impossible-expectation", message, help, key=f"expect.{point}")
     limit = values.get(names.max_steps)
     # TRL's 0 and -1 are no limit
     if isinstance(limit, int) and limit > 0 and (fault := trend_fault(opts, limit)) is not None:
@@ -262,40 +245,26 @@ def trend_fault(opts: Options, steps: int | None) -> Finding | None:
     message = f"`expect.trend: {opts.expect['trend']}` cannot be proved: a run of {max(steps, 0)} steps "
     message += f"has as many losses at most, {TREND_LOSSES} are needed"
     help = "a longer run, or expect.trend=any"
-    return replace(launch_finding("warning", "impossible-expectation", message, help), key="expect.trend")
+    return launch_finding("warning", "impossible-expectation", message, help, key="expect.trend")
 
 
 def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:
     """Batch numbers below 1, and those that stand both in `batch:` and among the arguments."""
     batch = opts.batch or Batch()
-    for name, wanted in ((entry.names.per_device, batch.per_device), (entry.names.accumulation, batch.total)):
+    for name, by_batch in ((entry.names.per_device, batch.per_device), (entry.names.accumulation, batch.total)):
         key = f"args.{name}"
-        if wanted and values.given(name):
-            message = f"`{name}` and `batch:` both set the batch"
-            yield _error("batch-twice", key, message, "keep `batch:`, leave this one out")
-        elif not wanted and isinstance(values[name], int) and values[name] < 1:
-            message = f"`{name}: {values[name]}` is no batch"
-            fault = _error("impossible-batch", key, message, "a whole number above 0")
-            yield replace(fault, layer="run")
-
-
-def _rejected(config: Config, findings: list[Finding]) -> Judged:
-    return Judged(
-        config=config,
-        stage=None,
-        options=None,
-        schema=None,
-        upstream=None,
-        values=None,
-        findings=_in_order(config, findings),
-    )
+        if by_batch and values.given(name):
+            message, help = f"`{name}` and `batch:` both set the batch", "keep `batch:`, leave this one out"
+            yield launch_finding("error", "batch-twice", message, help, key=key)
+        elif not by_batch and isinstance(values[name], int) and values[name] < 1:
+            message, help = f"`{name}: {values[name]}` is no batch", "a whole number above 0"
+            yield replace(launch_finding("error", "impossible-batch", message, help, key=key), layer="run")
 
 
 def _in_order(config: Config, findings: Sequence[Finding], placeless: Sequence[Finding] = ()) -> tuple[Finding, ...]:
     """The findings with their places, in the order of the file."""
     placed = [one if one.file is not None else config.placed(one) for one in findings]
-    by_line = sorted([*placeless, *placed], key=lambda one: (one.file or "", one.line or 0))
-    return tuple(by_line)
+    return tuple(sorted([*placeless, *placed], key=lambda one: (one.file or "", one.line or 0)))
 
 
 def backend_of(config: Config) -> str:
@@ -307,21 +276,20 @@ def backend_of(config: Config) -> str:
 def _stage_name(config: Config, asked: str | None, locator: Locator) -> tuple[str | None, list[Finding]]:
     """The stage to check against, None where that makes no sense, and what is wrong so far."""
     faults = list(config.faults)
-    unlike, fault = options.backend_fault(config), options.stage_fault(config)
-    if unlike is not None:
+    wrong_backend, fault = options.backend_fault(config), options.stage_fault(config)
+    faults += [one for one in (wrong_backend, fault) if one is not None]
+    if wrong_backend is not None:
         # held against another trainer's arguments, nearly every line would be wrong
-        return None, [*faults, unlike, *([fault] if fault is not None else [])]
+        return None, faults
     if fault is not None:
-        faults.append(fault)
         # a stage that was forgotten can be guessed, and everything else said too
         forgotten = config.shape == "stage" and config.options.get("stage") is None
-        return (asked or _guess(config, locator), faults) if forgotten else (None, faults)
+        return (asked or _guess(config, locator)) if forgotten else None, faults
     named = options.stage_of(config)
     if named is not None and asked is not None and named != asked:
         key = "script" if config.shape == "wrapped" else "stage"
-        message = f"the file's stage is {named}, not {asked}"
-        wrong = _error("wrong-stage", key, message, f"launch {named} {config.path}")
-        return None, [*faults, wrong]
+        message, help = f"the file's stage is {named}, not {asked}", f"launch {named} {config.path}"
+        return None, [*faults, launch_finding("error", "wrong-stage", message, help, key=key)]
     return named or asked or _guess(config, locator), faults
 
 
@@ -329,18 +297,13 @@ def _guess(config: Config, locator: Locator) -> str:
     """Which stage a flat upstream file belongs to: the one whose own names it uses more."""
     if any(key.startswith("dpo_") for key in config.args):
         return "dpo"  # of no script's for SFT, at any commit
-    sft, dpo = (_fields_of(stage, locator) for stage in ("sft", "dpo"))
-    only_sft = len(config.args.keys() & (sft - dpo))
-    only_dpo = len(config.args.keys() & (dpo - sft))
+    try:
+        sft, dpo = (set(locator.schema("open_instruct", stage).fields) for stage in ("sft", "dpo"))
+    except InvalidConfig:
+        # the source here cannot be read: the names of the pin
+        stages = locate.snapshot("open_instruct")["stages"]
+        sft, dpo = ({key.partition(".")[2] for key in stages[stage]} for stage in ("sft", "dpo"))
+    only_sft, only_dpo = len(config.args.keys() & (sft - dpo)), len(config.args.keys() & (dpo - sft))
     if only_sft == only_dpo:
         return "dpo" if "dpo" in str(config.path).lower() else "sft"
     return "sft" if only_sft > only_dpo else "dpo"
-
-
-def _fields_of(stage: str, locator: Locator) -> set[str]:
-    """The names of a stage's arguments, those of the pin where the source here cannot be read."""
-    try:
-        return set(locator.schema("open_instruct", stage).fields)
-    except InvalidConfig:
-        named = locate.snapshot("open_instruct")["stages"][stage]
-        return {key.partition(".")[2] for key in named}

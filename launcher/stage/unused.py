@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
-from launcher.errors import Finding, brief
+from launcher.errors import Finding, Layer, Severity, brief
 from launcher.upstream.schema import Read, Schema, Values
 from launcher.upstream.source import conditions
 from launcher.upstream.trainers import Entry
@@ -27,16 +27,12 @@ def find(values: Values, entry: Entry) -> Iterator[Finding]:
         reads = schema.path.reads.get(name)
         if reads is None or not values.given(name):
             continue
+        # whether the value says no more than the default: no, nothing
+        is_off = not values[name] and values[name] == schema.fields[name].default
         if not reads:
-            yield _unread(schema, entry, name, idle=_is_off(values, name))
-        elif not _is_off(values, name):
-            closed: list[tuple[str, ...]] = []
-            for read in reads:
-                closed.append(_false(read, known, entry))
-                if not closed[-1]:
-                    break
-            else:
-                yield _closed(entry, name, reads, closed, known)
+            yield _unread(schema, entry, name, idle=is_off)
+        elif not is_off and all(closed := [_false(read, known, entry) for read in reads]):
+            yield _closed(entry, name, reads, closed, known)
 
 
 def acts(values: Values, entry: Entry, name: str) -> bool:
@@ -48,10 +44,10 @@ def acts(values: Values, entry: Entry, name: str) -> bool:
     return any(not _false(read, known, entry) for read in reads)
 
 
-def refused(values: Values, entry: Entry, told: Container[str | None]) -> Iterator[Finding]:
+def refused(values: Values, entry: Entry, wrong: Container[str | None]) -> Iterator[Finding]:
     """What the script itself refuses for these values, at a `raise` that arguments alone lead to.
 
-    Nothing where one of those arguments is among `told`: keys that were found wrong already.
+    Nothing where one of those arguments is among the `wrong`: keys that were found wrong already.
     """
     schema = values.schema
     known = effective(values, entry)
@@ -62,17 +58,12 @@ def refused(values: Values, entry: Entry, told: Container[str | None]) -> Iterat
         if not all(conditions.holds(c, known, _UNKNOWN) for c in refusal.when):
             continue
         names = sorted({name for c in refusal.when for name in conditions.names(c)})
-        if any(f"args.{name}" in told for name in names):
+        if any(f"args.{name}" in wrong for name in names):
             continue
-        given = [name for name in names if values.given(name)] or names
-        yield Finding(
-            severity="error",
-            layer="parser" if refusal.parsing else "run",
-            code="refused-by-source",
-            key=f"args.{given[0]}",
-            message=f"{refusal.where} raises {refusal.error} where {shown(refusal.when)}",
-            help=_state(names, known),
-        )
+        first = next(filter(values.given, names), names[0])
+        message = f"{refusal.where} raises {refusal.error} where {shown(refusal.when)}"
+        layer: Layer = "parser" if refusal.parsing else "run"
+        yield _finding("error", "refused-by-source", first, message, _state(names, known), layer)
 
 
 def effective(values: Values, entry: Entry) -> Mapping[str, Any]:
@@ -107,35 +98,26 @@ def _false(read: Read, known: Mapping[str, Any], entry: Entry) -> tuple[str, ...
     return tuple(c for c in condition_of(read, entry) if conditions.holds(c, known, _UNKNOWN) is False)
 
 
-def _is_off(values: Values, name: str) -> bool:
-    """Whether the value says no more than the default: no, nothing."""
-    return not values[name] and values[name] == values.schema.fields[name].default
-
-
 def _unread(schema: Schema, entry: Entry, name: str, *, idle: bool) -> Finding:
-    shadow = schema.path.shadows.get(name)
-    code, message = ("unread-key", f"`{name}` does nothing: no read found on the path of {schema.script}")
-    if shadow is not None:
+    code, reason = "unread-key", f"no read found on the path of {schema.script}"
+    if (shadow := schema.path.shadows.get(name)) is not None:
         code = "shadowed-key"
-        message = (
-            f"`{name}` does nothing: {', '.join(f'`{by}`' for by in shadow.by)} comes before it "
-            f"({shadow.where} is never reached)"
-        )
-    return Finding(
-        severity="note" if idle else "warning",
-        layer="run",
-        code=code,
-        key=f"args.{name}",
-        message=message,
-        help=instead(schema, entry, name),
-    )
+        reason = f"{', '.join(f'`{by}`' for by in shadow.by)} comes before it ({shadow.where} is never reached)"
+    message = f"`{name}` does nothing: {reason}"
+    return _finding("note" if idle else "warning", code, name, message, instead(schema, entry, name))
+
+
+def _finding(
+    severity: Severity, code: str, name: str, message: str, help: str | None, layer: Layer = "run"
+) -> Finding:
+    return Finding(severity=severity, layer=layer, code=code, key=f"args.{name}", message=message, help=help)
 
 
 def instead(schema: Schema, entry: Entry, name: str) -> str:
     """What to write for an argument that does nothing, or who else would read it."""
     readers = [script for script, reads in schema.beside.items() if reads.get(name)]
-    told = f"delete the line: only {' and '.join(readers)} reads it" if readers else "delete the line"
-    return entry.instead.get(name, told)
+    help = f"delete the line: only {' and '.join(readers)} reads it" if readers else "delete the line"
+    return entry.instead.get(name, help)
 
 
 def _closed(
@@ -151,22 +133,15 @@ def _closed(
     ways, places = ways[:_WAYS], places[:_WAYS]
     names = sorted({one for each in ways for c in each for one in conditions.names(c)})
     where = ", ".join(dict.fromkeys(read.where for read in places))
-    state = _state(names, known)
-    return Finding(
-        severity="warning",
-        layer="run",
-        code="conditional-key",
-        key=f"args.{name}",
-        message=f"`{name}` does nothing here: it is read only where {' or '.join(map(shown, ways))} "
-        f"({where}), and {state}",
-        help=entry.instead.get(name, "delete the line, or set what it needs"),
-    )
+    message = f"`{name}` does nothing here: it is read only where {' or '.join(map(shown, ways))} ({where}), "
+    help = entry.instead.get(name, "delete the line, or set what it needs")
+    return _finding("warning", "conditional-key", name, f"{message}and {_state(names, known)}", help)
 
 
 def _state(names: Iterable[str], known: Mapping[str, Any]) -> str:
     """The values of these arguments, for people, as far as they are known."""
-    told = [(name, known[name]) for name in names if known[name] is not _UNKNOWN]
-    return ", ".join(f"`{name}` is {_plain(value)}" for name, value in told)
+    values = {name: known[name] for name in names if known[name] is not _UNKNOWN}
+    return ", ".join(f"`{name}` is {_plain(value)}" for name, value in values.items())
 
 
 def _plain(value: Any) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,6 @@ def validate_config(
     paths: list[Path] = Argument(..., metavar="PATH...", help="stage files, or folders of them", show_default=False),
     fix: bool = Option(False, "--fix", help="apply the mechanical fixes; comments are kept"),
     diff: bool = Option(False, "--diff", help="show what --fix would change; write nothing"),
-    deep: bool = Option(False, "--deep", help="rehearse each stage file too"),
     format: Findings = Option("text", "--format", help="print text, one JSON object, or annotations for GitHub"),
 ) -> Exit:
     """Report everything that the trainer would refuse or ignore.
@@ -47,23 +45,23 @@ def validate_config(
     paths = [file for path in paths for file in files_of(path)]
     fixes: dict[Path, Fix] = {}
     findings: list[Finding] = []
-    if fix or diff:
-        quiet = format != "text"
-        fixes, findings = _fix(paths, stage, locator, write=not diff, quiet=quiet)
+    for path in paths if fix or diff else ():
+        try:
+            fixes[path] = _fix(path, stage, locator, write=not diff, quiet=format != "text")
+        except InvalidConfig:
+            # judging the file says why it cannot be read
+            continue
+        except NotReady as error:
+            findings += error.findings
     not_ready = bool(findings)
     files: list[dict[str, object]] = []
-    with contextlib.ExitStack() as stack:
-        rehearse = _rehearser(shared, stack, quiet=format != "text") if deep else None
-        for path in paths:
-            facts, own = _judge_file(path, stage, locator)
-            if path in fixes:
-                facts["fix"] = fixes[path].as_json()
-                own = fixes[path].with_reasons(own)
-            if rehearse is not None and facts.get("shape") != "pipeline":
-                facts["rehearsal"], own = rehearse(path, own)
-            valid = not errors(own, strict=shared.strict)
-            files.append({"path": str(path), "valid": valid, **facts})
-            findings += own
+    for path in paths:
+        facts, own = _judge_file(path, stage, locator)
+        if path in fixes:
+            facts["fix"] = fixes[path].as_json()
+            own = fixes[path].with_reasons(own)
+        files.append({"path": str(path), "valid": not errors(own, strict=shared.strict), **facts})
+        findings += own
     ok = all(entry["valid"] for entry in files)
     code = Exit.NOT_READY if not_ready else Exit.OK if ok else Exit.CONFIG
     # a stage file beside the pipeline that names it is judged twice
@@ -71,58 +69,23 @@ def validate_config(
     return answer("validate-config", format, {"files": files}, map(_line, files), distinct, code)
 
 
-def _rehearser(
-    shared: Shared, stack: contextlib.ExitStack, *, quiet: bool
-) -> Callable[[Path, tuple[Finding, ...]], tuple[object, tuple[Finding, ...]]]:
-    """What rehearses a file and adds the trainer's findings to those given; one server for all files."""
-    from launcher.lifecycle import prepare
-    from launcher.workflows.rehearse import ask, rehearsal
-
-    servers = stack.enter_context(ask.Servers())
-    say: Callable[[str], None] = (lambda _: None) if quiet else shared.show_progress
-
-    def rehearse(path: Path, findings: tuple[Finding, ...]) -> tuple[object, tuple[Finding, ...]]:
-        try:
-            judged, trainer = prepare.judge(shared.request(config=path))
-            result = rehearsal.rehearse(judged, trainer, servers, say=say)
-        except InvalidConfig:
-            # the findings say why it cannot be read
-            return None, findings
-        return result.as_json(), rehearsal.combined(findings, result.findings)
-
-    return rehearse
-
-
-def _fix(
-    paths: list[Path], stage: str | None, locator: Locator, *, write: bool, quiet: bool
-) -> tuple[dict[Path, Fix], list[Finding]]:
-    """Apply or show the mechanical fixes of each file; returns them, and what could not be written."""
+def _fix(path: Path, stage: str | None, locator: Locator, *, write: bool, quiet: bool) -> Fix:
+    """Apply or show the mechanical fixes of a file. Raises NotReady where it cannot be written."""
     from launcher.report import console
     from launcher.stage import fix
 
-    fixes: dict[Path, Fix] = {}
-    failed: list[Finding] = []
-    for path in paths:
-        try:
-            own = fix.of_file(path, stage_name=stage, locator=locator)
-            if write:
-                fix.apply(own)
-        except InvalidConfig:
-            # judging the file says why it cannot be read
-            continue
-        except NotReady as error:
-            failed += error.findings
-            continue
-        fixes[path] = own
-        if not quiet and not write:
-            console.raw(own.diff())
-        for change in own.changes if write and not quiet else ():
-            console.say(f"{path}:{change.line}: {change.what}")
-    return fixes, failed
+    found = fix.of_file(path, stage_name=stage, locator=locator)
+    if write:
+        fix.apply(found)
+    if not write and not quiet:
+        console.raw(found.diff())
+    for change in found.changes if write and not quiet else ():
+        console.say(f"{path}:{change.line}: {change.what}")
+    return found
 
 
 def _judge_file(path: Path, stage: str | None, locator: Locator) -> tuple[dict[str, object], tuple[Finding, ...]]:
-    """The facts of one file, and its findings."""
+    """The facts of a stage file, or of the stages of a pipeline in turn, and its findings."""
     from launcher.config import load
     from launcher.stage.stage import judge
 
@@ -138,7 +101,6 @@ def _judge_file(path: Path, stage: str | None, locator: Locator) -> tuple[dict[s
 
 
 def _judge_pipeline(path: Path, locator: Locator) -> tuple[dict[str, object], tuple[Finding, ...]]:
-    """The same for several stages in turn, and what they hand to each other."""
     from launcher.config import pipeline
     from launcher.lifecycle.prepare import Request
     from launcher.workflows.pipeline.plan import PipelineRequest, plan_stages
@@ -163,14 +125,12 @@ def _line(entry: dict[str, object]) -> str:
     line = f"{entry['path']}: {'valid' if entry['valid'] else 'invalid'}"
     if isinstance(stages := entry.get("stages"), list):
         return f"{line} (a pipeline: {', '.join(stages)})"
-    source = entry.get("upstream")
-    if not isinstance(source, dict):
+    if not isinstance(source := entry.get("upstream"), dict):
         return line
     from launcher.upstream.schema import source_name
 
-    where = source["root"] if source["root"] else "the committed snapshot"
     name = source_name(source["backend"], str(source["version"]))
-    return f"{line} ({entry['stage']}, {name}, {where})"
+    return f"{line} ({entry['stage']}, {name}, {source['root'] or 'the committed snapshot'})"
 
 
 @app.command(epilog="Example: launch explain use_liger_kernel --stage sft")
@@ -189,7 +149,7 @@ def explain(
     Of an argument: what it does, type, default, who reads it, its value in a stage file, its history.
     """
     from launcher.config import load
-    from launcher.stage import explain, findings
+    from launcher.stage import explain
 
     loaded, derived = None, {}
     if config is not None:
@@ -199,14 +159,14 @@ def explain(
         key, locator=shared.locator, config=loaded, stage_name=shared.stage, backend=shared.backend, derived=derived
     )
     known = any(one.known for one in explained)
-    meanings = [] if known else findings.meanings(key)
+    meanings = [] if known else [one for one in explain.meanings() if one.code == key]
     if not known and not meanings:
-        near = " or ".join(f"`{name}`" for name in (*explain.near(key), *findings.near(key)))
+        near = " or ".join(f"`{name}`" for name in explain.near(key))
         help = f"did you mean {near}?" if near else "launch schema lists them all"
         raise usage("no-such-key", f"no such argument, now or earlier: `{key}`", help)
     data = {
         "explained": [one.as_json() for one in explained] if known else [],
-        "codes": [one.as_json() for one in meanings],
+        "codes": [asdict(one) for one in meanings],
     }
     # what is the same for SFT and DPO is said once
     texts = dict.fromkeys("\n".join(one.lines()) for one in (explained if known else meanings))

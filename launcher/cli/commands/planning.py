@@ -66,8 +66,7 @@ def plan(
     table = forecast.make(resolved, counts, terms)
     # a count that cannot be must not cost the table of the others
     code = Exit.CONFIG if errors(table.findings) else Exit.OK
-    data, lines = table.as_json(why=why), table.lines(why=why)
-    return answer("plan", shared.format, data, lines, table.findings, code)
+    return answer("plan", shared.format, table.as_json(why=why), table.lines(why=why), table.findings, code)
 
 
 @app.command(epilog="Example: launch doctor configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
@@ -88,10 +87,9 @@ def doctor(
     from launcher.report import console
 
     request = shared.request(config=config or Path(), overrides=overrides or ())
-    named = shared.backend or "open_instruct"
     examine = partial(readiness.of_stage, request)
     if config is None:
-        examine = partial(readiness.of_backend, request, named)
+        examine = partial(readiness.of_backend, request, shared.backend or "open_instruct")
     if not install:
         shared.show_progress("importing what training imports; this can take a minute")
     state = examine(importing=not install)
@@ -101,8 +99,7 @@ def doctor(
     if install and not yes and shared.format == "text":
         console.say("\n".join(step.shell() for step in state.install))
         return Exit.OK
-    data, lines = state.as_json(), state.lines()
-    return answer("doctor", shared.format, data, lines, state.findings, state.exit_code)
+    return answer("doctor", shared.format, state.as_json(), state.lines(), state.findings, state.exit_code)
 
 
 @app.command(epilog="Example: launch rehearse configs/tulu/sft_qwen7b_25pct.yaml")
@@ -163,20 +160,19 @@ def ladder(
     request = shared.request(elsewhere=shared.slurm)
     planned = ladder.plan_rungs(request, counts, steps=steps, terms=terms, running=here)
     if shared.dry_run:
-        rungs = [rung.prepared.as_json() for rung in planned.rungs]
 
         def show() -> None:
             for rung in planned.rungs:
                 console.say(f"# rung: {ladder.label(rung.gpus)}")
                 console.dry_run(rung.prepared.plan, rung.prepared.command)
 
-        return answer("ladder", shared.format, {"rungs": rungs}, show, planned.findings)
-    if not quiet:
-        console.findings(planned.findings)
+        data = {"rungs": [rung.prepared.as_json() for rung in planned.rungs]}
+        return answer("ladder", shared.format, data, show, planned.findings)
+    console.findings(() if quiet else planned.findings)
     shared.rehearse_first({"": planned.resolved})
     if shared.hands_over:
-        options = planned.stage.options.slurm
-        return hand_over(shared, "ladder", planned.stage.name, gpus=max(counts), options=options)
+        stage = planned.stage
+        return hand_over(shared, "ladder", stage.name, gpus=max(counts), options=stage.options.slurm)
     ladder.climb(planned, fresh=shared.fresh, allow_unproven=shared.allow_unproven, quiet=quiet)
     data, code = planned.as_json(), planned.exit
     return answer("ladder", shared.format, data, lambda: ladder.show(planned), code=code, before=planned.findings)
@@ -222,8 +218,7 @@ def bench(
     shared.rehearse_first(planned.resolved)
     if shared.hands_over:
         first = planned.resolved[planned.variants[0].name]
-        options, name = first.stage.options.slurm, shared.config.stem
-        return hand_over(shared, "bench", name, gpus=first.gpus, options=options)
+        return hand_over(shared, "bench", shared.config.stem, gpus=first.gpus, options=first.stage.options.slurm)
     with bench.opened(planned, fresh=shared.fresh) as opened:
         code = bench.run(opened, show=shared.show_progress)
         bench.write_page(opened)
@@ -256,13 +251,8 @@ def tune(
     from launcher.workflows.bench import bench, comparison
     from launcher.workflows.tune import tune
 
-    terms = tune.Terms(
-        budget_s=durations.seconds(budget),
-        steps=steps,
-        row_tokens=shared.row_tokens,
-        output=output,
-        fresh=shared.fresh,
-    )
+    seconds, row_tokens = durations.seconds(budget), shared.row_tokens
+    terms = tune.Terms(budget_s=seconds, steps=steps, row_tokens=row_tokens, output=output, fresh=shared.fresh)
     if shared.slurm:
         # levers, and what fits, depend on the machine of the job
         resolved = resolve(shared.request(elsewhere=True), running=False)
@@ -271,8 +261,8 @@ def tune(
         resolved = prepared.resolved
     shared.rehearse_first({"": resolved})
     if shared.hands_over:
-        options, name = resolved.stage.options.slurm, shared.config.stem
-        return hand_over(shared, "tune", name, gpus=resolved.gpus, options=options)
+        options = resolved.stage.options.slurm
+        return hand_over(shared, "tune", shared.config.stem, gpus=resolved.gpus, options=options)
     with tune.opened(prepared) as opened:
         code = tune.run(opened, show=shared.show_progress)
         trials = opened.bench() if opened.search.runs else None
@@ -283,6 +273,5 @@ def tune(
             found = (*found, *comparison.baseline_fault([one.sample for one in opened.search.runs]))
         elif trials is not None:
             bench.show(trials)
-        data, lines = opened.as_json(), tune.ending(opened)
-        answer("tune", shared.format, data, lines, found, code)
+        answer("tune", shared.format, opened.as_json(), tune.ending(opened), found, code)
     return code

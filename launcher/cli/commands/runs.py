@@ -54,11 +54,10 @@ def logs(
     except FileNotFoundError:
         name = folder.path.name
         left = [one for one in range(1, folder.attempts() + 1) if folder.console(one).exists()]
-        which = f"launch check {name} says what is left of it"
+        help = f"launch check {name} says what is left of it"
         if left:
-            known = ", ".join(map(str, left))
-            which = f"it has {known}: launch logs {name} --attempt {left[-1]}"
-        raise usage("no-such-log", f"{name} has no log of attempt {number}", which) from None
+            help = f"it has {', '.join(map(str, left))}: launch logs {name} --attempt {left[-1]}"
+        raise usage("no-such-log", f"{name} has no log of attempt {number}", help) from None
 
 
 @app.command(epilog="Example: launch stop last --after-checkpoint")
@@ -80,12 +79,11 @@ def stop(
         console.say(stop.due(folder) if after_checkpoint else cost.line())
     ended = stop.stop(folder, after_checkpoint=after_checkpoint)
     cost = stop.cost(folder)
+    outcome = "it had come to its end before that"
     if ended is None or ended.stopped is not None:
         outcome = f"stopped; {cost.line()}"
     elif ended.returncode:
         outcome = f"it had failed before that; {cost.line()}"
-    else:
-        outcome = "it had come to its end before that"
     data = {"run": str(folder.path), **cost.as_json()}
     return answer("stop", format, data, [f"{folder.path.name}: {outcome}"])
 
@@ -107,8 +105,7 @@ def runs(
     groups = ([[row] for row in rows] if whole else overview.entries(rows))[-(last or 0) :]
 
     def show() -> None:
-        lines = [overview.entry(group, whole=whole) for group in groups]
-        console.table(lines, overview.COLUMNS)
+        console.table([overview.entry(group, whole=whole) for group in groups], overview.COLUMNS)
 
     none = "no such runs" if state or here else "no runs yet"
     return answer("runs", format, [row for one in groups for row in one], show if groups else [none])
@@ -141,8 +138,7 @@ def remove(
     for one in (folder, *members):
         if not one.path.exists():
             rundir.forget("runs", one.path)
-    data = {"removed": [str(path) for path in paths]}
-    return answer("rm", format, data, [f"deleted {line}" for line in lines])
+    return answer("rm", format, {"removed": [str(path) for path in paths]}, [f"deleted {line}" for line in lines])
 
 
 @app.command(epilog="Example: launch check runs/20260101T000000Z-sft-demo --format json")
@@ -174,8 +170,7 @@ def check(
         name, verdict = folder.path.name, start.finish(folder)
         unpinned = start.unpinned_note(folder)
     code = check.exit_code(verdict, allow_unproven=allow_unproven)
-    data = verdict.as_json()
-    return answer("check", format, data, lambda: console.verdict(verdict, name), unpinned, code)
+    return answer("check", format, verdict.as_json(), lambda: console.verdict(verdict, name), unpinned, code)
 
 
 def _check_each(folder: Path, members: Sequence[RunFolder], allow_unproven: bool, format: Format) -> Exit:
@@ -186,10 +181,8 @@ def _check_each(folder: Path, members: Sequence[RunFolder], allow_unproven: bool
 
     verdicts = {run.path: start.finish(run) for run in members}
     codes = [check.exit_code(one, allow_unproven=allow_unproven) for one in verdicts.values()]
-    data = {
-        "folder": str(folder.absolute()),
-        "runs": [{"run": str(path), **one.as_json()} for path, one in verdicts.items()],
-    }
+    judged = [{"run": str(path), **one.as_json()} for path, one in verdicts.items()]
+    data = {"folder": str(folder.absolute()), "runs": judged}
 
     def show() -> None:
         for path, verdict in verdicts.items():

@@ -85,7 +85,6 @@ app.add_typer(configs, name="configs")
 
 
 def _configs() -> dict[str, Path]:
-    """The shipped stage files by their names: `tulu/sft_qwen7b`."""
     folder = shipped("configs")
     return {str(path.relative_to(folder).with_suffix("")): path for path in files_of(folder)}
 
@@ -129,5 +128,5 @@ def copy_config(
     for source, copy in copies.items():
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, copy)
-    data = {"files": [str(copy) for copy in copies.values()]}
-    return answer("configs copy", format, data, [f"wrote {copy}" for copy in copies.values()])
+    files = [str(copy) for copy in copies.values()]
+    return answer("configs copy", format, {"files": files}, [f"wrote {copy}" for copy in files])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 from typer import Argument, Option
 
-from launcher.cli.background import AtEnd, hand_over, require_sense, several_runs
+from launcher.cli.background import AtEnd, at_end, hand_over, require_sense, several_runs
 from launcher.cli.options import (
     BACKGROUND,
     FORMAT,
@@ -35,20 +34,8 @@ if TYPE_CHECKING:
     from launcher.runs.rundir import RunFolder
     from launcher.verdict.check import Verdict
 
-_START = (
-    "gpus",
-    "dry_run",
-    "python",
-    *SOURCE,
-    "allow_unproven",
-    "strict",
-    "no_probe",
-    "devices",
-    "rehearse",
-    "fresh",
-    "allow_changed_resume",
-    "format",
-)
+_CHECKS = ("python", *SOURCE, "allow_unproven", "strict", "no_probe", "rehearse", "allow_changed_resume")
+_START = ("gpus", "devices", "dry_run", "fresh", *_CHECKS, "format")
 
 
 def _stage_command(stage: str) -> Callable[..., Exit]:
@@ -79,10 +66,7 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
         )
         if shared.dry_run:
             return _dry_run(request, shared.format, slurm=shared.slurm)
-        at_end = AtEnd.of(shared)
-        if shared.slurm:
-            return _queue(request, shared, at_end)
-        return _run(request, shared, at_end)
+        return (_queue if shared.slurm else _run)(request, shared, at_end(shared))
 
     command.__doc__ = f"""Train one {stage.upper()} stage and judge the result.
 
@@ -104,18 +88,20 @@ def _dry_run(request: Request, format: Format, *, slurm: bool) -> Exit:
     findings = (*prepared.findings, *prepare.of_earlier_run(prepared))
     script = start.batch_script(prepared) if slurm else None
     data = {**prepared.as_json(), **({"batch_script": script} if slurm else {})}
-    return answer(
-        str(request.stage), format, data, lambda: console.dry_run(prepared.plan, prepared.command, script), findings
-    )
+
+    def show() -> None:
+        console.dry_run(prepared.plan, prepared.command, script)
+
+    return answer(str(request.stage), format, data, show, findings)
 
 
-def _run(request: Request, shared: Shared, at_end: AtEnd) -> Exit:
+def _run(request: Request, shared: Shared, ending: AtEnd) -> Exit:
     from launcher.lifecycle import forecast, on_finish, prepare, start, supervisor
     from launcher.report import console
     from launcher.runs import lease, rundir, runner
 
     format = shared.format
-    on_finish.require_here(at_end.on_finish)
+    on_finish.require_here(ending["on_finish"])
     # the keeper reads it too late to say so
     runner.grace(os.environ.get(runner.GRACE_VARIABLE))
     with supervisor.interruptible():
@@ -123,7 +109,7 @@ def _run(request: Request, shared: Shared, at_end: AtEnd) -> Exit:
         try:
             prepared = forecast.with_forecast(prepared)
             if prepared.decision.kind == "finished":
-                return _conclude_finished(prepared, prepared.findings, format, at_end)
+                return _conclude_finished(prepared, format, ending)
             if not (prepared.machine and prepared.machine.rank):
                 lease.require_free(prepared.output)
                 if request.rehearse or prepared.plan.stage.options.rehearse:
@@ -131,7 +117,7 @@ def _run(request: Request, shared: Shared, at_end: AtEnd) -> Exit:
             if format == "text":
                 console.findings(prepared.findings)
                 console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
-            folder, attempt = start.begin(prepared, **asdict(at_end))
+            folder, attempt = start.begin(prepared, **ending)
             started = str(request.stage), folder, attempt, prepared.findings, format
             return _detach(*started) if shared.detach else until_over(*started)
         finally:
@@ -139,41 +125,38 @@ def _run(request: Request, shared: Shared, at_end: AtEnd) -> Exit:
             rundir.release(prepared.folder)
 
 
-def _conclude_finished(prepared: Prepared, findings: tuple[Finding, ...], format: Format, at_end: AtEnd) -> Exit:
+def _conclude_finished(prepared: Prepared, format: Format, ending: AtEnd) -> Exit:
     """Nothing is left to train; the verdict and the numbers are there, whoever died before."""
     from launcher.lifecycle import start
     from launcher.report import console
     from launcher.verdict import check
 
-    console.findings(findings if format == "text" else ())
+    console.findings(prepared.findings if format == "text" else ())
     folder = prepared.folder
     verdict = start.judged_now(folder, prepared.plan, start.finish(folder))
-    code = check.exit_code(verdict, allow_unproven=at_end.allow_unproven)
+    code = check.exit_code(verdict, allow_unproven=ending["allow_unproven"])
     return _conclude(str(prepared.request.stage), folder, verdict, code, prepared.findings, format)
 
 
-def _queue(request: Request, shared: Shared, at_end: AtEnd) -> Exit:
+def _queue(request: Request, shared: Shared, ending: AtEnd) -> Exit:
     """Hand the run to Slurm."""
     from launcher.lifecycle import forecast, prepare, start, supervisor
     from launcher.runs import sbatch
 
-    resolved, format = prepare.resolve(request, running=True), shared.format
+    resolved = prepare.resolve(request, running=True)
     shared.rehearse_first({"": resolved})
     prepared = forecast.with_forecast(prepare.complete(resolved, running=True))
-    options, findings = prepared.plan.stage.options.slurm, prepared.findings
-    few = sbatch.one_cpu(options, prepared.plan.gpus)
-    if few is not None:
-        message = "the job asks for one core of each machine"
-        findings = (*findings, launch_finding("warning", "slurm-one-cpu", message, few))
     if prepared.decision.kind == "finished":
-        return _conclude_finished(prepared, findings, format, at_end)
-    folder = prepared.folder
+        return _conclude_finished(prepared, shared.format, ending)
+    options, findings = prepared.plan.stage.options.slurm, prepared.findings
+    if (help := sbatch.one_cpu(options, prepared.plan.gpus)) is not None:
+        message = "the job asks for one core of each machine"
+        findings = (*findings, launch_finding("warning", "slurm-one-cpu", message, help))
     with supervisor.interruptible():
-        job = start.queue(prepared, options, **asdict(at_end))
-    name = folder.path.name
-    lines = (f"run: {folder.path}", f"job: {job}", "launch runs", f"launch stop {name}")
-    data = {"run": str(folder.path), "job": job}
-    return answer(str(request.stage), format, data, lines, findings)
+        job = start.queue(prepared, options, **ending)
+    path = prepared.folder.path
+    lines = (f"run: {path}", f"job: {job}", "launch runs", f"launch stop {path.name}")
+    return answer(str(request.stage), shared.format, {"run": str(path), "job": job}, lines, findings)
 
 
 def _detach(stage: str, folder: RunFolder, attempt: Attempt, findings: tuple[Finding, ...], format: Format) -> Exit:
@@ -185,8 +168,7 @@ def _detach(stage: str, folder: RunFolder, attempt: Attempt, findings: tuple[Fin
     name = folder.path.name if first else str(folder.path)
     lines = [f"run: {folder.path}", *([f"tmux attach -t {session}"] if session is not None else [])]
     lines += [f"launch attach {name}", f"launch logs {name} -f", f"launch stop {name}"]
-    data = {"run": str(folder.path), "session": session}
-    return answer(stage, format, data, lines, before=findings)
+    return answer(stage, format, {"run": str(folder.path), "session": session}, lines, before=findings)
 
 
 def until_over(
@@ -246,8 +228,7 @@ def exec_command(
     folder = found_run(run)
     if prepare:
         waiting = start.prepare_again(folder)
-        data = {"run": str(folder.path), "attempt": waiting.number}
-        return answer("exec", format, data, ())
+        return answer("exec", format, {"run": str(folder.path), "attempt": waiting.number}, ())
     with supervisor.interruptible():
         folder, attempt = start.execute(folder, node_rank, main_address)
         return until_over("exec", folder, attempt, (), format)
@@ -308,8 +289,7 @@ def pipeline(
 
     def show() -> None:
         console.table([row.shown() for row in result.rows], pipeline.SUMMARY)
-        row = result.stopped_at
-        if row is not None:
+        if (row := result.stopped_at) is not None:
             console.say(f"stopped at {row.name}: {row.reason or row.status}")
         for line in result.advice():
             console.say(f"  {line}")

@@ -6,7 +6,6 @@ comes from. Time comes from a measured speed where there is one, else from arith
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from launcher.artifacts import lengths
 from launcher.artifacts.lengths import Lengths, fuller
 from launcher.cache import entries, folders, keys
-from launcher.errors import Finding, InvalidConfig, LaunchError, UsageError, brief, errors, launch_finding, usage
+from launcher.errors import Finding, InvalidConfig, LaunchError, brief, errors, launch_finding, usage
 from launcher.lifecycle.doctor import disk
 from launcher.lifecycle.doctor.disk import Saved
 from launcher.lifecycle.prepare import Prepared, ResolvedStage
@@ -92,20 +91,20 @@ class Fit(NamedTuple):
 class Estimate:
     """The forecast for one count of GPUs; None is what cannot be known.
 
-    `rows` are those of the data set. On the CPU no memory is planned. `smallest` is the memory of one row a
-    device where no split of the batch fits. `static`: the row lengths are unknown, and memory is that
-    without activations. Raises InvalidConfig.
+    `rows` are those of the data set. On the CPU no memory is planned. `spare` are the GiB that are left,
+    below 0 what is missing; `smallest` is the memory of one row a device where no split of the batch fits.
+    `static`: the row lengths are unknown, and memory is that without activations. Raises InvalidConfig.
     """
 
     def __init__(
         self, footprint: Footprint, rows: int | None, terms: ForecastOptions, card: Card, *, static: bool = False
     ) -> None:
-        self.static = static
         self.footprint, self.plan, self.rows = footprint, footprint.plan, rows
-        self.terms, self.card = terms, card
+        self.terms, self.card, self.static = terms, card, static
         self.only = plan.caches_only(self.plan.stage, self.plan.values)
         self.setup = footprint.setup()
         self.memory = self.memory_of(footprint, self.setup) if self.plan.gpus else None
+        self.spare = None if card.gib is None or self.memory is None else self.memory.spare(card.gib)
         self.tokens = footprint.tokens
         self.speed = self._speed()
         self.bill = self._bill()
@@ -114,7 +113,6 @@ class Estimate:
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps in all."""
         return self.plan.steps
 
     @property
@@ -122,13 +120,6 @@ class Estimate:
         """The devices, to begin a message with."""
         count = self.plan.gpus * self.plan.nodes
         return f"{count} GPU(s): " if count else "CPU: "
-
-    @property
-    def spare(self) -> float | None:
-        """GiB that are left, below 0 what is missing."""
-        if self.card.gib is None or self.memory is None:
-            return None
-        return self.memory.spare(self.card.gib)
 
     def memory_of(self, footprint: Footprint, setup: Setup) -> Memory:
         """The phases that a run comes to on the card: without a step, those before the first one."""
@@ -144,12 +135,9 @@ class Estimate:
 
     @property
     def saved(self) -> Saved:
-        """What it writes to disk."""
-        saved = None
-        if self.only is None:
-            saved = disk.saved(self.plan, self.footprint.shape.parameters, self.setup)
+        found = None if self.only else disk.saved(self.plan, self.footprint.shape.parameters, self.setup)
         none = "neither checkpoints nor a model"
-        return saved or Saved(checkpoint=0, final=0, times=0, limit=None, formula=none)
+        return found or Saved(checkpoint=0, final=0, times=0, limit=None, formula=none)
 
     def _fit(self) -> tuple[Fit | None, Memory | None]:
         """The largest split of the batch that fits; else what one row a device takes."""
@@ -159,8 +147,7 @@ class Estimate:
         each = self.plan.global_batch // self.plan.processes
         for per_device in plan.splits(self.plan.global_batch, self.plan.processes):
             accumulation = each // per_device
-            setup = self.footprint.setup(per_device, accumulation)
-            planned = self.memory_of(self.footprint, setup)
+            planned = self.memory_of(self.footprint, self.footprint.setup(per_device, accumulation))
             spare = planned.spare(gib)
             if spare >= 0:
                 best = Fit(per_device, accumulation, planned, spare)
@@ -183,14 +170,13 @@ class Estimate:
         peak, shape = datasheets.peak_flops(self.card.name), self.footprint.shape
         if peak is None:
             message = f"the arithmetic speed of {self.card.name} is not known"
-            known = ", ".join(one.name for one in datasheets.SHEETS)
-            help = f"known are {known}; or give --tokens-per-second"
+            help = f"known are {', '.join(one.name for one in datasheets.SHEETS)}; or give --tokens-per-second"
             raise InvalidConfig(launch_finding("error", "unknown-device", message, help, key="gpu"))
         row = packed_row(self.plan, self.footprint.rows)
-        adapted = self.footprint.adapters is not None
+        trained, frozen = shape.multiplied, 0
+        if self.footprint.adapters is not None:
+            trained, frozen = 0, trained
         # attention goes over the whole of a row that dpo.py packs
-        trained = 0 if adapted else shape.multiplied
-        frozen = shape.multiplied if adapted else 0
         width = self.footprint.rows.mean if row is None else float(row.positions)
         each = datasheets.flops_a_token(
             trained=trained, frozen=frozen, layers=shape.layers, query=shape.query, width=width
@@ -202,14 +188,12 @@ class Estimate:
     def _bill(self) -> Bill:
         """Hours and money; a row through the reference is a forward pass: a third of one of a step."""
         planned, tokens, speed, steps = self.plan, self.tokens, self.speed, self.plan.steps
-        referred = self._reference_rows()
+        referred, named = self._reference_rows(), "--gpu H100, or " if planned.gpus else ""
         if self.only == "data set":
-            why = "the data set is only tokenised: how long that takes is not known"
-            return Bill(None, None, why)
+            return Bill(None, None, "the data set is only tokenised: how long that takes is not known")
         if self.static:
             return Bill(None, None, "the row lengths are not known: --row-tokens")
         if speed is None:
-            named = "--gpu H100, or " if planned.gpus else ""
             return Bill(None, None, f"the speed is not known: {named}--tokens-per-second")
         if self.only is not None and referred is None:
             return Bill(None, None, "the rows are not known: --rows")
@@ -226,10 +210,7 @@ class Estimate:
             seconds += referred / max(1, together) * tokens.real / speed.tokens / 3
             formula += f", and {referred:,} rows forward through the reference: a third of a step"
         hours, price = seconds / 3600, self.terms.price
-        cost = None if price is None else hours * price * planned.processes
-        if not math.isfinite(hours) or not math.isfinite(cost or 0.0):
-            return Bill(None, None, f"{formula}: more than can be counted")
-        return Bill(hours, cost, formula)
+        return Bill(hours, None if price is None else hours * price * planned.processes, formula)
 
     def _reference_rows(self) -> int | None:
         """Rows that go through the reference: all of them beforehand, or those of every step."""
@@ -251,13 +232,9 @@ class Estimate:
             help = None if self.static else self._instead(memory, gib)
             message = self.where + _missing(memory, gib)
             yield launch_finding("warning", "out-of-memory", message, help, **place)
-        elif (
-            gib is not None
-            and best is not None
-            and best.per_device > planned.per_device
-            and memory.peak < 0.6 * gib
-            and planned.steps != 0
-        ):
+        elif gib is not None and best is not None and memory.peak < 0.6 * gib and planned.steps != 0:
+            if best.per_device <= planned.per_device:
+                return
             less = planned.accumulation / best.accumulation
             how = "halves accumulation" if less == 2 else f"divides accumulation by {less:g}"
             message = (
@@ -288,23 +265,21 @@ class Estimate:
             return
         pairs = planned.per_device * planned.accumulation
         more, full = fuller(rows, pairs=pairs, limit=row.positions // 2)
-        better = f"; {more} fills {full.filled:.0%}" if more > pairs else ""
+        better, help = "", "shorter `max_seq_length`, or `packing: false`"
+        if more > pairs:
+            better = f"; {more} fills {full.filled:.0%}"
+            help = f"write `per_device: {more}`: a step takes the same time and memory"
         message = (
             f"batch {pairs} uses {row.filled:.0%} of each step{better}: rows of {row.positions:,} "
             "positions are computed whole, however many pairs stand in them"
-        )
-        help = (
-            f"write `per_device: {more}`: a step takes the same time and memory"
-            if better
-            else "shorter `max_seq_length`, or `packing: false`"
         )
         yield planned.stage.config.placed(
             launch_finding("warning", "half-wasted", message, help, key="batch.per_device")
         )
 
     def as_json(self, *, why: bool) -> dict[str, Any]:
-        """One entry of the plan's JSON contract."""
         spare, speed, best, saved = self.spare, self.speed, self.best, self.saved
+        hours, cost, _ = self.bill
         unknown = dict.fromkeys(("activations", "logits")) if self.static else {}
         disk = {"model": saved.final, "checkpoint": saved.checkpoint, "most": saved.most}
         data = {
@@ -318,8 +293,8 @@ class Estimate:
             "spare_gib": None if spare is None or self.static else round(spare, 2),
             "tokens_per_second": None if speed is None else round(speed.tokens),
             "speed_source": None if speed is None else speed.source,
-            "hours": None if self.bill.hours is None else round(self.bill.hours, 2),
-            "cost": None if self.bill.cost is None else round(self.bill.cost, 2),
+            "hours": None if hours is None else round(hours, 2),
+            "cost": None if cost is None else round(cost, 2),
             "disk_gib": {name: round(size / GIB, 2) for name, size in disk.items()},
             "fit": None,
         }
@@ -330,7 +305,6 @@ class Estimate:
         return {**data, "why": self.memory.why()} if why and self.memory is not None else data
 
     def row(self) -> tuple[str, ...]:
-        """Its row in the table."""
         spare, hours, cost = self.spare, self.bill.hours, self.bill.cost
         fits = "-"
         if spare is not None and not (self.static and spare >= 0):
@@ -350,7 +324,6 @@ class Estimate:
         )
 
     def lines(self, *, why: bool) -> Iterator[str]:
-        """What memory, time and disk are made of."""
         if self.memory is not None:
             kinds = ((kind, self.memory.of(kind)) for kind in KINDS)
             shares = ", ".join(f"{kind} {gib:.1f}" for kind, gib in kinds if gib >= 0.05)
@@ -395,19 +368,7 @@ def _missing(memory: Memory, gib: float) -> str:
     )
 
 
-_HEAD = (
-    "GPUs",
-    "per device",
-    "accumulation",
-    "global",
-    "steps",
-    "tokens/step",
-    "peak GiB",
-    "fits",
-    "hours",
-    "cost",
-    "disk GiB",
-)
+_HEAD = tuple("GPUs|per device|accumulation|global|steps|tokens/step|peak GiB|fits|hours|cost|disk GiB".split("|"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -421,14 +382,12 @@ class Forecast:
     findings: tuple[Finding, ...]
 
     def as_json(self, *, why: bool) -> dict[str, Any]:
-        """`data` of `launch plan`."""
         return {
             "gpus": [rung.as_json(why=why) for rung in self.rungs],
             "sources": {"shape": self.shape, "rows": self.lengths, "attention": self.attention},
         }
 
     def lines(self, *, why: bool) -> list[str]:
-        """The same for people."""
         table = [_HEAD, *(rung.row() for rung in self.rungs)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         rows = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
@@ -455,40 +414,37 @@ def make(resolved: ResolvedStage, gpus: Sequence[int], terms: ForecastOptions) -
     if terms.attention not in {None, *ATTENTIONS}:
         known = ", ".join(ATTENTIONS)
         raise usage("bad-attention", f"`{terms.attention}` is no attention", f"one of {known}")
-    for code, value in (
-        ("bad-gpu-memory", terms.gpu_memory),
-        ("bad-price", terms.price),
-        ("bad-tokens-per-second", terms.tokens_per_second),
-    ):
+    speed = terms.tokens_per_second
+    for name, value in (("gpu-memory", terms.gpu_memory), ("price", terms.price), ("tokens-per-second", speed)):
         if value is not None and not 0 < value < float("inf"):
-            name = code.removeprefix("bad-")
-            raise usage(code, f"--{name} is more than 0, not {value:g}")
-    if terms.tokens_per_second is not None and len(set(gpus)) > 1:
-        raise usage(
-            "speed-of-several",
-            "--tokens-per-second is the speed of all GPUs together: the same cannot "
-            f"hold for {', '.join(map(str, gpus))} GPUs",
-            "plan the count that it was measured on, or give --gpu H100 in its place",
-        )
+            raise usage(f"bad-{name}", f"--{name} is more than 0, not {value:g}")
+    if speed is not None and len(set(gpus)) > 1:
+        message = "--tokens-per-second is the speed of all GPUs together: the same cannot "
+        message += f"hold for {', '.join(map(str, gpus))} GPUs"
+        help = "plan the count that it was measured on, or give --gpu H100 in its place"
+        raise usage("speed-of-several", message, help)
     if terms.price is not None and not all(gpus):
         raise usage("price-without-gpus", "a price is for GPUs, and there are none")
     card = _card(terms)
     if terms.fit and not any(gpus):
         raise usage("fit-without-memory", "memory is planned for GPUs, not for the CPU")
     if terms.fit and card.gib is None:
-        raise _unfitted(terms)
+        # a card's name does not tell its memory: most come in several sizes
+        named = f"`--gpu {brief(terms.gpu)}` names the card, and not how much memory it has"
+        why = "no GPU is here, and none is named" if terms.gpu is None else named
+        help = "add its memory in GiB, `--gpu-memory 80` for a card of 80 GB"
+        raise usage("fit-without-memory", f"how much fits is not known: {why}", help)
     rungs: list[Estimate] = []
     faults: list[Finding] = []
     rows: Lengths | None = None
+    nodes, packages = resolved.request.nodes, resolved.trainer.packages
     for count in gpus:
         try:
-            nodes = resolved.request.nodes
             planned = plan.make(resolved.stage, gpus=count, nodes=nodes, output=Path("model"), rows=terms.rows)
             if stopping := errors(planned.findings):
                 raise InvalidConfig(stopping)
-            rows = rows or _lengths_or_none(planned, resolved.trainer.packages, terms, faults)
-            here = card if count else Card()
-            rungs.append(_rung(planned, rows, terms, here, resolved.trainer.packages))
+            rows = rows or _lengths_or_none(planned, packages, terms, faults)
+            rungs.append(_rung(planned, rows, terms, card if count else Card(), packages))
         except InvalidConfig as error:
             faults += error.findings
     if not rungs:
@@ -518,20 +474,18 @@ def _split(rungs: Sequence[Estimate]) -> Iterator[Finding]:
     findings_of = [tuple(f for f in rung.plan.findings if f.code not in _ASIDE) for rung in rungs]
     for rung, findings in zip(rungs, findings_of, strict=True):
         for one in findings:
-            if all(one in other for other in findings_of):
-                if rung is rungs[0]:
-                    yield one
-            else:
+            if not all(one in other for other in findings_of):
                 yield replace(one, message=f"{rung.where}{one.message}")
+            elif rung is rungs[0]:
+                yield one
 
 
 def _unfit(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Finding]:
     """Where `--fit` finds nothing: how much a single row a device takes."""
     for rung in rungs:
         if terms.fit and rung.smallest is not None:
-            message = (
-                f"{rung.where}--fit: no split of the batch fits; {rung.smallest.peak:.1f} GiB with one row a device"
-            )
+            peak = f"{rung.smallest.peak:.1f} GiB with one row a device"
+            message = f"{rung.where}--fit: no split of the batch fits; {peak}"
             yield launch_finding("note", "nothing-fits", message, None, key="batch.per_device")
 
 
@@ -539,31 +493,22 @@ def _untrained(rungs: Sequence[Estimate]) -> Iterator[Finding]:
     """Why there is not a single step."""
     stage, values = rungs[0].plan.stage, rungs[0].plan.values
     only, name = rungs[0].only, stage.entry.names.max_steps
+    warning: dict[str, Any] = {"severity": "warning", "layer": "run", "code": "no-steps"}
     if only is not None:
-        key = "cache_dataset_only" if only == "data set" else "cache_logprobs_only"
-        does = "tokenised" if only == "data set" else "put through the reference"
+        key, does = "cache_logprobs_only", "put through the reference"
+        if only == "data set":
+            key, does = "cache_dataset_only", "tokenised"
         message = f"`{key}`: the rows are {does}, and nothing is trained or saved"
         yield launch_finding("note", "caches-only", message, None, key=f"args.{key}")
     elif plan.step_limit(stage, values) == 0:
-        yield Finding(
-            severity="warning",
-            layer="run",
-            code="no-steps",
-            key=f"args.{name}",
-            message=f"`{name}: {values[name]}`: no step is trained, and the model is saved as it was",
-            help="leave it out for whole epochs",
-        )
+        message = f"`{name}: {values[name]}`: no step is trained, and the model is saved as it was"
+        yield Finding(**warning, key=f"args.{name}", message=message, help="leave it out for whole epochs")
     else:
         for rung in (rung for rung in rungs if rung.steps == 0):
-            yield Finding(
-                severity="warning",
-                layer="run",
-                code="no-steps",
-                key="batch.global",
-                message=f"{rung.where}by these lengths {rung.rows or 0:,} rows are less than one step, "
-                "and what is not full is left out",
-                help="fewer GPUs, a smaller batch, or more rows",
-            )
+            message = f"{rung.where}by these lengths {rung.rows or 0:,} rows are less than one step, "
+            message += "and what is not full is left out"
+            help = "fewer GPUs, a smaller batch, or more rows"
+            yield Finding(**warning, key="batch.global", message=message, help=help)
 
 
 def _unpriced(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Finding]:
@@ -585,8 +530,7 @@ def _rung(
         cut, trained = rows_of(planned, rows), rows_per_epoch(planned, rows, counted)
         steps = optimizer_steps(planned, trained, cut, override=terms.rows is not None)
     plan = replace(planned, steps=steps)
-    shape = shape_of(planned, terms.shape, packages)
-    attention = attention_of(planned, terms.attention)
+    shape, attention = shape_of(planned, terms.shape, packages), attention_of(planned, terms.attention)
     footprint = Footprint(plan=plan, shape=shape, rows=cut, attention=attention)
     return Estimate(footprint, counted, terms, card, static=rows is None)
 
@@ -606,8 +550,7 @@ def with_forecast(prepared: Prepared) -> Prepared:
     not known.
     """
     planned, chosen = prepared.plan, prepared.devices
-    known_already = prepared.forecast is not None or prepared.decision.kind == "finished"
-    if not planned.gpus or known_already:
+    if not planned.gpus or prepared.forecast is not None or prepared.decision.kind == "finished":
         return prepared
     packages, terms, card = prepared.trainer.packages, ForecastOptions(), Card()
     unset = planned.values.get("attn_implementation") is None
@@ -623,15 +566,6 @@ def with_forecast(prepared: Prepared) -> Prepared:
     known = {finding.code for finding in prepared.findings}
     new = [one for one in rung.findings if one.code not in known]
     return replace(prepared, forecast=rung.as_json(why=False), warnings=(*prepared.warnings, *new))
-
-
-def _unfitted(terms: ForecastOptions) -> UsageError:
-    """`--fit` without the size to fit into: a card's name does not tell it, most come in several."""
-    why = "no GPU is here, and none is named"
-    if terms.gpu is not None:
-        why = f"`--gpu {brief(terms.gpu)}` names the card, and not how much memory it has"
-    help = "add its memory in GiB, `--gpu-memory 80` for a card of 80 GB"
-    return usage("fit-without-memory", f"how much fits is not known: {why}", help)
 
 
 def _card(terms: ForecastOptions) -> Card:

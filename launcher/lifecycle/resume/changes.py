@@ -19,11 +19,9 @@ from launcher.redaction import REDACTED, redact
 from launcher.runs.record import Manifest, Record
 from launcher.stage import unused
 
-NAMES: tuple[str, ...] = tuple(
-    """
-    gpus per_device accumulation position data tokenizer model deepspeed reference pin packages
-    mixed_precision
-""".split()
+NAMES = tuple(
+    "gpus per_device accumulation position data tokenizer model deepspeed reference pin packages "
+    "mixed_precision".split()
 )
 """What `--allow-changed-resume` takes, beside the name of any argument."""
 BATCH = frozenset({"gpus", "per_device", "accumulation"})
@@ -110,18 +108,15 @@ class ResumeChange:
     restored: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """For the manifest."""
         names = ("what", "before", "after", "effect", "severity")
         return {name: getattr(self, name) for name in names}
 
     @property
     def differs(self) -> str:
-        """What it was and is."""
         return f"`{self.what}` was {brief(self.before)}, is {brief(self.after)}"
 
     @property
     def text(self) -> str:
-        """One line for people."""
         return self.effect if self.what == "position" else f"{self.differs}: {self.effect}"
 
 
@@ -148,12 +143,13 @@ def since(
 
 def _devices(record: Manifest, plan: Plan) -> Iterator[ResumeChange]:
     """deepspeed/runtime/engine.py:4749: ZeRO's states belong to one number of processes."""
-    was, gpus = record.processes, record.gpus
-    own_engine = plan.values.get("zero_stage") is not None or bool(plan.values.get("fsdp"))
+    was, now = record.processes, plan.processes
     severity: Severity = "error"
-    if was is None or (was == plan.processes and gpus == plan.gpus):
+    own_engine = plan.values.get("zero_stage") is not None or bool(plan.values.get("fsdp"))
+    if was is None or (was == now and record.gpus == plan.gpus):
         return
-    if was == plan.processes:
+    if was == now:
+        was, now = record.gpus, plan.gpus
         effect, severity = "another kind of device rounds in another way", "warning"
     elif plan.gpus and (plan.stage.options.deepspeed is not None or own_engine):
         effect = "its states were saved for that number of processes and cannot be loaded"
@@ -162,8 +158,7 @@ def _devices(record: Manifest, plan: Plan) -> Iterator[ResumeChange]:
         effect = "the learning rate schedule counts every process and would go on at another place"
     else:
         effect, severity = "the random states of processes that are new begin anew", "warning"
-    before, after = (gpus, plan.gpus) if was == plan.processes else (was, plan.processes)
-    yield ResumeChange("gpus", before, after, effect, severity)
+    yield ResumeChange("gpus", was, now, effect, severity)
 
 
 def _batch(record: Manifest, plan: Plan, steps: tuple[int | None, int | None]) -> Iterator[ResumeChange]:
@@ -174,12 +169,14 @@ def _batch(record: Manifest, plan: Plan, steps: tuple[int | None, int | None]) -
         effect = f"the run would have {steps[1]} steps, not {steps[0]}"
     elif moved:
         effect = f"a step took {rows} rows and takes {plan.global_batch}"
-    for what, value in (("per_device", plan.per_device), ("accumulation", plan.accumulation)):
+    names = plan.stage.entry.names
+    for what, value, key in (
+        ("per_device", plan.per_device, names.per_device),
+        ("accumulation", plan.accumulation, names.accumulation),
+    ):
         before = record.number("plan", what)
         if before not in (None, value):
-            severity: Severity = "error" if moved else "note"
-            key = getattr(plan.stage.entry.names, what)
-            yield ResumeChange(what, before, value, effect, severity, key)
+            yield ResumeChange(what, before, value, effect, "error" if moved else "note", key)
 
 
 def _arguments(record: Manifest, plan: Plan, now: Contents) -> Iterator[ResumeChange]:
@@ -190,8 +187,7 @@ def _arguments(record: Manifest, plan: Plan, now: Contents) -> Iterator[ResumeCh
         if (was := inputs.digests(record.contents, role)) and None not in was and was == inputs.digests(now, role)
     }
     for name in plan.stage.schema.fields:
-        rule = ((e, s) for pattern, e, s in _ARGUMENTS if pattern.fullmatch(name))
-        effect, severity = next(rule)
+        effect, severity = next((e, s) for pattern, e, s in _ARGUMENTS if pattern.fullmatch(name))
         before, after = record.argument(name), _plain(plan.values[name])
         recorded = isinstance(record.args.get(name), dict)
         if severity is None or not recorded or before == after:
@@ -237,9 +233,9 @@ def _contents(record: Manifest, plan: Plan, now: Contents) -> Iterator[ResumeCha
         was, digests = inputs.digests(before, role), inputs.digests(now, role)
         if not was or not digests or None in (*was, *digests) or was == digests:
             continue
+        after = f"{inputs.names(now, role)}, with other content"
         # without an adapter or a reference the weights come out of the checkpoint alone
         severity: Severity = "warning" if role == "model" and not base else "error"
-        after = f"{inputs.names(now, role)}, with other content"
         yield ResumeChange(what, inputs.names(before, role), after, effect, severity)
 
 

@@ -16,7 +16,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from launcher import files
 from launcher.artifacts import checkpoints
@@ -73,7 +74,6 @@ class Decision:
     findings: tuple[Finding, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """For the manifest (`resume`); the next attempt reads it."""
         return {
             "kind": self.kind,
             "checkpoint": None if self.checkpoint is None else self.checkpoint.name,
@@ -87,12 +87,11 @@ class Decision:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputChoice:
+class OutputChoice(NamedTuple):
     """Where the model of this start goes; `derived` holds the `output_dir` if it is not the file's own."""
 
     output: Path | None
-    derived: Mapping[str, Derived] = field(default_factory=dict)
+    derived: Mapping[str, Derived] = MappingProxyType({})
 
 
 def choose_output(stage: Stage, configured: Path | None, runs: Iterable[RunFolder], *, fresh: bool) -> OutputChoice:
@@ -103,18 +102,17 @@ def choose_output(stage: Stage, configured: Path | None, runs: Iterable[RunFolde
     nobody has used: upstream resumes from whatever lies in its folder, so nothing else starts over.
     """
     if configured is None:
-        return OutputChoice(output=None)
+        return OutputChoice(None)
     known: list[tuple[RunFolder | None, Manifest]] = [(one, rundir.read_head(one)) for one in runs]
     name = stage.entry.names.output
     if fresh:
         used = {str(record.output) for _, record in known}
-        if not exists(configured) and _text(configured) not in used:
-            return OutputChoice(output=configured)
-        value, folder = next(
-            (value, folder) for value, folder in _beside(stage) if not exists(folder) and _text(folder) not in used
-        )
+        places = itertools.chain([(None, configured)], _beside(stage))
+        value, folder = next(one for one in places if not exists(one[1]) and _text(one[1]) not in used)
+        if value is None:
+            return OutputChoice(configured)
         why = f"--fresh: {configured} is left as it is"
-        return OutputChoice(output=folder, derived={name: Derived(value=value, why=why)})
+        return OutputChoice(folder, {name: Derived(value=value, why=why)})
     # of runs whose folders are gone, their output folders tell
     beside = itertools.takewhile(lambda one: exists(one[1]), _beside(stage))
     for folder in reversed([configured, *(folder for _, folder in beside)]):
@@ -132,8 +130,8 @@ def choose_output(stage: Stage, configured: Path | None, runs: Iterable[RunFolde
         if record.output in (None, Path(_text(configured))) or not isinstance(value, str):
             break
         why = "the run that was started over with --fresh goes on there"
-        return OutputChoice(output=record.output, derived={name: Derived(value=value, why=why)})
-    return OutputChoice(output=configured)
+        return OutputChoice(record.output, {name: Derived(value=value, why=why)})
+    return OutputChoice(configured)
 
 
 def _text(path: Path) -> str:
@@ -143,12 +141,10 @@ def _text(path: Path) -> str:
 
 def _beside(stage: Stage) -> Iterator[tuple[str, Path]]:
     """Values of `output_dir` next to the file's own, and the folders that they come to."""
-    name, number = stage.entry.names.output, 1
+    name = stage.entry.names.output
     begin = str(stage.values[name]).rstrip("/")
-    while True:
-        number += 1
-        values = Values(stage.schema, {**stage.args, name: f"{begin}-{number}"})
-        folder = stage.backend.output_folder(values)
+    for number in itertools.count(2):
+        folder = stage.backend.output_folder(Values(stage.schema, {**stage.args, name: f"{begin}-{number}"}))
         assert folder is not None
         yield f"{begin}-{number}", folder.absolute()
 
@@ -173,8 +169,7 @@ def set_aside(decision: Decision, attempt: int) -> list[Path]:
             continue
         except OSError as error:
             message = f"{path} is in the way of a resume and cannot be moved: {error.strerror}"
-            help = f"move it to {target}"
-            raise not_ready("not-set-aside", message, help, file=str(path)) from None
+            raise not_ready("not-set-aside", message, f"move it to {target}", file=str(path)) from None
         moved.append(target)
     return moved
 
@@ -213,11 +208,10 @@ def manifests(stage: str, folder: RunFolder | None, output: Path | None) -> list
     run folder these had, and whatever has become of that.
     """
     kept = [record for record in lease.manifests(output) if record.stage == stage]
-    own: list[Manifest] = []
-    if folder is not None:
-        last = rundir.read_manifest(folder)
-        before = range(1, last.attempt or 1)
-        own = [*(rundir.read_kept_manifest(folder, n) for n in before), last]
+    if folder is None:
+        return kept
+    last = rundir.read_manifest(folder)
+    own = [*(rundir.read_kept_manifest(folder, n) for n in range(1, last.attempt or 1)), last]
     return max([record for record in own if record], kept, key=len)
 
 
@@ -237,15 +231,12 @@ class _Attempts:
 
     @property
     def last(self) -> Manifest:
-        """The manifest of the last one, empty without any."""
         return self.records[-1] if self.records else Manifest()
 
     def maker(self, checkpoint: Checkpoint) -> Manifest:
         """The manifest of the attempt that saved it: the last that did not find it there."""
-        for record in reversed(self.records):
-            if checkpoint.name not in record.kept:
-                return record
-        return self.records[0] if self.records else Manifest()
+        makers = (record for record in reversed(self.records) if checkpoint.name not in record.kept)
+        return next(makers, self.records[0] if self.records else Manifest())
 
     def shape(self, record: Manifest | None = None) -> EpochLayout | None:
         """How epochs are cut into steps, now or under an earlier manifest; None where rows are unknown.
@@ -258,15 +249,11 @@ class _Attempts:
         if rows is None:
             return None
         value: Callable[[str], Any] = plan.values.get
-        if record is None:
-            count = plan.processes
-            per_device, accumulation = plan.per_device, plan.accumulation
-        else:
+        per_device, accumulation, count = plan.per_device, plan.accumulation, plan.processes
+        if record is not None:
             value, count = record.argument, record.processes or 1
-            per_device = record.per_device or plan.per_device
-            accumulation = record.accumulation or plan.accumulation
-        shared, limit = value(names.shared), value(names.max_steps)
-        epochs = value(names.epochs)
+            per_device, accumulation = record.per_device or per_device, record.accumulation or accumulation
+        shared, limit, epochs = value(names.shared), value(names.max_steps), value(names.epochs)
         return EpochLayout(
             rows=rows,
             per_device=per_device,
@@ -283,12 +270,11 @@ class _Attempts:
 
     def _in_logs(self, pattern: re.Pattern[bytes]) -> bytes | None:
         """The newest match in the logs of the attempts, each looked at where training begins."""
-        for attempt in range(self.folder.attempts() if self.folder else 0, 0, -1):
-            assert self.folder is not None
-            with contextlib.suppress(OSError):
-                with files.open_regular(self.folder.console(attempt)) as file:
-                    found = pattern.findall(file.read(_LOOKED_AT))
-                if found:
+        if self.folder is None:
+            return None
+        for attempt in range(self.folder.attempts(), 0, -1):
+            with contextlib.suppress(OSError), files.open_regular(self.folder.console(attempt)) as file:
+                if found := pattern.findall(file.read(_LOOKED_AT)):
                     return bytes(found[-1])
         return None
 
@@ -303,12 +289,11 @@ class _Attempts:
         """Where in the data its attempt was: from where that began, by its own count of steps."""
         begun = self.maker(checkpoint).part("resume")
         at, step = begun.items_of("place"), begun.number("step")
-        if len(at) == 2 and step is not None and step <= checkpoint.number:
-            return epochs.advanced(was, DataPosition(int(at[0]), int(at[1])), checkpoint.number - step)
-        return epochs.advanced(was, DataPosition(0, 0), checkpoint.number)
+        if len(at) != 2 or step is None or step > checkpoint.number:
+            at, step = [0, 0], 0
+        return epochs.advanced(was, DataPosition(int(at[0]), int(at[1])), checkpoint.number - step)
 
     def total(self, record: Manifest | None = None) -> int | None:
-        """The last step, now or under an earlier manifest."""
         if self.plan.stage.entry.loop != "transformers":
             shape = self.shape(record)
             return None if shape is None else shape.total
@@ -316,9 +301,7 @@ class _Attempts:
 
     def finished(self, output: Path | None) -> bool:
         """Whether the last attempt ended well and its model lies in the output folder."""
-        if self.last.argument("cache_dataset_only") is True:
-            return False
-        if checkpoints.model_fault(output) is not None:
+        if self.last.argument("cache_dataset_only") is True or checkpoints.model_fault(output) is not None:
             return False
         if self.folder is None:
             return self.code == 0
@@ -385,24 +368,21 @@ class _Judge:
 
     @property
     def backend(self) -> str:
-        """`open_instruct` or `trl`."""
         return self.plan.stage.options.backend
 
     @property
     def entry(self) -> Entry:
-        """The entry script."""
         return self.plan.stage.entry
 
     @property
     def named(self) -> str | None:
         """The checkpoint that the stage file names; open-instruct never gets to look at it."""
         named = self.plan.stage.args.get(self.entry.names.resume or "")
-        plain = isinstance(named, str) and named.lower() not in ("", "true", "false")
-        return str(named) if plain else None
+        return named if isinstance(named, str) and named.lower() not in ("", "true", "false") else None
 
     def _say(self, severity: Severity, code: str, message: str, help: str | None, key: str | None = None) -> None:
         """A finding, at the argument that it is about: by default the output folder's."""
-        key = f"args.{key or self.plan.stage.entry.names.output}"
+        key = f"args.{key or self.entry.names.output}"
         finding = launch_finding(severity, code, message, help, key=key)
         self.findings.append(replace(finding, layer="run") if severity == "error" else finding)
 
@@ -424,10 +404,8 @@ class _Judge:
             message = f"upstream would resume from {chosen.path}, and {fault}"
             self._say("error", "broken-checkpoint", message, "move it out of the output folder")
         self._check_reference(())
-        step = self.attempts.steps(chosen)
-        place = self._place(chosen)
-        kept = _names(found)
-        return Decision(kind="resume", checkpoint=chosen, step=step, place=place, kept=kept)
+        step, place = self.attempts.steps(chosen), self._place(chosen)
+        return Decision(kind="resume", checkpoint=chosen, step=step, place=place, kept=_names(found))
 
     def again(self) -> Decision:
         """The run has been here: finished, to be continued, or with nothing to continue from."""
@@ -463,10 +441,8 @@ class _Judge:
         self._judge_changes(changed, chosen)
         if passed is not None:
             newest, mismatch = passed
-            message = (
-                f"goes back to {chosen.name}, {self.attempts.steps(newest) - at} steps are trained again; "
-                f"from {newest.name} upstream would go on wrongly: {mismatch.text}"
-            )
+            message = f"goes back to {chosen.name}, {self.attempts.steps(newest) - at} steps are trained again; "
+            message += f"from {newest.name} upstream would go on wrongly: {mismatch.text}"
             help = f"--allow-changed-resume position goes on from {newest.name} all the same"
             self._say("warning", "resume-earlier", message, help)
         self._check_reference(changed)
@@ -498,10 +474,8 @@ class _Judge:
             message, help = f"{named}: {fault}", "name an older one"
             self._say("error", "broken-checkpoint", message, help, "resume_from_checkpoint")
         # what a run did not go on from, it must not rotate away
-        aside = self._aside(found, same)
-        step = same.number if same else 0
-        kept = _names(found, aside)
-        return Decision(kind="resume", checkpoint=same, step=step, kept=kept, aside=aside)
+        aside, step = self._aside(found, same), same.number if same else 0
+        return Decision(kind="resume", checkpoint=same, step=step, kept=_names(found, aside), aside=aside)
 
     def _over(self, found: Sequence[Checkpoint]) -> Decision:
         """The run is finished; unless something that matters has changed, that is the answer."""
@@ -533,8 +507,7 @@ class _Judge:
     def _from_zero(self, found: Sequence[Checkpoint]) -> Decision:
         self._check_names()
         self._check_schedule()
-        own = self.entry.unjudged
-        if own and self.output is not None and any(self.output.glob(own)):
+        if self.entry.unjudged and self.output is not None and any(self.output.glob(self.entry.unjudged)):
             # OLMo-core goes on from there, which a rule says (`resume-unjudged`)
             return Decision()
         why = f": {found[-1].name}: {found[-1].why_incomplete}" if found else ""
@@ -563,7 +536,7 @@ class _Judge:
         """
         newest = whole[-1]
         wrong = self._wrong(newest)
-        if wrong is not None and not _is_requested(wrong) and "position" not in self.allowed:
+        if wrong is not None and wrong.reason != "again" and "position" not in self.allowed:
             exact = (one for one in reversed(whole[:-1]) if self._wrong(one) is None)
             if (older := next(exact, None)) is not None:
                 return older, None, (newest, wrong)
@@ -574,11 +547,9 @@ class _Judge:
         maker = self.attempts.maker(one)
         if self.entry.loop == "transformers":
             skips = not self.plan.values.get("ignore_data_skip")
-            wrong = epochs.of_trl(
-                one.number, one.epochs, maker.global_batch, self.plan.global_batch, self.attempts.total(), skips=skips
-            )
-            begun = maker.argument("ignore_data_skip") and maker.resumed_step
-            if wrong is None and begun and skips:
+            rows, total = (maker.global_batch, self.plan.global_batch), self.attempts.total()
+            wrong = epochs.of_trl(one.number, one.epochs, *rows, total, skips=skips)
+            if wrong is None and skips and maker.argument("ignore_data_skip") and maker.resumed_step:
                 text = "the attempt that saved it had begun an epoch again, and rows that it never "
                 return ResumeMismatch("skipped", f"{text}reached would be skipped")
             return wrong
@@ -587,17 +558,10 @@ class _Judge:
             return None
         if one.kind == "epoch":
             return epochs.of_epoch(one.number, was, now)
-        return epochs.of_step(
-            self.entry.skips_each_epoch,
-            one.number,
-            self.attempts.saved_at(one, was),
-            was,
-            now,
-            keeps_order=epochs.keeps_order(self.trainer),
-        )
+        saved, kept = self.attempts.saved_at(one, was), epochs.keeps_order(self.trainer)
+        return epochs.of_step(self.entry.skips_each_epoch, one.number, saved, was, now, keeps_order=kept)
 
     def _place(self, one: Checkpoint) -> DataPosition:
-        """Where upstream goes on in the data."""
         if one.kind == "epoch":
             return DataPosition(one.number + 1, 0)
         shape = self.attempts.shape() if self.entry.loop != "transformers" else None
@@ -625,10 +589,9 @@ class _Judge:
             written_over = checkpoints.folder_name(self.backend, "epoch", following)
         aside = tuple(one.path for one in newer if one.marked or one.name != written_over)
         if aside and self.output is not None:
-            message = (
-                f"{', '.join(path.name for path in aside[:4])} would be resumed from or marked wrongly by "
-                f"upstream, and moves to {aside_folder(self.output)}"
-            )
+            names = ", ".join(path.name for path in aside[:4])
+            message = f"{names} would be resumed from or marked wrongly by "
+            message += f"upstream, and moves to {aside_folder(self.output)}"
             self._say("note", "set-aside", message, "delete it there if nobody needs it")
         return aside
 
@@ -639,20 +602,19 @@ class _Judge:
     def _changed(self, chosen: Checkpoint, wrong: ResumeMismatch | None) -> list[ResumeChange]:
         """The changes, with the place that they come to; a wrong place without any is one of its own."""
         found = list(self._since(self.attempts.maker(chosen)))
-        batch = [one for one in found if one.what in changes.BATCH]
         if wrong is None:
             return found
+        batch = [one for one in found if one.what in changes.BATCH]
         if wrong.reason in ("place", "count") and batch:
             worse = [replace(one, effect=wrong.text, severity="error") for one in batch]
             return [one for one in found if one not in batch] + worse
-        requested = _is_requested(wrong)
-        key = "ignore_data_skip" if requested else None
-        severity: Severity = "warning" if requested else "error"
-        more = ResumeChange("position", chosen.name, None, wrong.text, severity, key)
+        if wrong.reason == "again":
+            more = ResumeChange("position", chosen.name, None, wrong.text, "warning", "ignore_data_skip")
+        else:
+            more = ResumeChange("position", chosen.name, None, wrong.text, "error")
         return [*found, more]
 
     def _judge_changes(self, changed: Sequence[ResumeChange], chosen: Checkpoint) -> None:
-        """One finding a change: an error where it is one and was not allowed."""
         for one in changed:
             names = {one.what, "position"} if one.what in changes.BATCH else {one.what}
             severity, help = one.severity, None
@@ -673,16 +635,12 @@ class _Judge:
         if exists(used) if used is not None else any(cache.path.glob("*.pt")):
             return
         # nobody can allow it for checkpoints without a record: what they were trained against is not known
-        allowed = used is not None and "reference" in self.allowed
-        self._say(
-            "warning" if allowed else "error",
-            "reference-gone",
-            f"{used or cache.path} is gone: the checkpoint is loaded before the reference is computed "
-            "(dpo_tune_cache.py:503, dpo_tune_cache.py:528), and the half-trained model would be its own "
-            "reference",
-            "bring it back, or start over with --fresh",
-            "model_name_or_path",
-        )
+        severity: Severity = "warning" if used is not None and "reference" in self.allowed else "error"
+        message = f"{used or cache.path} is gone: the checkpoint is loaded before the reference is computed "
+        message += "(dpo_tune_cache.py:503, dpo_tune_cache.py:528), and the half-trained model would be its own "
+        message += "reference"
+        help = "bring it back, or start over with --fresh"
+        self._say(severity, "reference-gone", message, help, "model_name_or_path")
 
     def _check_names(self) -> None:
         """What upstream would take for a checkpoint, and is none."""
@@ -703,13 +661,7 @@ class _Judge:
             self._say("error", "not-resumed", message, help, key)
 
     def _check_schedule(self) -> None:
-        """Which checkpoints there will be, and whether it will be exact to go on from them."""
         self.findings += epochs.findings(self.plan, self.attempts.shape(), self.trainer)
-
-
-def _is_requested(wrong: ResumeMismatch) -> bool:
-    """Whether the stage file itself says so: `ignore_data_skip` begins an epoch again."""
-    return wrong.reason == "again"
 
 
 def _names(found: Iterable[Checkpoint], aside: Collection[Path] = ()) -> tuple[str, ...]:

@@ -118,27 +118,16 @@ def of_step(
     true = (saved.epoch, min(saved.micro * was.per_device * was.devices, was.rows))
     taken = (then.epoch, min(then.micro * now.per_device * now.devices, now.rows))
     if true != taken:
-        return ResumeMismatch(
-            "place",
-            f"it was saved {true[1]} rows into epoch {true[0] + 1}, upstream would go on {taken[1]} rows "
-            f"into epoch {taken[0] + 1}",
-        )
+        text = f"it was saved {true[1]} rows into epoch {true[0] + 1}, upstream would go on {taken[1]} rows "
+        return ResumeMismatch("place", f"{text}into epoch {taken[0] + 1}")
     # DPO takes the skipping loader for every epoch that follows, SFT for the first one only
-    skipping = then.micro > 0 and then.epoch > 0
-    if skips_each:
-        skipping = now.passes > 1
+    skipping = now.passes > 1 if skips_each else then.micro > 0 and then.epoch > 0
     if skipping and not keeps_order:
-        return ResumeMismatch(
-            "order",
-            "accelerate here forgets which epoch it is when it skips batches, and the data would come in "
-            "the order of the first epoch",
-        )
+        text = "accelerate here forgets which epoch it is when it skips batches, and the data would come in "
+        return ResumeMismatch("order", f"{text}the order of the first epoch")
     if skips_each and then.micro and then.epoch < now.passes - 1:
-        return ResumeMismatch(
-            "skips",
-            f"the {taken[1]} rows that epoch {then.epoch + 1} has behind it would be skipped again in each "
-            "later epoch",
-        )
+        text = f"the {taken[1]} rows that epoch {then.epoch + 1} has behind it would be skipped again in each "
+        return ResumeMismatch("skips", f"{text}later epoch")
     return None
 
 
@@ -146,10 +135,8 @@ def of_epoch(epoch: int, was: EpochLayout, now: EpochLayout) -> ResumeMismatch |
     """What goes wrong when open-instruct resumes from `epoch_N`: only the count can."""
     if was.updates == now.updates or epoch + 1 >= now.passes:
         return None
-    done = (epoch + 1) * was.updates
-    return ResumeMismatch(
-        "count", f"it was saved after {done} steps, which upstream would count as {(epoch + 1) * now.updates}"
-    )
+    done, counted = (epoch + 1) * was.updates, (epoch + 1) * now.updates
+    return ResumeMismatch("count", f"it was saved after {done} steps, which upstream would count as {counted}")
 
 
 def of_trl(
@@ -188,13 +175,9 @@ def exact_steps(skips_each: bool, shape: EpochLayout, every: int, *, keeps_order
 
     An epoch's steps, or a part of them; more than one epoch only where less is never exact.
     """
-    parts = [n for n in range(1, shape.updates + 1) if shape.updates % n == 0]
-    able = (
-        n
-        for n in sorted(parts, key=lambda n: (abs(n - every), n))
-        if n < shape.total and next(inexact(skips_each, shape, n, keeps_order=keeps_order), None) is None
-    )
-    return next(able, None)
+    parts = [n for n in range(1, shape.updates + 1) if shape.updates % n == 0 and n < shape.total]
+    nearest = sorted(parts, key=lambda n: (abs(n - every), n))
+    return next((n for n in nearest if not any(inexact(skips_each, shape, n, keeps_order=keeps_order))), None)
 
 
 def keeps_order(trainer: Trainer) -> bool:
@@ -235,37 +218,20 @@ def interval(plan: Plan) -> int | str | None:
 
 def findings(plan: Plan, shape: EpochLayout | None, trainer: Trainer) -> Iterator[Finding]:
     """What to say at the first start; `shape` is how epochs will be cut, where that is known."""
-    yield from _none(plan)
-    yield from _inexact(plan, shape, trainer)
-
-
-def _none(plan: Plan) -> Iterator[Finding]:
-    every, names = interval(plan), plan.stage.entry.names
-    key, strategy = names.save_every, names.save_strategy
+    every, entry, message = interval(plan), plan.stage.entry, None
+    key, strategy = entry.names.save_every, entry.names.save_strategy
     if every is None:
-        more = f"`{strategy}: steps` and " if strategy else ""
-        yield _note(
-            strategy or key,
-            "no checkpoint is saved: a run that is stopped begins anew",
-            f"{more}`{key}: N` saves one every N steps",
-        )
+        message = "no checkpoint is saved: a run that is stopped begins anew"
+        help = f"`{strategy}: steps` and " if strategy else ""
+        key, help = strategy or key, f"{help}`{key}: N` saves one every N steps"
     elif isinstance(every, int) and plan.steps is not None and every > plan.steps:
         why = f"the first checkpoint comes at step {every}, and the run has {plan.steps}"
-        yield _note(key, f"{why}: stopped, it begins anew", f"a smaller `{key}`")
+        message, help = f"{why}: stopped, it begins anew", f"a smaller `{key}`"
     elif plan.values.get("save_only_model"):
-        yield _note(
-            "save_only_model",
-            "checkpoints hold no optimizer: a run that is stopped begins anew",
-            "`save_only_model: false`",
-        )
-
-
-def _note(key: str, message: str, help: str) -> Finding:
-    return launch_finding("note", "no-checkpoints", message, help, key=f"args.{key}")
-
-
-def _inexact(plan: Plan, shape: EpochLayout | None, trainer: Trainer) -> Iterator[Finding]:
-    every, entry = interval(plan), plan.stage.entry
+        message = "checkpoints hold no optimizer: a run that is stopped begins anew"
+        key, help = "save_only_model", "`save_only_model: false`"
+    if message is not None:
+        yield launch_finding("note", "no-checkpoints", message, help, key=f"args.{key}")
     # the other loops count by themselves, and exactly
     if entry.loop != "accelerate" or not isinstance(every, int) or shape is None or every < 1:
         return
@@ -288,17 +254,12 @@ def _inexact(plan: Plan, shape: EpochLayout | None, trainer: Trainer) -> Iterato
 
 
 def _instead(entry: Entry, shape: EpochLayout, every: int, kept: bool) -> str:
-    ways: list[str] = []
     exact = exact_steps(entry.skips_each_epoch, shape, every, keeps_order=kept)
-    if exact is not None:
-        ways.append(f"`checkpointing_steps: {exact}` is exact")
-    if entry.epoch_checkpoints:
-        ways.append("`checkpointing_steps: epoch` is exact")
-    if shape.micro % shape.accumulation:
-        ways.append(
-            f"choose a batch whose accumulation divides the {shape.micro} micro-batches of an epoch (now "
-            f"{shape.accumulation})"
-        )
-    if not kept:
-        ways.append("an accelerate that keeps the order: `pip install 'accelerate>=1.15'`")
-    return "; or ".join(ways) or "train a single epoch"
+    divides = f"choose a batch whose accumulation divides the {shape.micro} micro-batches of an epoch (now "
+    ways = {
+        f"`checkpointing_steps: {exact}` is exact": exact is not None,
+        "`checkpointing_steps: epoch` is exact": entry.epoch_checkpoints,
+        f"{divides}{shape.accumulation})": bool(shape.micro % shape.accumulation),
+        "an accelerate that keeps the order: `pip install 'accelerate>=1.15'`": not kept,
+    }
+    return "; or ".join(way for way, helps in ways.items() if helps) or "train a single epoch"

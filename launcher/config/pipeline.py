@@ -16,7 +16,7 @@ from launcher.config.document import Document, Origin, nearest, read_yaml
 from launcher.config.interpolation import interpolate
 from launcher.config.keys import STAGES
 from launcher.config.load import spelt
-from launcher.errors import Finding, InvalidConfig, brief, usage
+from launcher.errors import Finding, InvalidConfig, brief, launch_finding, usage
 from launcher.paths import exists, expanded
 
 KEYS = ("name", "gpus", "stages")
@@ -78,11 +78,8 @@ class Chain:
         begin = 0 if first is None else self.links.index(self.link(first))
         end = len(self.links) - 1 if last is None else self.links.index(self.link(last))
         if begin > end:
-            raise usage(
-                "no-such-stage",
-                f"`{first}` comes after `{last}`: nothing is left to run",
-                f"the stages are {', '.join(one.name for one in self.links)}",
-            )
+            help = f"the stages are {', '.join(one.name for one in self.links)}"
+            raise usage("no-such-stage", f"`{first}` comes after `{last}`: nothing is left to run", help)
         return self.links[begin : end + 1]
 
 
@@ -94,57 +91,34 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Chain:
     """
     path = Path(path)
     document = read_yaml(path)
-    _require_stages(path, document)
+    if "stages" not in document.value and {"stage", "args", "open_instruct"} & document.value.keys():
+        # nearly every line would be wrong
+        message, help = "this is a stage file, not a pipeline", f"launch sft {path}, or launch dpo {path}"
+        raise InvalidConfig(launch_finding("error", "bad-pipeline", message, help, file=str(path), line=1))
     value, _ = interpolate(path, document.value, document.origins)
     reader = _PipelineReader(path, replace(document, value=value))
-    links = reader.links()
-    name = reader.name()
+    chain = Chain(path=path, links=reader.links(), name=reader.name())
     if reader.findings:
         raise InvalidConfig(reader.findings)
-    chain = Chain(path=path, name=name, links=links)
     for text in overrides:
-        chain = _overridden(chain, text)
+        name, dot, rest = text.partition(".")
+        if not dot or "=" in name:
+            names = ", ".join(f"{one.name}.{brief(text, 40)}" for one in chain.links[:3])
+            raise usage("no-such-stage", f"`{brief(text)}`: of which stage?", f"one of {names}")
+        link = chain.link(name)
+        changed = replace(link, overrides=(*link.overrides, rest))
+        chain = replace(chain, links=tuple(changed if one is link else one for one in chain.links))
     return chain
-
-
-def _require_stages(path: Path, document: Document) -> None:
-    """Where one stage's file is given, nearly every line would be wrong."""
-    if "stages" in document.value or not {"stage", "args", "open_instruct"} & document.value.keys():
-        return
-    raise InvalidConfig(
-        Finding(
-            severity="error",
-            layer="launch",
-            code="bad-pipeline",
-            file=str(path),
-            line=1,
-            message="this is a stage file, not a pipeline",
-            help=f"launch sft {path}, or launch dpo {path}",
-        )
-    )
-
-
-def _overridden(chain: Chain, text: str) -> Chain:
-    stage, dot, rest = text.partition(".")
-    if not dot or "=" in stage:
-        names = ", ".join(f"{one.name}.{brief(text, 40)}" for one in chain.links[:3])
-        raise usage("no-such-stage", f"`{brief(text)}`: of which stage?", f"one of {names}")
-    link = chain.link(stage)
-    changed = replace(link, overrides=(*link.overrides, rest))
-    return replace(chain, links=tuple(changed if one is link else one for one in chain.links))
 
 
 class _PipelineReader:
     """Collects what is wrong instead of stopping at the first."""
 
     def __init__(self, path: Path, document: Document) -> None:
-        self.path = path
-        self.value = document.value
-        self.origins = document.origins
+        self.path, self.value, self.origins = path, document.value, document.origins
         self.findings: list[Finding] = list(document.faults)
 
     def name(self) -> str:
-        """What the pipeline is called: `name:`, else the file's."""
         given = self.value.get("name")
         if isinstance(given, dict | list):
             self._bad("name", "`name` is one word for the pipeline")
@@ -161,11 +135,11 @@ class _PipelineReader:
             return ()
         links: list[Link] = []
         for number, entry in enumerate(listed):
-            link = self._link(f"stages[{number}]", entry, links, gpus)
-            links += [] if link is None else [link]
+            if (link := self._link(f"stages[{number}]", entry, [one.name for one in links], gpus)) is not None:
+                links.append(link)
         return tuple(links)
 
-    def _link(self, where: str, entry: Any, before: Sequence[Link], gpus: int | None) -> Link | None:
+    def _link(self, where: str, entry: Any, before: Sequence[str], gpus: int | None) -> Link | None:
         if isinstance(entry, str):
             entry = {"config": entry}
         if not isinstance(entry, dict):
@@ -205,36 +179,32 @@ class _PipelineReader:
         found = self.path.parent / expanded(given)
         if exists(found):
             return found
-        help = "`config` is relative to the pipeline file"
-        self._bad(where, f"there is no {brief(found, 200)}", help)
+        self._bad(where, f"there is no {brief(found, 200)}", "`config` is relative to the pipeline file")
         return None
 
-    def _name(self, where: str, given: Any, config: Path | None, before: Sequence[Link]) -> str | None:
+    def _name(self, where: str, given: Any, config: Path | None, before: Sequence[str]) -> str | None:
         if given is None and config is None:
             return None
         name = str(config.stem if given is None and config is not None else given)
         if not _NAME.match(name) or name in ("none", "null"):
             help = "letters, digits, `_` and `-`; it is said with --from and --until"
             self._bad(where, f"`{brief(name)}` cannot be a stage's name", help)
-        elif any(one.name == name for one in before):
+            return None
+        if name in before:
             self._bad(where, f"two stages are called `{name}`", "add a `name:`")
-        else:
-            return name
-        return None
+            return None
+        return name
 
-    def _source(self, where: str, entry: Mapping[str, Any], before: Sequence[Link]) -> str | None:
+    def _source(self, where: str, entry: Mapping[str, Any], before: Sequence[str]) -> str | None:
         """The stage before, unless `from:` says otherwise."""
-        names = [one.name for one in before]
         if "from" not in entry:
-            return names[-1] if names else None
+            return before[-1] if before else None
         given = entry["from"]
         # a plain `no` is a boolean in YAML
         if given is None or given is False or given == "none":
             return None
-        if str(given) not in names:
-            help = "leave it out: this is the first"
-            if names:
-                help = f"one of {', '.join(names)}, or none"
+        if str(given) not in before:
+            help = f"one of {', '.join(before)}, or none" if before else "leave it out: this is the first"
             self._bad(where, f"`from: {brief(given)}` is no earlier stage", help)
         return str(given)
 
@@ -255,30 +225,22 @@ class _PipelineReader:
         return None
 
     def _unknown(self, where: str, given: Mapping[str, Any], keys: Sequence[str]) -> None:
+        what = "a stage in a pipeline" if where else "a pipeline file"
         for key in (key for key in given if key not in keys):
             near = difflib.get_close_matches(str(key), keys, n=1, cutoff=0.7)
-            help = f"did you mean `{near[0]}`?" if near else f"one of {', '.join(keys)}"
-            if where and not near:
+            help = f"one of {', '.join(keys)}"
+            if near:
+                help = f"did you mean `{near[0]}`?"
+            elif where:
                 help = f"what changes the stage file goes under `with:`; here are {', '.join(keys)}"
-            what = "a stage in a pipeline" if where else "a pipeline file"
-            place = f"{where}.{key}" if where else str(key)
-            self._bad(place, f"`{brief(key)}` is no key of {what}", help)
+            self._bad(f"{where}.{key}".removeprefix("."), f"`{brief(key)}` is no key of {what}", help)
 
     def _at(self, key: str) -> Origin:
         return nearest(self.origins, key) or Origin(str(self.path), 1)
 
     def _bad(self, key: str, message: str, help: str | None = None) -> None:
-        self.findings.append(
-            Finding(
-                severity="error",
-                layer="launch",
-                code="bad-pipeline",
-                key=key,
-                message=message,
-                help=help,
-                **self._at(key).place,
-            )
-        )
+        place = self._at(key).place
+        self.findings.append(launch_finding("error", "bad-pipeline", message, help, key=key, **place))
 
 
 def placed(link: Link, finding: Finding) -> Finding:

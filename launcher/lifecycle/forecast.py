@@ -6,6 +6,7 @@ comes from. Time comes from a measured speed where there is one, else from arith
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -210,7 +211,10 @@ class Estimate:
             seconds += referred / max(1, together) * tokens.real / speed.tokens / 3
             formula += f", and {referred:,} rows forward through the reference: a third of a step"
         hours, price = seconds / 3600, self.terms.price
-        return Bill(hours, None if price is None else hours * price * planned.processes, formula)
+        cost = None if price is None else hours * price * planned.processes
+        if math.isinf(hours + (cost or 0)):
+            return Bill(None, None, f"{formula}: more than can be counted")
+        return Bill(hours, cost, formula)
 
     def _reference_rows(self) -> int | None:
         """Rows that go through the reference: all of them beforehand, or those of every step."""

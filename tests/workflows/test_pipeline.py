@@ -511,25 +511,6 @@ def test_from_and_until(world: Chained) -> None:
 
 
 @needs_trl
-def test_an_override_of_a_stage_that_is_left_out_is_said_to_do_nothing(world: Chained) -> None:
-    world.usual()
-
-    def left_out(*words: str) -> list[str]:
-        code, told = world.run("--dry-run", *words)
-        found = [f for f in told["findings"] if f["code"] == "override-left-out"]
-        assert code == 0 and all(f["severity"] == "warning" for f in found)
-        return [f["override"] for f in found]
-
-    given = ("first.seed=1", "second.seed=2", "second.output_dir=o/x", "last.seed=3")
-    assert left_out(*given) == []
-    # from which model the third begins is not nothing
-    assert left_out(*given, "--from", "last") == ["first.seed=1", "second.seed=2"]
-    assert left_out(*given, "--until", "first") == [
-        "second.seed=2", "second.output_dir=o/x", "last.seed=3",
-    ]  # fmt: skip
-
-
-@needs_trl
 def test_ctrl_c_stops_the_stage_and_the_pipeline(world: Chained) -> None:
     world.usual()
     world.do(second=["pid=leader", "sleep=600"])

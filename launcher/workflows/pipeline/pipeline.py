@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -66,24 +66,21 @@ class StageRow:
     whole: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """For the record and the envelope."""
-        row = {**asdict(self), "skipped": self.status == "skipped"}
+        row = {**asdict(self), "skipped": self.status == "skipped", "seconds": round(self.seconds, 1)}
         del row["whole"]
-        return {**row, "seconds": round(self.seconds, 1)}
+        return row
 
     def shown(self) -> dict[str, Any]:
-        """For the table at the end."""
         losses = [self.metrics.get(name) for name in ("first_loss", "last_loss")]
         known = [f"{one:.4g}" for one in losses if isinstance(one, int | float)]
-        loss, seconds = " -> ".join(known) or None, f"{self.seconds:.0f}" if self.seconds else None
-        row = {**asdict(self), "stage": self.name, "model": self.output}
-        return {name: {**row, "loss": loss, "seconds": seconds}[name] for name in SUMMARY}
+        seconds = f"{self.seconds:.0f}" if self.seconds else None
+        loss = " -> ".join(known) or None
+        cells = (self.name, self.status, self.steps, loss, seconds, self.output, self.run)
+        return dict(zip(SUMMARY, cells, strict=True))
 
     def ending(self) -> str:
-        """One line after the stage."""
         if self.status == "skipped":
-            unchanged = "finished before, nothing that it depends on has changed"
-            return f"{self.name}: {unchanged}: {self.output}"
+            return f"{self.name}: finished before, nothing that it depends on has changed: {self.output}"
         why = f": {brief(self.reason, 300)}" if self.reason and self.status != "passed" else ""
         return f"{self.name}: {self.status}{why}"
 
@@ -132,9 +129,7 @@ class PipelineResult:
 
     @property
     def stopped_at(self) -> StageRow | None:
-        """The stage that did not pass."""
-        bad = ("failed", "refused", "interrupted")
-        return next((row for row in self.rows if row.status in bad), None)
+        return next((row for row in self.rows if row.status in ("failed", "refused", "interrupted")), None)
 
     def advice(self) -> list[str]:
         """How to go on, a way a line; nothing where all has passed."""
@@ -159,13 +154,8 @@ def run(order: PipelineRequest, planned: PipelinePlan, *, quiet: bool = False) -
     root = order.common.runs or rundir.runs_root()
     key = experiment.key_of([str(order.chain.path.absolute()), os.getcwd()])
     series = Campaign(kind=KIND, key=key, name=order.chain.name, root=root)
-    running = launch_finding(
-        "error",
-        "pipeline-running",
-        "this pipeline is running already",
-        "launch runs shows its stage; launch stop ends it",
-        file=str(order.chain.path),
-    )
+    message, help = "this pipeline is running already", "launch runs shows its stage; launch stop ends it"
+    running = launch_finding("error", "pipeline-running", message, help, file=str(order.chain.path))
     # one that came to its end has its record
     before = series.earlier()
     over = before is not None and rundir.read_json(before / RECORD).get("state") == "finished"
@@ -190,22 +180,18 @@ def _row(step: PlannedStage) -> StageRow:
 def dry_run(order: PipelineRequest) -> PipelinePlan:
     """What would be started, in order, and what of it earlier runs have. Raises like `plans.plan_stages`."""
     planned = plans.plan_stages(order, running=False)
-    return replace(planned, findings=(*planned.findings, *_earlier_runs(planned)))
-
-
-def _earlier_runs(planned: PipelinePlan) -> Iterator[Finding]:
-    """Printed commands that would write into the outputs of earlier runs."""
-    for link in planned.links:
-        found = prepare.of_earlier_run(planned.steps[link.name].prepared)
-        yield from (placed(link, one) for one in found)
+    # printed commands that would write into the outputs of earlier runs
+    earlier = [
+        placed(link, one)
+        for link in planned.links
+        for one in prepare.of_earlier_run(planned.steps[link.name].prepared)
+    ]
+    return replace(planned, findings=(*planned.findings, *earlier))
 
 
 class _Runner:
     def __init__(self, order: PipelineRequest, planned: PipelinePlan, result: PipelineResult, quiet: bool) -> None:
-        self.order = order
-        self.planned = planned
-        self.result = result
-        self.quiet = quiet
+        self.order, self.planned, self.result, self.quiet = order, planned, result, quiet
         self.models = {name: step.model for name, step in planned.steps.items()}
         self.joined = {step.link.name for step in planned.live}
 
@@ -284,11 +270,13 @@ class _Runner:
             row.reason = outcome.reason
 
     def _outcome(self, step: PlannedStage, row: StageRow) -> Outcome:
-        source, link = step.link.source, step.link
-        more = [] if source is None else step.handed(self.models[source])
-        if source is not None:
-            row.model = str(self.models[source])
-        request = replace(self.order.request(link, more), allowed=_allowed(self.order, step))
+        link, more = step.link, list[str]()
+        if link.source is not None:
+            source = self.models[link.source]
+            more, row.model = step.handed(source), str(source)
+        known = plans.known_changes(step.plan.stage.schema.fields)
+        allowed = tuple(name for name in self.order.common.allowed if name in known)
+        request = replace(self.order.request(link, more), allowed=allowed)
         resolved = replace(step.resolved, request=request, look=None)
         if request.overrides != step.resolved.request.overrides:
             # now that its model is there
@@ -301,12 +289,11 @@ class _Runner:
         if why is not None:
             row.reason = f"trained again, beside the old one: {why}"
             message = f"{link.name} is trained again, into {prepared.output}: {why}"
-            note = launch_finding("note", "pipeline-restarts", message, **link.origin().place)
-            self._show([note])
+            self._show([launch_finding("note", "pipeline-restarts", message, **link.origin().place)])
         self._write()
         # what validation said has been shown, and that a stage is finished is shown at its end
-        known = {"already-finished", *(one.message for one in self.planned.findings)}
-        self._show([one for one in prepared.findings if not {one.code, one.message} & known])
+        shown = {"already-finished", *(one.message for one in self.planned.findings)}
+        self._show([one for one in prepared.findings if not {one.code, one.message} & shown])
         if not self.quiet and prepared.decision.kind != "finished":
             console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
         allow = self.order.allow_unproven
@@ -341,25 +328,17 @@ class _Runner:
         with contextlib.suppress(LaunchError):
             experiment.write(self.result.folder / RECORD, self.result.as_json())
 
-    def _lead(self) -> Lead:
-        """The stages and how far they came, at the top of the page."""
-        rows = [row.shown() for row in self.result.rows]
-        shown = [{key: value for key, value in row.items() if key != "run"} for row in rows]
+    def _page(self) -> None:
+        """The stages so far on one page, and how far they came at its top."""
+        rows = [{key: cell for key, cell in row.shown().items() if key != "run"} for row in self.result.rows]
         state = self.result.state
         colour = {"finished": "pass", "stopped": "fail"}.get(state, "")
-        title = f"pipeline {self.result.order.chain.name}"
-        return Lead(title=title, decision=state, colour=colour, tables=(shown,))
-
-    def _page(self) -> None:
-        """The stages so far on one page."""
+        lead = Lead(title=f"pipeline {self.order.chain.name}", decision=state, colour=colour, tables=(rows,))
         runs = [Path(row.run) for row in self.result.rows if row.run]
         try:
-            experiment.page(runs, self.result.folder / PAGE, self._lead())
+            experiment.page(runs, self.result.folder / PAGE, lead)
         except LaunchError as error:
             self._show(list(error.findings))
-
-
-# --- has anything changed? -------------------------------------------------------------------------
 
 
 def _prepared(resolved: ResolvedStage, step: PlannedStage, *, fresh: bool) -> tuple[Prepared, str | None]:
@@ -370,9 +349,9 @@ def _prepared(resolved: ResolvedStage, step: PlannedStage, *, fresh: bool) -> tu
         return prepared, None if prepared.output == prepared.requested_output else "--fresh"
     if (why := _of_nobody(step.prepared)) is not None:
         return prepare.complete(anew, running=True), why
-    every = plans.known_changes(resolved.stage.schema.fields)
     # the same start with every change allowed
-    prepared = prepare.complete(resolved.with_request(allowed=tuple(sorted(every)), strict=False), running=True)
+    every = tuple(sorted(plans.known_changes(resolved.stage.schema.fields)))
+    prepared = prepare.complete(resolved.with_request(allowed=every, strict=False), running=True)
     if not prepared.decision.changes and not resolved.request.strict:
         return replace(prepared, resolved=resolved), None
     rundir.release(prepared.folder)
@@ -382,9 +361,7 @@ def _prepared(resolved: ResolvedStage, step: PlannedStage, *, fresh: bool) -> tu
 
 def _of_nobody(dry: Prepared) -> str | None:
     """Says so where a whole model lies in the output folder, and no run here is known to have trained it."""
-    if dry.attempt > 1 or dry.output is None:
-        return None
-    if checkpoints.model_fault(plan.model_in(dry.plan, dry.output)) is not None:
+    if dry.attempt > 1 or dry.output is None or checkpoints.model_fault(plan.model_in(dry.plan, dry.output)):
         return None
     return f"{dry.output} holds a model, and no run is known that made it"
 
@@ -396,9 +373,3 @@ def _changed(prepared: Prepared, allowed: Iterable[str]) -> str | None:
     passing, changes = {*allowed, *_NO_INPUT}, prepared.decision.changes
     differs = [one.differs for one in changes if one.severity != "note" and one.what not in passing]
     return "; ".join(differs[:4]) or None
-
-
-def _allowed(order: PipelineRequest, step: PlannedStage) -> tuple[str, ...]:
-    """What of `--allow-changed-resume` a stage knows."""
-    known = plans.known_changes(step.plan.stage.schema.fields)
-    return tuple(name for name in order.common.allowed if name in known)

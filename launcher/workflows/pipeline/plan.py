@@ -66,20 +66,8 @@ class PipelineRequest:
     def request(self, link: Link, more: Iterable[str] = ()) -> Request:
         """The command line of one stage, with further overrides."""
         gpus = link.gpus if self.common.gpus is None else self.common.gpus
-        common = replace(self.common, gpus=gpus, fresh=False, allowed=())
-        overrides = (*link.texts(), *more)
-        return replace(common, stage=link.stage, config=link.config, overrides=overrides)
-
-    def unheeded(self) -> list[tuple[Link, str]]:
-        """Overrides of stages that do not run, but for where a model lies that is begun from."""
-        needed = {one.source for one in self.links}
-        return [
-            (link, text)
-            for link in self.chain.links
-            if link not in self.links
-            for text in link.overrides
-            if link.name not in needed or text.partition("=")[0].removeprefix("args.") != OUTPUT
-        ]
+        own: dict[str, Any] = {"stage": link.stage, "config": link.config, "overrides": (*link.texts(), *more)}
+        return replace(self.common, gpus=gpus, fresh=False, allowed=(), **own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +85,10 @@ class PlannedStage:
 
     @property
     def plan(self) -> Plan:
-        """How it would run."""
         return self.prepared.plan
 
     @property
     def output(self) -> Path:
-        """Where its model goes, absolute."""
         assert self.prepared.output is not None
         return self.prepared.output
 
@@ -136,8 +122,8 @@ class PipelinePlan:
 
     def resolved(self) -> dict[str, ResolvedStage]:
         """Each stage that is to run, with the model that its chain begins from."""
-        steps = [self.steps[link.name] for link in self.links]
-        return {step.link.name: step.resolved for step in steps if step.root is not None}
+        steps = {link.name: self.steps[link.name] for link in self.links}
+        return {name: step.resolved for name, step in steps.items() if step.root is not None}
 
 
 def plan_stages(order: PipelineRequest, *, running: bool) -> PipelinePlan:
@@ -149,13 +135,13 @@ def plan_stages(order: PipelineRequest, *, running: bool) -> PipelinePlan:
     planner = _Planner(order, running)
     links = order.links
     # those before the first one are needed for where their model lies
-    needed = {one.source for one in links}
+    needed = {*(one.name for one in links), *(one.source for one in links)}
     for link in order.chain.links:
-        if link in links or link.name in needed:
+        if link.name in needed:
             planner.visit(link)
     live = tuple(step for step in planner.steps.values() if step.link in links and step.live)
     planner.ask_machine(live=bool(live))
-    planner.check_words()
+    planner.check_allowed()
     found = tuple(dict.fromkeys(planner.findings))
     if planner.refused or errors(found, strict=order.common.strict):
         raise InvalidConfig(found)
@@ -185,12 +171,10 @@ class _Planner:
     """Goes through the stages in order; collects what is wrong."""
 
     def __init__(self, order: PipelineRequest, running: bool) -> None:
-        self.order = order
-        self.running = running
+        self.order, self.running, self.refused = order, running, False
         self.steps: dict[str, PlannedStage] = {}
         self.findings: list[Finding] = []
         self.lacking: list[Finding] = []
-        self.refused = False
         self.roots: dict[str, str | None] = {}
         self.starts: list[tuple[Link, ResolvedStage, Plan]] = []
         self.configs: dict[str, Config] = {}
@@ -270,30 +254,13 @@ class _Planner:
             except NotReady as error:
                 self.lacking += [self._named(link, one) for one in error.findings]
 
-    def check_words(self) -> None:
-        """Words of the command line that would do nothing.
-
-        Raises UsageError where `--allow-changed-resume` names nothing in any stage.
-        """
-        fields = [step.plan.stage.schema.fields for step in self.steps.values()]
-        known = known_changes(name for each in fields for name in each)
+    def check_allowed(self) -> None:
+        """Raises UsageError where `--allow-changed-resume` names nothing in any stage."""
+        known = known_changes(name for step in self.steps.values() for name in step.plan.stage.schema.fields)
         wrong = [n for n in self.order.common.allowed if n not in known]
         if wrong and not self.refused:
             message = f"--allow-changed-resume: nothing is called {', '.join(map(repr, wrong))}"
             raise usage("unknown-change", message)
-        for link, text in self.order.unheeded():
-            self.findings.append(
-                launch_finding(
-                    "warning",
-                    "override-left-out",
-                    f"`{link.name}.{brief(text)}` does nothing: {link.name} is not among the stages that are to run",
-                    f"leave it out, or say --from and --until so that {link.name} runs",
-                    file=str(self.order.chain.path),
-                    override=f"{link.name}.{text}",
-                )
-            )
-
-    # -- how the stages fit
 
     def _check_models(self, link: Link, loaded: Config, source: PlannedStage) -> None:
         """A stage that names another model, or tokenizer, than the stage before leaves."""
@@ -307,9 +274,8 @@ class _Planner:
             help = f"delete the line, or say which with `from: {link.source}` or `from: none`"
             if link.explicit:
                 help = f"delete it, or write `from: none` instead of `from: {link.source}`"
-            message = (
-                f"`{key}` is {brief(own)} here, and the pipeline hands over {source.model}, the model of {link.source}"
-            )
+            message = f"`{key}` is {brief(own)} here, and the pipeline hands over {source.model}, "
+            message += f"the model of {link.source}"
             self._add(link, "pipeline-model", message, help, f"args.{key}")
 
     def _has_own_output(self, step: PlannedStage) -> bool:
@@ -319,8 +285,7 @@ class _Planner:
             if canonical(other.prepared.requested_output or other.output) == canonical(output):
                 message = f"{step.link.name} and {other.link.name} both write into {output}"
                 help = f"give one of them another `{OUTPUT}`"
-                key = f"args.{OUTPUT}"
-                self._add(step.link, "pipeline-output", message, help, key)
+                self._add(step.link, "pipeline-output", message, help, f"args.{OUTPUT}")
                 return False
         return True
 
@@ -331,8 +296,7 @@ class _Planner:
         for name in sorted(source.plan.stage.entry.partial):
             if given.get(name) is True:
                 message = f"`{name}` ends {before} before there is a model to go on from"
-                help = f"write `{name}: false`"
-                self._add(source.link, "pipeline-output", message, help, f"args.{name}")
+                self._add(source.link, "pipeline-output", message, f"write `{name}: false`", f"args.{name}")
         if any(given.get(name) for name in _ADAPTERS) or _left_an_adapter(source, self.order):
             # finetune.py:540, dpo_tune_cache.py:279, trl/trainer/utils.py:1354 read the model's config
             message = f"{before} saves an adapter without its model: {link.name} cannot load it"
@@ -340,26 +304,23 @@ class _Planner:
             self._add(link, "pipeline-adapter", message, help, "from", layer="run")
         own = step.plan.stage
         if own.entry.whole_model and own.options.probe is None:
-            message = (
-                f"finetune.py:528 asks the hub for {source.model}: without the probe, which answers "
-                "it, a local model cannot be trained"
-            )
+            message = f"finetune.py:528 asks the hub for {source.model}: without the probe, which answers "
+            message += "it, a local model cannot be trained"
             self._add(link, "pipeline-probe", message, "leave the probe on", "probe", layer="run")
         # one tokenizer for all of them: its chat template, and the token that it begins with
         name = "chat_template_name"
         was, now = given.get(name), values.get(name)
         if now is not None and now != was:
-            shown = f"`{was}`" if was else "the tokenizer's own template"
-            message = f"`{name}: {now}`: {before} trains with {shown}"
-            help = f"one template for both: {f'write `{name}: {was}`' if was else 'delete the line'}"
+            shown, change = "the tokenizer's own template", "delete the line"
+            if was:
+                shown, change = f"`{was}`", f"write `{name}: {was}`"
+            message, help = f"`{name}: {now}`: {before} trains with {shown}", f"one template for both: {change}"
             self._add(link, "pipeline-template", message, help, f"args.{name}", severity="warning")
         elif now is None and given.get("add_bos") is True and values.get("add_bos") is True:
             # dataset_transformation.py:861
             message = f"`add_bos` crashes: {before} saves a template that begins with the token already"
             help = "write `add_bos: false`"
             self._add(link, "pipeline-template", message, help, "args.add_bos", layer="run")
-
-    # -- findings
 
     def _add(
         self,
@@ -373,13 +334,9 @@ class _Planner:
         layer: Layer = "launch",
     ) -> None:
         """A finding about how stages fit: in the stage's file where the key stands there."""
-        origin = link.origin("from")
-        if key != "from":
-            origin = self.configs[link.name].origin(key)
-        finding = Finding(
-            severity=severity, layer=layer, code=code, key=key, message=message, help=help, **origin.place
-        )
-        self._say(link, [finding])
+        place = (link if key == "from" else self.configs[link.name]).origin(key).place
+        finding = launch_finding(severity, code, message, help, key=key, **place)
+        self._say(link, [replace(finding, layer=layer)])
 
     def _say(self, link: Link, found: Iterable[Finding]) -> None:
         self.findings += [self._named(link, one) for one in found]
@@ -406,9 +363,6 @@ def _require(source: PlannedStage, link: Link, order: PipelineRequest) -> None:
     """With `--from`, the model of a stage that is left out must lie there. Raises NotReady."""
     wrong = "it is being trained" if source.live else checkpoints.model_fault(source.model)
     if wrong is not None:
-        raise not_ready(
-            "pipeline-needs",
-            f"{link.name} begins from {source.model}, the model of {source.link.name}: {wrong}",
-            f"`--from {source.link.name}` trains it first",
-            file=str(source.model),
-        )
+        message = f"{link.name} begins from {source.model}, the model of {source.link.name}: {wrong}"
+        help = f"`--from {source.link.name}` trains it first"
+        raise not_ready("pipeline-needs", message, help, file=str(source.model))

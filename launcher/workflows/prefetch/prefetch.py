@@ -8,6 +8,7 @@ listed: TRL tokenises while its trainer is made, and reference log-probabilities
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -41,21 +42,11 @@ from launcher.verdict.ending import ending
 # what other machines' packages decide, which need not be the ones here
 _OF_THESE_PACKAGES = frozenset({"attention-missing", "attention-replaced", "optim-missing", "report-missing"})
 # no key of tokenised data holds any of these: services, engines, devices. None: not handed over
-_REPLACED: Mapping[str, Any] = {
+_REPLACED: Mapping[str, bool | None] = {
     "cache_dataset_only": True,
-    "push_to_hub": False,
-    "try_launch_beaker_eval_jobs": False,
-    "with_tracking": False,
-    "send_slack_alerts": False,
-    "zero_stage": None,
-    "use_liger_kernel": None,
-    "use_qlora": None,
-    "use_lora": None,
-    "use_8bit_optimizer": None,
-    "dpo_use_paged_optimizer": None,
-    "attn_implementation": None,
-    "offload_param": None,
-    "offload_optimizer": None,
+    **dict.fromkeys("push_to_hub try_launch_beaker_eval_jobs with_tracking send_slack_alerts".split(), False),
+    **dict.fromkeys("zero_stage use_liger_kernel use_qlora use_lora use_8bit_optimizer".split()),
+    **dict.fromkeys("dpo_use_paged_optimizer attn_implementation offload_param offload_optimizer".split()),
 }
 
 Say = Callable[[str], None]
@@ -91,18 +82,14 @@ class Tokenised:
 
     @property
     def size(self) -> int:
-        """Bytes of the set that the run reads."""
         return 0 if self.place is None else sizes.below(self.place, links=True)
 
     @property
     def cut(self) -> int | None:
         """The rows that are as long as a row may be."""
-        if self.lengths is None or self.limit is None:
-            return None
-        return self.lengths.reaching(self.limit)
+        return None if self.lengths is None or self.limit is None else self.lengths.reaching(self.limit)
 
     def as_json(self) -> dict[str, Any]:
-        """For the envelope: tokens a row, `bytes`, `seconds`."""
         known = self.lengths
         return {
             "state": self.state,
@@ -158,11 +145,9 @@ class Prefetch:
 
     @property
     def size(self) -> int:
-        """Bytes of all that the run will read."""
         return self.tokenised.size + sum(one.size for one in self.parts)
 
     def as_json(self) -> dict[str, Any]:
-        """For the envelope."""
         return {
             "plan": {"gpus": [self.plan.as_json()]},
             "ready": self.exit is Exit.OK,
@@ -176,15 +161,15 @@ class Prefetch:
         }
 
     def lines(self) -> list[str]:
-        """For people: a line for each thing, then what is left to the run."""
         made = self.tokenised
         rows = [(one.kind, one.name, one.state, one.size, one.seconds) for one in self.parts]
         rows.append(("tokenised", str(made.place or "-"), made.state, made.size, made.seconds))
         wide = max(len(row[1]) for row in rows)
-        lines = []
-        for kind, name, state, size, seconds in rows:
-            took = f"  in {seconds:.0f} s" if state in ("fetched", "filled") else ""
-            lines.append(f"{kind:<10} {name:<{wide}}  {state:<8} {sized(size):>9}{took}")
+        lines = [
+            f"{kind:<10} {name:<{wide}}  {state:<8} {sized(size):>9}"
+            + (f"  in {seconds:.0f} s" if state in ("fetched", "filled") else "")
+            for kind, name, state, size, seconds in rows
+        ]
         lines += [f"rows       {line}"] if (line := made.line()) else []
         lines += [f"left       {one}" for one in self.left]
         where = f"{self.plan.gpus} GPU(s)" if self.plan.gpus else "the CPU"
@@ -227,9 +212,8 @@ def prepare(resolved: ResolvedStage, say: Say = lambda _: None) -> Prefetch:
 
 def _planned(resolved: ResolvedStage) -> Plan:
     """The later run's own plan. Raises InvalidConfig with what a start would refuse."""
-    made = plan.make(
-        resolved.stage, gpus=resolved.gpus, nodes=resolved.request.nodes, output=rundir.runs_root() / "model"
-    )
+    output, nodes = rundir.runs_root() / "model", resolved.request.nodes
+    made = plan.make(resolved.stage, gpus=resolved.gpus, nodes=nodes, output=output)
     found = [
         replace(one, severity="warning") if one.code in _OF_THESE_PACKAGES else one
         # what lies in the output folder is asked when something is to be trained into it
@@ -245,14 +229,9 @@ def _planned(resolved: ResolvedStage) -> Plan:
 def _require_ready(planned: Plan, trainer: Trainer) -> None:
     """What tokenising needs here; what training needs besides is asked where it trains."""
     subject = replace(checks.of_plan(planned, trainer), gpus=0, plan=None)
-    found = [
-        *checks.checkout(subject),
-        *checks.interpreter(trainer),
-        *checks.packages(subject),
-        *checks.local_files(planned),
-    ]
-    if errors(found):
-        raise NotReady(errors(found))
+    found = [*checks.checkout(subject), *checks.interpreter(trainer), *checks.packages(subject)]
+    if lacking := errors([*found, *checks.local_files(planned)]):
+        raise NotReady(lacking)
 
 
 def _fetched(needed: Sequence[Part], planned: Plan, trainer: Trainer, more: Mapping[str, str]) -> tuple[Part, ...]:
@@ -274,13 +253,8 @@ def _left(planned: Plan, parts: Sequence[Part], folders: Sequence[Cache], tokeni
     if planned.values.get("precompute_ref_log_probs") is True:
         yield "the reference log-probabilities (`precompute_ref_log_probs`): one pass of the model"
     elif reference is not None:
-        yield (
-            "the reference log-probabilities, where they are not there yet: one pass of the model over "
-            f"every pair, before the first step, kept in {reference.path}"
-        )
-
-
-# --- tokenising -----------------------------------------------------------------------------------
+        text = "the reference log-probabilities, where they are not there yet: one pass of the model over "
+        yield f"{text}every pair, before the first step, kept in {reference.path}"
 
 
 class _Filling:
@@ -327,8 +301,8 @@ class _Filling:
 
     def _missed(self, key: str | None, message: str, help: str) -> Finding:
         """That the run would not find what was, or could be, made."""
-        origin = self.plan.stage.config.origin(f"args.{key}")
-        return launch_finding("error", "would-miss", message, help, key=f"args.{key}" if key else None, **origin.place)
+        place = self.plan.stage.config.origin(f"args.{key}").place
+        return launch_finding("error", "would-miss", message, help, key=key and f"args.{key}", **place)
 
     def _entry(self) -> Path | None:
         """The complete set that the run would take; None where it would tokenise."""
@@ -343,12 +317,10 @@ class _Filling:
     def _of(self, entry: Path | None, state: str, seconds: float) -> Tokenised:
         if entry is None:
             return Tokenised(state=state)
-        pairs = self.plan.stage.schema.pairs
-        try:
-            known: Lengths | None = lengths.of_dataset(entry, pairs=pairs)
-        except LaunchError:
-            # no pyarrow in launch's own Python, or other columns: nothing hangs on it
-            known = None
+        known: Lengths | None = None
+        # no pyarrow in launch's own Python, or other columns: nothing hangs on it
+        with contextlib.suppress(LaunchError):
+            known = lengths.of_dataset(entry, pairs=self.plan.stage.schema.pairs)
         stats = rundir.read_json(entry / "dataset_statistics.json").get("per_dataset_stats")
         rows = None if known is None else known.rows
         limit = self.plan.values.get("max_seq_length")
@@ -407,16 +379,9 @@ class _Filling:
         return Command(argv=argv, env=env, cwd=built.cwd)
 
     def _failure(self, folder: RunFolder, why: str) -> TokenisingFailed:
-        return TokenisingFailed(
-            Finding(
-                severity="error",
-                layer="run",
-                code="tokenising-failed",
-                file=str(folder.console(1)),
-                message=f"upstream's script failed before the data were ready: {redact(why)}",
-                help="read the log",
-            )
-        )
+        message = f"upstream's script failed before the data were ready: {redact(why)}"
+        failed = launch_finding("error", "tokenising-failed", message, "read the log", file=str(folder.console(1)))
+        return TokenisingFailed(replace(failed, layer="run"))
 
 
 def _reason(folder: RunFolder) -> str:

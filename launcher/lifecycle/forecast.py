@@ -419,9 +419,10 @@ def make(resolved: ResolvedStage, gpus: Sequence[int], terms: ForecastOptions) -
         known = ", ".join(ATTENTIONS)
         raise usage("bad-attention", f"`{terms.attention}` is no attention", f"one of {known}")
     speed = terms.tokens_per_second
-    for name, value in (("gpu-memory", terms.gpu_memory), ("price", terms.price), ("tokens-per-second", speed)):
+    values = {"bad-gpu-memory": terms.gpu_memory, "bad-price": terms.price, "bad-tokens-per-second": speed}
+    for code, value in values.items():
         if value is not None and not 0 < value < float("inf"):
-            raise usage(f"bad-{name}", f"--{name} is more than 0, not {value:g}")
+            raise usage(code, f"--{code.removeprefix('bad-')} is more than 0, not {value:g}")
     if speed is not None and len(set(gpus)) > 1:
         message = "--tokens-per-second is the speed of all GPUs together: the same cannot "
         message += f"hold for {', '.join(map(str, gpus))} GPUs"

@@ -129,7 +129,6 @@ class Shape:
         return sum(size for size in self.sizes if size < elements)
 
     def linears(self) -> Mapping[str, tuple[int, int]]:
-        """The layer's linear weights by their last name: (out, in)."""
         return {name.split(".")[-2]: (size[0], size[1]) for name, size in self.layer.items() if len(size) == 2}
 
     @property
@@ -138,7 +137,6 @@ class Shape:
 
 
 def untied(shape: Shape) -> Shape:
-    """The same model with an output layer of its own."""
     if not shape.tied:
         return shape
     own = {"lm_head.weight": (shape.vocab, shape.hidden)}

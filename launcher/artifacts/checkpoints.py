@@ -59,7 +59,6 @@ class Checkpoint:
 
     @property
     def step(self) -> int | None:
-        """Optimizer steps done; None where only the epoch is known."""
         return self.number if self.kind == "step" else None
 
 
@@ -77,7 +76,6 @@ def find(
 
 
 def last_written(backend: str, output: Path | None) -> float | None:
-    """When the newest checkpoint's folder was written to last, complete or not, in seconds since 1970."""
     found = filter(None, map(_status, _folders(backend, output)))
     return max((status.st_mtime for status in found), default=None)
 

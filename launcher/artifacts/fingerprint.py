@@ -141,7 +141,6 @@ class FingerprintCache:
 
 @contextlib.contextmanager
 def remembered() -> Iterator[FingerprintCache]:
-    """The user's own memory of digests; what is read meanwhile is kept."""
     memory = FingerprintCache(cache_home() / "fingerprints.json")
     try:
         yield memory
@@ -218,7 +217,6 @@ def of_tokenizer(name: str, memory: FingerprintCache, revision: str | None = Non
 
 
 def of_config(name: str, memory: FingerprintCache, revision: str | None = None) -> Fingerprint:
-    """The config of a model, which another one is built by."""
     if Path(name).is_dir():
         return of_data(str(Path(name) / "config.json"), memory)
     return of_hub(name, revision)
@@ -263,7 +261,6 @@ def _folder(name: str, path: Path, found: Iterable[tuple[str, Path]], memory: Fi
 
 
 def _top(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Name and path of the files of a model's folder, and of the one folder below it that counts."""
     for prefix in ("", _TEMPLATES):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder / prefix) as entries:
             yield from ((prefix + entry.name, Path(entry.path)) for entry in entries if not entry.is_dir())

@@ -53,11 +53,9 @@ class Lengths:
         return int(sum(length * count for length, count in self.counts))
 
     def reaching(self, limit: int) -> int:
-        """How many of the rows that were counted are so long, or longer."""
         return int(sum(count for length, count in self.counts if length >= limit))
 
     def cut(self, limit: int | None) -> Lengths:
-        """The same rows, truncated at so many tokens."""
         if not limit or limit >= self.longest:
             return self
         counts: dict[int, float] = {}
@@ -68,13 +66,11 @@ class Lengths:
         return replace(cut, mean=min(max(1.0, mean), float(limit)), longest=limit)
 
     def quantiles(self, shares: Iterable[float]) -> list[int]:
-        """The lengths that these shares of the rows do not exceed."""
         sums = list(accumulate(count for _, count in self.counts))
         places = (bisect_left(sums, share * sums[-1]) for share in shares)
         return [self.counts[min(place, len(sums) - 1)][0] for place in places]
 
     def longest_of(self, rows: int) -> int:
-        """The median longest of so many rows."""
         return self.quantiles([0.5 ** (1 / max(1, rows))])[0]
 
     def sum_of(self, rows: int, batches: int = 1) -> float:
@@ -140,7 +136,6 @@ class MicroBatch:
 
     @property
     def tokens(self) -> int:
-        """Positions, padding included."""
         return self.rows * self.width
 
 

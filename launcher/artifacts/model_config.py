@@ -73,7 +73,6 @@ def here(name: str) -> bool:
 
 
 def cached(name: str, environ: Mapping[str, str]) -> bool:
-    """Whether the hub's cache holds any snapshot of a model."""
     return exists(repository(name, environ) / "snapshots")
 
 
@@ -84,7 +83,6 @@ def _joined(*parts: str) -> Path:
 
 
 def repository(name: str, environ: Mapping[str, str], kind: str = "models") -> Path:
-    """Where the hub's cache keeps a model (or `datasets`): `refs/` name commits, `snapshots/` hold them."""
     return _joined(str(hub_cache(environ)), f"{kind}--{name.replace('/', '--')}")
 
 
@@ -107,7 +105,6 @@ def snapshot(name: str, environ: Mapping[str, str], revision: str | None = None,
 
 
 def hub_cache(environ: Mapping[str, str]) -> Path:
-    """Where huggingface_hub keeps what it has downloaded."""
     own = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE")
     return _joined(own or str(hub_home(environ) / "hub"))
 

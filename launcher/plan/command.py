@@ -71,7 +71,6 @@ def hide_secrets(
 
 
 def _variable(word: str, environ: Mapping[str, str], default: str) -> str:
-    """The variable of the shell that holds this word."""
     return min((name for name, value in environ.items() if value == word), default=default)
 
 
@@ -213,7 +212,6 @@ def _first_loss(plan: Plan) -> dict[str, float]:
 
 
 def expectations(plan: Plan) -> dict[str, str]:
-    """What the run must show: `expect:`, completed by what the arguments request."""
     entry, values = plan.stage.entry, plan.values
     expected = {
         "loss": "finite",

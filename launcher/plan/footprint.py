@@ -43,7 +43,6 @@ class Tokens(NamedTuple):
 
     @property
     def waste(self) -> float:
-        """Share of computed positions that are padding."""
         return 1 - self.real / self.computed if self.computed else 0.0
 
 
@@ -63,7 +62,6 @@ class Footprint:
 
     @property
     def packed(self) -> bool:
-        """Whether the rows of a micro-batch lie behind each other, without padding."""
         return self._packed(self.plan.per_device)
 
     def _packed(self, per_device: int) -> bool:

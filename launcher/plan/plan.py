@@ -75,7 +75,6 @@ class Plan:
         return {name: self.stage.schema.words(name, value) for name, value in args.items()}
 
     def as_json(self) -> dict[str, Any]:
-        """One entry of the `gpus` list in the plan's JSON contract."""
         return {
             "gpus": self.gpus,
             "nodes": self.nodes,
@@ -88,7 +87,6 @@ class Plan:
 
 
 def titled(kind: str, name: str) -> str:
-    """`kind name`, or the name alone where it says the kind itself."""
     return name if name.startswith(kind) else f"{kind} {name}"
 
 
@@ -201,12 +199,10 @@ def output_folder(plan: Plan) -> Path | None:
 
 
 def model_in(plan: Plan, output: Path) -> Path:
-    """Where in an output folder the model lies that can be loaded."""
     return output / plan.stage.entry.final_model
 
 
 def _without_probe(stage: Stage, gpus: int) -> Iterator[Finding]:
-    """What is lost without the probe, and where upstream cannot even run without it."""
     if stage.options.probe is not None:
         return
     if not gpus and not stage.entry.runs_on_cpu:
@@ -279,13 +275,11 @@ def _impossible(stage: Stage, total: int, per_device: int, devices: int) -> Find
 
 
 def divisors(number: int) -> list[int]:
-    """What divides a number without a rest, smallest first."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def splits(total: int, processes: int) -> list[int]:
-    """Per-device batches that keep a global batch of `total`, smallest first."""
     if total < 1 or processes < 1 or total % processes:
         return []
     return divisors(total // processes)

@@ -26,7 +26,6 @@ _HOST_LINK, _HOST_MEMORY = 25e9, 60e9
 
 
 def step_seconds(footprint: Footprint, card: Card) -> float:
-    """What one optimizer step of this plan should take on such a card."""
     zero, times = footprint.zero, footprint.plan.accumulation
     sent = _sent(footprint) / (_LINK * card.link)
     if zero is not None:

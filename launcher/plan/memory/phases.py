@@ -78,7 +78,6 @@ class Memory:
         return usable(gib) - self.on(gib).peak
 
     def of(self, kind: str) -> float:
-        """What one kind takes at the peak."""
         return sum(one.gib for one in self.fullest.allocations if one.kind == kind)
 
     def as_json(self) -> dict[str, Any]:
@@ -99,7 +98,6 @@ class Memory:
 
 
 def usable(gib: float) -> float:
-    """What of a card allocated memory can use."""
     return gib * (1 - MARGIN)
 
 

@@ -184,7 +184,6 @@ class Setup:
 
     @property
     def share(self) -> float | None:
-        """The activation memory budget of torch.compile; None without compile."""
         return None if self.sharding is None else self.sharding.share
 
     @property
@@ -208,12 +207,10 @@ class Setup:
 
     @property
     def adapter_bytes(self) -> int:
-        """Bytes of the adapters' weights; 0 where the model itself is trained."""
         return self.adapters.bytes * self.trained if self.adapters else 0
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the model's own weights as they are loaded."""
         whole = self.weight_bytes * self.shape.parameters
         if self.quantised is None:
             return whole

@@ -9,21 +9,19 @@ from typing import Any
 
 from .contract import Contract
 from .hooks import wrap
-from .process import Process
+from .process import ProbePiece, Process
 from .supplies import supply_process_group
 from .watchdog import Watchdog
 
 FIRST_LOSS = 0.01  # more than rounding moves the first loss by
 
 
-class Caches:
+class Caches(ProbePiece):
     """Each cache as it is asked for, before the work that it is to save."""
 
     def __init__(self, process: Process, contract: Contract, watchdog: Watchdog) -> None:
-        self.process = process
-        self.record = process.record
-        self.contract = contract
-        self.watchdog = watchdog
+        super().__init__(process)
+        self.contract, self.watchdog = contract, watchdog
         self.reference: str | None = None
 
     def tell(self, point: str, hit: bool, path: str) -> None:
@@ -64,8 +62,8 @@ class Caches:
                 path = kwargs["cache_path"]
                 self.reference = str(path)
                 self.tell("reference_cache", path.exists(), self.reference)
-            self.watchdog.rest()
-            if self.process.settings.cpu:
+            self.watchdog.armed = False
+            if self.settings.cpu:
                 supply_process_group(self.record)
             return original(*args, **kwargs)
 
@@ -73,12 +71,9 @@ class Caches:
 
     def check_first_loss(self, loss: float) -> None:
         """A policy that has not moved is its own reference: another loss shows another reference."""
-        expected = self.process.settings.first_loss
-        if expected is None or self.reference is None or self.process.resumed:
+        expected, path = self.settings.first_loss, self.reference
+        if expected is None or path is None or self.process.resumed or abs(loss - expected) <= FIRST_LOSS:
             return
-        if abs(loss - expected) > FIRST_LOSS:
-            self.record.write(
-                "reference_cache", state="stale", path=self.reference, first_loss=loss, expected_loss=expected
-            )
-            state = f"stale: the first loss is {loss:.4f}, not {expected:.4f}"
-            self.contract.broken("reference_cache", state, step=1, expected="that of this model")
+        self.record.write("reference_cache", state="stale", path=path, first_loss=loss, expected_loss=expected)
+        state = f"stale: the first loss is {loss:.4f}, not {expected:.4f}"
+        self.contract.broken("reference_cache", state, step=1, expected="that of this model")

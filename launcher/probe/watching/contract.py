@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .hooks import wrap
-from .process import Process, say
+from .process import ProbePiece, Process, say
 
 # Modules of liger_kernel.ops whose autograd functions are counted, each under the module's name.
 OPS = ("rms_norm", "rope", "swiglu", "geglu", "layer_norm", "cross_entropy", "fused_linear_cross_entropy")
@@ -19,24 +19,21 @@ LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 PREFERENCE = "liger_kernel.chunked_loss.fused_linear_preference"
 
 
-class Liger:
+class Liger(ProbePiece):
     """Calls of Liger's kernels by op, and the losses that its patches were to put in."""
 
     def __init__(self, process: Process) -> None:
-        self.process = process
-        self.record = process.record
+        super().__init__(process)
         self.calls: dict[str, int] = {}
         self.losses: set[str] = set()
         self.reported: dict[str, int] = {}
 
     def report(self) -> None:
-        """Write the calls where there were any since the last time."""
         if self.calls != self.reported:
             self.reported = dict(self.calls)
             self.record.write("liger", calls=self.reported)
 
     def watched(self) -> dict[str, Callable[[types.ModuleType], None]]:
-        """Module name -> what to do once it is there."""
         return {
             "liger_kernel.transformers.monkey_patch": self.watch_patch,
             PREFERENCE: self.watch_preference,
@@ -83,22 +80,17 @@ class Liger:
         return record
 
 
-class Contract:
+class Contract(ProbePiece):
     """What was expected of this run, held against what is seen; ends the process where it is broken."""
 
     def __init__(self, process: Process, liger: Liger, leave: Callable[..., None]) -> None:
-        self.process = process
-        self.settings = process.settings
-        self.liger = liger
-        self.leave = leave
+        super().__init__(process)
+        self.liger, self.leave = liger, leave
         self.states: dict[str, str] = {}
         self.reported: set[str] = set()
-        self.expect = dict(self.settings.expect)
         # one rank of a machine fills a cache, and the others find it
-        further = int(os.environ.get("LOCAL_RANK") or 0) > 0
-        if further:
-            self.expect.pop("dataset_cache", None)
-            self.expect.pop("reference_cache", None)
+        free = {"dataset_cache", "reference_cache"} if int(os.environ.get("LOCAL_RANK") or 0) else set()
+        self.expect = {point: state for point, state in self.settings.expect.items() if point not in free}
 
     def seen(
         self, point: str, state: str | None, *, final: bool = True, step: int | None = None, message: str | None = None
@@ -107,10 +99,11 @@ class Contract:
 
         `message` is what to say of it, in place of the two states; `step` is the one it was met in.
         """
-        if state is not None:
-            self.states[point] = state
-            if final and not self.met(point):
-                self.broken(point, state, step=step, message=message)
+        if state is None:
+            return
+        self.states[point] = state
+        if final and not self.met(point):
+            self.broken(point, state, step=step, message=message)
 
     def met(self, point: str) -> bool:
         expected, state = self.expect.get(point), self.states.get(point)
@@ -137,10 +130,9 @@ class Contract:
                 self.broken(point, state or "unknown")
 
     def nonfinite(self, what: str, value: str, step: int) -> None:
-        self.process.record.write("nonfinite", step=step, what=what, value=value)
+        self.record.write("nonfinite", step=step, what=what, value=value)
         if self.settings.checks_loss:
-            message = f"{what} is {value}"
-            self.broken("loss", f"{what} {value}", step=step, message=message, expected="finite")
+            self.broken("loss", f"{what} {value}", step=step, message=f"{what} is {value}", expected="finite")
 
     def broken(
         self,
@@ -165,7 +157,7 @@ class Contract:
         if point == "loss" and last:
             norm = f", gradient norm {last['grad_norm']:.4g}" if last["grad_norm"] is not None else ""
             message += f"; last finite: loss {last['loss']:.6g}{norm} at step {last['step']}"
-        process.record.write(
+        self.record.write(
             "violation",
             point=point,
             expected=expected,

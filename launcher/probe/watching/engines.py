@@ -1,6 +1,6 @@
 """Where each engine keeps the gradient that its optimizer is about to use.
 
-A `Piece` is a contiguous range of one parameter, flattened, that this process updates, and the tensor
+A `ProbePiece` is a contiguous range of one parameter, flattened, that this process updates, and the tensor
 that holds its gradient. DeepSpeed's ZeRO 1 and 2 and its bf16 optimizer keep ranges of all parameters in
 one flat tensor (`_hp_mapping`, deepspeed/utils/tensor_fragment.py), ZeRO 3 in one a sub-group
 (`grad_position`, deepspeed/runtime/zero/stage3.py), FSDP2 the first dimension's chunk of each parameter
@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Unsupported(Exception):
     """Gradients cannot be compared here; the message says why."""
 
 
-class GradientPiece:
-    """Elements `start` to `end` of the parameter in row `row`; `gradient` is flat and as long."""
+class GradientPiece(NamedTuple):
+    """Elements of the parameter in row `row`, from `start` on; `gradient` is flat and as long."""
 
-    def __init__(self, row: int, start: int, gradient: Any) -> None:
-        self.row = row
-        self.start = start
-        self.gradient = gradient
-        self.end = start + int(gradient.numel())
+    row: int
+    start: int
+    gradient: Any
 
 
 class Plain:
@@ -40,14 +38,14 @@ class Plain:
         """The tensors, one a row, whose gradients autograd computes; None where there is none yet."""
         return list(self.parameters)
 
-    def pieces(self) -> Iterator[GradientPiece]:
-        """Of all parameters that have a gradient."""
+    def pieces(self, optimizer: Any = None) -> Iterator[GradientPiece]:
+        """Of all parameters that have a gradient; of an engine's inner `optimizer`, what its `step` updates."""
         for row, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 yield GradientPiece(row, 0, parameter.grad.reshape(-1))
 
 
-class FullyShard:
+class FullyShard(Plain):
     """FSDP2 (`fully_shard`): a chunk of the first dimension, in the sharded parameter's gradient."""
 
     def __init__(self, parameters: Mapping[str, Any], modules: list[Any], world: int) -> None:
@@ -57,18 +55,13 @@ class FullyShard:
             # the root's parameters stay gathered between forward and backward
             by_id[id(shard.sharded_param)] = by_id[id(getattr(shard, "_unsharded_param", None))] = shard
         self.shards = [by_id.get(id(p)) for p in parameters.values()]
-        self.parameters = [
-            p if shard is None else shard.sharded_param
-            for p, shard in zip(parameters.values(), self.shards, strict=True)
-        ]
+        rows = zip(parameters.items(), self.shards, strict=True)
+        super().__init__({n: p if shard is None else shard.sharded_param for (n, p), shard in rows}, world)
         factors = {getattr(group, "gradient_divide_factor", None) for group in groups}
         if len(factors) > 1:
             raise Unsupported("FSDP divides the gradients of its groups by different numbers")
         self.divisor = float(factors.pop() or world)
-        self.formats = [p.dtype for p in self.parameters]
-        for shard in self.shards:
-            if shard is None:
-                continue
+        for shard in filter(None, self.shards):
             placement = getattr(shard, "fsdp_placement", None)
             if getattr(shard, "is_dtensor", False) or getattr(placement, "dim", 0) != 0:
                 raise Unsupported("parameters are sharded over more than FSDP's first dimension")
@@ -82,8 +75,7 @@ class FullyShard:
             for parameter, shard in zip(self.parameters, self.shards, strict=True)
         ]
 
-    def pieces(self) -> Iterator[GradientPiece]:
-        """Of this process's shards."""
+    def pieces(self, optimizer: Any = None) -> Iterator[GradientPiece]:
         for row, (parameter, shard) in enumerate(zip(self.parameters, self.shards, strict=True)):
             gradient = parameter.grad
             if gradient is None:
@@ -103,35 +95,30 @@ class FullyShard:
 
 def _parameter_groups(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        group = getattr(state, "_fsdp_param_group", None)
-        groups = [] if group is None else [group]
-    return list(groups)
+    group = getattr(state, "_fsdp_param_group", None)
+    return list(groups) if groups is not None else [] if group is None else [group]
 
 
-class DeepSpeed:
+class DeepSpeed(Plain):
     """An engine of DeepSpeed: flat fp32 gradients, seen when its inner optimizer is about to step.
 
     By then the engine has divided them by its loss scale and clipped them: `scale` is that factor.
     """
 
     def __init__(self, parameters: Mapping[str, Any], engine: Any, world: int) -> None:
-        self.parameters = list(parameters.values())
+        super().__init__(parameters, world)
         self.outer = engine.optimizer
         if not hasattr(self.outer, "optimizer"):
             raise Unsupported(f"DeepSpeed's engine steps {type(self.outer).__name__} itself")
         group = getattr(self.outer, "dp_process_group", None)
-        if group is not None:
-            distributed = sys.modules["torch"].distributed
-            if distributed.get_world_size(group) != world:
-                raise Unsupported("gradients are averaged over a part of the processes only")
+        if group is not None and sys.modules["torch"].distributed.get_world_size(group) != world:
+            raise Unsupported("gradients are averaged over a part of the processes only")
         if _enabled(engine, "zero_quantized_gradients"):
             raise Unsupported("gradients are quantized on their way (zero_quantized_gradients)")
         # with sequence parallelism the processes that share a row each hold a part of its gradient
         self.divisor = world / float(getattr(self.outer, "sequence_parallel_size", 1) or 1)
         if not getattr(self.outer, "gradient_average", True):
             self.divisor = 1.0
-        self.formats = [p.dtype for p in self.parameters]
         wire = getattr(engine, "communication_data_type", None)
         self.formats += [wire] if wire is not None else []
         self.flat: dict[int, list[tuple[int, int, int, int]]] = {}
@@ -140,10 +127,6 @@ class DeepSpeed:
         self.steppers: list[Any] = [o for o in (inner, backup) if hasattr(o, "register_step_pre_hook")]
         if not self.steppers:
             raise Unsupported(f"{type(inner).__name__} has no hook before its step")
-
-    def hooked(self) -> list[Any]:
-        """Parameters stay the same objects, whatever ZeRO puts into them."""
-        return list(self.parameters)
 
     def scale(self) -> Any:
         """What the engine has multiplied the averaged gradients by, as a number or a tensor."""
@@ -157,29 +140,23 @@ class DeepSpeed:
             return scale / max(1.0, (float(norm) + 1e-6) / limit)
         return scale / ((norm.detach().float() + 1e-6) / limit).clamp(min=1.0)
 
-    def pieces(self, optimizer: Any) -> Iterator[GradientPiece]:
-        """Of what this call of the inner optimizer's `step` updates."""
+    def pieces(self, optimizer: Any = None) -> Iterator[GradientPiece]:
         own = {id(p): row for row, p in enumerate(self.parameters)}
-        for group in optimizer.param_groups:
-            for flat in group["params"]:
-                if flat.grad is None:
-                    continue
-                if id(flat) in own:
-                    yield GradientPiece(own[id(flat)], 0, flat.grad.reshape(-1))
-                    continue
-                gradient = flat.grad.reshape(-1)
-                for row, start, offset, length in self._ranges(flat):
-                    yield GradientPiece(row, start, gradient[offset : offset + length])
+        flats = [flat for group in optimizer.param_groups for flat in group["params"] if flat.grad is not None]
+        for flat in flats:
+            gradient = flat.grad.reshape(-1)
+            if id(flat) in own:
+                yield GradientPiece(own[id(flat)], 0, gradient)
+                continue
+            for row, start, offset, length in self._ranges(flat):
+                yield GradientPiece(row, start, gradient[offset : offset + length])
 
     def _ranges(self, flat: Any) -> list[tuple[int, int, int, int]]:
         """Row, its first element, and place and length in `flat`, for all that `flat` holds."""
         if id(flat) not in self.flat:
             sharded = getattr(self.outer, "fp32_partitioned_groups_flat", None)
-            if sharded is None:
-                self.flat[id(flat)] = list(self._fragments(flat))
-            else:
-                index = next((i for i, one in enumerate(sharded) if one is flat), None)
-                self.flat[id(flat)] = list(self._shards(index))
+            index = next((i for i, one in enumerate(sharded or ()) if one is flat), None)
+            self.flat[id(flat)] = list(self._fragments(flat) if sharded is None else self._shards(index))
         return self.flat[id(flat)]
 
     def _fragments(self, flat: Any) -> Iterator[tuple[int, int, int, int]]:
@@ -189,11 +166,9 @@ class DeepSpeed:
             mapping = getattr(parameter, "_hp_mapping", None)
             if mapping is None or mapping.hp_fragment is None:
                 continue
-            place = mapping.hp_fragment.data_ptr()
+            place, address = mapping.hp_fragment.data_ptr(), mapping.lp_fragment_address
             if begin <= place < end:
-                length = int(mapping.lp_fragment_address.numel)
-                offset = (place - begin) // flat.element_size()
-                yield row, int(mapping.lp_fragment_address.start), offset, length
+                yield row, int(address.start), (place - begin) // flat.element_size(), int(address.numel)
 
     def _shards(self, index: int | None) -> Iterator[tuple[int, int, int, int]]:
         distributed = sys.modules["torch"].distributed
@@ -202,10 +177,10 @@ class DeepSpeed:
             position = positions.get(getattr(parameter, "ds_id", None))
             if position is None or position[0] != index:
                 continue
-            length = int(parameter.ds_tensor.ds_numel)
-            start = distributed.get_rank(parameter.ds_process_group) * length
+            whole = int(parameter.ds_tensor.ds_numel)
+            start = distributed.get_rank(parameter.ds_process_group) * whole
             # the last shard is padded
-            length = min(length, int(parameter.ds_numel) - start)
+            length = min(whole, int(parameter.ds_numel) - start)
             if length > 0:
                 yield row, start, int(position[1]), length
 

@@ -10,17 +10,19 @@ docs/gradients.md gives the tolerance and the cost.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import math
 import random
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from .contract import Contract
 from .engines import DeepSpeed, Unsupported, engine_of
-from .process import Process
+from .process import ProbePiece, Process
 from .steps import Reading
 
 ELEMENTS = 2**21
@@ -59,11 +61,14 @@ class ElementSample:
         self.offsets = [0] * len(sizes)
 
     def draw(self, seed: int) -> None:
-        """Other elements, the same on every process."""
         dice = random.Random(seed)
         for row, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
             slack = size - 1 - (count - 1) * self.strides[row]
             self.offsets[row] = dice.randint(0, slack) if slack > 0 else 0
+
+    def place(self, row: int) -> tuple[int, int, int]:
+        """What `elements` takes."""
+        return self.offsets[row], self.strides[row], self.counts[row]
 
     def within(self, row: int, start: int, end: int) -> tuple[int, int]:
         """Which of the row's samples lie in elements `start` to `end` of its parameter."""
@@ -73,32 +78,27 @@ class ElementSample:
         return first, max(first, last)
 
 
-class Gradients:
-    """The comparison, from the first training pass on; `reason` says why there is none."""
+class Gradients(ProbePiece):
+    """The comparison, from the first training pass on; `reason` says why there is none.
+
+    `index` is that of the optimizer step in the making. `filled`: the hooks have added something that is not
+    folded yet; `finished`: this step has been compared.
+    """
 
     def __init__(self, process: Process, contract: Contract) -> None:
-        self.process = process
-        self.record = process.record
+        super().__init__(process)
         self.contract = contract
         self.models: list[Any] = []
         self.engine: Any = None
         self.reason: str | None = None
-        self.ready = False
-        self.index = 0  # of the optimizer step in the making
-        self.micro_batches = 0
-        self.filled = False  # the hooks have added something that is not folded yet
-        self.finished = False  # this step has been compared
+        self.ready = self.filled = self.finished = False
         self.failed: BaseException | None = None
         self.readings: list[Reading] = []
-        self.checks = 0
-        self.skipped = 0
+        self.index = self.micro_batches = self.checks = self.skipped = self.corrupt_checks = 0
         self.corrupt: dict[str, Any] | None = None
-        self.corrupt_checks = 0
         self.largest = 0.0
         self.steps: list[int] = []
         self.reported: tuple[int, int] | None = None
-
-    # -- setting up --------------------------------------------------------------------------------
 
     def prepared(self, model: Any) -> None:
         """A model as it will be trained: an engine, a wrapper, or itself."""
@@ -109,9 +109,9 @@ class Gradients:
         """Set up the hooks before the first backward pass; on every process, or on none."""
         if self.ready or self.reason is not None:
             return
-        settings = self.process.settings
+        compares = self.settings.gradients
         try:
-            if not settings.gradients:
+            if not compares:
                 raise Unsupported("`expect: {gradients: any}` switches the comparison off")
             if not self.models:
                 raise Unsupported("no model was seen on its way to the trainer")
@@ -120,10 +120,9 @@ class Gradients:
         except Exception as error:
             digest = ""
             self.reason = str(error) if isinstance(error, Unsupported) else repr(error)
-        if settings.gradients and self.process.world > 1:
-            agreed = _agreed(digest, self.process.rank, self.process.world)
-            if self.reason is None and not agreed:
-                self.reason = "not every process could set up its hooks"
+        agreed = not compares or self.process.world == 1 or _agreed(digest, self.process.rank, self.process.world)
+        if self.reason is None and not agreed:
+            self.reason = "not every process could set up its hooks"
         if self.reason is not None:
             self.contract.seen("gradients", "unknown", final=False)
             self.record.write("gradients", state="unknown", reason=self.reason)
@@ -138,8 +137,7 @@ class Gradients:
     def _set_up(self, model: Any) -> None:
         torch = sys.modules["torch"]
         module = getattr(model, "module", model)
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        trained = {name: p for name, p in trained.items() if _size(p)}
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad and _size(p)}
         if not trained:
             raise Unsupported("no parameter is trained")
         self.engine = engine_of(model, trained, self.process.world)
@@ -149,7 +147,7 @@ class Gradients:
         self.sample = ElementSample(sizes, width)
         self.rows, self.width = len(sizes), width
         self.device = next(iter(trained.values())).device
-        if self.device.type == "cpu" and torch.cuda.is_available() and not self.process.settings.cpu:
+        if self.device.type == "cpu" and torch.cuda.is_available() and not self.settings.cpu:
             # offloaded parameters come to the device for their gradients
             self.device = torch.device("cuda", torch.cuda.current_device())
         formats = {f for f in self.engine.formats if f.is_floating_point}
@@ -159,8 +157,7 @@ class Gradients:
         self.total = torch.zeros(self.rows * (width + 1), dtype=torch.float32, device=self.device)
         self.sums = self.total[: self.rows * width].view(self.rows, width)
         self.squares = self.total[self.rows * width :]
-        self.added = torch.zeros_like(self.sums)
-        self.used = torch.zeros_like(self.sums)
+        self.added, self.used = torch.zeros_like(self.sums), torch.zeros_like(self.sums)
         self.spans = [(0, 0)] * self.rows
         self.handles: set[int] = set()
         self.scale: Any = 1.0
@@ -174,19 +171,20 @@ class Gradients:
     def _hook(self, row: int, parameter: Any) -> None:
 
         def add(gradient: Any) -> None:
-            if not self.active or self.process.testing:
-                return
-            try:
-                count = self.sample.counts[row]
-                stride, offset = self.sample.strides[row], self.sample.offsets[row]
-                self.added[row, :count].add_(elements(gradient, offset, stride, count))
-                self.filled = True
-            except Exception as error:
-                self.failed = error
+            if self.active and not self.process.testing:
+                with self._trying():
+                    self.added[row, : self.sample.counts[row]].add_(elements(gradient, *self.sample.place(row)))
+                    self.filled = True
 
         parameter.register_hook(add)
 
-    # -- a step ------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def _trying(self) -> Iterator[None]:
+        """What fails in here ends the comparison of this step, and not the training."""
+        try:
+            yield
+        except Exception as error:
+            self.failed = error
 
     def _arm(self) -> None:
         """Decide whether the next step is compared, by its number alone: the same on every process."""
@@ -197,9 +195,8 @@ class Gradients:
         self.active = self.index <= DENSE or self.index % EVERY == 0
         if self.active:
             self.sample.draw(self.index)
-            self.total.zero_()
-            self.added.zero_()
-            self.used.zero_()
+            for tensor in (self.total, self.added, self.used):
+                tensor.zero_()
             self.spans = [(0, 0)] * self.rows
 
     def micro_batch(self) -> None:
@@ -212,12 +209,10 @@ class Gradients:
             return
         if self.finished:
             self._arm()
-        try:
+        with self._trying():
             self._fold()
             if len(self.handles) < self.rows:
                 self._hook_all()
-        except Exception as error:
-            self.failed = error
 
     def _fold(self) -> None:
         if not self.filled:
@@ -230,37 +225,28 @@ class Gradients:
 
     def _before_inner_step(self, optimizer: Any, *_: Any) -> None:
         """DeepSpeed's inner optimizer is about to use flat gradients, of some parameters in each call."""
-        if not self.active or self.finished:
-            return
-        try:
-            self.scale = self.engine.scale()
-            for piece in self.engine.pieces(optimizer):
-                self._take(piece)
-        except Exception as error:
-            self.failed = error
+        if self.active and not self.finished:
+            with self._trying():
+                self.scale = self.engine.scale()
+                self._take(optimizer)
 
     def before_step(self) -> None:
         """Gradients are whole and not clipped yet, where no engine steps by itself."""
         if not self.ready or self.finished or isinstance(self.engine, DeepSpeed):
             return
         if self.active:
-            try:
-                for piece in self.engine.pieces():
-                    self._take(piece)
-            except Exception as error:
-                self.failed = error
+            with self._trying():
+                self._take()
         self.step_over()
 
-    def _take(self, piece: Any) -> None:
-        row = piece.row
-        first, last = self.sample.within(row, piece.start, piece.end)
-        if first >= last:
-            return
-        stride = self.sample.strides[row]
-        place = self.sample.offsets[row] + first * stride - piece.start
-        part = elements(piece.gradient, place, stride, last - first)
-        self.used[row, first:last].copy_(part)
-        self.spans[row] = (first, last)
+    def _take(self, optimizer: Any = None) -> None:
+        for row, start, gradient in self.engine.pieces(optimizer):
+            first, last = self.sample.within(row, start, start + int(gradient.numel()))
+            if first < last:
+                offset, stride, _ = self.sample.place(row)
+                part = elements(gradient, offset + first * stride - start, stride, last - first)
+                self.used[row, first:last].copy_(part)
+                self.spans[row] = (first, last)
 
     def step_over(self) -> None:
         """The optimizer has what it uses: compare. Every process calls this once a step."""
@@ -269,10 +255,8 @@ class Gradients:
         self.finished = True
         if not self.active:
             return
-        try:
+        with self._trying():
             self._fold()
-        except Exception as error:
-            self.failed = error
         with self.record.quietly("gradients"):
             # a process that failed takes part too, and shows it: the others are waiting
             if self.failed is not None:
@@ -305,8 +289,7 @@ class Gradients:
         share = (spans[:, 1] - spans[:, 0]) / counts
         # what was added up sets the size of the roundings, also where it cancels out
         parts = (self.squares * share).sqrt() * factor
-        world = self.process.world
-        additions = world + max(1, self.micro_batches) + 2
+        additions = self.process.world + max(1, self.micro_batches) + 2
         allowed = tolerance(self.unit, additions)
         floor = additions * self.smallest * math.sqrt(self.width)
         limit = allowed * torch.maximum(true, parts) + floor * factor
@@ -323,19 +306,11 @@ class Gradients:
             "known": [(known & (share > 0)).sum()],
             "broken": [(ratio > 1).sum()],
         }
-        elements = sum(last - first for first, last in self.spans)
-        facts = {
-            "step": self.process.base + self.index,
-            "micro_batches": self.micro_batches,
-            "elements": elements,
-            "allowed": allowed,
-        }
+        compared = sum(last - first for first, last in self.spans)
+        facts = {"step": self.process.base + self.index, "elements": compared, "allowed": allowed}
         self.readings.append(Reading(scalars, facts))
 
-    # -- what came of it ---------------------------------------------------------------------------
-
     def settle(self, *, wait: bool = False) -> None:
-        """Judge the comparisons whose numbers have arrived; with `wait`, all of them."""
         while self.readings and (wait or len(self.readings) > 1 or self.readings[0].ready()):
             with self.record.quietly("gradients"):
                 self._judge(self.readings.pop(0))
@@ -359,11 +334,11 @@ class Gradients:
         self.corrupt_checks += 1
         if self.corrupt is not None:
             return
-        name = self.names[int(values["row"])]
+        name, broken = self.names[int(values["row"])], int(values["broken"])
         self.corrupt = {
             "first_corrupt": facts["step"],
             "parameter": name,
-            "broken": int(values["broken"]),
+            "broken": broken,
             "true_norm": _number(values["true"]),
             "used_norm": _number(values["used"]),
             "error": _number(values["error"]),
@@ -372,12 +347,11 @@ class Gradients:
         message = (
             f"gradients are corrupt: {name}: the optimizer uses a gradient of norm {values['used']:.4g}, "
             f"that of the batch is {values['true']:.4g}, their difference {values['error']:.3g}; "
-            f"{int(values['broken'])} of {int(values['known'])} parameters here are wrong"
+            f"{broken} of {int(values['known'])} parameters here are wrong"
         )
         self.contract.seen("gradients", "corrupt", step=facts["step"], message=message)
 
     def report(self) -> None:
-        """The state so far, into the record, where it has changed."""
         if not self.ready or self.reported == (self.checks, self.skipped):
             return
         self.reported = (self.checks, self.skipped)
@@ -403,7 +377,6 @@ class Gradients:
         self.record.write("gradients", **fields, **(self.corrupt or {}))
 
     def ends(self) -> None:
-        """Judge what is still on its way, and leave the last report."""
         with self.record.quietly("gradients"):
             self.settle(wait=True)
             self.report()
@@ -424,7 +397,6 @@ def elements(tensor: Any, offset: int, stride: int, count: int) -> Any:
 
 
 def _number(value: float) -> float | None:
-    """Four digits, as JSON can hold it."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
@@ -439,20 +411,16 @@ def _agreed(digest: str, rank: int, world: int) -> bool:
         return False
     try:
         store = distributed.distributed_c10d._get_default_store()
-        key = "launch/gradients"
-        store.add(f"{key}/{digest or 'none'}", 1)
+        here, lacking, decision = (f"launch/gradients/{name}" for name in (digest or "none", "none", "decision"))
+        count, end = store.add(here, 1), time.monotonic() + AGREEMENT
         if rank:
-            store.wait([f"{key}/decision"], datetime.timedelta(seconds=AGREEMENT + 30))
-            return bool(store.get(f"{key}/decision") == b"yes")
-        end = time.monotonic() + AGREEMENT
-        while True:
-            here = store.add(f"{key}/{digest or 'none'}", 0)
-            lacking = store.add(f"{key}/none", 0)
-            if here == world or lacking or time.monotonic() > end:
-                break
+            store.wait([decision], datetime.timedelta(seconds=AGREEMENT + 30))
+            return bool(store.get(decision) == b"yes")
+        while count < world and not store.add(lacking, 0) and time.monotonic() <= end:
             time.sleep(0.01)
-        decision = bool(digest) and here == world
-        store.set(f"{key}/decision", "yes" if decision else "no")
-        return decision
+            count = store.add(here, 0)
+        agreed = bool(digest) and bool(count == world)
+        store.set(decision, "yes" if agreed else "no")
+        return agreed
     except Exception:
         return False

@@ -6,28 +6,16 @@ import contextlib
 import sys
 from typing import Any
 
-from .process import EventLog, Process
+from .process import EventLog, ProbePiece, Process
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "deepspeed",
-    "trl",
-    "liger_kernel",
-    "flash_attn",
-    "bitsandbytes",
-    "peft",
-)
+PACKAGES = "torch transformers accelerate deepspeed trl liger_kernel flash_attn bitsandbytes peft".split()
 
 
 def base_of(model: Any) -> Any:
-    """The model inside PEFT's."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def described(model: Any, record: EventLog) -> dict[str, Any]:
-    """The fields of the event `model`."""
     inner = model
     with record.quietly("unwrap"):
         inner = base_of(model)
@@ -57,15 +45,13 @@ def shape_of(model: Any) -> dict[str, Any]:
     config = getattr(model, "config", None)
     text = getattr(config, "text_config", None) or config
     layers: Any
-    checkpointing = bool(getattr(model, "is_gradient_checkpointing", False))
     if config is None and (block := _olmo_block(model)) is not None:
         table, text, config = model.embeddings, getattr(block, "attention", None), model
         layers, hidden, heads = len(model.blocks), getattr(model, "d_model", None), "n_heads"
         experts = getattr(getattr(block, "feed_forward_moe", None), "num_experts", None)
     else:
         table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-        layers = getattr(text, "num_hidden_layers", None)
-        hidden = getattr(text, "hidden_size", None)
+        layers, hidden = getattr(text, "num_hidden_layers", None), getattr(text, "hidden_size", None)
         heads = "num_attention_heads"
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         counts = (getattr(text, name, None) for name in names)
@@ -79,12 +65,11 @@ def shape_of(model: Any) -> dict[str, Any]:
         "embedding": None if weight is None else _count(weight),
         "tied": bool(getattr(config, "tie_word_embeddings", False)),
         "experts": experts,
-        "checkpointing": checkpointing,
+        "checkpointing": bool(getattr(model, "is_gradient_checkpointing", False)),
     }
 
 
 def _olmo_block(model: Any) -> Any:
-    """The first block of an OLMo-core model, which has no config of transformers'; else None."""
     blocks: Any = getattr(model, "blocks", None)
     return next(iter(blocks.values()), None) if hasattr(blocks, "values") else None
 
@@ -93,36 +78,33 @@ def _olmo_attention(model: Any) -> str | None:
     """The attention of an OLMo-core model, under transformers' names; None for any other."""
     backend = getattr(getattr(_olmo_block(model), "attention", None), "backend", None)
     name = type(backend).__name__.lower().replace("attention", "").replace("_", "")
-    for version in (4, 3, 2):
-        if f"flash{version}" in name:
-            return f"flash_attention_{version}"
-    return "sdpa" if "torch" in name else None
+    flash = next((f"flash_attention_{version}" for version in (4, 3, 2) if f"flash{version}" in name), None)
+    return flash or ("sdpa" if "torch" in name else None)
 
 
 def device(cpu: bool) -> dict[str, Any]:
     """The accelerator by name; what its peak is worth is looked up when the run is judged."""
     torch = torch_in_use(cpu)
-    told: dict[str, Any] = {"name": "cpu", "total_gib": None}
+    name, gib = "cpu", None
     if torch is not None:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        told = {"name": properties.name, "total_gib": round(properties.total_memory / 2**30, 2)}
-    versions = {name: _version(name) for name in PACKAGES if name in sys.modules}
-    return {**told, "versions": versions}
+        name, gib = properties.name, round(properties.total_memory / 2**30, 2)
+    versions = {package: _version(package) for package in PACKAGES if package in sys.modules}
+    return {"name": name, "total_gib": gib, "versions": versions}
 
 
 def _version(name: str) -> str | None:
     """Of an imported package; liger_kernel does not say its own."""
-    told = getattr(sys.modules[name], "__version__", None)
-    if told is None:
+    version = getattr(sys.modules[name], "__version__", None)
+    if version is None:
         with contextlib.suppress(Exception):
             import importlib.metadata
 
-            told = importlib.metadata.version(name)
-    return None if told is None else str(told)
+            version = importlib.metadata.version(name)
+    return None if version is None else str(version)
 
 
 def torch_in_use(cpu: bool) -> Any:
-    """torch, where a GPU is in use; else None."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and not cpu and torch.cuda.is_initialized() else None
 
@@ -130,24 +112,24 @@ def torch_in_use(cpu: bool) -> Any:
 _COUNTERS = {"allocated_gib": "allocated_bytes", "reserved_gib": "reserved_bytes"}
 
 
-class PeakMemory:
+class PeakMemory(ProbePiece):
     """Peaks of torch's counters. Upstream reads them too, so they are never reset."""
 
     def __init__(self, process: Process) -> None:
-        self.process = process
+        super().__init__(process)
         self.phases: set[str] = set()
 
     def peaks(self) -> dict[str, float]:
-        """The peaks so far, allocated and reserved; one walk over torch's counters."""
         counters = self.counters()
         return {name: counters[f"peak_{name}"] for name in _COUNTERS if counters}
 
     def counters(self) -> dict[str, float]:
         """What is allocated and reserved, in GiB; nothing where no GPU is in use."""
-        torch = torch_in_use(self.process.settings.cpu)
-        counters: dict[str, float] = {}
-        stats = {} if torch is None else torch.cuda.memory_stats_as_nested_dict()
-        for name, counter in _COUNTERS.items() if torch is not None else ():
+        torch = torch_in_use(self.settings.cpu)
+        if torch is None:
+            return {}
+        counters, stats = dict[str, float](), torch.cuda.memory_stats_as_nested_dict()
+        for name, counter in _COUNTERS.items():
             sizes = stats.get(counter, {}).get("all", {})
             counters[name] = round(sizes.get("current", 0) / 2**30, 3)
             counters[f"peak_{name}"] = round(sizes.get("peak", 0) / 2**30, 3)
@@ -158,8 +140,7 @@ class PeakMemory:
         if phase in self.phases and not again:
             return
         self.phases.add(phase)
-        record = self.process.record
-        with record.quietly("memory"):
+        with self.record.quietly("memory"):
             counters = self.counters()
             with contextlib.suppress(Exception):
                 import resource
@@ -168,4 +149,4 @@ class PeakMemory:
                 unit = 2**30 if sys.platform == "darwin" else 2**20
                 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
                 counters["peak_host_gib"] = round(peak, 3)
-            record.write("memory", phase=phase, step=self.process.at, **counters)
+            self.record.write("memory", phase=phase, step=self.process.at, **counters)

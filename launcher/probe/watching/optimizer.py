@@ -15,7 +15,7 @@ from typing import Any
 
 from .gradients import ElementSample, elements
 from .model import PeakMemory
-from .process import Process, finite
+from .process import ProbePiece, Process, finite
 
 SAMPLED = 64  # tensors, each this small, where nobody computes a norm
 SMALL = 2**16
@@ -27,11 +27,11 @@ FLOOR = 2.0**-40
 _MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 
 
-class Optimizer:
+class Optimizer(ProbePiece):
     """The optimizer of this run. `scaled` where a loss scaler meets overflows: they are its business."""
 
     def __init__(self, process: Process, memory: PeakMemory) -> None:
-        self.record = process.record
+        super().__init__(process)
         self.memory = memory
         self.given: Any = None
         self.engine: Any = None
@@ -41,45 +41,34 @@ class Optimizer:
     def saw(self, optimizer: Any, accelerator: Any) -> None:
         self.given = optimizer
         plugin = getattr(getattr(accelerator, "state", None), "deepspeed_plugin", None)
-        self.record.write(
-            "optimizer",
-            **{"class": f"{type(optimizer).__module__}.{type(optimizer).__name__}"},
-            zero_stage=getattr(plugin, "zero_stage", None),
-        )
+        self.record.write("optimizer", **_class_of(optimizer), zero_stage=getattr(plugin, "zero_stage", None))
 
     def saw_engine(self, engine: Any) -> None:
         """DeepSpeed after it was set up: what is in force, not what was asked for."""
-        self.engine = engine
-        settings = {}
+        self.engine, original = engine, engine.step
+        offloaded = {}
         for part in ("optimizer", "param"):
-            offload = getattr(engine, f"zero_offload_{part}", lambda: None)()
-            device = getattr(offload, "device", None)
-            settings[f"offload_{part}"] = None if device is None else str(getattr(device, "value", device))
-        fp16 = bool(getattr(engine, "fp16_enabled", bool)())
-        self.scaled = fp16
+            device = getattr(getattr(engine, f"zero_offload_{part}", lambda: None)(), "device", None)
+            offloaded[f"offload_{part}"] = None if device is None else str(getattr(device, "value", device))
+        self.scaled = bool(getattr(engine, "fp16_enabled", bool)())
         bf16 = bool(getattr(engine, "bfloat16_enabled", bool)())
         self.record.write(
             "engine",
-            **{"class": f"{type(engine).__module__}.{type(engine).__name__}"},
+            **_class_of(engine),
             optimizer=type(getattr(engine, "optimizer", None)).__name__,
             zero_stage=engine.zero_optimization_stage(),
-            precision="fp16" if fp16 else "bf16" if bf16 else "fp32",
-            **settings,
+            precision="fp16" if self.scaled else "bf16" if bf16 else "fp32",
+            **offloaded,
         )
-        self._mark_before_first_step(engine)
 
-    def _mark_before_first_step(self, engine: Any) -> None:
-        original = engine.step
-
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def first_step(*args: Any, **kwargs: Any) -> Any:
             self.memory.mark("gradients")
             vars(engine).pop("step", None)
             return original(*args, **kwargs)
 
-        vars(engine)["step"] = step
+        vars(engine)["step"] = first_step
 
     def norm(self) -> Any:
-        """The norm of all gradients that an engine has; None where there is none."""
         return self.engine.get_global_grad_norm() if self.engine is not None else None
 
     def sample(self, optimizer: Any) -> Any:
@@ -90,12 +79,10 @@ class Optimizer:
             small = [p for p in trained if p.numel() <= SMALL]
             self.small = (small or sorted(trained, key=lambda p: p.numel()))[:SAMPLED]
         torch = sys.modules["torch"]
-        found = [p.grad for p in self.small if p.grad is not None]
-        found = [getattr(grad, "_local_tensor", grad) for grad in found]
+        found = [getattr(p.grad, "_local_tensor", p.grad) for p in self.small if p.grad is not None]
         return torch.stack([n.float() for n in torch._foreach_norm(found)]).sum() if found else None
 
     def learning_rate(self) -> float | None:
-        """The highest of the groups, where it lies on the host."""
         groups = self.given.param_groups if self.given is not None else []
         rates = [rate for group in groups if (rate := group.get("lr")) is not None]
         if not rates or any(getattr(rate, "is_cuda", False) for rate in rates):
@@ -105,8 +92,7 @@ class Optimizer:
     def steps_done(self, checkpoint: str) -> int:
         """Steps that a checkpoint has behind it: by its name, by the engine, by AdamW's own count."""
         name = os.path.basename(checkpoint.rstrip("/"))
-        named = re.fullmatch(r"(?:step_|checkpoint-)(\d+)", name)
-        if named is not None:
+        if (named := re.fullmatch(r"(?:step_|checkpoint-)(\d+)", name)) is not None:
             return int(named[1])
         counted = getattr(self.engine, "global_steps", None)
         if isinstance(counted, int) and counted:
@@ -116,12 +102,15 @@ class Optimizer:
         return max((int(count) for count in counts if count is not None), default=0)
 
 
-class Movement:
+def _class_of(made: Any) -> dict[str, str]:
+    return {"class": f"{type(made).__module__}.{type(made).__name__}"}
+
+
+class Movement(ProbePiece):
     """The sample before the first step, and what has become of it."""
 
     def __init__(self, process: Process, optimizer: Optimizer) -> None:
-        self.process = process
-        self.record = process.record
+        super().__init__(process)
         self.optimizer = optimizer
         self.begun = False
         self.before: Any = None
@@ -159,29 +148,26 @@ class Movement:
         torch, sample = sys.modules["torch"], self.sample
         if [int(tensor.numel()) for tensor in tensors] != sample.sizes:
             raise RuntimeError("the optimizer has other tensors than before its first step")
-        places = zip(sample.offsets, sample.strides, sample.counts, strict=True)
         with torch.no_grad():
-            parts = [elements(t, *place) for t, place in zip(tensors, places, strict=True)]
+            parts = [elements(tensor, *sample.place(row)) for row, tensor in enumerate(tensors)]
             # one device, whichever the optimizer's tensors are on
             return torch.cat([part.detach().float().to(parts[0].device) for part in parts])
 
     def report(self) -> None:
-        """The share so far, into the record, where steps were taken since the last report."""
         step = self.process.step
         if self.before is None or step == self.reported:
             return
         self.reported = step
         with self.record.quietly("weights"):
-            change = self._taken(self._tensors()) - self.before
+            change = (self._taken(self._tensors()) - self.before).abs()
             # what is no number has moved as well
-            still = int((change.abs() <= FLOOR).sum())
-            largest = float(change.abs().max())
+            sampled, still = int(change.numel()), int((change <= FLOOR).sum())
             self.record.write(
                 "weights",
                 step=self.process.at,
                 steps=step,
-                sampled=int(change.numel()),
-                moved=int(change.numel()) - still,
-                largest=finite(largest),
+                sampled=sampled,
+                moved=sampled - still,
+                largest=finite(float(change.max())),
                 tensors=len(self.sample.sizes),
             )

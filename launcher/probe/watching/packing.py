@@ -14,23 +14,20 @@ from typing import Any
 
 from .contract import Contract
 from .model import base_of, shape_of
-from .process import Process, finite
+from .process import ProbePiece, Process, finite
 
 LOOKS = 8  # micro-batches that are looked at at least
 TOKENS = 256  # of each of the two samples: far less than a training step holds
 
 
-class Packing:
+class Packing(ProbePiece):
     """What the first batches show. `on` is None until one was looked at."""
 
     def __init__(self, process: Process, contract: Contract) -> None:
-        self.process = process
-        self.settings = process.settings
-        self.record = process.record
+        super().__init__(process)
         self.contract = contract
         self.on: bool | None = None
-        self.looks = 0
-        self.tested = False
+        self.looks, self.tested = 0, False
 
     def look(self, module: Any, ids: Any, kwargs: dict[str, Any]) -> None:
         # each look reads the device; a batch that is packed says so at once
@@ -52,10 +49,9 @@ class Packing:
             packed = True
             detail = f"samples run on in {rows} row(s), with no boundary but their end"
         if self.on is None or packed:
-            self.on = packed
-            self.record.write("packing", state="on" if packed else "off", detail=detail)
-            final = packed and self.contract.expect.get("packing") == "off"
-            self.contract.seen("packing", "on" if packed else "off", final=final)
+            self.on, state = packed, "on" if packed else "off"
+            self.record.write("packing", state=state, detail=detail)
+            self.contract.seen("packing", state, final=packed and self.contract.expect.get("packing") == "off")
 
     def test(self, module: Any, args: Any, ids: Any, kwargs: dict[str, Any], known: dict[str, Any]) -> None:
         """Once, at the first micro-batch that is packed on every rank.
@@ -69,8 +65,8 @@ class Packing:
         if not (self.on if process.world == 1 else self.settings.packed):
             return
         pair: Any = None
-        begun = time.perf_counter()
         error: Exception | None = None
+        begun = time.perf_counter()
         try:
             pair = two_samples(module, args, ids, kwargs, known) if self.on else None
         except Exception as failure:
@@ -92,25 +88,22 @@ class Packing:
 
     def tell(self, module: Any, before: float, after: float, pair: Any, seconds: float) -> None:
         inner = base_of(module)
-        config = getattr(inner, "config", None)
-        state, known = "untested", math.isfinite(before) and math.isfinite(after)
-        if known:
-            # the same shapes give the same bits; only experts that swap places do not
-            tolerance = 1e-3 if shape_of(inner).get("experts") else 1e-6
-            moved = abs(after - before) > tolerance * max(1.0, abs(before))
-            state = "leaking" if moved else "isolated"
-        _, _, first, second = pair
+        known = math.isfinite(before) and math.isfinite(after)
+        # the same shapes give the same bits; only experts that swap places do not
+        tolerance = 1e-3 if shape_of(inner).get("experts") else 1e-6
+        moved = abs(after - before) > tolerance * max(1.0, abs(before))
+        state = "untested" if not known else "leaking" if moved else "isolated"
         self.record.write(
             "packing_isolation",
             state=state,
             loss=finite(before),
             changed_loss=finite(after),
-            attention=getattr(config, "_attn_implementation", None),
-            samples=[first, second],
+            attention=getattr(getattr(inner, "config", None), "_attn_implementation", None),
+            samples=list(pair[2:]),
             seconds=round(seconds, 4),
             reason=None if known else "the loss is not finite",
         )
-        if state != "untested":
+        if known:
             self.contract.seen("packing", state)
 
 
@@ -138,11 +131,9 @@ def run_on(module: Any, ids: Any, mask: Any) -> int | None:
 
 
 def _spans(module: Any, ids: Any, kwargs: dict[str, Any]) -> tuple[int, list[tuple[int, int]]]:
-    """A row, and where its samples begin and end."""
     ends, places = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
     if ends is not None:
-        marks = ends.tolist()
-        return 0, list(itertools.pairwise(marks))
+        return 0, list(itertools.pairwise(ends.tolist()))
     if places is not None and places.dim() == 2:
         for row, values in enumerate(places.tolist()):
             marks = [i for i, place in enumerate(values) if place == 0] + [len(values)]
@@ -232,9 +223,7 @@ def leak(module: Any, made: dict[str, Any], other: Any, first: int, second: int)
             warnings.simplefilter("ignore")
             for tokens in (ids, other):
                 rewind()
-                result = module(**{**made, "input_ids": tokens})
-                losses.append(_loss_of(result, ids, first))
-                del result
+                losses.append(_loss_of(module(**{**made, "input_ids": tokens}), ids, first))
         before, after = torch.stack(losses).tolist()
     finally:
         rewind()
@@ -246,9 +235,8 @@ def leak(module: Any, made: dict[str, Any], other: Any, first: int, second: int)
 def _loss_of(result: Any, ids: Any, first: int) -> Any:
     """The mean loss of the tokens behind `first`, in whatever form the model tells it."""
     torch = sys.modules["torch"]
-    told = getattr(result, "log_probs", None)
-    if told is not None:
-        return -told.double().sum() / (ids.shape[1] - first - 1)
+    if (log_probs := getattr(result, "log_probs", None)) is not None:
+        return -log_probs.double().sum() / (ids.shape[1] - first - 1)
     loss = getattr(result, "loss", None)
     if loss is not None and loss.numel() > 1:
         # OLMo-core's head under DPO: one log-probability a token, of the token behind it

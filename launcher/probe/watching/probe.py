@@ -44,10 +44,9 @@ class Probe:
         self.caches = Caches(self.process, self.contract, self.watchdog)
         self.steps = Steps(self.process, self.contract, self.caches, self.pairs)
         self.tally = Tally()
-        self.open = False
+        self.open = self.leaving = False
         self.models: set[int] = set()
         self.marked = 0
-        self.leaving = False
 
     def saw_model(self, model: Any) -> None:
         if id(model) in self.models:
@@ -57,8 +56,6 @@ class Probe:
         self.record.write("model", **facts)
         model.register_forward_pre_hook(self.forward_begins, with_kwargs=True)
         self.contract.seen("attention", facts["attention"])
-
-    # -- a step ------------------------------------------------------------------------------------
 
     def forward_begins(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if self.process.testing:
@@ -72,7 +69,11 @@ class Probe:
             self.close_step()
             self.steps.settle()
             if self.process.step_begun is None:
-                self.training_begins()
+                self.process.step_begun = time.perf_counter()
+                self.memory.mark("load")
+                with self.record.quietly("device"):
+                    self.record.write("device", **device(self.settings.cpu))
+                self.steps.start_clock()
             # what was being saved or evaluated is over
             self.watchdog.armed = self.process.step > 0
             if self.pairs.hidden is None:
@@ -81,13 +82,6 @@ class Probe:
             known = {**kwargs, **(self.pairs.hidden or {})}
             self.packing.look(module, ids, known)
             self.packing.test(module, args, ids, kwargs, known)
-
-    def training_begins(self) -> None:
-        self.process.step_begun = time.perf_counter()
-        self.memory.mark("load")
-        with self.record.quietly("device"):
-            self.record.write("device", **device(self.settings.cpu))
-        self.steps.start_clock()
 
     def micro_batch_begins(self, batch: dict[str, Any]) -> None:
         self.close_step()
@@ -120,7 +114,6 @@ class Probe:
                 self.memory.mark("gradients")
 
     def step_begins(self) -> None:
-        """The gradients of a step are there; its optimizer is about to use them."""
         self.process.step += 1
         self.open = True
         self.memory.mark("gradients")
@@ -128,12 +121,10 @@ class Probe:
         self.movement.begin()
 
     def before_clipping(self, *_: Any, **__: Any) -> None:
-        """The gradients are whole, and are about to be scaled."""
         if self.open:
             self.gradients.before_step()
 
     def clipped(self, norm: Any, *_: Any, **__: Any) -> None:
-        """A norm that upstream computed anyway."""
         if norm is not None and self.open:
             self.tally.norm = [norm]
 
@@ -157,7 +148,10 @@ class Probe:
         if process.step == 1:
             self.memory.mark("optimizer")
         now = time.perf_counter()
-        facts = tally.facts() | {
+        facts: dict[str, Any] = {
+            "micro_batches": tally.micro_batches,
+            "positions": tally.positions,
+            "interrupted": tally.interrupted,
             "step": process.at,
             "seconds": now - (process.step_begun or process.begun),
             "elapsed": now - process.begun,
@@ -180,18 +174,15 @@ class Probe:
             self.liger.report()
         self.contract.after_step(process.step)
 
-    # -- the end -----------------------------------------------------------------------------------
-
     def rests(self, *_: Any, **__: Any) -> None:
         """Something is saved, evaluated or uploaded: first see that what is saved is any good."""
         with self.record.quietly("last step"):
-            self.watchdog.rest()
+            self.watchdog.armed = False
             self.close_step()
             self.tally.interrupted = True
             self.steps.settle(wait=True)
             self.gradients.settle(wait=True)
-            step = self.process.step
-            if step:
+            if step := self.process.step:
                 self.memory.mark("steps", again=step > self.marked)
                 self.marked = step
             self.movement.report()

@@ -28,7 +28,6 @@ class Console(io.FileIO):
     lost = 0
 
     def write(self, block: Any, /) -> int:
-        """All of it counts as written where there is no room."""
         left = memoryview(block)
         try:
             while left:
@@ -64,11 +63,9 @@ class EventLog:
     """Appends events to this rank's file; flushes each; only in the process that opened it."""
 
     def __init__(self, folder: str, rank: int) -> None:
-        self.pid = os.getpid()
-        self.lock = threading.Lock()
+        self.pid, self.lock, self.troubles = os.getpid(), threading.Lock(), 0
         self.stream: Any = None
         self.stacks = os.path.join(folder, f"rank-{rank}.stacks.txt")
-        self.troubles = 0
         self.supplied: set[str] = set()
         with contextlib.suppress(OSError):
             os.makedirs(folder, exist_ok=True)
@@ -104,7 +101,6 @@ class EventLog:
             self.trouble(where, error)
 
     def supply(self, what: str, why: str) -> None:
-        """Note once that something was supplied that this machine lacks."""
         if what not in self.supplied:
             self.supplied.add(what)
             self.write("supplied", what=what, why=why)
@@ -117,7 +113,6 @@ def say(message: str) -> None:
 
 
 def finite(value: float | None) -> float | None:
-    """As JSON can hold it."""
     return None if value is None or not math.isfinite(value) else value
 
 
@@ -170,18 +165,24 @@ class Process:
         self.record = EventLog(settings.out, self.rank)
         self.begun = time.perf_counter()
         self.step_begun: float | None = None
-        self.step = 0
-        self.base = 0
-        self.resumed = False
-        self.testing = False
+        self.step = self.base = 0
+        self.resumed = self.testing = False
         self.last: dict[str, Any] = {}
 
     @property
     def at(self) -> int:
-        """The optimizer step of the run: those before the checkpoint it was resumed from, and its own."""
         return self.base + self.step
 
     def resumes(self, path: str, step: int) -> None:
         """The policy comes out of a checkpoint: it is not its own reference any more."""
         self.resumed, self.base = True, step
         self.record.write("resumed", path=path, step=step)
+
+
+class ProbePiece:
+    """One piece of the probe: what all of them share, and what it tells with it."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.settings = process.settings
+        self.record = process.record

@@ -17,14 +17,11 @@ from .process import EventLog
 
 @functools.cache
 def content() -> Any:
-    """The module of that name, by its place."""
-    launcher = Path(__file__).resolve().parents[2]
-    path = launcher / "artifacts" / "digest.py"
+    path = Path(__file__).resolve().parents[2] / "artifacts" / "digest.py"
     spec = importlib.util.spec_from_file_location("launch_content", path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     # a dataclass looks its module up
-    sys.modules[spec.name] = module
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -34,8 +31,7 @@ def note(record: EventLog, folder: Any) -> None:
     if not isinstance(folder, (str, os.PathLike)) or content().CHECKPOINT.search(os.fspath(folder)):
         return
     path = os.path.abspath(os.fspath(folder))
-    files = []
-    for name in content().weights(path) if os.path.isdir(path) else ():
-        found, _ = content().read(Path(path, name))
-        files.append({"name": name, "size": found.size, "method": found.method, "digest": found.digest})
+    names = content().weights(path) if os.path.isdir(path) else ()
+    found = [(name, content().read(Path(path, name))[0]) for name in names]
+    files = [{"name": name, "size": one.size, "method": one.method, "digest": one.digest} for name, one in found]
     record.write("saved_model", path=path, files=files)

@@ -18,32 +18,30 @@ from .process import Console, spare_streams
 
 
 def watched(probe: Probe) -> dict[str, Callable[[types.ModuleType], None]]:
-    """Module name -> what to do once it is there."""
     settings, caches = probe.settings, probe.caches
-    after: dict[str, Callable[[types.ModuleType], None]] = {
-        "datasets.arrow_dataset": caches.watch_maps,
-        "accelerate.accelerator": partial(trainers.watch_accelerate, probe),
-        "accelerate.optimizer": partial(trainers.watch_optimizer, probe),
-        "transformers.modeling_utils": partial(trainers.watch_saving, probe),
-        "transformers.trainer": partial(trainers.watch_trainer, probe),
-        "open_instruct.dataset_transformation": caches.watch_dataset,
-        "open_instruct.dpo_utils": caches.watch_reference,
-        "open_instruct.model_utils": partial(trainers.watch_final_save, probe),
-        "open_instruct.olmo_core_train_modules": partial(trainers.watch_olmo_module, probe),
-        "olmo_core.train.train_module.transformer.train_module": partial(trainers.watch_olmo_step, probe),
-        "olmo_core.train.trainer": partial(trainers.watch_olmo_trainer, probe),
-        **probe.liger.watched(),
+    watching = {
+        "accelerate.accelerator": trainers.watch_accelerate,
+        "accelerate.optimizer": trainers.watch_optimizer,
+        "transformers.modeling_utils": trainers.watch_saving,
+        "transformers.trainer": trainers.watch_trainer,
+        "open_instruct.model_utils": trainers.watch_final_save,
+        "open_instruct.olmo_core_train_modules": trainers.watch_olmo_module,
+        "olmo_core.train.train_module.transformer.train_module": trainers.watch_olmo_step,
+        "olmo_core.train.trainer": trainers.watch_olmo_trainer,
     }
     supplied = {"huggingface_hub": supplies.supply_snapshot}
     if settings.cpu:
         supplied["torch.serialization"] = supplies.supply_locations
     if settings.cpu and settings.stand_ins:
-        supplied["torch.cuda"] = supplies.supply_cuda_counters
-        supplied["open_instruct.utils"] = supplies.supply_mfu
-        supplied["olmo_core.distributed.utils"] = supplies.supply_gloo
-        monitor = "olmo_core.train.callbacks.gpu_memory_monitor"
-        supplied[monitor] = supplies.supply_memory_monitor
-    return after | {name: partial(supply, probe.record) for name, supply in supplied.items()}
+        supplied |= supplies.STAND_INS
+    return {
+        "datasets.arrow_dataset": caches.watch_maps,
+        "open_instruct.dataset_transformation": caches.watch_dataset,
+        "open_instruct.dpo_utils": caches.watch_reference,
+        **probe.liger.watched(),
+        **{name: partial(watch, probe) for name, watch in watching.items()},
+        **{name: partial(supply, probe.record) for name, supply in supplied.items()},
+    }
 
 
 def word(shown: str) -> str:
@@ -52,7 +50,6 @@ def word(shown: str) -> str:
 
 
 def run(target: str) -> None:
-    """The script with the words of this command line, and its folder as the first import path."""
     sys.argv = [target, *map(word, sys.argv[1:])]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.abspath(target))
@@ -60,7 +57,6 @@ def run(target: str) -> None:
 
 
 def main() -> None:
-    """What a training process does, from its first event to its last."""
     spare_streams()
     probe = Probe(json.loads(os.environ["LAUNCH_PROBE"]))
     process, record, target = probe.process, probe.record, probe.settings.target

@@ -14,7 +14,7 @@ from .caches import Caches
 from .contract import Contract
 from .model import torch_in_use
 from .packing import Packing
-from .process import Process, finite, say
+from .process import ProbePiece, Process, finite, say
 
 BRANCHES = ("chosen", "rejected")
 
@@ -33,23 +33,16 @@ class Tally:
         self.positions = 0
         self.interrupted = False
 
-    def facts(self) -> dict[str, Any]:
-        """What is known of it on the host."""
-        return {"micro_batches": self.micro_batches, "positions": self.positions, "interrupted": self.interrupted}
-
     def loss(self, loss: Any) -> None:
-        """That of a micro-batch, as it is given to `backward`."""
         self.scalars["loss"].append(loss.detach())
         self.micro_batches += 1
 
     def add(self, rows: Any, positions: int, tokens: Any) -> None:
-        """Rows, positions, and the positions that hold a token."""
         self.positions += positions
         self.scalars["tokens"].append(tokens)
         self.scalars["rows"].append(rows)
 
     def count(self, ids: Any, kwargs: dict[str, Any]) -> None:
-        """The same of a batch that the model is given."""
         mask, places = kwargs.get("attention_mask"), kwargs.get("position_ids")
         ends = kwargs.get("cu_seq_lens_q")
         rows: Any = int(ids.shape[0]) if ids.dim() == 2 else 1
@@ -66,7 +59,7 @@ class Tally:
         self.add(rows, int(ids.numel()), real)
 
 
-class Pairs:
+class Pairs(ProbePiece):
     """The pairs of each micro-batch, and what is known of the one that runs.
 
     `hidden` is that of the model's batch which the model is not told, under transformers' names; None
@@ -74,7 +67,7 @@ class Pairs:
     """
 
     def __init__(self, process: Process, packing: Packing) -> None:
-        self.process = process
+        super().__init__(process)
         self.packing = packing
         self.hidden: dict[str, Any] | None = None
         self.counts: list[int] = []
@@ -88,13 +81,13 @@ class Pairs:
         real: Any = positions
         rows = sum(int(one.shape[0]) for one in ids)
         hidden: dict[str, Any] = {}
-        if ends[0] is not None and ends[1] is not None:
+        if all(one is not None for one in ends):
             real = ends[0][-1] + ends[1][-1]
             rows = int(ends[0].numel()) + int(ends[1].numel()) - 2
             # of the row that both become, the first half
             hidden = {"cu_seq_lens_q": ends[0], "samples": rows}
             tally.scalars.setdefault("longer", []).append(ends[0][-1].maximum(ends[1][-1]))
-        elif masks[0] is not None and masks[1] is not None:
+        elif all(one is not None for one in masks):
             real = masks[0].sum() + masks[1].sum()
             hidden = {"attention_mask": masks[0]}
         self.hidden = hidden
@@ -118,7 +111,7 @@ class Pairs:
         message = f"batch {pairs} uses {filled:.0%} of each step"
         if better > pairs:
             message += f"; {better} fills {min(1.0, filled * better / max(1, pairs)):.0%}"
-        self.process.record.write("half_wasted", pairs=pairs, filled=round(filled, 4), better=better, message=message)
+        self.record.write("half_wasted", pairs=pairs, filled=round(filled, 4), better=better, message=message)
         if self.process.rank == 0:
             say(f"warning: {message}: rows are computed whole, however many pairs stand in them")
 
@@ -154,7 +147,6 @@ class Reading:
         return self.event is None or bool(self.event.query())
 
     def take(self) -> dict[str, list[float]]:
-        """The values; waits for the device where they have not arrived."""
         if self.event is not None and self.host is not None:
             self.event.synchronize()
             for (name, index), value in zip(self.places, self.host.tolist(), strict=True):
@@ -163,23 +155,19 @@ class Reading:
         return self.values
 
 
-class Steps:
+class Steps(ProbePiece):
     """The steps whose numbers have not arrived yet, and what is made of those that have."""
 
     def __init__(self, process: Process, contract: Contract, caches: Caches, pairs: Pairs) -> None:
-        self.process = process
-        self.record = process.record
-        self.contract = contract
-        self.caches = caches
-        self.pairs = pairs
+        super().__init__(process)
+        self.contract, self.caches, self.pairs = contract, caches, pairs
         self.readings: collections.deque[Reading] = collections.deque()
         self.timing: Any = None
 
     def start_clock(self) -> None:
         """The first step begins; the device's own clock is read where there is one."""
         with self.record.quietly("timing"):
-            torch = torch_in_use(self.process.settings.cpu)
-            if torch is not None:
+            if (torch := torch_in_use(self.settings.cpu)) is not None:
                 self.timing = torch.cuda.Event(enable_timing=True)
                 self.timing.record()
 
@@ -194,7 +182,6 @@ class Steps:
         self.readings.append(reading)
 
     def settle(self, *, wait: bool = False) -> None:
-        """Write the steps whose numbers have arrived; with `wait`, all of them."""
         while self.readings and (wait or self.readings[0].ready()):
             with self.record.quietly("step"):
                 self.finish(self.readings.popleft())
@@ -214,7 +201,7 @@ class Steps:
         # a loss scaler meets overflows and skips the step: that is its business
         whole = valid and (known["scaled"] or math.isfinite(gradient))
         tokens, rows = int(sum(values["tokens"])), int(sum(values["rows"]))
-        if known["step"] == process.base + process.settings.within:
+        if known["step"] == process.base + self.settings.within:
             longer = max(values.get("longer", [0]))
             self.pairs.tell_waste(tokens, known["positions"], rows // 2, longer)
         kept = ("micro_batches", "positions", "interrupted", "learning_rate", "allocated_gib", "reserved_gib")

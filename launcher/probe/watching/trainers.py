@@ -57,25 +57,21 @@ def watch_optimizer(probe: Probe, module: types.ModuleType) -> None:
 
 
 def watch_trainer(probe: Probe, module: types.ModuleType) -> None:
-    names = ("_save_checkpoint", "evaluate", "push_to_hub")
-    wrap_known(module.Trainer, names, resting(probe))
-    wrap_known(module.Trainer, ("save_model",), saving(probe, of_trainer))
+    def folder(trainer: Any, output_dir: Any = None, *_: Any, **__: Any) -> Any:
+        return output_dir or trainer.args.output_dir
+
+    wrap_known(module.Trainer, ("_save_checkpoint", "evaluate", "push_to_hub"), resting(probe))
+    wrap_known(module.Trainer, ("save_model",), saving(probe, folder))
     wrap_known(module.Trainer, ("_load_optimizer_and_scheduler",), resuming(probe))
 
 
 def watch_final_save(probe: Probe, module: types.ModuleType) -> None:
+    def folder(*args: Any, **kwargs: Any) -> Any:
+        # model_utils.py:527
+        return kwargs["output_dir"] if "output_dir" in kwargs else args[3]
+
     wrap_known(module, ("push_folder_to_hub",), resting(probe))
-    wrap_known(module, ("save_with_accelerate",), saving(probe, of_script))
-
-
-def of_trainer(trainer: Any, output_dir: Any = None, *_: Any, **__: Any) -> Any:
-    """Where Trainer's `save_model` puts the model (transformers/trainer.py)."""
-    return output_dir or trainer.args.output_dir
-
-
-def of_script(*args: Any, **kwargs: Any) -> Any:
-    """Where open-instruct's `save_with_accelerate` does (model_utils.py:527)."""
-    return kwargs["output_dir"] if "output_dir" in kwargs else args[3]
+    wrap_known(module, ("save_with_accelerate",), saving(probe, folder))
 
 
 def watch_saving(probe: Probe, module: types.ModuleType) -> None:
@@ -91,7 +87,6 @@ def watch_saving(probe: Probe, module: types.ModuleType) -> None:
 
 
 def resting(probe: Probe) -> Callable[..., Any]:
-    """For what takes long and is no step."""
     return observed(probe.record, before=probe.rests)
 
 
@@ -130,8 +125,11 @@ def resuming(probe: Probe) -> Callable[..., Any]:
     return observed(probe.record, before=begin, after=resumed)
 
 
+def marking(probe: Probe, phase: str) -> Callable[..., object]:
+    return lambda *_, **__: probe.memory.mark(phase)
+
+
 def clipping(probe: Probe) -> Callable[..., Any]:
-    """For what clips the gradients and returns their norm."""
     return observed(probe.record, before=probe.before_clipping, after=probe.clipped)
 
 
@@ -139,11 +137,6 @@ def clipping(probe: Probe) -> Callable[..., Any]:
 
 
 def watch_olmo_module(probe: Probe, module: types.ModuleType) -> None:
-    """open-instruct's training module: the model, and each micro-batch."""
-
-    def building(*_: Any, **__: Any) -> None:
-        probe.memory.mark("load")
-
     def built(_: Any, trained: Any, *args: Any, **kwargs: Any) -> None:
         probe.saw_model(trained.model)
         probe.optimizer.saw(trained.optim, None)
@@ -171,15 +164,12 @@ def watch_olmo_module(probe: Probe, module: types.ModuleType) -> None:
             probe.process.testing = False if dry_run else probe.process.testing
 
     owner, record = module.DPOTrainModule, probe.record
-    wrap(owner, "__init__", observed(record, before=building, after=built))
-    micro_batch = observed(record, before=before_batch, after=after_batch)
-    wrap(owner, "_compute_microbatch_loss", micro_batch)
+    wrap(owner, "__init__", observed(record, before=marking(probe, "load"), after=built))
+    wrap(owner, "_compute_microbatch_loss", observed(record, before=before_batch, after=after_batch))
     wrap(owner, "train_batch", train)
 
 
 def watch_olmo_step(probe: Probe, module: types.ModuleType) -> None:
-    """OLMo-core's own training module: gradients and optimizer."""
-
     def begin(trained: Any, *_: Any, **__: Any) -> None:
         probe.step_begins()
         if getattr(trained, "max_grad_norm", None) is None:
@@ -199,10 +189,6 @@ def watch_olmo_trainer(probe: Probe, module: types.ModuleType) -> None:
             folder = args[0] if args else kwargs.get("dir")
             probe.process.resumes(str(folder), done)
 
-    def begin(*_: Any, **__: Any) -> None:
-        # OLMo-core's memory monitor sets the counters back before its first step
-        probe.memory.mark("reference")
-
     def over(*_: Any, **__: Any) -> None:
         probe.rests()
         probe.leaves_out_final_save()
@@ -210,4 +196,5 @@ def watch_olmo_trainer(probe: Probe, module: types.ModuleType) -> None:
     owner, record = module.Trainer, probe.record
     wrap_known(owner, ("load_checkpoint",), observed(record, after=loaded))
     wrap_known(owner, ("save_checkpoint", "save_checkpoint_async"), resting(probe))
-    wrap(owner, "fit", observed(record, before=begin, after=over))
+    # OLMo-core's memory monitor sets the counters back before its first step
+    wrap(owner, "fit", observed(record, before=marking(probe, "reference"), after=over))

@@ -20,19 +20,16 @@ LEASE = "LAUNCH_LEASE"
 class Watchdog(threading.Thread):
     """Notices that nothing moves any more: no forward pass and no step for far longer than a step.
 
-    It watches from the end of the first step on, and not while something is saved, evaluated or
-    uploaded. What hangs is told from every rank's own stacks.
+    It watches from the end of the first step on, and is not `armed` while something is saved, evaluated or
+    uploaded; the next training forward ends that. What hangs is told from every rank's own stacks.
     """
 
     def __init__(self, process: Process, leave: Callable[..., None]) -> None:
         super().__init__(name="launch-watchdog", daemon=True)
-        self.process = process
-        self.settings = process.settings
-        self.leave = leave
+        self.process, self.settings, self.leave = process, process.settings, leave
         self.moved = time.monotonic()
-        self.armed = False
+        self.armed = self.reported = False
         self.seconds: collections.deque[float] = collections.deque(maxlen=101)
-        self.reported = False
 
     def beat(self) -> None:
         self.moved = time.monotonic()
@@ -43,14 +40,6 @@ class Watchdog(threading.Thread):
             self.seconds.append(seconds)
         self.beat()
         self.armed = True
-
-    def rest(self) -> None:
-        """Something began that is no step and may take long; the next training forward ends it."""
-        self.armed = False
-
-    def limit(self) -> float:
-        median = statistics.median(self.seconds) if self.seconds else 0.0
-        return max(self.settings.hang_seconds, self.settings.hang_factor * median)
 
     def run(self) -> None:
         while True:
@@ -63,17 +52,15 @@ class Watchdog(threading.Thread):
                     os.utime(os.environ[LEASE])
 
     def look(self) -> None:
-        waited, limit = time.monotonic() - self.moved, self.limit()
-        if not self.armed or waited < limit:
-            if self.reported:
-                self.reported = False
-                self.process.record.write("hang_over", step=self.process.at)
-            return
-        if not self.reported:
-            self.reported = True
-            self.report(waited, limit)
+        waited, median = time.monotonic() - self.moved, statistics.median(self.seconds) if self.seconds else None
+        limit = max(self.settings.hang_seconds, self.settings.hang_factor * (median or 0.0))
+        before, self.reported = self.reported, self.armed and waited >= limit
+        if self.reported and not before:
+            self.report(waited, limit, median)
+        elif before and not self.reported:
+            self.process.record.write("hang_over", step=self.process.at)
 
-    def report(self, waited: float, limit: float) -> None:
+    def report(self, waited: float, limit: float, median: float | None) -> None:
         process, record = self.process, self.process.record
         path, stops = record.stacks, self.settings.stops_hang
         with record.quietly("stacks"), open(path, "a", encoding="utf-8") as stream:
@@ -90,7 +77,7 @@ class Watchdog(threading.Thread):
             waited=round(waited, 1),
             limit=round(limit, 1),
             stacks=path,
-            median=round(statistics.median(self.seconds), 4) if self.seconds else None,
+            median=None if median is None else round(median, 4),
             message=message,
             stopped=stops,
         )

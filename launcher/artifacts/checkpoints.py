@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 import zipfile
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -70,9 +70,9 @@ def find(
     `ranks` is how many processes must have left their part, where it is known; those whose names are
     `known` are left out.
     """
-    judge = _layout(backend).judge
     folders = (path for path in _folders(backend, output) if path.name not in known)
-    return sorted((judge(path, ranks) for path in folders), key=lambda c: (c.kind, c.number))
+    found = (_read(_layout(backend), path, ranks) for path in folders)
+    return sorted(found, key=lambda checkpoint: (checkpoint.kind, checkpoint.number))
 
 
 def last_written(backend: str, output: Path | None) -> float | None:
@@ -126,58 +126,44 @@ def _folders(backend: str, output: Path | None) -> Iterator[Path]:
     return (path for name in names if output is not None and (path := output / name).is_dir())
 
 
-def _of_accelerate(path: Path, ranks: int | None) -> Checkpoint:
-    kind, number = path.name.split("_")
-    names, states = set(_names(path)), _LAYOUTS["accelerate"].states
-    marked = "COMPLETED" in names
-    fault = None if marked else "it was not finished: no COMPLETED in it"
-    return Checkpoint(
-        path=path,
-        kind="step" if kind == "step" else "epoch",
-        number=int(number),
-        marked=marked,
-        why_incomplete=fault
-        or _state_fault(path, names, "optimizer.bin", "scheduler.bin")
-        or _ranks_fault(path, names, states, ranks),
-        ranks=_ranks(names, states) or None,
-    )
-
-
-def _of_transformers(path: Path, ranks: int | None) -> Checkpoint:
-    number = int(path.name.partition("-")[2])
-    names, states = set(_names(path)), _LAYOUTS["transformers"].states
-    state, alone = files.read_json(path / "trainer_state.json"), "rng_state.pth" in names
-    fault = None if "trainer_state.json" in names else "it was not finished: no trainer_state.json"
-    if fault is None and state.get("global_step") != number:
+def _read(layout: _Layout, path: Path, ranks: int | None) -> Checkpoint:
+    names, alone = set(_names(path)), path / "rng_state.pth"
+    stem, number = re.split("[_-]", path.name)
+    state = files.read_json(path / "trainer_state.json")
+    fault = None if layout.mark in names else f"it was not finished: {layout.unmarked}"
+    if fault is None and layout.mark == "trainer_state.json" and state.get("global_step") != int(number):
         fault = f"trainer_state.json is not that of step {number}"
-    fault = fault or _state_fault(path, names, "optimizer.pt", "scheduler.pt")
-    if fault is None and (ranks or 1) == 1 and alone:
-        fault = _archive_fault(path / "rng_state.pth")
+    fault = fault or _state_fault(path, names, f"optimizer.{layout.suffix}", f"scheduler.{layout.suffix}")
+    if fault is None and (ranks or 1) == 1 and alone.name in names:
+        fault = _archive_fault(alone)
     elif fault is None:
-        fault = _ranks_fault(path, names, states, ranks)
+        fault = _ranks_fault(path, names, layout.states, ranks)
     epochs = state.get("epoch")
     return Checkpoint(
         path=path,
-        kind="step",
-        number=number,
-        marked=bool(state),
+        kind="epoch" if stem == "epoch" else "step",
+        number=int(number),
+        marked=bool(state) or "COMPLETED" in names,
         why_incomplete=fault,
         epochs=float(epochs) if isinstance(epochs, int | float) else None,
-        ranks=1 if alone else _ranks(names, states) or None,
+        ranks=1 if alone.name in names else sum(map(bool, map(layout.states.match, names))) or None,
     )
 
 
 class _Layout(NamedTuple):
     """How the checkpoints of a loop lie in an output folder.
 
-    `folder` matches their names, which begin with one of `stems`; `states` matches the files of each rank's
-    random states; `judge` reads one. `resumes_itself`: a start takes the newest that is marked.
+    `folder` matches their names, which begin with one of `stems`; `mark` is the file that upstream itself goes
+    by, `states` matches the files of each rank's random states. `resumes_itself`: a start takes the newest
+    that is marked.
     """
 
     folder: re.Pattern[str]
     stems: Mapping[Kind, str]
+    mark: str
+    unmarked: str
+    suffix: str
     states: re.Pattern[str]
-    judge: Callable[[Path, int | None], Checkpoint]
     resumes_itself: bool
 
 
@@ -185,15 +171,19 @@ _LAYOUTS = {
     "accelerate": _Layout(
         folder=re.compile(r"(step|epoch)_(\d+)\Z", re.ASCII),
         stems={"step": "step_", "epoch": "epoch_"},
+        mark="COMPLETED",
+        unmarked="no COMPLETED in it",
+        suffix="bin",
         states=re.compile(r"random_states_(\d+)\.pkl\Z"),
-        judge=_of_accelerate,
         resumes_itself=True,
     ),
     "transformers": _Layout(
         folder=re.compile(r"checkpoint-(\d+)\Z", re.ASCII),
         stems={"step": "checkpoint-"},
+        mark="trainer_state.json",
+        unmarked="no trainer_state.json",
+        suffix="pt",
         states=re.compile(r"rng_state_(\d+)\.pth\Z"),
-        judge=_of_transformers,
         resumes_itself=False,
     ),
 }
@@ -224,10 +214,6 @@ def _state_fault(path: Path, names: set[str], optimizer: str, scheduler: str) ->
         # DeepSpeed's own schedule lies in its engine's state
         return f"it lacks {scheduler}" if engine is None else None
     return _archive_fault(path / scheduler)
-
-
-def _ranks(names: Iterable[str], pattern: re.Pattern[str]) -> int:
-    return sum(pattern.match(name) is not None for name in names)
 
 
 def _ranks_fault(path: Path, names: set[str], pattern: re.Pattern[str], ranks: int | None) -> str | None:

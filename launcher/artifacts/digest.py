@@ -102,8 +102,7 @@ def _read(descriptor: int, size: int, sampled: bool) -> Content:
 
 def threads() -> int:
     """How many threads hash at once: the processors that this process may use, at most 16."""
-    counted = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    return max(1, min(16, len(counted) or os.cpu_count() or 1))
+    return min(16, len(os.sched_getaffinity(0)))
 
 
 def _whole(descriptor: int, size: int) -> str:
@@ -138,20 +137,17 @@ def _sampled(descriptor: int, size: int, regions: Sequence[tuple[int, int]]) -> 
         return part.digest()
 
     # far apart: reading on from each block, as the kernel would, reads an eighth of the file
-    advice = getattr(os, "posix_fadvise", None)
-    if advice is not None:
-        with contextlib.suppress(OSError):
-            advice(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     # these wait for the disk, not for a processor
     return _joined(tree, 16, batch, range(0, len(regions), _READS))
 
 
 def _bytes(descriptor: int, offset: int, length: int) -> bytes:
     """Exactly these bytes; raises Changing where the file has become shorter."""
-    raw = os.pread(descriptor, length, offset)
+    raw = b""
     while len(raw) < length:
-        more = os.pread(descriptor, length - len(raw), offset + len(raw))
-        if not more:
+        if not (more := os.pread(descriptor, length - len(raw), offset + len(raw))):
             raise Changing
         raw += more
     return raw

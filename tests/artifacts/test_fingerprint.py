@@ -328,8 +328,7 @@ def test_the_digests_are_those_of_every_other_machine(write: Write) -> None:
         "print(of_file(Path(sys.argv[1]), FingerprintCache()).digest)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True,
-        cwd=REPOSITORY,
-    )  # fmt: skip
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True, cwd=REPOSITORY
+    )
     assert done.stdout.strip() == digest(path)
     assert digest(path) == "6a65e87d5ac4ee8eedac85c84026eb567c5bdec57e4cb55b64f9ba9d115dc0bc"

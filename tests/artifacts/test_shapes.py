@@ -15,16 +15,14 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 2, "vocab_size": 320, "pad_token_id": 0,
 }  # fmt: skip
 CONFIGS: dict[str, list[dict[str, Any]]] = {
-    "llama": [
-        {}, {"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}, {"head_dim": 32},
-    ],
+    "llama": [{}, {"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}, {"head_dim": 32}],
     "mistral": [{}, {"head_dim": 32}],
     "granite": [{}],
     "qwen2": [{}],
     "qwen3": [{}, {"head_dim": 32, "attention_bias": True}],
     "olmo2": [{}, {"attention_bias": True}],
     "olmo3": [{}],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -78,9 +76,7 @@ def test_absent_keys_are_what_their_class_says(tmp_path: Path) -> None:
             model = transformers.AutoModelForCausalLM.from_config(config)
         shape = architecture.find(str(tmp_path), {})
         assert shape.parameters == sum(p.numel() for p in model.parameters()), given
-        assert (shape.heads, shape.kv_heads) == (
-            config.num_attention_heads, config.num_key_value_heads,
-        )  # fmt: skip
+        assert (shape.heads, shape.kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
 
 
 def test_odd_configs_are_counted_as_transformers_does_or_refused() -> None:
@@ -171,7 +167,7 @@ def test_a_folder_wins_over_the_table_and_arguments_over_both(tmp_path: Path, mo
         ({"model_type": "qwen2", **BASE, "tie_word_embeddings": "yes"}, "`tie_word_embeddings` is 'yes'"),
         ({"model_type": "qwen2", **BASE, "vision_config": {}}, "more than a language model"),
     ],
-)  # fmt: skip
+)
 def test_what_is_missing_is_named(config: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
         architecture.shape_of(config, name="some/model")

@@ -83,10 +83,9 @@ def test_deepspeed_and_precision() -> None:
     [
         (0, ["--mixed_precision", "no", "--dynamo_backend", "no", "--cpu"]),
         (1, ["--mixed_precision", "bf16", "--dynamo_backend", "no"]),
-        (2, ["--mixed_precision", "bf16", "--dynamo_backend", "no", "--multi_gpu",
-             "--main_process_port", "0"]),
+        (2, ["--mixed_precision", "bf16", "--dynamo_backend", "no", "--multi_gpu", "--main_process_port", "0"]),
     ],
-)  # fmt: skip
+)
 def test_without_deepspeed(gpus: int, expected: list[str]) -> None:
     made = built(planned(staged(TULU, ["deepspeed=none"]), gpus))
     words = accelerate(made)

@@ -46,9 +46,8 @@ args:
 def parts(path: Path, *words: str, gpus: str = "1") -> dict[str, float]:
     """GiB of each part at the fullest moment, and `peak`."""
     told = CliRunner().invoke(
-        app, ["plan", str(path), "--gpus", gpus, *words, *ROWS, "--why", "--format", "json"],
-        catch_exceptions=False,
-    )  # fmt: skip
+        app, ["plan", str(path), "--gpus", gpus, *words, *ROWS, "--why", "--format", "json"], catch_exceptions=False
+    )
     (one,) = json.loads(told.stdout)["data"]["gpus"]
     fullest: list[dict[str, Any]] = one["why"][0]["parts"]
     return {"peak": one["memory_gib"]["peak"], **{part["name"]: part["gib"] for part in fullest}}

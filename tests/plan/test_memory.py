@@ -46,9 +46,8 @@ def run(
     if deepspeed:
         zero = zero_of(json.loads(deepspeed_file(deepspeed).read_text()), shape.hidden)
     batch = lengths.largest(
-        lengths.parse(tokens), rows=rows * (2 if dpo else 1), batches=steps * gpus * accumulation,
-        packed=packed,
-    )  # fmt: skip
+        lengths.parse(tokens), rows=rows * (2 if dpo else 1), batches=steps * gpus * accumulation, packed=packed
+    )
     loss = "logprobs" if dpo else ("liger" if given.get("liger") else "full")
     return Setup(
         shape=shape, batch=batch, processes=gpus, accumulation=accumulation, zero=zero, packed=packed,
@@ -74,9 +73,7 @@ MEASURED = [
 ]
 
 # docs/evidence/h200.md; each as the run was: packed rows with flash-attn 2 where nothing else is said
-CHATS: dict[str, Any] = {
-    "tokens": "301:1103", "gpus": 1, "deepspeed": "zero2", "attention": "flash", "liger": True,
-}  # fmt: skip
+CHATS: dict[str, Any] = {"tokens": "301:1103", "gpus": 1, "deepspeed": "zero2", "attention": "flash", "liger": True}
 PAIRS: dict[str, Any] = {**CHATS, "tokens": "272:1027", "stage": "dpo"}
 TWO: dict[str, Any] = {"model": QWEN_7B, "gpus": 2}
 FP32 = {"deepspeed": "zero2_fp32_comm"}
@@ -274,13 +271,11 @@ def test_activations_are_those_of_transformers(case: dict[str, Any]) -> None:
     import allocation
 
     given = dict(case)
-    model, rows, width, real = (
-        given.pop("model"), given.pop("rows"), given.pop("width"), given.pop("real", None)
-    )  # fmt: skip
+    model, rows, width, real = (given.pop("model"), given.pop("rows"), given.pop("width"), given.pop("real", None))
     packed, layers = given.pop("packed", False), 12 if case.get("checkpointing") else 6
     traced = allocation.measure(
-        allocation.config_of(model, layers), rows=rows, length=width, real=real, packing=packed, **given,
-    )  # fmt: skip
+        allocation.config_of(model, layers), rows=rows, length=width, real=real, packing=packed, **given
+    )
     total = rows * width
     batch = MicroBatch(rows=rows, width=width, real=real or total, formula="")
     batch = flat(total) if packed else batch

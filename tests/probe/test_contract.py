@@ -158,9 +158,9 @@ def test_a_loss_that_is_not_finite_names_the_last_one_that_was(training: Trainin
 
 def test_the_last_step_is_judged_before_it_is_saved(training: Training) -> None:
     saved = script(loss="float('nan') if step == 5 else 1.0").replace(
-        'print("trained")', "from transformers.modeling_utils import PreTrainedModel as M; "
-        "print(M().save_pretrained('out'))",
-    )  # fmt: skip
+        'print("trained")',
+        "from transformers.modeling_utils import PreTrainedModel as M; print(M().save_pretrained('out'))",
+    )
     done = training.run(saved, on_violation="stop")
     assert (done.returncode, done.stdout) == (VIOLATION, "")
     assert training.events("saved") == []
@@ -193,9 +193,7 @@ def test_it_has_an_ending_of_its_own(training: Training, tmp_path: Path) -> None
     (tmp_path / "exit.json").write_text('{"returncode": 1, "signal": null}')
     verdict = judge("sft", {"liger": "engaged"}, read_run(tmp_path))
     finish = verdict.point("finish")
-    assert (verdict.status, finish.state, finish.detail["reason"]) == (
-        "fail", "stopped", "violation",
-    )  # fmt: skip
+    assert (verdict.status, finish.state, finish.detail["reason"]) == ("fail", "stopped", "violation")
     assert verdict.stopped == "liger expected engaged, seen not_engaged (step 3, rank 0)"
     assert finish.evidence[0].source == "probe"
     assert verdict.point("liger").state == "not_engaged"
@@ -217,10 +215,7 @@ def test_a_first_loss_that_is_not_ln_2(training: Training, loss: str, before: st
     fake = training.folder / "packages" / "open_instruct" / "dpo_utils.py"
     fake.write_text("def build_reference_logprobs_cache(**_): pass\n")
     told = script(loss=f"{loss} if step == 1 else 0.5").replace("for step", f"{before}\n    for step")
-    done = training.run(
-        textwrap.dedent(DPO) + textwrap.dedent(told), first_loss=0.693147,
-        on_violation="stop",
-    )  # fmt: skip
+    done = training.run(textwrap.dedent(DPO) + textwrap.dedent(told), first_loss=0.693147, on_violation="stop")
     assert done.returncode == (VIOLATION if stale else 0), done.stderr
     seen = [e["state"] for e in training.events("reference_cache")]
     assert seen == ["miss", "stale"] if stale else ["miss"]
@@ -255,9 +250,8 @@ def real(training: Training, text: str, **settings: Any) -> subprocess.Completed
     if folder.is_dir():
         folder.rename(training.folder / "fakes")
     return training.run(
-        textwrap.dedent(TINY) + textwrap.dedent(text), python=sys.executable, cpu=True, options=(),
-        **settings,
-    )  # fmt: skip
+        textwrap.dedent(TINY) + textwrap.dedent(text), python=sys.executable, cpu=True, options=(), **settings
+    )
 
 
 MATRIX = """
@@ -486,13 +480,9 @@ def test_packed_dpo_leaks_beside_a_cache_and_so_does_its_reference_pass(place: P
     assert (code, seen["packing"], seen["finish"]) == (1, "leaking", "completed")
     record = Path(answer["data"]["run"]) / "probe" / "rank-0.jsonl"
     told = [e for e in map(json.loads, record.read_text().splitlines()) if e["event"] == "violation"]
-    assert [(v["point"], v["step"], v["stopped"]) for v in told] == [
-        ("packing", 1, False), ("liger", 3, False),
-    ]  # fmt: skip
+    assert [(v["point"], v["step"], v["stopped"]) for v in told] == [("packing", 1, False), ("liger", 3, False)]
 
-    code, answer = launch(
-        place, *words, "activation_memory_budget=0.5", "output_dir=build/demo/apart",
-    )  # fmt: skip
+    code, answer = launch(place, *words, "activation_memory_budget=0.5", "output_dir=build/demo/apart")
     seen = states(answer)
     assert (code, seen["packing"], seen["finish"]) == (1, "isolated", "stopped")
     # checkpointing does without the cache, but in training only: the reference pass leaks as before

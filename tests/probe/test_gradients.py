@@ -41,11 +41,9 @@ TRUE: list[dict[str, Any]] = [
 ]
 CORRUPT: list[dict[str, Any]] = [
     {"engine": engine, "fault": kind, "accumulation": 4 if kind == "dropped" else 1, "clip": 0.1, **precision}
-    for engine, precision in (
-        ("ddp", {}), ("fsdp2", {}), ("zero1", HALF), ("zero2", HALF), ("zero3", HALF),
-    )
+    for engine, precision in (("ddp", {}), ("fsdp2", {}), ("zero1", HALF), ("zero2", HALF), ("zero3", HALF))
     for kind in ("bucket", "undivided", "dropped")
-]  # fmt: skip
+]
 UNKNOWN: list[dict[str, Any]] = [{"engine": "ddp", "unwatched": [1], "patience": 2}]
 CASES = [*TRUE, *CORRUPT, *UNKNOWN]
 
@@ -181,9 +179,8 @@ def test_the_tolerance_lies_between_rounding_and_a_lost_micro_batch() -> None:
     ],
 )
 def test_releases_that_are_known_to_corrupt(
-    stage: int, version: str | None, wire: str | None, accumulation: int, severity: str | None,
-    code: str | None,
-) -> None:  # fmt: skip
+    stage: int, version: str | None, wire: str | None, accumulation: int, severity: str | None, code: str | None
+) -> None:
     config: dict[str, Any] = {"zero_optimization": {"stage": stage, "overlap_comm": True}}
     config |= {"communication_data_type": wire} if wire else {}
     found = fault(config, version, precision="bf16", accumulation=accumulation)
@@ -298,9 +295,7 @@ def test_nothing_is_compared_with_a_corrupt_baseline() -> None:
     assert (finding.severity, finding.code) == ("error", "corrupt-baseline")
     assert baseline_fault([trial("a", LEARNS)]) == ()
     # and gradients that nobody compared prove nothing
-    assert standings(trial("a", LEARNS), trial("b", LEARNS, speed=150, gradients="unknown"))[1] == (
-        "unproven", False,
-    )  # fmt: skip
+    assert standings(trial("a", LEARNS), trial("b", LEARNS, speed=150, gradients="unknown"))[1] == ("unproven", False)
     # a sample is read as it was written
     one = trial("a", LEARNS)
     assert Sample.from_json(json.loads(json.dumps(one.as_json()))) == one

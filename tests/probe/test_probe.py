@@ -370,9 +370,7 @@ def test_memory_is_read_on_gpus_only_and_marked_where_a_phase_ends(training: Tra
     training.run(script)
     assert {(s["allocated_gib"], s["reserved_gib"]) for s in training.events("step")} == {(3, 4)}
     phases = [(e["phase"], e["step"]) for e in training.events("memory")]
-    assert phases == [
-        ("load", 0), ("prepare", 0), ("gradients", 1), ("optimizer", 1), ("steps", 3), ("end", 3),
-    ]  # fmt: skip
+    assert phases == [("load", 0), ("prepare", 0), ("gradients", 1), ("optimizer", 1), ("steps", 3), ("end", 3)]
     assert {e["peak_allocated_gib"] for e in training.events("memory")} == {3.0}
     (device,) = training.events("device")
     assert (device["name"], device["total_gib"]) == ("A GPU", 80.0)

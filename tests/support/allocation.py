@@ -226,10 +226,7 @@ def _liger(model: Any) -> list[tuple[Any, str, Any]]:
             changes.append((value, "forward", lambda self, x: _Norm.apply(x, self.weight)))
         if name.endswith("MLP"):
             changes.append((value, "forward", _swiglu))
-    changes.append((
-        source, "apply_rotary_pos_emb",
-        lambda q, k, cos, sin, *_, **__: _Rope.apply(q, k, cos, sin),
-    ))  # fmt: skip
+    changes.append((source, "apply_rotary_pos_emb", lambda q, k, cos, sin, *_, **__: _Rope.apply(q, k, cos, sin)))
     return changes
 
 
@@ -262,9 +259,8 @@ def build(
         import peft
 
         settings = peft.LoraConfig(
-            r=lora, lora_alpha=16, lora_dropout=dropout, target_modules=list(targets),
-            task_type="CAUSAL_LM",
-        )  # fmt: skip
+            r=lora, lora_alpha=16, lora_dropout=dropout, target_modules=list(targets), task_type="CAUSAL_LM"
+        )
         # parameters without data cannot be moved
         with _replaced((torch.nn.Module, "to", lambda self, *_, **__: self)):
             model = peft.get_peft_model(model, settings)
@@ -413,10 +409,7 @@ def measure_fsdp(name: str, vocab: int, *, layers: int, rows: int, length: int, 
         mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=names)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = _olmo_core(name, vocab=vocab, layers=layers)
-            model.apply_fsdp(
-                dp_mesh=mesh, param_dtype=HALF, reduce_dtype=FLOAT,
-                wrapping_strategy=Wrapping.blocks,
-            )  # fmt: skip
+            model.apply_fsdp(dp_mesh=mesh, param_dtype=HALF, reduce_dtype=FLOAT, wrapping_strategy=Wrapping.blocks)
             ids = torch.zeros((rows, length), dtype=torch.int64)
             changes = (
                 (_fsdp_param, "free_storage", free),

@@ -84,10 +84,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         peak = torch.tensor(tracker.peak)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     engine.destroy()
-    return {
-        "peak": int(peak), "deepspeed": engine_config,
-        "config": json.loads(config.to_json_string(use_diff=False)),
-    }  # fmt: skip
+    return {"peak": int(peak), "deepspeed": engine_config, "config": json.loads(config.to_json_string(use_diff=False))}
 
 
 def adapted(model: Any, rank: int) -> Any:

@@ -57,9 +57,8 @@ def planned(stage: Stage, gpus: int = 0, nodes: int = 1) -> Plan:
 
 
 def built(
-    made: Plan, environ: Mapping[str, str] | None = None, python: Path = PYTHON,
-    folder: Path = Path("/run"),
-) -> Command:  # fmt: skip
+    made: Plan, environ: Mapping[str, str] | None = None, python: Path = PYTHON, folder: Path = Path("/run")
+) -> Command:
     """Its command in a run folder."""
     return command.build(made, trainer(python=python), folder, environ=environ or {})
 

@@ -84,9 +84,8 @@ def engine(output: Path, name: str, *, ranks: int = 2) -> Path:
 
 
 def trl(
-    output: Path, step: int, *, epoch: float = 0.5, ranks: int = 1,
-    state: Mapping[str, Any] | None = None,
-) -> Path:  # fmt: skip
+    output: Path, step: int, *, epoch: float = 0.5, ranks: int = 1, state: Mapping[str, Any] | None = None
+) -> Path:
     """A checkpoint of transformers' Trainer."""
     folder = output / f"checkpoint-{step}"
     folder.mkdir(parents=True)

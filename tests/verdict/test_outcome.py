@@ -21,9 +21,9 @@ from test_check import Run, brief, sft, step
 from launcher import files
 from launcher.cache import inputs
 from launcher.lifecycle import checksums, start
-from launcher.probe.watching import saves
 from launcher.probe.watching.optimizer import Movement, Optimizer
 from launcher.probe.watching.process import EventLog, Process, Settings
+from launcher.probe.watching.trainers import note_saved
 from launcher.report import series
 from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
@@ -157,7 +157,7 @@ def trained(run: Run, place: Path, name: str = "model.safetensors") -> Path:
     tensors(output / name, noise(1))
     (output / "config.json").write_text("{}")
     record = EventLog(str(place / "scratch"), 0)
-    saves.note(record, output)
+    note_saved(record, output)
     (told,) = (place / "scratch" / "rank-0.jsonl").read_text().splitlines()
     run.log(sft(5))
     run.exit(0)
@@ -430,7 +430,7 @@ def test_an_adapter_is_fingerprinted_and_a_checkpoint_is_not(run: Run, tmp_path:
     tensors(output / "adapter_model.safetensors", noise(3))
     assert judged(run.folder).point("model").state == "changed"
     record = EventLog(str(tmp_path / "other"), 0)
-    saves.note(record, tmp_path / "out" / "checkpoint-5")
+    note_saved(record, tmp_path / "out" / "checkpoint-5")
     assert not (tmp_path / "other" / "rank-0.jsonl").read_text()
 
 

@@ -1,6 +1,6 @@
 """Where each engine keeps the gradient that its optimizer is about to use.
 
-A `ProbePiece` is a contiguous range of one parameter, flattened, that this process updates, and the tensor
+A `GradientPiece` is a contiguous range of one parameter, flattened, that this process updates, and the tensor
 that holds its gradient. DeepSpeed's ZeRO 1 and 2 and its bf16 optimizer keep ranges of all parameters in
 one flat tensor (`_hp_mapping`, deepspeed/utils/tensor_fragment.py), ZeRO 3 in one a sub-group
 (`grad_position`, deepspeed/runtime/zero/stage3.py), FSDP2 the first dimension's chunk of each parameter

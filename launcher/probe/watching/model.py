@@ -145,8 +145,6 @@ class PeakMemory(ProbePiece):
             with contextlib.suppress(Exception):
                 import resource
 
-                # KiB on Linux, bytes on macOS
-                unit = 2**30 if sys.platform == "darwin" else 2**20
-                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-                counters["peak_host_gib"] = round(peak, 3)
+                # KiB
+                counters["peak_host_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)
             self.record.write("memory", phase=phase, step=self.process.at, **counters)

@@ -8,8 +8,7 @@ import sys
 import time
 from typing import Any
 
-from .caches import Caches
-from .contract import Contract, Liger
+from .contract import Caches, Contract, Liger
 from .gradients import Gradients
 from .model import PeakMemory, described, device
 from .optimizer import Movement, Optimizer
@@ -148,23 +147,23 @@ class Probe:
         if process.step == 1:
             self.memory.mark("optimizer")
         now = time.perf_counter()
-        facts: dict[str, Any] = {
+        seconds = now - (process.step_begun or process.begun)
+        event: dict[str, Any] = {
+            "step": process.at,
+            "elapsed": round(now - process.begun, 4),
             "micro_batches": tally.micro_batches,
             "positions": tally.positions,
             "interrupted": tally.interrupted,
-            "step": process.at,
-            "seconds": now - (process.step_begun or process.begun),
-            "elapsed": now - process.begun,
-            "scaled": self.optimizer.scaled,
-            "parts": 1 if self.settings.divides_loss else max(1, len(tally.scalars["loss"])),
-            **dict.fromkeys(("allocated_gib", "reserved_gib", "learning_rate")),
+            **dict.fromkeys(("learning_rate", "allocated_gib", "reserved_gib")),
         }
         with self.record.quietly("memory"):
-            facts |= self.memory.peaks()
+            event |= self.memory.peaks()
         with self.record.quietly("learning rate"):
-            facts["learning_rate"] = self.optimizer.learning_rate()
-        self.watchdog.step(facts["seconds"], first=process.step == 1)
-        self.steps.add({**tally.scalars, "norm": tally.norm}, facts)
+            event["learning_rate"] = self.optimizer.learning_rate()
+        self.watchdog.step(seconds, first=process.step == 1)
+        parts = 1 if self.settings.divides_loss else max(1, len(tally.scalars["loss"]))
+        known = {"seconds": seconds, "scaled": self.optimizer.scaled, "parts": parts, "event": event}
+        self.steps.add({**tally.scalars, "norm": tally.norm}, known)
         # a step lasts from the end of the one before: its data loading and logging are part of it
         process.step_begun = now
         self.tally = Tally()

@@ -10,8 +10,7 @@ import math
 import sys
 from typing import Any
 
-from .caches import Caches
-from .contract import Contract
+from .contract import Caches, Contract
 from .model import torch_in_use
 from .packing import Packing
 from .process import ProbePiece, Process, finite, say
@@ -188,7 +187,8 @@ class Steps(ProbePiece):
 
     def finish(self, reading: Reading) -> None:
         values, known, process = reading.take(), reading.known, self.process
-        seconds = known["seconds"]
+        event, seconds = known["event"], known["seconds"]
+        step = event["step"]
         if reading.event is not None:
             if self.timing is not None:
                 seconds = self.timing.elapsed_time(reading.event) / 1000
@@ -201,29 +201,17 @@ class Steps(ProbePiece):
         # a loss scaler meets overflows and skips the step: that is its business
         whole = valid and (known["scaled"] or math.isfinite(gradient))
         tokens, rows = int(sum(values["tokens"])), int(sum(values["rows"]))
-        if known["step"] == process.base + self.settings.within:
-            longer = max(values.get("longer", [0]))
-            self.pairs.tell_waste(tokens, known["positions"], rows // 2, longer)
-        kept = ("micro_batches", "positions", "interrupted", "learning_rate", "allocated_gib", "reserved_gib")
-        self.record.write(
-            "step",
-            step=known["step"],
-            loss=mean,
-            finite=whole,
-            rows=rows,
-            tokens=tokens,
-            wasted=known["positions"] - tokens,
-            grad_norm=finite(norm),
-            seconds=round(seconds, 4),
-            elapsed=round(known["elapsed"], 4),
-            **{name: known[name] for name in kept},
-        )
+        wasted = event["positions"] - tokens
+        if step == process.base + self.settings.within:
+            self.pairs.tell_waste(tokens, event["positions"], rows // 2, max(values.get("longer", [0])))
+        about = {"rows": rows, "tokens": tokens, "wasted": wasted, "seconds": round(seconds, 4), **event}
+        self.record.write("step", loss=mean, finite=whole, grad_norm=finite(norm), **about)
         if not valid:
             value = next(str(loss) for loss in losses if not math.isfinite(loss))
-            self.contract.nonfinite("loss", value, known["step"])
+            self.contract.nonfinite("loss", value, step)
         elif not whole:
-            self.contract.nonfinite("gradient", str(gradient), known["step"])
+            self.contract.nonfinite("gradient", str(gradient), step)
         elif mean is not None:
-            process.last = {"step": known["step"], "loss": mean, "grad_norm": finite(norm)}
-            if known["step"] == 1:
+            process.last = {"step": step, "loss": mean, "grad_norm": finite(norm)}
+            if step == 1:
                 self.caches.check_first_loss(mean)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
+import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from . import saves
 from .hooks import observed, wrap, wrap_known
 from .probe import Probe
+from .process import EventLog
 
 
 def watch_accelerate(probe: Probe, module: types.ModuleType) -> None:
@@ -79,11 +83,33 @@ def watch_saving(probe: Probe, module: types.ModuleType) -> None:
         if kwargs.get("is_main_process", True):
             probe.record.write("saved", path=str(save_directory))
             with probe.record.quietly("saved model"):
-                saves.note(probe.record, save_directory)
+                note_saved(probe.record, save_directory)
         probe.memory.mark("save", again=True)
 
     save = observed(probe.record, before=probe.rests, after=saved)
     wrap(module.PreTrainedModel, "save_pretrained", save)
+
+
+@functools.cache
+def digest_module() -> Any:
+    path = Path(__file__).resolve().parents[2] / "artifacts" / "digest.py"
+    spec = importlib.util.spec_from_file_location("launch_content", path)
+    assert spec is not None and spec.loader is not None
+    # a dataclass looks its module up
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def note_saved(record: EventLog, folder: Any) -> None:
+    """Fingerprint a model that has just been saved; a checkpoint is none of the final ones."""
+    if not isinstance(folder, (str, os.PathLike)) or digest_module().CHECKPOINT.search(os.fspath(folder)):
+        return
+    path = os.path.abspath(os.fspath(folder))
+    names = digest_module().weights(path) if os.path.isdir(path) else ()
+    found = [(name, digest_module().read(Path(path, name))[0]) for name in names]
+    files = [{"name": name, "size": one.size, "method": one.method, "digest": one.digest} for name, one in found]
+    record.write("saved_model", path=path, files=files)
 
 
 def resting(probe: Probe) -> Callable[..., Any]:
@@ -100,7 +126,7 @@ def saving(probe: Probe, folder: Callable[..., Any]) -> Callable[..., Any]:
 
     def saved(_: Any, *args: Any, **kwargs: Any) -> None:
         if not probe.process.rank:
-            saves.note(probe.record, folder(*args, **kwargs))
+            note_saved(probe.record, folder(*args, **kwargs))
 
     return observed(probe.record, before=begin, after=saved)
 

@@ -216,9 +216,8 @@ def _clean(value: Any, name: str, known: Sequence[str]) -> Any:
         for key, below in value.items():
             # {"hub_token": {"value": ..., "origin": ...}}: the name reaches the value
             named = key if is_secret(str(key)) else name * (key == "value")
-            cleaned[_text(key, known) if isinstance(key, str) else key] = (
-                below if _ours(key, below) else _clean(below, named, known)
-            )
+            spelt = _text(key, known) if isinstance(key, str) else key
+            cleaned[spelt] = below if _ours(key, below) else _clean(below, named, known)
         return cleaned
     if isinstance(value, list | tuple):
         words = _words(value, name, known)

@@ -12,7 +12,7 @@ from launcher.cli.options import Shared, answer
 from launcher.errors import Exit, Finding, LaunchError, UsageError, launch_finding, usage
 
 if TYPE_CHECKING:
-    from launcher.runs.sbatch import Options
+    from launcher.runs.slurm import Options
 
 # options that would be taken and ignored beside --slurm
 _NOT_WITH_SLURM = ("detach", "devices", "node_rank", "main_address", "cpu")

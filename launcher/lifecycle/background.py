@@ -20,7 +20,7 @@ from launcher.errors import Exit, NotReady
 from launcher.lifecycle import on_finish, start
 from launcher.paths import PROJECT
 from launcher.runs import attempt as attempts
-from launcher.runs import rundir, runner, sbatch, slurm
+from launcher.runs import rundir, runner, slurm
 from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
 
@@ -74,7 +74,7 @@ def detach(kind: str, name: str, argv: Sequence[str]) -> Started:
     return Started(folder=str(folder), log=str(folder / LOG), pid=child.pid, session=session)
 
 
-def queue(kind: str, name: str, argv: Sequence[str], *, gpus: int, options: sbatch.Options) -> Started:
+def queue(kind: str, name: str, argv: Sequence[str], *, gpus: int, options: slurm.Options) -> Started:
     """Queue a command line as a job on one machine. Raises NotReady with sbatch's complaint."""
     folder = RunFolder(_folder(kind, name))
     Attempt(
@@ -87,21 +87,15 @@ def queue(kind: str, name: str, argv: Sequence[str], *, gpus: int, options: sbat
         backend="",
         title=f"{kind} {name}",
     ).write(folder)
-    script = sbatch.script(
-        name=folder.path.name,
-        folder=folder.path,
-        nodes=1,
-        gpus=gpus,
-        options=options,
-        command=[*start.ours()[:-1], "launcher.lifecycle.background", str(folder.path)],
-    )
+    command = [*start.ours()[:-1], "launcher.lifecycle.background", str(folder.path)]
+    script = slurm.script(folder.path, command, nodes=1, gpus=gpus, options=options, prepare=False)
     try:
-        job = slurm.submit(folder, script, nodes=1, options=options, environ=os.environ)
+        job = slurm.submit(folder, script, os.environ)
     except NotReady:
         # it holds the whole environment, and nothing will read it
         shutil.rmtree(folder.path, ignore_errors=True)
         raise
-    return Started(folder=str(folder.path), log=str(folder.path / sbatch.LOG), job=job)
+    return Started(folder=str(folder.path), log=str(folder.path / slurm.LOG), job=job)
 
 
 def _folder(kind: str, name: str) -> Path:

@@ -26,7 +26,7 @@ from launcher.plan.plan import Plan
 from launcher.redaction import borrowed, redact
 from launcher.report import page, series
 from launcher.runs import attempt as attempts
-from launcher.runs import lease, rendezvous, rundir, runner, sbatch, slurm
+from launcher.runs import lease, rendezvous, rundir, runner, slurm
 from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import check, judge
@@ -69,7 +69,7 @@ def _require_not_queued(folder: RunFolder) -> None:
         raise not_ready("run-is-live", message, help, file=str(folder.path))
 
 
-def queue(prepared: Prepared, options: sbatch.Options, **at_end: Any) -> str:
+def queue(prepared: Prepared, **at_end: Any) -> str:
     """Make the run folder and hand it to Slurm, for `launch exec` on every node; returns the job. Raises NotReady."""
     folder, attempt = prepared.folder, _attempt(prepared, **at_end)
     try:
@@ -77,22 +77,15 @@ def queue(prepared: Prepared, options: sbatch.Options, **at_end: Any) -> str:
             _require_not_queued(folder)
             _make(prepared, attempt)
             attempt.write(folder)
-            script, nodes = batch_script(prepared), prepared.plan.nodes
-            return slurm.submit(folder, script, nodes=nodes, options=options, environ=os.environ)
+            return slurm.submit(folder, batch_script(prepared), os.environ)
     finally:
         rundir.release(folder)
 
 
 def batch_script(prepared: Prepared) -> str:
     planned, folder = prepared.plan, (prepared.dry_run_folder or prepared.folder).path
-    return sbatch.script(
-        name=folder.name,
-        folder=folder,
-        launch=ours(),
-        nodes=planned.nodes,
-        gpus=planned.gpus,
-        options=planned.stage.options.slurm,
-    )
+    command, options = [*ours(), "exec", str(folder)], planned.stage.options.slurm
+    return slurm.script(folder, command, nodes=planned.nodes, gpus=planned.gpus, options=options)
 
 
 def ours() -> list[str]:

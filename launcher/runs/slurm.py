@@ -1,25 +1,185 @@
-"""What to ask of Slurm: to queue a run as a job, what became of jobs, to end one. A job is known by its number."""
+"""Runs as jobs of Slurm's: what `slurm:` may say, the batch script, queueing it, what became of jobs, ending one.
+
+The script starts `launch exec RUN` once on every node. It holds no value of the stage file but those of `slurm:`,
+which stand in comments that sbatch alone reads, and no environment: what training needs lies in the run folder.
+A job is known by its number.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from launcher import files
-from launcher.errors import NotReady, brief, not_ready
+from launcher.errors import Complain, Finding, NotReady, brief, not_ready
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
-from launcher.runs.sbatch import LIMIT, VALUED, Options
 
+WARNING_S = 60  # how long before its time is up a job is queued again; Slurm may say so up to a minute earlier
 TIMEOUT_S = 20.0
 ASK_TIMEOUT_S = 5.0  # for a list of runs: it is shown without Slurm's word rather than late
 SCRIPT = "slurm.sh"  # the batch script in a run folder
+LOG, LIMIT = "slurm.log", "slurm.limit"  # what the job prints, and that its time was up
 
-_JOB = re.compile(r"(\d+)(?:;.*)?\Z")
+# the long options of sbatch that a run may set
+_OPTIONS = """
+    account acctg-freq bb bbf begin cluster-constraint comment constraint container contiguous core-spec
+    cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution exclude
+    exclusive extra-node-info gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags
+    hint hold kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu
+    mincpus network nice no-kill nodefile nodelist ntasks-per-gpu overcommit oversubscribe partition power prefer
+    priority profile propagate qos reboot reservation sockets-per-node spread-job switches thread-spec
+    threads-per-core time time-min tmp tres-bind tres-per-task use-min-nodes wait-all-nodes wckey
+""".split()
+KEYS = (*_OPTIONS, "requeue")
+_ONE_EACH = "launch starts one process on each node, which starts the others"
+_IN_THE_FOLDER = "what training needs lies in the run folder, with tokens, for the owner alone"
+# options that the run decides, and what to do instead
+_OURS = {
+    "nodes": "the number of machines is given with --nodes",
+    **dict.fromkeys(("ntasks", "ntasks-per-node"), _ONE_EACH),
+    "job-name": "the job is named after the run",
+    "chdir": "the run has its own folder",
+    **dict.fromkeys(("output", "error"), "the job writes to slurm.log in the run folder"),
+    "open-mode": "an attempt never overwrites what an earlier one wrote",
+    "signal": "launch asks for a signal itself, to queue the job again before its time is up",
+    "no-requeue": "write `requeue: false`",
+    **dict.fromkeys(("export", "export-file", "get-user-env"), _IN_THE_FOLDER),
+    "wrap": "the job is `launch exec`",
+    "array": "one run is one job",
+    "clusters": "a run stays on the cluster that `squeue` asks",
+}
+ASKS_FOR_GPUS = frozenset({"gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"})
+ASKS_FOR_CPUS = frozenset({"cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus"})
+# what sbatch gets of an environment, which Slurm keeps for its administrators to read
+_PASSED = {
+    *("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TZ", "USER"),
+    *("SLURM_CONF", "SLURM_CONF_SERVER", "SBATCH_TIMELIMIT"),
+    *(f"SBATCH_{name.upper().replace('-', '_')}" for name in _OPTIONS),
+}
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
+Options = Mapping[str, str | None]  # an option of sbatch -> its value; None for one that stands alone
+
+
+def read_options(given: Any, complain: Complain) -> tuple[dict[str, str | None], list[Finding]]:
+    """The options of a `slurm:` mapping, and everything wrong with it.
+
+    `_` is taken for `-`. null and false leave an option out, true names it alone. `requeue: false`
+    is kept as an option without a value, `no-requeue`.
+    """
+    if given is None:
+        return {}, []
+    if not isinstance(given, Mapping):
+        message = f"`slurm:` is a mapping of sbatch's options, not `{brief(given)}`"
+        return {}, [complain("bad-slurm", "", message, "slurm: {partition: gpu, time: 1-00:00:00}")]
+    options: dict[str, str | None] = {}
+    findings = []
+    for key, value in given.items():
+        name = _CONTROL.sub(" ", str(key)).replace("_", "-").removeprefix("--")
+        wrong = _wrong(name, value)
+        if wrong is not None:
+            findings.append(complain(wrong[0], str(key), *wrong[1:]))
+        elif name == "requeue":
+            options |= {} if value in (True, None) else {"no-requeue": None}
+        elif value not in (None, False):
+            options[name] = None if value is True else str(value)
+    return options, findings
+
+
+def _wrong(name: str, value: Any) -> tuple[str, str, str | None] | None:
+    """Code, message and help of what is wrong with an option; None where nothing is."""
+    if name in _OURS:
+        return "reserved-slurm-option", f"`{brief(name)}` is not for the run to set", _OURS[name]
+    if name not in KEYS:
+        near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.6)
+        help = f"did you mean `{near[0]}`?" if near else "`sbatch --help` lists them"
+        return "unknown-slurm-option", f"`{brief(name)}` is no option of sbatch", help
+    if isinstance(value, bool | None):
+        return None
+    if name == "requeue":
+        return "bad-slurm-option", f"`{name}` is true or false, not `{brief(value)}`", None
+    if not isinstance(value, str | int | float) or not str(value).strip():
+        return "bad-slurm-option", f"`{name}` is one word, not `{brief(value)}`", None
+    if _CONTROL.search(str(value)):
+        return "bad-slurm-option", f"`{name}` holds a line break or another control character", None
+    return None
+
+
+def one_cpu(options: Options, gpus: int) -> str | None:
+    """What to say of a job that would get a single core of each node; None where it asks for more."""
+    if ASKS_FOR_CPUS & options.keys():
+        return None
+    most = f"{8 * gpus}" if gpus else "8"
+    return f"slurm: {{cpus_per_task: {most}}}, or {{exclusive: true}} for whole machines"
+
+
+def script(
+    folder: Path, command: Sequence[str], *, nodes: int, gpus: int, options: Options, prepare: bool = True
+) -> str:
+    """The batch script of a run: its directives, and a command, usually `launch exec RUN`, on every node.
+
+    `gpus` is the number on each node. Before it, the command `prepare`s a run that was queued again. Paths that
+    are no UTF-8 are in it as surrogates.
+    """
+    requeue, log = "no-requeue" not in options, _pattern(folder)
+    words: dict[str, str | None] = {
+        "job-name": rundir.dashed(folder.name).strip("-") or "launch",
+        "nodes": str(nodes),
+        "ntasks-per-node": "1",
+        **({"gres": f"gpu:{gpus}"} if gpus and not ASKS_FOR_GPUS & options.keys() else {}),
+        **{"output": log or "/dev/null", "open-mode": "append", "chdir": "/"},
+        **({"requeue": None, "signal": f"B:USR1@{WARNING_S}"} if requeue else {}),
+        **options,
+    }
+    srun = f"srun --nodes={nodes} --ntasks-per-node=1 --mpi=none --cpu-bind=none --kill-on-bad-exit=0"
+    lines = [
+        "#!/bin/sh",
+        *(f"#SBATCH --{key}" + ("" if value is None else f"={_quoted(value)}") for key, value in words.items()),
+        "",
+        *([] if log else [_OWN_LOG.format(log=shlex.quote(str(folder / LOG)))]),
+        f"set -- {shlex.join(command)}",
+        *([_PREPARE] if prepare else []),
+        "# whoever stops the job tells every process of it: wait for what they still write down",
+        "trap 'signalled=1' TERM INT",
+        *([_REQUEUE.format(limit=shlex.quote(str(folder / LIMIT)))] if requeue else []),
+        # srun does not take the number of cores from the job (Slurm 22.05)
+        f'{srun} ${{SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"}} "$@" &',
+        _WAIT,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_OWN_LOG = "# sbatch cannot write down the name of this folder\nexec >>{log} 2>&1"
+_PREPARE = '# queued again, the run goes on from its last complete checkpoint\n"$@" --prepare || exit'
+_REQUEUE = """\
+# its time is almost up: back into the queue
+queue_again() {{ signalled=1; : >{limit}; scontrol requeue "$SLURM_JOB_ID"; }}
+trap queue_again USR1"""
+_WAIT = """\
+while signalled=; wait $!; code=$?; [ "$signalled" ]; do :; done
+exit "$code\""""
+
+
+def _pattern(folder: Path) -> str | None:
+    """The job's log as sbatch's filename pattern; None where a pattern cannot express it."""
+    path = str(folder / LOG)
+    # a backslash anywhere switches all patterns off and is lost itself
+    return None if "\\" in path or _CONTROL.search(path) else path.replace("%", "%%")
+
+
+def _quoted(value: str) -> str:
+    """A value as sbatch reads it in a script: in double quotes, a backslash before quotes and itself."""
+    plain = re.fullmatch(r"[A-Za-z0-9._:,=@/+%-]+", value)
+    return value if plain else '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
 def job(folder: RunFolder) -> str | None:
@@ -28,28 +188,18 @@ def job(folder: RunFolder) -> str | None:
     return number if isinstance(number, str) and number.isdecimal() else None
 
 
-def submit(folder: RunFolder, text: str, *, nodes: int, options: Options, environ: Mapping[str, str]) -> str:
+def submit(folder: RunFolder, text: str, environ: Mapping[str, str]) -> str:
     """Queue a batch script; of `environ` Slurm gets what finds it and the user's defaults. Raises NotReady."""
     path = folder.path / SCRIPT
     with rundir.writing(folder.path):
         files.write_bytes(path, os.fsencode(text))
-    answer = _call(["sbatch", "--parsable", str(path)], _outside(environ), TIMEOUT_S)
-    found = _JOB.match(answer.strip())
+    passed = {name: value for name, value in environ.items() if name in _PASSED}
+    answer = _call(["sbatch", "--parsable", str(path)], passed, TIMEOUT_S).strip()
+    found = re.fullmatch(r"(\d+)(?:;.*)?", answer)
     if found is None:
-        raise not_ready("slurm-failed", f"sbatch answered `{brief(answer.strip())}`")
-    record = {"job": found[1], "submitted": rundir.now(), "nodes": nodes, "options": dict(options)}
-    files.write_json(folder.job, record)
+        raise not_ready("slurm-failed", f"sbatch answered `{brief(answer)}`")
+    files.write_json(folder.job, {"job": found[1], "submitted": rundir.now()})
     return found[1]
-
-
-_PASSED = frozenset({"HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TZ", "USER"})
-_DEFAULTS = frozenset(f"SBATCH_{name.upper().replace('-', '_')}" for name in VALUED | {"exclusive"})
-
-
-def _outside(environ: Mapping[str, str]) -> dict[str, str]:
-    """What sbatch gets of an environment: Slurm keeps it, for its administrators to read."""
-    names = _PASSED | _DEFAULTS | {"SBATCH_TIMELIMIT", "SLURM_CONF", "SLURM_CONF_SERVER"}
-    return {name: value for name, value in environ.items() if name in names}
 
 
 def states(environ: Mapping[str, str] | None = None) -> dict[str, str] | None:

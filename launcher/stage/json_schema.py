@@ -14,7 +14,7 @@ from typing import Any
 
 from launcher.config.document import plain
 from launcher.config.keys import KEYS, OFF, ON, STAGES, Key
-from launcher.runs import sbatch
+from launcher.runs import slurm
 from launcher.stage import gates
 from launcher.upstream.schema import Field, Schema, source_name
 from launcher.upstream.trainers import BACKENDS, Entry
@@ -120,7 +120,7 @@ def _options(stages: Sequence[str], backends: Sequence[str], schemas: Sequence[S
         "attention": {
             "anyOf": [{"title": "attention (in order)", **several}, *attention, _silent("attention", [None])]
         },
-        "slurm": _mapping({name: {} for key in sbatch.KEYS for name in (key, key.replace("-", "_"))}),
+        "slurm": _mapping({name: {} for key in slurm.KEYS for name in (key, key.replace("-", "_"))}),
         "gates": _mapping({name: {"description": what} for name, (_, what) in gates.GATES.items()}),
         "args": {"type": ["object", "null"]},
         "extends": {"type": ["string", "null"], "pattern": r"\S"},

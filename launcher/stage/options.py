@@ -158,13 +158,13 @@ def read(
 
 
 def _read_elsewhere(config: Config, key: str) -> tuple[Mapping[str, Any], list[Finding]]:
-    from launcher.runs import sbatch
+    from launcher.runs import slurm
     from launcher.stage import gates
 
     def complain(code: str, below: str, message: str, help: str | None) -> Finding:
         return replace(_bad(f"{key}.{below}" if below else key, message, help), code=code)
 
-    reader: Any = {"slurm": sbatch.read, "gates": gates.read}[key]
+    reader: Any = {"slurm": slurm.read_options, "gates": gates.read}[key]
     values, findings = reader(config.options[key], complain)
     return values, findings
 

@@ -20,7 +20,7 @@ from slurm_cluster import Cluster
 
 from launcher.errors import NotReady
 from launcher.lifecycle import background
-from launcher.runs import sbatch, slurm
+from launcher.runs import slurm
 from launcher.runs.rundir import RunFolder
 
 SECRET = "hf_thisIsNoTokenButLooksLikeOne"
@@ -86,8 +86,8 @@ def until_state(job: str, environ: dict[str, str], *wanted: str) -> None:
 
 def submitted(folder: Path, launch: list[str], environ: dict[str, str], **options: str | None) -> str:
     folder.mkdir()
-    text = sbatch.script(name=folder.name, folder=folder, launch=launch, nodes=2, gpus=0, options=options)
-    return slurm.submit(RunFolder(folder), text, nodes=2, options=options, environ=environ)
+    text = slurm.script(folder, [*launch, "exec", str(folder)], nodes=2, gpus=0, options=options)
+    return slurm.submit(RunFolder(folder), text, environ)
 
 
 def told(folder: Path) -> list[dict[str, Any]]:

@@ -141,7 +141,7 @@ def _conclude_finished(prepared: Prepared, format: Format, ending: AtEnd) -> Exi
 def _queue(request: Request, shared: Shared, ending: AtEnd) -> Exit:
     """Hand the run to Slurm."""
     from launcher.lifecycle import forecast, prepare, start, supervisor
-    from launcher.runs import sbatch
+    from launcher.runs import slurm
 
     resolved = prepare.resolve(request, running=True)
     shared.rehearse_first({"": resolved})
@@ -149,11 +149,11 @@ def _queue(request: Request, shared: Shared, ending: AtEnd) -> Exit:
     if prepared.decision.kind == "finished":
         return _conclude_finished(prepared, shared.format, ending)
     options, findings = prepared.plan.stage.options.slurm, prepared.findings
-    if (help := sbatch.one_cpu(options, prepared.plan.gpus)) is not None:
+    if (help := slurm.one_cpu(options, prepared.plan.gpus)) is not None:
         message = "the job asks for one core of each machine"
         findings = (*findings, launch_finding("warning", "slurm-one-cpu", message, help))
     with supervisor.interruptible():
-        job = start.queue(prepared, options, **ending)
+        job = start.queue(prepared, **ending)
     path = prepared.folder.path
     lines = (f"run: {path}", f"job: {job}", "launch runs", f"launch stop {path.name}")
     return answer(str(request.stage), shared.format, {"run": str(path), "job": job}, lines, findings)

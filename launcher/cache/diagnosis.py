@@ -54,7 +54,6 @@ class Reason:
     text: str
 
     def as_json(self) -> dict[str, Any]:
-        """For the envelope."""
         return {**asdict(self), "differences": [one._asdict() for one in self.differences]}
 
     def lines(self) -> list[str]:
@@ -70,8 +69,8 @@ def why(run: RunFolder) -> list[Reason]:
 
 
 def _cache(use: Use) -> Mapping[str, Any]:
-    cache = _mapping(use.get("cache"))
-    return cache if cache.get("kind") in _EVENTS else {}
+    cache = use.get("cache")
+    return cache if isinstance(cache, Mapping) and cache.get("kind") in _EVENTS else {}
 
 
 def _of_run(run: RunFolder, uses: Sequence[Use]) -> list[Use]:
@@ -81,11 +80,9 @@ def _of_run(run: RunFolder, uses: Sequence[Use]) -> list[Use]:
     newest = [use for use in own if int(use.get("attempt") or 1) == attempt]
     kinds = {_cache(use)["kind"] for use in newest}
     manifest = rundir.read_manifest(run)
-    time = folders.seconds(manifest.created)
-    for cache in _mappings(manifest.caches):
-        if cache.get("kind") in set(_EVENTS) - kinds:
-            newest.append({"run": str(run.path), "time": time, "cache": cache, "cleared": True})
-    return newest
+    cleared = {"run": str(run.path), "time": folders.seconds(manifest.created), "cleared": True}
+    missing = [cache for cache in _mappings(manifest.caches) if cache.get("kind") in set(_EVENTS) - kinds]
+    return [*newest, *({**cleared, "cache": cache} for cache in missing)]
 
 
 def _events(run: RunFolder) -> dict[str, Mapping[str, Any]]:
@@ -104,7 +101,8 @@ def _events(run: RunFolder) -> dict[str, Mapping[str, Any]]:
 
 def _reason(use: Use, uses: Sequence[Use], event: Mapping[str, Any]) -> Reason:
     cache, state = _cache(use), str(event.get("state") or "unknown")
-    compared = [(one, list(_compare(_cache(one), cache))) for one in _before(use, uses)]
+    facts = _facts(cache)
+    compared = [(one, list(_differences(_facts(_cache(one)), facts))) for one in _before(use, uses)]
     nearest, differences = min(compared, key=lambda pair: (len(pair[1]), -float(pair[0]["time"])), default=(None, []))
     if nearest is not None and not differences and state == "miss":
         differences = _neighbour(event, cache)
@@ -128,9 +126,10 @@ def _before(use: Use, uses: Sequence[Use]) -> Iterator[Use]:
 
 
 def _sentence(state: str, use: Use, nearest: Use | None, differences: Sequence[KeyDifference]) -> str:
+    if nearest is None and state == "hit":
+        return "hit: made before launch kept records"
     if nearest is None:
-        first = "no earlier run of this stage is known to have used one"
-        return f"{state}: {first}" if state != "hit" else "hit: made before launch kept records"
+        return f"{state}: no earlier run of this stage is known to have used one"
     run = f"{Path(str(nearest.get('run'))).name} ({_moment(nearest['time'])})"
     if state == "hit" and differences:
         return f"hit: made by a run that is no longer known; {run} had another"
@@ -138,13 +137,9 @@ def _sentence(state: str, use: Use, nearest: Use | None, differences: Sequence[K
         more = f", the first {_MOST} of {len(differences)}" if len(differences) > _MOST else ""
         return f"{state}: not as it was for {run}{more}:"
     same = f"{state}: the same content and the same key as {run}"
-    if state == "hit":
-        return same
-    if use.get("cleared"):
+    if state != "hit" and use.get("cleared"):
         return f"{same}; the folder has been cleared since"
-    if state == "miss":
-        return f"{same}: the entry was not finished, was cleared, or `skip_cache` is set"
-    return same
+    return same + ": the entry was not finished, was cleared, or `skip_cache` is set" * (state == "miss")
 
 
 class KeyFact(NamedTuple):
@@ -158,20 +153,15 @@ class KeyFact(NamedTuple):
 Facts = Mapping[tuple[object, ...], KeyFact]
 
 
-def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[KeyDifference]:
-    return _differences(_facts(before), _facts(now))
-
-
 def _facts(cache: Mapping[str, Any]) -> Facts:
     """By what they are: files by the place of their data set or model in the list, others by name."""
-    key = _mapping(cache.get("key"))
+    key: Mapping[str, Any] = cache.get("key") or {}
     facts: dict[tuple[object, ...], KeyFact] = {
         ("key", name): KeyFact(f"`{name}`", value, value) for name, value in key.items()
     }
     counts: collections.Counter[str] = collections.Counter()
     for one in _mappings(cache.get("inputs")):
         role, name, digest = (str(one.get(field)) for field in ("role", "name", "digest"))
-        shown = _mapping(one.get("shown"))
         if role in {"code", "package"}:
             facts[role, name] = KeyFact(name, digest, digest[:_DIGITS])
         elif role == "value":
@@ -179,6 +169,7 @@ def _facts(cache: Mapping[str, Any]) -> Facts:
         else:
             counts[role] += 1
             place = role, counts[role]
+            shown: Mapping[str, Any] = one.get("shown") or {}
             listed = _mappings(shown.get("files"))
             for file in listed:
                 # one file each, whatever they are called
@@ -208,7 +199,7 @@ def _change(before: Any, now: Any) -> str:
     if not listed:
         was, is_ = (brief(one if isinstance(one, str) else json.dumps(one, default=str)) for one in (before, now))
         return f"was {was}, is {is_}"
-    size = " -> ".join(dict.fromkeys(map(_bytes, listed)))
+    size = " -> ".join(dict.fromkeys(f"{file['size']:,} bytes" for file in listed))
     if before is None or now is None:
         return f"{'is new' if before is None else 'is gone'} ({size})"
     times = f"{_moment(before.get('mtime'))} -> {_moment(now.get('mtime'))}"
@@ -224,12 +215,9 @@ def _neighbour(event: Mapping[str, Any], cache: Mapping[str, Any]) -> list[KeyDi
     if place.parent != Path(str(cache.get("path"))):
         return []
     now = _upstreams(place)
-    found = []
-    for path in sorted(place.parent.iterdir()):
-        before = _upstreams(path)
-        if now and before and path != place and not path.name.startswith("."):
-            found.append(list(_differences(before, now)))
-    return min(found, key=len, default=[])
+    beside = [path for path in sorted(place.parent.iterdir()) if path != place and not path.name.startswith(".")]
+    known = filter(None, map(_upstreams, beside if now else []))
+    return min((list(_differences(before, now)) for before in known), key=len, default=[])
 
 
 def _upstreams(entry: Path) -> Facts:
@@ -249,17 +237,8 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     return {inner: one for key, part in pairs for inner, one in _flat(part, key).items()}
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
     return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
-
-
-def _bytes(file: Mapping[str, Any]) -> str:
-    size = file.get("size")
-    return f"{size:,} bytes" if isinstance(size, int) else "of unknown size"
 
 
 def _moment(seconds: Any) -> str:

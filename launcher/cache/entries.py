@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from launcher.artifacts import model_config
-from launcher.artifacts.model_config import is_path
 from launcher.cache import folders, keys
 from launcher.paths import exists, is_file
 from launcher.plan.plan import Plan
@@ -32,10 +31,8 @@ def hit(folder: Path, plan: Plan) -> Path | None:
     """The complete set in a folder that a run of this plan would find by its key; None: it would miss."""
     expected = key(plan)
     found = folders.opened(folder)
-    for name in found.entries() if found is not None else ():
-        if not list(differences(expected, folder / name)):
-            return folder / name
-    return None
+    names = found.entries() if found is not None else ()
+    return next((folder / name for name in names if not list(differences(expected, folder / name))), None)
 
 
 def differences(expected: Mapping[str, Any], entry: Path) -> Iterator[str]:
@@ -81,7 +78,7 @@ def key(plan: Plan) -> dict[str, Any]:
             "transform_fn": values.get(f"{prefix}transform_fn"),
             "transform_fn_args": [{"max_seq_length": values.get("max_seq_length")}, {}],
             "target_columns": values.get(f"{prefix}target_columns"),
-            "frac_or_num_samples": _amount(str(pairs[at + 1])),
+            "frac_or_num_samples": float(amount) if "." in (amount := str(pairs[at + 1])) else int(amount),
             "dataset_commit_hash": _commit(str(pairs[at])),
         }
         for at in range(0, len(pairs) - 1, 2)
@@ -91,16 +88,9 @@ def key(plan: Plan) -> dict[str, Any]:
     return plain
 
 
-def _amount(text: str) -> int | float | None:
-    try:
-        return float(text) if "." in text else int(text)
-    except ValueError:
-        return None
-
-
 def _commit(name: str) -> str | None:
     """The commit of a data set on the hub, as upstream reads it: where its README.md is in the cache."""
-    if exists(Path(name)) or is_path(name):
+    if exists(Path(name)) or model_config.is_path(name):
         return None
     snapshot = model_config.snapshot(name, os.environ, _REVISION, "datasets")
     # the folder is named by the commit

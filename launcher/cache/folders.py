@@ -18,13 +18,14 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from launcher import files
 from launcher.artifacts.fingerprint import cache_home
 from launcher.cache.keys import KINDS, Cache
-from launcher.errors import NotReady, not_ready, usage
+from launcher.errors import not_ready, usage
 from launcher.machine import locks, sizes
 from launcher.machine.sizes import sized
 from launcher.redaction import redact
@@ -53,19 +54,16 @@ class CacheFolder:
 
     @property
     def kind(self) -> str:
-        """`dataset` or `reference`."""
         return str(self.record["kind"])
 
     def uses(self) -> list[dict[str, Any]]:
         """Which run used it when, oldest first: `run`, `attempt`, `time` (seconds), `cache`."""
-        found = [rundir.read_json(path) for path in _entries(self.path / USES)]
-        sound = [one for one in found if isinstance(one.get("time"), int | float)]
-        return sorted(sound, key=lambda one: float(one["time"]))
+        found = (rundir.read_json(path) for path in _entries(self.path / USES))
+        return sorted((one for one in found if isinstance(one.get("time"), int | float)), key=itemgetter("time"))
 
     def used(self) -> float:
         """When a run last began with it, in seconds since 1970."""
-        times = [float(one["time"]) for one in self.uses()]
-        return max([*times, seconds(self.record.get("created"))])
+        return max([*(float(one["time"]) for one in self.uses()), seconds(self.record.get("created"))])
 
     def entries(self) -> list[str]:
         """Upstream's own keys that are complete in it."""
@@ -73,33 +71,28 @@ class CacheFolder:
 
     def live(self) -> bool:
         """Whether a run that used it still runs on this machine."""
-        runs = {str(one.get("run")) for one in self.uses()}
-        return any(runner.alive(Path(run)) for run in runs)
+        return any(runner.alive(Path(run)) for run in {str(one.get("run")) for one in self.uses()})
 
     def size(self) -> int:
-        """Bytes of all files in it."""
         return sizes.below(self.path)
 
-    def row(self, now: float | None = None) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         """One folder for `launch cache list`; sizes in bytes, ages in seconds."""
-        now = time.time() if now is None else now
-        uses = self.uses()
-        inputs = self.record.get("inputs")
-        shown = [one for one in inputs if isinstance(one, Mapping)] if isinstance(inputs, list) else []
-        of = [str(one.get("name")) for one in shown if one.get("role") in {"data", "model"}]
+        now, record, entries = time.time(), self.record, self.entries()
+        of = (str(one.get("name")) for one in record.get("inputs") or () if one.get("role") in {"data", "model"})
         return {
             "kind": self.kind,
             "folder": str(self.path),
             "size": self.size(),
-            "created": self.record.get("created"),
-            "age": max(0.0, now - seconds(self.record.get("created"))),
+            "created": record.get("created"),
+            "age": max(0.0, now - seconds(record.get("created"))),
             "last used": max(0.0, now - self.used()),
-            "stage": self.record.get("stage"),
-            "backend": self.record.get("backend"),
-            "state": "in use" if self.live() else "filled" if self.entries() else "empty",
-            "entries": self.entries(),
+            "stage": record.get("stage"),
+            "backend": record.get("backend"),
+            "state": "in use" if self.live() else "filled" if entries else "empty",
+            "entries": entries,
             "of": list(dict.fromkeys(of)),
-            "runs": list(dict.fromkeys(Path(str(one.get("run"))).name for one in uses)),
+            "runs": list(dict.fromkeys(Path(str(one.get("run"))).name for one in self.uses())),
         }
 
 
@@ -135,20 +128,19 @@ def lock(
     upstream would take a half-written set for a finished one and crash. Raises NotReady where a
     folder cannot be written.
     """
-    descriptors: list[int] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        descriptors: list[int] = []
         for one in caches:
             try:
-                lock = _hold(one)
-                if lock is not None:
+                if (lock := _hold(one)) is not None:
+                    stack.callback(os.close, lock)
                     descriptors.append(lock)
                 _record(one, run, attempt, config)
             except OSError as error:
-                raise _not_writable(one.path, error) from None
+                message = f"the cache folder cannot be written: {error.strerror}"
+                help = "set LAUNCH_CACHE to a writable folder"
+                raise not_ready("cache-not-writable", message, help, file=str(one.path)) from None
         yield tuple(descriptors)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
 
 
 def _hold(cache: Cache) -> int | None:
@@ -156,11 +148,10 @@ def _hold(cache: Cache) -> int | None:
     while True:
         cache.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(cache.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        # workers may outlive the process that holds the lock
         folder = opened(cache.path)
-        lives = folder is not None and folder.live()
-        if locks.locked(lock) and not lives:
-            discard_unfinished(cache.path, cache.kind)
+        # workers may outlive the process that holds the lock
+        if locks.locked(lock) and not (folder is not None and folder.live()):
+            _discard_unfinished(cache)
         if locks.locked(lock, shared=True, seconds=math.inf) is None:
             os.close(lock)
             return None
@@ -187,30 +178,17 @@ def _record(cache: Cache, run: RunFolder, attempt: int, config: Path | None) -> 
         files.write_json(cache.path / RECORD, {**head, **described})
     place = str(run.path.absolute())
     name = hashlib.sha256(os.fsencode(place)).hexdigest()[:16]
-    use = {
-        "run": place,
-        "attempt": attempt,
-        "time": time.time(),
-        "config": None if config is None else str(config),
-        "cache": described,
-    }
-    files.write_json(uses / f"{name}-{attempt}.json", use)
+    use = {"run": place, "attempt": attempt, "time": time.time(), "config": config and str(config)}
+    files.write_json(uses / f"{name}-{attempt}.json", {**use, "cache": described})
     rundir.enter("caches", cache.path)
 
 
-def discard_unfinished(folder: Path, kind: str) -> list[Path]:
-    """Take away what was begun and never finished in a folder of ours; returns what went.
-
-    Only for who holds the folder alone.
-    """
-    gone = []
-    for path in _entries(folder):
-        if path.name.startswith(".") and not path.name.startswith(".write_test_"):
-            continue
-        half = _half_dataset(path) if kind == "dataset" else path.suffix == ".tmp"
-        if half and _remove(path):
-            gone.append(path)
-    return gone
+def _discard_unfinished(cache: Cache) -> None:
+    """Take away what was begun and never finished; only for who holds the folder alone."""
+    for path in _entries(cache.path):
+        hidden = path.name.startswith(".") and not path.name.startswith(".write_test_")
+        if not hidden and (_half_dataset(path) if cache.kind == "dataset" else path.suffix == ".tmp"):
+            _remove(path)
 
 
 def _remove(path: Path) -> bool:
@@ -277,20 +255,11 @@ def is_complete(path: Path) -> bool:
     return all((path / name).is_file() for name in _DATASET_FILES)
 
 
-def _not_writable(path: Path, error: OSError) -> NotReady:
-    message = f"the cache folder cannot be written: {error.strerror}"
-    help = "set LAUNCH_CACHE to a writable folder"
-    return not_ready("cache-not-writable", message, help, file=str(path))
-
-
 def known() -> list[CacheFolder]:
     """Every cache folder of the index and of launch's own places, those used last at the end."""
-    found: dict[Path, CacheFolder] = {}
     bases = {cache_home(), rundir.runs_root() / "cache"}
-    for place in [*rundir.entered("caches"), *(path for base in bases for path in _entries(base))]:
-        folder = opened(place)
-        if folder is not None:
-            found[folder.path] = folder
+    places = [*rundir.entered("caches"), *(path for base in bases for path in _entries(base))]
+    found = {folder.path: folder for folder in map(opened, places) if folder is not None}
     return sorted(found.values(), key=lambda one: (one.used(), one.path))
 
 
@@ -334,12 +303,10 @@ class Cleared:
     reason: str | None = None
 
     def line(self) -> str:
-        """One line for people."""
         reason = f": {self.reason}" if self.reason else ""
         return f"{self.state} {self.folder} ({sized(self.size)}){reason}"
 
     def as_json(self) -> dict[str, Any]:
-        """For the answer of `launch cache clear`."""
         return asdict(self)
 
 

@@ -78,7 +78,6 @@ class Part:
 
     @property
     def kind(self) -> str:
-        """For people."""
         return {"whole": "model", "card": "data"}.get(self.role, self.role)
 
     def as_json(self) -> dict[str, Any]:
@@ -135,13 +134,13 @@ def fetch(parts: Sequence[Part], trainer: Trainer, environ: Mapping[str, str]) -
 def _brought(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> Part:
     before, began = _snapshot(part), time.monotonic()
     answer = _call(part, trainer, environ)
-    path, error, now = answer.get("path"), answer.get("error"), _snapshot(part)
-    place = Path(path) if path else None
+    error, now = answer.get("error"), _snapshot(part)
+    place = Path(answer["path"]) if answer.get("path") else None
     part = replace(part, place=place, seconds=time.monotonic() - began, commit=now[0], error=error)
     if part.role in ("card", "data"):
         failed = "unknown" if part.role == "card" else "missing"
         return replace(part, state=failed if error else "there")
-    if part.place is None:
+    if place is None:
         return replace(part, state="missing")
     return _looked(replace(part, state="there" if now == before else "fetched"))
 
@@ -170,10 +169,10 @@ def _looked(part: Part) -> Part:
     """With the size of a folder, and what it lacks."""
     place = part.place or Path(part.name)
     if part.role in ("card", "data"):
-        state = "there" if exists(place) else "missing"
-        return replace(part, place=place, state=state, size=sizes.below(place, links=True))
-    error = part.error or lacking(place, part.role)
-    state = "missing" if error else part.state or "there"
+        error, state = part.error, "there" if exists(place) else "missing"
+    else:
+        error = part.error or lacking(place, part.role)
+        state = "missing" if error else part.state or "there"
     return replace(part, place=place, state=state, size=sizes.below(place, links=True), error=error)
 
 

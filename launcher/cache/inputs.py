@@ -11,16 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.artifacts.fingerprint import (
-    READERS,
-    Fingerprint,
-    FingerprintCache,
-    MissingContent,
-    of_data,
-    of_model,
-    of_tokenizer,
-    remembered,
-)
+from launcher.artifacts.fingerprint import READERS, FingerprintCache, MissingContent, remembered
 from launcher.paths import exists
 from launcher.plan.plan import Plan
 from launcher.upstream import facts
@@ -46,16 +37,22 @@ def _contents(plan: Plan, memory: FingerprintCache) -> Iterator[dict[str, Any]]:
     values, stage = plan.values, plan.stage
     data = values.get(stage.entry.names.data)
     listed = list(map(str, data[::2])) if isinstance(data, list) else [str(data)] if data else []
-    for name in listed:
-        local = exists(Path(name))
-        yield _known("data", of_data(name, memory)) if local else _record("data", name, None)
     model, revision = values.get(stage.entry.names.model), values.get("model_revision")
-    if isinstance(model, str) and model:
-        yield _known("model", of_model(model, memory, revision))
+    named = [("data", name, None) for name in listed]
+    named += [("model", model, revision)]
     tokenizer = values.get("tokenizer_name_or_path") or model
-    if isinstance(tokenizer, str) and tokenizer:
-        revision = values.get("tokenizer_revision") or revision
-        yield _known("tokenizer", of_tokenizer(tokenizer, memory, revision))
+    named += [("tokenizer", tokenizer, values.get("tokenizer_revision") or revision)]
+    for role, name, at in named:
+        if role == "data" and not exists(Path(name)):
+            yield _record(role, name, None)
+        elif isinstance(name, str) and name:
+            found = READERS[role](name, memory, at)
+            # a name on the hub whose commit is not known here says nothing of its content
+            record = _record(role, found.name, None if found.kind == "name" else found.digest)
+            if found.kind in ("file", "folder"):
+                kept = found.files if len(found.files) <= FILES_KEPT else ()
+                record["files"] = {file.name: file.digest for file in kept}
+            yield record
     if stage.options.deepspeed is not None:
         # a file that cannot be read is reported elsewhere
         with contextlib.suppress(OSError):
@@ -65,15 +62,6 @@ def _contents(plan: Plan, memory: FingerprintCache) -> Iterator[dict[str, Any]]:
     script = stage.entry.script
     code = facts.digest(stage.upstream.packages, script) or stage.schema.digests.get(script)
     yield _record("code", script, code)
-
-
-def _known(role: str, found: Fingerprint) -> dict[str, Any]:
-    # a name on the hub whose commit is not known here says nothing of its content
-    record = _record(role, found.name, None if found.kind == "name" else found.digest)
-    if found.kind in ("file", "folder"):
-        kept = found.files if len(found.files) <= FILES_KEPT else ()
-        record["files"] = {file.name: file.digest for file in kept}
-    return record
 
 
 def _record(role: str, name: str, digest: str | None) -> dict[str, Any]:

@@ -32,7 +32,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from launcher.artifacts.fingerprint import READERS, FingerprintCache, MissingContent, cache_home, remembered
 from launcher.errors import Finding
@@ -41,10 +41,9 @@ from launcher.plan import plan as plans
 from launcher.plan.plan import Derived, Plan
 from launcher.runs import rundir
 from launcher.upstream import facts
-from launcher.upstream.schema import Values
 
 Kind = Literal["dataset", "reference"]
-KINDS: tuple[Kind, ...] = ("dataset", "reference")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 Role = Literal["data", "tokenizer", "model", "config", "template", "code", "package", "value"]
 
 REFERENCE_VARIABLE = "REFERENCE_LOGPROBS_CACHE_PATH"
@@ -70,24 +69,17 @@ _PRECOMPUTED_VALUES = ("max_length", "truncation_mode", "ld_alpha")
 
 # what upstream's own keys hold, to tell two entries of one folder apart in words
 TOKENIZER_KEY = tuple(
-    """
-    tokenizer_name_or_path tokenizer_revision trust_remote_code use_fast chat_template_name
-    add_bos get_tokenizer_fn ground_truths_key sft_messages_key
-""".split()
+    "tokenizer_name_or_path tokenizer_revision trust_remote_code use_fast chat_template_name "
+    "add_bos get_tokenizer_fn ground_truths_key sft_messages_key".split()
 )
 _DATASET_KEY = ("mixer_list", "mixer_list_splits", "transform_fn", "target_columns", "config_hash")
-REFERENCE_KEY = tuple(
-    """
-    concatenated_forward loss_type max_train_samples model_name_or_path model_revision packing
-    use_lora use_qlora
-""".split()
+_REFERENCE_KEY = tuple(
+    "concatenated_forward loss_type max_train_samples model_name_or_path model_revision packing "
+    "use_lora use_qlora".split()
 )
 _TRL_KEY = tuple(
-    """
-    dataset_name dataset_config dataset_train_split model_name_or_path max_length packing
-    packing_strategy assistant_only_loss completion_only_loss eos_token precompute_ref_log_probs
-    truncation_mode ld_alpha
-""".split()
+    "dataset_name dataset_config dataset_train_split model_name_or_path max_length packing packing_strategy "
+    "assistant_only_loss completion_only_loss eos_token precompute_ref_log_probs truncation_mode ld_alpha".split()
 )
 
 
@@ -178,17 +170,9 @@ class _Sources:
     running: bool
     begun: float
 
-    @property
-    def values(self) -> Values:
-        return self.plan.values
-
     def text(self, name: str) -> str | None:
-        value = self.values.get(name)
+        value = self.plan.values.get(name)
         return value if isinstance(value, str) and value else None
-
-    @property
-    def revision(self) -> str | None:
-        return self.text("model_revision")
 
     def read(self, role: Role, name: str | None, revision: str | None = None) -> list[Input]:
         """What a file, a folder or a name on the hub holds; nothing where none is named."""
@@ -200,8 +184,8 @@ class _Sources:
             if self.running:
                 raise
             return [Input(role=role, name=name, digest=_MISSING)]
-        shown = found.as_json() | {"count": len(found.files)}
-        shown["files"] = shown["files"][:_FILES_KEPT]
+        shown = found.as_json()
+        shown |= {"count": len(found.files), "files": shown["files"][:_FILES_KEPT]}
         return [Input(role=role, name=found.name, digest=found.digest, shown=shown)]
 
     def code(self, labels: Sequence[str]) -> Iterator[Input]:
@@ -216,19 +200,20 @@ class _Sources:
             yield Input(role="package", name=name, digest=version, shown=version)
 
     def arguments(self, names: Sequence[str]) -> Iterator[Input]:
+        values = self.plan.values
         for name in names:
-            if name in self.values:
-                value = self.values[name]
-                text = json.dumps(value, sort_keys=True, default=str)
-                yield Input(role="value", name=name, digest=text, shown=value)
+            if name in values:
+                text = json.dumps(values[name], sort_keys=True, default=str)
+                yield Input(role="value", name=name, digest=text, shown=values[name])
 
     def cache(self, kind: Kind, base: str | None, inputs: Sequence[Input], key: Mapping[str, Any]) -> Cache:
         """`base` is the user's own folder for such caches; without one it is launch's."""
         options = self.plan.stage.options
-        hashed = [[one.role, *_named(one), one.digest] for one in inputs]
-        digest = hashlib.sha256(
-            json.dumps([_FORM, options.backend, kind, hashed]).encode(errors="surrogateescape")
-        ).hexdigest()
+        # the name counts where the digest does not stand for itself
+        named = {"code", "package", "value"}
+        hashed = [[one.role, *([one.name] if one.role in named else ()), one.digest] for one in inputs]
+        text = json.dumps([_FORM, options.backend, kind, hashed])
+        digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
         home = Path(base).absolute() if base else cache_home()
         if not base and not _writable(home):
             # beside the runs if that is read-only
@@ -245,11 +230,6 @@ class _Sources:
         )
 
 
-def _named(one: Input) -> list[str]:
-    """The name, where the digest does not stand for itself."""
-    return [one.name] if one.role in {"code", "package", "value"} else []
-
-
 def _writable(path: Path) -> bool:
     """Whether a folder can be made, or written into where it is there."""
     while not exists(path):
@@ -260,7 +240,7 @@ def _writable(path: Path) -> bool:
 
 
 def _open_instruct(reader: _Sources) -> Iterator[Cache]:
-    values = reader.values
+    values = reader.plan.values
     prefix = "dataset_" if "dataset_local_cache_dir" in values else ""
     option, own = f"{prefix}local_cache_dir", reader.text(f"{prefix}config_hash")
     refers = reader.plan.stage.refers
@@ -279,11 +259,12 @@ def _open_instruct(reader: _Sources) -> Iterator[Cache]:
         env = {DATASETS_VARIABLE: str(made.path / "datasets")} if local else {}
         yield replace(made, arguments={option: str(made.path)}, env=env)
     if refers:
-        key |= {name: values.get(name) for name in REFERENCE_KEY if name in values}
+        revision = reader.text("model_revision")
+        key |= {name: values.get(name) for name in _REFERENCE_KEY if name in values}
         inputs = [
             *tokenised,
-            *reader.read("model", reader.text("model_name_or_path"), reader.revision),
-            *reader.read("config", reader.text("config_name"), reader.revision),
+            *reader.read("model", reader.text("model_name_or_path"), revision),
+            *reader.read("config", reader.text("config_name"), revision),
             *reader.arguments(_REFERENCE_VALUES),
             *reader.code(_SCORING),
         ]
@@ -293,14 +274,14 @@ def _open_instruct(reader: _Sources) -> Iterator[Cache]:
 
 def _tokenising(reader: _Sources) -> list[Input]:
     """What tokenised data depend on and upstream's key does not see."""
-    data = reader.values.get(reader.plan.stage.entry.names.data)
+    data = reader.plan.values.get(reader.plan.stage.entry.names.data)
     names = [str(name) for name in data[::2]] if isinstance(data, list) else []
     # dataset_transformation.py:1618: any other name goes to `load_dataset`, which prefers a folder here
     local = [name for name in names if name.endswith((".jsonl", ".parquet")) or exists(Path(name))]
     tokenizer = reader.text("tokenizer_name_or_path") or reader.text("model_name_or_path")
     return [
         *(one for name in local for one in reader.read("data", name)),
-        *reader.read("tokenizer", tokenizer, reader.text("tokenizer_revision") or reader.revision),
+        *reader.read("tokenizer", tokenizer, reader.text("tokenizer_revision") or reader.text("model_revision")),
         *reader.code(_TOKENISING),
         *reader.versions(),
     ]
@@ -308,7 +289,7 @@ def _tokenising(reader: _Sources) -> list[Input]:
 
 def _trl(reader: _Sources) -> Iterator[Cache]:
     """`datasets` caches what TRL reads and tokenises: beside its own key goes what that cannot see."""
-    values, name = reader.values, reader.text("dataset_name")
+    values, name = reader.plan.values, reader.text("dataset_name")
     precomputed = values.get("precompute_ref_log_probs") is True
     if name is None or values.get("dataset_streaming") is True:
         return
@@ -318,7 +299,7 @@ def _trl(reader: _Sources) -> Iterator[Cache]:
         return
     inputs = [
         *reader.read("data", name if local else None),
-        *reader.read("tokenizer", reader.text("model_name_or_path"), reader.revision),
+        *reader.read("tokenizer", reader.text("model_name_or_path"), reader.text("model_revision")),
         *reader.read("template", reader.text("chat_template_path")),
         *reader.versions(),
         *(reader.arguments(_PRECOMPUTED_VALUES) if precomputed else ()),
@@ -333,17 +314,13 @@ def _trl(reader: _Sources) -> Iterator[Cache]:
 
 def findings(plan: Plan, caches: Sequence[Cache]) -> Iterator[Finding]:
     """What the folders of a run that is about to start cannot prevent."""
-    for cache in caches:
-        for one in cache.inputs if cache.kind == "reference" else ():
-            if one.role == "model" and isinstance(one.shown, dict) and one.shown["kind"] == "name":
-                found = Finding(
-                    severity="note",
-                    layer="run",
-                    code="model-not-here",
-                    key="args.model_name_or_path",
-                    message=f"{one.name} is not in the hub's cache: its reference log-probabilities are "
-                    "kept by its name, and the next start, which will know its commit, computes them "
-                    "again",
-                    help=f"hf download {one.name}",
-                )
-                yield plan.stage.config.placed(found)
+    for one in (one for cache in caches if cache.kind == "reference" for one in cache.inputs):
+        if one.role == "model" and isinstance(one.shown, dict) and one.shown["kind"] == "name":
+            message = (
+                f"{one.name} is not in the hub's cache: its reference log-probabilities are kept by its name, "
+                "and the next start, which will know its commit, computes them again"
+            )
+            key, help = "args.model_name_or_path", f"hf download {one.name}"
+            yield plan.stage.config.placed(
+                Finding(severity="note", layer="run", code="model-not-here", key=key, message=message, help=help)
+            )

@@ -60,9 +60,6 @@ def _of_file(code: str, message: str, help: str, severity: Severity = "error") -
     return say_of_option(severity, code, "deepspeed", message, help)
 
 
-# --- the file, under any trainer ------------------------------------------------------------------
-
-
 def zero_section(context: Context) -> Iterator[Finding]:
     """accelerate/utils/dataclasses.py:1277."""
     if context.file is not None and "zero_optimization" not in context.file:
@@ -120,9 +117,6 @@ def clipping(context: Context) -> Iterator[Finding]:
         instead = ", in place of `zero_stage`" if context.file is None else ""
         help = f'write `"gradient_clipping": {clips}` in the DeepSpeed file{instead}'
         yield say("warning", "clipping-unread", key, f"`{key}: {ours}` is not read with DeepSpeed, which {what}", help)
-
-
-# --- the file, under open-instruct ----------------------------------------------------------------
 
 
 def refused_file(context: Context) -> Iterator[Finding]:
@@ -193,9 +187,6 @@ def two_zero_stages(context: Context) -> Iterator[Finding]:
     yield say("warning", "two-zero-stages", "zero_stage", message, help)
 
 
-# --- adapters and quantised models under open-instruct --------------------------------------------
-
-
 def quantised(context: Context) -> Iterator[Finding]:
     """finetune.py:560, dpo_tune_cache.py:300: a device_map, see transformers/integrations/accelerate.py:135.
 
@@ -244,9 +235,6 @@ def frozen_released(context: Context) -> Iterator[Finding]:
         )
         help = "leave out one of the three: `deepspeed: none` has LoRA's small optimizer state on each GPU"
         yield say("error", "lora-zero3-checkpointing", "gradient_checkpointing", message, help)
-
-
-# --- the file, under TRL --------------------------------------------------------------------------
 
 
 def mismatches(context: Context) -> Iterator[Finding]:
@@ -356,9 +344,6 @@ def optimizer_unread(context: Context) -> Iterator[Finding]:
         )
         help = "write `optim: adamw_torch`, or a `deepspeed:` that does not offload"
         yield say("warning", "optim-replaced", "optim", message, help)
-
-
-# --- gradients ------------------------------------------------------------------------------------
 
 
 def fault(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from launcher.errors import Finding, Layer, Severity, brief
@@ -88,6 +89,9 @@ def check(
     return rule
 
 
+warn = partial(check, severity="warning")
+
+
 def unread(cited: str, key: str, read: Callable[[Values], object], where: str, help: str = "delete the line") -> Rule:
     """A rule about an argument that acts under one condition, where it is given without that."""
 
@@ -96,7 +100,7 @@ def unread(cited: str, key: str, read: Callable[[Values], object], where: str, h
         return bool(given and values[key] != values.schema.fields[key].default and not read(values))
 
     message = f"`{key}` does nothing here: it is read only {where}"
-    return check(cited, "conditional-key", key, idle, message, help, severity="warning")
+    return warn(cited, "conditional-key", key, idle, message, help)
 
 
 def as_it_stands(

@@ -14,16 +14,13 @@ from pathlib import Path
 from launcher.artifacts import model_config, rows
 from launcher.errors import Finding, brief
 from launcher.paths import exists
-from launcher.rules.rule import Range, Rule, check, outside, say
+from launcher.rules.rule import Range, Rule, check, outside, say, warn
 from launcher.upstream.schema import Values, json_fault
 from launcher.upstream.trainers import entry_of
 
 LOCAL_DATA = (".jsonl", ".json", ".parquet")
 # a path that a shell would have changed
 _UNEXPANDED = re.compile(r"~|.*\$\{?\w", re.DOTALL)
-
-
-# --- what __post_init__ refuses -------------------------------------------------------------------
 
 
 def two_data_sources(values: Values) -> Iterator[Finding]:
@@ -78,9 +75,6 @@ def zero_stage(values: Values) -> Iterator[Finding]:
     elif values["offload_param"] and stage != 3:
         message = f"`offload_param` needs `zero_stage: 3`, not {stage}"
         yield say("error", "offload-without-zero3", "offload_param", message, layer="parser")
-
-
-# --- data -----------------------------------------------------------------------------------------
 
 
 def listed(values: Values) -> str:
@@ -163,12 +157,6 @@ def foreign_cache_key(values: Values) -> Iterator[Finding]:
         yield say("warning", "cache-key", key, message, f"leave out `{key}`")
 
 
-DATA_RULES: tuple[Rule, ...] = (no_data, mixer_amounts, missing_data_files)
-
-
-# --- what is saved and sent ------------------------------------------------------------------------
-
-
 def entity_twice(values: Values) -> Iterator[Finding]:
     """finetune.py:438, dpo_tune_cache.py:180 prefix `hf_entity`, or whoever is logged in."""
     repo = values["hf_repo_id"]
@@ -244,14 +232,13 @@ def samples_crash(values: Values) -> Iterator[Finding]:
 
 
 # at the end of training the default uploads the model
-push_by_default = check(
+push_by_default = warn(
     "finetune.py:283, dpo_utils.py:159",
     "push-by-default",
     "push_to_hub",
     lambda v: v["push_to_hub"] and not v.given("push_to_hub"),
     "the model will be uploaded to the hub: `push_to_hub` defaults to true",
     "write `push_to_hub: false` and `try_launch_beaker_eval_jobs: false`, or true to keep it",
-    severity="warning",
 )
 # with `config_name` upstream starts from random weights
 no_model = check(
@@ -262,8 +249,6 @@ no_model = check(
     "no model named",
     "add `model_name_or_path: <hub name or folder>`",
 )
-
-# --- numbers --------------------------------------------------------------------------------------
 
 _RANGES: Mapping[str, tuple[Range, ...]] = {
     # finetune.py:688, dpo_tune_cache.py:435
@@ -339,9 +324,6 @@ def no_epochs(values: Values) -> Iterator[Finding]:
         yield say("warning", "conditional-key", key, message, "delete one of the two lines")
 
 
-# --- names that upstream looks up ------------------------------------------------------------------
-
-
 def unknown_template(values: Values) -> Iterator[Finding]:
     """dataset_transformation.py:846; dataset_transformation.py:869 has the functions: one reads no
     template, one refuses those that it does not know (dataset_transformation.py:775).
@@ -394,35 +376,30 @@ def unexpanded(values: Values) -> Iterator[Finding]:
             yield say("warning", "unexpanded-path", key, message, "write the path in full")
 
 
+_REFUSED: tuple[Rule, ...] = (two_data_sources, beaker_without_push, json_mappings)
+_NAMES: tuple[Rule, ...] = (entity_twice, push_by_default, no_epochs, unknown_template, unknown_function)
+# dpo.py has these, too
+OF_ALL_SCRIPTS: tuple[Rule, ...] = (*_REFUSED, no_data, mixer_amounts, missing_data_files, *_NAMES)
 _SHARED: tuple[Rule, ...] = (
-    two_data_sources,
-    beaker_without_push,
-    json_mappings,
+    *OF_ALL_SCRIPTS,
     no_model,
-    *DATA_RULES,
     foreign_cache_key,
-    entity_twice,
-    push_by_default,
     no_checkpoints,
     out_of_range,
-    no_epochs,
     checkpoint_steps,
-    unknown_template,
-    unknown_function,
     model_arguments,
     unexpanded,
     # see transformers/optimization.py:1015
-    check(
+    warn(
         "finetune.py:359, dpo_tune_cache.py:460",
         "warmup-unread",
         "warmup_ratio",
         lambda v: v["lr_scheduler_type"] == "constant" and v.given("warmup_ratio") and v["warmup_ratio"] > 0,
         "`warmup_ratio` is not read with `lr_scheduler_type: constant`",
         "write `lr_scheduler_type: constant_with_warmup`",
-        severity="warning",
     ),
     # adapters come with `use_lora` alone
-    check(
+    warn(
         "finetune.py:619, dpo_tune_cache.py:359",
         "qlora-without-lora",
         "use_qlora",
@@ -430,17 +407,15 @@ _SHARED: tuple[Rule, ...] = (
         "`use_qlora` without `use_lora` adds no adapter: the 4-bit weights are frozen, only "
         "embeddings, norms and the head are trained",
         "add `use_lora: true`",
-        severity="warning",
     ),
     # the output folder is there by then (finetune.py:494, dpo_tune_cache.py:241), and wins
-    check(
+    warn(
         "utils.py:813",
         "resume-unread",
         "resume_from_checkpoint",
         lambda v: v.given("resume_from_checkpoint"),
         "`resume_from_checkpoint` is not read: upstream resumes from what the output folder holds",
         "put the checkpoint, with its file COMPLETED, into the output folder",
-        severity="warning",
     ),
 )
 

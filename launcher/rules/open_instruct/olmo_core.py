@@ -19,20 +19,8 @@ from launcher.errors import Finding, brief
 from launcher.rules import loading, services
 from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.model import beyond_positions
-from launcher.rules.open_instruct.arguments import (
-    DATA_RULES,
-    beaker_without_push,
-    entity_twice,
-    json_mappings,
-    no_epochs,
-    out_of_range,
-    push_by_default,
-    two_data_sources,
-    unknown_function,
-    unknown_template,
-    zero_stage,
-)
-from launcher.rules.rule import Rule, check, say, say_of_option
+from launcher.rules.open_instruct.arguments import OF_ALL_SCRIPTS, out_of_range, zero_stage
+from launcher.rules.rule import Rule, check, say, say_of_option, warn
 from launcher.upstream.open_instruct import output_folder
 from launcher.upstream.schema import Values
 
@@ -71,9 +59,6 @@ _SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup")
 _TIED = ("qwen3_0_6B", "qwen3_1_7B", "qwen3_4B")
 # the families whose layers OLMo-core writes in transformers' form (olmo_core/nn/hf/config.py)
 _EXPORTED = ("olmo2", "olmo3", "olmoe")
-
-
-# --- what the arguments alone decide --------------------------------------------------------------
 
 
 def model(values: Values) -> Iterator[Finding]:
@@ -167,21 +152,13 @@ def ranges(values: Values) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    two_data_sources,
-    beaker_without_push,
-    json_mappings,
+    *OF_ALL_SCRIPTS,
     zero_stage,
-    *DATA_RULES,
-    entity_twice,
-    push_by_default,
     model,
     export,
     budget,
     packing,
     ranges,
-    no_epochs,
-    unknown_template,
-    unknown_function,
     # no line of dpo.py reads it (dpo.py:160 asks for `use_lora` alone)
     check(
         "dpo.py:160",
@@ -208,19 +185,15 @@ RULES: tuple[Rule, ...] = (
         "without `max_seq_length` dpo.py crashes: its default is none",
         "add `max_seq_length: 2048`, or as long as the rows are",
     ),
-    check(
+    warn(
         "dpo.py:57, dpo.py:59",
         "scheduler-replaced",
         "lr_scheduler_type",
         lambda v: v["lr_scheduler_type"] not in _SCHEDULERS,
         "`lr_scheduler_type: {lr_scheduler_type}` runs a constant rate after the warm-up",
         f"one of {', '.join(_SCHEDULERS[:3])}",
-        severity="warning",
     ),
 )
-
-
-# --- what needs more than the arguments -----------------------------------------------------------
 
 
 def no_deepspeed(context: Context) -> Iterator[Finding]:
@@ -360,9 +333,6 @@ STAGE_RULES: tuple[StageRule, ...] = (
     services.hub_token,
     services.remote_code,
 )
-
-
-# --- what needs the number of processes -----------------------------------------------------------
 
 
 # FSDP's two degrees, also as older commits spell them; the first dpo.py has neither

@@ -13,12 +13,10 @@ from collections.abc import Iterator, Mapping
 from operator import itemgetter
 
 from launcher.errors import Finding, brief
-from launcher.rules.rule import Range, Rule, check, number, outside, plain, say, unread
+from launcher.rules.rule import Range, Rule, check, number, outside, plain, say, unread, warn
 from launcher.rules.trl import parser
 from launcher.rules.trl.resolved import inline, prepared
 from launcher.upstream.schema import Values
-
-# --- numbers --------------------------------------------------------------------------------------
 
 # names between commas or spaces: no module has either, and no pattern is made of such
 _SEVERAL = re.compile(r"[\w.-]+(?:\s*,\s*|\s+)[\w.,\s-]*")
@@ -90,9 +88,6 @@ def no_length(values: Values) -> Iterator[Finding]:
         yield say("error", "out-of-range", "max_length", message, 'write `max_length: "none"` for rows as they are')
 
 
-# --- names and mappings ---------------------------------------------------------------------------
-
-
 def model_set_twice(values: Values) -> Iterator[Finding]:
     """trl/scripts/sft.py:83: the mapping wins over what the other arguments say of the model's loading."""
     key, kwargs = "model_init_kwargs", inline(values["model_init_kwargs"]) or {}
@@ -117,9 +112,6 @@ def dataset_names(values: Values) -> Iterator[Finding]:
         yield say("warning", "conditional-key", key, message, "leave it out")
 
 
-# --- adapters -------------------------------------------------------------------------------------
-
-
 def lora_targets(values: Values) -> Iterator[Finding]:
     """trl/trainer/model_config.py:177: a single word is a pattern, and peft wants it to match a module.
 
@@ -141,9 +133,6 @@ def lora_targets(values: Values) -> Iterator[Finding]:
         names = ", ".join(filter(None, re.split(r"[,\s]+", joined)))
         message = f"`{key}: {brief(joined)}` is one name, which no module has: nothing is trained for it"
         yield say("error", "lora-targets", key, message, f"write a list: `{key}: [{names}]`")
-
-
-# --- losses of DPO --------------------------------------------------------------------------------
 
 
 # numbers that all losses read but that of SFT (trl/trainer/dpo_trainer.py:1388), and those that few do:
@@ -189,9 +178,6 @@ def zero_beta(values: Values) -> Iterator[Finding]:
     yield say("error" if divided else "warning", "zero-beta", "beta", message)
 
 
-# --- one condition, one message -------------------------------------------------------------------
-
-
 _EVALUATION = (
     "do_eval",
     "per_device_eval_batch_size",
@@ -231,41 +217,37 @@ _SHARED: tuple[Rule, ...] = (
         "`datasets` cannot be handed over as flags: each mapping would be read as a path",
         "write `dataset_name`",
     ),
-    check(
+    warn(
         "Measured: 29.2 s against 15.2 s for the same steps (Qwen2.5-7B, one GPU).",
         "liger-with-lora",
         "use_liger_kernel",
         lambda v: v["use_liger_kernel"] and v["use_peft"],
         "Liger on a LoRA model was measured at half the speed",
         "write `use_liger_kernel: false`",
-        severity="warning",
     ),
-    check(
+    warn(
         "transformers/trainer.py:2199",
         "best-without-eval",
         "save_strategy",
         lambda v: v["save_strategy"] == "best" and v["eval_strategy"] == "no",
         "`save_strategy: best` saves no checkpoint: `eval_strategy` is no",
         "add `eval_strategy: steps`",
-        severity="warning",
     ),
-    check(
+    warn(
         "transformers/trainer_callback.py:586",
         "out-of-range",
         "save_steps",
         lambda v: v["save_strategy"] == "steps" and number(v["save_steps"]) is not None and v["save_steps"] <= 0,
         "`save_steps: {save_steps}`: there is no checkpoint before the end of training",
         'write a number of steps, or `save_strategy: "no"`',
-        severity="warning",
     ),
-    check(
+    warn(
         "transformers/optimization.py:1015",
         "warmup-unread",
         "warmup_steps",
         lambda v: v["lr_scheduler_type"] == "constant" and v["warmup_steps"],
         "`warmup_steps` is not read with `lr_scheduler_type: constant`",
         "write `lr_scheduler_type: constant_with_warmup`",
-        severity="warning",
     ),
     check(
         "transformers/trainer.py:1498,3517: as a flag, true is the name of a folder.",
@@ -293,14 +275,13 @@ _SHARED: tuple[Rule, ...] = (
         "move the line out of `args:`",
         layer="launch",
     ),
-    check(
+    warn(
         "transformers/trainer.py:3952",
         "fsdp-unsaved",
         "fsdp_config",
         lambda v: v["fsdp"] and "SHARDED_STATE_DICT" in str(v["fsdp_config"]).upper(),
         "with `state_dict_type: SHARDED_STATE_DICT` no model is saved when training has ended, checkpoints apart",
         "write `state_dict_type: FULL_STATE_DICT`",
-        severity="warning",
     ),
     unread(
         "transformers/optimization.py:1015",
@@ -356,14 +337,13 @@ _DPO: tuple[Rule, ...] = (
         lambda v: v["f_divergence_type"] == "alpha_divergence",
         "with `f_divergence_type: alpha_divergence`",
     ),
-    check(
+    warn(
         "trl/trainer/dpo_trainer.py:735",
         "padding-free-off",
         "padding_free",
         lambda v: v["padding_free"],
         "`padding_free` does nothing for DPO in this release: the batches are padded",
         "delete the line",
-        severity="warning",
         tested=True,
     ),
     # its losses are its own

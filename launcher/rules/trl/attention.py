@@ -26,9 +26,6 @@ _KERNEL = re.compile(r"[^/:]+/[^/:]+(?:@[^/:]+)?(?::[^/:]+)?\Z")
 _MASKED = (None, "sdpa", "eager")
 
 
-# --- launch's own option --------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """The first implementation that can be had, None for none; those before it, each with the reason."""
@@ -89,9 +86,6 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
-# --- TRL's arguments ------------------------------------------------------------------------------
-
-
 def unknown(context: Context) -> Iterator[Finding]:
     """transformers/modeling_utils.py:1848."""
     name, key = resolved.attention(context.values)
@@ -133,9 +127,6 @@ def flash_in_full_precision(context: Context) -> Iterator[Finding]:
         )
         help = "write `bf16: true`, or `dtype: bfloat16`"
         yield say("error", "flash-in-float32", key, message, help)
-
-
-# --- packing --------------------------------------------------------------------------------------
 
 
 def packing(context: Context) -> Iterator[Finding]:

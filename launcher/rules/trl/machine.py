@@ -25,9 +25,6 @@ _REPORTS = {
 }
 
 
-# --- devices and precision ------------------------------------------------------------------------
-
-
 def bf16_on_cpu(context: Context) -> Iterator[Finding]:
     """transformers/training_args.py:1746; TRL's default asks for it (trl/trainer/base_config.py:108).
 
@@ -65,9 +62,6 @@ def precision_option(context: Context) -> Iterator[Finding]:
     yield say_of_option("warning", "mixed-precision-unread", "mixed_precision", message, help)
 
 
-# --- optimizers and compilation -------------------------------------------------------------------
-
-
 def optimizer_package(context: Context) -> Iterator[Finding]:
     """transformers/trainer_optimizer.py:254 and what follows there."""
     name = str(context.values["optim"])
@@ -99,9 +93,6 @@ def no_compiler(context: Context) -> Iterator[Finding]:
     inductor = str(values["torch_compile_backend"] or "inductor").lower() == "inductor"
     if context.running and resolved.compiled(values) and inductor:
         yield from services.no_compiler(context, "torch_compile", cpp=not context.gpus)
-
-
-# --- reports and references -----------------------------------------------------------------------
 
 
 def _reports(context: Context) -> tuple[str, ...]:

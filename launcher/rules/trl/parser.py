@@ -15,14 +15,9 @@ from launcher.errors import Finding
 from launcher.rules.rule import Rule, check, number, plain, say
 from launcher.upstream.schema import Values, json_fault
 
-_JSON = (
-    "accelerator_config",
-    "fsdp_config",
-    "deepspeed",
-    "gradient_checkpointing_kwargs",
-    "lr_scheduler_kwargs",
-    "model_init_kwargs",
-    "dataset_kwargs",
+_JSON = tuple(
+    "accelerator_config fsdp_config deepspeed gradient_checkpointing_kwargs lr_scheduler_kwargs model_init_kwargs "
+    "dataset_kwargs".split()
 )
 _RATIO = 1_000_000
 _WITH_METRIC = ("reduce_lr_on_plateau", "greedy")
@@ -35,9 +30,6 @@ def json_mappings(values: Values) -> Iterator[Finding]:
     for key in _JSON:
         if (fault := json_fault(values.get(key))) is not None:
             yield say("error", "bad-json", key, f"`{key}` is not JSON: {fault}", layer="parser")
-
-
-# --- steps and strategies -------------------------------------------------------------------------
 
 
 def _eval_steps(values: Values) -> tuple[str, float | None]:
@@ -79,11 +71,8 @@ def best_model_strategies(values: Values) -> Iterator[Finding]:
     """transformers/training_args.py:1718."""
     save, evaluate = values["save_strategy"], values["eval_strategy"]
     if values["load_best_model_at_end"] and save != "best" and save != evaluate:
-        message = (
-            f"`load_best_model_at_end` with `save_strategy: {save}` and `eval_strategy: "
-            f"{evaluate}`: "
-            "they must be the same"
-        )
+        both = f"`save_strategy: {save}` and `eval_strategy: {evaluate}`"
+        message = f"`load_best_model_at_end` with {both}: they must be the same"
         help = f"write `eval_strategy: {save}`, or `save_strategy: best`"
         yield say("error", "best-model-strategy", "load_best_model_at_end", message, help, layer="parser")
 
@@ -98,10 +87,8 @@ def best_model_steps(values: Values) -> Iterator[Finding]:
         return
     both_shares = every < 1 and save < 1
     if not both_shares or (save * _RATIO) % (every * _RATIO) != 0:
-        message = (
-            f"`load_best_model_at_end` needs `save_steps` ({plain(save)}) to be a multiple of the steps "
-            f"between evaluations ({plain(every)})"
-        )
+        between = f"the steps between evaluations ({plain(every)})"
+        message = f"`load_best_model_at_end` needs `save_steps` ({plain(save)}) to be a multiple of {between}"
         yield say("error", "best-model-steps", "save_steps", message, layer="parser")
 
 
@@ -125,6 +112,11 @@ def _no_multiple(values: Values) -> bool:
     return False
 
 
+def _either(cited: str, first: str, second: str) -> Rule:
+    message = f"`{first}` and `{second}` exclude each other"
+    return _refused(cited, "two-precisions", first, lambda v: v[first] and v[second], message)
+
+
 RULES: tuple[Rule, ...] = (
     json_mappings,
     eval_without_steps,
@@ -132,27 +124,9 @@ RULES: tuple[Rule, ...] = (
     best_model_strategies,
     best_model_steps,
     loss_weights,
-    _refused(
-        "transformers/training_args.py:1753",
-        "two-precisions",
-        "fp16",
-        lambda v: v["fp16"] and v["bf16"],
-        "`fp16` and `bf16` exclude each other",
-    ),
-    _refused(
-        "transformers/training_args.py:1756",
-        "two-precisions",
-        "fp16_full_eval",
-        lambda v: v["fp16_full_eval"] and v["bf16_full_eval"],
-        "`fp16_full_eval` and `bf16_full_eval` exclude each other",
-    ),
-    _refused(
-        "trl/trainer/model_config.py:174",
-        "two-precisions",
-        "load_in_8bit",
-        lambda v: v["load_in_8bit"] and v["load_in_4bit"],
-        "`load_in_8bit` and `load_in_4bit` exclude each other",
-    ),
+    _either("transformers/training_args.py:1753", "fp16", "bf16"),
+    _either("transformers/training_args.py:1756", "fp16_full_eval", "bf16_full_eval"),
+    _either("trl/trainer/model_config.py:174", "load_in_8bit", "load_in_4bit"),
     _refused(
         "transformers/training_args.py:1701",
         "logging-steps",

@@ -67,19 +67,11 @@ def _write(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 def envelope(command: str, ok: bool, findings: Iterable[Finding], data: Any) -> None:
-    whole = {
-        "schema_version": SCHEMA_VERSION,
-        "command": command,
-        "ok": ok,
-        "findings": [finding.as_json() for finding in findings],
-        "data": data,
-    }
+    found = [finding.as_json() for finding in findings]
+    whole = {"schema_version": SCHEMA_VERSION, "command": command, "ok": ok, "findings": found, "data": data}
     # as data, not as text: there `"hub_token": {` would be a name and its value
-    _write(escaped(json.dumps(redact(whole), indent=2, ensure_ascii=False, default=_text_of)))
-
-
-def _text_of(value: object) -> str:
-    return redact(str(value))
+    clean = json.dumps(redact(whole), indent=2, ensure_ascii=False, default=lambda value: redact(str(value)))
+    _write(escaped(clean))
 
 
 def raw(text: str) -> None:
@@ -124,17 +116,12 @@ def arguments(schemas: Sequence[Schema], notes: Mapping[str, Mapping[str, Sequen
     """
     for schema in schemas:
         _echo(f"{schema.stage} on {schema.backend}: {schema.script} at {schema.named}")
-        rows = [
-            {
-                "name": name,
-                "type": known.type,
-                "default": known.default_text or known.default,
-                "defined": known.where,
-                "note": "; ".join(notes[schema.script].get(name, ())) or None,
-            }
-            for name, known in schema.fields.items()
-        ]
-        table(rows, ("name", "type", "default", "defined", "note"))
+        columns, rows = ("name", "type", "default", "defined", "note"), []
+        for name, known in schema.fields.items():
+            note = "; ".join(notes[schema.script].get(name, ())) or None
+            values = (name, known.type, known.default_text or known.default, known.where, note)
+            rows.append(dict(zip(columns, values, strict=True)))
+        table(rows, columns)
 
 
 def say(text: str) -> None:
@@ -151,10 +138,9 @@ def findings(found: Sequence[Finding]) -> None:
     for finding in redact(tuple(found)):
         head = _style(f"{finding.severity}[{finding.code}]", _COLOUR[finding.severity])
         _write(head + folded(f": {finding.message}"), err=True)
-        if finding.place is not None:
-            _write(folded(f"  --> {finding.place}"), err=True)
-        if finding.help is not None:
-            _write(folded(f"  help: {finding.help}"), err=True)
+        for mark, text in (("-->", finding.place), ("help:", finding.help)):
+            if text is not None:
+                _write(folded(f"  {mark} {text}"), err=True)
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -175,9 +161,8 @@ def plan_lines(plan: Plan) -> list[str]:
 
 def beginning(plan: Plan, console: Path) -> None:
     """The plan, and where to read along, before the first process starts."""
-    for line in plan_lines(plan):
+    for line in (*plan_lines(plan), f"log: {console}"):
         _echo(line, err=True)
-    _echo(f"log: {console}", err=True)
 
 
 def dry_run(plan: Plan, command: Command, script: str | None = None) -> None:
@@ -190,28 +175,32 @@ def dry_run(plan: Plan, command: Command, script: str | None = None) -> None:
         lines.append(f"no open-instruct checkout was found, training needs one: {pin.get_checkout()}")
     for variable in sorted(set(command.variables.values()) - os.environ.keys()):
         lines.append(f"{variable} is a secret: export it before you paste this")
-    for line in lines:
-        _echo(_comment(line))
     words = command.redacted().shell()
-    if script is None:
-        _echo(words)
-    else:
-        _echo(_comment(f"what trains on each node: {words}"))
-        raw(script)
-
-
-def _comment(text: str) -> str:
-    """A shell comment throughout: what is pasted must not run the second line of a value."""
-    return "\n".join(f"# {line}" for line in text.splitlines())
+    if script is not None:
+        lines.append(f"what trains on each node: {words}")
+    # a comment throughout: what is pasted must not run the second line of a value
+    for line in "\n".join(lines).splitlines():
+        _echo(f"# {line}")
+    _echo(words) if script is None else raw(script)
 
 
 def verdict(judged: Verdict, name: str) -> None:
     """The status and the name of a run, why it did not pass, its points (failed ones first), its figures."""
     record = judged.as_json()
-    outcome = summary.outcome(record)
+    outcome, cause = summary.outcome(record), summary.cause(record)
     what = f"  {name}  ({judged.stage or 'unknown stage'}, {judged.steps or 0} steps)"
     _echo("verdict: ", _style(outcome, _STATUS[outcome]), folded(what))
-    printed = _cause(record, "stopped" if judged.stopped is not None else "cause")
+    printed: set[str | None] = set()
+    if cause is not None:
+        label = "stopped" if judged.stopped is not None else "cause"
+        _echo("  ", _style(label, _STATUS[outcome]), folded(f": {cause.text}"))
+        if cause.line:
+            place = ":".join(str(cause.line[key]) for key in ("file", "line") if cause.line.get(key))
+            shown = cause.line.get("text")
+            _echo(folded(f"    {place}: {shown}" if shown else f"    {place}"))
+        if cause.help:
+            _echo(folded(f"    help: {cause.help}"))
+        printed = {cause.text, *cause.repeated, cause.help}
     unreached = summary.unreached(record)
     for point in summary.failed_first(record):
         if point["name"] not in unreached:
@@ -219,45 +208,25 @@ def verdict(judged: Verdict, name: str) -> None:
     if unreached:
         # each of them would say the same
         _echo(f"  not shown, training never reached step 1: {', '.join(unreached)}")
+    known = {key: value for key, value in judged.metrics.items() if value is not None}
     # a figure stays beside its name
-    figures = [f"{key}\xa0{_number(v)}" for key, v in judged.metrics.items() if v is not None]
+    figures = (f"{key}\xa0{f'{v:,.4g}' if isinstance(v, float) else v}" for key, v in known.items())
     for line in textwrap.wrap(", ".join(figures), _FIGURES_WIDTH):
         _echo(f"  {line}".replace("\xa0", " "))
 
 
-def _cause(record: Mapping[str, Any], label: str) -> set[str]:
-    """Print what to know first of a run that did not pass; returns the texts, none of which is due again."""
-    cause = summary.cause(record)
-    if cause is None:
-        return set()
-    colour = _STATUS[summary.outcome(record)]
-    _echo("  ", _style(label, colour), folded(f": {cause.text}"))
-    if cause.line:
-        place = ":".join(str(cause.line[key]) for key in ("file", "line") if cause.line.get(key))
-        shown = cause.line.get("text")
-        _echo(folded(f"    {place}: {shown}" if shown else f"    {place}"))
-    if cause.help:
-        _echo(folded(f"    help: {cause.help}"))
-    return {cause.text, *cause.repeated, *([cause.help] if cause.help else [])}
-
-
-def _point(point: summary.Point, printed: Container[str], outcome: str) -> None:
+def _point(point: summary.Point, printed: Container[str | None], outcome: str) -> None:
     ok, detail = point["ok"], point["detail"]
     expected = "" if point["expected"] in {None, "any"} else f"expected {point['expected']}"
     # what fails of a run that was stopped is that it was
     word = "stopped" if ok is False and outcome == "stopped" else _MARK[ok]
     mark = _style(f"{word:<10}", _POINT_COLOUR[word], bold=False)
     _echo(folded(f"  {point['name']:<16}{point['state']!s:<18}"), mark, folded(expected))
-    lines = [] if ok is True else [*summary.reasons(detail)]
+    reasons = () if ok is True else summary.reasons(detail)
     # of a point that is as expected too: half of the batch may hold nothing
-    lines += [str(detail["wasted"])] if detail.get("wasted") else []
-    for line in lines:
+    for line in (*reasons, *filter(None, [detail.get("wasted")])):
         if line not in printed:
             _echo(folded(f"    {line}"))
-
-
-def _number(value: Any) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
@@ -269,9 +238,9 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
     columns = [c for c in columns if any(row.get(c) is not None for row in rows)]
     here = f"{os.getcwd()}/"
     cells = [
-        [" ".join(printable(str("-" if row.get(c) is None else row[c])).split("\n")) for c in columns] for row in rows
+        [printable(str("-" if row.get(c) is None else row[c])).replace("\n", " ") for c in columns] for row in rows
     ]
-    whole = [list(columns), *([cell.removeprefix(here) for cell in row] for row in cells)]
+    whole = [columns, *([cell.removeprefix(here) for cell in row] for row in cells)]
     widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
     bands = [[0]]

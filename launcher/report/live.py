@@ -14,8 +14,7 @@ import typer
 
 from launcher.printable import printable
 from launcher.redaction import redact
-from launcher.report import log
-from launcher.report.progress import ENDED, Progress, Tail, clock
+from launcher.report.progress import ENDED, TRACKER, Progress, Tail, clock, tracker
 from launcher.runs import rundir
 from launcher.upstream.logs import open_instruct
 from launcher.verdict.logs.segments import BAR
@@ -46,7 +45,7 @@ class View:
         # a terminal is looked at over shoulders, and its lines end up in logs of jobs
         self.title = redact(title)
         self.log, self.events = Tail(console), Tail(probe / "rank-0.jsonl")
-        self.progress, self.tracker = progress, log.tracker(console)
+        self.progress, self.tracker = progress, tracker(console)
         # of a run that goes on, the last of what it has done is enough
         self.log.skip(CAUGHT_UP)
         # what was proved stands at its beginning
@@ -96,8 +95,8 @@ class View:
         for raw in self.log.read():
             self._total(raw)
             self.progress.work(raw)
-            if self.tracker is None and log.TRACKER.search(raw):
-                self.tracker = log.tracker(self.log.path)
+            if self.tracker is None and TRACKER.search(raw):
+                self.tracker = tracker(self.log.path)
 
     def _total(self, raw: bytes) -> None:
         announced, bar = _ANNOUNCED.search(raw), BAR.match(raw)

@@ -15,8 +15,7 @@ from typing import Any
 from launcher import __version__, files
 from launcher.machine import process
 from launcher.paths import exists
-from launcher.report import log
-from launcher.report.progress import Progress, clock
+from launcher.report.progress import Progress, clock, tracker
 from launcher.runs import rundir, runner, slurm
 from launcher.runs.record import Manifest, Record
 from launcher.runs.rundir import RunFolder
@@ -138,7 +137,7 @@ def _lasting(folder: RunFolder, manifest: Manifest) -> dict[str, Any]:
         "tokens/s": None if rate is None else round(rate),
         "gpus": manifest.gpus,
         "output": manifest.get("output"),
-        "wandb": log.tracker(folder.console(number)) if manifest.get("tracked") else None,
+        "wandb": tracker(folder.console(number)) if manifest.get("tracked") else None,
     }
 
 

@@ -123,9 +123,6 @@ def _title(run: Run) -> str:
     return f"{title} of {Path(str(model)).name}" if title == run.stage and model else title
 
 
-# ---- head, banner, overview
-
-
 def _head(lead: Lead, entries: Sequence[PageRun], keys: Sequence[str]) -> Html:
     run, alone = entries[0].run, len(entries) == 1
     title: list[object] = [lead.title]

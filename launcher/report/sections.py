@@ -61,9 +61,6 @@ def link(address: str) -> Html:
     return tag("a", address, href=address, rel="noreferrer") if is_link else tag("span", address)
 
 
-# ---- verdict
-
-
 def verdicts(entries: Sequence[PageRun]) -> Html:
     """Each point with what it rests on; of several runs a table of points first."""
     judged, by_run = [], []
@@ -128,9 +125,6 @@ def citations(lines: Sequence[Mapping[str, Any]]) -> Html:
     return tag("ul", join(items), class_="cites") if items else Html("")
 
 
-# ---- plan beside measurement
-
-
 _QUANTITIES = {
     "rows_per_step": "batch, rows a step",
     "steps": "steps",
@@ -181,9 +175,6 @@ def _in_words(key: str, value: float | None) -> str:
     return f"{figure(value * 100, 3)} %" if key in ("wasted_share", "mfu") else figure(value)
 
 
-# ---- arguments
-
-
 def arguments(entries: Sequence[PageRun]) -> Html:
     """What was set and by whom, the defaults folded; of several runs what differs first."""
     differing: list[Sequence[Html]] = []
@@ -218,9 +209,6 @@ def arguments(entries: Sequence[PageRun]) -> Html:
 def _yaml(value: object) -> str:
     """A value as a stage file would have it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-# ---- findings, versions, command
 
 
 def findings(entries: Sequence[PageRun]) -> Html:

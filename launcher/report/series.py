@@ -17,7 +17,7 @@ from launcher import files
 from launcher.config.keys import PAIRED
 from launcher.errors import unreadable, usage
 from launcher.redaction import redact
-from launcher.report import log
+from launcher.report import progress
 from launcher.runs import attempt, rundir
 from launcher.runs.record import mapping
 from launcher.runs.rundir import RunFolder
@@ -152,8 +152,8 @@ def _read_log(path: Path) -> Run:
         series=of_rows(metrics.metrics_rows(found)),
         ended={},
         arguments=redact(arguments),
-        tail=log.tail(path),
-        tracker=log.tracker(path),
+        tail=progress.last_lines(path),
+        tracker=progress.tracker(path),
     )
 
 
@@ -178,8 +178,8 @@ def of_kept(path: Path, manifest: object, verdict: object, rows: Iterable[Row], 
         series=of_rows(rows),
         arguments={name: item for name, item in arguments.items() if isinstance(item, Mapping)},
         ranks=None if last is None or last.probe is None else last.probe.world,
-        tail=log.tail(console, secrets),
-        tracker=log.tracker(console),
+        tail=progress.last_lines(console, secrets),
+        tracker=progress.tracker(console),
     )
 
 

@@ -205,9 +205,6 @@ def _change_of(path: Path, before: str, memory: FingerprintCache) -> dict[str, A
     return {"reason": reason, "before": before, "after": after}
 
 
-# --- several attempts as one run ------------------------------------------------------------------
-
-
 def read(folder: RunFolder) -> tuple[Evidence, ...]:
     """The evidence of every attempt, the last one last. Raises OSError like `read_run`."""
     before = (evidence.read_run(folder.path, attempt=n) for n in range(1, folder.attempts()))

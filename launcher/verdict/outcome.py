@@ -61,9 +61,6 @@ _CORRUPT = Observation(
 )
 
 
-# -- the loss
-
-
 def _loss(evidence: Evidence, _expected: str | None) -> Observation:
     log, lines = evidence.log, evidence.lines
     steps = list(evidence.rank_steps)
@@ -228,9 +225,6 @@ def _exact(line: StepLine) -> float:
     return line.loss or (line.extra.get("grad_norm", 0.0) if "epoch" in line.extra else 0.0)
 
 
-# -- gradients
-
-
 def _gradients(evidence: Evidence, _expected: str | None) -> Observation:
     reports = evidence.last_events("gradients")
     if corrupt := [event for event in reports if event.text("state") == "corrupt"]:
@@ -287,9 +281,6 @@ def _noise(evidence: Evidence) -> tuple[str, Citable] | None:
         return None
     largest, step, cite = max(jumps, key=lambda one: one[0])
     return f"the gradient norm jumps to {largest:.3g} at step {step}; {usual:.3g} is usual", cite
-
-
-# -- the trend
 
 
 def _falls(series: Sequence[float]) -> bool:
@@ -355,9 +346,6 @@ def trend(series: Sequence[float]) -> tuple[float, float]:
     return slope * (n - 1) / level, (score - math.copysign(min(1, abs(score)), score)) / deviation
 
 
-# -- memory and the end
-
-
 def _memory(evidence: Evidence, _expected: str | None) -> Observation:
     end = ending(evidence)
     detail: dict[str, object] = {"peak_allocated_gib": peak_allocated_gib(evidence)}
@@ -394,9 +382,6 @@ def _finish(evidence: Evidence, _expected: str | None) -> Observation:
     cites = [evidence.stopped, *end.lines, *evidence.lines[-1:], saved, ended]
     shown = [cite for cite in cites if cite is not None]
     return Observation(end.state, proved=end.proved, cites=shown, detail=detail, help=help)
-
-
-# -- what the optimizer changed, what was saved, what was read
 
 
 def _weights(evidence: Evidence, _expected: str | None) -> Observation:

@@ -77,9 +77,6 @@ def probe_lines(evidence: Evidence, start: str | re.Pattern[str] = "") -> tuple[
     return tuple(s for s in lines if re.match(start, s.fields["message"]))
 
 
-# -- Liger
-
-
 def _liger(evidence: Evidence, expected: str | None) -> Observation:
     calls = {record.rank: record.liger_calls for record in evidence.records if record.steps}
     return _liger_counted(evidence, expected, calls) if calls else _liger_logged(evidence, expected)
@@ -177,9 +174,6 @@ def _liger_logged(evidence: Evidence, expected: str | None) -> Observation:
     )
 
 
-# -- packing
-
-
 def _packing(evidence: Evidence, expected: str | None) -> Observation:
     observed = _packing_by_rank(evidence, expected) or _packing_logged(evidence, expected)
     if expected in ("isolated", "on") and observed.state == "off":
@@ -243,9 +237,6 @@ def reason_of(events: Sequence[Event]) -> str | None:
     return next((text for event in events if (text := event.text("reason"))), None)
 
 
-# -- attention
-
-
 def _attention(evidence: Evidence, expected: str | None) -> Observation:
     events = [event for event in evidence.events("model") if event.text("attention")]
     if not events:
@@ -283,9 +274,6 @@ def _attention_logged(evidence: Evidence, expected: str | None) -> Observation:
         detail={"announced": word},
         reason=f"the log announces {word}; only the probe can prove it",
     )
-
-
-# -- the batch
 
 
 def _batch(evidence: Evidence, _expected: str | None) -> Observation:
@@ -344,9 +332,6 @@ def _differs(sizes: Mapping[str, float | None], planned: Mapping[str, float | No
 
 def _in_words(sizes: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {number:.0f}" for name, number in sizes.items() if number)
-
-
-# -- caches
 
 
 def _dataset_cache(evidence: Evidence, expected: str | None) -> Observation:

@@ -127,7 +127,13 @@ def section(entries: Sequence[PageRun]) -> Html:
     for number, stage in enumerate(stages):
         own = [entry for entry in entries if (entry.run.stage or "") == stage]
         group = StageRuns(stage, f"-{number}" if number else "", own)
-        shown, folded = _panels([entry.run for entry in own])
+        runs = [entry.run for entry in own]
+        shown = [panel for panel in PANELS if panel.drawn(runs)]
+        drawn = {name for panel in shown for name in panel.drawn(runs)}
+        names = dict.fromkeys(
+            name for run in runs for name, column in run.series.columns.items() if any_number(column)
+        )
+        folded = [Panel(f"column-{n}", name, {"": (name,)}) for n, name in enumerate(names) if name not in drawn]
         data += [panel.as_json(group, folded=False) for panel in shown]
         data += [panel.as_json(group, folded=True) for panel in folded]
         if len(stages) > 1:
@@ -136,38 +142,23 @@ def section(entries: Sequence[PageRun]) -> Html:
         if folded:
             id = f"more-curves{group.suffix}"
             grids.append(details(f"{len(folded)} more", _grid(folded, group), id=id, class_="more-curves"))
-    legend = Html('<legend class="visually-hidden">runs</legend>')
-    fieldset = tag("fieldset", join([legend, *map(_switch, entries)])) if len(entries) > 1 else ""
+    switches = [Html('<legend class="visually-hidden">runs</legend>')]
+    for entry in entries:
+        box = f'<input type="checkbox" data-run="{entry.number}" checked autocomplete="off">'
+        switches.append(Html(f"<label>{box}{entry.heading}</label>"))
+    fieldset = tag("fieldset", join(switches)) if len(entries) > 1 else ""
+    curves = ",".join(f'{{"name":{json.dumps(entry.name)},{series.compact(entry.run.series)[1:]}' for entry in entries)
+    # no text in it can end it early
+    whole = f'{{"version":1,"panels":{json.dumps(data)},"runs":[{curves}]}}'.replace("<", "\\u003c")
     parts = [
         tag("h2", "Curves", id="curves"),
         tag("div", join([fieldset, _TOOLS]), class_="controls"),
         Html("<noscript><p>The curves need scripts; everything else does not.</p></noscript>"),
         *grids,
-        Html(f'<script type="application/json" id="curves-data">{_data(entries, data)}</script>'),
+        Html(f'<script type="application/json" id="curves-data">{whole}</script>'),
     ]
     return tag("section", join(parts))
 
 
-def _panels(runs: Sequence[Run]) -> tuple[list[Panel], list[Panel]]:
-    shown = [panel for panel in PANELS if panel.drawn(runs)]
-    drawn = {name for panel in shown for name in panel.drawn(runs)}
-    names = dict.fromkeys(name for run in runs for name, column in run.series.columns.items() if any_number(column))
-    others = ((number, name) for number, name in enumerate(names) if name not in drawn)
-    return shown, [Panel(f"column-{number}", name, {"": (name,)}) for number, name in others]
-
-
 def _grid(panels: Sequence[Panel], group: StageRuns) -> Html:
     return tag("div", join(panel.figure(group) for panel in panels), class_="grid")
-
-
-def _data(entries: Sequence[PageRun], charts: Sequence[object]) -> str:
-    """The curves as JSON that no text in it can end early."""
-    curves = ",".join(f'{{"name":{json.dumps(entry.name)},{series.compact(entry.run.series)[1:]}' for entry in entries)
-    whole = f'{{"version":1,"panels":{json.dumps(charts)},"runs":[{curves}]}}'
-    return whole.replace("<", "\\u003c")
-
-
-def _switch(entry: PageRun) -> Html:
-    return Html(
-        f'<label><input type="checkbox" data-run="{entry.number}" checked autocomplete="off">{entry.heading}</label>'
-    )

@@ -5,6 +5,7 @@ A run of ours is read from its folder, live or finished; a stranger's from its c
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
@@ -220,18 +221,23 @@ def measured(run: Run) -> dict[str, float | None]:
     Memory is the peak in GiB, `hours` the whole last attempt, loading and saving included, `wasted_share` and `mfu`
     are shares of 1; `logged_tokens_per_second` is upstream's own figure.
     """
-    figures = mapping(run.verdict.get("metrics"))
-    tokens, rows = (_mean(run.series.columns.get(name, ())) for name in ("tokens", "rows"))
+    figures, means, hours = mapping(run.verdict.get("metrics")), dict[str, float](), None
+    for name in ("tokens", "rows"):
+        if kept := [value for value in run.series.columns.get(name, ()) if value is not None]:
+            means[name] = math.fsum(kept) / len(kept)
     # in the rows of the data, as the plan counts: DPO's batches hold two sequences of each
     each = 2 if run.stage in PAIRED else 1
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        begun, ended = (datetime.datetime.fromisoformat(str(run.ended[key])) for key in ("started", "ended"))
+        hours = (ended - begun).total_seconds() / 3600
     return {
         "processes": run.ranks,
-        "rows_per_step": None if rows is None else rows / each,
+        "rows_per_step": means["rows"] / each if "rows" in means else None,
         "steps": finite(run.verdict.get("steps")),
-        "tokens_per_step": tokens,
+        "tokens_per_step": means.get("tokens"),
         "peak_gib": finite(figures.get("peak_allocated_gib")),
         "reserved_gib": finite(figures.get("peak_reserved_gib")),
-        "hours": _hours(run),
+        "hours": hours,
         **{name: finite(figures.get(name)) for name in _MEASURED},
     }
 
@@ -252,19 +258,6 @@ def planned(run: Run) -> dict[str, float | None]:
         "peak_gib": finite(mapping(plan.get("memory_gib")).get("peak")),
         "hours": hours,
     }
-
-
-def _hours(run: Run) -> float | None:
-    try:
-        begun, ended = (datetime.datetime.fromisoformat(str(run.ended[key])) for key in ("started", "ended"))
-        return (ended - begun).total_seconds() / 3600
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    kept = [v for v in values if v is not None]
-    return math.fsum(kept) / len(kept) if kept else None
 
 
 def named_apart(runs: Sequence[Run]) -> list[Run]:

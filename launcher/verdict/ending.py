@@ -128,8 +128,13 @@ def fatal(evidence: Evidence, *names: str) -> tuple[Signal, ...]:
     shows that it is a training's tells of one's failure only if it ends with it.
     """
     log = evidence.log
-    if log is None or not (_trains(evidence) or _ends_badly(log)):
+    if log is None:
         return ()
+    trains = evidence.exit or evidence.probe or log.steps or log.blocks or log.last_bar
+    if not trains and all(s.name in _ANYBODYS or s.text.startswith("nohup: ") for s in log.signals):
+        ends = log.all(*_FAILURES, "not_found", "stop_asked")
+        if not any(s.line > log.lines - _END_LINES for s in ends):
+            return ()
     work = max((s.line for s in log.all(*_WORK)), default=0)
     work = max(work, log.steps[-2].line if len(log.steps) > 1 else 0, _of_an_earlier(log))
     return tuple(s for s in log.all(*names) if s.line > work)
@@ -151,20 +156,6 @@ def _of_an_earlier(log: Log) -> int:
     again = max((s.line for s in log.all("bar_begun") if s.fields["total"] == str(log.total_steps)), default=0)
     past += [s.line for s in jobs if s.fields["job"] != jobs[-1].fields["job"] or again > s.line]
     return max(past, default=0)
-
-
-def _trains(evidence: Evidence) -> bool:
-    """Whether this is a training: a run of ours, or a log in which anything comes from a trainer."""
-    log = evidence.log
-    if log is None or evidence.exit is not None or evidence.probe is not None:
-        return True
-    own = any(s.name not in _ANYBODYS and not s.text.startswith("nohup: ") for s in log.signals)
-    return bool(log.steps or log.blocks or log.last_bar or own)
-
-
-def _ends_badly(log: Log) -> bool:
-    ends = log.all(*_FAILURES, "not_found", "stop_asked")
-    return any(s.line > log.lines - _END_LINES for s in ends)
 
 
 def ending(evidence: Evidence) -> Ending:
@@ -235,7 +226,11 @@ def _well(evidence: Evidence, clean: bool) -> Ending:
     if done is not None and last is None:
         total = None  # the log begins after the last step
     all_steps = last is not None and last >= total if total is not None else clean
-    doubt = _doubt(evidence) if total is None else None
+    doubt, planned = None, evidence.manifest.steps
+    if total is None and last is None and not alone and not evidence.events("resumed"):
+        doubt = "no_steps"
+    elif total is None and last is not None and planned is not None and last < planned:
+        doubt = "fewer_steps"
     if all_steps and not doubt and (evidence.final_save or evidence.left_out_save):
         return Ending(state="completed")
     if not clean:
@@ -251,15 +246,6 @@ def _well(evidence: Evidence, clean: bool) -> Ending:
         # training may go on without a log; whether it did is not known
         return Ending(state="stopped", proved=False, reason="disk_full")
     return Ending(state="stopped", reason="ended_early")
-
-
-def _doubt(evidence: Evidence) -> str | None:
-    """Why a good exit of ours is no proof that all steps were taken, where the log announces no number."""
-    last, planned = evidence.last_step, evidence.manifest.steps
-    if last is None:
-        ours = evidence.exit is not None or evidence.probe is not None
-        return "no_steps" if ours and not evidence.events("resumed") else None
-    return "fewer_steps" if planned is not None and last < planned else None
 
 
 def _signal(evidence: Evidence, failures: tuple[Signal, ...]) -> Signals | None:

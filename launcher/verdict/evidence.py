@@ -268,7 +268,11 @@ class Evidence:
         if log is not None and log.steps:
             last = log.steps[-1]
             if "epoch" in last.extra:  # a dict of HF Trainer
-                return _stage_of(last.extra, log)
+                if not _OTHER_METRICS.isdisjoint(last.extra):
+                    return None
+                if not _DPO_METRICS.isdisjoint(last.extra):
+                    return "dpo"
+                return _named(log) if _SFT_METRICS.isdisjoint(last.extra) else "sft"
             if name := _SCRIPT.search(last.text):
                 return "dpo" if name["dpo"] else "sft"
         if log is not None and not log.blocks and (trainer := _named(log)) is not None:
@@ -309,14 +313,6 @@ def read_run(folder: Path, attempt: int | None = None) -> Evidence:
         exit=_read_exit(folder / f"exit{infix}.json"),
         inputs=[one for one in inputs if isinstance(one, dict)] if isinstance(inputs, list) else None,
     )
-
-
-def _stage_of(metrics: Mapping[str, float], log: Log) -> str | None:
-    if not _OTHER_METRICS.isdisjoint(metrics):
-        return None
-    if not _DPO_METRICS.isdisjoint(metrics):
-        return "dpo"
-    return _named(log) if _SFT_METRICS.isdisjoint(metrics) else "sft"
 
 
 def _named(log: Log) -> str | None:

@@ -17,7 +17,7 @@ from launcher.runs.record import Manifest
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import check, evidence, metrics
 from launcher.verdict.check import Verdict
-from launcher.verdict.evidence import Evidence, ProbeRecords, RankRecord
+from launcher.verdict.evidence import Evidence, ProbeRecords
 
 _WHOLE_RUN = ("liger", "packing", "attention", "batch", "gradients", "inputs")
 """What is expected of each step of a run, whichever attempt made it."""
@@ -40,7 +40,9 @@ def judge(folder: RunFolder, requested: Mapping[str, str] | None = None) -> RunJ
     Raises OSError if a file that is there cannot be opened.
     """
     manifest, each = rundir.read_manifest(folder), read(folder)
-    found, here = whole(each), _here(folder)
+    found, known = whole(each), runner.processes(folder)
+    # whether the attempt that began last did so where its processes could be seen from here
+    here = known.leader is not None and not known.out_of_sight
     expected = _expected(manifest) if requested is None else requested
     output = manifest.output
     if found.final_save:
@@ -135,12 +137,6 @@ def _with_whole_model(verdict: Verdict, output: Path) -> Verdict:
     return verdict
 
 
-def _here(folder: RunFolder) -> bool:
-    """Whether the attempt that began last did so where its processes could be seen from here."""
-    known = runner.processes(folder)
-    return known.leader is not None and not known.out_of_sight
-
-
 def _beside_plan(verdict: Verdict, manifest: Manifest) -> Verdict:
     """The verdict with the peak that was planned, in GiB by part, beside what memory came to."""
     parts = manifest.plan.part("memory_gib")
@@ -222,28 +218,19 @@ def whole(attempts: Sequence[Evidence]) -> Evidence:
     Where that had no step left to train, with the steps of one before: it was resumed from the last step of all, and
     only saved the model.
     """
-    found = _of_the_last(attempts)
-    if len(attempts) < 2:
+    found, earlier = attempts[-1], attempts[:-1]
+    if found.probe is not None and found.probe.last_step is None and found.events("resumed"):
+        probes = (one.probe for one in reversed(earlier))
+        before = next((probe.ranks for probe in probes if probe is not None and probe.last_step is not None), {})
+        ranks = dict(found.probe.ranks)
+        for rank in ranks.keys() & before.keys():
+            # one file holds both, so the lines of the later one are the higher ones
+            events = (*before[rank].events, *ranks[rank].events)
+            ranks[rank] = replace(ranks[rank], events=events, steps=before[rank].steps)
+        found = replace(found, probe=ProbeRecords(ranks=ranks))
+    if not earlier:
         return found
     own = metrics.metrics_rows(found)
-    kept = [row for row in rows_of(attempts[:-1]) if own and row["step"] < own[0]["step"]]
-    moved = max((metrics.moved_share(one) or 0.0 for one in attempts[:-1]), default=0.0)
+    kept = [row for row in rows_of(earlier) if own and row["step"] < own[0]["step"]]
+    moved = max(metrics.moved_share(one) or 0.0 for one in earlier)
     return replace(found, earlier=kept, moved_before=moved)
-
-
-def _of_the_last(attempts: Sequence[Evidence]) -> Evidence:
-    last = attempts[-1]
-    probe = last.probe
-    if probe is None or probe.last_step is not None or not last.events("resumed"):
-        return last
-    for one in reversed(attempts[:-1]):
-        before = one.probe
-        if before is not None and before.last_step is not None:
-            both = {rank: _joined(before.ranks.get(rank), own) for rank, own in probe.ranks.items()}
-            return replace(last, probe=ProbeRecords(ranks=both))
-    return last
-
-
-def _joined(before: RankRecord | None, last: RankRecord) -> RankRecord:
-    # one file holds both, so the lines of the later one are the higher ones
-    return replace(last, events=(*before.events, *last.events), steps=before.steps) if before else last

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from launcher.machine.datasheets import flops_a_token, peak_flops
-from launcher.verdict.evidence import MEASURED, Event, Evidence, ProbeStep, RankRecord
+from launcher.verdict.evidence import MEASURED, Evidence, ProbeStep, RankRecord
 
 Row = dict[str, float]
 """One optimizer step: `step`, `finite`, and what is known of the rest."""
@@ -65,16 +65,10 @@ def memory_phases(evidence: Evidence) -> dict[str, dict[str, float]]:
 
 
 def steady(record: RankRecord) -> Sequence[ProbeStep]:
-    """The steps that tell the speed: without the warm-up, and those that followed a save."""
-    return [step for step in record.steps[warm_up(len(record.steps)) :] if not step.interrupted]
-
-
-def warm_up(steps: int) -> int:
-    """How many of so many steps are left out at the beginning: a fifth, at least 1, at most 20.
-
-    The first step compiles, and the next few still fill caches.
-    """
-    return min(20, max(1, steps // 5))
+    """The steps that tell the speed: without those that followed a save, and without the warm-up, a fifth of all, at
+    least 1, at most 20: the first step compiles, and the next few still fill caches."""
+    warm_up = min(20, max(1, len(record.steps) // 5))
+    return [step for step in record.steps[warm_up:] if not step.interrupted]
 
 
 def tokens_per_second(evidence: Evidence) -> float | None:
@@ -96,10 +90,19 @@ def _ratio(evidence: Evidence, part: str, whole: str) -> float | None:
     return math.fsum(parts) / total if parts and total else None
 
 
-def flops_per_token(model: Event, tokens_per_row: float | None) -> float | None:
-    """Of one training step; None for experts, of which only some work on a token."""
+def mfu(evidence: Evidence) -> float | None:
+    """The share of the GPUs' peak that training needs at its steady speed; DPO's policy alone counts.
+
+    None for experts, of which only some work on a token.
+    """
+    speed, ranks = tokens_per_second(evidence), evidence.records
+    model = ranks[0].first("model") if ranks else None
+    device = ranks[0].last("device") if ranks else None
+    peak = peak_flops(device.text("name") if device else None)
+    if speed is None or model is None or peak is None or model.number("experts"):
+        return None
     size, trained = model.number("parameters"), model.number("trainable")
-    if size is None or trained is None or model.number("experts"):
+    if size is None or trained is None:
         return None
     # a table that is only looked up multiplies nothing
     looked_up = 0.0 if model.fields.get("tied") is True else model.number("embedding") or 0.0
@@ -109,21 +112,10 @@ def flops_per_token(model: Event, tokens_per_row: float | None) -> float | None:
     else:
         trained -= looked_up
     heads, head_width = model.number("heads"), model.number("head_dim")
-    query = heads * head_width if heads and head_width else model.number("hidden")
-    layers, query, width = model.number("layers") or 0.0, query or 0.0, tokens_per_row or 0.0
-    return flops_a_token(trained=trained, frozen=frozen, layers=layers, query=query, width=width)
-
-
-def mfu(evidence: Evidence) -> float | None:
-    """The share of the GPUs' peak that training needs at its steady speed; DPO's policy alone counts."""
-    speed, ranks = tokens_per_second(evidence), evidence.records
-    model = ranks[0].first("model") if ranks else None
-    device = ranks[0].last("device") if ranks else None
-    peak = peak_flops(device.text("name") if device else None)
-    if speed is None or model is None or peak is None:
-        return None
-    needed = flops_per_token(model, _ratio(evidence, "tokens", "rows"))
-    return None if needed is None else needed * speed / (peak * len(ranks))
+    query = heads * head_width if heads and head_width else model.number("hidden") or 0.0
+    width, layers = _ratio(evidence, "tokens", "rows") or 0.0, model.number("layers") or 0.0
+    needed = flops_a_token(trained=trained, frozen=frozen, layers=layers, query=query, width=width)
+    return needed * speed / (peak * len(ranks))
 
 
 def metrics(evidence: Evidence) -> dict[str, float | None]:

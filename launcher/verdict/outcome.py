@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from launcher.stage.options import TREND_LOSSES
 from launcher.verdict.ending import HELP, ending, fatal
 from launcher.verdict.evidence import Evidence
-from launcher.verdict.logs.scan import Log, Signal, StepLine
 from launcher.verdict.metrics import earlier, losses, memory_phases, moved_share, peak_allocated_gib, whole_losses
 from launcher.verdict.points import UNKNOWN, Citable, Observation, probe_lines, reason_of
 
@@ -90,7 +89,9 @@ def _loss(evidence: Evidence, _expected: str | None) -> Observation:
             help=_NOT_FINITE_HELP,
         )
     unproved = Observation("finite", proved=False, detail=detail)
-    if means := _nonfinite_means(log):
+    # in a log of open-instruct's it is a word of the training data
+    means = log.all("mean_nonfinite") if log is not None and not log.blocks else ()
+    if means := tuple({s.fields["what"]: s for s in reversed(means)}.values())[::-1]:  # the first word for each
         # a sum over all steps: one of them made it so, and nothing tells which
         named = ", ".join(f"{s.fields['what']} is {s.fields['value']}" for s in means)
         unproved = replace(unproved, cites=means, reason=f"the log says that {named}")
@@ -115,7 +116,9 @@ def _loss(evidence: Evidence, _expected: str | None) -> Observation:
     if (doubt := _loss_doubt(evidence)) is not None:
         return replace(unproved, reason=doubt[0], cites=doubt[1])
     cites = _first_and_last(evidence)
-    every = [step.loss for step in steps] or [_exact(line) for line in lines]
+    every = [step.loss for step in steps]
+    # HF Trainer rounds a loss, and prints no 0 for the gradient of a small one
+    every = every or [line.loss or ("epoch" in line.extra and line.extra.get("grad_norm", 0.0)) for line in lines]
     if not every or any(loss is None or loss for loss in every):
         return Observation("finite", cites=cites, detail=detail)
     reason = "the loss was exactly 0 in every step"
@@ -138,7 +141,12 @@ class _BadStep(NamedTuple):
 
 def _bad_steps(evidence: Evidence) -> list[_BadStep]:
     """The steps that were not finite: as logged, and as each rank saw them."""
-    bad = [_BadStep(line.step, None, line) for line in evidence.lines if _nonfinite(line)]
+    bad = []
+    for line in evidence.lines:
+        # HF Trainer prints 0 for a loss that is NaN; what stands beside it tells
+        hidden = line.loss == 0 and not all(map(math.isfinite, line.extra.values()))
+        if hidden or not math.isfinite(line.loss):
+            bad.append(_BadStep(line.step, None, line))
     return bad + [_BadStep(one.step, one.rank, one) for one in evidence.rank_steps if not one.finite]
 
 
@@ -174,13 +182,6 @@ def _nonfinite_reason(detail: Mapping[str, Any]) -> str:
     return reason
 
 
-def _nonfinite_means(log: Log | None) -> tuple[Signal, ...]:
-    """The first word for each mean of losses that HF Trainer says is not finite."""
-    # in a log of open-instruct's it is a word of the training data
-    lines = log.all("mean_nonfinite") if log is not None and not log.blocks else ()
-    return tuple({s.fields["what"]: s for s in reversed(lines)}.values())[::-1]
-
-
 def _loss_doubt(evidence: Evidence) -> tuple[str, Sequence[Citable]] | None:
     """Why losses that all are finite are no proof, and the lines that say so."""
     lines = evidence.lines
@@ -212,17 +213,6 @@ def _unseen(evidence: Evidence, after: int = 0) -> list[int]:
     whole = set() if probe.missing else set.intersection(*recorded)
     steps = range(max(min(first, int(begun) + 1), after + 1), last + 1)
     return list(itertools.islice((step for step in steps if step not in whole), 4))
-
-
-def _nonfinite(line: StepLine) -> bool:
-    """HF Trainer prints 0 for a loss that is NaN; what stands beside it tells."""
-    hidden = line.loss == 0 and not all(map(math.isfinite, line.extra.values()))
-    return hidden or not math.isfinite(line.loss)
-
-
-def _exact(line: StepLine) -> float:
-    """HF Trainer rounds a loss, and prints no 0 for the gradient of a small one."""
-    return line.loss or (line.extra.get("grad_norm", 0.0) if "epoch" in line.extra else 0.0)
 
 
 def _gradients(evidence: Evidence, _expected: str | None) -> Observation:

@@ -292,7 +292,12 @@ def _batch(evidence: Evidence, _expected: str | None) -> Observation:
     as_planned = []
     for start in started:
         steps = probe.ranks[start.rank].steps
-        odd = [_differs(_sizes(step), planned, few) for step in steps]
+        odd = []
+        for step in steps:
+            sizes = zip(_sizes(step).values(), planned.values(), strict=True)
+            # what a record lacks is no difference
+            over = [size - plan for size, plan in sizes if size and plan]
+            odd.append(any(more > 0 or (more < 0 and not few) for more in over))
         # an epoch's last step may be smaller, and then none beside it
         for step, before, now in zip(steps[1:], odd, odd[1:], strict=False):
             if before and now:
@@ -322,12 +327,6 @@ def _planned_sizes(manifest: Manifest) -> dict[str, float | None]:
 
 def _sizes(step: ProbeStep) -> dict[str, float | None]:
     return {"micro-batches": step.micro_batches, "rows": step.rows}
-
-
-def _differs(sizes: Mapping[str, float | None], planned: Mapping[str, float | None], few: bool) -> bool:
-    """What a record lacks is no difference."""
-    over = [size - plan for size, plan in zip(sizes.values(), planned.values(), strict=True) if size and plan]
-    return any(more > 0 or (more < 0 and not few) for more in over)
 
 
 def _in_words(sizes: Mapping[str, float | None]) -> str:

@@ -124,7 +124,7 @@ class Log:
 
     @property
     def last_step(self) -> int | None:
-        """The last optimizer step that a loss line or the training bar shows."""
+        """As a loss line or the training bar shows it."""
         shown = [self.steps[-1].step] if self.steps and self.numbered else []
         return max([*shown, *(self.last_bar or ())[:1]], default=None)
 
@@ -199,32 +199,33 @@ class _Reading:
         if hit.fields is not None:
             self._keep("exception", hit, hit.fields, line)
             return
-        found = self.patterns[hit.pattern]
-        match = found.regex.search(hit.segment)
+        name, regex = self.patterns[hit.pattern].name, self.patterns[hit.pattern].regex
+        match = regex.search(hit.segment)
         if match is None:
-            self.entries += hit.skipped if found.name == "metrics" else 0
-        elif found.name == "step":
+            self.entries += hit.skipped if name == "metrics" else 0
+            return
+        if name == "metrics":
+            self._metrics(match["pairs"], hit, line)
+            return
+        if name == "step":
             if hit.whole or _WHOLE.search(match["loss"]):
                 self._step(match, hit.segment, line)
-        elif found.name == "metrics":
-            self._metrics(match["pairs"], hit, line)
-        else:
-            groups = {k: text(v) for k, v in match.groupdict().items() if v is not None}
-            if found.name == "arguments":
-                self._argument(groups, line)
-                return
-            if found.name in _WORK:
-                self.earlier_line, self.busy_line = self.busy_line, line
-            if found.name == "total_steps":
-                # a line of a step before is a word of the training data, which upstream shows
-                self.announced, self.highest, self.steps = int(groups["total"]), 0, []
-            self._keep(found.name, hit, groups, line)
+            return
+        groups = {k: text(v) for k, v in match.groupdict().items() if v is not None}
+        if name == "arguments":
+            self._argument(groups, line)
+            return
+        if name in _WORK:
+            self.earlier_line, self.busy_line = self.busy_line, line
+        if name == "total_steps":
+            # a line of a step before is a word of the training data, which upstream shows
+            self.announced, self.highest, self.steps = int(groups["total"]), 0, []
+        self._keep(name, hit, groups, line)
 
     def _keep(self, name: str, hit: Hit, fields: Mapping[str, str], line: int) -> None:
         """Of many, the first ones, the first ones after the last work, and the last ones."""
         kept = self.kept.setdefault(name, [])
-        shown = clean(hit.segment)
-        kept.append(Signal(name=name, path=self.path, line=line, text=shown, fields=fields))
+        kept.append(Signal(name=name, path=self.path, line=line, text=clean(hit.segment), fields=fields))
         while len(kept) > 2 * KEPT_SIGNALS:
             since = kept[0].line <= self.earlier_line < kept[KEPT_SIGNALS].line
             if since and len(kept) <= 3 * KEPT_SIGNALS:
@@ -258,7 +259,7 @@ class _Reading:
     def _begin_again(self, line: int) -> None:
         """A second dump means a second run in one file; of the first only what came after its last sign of work stays,
         because DPO prints its attention line before the dump."""
-        late = [s for s in self.kept.get("attention", []) if s.line > self.busy_line]
+        late = [s for s in self._kept("attention") if s.line > self.busy_line]
         self._forget_arguments()
         self._restart(line)
         self.kept = {"attention": late}
@@ -277,14 +278,14 @@ class _Reading:
 
     def _leave_an_earlier(self) -> None:
         """What has begun behind the end of a run, and came to no step, is another one."""
-        ends = [s.line for name in _ENDS for s in self.kept.get(name, [])]
-        ended = max([*ends, self.busy_line if self.over else 0])
+        ended = max([self.busy_line if self.over else 0, *(s.line for s in self._kept(*_ENDS))])
         last = max((s.line for s in self.steps + self.dicts), default=0)
-        starts = [*self.kept.get("begun", []), *self.kept.get("refused", [])]
-        begun = [s.line for s in starts if s.line > ended > last]
-        if begun:
+        if begun := [s.line for s in self._kept("begun", "refused") if s.line > ended > last]:
             self._forget_arguments()
             self._restart(min(begun))
+
+    def _kept(self, *names: str) -> list[Signal]:
+        return [signal for name in names for signal in self.kept.get(name, ())]
 
     def _step(self, match: re.Match[bytes], segment: bytes, line: int) -> None:
         step, loss, aux = int(match["step"]), number(match["loss"]), number(match["aux"])
@@ -351,20 +352,17 @@ class _Reading:
         if last is None or counts[last] > 1 or len(counts) == 1:
             return last
         since = self.dicts[-2].line
-        again = any(s.line > since for name in _STARTS for s in self.kept.get(name, []))
+        again = any(s.line > since for s in self._kept(*_STARTS))
         return last if again else counts.most_common(1)[0][0]
 
     def _total(self) -> int | None:
         """The steps where no dict stands beside a bar. A bar alone may be of anything."""
-        names = ("planned", "trainer", "saving", *_ENDS)
-        trains = self.dicts or self.over or self.blocks or any(self.kept.get(n) for n in names)
-        trains = trains or any(" train dataset" in s.text for s in self.kept.get("begun", []))
-        bars = self.bars if trains else {}
-        planned = self.kept.get("planned", [])
+        trains = self.dicts or self.over or self.blocks or self._kept("planned", "trainer", "saving", *_ENDS)
+        bars = self.bars if trains or any(" train dataset" in s.text for s in self._kept("begun")) else {}
+        planned = self._kept("planned")
         announced = int(planned[-1].fields["total"].replace(",", "")) if planned else None
         # those of the data are over before it begins, those of its evaluations begin after it
-        begun = [int(s.fields["total"]) for s in self.kept.get("bar_begun", [])]
-        begun = [of for of in begun if of in bars]
+        begun = [of for s in self._kept("bar_begun") if (of := int(s.fields["total"])) in bars]
         cut = next((of for of in begun if bars[of][0] < of), None)
         return announced or cut or max(begun, default=next(iter(bars), self.rated))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -51,22 +50,13 @@ class Hit(NamedTuple):
     fields: Mapping[str, str] | None = None
 
 
-@dataclass(slots=True)
-class LogSurvey:
-    """What one piece holds: its line feeds, its hits, and where each bar stands last: total, done, line."""
-
-    feeds: int = 0
-    hits: list[Hit] = field(default_factory=list)
-    bars: list[tuple[int, int, int]] = field(default_factory=list)
-
-
 def survey(pieces: Pieces, patterns: Sequence[Pattern]) -> Iterator[LogSurvey]:
     count = len(pieces)
     few = count <= 2 * _EDGE_PIECES
     share = KEPT_STEPS if few else max(_ALWAYS, SAMPLED_STEPS // count)
     for index in range(count):
         edge = not _EDGE_PIECES <= index < count - _EDGE_PIECES
-        yield _Search(pieces.read(index), patterns, share, edge, first=index == 0).run()
+        yield LogSurvey(pieces.read(index), patterns, share, edge, first=index == 0)
 
 
 class _Place(NamedTuple):
@@ -76,14 +66,14 @@ class _Place(NamedTuple):
     skipped: int = 0
 
 
-class _Search:
+class LogSurvey:
+    """What one piece holds: its line feeds, its hits, and where each bar stands last: total, done, line."""
+
     def __init__(self, piece: Piece, patterns: Sequence[Pattern], share: int, edge: bool, first: bool) -> None:
         self.block, self.start, self.stop = piece.block, piece.start, piece.stop
         self.patterns, self.share, self.first = patterns, share, first
         self.edge = edge or any(map(self._holds, _STARTS))
-        self.found = LogSurvey()
-
-    def run(self) -> LogSurvey:
+        self.hits, self.bars = list[Hit](), list[tuple[int, int, int]]()
         block, at, line, done = self.block, self.start, 0, 0
         for place in sorted(self._places()):
             line += block.count(b"\n", at, place.start)
@@ -93,10 +83,11 @@ class _Search:
             elif self.patterns[place.pattern].name == "arguments":
                 self._dump(place, line)
             else:
-                self.found.hits.append(self._hit(place, line))
-        self.found.feeds = line + block.count(b"\n", at, self.stop)
+                bar = self._bar(place) if self.patterns[place.pattern].name == NUMBERED else None
+                whole = place.end < len(block)
+                self.hits.append(Hit(place.pattern, line, block[at : place.end], whole, place.skipped, bar))
+        self.feeds = line + block.count(b"\n", at, self.stop)
         self._bars()
-        return self.found
 
     def _holds(self, needle: bytes) -> bool:
         return self.block.find(needle, self.start, self.stop) >= 0
@@ -181,16 +172,6 @@ class _Search:
             take(self._back(index, needle))
         return list(found.values())
 
-    def _hit(self, place: _Place, line: int) -> Hit:
-        return Hit(
-            pattern=place.pattern,
-            line=line,
-            segment=self.block[place.start : place.end],
-            whole=place.end < len(self.block),
-            skipped=place.skipped,
-            bar=self._bar(place) if self.patterns[place.pattern].name == NUMBERED else None,
-        )
-
     def _bar(self, place: _Place) -> tuple[int, int] | None:
         """The progress bar that was redrawn right behind a segment, or last before it."""
         block, end = self.block, place.end
@@ -221,15 +202,15 @@ class _Search:
                 continue
             totals.add(total)
             known = re.compile(rb"%%\|[^|\r\n]*\|[ \t]*\d+/%d \[" % total)
-            line = self.found.feeds - block.count(b"\n", start, self.stop)
-            self.found.bars.append((total, int(bar["done"]), line))
+            line = self.feeds - block.count(b"\n", start, self.stop)
+            self.bars.append((total, int(bar["done"]), line))
 
     def _follow(self, place: _Place, line: int) -> int:
         """Follow a traceback, and those of other ranks in between; the position reached."""
         tracebacks = Tracebacks()
         tracebacks.recall(self.block[max(0, place.start - BEFORE_BYTES) : place.start])
         reached, raised = tracebacks.follow(self.block, place.start, self.stop, line)
-        self.found.hits += (Hit(RAISED, found.line, found.segment, fields=found.fields) for found in raised)
+        self.hits += (Hit(RAISED, found.line, found.segment, fields=found.fields) for found in raised)
         return reached
 
     def _dump(self, place: _Place, line: int) -> None:
@@ -244,7 +225,7 @@ class _Search:
                 if match["block"] is not None and nth:
                     return
                 whole = stop < len(self.block)
-                self.found.hits.append(Hit(place.pattern, line, self.block[at:stop], whole))
+                self.hits.append(Hit(place.pattern, line, self.block[at:stop], whole))
                 if match["other"] is not None:
                     return
             at, line = stop + 1, line + 1

@@ -41,8 +41,8 @@ class Case:
     """One command, and the rows that come of it.
 
     `case` is that of the rows, without the GPUs; `minutes` are expected on H200. `launch bench` gives a row
-    for each variant; `launch tune` gives `first`, its first trial, and `tuned`, the best. `flash`: whether
-    flash-attn has to be importable, or must not be. `needs`: a file that an earlier case makes.
+    for each variant; `launch tune` gives `hand_recipe`, its first trial, and `tuned`, the best. `needs`: a
+    file that an earlier case makes.
     """
 
     name: str
@@ -50,8 +50,6 @@ class Case:
     command: str
     minutes: float
     gpus: int = 2
-    first: str = ""
-    flash: bool = True
     needs: str = ""
 
 
@@ -76,14 +74,14 @@ _SMALL = f"{_SFT.replace('--gpus 2', '--gpus 1')} model_name_or_path=Qwen/Qwen2.
 _PACKED = "packing=true,expect.packing=isolated"
 
 
-def _zero3(case: str, recipe: str, steps: int) -> tuple[Case, Case]:
+def _zero3(case: str, recipe: str, tokens: str, steps: int) -> tuple[Case, Case]:
     """The hand recipe and its search under ZeRO-3, which two GPUs of 80 GB need for a model of 7B."""
     name, bench = f"{case}-zero3", f"{recipe} deepspeed=zero3 --steps {steps}"
     hand = f"launch bench {bench} --variant hand_recipe: --repeats 3"
-    search = f"launch tune {bench} --budget 6m -o {{assets}}/tuned_{name}.yaml"
+    search = f"launch tune {bench} --row-tokens {tokens} --budget 10m -o {{assets}}/tuned_{name}.yaml"
     return (
-        Case(name=f"{name}-hand", case=name, minutes=5, flash=False, command=hand),
-        Case(name=f"{name}-tune", case=name, minutes=8, first="hand_recipe_flash_attn", command=search),
+        Case(name=f"{name}-hand", case=name, minutes=5, command=hand),
+        Case(name=f"{name}-tune", case=name, minutes=12, command=search),
     )
 
 
@@ -91,11 +89,11 @@ _SFT_WITHOUT = f"no_checkpointing:{_PACKED},gradient_checkpointing=false"
 _DPO_WITHOUT = f"no_checkpointing:{_PACKED},activation_memory_budget=1.0,batch.per_device=8"
 CASES = (
     Case(
-        name="sft-7b-hand", case="sft-7b", minutes=4, flash=False,
+        name="sft-7b-hand", case="sft-7b", minutes=4,
         command=f"launch bench {_SFT} --variant hand_recipe: --steps 5 --repeats 3",
     ),
     Case(
-        name="sft-7b-tune", case="sft-7b", minutes=7, first="hand_recipe_flash_attn",
+        name="sft-7b-tune", case="sft-7b", minutes=7,
         command=f"launch tune {_SFT} --steps 6 --budget 6m -o {{assets}}/tuned_sft.yaml",
     ),
     Case(
@@ -122,11 +120,11 @@ CASES = (
         "--variant tulu: --steps 6 --repeats 2",
     ),
     Case(
-        name="dpo-7b-hand", case="dpo-7b", minutes=7, flash=False,
+        name="dpo-7b-hand", case="dpo-7b", minutes=7,
         command=f"launch bench {_DPO} --variant hand_recipe: --steps 4 --repeats 3",
     ),
     Case(
-        name="dpo-7b-tune", case="dpo-7b", minutes=7, first="hand_recipe_flash_attn",
+        name="dpo-7b-tune", case="dpo-7b", minutes=7,
         command=f"launch tune {_DPO} --steps 4 --budget 6m -o {{assets}}/tuned_dpo.yaml",
     ),
     Case(
@@ -143,14 +141,14 @@ CASES = (
         command=f"launch bench configs/tulu/dpo_qwen7b.yaml --gpus 2 'mixer_list={_PAIRS}' "
         "model_name_or_path=Qwen/Qwen2.5-7B --variant tulu: --steps 4 --repeats 2",
     ),
-    *_zero3("sft-7b", _SFT, steps=6),
-    *_zero3("dpo-7b", _DPO, steps=4),
+    *_zero3("sft-7b", _SFT, "303:1114", steps=6),
+    *_zero3("dpo-7b", _DPO, "308:1114", steps=4),
     Case(
-        name="sft-0.5b-hand", case="sft-0.5b", minutes=3, gpus=1, flash=False,
+        name="sft-0.5b-hand", case="sft-0.5b", minutes=3, gpus=1,
         command=f"launch bench {_SMALL} --variant hand_recipe: --steps 6 --repeats 3",
     ),
     Case(
-        name="sft-0.5b-tune", case="sft-0.5b", minutes=4, gpus=1, first="hand_recipe_flash_attn",
+        name="sft-0.5b-tune", case="sft-0.5b", minutes=4, gpus=1,
         command=f"launch tune {_SMALL} --steps 6 --budget 3m -o {{assets}}/tuned_sft_small.yaml",
     ),
     *(
@@ -174,14 +172,9 @@ def command_of(case: Case, assets: Path, repeats: int | None = None) -> list[str
     return words
 
 
-def environ_of(case: Case, assets: Path) -> dict[str, str]:
-    """The made models in place of the hub; without flash-attn on the path where a case is without it."""
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(assets / "hub")}
-    if not case.flash:
-        folders = environ.get("PYTHONPATH", "").split(os.pathsep)
-        kept = [folder for folder in folders if not Path(folder, "flash_attn").is_dir()]
-        environ["PYTHONPATH"] = os.pathsep.join(kept)
-    return environ
+def environ_of(assets: Path) -> dict[str, str]:
+    """The made models in place of the hub."""
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(assets / "hub")}
 
 
 def gpu_names() -> list[str]:
@@ -193,15 +186,13 @@ def gpu_names() -> list[str]:
     return re.findall(r"^GPU \d+: (.+) \(UUID", out, re.MULTILINE)
 
 
-def reason_not_to_run(case: Case, assets: Path, gpus: int, python: str) -> str:
+def reason_not_to_run(case: Case, gpus: int, python: str) -> str:
     """Why a case cannot run here; empty where it can."""
     if gpus < case.gpus:
         return f"needs {case.gpus} GPUs, {gpus} here"
     code = "import importlib.util as u, sys; sys.exit(u.find_spec('flash_attn') is None)"
-    done = subprocess.run([python, "-c", code], env=environ_of(case, assets), capture_output=True)
-    if case.flash is not (done.returncode == 0):
-        state = "lacks flash-attn" if case.flash else "has flash-attn, this case is without"
-        return f"{python} {state}: LAUNCH_PYTHON names another"
+    if subprocess.run([python, "-c", code], capture_output=True).returncode:
+        return f"{python} lacks flash-attn: LAUNCH_PYTHON names another"
     return ""
 
 
@@ -209,7 +200,7 @@ def measure(case: Case, name: str, words: Sequence[str], assets: Path) -> tuple[
     """The rows of a case, and what of it was not measured."""
     command = [sys.executable, "-m", "launcher", *words[1:], "--format", "json"]
     process = subprocess.Popen(
-        command, env=environ_of(case, assets), cwd=ROOT, stdin=subprocess.DEVNULL,
+        command, env=environ_of(assets), cwd=ROOT, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -244,7 +235,7 @@ def rows_of(case: Case, name: str, data: Mapping[str, Any], command: str) -> tup
         if line["standing"] in ("failed", "flawed") or not runs or line.get(SPEED) is None:
             missing.append(f"{variant}: {standing}")
             continue
-        setting = slug(variant) if not trials else "tuned" if nth else case.first
+        setting = slug(variant) if not trials else "tuned" if nth else "hand_recipe"
         loss, peak = line["loss_per_token"], line["peak_allocated_gib"]
         row = {
             "case": name, "setting": setting,
@@ -333,7 +324,7 @@ def main(options: argparse.Namespace) -> int:
     python = os.environ.get("LAUNCH_PYTHON") or sys.executable
     cases = []
     for case in (case for case in CASES if case.name in wanted):
-        reason = reason_not_to_run(case, assets, len(cards), python)
+        reason = reason_not_to_run(case, len(cards), python)
         if options.list:
             print(f"{case.name}: {case.gpus} GPU, {case.minutes:g} min, {reason or 'can run here'}")
             print(f"  {shlex.join(command_of(case, assets, options.repeats))}")

@@ -99,9 +99,9 @@ def test_the_first_and_the_best_trial_of_a_search_are_its_rows(tmp_path: Path) -
         "best": {"settings": {"rows": "3"}},
         "bench": [{"variant": n, "standing": "faster", "why": "", **measured} for n in names],
     }
-    case = next(case for case in script.CASES if case.first)
+    case = next(case for case in script.CASES if case.name == "sft-7b-tune")
     rows, missing = script.rows_of(case, "sft-7b-2xh200", data, "launch tune")
-    assert [row["setting"] for row in rows] == [case.first, "tuned"] and not missing
+    assert [row["setting"] for row in rows] == ["hand_recipe", "tuned"] and not missing
     assert rows[0]["mfu"] == 0.4 and rows[0]["parameters"] == 7 and rows[0]["flash_attn"]
     assert (rows[0]["gradients"], rows[0]["gradient_norms"]) == ("true", [1.235])
 
@@ -163,13 +163,12 @@ def test_a_case_on_two_cards_that_are_made_up(tmp_path: Path) -> None:
         environ = {**world.environ, "PATH": f"{smi.path.parent}:{os.environ['PATH']}"}
         environ["LAUNCH_PYTHON"] = str(world.root / "python")
         results = world.root / "results.json"
-        words = [sys.executable, str(SCRIPT), "--only", "sft-7b-trl,sft-7b-hand,sft-7b-tuned"]
+        words = [sys.executable, str(SCRIPT), "--only", "sft-7b-trl,sft-7b-tuned"]
         done = subprocess.run(
             [*words, "--assets", str(assets), "--results", str(results)], env=environ,
             capture_output=True, text=True, timeout=PATIENCE_S,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "left out: sft-7b-hand" in done.stdout and "has flash-attn" in done.stdout
         assert "tuned_sft.yaml is missing" in done.stdout
         (only,) = json.loads(results.read_text())
         assert (only["case"], only["setting"]) == ("sft-7b-2xh200", "trl")

@@ -107,7 +107,6 @@ class Facts:
 
     @property
     def each(self) -> float | None:
-        """Tokens a second and device."""
         return None if self.tokens_per_second is None else self.tokens_per_second / self.devices
 
 
@@ -154,7 +153,6 @@ def read(given: Any, complain: Complain) -> tuple[dict[str, Limit], list[Finding
 
 
 def _limit(usual: Limit, value: Any) -> Limit:
-    """The limit that a value means. Raises ValueError where it means none."""
     if value is True or value == "on":
         return usual
     if value is False or value == "off":
@@ -206,7 +204,6 @@ def _noise(series: Sequence[float]) -> float:
 
 
 Ask = Callable[..., Flag]
-"""`_flag` with the limits of a run."""
 
 
 def _flag(
@@ -250,7 +247,6 @@ def judge(facts: Facts, limits: Mapping[str, Limit], base: Facts | None = None) 
 
 
 def _asked_fall(facts: Facts, given: Limit) -> Limit:
-    """The limits of `loss_fall` for so many steps: what the file names stays as it is."""
     usual, steps = GATES["loss_fall"][0], len(facts.losses)
     share = _FALL_OF.get(facts.stage, 0.0) * min(1.0, steps / 100)
     red, yellow = given.red, given.yellow
@@ -266,7 +262,6 @@ def colour_of(flags: Sequence[Flag]) -> Colour:
 
 
 def _of_loss(facts: Facts, ask: Ask) -> Iterator[Flag]:
-    """The verdict, the losses and the gradient norms."""
     fall = fallen(facts.losses)
     if facts.failed is not None:
         yield Flag(gate="verdict", colour="red", text=facts.failed)
@@ -303,7 +298,6 @@ def _of_trend(state: str, fall: Mean | None, steps: int) -> Flag:
 
 
 def _of_machine(facts: Facts, base: Facts | None, ask: Ask) -> Iterator[Flag]:
-    """Speed and memory."""
     rate = facts.tokens_per_second
     if rate is not None:
         yield ask("tokens_per_second", f"{rate:,.0f} tokens/s", Mean(rate))

@@ -49,8 +49,8 @@ class Campaign:
 
     def earlier(self) -> Path | None:
         """The newest folder of it; None where it has never begun."""
-        known = records(self.kind, self.file, self.root)
-        return next((folder for folder, record in known if record.get("key") == self.key), None)
+        folders = sorted(self.root.glob(f"*-{self.kind}-*"), reverse=True)
+        return next((one for one in folders if rundir.read_json(one / self.file).get("key") == self.key), None)
 
     @contextlib.contextmanager
     def opened(self, *, fresh: bool = False, taken: Finding | None = None) -> Iterator[Path]:
@@ -59,15 +59,21 @@ class Campaign:
         `fresh` makes another one. Raises NotReady where it cannot be made, or (`taken`) where another process
         is at it.
         """
+        taken = taken or launch_finding(
+            "error",
+            "under-way",
+            "the same command is under way in another process",
+            "wait for it, or --fresh for a folder of its own",
+            file=str(self.root),
+        )
         # two that begin at once have no folder in common yet
         name = hashlib.sha256(os.fsencode(f"{self.root}\0{self.key}")).hexdigest()[:32]
         place = rundir.state_folder() / f"{self.kind}s" / name
         with contextlib.ExitStack() as stack:
-            with locks.alone(place, taken=taken or _under_way(self.root)):
+            with locks.alone(place, taken=taken):
                 before = None if fresh else self.earlier()
                 folder = before or rundir.new_folder(self.root, self.kind, self.name)
-                lock = folder / ".lock"
-                stack.enter_context(locks.alone(lock, taken=taken or _under_way(lock)))
+                stack.enter_context(locks.alone(folder / ".lock", taken=taken))
                 if before is None:
                     # from now on the same command finds it, and its lock
                     write(folder / self.file, {"key": self.key})
@@ -77,27 +83,6 @@ class Campaign:
                     with contextlib.suppress(LaunchError, OSError):
                         stop.stop(run)
             yield folder
-
-
-def _under_way(file: Path) -> Finding:
-    return launch_finding(
-        "error",
-        "under-way",
-        "the same command is under way in another process",
-        "wait for it, or --fresh for a folder of its own",
-        file=str(file),
-    )
-
-
-def records(kind: str, file: str, root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Folders of that kind, newest first, with what their record `file` says."""
-    try:
-        names = sorted(os.listdir(root), reverse=True)
-    except OSError:
-        return
-    for name in names:
-        if f"-{kind}-" in name and (root / name / file).is_file():
-            yield root / name, rundir.read_json(root / name / file)
 
 
 def write(file: Path, record: Mapping[str, Any]) -> None:

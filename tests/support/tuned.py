@@ -15,8 +15,8 @@ from launcher.machine import datasheets
 from launcher.plan import footprint, plan
 from launcher.workflows.bench.comparison import SPEED, Sample
 from launcher.workflows.tune import space
-from launcher.workflows.tune.search import Candidate, Outlook, Search, Trial
-from launcher.workflows.tune.space import Settings
+from launcher.workflows.tune.search import Search, Trial
+from launcher.workflows.tune.space import Candidate, Settings, Space
 
 STEPS = 8
 PACKAGES = {"flash-attn": "2.8.3", "liger-kernel": "0.7.0"}
@@ -25,7 +25,7 @@ PACKAGES = {"flash-attn": "2.8.3", "liger-kernel": "0.7.0"}
 def outlook(
     config: str | Path, *overrides: str, gpus: int = 2, rows: str = "400:1100",
     card: str = "H200", gib: float | None = 139.8, packages: dict[str, str] | None = None,
-) -> Outlook:  # fmt: skip
+) -> Space:  # fmt: skip
     """A stage file on so many cards."""
     path = REPOSITORY / "configs" / config
     request = Request(stage=None, config=path, gpus=gpus, overrides=overrides, elsewhere=True)
@@ -37,12 +37,14 @@ def outlook(
     except InvalidConfig:
         # a model that is not here
         shape = architecture.find("Qwen/Qwen2.5-0.5B", {})
-    return Outlook(
-        space=space.of_plan(made, installed, lengths.parse(rows)),
+    return space.of_plan(
+        made,
+        installed,
+        lengths.parse(rows),
         shape=shape,
         card=datasheets.card_of(card, gib) if gpus else datasheets.CPU,
-        attention="flash_2" if "flash-attn" in installed and gpus else "sdpa",
         steps=STEPS,
+        attention="flash_2" if "flash-attn" in installed and gpus else "sdpa",
     )
 
 
@@ -79,24 +81,23 @@ class Machine:
     liger: float = 0.6
     hidden: float = 0.5
 
-    def runs(self, world: Outlook, candidate: Candidate) -> Trial:
+    def runs(self, world: Space, candidate: Candidate) -> Trial:
         """What a trial of these settings shows."""
-        expected = candidate.expected
-        peak = None if expected.short is None else expected.short * self.memory
+        peak = None if candidate.short is None else candidate.short * self.memory
         if peak is not None and peak > 0.95 * self.gib:
             return ran(candidate, status="oom", seconds=40, reason="CUDA out of memory")
         step = self._step(world, candidate.settings)
-        speed = expected.tokens / step / world.space.plan.processes
+        speed = candidate.tokens / step / world.plan.processes
         return ran(candidate, speed, step=step, peak=peak, seconds=50 + STEPS * step)
 
-    def lasts(self, world: Outlook, candidate: Candidate) -> float:
+    def lasts(self, world: Space, candidate: Candidate) -> float:
         """The speed where the whole run leaves the margin free, else 0."""
-        whole = candidate.expected.peak
+        whole = candidate.peak
         if whole is not None and whole * self.memory > 0.92 * self.gib:
             return 0.0
         return self.runs(world, candidate).speed
 
-    def _step(self, world: Outlook, settings: Settings) -> float:
+    def _step(self, world: Space, settings: Settings) -> float:
         found = world.footprint(settings)
         made, shape, zero = found.plan, found.shape, found.zero
         rows = made.per_device * (2 if found.pairs else 1)
@@ -140,22 +141,21 @@ def changed(machine: Machine, **parts: float) -> Machine:
     return replace(machine, **parts)
 
 
-def search_of(world: Outlook, **terms: object) -> Search:
-    """A search over everything that the stage file can be turned into."""
-    given = {"steps": STEPS, "room": world.card.gib, **terms}
+def search_of(world: Space, **terms: object) -> Search:
+    """A search over everything that the stage file can be turned into; `terms` are attributes of it."""
     if id(world) not in _GRIDS:
-        _GRIDS[id(world)] = (world, list(world.grid()), world.base())
-    _, grid, base = _GRIDS[id(world)]
-    return Search(grid, base, **given)  # type: ignore[arg-type]
+        _GRIDS[id(world)] = (world, list(world.grid()))
+    search = Search(world, _GRIDS[id(world)][1])
+    for name, value in terms.items():
+        setattr(search, name, value)
+    return search
 
 
 # estimates of hundreds of settings take seconds, and many tests want the same ones
-_GRIDS = dict[int, tuple[Outlook, list[Candidate], Candidate]]()
+_GRIDS = dict[int, tuple[Space, list[Candidate]]]()
 
 
-def searched(
-    world: Outlook, machine: Machine, trials: int = 10, noise: Sequence[float] = (), **terms: object
-) -> Search:
+def searched(world: Space, machine: Machine, trials: int = 10, noise: Sequence[float] = (), **terms: object) -> Search:
     """Through to its end, or so many trials; `noise` are shares by which measurements are off."""
     search = search_of(world, **terms)
     while len(search.results) < trials and (candidate := search.propose()) is not None:
@@ -168,7 +168,7 @@ def searched(
     return search
 
 
-def reached(world: Outlook, machine: Machine, search: Search) -> float:
+def reached(world: Space, machine: Machine, search: Search) -> float:
     """The speed of what was found, as a share of the best that there is in the whole grid."""
     best = search.best
     assert best is not None
@@ -179,5 +179,4 @@ def reached(world: Outlook, machine: Machine, search: Search) -> float:
 def one(search: Search, **settings: object) -> Candidate:
     """The candidate of the grid that is the file with these levers turned."""
     wanted = {**search.base.settings, **settings}
-    key = Candidate(settings=wanted, expected=search.base.expected).key  # type: ignore[arg-type]
-    return search.grid[key]
+    return search.grid[Candidate(settings=wanted).key]  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from launcher.config import load
 from launcher.errors import errors
 from launcher.stage import stage
 from launcher.workflows.tune import space as levers
-from launcher.workflows.tune.search import Outlook
+from launcher.workflows.tune.space import Space
 
 HAND = "bench/hand_recipe.yaml"
 TULU = "tulu/dpo_qwen7b.yaml"
@@ -18,26 +18,26 @@ FULL = ("use_peft=false", "model_name_or_path=Qwen/Qwen2.5-0.5B", "attn_implemen
         "expect.liger=any")  # fmt: skip
 
 
-def names(world: Outlook) -> set[str]:
-    return {one.name for one in world.space.levers}
+def names(world: Space) -> set[str]:
+    return {one.name for one in world.levers}
 
 
-def values(world: Outlook, name: str) -> tuple[object, ...]:
-    return next(one.values for one in world.space.levers if one.name == name)
+def values(world: Space, name: str) -> tuple[object, ...]:
+    return next(one.values for one in world.levers if one.name == name)
 
 
-def turned(world: Outlook, **settings: object) -> dict[str, object]:
-    return levers.changes(world.space, {**world.space.base, **settings})  # type: ignore[dict-item]
+def turned(world: Space, **settings: object) -> dict[str, object]:
+    return world.changes({**world.base, **settings})  # type: ignore[dict-item]
 
 
 def test_the_file_as_written_changes_nothing() -> None:
     world = tuned.outlook(HAND)
     assert turned(world) == {}
-    assert world.space.base == {
+    assert world.base == {
         "packing": False, "liger": True, "per_device": 16, "checkpointing": True,
         "deepspeed": "zero2_fp32_comm",
     }  # fmt: skip
-    assert "installed" in world.space.fixed["attention"]
+    assert "installed" in world.fixed["attention"]
     # what the file expects follows what is turned
     world = tuned.outlook(HAND)
     assert turned(world, packing=True) == {"args.packing": True, "expect.packing": "isolated"}
@@ -49,7 +49,7 @@ def test_the_file_as_written_changes_nothing() -> None:
     world = tuned.outlook(HAND, "expect.liger=any", "use_liger_kernel=false")
     assert turned(world, liger=True)["expect.liger"] == "engaged"
     # one row is packed with none
-    grid = list(tuned.outlook("tulu/sft_qwen7b.yaml", rows="64:900").space.settings())
+    grid = list(tuned.outlook("tulu/sft_qwen7b.yaml", rows="64:900").settings())
     sizes = {one["per_device"] for one in grid if one["packing"]}
     assert 1 not in sizes and 2 in sizes
     assert 1 in {one["per_device"] for one in grid if not one["packing"]}
@@ -67,22 +67,22 @@ def test_the_file_as_written_changes_nothing() -> None:
 )
 def test_every_value_is_one_that_upstream_takes(path: str, overrides: tuple[str, ...], gpus: int) -> None:
     world = tuned.outlook(path, *overrides, gpus=gpus, rows="80:200" if gpus == 0 else "400:1000")
-    made = world.space.plan
-    for lever in world.space.levers:
+    made = world.plan
+    for lever in world.levers:
         for value in lever.values:
-            settings = {**world.space.base, lever.name: value}
-            total = levers.total_rows(made, world.space.rows, settings)
+            settings = {**world.base, lever.name: value}
+            total = levers.total_rows(made, world.rows, settings)
             if lever.name != "per_device":
                 settings["per_device"] = min(int(settings["per_device"]), total // levers.devices(made))
             if total % (int(settings["per_device"]) * levers.devices(made)):
                 continue
-            given = (*overrides, *levers.overrides(world.space, settings))
+            given = (*overrides, *world.overrides(settings))
             loaded = load.load(tuned.REPOSITORY / "configs" / path, given)
             judged = stage.judge(loaded)
             assert not errors(judged.findings), (lever.name, value, judged.findings)
-            planned = levers.planned(world.space, settings)
+            planned = world.planned(settings)
             assert planned.global_batch == total
-            if settings.get("packing") == world.space.base.get("packing"):
+            if settings.get("packing") == world.base.get("packing"):
                 assert planned.global_batch == made.global_batch
 
 
@@ -100,7 +100,7 @@ def test_the_global_batch_is_kept_in_the_files_own_words(write: Write) -> None:
     )
     world = tuned.outlook(write("half.yaml", half), "model_name_or_path=Qwen/Qwen2.5-0.5B")
     assert turned(world, per_device=16) == {"args.per_device_train_batch_size": 16}
-    assert levers.planned(world.space, {**world.space.base, "per_device": 16}).accumulation == 2
+    assert world.planned({**world.base, "per_device": 16}).accumulation == 2
 
 
 @needs_trl
@@ -109,18 +109,18 @@ def test_full_rows_hold_as_many_tokens_a_step() -> None:
     changes = turned(world, packing=True, per_device=8)
     assert changes["batch.global"] == 32
     assert changes["args.packing"] is True
-    settings = [one for one in world.space.settings() if one["packing"]]
+    settings = [one for one in world.settings() if one["packing"]]
     assert {int(one["per_device"]) for one in settings} == {1, 2, 4, 8, 16}
 
 
 @needs_trl
 def test_rows_that_cannot_hold_as_many_tokens_are_no_choice() -> None:
     world = tuned.outlook("demo/sft.yaml", gpus=0, rows="80:2000")
-    assert "as many tokens" in world.space.fixed["packing"]
+    assert "as many tokens" in world.fixed["packing"]
     short = tuned.outlook("demo/sft.yaml", "max_length=256", gpus=0, rows="80:200")
     assert values(short, "packing") == (False, True)
     free = tuned.outlook("demo/sft.yaml", "max_length=none", gpus=0, rows="80:200")
-    assert "no length to fill" in free.space.fixed["packing"]
+    assert "no length to fill" in free.fixed["packing"]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_what_stays_as_it_is_has_a_reason(
     if "demo" in path:
         overrides = (*overrides, "model_name_or_path=Qwen/Qwen2.5-0.5B")
     world = tuned.outlook(path, *overrides, **terms)  # type: ignore[arg-type]
-    assert words in world.space.fixed[lever]
+    assert words in world.fixed[lever]
     assert lever not in names(world)
 
 
@@ -163,8 +163,8 @@ def test_only_attention_that_can_be_had_is_planned_with(write: Write) -> None:
     )
     path = write("prefers.yaml", text)
     for packages, chosen in (({}, "sdpa"), (tuned.PACKAGES, "flash_attention_2")):
-        space = tuned.outlook(path, gpus=1, packages=packages).space
-        assert levers.planned(space, space.base).attention == chosen
+        space = tuned.outlook(path, gpus=1, packages=packages)
+        assert space.planned(space.base).attention == chosen
 
 
 OLMO = "olmo_core/dpo_qwen3_0_6b.yaml"
@@ -184,4 +184,4 @@ def test_of_the_second_dpo_script_only_what_leaves_its_batch_alone(
     # packed, its steps hold what fits into a row; Liger it does not read
     world = tuned.outlook(OLMO, *overrides, rows="300:2000")
     assert names(world) == turned
-    assert stays <= set(world.space.fixed)
+    assert stays <= set(world.fixed)

@@ -188,11 +188,8 @@ def bench(
         None, "--variant", metavar="NAME:KEY=A,KEY=B", help="one variant that sets several keys (repeatable)"
     ),
     steps: int = Option(20, "--steps", min=2, help="optimizer steps of each run"),
-    repeats: int = Option(3, "--repeats", min=1, help="runs of each variant"),
+    repeats: int = Option(3, "--repeats", min=1, max=7, help="runs of each variant"),
     timeout: str = Option("30m", "--timeout", metavar="30m", help="time limit of one run, start-up included"),
-    asserted: list[str] | None = Option(
-        None, "--assert", metavar="EXPR", help="fail unless it holds: loss<=1%, tokens_per_second>=1.2 (repeatable)"
-    ),
     cpu: bool = CPU,
 ) -> Exit:
     """Compare settings in short runs: speed, memory and loss."""
@@ -200,19 +197,13 @@ def bench(
     from launcher.report import console
     from launcher.workflows.bench import bench, comparison, variants
 
-    grid = variants.combinations(vary or (), variant or ())
-    expressions = [comparison.assertion(text) for text in asserted or ()]
+    grid = tuple(variants.combinations(vary or (), variant or ()))
     limit = durations.seconds(timeout)
     request = shared.request(elsewhere=shared.slurm)
-    planned = bench.plan(
-        request if shared.slurm else bench.require_gpu(request, cpu=cpu),
-        grid,
-        steps=steps,
-        repeats=repeats,
-        timeout_s=limit,
-        assertions=expressions,
-        running=not shared.slurm,
-    )
+    if not shared.slurm:
+        request = bench.require_gpu(request, cpu=cpu)
+    draft = bench.Bench(request=request, variants=grid, steps=steps, repeats=repeats, timeout_s=limit)
+    planned = bench.plan(draft, running=not shared.slurm)
     text = shared.format == "text"
     console.findings(planned.findings if text else ())
     shared.rehearse_first(planned.resolved)
@@ -251,19 +242,20 @@ def tune(
     from launcher.workflows.bench import bench, comparison
     from launcher.workflows.tune import tune
 
-    seconds, row_tokens = durations.seconds(budget), shared.row_tokens
-    terms = tune.Terms(budget_s=seconds, steps=steps, row_tokens=row_tokens, output=output, fresh=shared.fresh)
+    budget_s = durations.seconds(budget)
     if shared.slurm:
         # levers, and what fits, depend on the machine of the job
         resolved = resolve(shared.request(elsewhere=True), running=False)
     else:
-        prepared = tune.prepare(shared.request(), terms, cpu=cpu)
+        prepared = tune.prepare(
+            shared.request(), cpu=cpu, steps=steps, row_tokens=shared.row_tokens, budget_s=budget_s, output=output
+        )
         resolved = prepared.resolved
     shared.rehearse_first({"": resolved})
     if shared.hands_over:
         options = resolved.stage.options.slurm
         return hand_over(shared, "tune", shared.config.stem, gpus=resolved.gpus, options=options)
-    with tune.opened(prepared) as opened:
+    with tune.opened(prepared, fresh=shared.fresh) as opened:
         code = tune.run(opened, show=shared.show_progress)
         trials = opened.bench() if opened.search.runs else None
         if trials is not None:

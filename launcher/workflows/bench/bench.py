@@ -5,24 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from launcher.config.keys import EXPECT, PAIRED
-from launcher.errors import (
-    Exit,
-    Finding,
-    InvalidConfig,
-    LaunchError,
-    NotReady,
-    brief,
-    errors,
-    launch_finding,
-    not_ready,
-    usage,
-)
+from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, launch_finding, not_ready, usage
 from launcher.lifecycle import prepare
 from launcher.lifecycle.prepare import Prepared, Request, ResolvedStage
 from launcher.machine import devices
@@ -35,13 +24,15 @@ from launcher.stage.options import SWITCHED
 from launcher.upstream.logs.open_instruct import ATTENTION
 from launcher.workflows import experiment, trial
 from launcher.workflows.bench import comparison, measure
-from launcher.workflows.bench.comparison import LOSS, SPEED, Assertion, Sample, VariantSummary, compare
+from launcher.workflows.bench.comparison import LOSS, SPEED, TOLERANCE, Sample, VariantSummary, compare
 from launcher.workflows.bench.measure import identity, short, with_variant
 from launcher.workflows.bench.variants import Variant
 from launcher.workflows.experiment import Campaign
 
 BENCH_VERSION = 1
 FILE, PAGE = "bench.json", "bench.html"
+
+Stops = list[tuple[str, InvalidConfig | NotReady]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +50,6 @@ class Bench:
     repeats: int
     resolved: Mapping[str, ResolvedStage] = field(default_factory=dict)
     timeout_s: float | None = None
-    assertions: tuple[Assertion, ...] = ()
     key: str = ""
     batch: int | None = None
     findings: tuple[Finding, ...] = ()
@@ -68,30 +58,17 @@ class Bench:
     proposed: str | None = None
 
     @property
-    def tolerance(self) -> float:
-        """How far a loss may be from the first one's, as a share."""
-        asserted = [one.tolerance for one in self.assertions if one.tolerance is not None]
-        return min(asserted, default=comparison.TOLERANCE)
-
-    @property
     def rows(self) -> list[VariantSummary]:
         """One a variant, in the order in which they were named; those without a sample are left out."""
         order = {variant.name: nth for nth, variant in enumerate(self.variants)}
         known = sorted(self.samples, key=lambda one: (order.get(one.variant, 0), one.repeat))
-        rows = compare(known, self.tolerance)
+        rows = compare(known)
         if self.proposed is None:
             return rows
         return [replace(row, recommended=row.standing == "faster" and row.variant == self.proposed) for row in rows]
 
     @property
-    def broken(self) -> list[dict[str, Any]]:
-        """Assertions that do not hold, judged once the first variant is measured."""
-        rows = self.rows
-        return comparison.broken(self.assertions, rows) if rows and rows[0].variant == self.variants[0].name else []
-
-    @property
     def weights(self) -> str:
-        """What each step's loss is weighted by."""
         return "rows" if self.request.stage in PAIRED else "tokens"
 
     def due(self) -> list[tuple[int, Variant]]:
@@ -109,7 +86,6 @@ class Bench:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """The record, and the data of `--format json`."""
         return {
             "bench_version": BENCH_VERSION,
             "key": self.key,
@@ -123,12 +99,10 @@ class Bench:
             "compared": {
                 "loss": f"mean of the probe's loss a step, weighted by {self.weights}",
                 "tokens": comparison.common_tokens(self.samples),
-                "tolerance": self.tolerance,
-                "asserted": [one.text for one in self.assertions],
+                "tolerance": TOLERANCE,
             },
             "complete": not self.due(),
             "rows": [row.as_json() for row in self.rows],
-            "broken": self.broken,
             "samples": [one.as_json() for one in self.samples],
             "folder": str(self.folder),
         }
@@ -156,45 +130,27 @@ def require_gpu(request: Request, *, cpu: bool) -> Request:
     )
 
 
-# --- before the first trial -----------------------------------------------------------------------
-
-
-def plan(
-    request: Request,
-    requested: Sequence[Variant],
-    *,
-    steps: int,
-    repeats: int,
-    timeout_s: float | None = None,
-    assertions: Sequence[Assertion] = (),
-    running: bool = False,
-) -> Bench:
-    """Judge every variant, and its trial, before the first one starts.
+def plan(bench: Bench, *, running: bool = False) -> Bench:
+    """Judge every variant of a bench, and its trial, before the first one starts; returns it complete.
 
     The global batch stays as the file has it where a variant changes only the rows of a device; what
     the file expects of a switch follows the variant that turns it. Raises InvalidConfig with the
-    findings of all variants, each with its name, or UsageError; where trials will be `running`, NotReady
-    too if no variant can start on this machine, whatever its GPUs do now.
+    findings of all variants, each with its name; where trials will be `running`, NotReady too if no variant
+    can start on this machine, whatever its GPUs do now.
     """
-    relative = [one.text for one in assertions if one.relative]
-    if relative and len(requested) < 2:
-        raise usage(
-            "bad-assert",
-            f"`{brief(relative[0])}` holds the others to the first variant: there is one",
-            "--vary KEY=A,B, or figures that stand by themselves: mfu>=48%",
-        )
+    request, requested = bench.request, bench.variants
     base = functools.cache(lambda: _base(request))
     full: list[tuple[Variant, Prepared]] = []
-    stops: list[tuple[str, LaunchError]] = []
+    stops: Stops = []
     for one in requested:
         try:
             full.append(_prepared(request, one, base))
         except (InvalidConfig, NotReady) as error:
             stops.append((one.name, error))
-    _require(stops, requested, ready=len(full) == len(requested))
+    _require(stops, len(requested), ready=len(full) == len(requested))
     batch, root = max(made.plan.global_batch for _, made in full), request.runs or rundir.runs_root()
     for variant, made in full:
-        trial_request = short(with_variant(request, variant), made.plan.stage, steps, root / "models", batch)
+        trial_request = short(with_variant(request, variant), made.plan.stage, bench.steps, root / "models", batch)
         try:
             # a trial that a killed command left may have the GPUs: it is ended later
             prepared = prepare.prepare(replace(trial_request, runs=root, elsewhere=True), running=running)
@@ -203,25 +159,22 @@ def plan(
             continue
         if running:
             rundir.release(prepared.folder)
-    _require(stops, requested, ready=len(stops) < len(full))
+    _require(stops, len(full), ready=len(stops) < len(full))
     first = full[0][1].plan
-    key = [BENCH_VERSION, steps, [[variant.name, identity(made.plan, made.trainer)] for variant, made in full]]
+    key = [BENCH_VERSION, bench.steps, [[variant.name, identity(made.plan, made.trainer)] for variant, made in full]]
     warnings = ((variant.name, f) for variant, made in full for f in made.findings if f.severity != "note")
-    return Bench(
+    return replace(
+        bench,
         request=replace(request, stage=first.stage.options.stage, gpus=first.gpus),
         variants=tuple(variant for variant, _ in full),
-        steps=steps,
-        repeats=repeats,
         resolved={variant.name: made.resolved for variant, made in full},
-        timeout_s=timeout_s,
-        assertions=tuple(assertions),
         batch=batch,
         key=experiment.key_of(key),
-        findings=(*_named(warnings, len(full)), *_other_batches(full)),
+        findings=tuple(_named(warnings, len(full))),
     )
 
 
-def _require(stops: Sequence[tuple[str, LaunchError]], requested: Sequence[Variant], *, ready: bool) -> None:
+def _require(stops: Stops, count: int, *, ready: bool) -> None:
     """Raise InvalidConfig where a variant is wrong, NotReady where none is ready."""
     for kind in (InvalidConfig,) if ready else (InvalidConfig, NotReady):
         found = [
@@ -231,7 +184,7 @@ def _require(stops: Sequence[tuple[str, LaunchError]], requested: Sequence[Varia
             for finding in errors(error.findings) or error.findings
         ]
         if found:
-            raise kind(_named(found, len(requested)))
+            raise kind(_named(found, count))
 
 
 def _named(found: Iterable[tuple[str, Finding]], count: int) -> list[Finding]:
@@ -316,23 +269,6 @@ def _batch(resolved: ResolvedStage, changed: set[str], base: Callable[[], Plan |
     yield f"{names.accumulation}={written.global_batch // rows}"
 
 
-def _other_batches(full: Sequence[tuple[Variant, Prepared]]) -> Iterator[Finding]:
-    """Variants with another number of rows a step, whose losses compare less well."""
-    first, base = full[0]
-    for variant, made in full:
-        if made.plan.global_batch != base.plan.global_batch:
-            yield launch_finding(
-                "warning",
-                "other-global-batch",
-                f"[{variant.name}] {made.plan.global_batch} rows a step, "
-                f"{base.plan.global_batch} in {first.name}: after the same tokens it has taken "
-                "another number of steps, and its loss says so",
-            )
-
-
-# --- the trials -----------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def opened(bench: Bench, *, fresh: bool = False) -> Iterator[Bench]:
     """The bench in its folder, with what an earlier start of the same measured.
@@ -387,13 +323,9 @@ def run(bench: Bench, *, show: Callable[[str], None] = lambda _: None) -> Exit:
 
 
 def conclusion(bench: Bench) -> Exit:
-    """0 where something was measured and every assertion holds."""
-    measured = {sample.variant for sample in bench.samples if sample.measured}
-    if not measured:
-        refused = all(sample.cause == "refused" for sample in bench.samples)
-        return Exit.NOT_READY if refused else Exit.TRAINING
-    unproven = bench.assertions and bench.variants[0].name not in measured
-    return Exit.VERDICT if bench.broken or unproven else Exit.OK
+    if any(sample.measured for sample in bench.samples):
+        return Exit.OK
+    return Exit.NOT_READY if all(sample.cause == "refused" for sample in bench.samples) else Exit.TRAINING
 
 
 def interrupted(bench: Bench) -> str:
@@ -402,9 +334,6 @@ def interrupted(bench: Bench) -> str:
         f"interrupted: the same command goes on here, {done} of {done + len(bench.due())} runs are done"
         f"\nruns: {bench.folder / FILE}"
     )
-
-
-# --- for people -----------------------------------------------------------------------------------
 
 
 def write_page(bench: Bench) -> None:
@@ -418,7 +347,6 @@ def write_page(bench: Bench) -> None:
 
 
 def _median(name: str, scale: float = 1.0, unit: str = "", digits: int = 4) -> Callable[[VariantSummary], str]:
-    """`median ±half the range`, or the one value."""
 
     def cell(row: VariantSummary) -> str:
         spread = row.loss if name == LOSS else row.spreads.get(name)
@@ -460,14 +388,12 @@ def standing(row: VariantSummary) -> str:
 
 
 def _table(bench: Bench) -> list[dict[str, str]]:
-    """Every variant, with the figures of which anything is known."""
     rows = bench.rows
     heads = [head for head, cell in COLUMNS.items() if any(cell(row) != "–" for row in rows)]
     return [{"variant": row.variant, **{h: COLUMNS[h](row) for h in heads}} for row in rows]
 
 
 def remarks(bench: Bench) -> list[str]:
-    """What is to be thought of each variant, what was compared, over what, and what does not hold."""
     tokens = comparison.common_tokens(bench.samples)
     lines = [f"{row.variant}: {standing(row)}" for row in bench.rows]
     lines += [f"error: {fault.message}" for fault in comparison.baseline_fault(bench.samples)]
@@ -475,18 +401,14 @@ def remarks(bench: Bench) -> list[str]:
         pair = " of a pair" if bench.weights == "rows" else ""
         lines.append(
             f"loss{pair}: mean, by {bench.weights}, over the first {tokens:,.0f} tokens of every run; "
-            f"tolerance {comparison.share(bench.tolerance)}"
+            f"tolerance {comparison.share(TOLERANCE)}"
         )
     if any(sample.measured for sample in bench.samples):
         lines.append("speed: tokens of steady steps (not the first fifth, nor after a save); medians ±half the range")
-    for one in bench.broken:
-        why = "its figure was not measured" if one["unknown"] else "it does not hold"
-        lines.append(f"assert {one['assert']}, {one['variant']}: {why}")
     return lines
 
 
 def show(bench: Bench) -> None:
-    """The table to stdout."""
     console.findings(comparison.baseline_fault(bench.samples))
     if lines := _table(bench):
         console.table(lines, tuple(lines[0]))

@@ -6,20 +6,18 @@ Nothing here starts or reads anything: samples in, rows out.
 from __future__ import annotations
 
 import math
-import operator
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from launcher.errors import Finding, brief, usage
+from launcher.errors import Finding
 from launcher.workflows.bench.significance import ERROR, LEAST_RUNS, chance, steadily
 
 SPEED, LOSS = "tokens_per_second_per_gpu", "loss_per_token"
 
 TOLERANCE = 0.05
-"""How far the loss may lie from that of the first variant, as a share of it, without an `--assert`."""
+"""How far the loss may lie from that of the first variant, as a share of it."""
 ALONE = 0.03
 """What fewer runs of either than `LEAST_RUNS` have to differ by: of two each, ranges are apart by chance in
 one of three comparisons, and one alone has no spread to tell."""
@@ -41,8 +39,7 @@ Word = Literal["faster", "slower", "no difference"]
 Standing = Word | Literal["baseline", "loss changed", "unproven", "flawed", "failed", "unknown"]
 
 
-@dataclass(frozen=True, slots=True)
-class CurveStep:
+class CurveStep(NamedTuple):
     """One optimizer step over all ranks: its tokens, what its loss is a mean over, and that mean.
 
     `weight` is tokens for SFT, rows for DPO, whose loss is one of pairs. `norm` is that of the gradient,
@@ -84,8 +81,7 @@ class Sample:
         return self.cause == "ok"
 
     def as_json(self) -> dict[str, Any]:
-        curve = [astuple(step) for step in self.curve]
-        return {**asdict(self), "curve": curve, "seconds": round(self.seconds, 1)}
+        return {**asdict(self), "curve": list(map(list, self.curve)), "seconds": round(self.seconds, 1)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Sample:
@@ -140,8 +136,9 @@ class VariantSummary:
     """
 
     variant: str
-    standing: Standing
-    why: str
+    samples: Sequence[Sample]
+    standing: Standing = "unknown"
+    why: str = ""
     recommended: bool = False
     spreads: Mapping[str, Spread | None]
     loss: Spread | None = None
@@ -158,7 +155,8 @@ class VariantSummary:
         return None if spread is None else spread.median
 
     def as_json(self) -> dict[str, Any]:
-        row = asdict(self)
+        row = asdict(replace(self, samples=()))
+        del row["samples"]
         return {**row.pop("spreads"), LOSS: row.pop("loss"), **row}
 
 
@@ -188,7 +186,7 @@ def common_tokens(samples: Iterable[Sample]) -> float | None:
     return min(counts, default=None)
 
 
-def compare(samples: Sequence[Sample], tolerance: float = TOLERANCE) -> list[VariantSummary]:
+def compare(samples: Sequence[Sample]) -> list[VariantSummary]:
     """One row a variant, in the order of their first samples; the first is what the others are held to.
 
     A variant is faster (or slower) than the first where `significance` says so and the medians of their
@@ -198,10 +196,9 @@ def compare(samples: Sequence[Sample], tolerance: float = TOLERANCE) -> list[Var
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.variant, []).append(sample)
-    tokens, base = common_tokens(samples), next(iter(groups.values()), [])
     rows: list[VariantSummary] = []
     for group in groups.values():
-        rows.append(_row(group, base, rows[0] if rows else None, tokens, tolerance))
+        rows.append(_row(group, rows[0] if rows else None, common_tokens(samples)))
     faster = [row for row in rows if row.standing == "faster"]
     best = max(faster, key=lambda row: row.median(SPEED) or 0.0, default=None)
     return [replace(row, recommended=True) if row is best else row for row in rows]
@@ -215,19 +212,12 @@ def corrupt(samples: Iterable[Sample]) -> str | None:
 
 def baseline_fault(samples: Sequence[Sample]) -> tuple[Finding, ...]:
     """An error where the first variant cannot be what others are held to."""
-    first = [one for one in samples if one.variant == samples[0].variant]
-    why = corrupt(first)
-    if why is None:
+    name = samples[0].variant if samples else ""
+    if (why := corrupt(one for one in samples if one.variant == name)) is None:
         return ()
-    return (
-        Finding(
-            severity="error",
-            layer="run",
-            code="corrupt-baseline",
-            message=f"{first[0].variant} trained on corrupt gradients, nothing is compared with it: {why}",
-            help="docs/gradients.md: another DeepSpeed, or `overlap_comm: false`",
-        ),
-    )
+    message = f"{name} trained on corrupt gradients, nothing is compared with it: {why}"
+    help = "docs/gradients.md: another DeepSpeed, or `overlap_comm: false`"
+    return (Finding(severity="error", layer="run", code="corrupt-baseline", message=message, help=help),)
 
 
 def unlike(samples: Sequence[Sample], base: Sequence[Sample]) -> str | None:
@@ -249,10 +239,6 @@ def unlike(samples: Sequence[Sample], base: Sequence[Sample]) -> str | None:
                 f"the first step's gradient norm is {step.norm:.4g}, {theirs.norm:.4g} in "
                 f"{others[0].variant}: beyond {share(allowed)} for the same rows"
             )
-    return _falls_less(ours, others)
-
-
-def _falls_less(ours: Sequence[Sample], others: Sequence[Sample]) -> str | None:
     length = min(len(one.curve) for one in (*ours, *others))
     pairs = zip(ours[0].curve[:length], others[0].curve[:length], strict=True)
     if length < 2 or any(a.tokens != b.tokens for a, b in pairs):
@@ -261,11 +247,11 @@ def _falls_less(ours: Sequence[Sample], others: Sequence[Sample]) -> str | None:
     late = range(max(1, length // 2), length)
     levels = [[math.fsum(one.curve[i].loss for i in late) / len(late) for one in some] for some in (ours, others)]
     start = statistics.fmean(one.curve[0].loss for one in others)
-    fell, base = (start - statistics.median(some) for some in levels)
+    fell, theirs_fell = (start - statistics.median(some) for some in levels)
     spread = max(max(some) - min(some) for some in levels)
-    if base <= 0 or base - fell <= max(LESS_FALL * base, spread):
+    if theirs_fell <= 0 or theirs_fell - fell <= max(LESS_FALL * theirs_fell, spread):
         return None
-    return f"the loss falls by {fell:.4g}, {base:.4g} in {others[0].variant} over the same steps"
+    return f"the loss falls by {fell:.4g}, {theirs_fell:.4g} in {others[0].variant} over the same steps"
 
 
 def share(tolerance: float) -> str:
@@ -273,13 +259,8 @@ def share(tolerance: float) -> str:
     return f"±{100 * tolerance:.4g} %"
 
 
-def _row(
-    samples: Sequence[Sample],
-    base: Sequence[Sample],
-    first: VariantSummary | None,
-    tokens: float | None,
-    tolerance: float,
-) -> VariantSummary:
+def _row(samples: Sequence[Sample], first: VariantSummary | None, tokens: float | None) -> VariantSummary:
+    base = samples if first is None else first.samples
     measured = [sample for sample in samples if sample.measured]
     # a loss over everything that a trial saw compares with no other's
     keys = dict.fromkeys(key for sample in measured for key in sample.metrics if key != LOSS)
@@ -296,8 +277,7 @@ def _row(
         test = speed_test(samples, base)
     row = VariantSummary(
         variant=samples[0].variant,
-        standing="unknown",
-        why="",
+        samples=samples,
         spreads=spreads,
         loss=loss,
         steps_within=None if steps is None else steps.median,
@@ -310,26 +290,20 @@ def _row(
     )
     if wrong := corrupt(base):
         why = f"{base[0].variant} trained on corrupt gradients: nothing is compared with it"
-        return replace(row, standing="unknown", why=why) if first else replace(row, standing="flawed", why=wrong)
+        return replace(row, why=why) if first else replace(row, standing="flawed", why=wrong)
     if not measured:
         return replace(row, standing="failed", why=row.failures[0])
     if row.flaws:
         return replace(row, standing="flawed", why=f"not what was asked for: {'; '.join(row.flaws)}")
-    standing, why = _standing(row, samples, base, first, test, tokens, tolerance)
+    standing, why = _standing(row, first, test, tokens)
     return replace(row, standing=standing, why=why)
 
 
 def _standing(
-    row: VariantSummary,
-    samples: Sequence[Sample],
-    base: Sequence[Sample],
-    first: VariantSummary | None,
-    test: SpeedTest | None,
-    tokens: float | None,
-    tolerance: float,
+    row: VariantSummary, first: VariantSummary | None, test: SpeedTest | None, tokens: float | None
 ) -> tuple[Standing, str]:
     """What to say of a variant that was measured and broke nothing, gravest first."""
-    measured = [sample for sample in samples if sample.measured]
+    measured = [sample for sample in row.samples if sample.measured]
     unproved = dict.fromkeys(name for sample in measured for name in sample.unproved)
     if any(sample.gradients == "unknown" for sample in measured):
         unproved["gradients"] = None
@@ -343,9 +317,9 @@ def _standing(
     text, change, steps = "too few trials" if test.too_few else test.word, row.loss_change, row.steps_within
     if change is None:
         return "unknown", f"{text}; no loss of both to compare"
-    if abs(change) > tolerance:
+    if abs(change) > TOLERANCE:
         but = "but" if text == "faster" else "and"
-        why = f"{text}, {but} the loss is {change:+.1%}: beyond {share(tolerance)}"
+        why = f"{text}, {but} the loss is {change:+.1%}: beyond {share(TOLERANCE)}"
         if steps and first.steps_within and abs(steps / first.steps_within - 1) >= 0.1:
             # nothing need be wrong: more tokens a step are fewer updates
             why += f" ({steps:.3g} steps against {first.steps_within:.3g} within the same tokens)"
@@ -358,7 +332,7 @@ def _standing(
         )
     if doubts:
         return ("unproven" if unproved or early else "flawed"), f"{text}, but {'; '.join(doubts)}"
-    if difference := unlike(samples, base):
+    if difference := unlike(row.samples, first.samples):
         return "loss changed", f"{text}, but {difference}"
     return test.word, test.why
 
@@ -380,83 +354,6 @@ def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | No
     word: Word = "no difference" if not (clear and far) else "faster" if ratio > 1 else "slower"
     why = f"{ratio - 1:+.1%} by {fewest} of {LEAST_RUNS} runs" if few else ""
     if far and not clear and not few:
-        why = (
-            f"{ratio - 1:+.1%} by the medians, which chance alone does in {by_chance:.0%} of cases: more runs may tell"
-        )
+        rare = f"chance alone does in {by_chance:.0%} of cases"
+        why = f"{ratio - 1:+.1%} by the medians, which {rare}: more runs may tell"
     return SpeedTest(word, by_chance, why, few)
-
-
-# --- what must hold of a comparison ----------------------------------------------------------------
-
-RELATIVE = {
-    "loss": LOSS,
-    "tokens_per_second": SPEED,
-    "seconds_per_step": "seconds_per_step",
-    "peak_memory": "peak_allocated_gib",
-}
-"""Held to the first variant: `1.2` is a ratio, `20%` a change; of the loss either way."""
-ABSOLUTE = {"mfu": "mfu", "wasted": "wasted_share"}
-"""Shares by themselves, of every variant: `48%` is 0.48."""
-
-_EXPRESSION = re.compile(r"\s*([a-z_]+)\s*(<=|>=|<|>)\s*([+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*(%?)\s*")
-_HOLDS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
-
-
-@dataclass(frozen=True, slots=True)
-class Assertion:
-    """`loss<=1%`, `tokens_per_second>=1.2`, `mfu>=48%`: one figure, one limit."""
-
-    text: str
-    name: str
-    operator: str
-    number: float
-    percent: bool
-
-    @property
-    def relative(self) -> bool:
-        """Whether the figure is held to the first variant's, which then is not judged itself."""
-        return self.name in RELATIVE
-
-    @property
-    def tolerance(self) -> float | None:
-        """How far the loss may go by this; None where it speaks of something else."""
-        if self.name != "loss" or self.operator not in ("<", "<="):
-            return None
-        return self.number / 100 if self.percent else max(0.0, self.number - 1)
-
-    def holds(self, row: VariantSummary, first: VariantSummary) -> bool | None:
-        """Whether it is so; None where a figure that it needs is not known."""
-        value = row.median((RELATIVE | ABSOLUTE)[self.name])
-        if self.relative:
-            base = first.median(RELATIVE[self.name])
-            value = value / base if value is not None and base else None
-        if value is None:
-            return None
-        if self.percent:
-            value = 100 * (value - 1) if self.relative else 100 * value
-            # 1.01 / 1 is a little more than 1 %
-            value = round(abs(value) if self.name == "loss" else value, 9)
-        return bool(_HOLDS[self.operator](value, self.number))
-
-
-def assertion(text: str) -> Assertion:
-    """Read one. Raises UsageError for what is none."""
-    found = _EXPRESSION.fullmatch(text)
-    if found is None or found[1] not in RELATIVE | ABSOLUTE:
-        raise usage(
-            "bad-assert",
-            f"`{brief(text)}` cannot be asserted",
-            f"such as loss<=1%, tokens_per_second>=1.2; of {', '.join(RELATIVE | ABSOLUTE)}",
-        )
-    name, sign, number, percent = found.groups()
-    return Assertion(text.strip(), name, sign, float(number), bool(percent))
-
-
-def broken(assertions: Sequence[Assertion], rows: Sequence[VariantSummary]) -> list[dict[str, Any]]:
-    """Every assertion with every variant that it does not hold of; `unknown`: its figure was not measured."""
-    return [
-        {"assert": one.text, "variant": row.variant, "unknown": holds is None}
-        for one in assertions
-        for row in (rows[1:] if one.relative else rows)
-        if (holds := one.holds(row, rows[0])) is not True
-    ]

@@ -104,7 +104,6 @@ def short(request: Request, stage: Stage, steps: int, place: Path, batch: int | 
 
 
 def sample_of(outcome: Outcome, variant: str, repeat: int = 0) -> Sample:
-    """The figures of one run, or why it has none."""
     found = evidence.read_run(outcome.run.path)
     cause, points = _cause(outcome), outcome.verdict.points
     curve = _curve(found, outcome.verdict.stage)
@@ -173,7 +172,6 @@ def _metrics(found: Evidence, outcome: Outcome, curve: Sequence[CurveStep]) -> d
 
 
 def _by_step(some: Iterable[Iterable[ProbeStep]]) -> Iterator[list[ProbeStep]]:
-    """What the ranks recorded of each step, in order."""
     by_step: dict[int, list[ProbeStep]] = {}
     for step in itertools.chain.from_iterable(some):
         by_step.setdefault(step.step, []).append(step)

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import statistics
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 ERROR = 0.05
 """How often what is not faster may be called so."""
@@ -28,8 +27,6 @@ STEADY = 0.8
 
 _KEPT = 2 / 3
 _BLOCKS = 16
-_WAYS = 5000
-_SAMPLED = 1999
 
 Pace = Sequence[float]
 """One run: seconds a token of each of its steps, above 0, in the order of training; or only their mean.
@@ -44,8 +41,9 @@ def chance(runs: Sequence[Pace], base: Sequence[Pace]) -> float:
         return 1.0
     blocks = _blocks([*runs, *base])
     observed = _ahead(blocks, range(len(runs)))
+    ways = itertools.combinations(range(len(blocks)), len(runs))
     # what summing in another order loses makes no way another one
-    alike = [_ahead(blocks, way) >= observed - 1e-12 for way in _ways(len(blocks), len(runs))]
+    alike = [_ahead(blocks, way) >= observed - 1e-12 for way in ways]
     return sum(alike) / len(alike)
 
 
@@ -53,21 +51,10 @@ def steadily(runs: Sequence[Pace], base: Sequence[Pace]) -> bool:
     """Whether these runs are ahead at nearly all steps: what the fewest runs can show beside their means."""
     blocks = _blocks([*runs, *base])
     ours, others = blocks[: len(runs)], blocks[len(runs) :]
-    ahead = [
-        _level([[one[at]] for one in ours]) < _level([[one[at]] for one in others]) for at in range(len(blocks[0]))
-    ]
-    return sum(ahead) >= STEADY * len(ahead)
-
-
-def _ways(of: int, size: int) -> Iterator[Sequence[int]]:
-    """Every choice of so many runs; of very many the one that happened and a sample, the same each time."""
-    if math.comb(of, size) <= _WAYS:
-        yield from itertools.combinations(range(of), size)
-        return
-    yield range(size)
-    dealer = random.Random(0)
-    for _ in range(_SAMPLED):
-        yield dealer.sample(range(of), size)
+    # the two groups at each step
+    pairs = list(zip(zip(*ours, strict=True), zip(*others, strict=True), strict=True))
+    ahead = sum(_least(mine) < _least(theirs) for mine, theirs in pairs)
+    return ahead >= STEADY * len(pairs)
 
 
 def _ahead(blocks: Sequence[Sequence[float]], chosen: Collection[int]) -> float:
@@ -79,8 +66,13 @@ def _ahead(blocks: Sequence[Sequence[float]], chosen: Collection[int]) -> float:
 
 def _level(blocks: Sequence[Sequence[float]]) -> float:
     """Seconds a token of a group, over all steps."""
-    kept = math.ceil(_KEPT * len(blocks))
-    return statistics.fmean(math.fsum(sorted(at)[:kept]) / kept for at in zip(*blocks, strict=True))
+    return statistics.fmean(map(_least, zip(*blocks, strict=True)))
+
+
+def _least(at: Sequence[float]) -> float:
+    """Seconds a token of a group at one step."""
+    kept = math.ceil(_KEPT * len(at))
+    return math.fsum(sorted(at)[:kept]) / kept
 
 
 def _blocks(runs: Sequence[Pace]) -> list[list[float]]:

@@ -26,7 +26,6 @@ class Variant:
 
     @property
     def keys(self) -> set[str]:
-        """What it changes, see `bare`."""
         return set(map(bare, self.overrides))
 
 

@@ -13,7 +13,7 @@ import json
 import math
 import shutil
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from launcher.workflows.experiment import Campaign
 from launcher.workflows.ladder.short import short_findings, short_overrides
 from launcher.workflows.trial import Outcome
 
-KIND, RECORD = "ladder", "ladder.json"
+RECORD = "ladder.json"
 _VERSION = 1
 _MODELS = "models"
 """The folder of a ladder into which its rungs save; it goes when one has been judged."""
@@ -74,7 +74,6 @@ class Standing:
 
     @property
     def passed(self) -> bool:
-        """Whether the next rung may follow."""
         return gates.colour_of(self.flags) != "red"
 
     def as_json(self) -> dict[str, Any]:
@@ -138,11 +137,9 @@ class Ladder:
 
     @property
     def stage(self) -> Stage:
-        """The whole stage."""
         return self.resolved.stage
 
     def as_json(self) -> dict[str, Any]:
-        """`data` of `launch ladder`."""
         return {
             "folder": str(self.folder),
             "go": self.exit is Exit.OK,
@@ -175,9 +172,6 @@ def _short_label(gpus: int) -> str:
     return f"{gpus}gpu" if gpus else "cpu"
 
 
-# --- before the first rung ------------------------------------------------------------------------
-
-
 def counts(text: str) -> list[int]:
     """`--gpus 1,2,8` as numbers. Raises UsageError for what is none, or stands there twice."""
     numbers = forecast.counts(text)
@@ -187,7 +181,6 @@ def counts(text: str) -> list[int]:
 
 
 def terms(gpus: Sequence[int], *, price: float | None, rows: int | None, row_tokens: str | None) -> ForecastOptions:
-    """What the stage file does not say. Raises UsageError for what makes no sense."""
     if price is not None and not 0 < price < math.inf:
         raise usage("bad-price", f"--price is more than 0, not {price:g}")
     if price is not None and not any(gpus):
@@ -225,7 +218,13 @@ def plan_rungs(
         # what the short stage is told of itself is not about the file
         findings += [*notes, *(known.findings if known is not None else ())]
         findings += [one for one in (*prepared.plan.findings, *prepared.warnings) if one.severity != "note"]
-    findings += _not_constant(stage, rungs)
+    sizes = {label(rung.gpus): rung.prepared.plan.global_batch for rung in rungs}
+    if len(set(sizes.values())) > 1:
+        each = ", ".join(f"{rows} on {name}" for name, rows in sizes.items())
+        message = f"the rungs train with different global batches: {each}"
+        help = "`batch: {global: N, per_device: M}` keeps it, and accumulation follows from --gpus"
+        place = stage.config.origin("batch").place
+        findings.append(launch_finding("warning", "batch-not-constant", message, help, key="batch.global", **place))
     if stopping := errors(findings, strict=request.strict):
         raise InvalidConfig(stopping)
     # a dry run reads no model and no data
@@ -236,7 +235,7 @@ def plan_rungs(
         rungs=tuple(rungs),
         steps=steps,
         terms=terms,
-        campaign=Campaign(kind=KIND, key=key, name=stage.name, root=root),
+        campaign=Campaign(kind="ladder", key=key, name=stage.name, root=root),
         findings=tuple(dict.fromkeys(findings)),
     )
 
@@ -294,7 +293,6 @@ def _predicted(planned: Plan, resolved: ResolvedStage, terms: ForecastOptions) -
 
 
 def _without_deepspeed(stage: Stage, request: Request) -> tuple[list[str], list[Finding]]:
-    """On one GPU: the override that leaves DeepSpeed out, or why it stays."""
     options = stage.options
     named = any(text.startswith(_NAMES_DEEPSPEED) for text in request.overrides)
     if request.gpus != 1 or options.deepspeed is None or named:
@@ -310,23 +308,6 @@ def _without_deepspeed(stage: Stage, request: Request) -> tuple[list[str], list[
     message = "DeepSpeed is off on one GPU, where it would shard nothing"
     help = f"`deepspeed={options.deepspeed_name}` on the command line keeps it"
     return ["deepspeed=none"], [launch_finding("note", "deepspeed-off", message, help, **place)]
-
-
-def _not_constant(stage: Stage, rungs: Sequence[Rung]) -> Iterator[Finding]:
-    sizes = {label(rung.gpus): rung.prepared.plan.global_batch for rung in rungs}
-    if len(set(sizes.values())) > 1:
-        each = ", ".join(f"{rows} on {name}" for name, rows in sizes.items())
-        yield launch_finding(
-            "warning",
-            "batch-not-constant",
-            f"the rungs train with different global batches: {each}",
-            "`batch: {global: N, per_device: M}` keeps it, and accumulation follows from --gpus",
-            key="batch.global",
-            **stage.config.origin("batch").place,
-        )
-
-
-# --- the climb ------------------------------------------------------------------------------------
 
 
 def climb(ladder: Ladder, *, fresh: bool = False, allow_unproven: bool = False, quiet: bool = False) -> None:
@@ -408,7 +389,6 @@ def _standing(ladder: Ladder, gpus: int, *, allow_unproven: bool) -> Standing | 
 
 
 def _lead(ladder: Ladder) -> Lead:
-    """Rungs and gates, and whether to go, at the top of the page."""
     go = ladder.exit is Exit.OK
     flags = [
         {"rung": label(one.gpus), "gate": flag.gate, "is": flag.colour, "why": flag.text}
@@ -426,9 +406,6 @@ def _lead(ladder: Ladder) -> Lead:
     )
 
 
-# --- what a run showed ----------------------------------------------------------------------------
-
-
 def _facts(prepared: Prepared, outcome: Outcome, ladder: Ladder) -> Facts:
     metrics, ran, verdict = outcome.verdict.metrics, outcome.plan, outcome.verdict
     rows = files.read_lines(outcome.run.metrics)
@@ -441,6 +418,7 @@ def _facts(prepared: Prepared, outcome: Outcome, ladder: Ladder) -> Facts:
     # the rung itself expects no trend: it is too short for what a verdict asks
     falling = ladder.stage.options.expect.get("trend") == "falling"
     trends = (point.state for point in verdict.points if point.name == "trend" and falling)
+    slots = () if prepared.devices is None or not ran.gpus else prepared.devices.slots
     return Facts(
         stage=ran.stage.options.stage,
         devices=ran.processes,
@@ -455,7 +433,7 @@ def _facts(prepared: Prepared, outcome: Outcome, ladder: Ladder) -> Facts:
         allocated_gib=metrics.get("peak_allocated_gib"),
         reserved_gib=metrics.get("peak_reserved_gib"),
         planned_gib=None if known is None or known.memory is None else known.memory.peak,
-        card_gib=_card_gib(prepared),
+        card_gib=min((slot.gpu.memory_mib / 1024 for slot in slots), default=None),
         starts_at_ln2=_starts_at_ln2(ran.stage),
         failed=None if passed else outcome.reason,
         unproven=unproven,
@@ -476,12 +454,6 @@ def _column(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[fl
     return tuple(float(one) for one in values if isinstance(one, int | float))
 
 
-def _card_gib(prepared: Prepared) -> float | None:
-    """The memory of the smallest card that trained."""
-    slots = () if prepared.devices is None or not prepared.plan.gpus else prepared.devices.slots
-    return min((slot.gpu.memory_mib / 1024 for slot in slots), default=None)
-
-
 def _starts_at_ln2(stage: Stage) -> bool:
     """Whether the first loss is -log sigmoid(0): policy and reference are still the same model."""
     values = stage.values
@@ -490,9 +462,6 @@ def _starts_at_ln2(stage: Stage) -> bool:
     kinds = values.get("loss_type")
     names = {str(getattr(k, "value", k)) for k in (kinds if isinstance(kinds, list) else [kinds])}
     return names <= {"dpo", "dpo_norm", "sigmoid"}
-
-
-# --- the full run ---------------------------------------------------------------------------------
 
 
 def _estimate(ladder: Ladder, top: Standing) -> FullRun:
@@ -529,11 +498,7 @@ def _estimate(ladder: Ladder, top: Standing) -> FullRun:
     return FullRun(gpus=top.gpus, steps=steps, hours=hours, cost=cost, formula=formula)
 
 
-# --- for people -----------------------------------------------------------------------------------
-
-
 def show(ladder: Ladder) -> None:
-    """The table, what is not green, go or no-go, and what the full run takes."""
     if rows := [_row(one) for one in ladder.standings]:
         console.table(rows, tuple(rows[0]))
     flags = [(label(one.gpus), flag) for one in ladder.standings for flag in one.flags if flag.colour != "green"]

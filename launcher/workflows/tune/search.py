@@ -13,16 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from launcher.artifacts.architecture import Shape
-from launcher.errors import InvalidConfig
-from launcher.machine.datasheets import Card
-from launcher.plan import footprint, speed
-from launcher.plan.footprint import Footprint
-from launcher.plan.memory import peak
 from launcher.plan.memory.phases import usable
 from launcher.workflows.bench.comparison import SPEED, Cause, Sample, Spread
-from launcher.workflows.tune import space
-from launcher.workflows.tune.space import ORDER, Setting, Settings, Space, described
+from launcher.workflows.tune.space import ORDER, Candidate, Item, Space, described
 
 THRESHOLD = 0.005
 """The search ends where nothing that is left could gain more than this share."""
@@ -30,8 +23,6 @@ RUNS = 3
 """How often the best and the file are run, where the budget allows."""
 SAME = 0.01
 """Speeds that differ by less are taken for the same: then fewer changes are better."""
-START_S = 60.0
-"""Seconds that a start takes, before one was measured."""
 
 _DOUBT: Mapping[str, float] = {
     "attention": 0.15,
@@ -45,49 +36,6 @@ _DOUBT: Mapping[str, float] = {
 
 Status = Cause | Literal["unproven", "loss changed", "no speed"]
 """The outcome of a trial; only `ok` counts. `contract` was disproved, `unproven` neither way."""
-
-Item = tuple[str, Setting]
-"""A lever with its value."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """The plan's estimate for one setting: peak in GiB (None: unknown), and a step's seconds and real tokens.
-
-    `peak` is that of the whole run, which meets longer rows than a trial of a few steps; `short` is the
-    trial's, with which the measured peak is compared.
-    """
-
-    peak: float | None
-    seconds: float
-    tokens: float
-    short: float | None = None
-
-    @property
-    def speed(self) -> float:
-        return self.tokens / self.seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One setting with its estimate; `purpose` says what a trial of it is for, `why` in words."""
-
-    settings: Settings
-    expected: Expected
-    purpose: str = "search"
-    why: str = ""
-
-    @property
-    def key(self) -> tuple[Item, ...]:
-        """The setting as a value that compares."""
-        return tuple((name, self.settings[name]) for name in ORDER if name in self.settings)
-
-    @property
-    def rows(self) -> int:
-        return int(self.settings.get("per_device", 1))
-
-    def differing(self, other: Candidate) -> list[str]:
-        return [name for name in ORDER if self.settings.get(name) != other.settings.get(name)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +55,6 @@ class Trial:
 
     @property
     def ok(self) -> bool:
-        """Whether it may be proposed."""
         return self.status == "ok" and bool(self.speed)
 
     @property
@@ -117,7 +64,6 @@ class Trial:
 
     @property
     def speed(self) -> float:
-        """Tokens a second and GPU; 0 where none was measured."""
         return self.sample.metrics.get(SPEED) or 0.0
 
     @property
@@ -137,12 +83,20 @@ class SettingRuns:
     runs: tuple[Trial, ...]
 
     @property
+    def name(self) -> str:
+        return self.runs[0].sample.variant
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All runs, but for later ones that ended for a reason that is not the setting's."""
+        return [run.sample for nth, run in enumerate(self.runs) if not nth or run.counts]
+
+    @property
     def counted(self) -> list[Trial]:
         return [run for run in self.runs if run.counts]
 
     @property
     def decisive(self) -> Trial:
-        """The run whose outcome is that of the setting."""
         failed = [run for run in self.counted if not run.ok]
         return (failed or self.counted or self.runs)[-1]
 
@@ -165,88 +119,23 @@ class SettingRuns:
 
     @property
     def spread(self) -> Spread:
-        """The speeds of the runs that passed; there has to be one."""
         spread = Spread.of(run.speed for run in self.runs if run.ok)
         assert spread is not None
         return spread
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
-    """The basis of estimates: the levers, the model's shape, the card; a trial's `steps`."""
-
-    space: Space
-    shape: Shape
-    card: Card
-    steps: int
-    attention: str | None = None
-
-    def grid(self) -> Iterator[Candidate]:
-        """Every setting that can be planned, the file's own among them."""
-        for settings in self.space.settings():
-            if (expected := self.expected(settings)) is not None:
-                yield Candidate(settings=settings, expected=expected)
-
-    def candidate(self, settings: Settings) -> Candidate:
-        """One setting, whether it can be planned or not."""
-        expected = self.expected(settings) or Expected(peak=None, seconds=1.0, tokens=1.0)
-        return Candidate(settings=settings, expected=expected)
-
-    def base(self) -> Candidate:
-        return self.candidate(self.space.base)
-
-    def expected(self, settings: Settings) -> Expected | None:
-        """The peak and the pace; None where these settings cannot be planned."""
-        try:
-            whole = self.footprint(settings)
-        except InvalidConfig:
-            return None
-        short = replace(whole, plan=replace(whole.plan, steps=self.steps))
-        return Expected(
-            peak=self._peak(whole),
-            short=self._peak(short),
-            seconds=speed.step_seconds(whole, self.card),
-            tokens=whole.tokens.real,
-        )
-
-    def footprint(self, settings: Settings) -> Footprint:
-        """What speed and memory follow from. Raises InvalidConfig where it cannot be planned."""
-        plan = space.planned(self.space, settings)
-        attention = None if "attention" in settings else self.attention
-        return Footprint(
-            plan=plan,
-            shape=self.shape,
-            rows=footprint.rows_of(plan, self.space.rows),
-            attention=footprint.attention_of(plan, attention),
-        )
-
-    def _peak(self, setting: Footprint) -> float | None:
-        try:
-            return peak.estimate(setting.setup()).on(self.card.gib).peak
-        except InvalidConfig:
-            return None
-
-
 class Search:
     """Proposes candidates of a grid and learns from their trials.
 
-    `base` is the file as written, `room` the card's memory in GiB where it is known. `runs` are all trials
-    as they came, `results` their settings, each once. `stopped` says why nothing follows.
+    `base` is the file as written, `room` the card's memory in GiB where it is known, `start_s` the seconds of
+    a start before one was measured. `runs` are all trials as they came, `results` their settings, each once.
+    `stopped` says why nothing follows.
     """
 
-    def __init__(
-        self,
-        grid: Iterable[Candidate],
-        base: Candidate,
-        *,
-        steps: int,
-        room: float | None = None,
-        threshold: float = THRESHOLD,
-        start_s: float = START_S,
-    ) -> None:
-        self.base, self.steps, self.room = base, steps, room
-        self.threshold, self.start_s = threshold, start_s
-        self.grid = {one.key: one for one in (base, *grid)}
+    def __init__(self, space: Space, grid: Iterable[Candidate]) -> None:
+        self.base, self.steps, self.room = space.candidate(space.base), space.steps, space.card.gib
+        self.threshold, self.start_s = THRESHOLD, 60.0 if space.plan.gpus else 20.0
+        self.grid = {one.key: one for one in (self.base, *grid)}
         self.runs: list[Trial] = []
         self.results: list[SettingRuns] = []
         self.guilty: list[frozenset[Item]] = []
@@ -277,12 +166,10 @@ class Search:
 
     @property
     def first(self) -> SettingRuns | None:
-        """The file as written, where it was tried."""
         return next((one for one in self.results if one.candidate.key == self.base.key), None)
 
     @property
     def limit(self) -> float:
-        """In GiB."""
         return math.inf if self.room is None else usable(self.room)
 
     def fits(self, one: SettingRuns | Trial) -> bool:
@@ -294,42 +181,35 @@ class Search:
 
     def peak(self, candidate: Candidate) -> float | None:
         """The estimate in GiB, corrected by measured peaks: of its kind, else of any."""
-        if candidate.expected.peak is None:
+        if candidate.peak is None:
             return None
         alike, others = list[float](), [1.0]
         for one in self.results:
             full = one.decisive.status == "oom"
             # what ran out wanted more than there is, whatever was counted when it failed
-            peak, estimate = self.room if full else one.peak, one.candidate.expected.short
+            peak, estimate = self.room if full else one.peak, one.candidate.short
             if estimate and peak and (one.ok or full):
                 others.append(peak / estimate)
                 if not {"checkpointing", "packing", "liger"} & set(candidate.differing(one.candidate)):
                     # the levers that decide which of memory's moments is the peak
                     alike.append(peak / estimate)
-        return candidate.expected.peak * max(alike or others)
+        return candidate.peak * max(alike or others)
 
     def eligible(self, candidate: Candidate) -> bool:
-        """Whether nothing that was learned speaks against it."""
         if any(bad <= set(candidate.key) for bad in self.guilty):
             return False
         full = [run.candidate for run in self.runs if run.status == "oom"]
-        peak, estimate = self.peak(candidate), candidate.expected.peak
+        peak, estimate = self.peak(candidate), candidate.peak
         if peak is None or estimate is None:
             return candidate.rows < min((one.rows for one in full), default=math.inf)
-        least = min((one.expected.peak for one in full if one.expected.peak), default=math.inf)
+        least = min((one.peak for one in full if one.peak), default=math.inf)
         return estimate < least and peak <= self.limit
 
     def predicted(self, candidate: Candidate) -> float:
         """Tokens a second and GPU: as much faster than the best as the plan says."""
         best = self.best
-        scale = best.speed / best.candidate.expected.speed if best else 1.0
-        return candidate.expected.speed * scale
-
-    def _step_seconds(self, candidate: Candidate) -> float:
-        best = self.best
-        if best is None or best.step is None:
-            return candidate.expected.seconds
-        return best.step * candidate.expected.seconds / best.candidate.expected.seconds
+        scale = best.speed / best.candidate.speed if best else 1.0
+        return candidate.speed * scale
 
     def trial_seconds(self, candidate: Candidate) -> float:
         """Wall time of a trial, learned from those before."""
@@ -339,11 +219,14 @@ class Search:
         starts = [run.sample.seconds - self.steps * run.step for run in self.runs if run.ok and run.step]
         # the first one fills caches that the others find
         start = max(0.0, statistics.median(starts[1:] or starts)) if starts else self.start_s
-        return max(own, default=start + self.steps * self._step_seconds(candidate))
+        best, step = self.best, candidate.seconds
+        if best is not None and best.step is not None:
+            step = best.step * candidate.seconds / best.candidate.seconds
+        return max(own, default=start + self.steps * step)
 
     def propose(self, left: float = math.inf) -> Candidate | None:
         """The next candidate, None at the end: `stopped` says why. `left` are seconds of the budget."""
-        if not self.runs and (self.base.expected.peak or 0) <= (self.room or math.inf):
+        if not self.runs and (self.base.peak or 0) <= (self.room or math.inf):
             if left > 0:
                 return replace(self.base, purpose="baseline", why="the file as it is written")
             self.stopped = "the budget: not even one trial fits into it"
@@ -392,7 +275,7 @@ class Search:
         leaps = (one for one in self.results if one.candidate.key != self.base.key)
         if best is None or all(one.decisive.status in ("oom", "refused") for one in leaps):
             # the fastest by the plan, until one runs
-            fresh.sort(key=lambda one: (-one.expected.speed, len(one.differing(self.base))))
+            fresh.sort(key=lambda one: (-one.speed, len(one.differing(self.base))))
             gains = [(self.predicted(one) / best.speed - 1 if best else 1.0, one) for one in fresh]
             if gains and gains[0][0] >= self.threshold:
                 return gains
@@ -416,7 +299,7 @@ class Search:
             for value in dict.fromkeys(one.settings.get(name) for one in around):
                 if (name, value) not in self.passed:
                     alike = [one for one in around if one.settings.get(name) == value]
-                    yield name, max(alike, key=lambda one: one.expected.speed)
+                    yield name, max(alike, key=lambda one: one.speed)
 
     def _again(self, left: float) -> Candidate | None:
         """The best beside the file, or the file, whose turn it is, until each was run often enough.
@@ -468,8 +351,8 @@ class Search:
         if not trial.ok:
             return failure + self._blame(trial)
         parts = [f"{speed / before.speed - 1:+.1%} against the best before"] if before else []
-        if trial.peak is not None and candidate.expected.short:
-            parts.append(f"{trial.peak:.1f} GiB, {candidate.expected.short:.1f} estimated")
+        if trial.peak is not None and candidate.short:
+            parts.append(f"{trial.peak:.1f} GiB, {candidate.short:.1f} estimated")
         if not self.fits(trial):
             parts.append(
                 f"not kept: with its longest rows the run needs {_whole_peak(trial):.0f} of {self.room:.0f} GiB"
@@ -500,9 +383,7 @@ class Search:
         return f"; {words}: not tried again{' together' * (len(names) > 1)}" if names else ""
 
     def words(self, one: Candidate, other: Candidate) -> str:
-        """What one setting changes of another."""
-        changed = [name for name in one.differing(other) if name in one.settings]
-        return ", ".join(described(name, one.settings[name]) for name in changed)
+        return ", ".join(described(k, one.settings[k]) for k in one.differing(other) if k in one.settings)
 
     def _why(self, candidate: Candidate) -> str:
         best = self.best
@@ -517,7 +398,7 @@ class Search:
         grid = self.grid.values()
         return {
             "settings": len(self.grid),
-            "too_large": sum(1 for one in grid if (one.expected.peak or 0.0) > self.limit),
+            "too_large": sum(1 for one in grid if (one.peak or 0.0) > self.limit),
             "tried": len(self.results),
             "left": sum(1 for one in grid if self.eligible(one) and not self.runs_of(one)),
         }
@@ -525,7 +406,7 @@ class Search:
 
 def _whole_peak(one: SettingRuns | Trial) -> float | None:
     """The peak of the whole run in GiB, by what a trial measured; None where nobody can tell."""
-    expected = one.candidate.expected
-    if not expected.peak or not expected.short or one.peak is None:
+    whole, short = one.candidate.peak, one.candidate.short
+    if not whole or not short or one.peak is None:
         return None
-    return expected.peak * one.peak / expected.short
+    return whole * one.peak / short

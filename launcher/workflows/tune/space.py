@@ -10,20 +10,24 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from launcher import files
+from launcher.artifacts.architecture import Shape
 from launcher.artifacts.lengths import Lengths
 from launcher.config import load
 from launcher.config.keys import DEEPSPEED
 from launcher.config.load import Config, spelt
-from launcher.errors import NotReady, not_ready, usage
+from launcher.errors import InvalidConfig, not_ready, usage
 from launcher.lifecycle.manifest import escaped
-from launcher.plan import plan
+from launcher.machine.datasheets import Card
+from launcher.plan import footprint, plan, speed
+from launcher.plan.footprint import Footprint
+from launcher.plan.memory import peak
 from launcher.plan.plan import Plan
 from launcher.redaction import redact
 from launcher.stage import options
@@ -34,6 +38,7 @@ from launcher.upstream.schema import Values
 Setting = str | int | bool
 Settings = Mapping[str, Setting]
 """One value for each lever, by the names in ORDER."""
+Item = tuple[str, Setting]
 
 ORDER = ("attention", "packing", "liger", "per_device", "checkpointing", "deepspeed")
 
@@ -45,7 +50,6 @@ _ON, _OFF = True, False
 _BUDGET = "activation_memory_budget"
 
 Packages = Mapping[str, str]
-"""Those of the trainer's environment, with their versions."""
 
 MARK = "# Tuned by launch: "
 _NESTED = ("batch", "expect", "probe", "gates", "slurm")
@@ -62,17 +66,55 @@ class Lever:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
-    """The levers of a plan, and those that stay as they are, each with the reason.
+class Candidate:
+    """One setting with the plan's estimate; `purpose` says what a trial of it is for, `why` in words.
 
-    `packages` are those of the trainer's environment: what of `attention:` can be had depends on them.
+    `peak` in GiB is that of the whole run, which meets longer rows than a trial of a few steps; `short` is the
+    trial's, with which the measured peak is compared; both None where unknown. `seconds` and real `tokens` are
+    a step's.
+    """
+
+    settings: Settings
+    peak: float | None = None
+    short: float | None = None
+    seconds: float = 1.0
+    tokens: float = 1.0
+    purpose: str = "search"
+    why: str = ""
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def key(self) -> tuple[Item, ...]:
+        return tuple((name, self.settings[name]) for name in ORDER if name in self.settings)
+
+    @property
+    def rows(self) -> int:
+        return int(self.settings.get("per_device", 1))
+
+    def differing(self, other: Candidate) -> list[str]:
+        return [name for name in ORDER if self.settings.get(name) != other.settings.get(name)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The levers of a plan, those that stay as they are, each with the reason, and what estimates follow from.
+
+    `packages` are those of the trainer's environment: what of `attention:` can be had depends on them, and
+    what the file's own `attention` comes to. `steps` are a trial's.
     """
 
     plan: Plan
     rows: Lengths
     levers: tuple[Lever, ...]
-    fixed: Mapping[str, str] = field(default_factory=dict)
-    packages: Packages | None = None
+    fixed: Mapping[str, str]
+    packages: Packages
+    shape: Shape
+    card: Card
+    steps: int
+    attention: str | None = None
 
     @property
     def base(self) -> dict[str, Setting]:
@@ -96,6 +138,81 @@ class Space:
         rows = int(chosen.get("per_device", self.plan.per_device))
         return entry.packs(values, None) and not entry.packs(values, rows)
 
+    def changes(self, settings: Settings) -> dict[str, Any]:
+        """The keys of a stage file that differ with these settings: `batch.…`, `deepspeed`, `args.…`.
+
+        Where the file expects a state of what is turned (`expect: {packing: off}`), that follows: what is
+        on must be `isolated` or `engaged`.
+        """
+        changed: dict[str, Any] = {}
+        for name in ORDER:
+            if name in settings and name != "per_device" and settings[name] != self.base[name]:
+                key, value = _written(self.plan, name, settings[name])
+                changed |= {key: value, **_contract(self.plan, name, settings[name])}
+        return changed | _batch(self, settings)
+
+    def overrides(self, settings: Settings) -> tuple[str, ...]:
+        return tuple(f"{key}={spelt(value)}" for key, value in self.changes(settings).items())
+
+    def turned(self, settings: Settings) -> Stage:
+        stage, opts = self.plan.stage, self.plan.stage.options
+        changed = self.changes(settings)
+        args = {**stage.args, **{k[5:]: v for k, v in changed.items() if k.startswith("args.")}}
+        args = {name: value for name, value in args.items() if value is not None}
+        if "batch.per_device" in changed or "batch.global" in changed:
+            was = opts.batch or Batch()
+            total, rows = changed.get("batch.global", was.total), changed.get("batch.per_device", was.per_device)
+            opts = replace(opts, batch=Batch(total=total, per_device=rows))
+        if (zero := changed.get("deepspeed")) is not None:
+            opts = replace(opts, deepspeed=options.deepspeed_file(zero), deepspeed_name=zero)
+        return replace(stage, args=args, options=opts, values=Values(stage.schema, args))
+
+    def planned(self, settings: Settings) -> Plan:
+        """The plan of these settings. Raises InvalidConfig where it cannot be split."""
+        if settings == self.base:
+            return self.plan
+        gpus, nodes = self.plan.gpus, self.plan.nodes
+        return plan.make(self.turned(settings), gpus=gpus, nodes=nodes, packages=self.packages)
+
+    def grid(self) -> Iterator[Candidate]:
+        """Every setting that can be planned, the file's own among them."""
+        return (one for one in map(self._estimated, self.settings()) if one is not None)
+
+    def candidate(self, settings: Settings) -> Candidate:
+        """One setting, whether it can be planned or not."""
+        return self._estimated(settings) or Candidate(settings=settings)
+
+    def _estimated(self, settings: Settings) -> Candidate | None:
+        try:
+            whole = self.footprint(settings)
+        except InvalidConfig:
+            return None
+        short = replace(whole, plan=replace(whole.plan, steps=self.steps))
+        return Candidate(
+            settings=settings,
+            peak=self._peak(whole),
+            short=self._peak(short),
+            seconds=speed.step_seconds(whole, self.card),
+            tokens=whole.tokens.real,
+        )
+
+    def footprint(self, settings: Settings) -> Footprint:
+        """What speed and memory follow from. Raises InvalidConfig where it cannot be planned."""
+        plan = self.planned(settings)
+        attention = None if "attention" in settings else self.attention
+        return Footprint(
+            plan=plan,
+            shape=self.shape,
+            rows=footprint.rows_of(plan, self.rows),
+            attention=footprint.attention_of(plan, attention),
+        )
+
+    def _peak(self, setting: Footprint) -> float | None:
+        try:
+            return peak.estimate(setting.setup()).on(self.card.gib).peak
+        except InvalidConfig:
+            return None
+
     def as_json(self) -> dict[str, Any]:
         return {"levers": [asdict(one) for one in self.levers], "fixed": dict(self.fixed)}
 
@@ -105,7 +222,9 @@ def has(packages: Packages, name: str) -> bool:
     return name in packages or name.replace("-", "_") in packages
 
 
-def of_plan(made: Plan, packages: Packages, rows: Lengths) -> Space:
+def of_plan(
+    made: Plan, packages: Packages, rows: Lengths, *, shape: Shape, card: Card, steps: int, attention: str | None
+) -> Space:
     """The levers of a stage on this machine.
 
     What the file expects of a lever's point follows the lever, as strict as it can be: see `changes`.
@@ -118,7 +237,17 @@ def of_plan(made: Plan, packages: Packages, rows: Lengths) -> Space:
             fixed[name] = choice
         elif choice is not None:
             levers.append(choice)
-    return Space(plan=made, rows=rows, levers=tuple(levers), fixed=fixed, packages=packages)
+    return Space(
+        plan=made,
+        rows=rows,
+        levers=tuple(levers),
+        fixed=fixed,
+        packages=packages,
+        shape=shape,
+        card=card,
+        steps=steps,
+        attention=attention,
+    )
 
 
 Choice = Lever | str | None
@@ -265,20 +394,6 @@ def _bfd(made: Plan) -> bool:
     return made.stage.entry.packing == "refilled" and bool(made.values.get("packing"))
 
 
-def changes(space: Space, settings: Settings) -> dict[str, Any]:
-    """The keys of a stage file that differ with these settings: `batch.…`, `deepspeed`, `args.…`.
-
-    Where the file expects a state of what is turned (`expect: {packing: off}`), that follows: what is
-    on must be `isolated` or `engaged`.
-    """
-    changed: dict[str, Any] = {}
-    for name in ORDER:
-        if name in settings and name != "per_device" and settings[name] != space.base[name]:
-            key, value = _written(space.plan, name, settings[name])
-            changed |= {key: value, **_contract(space.plan, name, settings[name])}
-    return changed | _batch(space, settings)
-
-
 def _contract(made: Plan, name: str, value: Setting) -> dict[str, Any]:
     """What the file must expect instead of what it expects: what is turned on is to be proved."""
     expected = made.stage.options.expect.get(name)
@@ -315,7 +430,6 @@ def _batch(space: Space, settings: Settings) -> dict[str, Any]:
 
 
 def _written(made: Plan, name: str, value: Setting) -> tuple[str, Setting | float]:
-    """One lever's key and value in the words of this backend and stage."""
     names = made.stage.entry.names
     if name == "deepspeed":
         return "deepspeed", value
@@ -330,40 +444,7 @@ def _written(made: Plan, name: str, value: Setting) -> tuple[str, Setting | floa
     return f"args.{keys[name]}", value
 
 
-def overrides(space: Space, settings: Settings) -> tuple[str, ...]:
-    """The same as `key=value` texts for the command line."""
-    return tuple(f"{key}={spelt(value)}" for key, value in changes(space, settings).items())
-
-
-def turned(space: Space, settings: Settings) -> Stage:
-    """The stage with these settings."""
-    stage, opts = space.plan.stage, space.plan.stage.options
-    changed = changes(space, settings)
-    args = {**stage.args, **{k[5:]: v for k, v in changed.items() if k.startswith("args.")}}
-    args = {name: value for name, value in args.items() if value is not None}
-    if "batch.per_device" in changed or "batch.global" in changed:
-        was = opts.batch or Batch()
-        batch = Batch(
-            total=changed.get("batch.global", was.total), per_device=changed.get("batch.per_device", was.per_device)
-        )
-        opts = replace(opts, batch=batch)
-    zero = changed.get("deepspeed")
-    if zero is not None:
-        opts = replace(opts, deepspeed=options.deepspeed_file(zero), deepspeed_name=zero)
-    return replace(stage, args=args, options=opts, values=Values(stage.schema, args))
-
-
-def planned(space: Space, settings: Settings) -> Plan:
-    """The plan of these settings. Raises InvalidConfig where it cannot be split."""
-    made = space.plan
-    if settings == space.base:
-        return made
-    stage = turned(space, settings)
-    return plan.make(stage, gpus=made.gpus, nodes=made.nodes, packages=space.packages)
-
-
 def described(name: str, value: Setting) -> str:
-    """A lever and its value in a few words."""
     if name == "per_device":
         return f"{value} row{'s' if value != 1 else ''} a device"
     if name in ("deepspeed", "attention"):
@@ -382,7 +463,7 @@ def write(place: Path, space: Space, settings: Settings, *, head: Sequence[str],
     stage = space.plan.stage
     source, opts = stage.config.path, stage.options
     values: dict[str, Any] = {"name": f"{stage.name}-tuned"}
-    changed = overrides(space, settings)
+    changed = space.overrides(settings)
     tuned = load.load(source, (*given, *changed)) if changed else stage.config
     if stage.config.shape == "stage":
         values["extends"] = _relative(source, place)
@@ -403,30 +484,21 @@ def write(place: Path, space: Space, settings: Settings, *, head: Sequence[str],
         place.parent.mkdir(parents=True, exist_ok=True)
         files.write_text(place, text)
     except OSError as error:
-        raise _unwritable(place, error.strerror) from None
+        message = f"the stage file cannot be written: {error.strerror}"
+        raise not_ready("unwritable-file", message, "another name with -o", file=str(place)) from None
 
 
-def require_free(place: Path, source: Path) -> None:
-    """Raise UsageError where a file of somebody's own would be overwritten, NotReady where none can be."""
-    if place.exists():
-        try:
-            ours = place.read_text(encoding="utf-8").startswith(MARK)
-        except (OSError, ValueError):
-            ours = False
-        if not ours or place.resolve() == source.resolve():
-            message = f"{place} exists and was not written by `launch tune`"
-            raise usage("would-overwrite", message, "another name with -o")
-    folder = next(parent for parent in place.absolute().parents if os.path.lexists(parent))
-    if not folder.is_dir():
-        raise _unwritable(place, f"{folder} is a file")
-    if not os.access(folder, os.W_OK):
-        raise _unwritable(place, f"{folder} cannot be written into")
-
-
-def _unwritable(place: Path, reason: str | None) -> NotReady:
-    return not_ready(
-        "unwritable-file", f"the stage file cannot be written: {reason}", "another name with -o", file=str(place)
-    )
+def require_ours(place: Path, source: Path) -> None:
+    """Raise UsageError where a file of somebody's own would be overwritten."""
+    if not place.exists():
+        return
+    try:
+        ours = place.read_text(encoding="utf-8").startswith(MARK)
+    except (OSError, ValueError):
+        ours = False
+    if not ours or place.resolve() == source.resolve():
+        message = f"{place} exists and was not written by `launch tune`"
+        raise usage("would-overwrite", message, "another name with -o")
 
 
 def _relative(target: Path, place: Path) -> str:

@@ -32,8 +32,8 @@ from launcher.workflows.bench.comparison import TOLERANCE, Sample, VariantSummar
 from launcher.workflows.bench.variants import AS_WRITTEN, Variant
 from launcher.workflows.experiment import Campaign
 from launcher.workflows.tune import space
-from launcher.workflows.tune.search import RUNS, Candidate, Outlook, Search, SettingRuns, Status, Trial
-from launcher.workflows.tune.space import Packages, Space
+from launcher.workflows.tune.search import RUNS, Search, SettingRuns, Status, Trial
+from launcher.workflows.tune.space import Candidate, Packages, Space
 
 TUNE_VERSION = 2
 FILE = "tune.json"
@@ -44,17 +44,6 @@ _POINTS = ("liger", "packing", "attention", "batch", "loss", "memory")
 """Points of the verdict that a setting has to prove; the others are not about settings."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What the command line says beside the stage file; `budget_s` in seconds."""
-
-    budget_s: float = 600.0
-    steps: int = 8
-    row_tokens: str | None = None
-    output: Path | None = None
-    fresh: bool = False
-
-
 @dataclass(slots=True, kw_only=True)
 class Tuning:
     """One search on one machine: what it is about, and what is known so far.
@@ -63,9 +52,10 @@ class Tuning:
     """
 
     resolved: ResolvedStage
-    terms: Terms
-    outlook: Outlook
+    space: Space
     key: str
+    budget_s: float = 600.0
+    output: Path | None = None
     search: Search = field(init=False)
     folder: Path = Path()
     state: str = "running"
@@ -76,30 +66,15 @@ class Tuning:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Forget every trial."""
-        self.search = Search(
-            self.outlook.grid(),
-            self.outlook.base(),
-            steps=self.terms.steps,
-            room=self.card.gib,
-            start_s=60.0 if self.plan.gpus else 20.0,
-        )
+        self.search = Search(self.space, self.space.grid())
 
     @property
     def request(self) -> Request:
         return self.resolved.request
 
     @property
-    def space(self) -> Space:
-        return self.outlook.space
-
-    @property
     def plan(self) -> Plan:
         return self.space.plan
-
-    @property
-    def card(self) -> Card:
-        return self.outlook.card
 
     def take_up(self, record: Mapping[str, Any]) -> None:
         """Learn again what an earlier start has measured; a record that cannot be read is none.
@@ -107,19 +82,18 @@ class Tuning:
         A trial that could not be started, or that a smaller budget ended, is run again.
         """
         try:
-            more = self.terms.budget_s > record.get("budget_s", 0)
+            more = self.budget_s > record.get("budget_s", 0)
             for data in record.get("trials") or ():
                 sample = Sample.from_json(data["sample"])
                 if sample.cause == "refused" or (sample.cause == "timeout" and more):
                     continue
-                candidate = self.outlook.candidate({**self.space.base, **data["settings"]})
+                candidate = self.space.candidate({**self.space.base, **data["settings"]})
                 candidate = replace(candidate, purpose=data["purpose"], why=data["why"])
                 self.learn(candidate, sample)
         except (AttributeError, KeyError, TypeError, ValueError):
             self.begin_again()
 
     def learn(self, candidate: Candidate, sample: Sample) -> Trial:
-        """Judge one run of a setting, and have the search learn from it."""
         passed = [one for one in self.search.runs if one.ok]
         runs = [*(one.sample for one in passed if one.candidate.key == candidate.key), sample]
         # losses are compared with those of the file as written, or of the first setting that could be measured
@@ -150,25 +124,23 @@ class Tuning:
         first = self.search.first
         if first is None or not any(run.ok for run in first.runs):
             return None
-        return comparison.compare([*_samples(first), *_samples(one)])[-1]
+        return comparison.compare([*first.samples, *one.samples])[-1]
 
     def bench(self) -> Bench:
-        """The trials as a comparison, for its table and its page."""
         chosen = self.chosen
         return Bench(
             request=replace(self.request, stage=self.plan.stage.options.stage, gpus=self.plan.gpus),
-            variants=tuple(Variant(_name(one)) for one in self.search.results),
-            steps=self.terms.steps,
+            variants=tuple(Variant(one.name) for one in self.search.results),
+            steps=self.space.steps,
             repeats=RUNS,
             key=self.key,
             batch=self.plan.global_batch,
             folder=self.folder,
-            samples=[sample for one in self.search.results for sample in _samples(one)],
-            proposed=None if chosen is None else _name(chosen),
+            samples=[sample for one in self.search.results for sample in one.samples],
+            proposed=None if chosen is None else chosen.name,
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The record, and the data of `--format json`."""
         best, rows = self.chosen, self.space.rows
         return {
             "tune_version": TUNE_VERSION,
@@ -176,16 +148,16 @@ class Tuning:
             "config": str(self.request.config),
             "overrides": list(self.request.overrides),
             "gpus": self.plan.gpus,
-            "steps": self.terms.steps,
-            "budget_s": self.terms.budget_s,
+            "steps": self.space.steps,
+            "budget_s": self.budget_s,
             "used_s": round(self.used, 1),
             "tolerance": TOLERANCE,
             "state": self.state,
             "stopped": self.search.stopped,
-            "card": {"name": self.card.name, "gib": self.card.gib},
+            "card": {"name": self.space.card.name, "gib": self.space.card.gib},
             "rows": {"mean": rows.mean, "longest": rows.longest, "source": rows.source},
-            "attention": self.outlook.attention,
-            "shape": self.outlook.shape.source,
+            "attention": self.space.attention,
+            "shape": self.space.shape.source,
             **self.space.as_json(),
             "grid": self.search.summary(),
             "trials": [self._trial_json(one) for one in self.search.runs],
@@ -196,19 +168,18 @@ class Tuning:
         }
 
     def _trial_json(self, one: Trial) -> dict[str, Any]:
-        """A trial for the record; `take_up` reads what it needs of that."""
-        candidate, expected = one.candidate, one.candidate.expected
+        candidate = one.candidate
         return {
             "name": one.sample.variant,
             "purpose": candidate.purpose,
             "why": candidate.why,
             "settings": dict(candidate.settings),
-            "overrides": list(space.overrides(self.space, candidate.settings)),
+            "overrides": list(self.space.overrides(candidate.settings)),
             "expected": {
-                "peak_gib": expected.peak,
-                "trial_peak_gib": expected.short,
-                "seconds_per_step": expected.seconds,
-                "tokens_per_step": expected.tokens,
+                "peak_gib": candidate.peak,
+                "trial_peak_gib": candidate.short,
+                "seconds_per_step": candidate.seconds,
+                "tokens_per_step": candidate.tokens,
             },
             "status": one.status,
             "reason": one.reason,
@@ -228,7 +199,7 @@ class Tuning:
         base = None if row is None or first is None else asdict(first.spread)
         return {
             "settings": dict(best.candidate.settings),
-            "changes": space.changes(self.space, best.candidate.settings),
+            "changes": self.space.changes(best.candidate.settings),
             "tokens_per_second_per_gpu": best.speed,
             "spread": asdict(best.spread),
             "spread_as_written": base,
@@ -239,7 +210,6 @@ class Tuning:
         }
 
     def loss_change(self, best: SettingRuns) -> float | None:
-        """By all runs of both, where the file as written was measured."""
         row = self.row(best)
         return best.decisive.loss_change if row is None else row.loss_change or 0.0
 
@@ -248,29 +218,19 @@ class Tuning:
         experiment.write(self.folder / FILE, self.as_json())
 
 
-def _name(one: SettingRuns) -> str:
-    return one.runs[0].sample.variant
-
-
-def _samples(one: SettingRuns) -> list[Sample]:
-    """All runs of a setting, but for later ones that did not end for a reason that is not the setting's."""
-    return [run.sample for nth, run in enumerate(one.runs) if not nth or run.counts]
-
-
-# --- before the first trial -----------------------------------------------------------------------
-
-
-def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
+def prepare(
+    request: Request, *, cpu: bool, steps: int, row_tokens: str | None, budget_s: float, output: Path | None
+) -> Tuning:
     """Judge the stage file, look at the machine, and make the grid; nothing starts.
 
     Raises InvalidConfig (also where rows or shape are not known), NotReady (also without a GPU, unless
     `cpu`) or UsageError.
     """
-    if terms.budget_s <= STOPPING_S:
-        message = f"not even one trial fits into {terms.budget_s:g} s: ending one takes {STOPPING_S:g} s"
+    if budget_s <= STOPPING_S:
+        message = f"not even one trial fits into {budget_s:g} s: ending one takes {STOPPING_S:g} s"
         raise usage("bad-time", message, "--budget 10m")
-    if terms.output is not None:
-        space.require_free(terms.output, request.config)
+    if output is not None:
+        space.require_ours(output, request.config)
     request = require_gpu(request, cpu=cpu)
     resolved = preparation.resolve(request, running=True)
     chosen = None
@@ -282,30 +242,32 @@ def prepare(request: Request, terms: Terms, *, cpu: bool) -> Tuning:
     made = plan.make(stage, gpus=resolved.gpus, output=Path("model"), packages=packages)
     if stopping := errors(made.findings, strict=request.strict):
         raise InvalidConfig(stopping)
-    rows = forecast.row_lengths(made, packages, forecast.ForecastOptions(row_tokens=terms.row_tokens))
-    outlook = Outlook(
-        space=space.of_plan(made, packages, rows),
+    rows = forecast.row_lengths(made, packages, forecast.ForecastOptions(row_tokens=row_tokens))
+    levers = space.of_plan(
+        made,
+        packages,
+        rows,
         shape=footprint.shape_of(made),
         card=_card(chosen),
-        steps=terms.steps,
+        steps=steps,
         attention=_attention(made, packages),
     )
-    settings = [TUNE_VERSION, terms.steps, terms.row_tokens, outlook.card.name, outlook.card.gib]
-    key = [*settings, outlook.space.as_json(), measure.identity(made, resolved.trainer)]
+    settings = [TUNE_VERSION, steps, row_tokens, levers.card.name, levers.card.gib]
+    key = [*settings, levers.as_json(), measure.identity(made, resolved.trainer)]
     return Tuning(
         resolved=resolved.with_request(stage=stage.options.stage, gpus=made.gpus),
-        terms=terms,
-        outlook=outlook,
+        space=levers,
+        budget_s=budget_s,
+        output=output,
         key=experiment.key_of(key),
         findings=tuple(finding for finding in made.findings if finding.severity != "note"),
     )
 
 
 def _card(chosen: Devices | None) -> Card:
-    """The GPU that trains, of several the smallest."""
     if chosen is None or not chosen.slots:
         return CPU
-    sizes = [slot.gpu.memory_mib / 1024 for slot in chosen.slots if slot.gpu.memory_mib]
+    sizes = (slot.gpu.memory_mib / 1024 for slot in chosen.slots if slot.gpu.memory_mib)
     return card_of(chosen.slots[0].gpu.name, min(sizes, default=None))
 
 
@@ -318,18 +280,15 @@ def _attention(made: Plan, packages: Packages) -> str:
     return footprint.attention_of(made)
 
 
-# --- going through with it ------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
-def opened(tuning: Tuning) -> Iterator[Tuning]:
+def opened(tuning: Tuning, *, fresh: bool = False) -> Iterator[Tuning]:
     """The search in its folder, with what an earlier start of the same has learned.
 
     Raises what `Campaign.opened` raises, and NotReady where the GPUs are another's.
     """
     root = tuning.request.runs or rundir.runs_root()
     series = Campaign(kind="tune", key=tuning.key, name=tuning.request.config.stem, root=root)
-    with series.opened(fresh=tuning.terms.fresh) as tuning.folder:
+    with series.opened(fresh=fresh) as tuning.folder:
         _require_free_gpus(tuning)
         tuning.take_up(rundir.read_json(tuning.folder / FILE))
         yield tuning
@@ -375,7 +334,7 @@ def _run_trials(tuning: Tuning, show: Callable[[str], None]) -> None:
     while True:
         # planning between trials counts too
         gone = max(tuning.used, used + time.monotonic() - began)
-        left = tuning.terms.budget_s - gone - STOPPING_S
+        left = tuning.budget_s - gone - STOPPING_S
         if (candidate := search.propose(left)) is None:
             return
         show(f"trial {len(search.runs) + 1}: {candidate.why}")
@@ -384,9 +343,9 @@ def _run_trials(tuning: Tuning, show: Callable[[str], None]) -> None:
         name = earlier[0].sample.variant if earlier else f"{len(search.runs) + 1}: {words}"
         sample = measure.measure(
             tuning.request,
-            Variant(name, space.overrides(tuning.space, candidate.settings)),
-            space.turned(tuning.space, candidate.settings),
-            steps=tuning.terms.steps,
+            Variant(name, tuning.space.overrides(candidate.settings)),
+            tuning.space.turned(candidate.settings),
+            steps=tuning.space.steps,
             root=tuning.folder,
             repeat=len(earlier),
             timeout_s=left,
@@ -447,7 +406,7 @@ def _conclude(tuning: Tuning) -> Exit:
         statuses = {one.status for one in tuning.search.runs}
         # nothing was tried, or nothing could be started
         return Exit.NOT_READY if statuses <= {"refused"} else Exit.TRAINING
-    place, settings = tuning.terms.output or tuning.folder / TUNED, best.candidate.settings
+    place, settings = tuning.output or tuning.folder / TUNED, best.candidate.settings
     head = _head(tuning, best, place)
     try:
         space.write(place, tuning.space, settings, head=head, given=tuning.request.overrides)
@@ -460,8 +419,7 @@ def _conclude(tuning: Tuning) -> Exit:
 
 
 def beginning(tuning: Tuning) -> list[str]:
-    """What is known before the first trial, one fact a line."""
-    counts, space, card = tuning.search.summary(), tuning.space, tuning.card
+    counts, space, card = tuning.search.summary(), tuning.space, tuning.space.card
     values = [f"{one.name} ({', '.join(map(_value, one.values))})" for one in space.levers]
     room = "" if card.gib is None else f" of {card.gib:.0f} GiB"
     lines = [
@@ -477,7 +435,6 @@ def beginning(tuning: Tuning) -> list[str]:
 
 
 def ending(tuning: Tuning) -> list[str]:
-    """What came of it: the changes, and what to run."""
     best, record = tuning.chosen, f"trials: {tuning.folder / FILE}"
     if tuning.state == "interrupted":
         return ["interrupted: the same command goes on here", record]
@@ -489,11 +446,10 @@ def ending(tuning: Tuning) -> list[str]:
 
 
 def _head(tuning: Tuning, best: SettingRuns, place: Path) -> list[str]:
-    """What the stage file says of itself."""
-    on = f"{tuning.plan.gpus} x {tuning.card.name or 'GPU'}" if tuning.plan.gpus else "the CPU"
+    on = f"{tuning.plan.gpus} x {tuning.space.card.name or 'GPU'}" if tuning.plan.gpus else "the CPU"
     name, count = tuning.plan.stage.config.path.name, len(tuning.search.runs)
     return [
-        f"{name} on {on}, {count} trials of {tuning.terms.steps} steps.",
+        f"{name} on {on}, {count} trials of {tuning.space.steps} steps.",
         f"  {_command(tuning, place)}",
         *_summary(tuning, best),
         f"Every trial: {tuning.folder / FILE}",
@@ -509,8 +465,8 @@ def _summary(tuning: Tuning, best: SettingRuns) -> list[str]:
     if loss is not None:
         # no minus before a zero
         speed += f", loss per token {round(loss, 4) + 0.0:+.2%} after the same tokens"
-    if best.peak is not None and tuning.card.gib:
-        speed += f", peak {best.peak:.0f} of {tuning.card.gib:.0f} GiB"
+    if best.peak is not None and tuning.space.card.gib:
+        speed += f", peak {best.peak:.0f} of {tuning.space.card.gib:.0f} GiB"
     base, settings = tuning.search.base.settings, best.candidate.settings
     changes = [
         f"{space.described(name, settings[name])} (was {_value(base.get(name, 'as it is'))})"

@@ -338,6 +338,18 @@ def test_commands_that_start_something_long_rehearse_first(
 
 
 @needs_trl
+@pytest.mark.slow
+def test_several_files_at_once(stage_file: Path) -> None:
+    other = stage_file.with_name("other.yaml")
+    other.write_text(stage_file.read_text() + "  dataset_kwargs: {skip_prepare_dataset: true}\n")
+    words = ["validate-config", "--deep", str(stage_file), str(other), "--format", "json"]
+    told = json.loads(CliRunner().invoke(app, words).stdout)
+    assert [one["valid"] for one in told["data"]["files"]] == [True, False]
+    errors = [one["code"] for one in told["findings"] if one["severity"] == "error"]
+    assert errors == ["trainer-refuses"]
+
+
+@needs_trl
 def test_a_plan_takes_the_length_of_rows_from_an_earlier_rehearsal(
     stage_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +37,7 @@ def validate_config(
     paths: list[Path] = Argument(..., metavar="PATH...", help="stage files, or folders of them", show_default=False),
     fix: bool = Option(False, "--fix", help="apply the mechanical fixes; comments are kept"),
     diff: bool = Option(False, "--diff", help="show what --fix would change; write nothing"),
+    deep: bool = Option(False, "--deep", help="rehearse each stage file too"),
     format: Findings = Option("text", "--format", help="print text, one JSON object, or annotations for GitHub"),
 ) -> Exit:
     """Report everything that the trainer would refuse or ignore.
@@ -55,8 +58,7 @@ def validate_config(
             findings += error.findings
     not_ready = bool(findings)
     files: list[dict[str, object]] = []
-    for path in paths:
-        facts, own = _judge_file(path, stage, locator)
+    for path, facts, own in _judge_all(paths, shared, deep=deep, quiet=format != "text"):
         if path in fixes:
             facts["fix"] = fixes[path].as_json()
             own = fixes[path].with_reasons(own)
@@ -82,6 +84,25 @@ def _fix(path: Path, stage: str | None, locator: Locator, *, write: bool, quiet:
     for change in found.changes if write and not quiet else ():
         console.say(f"{path}:{change.line}: {change.what}")
     return found
+
+
+def _judge_all(
+    paths: list[Path], shared: Shared, *, deep: bool, quiet: bool
+) -> Iterator[tuple[Path, dict[str, object], tuple[Finding, ...]]]:
+    """Each file with its facts and findings, with `deep` those of its rehearsal too, all in one server a script."""
+    from launcher.lifecycle import prepare
+    from launcher.workflows.rehearse import ask, rehearsal
+
+    with ask.Servers() if deep else contextlib.nullcontext() as servers:
+        for path in paths:
+            facts, own = _judge_file(path, shared.stage, shared.locator)
+            # what cannot be read has no shape
+            if servers is not None and facts.get("shape", "pipeline") != "pipeline":
+                say = (lambda _: None) if quiet else shared.show_progress
+                judged, trainer = prepare.judge(shared.request(config=path))
+                result = rehearsal.rehearse(judged, trainer, servers, say=say)
+                facts["rehearsal"], own = result.as_json(), rehearsal.combined(own, result.findings)
+            yield path, facts, own
 
 
 def _judge_file(path: Path, stage: str | None, locator: Locator) -> tuple[dict[str, object], tuple[Finding, ...]]:

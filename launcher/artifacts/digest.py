@@ -20,8 +20,6 @@ An edit of single rows of an embedding by hand can escape: that is what `whole_b
 Standard library only, nothing of ours: the probe loads this file, too, under the trainer's Python.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -5,8 +5,6 @@ touched file have the digest of the original. `FingerprintCache` remembers the d
 identity, so that a file that nobody wrote to is not read again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -19,7 +19,7 @@ from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from launcher.errors import InvalidConfig, NotReady, brief, launch_finding, usage
 
@@ -240,7 +240,7 @@ def of_dataset(folder: Path, *, pairs: bool = False) -> Lengths:
     for path in _arrow_files(folder):
         try:
             with arrow.memory_map(str(path)) as source:
-                for chunk in _batches(arrow, source):
+                for chunk in arrow.ipc.open_stream(source):
                     rows += chunk.num_rows
                     have = chunk.schema.names
                     if missing := [name for name in columns if name not in have]:
@@ -269,16 +269,6 @@ def _arrow_files(folder: Path) -> list[Path]:
         message = f"{folder} is no tokenised dataset: it has no .arrow files"
         raise _unread(message, "run `launch prepare` first, or give --row-tokens MEAN:MAX")
     return paths
-
-
-def _batches(arrow: Any, source: Any) -> Iterable[Any]:
-    """datasets writes streams; other tools write files."""
-    try:
-        yield from arrow.ipc.open_stream(source)
-    except arrow.ArrowInvalid:
-        reader = arrow.ipc.open_file(source)
-        for index in range(reader.num_record_batches):
-            yield reader.get_batch(index)
 
 
 def _unread(message: str, help: str = "give --row-tokens MEAN:MAX") -> InvalidConfig:

@@ -1,7 +1,5 @@
 """A model's own `config.json` and tokenizer, where they lie here: a folder or the hub's cache. No network."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Mapping

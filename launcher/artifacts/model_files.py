@@ -3,8 +3,6 @@
 Names, sizes and the headers of weights are read, no weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

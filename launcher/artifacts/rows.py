@@ -1,7 +1,5 @@
 """Local data files and mixer lists: how many rows, which columns, and what cannot be read."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """What of a set-up can be turned so that it fits a card, by the same estimate of memory."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping

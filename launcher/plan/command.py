@@ -1,7 +1,5 @@
 """`Plan` -> `Command`: argv lists, environment and working folder; nothing is started here."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`Plan` -> `Setup`: what of a stage file memory and time depend on, under either backend's names."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping

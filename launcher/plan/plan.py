@@ -1,7 +1,5 @@
 """GPUs -> `Plan`: batch x accumulation, steps, and the arguments that upstream will be given."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence

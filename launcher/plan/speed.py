@@ -6,8 +6,6 @@ it (`search`). Arithmetic counts as in "PaLM: Scaling Language Modeling with Pat
 Trillion Parameter Models" (Rajbhandari et al., 2020, section 7).
 """
 
-from __future__ import annotations
-
 from launcher.machine.datasheets import Card
 from launcher.plan.footprint import Footprint
 from launcher.plan.memory.setup import HALF

@@ -7,8 +7,6 @@ events. What was asked for and is not so (the contract) ends the process with `V
 inside, so that it holds when nobody watches from the outside.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -1,5 +1,6 @@
 """The memory model: against measured runs, against every allocation of the real modules and engine."""
 
+import importlib
 import json
 import math
 import os
@@ -119,9 +120,24 @@ def test_measured_reference_pass(rows: int, tokens: int, gigabytes: float) -> No
     assert phase.gib * GIB / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
+def rows_of(rows: int, width: int, real: int | None = None) -> MicroBatch:
+    return MicroBatch(rows=rows, width=width, real=real or rows * width, formula="")
+
+
 def flat(tokens: int) -> MicroBatch:
-    """One row of so many tokens."""
-    return MicroBatch(rows=1, width=tokens, real=tokens, formula="")
+    return rows_of(1, tokens)
+
+
+def alone(shape: architecture.Shape, batch: MicroBatch, **given: Any) -> Setup:
+    """A run of one process without accumulation."""
+    return Setup(shape=shape, batch=batch, processes=1, accumulation=1, **given)
+
+
+@pytest.fixture
+def allocation() -> Any:
+    for package in ("torch", "transformers", "peft"):
+        pytest.importorskip(package)
+    return importlib.import_module("allocation")
 
 
 def named(planned: Memory, name: str) -> Phase:
@@ -171,13 +187,10 @@ OUT_OF_MEMORY: list[tuple[str, str, int, dict[str, Any]]] = [
 
 def published(kind: str, model: str, rows: int, given: dict[str, Any]) -> Setup:
     """A run of those tables."""
-    adapters = Adapters(rank=16, targets=ALL[:4], bytes=4)
-    return Setup(
-        shape=architecture.shape_of(POWER_CONFIG) if model == POWER else architecture.find(model, {}),
-        batch=MicroBatch(rows=rows, width=4096, real=rows * 4096, formula=""), processes=1, accumulation=1,
-        checkpointing=True, fused_optimizer=False, adapters=None if kind.startswith("full") else adapters,
-        **given,
-    )  # fmt: skip
+    adapters = None if kind.startswith("full") else Adapters(rank=16, targets=ALL[:4], bytes=4)
+    shape = architecture.shape_of(POWER_CONFIG) if model == POWER else architecture.find(model, {})
+    more = {"checkpointing": True, "fused_optimizer": False, "adapters": adapters, **given}
+    return alone(shape, rows_of(rows, 4096), **more)
 
 
 def test_published_peaks() -> None:
@@ -218,11 +231,10 @@ def test_published_peaks_of_a_small_card() -> None:
     """Their loop holds the outputs, and with them the logits in fp32, through the backward pass."""
     for model, rows, width, mib in ON_T4:
         shape = architecture.find(model, {}) if model else architecture.shape_of(TINY_CONFIG)
-        setup = Setup(
-            shape=shape, batch=MicroBatch(rows=rows, width=width, real=rows * width, formula=""), processes=1,
-            accumulation=1, attention="sdpa", checkpointing=True, weight_bytes=4, autocast=True,
-            quantised=Quantised(), fused_optimizer=False,
-            adapters=Adapters(rank=32, targets=ALL[:4], bytes=4, dropout=False),
+        adapters = Adapters(rank=32, targets=ALL[:4], bytes=4, dropout=False)
+        setup = alone(
+            shape, rows_of(rows, width), attention="sdpa", checkpointing=True, weight_bytes=4, autocast=True,
+            quantised=Quantised(), fused_optimizer=False, adapters=adapters,
         )  # fmt: skip
         outputs = 4 * shape.vocab * rows * width / GIB
         peak = memory.estimate(setup).peak + outputs
@@ -265,43 +277,28 @@ GRID: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", GRID, ids=lambda c: "-".join(str(v) for v in c.values()))
-def test_activations_are_those_of_transformers(case: dict[str, Any]) -> None:
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    import allocation
-
+def test_activations_are_those_of_transformers(case: dict[str, Any], allocation: Any) -> None:
     given = dict(case)
-    model, rows, width, real = (given.pop("model"), given.pop("rows"), given.pop("width"), given.pop("real", None))
+    model, rows, width, real = (given.pop(key, None) for key in ("model", "rows", "width", "real"))
     packed, layers = given.pop("packed", False), 12 if case.get("checkpointing") else 6
     traced = allocation.measure(
         allocation.config_of(model, layers), rows=rows, length=width, real=real, packing=packed, **given
     )
-    total = rows * width
-    batch = MicroBatch(rows=rows, width=width, real=real or total, formula="")
-    batch = flat(total) if packed else batch
-    loss = "liger" if given.get("liger") else "full"
-    if given.pop("stage", "sft") == "dpo":
-        loss = "logprobs"
-    setup = Setup(shape=small(model, layers), batch=batch, processes=1, accumulation=1, loss=loss,
-                  packed=packed, **given)  # fmt: skip
+    batch = flat(rows * width) if packed else rows_of(rows, width, real)
+    loss = "logprobs" if given.pop("stage", "sft") == "dpo" else "liger" if given.get("liger") else "full"
+    setup = alone(small(model, layers), batch, loss=loss, packed=packed, **given)
     assert beside_the_engine(memory.estimate(setup)) == pytest.approx(traced / GIB, rel=0.035)
 
 
 @pytest.mark.slow
-def test_the_reference_pass_caches_keys() -> None:
+def test_the_reference_pass_caches_keys(allocation: Any) -> None:
     """As many heads of keys as of queries and few words: what is cached is more than the logits."""
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    import allocation
-
     model = "meta-llama/Llama-2-13b-hf"
     traced = allocation.measure(
         allocation.config_of(model), rows=4, length=1024, packing=True, stage="dpo", no_grad=True
     )
-    setup = Setup(
-        shape=architecture.find(model, {}), batch=flat(4096), processes=1, accumulation=1, loss="logprobs",
-        reference="cache", packed=True, checkpointing=True,
-    )  # fmt: skip
+    kept = {"reference": "cache", "packed": True, "checkpointing": True}
+    setup = alone(architecture.find(model, {}), flat(4096), loss="logprobs", **kept)
     phase = named(memory.estimate(setup), "reference pass")
     told = sum(p.gib for p in phase.allocations if p.kind in {"activations", "logits"})
     assert told == pytest.approx(traced / GIB, rel=0.01)
@@ -309,39 +306,29 @@ def test_the_reference_pass_caches_keys() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "width"), [(1, 8192), (6, 500)])
-def test_activations_are_those_of_olmo_core(rows: int, width: int) -> None:
-    pytest.importorskip("torch")
+def test_activations_are_those_of_olmo_core(rows: int, width: int, allocation: Any) -> None:
     pytest.importorskip("olmo_core")
-    import allocation
-
     shape = small("allenai/OLMo-2-1124-7B", 8)
-    setup = Setup(
-        shape=shape, batch=MicroBatch(rows=rows, width=width, real=rows * width, formula=""), processes=1,
-        accumulation=1, loss="logprobs", reference="cache", sharding=Sharding(shards=1),
-    )  # fmt: skip
-    planned = memory.estimate(setup)
+    kept: dict[str, Any] = {"loss": "logprobs", "reference": "cache", "sharding": Sharding(shards=1)}
+    planned = memory.estimate(alone(shape, rows_of(rows, width), **kept))
     reference = named(planned, "reference pass")
     # the sines stay with the weights
     rope = next(p.gib for p in reference.allocations if p.name.startswith("rope"))
-    for alone in (False, True):
+    for forward in (False, True):
         traced = allocation.measure_olmo_core(
-            "olmo2_7B", shape.vocab, layers=8, rows=rows, length=width, no_grad=alone
+            "olmo2_7B", shape.vocab, layers=8, rows=rows, length=width, no_grad=forward
         )
         own = sum(p.gib for p in reference.allocations if p.kind in {"activations", "logits"})
-        told = own if alone else beside_the_engine(planned)
+        told = own if forward else beside_the_engine(planned)
         assert told + rope == pytest.approx(traced / GIB, rel=0.012)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("share", "rel"), [(1.0, 0.01), (0.1, 0.12)])
-def test_what_compiled_layers_keep(share: float, rel: float) -> None:
+def test_what_compiled_layers_keep(share: float, rel: float, allocation: Any) -> None:
     """Below the whole budget the partitioner takes whole tensors: it cannot hit the share."""
-    pytest.importorskip("torch")
     pytest.importorskip("olmo_core")
-    import allocation
-
-    shape = architecture.find("allenai/OLMo-2-0425-1B", {})
-    setup = Setup(shape=shape, batch=flat(256), processes=1, accumulation=1, attention="sdpa")
+    setup = alone(architecture.find("allenai/OLMo-2-0425-1B", {}), flat(256), attention="sdpa")
     traced = allocation.kept_by_compiled_layer("olmo2_1B_v2", length=256, share=share)
     # the log-sum-exps are fp32 on a CPU, too
     assert activations.compiled_layer(setup, share).bytes == pytest.approx(traced, rel=rel)
@@ -359,11 +346,8 @@ TRL: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TRL, ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()))
-def test_activations_of_trl_and_lora(case: dict[str, Any]) -> None:
+def test_activations_of_trl_and_lora(case: dict[str, Any], allocation: Any) -> None:
     torch = pytest.importorskip("torch")
-    pytest.importorskip("peft")
-    import allocation
-
     own, wide, quantised = case.get("bytes"), case.get("wide", False), case.get("quantised", False)
     targets, dropout = case.get("targets", ALL), case.get("dropout", 0.1)
     same = {key: case.get(key, False) for key in ("liger", "checkpointing")}
@@ -375,9 +359,9 @@ def test_activations_of_trl_and_lora(case: dict[str, Any]) -> None:
         autocast=autocast, targets=targets, dropout=dropout, loss=allocation.tiled_loss,
         quantised=quantised, **same,
     )  # fmt: skip
-    setup = Setup(
-        shape=small(LLAMA_1B, layers), batch=flat(length), processes=1, accumulation=1, loss="tiled",
-        packed=True, weight_bytes=4 if wide else 2, autocast=autocast,
+    setup = alone(
+        small(LLAMA_1B, layers), flat(length), loss="tiled", packed=True, weight_bytes=4 if wide else 2,
+        autocast=autocast,
         adapters=Adapters(rank=16, targets=targets, bytes=own, dropout=dropout > 0) if own else None,
         quantised=Quantised() if quantised else None, **same,
     )  # fmt: skip
@@ -422,15 +406,11 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_peaks_are_those_of_deepspeed(case: dict[str, Any], engines: list[dict[str, Any]]) -> None:
     found = engines[ENGINES.index(case)]
     shape, rows = architecture.shape_of(found["config"]), case.get("rows", 2)
+    lora = Adapters(rank=case.get("lora", 0), targets=("q_proj", "v_proj"), dropout=False)
     setup = Setup(
-        shape=shape, batch=MicroBatch(rows=rows, width=64, real=64 * rows, formula=""),
-        processes=case["ranks"],
-        accumulation=case.get("accumulation", 1), zero=zero_of(found["deepspeed"], shape.hidden),
-        attention="sdpa", checkpointing=case.get("checkpointing", False),
-        fused_optimizer=not case.get("foreach"),
-        adapters=Adapters(rank=case["lora"], targets=("q_proj", "v_proj"), dropout=False)
-        if case.get("lora")
-        else None,
+        shape=shape, batch=rows_of(rows, 64), processes=case["ranks"], accumulation=case.get("accumulation", 1),
+        zero=zero_of(found["deepspeed"], shape.hidden), attention="sdpa", fused_optimizer=not case.get("foreach"),
+        checkpointing=case.get("checkpointing", False), adapters=lora if lora.rank else None,
     )  # fmt: skip
     planned = memory.estimate(setup)
     # there is no cuBLAS here
@@ -467,9 +447,9 @@ def test_parts_and_their_order() -> None:
     assert peaks == sorted(peaks)
     cards = [memory.estimate(run(**{**SEVEN, "rows": 1, "gpus": n})).peak for n in (8, 4, 2, 1)]
     assert cards == sorted(cards)
-    small = [memory.estimate(run(**{**SEVEN, "rows": 1, "deepspeed": d})).peak
-             for d in ("zero3_offload", "zero3", "zero2", "zero1")]  # fmt: skip
-    assert small == sorted(small)
+    engines = ("zero3_offload", "zero3", "zero2", "zero1")
+    peaks = [memory.estimate(run(**{**SEVEN, "rows": 1, "deepspeed": name})).peak for name in engines]
+    assert peaks == sorted(peaks)
     # Of 60, 30 and 30 over three ranks the second has a part of the first two, the third of the others.
     assert cut([60, 30, 30], 3) == [(60, 40), (90, 20), (60, 30)]
     assert cut([5], 4) == [(5, 2), (5, 2), (5, 1), (0, 0)]

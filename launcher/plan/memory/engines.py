@@ -7,8 +7,6 @@ test runs its engine and counts every allocation.
 In formulas P are all parameters, A those of adapters, N the ranks, V and H the embedding's sides.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

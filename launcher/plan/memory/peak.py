@@ -7,8 +7,6 @@ instead of being guessed. `activations` has the formulas of layers and loss, `en
 gradients and the optimizer; here is what a pass has in memory at which phase.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

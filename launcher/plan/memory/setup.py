@@ -1,7 +1,5 @@
 """Everything that the peak of a run depends on: shape, batch, loss, operators, and what is cut how."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple

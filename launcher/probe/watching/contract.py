@@ -3,8 +3,6 @@
 Liger's patches are recorded as they are applied, its kernels counted as they are called.
 """
 
-from __future__ import annotations
-
 import os
 import time
 import types

@@ -7,8 +7,6 @@ one flat tensor (`_hp_mapping`, deepspeed/utils/tensor_fragment.py), ZeRO 3 in o
 (torch/distributed/fsdp/_fully_shard/_fsdp_param.py); everything else leaves `parameter.grad`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple

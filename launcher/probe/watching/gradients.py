@@ -8,8 +8,6 @@ an all-reduce of their own, and compared with the same elements of what the opti
 docs/gradients.md gives the tolerance and the cost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import hashlib

@@ -1,7 +1,5 @@
 """Watching modules as they are imported: so nothing is imported any earlier than upstream would."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import types

@@ -1,7 +1,5 @@
 """What was loaded: the model's class, attention and shape; the device, its memory, and the packages."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from typing import Any

@@ -6,8 +6,6 @@ with what it was before the first step: of the fp32 copies where an engine keeps
 their bfloat16 copies do not yet.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

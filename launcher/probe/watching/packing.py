@@ -3,8 +3,6 @@
 To find out, one of two packed samples is changed: the other's loss must not move.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys

@@ -1,7 +1,5 @@
 """The probe of this process: what a watched module tells goes to the piece that it concerns."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

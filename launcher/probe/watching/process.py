@@ -3,8 +3,6 @@
 The record of a rank is a file of events, a JSON line each; what fails inside the probe is a note in it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

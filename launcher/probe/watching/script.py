@@ -1,7 +1,5 @@
 """Upstream's script, run as `__main__` under watch; its exit code and exceptions stay its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -3,8 +3,6 @@
 Nobody waits for them: they are written when they have arrived.
 """
 
-from __future__ import annotations
-
 import collections
 import math
 import sys

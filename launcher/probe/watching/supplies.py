@@ -3,8 +3,6 @@
 On a CPU only, but for one: a model in a local folder, which is no name of the hub's.
 """
 
-from __future__ import annotations
-
 import os
 import types
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """accelerate, transformers' Trainer, OLMo-core, open-instruct's saving: where training tells what it does."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """A thread that notices that nothing moves any more."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import faulthandler

@@ -87,13 +87,11 @@ def test_assumed_rows_are_cut_like_those_that_were_seen(text: str, share: float)
     assert rows.cut(rows.longest - 1).mean == pytest.approx(rows.mean, rel=0.01)
 
 
-def saved(folder: Path, columns: dict[str, list[list[int]]], *, stream: bool = True) -> None:
+def saved(folder: Path, columns: dict[str, list[list[int]]]) -> None:
     arrow = pytest.importorskip("pyarrow")
     folder.mkdir(parents=True, exist_ok=True)
     table = arrow.table(columns)
-    path = folder / "data-00000-of-00001.arrow"
-    writer = arrow.ipc.new_stream if stream else arrow.ipc.new_file
-    with writer(str(path), table.schema) as out:
+    with arrow.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as out:
         out.write_table(table, max_chunksize=3)
 
 

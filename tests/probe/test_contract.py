@@ -61,21 +61,15 @@ def test_what_is_not_proved_within_the_first_steps_stops_the_run(training: Train
     assert (told["step"], told["rank"], told["stopped"]) == (3, 0, True)
     assert told["last"] == {"step": 3, "loss": 2.5, "grad_norm": None}
     assert [s["step"] for s in training.events("step")] == [1, 2, 3]
-    assert training.events()[-1]["event"] == "end"
-    assert training.events()[-1]["exit"] == VIOLATION
-
-
-@pytest.mark.parametrize(("within", "step"), [(1, 1), (4, 4)])
-def test_how_many_steps_it_may_take(training: Training, within: int, step: int) -> None:
-    training.run(script(), expect={"liger": "engaged"}, on_violation="stop", within=within)
-    assert violations(training)[0]["step"] == step
+    assert (training.events()[-1]["event"], training.events()[-1]["exit"]) == ("end", VIOLATION)
 
 
 def test_a_warning_goes_on(training: Training) -> None:
-    done = training.run(script(), expect={"liger": "engaged"}, on_violation="warn")
+    # after so many steps
+    done = training.run(script(), expect={"liger": "engaged"}, on_violation="warn", within=4)
     assert (done.returncode, done.stdout) == (0, "trained\n")
     assert done.stderr.count("launch: warning: liger expected engaged, seen not_engaged") == 1
-    assert [v["stopped"] for v in violations(training)] == [False]
+    assert [(v["step"], v["stopped"]) for v in violations(training)] == [(4, False)]
 
 
 def test_what_is_proved_or_only_warned_of_goes_on(training: Training) -> None:
@@ -83,8 +77,9 @@ def test_what_is_proved_or_only_warned_of_goes_on(training: Training) -> None:
     done = training.run(script(liger=CALLED), expect=expect, on_violation="stop")
     assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
     assert violations(training) == []
-    # a loss of which nothing is expected may be anything
-    done = training.run(script(loss="float('nan')"), expect={"loss": "any"}, on_violation="stop")
+    # of what nothing is expected it may be anything
+    expect = dict.fromkeys(("loss", "liger", "packing", "attention"), "any")
+    done = training.run(script(loss="float('nan')"), expect=expect, on_violation="stop")
     assert done.stdout == "trained\n"
     assert len(training.events("nonfinite")) == 5
 
@@ -102,11 +97,6 @@ def test_the_fused_loss_that_was_asked_for_is_waited_for(training: Training, fus
     # where Liger is to be off, any call is one too many
     training.run(whole, expect={"liger": "off"}, on_violation="stop")
     assert violations(training)[-1]["seen"] == "engaged"
-
-
-@pytest.mark.parametrize("expect", [{}, {"liger": "any", "packing": "any", "attention": "any"}])
-def test_what_nobody_asked_for_is_no_violation(training: Training, expect: dict[str, str]) -> None:
-    assert training.run(script(), expect=expect, on_violation="stop").stdout == "trained\n"
 
 
 @pytest.mark.parametrize(
@@ -145,12 +135,11 @@ def test_a_cache_is_judged_before_hours_are_spent_on_it(
     assert (done.returncode, done.stdout) == (code, "" if code else "the set\n")
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_a_loss_that_is_not_finite_names_the_last_one_that_was(training: Training, value: str) -> None:
+def test_a_loss_that_is_not_finite_names_the_last_one_that_was(training: Training) -> None:
     training.environ["RANK"] = "3"
-    done = training.run(script(loss=f"float('{value}') if step == 3 else 2.5 - step"), on_violation="stop")
+    done = training.run(script(loss="float('-inf') if step == 3 else 2.5 - step"), on_violation="stop")
     assert done.returncode == VIOLATION
-    line = f"launch: stopped: loss is {value} (step 3, rank 3); last finite: loss 0.5 at step 2"
+    line = "launch: stopped: loss is -inf (step 3, rank 3); last finite: loss 0.5 at step 2"
     assert done.stderr.strip() == line
     (told,) = violations(training, rank=3)
     assert told["last"] == {"step": 2, "loss": 0.5, "grad_norm": None}

@@ -70,21 +70,26 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]
     return place, json.loads((place / "exits.json").read_text())
 
 
-def evidence_of(runs: tuple[Path, list[list[int]]], case: dict[str, Any]) -> Evidence:
-    folder = runs[0] / str(CASES.index(case))
+Runs = tuple[Path, list[list[int]]]
+
+
+def evidence_of(runs: Runs, case: dict[str, Any]) -> tuple[Evidence, list[int]]:
+    """What the probes of a case saw, and its exit codes."""
+    number = CASES.index(case)
+    folder = runs[0] / str(number)
     (folder / "probe").mkdir(exist_ok=True)
     for path in folder.glob("rank-*.jsonl"):
         path.rename(folder / "probe" / path.name)
     found = read_run(folder)
     logs = "".join(path.read_text(errors="replace") for path in folder.glob("log-*"))
     assert found.probe is not None, logs[-2000:]
-    return found
+    return found, runs[1][number]
 
 
 @pytest.mark.parametrize("case", TRUE, ids=named)
-def test_true_gradients_are_true(case: dict[str, Any], runs: tuple[Path, list[list[int]]]) -> None:
-    found = evidence_of(runs, case)
-    assert set(runs[1][CASES.index(case)]) == {0}
+def test_true_gradients_are_true(case: dict[str, Any], runs: Runs) -> None:
+    found, exits = evidence_of(runs, case)
+    assert set(exits) == {0}
     point = judge("sft", {"gradients": "true"}, found).point("gradients")
     assert (point.state, point.ok) == ("true", True), point
     assert point.detail["checks"] == 5
@@ -101,11 +106,9 @@ def test_true_gradients_are_true(case: dict[str, Any], runs: tuple[Path, list[li
 
 
 @pytest.mark.parametrize("case", CORRUPT, ids=named)
-def test_corrupt_gradients_stop_the_run_in_the_step_that_is_wrong(
-    case: dict[str, Any], runs: tuple[Path, list[list[int]]]
-) -> None:
-    found = evidence_of(runs, case)
-    assert VIOLATION in runs[1][CASES.index(case)]
+def test_corrupt_gradients_stop_the_run_in_the_step_that_is_wrong(case: dict[str, Any], runs: Runs) -> None:
+    found, exits = evidence_of(runs, case)
+    assert VIOLATION in exits
     point = judge("sft", {"gradients": "true"}, found).point("gradients")
     assert (point.state, point.ok, point.detail["first_step"]) == ("corrupt", False, FAULTY)
     # said of the parameter, with how large it is and should be
@@ -120,11 +123,9 @@ def test_corrupt_gradients_stop_the_run_in_the_step_that_is_wrong(
 
 
 @pytest.mark.parametrize("case", UNKNOWN, ids=named)
-def test_a_process_without_a_probe_is_waited_for_once_and_nothing_is_claimed(
-    case: dict[str, Any], runs: tuple[Path, list[list[int]]]
-) -> None:
-    found = evidence_of(runs, case)
-    assert set(runs[1][CASES.index(case)]) == {0}
+def test_a_process_without_a_probe_is_waited_for_once_and_nothing_is_claimed(case: dict[str, Any], runs: Runs) -> None:
+    found, exits = evidence_of(runs, case)
+    assert set(exits) == {0}
     point = judge("sft", {"gradients": "true"}, found).point("gradients")
     assert (point.state, point.ok) == ("unknown", None)
     assert "every process" in str(point.detail["reason"])
@@ -198,16 +199,6 @@ def test_overlap_and_files_that_ship() -> None:
         assert fault(config, None) is None, path.name
 
 
-def norms_log(tmp_path: Path, losses: list[float], norms: list[float]) -> Path:
-    path = tmp_path / "train.log"
-    rows = (
-        f"{{'loss': {loss}, 'grad_norm': {norm}, 'learning_rate': 1e-05, 'epoch': {i / 10:.2f}}}\n"
-        for i, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1)
-    )
-    path.write_text("".join(rows))
-    return path
-
-
 FALLING = [2.0 - 0.1 * i for i in range(10)]
 
 
@@ -224,7 +215,13 @@ FALLING = [2.0 - 0.1 * i for i in range(10)]
 def test_norms_that_no_batch_gives_pass_no_log(
     tmp_path: Path, losses: list[float], norms: list[float], reason: str | None
 ) -> None:
-    found = read_log(norms_log(tmp_path, losses, norms))
+    path = tmp_path / "train.log"
+    rows = (
+        f"{{'loss': {loss}, 'grad_norm': {norm}, 'learning_rate': 1e-05, 'epoch': {i / 10:.2f}}}\n"
+        for i, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1)
+    )
+    path.write_text("".join(rows))
+    found = read_log(path)
     point = judge("sft", {}, found).point("gradients")
     assert point.state == "unknown"
     assert point.ok is (True if reason is None else None)
@@ -321,11 +318,6 @@ def test_gradients_that_nobody_compared_do_not_pass_where_deepspeed_corrupts_the
     assert not doubted or "corrupt gradients" in str(found.detail["reason"])
 
 
-def launch(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
-    code = main(list(words))
-    return code, json.loads(capsys.readouterr().out)
-
-
 def test_a_corrupting_file_is_refused_unless_it_is_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"}
     config = {
@@ -337,10 +329,9 @@ def test_a_corrupting_file_is_refused_unless_it_is_allowed(tmp_path: Path, capsy
     own.write_text(json.dumps(config))
     tulu = REPOSITORY / "configs" / "tulu" / "sft_qwen7b_25pct.yaml"
     words = ["sft", str(tulu), f"deepspeed={own}", "--gpus", "8", "--dry-run", "--format", "json"]
-    code, told = launch(capsys, *words)
-    assert code == 3
-    (error,) = [one for one in told["findings"] if one["severity"] == "error"]
-    assert (error["code"], error["key"], error["layer"]) == ("overlap-corrupts", "deepspeed", "run")
-    code, told = launch(capsys, *words, "--allow-corrupting-overlap")
-    assert code == 0
-    assert "overlap-corrupts" in [one["code"] for one in told["findings"]]
+    for more, exit_code, severity in (([], 3, "error"), (["--allow-corrupting-overlap"], 0, None)):
+        assert main([*words, *more]) == exit_code
+        found = json.loads(capsys.readouterr().out)["findings"]
+        (finding,) = [one for one in found if one["code"] == "overlap-corrupts"]
+        assert (finding["key"], finding["layer"]) == ("deepspeed", "run")
+        assert [one["severity"] for one in found if one["severity"] == "error"] == [severity] * bool(severity)

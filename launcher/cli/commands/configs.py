@@ -58,7 +58,7 @@ def validate_config(
             findings += error.findings
     not_ready = bool(findings)
     files: list[dict[str, object]] = []
-    for path, facts, own in _judge_all(paths, shared, deep=deep, quiet=format != "text"):
+    for path, facts, own in _judge_all(paths, shared, locator, deep=deep, quiet=format != "text"):
         if path in fixes:
             facts["fix"] = fixes[path].as_json()
             own = fixes[path].with_reasons(own)
@@ -87,7 +87,7 @@ def _fix(path: Path, stage: str | None, locator: Locator, *, write: bool, quiet:
 
 
 def _judge_all(
-    paths: list[Path], shared: Shared, *, deep: bool, quiet: bool
+    paths: list[Path], shared: Shared, locator: Locator, *, deep: bool, quiet: bool
 ) -> Iterator[tuple[Path, dict[str, object], tuple[Finding, ...]]]:
     """Each file with its facts and findings, with `deep` those of its rehearsal too, all in one server a script."""
     from launcher.lifecycle import prepare
@@ -95,7 +95,7 @@ def _judge_all(
 
     with ask.Servers() if deep else contextlib.nullcontext() as servers:
         for path in paths:
-            facts, own = _judge_file(path, shared.stage, shared.locator)
+            facts, own = _judge_file(path, shared.stage, locator)
             # what cannot be read has no shape
             if servers is not None and facts.get("shape", "pipeline") != "pipeline":
                 say = (lambda _: None) if quiet else shared.show_progress

@@ -46,6 +46,7 @@ RAISED = 'Traceback (most recent call last):\n  File "a.py", line 1\n'
 PREEMPTED = "slurmstepd: error: *** JOB 2 ON n1 CANCELLED AT 2026-11-20T1 DUE TO PREEMPTION ***\n"
 DEATH = "torch/distributed/elastic/agent/server/api.py:704] Received {} death signal, shutting down workers\n"
 ON = {"event": "packing", "state": "on"}
+FLASH = {"event": "model", "attention": "flash_attention_2"}
 STALE = {"event": "reference_cache", "state": "stale", "path": "p"}
 DEEPSPEED = "[2026-11-20 15:41:37,903] [{}] [launch.py:321:sigkill_handler] {}\n"
 
@@ -144,46 +145,6 @@ def brief(point: Point) -> tuple[str, bool | None]:
     return point.state, point.ok
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "steps", "packing", "attention"),
-    [
-        ("sft_liger_pack_miss.log", "sft", 30, ("on", None), "sdpa"),
-        ("dpo_liger_pack.log", "dpo", 12, ("on", None), "sdpa"),
-        ("sft_7b_zero2_2gpu_liger.log", "sft", 14, ("off", True), "sdpa"),
-        ("sft_2gpu_flash_pack.log", "sft", 12, ("on", None), "flash_attention_2"),
-    ],
-)
-def test_a_log_alone_proves_only_so_much(
-    name: str, stage: str, steps: int, packing: tuple[str, bool | None], attention: str
-) -> None:
-    verdict = judge_log(LOGS / name)
-    assert (verdict.status, verdict.stage, verdict.steps) == ("unproven", stage, steps)
-    answers = {point.name: brief(point) for point in verdict.points}
-    expected = {
-        "liger": ("applied", None),
-        "packing": packing,
-        "attention": (attention, True),
-        "dataset_cache": ("miss", True),
-        "loss": ("finite", True),
-        "memory": ("ok", True),
-        "finish": ("completed", True),
-        **({"reference_cache": ("miss", True)} if stage == "dpo" else {}),
-    }
-    assert {name: answers[name] for name in expected} == expected
-    assert ("reference_cache" in answers) == (stage == "dpo")
-
-
-def test_evidence_points_at_the_line() -> None:
-    path = LOGS / "sft_liger_pack_miss.log"
-    verdict = judge_log(path)
-    lines = path.read_bytes().split(b"\n")
-    for cite in (cite for point in verdict.points for cite in point.evidence):
-        assert cite.line is not None
-        assert cite.text.split(" - ")[-1].strip()[:60] in lines[cite.line - 1].decode()
-    (liger_line,) = verdict.point("liger").evidence
-    assert (liger_line.source, liger_line.file, liger_line.line) == ("log", str(path), 262)
-
-
 def test_the_json_is_the_contract() -> None:
     found = judge_log(LOGS / "dpo_liger_pack.log").as_json()
     assert list(found) == ["status", "stage", "steps", "points", "metrics"]
@@ -198,11 +159,6 @@ def test_the_json_is_the_contract() -> None:
         for cite in point["evidence"]:
             assert list(cite) == ["source", "file", "line", "text"]
     json.dumps(found, allow_nan=False)
-
-
-@pytest.mark.parametrize("name", ["sft_cpu_hit.log", "trl_sft.log", "trl_dpo.log"])
-def test_a_log_that_asked_for_nothing_special_passes(name: str) -> None:
-    assert judge_log(LOGS / name).status == "pass"
 
 
 @pytest.mark.parametrize("record", [None, "{", '{"stage": "sft", "expect": null}'])
@@ -248,40 +204,28 @@ def test_liger_is_engaged_where_every_rank_counted_calls(run: Run) -> None:
     assert point.detail["idle_ranks"] == [1]
 
 
-def test_liger_is_unproven_where_a_rank_left_no_record(run: Run) -> None:
-    point = run.rank(0, step(1), liger(rope=4), world=2).judge(liger="engaged").point("liger")
-    assert brief(point) == ("engaged", None)
-    assert point.detail["missing_ranks"] == [1]
-    run.rank(1, world=2)  # it began, and finished no step
-    assert brief(run.judge(liger="engaged").point("liger")) == ("engaged", None)
-
-
 @pytest.mark.parametrize(
     ("name", "events", "want", "answer"),
     [
         ("liger", (step(1),), "off", ("off", True)),
         ("liger", (step(1), liger(rope=4)), "off", ("engaged", False)),
         ("liger", (step(1), liger(rope=4)), "any", ("engaged", True)),
-        ("liger", (step(1), liger(rope=4)), "applied", ("engaged", True)),
         ("liger", ({"event": "liger_patch", "function": "f"},), "engaged", ("applied", None)),
         ("packing", (ON,), "isolated", ("on", None)),
         ("packing", (ON,), "on", ("on", True)),
-        ("packing", (ON,), "off", ("on", False)),
-        ("packing", ({"event": "packing", "state": "off"},), "isolated", ("off", False)),
         ("packing", (), "isolated", ("unknown", None)),
-        ("packing", (ON, isolation("isolated")), "isolated", ("isolated", True)),
         ("packing", (ON, isolation("isolated")), "on", ("isolated", True)),
-        ("packing", (ON, isolation("leaking")), "isolated", ("leaking", False)),
         ("reference_cache", (STALE,), "hit", ("stale", False)),
         ("reference_cache", (STALE,), None, ("stale", False)),  # never good unless that is said
         ("reference_cache", (STALE,), "any", ("stale", True)),
         ("memory", (error("OutOfMemoryError"), {"event": "end", "exit": 1}), None, ("oom", False)),
+        ("attention", (FLASH,), "flash_2", ("flash_attention_2", True)),
+        ("attention", (FLASH,), "eager", ("flash_attention_2", False)),
     ],
 )
 def test_a_point_by_the_probe(
-    run: Run, name: str, events: Sequence[dict[str, Any]], want: str | None,
-    answer: tuple[str, bool | None],
-) -> None:  # fmt: skip
+    run: Run, name: str, events: Sequence[dict[str, Any]], want: str | None, answer: tuple[str, bool | None]
+) -> None:
     expected = {} if want is None else {name: want}
     assert brief(run.rank(0, *events).judge("dpo", **expected).point(name)) == answer
 
@@ -295,7 +239,6 @@ DETECTED = f"{STAMP}model_utils.py:93 - Auto-detected attention implementation: 
     ("name", "content", "want", "answer"),
     [
         ("liger", ATTEMPT, "engaged", ("attempted", None)),
-        ("liger", ATTEMPT, "applied", ("attempted", None)),
         ("liger", ATTEMPT, "off", ("attempted", False)),
         ("liger", ATTEMPT + "There are currently no Liger kernels supported for model type: gpt2.\n",
          "engaged", ("not_engaged", False)),
@@ -305,29 +248,24 @@ DETECTED = f"{STAMP}model_utils.py:93 - Auto-detected attention implementation: 
         ("liger", ASKED + "[step=1/3,epoch=1]\n", "engaged", ("off", False)),
         ("liger", ASKED, "engaged", ("unknown", None)),
         ("liger", dump(use_liger_kernel=False), "off", ("off", True)),
-        ("liger", "", "off", ("unknown", None)),
         ("liger", "", "engaged", ("unknown", None)),
+        ("attention", DETECTED, "sdpa", ("flash_attention_2", False)),
+        ("attention", DETECTED, "flash_2", ("flash_attention_2", None)),
         # what DPO was told wins over what was detected
         ("attention", DETECTED + dump("DPOExperimentConfig", attn_implementation="torch"), "sdpa",
          ("sdpa", None)),
         ("dataset_cache", FOUND * 8, "hit", ("hit", True)),
-        ("dataset_cache", "✅ Found cached dataset at a✅ Found cached dataset at a\n\n", "hit",
-         ("hit", True)),
         ("dataset_cache", MISS + SAVED + FOUND * 8, "hit", ("miss", False)),
-        ("dataset_cache", FOUND + MISS + FOUND, "hit", ("miss", False)),
         ("dataset_cache", MISS.replace(" or invalid", ""), "hit", ("miss", False)),
         ("dataset_cache", FOUND + "dataset_skip_cache is True, so we will not load the dataset from "
          "cache\n", "hit", ("miss", False)),
         ("dataset_cache", "🚀 Pushed transformed dataset to https://huggingface.co/x\n" + FOUND,
          "hit", ("miss", False)),
-        ("dataset_cache", "nothing\n", "hit", ("unknown", None)),
         ("reference_cache", DPO + HIT, "hit", ("hit", True)),
         ("reference_cache", DPO + f"{STAMP}dpo.py:332 - Caching reference logprobs...\n", "hit",
          ("unknown", None)),
         ("reference_cache", DPO + "\rCaching reference logprobs:   0%|   | 0/13 [00:00<?, ?it/s]\n",
          "hit", ("miss", False)),
-        ("reference_cache", DPO + f"{STAMP}dpo_utils.py:514 - Reference logprobs cached, using 0.00 "
-         "GiB of RAM.\n", "hit", ("miss", False)),
         # TRL hides a NaN loss behind zero; of the last gradient nothing shows what it left
         ("loss", "{'loss': '0', 'grad_norm': 'nan', 'learning_rate': '1e-05', 'epoch': '0.1'}\n",
          None, ("nonfinite", False)),
@@ -339,30 +277,6 @@ def test_a_point_by_the_log(
     tmp_path: Path, name: str, content: str, want: str | None, answer: tuple[str, bool | None]
 ) -> None:
     assert brief(by_log(tmp_path, content, name, want)) == answer
-
-
-def test_attention_is_what_the_model_has(run: Run) -> None:
-    run.log(f"{STAMP}model_utils.py:93 - Auto-detected attention implementation: flash_2\n")
-    assert brief(run.judge(attention="sdpa").point("attention")) == ("flash_attention_2", False)
-    assert brief(run.judge(attention="flash_2").point("attention")) == ("flash_attention_2", None)
-    run.rank(0, {"event": "model", "attention": "flash_attention_2"})
-    assert brief(run.judge(attention="flash_2").point("attention")) == ("flash_attention_2", True)
-    assert brief(run.judge(attention="eager").point("attention")) == ("flash_attention_2", False)
-
-
-def test_a_cache_missed_by_one_rank_is_a_miss(run: Run) -> None:
-    events = [{"event": "dataset_cache", "state": s, "path": "p"} for s in ("miss", "hit")]
-    run.log(FOUND).rank(0, events[0], world=2).rank(1, events[1], world=2)
-    point = run.judge(dataset_cache="hit").point("dataset_cache")
-    assert brief(point) == ("miss", False)
-    assert point.detail["path"] == "p"
-
-
-def test_the_probe_names_step_and_rank_of_a_bad_loss(run: Run) -> None:
-    run.rank(0, step(1), step(2), world=2).rank(1, step(1), step(2, None, False), world=2)
-    point = run.judge().point("loss")
-    assert brief(point) == ("nonfinite", False)
-    assert (point.detail["first_step"], point.detail["rank"]) == (2, 1)
 
 
 LOADING = "Loading weights:   0%|          | 0/38 [00:00<?, ?it/s]\r"
@@ -463,14 +377,11 @@ TOKENIZER = "[INFO|x.py:25] 2024-06-02 >> tokenizer config file saved in {}/toke
     [
         (sft(9) + WEIGHTS, "completed", None),
         (sft(9), "running", None),
-        (GOING + WEIGHTS.replace("out/", "out/step_4/"), "running", None),
         (sft(9) + WEIGHTS.replace("out/", "out/step_9/"), "running", None),
         (sft(9) + f"{STAMP}utils.py:835 - Remaining files:['adapter_model.safetensors']\n",
          "completed", None),
-        (sft(9) + f"{STAMP}utils.py:835 - Remaining files:['step_9']\n", "running", None),
         (GOING + ELASTIC.format(code=-9), "killed", "killed"),
         (GOING + ELASTIC.format(code=-15), "stopped", None),
-        (GOING + ELASTIC.format(code=-11), "crashed", None),
         (GOING + "[rank1]:[E1120 16:00 ProcessGroupNCCL.cpp:632] [Rank 1] Watchdog caught "
          "collective operation timeout: WorkNCCL(SeqNum=12) ran for 1800058 milliseconds before timing out.\n"
          "[rank1]:[E1120 16:00 ProcessGroupNCCL.cpp:1896] [PG ID 0] Process group watchdog thread terminated "
@@ -480,7 +391,6 @@ TOKENIZER = "[INFO|x.py:25] 2024-06-02 >> tokenizer config file saved in {}/toke
          "TIME LIMIT ***\n", "killed", "time_limit"),
         (GOING + "slurmstepd: error: *** JOB 2 ON n1 CANCELLED AT 2026-11-20T1 DUE TO NODE "
          "FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n", "killed", "node_failure"),
-        (GOING + PREEMPTED, "killed", "preempted"),
         (PREEMPTED + sft(9, until=4), "running", None),
         (DEATH.format(15), "stopped", None),
         ("[step=3/40,epoch=1,eta=?]\nRun canceled from rank 0. Reason: SIGTERM received\n",
@@ -491,7 +401,6 @@ TOKENIZER = "[INFO|x.py:25] 2024-06-02 >> tokenizer config file saved in {}/toke
         (RAISED + "torch.distributed.DistBackendError: NCCL error in: /x.cpp:3356, unhandled cuda error\n"
          "Last error:\nCuda failure 2 'out of memory'\n", "crashed", "oom"),
         (GOING + "srun: error: n1: task 0: Out Of Memory\n", "killed", "oom_host"),
-        (GOING + "srun: error: n1: task 1: Exited with exit code 1\n", "crashed", None),
         (GOING + DEEPSPEED.format("INFO", "Main process received SIGINT, exiting"),
          "stopped", None),
         (RAISED + "requests.exceptions.HTTPError: 429 Client Error: Too Many Requests for url: "
@@ -499,7 +408,6 @@ TOKENIZER = "[INFO|x.py:25] 2024-06-02 >> tokenizer config file saved in {}/toke
         (hf(9, "Model saved to out/checkpoint-9\n"), "running", None),
         (hf(9, SAVING.format("out") + TOKENIZER.format("out")), "completed", None),
         (hf(9, SAVING.format("out") + TOKENIZER.format("other")), "running", None),
-        (hf(9, SAVING.format("out/checkpoint-9") + TOKENIZER.format("out/checkpoint-9")), "running", None),
     ],
 )  # fmt: skip
 def test_finish_by_the_log(tmp_path: Path, content: str, state: str, reason: str | None) -> None:
@@ -515,9 +423,6 @@ def test_finish_by_the_log(tmp_path: Path, content: str, state: str, reason: str
         (0, None, "completed"),
         (1, None, "crashed"),
         (-9, signal.SIGKILL, "killed"),
-        (137, None, "killed"),
-        (-9, None, "killed"),
-        (-15, signal.SIGTERM, "stopped"),
         (1, signal.SIGINT, "stopped"),
         (130, None, "stopped"),
         (-11, signal.SIGSEGV, "crashed"),
@@ -542,8 +447,7 @@ def test_a_clean_exit_is_not_yet_a_finish(
     run: Run, content: str, answer: tuple[str, bool | None], reason: str | None
 ) -> None:
     point = run.log(content).exit(0).judge().point("finish")
-    assert brief(point) == answer
-    assert point.detail.get("reason") == reason
+    assert (brief(point), point.detail.get("reason")) == (answer, reason)
 
 
 def test_the_probe_tells_the_finish_where_the_log_is_silent(run: Run) -> None:
@@ -556,33 +460,15 @@ def test_the_probe_tells_the_finish_where_the_log_is_silent(run: Run) -> None:
 
 
 def test_the_probe_tells_the_error(run: Run) -> None:
-    events = [{"event": "error", "type": "ValueError", "message": "m"}, {"event": "end", "exit": 1}]
-    point = run.rank(0, step(1), *events).judge().point("finish")
+    point = run.rank(0, step(1), error("ValueError"), {"event": "end", "exit": 1}).judge().point("finish")
     assert brief(point) == ("crashed", False)
     assert point.detail["error"] == {"type": "ValueError", "message": "m", "rank": "0"}
-
-
-def test_everything_asked_for_and_proved_passes(run: Run) -> None:
-    run.log(dump(use_liger_kernel=True, packing=True) + MISS + sft(9) + WEIGHTS).exit(0)
-    run.rank(
-        0,
-        {"event": "model", "attention": "sdpa"},
-        {"event": "packing", "state": "on"},
-        {"event": "packing_isolation", "state": "isolated"},
-        *(step(n) for n in range(1, 10)),
-        liger(rms_norm=9),
-        {"event": "end", "exit": 0},
-    )
-    verdict = run.judge(liger="engaged", packing="isolated", attention="sdpa", dataset_cache="any")
-    assert verdict.status == "pass"
-    assert verdict.steps == 9
 
 
 @pytest.mark.parametrize(
     ("name", "want", "content", "pinned", "answer"),
     [
         ("liger", "engaged", ASKED + total(3), True, ("off", False)),
-        ("liger", "engaged", ASKED + total(3), False, ("unknown", None)),
         ("dataset_cache", "hit", FOUND, True, ("hit", True)),
         ("dataset_cache", "hit", FOUND, False, ("unknown", None)),
     ],
@@ -601,9 +487,7 @@ def test_the_log_tells_why_a_run_was_stopped(tmp_path: Path) -> None:
     finish, loss = verdict.point("finish"), verdict.point("loss")
     assert (*brief(finish), finish.detail["reason"]) == ("stopped", False, "violation")
     assert finish.detail["error"] == {"type": "violation", "message": why}
-    assert (*brief(loss), loss.detail["first_step"], loss.detail["rank"]) == (
-        *("nonfinite", False), *(2, 1),
-    )  # fmt: skip
+    assert (*brief(loss), loss.detail["first_step"], loss.detail["rank"]) == (*("nonfinite", False), *(2, 1))
     assert verdict.stopped == why
     hang = "\nlaunch: stopped: nothing moved for 301 s after step 1 (limit 300 s), rank 0\n"
     finish = by_log(tmp_path, sft(4, until=1) + hang, "finish")
@@ -652,39 +536,6 @@ def test_what_a_log_without_its_head_was_asked_for_is_not_known(tmp_path: Path) 
     assert verdict.point("dataset_cache").state == "unknown"
     whole = dump(use_liger_kernel=False, packing=False) + content
     assert verdict_of_log(tmp_path, whole).point("dataset_cache").state == "hit"
-
-
-def logged(start: str) -> str:
-    return f"2026-11-20 15:41:37 - INFO - {start}  Step: 1, LR: 5e-07, Loss: 0.69\n"
-
-
-def measured(**metrics: float) -> str:
-    return f"{ {'loss': 0.69, 'grad_norm': 1.0, **metrics, 'epoch': 0.1} }\n"
-
-
-REWARDS = {"rewards/chosen": 0.1, "rewards/margins": 0.2}
-
-
-@pytest.mark.parametrize(
-    ("line", "stage"),
-    [
-        (logged("dpo_tune_cache.py:682 - "), "dpo"),
-        (logged("dpo.py:99 - "), "dpo"),
-        (logged("finetune.py:956 - [RANK 0]"), "sft"),
-        (logged("- INFO - __main__ - "), None),
-        (measured(), None),  # a classifier's, a reward model's, a pretraining's
-        (measured(mean_token_accuracy=0.5), "sft"),
-        (measured(num_tokens=1263.0), "sft"),
-        (measured(**REWARDS, num_tokens=1263.0), "dpo"),
-        (measured(**REWARDS), "dpo"),
-        (measured(**REWARDS, log_odds_ratio=-0.6), None),
-        (measured(**REWARDS, kl=0.2), None),
-        (measured(reward=0.1, reward_std=0.2), None),
-        (measured(min_reward=-1.0, margin=0.2), None),
-    ],
-)
-def test_the_stage_by_what_is_logged(tmp_path: Path, line: str, stage: str | None) -> None:
-    assert verdict_of_log(tmp_path, line, {}).stage == stage
 
 
 def error_of(folder: Path, content: str) -> tuple[str, str, str | None]:

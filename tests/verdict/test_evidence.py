@@ -78,14 +78,6 @@ def test_unreadable_lines_are_no_trouble(tmp_path: Path) -> None:
     assert [(s.step, s.line) for s in record.steps] == [(1, 5)]
 
 
-def test_ranks_that_left_nothing_are_missing(tmp_path: Path) -> None:
-    write_rank(tmp_path, 0, start(0, 4))
-    write_rank(tmp_path, 3, start(3, 4))
-    evidence = read_run(tmp_path)
-    assert evidence.probe is not None
-    assert evidence.probe.missing == (1, 2)
-
-
 def test_rows_merge_log_and_probe(tmp_path: Path) -> None:
     stamp = "2026-11-20 15:41:37 - INFO - finetune.py:956 - [RANK 0]   "
     (tmp_path / "console.log").write_text(
@@ -104,35 +96,39 @@ def test_rows_merge_log_and_probe(tmp_path: Path) -> None:
     json.dumps(rows, allow_nan=False)
 
 
-def test_speed_is_steady_and_of_all_ranks(tmp_path: Path) -> None:
-    for rank in range(2):
-        compiling = step(1, seconds=60.0, allocated_gib=10.0 + rank)
-        write_rank(tmp_path, rank, start(rank, 2), compiling, *(step(n) for n in range(2, 6)))
-    numbers = metrics(read_run(tmp_path))
-    assert numbers["tokens_per_second"] == 400.0
-    assert numbers["peak_allocated_gib"] == 11.0
-
-
-DICT = "{'loss': 1.25, 'grad_norm': 1.5, 'learning_rate': 1e-05, 'epoch': 0.1}\n"
 FRAME = '  File "/x/lib/python3.11/site-packages/trl/trainer/{}_trainer.py", line 9, in f\n'
+REWARDS = {"rewards/chosen": 0.1, "rewards/margins": 0.2}
+
+
+def measured(**metrics: float) -> str:
+    return f"{ {'loss': 0.69, 'grad_norm': 1.0, **metrics, 'epoch': 0.1} }\n"
+
+
+def logged(start: str) -> str:
+    return f"2026-11-20 15:41:37 - INFO - {start}  Step: 1, LR: 5e-07, Loss: 0.69\n"
 
 
 @pytest.mark.parametrize(
     ("text", "stage"),
     [
-        (DICT, None),
-        ("/x/trl/trainer/sft_trainer.py:202: UserWarning: You passed a model_id\n" + DICT, "sft"),
+        (measured(), None),  # a classifier's, a reward model's, a pretraining's
+        ("/x/trl/trainer/sft_trainer.py:202: UserWarning: You passed a model_id\n" + measured(), "sft"),
         ("/x/trl/trainer/dpo_trainer.py:402: UserWarning: `max_length` is not set\n", "dpo"),
         (FRAME.format("base") + FRAME.format("sft"), "sft"),
-        (FRAME.format("sft") + FRAME.format("gkd") + DICT, None),
-        (FRAME.format("online_dpo"), None),
-        (FRAME.format("sft") + DICT.replace("'epoch'", "'objective/kl': 0.1, 'epoch'"), None),
+        (FRAME.format("sft") + FRAME.format("gkd") + measured(), None),
+        (FRAME.format("sft") + measured(**{"objective/kl": 0.1}), None),
         ("x.py:9: FutureWarning: `tokenizer` is deprecated for `DPOTrainer.__init__`. Use\n", "dpo"),
         ("x.py:9: FutureWarning: `tokenizer` is deprecated for `CPOTrainer.__init__`. Use\n", None),
         ("Command '['/x/trl/scripts/sft.py']' returned non-zero exit status 1.\n", "sft"),
+        (logged("finetune.py:956 - [RANK 0]"), "sft"),
+        (logged("- INFO - __main__ - "), None),
+        (measured(num_tokens=1263.0), "sft"),
+        (measured(**REWARDS, num_tokens=1263.0), "dpo"),
+        (measured(**REWARDS, log_odds_ratio=-0.6), None),
+        (measured(min_reward=-1.0, margin=0.2), None),
     ],
-)  # fmt: skip
-def test_tells_the_stage_by_the_trainer_that_is_named(tmp_path: Path, text: str, stage: str | None) -> None:
+)
+def test_tells_the_stage_by_what_is_named_and_logged(tmp_path: Path, text: str, stage: str | None) -> None:
     (tmp_path / "log").write_text(text)
     assert read_log(tmp_path / "log").stage == stage
 

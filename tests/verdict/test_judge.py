@@ -14,9 +14,7 @@ from launcher.lifecycle import start
 from launcher.report import series
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
-from launcher.verdict import evidence
 from launcher.verdict.check import Point
-from launcher.verdict.logs.scan import Log
 
 SAVED = {"event": "saved", "path": "out"}
 END = {"event": "end", "exit": 0}
@@ -42,9 +40,7 @@ def said(point: Point) -> str:
         ((ON, ISOLATED), (ON, UNTESTED), "isolated", ("on", None)),
         ((ON, ISOLATED), (ON, LEAKING), "isolated", ("leaking", False)),
         ((ON, ISOLATED), (OFF,), "isolated", ("off", False)),
-        ((OFF, ON, ISOLATED), (ON, ISOLATED), "isolated", ("isolated", True)),
         ((ON,), (OFF,), "off", ("on", False)),
-        ((OFF,), (OFF,), "off", ("off", True)),
         ((ON, ISOLATED), None, "isolated", ("isolated", None)),
         ((OFF,), None, "isolated", ("off", False)),
         ((OFF,), None, "off", ("off", None)),
@@ -52,9 +48,8 @@ def said(point: Point) -> str:
     ],
 )
 def test_packing_is_what_every_rank_saw(
-    run: Run, first: tuple[Any, ...], second: tuple[Any, ...] | None, want: str | None,
-    answer: tuple[str, bool | None],
-) -> None:  # fmt: skip
+    run: Run, first: tuple[Any, ...], second: tuple[Any, ...] | None, want: str | None, answer: tuple[str, bool | None]
+) -> None:
     run.rank(0, *first, world=2)
     if second is not None:
         run.rank(1, *second, world=2)
@@ -75,9 +70,10 @@ def test_attention_is_that_of_every_rank(run: Run, second: str | None, answer: t
     assert answer[1] is True or "rank 1" in said(point)
 
 
-def test_without_the_record_of_a_rank_nothing_is_claimed(run: Run) -> None:
-    point = run.rank(0, step(1), world=2).judge(liger="off").point("liger")
-    assert brief(point) == ("off", None)
+@pytest.mark.parametrize(("events", "state"), [((), "off"), ((liger(rope=4),), "engaged")])
+def test_without_the_record_of_a_rank_nothing_is_claimed(run: Run, events: tuple[Any, ...], state: str) -> None:
+    point = run.rank(0, step(1), *events, world=2).judge(liger=state).point("liger")
+    assert brief(point) == (state, None)
     assert "rank 1" in said(point)
 
 
@@ -87,6 +83,8 @@ def test_who_left_no_record_may_have_filled_the_cache(run: Run) -> None:
     assert brief(run.judge(dataset_cache="hit").point("dataset_cache")) == ("hit", None)
     run.rank(0, hit, world=2)
     assert brief(run.judge(dataset_cache="hit").point("dataset_cache")) == ("hit", True)
+    run.rank(0, {**hit, "state": "miss"}, world=2)
+    assert brief(run.judge(dataset_cache="hit").point("dataset_cache")) == ("miss", False)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +96,7 @@ def test_who_left_no_record_may_have_filled_the_cache(run: Run) -> None:
         ({}, {"rope": 4}, ("engaged", True)),
         ({}, {"rope": -4}, ("not_engaged", False)),
     ],
-)  # fmt: skip
+)
 def test_the_fused_loss_that_was_patched_in_has_to_run(
     run: Run, kwargs: dict[str, bool], calls: dict[str, int], answer: tuple[str, bool]
 ) -> None:
@@ -161,9 +159,8 @@ def trl(loss: str, norm: str, rate: str, steps: int = 9) -> str:
         (sft(9).replace("LR: 1e-05", "LR: 0.0").replace("Step: ", "Step: 10"), ("finite", True), None),
         (trl("2", "1", "0"), ("finite", True), "still"),
         (trl("2", "0", "1e-05"), ("finite", True), "still"),
-        (trl("2", "0", "1e-05", steps=1), ("finite", True), None),
     ],
-)  # fmt: skip
+)
 def test_a_log_alone_shows_that_nothing_was_learned(
     tmp_path: Path, log: str, loss: tuple[str, bool], trend: str | None
 ) -> None:
@@ -208,10 +205,7 @@ def test_what_is_not_as_expected_says_what_was_seen(run: Run) -> None:
     assert "sdpa" in said(verdict.point("attention"))
 
 
-FOUR = {
-    "gpus": 2, "nodes": 1, "per_device": 2, "accumulation": 2, "global": 8, "rows": 96,
-    "steps": 12,
-}  # fmt: skip
+FOUR = {"gpus": 2, "nodes": 1, "per_device": 2, "accumulation": 2, "global": 8, "rows": 96, "steps": 12}
 
 
 def planned(run: Run, **changes: Any) -> Run:
@@ -251,22 +245,18 @@ def test_as_many_processes_as_were_planned_have_to_train(
     [
         ((4, 4, 4, 4), {}, ("planned", True)),
         ((2, 2, 2, 2), {}, ("different", False)),  # accumulated once
-        ((8, 8, 8, 8), {}, ("different", False)),
         ((4, 4, 2, 2), {}, ("different", False)),  # less from somewhere on
         ((4, 3, 4, 1), {}, ("planned", True)),  # ends of epochs
         ((3,), {}, ("unknown", None)),
-        ((), {}, ("unknown", None)),
         ((), {"steps": 0}, ("planned", True)),
         ((3, 3, 3), {"rows": 6}, ("planned", True)),  # data of less than one step
         ((5, 5, 5), {"rows": 6}, ("different", False)),
         ((8, 8, 8), {"more": {"stage": "dpo"}}, ("planned", True)),  # a pair is two
         ((4, 4, 4), {"more": {"stage": "dpo"}}, ("different", False)),
-        ((4, 4, 4), {"packing": True}, ("planned", True)),
         ((2, 2, 2), {"packing": True}, ("different", False)),
         ((2, 2, 2), {"packing": True, "more": {"backend": "open_instruct"}}, ("different", False)),
         ((2, 2, 2), {"packing": True, "more": {"backend": "open_instruct", "stage": "dpo"}}, ("planned", True)),
         ((2, 2, 2), {"sequence_parallel_size": 2}, ("planned", True)),  # ranks take turns with rows
-        ((2, 2, 2), {"gpus": None}, ("unknown", None)),
     ],
 )
 def test_a_step_has_to_be_as_large_as_planned(
@@ -325,22 +315,6 @@ def test_a_resumed_run_is_proved_where_each_attempt_is(
     if second is ISOLATED and answer[1] is not True:
         assert "in attempt 1, which made steps 1 to 20" in said(point)
         assert verdict.status != "pass"
-
-
-def test_each_log_is_read_once_for_verdict_and_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = attempts(tmp_path / "run", OFF, ISOLATED)
-    scan, scanned = evidence.scan, list[str]()
-
-    def counted(log: Path, *more: Any) -> Log:
-        scanned.append(log.name)
-        return scan(log, *more)
-
-    monkeypatch.setattr(evidence, "scan", counted)
-    for report in (lambda: start.finish(RunFolder(path)), lambda: series.read(path)):
-        scanned.clear()
-        report()
-        assert sorted(scanned) == ["console.2.log", "console.log"]
-    assert (path / "report.html").is_file()
 
 
 def test_an_attempt_is_held_to_what_was_asked_of_it(tmp_path: Path) -> None:

@@ -69,16 +69,6 @@ def test_real_logs_of_sft_and_dpo() -> None:
     assert not log.first("reference_hit")
 
 
-@pytest.mark.parametrize(("name", "every", "total"), [("trl_sft.log", 5, 150), ("trl_dpo.log", 5, 75)])
-def test_numbers_the_dicts_of_trl_by_the_bar(name: str, every: int, total: int) -> None:
-    log = scan(LOGS / name, PATTERNS)
-    assert [s.step for s in log.steps] == list(range(every, total + 1, every))
-    assert (log.total_steps, log.last_step) == (total, total)
-    assert log.first("training_completed") and log.first("saved")
-    assert math.isfinite(log.steps[0].extra["grad_norm"])
-    assert ("rewards/margins" in log.steps[0].extra) == (name == "trl_dpo.log")
-
-
 def test_reads_aux_loss_in_both_spellings(tmp_path: Path) -> None:
     sft = f"{STAMP}finetune.py:951 - [RANK 0]   Step: 1, LR: 1e-05, Loss: 2.5, Aux Loss: 0.25, TPS: 9"
     dpo = f"{STAMP}dpo_tune_cache.py:682 -   Step: 2, LR: 1e-05, Loss: 2.5 Aux Loss: 0.5"
@@ -278,39 +268,6 @@ def test_a_sample_of_dicts_is_numbered_by_how_many_there_were(tmp_path: Path) ->
     assert (log.steps[0].step, log.steps[-1].step) == (1, count)
     assert (log.numbered, log.last_step) == (False, None)
     assert {s.step for s in log.steps if math.isnan(s.extra["grad_norm"])} == bad
-
-
-@pytest.mark.parametrize("second", ["FlatArguments", "DPOExperimentConfig"])
-def test_a_dump_of_arguments_begins_another_run(tmp_path: Path, second: str) -> None:
-    log = log_of(tmp_path, dump(packing=True) + sft_step(7) + dump(second, packing=False))
-    assert (log.arguments["packing"], log.steps) == ("False", ())
-    assert log.blocks == (second, "TokenizerConfig")
-
-
-@pytest.mark.parametrize(
-    "prefix", ["2026-11-20T15:41:37.123456789Z ", "[2026-11-20 15:41:37] ", "trainer-1  | ", "(sft, pid=4711) "]
-)
-@pytest.mark.parametrize(("rank", "number"), [("", ""), ("[rank3]: ", "3"), ("[default3]:", "3")])
-def test_a_traceback_behind_what_collects_lines(tmp_path: Path, prefix: str, rank: str, number: str) -> None:
-    lines = (
-        "Traceback (most recent call last):", '  File "a.py", line 1, in main', "    run()",
-        "KeyError: 'x'", "", "During handling of the above exception, another exception occurred:",
-        "", "Traceback (most recent call last):", '  File "b.py", line 2, in main', "    run()",
-        "ValueError: no such column: x",
-    )  # fmt: skip
-    log = log_of(tmp_path, "".join(f"{prefix}{rank}{line}".rstrip() + "\n" for line in lines))
-    first, second = log.all("exception")
-    assert (first.fields["type"], first.fields["at"]) == ("KeyError", "a.py:1")
-    assert second.fields == {
-        "type": "ValueError", "message": "no such column: x", "at": "b.py:2", "rank": number,
-        "chained": "yes",
-    }  # fmt: skip
-
-
-def test_a_step_before_training_began_is_a_word_of_the_data(tmp_path: Path) -> None:
-    total = f"{STAMP}finetune.py:745 - [RANK 0]   Total optimization steps = 9\n"
-    log = log_of(tmp_path, dump() + sft_step(3, "nan") + total + sft_step(1))
-    assert [(s.step, s.loss) for s in log.steps] == [(1, 2.5)]
 
 
 BOX = (

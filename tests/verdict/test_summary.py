@@ -1,7 +1,6 @@
 """What a verdict says to people: the cause first, each run by its name, no verdict about any other text."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ def test_a_run_that_was_stopped_is_shown_as_stopped(tmp_path: Path, capsys: pyte
             "lower the learning rate",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_stop_names_its_cause(detail: dict[str, Any], cause: str, help: str) -> None:
     finish = {"name": "finish", "state": "stopped", "ok": False, "expected": "completed"}
     finish |= {"detail": {"last_step": 3, "total_steps": 9, **detail}}
@@ -85,13 +84,8 @@ def test_a_stop_names_its_cause(detail: dict[str, Any], cause: str, help: str) -
 
 def test_a_killed_rank_is_not_the_error_of_its_launcher() -> None:
     error = {"type": "subprocess.CalledProcessError", "message": "Command '[...]' died", "at": "launch.py:9"}
-    detail = {
-        "signal": "SIGKILL", "error": error, "last_step": 3, "total_steps": 9, "reason": "killed",
-    }  # fmt: skip
-    finish = {
-        "name": "finish", "state": "killed", "ok": False,
-        "detail": {**detail, "help": "see dmesg"},
-    }  # fmt: skip
+    detail = {"signal": "SIGKILL", "error": error, "last_step": 3, "total_steps": 9, "reason": "killed"}
+    finish = {"name": "finish", "state": "killed", "ok": False, "detail": {**detail, "help": "see dmesg"}}
     found = summary.cause({"status": "fail", "points": [finish]})
     assert found is not None and found.text == "the run was killed by SIGKILL after step 3 of 9"
     assert found.repeated == ("ended by SIGKILL", "see dmesg")
@@ -114,19 +108,6 @@ def test_a_text_that_is_no_log_has_no_verdict(
     assert "error[not-a-training-log]: not a training log" in said.err
     assert f"--> {text}" in said.err and "verdict" not in said.out
     assert list(tmp_path.iterdir()) == [text]
-
-
-def test_a_pipe_that_is_no_log_has_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "stdin").write_text("hello\n")
-    with (tmp_path / "stdin").open() as file:
-        before = os.dup(0)
-        os.dup2(file.fileno(), 0)
-        try:
-            assert main(["check", "-"]) == 3
-        finally:
-            os.dup2(before, 0)
-            os.close(before)
-    assert "not a training log" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

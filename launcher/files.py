@@ -52,13 +52,12 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
 
 def lines(stream: BinaryIO) -> Iterator[bytes]:
     """The lines of a file; of one that is longer than `parse_line` takes only as much as shows that."""
-    left = MAX_LINES
+    left, whole = MAX_LINES, True
     while left > 0 and (raw := stream.readline(MAX_LINE + 1)):
         left -= len(raw)
-        yield raw
-        while left > 0 and len(raw) > MAX_LINE and not raw.endswith(b"\n"):
-            raw = stream.readline(MAX_LINE + 1)
-            left -= len(raw)
+        if whole:
+            yield raw
+        whole = len(raw) <= MAX_LINE or raw.endswith(b"\n")
 
 
 def names(folder: Path) -> list[str]:
@@ -106,24 +105,21 @@ def _is_deep(value: Any) -> bool:
     for _ in range(MAX_DEPTH):
         values = (one.values() if isinstance(one, dict) else one for one in level)
         level = [one for below in values for one in below if isinstance(one, dict | list)]
-        if not level:
-            return False
-    return True
+    return bool(level)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; empty where there is none to be had."""
     try:
-        data = parse_json(read_bytes(path))
-    except (OSError, ValueError):
+        return parse_line(read_bytes(path), MAX_BYTES)
+    except OSError:
         return {}
-    return data if isinstance(data, dict) else {}
 
 
-def parse_line(raw: bytes) -> dict[str, Any]:
+def parse_line(raw: bytes, most: int = MAX_LINE) -> dict[str, Any]:
     """One line of a JSONL file as a mapping; empty where it is torn, too long, or none."""
     try:
-        data = parse_json(raw) if len(raw) <= MAX_LINE else None
+        data = parse_json(raw) if len(raw) <= most else None
     except ValueError:
         return {}
     return data if isinstance(data, dict) else {}

@@ -224,19 +224,6 @@ def test_a_run_of_another_machine_is_looked_at_and_not_concluded_here(world: Wor
     assert not folder.concluded(1).exists()
 
 
-def test_a_keeper_that_was_killed_before_it_told_anybody(world: World) -> None:
-    told = world.root / "told"
-    script = f"import os; open({str(told)!r}, 'a').write(os.environ['LAUNCH_FINISHED_CODE'])"
-    folder = world.prepared(on_finish=(sys.executable, "-c", script))
-    dead = {**process.identify(os.getpid()).as_json(), "began": 1}
-    files.write_json(folder.process, {**dead, "keeper": dead, "mark": "x", "attempt": 1})
-    folder.console(1).write_text("line 0\n")
-    files.write_json(folder.exit(1), {"returncode": 3, "stopped": None})
-    for _ in range(2):
-        assert world.launch("attach", "a run").returncode == 4
-    assert told.read_text() == "4", "told once, and how it ended is not forgotten"
-
-
 def kept(folder: RunFolder) -> int:
     return int(rundir.read_json(folder.process)["keeper"]["pid"])
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import brief
+from launcher.lifecycle.follow import Shown
+from launcher.printable import printable_bytes
 from launcher.redaction import REDACTED, is_secret, known_values, redact, redact_bytes
 
 SHAPED = [
@@ -217,13 +219,11 @@ def test_codes_and_states_are_never_secrets() -> None:
     assert redact(told, {"X_PASSWORD": "unknown-key"}) == clean
 
 
-@pytest.mark.parametrize("size", [1, 64, 1000])
-def test_a_private_key_is_hidden_wherever_the_log_is_cut(size: int) -> None:
-    from launcher.lifecycle.follow import Shown
-
-    block = f"-----BEGIN PRIVATE KEY-----\n{PEM}-----END PRIVATE KEY-----\n"
-    raw = f"a\n{block}step 1\n".encode()
-    shown = Shown(())
-    told = b"".join(shown.of(raw[at : at + size]) for at in range(0, len(raw), size)) + shown.rest()
-    assert told.startswith(b"a\n-----BEGIN") and told.endswith(b"KEY-----\nstep 1\n")
-    assert b"MII" not in told and b"Ab3" not in told
+@pytest.mark.parametrize("size", [1, 17, 64, 1000])
+def test_a_log_is_shown_without_secrets_wherever_it_is_cut(size: int) -> None:
+    token, block = SHAPED[0], f"-----BEGIN PRIVATE KEY-----\n{PEM}-----END PRIVATE KEY-----\n"
+    for text in (f"a\n{block}step 1\n", f"one\r 5%|#| 1/9\rlogin HF_TOKEN=abc\nsee {token} there\n\xff {token}"):
+        raw, shown = text.encode("latin-1"), Shown(())
+        told = b"".join([*(shown.of(raw[at : at + size]) for at in range(0, len(raw), size)), shown.rest()])
+        assert told == redact_bytes(printable_bytes(raw), ())
+        assert not any(secret in told for secret in (b"MII", b"Ab3", token.encode()))

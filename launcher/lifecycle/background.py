@@ -7,6 +7,7 @@ One that starts several runs is the same command line without `--detach` and `--
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -113,35 +114,27 @@ def finish(words: Sequence[str], limit_s: float, command: str, code: int, status
     return on_finish.run(words, {**os.environ, **about}, Path.cwd(), limit_s)
 
 
-def session(folder: RunFolder) -> str:
-    """The name of a run's session: tmux takes no dots and no colons, and `#(...)` for a command."""
-    return re.sub(r"[.:#\x00-\x1f\x7f]", "_", folder.path.name)
-
-
 def open_session(folder: RunFolder) -> str | None:
     """Open a tmux session named after a run, with `launch exec RUN` in it; None where that cannot be."""
-    return _show(session(folder), [sys.executable, "-m", "launcher", "exec", str(folder.path)])
+    # tmux takes no dots and no colons, and `#(...)` for a command
+    name = re.sub(r"[.:#\x00-\x1f\x7f]", "_", folder.path.name)
+    return _show(name, [sys.executable, "-m", "launcher", "exec", str(folder.path)])
 
 
 def _show(name: str, command: Sequence[str]) -> str | None:
-    if shutil.which("tmux") is None:
-        return None
     path = f"PYTHONPATH={PROJECT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
     # several words after the options are an argv, which the shell hands on as it is: the verdict is to stay
     inside = ["sh", "-c", _STAY, "sh", "env", path, *command]
     # that of an earlier attempt waits for its key; to end the last session would end the server
     again = ["respawn-pane", "-k", "-t", f"={name}:", *inside]
     new = ["new-session", "-d", "-s", name, "-x", "200", "-y", "50", *inside]
-    return name if _tmux(again) or _tmux(new) else None
-
-
-def _tmux(words: list[str]) -> bool:
-    null = subprocess.DEVNULL
-    try:
-        done = subprocess.run(["tmux", *words], stdin=null, stdout=null, stderr=null, timeout=TMUX_TIMEOUT_S)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return False
-    return done.returncode == 0
+    for words in (again, new):
+        null = subprocess.DEVNULL
+        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+            done = subprocess.run(["tmux", *words], stdin=null, stdout=null, stderr=null, timeout=TMUX_TIMEOUT_S)
+            if done.returncode == 0:
+                return name
+    return None
 
 
 def main(folder: Path) -> None:

@@ -109,18 +109,13 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
         devices=prepared.devices.as_json() if prepared.devices else None,
         warnings=prepared.warnings,
     )
-    more = redact({**prepared.for_record(), "launch_argv": _typed()})
-    manifest.create(folder, {**content, **more})
+    program = Path(sys.argv[0])
+    # None where another program calls launch
+    typed = ["launch", *sys.argv[1:]] if program.name == "launch" or program.parent.name == "launcher" else None
+    manifest.create(folder, {**content, **redact({**prepared.for_record(), "launch_argv": typed})})
     with contextlib.suppress(OSError):
         restored = {one.what: one.before for one in prepared.decision.changes if one.restored}
         manifest.write_stage_file(prepared.plan, folder, restored)
-
-
-def _typed() -> list[str] | None:
-    """The command line of this launch; None where another program calls it."""
-    program = Path(sys.argv[0])
-    ours = program.name == "launch" or program.parent.name == "launcher"
-    return ["launch", *sys.argv[1:]] if ours else None
 
 
 @contextlib.contextmanager
@@ -217,8 +212,8 @@ def execute(folder: RunFolder, rank: int | None = None, address: str | None = No
         attempts.require_own(folder)
     here = rendezvous.find(attempt.nodes, rank, address, os.environ)
     if here is not None:
-        filled = rendezvous.filled(attempt.argv, here)
-        attempt = replace(attempt, argv=filled, rank=here.rank, token=secrets.token_hex(8))
+        argv = rendezvous.filled(attempt.argv, here)
+        attempt = replace(attempt, argv=argv, rank=here.rank, token=secrets.token_hex(8))
         folder = folder.node(here.rank)
         folder.path.mkdir(rundir.OWN, exist_ok=True)
         attempt.write(folder)
@@ -228,9 +223,8 @@ def execute(folder: RunFolder, rank: int | None = None, address: str | None = No
         output = None if attempt.output is None or attempt.rank else Path(attempt.output)
         with runner.lock_run(folder, attempt.number, output) as (granted, locks):
             # the GPUs that it was given when it was prepared, if they still are to be had
-            chosen = Devices()
-            if attempt.devices:
-                chosen = devices.choose(None, attempt.devices, devices.look(attempt.environ))
+            named = attempt.devices
+            chosen = devices.choose(None, named, devices.look(attempt.environ)) if named else Devices()
             if chosen.refused:
                 raise NotReady(errors(chosen.findings))
             _keep(folder, attempt, granted, locks, chosen)
@@ -241,11 +235,11 @@ def _keep(
     folder: RunFolder, attempt: Attempt, granted: lease.Lease | None, locks: Sequence[int], chosen: Devices
 ) -> None:
     caches = tuple(keys.from_json(one) for one in attempt.caches)
-    config_path = None if attempt.config is None else Path(attempt.config)
+    config = None if attempt.config is None else Path(attempt.config)
     if granted is not None:
         lease.keep_manifest(granted, rundir.read_manifest(folder))
     with (
-        folders.lock(caches, folder, attempt.number, config=config_path) as cache_locks,
+        folders.lock(caches, folder, attempt.number, config=config) as cache_locks,
         devices.lock_slots(chosen, folder.path) as gpu_locks,
     ):
         supervisor.spawn(folder, attempt.number, (*cache_locks, *gpu_locks, *locks), attempt.digest(), granted)
@@ -275,33 +269,28 @@ def conclusion(
     folder: RunFolder, attempt: Attempt, ended: runner.ProcessExit | None = None
 ) -> tuple[check.Verdict, Exit]:
     """The verdict and the exit code of an attempt that is over; judged now where nobody has yet."""
-    ended = ended or runner.recorded(folder, attempt.number)
     known = rundir.judged(folder, attempt.number)
-    recorded = check.from_json(rundir.read_json(folder.verdict)) if known else None
-    verdict = recorded or finish(folder)
+    verdict = (check.from_json(rundir.read_json(folder.verdict)) if known else None) or finish(folder)
+    ended = ended or runner.recorded(folder, attempt.number)
     return verdict, exit_code(ended, verdict, allow_unproven=attempt.allow_unproven)
 
 
 def finish(folder: RunFolder) -> check.Verdict:
     """Judge a run folder; write verdict.json, metrics.jsonl and report.html where that is possible."""
     judged = judge.judge(folder)
-    verdict = judged.verdict
     # a read-only or full disk costs these files, not the verdict
     with contextlib.suppress(OSError):
-        files.write_json(folder.verdict, verdict.as_json())
-        rows = "".join(rundir.json_line(row) for row in judge.rows_of(judged.attempts))
-        files.write_text(folder.metrics, rows)
-        run = series.of_judged(folder.path, judged)
-        files.write_text(folder.report, page.overlay([run]))
-    return verdict
+        files.write_json(folder.verdict, judged.verdict.as_json())
+        files.write_text(folder.metrics, "".join(map(rundir.json_line, judge.rows_of(judged.attempts))))
+        files.write_text(folder.report, page.overlay([series.of_judged(folder.path, judged)]))
+    return judged.verdict
 
 
 def judged_now(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> check.Verdict:
     """The verdict of a finished run by what is expected of it now: that may have been changed since."""
     expected = command.expectations(planned)
-    if rundir.read_manifest(folder).expected == expected:
-        return verdict
-    return judge.judge(folder, expected).verdict
+    same = rundir.read_manifest(folder).expected == expected
+    return verdict if same else judge.judge(folder, expected).verdict
 
 
 def exit_code(ended: runner.ProcessExit | None, verdict: check.Verdict, *, allow_unproven: bool) -> Exit:

@@ -18,9 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
-from launcher.errors import Exit, Finding, LaunchError, NotReady, brief, launch_finding, not_ready
+from launcher.errors import Exit, Finding, LaunchError, NotReady, brief, not_ready
 from launcher.lifecycle import checksums, on_finish
 from launcher.machine import process
 from launcher.paths import PROJECT
@@ -54,14 +53,10 @@ def spawn(
     # this package may be running from a folder that is nowhere else named
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(PROJECT))))
     early: list[int] = []
-
-    def note(signalled: int, _frame: FrameType | None) -> None:
-        early.append(signalled)
-
+    # no exception may come between the start of a child and its name
+    noted = dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda number, _: early.append(number))
     try:
-        # no exception may come between the start of a child and its name
-        noted = process.handling({signal.SIGINT: note, signal.SIGTERM: note})
-        with rundir.writing(folder.path), noted, runner.private(folder.diary) as diary:
+        with rundir.writing(folder.path), process.handling(noted), runner.private(folder.diary) as diary:
             child = subprocess.Popen(
                 [sys.executable, "-m", "launcher.lifecycle.supervisor", *words],
                 stdin=subprocess.DEVNULL,
@@ -84,7 +79,15 @@ def spawn(
     if answer == _STARTED:
         return process.identify(child.pid)
     child.wait()
-    raise NotReady(_refused(folder, answer))
+    with contextlib.suppress(ValueError, TypeError):
+        raise NotReady([Finding(**fields) for fields in json.loads(answer)])
+    last: list[str] = []
+    with contextlib.suppress(OSError):
+        last = folder.diary.read_text(errors="replace").splitlines()[-1:]
+    help = f"its last words: {brief(last[0], 300)}" if last else None
+    raise not_ready(
+        "no-keeper", "the process that keeps the run ended before training began", help, file=str(folder.path)
+    )
 
 
 @contextlib.contextmanager
@@ -104,18 +107,6 @@ def interruptible() -> Iterator[None]:
             for one in left:
                 one.wait()
         raise
-
-
-def _refused(folder: RunFolder, answer: bytes) -> list[Finding]:
-    try:
-        return [Finding(**fields) for fields in json.loads(answer)]
-    except (ValueError, TypeError):
-        last: list[str] = []
-        with contextlib.suppress(OSError):
-            last = folder.diary.read_text(errors="replace").splitlines()[-1:]
-        message = "the process that keeps the run ended before training began"
-        help = f"its last words: {brief(last[0], 300)}" if last else None
-        return [launch_finding("error", "no-keeper", message, help, file=str(folder.path))]
 
 
 def main(words: Sequence[str]) -> int:

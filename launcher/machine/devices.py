@@ -51,11 +51,6 @@ class Slot:
     def label(self) -> str:
         return f"GPU {self.gpu.index}"
 
-    def answers_to(self, asked: str) -> bool:
-        if asked.isdecimal():
-            return int(asked) == self.gpu.index
-        return len(asked) > 4 and self.id.startswith(asked)
-
 
 @dataclass(frozen=True, slots=True)
 class Use:
@@ -112,9 +107,6 @@ class Devices:
         }
 
 
-# --- what is here ---------------------------------------------------------------------------------
-
-
 def look(environ: Mapping[str, str] | None = None) -> Look:
     """Ask the driver, the lock files and /proc; no GPU is touched."""
     environ = os.environ if environ is None else environ
@@ -129,30 +121,29 @@ def visible(present: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Slot, .
     listed = environ.get(VARIABLE)
     if listed is None:
         return tuple(Slot(str(gpu.index), gpu) for gpu in present)
-    found: list[Slot] = []
+    found: dict[str, Slot] = {}
     for entry in (word.strip() for word in listed.split(",")):
-        slot = _entry(entry, present)
-        if slot is None:
+        if number := re.match(r"\d+", entry):
+            fitting = [Slot(str(gpu.index), gpu) for gpu in present if gpu.index == int(number[0])]
+        else:
+            # an id may be cut short as long as it means one
+            fitting = [Slot(entry, gpu) for gpu in present if entry[:4] == "GPU-" and gpu.uuid.startswith(entry)]
+        if len(fitting) != 1:
             break
-        if any(slot.id == other.id for other in found):
+        if fitting[0].id in found:
             return ()
-        found.append(slot)
-    return tuple(found)
-
-
-def _entry(entry: str, present: Sequence[Gpu]) -> Slot | None:
-    if number := re.match(r"\d+", entry):
-        return next((Slot(str(gpu.index), gpu) for gpu in present if gpu.index == int(number[0])), None)
-    # an id may be cut short as long as it means one
-    fitting = [gpu for gpu in present if entry[:4] == "GPU-" and gpu.uuid.startswith(entry)]
-    return Slot(entry, fitting[0]) if len(fitting) == 1 else None
+        found[fitting[0].id] = fitting[0]
+    return tuple(found.values())
 
 
 def _use(slot: Slot, computing: Sequence[GpuProcess]) -> Use | None:
-    holder = _holder(slot)
-    if holder is not None:
-        name = Path(holder).name if holder else None
-        return Use(f"the run {name}" if name else "another start of launch", name, locked=True)
+    if (lock := _opened(slot.id, make=False)) is not None:
+        try:
+            if locked(lock, shared=True) is False:
+                name = Path(_written(lock)).name or None
+                return Use(f"the run {name}" if name else "another start of launch", name, locked=True)
+        finally:
+            os.close(lock)
     if here := [_described(one) for one in computing if one.uuid == slot.id]:
         return Use(", ".join(here[:3]))
     if slot.gpu.used_mib > FREE_MIB:
@@ -164,9 +155,6 @@ def _described(one: GpuProcess) -> str:
     name = Path(one.name).name if one.name and not one.name.startswith("[") else ""
     about = ", ".join(filter(None, (name, f"{one.used_mib} MiB" if one.used_mib else "")))
     return f"pid {one.pid} ({about})" if about else f"pid {one.pid}"
-
-
-# --- the choice -----------------------------------------------------------------------------------
 
 
 def named(text: str | None) -> tuple[str, ...] | None:
@@ -200,9 +188,15 @@ def _named(names: Sequence[str], seen: Look) -> Devices:
     slots: list[Slot] = []
     faults: list[Finding] = []
     for name in names:
-        slot = next((one for one in seen.visible if one.answers_to(name)), None)
+        number = int(name) if name.isdecimal() else None
+        # an id may be cut short
+        ids = () if name.isdecimal() or len(name) <= 4 else (name,)
+        slot = next((s for s in seen.visible if s.gpu.index == number or s.id.startswith(ids)), None)
         if slot is None:
-            faults.append(_no_such(name, seen))
+            left = ", ".join(one.name for one in seen.visible) or "none"
+            hidden = any(name in {str(gpu.index), gpu.uuid} for gpu in seen.present)
+            why = f"{VARIABLE}={seen.hidden} hides it" if hidden else "there is no such GPU here"
+            faults.append(launch_finding("error", "no-such-gpu", f"--devices {name}: {why}", f"to be seen: {left}"))
             continue
         slots.append(slot)
         use = seen.uses.get(slot.id)
@@ -238,19 +232,9 @@ def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
     return launch_finding("error", "gpus-taken", message, ", or ".join(ways))
 
 
-def _no_such(name: str, seen: Look) -> Finding:
-    left = ", ".join(slot.name for slot in seen.visible) or "none"
-    hidden = any(name in {str(gpu.index), gpu.uuid} for gpu in seen.present)
-    why = f"{VARIABLE}={seen.hidden} hides it" if hidden else "there is no such GPU here"
-    return launch_finding("error", "no-such-gpu", f"--devices {name}: {why}", f"to be seen: {left}")
-
-
 def _held_by(slot: Slot, use: Use) -> Finding:
     help = f"wait, or `launch stop {use.run}`" if use.run else "wait until it is over"
     return launch_finding("error", "gpus-taken", f"{slot.label} is taken by {use.text}", f"another one, or {help}")
-
-
-# --- locks ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -281,17 +265,6 @@ def lock_slots(devices: Devices, run: Path, *, patience_s: float = 10.0) -> Iter
     finally:
         for lock in locks:
             os.close(lock)
-
-
-def _holder(slot: Slot) -> str | None:
-    """The run folder that a held lock names, empty where it names none; None where it is free."""
-    lock = _opened(slot.id, make=False)
-    if lock is None:
-        return None
-    try:
-        return _written(lock) if locked(lock, shared=True) is False else None
-    finally:
-        os.close(lock)
 
 
 def _written(lock: int) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PROC = Path("/proc")
 MARK = "LAUNCH_RUN"  # the environment variable that holds the run folder in every process of a run
@@ -28,7 +28,7 @@ def ignore(_number: int, _frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
-def handling(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None]:
+def handling(handlers: Mapping[Any, Handler | signal.Handlers]) -> Iterator[None]:
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield

@@ -133,12 +133,9 @@ class Attempt:
 
 def _present(word: str) -> str:
     """A word of a command line; a file of this package's where it is today."""
-    _, _, name = word.rpartition("/launcher/")
-    for before, now in _MOVED.items():
-        path = PACKAGE / name.replace(before, now, 1)
-        if name != word and name.startswith(before) and path.is_file():
-            return str(path)
-    return word
+    _, ours, name = word.rpartition("/launcher/")
+    paths = (PACKAGE / name.replace(old, new, 1) for old, new in _MOVED.items() if ours and name.startswith(old))
+    return next((str(path) for path in paths if path.is_file()), word)
 
 
 def read(folder: RunFolder) -> Attempt:
@@ -196,8 +193,7 @@ def _private(gid: int) -> bool:
     """Whether it is this user's own group without further members, as many systems make one for each."""
     with contextlib.suppress(KeyError):
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
-        named = {*group.gr_mem, group.gr_name}
-        return user.pw_gid == gid and named == {user.pw_name}
+        return user.pw_gid == gid and {*group.gr_mem, group.gr_name} == {user.pw_name}
     return False
 
 

@@ -93,6 +93,12 @@ class Lease:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         files.write_bytes(self.path, json.dumps(content, indent=1).encode(), durable=True)
 
+    def give_back(self) -> None:
+        """Discard it, unless a keeper has taken it over."""
+        last = read(self.path)
+        if last is not None and last.owner == self.owner:
+            self.discard()
+
     def discard(self) -> None:
         folder = self.path.parent
         with contextlib.suppress(OSError):
@@ -102,10 +108,6 @@ class Lease:
                 self.lock.unlink(missing_ok=True)
                 for empty in (folder, *folder.parents[: len(FOLDER.parts) - 1]):
                     empty.rmdir()
-
-
-def place(output: Path) -> Path:
-    return output / FOLDER
 
 
 def read(path: Path) -> Lease | None:
@@ -132,13 +134,13 @@ def read(path: Path) -> Lease | None:
 
 def newest(output: Path | None) -> Lease | None:
     """The lease that is, or was last, in force for an output folder."""
-    fences = [] if output is None else _fences(place(output))
-    return read(place(output) / f"lease-{fences[-1]}.json") if output and fences else None
+    fences = [] if output is None else _fences(output / FOLDER)
+    return read(output / FOLDER / f"lease-{fences[-1]}.json") if output and fences else None
 
 
 def manifests(output: Path | None) -> list[Manifest]:
-    folder = None if output is None else place(output)
-    found = [rundir.read_json(folder / f"run-{n}.json") for n in _fences(folder)] if folder else []
+    folder = Path() if output is None else output / FOLDER
+    found = [rundir.read_json(folder / f"run-{n}.json") for n in (_fences(folder) if output else ())]
     return [Manifest(one) for one in found if one]
 
 
@@ -146,20 +148,12 @@ def _fences(folder: Path) -> list[int]:
     return sorted(int(match[1]) for name in files.names(folder) if (match := _NAME.match(name)))
 
 
-def require_free(output: Path | None) -> None:
-    """Raise NotReady where somebody trains, or may train, into this folder."""
-    if output is not None:
-        _next_fence(output)
-
-
-def _next_fence(output: Path) -> int:
-    """The number of a lease that begins now. Raises NotReady like `require_free`."""
+def require_free(output: Path | None) -> int:
+    """The number of a lease that begins now. Raises NotReady where somebody trains, or may train, into this folder."""
     last = newest(output)
-    if last is None:
-        return 1
-    if (why := _held(last)) is not None:
-        raise NotReady(_taken(last, output, why))
-    return last.fence + 1
+    if last is not None and (why := _held(last)) is not None:
+        raise NotReady(_taken(last, str(output), why))
+    return 1 if last is None else last.fence + 1
 
 
 def outlast(output: Path, run: Path) -> None:
@@ -205,7 +199,7 @@ def is_locked(lock_file: Path) -> bool:
         os.close(lock)
 
 
-def _taken(last: Lease, output: Path, why: str) -> Finding:
+def _taken(last: Lease, output: str, why: str) -> Finding:
     name = Path(last.run).name or "another run"
     there = " there" if last.owner is not None and last.owner.elsewhere() else ""
     stop = f"launch stop {name}"
@@ -218,29 +212,23 @@ def _taken(last: Lease, output: Path, why: str) -> Finding:
 
 def take(output: Path, run: Path, attempt: int) -> Lease:
     """Take the lease of an output folder. Raises NotReady where another has it, or the folder cannot be written."""
-    folder = place(output)
     # the one above what was found free: whoever else found the same wants the same file
-    path = folder / f"lease-{_next_fence(output)}.json"
-    owner = process.identify(os.getpid())
-    lease = Lease(path=path, run=str(run), attempt=attempt, user=_user(), owner=owner)
+    path, user = output / FOLDER / f"lease-{require_free(output)}.json", str(os.getuid())
+    with contextlib.suppress(OSError, KeyError):
+        user = getpass.getuser()
+    lease = Lease(path=path, run=str(run), attempt=attempt, user=user, owner=process.identify(os.getpid()))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
         lease.write()
     except FileExistsError:
         # another start was quicker by a moment
-        raise NotReady(_taken(read(path) or Lease(path=path), output, "")) from None
+        raise NotReady(_taken(read(path) or Lease(path=path), str(output), "")) from None
     except OSError as error:
         message = f"the output folder cannot be written: {error.strerror}"
         help = "choose another output_dir"
         raise not_ready("not-writable", message, help, file=str(output)) from None
     return lease
-
-
-def _user() -> str:
-    with contextlib.suppress(OSError, KeyError):
-        return getpass.getuser()
-    return str(os.getuid())
 
 
 @contextlib.contextmanager

@@ -107,10 +107,9 @@ def choose(
 ) -> tuple[RunFolder, int]:
     """The folder of this start and the number of the attempt.
 
-    The newest run of this stage into the same output folder is continued, any other start is a new
-    run. `rank` is the number of this machine among several, which count their attempts each. Nothing
-    is created, unless `reserve` asks for the empty folder of a new run: then two starts in the same
-    second get two. Raises NotReady where that cannot be made.
+    The newest run of this stage into the same output folder is continued, any other start is a new run. `rank` is
+    the number of this machine among several, which count their attempts each. With `reserve` the folder of a new
+    run is made: two starts in the same second get two. Raises NotReady where it cannot be.
     """
     for folder in [] if output is None else newest_first(root):
         head = read_head(folder)
@@ -193,11 +192,10 @@ def read_kept_manifest(folder: RunFolder, attempt: int) -> Manifest:
 
 def keep_manifest(folder: RunFolder) -> None:
     last = read_manifest(folder)
-    attempt = last.attempt
-    if attempt is not None and not read_kept_manifest(folder, attempt):
+    if last.attempt is not None and not read_kept_manifest(folder, last.attempt):
         # a full disk costs a comparison later, not this start
         with contextlib.suppress(OSError):
-            files.write_json(folder.path / f"run.{attempt}.json", last)
+            files.write_json(folder.path / f"run.{last.attempt}.json", last)
 
 
 def read_head(folder: RunFolder) -> Manifest:
@@ -346,15 +344,11 @@ def campaign(name: str) -> RunFolder | None:
 
 def campaigns(runs: Iterable[RunFolder]) -> dict[Path, Path]:
     """Of each run that belongs to a pipeline, bench, ladder or tune the folder of that."""
-    found: dict[Path, Path] = {}
-    below: dict[Path, list[Path]] = {}
-    for run in runs:
-        below.setdefault(run.path.parent, []).append(run.path)
-    for parent, paths in below.items():
-        if _is_campaign(parent):
-            found |= dict.fromkeys(paths, parent)
-        for pipeline in parent.glob("*-pipeline-*"):
-            found |= {run.path: pipeline for run in members(pipeline)}
+    paths = [run.path for run in runs]
+    parents = {parent: _is_campaign(parent) for parent in dict.fromkeys(path.parent for path in paths)}
+    found = {path: path.parent for path in paths if parents[path.parent]}
+    for pipeline in (one for parent in parents for one in parent.glob("*-pipeline-*")):
+        found |= {run.path: pipeline for run in members(pipeline)}
     return found
 
 

@@ -81,7 +81,7 @@ def lock_run(
         granted, descriptors = None, tuple[int, ...]()
         if output is not None:
             granted = lease.take(output, folder.path, attempt)
-            stack.callback(_give_back, granted)
+            stack.callback(granted.give_back)
         with rundir.writing(folder.path):
             folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
             for file in [folder.lock] if granted is None else [folder.lock, granted.lock]:
@@ -96,13 +96,6 @@ def lock_run(
             help = "wait for it, stop it, or choose another output_dir"
             raise not_ready("run-is-live", message, help, file=str(folder.path))
         yield granted, descriptors
-
-
-def _give_back(granted: lease.Lease) -> None:
-    last = lease.read(granted.path)
-    if last is not None and last.owner == granted.owner:
-        # no keeper has taken it over
-        granted.discard()
 
 
 def run(

@@ -120,18 +120,18 @@ def remove(
 ) -> Exit:
     """Delete a run, bench, ladder or tune that is over."""
     from launcher import files
-    from launcher.lifecycle import remove
+    from launcher.lifecycle import stop
     from launcher.machine import sizes
     from launcher.runs import rundir
 
     folder = rundir.campaign(run) or found_run(run)
     members = rundir.members(folder.path)
-    paths = remove.paths(folder, model=model)
+    paths = stop.removable(folder, model=model)
     lines = [f"{path} ({sizes.sized(sizes.below(path))})" for path in paths]
     if not confirmed(lines, yes, "--yes"):
         return answer("rm", format, {"removed": []}, ["nothing was deleted"])
     # it may have been resumed meanwhile
-    remove.require_over(folder)
+    stop.require_over(folder)
     for path in paths:
         if (why := files.remove_tree(path)) is not None:
             raise not_ready("not-removed", why, "delete it by hand", file=str(path))

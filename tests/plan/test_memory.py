@@ -80,6 +80,9 @@ TWO: dict[str, Any] = {"model": QWEN_7B, "gpus": 2}
 FP32 = {"deepspeed": "zero2_fp32_comm"}
 PACKED, KEPT = {"packed": True}, {"checkpointing": True}
 HALF_B: dict[str, Any] = {"model": QWEN_SMALL, "accumulation": 2}
+ON_80_GB = {**TWO, **KEPT, "deepspeed": "zero3"}
+CHATS_80: dict[str, Any] = {**CHATS, **ON_80_GB, "tokens": "302:1114", "steps": 6}
+PAIRS_80: dict[str, Any] = {**PAIRS, **ON_80_GB, "tokens": "308:1109", "steps": 4}
 OWN: list[tuple[str, dict[str, Any], float]] = [
     ("0.5B SFT, 16", {**CHATS, **HALF_B, "rows": 16, "steps": 26, **PACKED}, 14.00),
     ("0.5B SFT, 16, packed on SDPA",
@@ -108,6 +111,12 @@ OWN: list[tuple[str, dict[str, Any], float]] = [
     ("7B DPO, 2, padded, checkpointing",
      {**PAIRS, **TWO, **FP32, "accumulation": 32, "rows": 2, "steps": 4, **KEPT}, 85.20),
     ("7B DPO, 8", {**PAIRS, **TWO, "accumulation": 8, "rows": 8, "steps": 4, **PACKED}, 98.26),
+    # docs/benchmarks.md, two H100, checkpointing
+    ("7B SFT, 16, padded, 80 GB", {**CHATS_80, "accumulation": 4, "rows": 16}, 65.44),
+    ("7B SFT, 32, 80 GB", {**CHATS_80, "accumulation": 2, "rows": 32, **PACKED}, 63.70),
+    ("7B SFT, 64, 80 GB", {**CHATS_80, "rows": 64, **PACKED}, 67.10),
+    ("7B DPO, 2, padded, 80 GB", {**PAIRS_80, "accumulation": 32, "rows": 2}, 66.14),
+    ("7B DPO, 8, 80 GB", {**PAIRS_80, "accumulation": 8, "rows": 8, **PACKED}, 70.30),
 ]  # fmt: skip
 
 

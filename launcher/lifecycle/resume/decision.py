@@ -215,28 +215,63 @@ def manifests(stage: str, folder: RunFolder | None, output: Path | None) -> list
     return max([record for record in own if record], kept, key=len)
 
 
-@dataclass(frozen=True, slots=True)
-class _Attempts:
-    """The earlier attempts of a run, by their manifests, the oldest first.
+def judge(
+    plan: Plan,
+    *,
+    output: Path | None,
+    history: Sequence[Manifest],
+    folder: RunFolder | None,
+    trainer: Trainer,
+    caches: Sequence[Cache] = (),
+    now: Contents = (),
+    allowed: Collection[str] = (),
+) -> Decision:
+    """What this start is, given what its output folder and its run folder hold.
+
+    `history` are the manifests of the attempts so far, `folder` is the run folder, None where it is gone or
+    there is none. `caches` are the cache folders of this start, `now` its contents. Raises UsageError for a
+    name in `allowed` that nothing is called.
+    """
+    wrong = [n for n in allowed if n not in changes.NAMES and n not in plan.stage.schema.fields]
+    if wrong:
+        message = f"--allow-changed-resume: nothing is called {', '.join(map(repr, wrong))}"
+        help = f"one of {', '.join(changes.NAMES)}, or the name of an argument"
+        raise usage("unknown-change", message, help)
+    if plan.values.get("cache_dataset_only") is True:
+        return Decision()
+    judge = _Judge(plan, output, history, folder, trainer, frozenset(allowed), caches, now)
+    decision = judge.again() if history else judge.first()
+    found = tuple(plan.stage.config.placed(finding) for finding in judge.findings)
+    return replace(decision, findings=found, allowed=tuple(allowed), requested=judge.named)
+
+
+@dataclass(slots=True)
+class _Judge:
+    """The checkpoints in an output folder, by the attempts that made them, the oldest first.
 
     A checkpoint is compared with the settings it was saved under, not with those of the last attempt: that
-    one may have been started with others and saved nothing. `folder` is None where it is gone, and `code`
-    then the exit code of the last one, as far as the output folder tells.
+    one may have been started with others and saved nothing. `allowed` are the changes that the user allows by
+    name, `now` is what data and models hold. What there is to say gathers in `findings`.
     """
 
     plan: Plan
+    output: Path | None
+    history: Sequence[Manifest]
     folder: RunFolder | None
-    records: Sequence[Manifest]
-    code: int | None = None
+    trainer: Trainer
+    allowed: frozenset[str]
+    caches: Sequence[Cache]
+    now: Contents
+    findings: list[Finding] = field(default_factory=list)
 
     @property
     def last(self) -> Manifest:
-        return self.records[-1] if self.records else Manifest()
+        return self.history[-1] if self.history else Manifest()
 
     def maker(self, checkpoint: Checkpoint) -> Manifest:
         """The manifest of the attempt that saved it: the last that did not find it there."""
-        makers = (record for record in reversed(self.records) if checkpoint.name not in record.kept)
-        return next(makers, self.records[0] if self.records else Manifest())
+        makers = (record for record in reversed(self.history) if checkpoint.name not in record.kept)
+        return next(makers, self.history[0] if self.history else Manifest())
 
     def shape(self, record: Manifest | None = None) -> EpochLayout | None:
         """How epochs are cut into steps, now or under an earlier manifest; None where rows are unknown.
@@ -263,11 +298,6 @@ class _Attempts:
             limit=limit if isinstance(limit, int) and limit > 0 else None,
         )
 
-    def reference(self) -> Path | None:
-        """The file of reference log-probabilities that was used last."""
-        logged = self._in_logs(_REFERENCE)
-        return None if logged is None else Path(os.fsdecode(logged))
-
     def _in_logs(self, pattern: re.Pattern[bytes]) -> bytes | None:
         """The newest match in the logs of the attempts, each looked at where training begins."""
         if self.folder is None:
@@ -285,26 +315,21 @@ class _Attempts:
         shape = self.shape(self.maker(checkpoint) or None)
         return (checkpoint.number + 1) * (shape.updates if shape is not None else 1)
 
-    def saved_at(self, checkpoint: Checkpoint, was: EpochLayout) -> DataPosition:
-        """Where in the data its attempt was: from where that began, by its own count of steps."""
-        begun = self.maker(checkpoint).part("resume")
-        at, step = begun.items_of("place"), begun.number("step")
-        if len(at) != 2 or step is None or step > checkpoint.number:
-            at, step = [0, 0], 0
-        return epochs.advanced(was, DataPosition(int(at[0]), int(at[1])), checkpoint.number - step)
-
     def total(self, record: Manifest | None = None) -> int | None:
         if self.plan.stage.entry.loop != "transformers":
             shape = self.shape(record)
             return None if shape is None else shape.total
         return self.plan.steps if record is None else record.steps
 
-    def finished(self, output: Path | None) -> bool:
+    def finished(self) -> bool:
         """Whether the last attempt ended well and its model lies in the output folder."""
-        if self.last.argument("cache_dataset_only") is True or checkpoints.model_fault(output) is not None:
+        fault = checkpoints.model_fault(self.output and model_in(self.plan, self.output))
+        if self.last.argument("cache_dataset_only") is True or fault is not None:
             return False
         if self.folder is None:
-            return self.code == 0
+            # as far as the output folder tells
+            last = lease.newest(self.output)
+            return last is not None and last.code == 0
         ended = rundir.read_json(self.folder.exit(max(1, self.folder.attempts()))).get("returncode")
         if isinstance(ended, int):
             return ended == 0
@@ -315,56 +340,6 @@ class _Attempts:
             ends = [event.number("exit") for one in records if (event := one.last("end"))]
             return bool(ends) and all(code == 0 for code in ends)
         return False
-
-
-def judge(
-    plan: Plan,
-    *,
-    output: Path | None,
-    history: Sequence[Manifest],
-    folder: RunFolder | None,
-    trainer: Trainer,
-    caches: Sequence[Cache] = (),
-    now: Contents = (),
-    allowed: Collection[str] = (),
-) -> Decision:
-    """What this start is, given what its output folder and its run folder hold.
-
-    `history` are the manifests of the attempts so far, `folder` is the run folder, None where it is gone or
-    there is none. `caches` are the cache folders of this start, `now` its contents. Raises UsageError for a
-    name in `allowed` that nothing is called.
-    """
-    wrong = [n for n in allowed if n not in changes.NAMES and n not in plan.stage.schema.fields]
-    if wrong:
-        message = f"--allow-changed-resume: nothing is called {', '.join(map(repr, wrong))}"
-        help = f"one of {', '.join(changes.NAMES)}, or the name of an argument"
-        raise usage("unknown-change", message, help)
-    if plan.values.get("cache_dataset_only") is True:
-        return Decision()
-    last = lease.newest(output)
-    attempts = _Attempts(plan, folder, history, None if last is None else last.code)
-    judge = _Judge(plan, output, attempts, trainer, frozenset(allowed), caches, now)
-    decision = judge.again() if history else judge.first()
-    found = tuple(plan.stage.config.placed(finding) for finding in judge.findings)
-    return replace(decision, findings=found, allowed=tuple(allowed), requested=judge.named)
-
-
-@dataclass(slots=True)
-class _Judge:
-    """The checkpoints in an output folder, by the attempts that made them.
-
-    `allowed` are the changes that the user allows by name, `now` is what data and models hold. What there
-    is to say gathers in `findings`.
-    """
-
-    plan: Plan
-    output: Path | None
-    attempts: _Attempts
-    trainer: Trainer
-    allowed: frozenset[str]
-    caches: Sequence[Cache]
-    now: Contents
-    findings: list[Finding] = field(default_factory=list)
 
     @property
     def backend(self) -> str:
@@ -404,20 +379,20 @@ class _Judge:
             message = f"upstream would resume from {chosen.path}, and {fault}"
             self._say("error", "broken-checkpoint", message, "move it out of the output folder")
         self._check_reference(())
-        step, place = self.attempts.steps(chosen), self._place(chosen)
+        step, place = self.steps(chosen), self._place(chosen)
         return Decision(kind="resume", checkpoint=chosen, step=step, place=place, kept=_names(found))
 
     def again(self) -> Decision:
         """The run has been here: finished, to be continued, or with nothing to continue from."""
         found = self._found()
-        if self.attempts.finished(self.output and model_in(self.plan, self.output)):
+        if self.finished():
             return self._over(found)
-        before = self.attempts.last.value("resume", "asked")
+        before = self.last.value("resume", "asked")
         if self.named is not None and self.named != before:
             return self._as_named(Path(self.named), found)
         while whole := [one for one in found if one.complete]:
             chosen, wrong, passed = self._chosen(whole)
-            fault = checksums.fault(self.attempts.folder, chosen)
+            fault = checksums.fault(self.folder, chosen)
             if fault is None:
                 return self._go_on(found, chosen, wrong, passed)
             help = "look at the disk; an older checkpoint is taken where one is whole"
@@ -433,7 +408,7 @@ class _Judge:
         passed: tuple[Checkpoint, ResumeMismatch] | None,
     ) -> Decision:
         """From a checkpoint of this run; `passed` is the newest one, where an older one is taken."""
-        total, at = self.attempts.total(), self.attempts.steps(chosen)
+        total, at = self.total(), self.steps(chosen)
         left = "" if total is None else f", {max(0, total - at)} of {total} steps are left"
         self._say("note", "resumes", f"goes on from {chosen.path}{left}", "--fresh starts over, beside it")
         changed = self._changed(chosen, wrong)
@@ -441,7 +416,7 @@ class _Judge:
         self._judge_changes(changed, chosen)
         if passed is not None:
             newest, mismatch = passed
-            message = f"goes back to {chosen.name}, {self.attempts.steps(newest) - at} steps are trained again; "
+            message = f"goes back to {chosen.name}, {self.steps(newest) - at} steps are trained again; "
             message += f"from {newest.name} upstream would go on wrongly: {mismatch.text}"
             help = f"--allow-changed-resume position goes on from {newest.name} all the same"
             self._say("warning", "resume-earlier", message, help)
@@ -470,7 +445,7 @@ class _Judge:
     def _as_named(self, named: Path, found: Sequence[Checkpoint]) -> Decision:
         """The stage file names a checkpoint for the first time: that one, whatever else is there."""
         same = next((one for one in found if canonical(one.path) == canonical(named)), None)
-        if same is not None and (fault := checksums.fault(self.attempts.folder, same)) is not None:
+        if same is not None and (fault := checksums.fault(self.folder, same)) is not None:
             message, help = f"{named}: {fault}", "name an older one"
             self._say("error", "broken-checkpoint", message, help, "resume_from_checkpoint")
         # what a run did not go on from, it must not rotate away
@@ -479,7 +454,7 @@ class _Judge:
 
     def _over(self, found: Sequence[Checkpoint]) -> Decision:
         """The run is finished; unless something that matters has changed, that is the answer."""
-        last = self.attempts.last
+        last = self.last
         repeated = [(one.get("what"), one.get("after")) for one in last.items_of("resume", "changes")]
         changed = [
             one
@@ -496,12 +471,12 @@ class _Judge:
             message = f"{self.output} holds the finished model of this run, and since then {differs}"
             help = "--fresh trains with the new settings in a new folder"
             self._say("error", "finished-changed", message, help, changed[0].key)
-        elif self.attempts.folder is None:
+        elif self.folder is None:
             message = f"{self.output} holds the model of a run that finished; its run folder is gone"
             self._say("error", "already-finished", message, again)
         else:
             self._say("note", "already-finished", f"this run is finished: {self.output}", again)
-        step = self.attempts.total() or 0
+        step = self.total() or 0
         return Decision(kind="finished", kept=_names(found), changes=tuple(changed), step=step)
 
     def _from_zero(self, found: Sequence[Checkpoint]) -> Decision:
@@ -520,12 +495,12 @@ class _Judge:
         """All of them, in the order of training, with what ranks of their own attempt left out."""
         found = []
         for one in checkpoints.find(self.backend, self.output):
-            ranks = self.attempts.maker(one).processes
+            ranks = self.maker(one).processes
             if one.complete and ranks is not None and (one.ranks or 0) < ranks:
                 why = f"{ranks} processes were training, {one.ranks or 0} left their random states"
                 one = replace(one, why_incomplete=why)
             found.append(one)
-        return sorted(found, key=lambda one: (self.attempts.steps(one), one.kind))
+        return sorted(found, key=lambda one: (self.steps(one), one.kind))
 
     def _chosen(
         self, whole: Sequence[Checkpoint]
@@ -544,27 +519,33 @@ class _Judge:
 
     def _wrong(self, one: Checkpoint) -> ResumeMismatch | None:
         """Why upstream would not go on where this checkpoint was saved."""
-        maker = self.attempts.maker(one)
+        maker = self.maker(one)
         if self.entry.loop == "transformers":
             skips = not self.plan.values.get("ignore_data_skip")
-            rows, total = (maker.global_batch, self.plan.global_batch), self.attempts.total()
+            rows, total = (maker.global_batch, self.plan.global_batch), self.total()
             wrong = epochs.of_trl(one.number, one.epochs, *rows, total, skips=skips)
             if wrong is None and skips and maker.argument("ignore_data_skip") and maker.resumed_step:
                 text = "the attempt that saved it had begun an epoch again, and rows that it never "
                 return ResumeMismatch("skipped", f"{text}reached would be skipped")
             return wrong
-        was, now = self.attempts.shape(maker), self.attempts.shape()
+        was, now = self.shape(maker), self.shape()
         if was is None or now is None:
             return None
         if one.kind == "epoch":
             return epochs.of_epoch(one.number, was, now)
-        saved, kept = self.attempts.saved_at(one, was), epochs.keeps_order(self.trainer)
+        # its attempt counted from where that began
+        begun = maker.part("resume")
+        at, step = begun.items_of("place"), begun.number("step")
+        if len(at) != 2 or step is None or step > one.number:
+            at, step = [0, 0], 0
+        saved = epochs.advanced(was, DataPosition(int(at[0]), int(at[1])), one.number - step)
+        kept = epochs.keeps_order(self.trainer)
         return epochs.of_step(self.entry.skips_each_epoch, one.number, saved, was, now, keeps_order=kept)
 
     def _place(self, one: Checkpoint) -> DataPosition:
         if one.kind == "epoch":
             return DataPosition(one.number + 1, 0)
-        shape = self.attempts.shape() if self.entry.loop != "transformers" else None
+        shape = self.shape() if self.entry.loop != "transformers" else None
         return DataPosition(0, 0) if shape is None else epochs.counted(shape, one.number)
 
     def _aside(self, found: Sequence[Checkpoint], chosen: Checkpoint | None) -> tuple[Path, ...]:
@@ -572,12 +553,10 @@ class _Judge:
 
         A half-written one that this attempt writes next stays: it is written over.
         """
-        at = -1 if chosen is None else self.attempts.steps(chosen)
+        at = -1 if chosen is None else self.steps(chosen)
         steps_too = chosen is not None and chosen.kind == "epoch"
         newer = [
-            one
-            for one in found
-            if one is not chosen and (self.attempts.steps(one) > at or (steps_too and one.kind == "step"))
+            one for one in found if one is not chosen and (self.steps(one) > at or (steps_too and one.kind == "step"))
         ]
         every = epochs.interval(self.plan)
         written_over = None
@@ -596,12 +575,12 @@ class _Judge:
         return aside
 
     def _since(self, record: Manifest) -> Iterator[ResumeChange]:
-        steps = self.attempts.total(record), self.attempts.total()
+        steps = self.total(record), self.total()
         return changes.since(record, self.plan, steps, self.trainer, self.caches, self.now)
 
     def _changed(self, chosen: Checkpoint, wrong: ResumeMismatch | None) -> list[ResumeChange]:
         """The changes, with the place that they come to; a wrong place without any is one of its own."""
-        found = list(self._since(self.attempts.maker(chosen)))
+        found = list(self._since(self.maker(chosen)))
         if wrong is None:
             return found
         batch = [one for one in found if one.what in changes.BATCH]
@@ -631,7 +610,8 @@ class _Judge:
         other = any(one.what == "reference" for one in changed)
         if cache is None or other or not self.entry.caches_reference:
             return
-        used = self.attempts.reference()
+        logged = self._in_logs(_REFERENCE)
+        used = None if logged is None else Path(os.fsdecode(logged))
         if exists(used) if used is not None else any(cache.path.glob("*.pt")):
             return
         # nobody can allow it for checkpoints without a record: what they were trained against is not known
@@ -661,7 +641,7 @@ class _Judge:
             self._say("error", "not-resumed", message, help, key)
 
     def _check_schedule(self) -> None:
-        self.findings += epochs.findings(self.plan, self.attempts.shape(), self.trainer)
+        self.findings += epochs.findings(self.plan, self.shape(), self.trainer)
 
 
 def _names(found: Iterable[Checkpoint], aside: Collection[Path] = ()) -> tuple[str, ...]:

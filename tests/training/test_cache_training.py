@@ -1,4 +1,4 @@
-"""Real hits and misses: the pinned DPO script and TRL meet edited data and a retrained model.
+"""Real hits and misses: the pinned DPO script meets edited data and a retrained model.
 
 Every start is a step or less of a tiny model on the CPU. Skipped, with the reason, where the training
 packages or the pinned checkout are missing.
@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,52 +134,5 @@ def tokens(cache: Cache) -> tuple[list[Any], list[str]]:
         "import json, sys; from datasets import load_from_disk;"
         "print(json.dumps(load_from_disk(sys.argv[1]).sort('index')['chosen_input_ids'][:]))"
     )
-    done = python(code, str(entries[0]))
-    return json.loads(done), [path.name for path in entries]
-
-
-def python(code: str, *words: str, env: Mapping[str, str] | None = None) -> str:
-    """The last line that a program prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True,
-        env={**os.environ, "TQDM_DISABLE": "1", **(env or {})},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip().splitlines()[-1]
-
-
-LOAD = """
-import sys
-from datasets import load_dataset
-print(load_dataset("build/demo/data/dpo")["train"][0]["chosen"][-1]["content"][:6])
-"""
-TRL = """
-stage: dpo
-backend: trl
-args:
-  model_name_or_path: build/demo/model
-  dataset_name: build/demo/data/dpo
-  precompute_ref_log_probs: true
-  truncation_mode: keep_end
-"""
-
-
-def trl(place: Path, *overrides: str) -> dict[str, str]:
-    """What launch adds to the environment of a TRL stage."""
-    path = place / "stage.yaml"
-    path.write_text(TRL)
-    trainer = machine.find_trainer(Path(sys.executable), None)
-    locator = Locator(search=trainer.path)
-    stage = stages.validate(stages.judge(load.load(path, overrides), locator=locator))
-    return keys.environment(keys.derive(plan.make(stage, gpus=0), trainer.packages))
-
-
-def test_datasets_alone_keeps_a_row_that_was_edited_under_its_old_time(place: Path) -> None:
-    """Why TRL's folder is derived too: `datasets` looks at nothing but the time of last write."""
-    shared = {"HF_DATASETS_CACHE": str(place / "shared")}
-    before, ours = python(LOAD, env=shared), trl(place)
-    assert python(LOAD, env=ours) == before
-    edit(place / "build/demo/data/dpo/train.jsonl")
-    assert python(LOAD, env=shared) == before, "stale, as documented in launcher/caches.py"
-    assert trl(place) != ours
-    assert python(LOAD, env=trl(place)) == "zzzzzz"
+    done = subprocess.check_output([sys.executable, "-c", code, str(entries[0])], text=True)
+    return json.loads(done.strip().splitlines()[-1]), [path.name for path in entries]

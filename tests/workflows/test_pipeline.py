@@ -5,7 +5,6 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -333,7 +332,6 @@ def test_the_committed_pipelines_hold_together(name: str, tmp_path: Path, monkey
     assert [one.link.source for one in told.steps.values()] == [None, "sft"]
 
 
-@pytest.mark.slow
 @needs_trl
 def test_stages_run_in_turn_and_are_skipped_until_something_changes(world: Chained) -> None:
     world.usual()
@@ -393,7 +391,6 @@ def test_a_stage_is_checked_once_and_once_more_when_its_model_is_there(
         assert not {"read", "checked"} & loads.repeated.keys()
 
 
-@pytest.mark.slow
 @needs_trl
 def test_a_model_that_no_known_run_has_made_is_not_written_over(world: Chained) -> None:
     world.usual()
@@ -432,7 +429,6 @@ def test_it_stops_at_a_failure_and_goes_on_from_there(world: Chained) -> None:
     assert told["data"]["pipeline"] == str(record.parent)
 
 
-@pytest.mark.slow
 @needs_trl
 def test_what_was_begun_goes_on_unless_it_would_become_something_else(world: Chained) -> None:
     world.usual()
@@ -469,7 +465,6 @@ def test_a_stage_that_was_refused_has_no_run_and_no_report(world: Chained) -> No
     assert (first["status"], first["run"]) == ("refused", None)
 
 
-@pytest.mark.slow
 @needs_trl
 def test_a_verdict_that_failed_is_not_passed_over_by_saying_it_again(world: Chained) -> None:
     world.usual()
@@ -489,7 +484,6 @@ def test_a_verdict_that_failed_is_not_passed_over_by_saying_it_again(world: Chai
     assert (code, statuses(told)) == (0, ["skipped", "skipped", "passed"])
 
 
-@pytest.mark.slow
 @needs_trl
 def test_from_and_until(world: Chained) -> None:
     world.usual()
@@ -528,7 +522,6 @@ def test_ctrl_c_stops_the_stage_and_the_pipeline(world: Chained) -> None:
     assert world.quiet()
 
 
-@pytest.mark.slow
 @needs_trl
 def test_a_stage_that_outlived_its_pipeline_is_waited_for(world: Chained) -> None:
     world.usual()
@@ -556,30 +549,17 @@ def test_a_stage_that_outlived_its_pipeline_is_waited_for(world: Chained) -> Non
 TELL = """#!/bin/sh
 echo "$LAUNCH_FINISHED $LAUNCH_FINISHED_CODE $LAUNCH_FINISHED_STATUS" >>"$FAKE_WORLD/finished"
 """
-SBATCH = """#!/bin/sh
-echo 41
-"""
-SRUN = """#!/bin/sh
-while [ "${1#--}" != "$1" ]; do shift; done
-exec "$@"
-"""
 
 
-def programs(world: Chained, **texts: str) -> None:
-    """Scripts that are found in PATH."""
-    folder = world.root / "bin"
-    folder.mkdir(exist_ok=True)
-    for name, text in texts.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    world.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
-
-
-@pytest.mark.slow
 @needs_trl
 def test_it_goes_on_without_the_terminal(world: Chained) -> None:
     world.usual()
-    programs(world, tell=TELL, tmux="#!/bin/sh\nexit 1\n")
+    folder = world.root / "bin"
+    folder.mkdir()
+    for name, text in {"tell": TELL, "tmux": "#!/bin/sh\nexit 1\n"}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    world.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
     code, told = world.run("--detach", "--on-finish", "tell")
     finished, log = world.root / "finished", Path(told["data"]["log"])
     assert code == 0 and told["data"]["session"] is None
@@ -595,24 +575,6 @@ def test_it_goes_on_without_the_terminal(world: Chained) -> None:
     assert finished.read_text() == "pipeline 0 pass\n"
 
 
-@pytest.mark.slow
-@needs_trl
-def test_a_job_runs_the_same_command(world: Chained) -> None:
-    world.usual()
-    programs(world, tell=TELL, sbatch=SBATCH, srun=SRUN)
-    world.environ["HF_TOKEN"] = "hf_secret"
-    code, told = world.run("--slurm", "--on-finish", "tell", "--until", "second")
-    assert code == 0 and told["data"]["job"] == "41" and world.trained() == []
-    script = Path(told["data"]["folder"]) / "slurm.sh"
-    text = script.read_text()
-    assert "--nodes=1\n" in text and "gres" not in text and "hf_secret" not in text
-    job = {"PATH": world.environ["PATH"], "SLURM_JOB_ID": "41", "FAKE_WORLD": str(world.root)}
-    subprocess.run(["sh", str(script)], env=job, cwd="/", check=True)
-    assert world.trained() == ["first", "second"]
-    assert (world.root / "finished").read_text() == "pipeline 0 pass\n"
-
-
-@pytest.mark.slow
 @needs_trl
 def test_a_dry_run_says_what_would_be_started(world: Chained) -> None:
     world.usual()

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from launcher.cache import entries, folders, hub
 from launcher.cli.main import main
 from launcher.lifecycle import prepare as preparation
 from launcher.lifecycle.prepare import Request
-from launcher.machine import locks
 from launcher.plan import plan
 from launcher.plan.plan import Plan
 
@@ -324,20 +322,3 @@ def test_what_a_plan_reads(place: Path) -> None:
     ]
     read = hub.required_parts(planned("sft.yaml", "model_revision=v2"))
     assert [(one.role, one.revision) for one in read] == [("model", "v2"), ("data", None)]
-
-
-def test_who_comes_second_waits(tmp_path: Path) -> None:
-    lock, order = tmp_path / "a" / "lock", list[str]()
-
-    def second() -> None:
-        with locks.alone(lock, waiting=lambda: order.append("waits")):
-            order.append("second")
-
-    with locks.alone(lock, waiting=lambda: order.append("never")):
-        thread = threading.Thread(target=second)
-        thread.start()
-        while "waits" not in order:
-            time.sleep(0.01)
-        order.append("first")
-    thread.join()
-    assert order == ["waits", "first", "second"]

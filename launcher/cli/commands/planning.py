@@ -75,15 +75,15 @@ def doctor(
     shared: Shared,
     config: Path | None = STAGE_FILE,
     overrides: list[str] | None = OVERRIDES,
-    install: bool = Option(False, "--install", help="print the commands that build the trainer's environment"),
-    yes: bool = Option(False, "--yes", help="with --install: run them"),
+    install: bool = Option(
+        False, "--install", help="print the commands that build the trainer's environment (| sh runs them)"
+    ),
 ) -> Exit:
     """Check whether this machine is ready to train.
 
     Looks at the packages by importing them, at GPUs, driver, disk and caches.
     """
     from launcher.lifecycle import readiness
-    from launcher.lifecycle.doctor import install as environment
     from launcher.report import console
 
     request = shared.request(config=config or Path(), overrides=overrides or ())
@@ -93,10 +93,7 @@ def doctor(
     if not install:
         shared.show_progress("importing what training imports; this can take a minute")
     state = examine(importing=not install)
-    if install and yes:
-        environment.run(state.install)
-        state = examine()
-    if install and not yes and shared.format == "text":
+    if install and shared.format == "text":
         console.say("\n".join(step.shell() for step in state.install))
         return Exit.OK
     return answer("doctor", shared.format, state.as_json(), state.lines(), state.findings, state.exit_code)

@@ -14,7 +14,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from launcher.errors import not_ready
 from launcher.files import parse_line
 from launcher.machine.python import Trainer
 from launcher.paths import PACKAGE, shipped
@@ -225,21 +223,3 @@ def pip_install(trainer: Trainer, *, constrained: bool = True) -> tuple[str, ...
     head = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
     versions = shipped("constraints.txt")
     return (*head, *(("-c", str(versions)) if constrained and versions.is_file() else ()))
-
-
-def run(todo: Sequence[InstallStep]) -> None:
-    """Do one after the other; what they print goes to stderr, as answers go to stdout.
-
-    Raises NotReady at the first that fails, with what is left to be done.
-    """
-    for number, step in enumerate(todo):
-        print(f"+ {step.shell()}", file=sys.stderr, flush=True)
-        try:
-            env = {**os.environ, **step.env}
-            done = subprocess.run(step.argv, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False)
-            reason = f"exit code {done.returncode}" if done.returncode else None
-        except (OSError, ValueError) as error:
-            reason = str(error)
-        if reason is not None:
-            left = "; then ".join(one.shell() for one in todo[number:])
-            raise not_ready("install-failed", f"installing {step.why} failed: {reason}", f"what is left: {left}")

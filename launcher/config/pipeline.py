@@ -50,7 +50,6 @@ class Link:
         return [*(f"{key}={spelt(value)}" for key, value in self.given.items()), *self.overrides]
 
     def origin(self, key: str = "") -> Origin:
-        """The place of one of its keys, else of the stage itself."""
         return nearest(self.origins, key) or self.origins[""]
 
 
@@ -125,7 +124,6 @@ class _PipelineReader:
         return self.path.stem if given is None else str(given)
 
     def links(self) -> tuple[Link, ...]:
-        """Every stage that can be read."""
         self._unknown("", self.value, KEYS)
         gpus = self._gpus("gpus", self.value.get("gpus"))
         listed = self.value.get("stages")
@@ -196,7 +194,6 @@ class _PipelineReader:
         return name
 
     def _source(self, where: str, entry: Mapping[str, Any], before: Sequence[str]) -> str | None:
-        """The stage before, unless `from:` says otherwise."""
         if "from" not in entry:
             return before[-1] if before else None
         given = entry["from"]

@@ -118,7 +118,6 @@ class Estimate:
 
     @property
     def where(self) -> str:
-        """The devices, to begin a message with."""
         count = self.plan.gpus * self.plan.nodes
         return f"{count} GPU(s): " if count else "CPU: "
 
@@ -217,7 +216,6 @@ class Estimate:
         return Bill(hours, cost, formula)
 
     def _reference_rows(self) -> int | None:
-        """Rows that go through the reference: all of them beforehand, or those of every step."""
         reference, planned = self.setup.reference, self.plan
         if not self.footprint.pairs:
             return None
@@ -226,7 +224,6 @@ class Estimate:
         return planned.steps * planned.global_batch if reference and planned.steps else None
 
     def _memory_findings(self) -> Iterator[Finding]:
-        """Whether the memory is known, is too much, or leaves a card half empty."""
         planned, memory, best, gib = self.plan, self.memory, self.best, self.card.gib
         place = planned.stage.config.origin("batch.per_device").place
         if memory is None:
@@ -249,7 +246,6 @@ class Estimate:
             yield launch_finding("note", "half-empty", message, help, key="batch.per_device", **place)
 
     def _instead(self, memory: Memory, gib: float) -> str:
-        """What of this set-up can be turned so that it fits, by the same estimate."""
 
         def peak_of(other: Footprint) -> float:
             return self.memory_of(other, other.setup()).peak
@@ -361,7 +357,6 @@ class Estimate:
 
 
 def _missing(memory: Memory, gib: float) -> str:
-    """By how much it does not fit, and what the peak is made of."""
     kind, room = max(KINDS, key=memory.of), usable(gib)
     alike = [one for one in memory.fullest.allocations if one.kind == kind]
     largest = max(alike, key=lambda one: one.gib)
@@ -377,8 +372,6 @@ _HEAD = tuple("GPUs|per device|accumulation|global|steps|tokens/step|peak GiB|fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The counts that can be planned, and where the numbers come from."""
-
     rungs: tuple[Estimate, ...]
     shape: str
     lengths: str
@@ -486,7 +479,6 @@ def _split(rungs: Sequence[Estimate]) -> Iterator[Finding]:
 
 
 def _unfit(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Finding]:
-    """Where `--fit` finds nothing: how much a single row a device takes."""
     for rung in rungs:
         if terms.fit and rung.smallest is not None:
             peak = f"{rung.smallest.peak:.1f} GiB with one row a device"
@@ -495,7 +487,6 @@ def _unfit(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Findin
 
 
 def _untrained(rungs: Sequence[Estimate]) -> Iterator[Finding]:
-    """Why there is not a single step."""
     stage, values = rungs[0].plan.stage, rungs[0].plan.values
     only, name = rungs[0].only, stage.entry.names.max_steps
     warning: dict[str, Any] = {"severity": "warning", "layer": "run", "code": "no-steps"}
@@ -517,7 +508,6 @@ def _untrained(rungs: Sequence[Estimate]) -> Iterator[Finding]:
 
 
 def _unpriced(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Finding]:
-    """Why a price came to no cost."""
     unknown = [rung for rung in rungs if rung.bill.cost is None]
     if terms.price is not None and unknown:
         counts = ", ".join(str(rung.plan.gpus * rung.plan.nodes) for rung in unknown)

@@ -73,8 +73,6 @@ class Subject:
 
 
 class Fact(NamedTuple):
-    """One thing that was looked at: its name, what to say of it, and the same for machines."""
-
     name: str
     text: str
     value: Any = None
@@ -129,7 +127,6 @@ def require_ready(
 
 
 def of_plan(plan: Plan, trainer: Trainer) -> Subject:
-    """The question whether this machine is ready for a plan."""
     output = output_of(plan)
     return Subject(
         trainer=trainer,
@@ -153,9 +150,8 @@ def examine(
 
     Never raises for what is wrong with the machine: it is among the findings.
     """
-    imports = None
-    if importing and subject.trainer.version >= OLDEST:
-        imports = _import(subject, chosen, timeout_s)
+    able = importing and subject.trainer.version >= OLDEST
+    imports = _import(subject, chosen, timeout_s) if able else None
     local = () if subject.plan is None else local_files(subject.plan)
     return Report(
         findings=(*_quick(subject, chosen, imports), *local, *_standing(subject)),
@@ -188,11 +184,9 @@ def checkout(subject: Subject) -> Iterator[Finding]:
     if subject.upstream.root is None and subject.upstream.is_checkout:
         from launcher.pin import pin
 
-        message = (
-            "there is no open-instruct checkout (external/open-instruct, /workspace/open-instruct, ~/open-instruct)"
-        )
+        places = "external/open-instruct, /workspace/open-instruct, ~/open-instruct"
         help = f"{pin.get_checkout()}, or --open-instruct PATH"
-        yield launch_finding("error", "no-checkout", message, help)
+        yield launch_finding("error", "no-checkout", f"there is no open-instruct checkout ({places})", help)
 
 
 def _standing(subject: Subject) -> Iterator[Finding]:
@@ -201,10 +195,8 @@ def _standing(subject: Subject) -> Iterator[Finding]:
 
     if not subject.upstream.is_checkout or subject.upstream.root is None:
         return
-    if subject.plan is None:
-        fault = unpinned(subject.upstream, running=True, allowed=False)
-        if fault is not None:
-            yield fault
+    if subject.plan is None and (fault := unpinned(subject.upstream, running=True, allowed=False)):
+        yield fault
     status = pin.status(subject.upstream.root, subject.environ)
     module = status.submodule
     if status.fill is not None and module.state in {"missing", "empty"}:
@@ -214,8 +206,7 @@ def _standing(subject: Subject) -> Iterator[Finding]:
 
 def interpreter(trainer: Trainer) -> Iterator[Finding]:
     if trainer.version < OLDEST:
-        version = ".".join(map(str, trainer.version))
-        message = f"{trainer.python} ({trainer.source}) is Python {version}"
+        message = f"{trainer.python} ({trainer.source}) is Python {'.'.join(map(str, trainer.version))}"
         help = f"name Python {'.'.join(map(str, OLDEST))} or later with --python"
         yield launch_finding("error", "old-python", message, help)
 
@@ -252,7 +243,6 @@ def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Findi
 
 
 def needed(subject: Subject) -> tuple[str, ...]:
-    """The distributions that the scripts need, and those that the plan's switches ask for."""
     plan = subject.plan
     distributions = [*subject.backend.NEEDS, *(name for entry in subject.entries for name in entry.needs)]
     distributions += subject.backend.GPU_NEEDS if subject.gpus else ()
@@ -269,26 +259,27 @@ def needed(subject: Subject) -> tuple[str, ...]:
 def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:
     modules = [_MODULES[name] for name in needed(subject) if name in _MODULES]
     modules += [entry.script.removesuffix(".py").replace("/", ".") for entry in subject.entries]
-    environ = {**subject.environ, **(chosen.env() if subject.gpus and not chosen.refused else {})}
+    modules += [module for entry in subject.entries for module in entry.imports]
+    environ = dict(subject.environ)
     if not subject.gpus:
         environ["CUDA_VISIBLE_DEVICES"] = ""
-    modules += [module for entry in subject.entries for module in entry.imports]
+    elif not chosen.refused:
+        environ |= chosen.env()
     if subject.upstream.root is not None:
         environ |= source_environment(subject.backend, subject.upstream.root, environ)
     return install.try_imports(modules, subject.trainer, environ=environ, timeout_s=timeout_s, cuda=bool(subject.gpus))
 
 
 def _cuda(subject: Subject, imports: Imports) -> Iterator[Finding]:
-    torch = imports.cuda
-    if not subject.gpus or torch is None or torch.get("cuda") is None:
+    torch = imports.cuda or {}
+    if not subject.gpus or torch.get("cuda") is None:
         return
     fault = torch.get("error")
-    if fault is None and torch.get("count", 0) >= subject.gpus:
-        return
-    what = fault or f"it sees {torch.get('count')} GPU(s) of {subject.gpus}"
-    message = f"torch {torch.get('version')} cannot use the GPUs: {what}"
-    help = "compare the driver (nvidia-smi) with what this torch is built for; in a container: --gpus all"
-    yield launch_finding("error", "cuda-unusable", message, help)
+    if fault is not None or torch.get("count", 0) < subject.gpus:
+        what = fault or f"it sees {torch.get('count')} GPU(s) of {subject.gpus}"
+        message = f"torch {torch.get('version')} cannot use the GPUs: {what}"
+        help = "compare the driver (nvidia-smi) with what this torch is built for; in a container: --gpus all"
+        yield launch_finding("error", "cuda-unusable", message, help)
 
 
 class Torch(NamedTuple):
@@ -335,7 +326,6 @@ def driver_and_torch(torch: Torch | None, cuda: tuple[int, int] | None, trainer:
 
 
 def shared_memory(processes: int) -> Iterator[Finding]:
-    """/dev/shm too small for several processes: Docker gives 64 MiB."""
     try:
         size = shutil.disk_usage(SHM).total
     except OSError:
@@ -348,9 +338,8 @@ def shared_memory(processes: int) -> Iterator[Finding]:
 
 def _environment(subject: Subject, imports: Imports | None) -> Iterator[Fact]:
     trainer, source, torch = subject.trainer, subject.upstream, torch_of(subject.trainer)
-    version = ".".join(map(str, trainer.version))
-    python = {"path": str(trainer.python), "version": version, "source": trainer.source}
-    yield Fact("python", f"{trainer.python} ({trainer.source}), {version}", python)
+    python = {"path": str(trainer.python), "version": ".".join(map(str, trainer.version)), "source": trainer.source}
+    yield Fact("python", f"{trainer.python} ({trainer.source}), {python['version']}", python)
     yield Fact("source", source.describe(), source.as_json())
     if torch is not None:
         built = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "the CPU"
@@ -358,8 +347,8 @@ def _environment(subject: Subject, imports: Imports | None) -> Iterator[Fact]:
     if imports is not None:
         failed = [one.module for one in imports.failures]
         fine = [name for name in imports.modules if name not in failed]
-        text = f"{len(fine)} of {len(imports.modules)} modules import"
-        yield Fact("imports", text, {"fine": fine, "failed": failed})
+        value = {"fine": fine, "failed": failed}
+        yield Fact("imports", f"{len(fine)} of {len(imports.modules)} modules import", value)
 
 
 def _cards(chosen: Devices, look: Look | None) -> Iterator[Fact]:
@@ -417,7 +406,6 @@ def situation(plan: Plan, trainer: Trainer, output: Path | None) -> Iterator[Fin
 
 
 def local_files(plan: Plan) -> Iterator[Finding]:
-    """Data files that validation only warned about."""
     for finding in plan.stage.findings:
         if finding.code == "missing-data":
             yield replace(finding, severity="error")

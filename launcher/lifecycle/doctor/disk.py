@@ -94,9 +94,7 @@ def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs:
     """The bytes that checkpoints and the final model take; what lies there already is taken off."""
     values = plan.values
     count = parameters_of(values.get("model_name_or_path"), environ, values.get("model_revision"))
-    if count is None or values.get("cache_dataset_only") is True:
-        return Needs(parameters=count)
-    likely = saved(plan, count)
+    likely = None if count is None or values.get("cache_dataset_only") is True else saved(plan, count)
     if likely is None:
         return Needs(parameters=count)
     watch = plan.stage.options.probe
@@ -218,8 +216,9 @@ def _times(plan: Plan) -> int | None:
         return 0
     if every == "epoch":
         epochs = plan.values.get(entry.names.epochs)
-        limited = step_limit(plan.stage, plan.values) is not None
-        return math.ceil(epochs) if isinstance(epochs, int | float) and not limited else None
+        if step_limit(plan.stage, plan.values) is not None or not isinstance(epochs, int | float):
+            return None
+        return math.ceil(epochs)
     if not isinstance(every, int) or plan.steps is None:
         return None
     # transformers and OLMo-core save at the end of training too, whatever the step
@@ -227,13 +226,11 @@ def _times(plan: Plan) -> int | None:
 
 
 def _checkpoint_bytes(output: Path | None) -> int:
-    """Bytes of the checkpoints that lie in the output folder and go as new ones come."""
     try:
-        names = os.listdir(output) if output is not None else []
+        places = list(output.iterdir()) if output is not None else []
     except (OSError, ValueError):
         return 0
-    kept = (Path(str(output)) / name for name in names if name.startswith(_CHECKPOINTS))
-    return sum(map(below, kept))
+    return sum(below(place) for place in places if place.name.startswith(_CHECKPOINTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,22 +244,20 @@ class WriteTarget:
 
 
 def places(plan: Plan | None, output: Path | None, runs: Path, environ: Mapping[str, str]) -> Iterator[WriteTarget]:
-    """Every folder that a run, or what it imports, writes into."""
     hub, home = model_config.hub_home(environ), model_config.home(environ)
     triton = Path(environ.get("TRITON_HOME") or home) / ".triton" / "cache"
 
-    def folder(variable: str, default: object) -> Path:
-        return Path(environ.get(variable) or str(default))
+    def of(variable: str, what: str, default: Path) -> WriteTarget:
+        return WriteTarget(Path(environ.get(variable) or default), what, variable)
 
     if output is not None:
         yield WriteTarget(output, "checkpoints and the model", "output_dir", vital=True)
     yield WriteTarget(runs, "run folders", "LAUNCH_RUNS", vital=True)
     yield WriteTarget(model_config.hub_cache(environ), "models from the hub", "HF_HOME")
-    datasets = folder("HF_DATASETS_CACHE", hub / "datasets")
-    yield WriteTarget(datasets, "data sets from the hub", "HF_DATASETS_CACHE")
+    yield of("HF_DATASETS_CACHE", "data sets from the hub", hub / "datasets")
     yield WriteTarget(cache_home(environ), "launch's caches", "LAUNCH_CACHE")
-    yield WriteTarget(folder("TRITON_CACHE_DIR", triton), "compiled kernels", "TRITON_CACHE_DIR")
-    yield WriteTarget(folder("TMPDIR", tempfile.gettempdir()), "temporary files", "TMPDIR")
+    yield of("TRITON_CACHE_DIR", "compiled kernels", triton)
+    yield of("TMPDIR", "temporary files", Path(tempfile.gettempdir()))
     if plan is None:
         return
     for name in ("dataset_local_cache_dir", "local_cache_dir"):
@@ -299,13 +294,11 @@ def not_writable(path: Path) -> str | None:
 
 
 def _nearest(path: Path) -> Path:
-    """The folder itself, or the nearest above it that is there."""
     path = path.absolute()
     return next((one for one in (path, *path.parents) if exists(one)), Path("/"))
 
 
 def unwritable(found: Iterable[WriteTarget]) -> Iterator[Finding]:
-    """Folders that cannot be written: errors for what every run writes, warnings for caches."""
     reported: set[Path] = set()
     for place in found:
         reason = not_writable(place.path)
@@ -320,7 +313,6 @@ def unwritable(found: Iterable[WriteTarget]) -> Iterator[Finding]:
 
 
 def too_little(needed: Needs, output: Path | None, found: Iterable[WriteTarget]) -> Iterator[Finding]:
-    """Too little room for what is known to be written (error), or hardly enough (warning)."""
     available = None if output is None else free(output)
     tight: int | None = None
     if available is not None and needed.least is not None and needed.likely is not None:

@@ -171,7 +171,6 @@ def extras() -> Mapping[str, Sequence[str]]:
 
 @cache
 def tested() -> Mapping[str, str]:
-    """Every requirement of the trainers' extras by the distribution's name."""
     texts = [text for extra in ("gpu", "trl", "open-instruct") for text in extras().get(extra, ())]
     return {_name(text): text for text in texts}
 

@@ -213,7 +213,6 @@ def _has_adapter(plan: Plan) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A value as a manifest holds it."""
     return json.loads(json.dumps(value, default=str))
 
 

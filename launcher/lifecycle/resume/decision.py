@@ -299,7 +299,6 @@ class _Judge:
         )
 
     def _in_logs(self, pattern: re.Pattern[bytes]) -> bytes | None:
-        """The newest match in the logs of the attempts, each looked at where training begins."""
         if self.folder is None:
             return None
         for attempt in range(self.folder.attempts(), 0, -1):
@@ -309,7 +308,6 @@ class _Judge:
         return None
 
     def steps(self, checkpoint: Checkpoint) -> int:
-        """Optimizer steps that a checkpoint has behind it."""
         if checkpoint.step is not None:
             return checkpoint.step
         shape = self.shape(self.maker(checkpoint) or None)
@@ -356,7 +354,6 @@ class _Judge:
         return named if isinstance(named, str) and named.lower() not in ("", "true", "false") else None
 
     def _say(self, severity: Severity, code: str, message: str, help: str | None, key: str | None = None) -> None:
-        """A finding, at the argument that it is about: by default the output folder's."""
         key = f"args.{key or self.entry.names.output}"
         finding = launch_finding(severity, code, message, help, key=key)
         self.findings.append(replace(finding, layer="run") if severity == "error" else finding)
@@ -518,7 +515,6 @@ class _Judge:
         return newest, wrong, None
 
     def _wrong(self, one: Checkpoint) -> ResumeMismatch | None:
-        """Why upstream would not go on where this checkpoint was saved."""
         maker = self.maker(one)
         if self.entry.loop == "transformers":
             skips = not self.plan.values.get("ignore_data_skip")
@@ -605,7 +601,6 @@ class _Judge:
             self._say(severity, code, f"going on from {chosen.name}: {one.text}", help, one.key)
 
     def _check_reference(self, changed: Sequence[ResumeChange]) -> None:
-        """The reference log-probabilities that the attempts before used must still be there."""
         cache = next((one for one in self.caches if one.kind == "reference"), None)
         other = any(one.what == "reference" for one in changed)
         if cache is None or other or not self.entry.caches_reference:
@@ -623,14 +618,12 @@ class _Judge:
         self._say(severity, "reference-gone", message, help, "model_name_or_path")
 
     def _check_names(self) -> None:
-        """What upstream would take for a checkpoint, and is none."""
         names = checkpoints.strange_names(self.backend, self.output)
         if names:
             message = f"{self.output} holds {', '.join(names[:3])}, which upstream takes for a checkpoint "
             self._say("error", "checkpoint-name", f"{message}(utils.py:791)", "move or rename it")
 
     def _check_unrecorded(self, found: Sequence[Checkpoint]) -> None:
-        """Checkpoints of which no record tells, and which upstream would not go on from."""
         whole = [one for one in found if one.complete]
         if whole and not self.entry.unjudged:
             help, key = "--fresh begins anew, beside it", self.entry.names.resume

@@ -104,7 +104,6 @@ class PlannedStage:
         return runner.alive(folder.path) or runner.keeper_lives(folder)
 
     def handed(self, source: Path | str) -> list[str]:
-        """The overrides that make `source` its model and its tokenizer."""
         return _handed(self.plan.stage.options.backend, source)
 
 
@@ -151,7 +150,6 @@ def plan_stages(order: PipelineRequest, *, running: bool) -> PipelinePlan:
 
 
 def known_changes(fields: Iterable[str]) -> frozenset[str]:
-    """What `--allow-changed-resume` may name for stages with these arguments."""
     return frozenset((*changes.NAMES, *fields))
 
 
@@ -279,7 +277,6 @@ class _Planner:
             self._add(link, "pipeline-model", message, help, f"args.{key}")
 
     def _has_own_output(self, step: PlannedStage) -> bool:
-        """Whether no other stage's model goes to the same place."""
         output = step.prepared.requested_output or step.output
         for other in self.steps.values():
             if canonical(other.prepared.requested_output or other.output) == canonical(output):
@@ -290,7 +287,6 @@ class _Planner:
         return True
 
     def _check_between(self, source: PlannedStage, step: PlannedStage) -> None:
-        """What of the one stage's output the other cannot use."""
         given, values, link = source.plan.values, step.plan.values, step.link
         before = source.link.name
         for name in sorted(source.plan.stage.entry.partial):

@@ -139,7 +139,6 @@ class Prefetch:
 
     @property
     def did_nothing(self) -> bool:
-        """Whether all of it was there already."""
         states = {self.tokenised.state, *(one.state for one in self.parts)}
         return states <= {"there", "unknown", "left"}
 
@@ -243,7 +242,6 @@ def _fetched(needed: Sequence[Part], planned: Plan, trainer: Trainer, more: Mapp
 
 
 def _left(planned: Plan, parts: Sequence[Part], folders: Sequence[Cache], tokenised: Tokenised) -> Iterator[str]:
-    """What the run will still have to do."""
     if tokenised.state == "left":
         yield "tokenising: TRL does it while its trainer is made, before the first step"
     model = next((one for one in parts if one.role in ("whole", "model")), None)
@@ -285,7 +283,6 @@ class _Filling:
             return self._of(entry, "there", 0.0), ()
 
     def _impossible(self) -> Iterator[Finding]:
-        """What no preparation helps with."""
         values = self.plan.values
         prefix = "dataset_" if "dataset_skip_cache" in values else ""
         skip, mode, name = (f"{prefix}{key}" for key in ("skip_cache", "cache_mode", "config_hash"))
@@ -385,7 +382,6 @@ class _Filling:
 
 
 def _reason(folder: RunFolder) -> str:
-    """What upstream's script said in the end."""
     found = evidence.read_run(folder.path, attempt=1)
     if found.log is None:
         return "no reason"

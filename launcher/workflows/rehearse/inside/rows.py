@@ -23,7 +23,6 @@ class AnySplit(dict[str, Any]):
 
 
 def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, Any]) -> Callable[..., Any]:
-    """`datasets.load_dataset` that gives the first rows of each set; a hub set not here gets a stand-in."""
     import datasets
 
     absent = (ConnectionError, datasets.exceptions.DatasetNotFoundError)
@@ -159,7 +158,6 @@ def describe(rows: Any, longest: int | None, special: dict[str, int | None]) -> 
 
 
 def tokens(row: dict[str, Any]) -> list[list[int]]:
-    """The sequences of one prepared row: one of SFT, two of a pair."""
     listed = {key: as_list(value) for key, value in row.items()}
     for names in (("chosen_input_ids", "rejected_input_ids"), ("chosen_ids", "rejected_ids"), ("input_ids",)):
         if all(name in listed for name in names):

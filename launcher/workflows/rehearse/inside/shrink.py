@@ -174,7 +174,6 @@ def narrow(part: Any) -> None:
 
 
 def of(part: Any, name: str) -> Any:
-    """An attribute of a config; None without it, or where each layer has its own."""
     try:
         return getattr(part, name, None)
     except Exception:

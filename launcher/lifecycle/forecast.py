@@ -159,14 +159,13 @@ class Estimate:
         return None, self.memory_of(self.footprint, self.footprint.setup(1, each))
 
     def _speed(self) -> Speed | None:
+        """As measured, else at a stated MFU. Raises InvalidConfig for a GPU without a data sheet."""
         if self.terms.tokens_per_second is not None:
             return Speed(self.terms.tokens_per_second, "--tokens-per-second")
         if not self.card.name:
             return None
-        return _measured_speed(self.plan, self.card.name) or self._stated_speed()
-
-    def _stated_speed(self) -> Speed:
-        """At a stated MFU; raises InvalidConfig (`unknown-device`) for a GPU without a data sheet."""
+        if (measured := _measured_speed(self.plan, self.card.name)) is not None:
+            return measured
         peak, shape = datasheets.peak_flops(self.card.name), self.footprint.shape
         if peak is None:
             message = f"the arithmetic speed of {self.card.name} is not known"
@@ -188,7 +187,14 @@ class Estimate:
     def _bill(self) -> Bill:
         """Hours and money; a row through the reference is a forward pass: a third of one of a step."""
         planned, tokens, speed, steps = self.plan, self.tokens, self.speed, self.plan.steps
-        referred, named = self._reference_rows(), "--gpu H100, or " if planned.gpus else ""
+        named, referred = "--gpu H100, or " if planned.gpus else "", None
+        if self.footprint.pairs and (
+            self.setup.reference == "cache" or planned.values.get("precompute_ref_log_probs")
+        ):
+            # all of them beforehand
+            referred = self.rows
+        elif self.footprint.pairs and self.setup.reference and steps:
+            referred = steps * planned.global_batch
         if self.only == "data set":
             return Bill(None, None, "the data set is only tokenised: how long that takes is not known")
         if self.static:
@@ -215,14 +221,6 @@ class Estimate:
             return Bill(None, None, f"{formula}: more than can be counted")
         return Bill(hours, cost, formula)
 
-    def _reference_rows(self) -> int | None:
-        reference, planned = self.setup.reference, self.plan
-        if not self.footprint.pairs:
-            return None
-        if reference == "cache" or planned.values.get("precompute_ref_log_probs"):
-            return self.rows
-        return planned.steps * planned.global_batch if reference and planned.steps else None
-
     def _memory_findings(self) -> Iterator[Finding]:
         planned, memory, best, gib = self.plan, self.memory, self.best, self.card.gib
         place = planned.stage.config.origin("batch.per_device").place
@@ -231,7 +229,14 @@ class Estimate:
             yield launch_finding("note", "unknown-memory", message, None)
         elif gib is not None and memory.spare(gib) < 0:
             help = None if self.static else self._instead(memory, gib)
-            message = self.where + _missing(memory, gib)
+            kind, room = max(KINDS, key=memory.of), usable(gib)
+            alike = [one for one in memory.fullest.allocations if one.kind == kind]
+            largest = max(alike, key=lambda one: one.gib)
+            message = (
+                f"{self.where}{memory.peak:.1f} GiB are planned and {room:.1f} of {gib:g} can be used: "
+                f"{memory.peak - room:.1f} GiB missing, at the {memory.fullest.name}; {memory.of(kind):.1f} of "
+                f"it are {kind} ({largest.name}: {largest.gib:.2f} GiB = {largest.formula})"
+            )
             yield launch_finding("warning", "out-of-memory", message, help, **place)
         elif gib is not None and best is not None and memory.peak < 0.6 * gib and planned.steps != 0:
             if best.per_device <= planned.per_device:
@@ -356,17 +361,6 @@ class Estimate:
         yield f"  disk: {self.saved.formula}"
 
 
-def _missing(memory: Memory, gib: float) -> str:
-    kind, room = max(KINDS, key=memory.of), usable(gib)
-    alike = [one for one in memory.fullest.allocations if one.kind == kind]
-    largest = max(alike, key=lambda one: one.gib)
-    return (
-        f"{memory.peak:.1f} GiB are planned and {room:.1f} of {gib:g} can be used: "
-        f"{memory.peak - room:.1f} GiB missing, at the {memory.fullest.name}; {memory.of(kind):.1f} of "
-        f"it are {kind} ({largest.name}: {largest.gib:.2f} GiB = {largest.formula})"
-    )
-
-
 _HEAD = tuple("GPUs|per device|accumulation|global|steps|tokens/step|peak GiB|fits|hours|cost|disk GiB".split("|"))
 
 
@@ -456,9 +450,7 @@ def make(resolved: ResolvedStage, gpus: Sequence[int], terms: ForecastOptions) -
             *dict.fromkeys(faults),
             *_split(rungs),
             *(f for rung in rungs for f in rung.findings),
-            *_unfit(rungs, terms),
-            *_untrained(rungs),
-            *_unpriced(rungs, terms),
+            *_remarks(rungs, terms),
         ),
     )
 
@@ -478,15 +470,13 @@ def _split(rungs: Sequence[Estimate]) -> Iterator[Finding]:
                 yield one
 
 
-def _unfit(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Finding]:
+def _remarks(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Finding]:
+    """Why nothing fits, why there is not a single step, and why a price came to no cost."""
     for rung in rungs:
         if terms.fit and rung.smallest is not None:
             peak = f"{rung.smallest.peak:.1f} GiB with one row a device"
             message = f"{rung.where}--fit: no split of the batch fits; {peak}"
             yield launch_finding("note", "nothing-fits", message, None, key="batch.per_device")
-
-
-def _untrained(rungs: Sequence[Estimate]) -> Iterator[Finding]:
     stage, values = rungs[0].plan.stage, rungs[0].plan.values
     only, name = rungs[0].only, stage.entry.names.max_steps
     warning: dict[str, Any] = {"severity": "warning", "layer": "run", "code": "no-steps"}
@@ -505,9 +495,6 @@ def _untrained(rungs: Sequence[Estimate]) -> Iterator[Finding]:
             message += "and what is not full is left out"
             help = "fewer GPUs, a smaller batch, or more rows"
             yield Finding(**warning, key="batch.global", message=message, help=help)
-
-
-def _unpriced(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Finding]:
     unknown = [rung for rung in rungs if rung.bill.cost is None]
     if terms.price is not None and unknown:
         counts = ", ".join(str(rung.plan.gpus * rung.plan.nodes) for rung in unknown)

@@ -179,7 +179,7 @@ def test_trl_gets_its_model_and_data_and_tokenises_itself(place: Path, capsys: p
 
 @pytest.mark.parametrize(
     ("word", "said"),
-    [("dataset_skip_cache=true", "tokenises all over"), ("dataset_config_hash=0123456789", "is no complete set")],
+    [("dataset_skip_cache=true", "tokenises all over"), ("dataset_config_hash=0123456789", "by its name")],
 )
 def test_what_no_preparation_helps_with_is_refused(
     place: Path, checkout: Path, capsys: pytest.CaptureFixture[str], word: str, said: str

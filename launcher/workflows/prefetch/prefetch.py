@@ -24,6 +24,7 @@ from launcher.artifacts.model_config import offline
 from launcher.cache import entries, folders, hub, keys
 from launcher.cache.hub import Part
 from launcher.cache.keys import Cache
+from launcher.config.load import spelt
 from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, errors, launch_finding
 from launcher.lifecycle.doctor import checks
 from launcher.lifecycle.prepare import Request, ResolvedStage
@@ -189,7 +190,11 @@ def prepare(resolved: ResolvedStage, say: Say = lambda _: None) -> Prefetch:
     """
     began = time.monotonic()
     request, trainer, planned = resolved.request, resolved.trainer, _planned(resolved)
-    _require_ready(planned, trainer)
+    # what training needs besides is asked where it trains
+    subject = replace(checks.of_plan(planned, trainer), gpus=0, plan=None)
+    found = [*checks.checkout(subject), *checks.interpreter(trainer), *checks.packages(subject)]
+    if lacking := errors([*found, *checks.local_files(planned)]):
+        raise NotReady(lacking)
     needed = hub.required_parts(planned)
     parts = _fetched([one for one in needed if one.role != "data"], planned, trainer, {})
     # of what lies here now: the names of the cache folders hold the tokenizer's content
@@ -225,14 +230,6 @@ def _planned(resolved: ResolvedStage) -> Plan:
     return made
 
 
-def _require_ready(planned: Plan, trainer: Trainer) -> None:
-    """What tokenising needs here; what training needs besides is asked where it trains."""
-    subject = replace(checks.of_plan(planned, trainer), gpus=0, plan=None)
-    found = [*checks.checkout(subject), *checks.interpreter(trainer), *checks.packages(subject)]
-    if lacking := errors([*found, *checks.local_files(planned)]):
-        raise NotReady(lacking)
-
-
 def _fetched(needed: Sequence[Part], planned: Plan, trainer: Trainer, more: Mapping[str, str]) -> tuple[Part, ...]:
     parts = hub.fetch(needed, trainer, {**os.environ, **more})
     missing = tuple(hub.findings(parts, planned, offline=offline(os.environ)))
@@ -258,9 +255,8 @@ def _left(planned: Plan, parts: Sequence[Part], folders: Sequence[Cache], tokeni
 class _Filling:
     """The tokenised data of one plan, made where the run will look."""
 
-    def __init__(self, planned: Plan, trainer: Trainer, request: Request, say: Say, folders: Sequence[Cache]) -> None:
-        self.plan, self.trainer, self.request, self.say = planned, trainer, request, say
-        self.cache = next((one for one in folders if one.kind == "dataset"), None)
+    def __init__(self, planned: Plan, trainer: Trainer, request: Request, say: Say, caches: Sequence[Cache]) -> None:
+        self.plan, self.trainer, self.request, self.say, self.caches = planned, trainer, request, say, caches
         self.work: Path | None = None
 
     def done(self) -> tuple[Tokenised, tuple[Finding, ...]]:
@@ -270,50 +266,36 @@ class _Filling:
         missed = tuple(self._impossible())
         if missed:
             return Tokenised(state="missed"), missed
-        entry = self._entry()
-        if entry is not None or self.cache is None:
+        cache = next(one for one in self.caches if one.kind == "dataset")
+        entry = entries.hit(cache.path, self.plan)
+        if entry is not None:
             return self._of(entry, "there", 0.0), ()
-        lock = cache_home() / "prepared" / f"{self.cache.path.name}.lock"
+        lock = cache_home() / "prepared" / f"{cache.path.name}.lock"
         waiting = "another `launch prepare` is filling this: waiting for it"
         with locks.alone(lock, waiting=lambda: self.say(waiting)):
             # whoever was at it may have filled it in the meantime
-            entry = self._entry()
-            if entry is None:
-                return self._fill(self.cache)
-            return self._of(entry, "there", 0.0), ()
+            entry = entries.hit(cache.path, self.plan)
+            return self._fill(cache) if entry is None else (self._of(entry, "there", 0.0), ())
 
     def _impossible(self) -> Iterator[Finding]:
         values = self.plan.values
         prefix = "dataset_" if "dataset_skip_cache" in values else ""
-        skip, mode, name = (f"{prefix}{key}" for key in ("skip_cache", "cache_mode", "config_hash"))
-        if values.get(skip) is True:
-            why = "the run tokenises all over, and looks for no set (dataset_transformation.py:1912)"
-            yield self._missed(skip, f"`{skip}: true`: {why}", f"leave {skip} out")
-        if values.get(mode) != "local":
-            why = "the run looks for its set on the hub, not here"
-            yield self._missed(mode, f"`{mode}: {values.get(mode)}`: {why}", f"{mode}: local")
-        if values.get(name) is not None and self._entry() is None:
-            why = "a set is asked for by its name, and there is no complete set"
-            yield self._missed(name, f"{why} {values[name]}", f"leave {name} out")
+        ways = {
+            "skip_cache": "the run tokenises all over, and looks for no set (dataset_transformation.py:1912)",
+            "cache_mode": "the run looks for its set on the hub, not here",
+            "config_hash": "the run takes a set by its name, whatever lies there",
+        }
+        for key, why in ways.items():
+            name = f"{prefix}{key}"
+            if (value := values.get(name)) not in (None, False, "local"):
+                yield self._missed(name, f"`{name}: {spelt(value)}`: {why}", f"leave {name} out")
 
     def _missed(self, key: str | None, message: str, help: str) -> Finding:
         """That the run would not find what was, or could be, made."""
         place = self.plan.stage.config.origin(f"args.{key}").place
         return launch_finding("error", "would-miss", message, help, key=key and f"args.{key}", **place)
 
-    def _entry(self) -> Path | None:
-        """The complete set that the run would take; None where it would tokenise."""
-        if self.cache is not None:
-            return entries.hit(self.cache.path, self.plan)
-        values = self.plan.values
-        prefix = "dataset_" if "dataset_config_hash" in values else ""
-        base = Path(str(values.get(f"{prefix}local_cache_dir")))
-        named = base / str(values.get(f"{prefix}config_hash"))
-        return named if folders.is_complete(named) else None
-
-    def _of(self, entry: Path | None, state: str, seconds: float) -> Tokenised:
-        if entry is None:
-            return Tokenised(state=state)
+    def _of(self, entry: Path, state: str, seconds: float) -> Tokenised:
         known: Lengths | None = None
         # no pyarrow in launch's own Python, or other columns: nothing hangs on it
         with contextlib.suppress(LaunchError):
@@ -333,8 +315,7 @@ class _Filling:
 
     def _fill(self, cache: Cache) -> tuple[Tokenised, tuple[Finding, ...]]:
         began = time.monotonic()
-        root = self.request.runs or rundir.runs_root()
-        self.work = rundir.new_folder(root, "prepare", self.plan.stage.name)
+        self.work = rundir.new_folder(self.request.runs or rundir.runs_root(), "prepare", self.plan.stage.name)
         folder = RunFolder(self.work)
         self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
         with folders.lock((cache,), folder, 1, config=self.request.config) as locks:
@@ -345,7 +326,7 @@ class _Filling:
         if ended.returncode:
             raise self._failure(folder, _reason(folder))
         spoiled = folders.discard_spoiled(cache) is not None
-        entry = self._entry()
+        entry = entries.hit(cache.path, self.plan)
         if entry is not None and not spoiled:
             return self._of(entry, "filled", time.monotonic() - began), ()
         why = "the data, the tokenizer or the model were written to while they were read"
@@ -368,11 +349,10 @@ class _Filling:
                 arguments[name] = stage.schema.words(name, value)
         arguments[stage.entry.names.output] = [str(folder.path / "model")]
         built = command.build(made, self.trainer, folder.path, environ=os.environ, caches=keys.environment((cache,)))
-        root = stage.upstream.root
-        assert root is not None
+        assert stage.upstream.root is not None
         words = [word for name, given in arguments.items() for word in (f"--{name}", *given)]
         env = {name: value for name, value in built.env.items() if name != "LAUNCH_PROBE"}
-        argv = (str(self.trainer.python), str(root / stage.entry.script), *words)
+        argv = (str(self.trainer.python), str(stage.upstream.root / stage.entry.script), *words)
         return Command(argv=argv, env=env, cwd=built.cwd)
 
     def _failure(self, folder: RunFolder, why: str) -> TokenisingFailed:

@@ -80,17 +80,13 @@ class Server:
             env=environment(self.scratch, os.environ),
             start_new_session=True,
         )
-        paths = [] if self.root is None else [str(self.root)]
-        about = {"backend": self.backend, "stage": self.stage, "scratch": str(self.scratch)}
-        self._send({**about, "jobs": JOBS, "paths": paths})
+        about = {"backend": self.backend, "stage": self.stage, "scratch": str(self.scratch), "jobs": JOBS}
+        self._send({**about, "paths": [] if self.root is None else [str(self.root)]})
         first = next(self._lines(1, STARTS_S), None)
         if first is None or "failed" in first:
             why = "it ended, or did not answer" if first is None else described(first["failed"])
-            raise not_ready(
-                "rehearsal-imports",
-                f"{self.trainer.python} cannot import the training script: {why}",
-                "launch doctor CONFIG says what is missing and installs it",
-            )
+            message = f"{self.trainer.python} cannot import the training script: {why}"
+            raise not_ready("rehearsal-imports", message, "launch doctor CONFIG says what is missing")
 
     def __exit__(self, *_: object) -> None:
         process = getattr(self, "_process", None)

@@ -43,10 +43,8 @@ def keep(judged: Judged, trainer: Trainer, found: Mapping[str, Any]) -> None:
 
 
 def _path(judged: Judged, trainer: Trainer) -> Path:
-    digest = hashlib.sha256()
-    for part in _parts(judged, trainer):
-        digest.update(json.dumps(part, sort_keys=True, default=str).encode() + b"\n")
-    return cache_home() / "rehearsals" / f"{digest.hexdigest()[:32]}.json"
+    parts = json.dumps(list(_parts(judged, trainer)), sort_keys=True, default=str)
+    return cache_home() / "rehearsals" / f"{hashlib.sha256(parts.encode()).hexdigest()[:32]}.json"
 
 
 def _parts(judged: Judged, trainer: Trainer) -> Iterator[Any]:
@@ -58,8 +56,7 @@ def _parts(judged: Judged, trainer: Trainer) -> Iterator[Any]:
     # what is left out of the steps is parsed all the same
     yield [dict(judged.config.args), whole.added, whole.left_out]
     yield [[one.code, one.key] for one in judged.findings if one.severity == "error"]
-    for folder in (Path(__file__).parent, Path(__file__).parent / "inside"):
-        yield [[one.name, one.stat().st_mtime_ns] for one in sorted(folder.glob("*.py"))]
+    yield _state(Path(__file__).parent)
     for value in _texts(whole.given):
         if _HUB_NAME.fullmatch(value):
             yield [commit(value, os.environ, kind=kind) for kind in ("models", "datasets")]
@@ -75,13 +72,11 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _state(path: Path) -> Any:
-    """Of a local file its head, size and time of writing; of a folder that of the files in it."""
+    """Of a local file its head, size and time of writing; of a folder those of the files in it."""
     with contextlib.suppress(OSError, ValueError):
         if path.is_dir():
-            files = sorted(one for one in path.rglob("*") if one.is_file())[:1000]
-            return [[str(one), one.stat().st_size, one.stat().st_mtime_ns] for one in files]
-        if path.is_file():
-            with path.open("rb") as file:
-                head = hashlib.sha256(file.read(_HEAD)).hexdigest()
-            return [head, path.stat().st_size, path.stat().st_mtime_ns]
+            return [_state(one) for one in sorted(path.rglob("*"))[:1000] if one.is_file()]
+        with path.open("rb") as file:
+            head = hashlib.sha256(file.read(_HEAD)).hexdigest()
+        return [str(path), head, path.stat().st_size, path.stat().st_mtime_ns]
     return None

@@ -106,7 +106,10 @@ def rehearse(
         return Rehearsal(findings=(), seconds=0)
     known = None if anew else memory.recall(judged, trainer)
     if known is not None:
-        return _from_json(known, judged)
+        lists = {name: tuple(known[name]) for name in ("losses", "left_out", "stand_ins")}
+        findings = tuple(judged.config.placed(Finding(**one)) for one in known["findings"])
+        seconds, rows = known["seconds"], known["rows"]
+        return Rehearsal(findings=findings, seconds=seconds, rows=rows, remembered=True, **lists)
     began = time.monotonic()
     say("rehearsing on the CPU; first the trainer's packages are imported")
     with contextlib.nullcontext(servers) if servers is not None else Servers() as opened:
@@ -171,17 +174,6 @@ def row_tokens(resolved: ResolvedStage) -> str | None:
     return None if known is None else known.get("row_tokens")
 
 
-def _from_json(known: Mapping[str, Any], judged: Judged) -> Rehearsal:
-    lists = {name: tuple(known[name]) for name in ("losses", "left_out", "stand_ins")}
-    return Rehearsal(
-        findings=tuple(judged.config.placed(Finding(**one)) for one in known["findings"]),
-        seconds=known["seconds"],
-        rows=known["rows"],
-        remembered=True,
-        **lists,
-    )
-
-
 class Attempts:
     """The arguments of one stage, tried again without what was refused until nothing is."""
 
@@ -215,7 +207,11 @@ class Attempts:
             if (refusal := answer.get("refusal")) is None:
                 break
             if refusal.get("errno") in _DISK_FULL or refusal["type"] == "MemoryError":
-                self.findings.append(_no_room(refusal))
+                what, help = "there is no space left", "free some, or set TMPDIR to a larger disk"
+                if refusal["type"] == "MemoryError":
+                    what, help = "there is not enough memory", "free some"
+                message = f"{what} for a rehearsal: {described(refusal)}"
+                self.findings.append(launch_finding("error", "rehearsal-no-room", message, help))
                 break
             culprits = self.blame(answer)
             self.findings.append(self.refusal(answer, culprits))
@@ -437,17 +433,6 @@ def _signature(refusal: Mapping[str, Any]) -> tuple[Any, ...]:
         # the same sentence about other columns, rows or numbers
         message = re.sub(r"\d+|\[[^\]]*\]|\([^)]*\)", "#", message)
     return refusal["type"], refusal.get("file"), refusal.get("line"), message[:120]
-
-
-def _no_room(refusal: Mapping[str, Any]) -> Finding:
-    memory_ = refusal["type"] == "MemoryError"
-    what = "there is not enough memory" if memory_ else "there is no space left"
-    return launch_finding(
-        "error",
-        "rehearsal-no-room",
-        f"{what} for a rehearsal: {described(refusal)}",
-        "free some" if memory_ else "free some, or set TMPDIR to a larger disk",
-    )
 
 
 def _about_rows(rows: Mapping[str, Any], entry: Entry) -> Iterator[Finding]:

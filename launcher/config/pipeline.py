@@ -144,7 +144,13 @@ class _PipelineReader:
             self._bad(where, f"a stage is a mapping, not `{brief(entry)}`", "{config: sft.yaml}")
             return None
         self._unknown(where, entry, STAGE_KEYS)
-        config = self._config(f"{where}.config", entry.get("config"))
+        config, listed = None, entry.get("config")
+        if not isinstance(listed, str) or not listed.strip():
+            self._bad(f"{where}.config", "`config` names the stage file", "config: sft.yaml")
+        elif not exists(config := self.path.parent / expanded(listed)):
+            message, help = f"there is no {brief(config, 200)}", "`config` is relative to the pipeline file"
+            self._bad(f"{where}.config", message, help)
+            config = None
         name = self._name(f"{where}.name", entry.get("name"), config, before)
         source = self._source(f"{where}.from", entry, before)
         kind = entry.get("stage")
@@ -169,16 +175,6 @@ class _PipelineReader:
             given=given,
             origins={"": self._at(where), **origins},
         )
-
-    def _config(self, where: str, given: Any) -> Path | None:
-        if not isinstance(given, str) or not given.strip():
-            self._bad(where, "`config` names the stage file", "config: sft.yaml")
-            return None
-        found = self.path.parent / expanded(given)
-        if exists(found):
-            return found
-        self._bad(where, f"there is no {brief(found, 200)}", "`config` is relative to the pipeline file")
-        return None
 
     def _name(self, where: str, given: Any, config: Path | None, before: Sequence[str]) -> str | None:
         if given is None and config is None:

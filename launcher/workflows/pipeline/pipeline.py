@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -160,21 +160,14 @@ def run(order: PipelineRequest, planned: PipelinePlan, *, quiet: bool = False) -
     before = series.earlier()
     over = before is not None and rundir.read_json(before / RECORD).get("state") == "finished"
     with series.opened(fresh=over, taken=running) as folder:
-        rows = [_row(planned.steps[link.name]) for link in planned.links]
+        rows = []
+        for step in (planned.steps[link.name] for link in planned.links):
+            stage, model = step.plan.stage, str(step.plan.values.get(step.plan.stage.entry.names.model))
+            name, config, output = step.link.name, str(step.link.config), str(step.output)
+            rows.append(StageRow(name=name, stage=stage.options.stage, config=config, model=model, output=output))
         result = PipelineResult(folder=folder, order=order, rows=rows, key=key, began=rundir.now())
         _Runner(order, planned, result, quiet).run()
     return result
-
-
-def _row(step: PlannedStage) -> StageRow:
-    stage = step.plan.stage
-    return StageRow(
-        name=step.link.name,
-        stage=stage.options.stage,
-        config=str(step.link.config),
-        model=str(step.plan.values.get(stage.entry.names.model)),
-        output=str(step.output),
-    )
 
 
 def dry_run(order: PipelineRequest) -> PipelinePlan:
@@ -228,7 +221,13 @@ class _Runner:
         try:
             outcome = work(self.planned.steps[row.name], row)
         except LaunchError as error:
-            self._refused(row, error)
+            row.status, row.exit = "refused", int(error.exit_code)
+            # its folder was only reserved
+            row.run = row.run if row.run and os.path.isdir(row.run) else None
+            stops = errors(error.findings) or error.findings
+            row.reason = str(stops[0].message) if stops else str(error)
+            self.result.exit, self.result.findings = error.exit_code, error.findings
+            self._show(list(error.findings))
         else:
             row.seconds += time.monotonic() - began
             if outcome is None:
@@ -248,15 +247,6 @@ class _Runner:
     def _show(self, findings: list[Finding]) -> None:
         if not self.quiet:
             console.findings(findings)
-
-    def _refused(self, row: StageRow, error: LaunchError) -> None:
-        row.status, row.exit = "refused", int(error.exit_code)
-        # its folder was only reserved
-        row.run = row.run if row.run and os.path.isdir(row.run) else None
-        stops = errors(error.findings) or error.findings
-        row.reason = str(stops[0].message) if stops else str(error)
-        self.result.exit, self.result.findings = error.exit_code, error.findings
-        self._show(list(error.findings))
 
     def _came_of(self, row: StageRow, outcome: Outcome) -> None:
         row.exit, row.verdict = int(outcome.exit), outcome.verdict.status
@@ -318,10 +308,9 @@ class _Runner:
         # by what is allowed now
         attempt = replace(attempt, allow_unproven=self.order.allow_unproven)
         verdict, code = start.conclusion(folder, attempt)
-        if code is Exit.OK and not interrupted:
-            return None
-        code = Exit.INTERRUPTED if interrupted else code
-        return Outcome(run=folder, plan=step.plan, verdict=verdict, exit=code)
+        if interrupted:
+            code = Exit.INTERRUPTED
+        return None if code is Exit.OK else Outcome(run=folder, plan=step.plan, verdict=verdict, exit=code)
 
     def _write(self) -> None:
         # a full disk costs the record, not the run that goes on
@@ -343,33 +332,20 @@ class _Runner:
 
 def _prepared(resolved: ResolvedStage, step: PlannedStage, *, fresh: bool) -> tuple[Prepared, str | None]:
     """Ready to start: as it is, or started over with the reason why."""
-    anew = resolved.with_request(fresh=True)
+    anew, dry = resolved.with_request(fresh=True), step.prepared
     if fresh:
         prepared = prepare.complete(anew, running=True)
         return prepared, None if prepared.output == prepared.requested_output else "--fresh"
-    if (why := _of_nobody(step.prepared)) is not None:
-        return prepare.complete(anew, running=True), why
+    if dry.attempt <= 1 and dry.output and checkpoints.model_fault(plan.model_in(dry.plan, dry.output)) is None:
+        return prepare.complete(anew, running=True), f"{dry.output} holds a model, and no run is known that made it"
     # the same start with every change allowed
     every = tuple(sorted(plans.known_changes(resolved.stage.schema.fields)))
     prepared = prepare.complete(resolved.with_request(allowed=every, strict=False), running=True)
     if not prepared.decision.changes and not resolved.request.strict:
         return replace(prepared, resolved=resolved), None
     rundir.release(prepared.folder)
-    why = _changed(prepared, resolved.request.allowed)
-    return prepare.complete(resolved if why is None else anew, running=True), why
-
-
-def _of_nobody(dry: Prepared) -> str | None:
-    """Says so where a whole model lies in the output folder, and no run here is known to have trained it."""
-    if dry.attempt > 1 or dry.output is None or checkpoints.model_fault(plan.model_in(dry.plan, dry.output)):
-        return None
-    return f"{dry.output} holds a model, and no run is known that made it"
-
-
-def _changed(prepared: Prepared, allowed: Iterable[str]) -> str | None:
-    """The changes for which a stage's own result, or what there is of it, is not what was asked for."""
-    if prepared.decision.kind == "new":
-        return None
-    passing, changes = {*allowed, *_NO_INPUT}, prepared.decision.changes
+    passing = {*resolved.request.allowed, *_NO_INPUT}
+    changes = () if prepared.decision.kind == "new" else prepared.decision.changes
+    # for these its own result, or what there is of it, is not what was requested
     differs = [one.differs for one in changes if one.severity != "note" and one.what not in passing]
-    return "; ".join(differs[:4]) or None
+    return prepare.complete(anew if differs else resolved, running=True), "; ".join(differs[:4]) or None

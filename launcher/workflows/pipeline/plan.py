@@ -140,7 +140,10 @@ def plan_stages(order: PipelineRequest, *, running: bool) -> PipelinePlan:
             planner.visit(link)
     live = tuple(step for step in planner.steps.values() if step.link in links and step.live)
     planner.ask_machine(live=bool(live))
-    planner.check_allowed()
+    known = known_changes(name for step in planner.steps.values() for name in step.plan.stage.schema.fields)
+    wrong = [name for name in order.common.allowed if name not in known]
+    if wrong and not planner.refused:
+        raise usage("unknown-change", f"--allow-changed-resume: nothing is called {', '.join(map(repr, wrong))}")
     found = tuple(dict.fromkeys(planner.findings))
     if planner.refused or errors(found, strict=order.common.strict):
         raise InvalidConfig(found)
@@ -199,8 +202,13 @@ class _Planner:
                 self._check_models(link, loaded, source)
                 if within and source.link not in order.links:
                     root = str(source.model)
+                    wrong = None
                     if self.running:
-                        _require(source, link, order)
+                        wrong = "it is being trained" if source.live else checkpoints.model_fault(source.model)
+                    if wrong is not None:
+                        message = f"{link.name} begins from {source.model}, the model of {source.link.name}: {wrong}"
+                        help = f"`--from {source.link.name}` trains it first"
+                        raise not_ready("pipeline-needs", message, help, file=str(source.model))
             if within and root is None and source is None:
                 # of a model that nobody knows nothing can be said
                 return
@@ -252,14 +260,6 @@ class _Planner:
             except NotReady as error:
                 self.lacking += [self._named(link, one) for one in error.findings]
 
-    def check_allowed(self) -> None:
-        """Raises UsageError where `--allow-changed-resume` names nothing in any stage."""
-        known = known_changes(name for step in self.steps.values() for name in step.plan.stage.schema.fields)
-        wrong = [n for n in self.order.common.allowed if n not in known]
-        if wrong and not self.refused:
-            message = f"--allow-changed-resume: nothing is called {', '.join(map(repr, wrong))}"
-            raise usage("unknown-change", message)
-
     def _check_models(self, link: Link, loaded: Config, source: PlannedStage) -> None:
         """A stage that names another model, or tokenizer, than the stage before leaves."""
         places = {canonical(one) for one in (source.model, source.prepared.requested_output) if one is not None}
@@ -293,16 +293,11 @@ class _Planner:
             if given.get(name) is True:
                 message = f"`{name}` ends {before} before there is a model to go on from"
                 self._add(source.link, "pipeline-output", message, f"write `{name}: false`", f"args.{name}")
-        if any(given.get(name) for name in _ADAPTERS) or _left_an_adapter(source, self.order):
+        if any(given.get(name) for name in _ADAPTERS):
             # finetune.py:540, dpo_tune_cache.py:279, trl/trainer/utils.py:1354 read the model's config
             message = f"{before} saves an adapter without its model: {link.name} cannot load it"
             help = "merge it into its model (`merge_and_unload` of peft), and begin from that"
             self._add(link, "pipeline-adapter", message, help, "from", layer="run")
-        own = step.plan.stage
-        if own.entry.whole_model and own.options.probe is None:
-            message = f"finetune.py:528 asks the hub for {source.model}: without the probe, which answers "
-            message += "it, a local model cannot be trained"
-            self._add(link, "pipeline-probe", message, "leave the probe on", "probe", layer="run")
         # one tokenizer for all of them: its chat template, and the token that it begins with
         name = "chat_template_name"
         was, now = given.get(name), values.get(name)
@@ -346,19 +341,3 @@ class _Planner:
 
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
-
-
-def _left_an_adapter(source: PlannedStage, order: PipelineRequest) -> bool:
-    """Of a stage that is not run again, what lies there says it."""
-    names = {path.name for path in source.model.glob("*config.json")}
-    left = "adapter_config.json" in names and "config.json" not in names
-    return left and source.link not in order.links
-
-
-def _require(source: PlannedStage, link: Link, order: PipelineRequest) -> None:
-    """With `--from`, the model of a stage that is left out must lie there. Raises NotReady."""
-    wrong = "it is being trained" if source.live else checkpoints.model_fault(source.model)
-    if wrong is not None:
-        message = f"{link.name} begins from {source.model}, the model of {source.link.name}: {wrong}"
-        help = f"`--from {source.link.name}` trains it first"
-        raise not_ready("pipeline-needs", message, help, file=str(source.model))

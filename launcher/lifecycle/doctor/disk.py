@@ -182,7 +182,10 @@ def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
         formula = f"{width} + 2 + 12 bytes a parameter: weights, and DeepSpeed's own with moments"
     else:
         # the default is AdamW, under a name that is computed (transformers/training_args.py:804)
-        moments = _moments(str(values.get("optim")) if values.given("optim") else "adamw", width)
+        optim = str(values.get("optim")) if values.given("optim") else "adamw"
+        # of other kinds it is not known here
+        moments = 2 * width if optim.startswith(("adamw", "paged_adamw")) and "4bit" not in optim else 0
+        moments = min(moments, 2) if "8bit" in optim else moments
         each = final + moments * count
         formula = f"{width} + {moments} bytes a parameter: weights and moments"
     limit = values.get("save_total_limit")
@@ -200,13 +203,6 @@ _SAVED: Mapping[str, Callable[[Plan, int, Setup | None], Saved | None]] = {
     "olmo_core": _olmo_core,
     "transformers": _trl,
 }
-
-
-def _moments(optimizer: str, width: int) -> int:
-    """Bytes of optimizer state a parameter; 0 for kinds of which that is not known here."""
-    if not optimizer.startswith(("adamw", "paged_adamw")):
-        return 0
-    return 2 if "8bit" in optimizer else 0 if "4bit" in optimizer else 2 * width
 
 
 def _times(plan: Plan) -> int | None:

@@ -368,7 +368,14 @@ class _Judge:
         taken = None if errors(self.findings) else _taken_by_upstream(self.plan, self.output)
         chosen = next((one for one in found if one.path == taken), None)
         if chosen is None:
-            self._check_unrecorded(found)
+            whole = [one for one in found if one.complete]
+            if whole and not self.entry.unjudged:
+                help, key = "--fresh begins anew, beside it", self.entry.names.resume
+                if key is not None:
+                    help = f"`{key}: {whole[-1].path}` goes on from it; {help}"
+                message = f"{self.output} holds {whole[-1].name}, and no record of the run that saved it: "
+                message += "training would begin at step 0, and rotation would delete what is there"
+                self._say("error", "not-resumed", message, help, key)
             return Decision(kept=_names(found))
         # open-instruct resumes by itself; that it is somebody else's is a rule of its own
         fault = chosen.why_incomplete or checksums.fault(None, chosen)
@@ -388,33 +395,45 @@ class _Judge:
         if self.named is not None and self.named != before:
             return self._as_named(Path(self.named), found)
         while whole := [one for one in found if one.complete]:
-            chosen, wrong, passed = self._chosen(whole)
+            chosen, wrong = self._chosen(whole)
             fault = checksums.fault(self.folder, chosen)
             if fault is None:
-                return self._go_on(found, chosen, wrong, passed)
+                return self._go_on(found, chosen, whole[-1], wrong)
             help = "look at the disk; an older checkpoint is taken where one is whole"
             self._say("warning", "damaged-checkpoint", f"{chosen.name} is not used: {fault}", help)
             found = [replace(one, why_incomplete=fault) if one is chosen else one for one in found]
-        return self._from_zero(found)
+        self._check_names()
+        self._check_schedule()
+        if self.entry.unjudged and self.output is not None and any(self.output.glob(self.entry.unjudged)):
+            # OLMo-core goes on from there, which a rule says (`resume-unjudged`)
+            return Decision()
+        why = f": {found[-1].name}: {found[-1].why_incomplete}" if found else ""
+        message = f"the attempt before left no complete checkpoint in {self.output}{why}; it begins anew"
+        self._say("note", "nothing-to-resume", message, None)
+        aside = self._aside(found, None)
+        return Decision(kept=_names(found, aside), aside=aside)
 
     def _go_on(
-        self,
-        found: Sequence[Checkpoint],
-        chosen: Checkpoint,
-        wrong: ResumeMismatch | None,
-        passed: tuple[Checkpoint, ResumeMismatch] | None,
+        self, found: Sequence[Checkpoint], chosen: Checkpoint, newest: Checkpoint, wrong: ResumeMismatch | None
     ) -> Decision:
-        """From a checkpoint of this run; `passed` is the newest one, where an older one is taken."""
+        """From a checkpoint of this run; `wrong` is about the newest one, in whose place an older may be taken."""
         total, at = self.total(), self.steps(chosen)
         left = "" if total is None else f", {max(0, total - at)} of {total} steps are left"
         self._say("note", "resumes", f"goes on from {chosen.path}{left}", "--fresh starts over, beside it")
-        changed = self._changed(chosen, wrong)
+        changed = self._changed(chosen, wrong if chosen is newest else None)
         self._check_names()
-        self._judge_changes(changed, chosen)
-        if passed is not None:
-            newest, mismatch = passed
+        for one in changed:
+            names = {one.what, "position"} if one.what in changes.BATCH else {one.what}
+            severity, help = one.severity, None
+            if severity == "error" and names & self.allowed:
+                severity = "warning"
+            elif severity == "error":
+                help = f"bring it back, start over with --fresh, or --allow-changed-resume {one.what}"
+            code = "resume-inexact" if one.what == "position" else "resume-changed"
+            self._say(severity, code, f"going on from {chosen.name}: {one.text}", help, one.key)
+        if chosen is not newest and wrong is not None:
             message = f"goes back to {chosen.name}, {self.steps(newest) - at} steps are trained again; "
-            message += f"from {newest.name} upstream would go on wrongly: {mismatch.text}"
+            message += f"from {newest.name} upstream would go on wrongly: {wrong.text}"
             help = f"--allow-changed-resume position goes on from {newest.name} all the same"
             self._say("warning", "resume-earlier", message, help)
         self._check_reference(changed)
@@ -476,18 +495,6 @@ class _Judge:
         step = self.total() or 0
         return Decision(kind="finished", kept=_names(found), changes=tuple(changed), step=step)
 
-    def _from_zero(self, found: Sequence[Checkpoint]) -> Decision:
-        self._check_names()
-        self._check_schedule()
-        if self.entry.unjudged and self.output is not None and any(self.output.glob(self.entry.unjudged)):
-            # OLMo-core goes on from there, which a rule says (`resume-unjudged`)
-            return Decision()
-        why = f": {found[-1].name}: {found[-1].why_incomplete}" if found else ""
-        message = f"the attempt before left no complete checkpoint in {self.output}{why}; it begins anew"
-        self._say("note", "nothing-to-resume", message, None)
-        aside = self._aside(found, None)
-        return Decision(kept=_names(found, aside), aside=aside)
-
     def _found(self) -> list[Checkpoint]:
         """All of them, in the order of training, with what ranks of their own attempt left out."""
         found = []
@@ -499,20 +506,12 @@ class _Judge:
             found.append(one)
         return sorted(found, key=lambda one: (self.steps(one), one.kind))
 
-    def _chosen(
-        self, whole: Sequence[Checkpoint]
-    ) -> tuple[Checkpoint, ResumeMismatch | None, tuple[Checkpoint, ResumeMismatch] | None]:
-        """The newest that can be resumed exactly; where none can, the newest and what is wrong.
-
-        The last part is the newest one where an older one was taken instead.
-        """
-        newest = whole[-1]
-        wrong = self._wrong(newest)
-        if wrong is not None and wrong.reason != "again" and "position" not in self.allowed:
-            exact = (one for one in reversed(whole[:-1]) if self._wrong(one) is None)
-            if (older := next(exact, None)) is not None:
-                return older, None, (newest, wrong)
-        return newest, wrong, None
+    def _chosen(self, whole: Sequence[Checkpoint]) -> tuple[Checkpoint, ResumeMismatch | None]:
+        """The newest that can be resumed exactly, else the newest; and what is wrong with the newest."""
+        newest, wrong = whole[-1], self._wrong(whole[-1])
+        if wrong is None or wrong.reason == "again" or "position" in self.allowed:
+            return newest, wrong
+        return next((one for one in reversed(whole[:-1]) if self._wrong(one) is None), newest), wrong
 
     def _wrong(self, one: Checkpoint) -> ResumeMismatch | None:
         maker = self.maker(one)
@@ -589,17 +588,6 @@ class _Judge:
             more = ResumeChange("position", chosen.name, None, wrong.text, "error")
         return [*found, more]
 
-    def _judge_changes(self, changed: Sequence[ResumeChange], chosen: Checkpoint) -> None:
-        for one in changed:
-            names = {one.what, "position"} if one.what in changes.BATCH else {one.what}
-            severity, help = one.severity, None
-            if severity == "error" and names & self.allowed:
-                severity = "warning"
-            elif severity == "error":
-                help = f"bring it back, start over with --fresh, or --allow-changed-resume {one.what}"
-            code = "resume-inexact" if one.what == "position" else "resume-changed"
-            self._say(severity, code, f"going on from {chosen.name}: {one.text}", help, one.key)
-
     def _check_reference(self, changed: Sequence[ResumeChange]) -> None:
         cache = next((one for one in self.caches if one.kind == "reference"), None)
         other = any(one.what == "reference" for one in changed)
@@ -622,16 +610,6 @@ class _Judge:
         if names:
             message = f"{self.output} holds {', '.join(names[:3])}, which upstream takes for a checkpoint "
             self._say("error", "checkpoint-name", f"{message}(utils.py:791)", "move or rename it")
-
-    def _check_unrecorded(self, found: Sequence[Checkpoint]) -> None:
-        whole = [one for one in found if one.complete]
-        if whole and not self.entry.unjudged:
-            help, key = "--fresh begins anew, beside it", self.entry.names.resume
-            if key is not None:
-                help = f"`{key}: {whole[-1].path}` goes on from it; {help}"
-            message = f"{self.output} holds {whole[-1].name}, and no record of the run that saved it: "
-            message += "training would begin at step 0, and rotation would delete what is there"
-            self._say("error", "not-resumed", message, help, key)
 
     def _check_schedule(self) -> None:
         self.findings += epochs.findings(self.plan, self.shape(), self.trainer)

@@ -15,13 +15,12 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.errors import Finding, launch_finding
 from launcher.machine.python import Trainer
 from launcher.paths import expanded
 from launcher.plan.plan import Plan
-from launcher.upstream.trainers import Entry
 
 _KEEPS_ORDER = re.compile(r"iteration\s*=\s*dataloader\.iteration")
 _OVER = "step {} is the last one, inside an epoch: one more would be trained"
@@ -235,26 +234,17 @@ def findings(plan: Plan, shape: EpochLayout | None, trainer: Trainer) -> Iterato
     # the other loops count by themselves, and exactly
     if entry.loop != "accelerate" or not isinstance(every, int) or shape is None or every < 1:
         return
-    kept = keeps_order(trainer)
-    wrong = list(inexact(entry.skips_each_epoch, shape, every, keeps_order=kept))
+    skips_each, kept = entry.skips_each_epoch, keeps_order(trainer)
+    wrong = list(inexact(skips_each, shape, every, keeps_order=kept))
     if not wrong:
         return
-    saved = advanced(shape, DataPosition(0, 0), wrong[0])
-    first = of_step(entry.skips_each_epoch, wrong[0], saved, shape, shape, keeps_order=kept)
-    number = len(range(every, shape.total, every))
-    yield Finding(
-        severity="warning",
-        layer="run",
-        code="resume-inexact",
-        key="args.checkpointing_steps",
-        message=f"a resume from {len(wrong)} of the {number} checkpoints would go wrong, the first of them "
-        f"step_{wrong[0]}: {first.text if first is not None else ''}",
-        help=_instead(entry, shape, every, kept),
+    first = of_step(
+        skips_each, wrong[0], advanced(shape, DataPosition(0, 0), wrong[0]), shape, shape, keeps_order=kept
     )
-
-
-def _instead(entry: Entry, shape: EpochLayout, every: int, kept: bool) -> str:
-    exact = exact_steps(entry.skips_each_epoch, shape, every, keeps_order=kept)
+    number, why = len(range(every, shape.total, every)), "" if first is None else first.text
+    message = f"a resume from {len(wrong)} of the {number} checkpoints would go wrong, the first of them "
+    message += f"step_{wrong[0]}: {why}"
+    exact = exact_steps(skips_each, shape, every, keeps_order=kept)
     divides = f"choose a batch whose accumulation divides the {shape.micro} micro-batches of an epoch (now "
     ways = {
         f"`checkpointing_steps: {exact}` is exact": exact is not None,
@@ -262,4 +252,6 @@ def _instead(entry: Entry, shape: EpochLayout, every: int, kept: bool) -> str:
         f"{divides}{shape.accumulation})": bool(shape.micro % shape.accumulation),
         "an accelerate that keeps the order: `pip install 'accelerate>=1.15'`": not kept,
     }
-    return "; or ".join(way for way, helps in ways.items() if helps) or "train a single epoch"
+    help = "; or ".join(way for way, helps in ways.items() if helps) or "train a single epoch"
+    finding = launch_finding("warning", "resume-inexact", message, help, key="args.checkpointing_steps")
+    yield replace(finding, layer="run")

@@ -7,10 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import pytest
 from conftest import PATIENCE_S
 from fake_world import LAUNCH, World, cmdline, looks_on, made, needs_trl, until
 
-from launcher import files
 from launcher.machine import process
 from launcher.runs import lease, rundir, runner
 from launcher.runs.rundir import RunFolder
@@ -190,38 +187,6 @@ def test_a_lock_of_the_dead_is_free_and_one_of_a_stranger_is_not(world: World) -
     assert folder.lock.exists()
     assert not lease.is_locked(folder.lock)
     assert world.launch("exec", "a run").returncode == 1
-
-
-def test_a_run_of_another_machine_is_looked_at_and_not_concluded_here(world: World) -> None:
-    told, output = world.root / "told", world.root / "out"
-    folder = world.prepared(
-        on_finish=(sys.executable, "-c", f"open({str(told)!r}, 'a').write('x')"), output=str(output)
-    )
-    other = {"pid": os.getpid(), "began": 1, "boot": "b", "host": "another-machine"}
-    files.write_json(folder.process, {**other, "keeper": other, "mark": "x", "attempt": 1})
-    folder.console(1).write_text("line 0\n")
-    for word in ("attach", "stop"):
-        done = world.launch(word, "a run")
-        assert done.returncode == 5 and "unknown here" in done.stderr
-    assert state(world) == "unknown"
-    granted = replace(lease.take(output, folder.path, 1), owner=process.identity(other))
-    granted.write()
-    beating = threading.Event()
-    threading.Thread(target=lease._beat, args=(granted, beating, lambda _: None)).start()
-    try:
-        assert state(world) == "running"
-        looking = world.started("attach", "a run")
-        reading = world.started("logs", "a run", "-f")
-        stopping = world.started("stop", "a run")
-        until(folder.stop.exists)
-        assert (looking.poll(), reading.poll(), stopping.poll()) == (None, None, None)
-        files.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
-        codes = [one.wait(PATIENCE_S) for one in (looking, reading, stopping)]
-    finally:
-        beating.set()
-    assert codes == [1, 0, 0]
-    assert not told.exists()
-    assert not folder.concluded(1).exists()
 
 
 def kept(folder: RunFolder) -> int:

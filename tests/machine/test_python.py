@@ -51,16 +51,15 @@ def test_gpus_as_nvidia_smi_reports_them(smi: Smi) -> None:
     assert machine.ask_driver().processes == ()
 
 
-def test_a_driver_that_does_not_answer(smi: Smi) -> None:
+def test_a_driver_that_does_not_answer(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
     words = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
     smi.fails(words, 9)
     assert machine.ask_driver() == Driver(fault=words)
     smi.fails("<nvidia_smi_log><gpu>", 0)
     assert machine.ask_driver().gpus == ()
-
-
-def test_without_nvidia_smi(bin_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(bin_folder))
+    # without nvidia-smi
+    smi.path.unlink()
+    monkeypatch.setenv("PATH", str(smi.folder))
     assert machine.ask_driver() == Driver()
 
 

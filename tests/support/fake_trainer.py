@@ -63,23 +63,12 @@ def write(what: str, value: str) -> None:
         block = b"".join(b"%0127d\n" % number for number in range(8192))
         for _ in range(int(value)):
             os.write(1, block)
-    elif what == "line":
-        # so many MiB without an end
-        for _ in range(int(value)):
-            os.write(1, b"x" * 2**20)
-    elif what == "binary":
-        for _ in range(int(value)):
-            os.write(1, os.urandom(2**20))
-    elif what == "fill":
-        # as a checkpoint is written
-        with open(value, "wb") as stream:
+    elif what == "brimful":
+        # as a checkpoint is written, and nothing is said of it
+        with contextlib.suppress(OSError), open(value, "wb") as stream:
             while True:
                 stream.write(b"x" * 65536)
                 stream.flush()
-    elif what == "brimful":
-        # the same, and nothing is said of it
-        with contextlib.suppress(OSError):
-            do("fill", value)
         for _ in range(2):
             with contextlib.suppress(OSError):
                 print("x" * 65536)

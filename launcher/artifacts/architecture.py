@@ -30,18 +30,14 @@ class Layout:
     """
 
     norm_kept: int = 6
-    post_norm: bool = False
-    """The norms lie behind the attention and the MLP, not before them."""
-    qk_norm: str = ""
-    """"" none, "head" over each head's width, "full" over all of them."""
+    post_norm: bool = False  # the norms lie behind the attention and the MLP, not before them
+    qk_norm: str = ""  # "" none, "head" over each head's width, "full" over all of them
     qkv_bias: bool = False
-    divided: bool = False
-    """transformers refuses a hidden size that the heads do not divide."""
+    divided: bool = False  # transformers refuses a hidden size that the heads do not divide
     windows: str = ""
     """Whether layers look back over `sliding_window` tokens alone: "" never, "always" all or most of them,
     "switchable" where `use_sliding_window`."""
-    keys: Mapping[str, Any]
-    """What transformers' config class takes where a key is absent, as far as it is not derived."""
+    keys: Mapping[str, Any]  # what transformers' config class takes where a key is absent, as far as it is not derived
     nulls: frozenset[str] = frozenset({"num_key_value_heads"})
     """Keys that the class lets be null: then they are derived."""
 

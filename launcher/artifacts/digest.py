@@ -33,16 +33,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PIECE = 8 * 2**20
-"""Bytes that one thread hashes at a time."""
-BLOCK = 4096
-"""Bytes of one sample: a page, the least that a disk reads."""
-STRATUM = 2**20
-"""Bytes of a tensor that one block stands for, at most."""
-STRATA = 16
-"""Strata that a tensor has, at least."""
-WHOLE_BELOW = 64 * 2**20
-"""Bytes up to which a checkpoint's file is read whole: adapters and small models are."""
+PIECE = 8 * 2**20  # bytes that one thread hashes at a time
+BLOCK = 4096  # bytes of one sample: a page, the least that a disk reads
+STRATUM = 2**20  # bytes of a tensor that one block stands for, at most
+STRATA = 16  # strata that a tensor has, at least
+WHOLE_BELOW = 64 * 2**20  # bytes up to which a checkpoint's file is read whole: adapters and small models are
 # what the safetensors library itself accepts
 _LARGEST_HEADER = 100_000_000
 CHECKPOINT = re.compile(r"(?:^|/)(?:step_|epoch_|global_step|(?:tmp-)?checkpoint-)\d+(?:/|$)")

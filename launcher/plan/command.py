@@ -22,8 +22,7 @@ from launcher.upstream.locate import SUBMODULE
 from launcher.upstream.trainers import Backend
 
 HUB = "HF_TOKEN"
-ARGUMENT = "LAUNCH_ARG_"
-"""How variables begin that hold words of the command line; watching/script.py puts them back."""
+ARGUMENT = "LAUNCH_ARG_"  # how variables begin that hold words of the command line; watching/script.py puts them back
 PROBE = PACKAGE / "probe" / "run.py"
 
 CONTRACT = ("liger", "packing", "attention", "dataset_cache", "reference_cache", "loss", "gradients")

@@ -20,8 +20,7 @@ from launcher.rules.trl import resolved
 from launcher.upstream.schema import Values
 
 ATTENTIONS = ("flash_2", "flash_3", "flash_4", "sdpa", "eager")
-UNKNOWN_STEPS = 1000
-"""The largest of so many steps is taken where it is not known how many there are."""
+UNKNOWN_STEPS = 1000  # the largest of so many steps is taken where it is not known how many there are
 # finetune.py:633 and dpo_tune_cache.py:372; PEFT's own choice where TRL names none
 _OPEN_INSTRUCT_TARGETS = ("q_proj", "o_proj", "v_proj", "k_proj", "gate_proj", "up_proj", "down_proj")
 # peft/utils/constants.py:67: what PEFT adapts where nothing is named, and of the families in `shapes` those

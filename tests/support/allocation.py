@@ -10,6 +10,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -186,8 +187,7 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any) -> Any:
         tokens, width = hidden.shape
-        vocab = weight.shape[0]
-        factor = -(-vocab // width)
+        factor = -(-weight.shape[0] // width)
         chunk = 1 << (-(-tokens // factor) - 1).bit_length()
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight) if weight.requires_grad else None
@@ -207,14 +207,10 @@ class _FusedLoss(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    before = [(holder, name, getattr(holder, name)) for holder, name, _ in changes]
-    try:
-        for holder, name, value in changes:
-            setattr(holder, name, value)
+    with contextlib.ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(mock.patch.object(*change))
         yield
-    finally:
-        for holder, name, value in before:
-            setattr(holder, name, value)
 
 
 def _liger(model: Any) -> list[tuple[Any, str, Any]]:
@@ -337,14 +333,18 @@ class _OlmoFlash(torch.nn.Module):
         return _Flash.apply(*qkv)
 
 
-def _olmo_core(name: str, *, vocab: int, layers: int) -> Any:
-    """A model of OLMo-core by its config's name, with the attention of a GPU."""
+def _plain_olmo_core(name: str, *, vocab: int, layers: int) -> Any:
     from olmo_core.nn.attention import AttentionBackendName
     from olmo_core.nn.transformer import TransformerConfig
 
     config = getattr(TransformerConfig, name)(vocab_size=vocab, attn_backend=AttentionBackendName.torch)
     config.n_layers = layers
-    model = config.build(init_device="cpu")
+    return config.build(init_device="cpu")
+
+
+def _olmo_core(name: str, *, vocab: int, layers: int) -> Any:
+    """A model of OLMo-core by its config's name, with the attention of a GPU."""
+    model = _plain_olmo_core(name, vocab=vocab, layers=layers)
     for block in model.blocks.values():
         block.attention.backend = _OlmoFlash()
     head = model.lm_head
@@ -430,14 +430,11 @@ def kept_by_compiled_layer(name: str, *, length: int, share: float) -> int:
 
     Sines and cosines, which the layer keeps anyway, do not count.
     """
-    from olmo_core.nn.attention import AttentionBackendName
-    from olmo_core.nn.transformer import TransformerConfig
     from torch._functorch import config as functorch
 
-    config = getattr(TransformerConfig, name)(vocab_size=64, attn_backend=AttentionBackendName.torch)
-    config.n_layers = 1
-    block = config.build(init_device="cpu").to(HALF).blocks["0"]
-    x = torch.randn(1, length, config.d_model, dtype=HALF, requires_grad=True)
+    model = _plain_olmo_core(name, vocab=64, layers=1).to(HALF)
+    block = model.blocks["0"]
+    x = torch.randn(1, length, model.d_model, dtype=HALF, requires_grad=True)
     block(x)
     rope = block.attention.rope.get_buffers(length, x.device)
     own = [*block.parameters(), rope.pos_sin, rope.pos_cos]
@@ -474,14 +471,12 @@ def measure(
     """
     padded = real is not None and real < rows * length
     REAL_TOKENS[0] = real or rows * length
-    modeling_utils.ALL_ATTENTION_FUNCTIONS.register("traced_kernel", _flash_attention)
-    modeling_utils.ALL_ATTENTION_FUNCTIONS.register("traced_sdpa", _sdpa_attention)
-    interface = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    interface.register("traced_kernel", lambda **kw: kw["attention_mask"] if padded else None)
-    interface.register("traced_sdpa", masking_utils.sdpa_mask)
+    flash = attention == "flash"
+    modeling_utils.ALL_ATTENTION_FUNCTIONS.register("traced", _flash_attention if flash else _sdpa_attention)
+    kernel_mask = (lambda **kw: kw["attention_mask"] if padded else None) if flash else masking_utils.sdpa_mask
+    masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("traced", kernel_mask)
     config = type(config).from_dict(config.to_dict())
-    implementations = {"flash": "traced_kernel", "sdpa": "traced_sdpa"}
-    config._attn_implementation = implementations[attention]
+    config._attn_implementation = "traced"
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build(config, lora=lora, dtype=dtype, adapter=adapter, targets=targets, dropout=dropout)
         model.train()
@@ -504,10 +499,7 @@ def measure(
             rows, length = 1, rows * length
         ids = torch.zeros((rows, length), dtype=torch.int64)
         batch: dict[str, Any] = {"input_ids": ids, "labels": torch.zeros_like(ids)}
-        if packing:
-            batch["position_ids"] = torch.zeros_like(ids)
-        else:
-            batch["attention_mask"] = torch.ones_like(ids)
+        batch |= {"position_ids": torch.zeros_like(ids)} if packing else {"attention_mask": torch.ones_like(ids)}
         run = loss or (dpo_loss if stage == "dpo" else sft_loss)
         extra = {"fused": True} if liger and stage == "sft" and loss is None else {}
         cast = torch.autocast("cpu", dtype=HALF) if autocast else contextlib.nullcontext()

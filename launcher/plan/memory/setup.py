@@ -8,8 +8,7 @@ from launcher.artifacts.architecture import Shape
 from launcher.artifacts.lengths import MicroBatch
 from launcher.errors import InvalidConfig, brief, launch_finding
 
-HALF, FULL = 2, 4
-"""Bytes of an element in 16 and in 32 bits."""
+HALF, FULL = 2, 4  # bytes of an element in 16 and in 32 bits
 
 
 class Zero(NamedTuple):

@@ -23,17 +23,12 @@ from .engines import DeepSpeed, Unsupported, engine_of
 from .process import ProbePiece, Process
 from .steps import Reading
 
-ELEMENTS = 2**21
-"""Of all parameters together, at most: three fp32 buffers and one temporary, 32 MiB."""
-ROW = 4096
-"""Of one parameter, at most; one with fewer elements is compared whole."""
-DENSE = 32
-"""Steps that are all compared; after them every `EVERY`th."""
+ELEMENTS = 2**21  # of all parameters together, at most: three fp32 buffers and one temporary, 32 MiB
+ROW = 4096  # of one parameter, at most; one with fewer elements is compared whole
+DENSE = 32  # steps that are all compared; after them every `EVERY`th
 EVERY = 8
-AGREEMENT = 60.0
-"""Seconds to wait, once, until every process has its hooks."""
-STRICTNESS = 4.0
-"""Standard deviations of the rounding error that are still taken for rounding."""
+AGREEMENT = 60.0  # seconds to wait, once, until every process has its hooks
+STRICTNESS = 4.0  # standard deviations of the rounding error that are still taken for rounding
 
 
 def tolerance(unit: float, additions: int) -> float:

@@ -17,10 +17,8 @@ from .process import ProbePiece, Process, finite
 
 SAMPLED = 64  # tensors, each this small, where nobody computes a norm
 SMALL = 2**16
-ELEMENTS = 2**18
-"""Of all tensors together, about: 1 MiB in fp32."""
-FLOOR = 2.0**-40
-"""An element that moved by less has not moved: from exactly 0, every learning rate leads away."""
+ELEMENTS = 2**18  # of all tensors together, about: 1 MiB in fp32
+FLOOR = 2.0**-40  # an element that moved by less has not moved: from exactly 0, every learning rate leads away
 # deepspeed/runtime/zero/stage3.py, stage_1_and_2.py, runtime/bf16_optimizer.py
 _MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 

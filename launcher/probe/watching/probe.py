@@ -15,8 +15,7 @@ from .process import Process, Settings, say
 from .steps import Pairs, Steps, Tally
 from .watchdog import Watchdog
 
-VIOLATION = 79
-"""The exit code of a process that stopped itself; no signal and no shell uses it."""
+VIOLATION = 79  # the exit code of a process that stopped itself; no signal and no shell uses it
 
 
 class Probe:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 from .process import Process, say
 
-LEASE = "LAUNCH_LEASE"
-"""The environment variable that names the lease of the output folder, for its heartbeat."""
+LEASE = "LAUNCH_LEASE"  # the environment variable that names the lease of the output folder, for its heartbeat
 
 
 class Watchdog(threading.Thread):

@@ -89,9 +89,7 @@ def named_checkpoint(context: Context) -> Iterator[Finding]:
 
 
 def _remaining(context: Context, folder: Path) -> Iterator[Finding]:
-    """transformers/trainer.py:1639,1648: training begins at the checkpoint's step, and may be over; the
-    place in the data is reckoned with the numbers of now.
-    """
+    """transformers/trainer.py:1639,1648: training begins at the checkpoint's step, and may be over."""
     values, state, named = context.values, read_json(folder / "trainer_state.json"), brief(str(folder))
     limit, key, done = values["max_steps"], "max_steps", state.get("global_step")
     if not isinstance(limit, int) or limit <= 0:
@@ -101,13 +99,6 @@ def _remaining(context: Context, folder: Path) -> Iterator[Finding]:
         message = f"{named} was saved after {state.get('global_step')} steps, and {until}"
         help = "raise the limit, or delete the line to begin anew"
         yield say("error", "resume-finished", _RESUME, message, help)
-    before, now = state.get("train_batch_size"), context.per_device
-    if isinstance(before, int) and now not in (None, before) and not values["ignore_data_skip"]:
-        message = (
-            f"resuming from {named} would go on at another place in the data: "
-            f"`per_device_train_batch_size` was {before}, is {now}"
-        )
-        yield say("warning", "resume-position", _RESUME, message, "keep the number as it was")
 
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {

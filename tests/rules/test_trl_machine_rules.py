@@ -142,7 +142,6 @@ PRECISIONS: list[tuple[dict[str, Any], str | None, bool]] = [
 
 
 FILES: list[tuple[dict[str, Any], dict[str, Any], tuple[str, str]]] = [
-    (without(AUTO, "zero_optimization"), {}, ("deepspeed-no-zero", "error")),
     ({"zero_optimization": {"stage": 2}}, {}, ("deepspeed-no-batch", "error")),
     ({**AUTO, "gradient_clipping": 0.5}, {}, ("deepspeed-mismatch", "error")),
     ({**AUTO, "train_micro_batch_size_per_gpu": 2}, {"per_device": 4}, ("deepspeed-mismatch", "error")),
@@ -390,13 +389,6 @@ def test_nothing_left_to_train(write: Write) -> None:
     assert resumed("trl-sft", {"max_steps": 21}) == []
     assert resumed("trl-sft", {"num_train_epochs": 0.5}) == expected
     assert resumed("trl-sft", {"num_train_epochs": 1}) == []
-
-
-def test_another_batch(write: Write) -> None:
-    checkpoint(write)
-    expected = [("resume-position", "warning", RESUME)]
-    assert resumed("trl-sft", {}, per_device=8) == expected
-    assert resumed("trl-sft", {"ignore_data_skip": True}, per_device=8) == []
 
 
 @pytest.mark.parametrize("text", ["", "[]", "[" * 5000, '{"global_step": "x"}', "\udcff"])

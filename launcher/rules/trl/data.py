@@ -183,40 +183,4 @@ def template_here(context: Context) -> Iterator[Finding]:
         yield say("error", "missing-template", "chat_template_path", message, help)
 
 
-def no_template(context: Context) -> Iterator[Finding]:
-    """transformers/tokenization_utils_base.py:3271: conversations, and a tokenizer that cannot write them."""
-    values = context.values
-    model = values["model_name_or_path"]
-    if values.get("chat_template_path") or not _plain_tokenizer(model):
-        return
-    columns = ("prompt", "chosen") if values.schema.pairs else ("messages", "prompt")
-    for files in _read(context):
-        head = rows.columns(files[0][1])
-        chats = (name for name in columns if head and isinstance(head[0].get(name), list))
-        if (column := next(chats, None)) is None:
-            continue
-        message = (
-            f"{brief(files[0][0])} holds conversations in `{column}`, and the tokenizer in "
-            f"{brief(model)} has no chat template to write them with"
-        )
-        help = "put a chat_template.jinja into the model's folder"
-        if "chat_template_path" in values.schema.fields:
-            help = "add `chat_template_path: <a template, or a model that has one>`"
-        yield say("error", "missing-template", "model_name_or_path", message, help)
-        return
-
-
-def _plain_tokenizer(name: Any) -> bool:
-    """Whether a folder has a tokenizer without a chat template; of the hub's cache parts may be missing."""
-    folder = Path(str(name))
-    config = folder / "tokenizer_config.json"
-    named = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-    try:
-        if not is_file(config) or any(exists(folder / one) for one in named):
-            return False
-        return b'"chat_template"' not in config.read_bytes()
-    except OSError:
-        return False
-
-
-RULES: tuple[StageRule, ...] = (data_here, data_rows, data_columns, splits, template_here, no_template)
+RULES: tuple[StageRule, ...] = (data_here, data_rows, data_columns, splits, template_here)

@@ -163,13 +163,13 @@ def _attention(
     choice = preferred_attention(stage.options, stage.values, gpus=gpus, packages=packages)
     if choice is None:
         return {}, []
-    if choice.name is None and choice.passed:
+    if choice.name is None and choice.why:
         message = f"no implementation of `attention:` can be had here: {choice.why}"
         help = "add sdpa to the list"
         return {}, [_run_finding(stage, "error", "attention-missing", "attention", message, help)]
     if choice.name is None:
         return {}, []
-    if not choice.passed:
+    if not choice.why:
         return {"attn_implementation": Derived(choice.name, "the first of `attention:`")}, []
     message = f"attention falls back to {choice.name}: {choice.why}"
     note = _run_finding(stage, "note", "attention-fallback", "attention", message)

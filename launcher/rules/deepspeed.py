@@ -151,20 +151,15 @@ def batch_of_the_file(context: Context) -> Iterator[Finding]:
     devices = (context.gpus or 0) // max(1, context.values.get("sequence_parallel_size") or 1)
     factors = [one for one in (rows, times, devices) if isinstance(one, int) and one]
     if len(factors) == 3 and isinstance(total, int) and total != math.prod(factors):
-        message = (
-            f"the DeepSpeed file sets `train_batch_size: {total}`, but {rows} rows x {times} passes x "
-            f"{devices} devices is {math.prod(factors)}"
-        )
+        product = f"{rows} rows x {times} passes x {devices} devices is {math.prod(factors)}"
+        message = f"the DeepSpeed file sets `train_batch_size: {total}`, but {product}"
         yield _of_file("deepspeed-batch", message, 'write `"train_batch_size": "auto"` in the file')
 
 
 def half_precision(context: Context) -> Iterator[Finding]:
     """finetune.py:597, dpo_tune_cache.py:337: the model is loaded in bfloat16 whatever is asked for."""
     if context.mixed_precision == "fp16":
-        message = (
-            "upstream loads the model in bfloat16: `mixed_precision: fp16` then casts its "
-            "weights to half precision, or fails in the gradient scaler"
-        )
+        message = "upstream loads bfloat16: `mixed_precision: fp16` halves it again, or fails in the gradient scaler"
         yield say_of_option("warning", "fp16-over-bf16", "mixed_precision", message, "write `mixed_precision: bf16`")
 
 
@@ -206,8 +201,7 @@ def frozen_biases(context: Context) -> Iterator[Finding]:
     kind = str(config.get("model_type"))
     if kind in _BIASED or config.get("attention_bias") is True or config.get("mlp_bias") is True:
         message = (
-            f"LoRA on a {kind} model crashes with ZeRO-{context.zero_stage}: the frozen biases are an "
-            "optimizer group with nothing to train"
+            f"LoRA on a {kind} model crashes with ZeRO-{context.zero_stage}: frozen biases are an empty group"
         )
         help = "write `deepspeed: none`, or `deepspeed: zero3` without gradient checkpointing"
         yield say("error", "lora-biases", "use_lora", message, help)
@@ -223,8 +217,7 @@ def frozen_released(context: Context) -> Iterator[Finding]:
     zero3 = context.distributed and context.zero_stage == 3
     if lora and zero3 and values["gradient_checkpointing"]:
         message = (
-            "`gradient_checkpointing` with LoRA and ZeRO-3 crashes in the first backward pass: the frozen "
-            "weights have been released when a layer is computed again"
+            "`gradient_checkpointing` with LoRA and ZeRO-3 crashes: frozen weights are gone when a layer runs again"
         )
         help = "leave out one of the three: `deepspeed: none` has LoRA's small optimizer state on each GPU"
         yield say("error", "lora-zero3-checkpointing", "gradient_checkpointing", message, help)
@@ -332,8 +325,7 @@ def optimizer_unread(context: Context) -> Iterator[Finding]:
     offloaded = section(section(file, "zero_optimization"), "offload_optimizer").get("device")
     if offloaded not in (None, "none") and name not in _OFFLOADED:
         message = (
-            f"`optim: {name}` becomes DeepSpeed's Adam on the CPU, with states of 32 bits and a weight "
-            "decay that is not decoupled: its file offloads the optimizer"
+            f"`optim: {name}` becomes DeepSpeed's Adam on the CPU, with 32-bit states: its file offloads the optimizer"
         )
         help = "write `optim: adamw_torch`, or a `deepspeed:` that does not offload"
         yield say("warning", "optim-replaced", "optim", message, help)

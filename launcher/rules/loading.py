@@ -56,8 +56,7 @@ def other_weights(context: Context) -> Iterator[Finding]:
     if gone := sorted(needed.keys() - there.keys()):
         some = next(iter(there), None)
         message = (
-            f"{len(gone)} of the {len(needed)} weights of {brief(name)} are in none of its files, and "
-            f"begin at random, such as {gone[0]}"
+            f"{len(gone)} of {len(needed)} weights of {brief(name)} are in no file and begin at random: {gone[0]} ..."
         )
         help = f"its files hold {some} and others" if some else None
         # single ones may be meant to

@@ -45,9 +45,7 @@ def foreign_checkpoints(context: Context) -> Iterator[Finding]:
     """utils.py:813: upstream resumes from the newest checkpoint in its output folder, whoever made it."""
     last = _taken(context)
     if last is not None and not caches_only(context):
-        message = (
-            f"{context.output} holds {last.name}, which no run of launch's wrote here: upstream would resume from it"
-        )
+        message = f"{context.output} holds {last.name} of another run: upstream would resume from it"
         help = f"give another `output_dir` or `exp_name`, or empty {context.output}"
         yield say("warning", "foreign-checkpoints", _OUTPUT, message, help)
 

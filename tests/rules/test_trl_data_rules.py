@@ -27,15 +27,6 @@ def test_data_by_the_name_of_a_file(write: Write, script: str) -> None:
     assert told(script, {"dataset_name": "data"}, running=True) == []
 
 
-def test_rows_of_a_folder_that_are_none(write: Write) -> None:
-    write("data/train.jsonl", "")
-    # what no split asks for is not read
-    write("data/test.jsonl", "no")
-    assert told("trl-sft", {"dataset_name": "data"}) == [("bad-data", "error", "dataset_name")]
-    write("data/train.jsonl", '{"messages": [{"role": "user"}]}')
-    assert told("trl-sft", {"dataset_name": "data"}) == []
-
-
 def test_data_that_are_not_here() -> None:
     expected = [("missing-data", "error", "dataset_name")]
     assert told("trl-sft", {"dataset_name": "build/demo/data/sft"}, running=True) == expected
@@ -46,27 +37,32 @@ def test_data_that_are_not_here() -> None:
     assert told("trl-sft", mixed, running=True) == []
 
 
-EVALUATING = {"eval_strategy": "steps"}
-SPLITS: list[tuple[list[str], dict[str, Any], str | None]] = [
-    (["train.jsonl"], {}, None), (["train.jsonl"], EVALUATING, "dataset_test_split"),
-    (["train.jsonl", "eval-0.jsonl"], EVALUATING, None),
-    (["train/a.jsonl", "testing/b.jsonl"], EVALUATING, None), (["rows.jsonl"], {}, None),
-    (["rows.jsonl"], {"dataset_train_split": "train_sft"}, "dataset_train_split"),
-    (["test.jsonl"], {}, "dataset_train_split"),
-    (["train.jsonl"], {"dataset_train_split": "train[:10%]"}, "dataset_train_split"),
+SPLITS: list[tuple[str, bool]] = [("train", True), ("train[:10%]", False), ("train+test", False)]
+
+
+def test_parts_of_splits_cannot_be_named() -> None:
+    for split, whole in SPLITS:
+        for key, args in (("dataset_train_split", {}), ("dataset_test_split", EVALUATED)):
+            told_of = told("trl-dpo", {"dataset_name": "org/name", key: split, **args})
+            assert told_of == ([] if whole else [("no-such-split", "error", key)])
+    assert told("trl-sft", {"dataset_test_split": "test[:5]"}) == []
+
+
+# whose rows are trained on, where the first file that sorts is not
+FOLDERS: list[tuple[list[str], str | None]] = [
+    (["train.jsonl"], "train.jsonl"), (["eval-0.jsonl", "train.jsonl"], "train.jsonl"),
+    (["testing/b.jsonl", "train/a.jsonl"], "train/a.jsonl"), (["rows.jsonl"], "rows.jsonl"), (["test.jsonl"], None),
     # the folder may say more about itself than names do
-    (["train.jsonl", "README.md"], EVALUATING, None),
-    (["data/gen-00000-of-00002.parquet"], {"dataset_train_split": "gen"}, None),
-    ([], EVALUATING, None), (["train.jsonl"], {**EVALUATING, "dataset_config": "x"}, None),
+    (["README.md", "train.jsonl"], None), (["data/gen-00000-of-00002.jsonl"], None), ([], None),
 ]  # fmt: skip
 
 
-def test_splits_of_a_local_folder(write: Write) -> None:
-    for number, (files, args, key) in enumerate(SPLITS):
+def test_the_rows_of_a_folder_that_are_trained_on(write: Write) -> None:
+    for number, (files, read) in enumerate(FOLDERS):
         for name in files:
-            write(f"data{number}/{name}", "{}\n")
-        expected = [] if key is None else [("no-such-split", "error", key)]
-        assert told("trl-sft", {"dataset_name": f"data{number}", **args}) == expected, files
+            write(f"data{number}/{name}", "")
+        told_of = [one.message for one in found("trl-sft", {"dataset_name": f"data{number}"})]
+        assert told_of == ([f"data{number}/{read}: holds no rows"] if read else []), files
 
 
 def test_a_template_that_is_not_here(write: Write) -> None:
@@ -112,23 +108,11 @@ def test_the_columns_that_are_read(write: Write) -> None:
         assert columns(write, f"trl-{stage}", row, row) == ([] if read else WRONG), row
 
 
-def test_the_rows_that_are_evaluated_are_looked_at(write: Write) -> None:
-    good, bad = {"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "chosen": "a"}
-    write("data/test.jsonl", json.dumps(bad))
-    assert columns(write, "trl-dpo", good) == []
-    assert columns(write, "trl-dpo", good, **EVALUATED) == WRONG
-    write("data/test.jsonl", json.dumps(good))
-    assert columns(write, "trl-dpo", good, **EVALUATED) == []
-
-
 def test_columns_that_arguments_speak_of(write: Write) -> None:
     assert columns(write, "trl-sft", {"body": "a"}, dataset_text_field="body") == []
     skipped = {"dataset_kwargs": {"skip_prepare_dataset": True}}
     assert columns(write, "trl-sft", {"body": "a"}, **skipped) == []
     assert columns(write, "trl-sft", {"body": "a"}, dataset_config="en") == []
-    # a part of a split is no split
-    args = {"dataset_name": "org/name", "dataset_train_split": "train[:100]"}
-    assert told("trl-dpo", args) == [("no-such-split", "error", "dataset_train_split")]
 
 
 def test_all_rows_bring_columns(write: Write) -> None:

@@ -205,10 +205,8 @@ def checkpoint_steps(values: Values) -> Iterator[Finding]:
     except ValueError:
         number = 0
     if number == 0:
-        message = (
-            f"`{key}` is a number of steps{' or `epoch`' * entry_of(values.schema).epoch_checkpoints}, not "
-            f"`{brief(steps)}`"
-        )
+        epoch = " or `epoch`" * entry_of(values.schema).epoch_checkpoints
+        message = f"`{key}` is a number of steps{epoch}, not `{brief(steps)}`"
         yield say("error", "checkpoint-steps", key, message)
     elif number < 0:
         often = "every step" if number == -1 else f"every {-number} steps"
@@ -317,10 +315,7 @@ def no_epochs(values: Values) -> Iterator[Finding]:
         message = f"`{key}: {values[key]}`: the model is saved untrained"
         yield say("warning", "out-of-range", key, message)
     elif steps is not None and values.given(key):
-        message = (
-            f"`{key}` does nothing here: it is read only where `max_train_steps` is not set, and "
-            f"`max_train_steps` is {steps}"
-        )
+        message = f"`{key}` does nothing here: `max_train_steps`, which is {steps}, comes before it"
         yield say("warning", "conditional-key", key, message, "delete one of the two lines")
 
 
@@ -369,10 +364,8 @@ def unexpanded(values: Values) -> Iterator[Finding]:
     cache = "dataset_local_cache_dir" if "dataset_local_cache_dir" in values else "local_cache_dir"
     for key in ("output_dir", cache):
         if values.given(key) and _UNEXPANDED.match(text := str(values[key])):
-            message = (
-                f"`{key}: {brief(text)}` would make a folder {brief(os.path.join('.', text))}: neither "
-                "`~` nor variables are expanded"
-            )
+            folder = brief(os.path.join(".", text))
+            message = f"`{key}: {brief(text)}` would make a folder {folder}: neither `~` nor variables are expanded"
             yield say("warning", "unexpanded-path", key, message, "write the path in full")
 
 

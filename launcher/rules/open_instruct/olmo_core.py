@@ -116,11 +116,7 @@ def packing(values: Values) -> Iterator[Finding]:
         return
     row = values["max_seq_length"]
     size = f" of {2 * row:,} positions" if isinstance(row, int) else ""
-    message = (
-        "`packing`: samples in a row attend to each other: the model is told no boundaries, and chosen "
-        f"and rejected stand in one row{size}; the reference is computed beside other samples "
-        "than training"
-    )
+    message = f"`packing`: samples in a row{size} attend to each other: the model is told no boundaries"
     help = "`packing: false`, or `expect: {packing: on}` with `probe: {isolation: off}` to run it all the same"
     yield say("warning", "packing-leaks", "packing", message, help)
 
@@ -131,10 +127,9 @@ def export(values: Values) -> Iterator[Finding]:
     if values["cache_dataset_only"] or values["cache_logprobs_only"]:
         return
     if named in values.schema.configs and not named.startswith(_EXPORTED):
+        hub = ", also on the hub" if values["push_to_hub"] else ""
         message = (
-            f"OLMo-core cannot write {named} as transformers reads it: `hf_model` will hold "
-            "model_state_dict.pt under OLMo-core's names, and from_pretrained finds no weights there"
-            + (", neither on the hub" if values["push_to_hub"] else "")
+            f"OLMo-core cannot write {named} as transformers reads it, only a model_state_dict.pt of its own{hub}"
         )
         yield say("warning", "no-hf-export", key, message, f"rename the weights afterwards, or {_OTHER}")
 
@@ -226,19 +221,14 @@ def other_shape(context: Context) -> Iterator[Finding]:
     fitting = next((s for s in _SHAPES if s != "llama3_8B" and not _differing(model, s)), None)
     help = f"write `config_name: {fitting}`" if fitting else f"no `config_name` fits it: {_TRAINS}"
     if family not in _LOADED and family in architecture.FAMILIES:
-        message = (
-            f"{brief(name)} is of the family {family}: OLMo-core loads {', '.join(_LOADED)}; of others it "
-            "refuses weights once the data are tokenised, or leaves some out"
-        )
+        message = f"{brief(name)} is of the family {family}: OLMo-core loads {', '.join(_LOADED)}"
         yield say("error", "other-shape", key, message, help)
     elif differing:
         # the one trains as the other, but for the attention beyond 4,096 positions
         alike = [*differing] == ["model_type"] and {family, _SHAPES[named][0]} == {"olmo2", "olmo3"}
         what = ", ".join(f"{size} is {brief(model[size])}, not {n}" for size, n in differing.items())
-        message = (
-            f"{brief(name)} does not fit OLMo-core's {named}: {what}: loading fails once "
-            "the data are tokenised, or layers keep random weights"
-        )
+        late = "loading fails once the data are tokenised, or layers keep random weights"
+        message = f"{brief(name)} does not fit OLMo-core's {named}: {what}: {late}"
         yield say("warning" if alike else "error", "other-shape", key, message, help)
 
 
@@ -263,10 +253,8 @@ def offline_model(context: Context) -> Iterator[Finding]:
         return
     folder = model_config.snapshot(name, environ) or "<what `hf download` prints>"
     config = f" and `config_name: {values.schema.models.get(name, '<its shape>')}`"
-    message = (
-        f"{variable} is set and {brief(name)} is a hub name: with the data tokenised and the model built, "
-        "OLMo-core asks the hub whether it has that name, and crashes, whatever lies in the hub's cache"
-    )
+    crashes = "OLMo-core asks the hub once the model is built, and crashes, whatever is cached"
+    message = f"{variable} is set and {brief(name)} is a hub name: {crashes}"
     help = f"write `model_name_or_path: {folder}`{'' if values['config_name'] else config}; or unset {variable}"
     yield say(context.at_start, "offline-hub-model", "model_name_or_path", message, help)
 
@@ -281,10 +269,7 @@ def goes_on(context: Context) -> Iterator[Finding]:
     except OSError:
         return
     if any(saved):
-        message = (
-            f"{folder} holds step{max(saved)}: OLMo-core goes on from there by itself, and whether data, "
-            "model and arguments are the same is not looked at for this script"
-        )
+        message = f"{folder} holds step{max(saved)}: OLMo-core goes on from there, unchecked by launch"
         help = "name another `output_dir` to start over"
         yield say("warning", "resume-unjudged", "output_dir", message, help)
 
@@ -350,10 +335,7 @@ def of_split(context: Context, rows: int | None, *, devices: int, is_global: boo
     if rows is not None and not values["cache_dataset_only"]:
         yield from _too_few_rows(values, rows, each=context.per_device or 1, times=times, devices=devices)
     if is_global and values["packing"] and times > 1:
-        help = (
-            f"`batch.global` is `per_device` x {devices} GPU(s) here, and the pairs of a step are "
-            "what fits: the learning rate is for that many"
-        )
+        help = f"`batch.global` is at most `per_device` x {devices} GPU(s) here: choose the learning rate for that"
         yield say_of_option("warning", "accumulation-packed", "batch.global", _accumulated(times), help)
 
 
@@ -389,16 +371,10 @@ def _too_few_rows(values: Values, rows: int, *, each: int, times: int, devices: 
     step = devices if values["packing"] else each * times * devices
     reference = 0 if values["packing"] else 4 * each * devices
     if rows < step and not values["cache_logprobs_only"]:
-        message = (
-            f"{rows:,} rows are less than one step of {step:,}, and dpo.py leaves out what is not full: "
-            "there is nothing to train on"
-        )
+        message = f"{rows:,} rows are less than one step of {step:,}: there is nothing to train on"
         yield say("error", "too-few-rows", "mixer_list", message, "fewer GPUs, a smaller batch, or more rows")
     elif 2 * rows < reference:
-        message = (
-            f"the reference pass takes {reference:,} pairs at a time and crashes below "
-            f"{reference // 2:,} rows: there are {rows:,}"
-        )
+        message = f"the reference pass takes {reference:,} pairs at a time and needs half as many rows, not {rows:,}"
         yield say("error", "too-few-rows", "mixer_list", message, "a smaller `per_device`, fewer GPUs, or more rows")
 
 

@@ -124,10 +124,7 @@ def lora_targets(values: Values) -> Iterator[Finding]:
         return
     # a word without dots or stars is the name of no module inside of another
     if len(words) == 1 and re.fullmatch(r"\w+", words[0]) and not values["lora_target_parameters"]:
-        message = (
-            f"`{key}: {brief(words[0])}`: a single word is a pattern for whole names, which begin with "
-            "model.layers, and matches none"
-        )
+        message = f"`{key}: {brief(words[0])}`: a single word is a pattern for whole names, and matches none"
         yield say("error", "lora-targets", key, message, f"write `{key}: .*{words[0]}`, or a list of several")
     if (joined := next(filter(_SEVERAL.fullmatch, words), None)) is not None:
         names = ", ".join(filter(None, re.split(r"[,\s]+", joined)))

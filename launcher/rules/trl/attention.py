@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from launcher.errors import Finding, brief
 from launcher.rules.context import Context, StageRule
@@ -26,28 +26,19 @@ _KERNEL = re.compile(r"[^/:]+/[^/:]+(?:@[^/:]+)?(?::[^/:]+)?\Z")
 _MASKED = (None, "sdpa", "eager")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The first implementation that can be had, None for none; those before it, each with the reason."""
+class Choice(NamedTuple):
+    """The first implementation that can be had, None for none; why those before it cannot, for people."""
 
     name: str | None
-    passed: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def why(self) -> str:
-        """The reasons, for people."""
-        return "; ".join(f"{name}: {reason}" for name, reason in self.passed)
+    why: str = ""
 
 
 def choose(preferred: Sequence[str], context: Context) -> Choice:
     """The first of these that can be had here; what is not known speaks for it."""
-    passed: list[tuple[str, str]] = []
-    for name in preferred:
-        reason = lacking(name, context)
-        if reason is None:
-            return Choice(name=name, passed=tuple(passed))
-        passed.append((name, reason))
-    return Choice(name=None, passed=tuple(passed))
+    reasons = {name: lacking(name, context) for name in preferred}
+    name = next((name for name in preferred if reasons[name] is None), None)
+    before = preferred if name is None else preferred[: preferred.index(name)]
+    return Choice(name, "; ".join(f"{one}: {reasons[one]}" for one in before))
 
 
 def lacking(name: str, context: Context) -> str | None:
@@ -121,10 +112,7 @@ def flash_in_full_precision(context: Context) -> Iterator[Finding]:
     if context.gpus is not None or name not in PACKAGES:
         return
     if full_precision(context.values, context.mixed_precision):
-        message = (
-            f"`attn_implementation: {name}` takes 16 bits only, and the model is float32 with "
-            "neither `bf16` nor `fp16`"
-        )
+        message = f"`attn_implementation: {name}` takes 16 bits, and the model is float32 without `bf16` or `fp16`"
         help = "write `bf16: true`, or `dtype: bfloat16`"
         yield say("error", "flash-in-float32", key, message, help)
 
@@ -147,10 +135,7 @@ def packing(context: Context) -> Iterator[Finding]:
     flattened = values["padding_free"] or values["packing_strategy"] in ("bfd", "bfd_split")
     name, _ = resolved.attention(values)
     if values["packing"] and values["packing_strategy"] == "wrapped" and values.schema.tested:
-        message = (
-            f"`{key}`: examples in a row attend to each other: `packing_strategy: wrapped` cuts and joins "
-            "them without a boundary"
-        )
+        message = f"`{key}`: examples in a row attend to each other: `packing_strategy: wrapped` keeps no boundary"
         help = "leave `packing_strategy` out: bfd keeps them whole and apart"
         yield say("warning", "packing-leaks", key, message, help)
     elif flattened and context.gpus != 0 and name in _MASKED:

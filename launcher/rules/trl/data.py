@@ -17,12 +17,9 @@ from launcher.rules.trl.resolved import prepared
 from launcher.upstream.schema import Values
 
 _MOST = 2000  # entries of a folder to look at; a larger one is not judged
-# datasets/data_files.py:43
-_KEYWORDS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "dev", "val"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
+# datasets/data_files.py:43: words in the names of files
+_OF_TRAINING = frozenset({"train", "training"})
+_OF_OTHERS = frozenset("validation valid dev val test testing eval evaluation".split())
 # with these a folder describes its splits itself, or is read in another way; files such as
 # data/NAME-00000-of-00002.parquet bring splits of any name
 _DESCRIBED = re.compile(
@@ -55,69 +52,50 @@ def data_here(context: Context) -> Iterator[Finding]:
         yield say("error", "missing-data", "dataset_name", message, help)
 
 
-def _splits(name: str | None) -> Mapping[str, list[str]]:
-    """The files of each split of a local folder, by their names, as datasets/data_files.py:43 finds them.
+def _training_files(name: str | None) -> list[Path]:
+    """The files of a local folder that are trained on, by their names, as datasets/data_files.py:43 finds them.
 
-    Empty where it is no folder, describes itself, or holds too much to tell.
+    None where it is no folder, describes itself, or holds too much to tell.
     """
     folder = Path(name or "/nonexistent")
     try:
         below = list(islice(folder.rglob("*"), _MOST + 1))
         files = [str(path.relative_to(folder)) for path in below if path.is_file()]
     except (OSError, ValueError):
-        return {}
+        return []
     shown = sorted(file for file in files if not file.startswith(".") and "/." not in file)
     if len(below) > _MOST or any(_DESCRIBED.search(file.lower()) for file in shown):
-        return {}
+        return []
     words = {file: {*_WORDS.split(file.lower())} for file in shown}
-    found = {
-        split: [file for file in shown if not words[file].isdisjoint(keywords)]
-        for split, keywords in _KEYWORDS.items()
-    }
+    named = [file for file in shown if words[file] & _OF_TRAINING]
     # where no name says anything, all of it is for training
-    found = found if any(found.values()) else {"train": shown}
-    return {split: files for split, files in found.items() if files}
-
-
-def _judged_splits(values: Values) -> list[tuple[str, str]]:
-    """The arguments that name splits, each with the name that a folder's files give it."""
-    named = [("dataset_train_split", "train"), ("dataset_test_split", "test")]
-    return named if values["eval_strategy"] != "no" else named[:1]
-
-
-def _read(context: Context) -> Iterator[list[tuple[str, Path]]]:
-    """The local files of each split whose rows are tokenised, by the name to show; none that is empty."""
-    values, name = context.values, _named(context)
-    if prepared(values) or values["dataset_config"]:
-        return
-    for key, split in _judged_splits(values):
-        if values[key] == split and (files := _splits(name).get(split)):
-            yield [(f"{name}/{file}", Path(name or "", file)) for file in files]
+    of_others = any(words[file] & _OF_OTHERS for file in shown)
+    return [folder / file for file in (named if named or of_others else shown)]
 
 
 def data_rows(context: Context) -> Iterator[Finding]:
     """datasets/packaged_modules/json/json.py:101: a file without rows ends the run in a StopIteration."""
-    name = _named(context)
-    for file in _splits(name).get("train", ()):
-        if (what := rows.fault(Path(name or "", file))) is not None:
-            message, help = f"{brief(f'{name}/{file}')}: {what}", "correct the file, or take it out of the folder"
-            yield say("error", "bad-data", "dataset_name", message, help)
+    for file in _training_files(_named(context)):
+        if (what := rows.fault(file)) is not None:
+            help = "correct the file, or take it out of the folder"
+            yield say("error", "bad-data", "dataset_name", f"{brief(file)}: {what}", help)
 
 
 def data_columns(context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:1333,1375,1383, dpo_trainer.py:1063: columns are read by their names."""
-    values = context.values
+    values, files = context.values, _training_files(_named(context))
+    if not files or values["dataset_train_split"] != "train" or prepared(values) or values["dataset_config"]:
+        return
     judge = _missing_from_pairs if values.schema.pairs else _missing_from_examples
-    for files in _read(context):
-        # a good first row is enough; for a bad one, all rows bring columns
-        first = rows.columns(files[0][1])
-        if first is None or not first[0] or judge(*first, values) is None:
-            continue
-        heads = [rows.columns(path) for _, path in files]
-        names = first[1].union(*(head[1] for head in heads if head is not None))
-        if None not in heads and (wrong := judge(first[0], names, values)) is not None:
-            message = f"{brief(files[0][0])} has the columns {brief(', '.join(sorted(names)))}: {wrong[0]}"
-            yield say("error", "data-columns", "dataset_name", message, wrong[1])
+    # a good first row is enough; for a bad one, all rows bring columns
+    first = rows.columns(files[0])
+    if first is None or not first[0] or judge(*first, values) is None:
+        return
+    heads = [rows.columns(path) for path in files]
+    names = first[1].union(*(head[1] for head in heads if head is not None))
+    if None not in heads and (fault := judge(first[0], names, values)) is not None:
+        message = f"{brief(files[0])} has the columns {brief(', '.join(sorted(names)))}: {fault[0]}"
+        yield say("error", "data-columns", "dataset_name", message, fault[1])
 
 
 def _missing_from_examples(row: Mapping[str, Any], names: frozenset[str], values: Values) -> tuple[str, str] | None:
@@ -152,24 +130,11 @@ def _missing_from_pairs(_row: Mapping[str, Any], names: frozenset[str], _values:
 
 def splits(context: Context) -> Iterator[Finding]:
     """trl/scripts/sft.py:106, trl/scripts/dpo.py:104: a split is looked up by its name."""
-    values, name = context.values, _named(context)
-    if name is None:
-        return
-    there = {} if values["dataset_config"] else _splits(name)
-    for key, _ in _judged_splits(values):
-        split = values[key]
-        if not isinstance(split, str):
-            continue
-        if "[" in split or "+" in split:
+    for key in ("dataset_train_split", "dataset_test_split"):
+        split, read = context.values[key], key != "dataset_test_split" or context.values["eval_strategy"] != "no"
+        if read and _named(context) and isinstance(split, str) and re.search(r"[\[+]", split):
             message = f"`{key}: {brief(split)}` is looked up as the name of a split: parts cannot be named"
             yield say("error", "no-such-split", key, message, "name a whole split")
-        elif there and split not in there:
-            known = ", ".join(sorted(there))
-            message = f"`dataset_name: {brief(name)}` has no split `{brief(split)}`, only {known}"
-            help = f"write `{key}: {min(there)}`"
-            if key == "dataset_test_split":
-                help = f'add a file such as {split}.jsonl, or write `eval_strategy: "no"`'
-            yield say("error", "no-such-split", key, message, help)
 
 
 def template_here(context: Context) -> Iterator[Finding]:

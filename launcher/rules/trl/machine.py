@@ -78,8 +78,7 @@ def lengths_compiled(context: Context) -> Iterator[Finding]:
     if resolved.compiled(values) and not padded:
         keys = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
         message = (
-            "batches differ in length, and what is compiled is compiled again for new ones, up to eight "
-            "times: 12 times were counted in the first six steps, and none with few lengths"
+            "batches differ in length, and each new one is compiled again: 12 times in the first six steps measured"
         )
         key = next(filter(values.given, keys), keys[0])
         yield say(
@@ -128,10 +127,7 @@ def reference_price(context: Context) -> Iterator[Finding]:
     if context.values.get(key):
         price = "no reference model is kept beside the trained one, which saves its weights"
         if context.values["use_peft"]:
-            price = (
-                "with LoRA there is no second model to save: 20 % faster was measured, with 63 % more memory "
-                "(19 -> 31 GB for Qwen2.5-7B on one GPU)"
-            )
+            price = "with LoRA no second model is saved; measured: 20 % faster, 63 % more memory (19 -> 31 GB)"
         message = f"`{key}`: all rows pass the reference before the first step, however few are trained on; {price}"
         yield say("note", "reference-price", key, message)
 

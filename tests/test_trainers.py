@@ -21,8 +21,7 @@ ALLOWED = {
     # a key of the file's own, `open_instruct:`
     "config/load.py": ["'open_instruct' in tree", "k != 'open_instruct'"],
     # the tool that a file was written for, and the trainer that such files are converted for
-    "stage/conversion.py": ["kind == 'trl'"],
-    "cli/commands/stage_files.py": ["backend != 'trl'"],
+    "cli/commands/configs.py": ["backend != 'trl'"],
     # names of losses
     "plan/command.py": ["str(values.get('loss_type')) in ('dpo', 'dpo_norm')"],
     "rules/trl/arguments.py": ["loss != 'sft'"],

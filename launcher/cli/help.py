@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "Run": ("sft", "dpo", "pipeline"),
-    "Before": ("init", "configs", "validate-config", "rehearse", "plan", "prepare", "doctor"),
+    "Before": ("init", "validate-config", "rehearse", "plan", "prepare", "doctor"),
     "Watch": ("runs", "attach", "logs", "stop"),
     "After": ("check", "report", "rm", "cache"),
     "Tune": ("ladder", "bench", "tune"),
@@ -60,8 +60,6 @@ def _grouped(names: list[str], groups: Mapping[str, tuple[str, ...]], rest: str)
 
 
 class SummarizedCommand(TyperCommand):
-    """A command whose options stand in groups."""
-
     def format_options(self, ctx: Any, formatter: Any) -> None:
         rows: dict[str, dict[str, Any]] = {"argument": {}, "option": {}}
         for parameter in self.get_params(ctx):
@@ -76,8 +74,6 @@ class SummarizedCommand(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The commands as `launch --help` lists them."""
-
     def list_commands(self, ctx: Any) -> list[str]:
         return [name for _, names in _grouped(super().list_commands(ctx), COMMANDS, "Further") for name in names]
 
@@ -91,8 +87,6 @@ class Group(TyperGroup):
 
 
 class App(typer.Typer):
-    """A Typer whose commands have options in groups."""
-
     def command(self, name: str | None = None, **settings: Any) -> Callable[[_Function], _Function]:
         return super().command(name, **{"cls": SummarizedCommand, **settings})
 

@@ -91,7 +91,6 @@ def _run_command(arguments: list[str]) -> None:
 
 
 def _report(error: LaunchError, arguments: list[str]) -> Exit:
-    """What stopped a command, in the form that its command line asked for; returns the exit code."""
     return answer(_command_name(arguments), _form(arguments), None, (), error.findings, error.exit_code)
 
 
@@ -103,14 +102,12 @@ def _command_name(arguments: list[str]) -> str:
 
 
 def _form(arguments: list[str]) -> Findings:
-    """The form of an answer that a command line asks for, be the rest of it right or wrong."""
     line = " ".join(arguments).replace("--format=", "--format ") + " "
     forms: tuple[Findings, ...] = ("json", "github")
     return next((form for form in forms if f"--format {form} " in line), "text")
 
 
 def _bug(error: Exception, arguments: list[str]) -> int:
-    """Traceback and versions to a file, ready for an issue; one line on the screen."""
     from launcher.runs import rundir
 
     folder = rundir.state_folder()
@@ -132,7 +129,3 @@ def _bug(error: Exception, arguments: list[str]) -> int:
 
 def _encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +16,14 @@ from typer import Argument, Option
 
 from launcher import __version__
 from launcher.cli import help
-from launcher.errors import Exit, Finding, UsageError, usage
+from launcher.errors import Exit, Finding, LaunchError, UsageError, launch_finding, usage
+from launcher.report import console
 
 if TYPE_CHECKING:
     # only for annotations: validation must not pay for importing what starts a run
     from launcher.lifecycle.prepare import Request, ResolvedStage
     from launcher.runs.rundir import RunFolder
+    from launcher.runs.slurm import Options
     from launcher.upstream.locate import Locator
 
 app = help.App(
@@ -80,12 +84,7 @@ OVERRIDES = Argument(
     help="replace an argument or an option of the file: learning_rate=1e-5 batch.global=64",
 )
 STAGE_FILE = Argument(None, metavar="CONFIG", help="the stage file", show_default=False)
-NODE_RANK = Option(None, "--node-rank", metavar="N", min=0, help="number of this machine among several, from 0")
-MAIN_ADDRESS = Option(None, "--main-address", metavar="HOST[:PORT]", help="address of machine 0 of several")
 CPU = Option(False, "--cpu", help="run on the CPU, to try the command out")
-GPU_MEMORY = Option(
-    None, "--gpu-memory", metavar="GIB", help="memory of one GPU", show_default="that of the GPUs here"
-)
 UNPROVEN = Option(False, "--allow-unproven", help="treat an unproven verdict as success")
 
 
@@ -155,6 +154,12 @@ class Shared:
         None, "--on-finish-limit", metavar="TIME", help="time limit of that command: 90s, 2h", show_default="10m"
     )
     slurm: bool = Option(False, "--slurm", help="queue it as a Slurm job")
+    node_rank: int | None = Option(
+        None, "--node-rank", metavar="N", min=0, help="number of this machine among several, from 0"
+    )
+    main_address: str | None = Option(
+        None, "--main-address", metavar="HOST[:PORT]", help="address of machine 0 of several"
+    )
     format: Format = FORMAT
 
     @property
@@ -170,8 +175,6 @@ class Shared:
     @property
     def show_progress(self) -> Callable[[str], None]:
         """What tells on stderr how far it is; nothing does for machines."""
-        from launcher.report import console
-
         return console.aside if self.format == "text" else lambda _: None
 
     def rehearse_first(self, stages: Mapping[str, ResolvedStage], *, by_itself: bool = True) -> None:
@@ -179,18 +182,47 @@ class Shared:
 
         Raises InvalidConfig where the trainer refuses one of them.
         """
-        from launcher.report import console
         from launcher.workflows.rehearse import rehearsal
 
         findings = rehearsal.require(stages, self.show_progress, by_itself=by_itself)
         console.findings(findings if self.format == "text" else ())
 
+    def at_end(self) -> dict[str, Any]:
+        """What is to happen once a run has ended, as those that start it take it. Raises UsageError."""
+        from launcher.lifecycle import on_finish
+
+        if self.on_finish_limit is not None and self.on_finish is None:
+            raise usage("useless-option", "--on-finish-limit says nothing without --on-finish")
+        words, seconds = on_finish.parsed(self.on_finish), on_finish.limit(self.on_finish_limit)
+        return {"on_finish": words, "on_finish_s": seconds, "allow_unproven": self.allow_unproven}
+
+    def require_sense(self, more: Mapping[str, object]) -> None:
+        """Raise UsageError with every option that says nothing beside --slurm; `more` are a command's own."""
+        given = {name: more.get(name, getattr(self, name, None)) for name in _NOT_WITH_SLURM if self.slurm}
+        # 0 is a value
+        names = [name for name, value in given.items() if value or (value == 0 and value is not False)]
+        if names:
+            flags = [f"--{name.replace('_', '-')}" for name in names]
+            raise UsageError(
+                launch_finding("error", "useless-option", f"{flag} says nothing with --slurm") for flag in flags
+            )
+
+    def hand_over(self, command: str, name: str, *, gpus: int, options: Options) -> Exit:
+        from launcher.lifecycle import background
+
+        words = sys.argv[1:]
+        if self.slurm:
+            started = background.queue(command, name, words, gpus=gpus, options=options)
+        else:
+            started = background.detach(command, name, words)
+        return answer(command, self.format, started._asdict(), started.lines())
+
     def request(self, **more: Any) -> Request:
         """The request of these options; `more` are further fields, or others than these."""
         from launcher.lifecycle.prepare import Request
 
-        names = ("stage", "config", "gpus", "nodes", "devices", "python", "allow_unpinned", "strict", "rehearse")
-        fields = {name: getattr(self, name) for name in names} | {
+        names = "stage config gpus nodes devices python allow_unpinned strict rehearse node_rank main_address"
+        fields = {name: getattr(self, name) for name in names.split()} | {
             "overrides": self.overrides or (),
             "checkout": self.open_instruct,
             "probe": not self.no_probe,
@@ -199,20 +231,30 @@ class Shared:
         return Request(**{**fields, **more})
 
 
-SOURCE = ("open_instruct", "allow_unpinned")
-"""Which source of the trainer is looked at."""
-REQUEST = ("config", "overrides", "stage", "python", *SOURCE, "format")
-"""What every command has that plans a stage."""
+_SOURCE = ("open_instruct", "allow_unpinned")
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    # which source of the trainer is looked at
+    "source": _SOURCE,
+    # what every command has that plans a stage
+    "request": ("config", "overrides", "stage", "python", *_SOURCE, "format"),
+    # what every command has that trains for long
+    "background": ("detach", "on_finish", "on_finish_limit", "slurm"),
+    # what every command has that starts a whole run
+    "start": (
+        *("gpus", "devices", "dry_run", "python", *_SOURCE, "allow_unproven", "strict", "no_probe", "rehearse"),
+        *("fresh", "allow_changed_resume", "format"),
+    ),
+}
 
-BACKGROUND = ("detach", "on_finish", "on_finish_limit", "slurm")
-"""What every command has that trains for long."""
-
+# options that would be taken and ignored beside --slurm
+_NOT_WITH_SLURM = ("detach", "devices", "node_rank", "main_address", "cpu")
 _TYPES = get_type_hints(Shared)
 Command = Callable[..., Any]
 
 
 def takes(*names: str) -> Callable[[Command], Command]:
-    """Give a command these options of `Shared`, which it gets as its first argument."""
+    """Give a command these options of `Shared`, or groups of them; it gets `Shared` as its first argument."""
+    names = tuple(one for name in names for one in GROUPS.get(name, (name,)))
     fields = dataclasses.fields(Shared)
     rest = {f.name: vars(f.default)["default"] for f in fields if f.name not in names}
     parameters = [
@@ -240,7 +282,6 @@ def takes(*names: str) -> Callable[[Command], Command]:
 
 def found_run(name: str, kind: str = "run") -> RunFolder:
     """The run of that name. Raises UsageError where there is none, or several."""
-    from launcher.report import console
     from launcher.runs import rundir
 
     folder = rundir.find(name)
@@ -253,8 +294,6 @@ def found_run(name: str, kind: str = "run") -> RunFolder:
 
 def confirmed(lines: Sequence[str], given: bool, flag: str) -> bool:
     """Whether to delete this, as `flag` says or who sits at the terminal. Raises UsageError without both."""
-    from launcher.report import console
-
     if given:
         return True
     if not sys.stdin.isatty():
@@ -274,7 +313,6 @@ def files_of(path: Path) -> list[Path]:
 
 
 def not_begun(folder: RunFolder) -> UsageError:
-    """What to raise where a run still waits to be started: it has nothing to show or to judge."""
     name = folder.path.name
     help = f"launch exec {name} starts it, where no Slurm job will"
     return usage("not-begun", f"{name} has not begun: there is nothing of it yet", help)
@@ -294,8 +332,6 @@ def answer(
 
     `before` are findings that people have been shown before.
     """
-    from launcher.report import console
-
     if format == "json":
         console.envelope(command, code is Exit.OK, [*before, *findings], data)
     elif format == "github":
@@ -307,3 +343,32 @@ def answer(
         elif lines := list(show):
             console.say("\n".join(lines))
     return code
+
+
+def several_runs(command: Callable[..., Exit]) -> Callable[..., Exit]:
+    """A command that starts several runs: options beside each other are checked, `--on-finish` is called."""
+
+    @functools.wraps(command)
+    def run(shared: Shared, **given: Any) -> Exit:
+        from launcher.lifecycle import background, on_finish
+
+        shared.require_sense(given)
+        words, seconds = (shared.at_end()[name] for name in ("on_finish", "on_finish_s"))
+        if shared.hands_over or shared.dry_run or not words:
+            return command(shared, **given)
+        on_finish.require_here(words)
+
+        def finish(code: Exit) -> None:
+            background.finish(words, seconds, command.__name__, code, "pass" if code is Exit.OK else "fail")
+
+        try:
+            code = command(shared, **given)
+        except LaunchError as error:
+            # nobody reads what it is refused with
+            if background.FOLDER in os.environ:
+                finish(error.exit_code)
+            raise
+        finish(code)
+        return code
+
+    return run

@@ -8,6 +8,7 @@ follows YAML 1.1 and reads a string).
 from __future__ import annotations
 
 import codecs
+import contextlib
 import difflib
 import os
 import re
@@ -45,7 +46,6 @@ KEY = re.compile(r"[A-Za-z_][\w.-]*\Z")
 # No process can be given a NUL, no terminal a lone surrogate.
 UNUSABLE = re.compile("[\x00\ud800-\udfff]")
 _COLLECTIONS = {None, "!", f"{_TAG}map", f"{_TAG}seq"}
-_SHOWN = {type(None): "nothing", dict: "a mapping", list: "a list"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +111,13 @@ def _broken(path: Path, text: str, error: yaml.MarkedYAMLError | yaml.reader.Rea
     return bad(path, "broken-yaml", what, min(mark.line + 1, max(1, len(lines) - 1)), help)
 
 
-def _instead(path: Path) -> str:
-    start = "" if path.is_absolute() else "; a relative path starts where launch is started"
-    try:
+def _near(path: Path) -> str | None:
+    """Advice about a file that is not there: names like it in the same folder."""
+    with contextlib.suppress(OSError, ValueError):
         names = sorted(name for name in os.listdir(path.parent) if name.endswith((".yaml", ".yml")))
-    except (OSError, ValueError):
-        return f"there is no folder {path.parent} that can be read{start}"
-    near = difflib.get_close_matches(path.name, names, n=3)
-    if near:
-        return f"did you mean {' or '.join(str(path.parent / name) for name in near)}?"
-    return f"no YAML file in {path.parent} has a name like it{start}"
+        if near := difflib.get_close_matches(path.name, names, n=3):
+            return f"did you mean {' or '.join(str(path.parent / name) for name in near)}?"
+    return None if path.is_absolute() else "a relative path starts where launch is started"
 
 
 def _read_text(path: Path) -> str:
@@ -130,7 +127,7 @@ def _read_text(path: Path) -> str:
         with open_regular(path) as stream:
             raw = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise refused(path, "missing-file", "there is no such file", help=_instead(path)) from None
+        raise refused(path, "missing-file", "there is no such file", help=_near(path)) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise refused(path, "unreadable-file", f"cannot be read: {reason}") from None
@@ -139,14 +136,12 @@ def _read_text(path: Path) -> str:
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise refused(path, "not-utf8", "this is UTF-16", 1, "save it as UTF-8")
     if b"\0" in raw:
-        line = raw.count(b"\n", 0, raw.index(b"\0")) + 1
-        help = "name a YAML file: a stage file, or a pipeline"
+        line, help = raw.count(b"\n", 0, raw.index(b"\0")) + 1, "name a YAML file: a stage file, or a pipeline"
         raise refused(path, "binary-file", "a binary file, not YAML", line, help)
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        message = f"not UTF-8: byte 0x{raw[error.start]:02x}"
+        line, message = raw.count(b"\n", 0, error.start) + 1, f"not UTF-8: byte 0x{raw[error.start]:02x}"
         raise refused(path, "not-utf8", message, line, "save it as UTF-8") from None
 
 
@@ -165,12 +160,10 @@ class Origin:
 
     @property
     def place(self) -> dict[str, Any]:
-        """The keywords of a finding."""
         return asdict(self)
 
 
 def bad(path: Path, code: str, message: str, line: int | None = None, help: str | None = None) -> Finding:
-    """An error in a file."""
     return launch_finding("error", code, message, help, file=str(path), line=line)
 
 
@@ -182,7 +175,6 @@ def refused(path: Path, code: str, message: str, line: int | None = None, help: 
 def misplaced(
     path: Path, origins: Mapping[str, Origin], key: str, code: str, message: str, help: str | None = None
 ) -> Finding:
-    """An error at the place of `key`."""
     return launch_finding("error", code, message, help, key=key, **place_of(path, origins, key).place)
 
 
@@ -213,7 +205,6 @@ class Builder:
         return root
 
     def _value(self, event: Any, path: str, depth: int) -> Any:
-        """The value that begins with this event."""
         line = _line(event)
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self._anchors:
@@ -235,7 +226,6 @@ class Builder:
         return value
 
     def _copied(self, value: Any, depth: int, line: int) -> Any:
-        """What an alias stands for, counted once more."""
         self._count(depth + isinstance(value, dict | list), line)
         if isinstance(value, dict):
             self._nodes += len(value)
@@ -279,9 +269,8 @@ class Builder:
     def _key(self, name: Any, path: str, lines: dict[str, int], line: int) -> str | None:
         """The name of a key, noted with its place; None for what cannot be one."""
         # below an argument (a mixer, model kwargs) any text may be a key
-        named = isinstance(name, str) and (KEY.match(name) or name == "<<" or path not in _NAMED)
-        if not isinstance(name, str) or not named:
-            shown = f"`{name}`" if isinstance(name, str) else _SHOWN.get(type(name), "this")
+        if not isinstance(name, str) or not (KEY.match(name) or name == "<<" or path not in _NAMED):
+            shown = f"`{name}`" if isinstance(name, str) else "this"
             self._add("bad-key", f"{shown} cannot be a key: keys are plain names", line)
             return None
         if name in lines and name != "<<":
@@ -342,9 +331,7 @@ def plain(text: str) -> Any:
 
 def join(path: str, step: str | int) -> str:
     """A dotted key: `path.name`, or `path[index]`."""
-    if isinstance(step, int):
-        return f"{path}[{step}]"
-    return f"{path}.{step}" if path else step
+    return f"{path}[{step}]" if isinstance(step, int) else f"{path}.{step}" if path else step
 
 
 Steps = tuple[str | int, ...]

@@ -114,7 +114,6 @@ def _metered() -> Iterator[Callable[[int], None]]:
 
 
 def _plain(value: Any, spend: Callable[[int], None]) -> Any:
-    """What an interpolation came to, without omegaconf's types."""
     spend(16 + (len(value) if isinstance(value, str) else 0))
     if isinstance(value, Mapping):
         return {key: _plain(value[key], spend) for key in value}
@@ -124,7 +123,6 @@ def _plain(value: Any, spend: Callable[[int], None]) -> Any:
 
 
 def _depth(text: str) -> int:
-    """How many `${` stand inside each other at most."""
     depth = most = 0
     for mark in re.findall(r"\$\{|\}", text):
         depth = max(0, depth + (1 if mark == "${" else -1))

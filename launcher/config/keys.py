@@ -52,7 +52,6 @@ class Key:
 
     @property
     def shape(self) -> str:
-        """What it takes, as a phrase."""
         return self.takes or _SHAPES[self.kind]
 
     def read(self, value: Any, where: str = "") -> tuple[Any, list[Fault]]:
@@ -132,7 +131,6 @@ def _word(value: Any, words: tuple[str, ...]) -> str:
 
 
 def _switch(value: Any) -> bool | None:
-    """On or off, as YAML's own bool or in quotes."""
     if isinstance(value, bool):
         return value
     return _SWITCH.get(value.lower()) if isinstance(value, str) else None
@@ -184,20 +182,8 @@ _PROBE = (
 TABLE = (
     Key("stage", "word", "the training stage", "none, it must be given", words=STAGES),
     Key("backend", "word", "the trainer", "open_instruct", words=TRAINERS),
-    Key(
-        "script",
-        "word",
-        "which of upstream's scripts of this stage runs",
-        "the stage's own",
-        "one of these, or upstream's file name",
-    ),
-    Key(
-        "deepspeed",
-        "path",
-        "a DeepSpeed config",
-        takes="one of these words, or the path of a DeepSpeed file",
-        words=(*DEEPSPEED, "none"),
-    ),
+    Key("script", "word", "the script of this stage that runs", "the stage's own", "one of these, or its file name"),
+    Key("deepspeed", "path", "a DeepSpeed config", takes="one of these words, or a path", words=(*DEEPSPEED, "none")),
     Key(
         "attention",
         "list",
@@ -207,13 +193,7 @@ TABLE = (
         _ATTENTION,
         "[flash_attention_2, sdpa]",
     ),
-    Key(
-        "mixed_precision",
-        "word",
-        "accelerate's mixed precision",
-        "bf16 on GPUs, no on the CPU",
-        words=("no", "fp16", "bf16"),
-    ),
+    Key("mixed_precision", "word", "mixed precision", "bf16 on GPUs, no on the CPU", words=("no", "fp16", "bf16")),
     Key(
         "batch",
         "mapping",
@@ -231,13 +211,7 @@ TABLE = (
         example="{liger: engaged, loss: finite}",
         parts=tuple(Key(point, "word", words=states) for point, states in EXPECT.items()),
     ),
-    Key(
-        "on_violation",
-        "word",
-        "what the run does when it is not what `expect` says: stop within the first steps, or warn",
-        "stop",
-        words=("stop", "warn"),
-    ),
+    Key("on_violation", "word", "what the run does when it is not what `expect` says", "stop", words=("stop", "warn")),
     Key("on_hang", "word", "what the run does when nothing moves any more", "report", words=("report", "stop")),
     Key(
         "probe",
@@ -256,7 +230,7 @@ TABLE = (
         "before what takes long: prepare, a job, a series of runs",
     ),
     Key("name", "text", "the run's name", "the file's name", "a word for the run"),
-    Key("slurm", "mapping", "options of sbatch, for --slurm", takes="a mapping of sbatch's options, for --slurm"),
+    Key("slurm", "mapping", "options of sbatch, for --slurm"),
     Key(
         "gates",
         "mapping",
@@ -264,18 +238,7 @@ TABLE = (
         "the limits above",
         "a mapping of limits of `launch ladder`: a number, `{red: N, yellow: N}` or off",
     ),
-    Key(
-        "args",
-        "mapping",
-        "handed to upstream under exactly these names",
-        "none: `launch schema` lists them",
-        "a mapping of upstream's arguments",
-    ),
-    Key(
-        "extends",
-        "path",
-        "another stage file, relative to this one, whose keys this one inherits",
-        takes="a path, relative to the file that holds it",
-    ),
+    Key("args", "mapping", "upstream's arguments under exactly their names", "none: `launch schema` lists them"),
+    Key("extends", "path", "another stage file, relative to this one, whose keys this one inherits"),
 )
 KEYS = {key.name: key for key in TABLE}

@@ -16,24 +16,8 @@ from typing import Any, Literal
 
 import yaml
 
-from launcher.config import foreign
-from launcher.config.document import (
-    LOADER,
-    SUFFIXES,
-    UNUSABLE,
-    Builder,
-    Document,
-    Origin,
-    bad,
-    join,
-    leaves,
-    misplaced,
-    parse,
-    place_of,
-    plain,
-    read_yaml,
-    refused,
-)
+from launcher.config import document
+from launcher.config.document import Document, Origin, join, place_of, refused
 from launcher.config.interpolation import interpolate
 from launcher.config.keys import KEYS
 from launcher.errors import Finding, InvalidConfig, brief
@@ -73,7 +57,6 @@ class Config:
         return place_of(self.path, self.origins, key)
 
     def placed(self, finding: Finding) -> Finding:
-        """The finding with the file and line of its key."""
         return replace(finding, **self.origin(finding.key or "").place)
 
 
@@ -85,10 +68,10 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, text: str | None = 
     malformed overrides, unresolvable interpolation.
     """
     path = Path(path)
-    document, parents = _with_parents(path, (), text)
-    _require_one_stage(path, document)
-    shape = _shape_of(document.value)
-    value, origins, named = _as_stage_file(path, shape, document)
+    content, parents = _with_parents(path, (), text)
+    _require_one_stage(path, content)
+    shape = _shape_of(content.value)
+    value, origins, named = _as_stage_file(path, shape, content)
     if faults := [fault for text in overrides if (fault := _override(path, value, origins, text)) is not None]:
         raise InvalidConfig(faults)
     value, secrets = interpolate(path, value, origins, named)
@@ -100,34 +83,31 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, text: str | None = 
         args=args,
         origins=origins,
         parents=parents,
-        faults=(*document.faults, *_too_large(path, {**value, "args": args}, origins)),
+        faults=(*content.faults, *_too_large(path, {**value, "args": args}, origins)),
         secrets=secrets,
     )
 
 
 def _too_large(path: Path, tree: Any, origins: Mapping[str, Origin]) -> Iterator[Finding]:
     """A finding for each number that no float can hold: YAML's `1e999`, or an integer of many digits."""
-    for steps, value in leaves(tree):
+    for steps, value in document.leaves(tree):
         if isinstance(value, int | float) and not abs(value) < LARGEST:
             key = reduce(join, steps, "")
-            yield misplaced(path, origins, key, "bad-value", f"the number of `{key}` is too large")
-
-
-# --- several layers -------------------------------------------------------------------------------
+            yield document.misplaced(path, origins, key, "bad-value", f"the number of `{key}` is too large")
 
 
 def _with_parents(
     path: Path, children: tuple[Path, ...], text: str | None = None
 ) -> tuple[Document, tuple[Path, ...]]:
-    document = read_yaml(path) if text is None else parse(path, text)
-    parent = document.value.pop("extends", None)
+    content = document.read_yaml(path) if text is None else document.parse(path, text)
+    parent = content.value.pop("extends", None)
     if parent is None:
-        return document, ()
-    line = document.origins.pop("extends").line
+        return content, ()
+    line = content.origins.pop("extends").line
     if not isinstance(parent, str) or not parent.strip():
         raise refused(path, "bad-extends", "`extends` names one file, relative to this one", line)
     target = path.parent / expanded(parent)
-    if not {target.suffix, Path(canonical(target)).suffix} <= SUFFIXES:
+    if not {target.suffix, Path(canonical(target)).suffix} <= document.SUFFIXES:
         # whoever wrote the file may not be who may read what it names
         raise refused(path, "bad-extends", f"`extends: {brief(parent)}` names no `.yaml` or `.yml` file", line)
     chain = (*children, path)
@@ -142,9 +122,9 @@ def _with_parents(
         raise refused(path, "missing-parent", message, line, help)
     base, parents = _with_parents(target, chain)
     origins = dict(base.origins)
-    value = _merge(base.value, document.value, origins)
-    origins |= document.origins
-    return Document(value, origins, (*base.faults, *document.faults)), (target, *parents)
+    value = _merge(base.value, content.value, origins)
+    origins |= content.origins
+    return Document(value, origins, (*base.faults, *content.faults)), (target, *parents)
 
 
 def _merge(
@@ -162,16 +142,39 @@ def _merge(
     return merged
 
 
-# --- shapes ---------------------------------------------------------------------------------------
-
-
-def _require_one_stage(path: Path, document: Document) -> None:
-    if isinstance(document.value.get("stages"), list) and "args" not in document.value:
-        help, line = f"launch pipeline {path}, or name one of its stage files", document.origins["stages"].line
+def _require_one_stage(path: Path, content: Document) -> None:
+    if isinstance(content.value.get("stages"), list) and "args" not in content.value:
+        help, line = f"launch pipeline {path}, or name one of its stage files", content.origins["stages"].line
         raise refused(path, PIPELINE, "this is a pipeline, not a stage file", line, help)
-    if (tool := foreign.format_of(document.value)) is not None:
-        message = f"this is a file of {foreign.NAMES[tool]}, not a stage file"
+    if (tool := tool_of(content.value)) is not None:
+        message = f"this is a file of {TOOLS[tool]}, not a stage file"
         raise refused(path, "foreign-file", message, 1, f"launch init --from {path} converts it")
+
+
+TOOLS = {"axolotl": "Axolotl", "llama_factory": "LLaMA-Factory", "trl": "TRL"}
+# each set alone is a sign, together with a model
+_AXOLOTL = {"datasets", "sequence_len", "micro_batch_size", "adapter", "sample_packing"}
+_LLAMA_FACTORY = {"finetuning_type", "cutoff_len", "template"}
+# arguments that no script of open-instruct has
+_TRL = set(
+    "use_peft lora_r max_length max_steps eval_strategy save_strategy save_steps bf16 optim warmup_steps dtype "
+    "torch_dtype dataset_text_field datasets accelerate_config".split()
+)
+
+
+def tool_of(tree: Mapping[str, Any]) -> str | None:
+    """Whose file this looks like, a key of `TOOLS`; None where it is none of them."""
+    names = set(tree)
+    if names & {"args", "open_instruct"}:
+        return None
+    if "base_model" in names and names & _AXOLOTL:
+        return "axolotl"
+    if "model_name_or_path" not in names:
+        return None
+    if names & _LLAMA_FACTORY:
+        return "llama_factory"
+    mixer = names & {"dataset_mixer_list", "dataset_mixer", "mixer_list", "backend", "extends"}
+    return "trl" if names & _TRL and names & {"dataset_name", "datasets"} and not mixer else None
 
 
 def _shape_of(tree: Mapping[str, Any]) -> Shape:
@@ -181,14 +184,14 @@ def _shape_of(tree: Mapping[str, Any]) -> Shape:
 
 
 def _as_stage_file(
-    path: Path, shape: Shape, document: Document
+    path: Path, shape: Shape, content: Document
 ) -> tuple[dict[str, Any], dict[str, Origin], Mapping[str, Any]]:
     """Any shape as the keys of a stage file: their values, their places, and what `${}` finds beside them.
 
     Of upstream's own shape every key is an argument: options of ours can come from overrides only. The
     wrapped one is `open_instruct: {script, deepspeed_config, args}` with `num_gpus` beside it.
     """
-    value, origins = document.value, document.origins
+    value, origins = content.value, content.origins
     if shape == "stage":
         return value, origins, {}
     if shape == "flat":
@@ -209,11 +212,9 @@ def _as_stage_file(
 def _mapping(path: Path, origins: Mapping[str, Origin], key: str, value: Any) -> dict[str, Any]:
     if value is None or isinstance(value, dict):
         return value or {}
-    found = bad(path, "bad-args", f"`{key}` is a mapping of names to values, not `{brief(value)}`")
+    found = document.bad(path, "bad-args", f"`{key}` is a mapping of names to values, not `{brief(value)}`")
     raise InvalidConfig(replace(found, **place_of(path, origins, key).place))
 
-
-# --- overrides ------------------------------------------------------------------------------------
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]{1,200}|\[[0-9]{1,6}\])*\Z")
 _STEPS = re.compile(r"\[([0-9]+)\]|([\w-]+)")
@@ -226,7 +227,7 @@ def _override(path: Path, tree: dict[str, Any], origins: dict[str, Origin], text
     # what is no UTF-8 cannot be printed
     shown = text.encode("utf-8", "backslashreplace").decode()
     message = f"`{brief(shown)}`"
-    if UNUSABLE.search(text):
+    if document.UNUSABLE.search(text):
         key, message = "", f"{message} is not UTF-8"
     elif not equals or not _OVERRIDE.match(key):
         key, message, help = "", f"{message} is not of the form key=value", "write for example learning_rate=1e-5"
@@ -240,28 +241,30 @@ def _override(path: Path, tree: dict[str, Any], origins: dict[str, Origin], text
         message, help = f"{message} would be the text 'None'", f"write {key}=null"
     else:
         try:
-            value = _override_value(raw)
+            value, key = _override_value(raw), _full_key(key)
+            _set(tree, origins, key, value, Origin(str(path), None, text))
+            return None
+        except _NoPlace as error:
+            message += f": {error}"
         except (yaml.YAMLError, InvalidConfig) as error:
-            message += f": {_reason(error)}"
+            problem = getattr(error, "problem", None)
+            reason = f"the value is not valid YAML{f': {problem}' if problem else ''}"
+            message += f": {error.findings[0].message if isinstance(error, InvalidConfig) else reason}"
             help = f"for a text, quote it for YAML too: '{key}=\"...\"'"
-        else:
-            key = _full_key(key)
-            reason = _set(tree, origins, key, value, Origin(str(path), None, text))
-            if reason is None:
-                return None
-            message += f": {reason}"
-    return replace(bad(path, "bad-override", message, None, help), key=key or None, override=shown)
+    return replace(document.bad(path, "bad-override", message, None, help), key=key or None, override=shown)
 
 
-def _set(tree: dict[str, Any], origins: dict[str, Origin], key: str, value: Any, origin: Origin) -> str | None:
-    """Set what a dotted key names; why not where there is no such place."""
+class _NoPlace(Exception):
+    """There is no such place in a value; the text says why."""
+
+
+def _set(tree: dict[str, Any], origins: dict[str, Origin], key: str, value: Any, origin: Origin) -> None:
+    """Set what a dotted key names. Raises _NoPlace."""
     *above, last = [int(index) if index else name for index, name in _STEPS.findall(key)]
     node: Any = tree
     path = ""
     for written in above:
-        step = _place(node, written)
-        if step is None:
-            return _no_place(node, path)
+        step = _place(node, written, path)
         path = join(path, step)
         if isinstance(node, dict) and node.get(step) is None:
             # what is empty, or not there, can become a mapping: its place is this override
@@ -270,37 +273,27 @@ def _set(tree: dict[str, Any], origins: dict[str, Origin], key: str, value: Any,
             if path != "args":
                 origins[path] = origin
         node = node[step]
-    step = _place(node, last)
-    if step is None:
-        return _no_place(node, path)
+    step = _place(node, last, path)
     node[step] = value
     path = join(path, step)
     _forget(origins, path)
     origins[path] = origin
-    return None
 
 
-def _no_place(node: Any, path: str) -> str:
-    reason = "is no list" if isinstance(node, dict) else "holds nothing that has parts"
-    if isinstance(node, list):
-        reason = f"is a list of {len(node)} entries, the first is [0]"
-    return f"`{path.removeprefix('args.')}` {reason}"
-
-
-def _place(node: Any, step: str | int) -> str | int | None:
-    """The key or index that a step means in this value; None where there is no such place."""
+def _place(node: Any, step: str | int, path: str) -> str | int:
+    """The key or index that a step means in this value. Raises _NoPlace."""
+    reason = "holds nothing that has parts"
     if isinstance(node, dict):
-        return step if isinstance(step, str) else None
-    # `.1`, as omegaconf writes it, is [1]
-    index = int(step) if isinstance(step, str) and step.isdecimal() else step
-    return index if isinstance(node, list) and isinstance(index, int) and index < len(node) else None
-
-
-def _reason(error: yaml.YAMLError | InvalidConfig) -> str:
-    if isinstance(error, InvalidConfig):
-        return error.findings[0].message
-    problem = getattr(error, "problem", None)
-    return f"the value is not valid YAML{f': {problem}' if problem else ''}"
+        if isinstance(step, str):
+            return step
+        reason = "is no list"
+    elif isinstance(node, list):
+        # `.1`, as omegaconf writes it, is [1]
+        index = int(step) if isinstance(step, str) and step.isdecimal() else step
+        if isinstance(index, int) and index < len(node):
+            return index
+        reason = f"is a list of {len(node)} entries, the first is [0]"
+    raise _NoPlace(f"`{path.removeprefix('args.')}` {reason}")
 
 
 def _override_value(raw: str) -> Any:
@@ -308,13 +301,13 @@ def _override_value(raw: str) -> Any:
 
     Text that only looks like YAML (`a: b`, `x # y`, `- z`, `{% if %}`) is kept whole.
     """
-    text, builder = raw.strip(), Builder("override")
+    text, builder = raw.strip(), document.Builder("override")
     is_quoted = text[:1] in {"'", '"'}
     if not is_quoted and (text[:1] not in {"[", "{"} or text[:2] in {"{%", "{{", "{#"}):
-        value = plain(text)
+        value = document.plain(text)
         return raw if isinstance(value, str) else value
     try:
-        value = builder.build(yaml.parse(text, Loader=LOADER))
+        value = builder.build(yaml.parse(text, Loader=document.LOADER))
         if builder.findings:
             raise InvalidConfig(builder.findings)
     except (yaml.YAMLError, InvalidConfig):
@@ -332,7 +325,6 @@ def _full_key(key: str) -> str:
 
 
 def _forget(origins: dict[str, Origin], path: str) -> None:
-    """Drop the places of everything below `path`: it was replaced."""
     for known in [known for known in origins if known.startswith((f"{path}.", f"{path}["))]:
         del origins[known]
 

@@ -23,7 +23,6 @@ Past = Callable[[str], Sequence[ArgumentChange]]
 
 
 def check(config: Config, schema: Schema, entry: Entry, past: Past) -> Iterator[Finding]:
-    """What is wrong with each argument by itself, in the order of the file."""
     for key, value in config.args.items():
         known = schema.fields.get(key)
         fault = _check_unknown(schema, entry, past, key, value) if known is None else None
@@ -188,7 +187,6 @@ def _nearest(key: str, names: tuple[str, ...]) -> list[str]:
 
 
 def _homes(key: str) -> list[str]:
-    """The stages and backends that have a field of this name."""
     return [
         f"{stage} on {backend}"
         for backend in BACKENDS

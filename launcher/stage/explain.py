@@ -16,7 +16,7 @@ from launcher.errors import Finding, InvalidConfig, brief
 from launcher.paths import shipped
 from launcher.redaction import redact
 from launcher.stage import gates, stage, unused
-from launcher.stage.conversion import FORMATS
+from launcher.stage.draft import FORMATS
 from launcher.upstream import history, locate
 from launcher.upstream.history import ArgumentChange
 from launcher.upstream.locate import Locator, Upstream
@@ -62,11 +62,9 @@ class Explained:
 
     @property
     def known(self) -> bool:
-        """Whether there is anything to tell."""
         return self.field is not None or bool(self.history) or self.advice is not None
 
     def as_json(self) -> dict[str, Any]:
-        """One entry of the `explained` list."""
         known, option = self.field, self.option
         shadow = self.schema.path.shadows.get(self.key)
         beside = {script: reads.get(self.key, ()) for script, reads in self.schema.beside.items()}
@@ -94,7 +92,6 @@ class Explained:
         }
 
     def lines(self) -> Iterator[str]:
-        """For people: one fact a line, the name of the fact in front."""
         where = f"{self.stage} on {self.schema.backend}, {self.schema.script} at {self.schema.named}"
         own = self.field is None and self.option is not None
         yield f"{self.key}  ({'a key of stage files' if own else where})"
@@ -310,7 +307,6 @@ def _here(key: str, config: Config, judged: stage.Judged, derived: Mapping[str, 
 
 
 def _words(key: Key, schema: Schema) -> tuple[str, ...]:
-    """What may stand under one of launch's own keys: words, or the keys of a mapping with what they take."""
     if key.name == "script":
         return tuple(
             f"{name} ({Path(entry.script).name})"
@@ -338,9 +334,6 @@ def _default(known: Field) -> Any:
     return known.default_text if known.default_text is not None else known.default
 
 
-# --- codes of findings, as docs/findings.md has them ------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Meaning:
     """One code: the layer that says it, what it means, and the section that lists it."""
@@ -351,7 +344,6 @@ class Meaning:
     section: str
 
     def lines(self) -> Iterator[str]:
-        """For people: one fact a line."""
         yield f"{self.code}  (a finding: {self.section})"
         yield f"  meaning    {self.meaning}"
         yield f"  layer      {self.layer}"

@@ -174,9 +174,6 @@ def _read(path: Path) -> bytes:
         raise NotReady(bad(path, "unreadable-file", f"cannot be read: {error.strerror or error}")) from None
 
 
-# --- edits at the marks of a text -----------------------------------------------------------------
-
-
 class Leave(Exception):
     """Something is not mended; the text says why."""
 
@@ -253,12 +250,10 @@ class _File:
         return self.text[node.start_mark.index : self.end(node)]
 
     def rename(self, key: yaml.ScalarNode, name: str) -> _Edit:
-        """Another key in the same quotes."""
         raw, start = self.raw(key), key.start_mark.index
         return _Edit(start, start + len(raw), raw.replace(key.value, name))
 
     def set(self, value: yaml.Node, raw: str) -> _Edit:
-        """Another value in place of one that stands in one line."""
         if not isinstance(value, yaml.ScalarNode) or "\n" in self.raw(value):
             raise Leave("its value does not stand in one line")
         return _Edit(value.start_mark.index, self.end(value), raw)
@@ -294,7 +289,6 @@ class _File:
         return _Mend(tuple(edits), what, {key: _GONE, to: new})
 
     def as_list(self, mapping: yaml.MappingNode, amounts: Sequence[str]) -> Iterator[_Edit]:
-        """A mapping of names to amounts as a list of both in turn."""
         start, end = mapping.start_mark.index, mapping.end_mark.index
         newline = "\r\n" if "\r\n" in self.text else "\n"
         if mapping.flow_style:
@@ -311,7 +305,6 @@ class _File:
             yield self.set(value, amount)
 
     def edited(self, edits: Sequence[_Edit]) -> str:
-        """The text after edits that do not overlap."""
         text = self.text
         for edit in sorted(edits, reverse=True):
             text = text[: edit.start] + edit.text + text[edit.end :]
@@ -342,12 +335,9 @@ def _error(finding: Finding) -> tuple[str, str, str, str | None]:
 
 
 def _count(finding: Finding, judged: Judged) -> int:
-    """How often a fault is there."""
     fault = finding.code, finding.key, finding.file
     return sum((f.code, f.key, f.file) == fault for f in judged.findings)
 
-
-# --- what is mechanical, and how it is mended -----------------------------------------------------
 
 _MECHANICAL = {"renamed-key", "removed-key", "unread-key", "abbreviated-key", "unknown-key"}
 _OF_KEY = {"bad-value": {"args.dataset_mixer"}, "two-data-sources": {"args.dataset_mixer", "args.dataset_name"}}

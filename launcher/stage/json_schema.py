@@ -15,7 +15,7 @@ from typing import Any
 from launcher.config.document import plain
 from launcher.config.keys import KEYS, OFF, ON, STAGES, Key
 from launcher.runs import slurm
-from launcher.stage import gates
+from launcher.stage import explain, gates
 from launcher.upstream.schema import Field, Schema, source_name
 from launcher.upstream.trainers import BACKENDS, Entry
 
@@ -46,14 +46,12 @@ _WORDS: Mapping[str, Json] = {
 }
 
 
-def combined(schemas: Iterable[Schema], *, notes: Mapping[tuple[str, str], Notes] | None = None) -> Json:
+def combined(schemas: Iterable[Schema]) -> Json:
     """One JSON Schema for stage files of these scripts, by its own `stage`, `backend` and `script`.
 
-    `notes` are further lines for the hover text of a field (what reads it, its history), by (backend, key
-    of the script) and its name. Where a file leaves the choice to the file that it extends, whatever one
-    of the candidates takes is accepted.
+    Where a file leaves the choice to the file that it extends, whatever one of the candidates takes is accepted.
     """
-    schemas, notes = list(schemas), notes or {}
+    schemas = list(schemas)
     stages = [name for name in STAGES if any(s.stage == name for s in schemas)]
     backends = [name for name in BACKENDS if any(s.backend == name for s in schemas)]
     own = any(schema.key == schema.stage for schema in schemas)
@@ -80,10 +78,7 @@ def combined(schemas: Iterable[Schema], *, notes: Mapping[tuple[str, str], Notes
             {"if": {"required": ["extends"]}, "else": required},
             *({"if": condition, "then": {"properties": {"args": args}}} for condition, args in choices),
         ],
-        "definitions": {
-            f"{schema.backend}-{schema.key}": _args(schema, notes.get((schema.backend, schema.key), {}))
-            for schema in schemas
-        },
+        "definitions": {f"{schema.backend}-{schema.key}": _args(schema) for schema in schemas},
     }
 
 
@@ -100,9 +95,6 @@ def _says_it_is(schema: Schema, further: Sequence[str]) -> Json:
 
 def _is(key: str, values: Sequence[str]) -> Json:
     return {"required": [key], "properties": {key: {"enum": list(values)}}}
-
-
-# --- launch's own options -------------------------------------------------------------------------
 
 
 def _options(stages: Sequence[str], backends: Sequence[str], schemas: Sequence[Schema]) -> Json:
@@ -178,11 +170,8 @@ def _silent(key: str, values: Sequence[Any]) -> Json:
     return {"title": f"{key} (other)", "not": {"not": {"enum": list(values)}}}
 
 
-# --- upstream's arguments -------------------------------------------------------------------------
-
-
-def _args(schema: Schema, notes: Notes) -> Json:
-    entry = BACKENDS[schema.backend].STAGES[schema.key]
+def _args(schema: Schema) -> Json:
+    entry, notes = BACKENDS[schema.backend].STAGES[schema.key], explain.notes(schema)
     properties = {name: _field(schema, entry, name, notes) for name in schema.fields}
     for key, moved in entry.moved.items():
         advice = "delete the line" if moved.to is None else f"write `{moved.to}`"

@@ -94,7 +94,6 @@ class Options:
     gates: Mapping[str, Any] = field(default_factory=dict)
 
     def read_deepspeed(self) -> tuple[Mapping[str, Any] | None, Finding | None]:
-        """The DeepSpeed file in use, parsed, or what is wrong with it."""
         if self.deepspeed is None:
             return None, None
         try:
@@ -227,7 +226,6 @@ def stage_fault(config: Config) -> Finding | None:
 
 
 def backend_fault(config: Config) -> Finding | None:
-    """Why the backend that a file names is none; None where it is one, or none is named."""
     _, faults = KEYS["backend"].read(config.options.get("backend"))
     return _bad(*faults[0]) if faults else None
 
@@ -251,12 +249,10 @@ def _unknown(key: str, keys: tuple[str, ...], fields: Collection[str]) -> Findin
 
 
 def deepspeed_file(name: str) -> Path:
-    """The packaged DeepSpeed config of that name."""
     return Path(str(files("launcher.plan.deepspeed").joinpath(f"{name}.json")))
 
 
 def _deepspeed(config: Config, folders: Sequence[Path]) -> tuple[Path | None, str, Finding | None]:
-    """The DeepSpeed file, what it is called, and what is wrong with the key."""
     given = config.options.get("deepspeed")
     if given is None or given is False or given == "none":
         return None, "none", None

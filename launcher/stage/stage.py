@@ -41,17 +41,14 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """What the run is called: `name:`, else the file's."""
         return self.options.name or self.config.path.stem
 
     @property
     def entry(self) -> Entry:
-        """The entry script's description."""
         return entry_of(self.schema)
 
     @property
     def backend(self) -> Backend:
-        """What differs between the trainers."""
         return BACKENDS[self.options.backend]
 
     @property
@@ -198,7 +195,6 @@ def _number(values: Values, name: str) -> int | None:
 
 
 def _attention_faults(opts: Options, config: Config) -> Iterator[Finding]:
-    """Arguments that say the same as `attention:`."""
     key = "attn_implementation"
     inside = config.args.get("model_init_kwargs")
     twice = [f"args.{key}"] if config.args.get(key) is not None else []
@@ -249,7 +245,6 @@ def trend_fault(opts: Options, steps: int | None) -> Finding | None:
 
 
 def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:
-    """Batch numbers below 1, and those that stand both in `batch:` and among the arguments."""
     batch = opts.batch or Batch()
     for name, by_batch in ((entry.names.per_device, batch.per_device), (entry.names.accumulation, batch.total)):
         key = f"args.{name}"
@@ -262,7 +257,6 @@ def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Findi
 
 
 def _in_order(config: Config, findings: Sequence[Finding], placeless: Sequence[Finding] = ()) -> tuple[Finding, ...]:
-    """The findings with their places, in the order of the file."""
     placed = [one if one.file is not None else config.placed(one) for one in findings]
     return tuple(sorted([*placeless, *placed], key=lambda one: (one.file or "", one.line or 0)))
 

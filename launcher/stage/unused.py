@@ -84,7 +84,6 @@ def effective(values: Values, entry: Entry) -> Mapping[str, Any]:
 
 
 def shown(when: tuple[str, ...]) -> str:
-    """Several conditions, for people."""
     return " and ".join(f"`{one}`" for one in when)
 
 
@@ -94,7 +93,6 @@ def condition_of(read: Read, entry: Entry) -> tuple[str, ...]:
 
 
 def _false(read: Read, known: Mapping[str, Any], entry: Entry) -> tuple[str, ...]:
-    """The conditions of a read that these values do not meet."""
     return tuple(c for c in condition_of(read, entry) if conditions.holds(c, known, _UNKNOWN) is False)
 
 
@@ -139,7 +137,6 @@ def _closed(
 
 
 def _state(names: Iterable[str], known: Mapping[str, Any]) -> str:
-    """The values of these arguments, for people, as far as they are known."""
     values = {name: known[name] for name in names if known[name] is not _UNKNOWN}
     return ", ".join(f"`{name}` is {_plain(value)}" for name, value in values.items())
 

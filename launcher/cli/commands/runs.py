@@ -13,6 +13,7 @@ from launcher.cli.commands.stages import until_over
 from launcher.cli.options import FORMAT, LAST_RUN, RUN, UNPROVEN, Format, answer, app, confirmed, found_run, not_begun
 from launcher.errors import Exit, Finding, not_ready, usage
 from launcher.paths import exists
+from launcher.report import console
 
 if TYPE_CHECKING:
     from launcher.runs.rundir import RunFolder
@@ -71,7 +72,7 @@ def stop(
     Sends INT, then TERM, then KILL to every process of the run.
     """
     from launcher.lifecycle import stop
-    from launcher.report import console, overview
+    from launcher.report import overview
 
     folder = found_run(run)
     cost = stop.cost(folder)
@@ -97,7 +98,7 @@ def runs(
     format: Format = FORMAT,
 ) -> Exit:
     """List the runs known on this machine."""
-    from launcher.report import console, overview
+    from launcher.report import overview
     from launcher.runs import rundir
 
     folders = [one for one in rundir.known_runs() if not here or rundir.begun_here(one)]
@@ -148,7 +149,6 @@ def check(
     format: Format = FORMAT,
 ) -> Exit:
     """Check a run, or any training log."""
-    from launcher.report import console
     from launcher.verdict import check
 
     unpinned: tuple[Finding, ...] = ()
@@ -176,7 +176,6 @@ def check(
 def _check_each(folder: Path, members: Sequence[RunFolder], allow_unproven: bool, format: Format) -> Exit:
     """Judge every run of a pipeline, bench, ladder or tune; the code is the first that is not 0."""
     from launcher.lifecycle import start
-    from launcher.report import console
     from launcher.verdict import check
 
     verdicts = {run.path: start.finish(run) for run in members}
@@ -202,7 +201,7 @@ def report_command(
     format: Format = FORMAT,
 ) -> None:
     """Write one HTML page: curves, verdicts, plan and config."""
-    from launcher.report import console, page, series
+    from launcher.report import page, series
 
     runs = series.gather(targets)
     # the JSON form says all that the page says, so no page is written beside it that nobody asked for
@@ -219,7 +218,6 @@ def report_command(
 def cache_list(format: Format = FORMAT) -> Exit:
     """List the cache folders."""
     from launcher.cache import folders
-    from launcher.report import console
 
     rows = [folder.row() for folder in folders.known()]
 

@@ -7,26 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
 from typer import Argument, Option
 
-from launcher.cli.background import AtEnd, at_end, hand_over, require_sense, several_runs
-from launcher.cli.options import (
-    BACKGROUND,
-    FORMAT,
-    MAIN_ADDRESS,
-    NODE_RANK,
-    OVERRIDES,
-    RUN,
-    SOURCE,
-    Format,
-    Shared,
-    answer,
-    app,
-    found_run,
-    takes,
-)
+from launcher.cli.options import RUN, Format, Shared, answer, app, found_run, several_runs, takes
 from launcher.errors import Exit, Finding, launch_finding
+from launcher.report import console
 
 if TYPE_CHECKING:
     from launcher.lifecycle.prepare import Prepared, Request
@@ -34,39 +19,23 @@ if TYPE_CHECKING:
     from launcher.runs.rundir import RunFolder
     from launcher.verdict.check import Verdict
 
-_CHECKS = ("python", *SOURCE, "allow_unproven", "strict", "no_probe", "rehearse", "allow_changed_resume")
-_START = ("gpus", "devices", "dry_run", "fresh", *_CHECKS, "format")
-
 
 def _stage_command(stage: str) -> Callable[..., Exit]:
-    """The command that starts one stage: the same for each, but for its name."""
-
-    @takes("config", "nodes", *_START, *BACKGROUND)
+    @takes("config", "overrides", "nodes", "node_rank", "main_address", "start", "background")
     def command(
         shared: Shared,
-        context: typer.Context,
-        overrides: list[str] | None = OVERRIDES,
-        node_rank: int | None = NODE_RANK,
-        main_address: str | None = MAIN_ADDRESS,
         allow_corrupting_overlap: bool = Option(
             False,
             "--allow-corrupting-overlap",
             help="accept a DeepSpeed that corrupts gradients (finding overlap-corrupts)",
         ),
     ) -> Exit:
-        require_sense(shared, context.params)
+        shared.require_sense({})
         request = shared.request(
-            stage=stage,
-            overrides=overrides or (),
-            node_rank=node_rank,
-            main_address=main_address,
-            allow_corrupting_overlap=allow_corrupting_overlap,
-            fresh=shared.fresh,
-            elsewhere=shared.slurm,
+            stage=stage, allow_corrupting_overlap=allow_corrupting_overlap, fresh=shared.fresh, elsewhere=shared.slurm
         )
-        if shared.dry_run:
-            return _dry_run(request, shared.format, slurm=shared.slurm)
-        return (_queue if shared.slurm else _run)(request, shared, at_end(shared))
+        start = _dry_run if shared.dry_run else _queue if shared.slurm else _run
+        return start(request, shared)
 
     command.__doc__ = f"""Train one {stage.upper()} stage and judge the result.
 
@@ -80,27 +49,25 @@ app.command("sft", epilog="Example: launch sft configs/tulu/sft_qwen7b_25pct.yam
 app.command("dpo", epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gpus 8 --dry-run")(_stage_command("dpo"))
 
 
-def _dry_run(request: Request, format: Format, *, slurm: bool) -> Exit:
+def _dry_run(request: Request, shared: Shared) -> Exit:
     from launcher.lifecycle import prepare, start
-    from launcher.report import console
 
     prepared = prepare.prepare(request, running=False)
     findings = (*prepared.findings, *prepare.of_earlier_run(prepared))
-    script = start.batch_script(prepared) if slurm else None
-    data = {**prepared.as_json(), **({"batch_script": script} if slurm else {})}
+    script = start.batch_script(prepared) if shared.slurm else None
+    data = {**prepared.as_json(), **({} if script is None else {"batch_script": script})}
 
     def show() -> None:
         console.dry_run(prepared.plan, prepared.command, script)
 
-    return answer(str(request.stage), format, data, show, findings)
+    return answer(str(request.stage), shared.format, data, show, findings)
 
 
-def _run(request: Request, shared: Shared, ending: AtEnd) -> Exit:
+def _run(request: Request, shared: Shared) -> Exit:
     from launcher.lifecycle import forecast, on_finish, prepare, start, supervisor
-    from launcher.report import console
     from launcher.runs import lease, rundir, runner
 
-    format = shared.format
+    format, ending = shared.format, shared.at_end()
     on_finish.require_here(ending["on_finish"])
     # the keeper reads it too late to say so
     runner.grace(os.environ.get(runner.GRACE_VARIABLE))
@@ -109,7 +76,7 @@ def _run(request: Request, shared: Shared, ending: AtEnd) -> Exit:
         try:
             prepared = forecast.with_forecast(prepared)
             if prepared.decision.kind == "finished":
-                return _conclude_finished(prepared, format, ending)
+                return _conclude_finished(prepared, shared)
             if not (prepared.machine and prepared.machine.rank):
                 lease.require_free(prepared.output)
                 if request.rehearse or prepared.plan.stage.options.rehearse:
@@ -125,29 +92,27 @@ def _run(request: Request, shared: Shared, ending: AtEnd) -> Exit:
             rundir.release(prepared.folder)
 
 
-def _conclude_finished(prepared: Prepared, format: Format, ending: AtEnd) -> Exit:
+def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
     """Nothing is left to train; the verdict and the numbers are there, whoever died before."""
     from launcher.lifecycle import start
-    from launcher.report import console
     from launcher.verdict import check
 
-    console.findings(prepared.findings if format == "text" else ())
-    folder = prepared.folder
+    folder, findings = prepared.folder, prepared.findings
+    console.findings(findings if shared.format == "text" else ())
     verdict = start.judged_now(folder, prepared.plan, start.finish(folder))
-    code = check.exit_code(verdict, allow_unproven=ending["allow_unproven"])
-    return _conclude(str(prepared.request.stage), folder, verdict, code, prepared.findings, format)
+    code = check.exit_code(verdict, allow_unproven=shared.allow_unproven)
+    return _conclude(str(prepared.request.stage), folder, verdict, code, findings, shared.format)
 
 
-def _queue(request: Request, shared: Shared, ending: AtEnd) -> Exit:
-    """Hand the run to Slurm."""
+def _queue(request: Request, shared: Shared) -> Exit:
     from launcher.lifecycle import forecast, prepare, start, supervisor
     from launcher.runs import slurm
 
-    resolved = prepare.resolve(request, running=True)
+    ending, resolved = shared.at_end(), prepare.resolve(request, running=True)
     shared.rehearse_first({"": resolved})
     prepared = forecast.with_forecast(prepare.complete(resolved, running=True))
     if prepared.decision.kind == "finished":
-        return _conclude_finished(prepared, shared.format, ending)
+        return _conclude_finished(prepared, shared)
     options, findings = prepared.plan.stage.options.slurm, prepared.findings
     if (help := slurm.one_cpu(options, prepared.plan.gpus)) is not None:
         message = "the job asks for one core of each machine"
@@ -180,7 +145,6 @@ def until_over(
     *,
     forward: bool = True,
 ) -> Exit:
-    """Look on until an attempt is over, say what came of it."""
     from launcher.lifecycle import follow
 
     try:
@@ -203,9 +167,6 @@ def until_over(
 def _conclude(
     command: str, folder: RunFolder, verdict: Verdict, code: Exit, findings: tuple[Finding, ...], format: Format
 ) -> Exit:
-    """What came of a run that is over."""
-    from launcher.report import console
-
     def show() -> None:
         console.verdict(verdict, folder.path.name)
         console.say(f"run: {folder.path}\nreport: {folder.report}")
@@ -215,12 +176,11 @@ def _conclude(
 
 
 @app.command("exec", hidden=True, epilog="Example: launch exec runs/20260101T000000Z-sft-demo")
+@takes("node_rank", "main_address", "format")
 def exec_command(
+    shared: Shared,
     run: str = RUN,
     prepare: bool = Option(False, "--prepare", help="only add a waiting attempt, if there is none"),
-    node_rank: int | None = NODE_RANK,
-    main_address: str | None = MAIN_ADDRESS,
-    format: Format = FORMAT,
 ) -> Exit:
     """Start the attempt that waits in a run folder and show it: the command of tmux and Slurm jobs."""
     from launcher.lifecycle import start, supervisor
@@ -228,14 +188,14 @@ def exec_command(
     folder = found_run(run)
     if prepare:
         waiting = start.prepare_again(folder)
-        return answer("exec", format, {"run": str(folder.path), "attempt": waiting.number}, ())
+        return answer("exec", shared.format, {"run": str(folder.path), "attempt": waiting.number}, ())
     with supervisor.interruptible():
-        folder, attempt = start.execute(folder, node_rank, main_address)
-        return until_over("exec", folder, attempt, (), format)
+        folder, attempt = start.execute(folder, shared.node_rank, shared.main_address)
+        return until_over("exec", folder, attempt, (), shared.format)
 
 
 @app.command(epilog="Example: launch pipeline configs/demo/pipeline.yaml --gpus 0 --until sft")
-@takes(*_START, *BACKGROUND)
+@takes("start", "background")
 @several_runs
 def pipeline(
     shared: Shared,
@@ -254,7 +214,6 @@ def pipeline(
     A stage whose result is already there, and has not changed, is skipped.
     """
     from launcher.config import pipeline as chain
-    from launcher.report import console
     from launcher.workflows.pipeline import pipeline
     from launcher.workflows.pipeline.plan import PipelineRequest, plan_stages
 
@@ -284,7 +243,7 @@ def pipeline(
     if shared.hands_over:
         gpus = max(one.gpus for one in stages.values())
         options = next(iter(stages.values())).stage.options.slurm
-        return hand_over(shared, "pipeline", order.chain.name, gpus=gpus, options=options)
+        return shared.hand_over("pipeline", order.chain.name, gpus=gpus, options=options)
     result = pipeline.run(order, plan, quiet=quiet)
 
     def show() -> None:

@@ -45,6 +45,7 @@ _NAMED = {"", "args", "batch", "expect", "probe", "open_instruct", "open_instruc
 KEY = re.compile(r"[A-Za-z_][\w.-]*\Z")
 # No process can be given a NUL, no terminal a lone surrogate.
 UNUSABLE = re.compile("[\x00\ud800-\udfff]")
+_SHOWN = {type(None): "nothing", dict: "a mapping", list: "a list"}
 _COLLECTIONS = {None, "!", f"{_TAG}map", f"{_TAG}seq"}
 
 
@@ -270,7 +271,7 @@ class Builder:
         """The name of a key, noted with its place; None for what cannot be one."""
         # below an argument (a mixer, model kwargs) any text may be a key
         if not isinstance(name, str) or not (KEY.match(name) or name == "<<" or path not in _NAMED):
-            shown = f"`{name}`" if isinstance(name, str) else "this"
+            shown = f"`{name}`" if isinstance(name, str) else _SHOWN.get(type(name), "this")
             self._add("bad-key", f"{shown} cannot be a key: keys are plain names", line)
             return None
         if name in lines and name != "<<":

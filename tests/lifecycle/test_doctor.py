@@ -140,14 +140,6 @@ def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(checks.shared_memory(1)) == []
 
 
-def test_missing_data_is_an_error_of_the_run(tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    stage = from_text(tmp_path, SFT.format(more="").replace("[set,", f"[{data},"))
-    (finding,) = checks.local_files(planned(stage, 1))
-    assert (finding.severity, finding.layer, finding.code) == ("error", "run", "missing-data")
-    assert finding.line == 6
-
-
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     """A virtual environment with nothing in it, not even pip."""
@@ -197,14 +189,6 @@ def test_an_import_error_is_reported_as_one_with_its_place(bare: Trainer, tmp_pa
     assert "missing-packages" not in codes(report)
     assert report.exit_code is Exit.NOT_READY
     assert report.as_json()["facts"]["imports"]["failed"] == ["open_instruct.finetune"]
-
-
-def test_what_is_missing_is_named_with_its_command(bare: Trainer, tmp_path: Path) -> None:
-    report = examined(bare, tmp_path, "import behind\n")
-    (missing,) = [one for one in report.findings if one.code == "missing-packages"]
-    assert missing.message.endswith("lacks behind")
-    assert f"{bare.python} -m pip install" in (missing.help or "")
-    assert "import-error" not in codes(report)
 
 
 def test_a_checkout_that_is_not_the_pin(bare: Trainer, tmp_path: Path) -> None:

@@ -211,9 +211,7 @@ def test_liger_loads_weights_in_the_type_that_the_config_says(place: Path) -> No
     ("more", "said"),
     [
         ("optim: adafactor", "`optim: adafactor`"),
-        ("bf16: false", "32 bits throughout"),
         ("attn_implementation: eager", "eager attention"),
-        ("activation_offloading: true", "offloaded activations"),
         ("use_peft: true\n  use_dora: true", "more than LoRA"),
         ("use_peft: true\n  lora_target_modules: [q_proj, c_attn]", "LoRA on `c_attn`"),
         ("use_peft: true\n  model_name_or_path: allenai/OLMo-2-0425-1B", "no `lora_target_modules`"),

@@ -15,9 +15,7 @@ import saved
 import yaml
 from conftest import PATIENCE_S, REPOSITORY, SUPPORT, Write
 from fake_world import World, made, needs_trl, until
-from loads import counted
 
-from launcher.cli import main
 from launcher.config import pipeline
 from launcher.errors import InvalidConfig, UsageError
 from launcher.lifecycle.prepare import Request
@@ -374,21 +372,6 @@ def test_stages_run_in_turn_and_are_skipped_until_something_changes(world: Chain
     assert world.trained() == ["second-3", "third-3"]
     assert "model" in told["data"]["stages"][1]["reason"]
     assert world.quiet()
-
-
-@needs_trl
-def test_a_stage_is_checked_once_and_once_more_when_its_model_is_there(
-    world: Chained, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world.usual()
-    loads = counted(monkeypatch)
-    assert main.main([*world.words("--dry-run")]) == 0
-    assert [checked for _, checked in loads.files.values()] == [1, 1, 1] and not loads.repeated
-    for _ in ("trained", "skipped"):
-        loads = counted(monkeypatch)
-        assert main.main([*world.words()]) == 0
-        assert [checked for _, checked in loads.files.values()] == [1, 2, 2]
-        assert not {"read", "checked"} & loads.repeated.keys()
 
 
 @needs_trl

@@ -546,8 +546,7 @@ def test_room_for_every_checkpoint(tmp_path: Path) -> None:
     for steps, times in ((150, 3), (200, 3), (50, 2)):
         made = planned(from_text(tmp_path, written.format(steps)), gpus=8)
         room = disk.needs(made, None, {})
-        assert room.parameters is not None
-        assert room.saved is not None
+        assert room is not None
         assert (room.saved.times, room.saved.checkpoint) == (times, 12 * room.parameters)
         assert room.least == (12 * times + 4) * room.parameters
 

@@ -175,8 +175,8 @@ def _quick(subject: Subject, chosen: Devices, imports: Imports | None = None) ->
     yield from disk.too_little(_needs(subject), subject.output, found)
 
 
-def _needs(subject: Subject) -> disk.Needs:
-    return disk.needs(subject.plan, subject.output, subject.environ) if subject.plan else disk.Needs()
+def _needs(subject: Subject) -> disk.Needs | None:
+    return None if subject.plan is None else disk.needs(subject.plan, subject.output, subject.environ)
 
 
 def checkout(subject: Subject) -> Iterator[Finding]:
@@ -372,7 +372,7 @@ def _cards(chosen: Devices, look: Look | None) -> Iterator[Fact]:
 def _room(subject: Subject) -> Iterator[Fact]:
     if subject.plan is not None:
         needs, text = _needs(subject), "unknown: the model's size is not known from here"
-        if needs.likely is not None:
+        if needs is not None:
             text = f"up to {sized(needs.likely)}: {disk.described(needs)}"
         yield Fact("will write", text)
     for place in disk.places(subject.plan, subject.output, subject.runs, subject.environ):

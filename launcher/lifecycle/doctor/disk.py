@@ -63,15 +63,15 @@ class Saved:
 class Needs:
     """What a run will write into its output folder, in bytes at the fullest moment.
 
-    `least` is certain, `likely` what has to be expected; None where the model's size is not known. `there`
-    is what lies there already of that, and is counted in neither.
+    `least` is certain, `likely` what has to be expected. `there` is what lies there already of that, and is
+    counted in neither.
     """
 
-    least: int | None = None
-    likely: int | None = None
+    least: int
+    likely: int
+    saved: Saved
+    parameters: int
     there: int = 0
-    saved: Saved | None = None
-    parameters: int | None = None
 
 
 def parameters_of(name: object, environ: Mapping[str, str], revision: str | None = None) -> int | None:
@@ -90,13 +90,12 @@ def parameters_of(name: object, environ: Mapping[str, str], revision: str | None
         return None
 
 
-def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs:
-    """The bytes that checkpoints and the final model take; what lies there already is taken off."""
+def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs | None:
+    """The bytes that checkpoints and the final model take; None where the model's size is not known."""
     values = plan.values
     count = parameters_of(values.get("model_name_or_path"), environ, values.get("model_revision"))
-    likely = None if count is None or values.get("cache_dataset_only") is True else saved(plan, count)
-    if likely is None:
-        return Needs(parameters=count)
+    if count is None or values.get("cache_dataset_only") is True or (likely := saved(plan, count)) is None:
+        return None
     watch = plan.stage.options.probe
     if watch is not None and not watch.final_save:
         likely = replace(likely, final=0)
@@ -308,10 +307,10 @@ def unwritable(found: Iterable[WriteTarget]) -> Iterator[Finding]:
         )
 
 
-def too_little(needed: Needs, output: Path | None, found: Iterable[WriteTarget]) -> Iterator[Finding]:
+def too_little(needed: Needs | None, output: Path | None, found: Iterable[WriteTarget]) -> Iterator[Finding]:
     available = None if output is None else free(output)
     tight: int | None = None
-    if available is not None and needed.least is not None and needed.likely is not None:
+    if available is not None and needed is not None:
         room, device = available
         message = f"{sized(room)} free at {output}, and this run writes "
         help = "another output_dir, fewer checkpoints (keep_last_n_checkpoints or save_total_limit), "
@@ -335,7 +334,6 @@ def too_little(needed: Needs, output: Path | None, found: Iterable[WriteTarget])
 
 def described(needed: Needs) -> str:
     """The sum behind a number: `3 checkpoints of 99 GiB (...), final model 14 GiB`."""
-    assert needed.saved is not None and needed.parameters is not None
     parts, saved = [], needed.saved
     if saved.together:
         parts.append(f"{saved.together} checkpoint(s) of {sized(saved.checkpoint)} ({saved.formula})")

@@ -45,6 +45,12 @@ _ADVICE = (
     ("change no weight", "a learning rate above 0, and rows with tokens that count in the loss"),
     ("no row is left", "a larger `max_length`: rows whose prompt fills it are dropped"),
 )
+_STAND_INS = {
+    "model": "random weights in the shape of {}, whose config is not on this machine",
+    "tokenizer": "a tokenizer of single bytes, as that of {} is not on this machine",
+    "data": "made-up rows, as {} is not on this machine",
+    "package": "an empty package, as {} is not installed",
+}
 MADE_UP_ROWS = "launch/made-up-rows"
 _COMMON = "qwen/qwen2.5-0.5b"
 _DISK_FULL = {28, 122}
@@ -226,7 +232,11 @@ class Attempts:
             message += "transformers cannot load (olmo_core_utils.py:287)"
             help = "an OLMo-2 or OLMo-3 model, or the script dpo_tune_cache.py"
             self.findings.append(_of_trainer("warning", "no-hf-export", message, help, key="args.config_name"))
-        self.findings += self.not_rehearsed()
+        for what, names in self.whole.left_out.items():
+            key = f"args.{names[0]}" if names else "deepspeed"
+            note = f"not rehearsed on the CPU: {what}"
+            self.findings.append(launch_finding("note", "not-rehearsed", note, key=key))
+        self.findings += [launch_finding("note", "stand-in", f"rehearsed with {text}") for text in self.stand_ins]
         return Rehearsal(
             findings=tuple(map(self.config.placed, self.findings)),
             seconds=0,
@@ -235,8 +245,6 @@ class Attempts:
             left_out=tuple(self.whole.left_out),
             stand_ins=tuple(self.stand_ins),
         )
-
-    # -- requests ----------------------------------------------------------------------------------
 
     def request(self, whole: Arguments, level: str = "train") -> dict[str, Any]:
         """What the server is asked; without a model it only parses."""
@@ -297,30 +305,24 @@ class Attempts:
     def note(self, answer: Mapping[str, Any]) -> None:
         """Keep what stood in for something that is not on this machine."""
         for kind, name in answer.get("notes", ()):
-            text = {
-                "model": f"random weights in the shape of {name}, whose config is not on this machine",
-                "tokenizer": f"a tokenizer of single bytes, as that of {name} is not on this machine",
-                "data": "made-up rows in place of those that are refused"
-                if name == MADE_UP_ROWS
-                else f"made-up rows, as {name} is not on this machine",
-                "package": f"an empty package, as {name} is not installed",
-            }[kind]
+            text = _STAND_INS[kind].format(name)
+            if name == MADE_UP_ROWS:
+                text = "made-up rows in place of those that are refused"
             if text not in self.stand_ins:
                 self.stand_ins.append(text)
 
-    # -- blame -------------------------------------------------------------------------------------
-
     def blame(self, answer: Mapping[str, Any]) -> list[str]:
         """The arguments of the file without any one of which this refusal does not come, likeliest first."""
-        refusal = answer["refusal"]
-        given = {**self.whole.given, **({"report_to": self.whole.report_to} if self.whole.report_to else {})}
+        refusal, given = answer["refusal"], dict(self.whole.given)
+        if self.whole.report_to:
+            given["report_to"] = self.whole.report_to
         names = [name for name in given if name != self.entry.names.model]
         likely = _likely(refusal, given, names)
         if answer["phase"] in {"data", "construct"} or refusal["type"] == "KeyError":
             likely += [name for name in self.data_names() if name in self.whole.given and name not in likely]
         likely = likely[:6]
         culprits, change = self.test(answer, likely)
-        if change > _OTHER_WORDS:
+        if change > 1:
             return culprits
         rest = [name for name in names if name not in likely]
         return self.halve(answer, rest, more_than=change) or culprits
@@ -367,8 +369,6 @@ class Attempts:
     def data_names(self) -> tuple[str, ...]:
         return (self.entry.names.data, "datasets", "dataset_mixer", "dataset_config")
 
-    # -- findings ----------------------------------------------------------------------------------
-
     def refusal(self, answer: Mapping[str, Any], culprits: list[str]) -> Finding:
         """What the trainer said, in its words, at the argument that it is about."""
         refusal, what, key = answer["refusal"], "this stage", None
@@ -380,13 +380,6 @@ class Attempts:
             what = f"`{culprits[0]}: {brief(value)}`"
         message = f"the trainer refuses {what} {_DOING[answer['phase']]}: {described(refusal)}"
         return _of_trainer("error", "trainer-refuses", message, help, key=key)
-
-    def not_rehearsed(self) -> Iterator[Finding]:
-        for what, names in self.whole.left_out.items():
-            key = f"args.{names[0]}" if names else "deepspeed"
-            yield launch_finding("note", "not-rehearsed", f"not rehearsed on the CPU: {what}", key=key)
-        for text in self.stand_ins:
-            yield launch_finding("note", "stand-in", f"rehearsed with {text}")
 
 
 def _likely(refusal: Mapping[str, Any], given: Mapping[str, Any], names: list[str]) -> list[str]:
@@ -404,9 +397,6 @@ def _likely(refusal: Mapping[str, Any], given: Mapping[str, Any], names: list[st
     by_value = [name for name in names if not isinstance(given[name], bool) and quoted(given[name])]
     by_code = [name for name in names if re.search(rf"\b{re.escape(name)}\b", code)]
     return list(dict.fromkeys([*by_name, *by_value, *by_code]))
-
-
-_OTHER_WORDS = 1
 
 
 def _change(before: Mapping[str, Any], now: Mapping[str, Any]) -> int:

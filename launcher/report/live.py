@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,21 +19,15 @@ from launcher.upstream.logs import open_instruct
 from launcher.verdict.logs.segments import BAR
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
 _ANNOUNCED = next(p.regex for p in open_instruct.PATTERNS if p.name == "total_steps")
 # a row of the data, which upstream shows before it trains, may say anything
 _OF_DATA = re.compile(rb"['\"{}]")
-PLAIN_EVERY_S = 5.0
-"""Seconds between plain lines in the first minute; later up to twelve times as many."""
-CAUGHT_UP = 64 * 2**10
-"""Bytes at the end of a record that are enough to say where a run stands."""
-BACKLOG = 16 * 2**20
-"""Bytes of the log that the view reads at most after falling behind a very talkative training."""
-_BLOCKS = "▁▂▃▄▅▆▇█"
-_CELLS = 30  # of the bar, where there is room
+PLAIN_EVERY_S = 5.0  # seconds between plain lines in the first minute; later up to twelve times as many
+CAUGHT_UP = 64 * 2**10  # bytes at the end of a record that are enough to say where a run stands
+BACKLOG = 16 * 2**20  # bytes of the log that the view reads at most after falling behind a very talkative training
 _BAD = ("leaking", "stale", "corrupt", "not engaged")
 
 
@@ -114,7 +107,7 @@ class View:
         if self.live is not None:
             from rich.console import Group
 
-            self.live.update(Group(*panel(self.title, self.progress, self.live.console, self.tracker)))
+            self.live.update(Group(*panel(self.title, self.progress, self.tracker)))
             return
         if self.tracker and not self.linked:
             self.linked = True
@@ -128,77 +121,53 @@ class View:
             typer.echo(line, err=True)
 
 
-def panel(title: str, progress: Progress, console: Console, tracker: str | None) -> list[Text]:
+def panel(title: str, progress: Progress, tracker: str | None) -> list[Text]:
     """The lines on a terminal: how far, the loss, the machine, what is proved, where it is tracked."""
-    plain = console.options.ascii_only
-    head, proofs = _head(progress, console.width - len(title), plain=plain), progress.shown.items()
-    lines = [_line([title, *head], bold=len(title))]
-    if progress.step:
-        lines += [_line(parts) for parts in (_figures(progress, plain=plain), _machine(progress)) if parts]
-    if proofs:
-        lines.append(_line(["so far: " + ", ".join(f"{name} {state}" for name, state in proofs)]))
-        lines[-1].stylize("dim")
-        lines[-1].highlight_words(_BAD, "bold red")
-    return [*lines, *([_line([tracker])] if tracker else [])]
+    proofs = ", ".join(f"{name} {state}" for name, state in progress.shown.items())
+    shown = [[title, *_head(progress)], *(_figures(progress) if progress.step else ())]
+    shown += [[f"so far: {proofs}" if proofs else ""], [tracker or ""]]
+    lines = [_line(parts) for parts in shown if any(parts)]
+    lines[0].stylize("bold", 0, len(title))
+    for line in lines:
+        if line.plain.startswith("so far: "):
+            line.stylize("dim")
+            line.highlight_words(_BAD, "bold red")
+    return lines
 
 
-def _line(parts: Sequence[str], *, bold: int = 0) -> Text:
+def _line(parts: Sequence[str]) -> Text:
     from rich.text import Text
 
-    text = " ".join(redact(printable("   ".join(parts))).split("\n"))
-    line = Text(text, no_wrap=True, overflow="ellipsis")
-    line.stylize("bold", 0, bold)
-    return line
+    return Text(" ".join(redact(printable("   ".join(parts))).split("\n")), no_wrap=True, overflow="ellipsis")
 
 
-def _head(progress: Progress, width: int, *, plain: bool) -> list[str]:
-    """Bar, step and both clocks, in so many columns; before the first step the phase and its clock."""
+def _head(progress: Progress) -> list[str]:
+    """The step and both clocks; before the first step the phase and its clock."""
     now = time.time()
     passed = [] if progress.began is None else [f"{clock(max(0.0, now - progress.began))} elapsed"]
     if not progress.step:
         whole = progress.since is None or progress.since == progress.began
         own = [] if progress.since is None or whole else [clock(max(0.0, now - progress.since))]
         return [progress.phase, *own, *passed]
-    parts = [progress.steps_words, *passed]
     if progress.step == progress.total or progress.phase == ENDED:
-        parts.append(progress.phase)
+        passed.append(progress.phase)
     elif progress.left_s is not None:
-        parts.append(f"{clock(progress.left_s)} left")
-    # the bar gives way to words
-    cells = min(_CELLS, width - sum(len(part) + 3 for part in parts) - 3)
-    if not progress.total or cells < 4:
-        return parts
-    done = min(cells, cells * progress.step // progress.total)
-    full, empty = ("#", "-") if plain else ("█", "░")
-    return [full * done + empty * (cells - done), *parts]
+        passed.append(f"{clock(progress.left_s)} left")
+    return [progress.steps_words, *passed]
 
 
-def _figures(progress: Progress, *, plain: bool) -> list[str]:
-    curve = "" if plain else sparkline(progress.losses)
-    parts = [f"{progress.loss_words} {curve}".strip()]
+def _figures(progress: Progress) -> tuple[list[str], list[str]]:
+    figures, machine = [progress.loss_words], []
     if progress.grad_norm is not None:
-        parts.append(f"gradient norm {progress.grad_norm:.3g}")
+        figures.append(f"gradient norm {progress.grad_norm:.3g}")
     if progress.learning_rate is not None:
-        parts.append(f"learning rate {progress.learning_rate:.2e}")
-    return parts
-
-
-def _machine(progress: Progress) -> list[str]:
-    parts = [f"{progress.tokens_per_second:,.0f} tokens/s"] if progress.tokens_per_second else []
+        figures.append(f"learning rate {progress.learning_rate:.2e}")
+    if progress.tokens_per_second:
+        machine.append(f"{progress.tokens_per_second:,.0f} tokens/s")
     if progress.memory_gib:
         of = f" of {progress.card_gib:.0f}" if progress.card_gib else ""
-        parts.append(f"{progress.memory_gib:.1f}{of} GiB")
+        machine.append(f"{progress.memory_gib:.1f}{of} GiB")
     if progress.saved is not None:
         step, at = progress.saved
-        parts.append(f"checkpoint of step {step:,}, {clock(max(0.0, time.time() - at))} ago")
-    return parts
-
-
-def sparkline(values: Sequence[float], cells: int = 20) -> str:
-    size = -(-len(values) // cells) or 1
-    bins = [statistics.fmean(values[at : at + size]) for at in range(0, len(values), size)]
-    if len(bins) < 2:
-        return ""
-    low, high = min(bins), max(bins)
-    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BLOCKS[round((value - low) * scale)] for value in bins)
+        machine.append(f"checkpoint of step {step:,}, {clock(max(0.0, time.time() - at))} ago")
+    return figures, machine

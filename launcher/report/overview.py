@@ -27,8 +27,7 @@ COLUMNS = (
 )
 _IN_WORDS = {"unknown": "unknown here"}  # in a table beside nothing that explains it
 _STEP = b'"event": "step"'
-_ROW = 1
-"""Version of the rows of runs that are over, which are kept: read anew, a thousand take half a second."""
+_ROW = 1  # version of the rows of runs that are over, which are kept: read anew, a thousand take half a second
 _SETTLED_S = 2.0
 _RECORDED = ("finished", "failed", "stopped")
 _ENDED = ("finished", "failed", "stopped", "lost")

@@ -26,8 +26,7 @@ TRACKER = re.compile(
 _TRACKER_WITHIN = 4 * 2**20
 _END = re.compile(rb"[\r\n]")
 WINDOW = 20
-ENDED = "ended"
-"""The last phase."""
+ENDED = "ended"  # the last phase
 # `Tokenizing train dataset:  38%|###   | 150/400 [00:00<00:00, 1477.32 examples/s]`
 _WORK = re.compile(
     rb"(?:\A|[ \t])([A-Za-z][^|%\r\n:]{2,60}?): +\d+%\|[^|]*\| *([\d.]+[kMGT]?)/([\d.]+[kMGT]?) \[([^\]]*)"
@@ -104,7 +103,6 @@ class Progress:
     foreign: bool = False
     step: int = 0
     loss: float | None = None
-    losses: list[float] = field(default_factory=list)
     grad_norm: float | None = None
     learning_rate: float | None = None
     memory_gib: float | None = None
@@ -150,7 +148,7 @@ class Progress:
         self.world = int(_optional(event.get("world")) or 0) or self.world
         self.step, self.times, self.exit, self.began = 0, [], None, at
         self.loss = self.memory_gib = self.grad_norm = self.learning_rate = self.saved = None
-        self.losses, self.shown = [], {}
+        self.shown = {}
         self.enter("starting" if self.foreign else "importing", at)
 
     def _step(self, event: dict[str, Any], at: float | None) -> None:
@@ -159,8 +157,6 @@ class Progress:
         self.step = event["step"]
         self.grad_norm = self.grad_norm if norm is None else norm
         self.learning_rate = self.learning_rate if rate is None else rate
-        if self.loss is not None:
-            self.losses.append(self.loss)
         step = StepTime(elapsed or 0.0, tokens or 0.0, seconds, interrupted=event.get("interrupted") is True)
         self.times = [*self.times, step][-WINDOW:]
         if self.began is None and at is not None:

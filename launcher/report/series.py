@@ -27,8 +27,7 @@ from launcher.verdict.evidence import Evidence, finite
 from launcher.verdict.judge import RunJudgement
 from launcher.verdict.metrics import Row
 
-REPORT_VERSION = 1
-"""Of the JSON form; a change that a reader would notice counts it up."""
+REPORT_VERSION = 1  # of the JSON form; a change that a reader would notice counts it up
 
 _RUN_FILES = ("run.json", "verdict.json", "metrics.jsonl", "console.log", "probe")
 """Any of these makes a folder a run's, also where only results were kept."""

@@ -27,8 +27,7 @@ Status = Literal["pass", "fail", "unproven"]
 DEFAULTS: Mapping[str, str] = {"loss": "finite", "memory": "ok", "finish": "completed"}
 """What is expected of a point that the stage file does not name."""
 
-NOT_SHOWN = "unknown"
-"""What is expected of a point where the log does not show what was requested."""
+NOT_SHOWN = "unknown"  # what is expected of a point where the log does not show what was requested
 
 UNKNOWN: Mapping[str, str] = {"liger": NOT_SHOWN, "packing": NOT_SHOWN}
 """What is expected where it is not known what was requested: nothing passes."""

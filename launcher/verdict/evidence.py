@@ -31,8 +31,7 @@ MEASURED = (
 )
 """The numbers of a `ProbeStep`."""
 
-LARGEST_WORLD = 100_000
-"""Processes of a run; whatever names more is no record of one."""
+LARGEST_WORLD = 100_000  # processes of a run; whatever names more is no record of one
 KEPT_EVENTS = 1_000  # of each name but `step`, a rank
 _SCRIPT = re.compile(r"\b(?:(?P<dpo>dpo\w*)|finetune)\.py:")
 # What HF Trainer's dicts hold of DPO, and of none of both: ORPO, KTO, online methods, a reward model.
@@ -299,18 +298,17 @@ def read_run(folder: Path, attempt: int | None = None) -> Evidence:
 
     What is missing or unreadable is None. Raises OSError if a file that is there cannot be opened.
     """
-    if attempt is None:
-        attempt = rundir.RunFolder(folder).attempts() or None
-    infix = "" if attempt in (None, 1) else f".{attempt}"
-    console = folder / f"console{infix}.log"
+    run = rundir.RunFolder(folder)
+    attempt = attempt or run.attempts() or None
+    console = run.console(attempt or 1)
     # that of an attempt which another one followed is kept beside it
     kept = files.read_json(folder / f"run.{attempt}.json")
-    inputs = files.read_json(folder / f"inputs{infix}.json").get("changed")
+    inputs = files.read_json(run.inputs(attempt or 1)).get("changed")
     return Evidence(
-        manifest=Manifest(kept or files.read_json(folder / "run.json")),
+        manifest=Manifest(kept or files.read_json(run.manifest)),
         log=scan(console, PATTERNS) if console.is_file() else None,
-        probe=_read_probe(folder / "probe", attempt),
-        exit=_read_exit(folder / f"exit{infix}.json"),
+        probe=_read_probe(run.probe, attempt),
+        exit=_read_exit(run.exit(attempt or 1)),
         inputs=[one for one in inputs if isinstance(one, dict)] if isinstance(inputs, list) else None,
     )
 

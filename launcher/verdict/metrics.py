@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from launcher.machine.datasheets import flops_a_token, peak_flops
 from launcher.verdict.evidence import MEASURED, Evidence, ProbeStep, RankRecord
 
-Row = dict[str, float]
-"""One optimizer step: `step`, `finite`, and what is known of the rest."""
+Row = dict[str, float]  # one optimizer step: `step`, `finite`, and what is known of the rest
 
 _SUMMED = ("tokens", "positions", "wasted", "rows")
 REWARDS = {

@@ -28,8 +28,7 @@ TREND_Z = 2.33  # one-sided 1 %
 NORMS = 4  # gradient norms at least, to tell what is usual
 WILD_NORM = 1e4  # beside a loss that does not fall
 JUMP = 10.0
-MOVED = 0.05
-"""The share of the weights that must have moved. Pure bfloat16 at 1e-6 moves about 2 %."""
+MOVED = 0.05  # the share of the weights that must have moved. Pure bfloat16 at 1e-6 moves about 2 %
 STILL = 0.001
 _LOSSES_BEFORE, _LOSSES_AFTER, _LEAST = 16, 4, 4  # losses compared around a resume
 _SPREADS = 5.0

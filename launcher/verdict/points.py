@@ -10,15 +10,14 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Protocol
 
 from launcher.config.keys import PAIRED
 from launcher.runs.record import Manifest, mapping
 from launcher.upstream.logs.open_instruct import ATTENTION
 from launcher.upstream.trainers import BACKENDS
 from launcher.verdict.ending import fatal
-from launcher.verdict.evidence import Event, Evidence, ProbeStep
-from launcher.verdict.logs.scan import Cite, Log, Signal, StepLine
+from launcher.verdict.evidence import Event, Evidence, ExitRecord, ProbeStep
+from launcher.verdict.logs.scan import Log, LogLine, Signal, StepLine
 
 OPERATIONS = ("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy", "preference_loss")
 FUSED = ("fused_linear_cross_entropy", "cross_entropy")
@@ -44,11 +43,7 @@ _BATCH_HELP = (
 )
 _LIGER_LOGGED = "the log only says {}; only the probe can count calls of the kernels"
 
-
-class Citable(Protocol):
-    """A line of a log or a record, which knows where it stands."""
-
-    def cite(self) -> Cite: ...
+Citable = Event | ProbeStep | ExitRecord | LogLine
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,8 @@ KEPT_SIGNALS = 50  # of each name: from the beginning, from the last step on, an
 KEPT_STEPS = 50_000
 SAMPLED_STEPS = 20_000  # lines of steps of a large log, at even distances
 SAMPLED = ("step", "metrics")
-NUMBERED = "metrics"
-"""The sampled pattern whose lines tell by their number what they belong to."""
-RAISED = -1
-"""The index of no pattern: what a traceback raised."""
+NUMBERED = "metrics"  # the sampled pattern whose lines tell by their number what they belong to
+RAISED = -1  # the index of no pattern: what a traceback raised
 
 _EDGE_PIECES = 2  # at either end of a log, searched for every pattern
 _STARTS = (b"TokenizerConfig(", b"Total optimization steps = ")  # a piece with one of these is too

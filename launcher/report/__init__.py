@@ -1,4 +1,1 @@
-"""What people see: findings on the terminal, progress, lists, the HTML page.
-
-Start with `console` and `page`.
-"""
+"""What people see: findings on the terminal, progress, lists, the HTML page. Start with `console` and `page`."""

@@ -110,10 +110,8 @@ def _data(text: str) -> str:
 
 
 def arguments(schemas: Sequence[Schema], notes: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
-    """Every argument of some stages: name, type, default, place, and what is to be known of it.
-
-    `notes` are lines about arguments, by script and name.
-    """
+    """Every argument of some stages: name, type, default, place, and what is to be known of it. `notes` are lines
+    about arguments, by script and name."""
     for schema in schemas:
         _echo(f"{schema.stage} on {schema.backend}: {schema.script} at {schema.named}")
         columns, rows = ("name", "type", "default", "defined", "note"), []

@@ -78,10 +78,8 @@ class Tail:
 
 
 class StepTime(NamedTuple):
-    """One optimizer step: when it was over, its tokens, and what it took itself, where that is recorded.
-
-    `interrupted` steps followed a save or an evaluation, which counts into their seconds.
-    """
+    """One optimizer step: when it was over, its tokens, and what it took itself, where that is recorded. `interrupted`
+    steps followed a save or an evaluation, which counts into their seconds."""
 
     elapsed: float
     tokens: float
@@ -183,10 +181,8 @@ class Progress:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over the last steps, all ranks taken to do what rank 0 does; as a verdict counts it.
-
-        Saves and evaluations take no part in it, where the record holds the seconds of a step.
-        """
+        """Over the last steps, all ranks taken to do what rank 0 does; as a verdict counts it. Saves and evaluations
+        take no part in it, where the record holds the seconds of a step."""
         if len(self.times) < 2:
             return None
         seconds, after = self.times[-1].elapsed - self.times[0].elapsed, self.times[1:]

@@ -1,7 +1,5 @@
-"""What runs left behind -> `Run`: their curves by step, the verdict, and what was decided before.
-
-A run of ours is read from its folder, live or finished; a stranger's from its console log alone.
-"""
+"""What runs left behind -> `Run`: their curves by step, the verdict, and what was decided before. A run of ours is
+read from its folder, live or finished; a stranger's from its console log alone."""
 
 from __future__ import annotations
 
@@ -35,10 +33,8 @@ _RUN_FILES = ("run.json", "verdict.json", "metrics.jsonl", "console.log", "probe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """A table: one row a step, one column a quantity; None where a step does not have it.
-
-    `nonfinite` are the steps whose loss, or whatever else the probe looks at, was NaN or infinite.
-    """
+    """A table: one row a step, one column a quantity; None where a step does not have it. `nonfinite` are the steps
+    whose loss, or whatever else the probe looks at, was NaN or infinite."""
 
     steps: tuple[int, ...] = ()
     columns: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
@@ -122,10 +118,8 @@ def _path(target: str) -> Path:
 
 
 def read(path: Path) -> Run:
-    """A console log alone, or a run folder, judged as it stands now; where only results were kept, those.
-
-    Raises OSError where it cannot be read.
-    """
+    """A console log alone, or a run folder, judged as it stands now; where only results were kept, those. Raises
+    OSError where it cannot be read."""
     if path.is_file():
         return _read_log(path)
     judged = judge.judge(RunFolder(path))

@@ -6,6 +6,7 @@ is none either way. A point of which nothing is expected is fine whatever its st
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,10 +18,9 @@ from launcher.redaction import redact
 from launcher.runs.record import mapping
 from launcher.upstream.logs.open_instruct import ATTENTION
 from launcher.verdict import outcome, points
-from launcher.verdict.evidence import Evidence, read_log
-from launcher.verdict.logs.scan import Cite
+from launcher.verdict.evidence import Event, Evidence, ExitRecord, ProbeStep, read_log
 from launcher.verdict.metrics import metrics
-from launcher.verdict.points import Observation
+from launcher.verdict.points import Citable, Observation
 
 Status = Literal["pass", "fail", "unproven"]
 
@@ -41,6 +41,16 @@ _MEETS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("packing", "on"): ("on", "isolated"),
     **{("attention", name): (name, implementation) for name, implementation in ATTENTION.items()},
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cite:
+    """One line that a point of a verdict rests on; `line` is 1-based."""
+
+    source: Literal["probe", "log", "exit"]
+    file: str
+    line: int | None
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +111,8 @@ def from_json(data: Mapping[str, Any]) -> Verdict | None:
 
 
 def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evidence) -> Verdict:
-    """Compare what was expected with what the evidence shows.
-
-    A state of None or `any` expects nothing. Without a stage it is taken from the evidence.
-    """
+    """Compare what was expected with what the evidence shows. A state of None or `any` expects nothing. Without a
+    stage it is taken from the evidence."""
     named = stage or evidence.stage
     found = []
     for name, observe in {**points.POINTS, **outcome.POINTS}.items():
@@ -135,10 +143,8 @@ def judge_alone(found: Evidence) -> Verdict:
 
 
 def read_training_log(path: Path) -> Evidence:
-    """The evidence of a console log alone.
-
-    Raises NotReady where it cannot be read, InvalidConfig where no line of it could be a training's.
-    """
+    """The evidence of a console log alone. Raises NotReady where it cannot be read, InvalidConfig where no line of it
+    could be a training's."""
     try:
         found = read_log(path)
     except OSError as error:
@@ -198,6 +204,21 @@ def _point(name: str, expected: str | None, observed: Observation) -> Point:
         state=observed.state,
         expected=expected,
         ok=ok,
-        evidence=tuple(item.cite() for item in observed.cites[:CITES]),
+        evidence=tuple(map(_cite, observed.cites[:CITES])),
         detail=observed.detail if ok is True else {**why, **observed.detail, **why},
     )
+
+
+def _cite(found: Citable) -> Cite:
+    file = str(found.path)
+    match found:
+        case ExitRecord():
+            text = f"returncode {found.returncode}, signal {found.signal}"
+            return Cite(source="exit", file=file, line=1, text=text)
+        case Event():
+            text = json.dumps({"event": found.name, **found.fields}, ensure_ascii=False)[:300]
+        case ProbeStep():
+            text = f"step {found.step}, loss {found.loss}, finite {found.finite}"
+        case _:
+            return Cite(source="log", file=file, line=found.line, text=found.text)
+    return Cite(source="probe", file=file, line=found.line, text=text)

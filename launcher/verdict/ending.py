@@ -195,10 +195,8 @@ def ending(evidence: Evidence) -> Ending:
 
 
 def _failures(evidence: Evidence) -> tuple[Signal, ...]:
-    """The signals that a run ended badly.
-
-    A job script goes on after a command that is not there: that one counts at the very end alone.
-    """
+    """The signals that a run ended badly. A job script goes on after a command that is not there: that one counts at
+    the very end alone."""
     late = evidence.log.lines - _LAST_LINES if evidence.log else 0
     return tuple(s for s in fatal(evidence, *_FAILURES, "not_found") if s.name != "not_found" or s.line > late)
 
@@ -290,10 +288,8 @@ def _probe_code(evidence: Evidence) -> int | None:
 
 
 def _replaces(signal: Signal, before: Signal) -> bool:
-    """Whether this is a later exception of the same chain: a worker's is raised again by its parent.
-
-    Nor does one say more that only points to the one before.
-    """
+    """Whether this is a later exception of the same chain: a worker's is raised again by its parent. Nor does one say
+    more that only points to the one before."""
     if not signal.fields["chained"] or _LOOK_UP.search(signal.fields["message"]):
         return False
     same = all(signal.fields[key] == before.fields[key] for key in ("type", "message"))

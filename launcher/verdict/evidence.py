@@ -6,7 +6,6 @@ Each part may be missing. By default it is all of the last attempt: `console.3.l
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from launcher.runs import rundir
 from launcher.runs.record import Manifest, mapping
 from launcher.upstream.logs import open_instruct, trl
 from launcher.upstream.logs.pattern import Pattern
-from launcher.verdict.logs.scan import Cite, Log, Signal, StepLine, scan
+from launcher.verdict.logs.scan import Log, Signal, StepLine, scan
 
 PATTERNS: tuple[Pattern, ...] = tuple(dict.fromkeys(open_instruct.PATTERNS + trl.PATTERNS))
 """The patterns of every backend: a stranger's log does not say which one wrote it."""
@@ -59,17 +58,11 @@ class Event:
         """The field as a finite number, None where it is none."""
         return finite(self.fields.get(key))
 
-    def cite(self) -> Cite:
-        return _cited(self, json.dumps({"event": self.name, **self.fields}, ensure_ascii=False)[:300])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeStep:
-    """One optimizer step as one rank lived it; memory in GiB, time in seconds.
-
-    `wasted` positions hold no token; `interrupted` steps followed a save or an evaluation. Of a pair of
-    DPO's, `rows` counts both.
-    """
+    """One optimizer step as one rank lived it; memory in GiB, time in seconds. `wasted` positions hold no token;
+    `interrupted` steps followed a save or an evaluation. Of a pair of DPO's, `rows` counts both."""
 
     rank: int
     path: Path
@@ -88,13 +81,6 @@ class ProbeStep:
     learning_rate: float | None
     interrupted: bool = False
     micro_batches: float | None = None
-
-    def cite(self) -> Cite:
-        return _cited(self, f"step {self.step}, loss {self.loss}, finite {self.finite}")
-
-
-def _cited(record: Event | ProbeStep, text: str) -> Cite:
-    return Cite(source="probe", file=str(record.path), line=record.line, text=text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,19 +132,13 @@ class ProbeRecords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitRecord:
-    """How the training command ended; a negative `returncode` is a signal too.
-
-    `signal` is the one that ended it, `stopped` the one that launch sent, which it may have answered.
-    """
+    """How the training command ended; a negative `returncode` is a signal too. `signal` is the one that ended it,
+    `stopped` the one that launch sent, which it may have answered."""
 
     path: Path
     returncode: int
     signal: int | None
     stopped: int | None
-
-    def cite(self) -> Cite:
-        text = f"returncode {self.returncode}, signal {self.signal}"
-        return Cite(source="exit", file=str(self.path), line=1, text=text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,10 +274,8 @@ def read_log(path: Path) -> Evidence:
 
 
 def read_run(folder: Path, attempt: int | None = None) -> Evidence:
-    """The evidence of a run folder, of its last attempt unless one is named.
-
-    What is missing or unreadable is None. Raises OSError if a file that is there cannot be opened.
-    """
+    """The evidence of a run folder, of its last attempt unless one is named. What is missing or unreadable is None.
+    Raises OSError if a file that is there cannot be opened."""
     run = rundir.RunFolder(folder)
     attempt = attempt or run.attempts() or None
     console = run.console(attempt or 1)

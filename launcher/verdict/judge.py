@@ -35,10 +35,8 @@ class RunJudgement:
 
 
 def judge(folder: RunFolder, requested: Mapping[str, str] | None = None) -> RunJudgement:
-    """Judge a run by its own `expect:`, or by what is requested now.
-
-    Raises OSError if a file that is there cannot be opened.
-    """
+    """Judge a run by its own `expect:`, or by what is requested now. Raises OSError if a file that is there cannot be
+    opened."""
     manifest, each = rundir.read_manifest(folder), read(folder)
     found, known = whole(each), runner.processes(folder)
     # whether the attempt that began last did so where its processes could be seen from here
@@ -76,10 +74,8 @@ def _expected(manifest: Manifest) -> Mapping[str, str | None]:
 def _with_earlier(
     verdict: Verdict, folder: RunFolder, each: Sequence[Evidence], expected: Mapping[str, str | None]
 ) -> Verdict:
-    """A point is proved of a run only if it is of every attempt whose steps are in the weights.
-
-    Each is judged by its own `expect:`: that may have been changed since, and allowed.
-    """
+    """A point is proved of a run only if it is of every attempt whose steps are in the weights. Each is judged by its
+    own `expect:`: that may have been changed since, and allowed."""
     points = {point.name: point for point in verdict.points}
     for number, one, (first, last) in _kept(each):
         manifest = rundir.read_kept_manifest(folder, number)
@@ -120,10 +116,8 @@ def _without_known_corruption(verdict: Verdict, manifest: Manifest) -> Verdict:
 
 
 def _with_whole_model(verdict: Verdict, output: Path) -> Verdict:
-    """A saved model is none if its files are not whole.
-
-    A folder that was moved or removed since is no fault of the run.
-    """
+    """A saved model is none if its files are not whole. A folder that was moved or removed since is no fault of the
+    run."""
     # dpo.py saves its model one folder below (dpo.py:111)
     for folder in (output, output / "hf_model"):
         if (fault := checkpoints.damage(folder)) is not None:
@@ -213,11 +207,8 @@ def rows_of(attempts: Sequence[Evidence]) -> list[metrics.Row]:
 
 
 def whole(attempts: Sequence[Evidence]) -> Evidence:
-    """The evidence of the last attempt, with the steps of those before it.
-
-    Where that had no step left to train, with the steps of one before: it was resumed from the last step of all, and
-    only saved the model.
-    """
+    """The evidence of the last attempt, with the steps of those before it. Where that had no step left to train, with
+    the steps of one before: it was resumed from the last step of all, and only saved the model."""
     found, earlier = attempts[-1], attempts[:-1]
     if found.probe is not None and found.probe.last_step is None and found.events("resumed"):
         probes = (one.probe for one in reversed(earlier))

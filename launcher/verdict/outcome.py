@@ -199,10 +199,8 @@ def _loss_doubt(evidence: Evidence) -> tuple[str, Sequence[Citable]] | None:
 
 
 def _unseen(evidence: Evidence, after: int = 0) -> list[int]:
-    """The first steps of a run that came to its end which some rank's record does not tell of.
-
-    Of any other run the last ones may still have been on their way.
-    """
+    """The first steps of a run that came to its end which some rank's record does not tell of. Of any other run the
+    last ones may still have been on their way."""
     probe, last = evidence.probe, evidence.last_step
     if probe is None or last is None or ending(evidence).state != "completed":
         return []
@@ -320,10 +318,8 @@ def _still(evidence: Evidence) -> str | None:
 
 
 def trend(series: Sequence[float]) -> tuple[float, float]:
-    """Relative change from first to last by the Theil-Sen slope, and Mann-Kendall's z.
-
-    Both go by pairs of losses, so that a few spikes move neither. Needs two losses or more.
-    """
+    """Relative change from first to last by the Theil-Sen slope, and Mann-Kendall's z. Both go by pairs of losses, so
+    that a few spikes move neither. Needs two losses or more."""
     size = math.ceil(len(series) / TREND_BINS)
     bins = [statistics.median(series[i : i + size]) for i in range(0, len(series), size)]
     n = len(bins)

@@ -48,11 +48,8 @@ Citable = Event | ProbeStep | ExitRecord | LogLine
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A point's state; `proved` is False where the evidence settles nothing for what is expected.
-
-    An `unwanted` state must not pass even where nothing is expected; `reason` and `help` are only for a point that is
-    not as expected.
-    """
+    """A point's state; `proved` is False where the evidence settles nothing for what is expected. An `unwanted` state
+    must not pass even where nothing is expected; `reason` and `help` are only for a point that is not as expected."""
 
     state: str = "unknown"
     _: KW_ONLY

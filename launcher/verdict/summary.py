@@ -28,10 +28,8 @@ _MESSAGES = ("violation", "hang", "arguments", "not_started", "not_found")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Why a run did not pass: `line` is the evidence that shows it (file, line, text), empty if none does.
-
-    `repeated` are texts of the verdict that say no more than it.
-    """
+    """Why a run did not pass: `line` is the evidence that shows it (file, line, text), empty if none does. `repeated`
+    are texts of the verdict that say no more than it."""
 
     text: str
     help: str | None = None

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from launcher.upstream.logs.pattern import Pattern
 from launcher.verdict.logs.segments import SEGMENT_BYTES, clean, opened, text
@@ -36,25 +36,12 @@ _ENDS = ("saved", "remaining", "training_completed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cite:
-    """One line that a point of a verdict rests on; `line` is 1-based."""
-
-    source: Literal["probe", "log", "exit"]
-    file: str
-    line: int | None
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LogLine:
     """A line of a log: `line` is 1-based, `text` clean and at most 300 characters."""
 
     path: Path
     line: int
     text: str
-
-    def cite(self) -> Cite:
-        return Cite(source="log", file=str(self.path), line=self.line, text=self.text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

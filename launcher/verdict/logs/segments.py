@@ -30,10 +30,8 @@ _BREAK = re.compile(rb"[\r\n]")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The segments that begin in one part of the file: `block` from `start` to `stop`, without colours.
-
-    Before them stands as much as a progress bar takes, behind them as much as a traceback does.
-    """
+    """The segments that begin in one part of the file: `block` from `start` to `stop`, without colours. Before them
+    stands as much as a progress bar takes, behind them as much as a traceback does."""
 
     block: bytes
     start: int
@@ -42,10 +40,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A file as it was when it was opened: what is written to it later is not read.
-
-    Every piece can be read by itself; a file that was cut short since gives less.
-    """
+    """A file as it was when it was opened: what is written to it later is not read. Every piece can be read by itself;
+    a file that was cut short since gives less."""
 
     file: int
     size: int

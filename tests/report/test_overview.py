@@ -45,28 +45,19 @@ def test_a_row(folder: RunFolder) -> None:
     manifest(folder)
     record(folder, {"event": "start", "world": 2}, step(1), step(2), step(3))
     files.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
-    files.write_json(folder.verdict, {"status": "pass", "metrics": {"tokens_per_second": 99.9}})
+    files.write_json(folder.verdict, {"status": "pass", "metrics": {"tokens_per_second": 2266.4}})
     row = overview.row(folder)
     assert row.pop("age") in {"0:00", "0:01"}
     assert row == {
         "run": folder.path.name, "path": str(folder.path), "stage": "sft", "state": "finished",
-        "verdict": "pass", "outcome": "pass", "step": 3, "steps": 10, "loss": 1.2346, "tokens/s": 100,
+        "verdict": "pass", "outcome": "pass", "step": 3, "steps": 10, "loss": 1.2346, "tokens/s": 2266,
         "gpus": 2, "output": "/models/demo", "checkpoint": None, "wandb": None,
     }  # fmt: skip
     assert set(overview.COLUMNS) <= {*row, "age"}
-
-
-def test_a_run_that_is_over_has_the_speed_of_its_verdict(folder: RunFolder) -> None:
-    manifest(folder)
-    record(folder, {"event": "start", "world": 2}, step(1), step(2), step(3))
-    judged = {"status": "pass", "metrics": {"tokens_per_second": 2266.4}}
-    files.write_json(folder.verdict, judged)
-    files.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
-    assert overview.row(folder)["tokens/s"] == 2266
+    # of one that is over the speed is its verdict's
     files.write_json(folder.verdict, {"metrics": {"tokens_per_second": None}})
     assert overview.row(folder)["tokens/s"] is None
     # a further attempt goes on: the verdict is still that of the one before
-    files.write_json(folder.verdict, judged)
     folder.console(2).touch()
     live(folder, attempt=2)
     row = overview.row(folder)
@@ -97,7 +88,6 @@ def test_the_last_checkpoint_and_the_tracker(folder: RunFolder, tmp_path: Path) 
     [
         ({"returncode": 0, "stopped": None}, "finished"),
         ({"returncode": 1, "stopped": None}, "failed"),
-        ({"returncode": 137, "signal": 9}, "failed"),
         ({"returncode": 130, "stopped": 2}, "stopped"),
         ({"returncode": 0, "stopped": 15}, "stopped"),
         ({}, "lost"),
@@ -149,9 +139,7 @@ def test_the_end_of_an_attempt_before_is_none_of_the_last(folder: RunFolder) -> 
     assert overview.row(folder)["state"] == "finished"
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"plan": null}', '{"plan": {"gpus": "two"}}', '{"created": 5}', "\0"]
-)
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"plan": {"gpus": "two"}}', '{"created": 5}', "\0"])
 def test_a_half_written_folder_is_a_row_too(folder: RunFolder, text: str) -> None:
     folder.manifest.write_text(text)
     row = overview.row(folder)

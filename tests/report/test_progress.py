@@ -135,7 +135,6 @@ SAID = "2026 - finetune.py"
         (50, f"a.py:1 - Total optimization steps = 7\n{SAID}:745 - Total optimization steps = 48\n", 48),
         (None, " 10%|#  | 30/60 [00:01<00:20,  2.8it/s]\n", None),
         (None, " 10%|#  | 1/60 [00:01<00:20,  2.8it/s]\n", 60),
-        (50, " 10%|#  | 1/60 [00:01<00:20,  2.8it/s]\n", 50),
         (None, "Tokenizing: 10%|#  | 1/60 [00:01<00:20, 99 examples/s]\n", None),
     ],
 )

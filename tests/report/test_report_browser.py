@@ -147,24 +147,3 @@ def test_hovering_shows_the_values_of_all_runs(browser: Browser, runs: list[Run]
     assert found(browser, "#at").text == "step 30"
     assert readout(browser, "loss") == [f"1{loss(30):.4g}", "2notfinite"]
     assert readout(browser, "memory") == ["161.25/70.5", "230.63/35.25"]
-
-
-def test_smoothing_and_the_rest_of_the_curves(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
-    show(browser, tmp_path / "a.html", runs)
-    canvas = "return document.querySelector('#panel-loss canvas').toDataURL()"
-    plain = browser.execute_script(canvas)
-    slide = (
-        "const slider = document.getElementById('smoothing'); slider.value = arguments[0];"
-        "slider.dispatchEvent(new Event('input'))"
-    )
-    browser.execute_script(slide, 0.9)
-    count(browser, "loss", "--c0")
-    assert browser.execute_script(canvas) != plain
-    assert found(browser, "#smoothing-is").text == "0.90"
-    browser.execute_script(slide, 0)
-    count(browser, "loss", "--c0")
-    assert browser.execute_script(canvas) == plain
-    found(browser, "#more-curves summary").click()
-    waited(browser, "document.querySelectorAll('#more-curves canvas').length > 0")
-    drawn = browser.find_elements("css selector", "#more-curves canvas")
-    assert len(drawn) == len(browser.find_elements("css selector", "#more-curves figure"))

@@ -13,40 +13,35 @@ from launcher.verdict.metrics import memory_phases, metrics, metrics_rows
 LOGS = DATA / "logs"
 
 
-def start(rank: int = 0, world: int = 1, attempt: int = 1) -> dict[str, Any]:
-    return {"event": "start", "rank": rank, "world": world, "attempt": attempt, "target": "sft.py"}
-
-
 def step(number: int, loss: float | None = 2.0, **more: Any) -> dict[str, Any]:
     measured = {"tokens": 100, "positions": 128, "seconds": 0.5, "allocated_gib": 10.0}
     return {"event": "step", "step": number, "loss": loss, "finite": True, **measured, **more}
 
 
-def write_rank(folder: Path, rank: int, *events: dict[str, Any] | str) -> Path:
+def write_rank(folder: Path, rank: int, *events: dict[str, Any] | str, world: int = 1, attempt: int = 1) -> None:
     path = folder / "probe" / f"rank-{rank}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [e if isinstance(e, str) else json.dumps({"t": 1.5, **e}) + "\n" for e in events]
+    start = {"event": "start", "rank": rank, "world": world, "attempt": attempt, "target": "sft.py"}
     with path.open("a") as file:
-        file.writelines(lines)
-    return path
+        file.writelines(e if isinstance(e, str) else json.dumps({"t": 1.5, **e}) + "\n" for e in (start, *events))
 
 
-def write_exit(folder: Path, code: int, signal: int | None = None, attempt: int = 1) -> None:
+def write_exit(folder: Path, code: int, attempt: int = 1) -> None:
     infix = "" if attempt == 1 else f".{attempt}"
-    values = {"returncode": code, "signal": signal, "started": "a", "ended": "b"}
-    (folder / f"exit{infix}.json").write_text(json.dumps({**values, "attempt": attempt}))
+    (folder / f"exit{infix}.json").write_text(json.dumps({"returncode": code, "signal": None, "attempt": attempt}))
 
 
 def test_what_a_run_left(tmp_path: Path) -> None:
     assert read_run(tmp_path) == Evidence()
     (tmp_path / "console.log").write_bytes((LOGS / "sft_cpu_hit.log").read_bytes())
-    write_rank(tmp_path, 0, start(), step(1), {"event": "end", "exit": 0})
+    # lines that cannot be read are no trouble
+    write_rank(tmp_path, 0, "what\n", "[1]\n", "\n", step(1), {"event": "end", "exit": 0}, '{"event": "step", "ste')
     write_exit(tmp_path, 0)
     evidence = read_run(tmp_path)
-    assert evidence.log is not None and evidence.log.last_step == 50
-    assert evidence.probe is not None and evidence.probe.last_step == 1
-    assert evidence.exit is not None and evidence.exit.returncode == 0
+    assert evidence.log and evidence.probe and evidence.exit
+    assert (evidence.log.last_step, evidence.probe.last_step, evidence.exit.returncode) == (50, 1, 0)
     assert (evidence.stage, evidence.last_step, evidence.total_steps) == ("sft", 50, 50)
+    assert [(s.step, s.line) for s in evidence.rank_steps] == [(1, 5)]
 
 
 def test_the_last_attempt_counts(tmp_path: Path) -> None:
@@ -55,27 +50,16 @@ def test_the_last_attempt_counts(tmp_path: Path) -> None:
     write_exit(tmp_path, 1)
     write_exit(tmp_path, 0, attempt=2)
     for rank in range(4):
-        write_rank(tmp_path, rank, start(rank, 4), step(1), step(2))
+        write_rank(tmp_path, rank, step(1), step(2), world=4)
     for rank in range(2):
-        write_rank(tmp_path, rank, start(rank, 2, attempt=2), step(2), step(3))
-    evidence = read_run(tmp_path)
-    assert evidence.log is not None and evidence.log.lines == 2
-    assert evidence.exit is not None and evidence.exit.returncode == 0
-    assert evidence.probe is not None
-    assert sorted(evidence.probe.ranks) == [0, 1]  # ranks 2 and 3 are of the first attempt
-    assert [s.step for s in evidence.probe.ranks[0].steps] == [2, 3]
-    first = read_run(tmp_path, attempt=1)
-    assert first.exit is not None and first.exit.returncode == 1
-    assert first.probe is not None and sorted(first.probe.ranks) == [0, 1, 2, 3]
+        write_rank(tmp_path, rank, step(2), step(3), world=2, attempt=2)
+    last, first = read_run(tmp_path), read_run(tmp_path, attempt=1)
+    assert last.log and last.exit and last.probe and first.exit and first.probe
+    assert (last.log.lines, last.exit.returncode, first.exit.returncode) == (2, 0, 1)
+    # ranks 2 and 3 are of the first attempt
+    assert [sorted(one.probe.ranks) for one in (last, first) if one.probe] == [[0, 1], [0, 1, 2, 3]]
+    assert [s.step for s in last.probe.ranks[0].steps] == [2, 3]
     assert [s.step for s in first.probe.ranks[0].steps] == [1, 2]
-
-
-def test_unreadable_lines_are_no_trouble(tmp_path: Path) -> None:
-    write_rank(tmp_path, 0, start(), "what\n", "[1]\n", "\n", step(1), '{"event": "step", "ste')
-    evidence = read_run(tmp_path)
-    assert evidence.probe is not None
-    record = evidence.probe.ranks[0]
-    assert [(s.step, s.line) for s in record.steps] == [(1, 5)]
 
 
 def test_rows_merge_log_and_probe(tmp_path: Path) -> None:
@@ -83,16 +67,12 @@ def test_rows_merge_log_and_probe(tmp_path: Path) -> None:
     (tmp_path / "console.log").write_text(
         f"{stamp}Step: 2, LR: 1e-05, Loss: 2.25, TPS: 50\n{stamp}Step: 3, LR: 1e-05, Loss: nan, TPS: 50\n"
     )
-    write_rank(tmp_path, 0, start(0, 2), step(1), step(2), step(3, None, finite=False))
-    write_rank(tmp_path, 1, start(1, 2), step(1, 4.0), step(2, seconds=0.75), step(2), step(3))
+    write_rank(tmp_path, 0, step(1), step(2), step(3, None, finite=False), world=2)
+    write_rank(tmp_path, 1, step(1, 4.0), step(2, seconds=0.75), step(2), step(3), world=2)
     rows = metrics_rows(read_run(tmp_path))
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert rows[0]["loss"] == 3.0
-    assert rows[1]["loss"] == 2.0  # the log holds means
-    assert (rows[1]["learning_rate"], rows[1]["seconds"]) == (1e-05, 0.75)
-    assert rows[0]["tokens"] == 200
+    assert [(row["step"], row.get("loss")) for row in rows] == [(1, 3.0), (2, 2.0), (3, None)]  # the log holds means
+    assert (rows[1]["learning_rate"], rows[1]["seconds"], rows[0]["tokens"]) == (1e-05, 0.75, 200)
     assert rows[2]["finite"] is False
-    assert "loss" not in rows[2]
     json.dumps(rows, allow_nan=False)
 
 
@@ -156,7 +136,7 @@ def test_the_share_of_the_peak(tmp_path: Path, more: dict[str, Any], flops: floa
         slow = step(1, seconds=60.0, rows=2, wasted=28)
         rest = [step(n, rows=2, wasted=28, interrupted=n == 4) for n in range(2, 7)]
         rest[2]["seconds"] = 9.0  # it followed a save
-        write_rank(tmp_path, rank, start(rank, 2), device, model(**more), slow, *rest)
+        write_rank(tmp_path, rank, device, model(**more), slow, *rest, world=2)
     numbers = metrics(read_run(tmp_path))
     assert numbers["tokens_per_second"] == 400.0
     assert numbers["tokens_per_row"] == 50.0
@@ -168,5 +148,5 @@ def test_the_share_of_the_peak(tmp_path: Path, more: dict[str, Any], flops: floa
 def test_memory_by_phase_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
     for rank, peak in enumerate((3.0, 5.0)):
         told = {"event": "memory", "phase": "optimizer", "step": 1, "peak_allocated_gib": peak}
-        write_rank(tmp_path, rank, start(rank, 2), told, step(1))
+        write_rank(tmp_path, rank, told, step(1), world=2)
     assert memory_phases(read_run(tmp_path)) == {"optimizer": {"peak_allocated_gib": 5.0}}

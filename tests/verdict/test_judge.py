@@ -33,77 +33,71 @@ def said(point: Point) -> str:
     return f"{point.detail.get('reason')} {point.detail.get('help')}"
 
 
+def patch(**kwargs: bool) -> dict[str, Any]:
+    return {"event": "liger_patch", "function": "f", "kwargs": kwargs}
+
+
+FUSED = patch(fused_linear_cross_entropy=True)
+STALE = {"event": "reference_cache", "state": "stale", "path": "p"}
+HIT = {"event": "dataset_cache", "state": "hit", "path": "p"}
+MISS = {"event": "dataset_cache", "state": "miss", "path": "p"}
+OOM = {"event": "error", "type": "OutOfMemoryError", "message": "m"}
+CALLED = (step(1), liger(rope=4))
+
+
 @pytest.mark.parametrize(
-    ("first", "second", "want", "answer"),
+    ("name", "want", "answer", "words", "ranks"),
     [
-        ((ON, ISOLATED), (ON, ISOLATED), "isolated", ("isolated", True)),
-        ((ON, ISOLATED), (ON, UNTESTED), "isolated", ("on", None)),
-        ((ON, ISOLATED), (ON, LEAKING), "isolated", ("leaking", False)),
-        ((ON, ISOLATED), (OFF,), "isolated", ("off", False)),
-        ((ON,), (OFF,), "off", ("on", False)),
-        ((ON, ISOLATED), None, "isolated", ("isolated", None)),
-        ((OFF,), None, "isolated", ("off", False)),
-        ((OFF,), None, "off", ("off", None)),
-        ((OFF,), None, None, ("off", True)),
+        ("liger", "off", ("off", True), "", ((step(1),),)),
+        ("liger", "off", ("engaged", False), "were called: rope", (CALLED,)),
+        ("liger", "any", ("engaged", True), "", (CALLED,)),
+        ("liger", "engaged", ("applied", None), "only the probe", ((patch(),),)),
+        ("liger", "off", ("off", None), "rank 1", ((step(1),), None)),
+        ("liger", "engaged", ("engaged", None), "rank 1", (CALLED, None)),
+        ("liger", "engaged", ("engaged", None), "rank 1", (CALLED, ())),  # it began, and finished no step
+        # the fused loss that was patched in has to run
+        ("liger", "engaged", ("not_engaged", False), "called", ((FUSED, *CALLED),)),
+        ("liger", "engaged", ("engaged", True), "", ((FUSED, step(1), liger(fused_linear_cross_entropy=4)),)),
+        ("liger", "engaged", ("engaged", True), "", ((patch(fused_linear_cross_entropy=False), *CALLED),)),
+        ("liger", "engaged", ("not_engaged", False), "called", ((patch(), step(1), liger(rope=-4)),)),
+        ("packing", "isolated", ("unknown", None), "", ((),)),
+        ("packing", "isolated", ("on", None), "", ((ON,),)),
+        ("packing", "on", ("on", True), "", ((ON,),)),
+        ("packing", "on", ("isolated", True), "", ((ON, ISOLATED),)),
+        ("packing", "isolated", ("isolated", True), "", ((ON, ISOLATED), (ON, ISOLATED))),
+        ("packing", "isolated", ("on", None), "ValueError: x", ((ON, ISOLATED), (ON, UNTESTED))),
+        ("packing", "isolated", ("leaking", False), "attention", ((ON, ISOLATED), (ON, LEAKING))),
+        ("packing", "isolated", ("off", False), "of rank 1", ((ON, ISOLATED), (OFF,))),
+        ("packing", "off", ("on", False), "", ((ON,), (OFF,))),
+        ("packing", "isolated", ("isolated", None), "rank 1", ((ON, ISOLATED), None)),
+        ("packing", "isolated", ("off", False), "", ((OFF,), None)),
+        ("packing", "off", ("off", None), "rank 1", ((OFF,), None)),
+        ("packing", None, ("off", True), "", ((OFF,), None)),
+        ("attention", "sdpa", ("sdpa", True), "", ((model("sdpa"),), (model("sdpa"),))),
+        ("attention", "sdpa", ("eager", False), "rank 1", ((model("sdpa"),), (model("eager"),))),
+        ("attention", "sdpa", ("sdpa", None), "rank 1", ((model("sdpa"),), None)),
+        ("attention", "flash_2", ("flash_attention_2", True), "", ((model("flash_attention_2"),),)),
+        # who left no record may have filled the cache
+        ("dataset_cache", "hit", ("hit", None), "rank 0", (None, (HIT,))),
+        ("dataset_cache", "hit", ("hit", True), "", ((HIT,), (HIT,))),
+        ("dataset_cache", "hit", ("miss", False), "", ((MISS,), (HIT,))),
+        ("reference_cache", "hit", ("stale", False), "", ((STALE,),)),
+        ("reference_cache", None, ("stale", False), "", ((STALE,),)),  # never good unless that is said
+        ("reference_cache", "any", ("stale", True), "", ((STALE,),)),
+        ("memory", "ok", ("oom", False), "", ((OOM, {"event": "end", "exit": 1}),)),
     ],
 )
-def test_packing_is_what_every_rank_saw(
-    run: Run, first: tuple[Any, ...], second: tuple[Any, ...] | None, want: str | None, answer: tuple[str, bool | None]
+def test_a_point_is_what_every_rank_saw(
+    run: Run, name: str, want: str | None, answer: tuple[str, bool | None], words: str, ranks: tuple[Any, ...]
 ) -> None:
-    run.rank(0, *first, world=2)
-    if second is not None:
-        run.rank(1, *second, world=2)
-    point = run.judge(packing=want).point("packing")
+    """A rank that is None left no record; the words are in the reason or the help."""
+    for number, events in enumerate(ranks):
+        if events is not None:
+            run.rank(number, *events, world=len(ranks))
+    point = run.judge("dpo", **{name: want}).point(name)
     assert brief(point) == answer
+    assert words in said(point)
     assert answer[1] is True or "None None" not in said(point)
-
-
-@pytest.mark.parametrize(
-    ("second", "answer"), [("sdpa", ("sdpa", True)), ("eager", ("eager", False)), (None, ("sdpa", None))]
-)
-def test_attention_is_that_of_every_rank(run: Run, second: str | None, answer: tuple[str, bool | None]) -> None:
-    run.rank(0, model("sdpa"), world=2)
-    if second is not None:
-        run.rank(1, model(second), world=2)
-    point = run.judge(attention="sdpa").point("attention")
-    assert brief(point) == answer
-    assert answer[1] is True or "rank 1" in said(point)
-
-
-@pytest.mark.parametrize(("events", "state"), [((), "off"), ((liger(rope=4),), "engaged")])
-def test_without_the_record_of_a_rank_nothing_is_claimed(run: Run, events: tuple[Any, ...], state: str) -> None:
-    point = run.rank(0, step(1), *events, world=2).judge(liger=state).point("liger")
-    assert brief(point) == (state, None)
-    assert "rank 1" in said(point)
-
-
-def test_who_left_no_record_may_have_filled_the_cache(run: Run) -> None:
-    hit = {"event": "dataset_cache", "state": "hit", "path": "p"}
-    run.rank(1, hit, world=2)
-    assert brief(run.judge(dataset_cache="hit").point("dataset_cache")) == ("hit", None)
-    run.rank(0, hit, world=2)
-    assert brief(run.judge(dataset_cache="hit").point("dataset_cache")) == ("hit", True)
-    run.rank(0, {**hit, "state": "miss"}, world=2)
-    assert brief(run.judge(dataset_cache="hit").point("dataset_cache")) == ("miss", False)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "calls", "answer"),
-    [
-        ({"fused_linear_cross_entropy": True}, {"rope": 4}, ("not_engaged", False)),
-        ({"fused_linear_cross_entropy": True}, {"fused_linear_cross_entropy": 4}, ("engaged", True)),
-        ({"fused_linear_cross_entropy": False}, {"rope": 4}, ("engaged", True)),
-        ({}, {"rope": 4}, ("engaged", True)),
-        ({}, {"rope": -4}, ("not_engaged", False)),
-    ],
-)
-def test_the_fused_loss_that_was_patched_in_has_to_run(
-    run: Run, kwargs: dict[str, bool], calls: dict[str, int], answer: tuple[str, bool]
-) -> None:
-    patch = {"event": "liger_patch", "function": "f", "kwargs": kwargs}
-    point = run.rank(0, patch, step(1), liger(**calls)).judge(liger="engaged").point("liger")
-    assert brief(point) == answer
-    assert answer[1] or "called" in said(point)
 
 
 def whole(run: Run, steps: range, lost: tuple[int, ...] = (), **more: Any) -> Run:
@@ -189,7 +183,9 @@ def test_fewer_steps_than_planned_are_no_finish_where_no_log_says_how_many(run: 
 def test_a_script_that_failed_did_not_end_well_whatever_its_starter_says(run: Run) -> None:
     error = {"event": "error", "type": "ValueError", "message": "m"}
     run.rank(0, step(1), SAVED, error, {"event": "end", "exit": 1}).exit(0).log(sft(1))
-    assert brief(run.judge().point("finish")) == ("crashed", False)
+    finish = run.judge().point("finish")
+    assert brief(finish) == ("crashed", False)
+    assert finish.detail["error"] == {"type": "ValueError", "message": "m", "rank": "0"}
 
 
 def test_what_is_not_as_expected_says_what_was_seen(run: Run) -> None:
@@ -247,12 +243,10 @@ def test_as_many_processes_as_were_planned_have_to_train(
         ((2, 2, 2, 2), {}, ("different", False)),  # accumulated once
         ((4, 4, 2, 2), {}, ("different", False)),  # less from somewhere on
         ((4, 3, 4, 1), {}, ("planned", True)),  # ends of epochs
-        ((3,), {}, ("unknown", None)),
         ((), {"steps": 0}, ("planned", True)),
         ((3, 3, 3), {"rows": 6}, ("planned", True)),  # data of less than one step
         ((5, 5, 5), {"rows": 6}, ("different", False)),
         ((8, 8, 8), {"more": {"stage": "dpo"}}, ("planned", True)),  # a pair is two
-        ((4, 4, 4), {"more": {"stage": "dpo"}}, ("different", False)),
         ((2, 2, 2), {"packing": True}, ("different", False)),
         ((2, 2, 2), {"packing": True, "more": {"backend": "open_instruct"}}, ("different", False)),
         ((2, 2, 2), {"packing": True, "more": {"backend": "open_instruct", "stage": "dpo"}}, ("planned", True)),

@@ -218,64 +218,47 @@ def test_the_weights_of_a_rung_may_be_removed_and_of_another_machine_nothing_is_
     assert judged(run.folder).point("model").state == "saved"
     shutil.rmtree(output)
     assert judged(run.folder).point("model").state == "missing"
+    files.write_json(run.folder / "process.json", {**_identity(), "host": "another"})
+    assert point(judged(run.folder), "model") is None
+    assert judged(run.folder, model="saved").point("model").ok is None
+    files.write_json(run.folder / "process.json", _identity())
     shutil.rmtree(place)
     assert point(judged(run.folder), "model") is None
 
 
-def test_of_a_model_on_another_machine_nothing_is_known(run: Run, tmp_path: Path) -> None:
-    output = trained(run, tmp_path)
-    files.write_json(run.folder / "process.json", {**_identity(), "host": "another"})
-    shutil.rmtree(output)
-    assert point(judged(run.folder), "model") is None
-    assert judged(run.folder, model="saved").point("model").ok is None
-
-
 def test_what_changed_since_the_start_fails_with_file_and_fingerprints(run: Run, tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
+    data, model, memory = tmp_path / "rows.jsonl", tmp_path / "model", FingerprintCache()
+
+    def digest() -> str:
+        return of_data(str(data), FingerprintCache()).digest
+
+    def now() -> Point:
+        files.write_json(RunFolder(run.folder).inputs(1), {"changed": inputs.changed(before, tmp_path)})
+        return judged(run.folder).point("inputs")
+
     data.write_text("one\n")
-    saved.model(tmp_path / "model")
-    before = [
-        {"role": "data", "name": str(data), "digest": digest(data), "files": {data.name: digest(data)}},
-        model_of(tmp_path / "model"),
+    saved.model(model)
+    was, old, whole = data.stat(), digest(), of_model(str(model), memory)
+    known = {one.name: one.digest for one in whole.files}
+    before: list[dict[str, Any]] = [
+        {"role": "data", "name": str(data), "digest": old, "files": {data.name: old}},
+        {"role": "model", "name": str(model), "digest": whole.digest, "files": known},
     ]
-    run.log(sft(5))
-    run.rank(0, *(step(n) for n in range(1, 6)), DONE)
-    # an older version hashed nothing at the end
+    run.log(sft(5)).rank(0, *(step(n) for n in range(1, 6)), DONE)
     assert point(judged(run.folder), "inputs") is None
-    record(run, before, tmp_path)
-    assert judged(run.folder).point("inputs").state == "same"
-    was = data.stat()
-    old = digest(data)
+    assert now().state == "same"
     data.write_text("two\n")
     os.utime(data, ns=(was.st_atime_ns, was.st_mtime_ns))
-    record(run, before, tmp_path)
-    found = judged(run.folder).point("inputs")
+    found = now()
     assert (found.state, found.ok) == ("changed", False)
-    assert (found.detail["file"], found.detail["before"], found.detail["after"]) == (data.name, old, digest(data))
+    assert [found.detail[key] for key in ("file", "before", "after")] == [data.name, old, digest()]
     data.write_text("one\n")
-    (tmp_path / "model" / "config.json").write_text('{"other": 1}')
-    record(run, before, tmp_path)
-    assert judged(run.folder).point("inputs").detail["file"] == "config.json"
+    (model / "config.json").write_text('{"other": 1}')
+    assert now().detail["file"] == "config.json"
     data.unlink()
-    saved.model(tmp_path / "model")
-    record(run, before, tmp_path)
-    gone = judged(run.folder).point("inputs")
+    saved.model(model)
+    gone = now()
     assert (gone.state, gone.ok) == ("gone", None)
-
-
-def digest(path: Path) -> str:
-    return of_data(str(path), FingerprintCache()).digest
-
-
-def model_of(path: Path) -> dict[str, Any]:
-    found = of_model(str(path), FingerprintCache())
-    files = {one.name: one.digest for one in found.files}
-    return {"role": "model", "name": str(path), "digest": found.digest, "files": files}
-
-
-def record(run: Run, before: list[dict[str, Any]], cwd: Path) -> None:
-    changed = inputs.changed(before, cwd)
-    files.write_json(RunFolder(run.folder).inputs(1), {"changed": changed})
 
 
 def test_a_run_that_waited_takes_the_data_as_they_are_when_it_begins(
@@ -284,10 +267,8 @@ def test_a_run_that_waited_takes_the_data_as_they_are_when_it_begins(
     one = stages(TRL)
     one.start()
     one.folder.console(1).unlink()
-    waiting = Attempt(
-        number=1, argv=("true",), env={}, environ={}, cwd=str(one.place), stage="sft", backend="trl",
-        title="waiting", request={"stage": "sft"},
-    )  # fmt: skip
+    given: Any = {"env": {}, "environ": {}, "stage": "sft", "backend": "trl", "title": "waiting"}
+    waiting = Attempt(number=1, argv=("true",), cwd=str(one.place), request={"stage": "sft"}, **given)
     waiting.write(one.folder)
     monkeypatch.chdir(one.place)
     planned: list[str] = []

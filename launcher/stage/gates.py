@@ -95,19 +95,12 @@ class Facts:
     unproven: str | None = None
     trend: str | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Facts:
         """Raises TypeError where it is damaged; what a later launch has written beside is left out."""
         names = {part.name for part in fields(cls)}
         known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in names}
         return cls(**known)
-
-    @property
-    def each(self) -> float | None:
-        return None if self.tokens_per_second is None else self.tokens_per_second / self.devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,9 +309,11 @@ def _of_machine(facts: Facts, base: Facts | None, ask: Ask) -> Iterator[Flag]:
 
 def efficiency(facts: Facts, base: Facts | None) -> float | None:
     """Tokens a second and device as a share of the base's; None for a CPU against a GPU."""
-    if base is None or not base.each or facts.each is None or base.accelerated != facts.accelerated:
+    if base is None or base.accelerated != facts.accelerated:
         return None
-    return facts.each / base.each
+    if facts.tokens_per_second is None or not base.tokens_per_second:
+        return None
+    return (facts.tokens_per_second / facts.devices) / (base.tokens_per_second / base.devices)
 
 
 def _of_rewards(facts: Facts, ask: Ask) -> Iterator[Flag]:

@@ -1,7 +1,4 @@
-"""Several runs that belong together: the folder that they share, found again, and the record in it.
-
-Ladders, pipelines, comparisons and searches each keep one; one command at a time works in it.
-"""
+"""Several runs that belong together: the folder that they share, found again, and the record in it."""
 
 from __future__ import annotations
 
@@ -33,10 +30,7 @@ def key_of(about: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """Which one: its `kind`, the `key` of what it is about, a name for people, and the runs folder.
-
-    Another key is another campaign. Its record is `<kind>.json`.
-    """
+    """One ladder, pipeline, comparison or search; another `key` is another. Its record is `<kind>.json`."""
 
     kind: str
     key: str
@@ -94,10 +88,7 @@ def write(file: Path, record: Mapping[str, Any]) -> None:
 
 
 def page(runs: Iterable[Path], path: Path, lead: report_page.Lead) -> Path | None:
-    """One page of those runs that began and are still there, below what came of them; None where none is.
-
-    Raises NotReady where a run cannot be read or the page cannot be written.
-    """
+    """One page of those runs that began and are still there; None where none is. Raises NotReady."""
     begun = [str(run) for run in runs if RunFolder(run).attempts()]
     if not begun:
         return None

@@ -1,8 +1,4 @@
-"""One real run of a stage file from start to verdict, for whatever starts several in turn.
-
-Ladders, pipelines, comparisons and searches (see `experiment`) decide by what came of each. Every run goes
-the usual way: a supervisor, a run folder, a verdict.
-"""
+"""One real run of a stage file from start to verdict, for whatever starts several in turn (see `experiment`)."""
 
 from __future__ import annotations
 
@@ -148,10 +144,7 @@ class Stop:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Stop]:
-    """Runs in turn, ended by INT and TERM: the block is left, and what is yielded says so.
-
-    The terminal may go: what it showed is in the run folders, and more runs are still to come.
-    """
+    """Runs in turn, ended by INT and TERM: the block is left, and what is yielded says so. The terminal may go."""
     stop = Stop()
     with unwatched():
         try:

@@ -4,7 +4,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -202,7 +202,7 @@ def test_dpo(changes: dict[str, Any], found: dict[str, str]) -> None:
 
 
 def test_facts_are_kept_and_series_may_be_degenerate() -> None:
-    told = json.loads(json.dumps(DPO.as_json(), allow_nan=False))
+    told = json.loads(json.dumps(asdict(DPO), allow_nan=False))
     assert Facts.from_json({**told, "of a later launch": 1}) == DPO
     with pytest.raises(TypeError):
         Facts.from_json({})

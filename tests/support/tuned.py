@@ -14,7 +14,6 @@ from launcher.lifecycle.prepare import Request
 from launcher.machine import datasheets
 from launcher.plan import footprint, plan
 from launcher.workflows.bench.comparison import SPEED, Sample
-from launcher.workflows.tune import space
 from launcher.workflows.tune.search import Search, Trial
 from launcher.workflows.tune.space import Candidate, Settings, Space
 
@@ -37,10 +36,10 @@ def outlook(
     except InvalidConfig:
         # a model that is not here
         shape = architecture.find("Qwen/Qwen2.5-0.5B", {})
-    return space.of_plan(
-        made,
-        installed,
-        lengths.parse(rows),
+    return Space(
+        plan=made,
+        packages=installed,
+        rows=lengths.parse(rows),
         shape=shape,
         card=datasheets.card_of(card, gib) if gpus else datasheets.CPU,
         steps=STEPS,

@@ -29,9 +29,7 @@ def overrides(*vary: str, variant: tuple[str, ...] = ()) -> dict[str, tuple[str,
 
 
 def test_combinations() -> None:
-    assert overrides("packing=false,true") == {
-        "packing=false": ("packing=false",), "packing=true": ("packing=true",),
-    }  # fmt: skip
+    assert overrides("packing=false,true") == {"packing=false": ("packing=false",), "packing=true": ("packing=true",)}
     assert list(overrides("a=1,2", "b=x,y")) == ["a=1, b=x", "a=1, b=y", "a=2, b=x", "a=2, b=y"]
     # the variants are one axis beside the others
     both = overrides("a=1,2", variant=("x:", "y:b=2,c.d=3"))
@@ -89,9 +87,8 @@ def test_times() -> None:
 
 
 def sample(
-    name: str, speed: float | None = 100.0, loss: float = 2.0, steps: int = 10, tokens: float = 50.0,
-    **more: Any,
-) -> Sample:  # fmt: skip
+    name: str, speed: float | None = 100.0, loss: float = 2.0, steps: int = 10, tokens: float = 50.0, **more: Any
+) -> Sample:
     curve = tuple(CurveStep(tokens, tokens, loss) for _ in range(steps))
     figures = {SPEED: speed, "peak_allocated_gib": 10.0, "mfu": 0.4}
     return Sample(variant=name, curve=curve, metrics=figures, **more)

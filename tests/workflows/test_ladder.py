@@ -42,9 +42,7 @@ class Rungs(Here):
         lines = []
         for step in range(20):
             loss = scene["first"] * (1 - scene["fall"] * step / 19) + 0.001 * math.sin(7 * step)
-            row = {
-                "step": step + 1, "loss": loss, "grad_norm": 1.5, "seconds": 0.5 / scene["speed"],
-            }  # fmt: skip
+            row = {"step": step + 1, "loss": loss, "grad_norm": 1.5, "seconds": 0.5 / scene["speed"]}
             row |= {"finite": False, "loss": None} if step + 1 == scene["nan"] else {"finite": True}
             if scene["accuracy"] is not None:
                 row |= {"rewards/accuracies": scene["accuracy"], "rewards/margins": 0.1}
@@ -59,7 +57,7 @@ class Rungs(Here):
         )  # fmt: skip
         verdict = check.Verdict(
             status="pass", stage=plan.stage.options.stage, steps=20, points=(trend, finish), metrics=metrics
-        )  # fmt: skip
+        )
         return Outcome(run=prepared.folder, plan=plan, verdict=verdict, exit=scene["exit"], seconds=1.0)
 
 
@@ -88,9 +86,7 @@ def test_go(world: World, rungs: Rungs) -> None:
     assert [row[2:7] for row in rows] == [
         ["2", "x", "4", "x", "1"], ["2", "x", "2", "x", "2"], ["2", "x", "1", "x", "4"],
     ]  # fmt: skip
-    assert [row[-3:] for row in rows] == [
-        ["2,000", "100%", "go"], ["4,000", "100%", "go"], ["8,000", "100%", "go"],
-    ]  # fmt: skip
+    assert [row[-3:] for row in rows] == [["2,000", "100%", "go"], ["4,000", "100%", "go"], ["8,000", "100%", "go"]]
     assert "\ngo\n" in out
     # 800 rows, 8 a step, 3 epochs, half a second each, 2 for each of 4 GPUs and hour
     assert "full run on 4 GPUs: 2.5 min, costs 0.33  (300 steps x 0.5 s" in out
@@ -154,8 +150,7 @@ def test_a_red_flag_stops_and_gates_are_in_the_file(world: World, rungs: Rungs) 
 def test_flags(
     world: World, rungs: Rungs, scene: dict[str, Any], more: tuple[str, ...], colours: dict[str, str]
 ) -> None:
-    words = words_for(world, "--gpus", "1", "--row-tokens", "100:200", *JSON, *more,
-                      model_name_or_path=shaped(world))  # fmt: skip
+    words = words_for(world, "--gpus", "1", "--row-tokens", "100:200", *JSON, *more, model_name_or_path=shaped(world))
     code, out, _ = rungs.launch(*words, at_1=scene)
     (rung,) = json.loads(out)["data"]["rungs"]
     assert 0 < rung["planned_gib"] < 1
@@ -216,7 +211,7 @@ def test_deepspeed_on_one_gpu(
     def used(*overrides: str) -> list[str]:
         asked = replace(request, overrides=overrides)
         planned = ladder.plan_rungs(asked, [1, 2], steps=20, terms=ForecastOptions(), running=False)
-        return [rung.prepared.plan.stage.options.deepspeed_name for rung in planned.rungs]
+        return [rung.plan.stage.options.deepspeed_name for rung in planned.rungs]
 
     assert used() == ["zero2_fp32_comm" if kept else "none", "zero2_fp32_comm"]
     assert used("deepspeed=zero3") == ["zero3", "zero3"]

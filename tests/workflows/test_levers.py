@@ -14,8 +14,7 @@ from launcher.workflows.tune.space import Space
 HAND = "bench/hand_recipe.yaml"
 TULU = "tulu/dpo_qwen7b.yaml"
 LORA = "lora/sft_qwen7b.yaml"
-FULL = ("use_peft=false", "model_name_or_path=Qwen/Qwen2.5-0.5B", "attn_implementation=sdpa",
-        "expect.liger=any")  # fmt: skip
+FULL = ("use_peft=false", "model_name_or_path=Qwen/Qwen2.5-0.5B", "attn_implementation=sdpa", "expect.liger=any")
 
 
 def names(world: Space) -> set[str]:
@@ -130,12 +129,7 @@ def test_rows_that_cannot_hold_as_many_tokens_are_no_choice() -> None:
         pytest.param("lora/dpo_qwen7b.yaml", (), {"gpus": 1}, "packing", "pads", marks=needs_trl),
         pytest.param(LORA, FULL, {"packages": {}}, "attention", "not installed", marks=needs_trl),
         pytest.param(
-            LORA,
-            (*FULL, "padding_free=true", "max_length=none"),
-            {},
-            "packing",
-            "padding_free",
-            marks=needs_trl,
+            LORA, (*FULL, "padding_free=true", "max_length=none"), {}, "packing", "padding_free", marks=needs_trl
         ),
         pytest.param(LORA, FULL, {}, "deepspeed", "without it", marks=needs_trl),
         (HAND, (), {"packages": {}}, "liger", "not installed"),
@@ -144,7 +138,7 @@ def test_rows_that_cannot_hold_as_many_tokens_are_no_choice() -> None:
         ("demo/sft_open_instruct.yaml", (), {"gpus": 0}, "deepspeed", "CPU"),
         ("demo/sft_open_instruct.yaml", (), {"gpus": 0}, "liger", "GPU"),
     ],
-)  # fmt: skip
+)
 def test_what_stays_as_it_is_has_a_reason(
     path: str, overrides: tuple[str, ...], terms: dict[str, object], lever: str, words: str
 ) -> None:
@@ -177,7 +171,7 @@ OLMO = "olmo_core/dpo_qwen3_0_6b.yaml"
         (("compile_model=false",), {"attention"}, {"per_device", "packing", "checkpointing"}),
         (("packing=false", "expect.packing=off"), {"attention", "checkpointing", "per_device"}, {"packing"}),
     ],
-)  # fmt: skip
+)
 def test_of_the_second_dpo_script_only_what_leaves_its_batch_alone(
     overrides: tuple[str, ...], turned: set[str], stays: set[str]
 ) -> None:

@@ -31,8 +31,7 @@ from launcher.workflows.tune.search import Search, Trial
 from launcher.workflows.tune.space import Candidate, Space
 
 HAND = "bench/hand_recipe.yaml"
-SMALL = ("model_name_or_path=Qwen/Qwen2.5-0.5B", "use_liger_kernel=false", "batch.per_device=8",
-         "expect.liger=any")  # fmt: skip
+SMALL = ("model_name_or_path=Qwen/Qwen2.5-0.5B", "use_liger_kernel=false", "batch.per_device=8", "expect.liger=any")
 DPO = ("model_name_or_path=meta-llama/Llama-3.1-8B", "packing=false", "use_liger_kernel=false",
        "expect.packing=any", "expect.liger=any")  # fmt: skip
 

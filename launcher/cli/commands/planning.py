@@ -147,10 +147,10 @@ def ladder(
 
         def show() -> None:
             for rung in planned.rungs:
-                console.say(f"# rung: {ladder.label(rung.gpus)}")
-                console.dry_run(rung.prepared.plan, rung.prepared.command)
+                console.say(f"# rung: {ladder.label(rung.plan.gpus)}")
+                console.dry_run(rung.plan, rung.command)
 
-        data = {"rungs": [rung.prepared.as_json() for rung in planned.rungs]}
+        data = {"rungs": [rung.as_json() for rung in planned.rungs]}
         return answer("ladder", shared.format, data, show, planned.findings)
     console.findings(() if quiet else planned.findings)
     shared.rehearse_first({"": planned.resolved})

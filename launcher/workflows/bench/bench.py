@@ -27,7 +27,6 @@ from launcher.workflows.bench import comparison, measure
 from launcher.workflows.bench.comparison import LOSS, SPEED, TOLERANCE, Sample, VariantSummary, compare
 from launcher.workflows.bench.measure import identity, short, with_variant
 from launcher.workflows.bench.variants import Variant
-from launcher.workflows.experiment import Campaign
 
 BENCH_VERSION = 1
 FILE, PAGE = "bench.json", "bench.html"
@@ -39,9 +38,8 @@ Stops = list[tuple[str, InvalidConfig | NotReady]]
 class Bench:
     """One comparison: what is compared, and what is known so far.
 
-    `key` names settings, contents and machine: what was measured under another key is another
-    comparison. `resolved` are the variants' stages, by name. `batch` is the rows of a step, of the largest
-    variant. `proposed` is what a search has chosen, which need not be the fastest.
+    `key` names settings, contents and machine: another key is another comparison. `batch` is the rows of a step,
+    of the largest variant. `proposed` is what a search has chosen, which need not be the fastest.
     """
 
     request: Request
@@ -72,9 +70,9 @@ class Bench:
         return "rows" if self.request.stage in PAIRED else "tokens"
 
     def due(self) -> list[tuple[int, Variant]]:
-        """Trials that are still to be run: round by round, every second round backwards.
+        """Trials that are still to be run, every second round backwards, so that drift hits all alike.
 
-        So drift hits all alike. What failed for a reason of its own would fail again.
+        What failed for a reason of its own would fail again.
         """
         done = {(s.repeat, s.variant) for s in self.samples}
         failed = {s.variant for s in self.samples if not s.measured}
@@ -113,10 +111,7 @@ class Bench:
 
 
 def require_gpu(request: Request, *, cpu: bool) -> Request:
-    """The request on the GPUs that it asks for, or on the CPU where that is said.
-
-    Raises NotReady without a GPU, UsageError where both are asked for.
-    """
+    """The request on its GPUs, or on the CPU. Raises NotReady without a GPU, UsageError where both are asked for."""
     if cpu and (request.gpus or request.devices):
         raise usage("useless-option", "--gpus and --devices say nothing with --cpu")
     if cpu:
@@ -133,10 +128,8 @@ def require_gpu(request: Request, *, cpu: bool) -> Request:
 def plan(bench: Bench, *, running: bool = False) -> Bench:
     """Judge every variant of a bench, and its trial, before the first one starts; returns it complete.
 
-    The global batch stays as the file has it where a variant changes only the rows of a device; what
-    the file expects of a switch follows the variant that turns it. Raises InvalidConfig with the
-    findings of all variants, each with its name; where trials will be `running`, NotReady too if no variant
-    can start on this machine, whatever its GPUs do now.
+    Raises InvalidConfig with the findings of all variants, each with its name; where trials will be `running`,
+    NotReady too if no variant can start on this machine, whatever its GPUs do now.
     """
     request, requested = bench.request, bench.variants
     base = functools.cache(lambda: _base(request))
@@ -271,12 +264,9 @@ def _batch(resolved: ResolvedStage, changed: set[str], base: Callable[[], Plan |
 
 @contextlib.contextmanager
 def opened(bench: Bench, *, fresh: bool = False) -> Iterator[Bench]:
-    """The bench in its folder, with what an earlier start of the same measured.
-
-    Raises what `Campaign.opened` raises.
-    """
+    """The bench in its folder, with what an earlier start measured. Raises what `Campaign.opened` raises."""
     root = bench.request.runs or rundir.runs_root()
-    series = Campaign(kind="bench", key=bench.key, name=bench.request.config.stem, root=root)
+    series = experiment.Campaign(kind="bench", key=bench.key, name=bench.request.config.stem, root=root)
     with series.opened(fresh=fresh) as bench.folder:
         record = rundir.read_json(bench.folder / FILE)
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -292,9 +282,9 @@ def _again(sample: Sample, timeout_s: float | None) -> bool:
 
 
 def run(bench: Bench, *, show: Callable[[str], None] = lambda _: None) -> Exit:
-    """Run every trial that is due; the record is up to date after each. Returns the exit code.
+    """Run every trial that is due, in a bench that is `opened`; the record is up to date after each.
 
-    Needs `opened`. What the user stops ends the comparison, whatever else happens only its trial.
+    What the user stops ends the comparison, whatever else happens only its trial.
     """
     bench.write()
     with trial.interruptible() as stop:

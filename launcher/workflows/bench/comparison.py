@@ -1,7 +1,4 @@
-"""Measured runs of several settings -> which is faster, and whether it still trains the same.
-
-Nothing here starts or reads anything: samples in, rows out.
-"""
+"""Measured runs of several settings -> which is faster, and whether it still trains the same."""
 
 from __future__ import annotations
 
@@ -58,9 +55,8 @@ class Sample:
     """One trial. `metrics` are numbers of the whole trial, or None where unknown.
 
     `pace` are seconds a token of the steady steps, of all ranks together; empty where that is not known.
-    `reason` says why it is no measurement, `flaws` are points of the verdict that failed,
-    `unproved` those that could not be settled either way. `gradients` is the state of that point, None in
-    records of before there was one. `seconds` is wall time, start-up included.
+    `reason` says why it is no measurement, `flaws` are points of the verdict that failed, `unproved` those that
+    could not be settled either way. `seconds` is wall time, start-up included.
     """
 
     variant: str
@@ -130,9 +126,8 @@ class SpeedTest(NamedTuple):
 class VariantSummary:
     """What is known of one variant. Ratios and changes are against the first one, None without.
 
-    `loss` is over the tokens that every measured trial has seen, and `steps_within` how many optimizer
-    steps (parts of one included) it took to see them. `recommended` is the fastest of
-    those that train the same, if it is faster than the first. `chance`: see `SpeedTest`.
+    `loss` is over the tokens that every measured trial has trained on, and `steps_within` how many optimizer steps
+    (parts of one included) they take. `chance`: see `SpeedTest`.
     """
 
     variant: str
@@ -223,8 +218,8 @@ def baseline_fault(samples: Sequence[Sample]) -> tuple[Finding, ...]:
 def unlike(samples: Sequence[Sample], base: Sequence[Sample]) -> str | None:
     """Why runs did not train as those of `base` did, although no loss lies beyond the tolerance.
 
-    By the gradient norm of the first step, taken from the same weights, where it is of the same rows; and
-    by how far the loss fell, step by step where steps hold the same tokens.
+    By the gradient norm of the first step, where it is of the same rows; and by how far the loss fell, where
+    steps hold the same tokens.
     """
     ours = [one for one in samples if one.measured and one.curve]
     others = [one for one in base if one.measured and one.curve]

@@ -1,8 +1,4 @@
-"""One trial of a setting -> `Sample`: a short real run of the stage, judged and measured.
-
-It is the stage as `launch ladder` shortens it, and goes through supervisor, probe and verdict as any other.
-What fails ends that trial alone.
-"""
+"""One short real run of a setting, judged and measured -> `Sample`. What fails ends that trial alone."""
 
 from __future__ import annotations
 
@@ -34,7 +30,6 @@ from launcher.workflows.bench import comparison
 from launcher.workflows.bench.comparison import Cause, CurveStep, Sample
 from launcher.workflows.bench.variants import Variant
 from launcher.workflows.ladder.short import short_overrides
-from launcher.workflows.trial import Outcome
 
 
 def measure(
@@ -80,10 +75,7 @@ def with_variant(request: Request, variant: Variant) -> Request:
 
 
 def short(request: Request, stage: Stage, steps: int, place: Path, batch: int | None) -> Request:
-    """The same, short and harmless, watched by the probe, stopped where it hangs, without its model.
-
-    For the others see `measure`; the model would go to `place`.
-    """
+    """The same, short and harmless, watched by the probe, stopped where it hangs, its model unsaved, for `place`."""
     watched = ["on_hang=stop"]
     if stage.options.probe is None:
         watched.append("probe=on")
@@ -103,7 +95,7 @@ def short(request: Request, stage: Stage, steps: int, place: Path, batch: int | 
     )
 
 
-def sample_of(outcome: Outcome, variant: str, repeat: int = 0) -> Sample:
+def sample_of(outcome: trial.Outcome, variant: str, repeat: int = 0) -> Sample:
     found = evidence.read_run(outcome.run.path)
     cause, points = _cause(outcome), outcome.verdict.points
     curve = _curve(found, outcome.verdict.stage)
@@ -125,7 +117,7 @@ def sample_of(outcome: Outcome, variant: str, repeat: int = 0) -> Sample:
     )
 
 
-def _cause(outcome: Outcome) -> Cause:
+def _cause(outcome: trial.Outcome) -> Cause:
     """What a trial ended of, by its verdict; a flaw that let it run to its end is none."""
     if outcome.timed_out:
         return "timeout"
@@ -143,7 +135,7 @@ def _cause(outcome: Outcome) -> Cause:
     return "hang" if points["finish"].detail.get("reason") == "hang" else "contract"
 
 
-def _metrics(found: Evidence, outcome: Outcome, curve: Sequence[CurveStep]) -> dict[str, float | None]:
+def _metrics(found: Evidence, outcome: trial.Outcome, curve: Sequence[CurveStep]) -> dict[str, float | None]:
     ranks = list(found.probe.ranks.values()) if found.probe else []
     figures, steady = outcome.verdict.metrics, [metrics.steady(record) for record in ranks]
     speed = figures.get("tokens_per_second")

@@ -30,10 +30,9 @@ class Variant:
 
 
 def pieces(option: str, text: str) -> list[str]:
-    """The parts between commas; what stands in brackets or quotes is one part.
+    """The parts between commas; what stands in brackets, or in quotes where a value begins, is one part.
 
-    A quote counts where a value begins. Raises UsageError, which names the `option`, for a bracket or quote
-    that stays open.
+    Raises UsageError, which names the `option`, for a bracket or quote that stays open.
     """
     found, depth, quote, begins = [""], 0, "", True
     for letter in text:
@@ -59,8 +58,7 @@ def pieces(option: str, text: str) -> list[str]:
 def combinations(vary: Sequence[str], variants: Sequence[str]) -> list[Variant]:
     """Every combination: the `--variant`s are one axis, each `--vary` is another; the last turns first.
 
-    One combination alone is put beside the file as it is written; with none at all, that is all there
-    is. Raises UsageError.
+    One alone is put beside the file as it is written; with none, that is all there is. Raises UsageError.
     """
     axes = [_variants(variants)] if variants else []
     axes += [_vary(text) for text in vary]

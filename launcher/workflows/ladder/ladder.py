@@ -1,9 +1,7 @@
 """`launch ladder`: the same stage, short, on more and more GPUs: each rung gated, then go or no-go.
 
-What each rung needs beyond the file is derived: no DeepSpeed on one GPU, where nothing is sharded, unless it
-was asked for or cannot be done without; places of its own; an end to a hang. `ladder.json` in the ladder's
-folder keeps what every rung showed: the same command goes on there, rungs that passed are not repeated, and
-are judged by the gates of now.
+`ladder.json` keeps what every rung showed: the same command goes on there, rungs that passed are not repeated,
+and are judged by the gates of now.
 """
 
 from __future__ import annotations
@@ -39,9 +37,7 @@ from launcher.stage.gates import Facts, Flag
 from launcher.stage.stage import Stage
 from launcher.verdict.metrics import REWARDS
 from launcher.workflows import experiment, trial
-from launcher.workflows.experiment import Campaign
 from launcher.workflows.ladder.short import short_findings, short_overrides
-from launcher.workflows.trial import Outcome
 
 RECORD = "ladder.json"
 _VERSION = 1
@@ -50,15 +46,6 @@ _MODELS = "models"
 _OTHERWISE = ("gates", "slurm")
 """Options of a stage file that change nothing of what a rung does."""
 _NAMES_DEEPSPEED = ("deepspeed=", "deepspeed_config=", "open_instruct.deepspeed_config=")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rung:
-    """The short run on so many GPUs, 0 being the CPU; `prepared` was looked at, and is not what starts."""
-
-    gpus: int
-    request: Request
-    prepared: Prepared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,17 +102,18 @@ class FullRun:
 
 @dataclass(slots=True, kw_only=True)
 class Ladder:
-    """A valid stage, its plan for each rung, the rungs, all of them prepared, and how far it went.
+    """A valid stage, its plan for each rung, the rungs, and how far it went.
 
-    `records` is what each rung showed, by its GPUs. `exit` is that of the command, `reason` why it is no go.
+    `rungs` were looked at, and are prepared anew when their turn comes. `records` is what each rung showed, by
+    its GPUs. `exit` is that of the command, `reason` why it is no go.
     """
 
     resolved: ResolvedStage
     plans: Mapping[int, Plan]
-    rungs: tuple[Rung, ...]
+    rungs: tuple[Prepared, ...]
     steps: int
     terms: ForecastOptions
-    campaign: Campaign
+    campaign: experiment.Campaign
     findings: tuple[Finding, ...]
     folder: Path = Path()
     records: dict[str, Any] = field(default_factory=dict)
@@ -193,10 +181,7 @@ def terms(gpus: Sequence[int], *, price: float | None, rows: int | None, row_tok
 def plan_rungs(
     request: Request, gpus: Sequence[int], *, steps: int, terms: ForecastOptions, running: bool = True
 ) -> Ladder:
-    """All rungs, validated and planned before the first one starts.
-
-    Raises InvalidConfig, NotReady or UsageError: then nothing was started, and no folder is left.
-    """
+    """All rungs, validated and planned before the first starts. Raises InvalidConfig, NotReady or UsageError."""
     resolved = prepare.resolve(replace(request, gpus=max(gpus)), running=running)
     stage, root = resolved.stage, rundir.runs_root()
     if running:
@@ -207,18 +192,23 @@ def plan_rungs(
     findings = [*stage.findings, *short_findings(stage, steps)]
     rungs = []
     for count in gpus:
-        short = _request(stage, request, count, steps, batch)
-        changes, notes = _without_deepspeed(stage, short)
-        short = replace(short, overrides=(*short.overrides, *changes))
+        output = root / _MODELS / _short_label(count)
+        name = json.dumps(f"{stage.name}-{_short_label(count)}", ensure_ascii=False)
+        # nobody looks on, and the next rung waits
+        watched = () if stage.config.options.get("on_hang") is not None else ("on_hang=stop",)
+        shorter = (*short_overrides(stage, steps=steps, output=output, batch=batch), f"name={name}", *watched)
+        changes, notes = _without_deepspeed(stage, request, count)
+        overrides = (*request.overrides, *shorter, *changes)
+        # a rung that a killed command left may have the GPUs: it is ended later
+        short = replace(request, gpus=count, overrides=overrides, fresh=True, strict=False, elsewhere=True)
         prepared = prepare.prepare(short, running=running)
         known = _predicted(prepared.plan, resolved, terms)
-        # only looked at: it is prepared anew when its turn comes
         rundir.release(prepared.folder)
-        rungs.append(Rung(gpus=count, request=short, prepared=prepared))
+        rungs.append(prepared)
         # what the short stage is told of itself is not about the file
         findings += [*notes, *(known.findings if known is not None else ())]
         findings += [one for one in (*prepared.plan.findings, *prepared.warnings) if one.severity != "note"]
-    sizes = {label(rung.gpus): rung.prepared.plan.global_batch for rung in rungs}
+    sizes = {label(rung.plan.gpus): rung.plan.global_batch for rung in rungs}
     if len(set(sizes.values())) > 1:
         each = ", ".join(f"{rows} on {name}" for name, rows in sizes.items())
         message = f"the rungs train with different global batches: {each}"
@@ -235,7 +225,7 @@ def plan_rungs(
         rungs=tuple(rungs),
         steps=steps,
         terms=terms,
-        campaign=Campaign(kind="ladder", key=key, name=stage.name, root=root),
+        campaign=experiment.Campaign(kind="ladder", key=key, name=stage.name, root=root),
         findings=tuple(dict.fromkeys(findings)),
     )
 
@@ -270,18 +260,6 @@ def _key(resolved: ResolvedStage, planned: Plan, steps: int) -> str:
     return experiment.key_of(about)
 
 
-def _request(stage: Stage, request: Request, count: int, steps: int, batch: int) -> Request:
-    """The command line of a rung; its folder follows when its turn comes."""
-    place = rundir.runs_root() / _MODELS / _short_label(count)
-    name = json.dumps(f"{stage.name}-{_short_label(count)}", ensure_ascii=False)
-    overrides = [*request.overrides, *short_overrides(stage, steps=steps, output=place, batch=batch), f"name={name}"]
-    if stage.config.options.get("on_hang") is None:
-        # nobody looks on, and the next rung waits
-        overrides.append("on_hang=stop")
-    # a rung that a killed command left may have the GPUs: it is ended later
-    return replace(request, gpus=count, overrides=tuple(overrides), fresh=True, strict=False, elsewhere=True)
-
-
 def _predicted(planned: Plan, resolved: ResolvedStage, terms: ForecastOptions) -> forecast.Estimate | None:
     """The forecast for one rung; None on the CPU, and where shape or row lengths are not known."""
     if not planned.gpus:
@@ -292,10 +270,10 @@ def _predicted(planned: Plan, resolved: ResolvedStage, terms: ForecastOptions) -
         return None
 
 
-def _without_deepspeed(stage: Stage, request: Request) -> tuple[list[str], list[Finding]]:
+def _without_deepspeed(stage: Stage, request: Request, gpus: int) -> tuple[list[str], list[Finding]]:
     options = stage.options
     named = any(text.startswith(_NAMES_DEEPSPEED) for text in request.overrides)
-    if request.gpus != 1 or options.deepspeed is None or named:
+    if gpus != 1 or options.deepspeed is None or named:
         return [], []
     # one process shards nothing: all that DeepSpeed can save there is what it keeps on the host
     keep = "offload" in options.deepspeed_name
@@ -313,8 +291,7 @@ def _without_deepspeed(stage: Stage, request: Request) -> tuple[list[str], list[
 def climb(ladder: Ladder, *, fresh: bool = False, allow_unproven: bool = False, quiet: bool = False) -> None:
     """Run the rungs that have not passed yet, in turn, until one does not.
 
-    INT and TERM stop the rung that runs, and nothing follows; a terminal that goes stops nothing. Raises
-    NotReady where another command climbs it, or a rung cannot be started now.
+    INT and TERM stop the rung that runs, and nothing follows; a terminal that goes stops nothing. Raises NotReady.
     """
     with ladder.campaign.opened(fresh=fresh) as ladder.folder:
         ladder.records = dict(Record(rundir.read_json(ladder.folder / RECORD)).part("rungs"))
@@ -326,7 +303,7 @@ def climb(ladder: Ladder, *, fresh: bool = False, allow_unproven: bool = False, 
                     break
         if stop.requested:
             ladder.exit = Exit.INTERRUPTED
-            ladder.reason = f"{label(ladder.rungs[len(ladder.standings)].gpus)}: interrupted"
+            ladder.reason = f"{label(ladder.rungs[len(ladder.standings)].plan.gpus)}: interrupted"
         if ladder.exit is Exit.OK:
             ladder.estimate = _estimate(ladder, ladder.standings[-1])
         runs = [Path(str(one.record.get("run"))) for one in ladder.standings]
@@ -334,14 +311,14 @@ def climb(ladder: Ladder, *, fresh: bool = False, allow_unproven: bool = False, 
             ladder.page = experiment.page(runs, ladder.folder / "report.html", _lead(ladder))
 
 
-def _climb(ladder: Ladder, rung: Rung, *, allow_unproven: bool, quiet: bool) -> None:
+def _climb(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: bool) -> None:
     """One rung, unless it has passed before. Raises KeyboardInterrupt."""
-    standing = _standing(ladder, rung.gpus, allow_unproven=allow_unproven)
+    gpus = rung.plan.gpus
+    standing = _standing(ladder, gpus, allow_unproven=allow_unproven)
     if standing is None or not standing.passed:
         if not quiet:
-            console.say(f"rung {len(ladder.standings) + 1} of {len(ladder.rungs)}: {label(rung.gpus)}")
-        output = rung.prepared.plan.stage.entry.names.output
-        place = f"{output}={spelt(str(ladder.folder / _MODELS / _short_label(rung.gpus)))}"
+            console.say(f"rung {len(ladder.standings) + 1} of {len(ladder.rungs)}: {label(gpus)}")
+        place = f"{rung.plan.stage.entry.names.output}={spelt(str(ladder.folder / _MODELS / _short_label(gpus)))}"
         overrides = (*rung.request.overrides, place)
         request = replace(rung.request, runs=ladder.folder, elsewhere=False, overrides=overrides)
         prepared = prepare.prepare(request, running=True)
@@ -354,16 +331,16 @@ def _climb(ladder: Ladder, rung: Rung, *, allow_unproven: bool, quiet: bool) -> 
         if outcome.interrupted:
             raise KeyboardInterrupt
         facts = _facts(prepared, outcome, ladder)
-        ladder.records[str(rung.gpus)] = {**outcome.as_json(), "facts": facts.as_json()}
+        ladder.records[str(gpus)] = {**outcome.as_json(), "facts": asdict(facts)}
         ladder.write()
-        standing = _standing(ladder, rung.gpus, allow_unproven=allow_unproven)
+        standing = _standing(ladder, gpus, allow_unproven=allow_unproven)
         assert standing is not None
         standing = replace(standing, before=False)
     ladder.standings.append(standing)
     if not standing.passed:
         reds = "; ".join(flag.text for flag in standing.flags if flag.colour == "red")
         crashed = standing.record.get("exit") == Exit.TRAINING
-        ladder.exit, ladder.reason = Exit.TRAINING if crashed else Exit.VERDICT, f"{label(rung.gpus)}: {reds}"
+        ladder.exit, ladder.reason = Exit.TRAINING if crashed else Exit.VERDICT, f"{label(gpus)}: {reds}"
 
 
 def _standing(ladder: Ladder, gpus: int, *, allow_unproven: bool) -> Standing | None:
@@ -406,7 +383,7 @@ def _lead(ladder: Ladder) -> Lead:
     )
 
 
-def _facts(prepared: Prepared, outcome: Outcome, ladder: Ladder) -> Facts:
+def _facts(prepared: Prepared, outcome: trial.Outcome, ladder: Ladder) -> Facts:
     metrics, ran, verdict = outcome.verdict.metrics, outcome.plan, outcome.verdict
     rows = files.read_lines(outcome.run.metrics)
     seconds = [row["seconds"] for row in rows if isinstance(row.get("seconds"), int | float)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ RUNS = 3
 SAME = 0.01
 """Speeds that differ by less are taken for the same: then fewer changes are better."""
 
-_DOUBT: Mapping[str, float] = {
+_DOUBT = {
     "attention": 0.15,
     "packing": 0.2,
     "liger": 0.15,
@@ -40,7 +40,7 @@ Status = Cause | Literal["unproven", "loss changed", "no speed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run of a candidate: what was measured, what that means, and what was learned from it, in one line.
+    """One run of a candidate, its outcome, and what was learned from it, in one line.
 
     `blamed` are the levers that a verdict names. `loss_change` is against the file as written, as a share.
     """
@@ -173,10 +173,7 @@ class Search:
         return math.inf if self.room is None else usable(self.room)
 
     def fits(self, one: SettingRuns | Trial) -> bool:
-        """Whether the whole run should fit, which meets longer rows than the trial that did.
-
-        The file as written is the author's own: that it fits a trial is enough.
-        """
+        """Whether the whole run should fit, with its longer rows; the file as written is the author's own."""
         return one.candidate.key == self.base.key or (_whole_peak(one) or 0) <= self.limit
 
     def peak(self, candidate: Candidate) -> float | None:
@@ -302,10 +299,7 @@ class Search:
                     yield name, max(alike, key=lambda one: one.speed)
 
     def _again(self, left: float) -> Candidate | None:
-        """The best beside the file, or the file, whose turn it is, until each was run often enough.
-
-        They take turns: A B, B A, A B.
-        """
+        """The best beside the file, or the file, until each was run often enough: A B, B A, A B."""
         keys = [one.candidate.key for one in self.good if one.candidate.key != self.base.key][:1]
         if keys and self.first is not None and self.first.ok:
             keys.append(self.base.key)
@@ -320,10 +314,7 @@ class Search:
         return None
 
     def learn(self, trial: Trial) -> Trial:
-        """Take in the outcome of a trial; returns it with what was learned, in one line.
-
-        Of a setting that was tried before it is one more run, which has to pass as the others.
-        """
+        """Take in the outcome of a trial, maybe one more of its setting; returns it with what was learned."""
         candidate, before = trial.candidate, self.best
         if before is not None and candidate.purpose == "search":
             changed = [name for name in candidate.differing(before.candidate) if name != "per_device"]

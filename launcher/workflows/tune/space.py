@@ -10,7 +10,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,23 +98,32 @@ class Candidate:
         return [name for name in ORDER if self.settings.get(name) != other.settings.get(name)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Space:
     """The levers of a plan, those that stay as they are, each with the reason, and what estimates follow from.
 
-    `packages` are those of the trainer's environment: what of `attention:` can be had depends on them, and
-    what the file's own `attention` comes to. `steps` are a trial's.
+    `packages` are those of the trainer's environment; `attention` is what the file's own comes to on this machine;
+    `steps` are a trial's.
     """
 
     plan: Plan
     rows: Lengths
-    levers: tuple[Lever, ...]
-    fixed: Mapping[str, str]
     packages: Packages
     shape: Shape
     card: Card
     steps: int
     attention: str | None = None
+    levers: list[Lever] = field(init=False, default_factory=list)
+    fixed: dict[str, str] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        makers = (_attention, _packing, _liger, _per_device, _checkpointing, _deepspeed)
+        for name, maker in zip(ORDER, makers, strict=True):
+            choice = maker(self.plan, self.packages, self.rows)
+            if isinstance(choice, str):
+                self.fixed[name] = choice
+            elif choice is not None:
+                self.levers.append(choice)
 
     @property
     def base(self) -> dict[str, Setting]:
@@ -220,34 +229,6 @@ class Space:
 def has(packages: Packages, name: str) -> bool:
     """Whether a package is installed, under either spelling of its name."""
     return name in packages or name.replace("-", "_") in packages
-
-
-def of_plan(
-    made: Plan, packages: Packages, rows: Lengths, *, shape: Shape, card: Card, steps: int, attention: str | None
-) -> Space:
-    """The levers of a stage on this machine.
-
-    What the file expects of a lever's point follows the lever, as strict as it can be: see `changes`.
-    """
-    makers = (_attention, _packing, _liger, _per_device, _checkpointing, _deepspeed)
-    levers, fixed = [], {}
-    for name, maker in zip(ORDER, makers, strict=True):
-        choice = maker(made, packages, rows)
-        if isinstance(choice, str):
-            fixed[name] = choice
-        elif choice is not None:
-            levers.append(choice)
-    return Space(
-        plan=made,
-        rows=rows,
-        levers=tuple(levers),
-        fixed=fixed,
-        packages=packages,
-        shape=shape,
-        card=card,
-        steps=steps,
-        attention=attention,
-    )
 
 
 Choice = Lever | str | None
@@ -362,14 +343,13 @@ def _deepspeed(made: Plan, _packages: Packages, _rows: Lengths) -> Choice:
 
 
 def total_rows(made: Plan, rows: Lengths, settings: Settings) -> int:
-    """Rows of one step that hold as many tokens as the file's: TRL's `bfd` makes few full rows of many.
+    """Rows of one step that hold as many tokens as the file's, as the devices can share them.
 
-    Rounded to what the devices can share.
+    TRL's `bfd` makes few full rows of many.
     """
-    now = _bfd(made)
-    packs = bool(settings.get("packing", now))
-    limit = made.values.get(made.stage.entry.names.max_length)
-    if packs == now or made.stage.entry.packing != "refilled" or not isinstance(limit, int):
+    entry, now = made.stage.entry, bool(made.values.get("packing"))
+    packs, limit = bool(settings.get("packing", now)), made.values.get(entry.names.max_length)
+    if entry.packing != "refilled" or packs == now or not isinstance(limit, int):
         return made.global_batch
     share = min(rows.mean, limit) / limit
     exact = made.global_batch * (share if packs else 1 / share)
@@ -390,10 +370,6 @@ def _tokens_kept(made: Plan, rows: Lengths, packed: bool) -> bool:
     return abs(other / one - 1) <= _ROUNDING
 
 
-def _bfd(made: Plan) -> bool:
-    return made.stage.entry.packing == "refilled" and bool(made.values.get("packing"))
-
-
 def _contract(made: Plan, name: str, value: Setting) -> dict[str, Any]:
     """What the file must expect instead of what it expects: what is turned on is to be proved."""
     expected = made.stage.options.expect.get(name)
@@ -403,9 +379,9 @@ def _contract(made: Plan, name: str, value: Setting) -> dict[str, Any]:
         return {"expect.attention": _SPELT.get(str(value), str(value))} if names_it else {}
     if name not in SWITCHED or expected is None or (expected == "any" and not value):
         return {}
-    if expected == "any":
-        return {f"expect.{name}": SWITCHED[name][0]}
-    return {} if (expected != "off") == value else {f"expect.{name}": SWITCHED[name][0 if value else 1]}
+    if expected != "any" and (expected != "off") == value:
+        return {}
+    return {f"expect.{name}": SWITCHED[name][0 if value else 1]}
 
 
 def _batch(space: Space, settings: Settings) -> dict[str, Any]:

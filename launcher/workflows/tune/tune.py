@@ -1,8 +1,4 @@
-"""`launch tune`: short real runs of a stage until the fastest setting is found that trains the same.
-
-`search` proposes and learns, `bench.measure` measures; here are the budget, the record, and what a verdict
-means for a setting.
-"""
+"""`launch tune`: short real runs of a stage until the fastest setting is found that trains the same."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ from launcher.lifecycle import prepare as preparation
 from launcher.lifecycle.prepare import Request, ResolvedStage
 from launcher.machine import devices
 from launcher.machine.datasheets import CPU, Card, card_of
-from launcher.machine.devices import Devices, Look
 from launcher.plan import footprint, plan
 from launcher.plan.plan import Plan
 from launcher.runs import rundir
@@ -30,7 +25,6 @@ from launcher.workflows.bench import comparison, measure
 from launcher.workflows.bench.bench import Bench, require_gpu
 from launcher.workflows.bench.comparison import TOLERANCE, Sample, VariantSummary
 from launcher.workflows.bench.variants import AS_WRITTEN, Variant
-from launcher.workflows.experiment import Campaign
 from launcher.workflows.tune import space
 from launcher.workflows.tune.search import RUNS, Search, SettingRuns, Status, Trial
 from launcher.workflows.tune.space import Candidate, Packages, Space
@@ -46,10 +40,7 @@ _POINTS = ("liger", "packing", "attention", "batch", "loss", "memory")
 
 @dataclass(slots=True, kw_only=True)
 class Tuning:
-    """One search on one machine: what it is about, and what is known so far.
-
-    `key` names settings, contents and machine: another key is another search.
-    """
+    """One search on one machine; `key` names settings, contents and machine: another key is another search."""
 
     resolved: ResolvedStage
     space: Space
@@ -223,8 +214,7 @@ def prepare(
 ) -> Tuning:
     """Judge the stage file, look at the machine, and make the grid; nothing starts.
 
-    Raises InvalidConfig (also where rows or shape are not known), NotReady (also without a GPU, unless
-    `cpu`) or UsageError.
+    Raises InvalidConfig (also where rows or shape are not known), NotReady or UsageError.
     """
     if budget_s <= STOPPING_S:
         message = f"not even one trial fits into {budget_s:g} s: ending one takes {STOPPING_S:g} s"
@@ -233,20 +223,18 @@ def prepare(
         space.require_ours(output, request.config)
     request = require_gpu(request, cpu=cpu)
     resolved = preparation.resolve(request, running=True)
-    chosen = None
-    if resolved.gpus:
-        # those that are merely in use may be a killed command's own: `opened` asks again
-        idle = replace(resolved.look or devices.look(os.environ), uses={})
-        chosen = _choose(resolved.gpus, resolved.devices, idle)
+    # those that are merely in use may be a killed command's own: `opened` asks again
+    idle = replace(resolved.look or devices.look(os.environ), uses={}) if resolved.gpus else None
+    chosen = _choose(replace(resolved, look=idle))
     stage, packages = resolved.stage, resolved.trainer.packages
     made = plan.make(stage, gpus=resolved.gpus, output=Path("model"), packages=packages)
     if stopping := errors(made.findings, strict=request.strict):
         raise InvalidConfig(stopping)
     rows = forecast.row_lengths(made, packages, forecast.ForecastOptions(row_tokens=row_tokens))
-    levers = space.of_plan(
-        made,
-        packages,
-        rows,
+    levers = Space(
+        plan=made,
+        packages=packages,
+        rows=rows,
         shape=footprint.shape_of(made),
         card=_card(chosen),
         steps=steps,
@@ -264,7 +252,7 @@ def prepare(
     )
 
 
-def _card(chosen: Devices | None) -> Card:
+def _card(chosen: devices.Devices | None) -> Card:
     if chosen is None or not chosen.slots:
         return CPU
     sizes = (slot.gpu.memory_mib / 1024 for slot in chosen.slots if slot.gpu.memory_mib)
@@ -282,26 +270,19 @@ def _attention(made: Plan, packages: Packages) -> str:
 
 @contextlib.contextmanager
 def opened(tuning: Tuning, *, fresh: bool = False) -> Iterator[Tuning]:
-    """The search in its folder, with what an earlier start of the same has learned.
-
-    Raises what `Campaign.opened` raises, and NotReady where the GPUs are another's.
-    """
+    """The search in its folder, with what an earlier start has learned. Raises what `Campaign.opened` raises."""
     root = tuning.request.runs or rundir.runs_root()
-    series = Campaign(kind="tune", key=tuning.key, name=tuning.request.config.stem, root=root)
+    series = experiment.Campaign(kind="tune", key=tuning.key, name=tuning.request.config.stem, root=root)
     with series.opened(fresh=fresh) as tuning.folder:
-        _require_free_gpus(tuning)
+        _choose(replace(tuning.resolved, look=None))
         tuning.take_up(rundir.read_json(tuning.folder / FILE))
         yield tuning
 
 
-def _require_free_gpus(tuning: Tuning) -> None:
-    if tuning.plan.gpus:
-        _choose(tuning.plan.gpus, devices.named(tuning.request.devices), devices.look(os.environ))
-
-
-def _choose(gpus: int, named: tuple[str, ...] | None, look: Look) -> Devices:
-    chosen = devices.choose(gpus, named, look)
-    if chosen.refused:
+def _choose(resolved: ResolvedStage) -> devices.Devices | None:
+    """The GPUs that a trial would get, None on the CPU. Raises NotReady where they are not to be had."""
+    chosen = resolved.choose_devices() if resolved.gpus else None
+    if chosen is not None and chosen.refused:
         raise NotReady(chosen.findings)
     return chosen
 
@@ -309,8 +290,7 @@ def _choose(gpus: int, named: tuple[str, ...] | None, look: Look) -> Devices:
 def run(tuning: Tuning, *, show: Callable[[str], None] = lambda _: None) -> Exit:
     """Run trials until nothing better is to be expected, or the budget is used up; then propose.
 
-    Needs `opened`. The record is up to date after each trial. What the user stops ends the search,
-    whatever else happens only its trial.
+    The record is up to date after each. What the user stops ends the search, whatever else happens only its trial.
     """
     tuning.write()
     for line in beginning(tuning):
@@ -355,7 +335,7 @@ def _run_trials(tuning: Tuning, show: Callable[[str], None]) -> None:
             raise KeyboardInterrupt
         if sample.cause == "refused":
             # that another took the GPUs is no setting's fault
-            _require_free_gpus(tuning)
+            _choose(replace(tuning.resolved, look=None))
         unproved = tuple(point for point in sample.unproved if point in _POINTS)
         # with what preparing took
         seconds = max(sample.seconds, time.monotonic() - start)

@@ -11,6 +11,7 @@ import difflib
 import functools
 import itertools
 import math
+import operator
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -196,9 +197,6 @@ def _noise(series: Sequence[float]) -> float:
     return math.sqrt(math.fsum(d * d for d in steps) / (2 * len(steps))) if steps else 0.0
 
 
-Ask = Callable[..., Flag]
-
-
 def _flag(
     limits: Mapping[str, Limit], gate: str, text: str, red: Mean, yellow: float | None = None, *, stuck: bool = False
 ) -> Flag:
@@ -212,9 +210,11 @@ def _flag(
     value, most = sign * red.value, sign * red.value + 2 * red.error
     soft = value if yellow is None else sign * yellow
     colour: Colour = "green"
-    if limit.red is not None and _beyond(value, sign * limit.red, gate):
+    # for `more than`, the limit itself is red
+    past = operator.lt if gate in _AT_MOST else operator.le
+    if limit.red is not None and past(value, sign * limit.red):
         far = stuck and limit.yellow is not None and most < sign * limit.yellow
-        if far or _beyond(most, sign * limit.red, gate):
+        if far or past(most, sign * limit.red):
             asked = f"{'at most' if sign < 0 else 'more than'} {limit.red:g} is asked for"
             colour, text = "red", f"{text}{within}: {asked}"
         else:
@@ -224,11 +224,6 @@ def _flag(
         words = "at most" if sign < 0 else "at least"
         colour, text = "yellow", f"{text}: {words} {limit.yellow:.2g} is usual"
     return Flag(gate=gate, colour=colour, value=red.value, text=text)
-
-
-def _beyond(value: float, red: float, gate: str) -> bool:
-    """Whether a value is on the red side: for `more than`, the limit itself is."""
-    return value < red if gate in _AT_MOST else value <= red
 
 
 def judge(facts: Facts, limits: Mapping[str, Limit], base: Facts | None = None) -> list[Flag]:
@@ -254,7 +249,7 @@ def colour_of(flags: Sequence[Flag]) -> Colour:
     return max((flag.colour for flag in flags), key=("green", "yellow", "red").index, default="green")
 
 
-def _of_loss(facts: Facts, ask: Ask) -> Iterator[Flag]:
+def _of_loss(facts: Facts, ask: Callable[..., Flag]) -> Iterator[Flag]:
     fall = fallen(facts.losses)
     if facts.failed is not None:
         yield Flag(gate="verdict", colour="red", text=facts.failed)
@@ -290,7 +285,7 @@ def _of_trend(state: str, fall: Mean | None, steps: int) -> Flag:
     return Flag(gate="trend", colour="red", text=f"the trend is `{state}`: {asked}")
 
 
-def _of_machine(facts: Facts, base: Facts | None, ask: Ask) -> Iterator[Flag]:
+def _of_machine(facts: Facts, base: Facts | None, ask: Callable[..., Flag]) -> Iterator[Flag]:
     rate = facts.tokens_per_second
     if rate is not None:
         yield ask("tokens_per_second", f"{rate:,.0f} tokens/s", Mean(rate))
@@ -316,7 +311,7 @@ def efficiency(facts: Facts, base: Facts | None) -> float | None:
     return (facts.tokens_per_second / facts.devices) / (base.tokens_per_second / base.devices)
 
 
-def _of_rewards(facts: Facts, ask: Ask) -> Iterator[Flag]:
+def _of_rewards(facts: Facts, ask: Callable[..., Flag]) -> Iterator[Flag]:
     if facts.stage not in PAIRED:
         return
     if facts.starts_at_ln2 and facts.losses and math.isfinite(facts.losses[0]):

@@ -39,36 +39,25 @@ def flags(facts: Facts, base: Facts | None = None, **limits: Limit) -> dict[str,
 
 
 @pytest.mark.parametrize(
-    ("given", "limits"),
+    ("given", "limits", "wrong"),
     [
-        (None, {}),
-        ({"loss_fall": 0.05}, {"loss_fall": Limit(0.05, 0.1)}),
-        ({"efficiency": {"red": 0.3}}, {"efficiency": Limit(0.3, 0.8)}),
-        ({"efficiency": {"yellow": 0.9}}, {"efficiency": Limit(0.5, 0.9)}),
-        ({"efficiency": {"red": None, "yellow": 1}}, {"efficiency": Limit(None, 1.0)}),
-        ({"memory": False}, {"memory": Limit()}),
-        ({"memory": "off"}, {"memory": Limit()}),
+        (None, {}, []),
+        ({"loss_fall": 0.05}, {"loss_fall": Limit(0.05, 0.1)}, []),
+        ({"efficiency": {"red": 0.3}}, {"efficiency": Limit(0.3, 0.8)}, []),
+        ({"efficiency": {"yellow": 0.9}}, {"efficiency": Limit(0.5, 0.9)}, []),
+        ({"efficiency": {"red": None, "yellow": 1}}, {"efficiency": Limit(None, 1.0)}, []),
+        ({"memory": False, "grad_norm": "off"}, {"memory": Limit(), "grad_norm": Limit()}, []),
+        (3, {}, ["bad-gates"]),
+        ({"los_fall": 1}, {}, ["unknown-gate los_fall"]),
+        ({"loss_fall": "much"}, {}, ["bad-gate loss_fall"]),
+        ({"loss_fall": math.nan}, {}, ["bad-gate loss_fall"]),
+        ({"loss_fall": {}}, {}, ["bad-gate loss_fall"]),
+        ({"loss_fall": {"red": "x"}}, {}, ["bad-gate loss_fall"]),
+        ({"loss_fall": {"blue": 1}, "x": 1}, {}, ["bad-gate loss_fall", "unknown-gate x"]),
     ],
 )
-def test_limits(given: Any, limits: dict[str, Limit]) -> None:
-    assert read(given) == (limits, [])
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        (3, ["bad-gates"]),
-        ({"los_fall": 1}, ["unknown-gate los_fall"]),
-        ({"loss_fall": "much"}, ["bad-gate loss_fall"]),
-        ({"loss_fall": math.nan}, ["bad-gate loss_fall"]),
-        ({"loss_fall": {}}, ["bad-gate loss_fall"]),
-        ({"loss_fall": {"red": "x"}}, ["bad-gate loss_fall"]),
-        ({"loss_fall": {"blue": 1}, "x": 1}, ["bad-gate loss_fall", "unknown-gate x"]),
-    ],
-)
-def test_what_is_no_limit(given: Any, found: list[str]) -> None:
-    limits, wrong = read(given)
-    assert (limits, wrong) == ({}, found)
+def test_limits(given: Any, limits: dict[str, Limit], wrong: list[str]) -> None:
+    assert read(given) == (limits, wrong)
 
 
 def test_a_good_run_is_green() -> None:

@@ -118,15 +118,12 @@ class World:
 
     @property
     def runs(self) -> Path:
-        """Where run folders are."""
         return Path(self.environ["LAUNCH_RUNS"])
 
     def prepared(self, *steps: str, **changes: Any) -> RunFolder:
-        """A run folder as a start leaves it, around a fake trainer."""
         return prepared(self.root, *steps, **{"environ": self.environ, **changes})
 
     def python(self) -> Path:
-        """An interpreter that trains nothing."""
         begin, path = self.root / "begin.py", self.root / "python"
         begin.write_text(_BEGIN.format(fake=str(FAKE)))
         quoted = {"python": shlex.quote(sys.executable), "begin": shlex.quote(str(begin))}
@@ -161,7 +158,6 @@ class World:
         return path
 
     def started(self, *words: str, **settings: Any) -> subprocess.Popen[bytes]:
-        """A command, left running."""
         more: Mapping[str, str] = settings.pop("env", {})
         only: Mapping[str, str] = settings.pop("only", self.environ)
         given = {
@@ -173,7 +169,6 @@ class World:
         return subprocess.Popen([*LAUNCH, *words], **{**given, **settings})
 
     def launch(self, *words: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-        """A command, to its end; none may end in a traceback."""
         running = self.started(*words, **settings)
         try:
             out, err = (told or b"" for told in running.communicate(timeout=PATIENCE_S))
@@ -199,18 +194,15 @@ class World:
         return int(path.read_text())
 
     def left(self) -> set[int]:
-        """The processes of this world."""
         return bearing("FAKE_WORLD", self.root)
 
     def quiet(self) -> bool:
-        """Whether no process is left behind."""
         until(lambda: not self.left())
         return True
 
 
 @contextlib.contextmanager
 def made(root: Path) -> Iterator[World]:
-    """A world, and its end."""
     world = World(root)
     try:
         yield world

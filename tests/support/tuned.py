@@ -1,7 +1,8 @@
-"""Machines that are not there: what a setting would do on them, by other arithmetic than launch's own."""
+"""Machines that are not there: what a setting would do on them, which is not all as planned."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from launcher.machine import datasheets
 from launcher.plan import footprint, plan
 from launcher.workflows.bench.comparison import SPEED, Sample
 from launcher.workflows.tune.search import Search, Trial
-from launcher.workflows.tune.space import Candidate, Settings, Space
+from launcher.workflows.tune.space import Candidate, Space
 
 STEPS = 8
 PACKAGES = {"flash-attn": "2.8.3", "liger-kernel": "0.7.0"}
@@ -60,32 +61,21 @@ def ran(candidate: Candidate, speed: float = 0.0, **parts: Any) -> Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What nobody knows beforehand: shares of the peak, bytes a second, seconds a layer costs at least.
+    """A machine of which the plan knows less than all.
 
-    `memory` is the true peak over the estimate, `hidden` the share of the traffic behind arithmetic,
-    `liger` what its kernels move of the others' bytes, `half` the positions at which matrices are half
-    as fast as large ones.
+    `memory` is the true peak over the estimate, `slower` by what factor steps with a value of a lever take longer.
     """
 
     gib: float
-    flops: float
-    bandwidth: float
-    link: float
-    least: float = 1e-3
     memory: float = 1.0
-    half: float = 1500.0
-    matmul: float = 0.6
-    flash: float = 0.7
-    sdpa: float = 0.12
-    liger: float = 0.6
-    hidden: float = 0.5
+    slower: Mapping[tuple[str, object], float] = field(default_factory=dict)
 
     def runs(self, world: Space, candidate: Candidate) -> Trial:
         """What a trial of these settings shows."""
         peak = None if candidate.short is None else candidate.short * self.memory
         if peak is not None and peak > 0.95 * self.gib:
             return ran(candidate, status="oom", seconds=40, reason="CUDA out of memory")
-        step = self._step(world, candidate.settings)
+        step = candidate.seconds * math.prod(self.slower.get(item, 1.0) for item in candidate.key)
         speed = candidate.tokens / step / world.plan.processes
         return ran(candidate, speed, step=step, peak=peak, seconds=50 + STEPS * step)
 
@@ -96,48 +86,8 @@ class Machine:
             return 0.0
         return self.runs(world, candidate).speed
 
-    def _step(self, world: Space, settings: Settings) -> float:
-        found = world.footprint(settings)
-        made, shape, zero = found.plan, found.shape, found.zero
-        rows = made.per_device * (2 if found.pairs else 1)
-        batch = lengths.typical(found.rows, rows=rows, packed=found.packed)
-        passes = 4.0 if found.checkpointing else 3.0
-        passes -= 1.0 if found.adapters else 0.0
-        matrices = shape.parameters - (0 if shape.tied else shape.embedding)
-        tokens, flash = batch.tokens, found.attention.startswith("flash")
-        share = self.matmul * tokens / (tokens + self.half)
-        micro = passes * 2 * matrices * tokens / (self.flops * share)
-        width = (found.rows.mean if flash else tokens) if found.packed else batch.width
-        reached = self.flops * (self.flash if flash else self.sdpa)
-        micro += passes * shape.layers * 4 * tokens * width * shape.query / reached
-        layer = 60 * shape.hidden + 24 * shape.intermediate
-        moved = shape.layers * layer * (self.liger if settings.get("liger") else 1.0)
-        moved += (2 if settings.get("liger") else 14) * shape.vocab
-        micro += tokens * moved / self.bandwidth
-        micro = max(micro, shape.layers * self.least * passes) + 0.15 * shape.layers * self.least
-        trained = found.adapters.parameters(shape) if found.adapters else shape.parameters
-        count, sent = made.processes, 0.0
-        if zero is not None and count > 1:
-            whole = 2 * (passes - 1) * shape.parameters if zero.stage == 3 else 0
-            sent = (trained * zero.communication + whole) * (count - 1) / count / self.link
-        # ZeRO-1 sends the gradients of all micro-batches together
-        times = 1 if zero is not None and zero.stage == 1 else made.accumulation
-        step = made.accumulation * micro + times * (1 - self.hidden) * sent
-        step += 28 * trained / (count if zero else 1) / self.bandwidth
-        step += 2 * trained / self.link if count > 1 else 0.0
-        if zero is not None and zero.offload_optimizer:
-            step += trained / count * (4 / 20e9 + 30 / 50e9)
-        return step
 
-
-H200 = Machine(gib=139.8, flops=989e12, bandwidth=4.8e12, link=300e9)
-A100 = Machine(gib=79.2, flops=312e12, bandwidth=2.0e12, link=180e9)
-RTX4090 = Machine(gib=23.6, flops=165e12, bandwidth=1.0e12, link=20e9)
-
-
-def changed(machine: Machine, **parts: float) -> Machine:
-    """The same with some of it otherwise."""
-    return replace(machine, **parts)
+H200, A100, RTX4090 = Machine(gib=139.8), Machine(gib=79.2), Machine(gib=23.6)
 
 
 def search_of(world: Space, **terms: object) -> Search:

@@ -3,7 +3,6 @@
 import itertools
 import json
 import shlex
-import signal
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -11,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PATIENCE_S, REPOSITORY
+from conftest import REPOSITORY
 from experiment import Here, started
-from fake_world import World, needs_trl, until
+from fake_world import World, needs_trl
 
 from launcher.config import durations
 from launcher.errors import InvalidConfig, NotReady, UsageError
@@ -128,20 +127,6 @@ def test_faster_is_what_chance_rarely_does(
 ) -> None:
     rows = compare([*(sample("a", one) for one in base), *(sample("b", one) for one in speeds)])
     assert rows[1].standing == standing and why in rows[1].why
-
-
-def test_what_each_step_took_is_kept_and_judged_by() -> None:
-    """A burst in one trial of three hides nothing, where steps are known."""
-    quiet, burst = [0.01] * 8, [0.01] * 5 + [0.03] * 3
-    runs = [
-        sample(name, 8 / sum(pace) / share, pace=tuple(share * one for one in pace))
-        for name, share in (("a", 1.0), ("b", 0.9))
-        for pace in (quiet, burst if name == "b" else quiet, [1.01 * one for one in quiet])
-    ]
-    kept = [Sample.from_json(json.loads(json.dumps(run.as_json()))) for run in runs]
-    assert kept == runs
-    row = compare(kept)[1]
-    assert (row.standing, row.chance) == ("faster", 0.05)
 
 
 def test_losses_that_can_be_compared() -> None:
@@ -310,26 +295,6 @@ def test_a_trial_is_a_real_run_and_is_measured(
     assert figures["loss_per_token"] == 2 and figures["wasted_share"] == pytest.approx(1 / 6)
     # weights are not what a comparison leaves behind
     assert not list(Path(data["folder"]).rglob("model.safetensors")) and world.quiet()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("end", ["SIGINT", "SIGKILL"])
-def test_a_command_that_is_stopped_leaves_nothing_running(world: World, trials: Trials, end: str) -> None:
-    words = words_for(world, *VARY, *ONCE)
-    running = world.started(*words, env={"SCENES": json.dumps({"rate=0.2": {"sleep": 600}})})
-    until(lambda: len(started(world, "rate")) == 2)
-    world.pid("trainer")
-    running.send_signal(signal.Signals[end])
-    out, _ = running.communicate(timeout=PATIENCE_S)
-    if end == "SIGINT":
-        assert running.returncode == 130 and not json.loads(out)["data"]["complete"]
-        assert world.quiet()
-    # what a killed one left is ended before the next begins
-    code, again, _ = trials.launch(*words)
-    assert code == 0 and trials.started == ["0.2"] and world.quiet()
-    assert [one["variant"] for one in json.loads(again)["data"]["samples"]] == [
-        "learning_rate=0.1", "learning_rate=0.2",
-    ]  # fmt: skip
 
 
 def test_a_full_disk_is_no_fault_of_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

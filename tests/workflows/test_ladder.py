@@ -139,12 +139,10 @@ def test_a_red_flag_stops_and_gates_are_in_the_file(world: World, rungs: Rungs) 
     ("scene", "more", "colours"),
     [
         ({"trend": "rising"}, ("expect.trend=falling",), {"trend": "red"}),
-        ({"trend": "falling"}, ("expect.trend=falling",), {}),
         ({"nan": 7}, (), {"loss": "red"}),
         ({"gib": 145.0}, (), {"memory": "red", "memory_over_plan": "yellow"}),
         ({"first": 0.6931, "accuracy": 0.8}, ("stage=dpo",), {}),
         ({"first": 0.6931, "accuracy": 0.5}, ("stage=dpo",), {"rewards_accuracy": "red"}),
-        ({"first": 1.6, "accuracy": 0.8}, ("stage=dpo",), {"first_loss": "red"}),
     ],
 )
 def test_flags(

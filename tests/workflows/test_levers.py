@@ -12,6 +12,7 @@ from launcher.workflows.tune import space as levers
 from launcher.workflows.tune.space import Space
 
 HAND = "bench/hand_recipe.yaml"
+pytestmark = needs_trl
 TULU = "tulu/dpo_qwen7b.yaml"
 LORA = "lora/sft_qwen7b.yaml"
 FULL = ("use_peft=false", "model_name_or_path=Qwen/Qwen2.5-0.5B", "attn_implementation=sdpa", "expect.liger=any")
@@ -59,9 +60,9 @@ def test_the_file_as_written_changes_nothing() -> None:
     [
         (HAND, (), 2),
         (TULU, ("model_name_or_path=Qwen/Qwen2.5-7B",), 8),
-        pytest.param(LORA, ("expect.liger=any",), 1, marks=needs_trl),
-        pytest.param(LORA, FULL, 2, marks=needs_trl),
-        pytest.param("demo/sft.yaml", ("max_length=256",), 0, marks=needs_trl),
+        (LORA, ("expect.liger=any",), 1),
+        (LORA, FULL, 2),
+        ("demo/sft.yaml", ("max_length=256",), 0),
     ],
 )
 def test_every_value_is_one_that_upstream_takes(path: str, overrides: tuple[str, ...], gpus: int) -> None:
@@ -102,18 +103,13 @@ def test_the_global_batch_is_kept_in_the_files_own_words(write: Write) -> None:
     assert world.planned({**world.base, "per_device": 16}).accumulation == 2
 
 
-@needs_trl
-def test_full_rows_hold_as_many_tokens_a_step() -> None:
+def test_full_rows_hold_as_many_tokens_a_step_or_are_no_choice() -> None:
     world = tuned.outlook(LORA, *FULL, "batch.global=128", "max_length=1000", rows="250:900")
     changes = turned(world, packing=True, per_device=8)
     assert changes["batch.global"] == 32
     assert changes["args.packing"] is True
     settings = [one for one in world.settings() if one["packing"]]
     assert {int(one["per_device"]) for one in settings} == {1, 2, 4, 8, 16}
-
-
-@needs_trl
-def test_rows_that_cannot_hold_as_many_tokens_are_no_choice() -> None:
     world = tuned.outlook("demo/sft.yaml", gpus=0, rows="80:2000")
     assert "as many tokens" in world.fixed["packing"]
     short = tuned.outlook("demo/sft.yaml", "max_length=256", gpus=0, rows="80:200")
@@ -125,13 +121,11 @@ def test_rows_that_cannot_hold_as_many_tokens_are_no_choice() -> None:
 @pytest.mark.parametrize(
     ("path", "overrides", "terms", "lever", "words"),
     [
-        pytest.param(LORA, (), {"gpus": 1}, "liger", "adapters", marks=needs_trl),
-        pytest.param("lora/dpo_qwen7b.yaml", (), {"gpus": 1}, "packing", "pads", marks=needs_trl),
-        pytest.param(LORA, FULL, {"packages": {}}, "attention", "not installed", marks=needs_trl),
-        pytest.param(
-            LORA, (*FULL, "padding_free=true", "max_length=none"), {}, "packing", "padding_free", marks=needs_trl
-        ),
-        pytest.param(LORA, FULL, {}, "deepspeed", "without it", marks=needs_trl),
+        (LORA, (), {"gpus": 1}, "liger", "adapters"),
+        ("lora/dpo_qwen7b.yaml", (), {"gpus": 1}, "packing", "pads"),
+        (LORA, FULL, {"packages": {}}, "attention", "not installed"),
+        (LORA, (*FULL, "padding_free=true", "max_length=none"), {}, "packing", "padding_free"),
+        (LORA, FULL, {}, "deepspeed", "without it"),
         (HAND, (), {"packages": {}}, "liger", "not installed"),
         (HAND, ("batch.global=2", "batch.per_device=1"), {}, "per_device", "2 rows"),
         (TULU, ("model_name_or_path=Qwen/Qwen2.5-7B", "zero_stage=2"), {}, "deepspeed", "zero_stage"),
@@ -149,7 +143,6 @@ def test_what_stays_as_it_is_has_a_reason(
     assert lever not in names(world)
 
 
-@needs_trl
 def test_only_attention_that_can_be_had_is_planned_with(write: Write) -> None:
     text = (
         "stage: sft\nbackend: trl\ndeepspeed: none\nattention: [flash_attention_2, sdpa]\nargs: "
@@ -159,9 +152,6 @@ def test_only_attention_that_can_be_had_is_planned_with(write: Write) -> None:
     for packages, chosen in (({}, "sdpa"), (tuned.PACKAGES, "flash_attention_2")):
         space = tuned.outlook(path, gpus=1, packages=packages)
         assert space.planned(space.base).attention == chosen
-
-
-OLMO = "olmo_core/dpo_qwen3_0_6b.yaml"
 
 
 @pytest.mark.parametrize(
@@ -176,6 +166,6 @@ def test_of_the_second_dpo_script_only_what_leaves_its_batch_alone(
     overrides: tuple[str, ...], turned: set[str], stays: set[str]
 ) -> None:
     # packed, its steps hold what fits into a row; Liger it does not read
-    world = tuned.outlook(OLMO, *overrides, rows="300:2000")
+    world = tuned.outlook("olmo_core/dpo_qwen3_0_6b.yaml", *overrides, rows="300:2000")
     assert names(world) == turned
     assert stays <= set(world.fixed)

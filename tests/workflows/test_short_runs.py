@@ -29,7 +29,6 @@ def of(path: Path, overrides: Sequence[str] = ()) -> Stage:
 
 
 def made(tmp_path: Path, args: dict[str, Any], overrides: Sequence[str] = (), **options: Any) -> Stage:
-    """A valid stage of a file that holds this."""
     path = tmp_path / "stage.yaml"
     path.write_text(yaml.safe_dump({"stage": "sft", **options, "args": args}))
     return of(path, overrides)

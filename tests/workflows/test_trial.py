@@ -78,24 +78,28 @@ def test_an_end_is_told_in_a_few_words(world: World, monkeypatch: pytest.MonkeyP
     assert told.reason is not None and told.reason.startswith(reason)
 
 
-def test_the_user_stops_it(world: World) -> None:
-    code = (
-        "from pathlib import Path\nfrom launcher.lifecycle import prepare as preparation\n"
-        "from launcher.workflows import trial\n"
-        "from launcher.lifecycle.prepare import Request\n"
-        f"request = Request(stage='sft', config=Path({str(world.config())!r}), gpus=0, "
+def command(world: World, code: str, *steps: str) -> subprocess.Popen[bytes]:
+    """Python with what a trial needs, and `request` for one."""
+    head = (
+        "import os, signal\nfrom pathlib import Path\n"
+        "from launcher.lifecycle import prepare as preparation, start\nfrom launcher.workflows import trial\n"
+        f"request = preparation.Request(stage='sft', config=Path({str(world.config())!r}), gpus=0, "
         f"python=Path({str(world.python())!r}))\n"
-        "told = trial.of_prepared(preparation.prepare(request, running=True))\n"
-        "print(told.interrupted, int(told.exit), told.timed_out)\n"
     )
-    steps = json.dumps(["pid=leader", "sleep=600"])
-    running = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=world.root, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, bufsize=0,
-        env={**world.environ, "FAKE_STEPS": steps},
+    return subprocess.Popen(
+        [sys.executable, "-c", head + code], cwd=world.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        bufsize=0, env={**world.environ, "FAKE_STEPS": json.dumps(steps)},
         # a background shell may have it ignored
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
+
+
+def test_the_user_stops_it(world: World) -> None:
+    code = (
+        "told = trial.of_prepared(preparation.prepare(request, running=True))\n"
+        "print(told.interrupted, int(told.exit), told.timed_out)\n"
+    )
+    running = command(world, code, "pid=leader", "sleep=600")
     world.pid("leader")
     looks_on(running)
     os.kill(running.pid, signal.SIGINT)
@@ -106,24 +110,16 @@ def test_the_user_stops_it(world: World) -> None:
 
 def test_term_while_it_is_being_started_leaves_nothing(world: World) -> None:
     code = (
-        "import os, signal\nfrom pathlib import Path\n"
-        "from launcher.lifecycle import prepare as preparation, start\n"
-        "from launcher.workflows import trial\n"
-        "from launcher.lifecycle.prepare import Request\nbegin = start.begin\n"
+        "begin = start.begin\n"
         "def told(*words, **more):\n"
         "    try:\n        return begin(*words, **more)\n"
         "    finally:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
         "start.begin = told\n"
-        f"request = Request(stage='sft', config=Path({str(world.config())!r}), gpus=0, "
-        f"python=Path({str(world.python())!r}))\n"
         "try:\n    trial.of_prepared(preparation.prepare(request, running=True))\n"
         "except KeyboardInterrupt:\n    print('interrupted')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=world.root, capture_output=True, timeout=PATIENCE_S,
-        check=False, env={**world.environ, "FAKE_STEPS": json.dumps(["sleep=600"])},
-    )  # fmt: skip
-    assert done.stdout.split() == [b"interrupted"], done.stderr
+    out, err = command(world, code, "sleep=600").communicate(timeout=PATIENCE_S)
+    assert out.split() == [b"interrupted"], err
     assert world.quiet()
 
 

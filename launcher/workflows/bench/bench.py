@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
@@ -25,7 +26,7 @@ from launcher.upstream.logs.open_instruct import ATTENTION
 from launcher.workflows import experiment, trial
 from launcher.workflows.bench import comparison, measure
 from launcher.workflows.bench.comparison import LOSS, SPEED, TOLERANCE, Sample, VariantSummary, compare
-from launcher.workflows.bench.measure import identity, short, with_variant
+from launcher.workflows.bench.measure import identity, short
 from launcher.workflows.bench.variants import Variant
 
 BENCH_VERSION = 1
@@ -132,7 +133,15 @@ def plan(bench: Bench, *, running: bool = False) -> Bench:
     NotReady too if no variant can start on this machine, whatever its GPUs do now.
     """
     request, requested = bench.request, bench.variants
-    base = functools.cache(lambda: _base(request))
+
+    @functools.cache
+    def base() -> Plan | None:
+        """The stage file as it is written; None where only its variants stand."""
+        try:
+            return prepare.prepare(request, running=False).plan
+        except InvalidConfig:
+            return None
+
     full: list[tuple[Variant, Prepared]] = []
     stops: Stops = []
     for one in requested:
@@ -143,7 +152,7 @@ def plan(bench: Bench, *, running: bool = False) -> Bench:
     _require(stops, len(requested), ready=len(full) == len(requested))
     batch, root = max(made.plan.global_batch for _, made in full), request.runs or rundir.runs_root()
     for variant, made in full:
-        trial_request = short(with_variant(request, variant), made.plan.stage, bench.steps, root / "models", batch)
+        trial_request = short(variant.of(request), made.plan.stage, bench.steps, root / "models", batch)
         try:
             # a trial that a killed command left may have the GPUs: it is ended later
             prepared = prepare.prepare(replace(trial_request, runs=root, elsewhere=True), running=running)
@@ -193,17 +202,9 @@ def _named(found: Iterable[tuple[str, Finding]], count: int) -> list[Finding]:
     ]
 
 
-def _base(request: Request) -> Plan | None:
-    """The stage file as it is written; None where only its variants stand."""
-    try:
-        return prepare.prepare(request, running=False).plan
-    except InvalidConfig:
-        return None
-
-
 def _prepared(request: Request, variant: Variant, base: Callable[[], Plan | None]) -> tuple[Variant, Prepared]:
     """A variant with what follows from it. Raises InvalidConfig, also where its batch cannot be kept."""
-    whole = with_variant(request, variant)
+    whole = variant.of(request)
     checked, trainer = prepare.judge(whole)
     # what it expects of a switch that is turned is not wrong before it has followed
     findings = tuple(one for one in checked.findings if one.code != "impossible-expectation")
@@ -213,7 +214,7 @@ def _prepared(request: Request, variant: Variant, base: Callable[[], Plan | None
         resolved = prepare.of_checked(whole, checked, trainer, running=False)
         return variant, prepare.complete(resolved, running=False)
     variant = replace(variant, overrides=(*variant.overrides, *more))
-    return variant, prepare.prepare(with_variant(request, variant), running=False)
+    return variant, prepare.prepare(variant.of(request), running=False)
 
 
 def _expected(resolved: ResolvedStage, changed: set[str]) -> Iterator[str]:
@@ -271,14 +272,10 @@ def opened(bench: Bench, *, fresh: bool = False) -> Iterator[Bench]:
         record = rundir.read_json(bench.folder / FILE)
         with contextlib.suppress(KeyError, TypeError, ValueError):
             samples = [Sample.from_json(data) for data in record.get("samples") or ()]
-            bench.samples = [one for one in samples if not _again(one, bench.timeout_s)]
+            # what was not started is tried again, and what gets more time now
+            limits = {"refused": math.inf, "timeout": bench.timeout_s or math.inf}
+            bench.samples = [one for one in samples if one.seconds >= limits.get(one.cause, 0.0)]
         yield bench
-
-
-def _again(sample: Sample, timeout_s: float | None) -> bool:
-    """Whether a trial is to be run again: it was not started, or it gets more time now."""
-    longer = timeout_s is None or timeout_s > sample.seconds
-    return sample.cause == "refused" or (sample.cause == "timeout" and longer)
 
 
 def run(bench: Bench, *, show: Callable[[str], None] = lambda _: None) -> Exit:

@@ -103,10 +103,6 @@ class Spread:
             return None
         return cls(statistics.median(known), min(known), max(known), len(known))
 
-    def apart(self, other: Spread) -> bool:
-        """Whether no measurement of one lies among those of the other."""
-        return self.min > other.max or self.max < other.min
-
     def __str__(self) -> str:
         if self.n == 1:
             return f"{self.median:,.0f} (one run)"
@@ -344,7 +340,8 @@ def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | No
     paces = [[one.pace or (1 / (one.metrics[SPEED] or math.inf),) for one in some] for some in (ours, others)]
     ahead, behind = paces if ratio > 1 else paces[::-1]
     by_chance = chance(ahead, behind)
-    clear = speed.apart(known) and steadily(ahead, behind) if few else by_chance <= ERROR
+    apart = speed.min > known.max or speed.max < known.min
+    clear = apart and steadily(ahead, behind) if few else by_chance <= ERROR
     far = abs(ratio - 1) >= (ALONE if few else LEAST)
     word: Word = "no difference" if not (clear and far) else "faster" if ratio > 1 else "slower"
     why = f"{ratio - 1:+.1%} by {fewest} of {LEAST_RUNS} runs" if few else ""

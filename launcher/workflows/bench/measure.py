@@ -54,7 +54,7 @@ def measure(
     began, models = time.monotonic(), root / "models"
     place = models / f"{rundir.dashed(variant.name)[:60]}-{repeat + 1}"
     try:
-        trial_request = short(with_variant(request, variant), stage, steps, place, batch)
+        trial_request = short(variant.of(request), stage, steps, place, batch)
         prepared = prepare.prepare(replace(trial_request, runs=root), running=True)
         left = None if timeout_s is None else timeout_s - (time.monotonic() - began)
         outcome = trial.of_prepared(prepared, timeout_s=left, allow_unproven=True)
@@ -68,10 +68,6 @@ def measure(
         # all of it: one that was killed before may have left its own
         shutil.rmtree(models, ignore_errors=True)
     return sample_of(outcome, variant.name, repeat)
-
-
-def with_variant(request: Request, variant: Variant) -> Request:
-    return replace(request, overrides=(*request.overrides, *variant.overrides))
 
 
 def short(request: Request, stage: Stage, steps: int, place: Path, batch: int | None) -> Request:

@@ -6,9 +6,10 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.errors import brief, usage
+from launcher.lifecycle.prepare import Request
 
 AS_WRITTEN = "as written"
 MOST = 64
@@ -27,6 +28,9 @@ class Variant:
     @property
     def keys(self) -> set[str]:
         return set(map(bare, self.overrides))
+
+    def of(self, request: Request) -> Request:
+        return replace(request, overrides=(*request.overrides, *self.overrides))
 
 
 def pieces(option: str, text: str) -> list[str]:

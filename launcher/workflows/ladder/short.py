@@ -45,7 +45,10 @@ def short_overrides(stage: Stage, *, steps: int, output: Path, batch: int | None
         changes["checkpointing_steps"] = steps + 1
     listed = values.get(names.data) if stage.entry.mixes else None
     words = [str(word) for word in listed] if isinstance(listed, list) else []
-    if words and (cut := _cut(words, _sizes(stage, words), rows_needed(stage, steps, batch))):
+    # None where they cannot be counted here
+    pairs = [words[at : at + 2] for at in range(0, len(words), 2)]
+    sizes = [plan.count_rows(stage, Values(stage.schema, {names.data: pair})) for pair in pairs]
+    if words and (cut := _cut(words, sizes, rows_needed(stage, steps, batch))):
         changes[names.data] = cut
     warm = values.get("warmup_steps")
     if isinstance(warm, int | float) and warm >= 1:
@@ -119,15 +122,6 @@ def _cut(listed: Sequence[str], sizes: Sequence[int | None], needed: int) -> tup
         count = count if size is None else min(size, count)
         words += [name, str(count) if count else amount]
     return tuple(words)
-
-
-def _sizes(stage: Stage, listed: Sequence[str]) -> list[int | None]:
-    """Rows that each entry of a mixer list gives; None where they cannot be counted here."""
-    data = stage.entry.names.data
-    return [
-        plan.count_rows(stage, Values(stage.schema, {data: list(listed[at : at + 2])}))
-        for at in range(0, len(listed), 2)
-    ]
 
 
 def _harmless(stage: Stage) -> dict[str, Any]:

@@ -228,8 +228,12 @@ class Search:
                 return replace(self.base, purpose="baseline", why="the file as it is written")
             self.stopped = "the budget: not even one trial fits into it"
             return None
-        if (fault := self._fault()) is not None:
-            self.stopped = fault
+        run = self.first.decisive if self.first is not None and self.best is None else None
+        if run is not None and run.status == "timeout":
+            self.stopped = "the budget: the file as written did not end within it (a larger --budget goes on)"
+            return None
+        if run is not None and run.status not in ("ok", "oom") and not run.blamed:
+            self.stopped = f"nothing can be compared with the file as written ({run.status}): {run.reason}"
             return None
         ranked = self.ranked()
         worth = [one for gain, one in ranked if gain >= self.threshold]
@@ -251,19 +255,6 @@ class Search:
         if (due := self._again(math.inf)) is not None:
             self.stopped += f"; {due.why} takes about {self.trial_seconds(due):.0f} s, {seconds}"
         return None
-
-    def _fault(self) -> str | None:
-        """Why there is nothing to compare with: even the file as written did not come to its end."""
-        if self.first is None or self.best is not None:
-            return None
-        run = self.first.decisive
-        if run.status in ("ok", "oom"):
-            return None
-        if run.status == "timeout":
-            return "the budget: the file as written did not end within it (a larger --budget goes on)"
-        if run.blamed:
-            return None
-        return f"nothing can be compared with the file as written ({run.status}): {run.reason}"
 
     def ranked(self) -> list[tuple[float, Candidate]]:
         """What may be tried next, with the share that it could gain at most; the most first."""

@@ -16,7 +16,7 @@ from launcher.lifecycle import forecast
 from launcher.lifecycle import prepare as preparation
 from launcher.lifecycle.prepare import Request, ResolvedStage
 from launcher.machine import devices
-from launcher.machine.datasheets import CPU, Card, card_of
+from launcher.machine.datasheets import CPU, card_of
 from launcher.plan import footprint, plan
 from launcher.plan.plan import Plan
 from launcher.runs import rundir
@@ -27,7 +27,7 @@ from launcher.workflows.bench.comparison import TOLERANCE, Sample, VariantSummar
 from launcher.workflows.bench.variants import AS_WRITTEN, Variant
 from launcher.workflows.tune import space
 from launcher.workflows.tune.search import RUNS, Search, SettingRuns, Status, Trial
-from launcher.workflows.tune.space import Candidate, Packages, Space
+from launcher.workflows.tune.space import Candidate, Space
 
 TUNE_VERSION = 2
 FILE = "tune.json"
@@ -231,14 +231,19 @@ def prepare(
     if stopping := errors(made.findings, strict=request.strict):
         raise InvalidConfig(stopping)
     rows = forecast.row_lengths(made, packages, forecast.ForecastOptions(row_tokens=row_tokens))
+    slots = chosen.slots if chosen is not None else ()
+    smallest = min((slot.gpu.memory_mib / 1024 for slot in slots if slot.gpu.memory_mib), default=None)
+    # what the file's own attention comes to on this machine
+    upstreams = made.values.get("attn_implementation") is None and made.stage.entry.best_attention
+    plain = not made.gpus or (upstreams and not space.has(packages, "flash-attn"))
     levers = Space(
         plan=made,
         packages=packages,
         rows=rows,
         shape=footprint.shape_of(made),
-        card=_card(chosen),
+        card=card_of(slots[0].gpu.name, smallest) if slots else CPU,
         steps=steps,
-        attention=_attention(made, packages),
+        attention="sdpa" if plain else footprint.attention_of(made),
     )
     settings = [TUNE_VERSION, steps, row_tokens, levers.card.name, levers.card.gib]
     key = [*settings, levers.as_json(), measure.identity(made, resolved.trainer)]
@@ -250,22 +255,6 @@ def prepare(
         key=experiment.key_of(key),
         findings=tuple(finding for finding in made.findings if finding.severity != "note"),
     )
-
-
-def _card(chosen: devices.Devices | None) -> Card:
-    if chosen is None or not chosen.slots:
-        return CPU
-    sizes = (slot.gpu.memory_mib / 1024 for slot in chosen.slots if slot.gpu.memory_mib)
-    return card_of(chosen.slots[0].gpu.name, min(sizes, default=None))
-
-
-def _attention(made: Plan, packages: Packages) -> str:
-    """What the file's own attention comes to on this machine."""
-    named = made.values.get("attn_implementation")
-    upstreams = named is None and made.stage.entry.best_attention
-    if not made.gpus or (upstreams and not space.has(packages, "flash-attn")):
-        return "sdpa"
-    return footprint.attention_of(made)
 
 
 @contextlib.contextmanager
@@ -305,7 +294,22 @@ def run(tuning: Tuning, *, show: Callable[[str], None] = lambda _: None) -> Exit
     show(f"end: {tuning.search.stopped}")
     if before and before == len(tuning.search.runs):
         show("nothing new was tried: --fresh starts over")
-    return _conclude(tuning)
+    tuning.state, best = "finished", tuning.chosen
+    if best is not None:
+        place = tuning.output or tuning.folder / TUNED
+        head, given = _head(tuning, best, place), tuning.request.overrides
+        try:
+            space.write(place, tuning.space, best.candidate.settings, head=head, given=given)
+            tuning.place = place
+        except NotReady as error:
+            # what was measured is there all the same
+            tuning.findings = (*tuning.findings, *error.findings)
+    tuning.write()
+    if tuning.place:
+        return Exit.OK
+    # nothing was tried, nothing could be started, or written
+    nothing = {one.status for one in tuning.search.runs} <= {"refused"}
+    return Exit.NOT_READY if best is not None or nothing else Exit.TRAINING
 
 
 def _run_trials(tuning: Tuning, show: Callable[[str], None]) -> None:
@@ -377,25 +381,6 @@ def judge(candidate: Candidate, runs: Sequence[Sample], reference: Sequence[Samp
         blamed=tuple(point for point in points if point in candidate.settings),
         loss_change=row.loss_change,
     )
-
-
-def _conclude(tuning: Tuning) -> Exit:
-    tuning.state, best = "finished", tuning.chosen
-    if best is None:
-        tuning.write()
-        statuses = {one.status for one in tuning.search.runs}
-        # nothing was tried, or nothing could be started
-        return Exit.NOT_READY if statuses <= {"refused"} else Exit.TRAINING
-    place, settings = tuning.output or tuning.folder / TUNED, best.candidate.settings
-    head = _head(tuning, best, place)
-    try:
-        space.write(place, tuning.space, settings, head=head, given=tuning.request.overrides)
-        tuning.place = place
-    except NotReady as error:
-        # what was measured is there all the same
-        tuning.findings = (*tuning.findings, *error.findings)
-    tuning.write()
-    return Exit.OK if tuning.place else Exit.NOT_READY
 
 
 def beginning(tuning: Tuning) -> list[str]:

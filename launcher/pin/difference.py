@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from launcher.config import load, pipeline
 from launcher.config.load import Config
@@ -36,10 +36,7 @@ _EVERYWHERE = {"unpinned-checkout", "other-version"}
 _FOREIGN = "for another backend than open-instruct"
 _WIDE = 160
 
-What = Literal[
-    "removed", "renamed", "added", "required", "type", "default", "unread", "read", "conditions", "refused", "accepted"
-]
-_HEADINGS: Mapping[What, str] = {
+_HEADINGS = {
     "removed": "removed",
     "renamed": "renamed",
     "added": "added",
@@ -75,17 +72,14 @@ class Revision:
 
     @property
     def title(self) -> str:
-        """Commit, date and subject, for people."""
         about = ", ".join(part for part in (self.date, self.subject) if part)
         named = f"{self.commit[:12]} ({about})" if about else self.commit[:12]
         return f"{named}, the pin" if self.commit == pin.PIN else named
 
     def past(self, script: str) -> Callable[[str], Sequence[history.ArgumentChange]]:
-        """What happened to an argument of a script up to this commit."""
         return functools.partial(history.of, script=script, repository=self.repository, head=self.commit)
 
     def as_json(self) -> dict[str, object]:
-        """For the envelope."""
         return {
             "name": self.name,
             "commit": self.commit,
@@ -101,13 +95,13 @@ class Revision:
 class ArgumentDifference:
     """One thing that changed about one argument, or one `raise` that arguments alone lead to.
 
-    `name` is the argument, or the error that is raised. `before` and `after` are what it is about, as
-    text; `old` and `new` the `file:line` of the definitions, reads or raises. `to` is the new name of a
-    renamed argument, `why` what history says.
+    `name` is the argument, or the error that is raised; `what` a key of `_HEADINGS`. `before` and `after`
+    are what it is about, as text; `old` and `new` the `file:line` of the definitions, reads or raises. `to`
+    is the new name of a renamed argument, `why` what history says.
     """
 
     name: str
-    what: What
+    what: str
     before: str | None = None
     after: str | None = None
     old: str | None = None
@@ -137,23 +131,13 @@ class ArgumentDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDifference:
-    """What changed about one entry script; `reads` is whether what it reads could be compared."""
+    """What changed about one entry script; `reads_compared` is whether what it reads could be compared."""
 
     stage: str
     script: str
-    changes: tuple[ArgumentDifference, ...] = ()
     unreadable: Mapping[str, str]
-    reads: bool
-
-    def as_json(self) -> dict[str, object]:
-        """Everything."""
-        return {
-            "stage": self.stage,
-            "script": self.script,
-            "unreadable": dict(self.unreadable),
-            "reads_compared": self.reads,
-            "changes": [asdict(change) for change in self.changes],
-        }
+    reads_compared: bool
+    changes: tuple[ArgumentDifference, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +163,6 @@ class ConfigDifference:
         return lost or bool(errors(self.appeared))
 
     def as_json(self) -> dict[str, object]:
-        """Everything."""
         return {
             "path": str(self.path),
             "stage": self.stage,
@@ -187,8 +170,8 @@ class ConfigDifference:
             "valid": {"old": self.valid[0], "new": self.valid[1]},
             "worse": self.worse,
             "findings": {
-                "appeared": [finding.as_json() for finding in self.appeared],
-                "vanished": [finding.as_json() for finding in self.vanished],
+                name: [finding.as_json() for finding in found]
+                for name, found in (("appeared", self.appeared), ("vanished", self.vanished))
             },
             "defaults": [asdict(change) for change in self.defaults],
         }
@@ -224,11 +207,9 @@ class CommitDifference:
 
     @property
     def exit_code(self) -> Exit:
-        """0, or 3 where something got worse."""
         return Exit.CONFIG if self.worse else Exit.OK
 
     def as_json(self) -> dict[str, object]:
-        """Everything."""
         return {
             "repository": str(self.repository),
             "shallow": self.shallow,
@@ -238,7 +219,7 @@ class CommitDifference:
             "behind": self.behind,
             "worse": self.worse,
             "dataset_cache_moved": self.cache_moved,
-            "stages": {name: stage.as_json() for name, stage in self.stages.items()},
+            "stages": {name: asdict(stage) for name, stage in self.stages.items()},
             "configs": [config.as_json() for config in self.configs],
         }
 
@@ -343,19 +324,17 @@ def _check_objects(repository: Repository, commit: str) -> None:
 
 def _compare(stage: str, old: Revision, new: Revision) -> StageDifference:
     script = BACKEND.STAGES[stage].script
-    sides = {"old": old, "new": new}
-    unreadable = {s: r.unreadable[stage] for s, r in sides.items() if stage in r.unreadable}
-    changes: list[ArgumentDifference] = []
-    followed = False
-    if not unreadable:
-        first, second = old.schemas[stage], new.schemas[stage]
-        changes += _fields(first.fields, second.fields, old.past(script), new.past(script))
-        renames = {c.name: c.to for c in changes if c.what == "renamed" and c.to}
-        followed = bool(first.path.reads) and bool(second.path.reads)
-        if followed:
-            changes += _reads(first, second, renames)
-            changes += _refusals(first.path.refusals, second.path.refusals, renames)
-    return StageDifference(stage=stage, script=script, changes=tuple(changes), unreadable=unreadable, reads=followed)
+    unreadable = {side: r.unreadable[stage] for side, r in (("old", old), ("new", new)) if stage in r.unreadable}
+    if unreadable:
+        return StageDifference(stage=stage, script=script, unreadable=unreadable, reads_compared=False)
+    first, second = old.schemas[stage], new.schemas[stage]
+    changes = list(_fields(first.fields, second.fields, old.past(script), new.past(script)))
+    renames = {c.name: c.to for c in changes if c.what == "renamed" and c.to}
+    followed = bool(first.path.reads) and bool(second.path.reads)
+    if followed:
+        changes += _reads(first, second, renames)
+        changes += _refusals(first.path.refusals, second.path.refusals, renames)
+    return StageDifference(stage=stage, script=script, unreadable={}, reads_compared=followed, changes=tuple(changes))
 
 
 def _fields(
@@ -432,7 +411,6 @@ def _shown_type(known: Field) -> str:
 
 
 def shown_default(known: Field) -> str:
-    """A default for people: as YAML would have it, or as the source spells it."""
     if known.required:
         return "required"
     if known.default_text is not None:
@@ -456,7 +434,7 @@ def _reads(old: Schema, new: Schema, renames: Mapping[str, str]) -> Iterator[Arg
         before = _shown_reads(first, entries[0], renames)
         after = _shown_reads(second, entries[1], {})
         if before != after:
-            what: What = "conditions" if first and second else "read" if second else "unread"
+            what = "conditions" if first and second else "read" if second else "unread"
             yield ArgumentDifference(
                 name=name,
                 what=what,
@@ -469,7 +447,6 @@ def _reads(old: Schema, new: Schema, renames: Mapping[str, str]) -> Iterator[Arg
 
 
 def _shown_reads(reads: Sequence[Read], entry: Entry, renames: Mapping[str, str]) -> str:
-    """The alternatives under which an argument is read, for people."""
     known = {frozenset(_renamed(c, renames) for c in unused.condition_of(r, entry)) for r in reads}
     if frozenset() in known:
         return "always"
@@ -478,7 +455,6 @@ def _shown_reads(reads: Sequence[Read], entry: Entry, renames: Mapping[str, str]
 
 
 def _renamed(text: str, renames: Mapping[str, str]) -> str:
-    """A condition in the new names."""
     for name in conditions.names(text) & renames.keys():
         text = re.sub(rf"(?<![\w.'\"]){re.escape(name)}(?!\w)", renames[name], text)
     return text
@@ -637,7 +613,7 @@ def _stage_lines(stage: StageDifference, *, everything: bool) -> Iterator[str]:
     yield f"{stage.stage}  {stage.script}{same}"
     for side, reason in stage.unreadable.items():
         yield f"  {side}: {reason}"
-    if not stage.reads and not stage.unreadable:
+    if not stage.reads_compared and not stage.unreadable:
         yield "  what the script reads could not be followed at one of the commits"
     counts = []
     for what, heading in _HEADINGS.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -37,8 +37,8 @@ class CheckoutStatus:
     """One place where a checkout may lie, and what is there.
 
     `source` says who names it. `commit`, `date` (YYYY-MM-DD) and `subject` are what is checked out,
-    None without a git history of its own; `edited` are tracked files that differ from that commit,
-    `changed` those files that launch reads and that differ from the pin's. `ahead` and `behind` count
+    None without a git history of its own; `edited_files` are tracked files that differ from that commit,
+    `changed_files` those files that launch reads and that differ from the pin's. `ahead` and `behind` count
     commits against the pin, None where the pin is not among the objects (`knows_pin`).
     """
 
@@ -49,45 +49,28 @@ class CheckoutStatus:
     commit: str | None = None
     date: str | None = None
     subject: str | None = None
-    edited: tuple[str, ...] = ()
-    changed: tuple[str, ...] = ()
+    edited_files: tuple[str, ...] = ()
+    changed_files: tuple[str, ...] = ()
     ahead: int | None = None
     behind: int | None = None
     knows_pin: bool = False
     shallow: bool = False
 
     @property
-    def edited_source(self) -> tuple[str, ...]:
-        """The edited files of the package that training runs."""
-        return tuple(name for name in self.edited if name.startswith(f"{PACKAGE}/"))
+    def edited_source(self) -> bool:
+        """Whether a file of the package that training runs is edited."""
+        return any(name.startswith(f"{PACKAGE}/") for name in self.edited_files)
 
     @property
     def equal(self) -> bool:
         """Whether it is the pin: its commit, as far as there is one, and no edit in the package."""
         here = self.state == "checkout" and self.commit in {None, PIN}
-        return here and not self.changed and not self.edited_source
+        return here and not self.changed_files and not self.edited_source
 
     def as_json(self) -> dict[str, object]:
-        """Every fact of it."""
-        return {
-            "path": str(self.path),
-            "source": self.source,
-            "used": self.used,
-            "state": self.state,
-            "equal": self.equal,
-            "commit": self.commit,
-            "date": self.date,
-            "subject": self.subject,
-            "edited_files": list(self.edited),
-            "changed_files": list(self.changed),
-            "ahead": self.ahead,
-            "behind": self.behind,
-            "knows_pin": self.knows_pin,
-            "shallow": self.shallow,
-        }
+        return {**asdict(self), "path": str(self.path), "equal": self.equal}
 
     def lines(self) -> Iterator[str]:
-        """What there is to say of it, the place first."""
         mark = "used" if self.used else "here" if self.state == "checkout" else "-"
         if self.state != "checkout":
             yield f"{mark:<5} {self.path}  ({self.source}): {_STATES[self.state]}"
@@ -101,19 +84,18 @@ class CheckoutStatus:
             yield f"      {counts}"
         elif self.commit is not None and not self.knows_pin:
             yield "      the pin is not among its objects"
-        if self.edited:
-            yield f"      edited: {_listed(self.edited)}"
-        unedited = [name for name in self.changed if name not in self.edited]
-        if unedited:
+        if self.edited_files:
+            yield f"      edited: {_listed(self.edited_files)}"
+        if unedited := [name for name in self.changed_files if name not in self.edited_files]:
             yield f"      different from the pin: {_listed(unedited)}"
 
     def _standing(self) -> str:
         if self.equal:
-            edits = ", edited outside of the package" if self.edited else ""
+            edits = ", edited outside of the package" if self.edited_files else ""
             return f"the pin{edits}" if self.commit else "the files of the pin"
         parts = []
         if self.commit not in {None, PIN}:
-            same = "" if self.changed else ", with the same files as far as launch reads them"
+            same = "" if self.changed_files else ", with the same files as far as launch reads them"
             parts.append(f"another commit than the pin{same}")
         if self.edited_source:
             parts.append("edited")
@@ -135,7 +117,6 @@ class Status:
 
     @property
     def submodule(self) -> CheckoutStatus:
-        """The place of launch's own submodule."""
         own = canonical(locate.SUBMODULE)
         return next(place for place in self.places if canonical(place.path) == own)
 
@@ -161,7 +142,6 @@ class Status:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What is wrong, for the envelope."""
         if self.fault is not None:
             return (self.fault,)
         if self.used is None:
@@ -184,11 +164,9 @@ class Status:
 
     @property
     def next(self) -> tuple[str, ...]:
-        """The commands that mend what is wrong, most useful first."""
         return tuple(_next(self))
 
     def as_json(self) -> dict[str, object]:
-        """Every fact, for the envelope."""
         used = self.used
         return {
             "pin": PIN,
@@ -206,7 +184,6 @@ class Status:
         }
 
     def lines(self) -> list[str]:
-        """The answer for people."""
         told = [f"pin   {PIN}"]
         for place in self.places:
             told += place.lines()
@@ -251,7 +228,7 @@ def _look(path: Path, source: str, *, used: bool) -> CheckoutStatus:
     facts = locate.locate("open_instruct", checkout=path, environ={})
     repository = Repository(path)
     if not _is_own(repository):
-        return CheckoutStatus(path=path, source=source, used=used, state=state, changed=facts.changed)
+        return CheckoutStatus(path=path, source=source, used=used, state=state, changed_files=facts.changed)
     commit = repository.commit("HEAD")
     date, subject = describe(repository, commit) if commit else (None, None)
     edited = repository.ask("diff", "--name-only", "--no-ext-diff", "-z", "HEAD", "--") or ""
@@ -264,8 +241,8 @@ def _look(path: Path, source: str, *, used: bool) -> CheckoutStatus:
         commit=commit,
         date=date,
         subject=subject,
-        edited=tuple(filter(None, edited.split("\0"))),
-        changed=facts.changed,
+        edited_files=tuple(filter(None, edited.split("\0"))),
+        changed_files=facts.changed,
         ahead=ahead,
         behind=behind,
         knows_pin=repository.commit(PIN) is not None,
@@ -285,14 +262,12 @@ def _state(path: Path) -> State:
 
 
 def gitlink(repository: Repository, path: str) -> str | None:
-    """The commit that a repository's index names for a submodule."""
     told = repository.ask("ls-files", "-s", "--", path) or ""
     found = re.match(r"160000 ([0-9a-f]+) 0\t", told)
     return found[1] if found else None
 
 
 def get_checkout() -> str:
-    """The command that gets a checkout at the pin, where there is none."""
     help = "git submodule update --init external/open-instruct"
     return next(iter(status(None, {}).next), help)
 
@@ -331,8 +306,6 @@ def _next(told: Status) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Commits:
-    """Two commits of one repository, under the names they were asked for."""
-
     repository: Repository
     old: str
     new: str

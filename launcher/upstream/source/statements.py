@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 
 from launcher.upstream.schema import Shadow
 from launcher.upstream.source import conditions
+from launcher.upstream.source.conditions import PERHAPS
 from launcher.upstream.source.packages import Module
 from launcher.upstream.source.values import (
     DEFAULT,
+    FUNCTIONS,
     INLINE,
     NOTHING,
     UNKNOWN,
@@ -29,7 +31,7 @@ from launcher.upstream.source.values import (
     FunctionNode,
     Given,
     Items,
-    Keywords,
+    Key,
     Lookup,
     ModuleName,
     Object,
@@ -48,11 +50,11 @@ from launcher.upstream.source.values import (
     last,
     leaves,
     listed,
-    mapping,
     mark,
     merged,
     objects,
     parameters_of,
+    remembered,
     shallow,
     within,
     without_texts,
@@ -60,47 +62,16 @@ from launcher.upstream.source.values import (
 
 # methods of the parser that return one object for each dataclass
 _PARSES = {"parse_args_into_dataclasses", "parse_args_and_config", "parse", "parse_args"}
-LOGS = frozenset({"debug", "info", "warning", "warning_once", "warning_rank0", "error", "exception", "critical"})
-SHOWS = frozenset({"print", "pprint", "warn", "warn_once", "print_rank0"})
+_LOGS = frozenset({"debug", "info", "warning", "warning_once", "warning_rank0", "error", "exception", "critical"})
+_SHOWS = frozenset({"print", "pprint", "warn", "warn_once", "print_rank0"})
 _LOGGER = re.compile(r"(^|[._])log(s|ger|gers|ging)?([._(]|$)", re.IGNORECASE)
 # what these give back holds none of what they were given
-_TELLS = {
-    "isinstance",
-    "issubclass",
-    "len",
-    "str",
-    "repr",
-    "bool",
-    "int",
-    "float",
-    "id",
-    "hash",
-    "type",
-    "any",
-    "all",
-    "sum",
-    "callable",
-    "format",
-    "print",
-    "dir",
-}
-_PUTS = {"append", "appendleft", "add", "extend", "insert", "update", "setdefault", "put", "push"}
+_TELLS = frozenset(
+    "isinstance issubclass len str repr bool int float id hash type any all sum callable format print dir".split()
+)
+_PUTS = frozenset("append appendleft add extend insert update setdefault put push".split())
 _CHANGES = _PUTS | {"pop", "popitem", "clear", "remove", "discard", "sort", "reverse"}
-_COLLECTS = {
-    "dict",
-    "list",
-    "tuple",
-    "set",
-    "frozenset",
-    "zip",
-    "enumerate",
-    "reversed",
-    "sorted",
-    "iter",
-    "next",
-    "chain",
-    "itertools",
-}
+_COLLECTS = frozenset("dict list tuple set frozenset zip enumerate reversed sorted iter next chain itertools".split())
 _COPIES = {"copy", "deepcopy", "replace", "cast"}
 _AS_MAPPING = {"vars", "asdict"}
 # one function under more sets of conditions than this is walked without any
@@ -108,21 +79,18 @@ _MAX_GUARDS = 16
 _MAX_DEPTH = 60
 _MAX_RECURSION = 2
 _TABLES = ast.Dict | ast.List | ast.Tuple | ast.Name | ast.Attribute
-_ENDS = {"sys.exit", "os._exit", "exit", "quit", "os.abort", "os.execv", "os.execvp", "os.execvpe"}
-_DEFINES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
+_DEFINES = FUNCTIONS | ast.ClassDef | ast.Import | ast.ImportFrom
 _LITERALS = ast.List | ast.ListComp | ast.Set | ast.SetComp | ast.Dict | ast.DictComp | ast.Tuple
-_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _LEAVES = ast.Return | ast.Break | ast.Continue
 _LOOPS = ast.For | ast.AsyncFor | ast.While
-
-PERHAPS = "..."
-"""A condition that is not known from the arguments: what stands under it happens perhaps."""
 
 Guards = frozenset[str]
 ANYHOW: Guards = frozenset()
 UNSURE: Guards = frozenset({PERHAPS})
-EXITS = "sys.exit"
-"""Among what a statement writes: it may end the script."""
+
+
+class _Inexpressible(Exception):
+    """An expression speaks of something else than arguments."""
 
 
 class Passed(str):
@@ -158,11 +126,9 @@ class Walk(Lookup):
     _effects: dict[object, set[str]] = field(default_factory=dict)
     _frames: dict[object, Frame] = field(default_factory=dict)
     _wrote: set[str] = field(default_factory=set)
-    _silent: int = 0
-    _leaving: dict[ast.stmt, bool] = field(default_factory=dict)
+    _silent: bool = False
     _active: dict[ast.AST, int] = field(default_factory=dict)
     _depth: int = 0
-    _count: int = 0
 
     # --- what is known at a place --------------------------------------------------------------------
 
@@ -193,34 +159,24 @@ class Walk(Lookup):
         if not wrote:
             return guards
         for one in frame.chain():
-            for name, values in one.env.items():
-                one.env[name] = forgotten(values, wrote)
-        kept = frozenset(c for c in guards if c == PERHAPS or not conditions.names(c) & wrote)
+            one.env.update({name: forgotten(values, wrote) for name, values in one.env.items()})
+        kept = frozenset(c for c in guards if not conditions.names(c) & wrote)
         # with a condition less, what follows happens for certain no longer
-        lost = any(not isinstance(c, Passed) for c in guards - kept)
-        return kept | UNSURE if lost or EXITS in wrote else kept
+        return kept if all(isinstance(c, Passed) for c in guards - kept) else kept | UNSURE
 
     @contextmanager
     def _silently(self, quiet: bool = True) -> Iterator[None]:
-        self._silent += quiet
+        """Without a record of what is read; what a silent test calls is recorded again."""
+        before, self._silent = self._silent, quiet
         try:
             yield
         finally:
-            self._silent -= quiet
-
-    @contextmanager
-    def _aloud(self) -> Iterator[None]:
-        silent, self._silent = self._silent, 0
-        try:
-            yield
-        finally:
-            self._silent = silent
+            self._silent = before
 
     # --- what was found ------------------------------------------------------------------------------
 
     def _read(self, name: str, where: str, guards: Guards) -> None:
         if not self._silent:
-            self._count += 1
             self.reads.setdefault(name, {}).setdefault(where, set()).add(guards)
 
     def _refused(self, node: ast.stmt, raised: ast.expr | None, frame: Frame, guards: Guards) -> None:
@@ -237,14 +193,12 @@ class Walk(Lookup):
     def _shadowed(self, test: ast.expr, frame: Frame, guards: Guards) -> None:
         """A branch that cannot be reached: what its test reads loses against what it contradicts."""
         rivals = {name for one in guards if conditions.negated(one) in guards for name in conditions.names(one)}
-        expressed = self._expressed(test, frame)
-        read = conditions.names(ast.unparse(expressed)) if expressed is not None else frozenset()
-        for name in read - rivals:
+        for name in conditions.names(self._text(test, frame) or PERHAPS) - rivals:
             self.shadows[name] = Shadow(where=place(test, frame), by=tuple(sorted(rivals)))
 
-    def _write(self, name: str | None) -> None:
-        """An argument gets another value; None where it is not known which one."""
-        if name is not None and name in self.fields:
+    def _write(self, name: str) -> None:
+        """An argument gets another value."""
+        if name in self.fields:
             self.written.add(name)
             self._wrote.add(name)
 
@@ -257,51 +211,45 @@ class Walk(Lookup):
 
     # --- expressions over arguments ------------------------------------------------------------------
 
-    def _taken(self, test: ast.expr, say: conditions.Say) -> tuple[Guards, Guards]:
-        """What must hold where a test is true, and where it is false; marked where that is not all."""
-        known = all(say(part) is not None for part in single_tests(test))
-        sure = ANYHOW if known else UNSURE
-        return (conditions.implied(test, True, say) | sure, conditions.implied(test, False, say) | sure)
-
-    def _say(self, frame: Frame) -> conditions.Say:
+    def _taken(self, test: ast.expr, frame: Frame) -> tuple[Guards, Guards]:
+        """What must hold where a test is true, and where it is false."""
         texts: dict[ast.expr, str | None] = {}
 
         def say(node: ast.expr) -> str | None:
             if node not in texts:
-                known = self._expressed(node, frame)
-                text = None if known is None else ast.unparse(known)
+                text = self._text(node, frame)
                 # a condition that speaks of no argument says nothing about a stage file
                 texts[node] = text if text is not None and conditions.names(text) else None
             return texts[node]
 
-        return say
+        return conditions.implied(test, True, say), conditions.implied(test, False, say)
 
-    def _texted(self, node: ast.expr, frame: Frame) -> Values:
-        expressed = self._expressed(node, frame)
-        return NOTHING if expressed is None else frozenset({Text(ast.unparse(expressed))})
-
-    def _expressed(self, node: ast.expr, frame: Frame) -> ast.expr | None:
+    def _text(self, node: ast.expr, frame: Frame) -> str | None:
         """An expression with argument names for the objects they belong to; None where that fails."""
+        try:
+            return ast.unparse(self._expressed(node, frame))
+        except _Inexpressible:
+            return None
+
+    def _expressed(self, node: ast.expr, frame: Frame) -> ast.expr:
         match node:
             case ast.Constant():
                 return node
-            case ast.Name(id=name):
-                values = frame.find(name)
-                if values is None:
-                    return self.literal(frame.module, node)
+            case ast.Name(id=name) if (values := frame.find(name)) is not None:
                 texts = [v.text for v in values if isinstance(v, Text)]
-                return conditions.parsed(texts[0]) if len(texts) == len(values) == 1 else None
+                if len(texts) == len(values) == 1:
+                    return conditions.parsed(texts[0])
+            case ast.Name():
+                return self._literally(node, frame)
             case ast.Attribute(value=ast.Name() | ast.Attribute() as owner, attr=name):
                 return self._attribute_expressed(node, owner, name, frame)
             case ast.Compare(left=left, ops=ops, comparators=comparators):
-                parts = self._all_expressed([left, *comparators], frame)
-                return None if parts is None else ast.Compare(parts[0], ops, parts[1:])
+                parts = [self._expressed(part, frame) for part in (left, *comparators)]
+                return ast.Compare(parts[0], ops, parts[1:])
             case ast.BoolOp(op=op, values=parts):
-                operands = self._all_expressed(parts, frame)
-                return None if operands is None else ast.BoolOp(op, operands)
+                return ast.BoolOp(op, [self._expressed(part, frame) for part in parts])
             case ast.UnaryOp(op=ast.Not() | ast.USub() as op, operand=operand):
-                inner = self._expressed(operand, frame)
-                return None if inner is None else ast.UnaryOp(op, inner)
+                return ast.UnaryOp(op, self._expressed(operand, frame))
             case ast.NamedExpr(value=value):
                 return self._expressed(value, frame)
             case ast.Call(
@@ -309,40 +257,32 @@ class Walk(Lookup):
                 args=[ast.Name() | ast.Attribute() as owner, ast.Constant(value=str(name)), *_],
             ):
                 return self._attribute_expressed(ast.Attribute(owner, name, ast.Load()), owner, name, frame)
-            case ast.Call(func=function, args=[inner], keywords=[]):
+            case ast.Call(func=function, args=[inner], keywords=[]) if self.is_enum(frame.module, function):
                 # the member of that value
-                known = self.is_enum(frame.module, function)
-                return self._expressed(inner, frame) if known else None
+                return self._expressed(inner, frame)
             case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
-                operands = self._all_expressed(items, frame)
-                return None if operands is None else ast.Tuple(operands, ast.Load())
-        return None
+                return ast.Tuple([self._expressed(item, frame) for item in items], ast.Load())
+        raise _Inexpressible
 
-    def _attribute_expressed(self, node: ast.Attribute, owner: ast.expr, name: str, frame: Frame) -> ast.expr | None:
+    def _literally(self, node: ast.expr, frame: Frame) -> ast.expr:
+        found = self.literal(frame.module, node)
+        if found is None:
+            raise _Inexpressible
+        return found
+
+    def _attribute_expressed(self, node: ast.Attribute, owner: ast.expr, name: str, frame: Frame) -> ast.expr:
         if name == "value":
             # of a member of an enum
             return self._expressed(owner, frame)
         if name in self.fields:
             with self._silently():
-                owners = self.value(owner, frame, UNSURE)
-            known = owners - {DEFAULT}
-            if known and all(isinstance(o, Args) for o in known):
+                known = self.value(owner, frame, UNSURE) - {DEFAULT}
+            if known and all(isinstance(one, Args) for one in known):
                 return ast.Name(name, ast.Load())
-        root = owner
-        while isinstance(root, ast.Attribute):
-            root = root.value
+        root = _root(owner)
         if isinstance(root, ast.Name) and frame.find(root.id) is None:
-            return self.literal(frame.module, node)
-        return None
-
-    def _all_expressed(self, nodes: Sequence[ast.expr], frame: Frame) -> list[ast.expr] | None:
-        expressed = []
-        for node in nodes:
-            one = self._expressed(node, frame)
-            if one is None:
-                return None
-            expressed.append(one)
-        return expressed
+            return self._literally(node, frame)
+        raise _Inexpressible
 
     # --- names that are spelt out --------------------------------------------------------------------
 
@@ -358,42 +298,36 @@ class Walk(Lookup):
         """The arguments that a computed name may be: those that its function spells out, or parts of."""
         if not isinstance(name, ast.Name | ast.Attribute):
             # f"{kind}_steps": all that hold what is spelt out
-            parts = _constants(name)
+            parts = [
+                one.value for one in ast.walk(name) if isinstance(one, ast.Constant) and isinstance(one.value, str)
+            ]
             return {known for known in self.fields if all(part in known for part in parts)}
-        texts: set[str] = set()
-        nodes = next((one.node for one in frame.chain() if one.node is not None), None)
-        for node in ast.walk(nodes) if nodes is not None else ():
+        texts: set[object] = set()
+        around = next((one.node for one in frame.chain() if one.node is not None), name)
+        for node in ast.walk(around):
             match node:
                 case ast.Constant(value=str() as text):
                     texts.add(text)
                 case ast.Name() if frame.find(node.id) is None:
-                    texts |= _texts(self.sources.evaluate(frame.module, node))
-        return texts & self.fields
+                    value = self.sources.evaluate(frame.module, node)
+                    texts |= {one for one in value if isinstance(one, str)} if isinstance(value, list) else set()
+        return {known for known in self.fields if known in texts}
 
     # --- the script ---
 
     def start(self) -> None:
         """Walk once, from parsing to the end."""
-        for known in (self._walked, self._visited, self._tables):
+        for table in (self._walked, self._tables, self.reads, self.refusals):
+            table.clear()
+        for known in (self._visited, self.assumed, self.written, self.reshaped):
             known.clear()
-        self.reads.clear()
-        self.refusals.clear()
-        self.assumed.clear()
-        self.written.clear()
-        self.reshaped.clear()
         for index in range(len(self.classes)):
             for function in self.bound(Args(index), "__post_init__"):
                 self._call(function, Given(), ANYHOW)
         self.parsing = set(self.refusals)
-        before = self._count
         self._script()
-        main = self.script.functions.get("main")
-        if self._count == before and main is not None:
-            given = Given([frozenset({Args(i)}) for i in range(len(self.classes))])
-            self._call(Function(self.script.name, main), given, ANYHOW)
 
     def _script(self) -> None:
-        """The statements of the script's own level, the `__main__` block among them."""
         frame = Frame(self.script, self.shape(self.script.tree), top=True)
         guards: Guards | None = ANYHOW
         for node in self.script.tree.body:
@@ -408,8 +342,6 @@ class Walk(Lookup):
     def _block(self, body: Sequence[ast.stmt], frame: Frame, guards: Guards) -> Guards | None:
         """Walk statements in order; the conditions that hold after them, None if none goes on."""
         for statement in body:
-            if conditions.impossible(guards):
-                return None
             with self._watched() as wrote:
                 after = self._statement(statement, frame, guards)
             if after is None:
@@ -430,15 +362,11 @@ class Walk(Lookup):
                 return None
             case ast.Continue() | ast.Break():
                 return None
-            case ast.Expr() if _ends(node):
-                self.children(node, frame, guards)
-                frame.exits = True
-                return None
             case ast.Assign(value=value) if self._puts_back(node, frame):
                 with self._silently():
                     self.value(value, frame, guards)
                 if not self._only_named(value, frame):
-                    self._write(_attribute_of(node.targets[0]))
+                    self._write(mark(node.targets[0]))
             case ast.Assign(targets=targets, value=value):
                 values = self.symbolic(value, frame, guards)
                 for target in targets:
@@ -465,13 +393,6 @@ class Walk(Lookup):
                 return self._after(guards, node)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 self._nested(node, frame, guards)
-            case ast.ClassDef(body=body):
-                # its methods see the function's names, and whoever gets an instance may call them
-                for statement in body:
-                    self._statement(statement, frame, guards)
-                    if isinstance(statement, ast.FunctionDef):
-                        method = Function(frame.module.name, statement, scope=frame)
-                        self._call(method, Given(), guards | UNSURE)
             case ast.Import() | ast.ImportFrom():
                 self._import(node, frame)
             case _:
@@ -487,13 +408,12 @@ class Walk(Lookup):
             frame.returned |= without_texts(values) or {UNKNOWN}
 
     def _if(self, node: ast.If, frame: Frame, guards: Guards) -> Guards | None:
-        say = self._say(frame)
-        taken = self._taken(node.test, say)
+        taken = self._taken(node.test, frame)
         yes, no = guards | taken[0], guards | taken[1]
         dead = conditions.impossible(yes)
         quiet = (_only_complains(node.body) or dead) and not node.orelse
         quiet = quiet or self._only_puts_back(node, frame)
-        with self._watched() as wrote, self._silently(quiet):
+        with self._watched() as wrote, self._silently(self._silent or quiet):
             # nothing that training does depends on such a test
             self.value(node.test, frame, guards)
         yes, no = self._forget(wrote, frame, yes), self._forget(wrote, frame, no)
@@ -522,7 +442,7 @@ class Walk(Lookup):
         return (kept - new) | frozenset(Passed(c) for c in new & after)
 
     def _assert(self, node: ast.stmt, test: ast.expr, frame: Frame, guards: Guards) -> Guards:
-        yes, no = self._taken(test, self._say(frame))
+        yes, no = self._taken(test, frame)
         with self._silently(), self._watched() as wrote:
             self.value(test, frame, guards)
         self._refused(node, ast.Name("AssertionError"), frame, guards | no)
@@ -538,7 +458,7 @@ class Walk(Lookup):
                 inner = guards | rounds
                 if isinstance(node, ast.While):
                     self.value(node.test, frame, guards)
-                    inner |= self._taken(node.test, self._say(frame))[0] - UNSURE
+                    inner |= self._taken(node.test, frame)[0] - UNSURE
                 else:
                     values = self.value(node.iter, frame, guards)
                     self._store(node.target, entries(values), frame, guards)
@@ -582,18 +502,19 @@ class Walk(Lookup):
 
     def _after(self, guards: Guards, node: ast.stmt) -> Guards:
         """The conditions that are known after branches; perhaps one of them has left the function."""
-        if node not in self._leaving:
-            # a loop's own `break` and `continue` lead to what stands behind it
-            leaves = ast.Return if isinstance(node, _LOOPS) else _LEAVES
-            self._leaving[node] = any(isinstance(n, leaves) or _ends(n) for n in within(node))
-        return guards | UNSURE if self._leaving[node] else guards
+        return guards | UNSURE if self._leaves(node) else guards
+
+    @remembered
+    def _leaves(self, node: ast.stmt) -> bool:
+        # a loop's own `break` and `continue` lead to what stands behind it
+        leaves = ast.Return if isinstance(node, _LOOPS) else _LEAVES
+        return any(isinstance(inner, leaves) for inner in within(node))
 
     def _nested(self, node: ast.FunctionDef | ast.AsyncFunctionDef, frame: Frame, guards: Guards) -> None:
         """A function inside a function sees its names, as they are when it is called."""
         self.defined(node, frame, guards)
         function = Function(frame.module.name, node, scope=frame)
-        before = frame.env.get(node.name, NOTHING)
-        frame.env[node.name] = before | {function}
+        frame.env[node.name] = frame.env.get(node.name, NOTHING) | {function}
 
     def defined(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, frame: Frame, guards: Guards) -> None:
         """What is evaluated where a function is defined: standard values and decorators."""
@@ -610,10 +531,9 @@ class Walk(Lookup):
 
     def _augmented(self, target: ast.expr, value: ast.expr, frame: Frame, guards: Guards) -> None:
         values = self.value(value, frame, guards)
-        load = ast.copy_location(_loaded(target), target)
-        own = isinstance(frame.bound, Args) and ast.unparse(target) == f"self.{_attribute_of(target)}"
-        with self._silently(own):
-            before = self.value(load, frame, guards)
+        own = isinstance(frame.bound, Args) and ast.unparse(target) == f"self.{mark(target)}"
+        with self._silently(self._silent or own):
+            before = self.value(target, frame, guards)
         if not isinstance(target, ast.Name) or isinstance(value, _LITERALS):
             self._changed(before)
         self._store(target, merged(objects(before), values), frame, guards)
@@ -658,7 +578,6 @@ class Walk(Lookup):
         special = self._special(node, frame, guards)
         if special is not None:
             return special
-        targets: Values = NOTHING
         if isinstance(node.func, ast.Attribute):
             owners = self.value(node.func.value, frame, guards)
             given = self._given(node, frame, guards)
@@ -692,9 +611,7 @@ class Walk(Lookup):
 
     def _wrapped(self, function: ast.expr, given: Given, frame: Frame) -> Values:
         """A function handed to one that is not followed, first of all: it may come back, wrapped."""
-        root = function
-        while isinstance(root, ast.Attribute):
-            root = root.value
+        root = _root(function)
         if isinstance(root, ast.Name) and root.id in _COLLECTS:
             values = leaves(value for part in given.everything() for value in part)
             return listed(values) if objects(values) else NOTHING
@@ -728,7 +645,7 @@ class Walk(Lookup):
                 return frozenset({Items(v.index) for v in values if isinstance(v, Args)})
             case ast.Call(func=ast.Name(id="dict"), args=[]):
                 given = self._given(node, frame, guards)
-                return frozenset({mapping(given.named)}) if any(given.named.values()) else NOTHING
+                return _mapping(given.named) if any(given.named.values()) else NOTHING
             case ast.Call(args=[function, *_]) if last(node.func) in {"partial", "partialmethod"}:
                 return self._partial(node, function, frame, guards)
         return None
@@ -758,7 +675,7 @@ class Walk(Lookup):
         for value in owners:
             if isinstance(value, Items) and name in {"get", "pop", "setdefault"} and node.args:
                 results.append(self.entry(node, frozenset({value}), node.args[0], frame, guards))
-        tables = frozenset(v for v in owners if isinstance(v, Several | Keywords))
+        tables = frozenset(v for v in owners if isinstance(v, Several))
         if name in _PUTS and not any(isinstance(v, Object | Args | ModuleName) for v in owners):
             for values in given.everything():
                 self.put_into(owner, contents(values) or values, frame)
@@ -773,7 +690,7 @@ class Walk(Lookup):
 
     def _given(self, node: ast.Call, frame: Frame, guards: Guards) -> Given:
         """The arguments of a call."""
-        given = Given(where=place(node, frame))
+        given = Given()
         rest: list[Values] = []
         for argument in node.args:
             values = self.symbolic(argument, frame, guards)
@@ -791,15 +708,14 @@ class Walk(Lookup):
                 given.named[keyword.arg] = values
                 continue
             for value in values:
-                match value:
-                    case Keywords(items=pairs):
-                        given.named |= dict(pairs)
-                    case Items():
-                        # whoever gets them all may read any of them
-                        for name in self.fields:
-                            self._read(name, given.where, guards)
-                    case Several():
-                        rest.append(contents({value}))
+                if isinstance(value, Items):
+                    # whoever gets them all may read any of them
+                    for name in self.fields:
+                        self._read(name, place(node, frame), guards)
+                elif isinstance(value, Several) and value.keys is not None:
+                    given.named |= value.pairs
+                elif isinstance(value, Several):
+                    rest.append(contents({value}))
         given.rest = objects(merged(*rest)) if rest else NOTHING
         return given
 
@@ -807,10 +723,10 @@ class Walk(Lookup):
         """Whether a call only writes to a log, to the screen, or to a record."""
         match node.func:
             case ast.Name(id=name):
-                return name in SHOWS or name in self.recorders
+                return name in _SHOWS or name in self.recorders
             case ast.Attribute(value=owner, attr=name):
-                logs = name in LOGS and _LOGGER.search(ast.unparse(owner)) is not None
-                return logs or name in SHOWS or name in self.recorders
+                logs = name in _LOGS and _LOGGER.search(ast.unparse(owner)) is not None
+                return logs or name in _SHOWS or name in self.recorders
         return False
 
     def _getattr(
@@ -834,7 +750,7 @@ class Walk(Lookup):
         text = self._constant_text(name, frame)
         for value in owners:
             if text is not None:
-                self.put(value, text, values, guards)
+                self.put(value, text, values)
             elif isinstance(value, Args):
                 for known in self._possible_names(name, frame):
                     self._write(known)
@@ -896,7 +812,7 @@ class Walk(Lookup):
             frame.returned = returned
             with self._watched() as wrote:
                 self._run(node, frame, guards)
-            effects |= wrote | ({EXITS} if frame.exits else set())
+            effects |= wrote
         self._wrote |= effects
         return set(returned)
 
@@ -917,24 +833,20 @@ class Walk(Lookup):
         return frame
 
     def _run(self, node: FunctionNode, frame: Frame, guards: Guards) -> None:
-        # what a silent test calls is not silent by itself
-        silent, self._silent = self._silent, 0
         around, frame.env = frame.env, dict(frame.given)
         for name in frame.shape.assigned & frame.env.keys():
             frame.env[name] = without_texts(frame.env[name])
         self._depth += 1
         self._active[node] = self._active.get(node, 0) + 1
-        try:
+        with self._silently(False):
             if isinstance(node, ast.Lambda):
                 frame.returned |= self.symbolic(node.body, frame, guards)
             else:
                 self._block(node.body, frame, guards)
-        finally:
-            if self._active[node] > 1:
-                frame.env = around
-            self._active[node] -= 1
-            self._depth -= 1
-            self._silent = silent
+        if self._active[node] > 1:
+            frame.env = around
+        self._active[node] -= 1
+        self._depth -= 1
 
     def _follows(self, target: Function, env: Mapping[str, Values], shape: FunctionFacts) -> bool:
         """Whether a call can get at the arguments: by what it is given, or by what it sees."""
@@ -962,89 +874,79 @@ class Walk(Lookup):
                 got[name] = given.rest | {UNKNOWN}
             if got.get(name, NOTHING) - {UNKNOWN}:
                 env[name] = got[name]
-        more = tuple((k, v) for k, v in given.named.items() if k not in got)
+        more = {k: v for k, v in given.named.items() if k not in got}
         if arguments.vararg is not None:
             spare = tuple(positional[len(places) :])
             items = (*spare, given.rest) if given.rest else spare
             env[arguments.vararg.arg] = frozenset({Several(items, exact=not given.rest)})
         if arguments.kwarg is not None:
-            rest = (("", given.rest),) if given.rest else ()
-            env[arguments.kwarg.arg] = frozenset({Keywords((*more, *rest))})
+            more |= {"": given.rest} if given.rest else {}
+            env[arguments.kwarg.arg] = _mapping(more)
         return env
 
     # --- objects -------------------------------------------------------------------------------------
 
     def _instance(self, target: Class, given: Given, guards: Guards) -> set[Value]:
-        if (target.module, target.name) in self.ancestors:
+        if target.key in self.ancestors:
             # one of the parsed dataclasses that the source makes itself
             return {DEFAULT}
-        made = Object(target.module, target.name)
+        made = Object(target.key)
         starts = self.bound(made, "__init__")
         for function in starts:
             self._call(function, given, guards)
         if not starts:
-            self._filled(made, given)
-        if self.keeps(made):
-            self._all_methods(made, guards | UNSURE)
+            self._filled(made.key, given)
+        if self.keeps(made.key):
+            # whoever gets an object that keeps the arguments may call any of its methods
+            for _, node in self.order(made.key):
+                for statement in node.body:
+                    if isinstance(statement, FUNCTIONS) and statement.name != "__init__":
+                        for function in self.bound(made, statement.name):
+                            self._call(function, Given(), guards | UNSURE)
         return {made}
 
-    def _filled(self, made: Object, given: Given) -> None:
+    def _filled(self, key: Key, given: Given) -> None:
         """A dataclass, or a named tuple, keeps what it is made of."""
         names = [
             statement.target.id
-            for _, node in reversed(self.order((made.module, made.name)))
+            for _, node in reversed(self.order(key))
             for statement in node.body
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
         ]
         pairs = {**dict(zip(names, given.positional, strict=False)), **given.named}
         for name, values in pairs.items():
-            self.keep(made, name, objects(values))
-        if self.carries(given.rest):
-            for name in names:
-                self.keep(made, name, given.rest | {UNKNOWN})
-
-    def _all_methods(self, made: Object, guards: Guards) -> None:
-        """An object that keeps the arguments: whoever gets it may call any of its methods."""
-        for _, node in self.order((made.module, made.name)):
-            for statement in node.body:
-                if isinstance(statement, _FUNCTIONS) and statement.name != "__init__":
-                    for function in self.bound(made, statement.name):
-                        self._call(function, Given(), guards)
+            self.keep(key, name, objects(values))
 
     def _looked_through(self, module: Module, target: Function) -> None:
         """A function that gets no arguments may still name classes that will get them."""
-        if target.node in self._visited:
-            return
-        self._visited.add(target.node)
-        for name in sorted(self.shape(target.node).names):
-            for value in self.named(module, name, None):
-                if isinstance(value, Function) and value.module == module.name:
-                    self._looked_through(module, value)
+        if target.node not in self._visited:
+            self._visited.add(target.node)
+            for name in sorted(self.shape(target.node).names):
+                for value in self.named(module, name, None):
+                    if isinstance(value, Function) and value.module == module.name:
+                        self._looked_through(module, value)
 
-    def _referenced(self, module: Module, node: ast.ClassDef) -> None:
+    def _referenced(self, key: Key) -> None:
         """A class named on the path whose methods, or whose base's, take the arguments: a callback."""
-        key = (module.name, node.name)
         if key in self._visited or key in self.ancestors:
             return
         self._visited.add(key)
         methods = [
-            (owner, known, statement)
+            (owner, known, statement, [parameter.arg for parameter in parameters_of(statement.args)])
             for owner, known in self.order(key)
             for statement in known.body
-            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
+            if isinstance(statement, FUNCTIONS)
         ]
         taken = {
             parameter.arg: values
-            for owner, _, statement in methods
+            for owner, _, statement, _ in methods
             for parameter in parameters_of(statement.args)
             if (values := self.annotated(parameter, owner))
         }
-        made = Object(*key)
-        with self._aloud():
-            for owner, known, statement in methods if taken else ():
-                if {p.arg for p in parameters_of(statement.args)} & taken.keys():
-                    where = f"{owner.name}:{known.name}"
-                    function = Function(owner.name, statement, made, where)
+        with self._silently(False):
+            for owner, known, statement, names in methods:
+                if taken.keys() & names:
+                    function = Function(owner.name, statement, Object(key), f"{owner.name}:{known.name}")
                     self._call(function, Given([], taken), UNSURE)
 
     # --- expressions ---
@@ -1053,8 +955,9 @@ class Walk(Lookup):
         """What an expression may hold, as an expression over arguments where it is one."""
         values = self.value(node, frame, guards)
         if isinstance(node, ast.BoolOp) and not objects(without_texts(values)) - {DEFAULT}:
-            return self._texted(node, frame)
-        return values or self._texted(node, frame)
+            values = NOTHING
+        text = None if values else self._text(node, frame)
+        return values if text is None else frozenset({Text(text)})
 
     def value(self, node: ast.expr, frame: Frame, guards: Guards) -> Values:
         """What an expression may hold; records the arguments that it reads."""
@@ -1087,18 +990,12 @@ class Walk(Lookup):
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
                 return self._comprehension(node, frame, guards)
             case ast.NamedExpr(target=target, value=value):
-                with self._aloud():
+                with self._silently(False):
                     inner = self.symbolic(value, frame, guards)
                 self._store(target, inner, frame, guards)
                 return inner
             case ast.Await(value=value) | ast.Starred(value=value):
                 return self.value(value, frame, guards)
-            case ast.Yield(value=ast.expr() as value):
-                frame.returned |= listed(self.value(value, frame, guards))
-                return NOTHING
-            case ast.YieldFrom(value=value):
-                frame.returned |= without_texts(self.value(value, frame, guards))
-                return NOTHING
         self.children(node, frame, guards)
         return NOTHING
 
@@ -1110,21 +1007,18 @@ class Walk(Lookup):
                 self.children(child, frame, guards)
 
     def _short_circuit(self, every: bool, parts: Sequence[ast.expr], frame: Frame, guards: Guards) -> Values:
-        say = self._say(frame)
         values = []
         for part in parts:
-            if conditions.impossible(guards):
-                break
             with self._watched() as wrote:
                 values.append(self.value(part, frame, guards))
-            guards = self._forget(wrote, frame, guards | self._taken(part, say)[not every])
+            guards = self._forget(wrote, frame, guards | self._taken(part, frame)[not every])
         return merged(*values)
 
     def _either(self, node: ast.IfExp, frame: Frame, guards: Guards) -> Values:
         with self._watched() as wrote:
             self.value(node.test, frame, guards)
         values = []
-        for part, taken in zip((node.body, node.orelse), self._taken(node.test, self._say(frame)), strict=True):
+        for part, taken in zip((node.body, node.orelse), self._taken(node.test, frame), strict=True):
             inner = self._forget(wrote, frame, guards | taken)
             if not conditions.impossible(inner):
                 values.append(self.symbolic(part, frame, inner))
@@ -1148,8 +1042,8 @@ class Walk(Lookup):
         for key, value in zip(keys, values, strict=True):
             inner = shallow(self.symbolic(value, frame, guards))
             if key is None:
-                spread = [pair for v in inner if isinstance(v, Keywords) for pair in v.items]
-                pairs |= dict(spread)
+                spread = {name: one for v in inner if isinstance(v, Several) for name, one in v.pairs.items()}
+                pairs |= spread
                 parts.append(leaves(inner))
                 named = named and bool(spread)
                 continue
@@ -1161,7 +1055,7 @@ class Walk(Lookup):
                 named = False
         if not any(parts):
             return NOTHING
-        return frozenset({mapping(pairs) if named else Several(tuple(parts), exact=False)})
+        return _mapping(pairs) if named else frozenset({Several(tuple(parts), exact=False)})
 
     def entry(self, node: ast.expr, values: Values, key: ast.expr, frame: Frame, guards: Guards) -> Values:
         """One entry of a container: the one at `key` where that is plain, else any of them."""
@@ -1172,15 +1066,14 @@ class Walk(Lookup):
                     -len(items) <= place < len(items)
                 ):
                     results.append(items[place])
-                case Keywords(items=pairs), ast.Constant(value=str() as name) if name in dict(pairs):
-                    results.append(dict(pairs)[name])
-                case Several() | Keywords(), _:
+                case Several(keys=(*names,)), ast.Constant(value=str() as name) if name in names:
+                    results.append(value.pairs[name])
+                case Several(), _:
                     results.append(contents({value}) | {UNKNOWN})
                 case Items(index), _:
                     text = self._constant_text(key, frame)
                     if text is not None:
-                        own = frozenset[Value]({Args(index)})
-                        results.append(self.part(own, text, node, frame, guards))
+                        results.append(self.part(frozenset({Args(index)}), text, node, frame, guards))
                 case Unknown() | Text(), _:
                     continue
                 case _:
@@ -1199,7 +1092,7 @@ class Walk(Lookup):
                 inner.env[name] = part
             for test in generator.ifs:
                 self.value(test, inner, guards)
-                guards |= self._taken(test, self._say(inner))[0]
+                guards |= self._taken(test, inner)[0]
         if isinstance(node, ast.DictComp):
             self.value(node.key, inner, guards)
             values = self.value(node.value, inner, guards)
@@ -1218,18 +1111,15 @@ class Walk(Lookup):
                 case Args() if name in self.fields:
                     self._read(name, place(node, frame), guards)
                     results.append({Text(name)})
-                case Args(index) if name == "__dict__":
-                    results.append({Items(index)})
                 case Super(bound=bound, owner=after):
-                    results.append(self._properties(self.bound(bound, name, after=after), guards))
-                case Args() | Object() | Class():
-                    known = self._properties(self.bound(owner, name), guards)
-                    if isinstance(owner, Object | Class):
-                        known = known | self.stored(owner, name)
-                    results.append(known)
+                    results.append(self._properties(self.bound(bound, name, after), guards))
+                case Args():
+                    results.append(self._properties(self.bound(owner, name), guards))
+                case Object(key) | Class(key):
+                    results.append(self._properties(self.bound(owner, name), guards) | self.stored(key, name))
                 case ModuleName(name=module_name):
                     results.append(self._of_module(module_name, name))
-                case Several() | Keywords():
+                case Several():
                     # of what `with` gets from a generator, or of something that holds it
                     inner = contents({owner})
                     of_entry = self.part(inner, name, node, frame, guards) if inner else inner
@@ -1283,8 +1173,8 @@ class Walk(Lookup):
         if name in owner.functions:
             return values | {Function(owner.name, owner.functions[name])}
         if name in owner.classes:
-            self._referenced(owner, owner.classes[name])
-            return values | {Class(owner.name, name)}
+            self._referenced((owner.name, name))
+            return values | {Class((owner.name, name))}
         return values | self._constant(owner, name)
 
     def _constant(self, module: Module, name: str) -> Values:
@@ -1308,18 +1198,13 @@ class Walk(Lookup):
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 for one, part in zip(targets, _unpacked(values, targets), strict=True):
                     self._store(one, part, frame, guards)
-            case ast.Starred(value=inner):
-                self._store(inner, values, frame, guards)
             case ast.Attribute(value=owner, attr=name):
                 owners = self.value(owner, frame, guards)
                 for value in owners:
-                    self.put(value, name, values, guards)
+                    self.put(value, name, values)
             case ast.Subscript(value=owner, slice=key):
                 self.value(key, frame, guards)
                 owners = self.value(owner, frame, guards)
-                text = self._constant_text(key, frame)
-                if any(isinstance(one, Items) for one in owners) and values != {Text(text or "")}:
-                    self._write(text)
                 if isinstance(frame.bound, Args) and own_attributes(owner):
                     self.reshaped |= own_attributes(owner)
                 else:
@@ -1336,14 +1221,13 @@ class Walk(Lookup):
         else:
             home.env[name] = values
 
-    def put(self, value: Value, name: str, values: Values, guards: Guards) -> None:
+    def put(self, value: Value, name: str, values: Values) -> None:
         """An attribute of an object gets another value."""
-        if isinstance(value, Args):
-            self._write(name)
-        elif isinstance(value, Object | Class):
-            self.keep(value, name, values)
-        elif isinstance(value, ModuleName) and self.carries(values):
-            self.globals.setdefault((value.name, name), set()).update(objects(values))
+        match value:
+            case Args():
+                self._write(name)
+            case Object(key) | Class(key):
+                self.keep(key, name, values)
 
     def put_into(self, owner: ast.expr, values: Values, frame: Frame) -> None:
         """A container gets another entry."""
@@ -1353,23 +1237,13 @@ class Walk(Lookup):
         elif isinstance(owner, ast.Attribute) and self.carries(values):
             entry = listed(objects(values))
             for value in self.value(owner.value, frame, ANYHOW):
-                self.put(value, owner.attr, entry, ANYHOW)
+                self.put(value, owner.attr, entry)
 
 
-def _attribute_of(node: ast.expr) -> str | None:
-    return node.attr if isinstance(node, ast.Attribute) else None
-
-
-def _loaded(target: ast.expr) -> ast.expr:
-    """The target of an assignment as an expression that is read."""
-    match target:
-        case ast.Attribute(value=value, attr=name):
-            return ast.Attribute(value, name, ast.Load())
-        case ast.Subscript(value=value, slice=key):
-            return ast.Subscript(value, key, ast.Load())
-        case ast.Name(id=name):
-            return ast.Name(name, ast.Load())
-    return target
+def _root(node: ast.expr) -> ast.expr:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node
 
 
 def _only_complains(body: Sequence[ast.stmt]) -> bool:
@@ -1382,7 +1256,7 @@ def _only_complains(body: Sequence[ast.stmt]) -> bool:
             case ast.If(body=inner, orelse=other) if _only_complains([*inner, *other]):
                 complains = True
             case ast.Expr(value=ast.Call(func=function)):
-                if last(function) not in LOGS | SHOWS:
+                if last(function) not in _LOGS | _SHOWS:
                     return False
                 complains = True
             case ast.Assign(targets=[ast.Name()], value=ast.JoinedStr() | ast.Constant(value=str())):
@@ -1398,7 +1272,7 @@ def _refuses(body: Sequence[ast.stmt]) -> bool:
     if not body or not isinstance(body[-1], ast.Raise):
         return False
     inside = (node for statement in body for node in within(statement))
-    return not any(isinstance(node, _LEAVES) or _ends(node) for node in inside)
+    return not any(isinstance(node, _LEAVES) for node in inside)
 
 
 def _trains(loop: ast.stmt) -> bool:
@@ -1409,34 +1283,31 @@ def _trains(loop: ast.stmt) -> bool:
     )
 
 
-def _ends(node: ast.AST) -> bool:
-    """Whether a statement ends the script on purpose."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in _ENDS
-
-
 def _plain(values: Values) -> Values:
     """The values without functions and containers."""
-    return frozenset(v for v in values if not isinstance(v, Function | Partial | Several | Keywords))
+    return frozenset(v for v in values if not isinstance(v, Function | Partial | Several))
 
 
 def _unpacked(values: Values, targets: Sequence[ast.expr]) -> list[Values]:
     """What each of several targets gets of a value that is unpacked."""
-    sure = not any(isinstance(target, ast.Starred) for target in targets)
     parts: list[list[Values]] = [[] for _ in targets]
     for value in values:
         for index, part in enumerate(parts):
             match value:
-                case Several(items=items, exact=True) if sure and len(items) > index:
+                case Several(items=items, exact=True) if len(items) > index:
                     part.append(items[index])
-                case Several() | Keywords():
-                    known = contents({value})
-                    starred = isinstance(targets[index], ast.Starred)
-                    part.append(listed(known) if starred else known)
+                case Several():
+                    part.append(contents({value}))
                 case Text() | Function():
                     part.append(NOTHING)
                 case _:
                     part.append(frozenset({value}))
     return [merged(*part) for part in parts]
+
+
+def _mapping(pairs: Mapping[str, Values]) -> Values:
+    """A table with texts as keys."""
+    return frozenset({Several(tuple(pairs.values()), exact=False, keys=tuple(pairs))})
 
 
 def _named_parts(target: ast.expr, values: Values) -> Iterator[tuple[str, Values]]:
@@ -1447,8 +1318,6 @@ def _named_parts(target: ast.expr, values: Values) -> Iterator[tuple[str, Values
         case ast.Tuple(elts=targets) | ast.List(elts=targets):
             for one, part in zip(targets, _unpacked(values, targets), strict=True):
                 yield from _named_parts(one, part)
-        case ast.Starred(value=inner):
-            yield from _named_parts(inner, values)
 
 
 def own_attributes(node: ast.AST) -> set[str]:
@@ -1460,29 +1329,5 @@ def own_attributes(node: ast.AST) -> set[str]:
     }
 
 
-def _constants(node: ast.expr) -> list[str]:
-    values = (one.value for one in ast.walk(node) if isinstance(one, ast.Constant))
-    return [value for value in values if isinstance(value, str)]
-
-
 def place(node: ast.AST, frame: Frame) -> str:
     return f"{frame.module.label}:{getattr(node, 'lineno', 0)}"
-
-
-def single_tests(test: ast.expr) -> Iterator[ast.expr]:
-    """What a test is joined of by `and`, `or` and `not`."""
-    match test:
-        case ast.BoolOp(values=parts):
-            for part in parts:
-                yield from single_tests(part)
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            yield from single_tests(operand)
-        case ast.NamedExpr(value=value):
-            yield from single_tests(value)
-        case _:
-            yield test
-
-
-def _texts(value: object) -> set[str]:
-    """The texts in a list; nothing for any other value."""
-    return {one for one in value if isinstance(one, str)} if isinstance(value, list) else set()

@@ -1,4 +1,4 @@
-"""What names may hold on the path of an entry script: the values that `walk` follows, its frames, and
+"""What names may hold on the path of an entry script: the values that `Walk` follows, its frames, and
 what is known of classes and modules.
 
 A set of values says what an expression may be. The empty set is anything else; `UNKNOWN` beside
@@ -8,59 +8,63 @@ others says that it may also be anything else, so that no condition is drawn fro
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, TypeVar
 
-from launcher.upstream.schema import Read, Refusal
 from launcher.upstream.source import conditions
 from launcher.upstream.source.packages import UNKNOWN as NO_VALUE
 from launcher.upstream.source.packages import Module, Sources, enum_members
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+Key = tuple[str, str]
+"""A class: its module and its name."""
+
+
+class Value:
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Args:
+class Args(Value):
     """An object of the parsed dataclasses, by its place among them."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
+class Items(Value):
     """The attributes of such an object as a mapping: `vars(args)`, `asdict(args)`."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
-class Default:
+class Default(Value):
     """None, or an instance of a parsed dataclass that the source makes itself: not the stage's."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unknown:
+class Unknown(Value):
     """Anything else, beside the other values of a set."""
 
 
 @dataclass(frozen=True, slots=True)
-class Object:
+class Object(Value):
     """An instance of any other class."""
 
-    module: str
-    name: str
+    key: Key
 
 
 @dataclass(frozen=True, slots=True)
-class Class:
-    """A class that is none of the parsed dataclasses, or one of them."""
-
-    module: str
-    name: str
+class Class(Value):
+    key: Key
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class Function(Value):
     """A function; `bound` is what its first parameter holds, `owner` the class that defines it.
 
     `scope` is the frame that a function inside a function sees.
@@ -74,7 +78,7 @@ class Function:
 
 
 @dataclass(frozen=True, slots=True)
-class Partial:
+class Partial(Value):
     """A function with its first arguments."""
 
     function: Value
@@ -83,57 +87,41 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleName:
-    """A module of the packages that are read."""
-
+class ModuleName(Value):
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Several:
-    """A tuple or list; `exact` where its entries stand in this order and are all there are."""
+class Several(Value):
+    """A tuple, list or mapping; `exact` where its entries stand in this order and are all there are.
+
+    `keys` are those of a mapping with texts as keys, such as what `**kwargs` collects.
+    """
 
     items: tuple[Values, ...]
     exact: bool = True
+    keys: tuple[str, ...] | None = None
+
+    @property
+    def pairs(self) -> dict[str, Values]:
+        return dict(zip(self.keys or (), self.items, strict=False))
 
 
 @dataclass(frozen=True, slots=True)
-class Keywords:
-    """A mapping with these keys: what `**kwargs` collects, a table with texts as keys."""
-
-    items: tuple[tuple[str, Values], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(Value):
     """A value that is an expression over argument names."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Super:
+class Super(Value):
     """What `super()` is inside a method of `owner`."""
 
     bound: Value
     owner: str
 
 
-Value = (
-    Args
-    | Items
-    | Default
-    | Unknown
-    | Object
-    | Class
-    | Function
-    | Partial
-    | ModuleName
-    | Several
-    | Keywords
-    | Text
-    | Super
-)
 Values = frozenset[Value]
 NOTHING: Values = frozenset()
 UNKNOWN = Unknown()
@@ -156,29 +144,18 @@ class Frame:
     bound: Value | None = None
     returned: set[Value] = field(default_factory=set)
     node: FunctionNode | None = None
-    # it may end the script
-    exits: bool = False
     # the level of the script itself
     top: bool = False
 
     def find(self, name: str) -> Values | None:
         """What a local name may hold, here or in a function around; None for any other name."""
-        frame: Frame | None = self
-        while frame is not None:
-            if name in frame.env:
-                return frame.env[name]
-            frame = frame.outer
-        return None
+        return next((frame.env[name] for frame in self.chain() if name in frame.env), None)
 
     def home(self) -> Frame:
         """The frame in which an assignment here takes effect: a comprehension has no names of its own."""
-        frame = self
-        while frame.outer is not None and frame.shape.inline:
-            frame = frame.outer
-        return frame
+        return next(frame for frame in self.chain() if frame.outer is None or not frame.shape.inline)
 
     def chain(self) -> Iterator[Frame]:
-        """This frame and those around it."""
         frame: Frame | None = self
         while frame is not None:
             yield frame
@@ -192,14 +169,9 @@ class Given:
     positional: list[Values] = field(default_factory=list)
     named: dict[str, Values] = field(default_factory=dict)
     rest: Values = NOTHING
-    where: str = ""
 
     def everything(self) -> Iterator[Values]:
-        """All values, one by one."""
-        yield from self.positional
-        yield from self.named.values()
-        if self.rest:
-            yield self.rest
+        yield from (*self.positional, *self.named.values(), *([self.rest] if self.rest else []))
 
 
 @dataclass(slots=True, eq=False)
@@ -224,7 +196,6 @@ INLINE = FunctionFacts(inline=True)
 
 
 def shape_of(body: Sequence[ast.stmt], parameters: Iterable[str] = ()) -> FunctionFacts:
-    """The shape of a function's, or a module's, statements."""
     bound, twice, shared = set(parameters), set[str](), set[str]()
     names, attributes, generator = set[str](), set[str](), False
     for node in (inner for statement in body for inner in ast.walk(statement)):
@@ -247,22 +218,15 @@ def shape_of(body: Sequence[ast.stmt], parameters: Iterable[str] = ()) -> Functi
                 twice |= set(listed)
             case ast.Yield() | ast.YieldFrom():
                 generator = True
-    last = body[-1] if body else None
+    returns = sum(isinstance(node, ast.Return) for statement in body for node in within(statement))
     return FunctionFacts(
         assigned=frozenset(twice | shared),
         globals=frozenset(shared),
         names=frozenset(names),
         mentioned=frozenset(names | attributes),
         generator=generator,
-        single=isinstance(last, ast.Return) and sum(_returns(body)) == 1,
+        single=returns == 1 and isinstance(body[-1], ast.Return),
     )
-
-
-def _returns(body: Sequence[ast.stmt]) -> Iterator[int]:
-    for statement in body:
-        for node in within(statement):
-            if isinstance(node, ast.Return):
-                yield 1
 
 
 def within(node: ast.AST) -> Iterator[ast.AST]:
@@ -271,44 +235,31 @@ def within(node: ast.AST) -> Iterator[ast.AST]:
     while waiting:
         one = waiting.pop()
         yield one
-        if not isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+        if not isinstance(one, FunctionNode | ast.ClassDef):
             waiting.extend(ast.iter_child_nodes(one))
 
 
 def parameters_of(arguments: ast.arguments) -> list[ast.arg]:
-    """The named parameters, in order."""
     return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
 
 
 def merged(*sides: Iterable[Value]) -> Values:
     """One of several: where a side is anything else, so may the whole be."""
     sets = [frozenset(side) for side in sides]
-    whole = frozenset[Value]().union(*sets)
+    whole = NOTHING.union(*sets)
     return whole | {UNKNOWN} if whole and not all(sets) else whole
 
 
 def contents(values: Iterable[Value]) -> Values:
     """What any entry of the containers among these values may be."""
-    parts: list[Values] = []
-    for value in values:
-        if isinstance(value, Several):
-            parts += value.items
-        elif isinstance(value, Keywords):
-            parts += [part for _, part in value.items]
-    return without_texts(merged(*parts)) if parts else NOTHING
+    return without_texts(merged(*(part for value in values if isinstance(value, Several) for part in value.items)))
 
 
 def leaves(values: Iterable[Value]) -> Values:
     """The values with what containers hold, at any depth, in the place of the containers."""
     found: set[Value] = set()
     for value in values:
-        match value:
-            case Several(items=items):
-                found.update(leaves(merged(*items)))
-            case Keywords(items=pairs):
-                found.update(leaves(merged(*(part for _, part in pairs))))
-            case _:
-                found.add(value)
+        found |= leaves(merged(*value.items)) if isinstance(value, Several) else {value}
     return without_texts(found)
 
 
@@ -319,20 +270,15 @@ def listed(values: Iterable[Value]) -> Values:
 
 def shallow(values: Values) -> Values:
     """The values, those that are nested deeply without their structure: nothing grows for ever."""
-    if any(_depth(value) > _MAX_DEPTH for value in values):
-        return listed(values)
-    return values
+    return listed(values) if any(_depth(value) > _MAX_DEPTH for value in values) else values
 
 
 def _depth(value: Value) -> int:
     match value:
         case Several(items=items):
             parts = [one for part in items for one in part]
-        case Keywords(items=pairs):
-            parts = [one for _, part in pairs for one in part]
         case Partial(function=function, positional=items, named=pairs):
-            parts = [function, *(one for part in items for one in part)]
-            parts += [one for _, part in pairs for one in part]
+            parts = [function, *(one for part in (*items, *dict(pairs).values()) for one in part)]
         case Function(bound=bound) if bound is not None:
             parts = [bound]
         case _:
@@ -340,11 +286,9 @@ def _depth(value: Value) -> int:
     return 1 + max(map(_depth, parts), default=0)
 
 
-def entries(values: Iterable[Value]) -> Values:
+def entries(values: Values) -> Values:
     """What a loop over these values meets: the entries of containers, anything else as it is."""
-    known = frozenset(values)
-    rest = {v for v in known if not isinstance(v, Several | Keywords | Text | Items | Function)}
-    return contents(known) | rest
+    return contents(values) | {v for v in values if not isinstance(v, Several | Text | Items | Function)}
 
 
 def without_texts(values: Iterable[Value]) -> Values:
@@ -360,31 +304,39 @@ def objects(values: Iterable[Value]) -> Values:
     return known if known != {UNKNOWN} else NOTHING
 
 
-def forgotten(values: Values, names: Iterable[str]) -> Values:
+def forgotten(values: Values, changed: set[str]) -> Values:
     """The values after arguments got others: expressions over those are known no longer."""
-    changed = set(names)
     stale = {v for v in values if isinstance(v, Text) and conditions.names(v.text) & changed}
     return values - stale | {UNKNOWN} if stale else values
 
 
-def mapping(pairs: Mapping[str, Values]) -> Keywords:
-    """A table with texts as keys."""
-    return Keywords(tuple(pairs.items()))
+def followable(values: Iterable[Value]) -> list[Value]:
+    """Functions among these values, also inside containers."""
+    functions: list[Value] = []
+    for value in values:
+        if isinstance(value, Function | Partial):
+            functions.append(value)
+        elif isinstance(value, Several):
+            functions += [one for part in value.items for one in followable(part)]
+    return functions
+
+
+def carried(values: Iterable[Values]) -> Values:
+    """What of the values handed to somebody who is not followed may come back."""
+    return frozenset(v for part in values for v in leaves(part) if isinstance(v, Args | Items | Object))
 
 
 # --- classes, modules and names -------------------------------------------------------------------
 
 _Method = tuple[Module, ast.ClassDef, ast.FunctionDef | ast.AsyncFunctionDef]
-_Key = tuple[str, str]
+_Answer = TypeVar("_Answer")
 
 
 def mark(node: ast.expr) -> str:
     """The last part of a decorator's or a function's name."""
     while isinstance(node, ast.Call):
         node = node.func
-    if isinstance(node, ast.Name):
-        return node.id
-    return node.attr if isinstance(node, ast.Attribute) else ""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def last(node: ast.expr) -> str:
@@ -392,154 +344,132 @@ def last(node: ast.expr) -> str:
     return "" if isinstance(node, ast.Call) else mark(node)
 
 
+def remembered(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
+    """A method of `Lookup` that is asked once for the same arguments."""
+
+    @wraps(method)
+    def ask(self: Lookup, *arguments: object) -> _Answer:
+        key = (method.__name__, *arguments)
+        if key not in self.answers:
+            self.answers[key] = method(self, *arguments)
+        answer: _Answer = self.answers[key]
+        return answer
+
+    return ask
+
+
 @dataclass(slots=True)
 class Lookup:
     """What is known of the classes and modules on the path, and of what their instances hold."""
 
     sources: Sources
-    classes: Sequence[_Key]
+    classes: Sequence[Key]
     # what an attribute of an instance, or a name of a module, may hold
-    attributes: dict[tuple[str, str, str], set[Value]] = field(default_factory=dict)
-    globals: dict[_Key, set[Value]] = field(default_factory=dict)
+    attributes: dict[tuple[Key, str], set[Value]] = field(default_factory=dict)
+    globals: dict[Key, set[Value]] = field(default_factory=dict)
     # classes whose instances have been given the arguments to keep
-    keepers: set[_Key] = field(default_factory=set)
-    ancestors: dict[_Key, int] = field(default_factory=dict)
-    _orders: dict[_Key, list[tuple[Module, ast.ClassDef]]] = field(default_factory=dict)
-    _methods: dict[tuple[_Key, str | None, str], _Method | None] = field(default_factory=dict)
-    _annotations: dict[ast.arg, Values] = field(default_factory=dict)
-    _shapes: dict[ast.AST, FunctionFacts] = field(default_factory=dict)
-    _literals: dict[tuple[str, str], ast.Constant | None] = field(default_factory=dict)
+    keepers: set[Key] = field(default_factory=set)
+    # the classes whose annotations mean the parsed dataclasses: these and their bases
+    ancestors: dict[Key, int] = field(default_factory=dict)
+    answers: dict[object, Any] = field(default_factory=dict)
 
-    def begin(self) -> None:
-        """Find the classes whose annotations mean the parsed dataclasses: these and their bases."""
+    def __post_init__(self) -> None:
         for index, key in enumerate(self.classes):
             for owner, node in self.order(key):
                 self.ancestors.setdefault((owner.name, node.name), index)
 
     def known(self) -> int:
         """How much has been learnt of what is kept where; it only ever grows."""
-        tables = (self.attributes, self.globals)
-        return sum(len(values) for table in tables for values in table.values()) + len(self.keepers)
+        kept = (*self.attributes.values(), *self.globals.values())
+        return sum(map(len, kept)) + len(self.keepers)
 
     # --- classes ----------------------------------------------------------------------------------
 
-    def order(self, key: _Key) -> list[tuple[Module, ast.ClassDef]]:
+    @remembered
+    def order(self, key: Key) -> list[tuple[Module, ast.ClassDef]]:
         """The class and its bases, the class itself first."""
-        if key not in self._orders:
-            module = self.sources.module(key[0])
-            node = module.classes.get(key[1]) if module else None
-            line = self.sources.linearised(module, node) if module and node else []
-            self._orders[key] = line[::-1]
-        return self._orders[key]
+        module = self.sources.module(key[0])
+        node = module.classes.get(key[1]) if module else None
+        return self.sources.linearised(module, node)[::-1] if module and node else []
 
-    def class_of(self, value: Value) -> _Key | None:
-        """The class of an object, or the class itself."""
+    def class_of(self, value: Value) -> Key | None:
         match value:
             case Args(index):
                 return self.classes[index]
-            case Object(module, name) | Class(module, name):
-                return module, name
+            case Object(key) | Class(key):
+                return key
         return None
 
-    def method(self, value: Value, name: str, *, after: str | None = None) -> _Method | None:
+    @remembered
+    def method(self, key: Key, name: str, after: str | None) -> _Method | None:
         """A method by name, in the order in which Python looks; `after` a class, for `super()`."""
-        key = self.class_of(value)
-        if key is None:
-            return None
-        lookup = (key, after, name)
-        if lookup not in self._methods:
-            self._methods[lookup] = self._find_method(key, name, after)
-        return self._methods[lookup]
-
-    def _find_method(self, key: _Key, name: str, after: str | None) -> _Method | None:
         order = self.order(key)
         names = [f"{module.name}:{node.name}" for module, node in order]
         start = names.index(after) + 1 if after in names else 0
         for module, node in order[start:]:
-            found = None
-            for statement in node.body:
-                if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-                    marks = {mark(one) for one in statement.decorator_list}
-                    if statement.name == name and "setter" not in marks:
-                        found = statement
-            if found is not None:
-                return module, node, found
+            found = [one for one in node.body if isinstance(one, FUNCTIONS) and one.name == name]
+            found = [one for one in found if "setter" not in map(mark, one.decorator_list)]
+            if found:
+                return module, node, found[-1]
         return None
 
-    def bound(self, value: Value, name: str, *, after: str | None = None) -> set[Value]:
+    def bound(self, value: Value, name: str, after: str | None = None) -> set[Value]:
         """The method of an object or class, with what its first parameter holds."""
-        found = self.method(value, name, after=after)
-        if found is None:
+        key = self.class_of(value)
+        found = self.method(key, name, after) if key else None
+        if key is None or found is None:
             return set()
         module, node, statement = found
         marks = {mark(one) for one in statement.decorator_list}
-        first: Value | None = None if isinstance(value, Class) else value
-        if "staticmethod" in marks:
-            first = None
-        elif "classmethod" in marks:
-            key = self.class_of(value)
-            first = Class(*key) if key else None
+        first: Value | None = None if isinstance(value, Class) or "staticmethod" in marks else value
+        if "classmethod" in marks:
+            first = Class(key)
         return {Function(module.name, statement, first, f"{module.name}:{node.name}")}
 
-    def stored(self, value: Value, name: str) -> set[Value]:
+    def stored(self, key: Key, name: str) -> set[Value]:
         """What any class of an instance's line has put into an attribute."""
-        key = self.class_of(value)
-        values: set[Value] = set()
-        if key is not None:
-            for module, node in self.order(key):
-                values |= self.attributes.get((module.name, node.name, name), set())
-            values |= self.attributes.get((*key, name), set())
-        return values
+        line = [(module.name, node.name) for module, node in self.order(key)]
+        return set().union(*(self.attributes.get((one, name), ()) for one in (key, *line)))
 
-    def keep(self, value: Value, name: str, values: Values) -> None:
+    def keep(self, key: Key, name: str, values: Values) -> None:
         """Remember what an attribute of an instance may hold."""
-        key = self.class_of(value)
-        if key is not None:
-            kept = without_texts(values) or {UNKNOWN}
-            self.attributes.setdefault((*key, name), set()).update(kept)
-            if self.carries(kept):
-                self.keepers.add(key)
+        kept = without_texts(values) or {UNKNOWN}
+        self.attributes.setdefault((key, name), set()).update(kept)
+        if self.carries(kept):
+            self.keepers.add(key)
 
     def carries(self, values: Iterable[Value]) -> bool:
         """Whether a value is, holds or can get at one of the parsed dataclasses."""
-        for value in values:
-            match value:
-                case Args() | Items():
-                    return True
-                case Object():
-                    if self.keeps(value):
-                        return True
-                case Function(bound=bound, scope=scope):
-                    if scope is not None or (bound is not None and self.carries({bound})):
-                        return True
-                case Partial(function=function, positional=items, named=pairs):
-                    parts = [*items, *(values for _, values in pairs)]
-                    if self.carries({function}) or any(self.carries(part) for part in parts):
-                        return True
-                case Several(items=items):
-                    if any(self.carries(part) for part in items):
-                        return True
-                case Keywords(items=pairs):
-                    if any(self.carries(part) for _, part in pairs):
-                        return True
+        return any(map(self._carries, values))
+
+    def _carries(self, value: Value) -> bool:
+        match value:
+            case Args() | Items():
+                return True
+            case Object(key):
+                return self.keeps(key)
+            case Function(bound=bound, scope=scope):
+                return scope is not None or (bound is not None and self._carries(bound))
+            case Partial(function=function, positional=items, named=pairs):
+                return self._carries(function) or any(map(self.carries, (*items, *dict(pairs).values())))
+            case Several(items=items):
+                return any(map(self.carries, items))
         return False
 
-    def keeps(self, made: Object) -> bool:
+    def keeps(self, key: Key) -> bool:
         """Whether an object has been given the arguments to keep."""
-        key = (made.module, made.name)
-        line = self.order(key)
-        return key in self.keepers or any((m.name, n.name) in self.keepers for m, n in line)
+        return key in self.keepers or any((m.name, n.name) in self.keepers for m, n in self.order(key))
 
     # --- names ------------------------------------------------------------------------------------
 
     def literal(self, module: Module, node: ast.expr) -> ast.Constant | None:
         """A constant or a member of an enum, by its value."""
-        key = (module.name, ast.unparse(node))
-        if key not in self._literals:
-            self._literals[key] = self._literal(module, node)
-        return self._literals[key]
+        return self._literal(module.name, ast.unparse(node))
 
-    def _literal(self, module: Module, node: ast.expr) -> ast.Constant | None:
+    @remembered
+    def _literal(self, module_name: str, text: str) -> ast.Constant | None:
+        module, node = self.sources.module(module_name), conditions.parsed(text)
+        assert module is not None
         if isinstance(node, ast.Name):
             found = self.sources.resolve(module, node.id)
             if found is None or found[1] in self.shape(found[0].tree).globals:
@@ -559,78 +489,36 @@ class Lookup:
         return ast.Constant(value)
 
     def is_enum(self, module: Module, node: ast.expr) -> bool:
-        """Whether a name stands for an enum."""
-        if not isinstance(node, ast.Name | ast.Attribute):
-            return False
         found = self.sources.resolve_class(module, node)
         return found is not None and enum_members(self.sources, *found) is not None
 
     def annotated(self, parameter: ast.arg, module: Module) -> Values:
         """What a parameter holds by its annotation: one of the parsed dataclasses, or a base of one."""
-        if parameter.annotation is None:
-            return NOTHING
-        if parameter not in self._annotations:
-            self._annotations[parameter] = self._by_annotation(parameter.annotation, module)
-        return self._annotations[parameter]
+        return self._by_annotation(parameter.annotation, module.name) if parameter.annotation else NOTHING
 
-    def _by_annotation(self, node: ast.expr | None, module: Module) -> Values:
+    @remembered
+    def _by_annotation(self, node: ast.expr, module_name: str) -> Values:
         match node:
-            case None:
-                return NOTHING
             case ast.Constant(value=str() as quoted):
                 try:
-                    return self._by_annotation(ast.parse(quoted, mode="eval").body, module)
+                    return self._by_annotation(conditions.parsed(quoted), module_name)
                 except SyntaxError:
                     return NOTHING
             case ast.BinOp(left=left, right=right):
-                return self._by_annotation(left, module) | self._by_annotation(right, module)
+                return self._by_annotation(left, module_name) | self._by_annotation(right, module_name)
             case ast.Subscript(value=owner, slice=inner):
                 parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
                 if mark(owner) in {"Optional", "Union", "Annotated", "Final"}:
-                    return NOTHING.union(*(self._by_annotation(part, module) for part in parts))
+                    return NOTHING.union(*(self._by_annotation(part, module_name) for part in parts))
                 return NOTHING
-        found = self.sources.resolve_class(module, node)
-        if found is None or (found[0].name, found[1].name) not in self.ancestors:
-            return NOTHING
-        return frozenset({Args(self.ancestors[found[0].name, found[1].name])})
+        module = self.sources.module(module_name)
+        found = self.sources.resolve_class(module, node) if module else None
+        index = self.ancestors.get((found[0].name, found[1].name)) if found else None
+        return NOTHING if index is None else frozenset({Args(index)})
 
-    def shape(self, node: ast.AST) -> FunctionFacts:
-        """The shape of a function or of a module."""
-        if node not in self._shapes:
-            match node:
-                case ast.FunctionDef() | ast.AsyncFunctionDef():
-                    shape = shape_of(node.body, [p.arg for p in parameters_of(node.args)])
-                case ast.Lambda():
-                    shape = shape_of([ast.Expr(node.body)], [p.arg for p in parameters_of(node.args)])
-                case ast.Module():
-                    shape = shape_of(node.body)
-                case _:
-                    shape = FunctionFacts()
-            self._shapes[node] = shape
-        return self._shapes[node]
-
-
-def by_place(read: Read | Refusal) -> tuple[str, int, tuple[str, ...]]:
-    """For sorting: file, line, conditions."""
-    file, _, line = read.where.rpartition(":")
-    return file, int(line), read.when
-
-
-def followable(values: Iterable[Value]) -> list[Value]:
-    """Functions among these values, also inside containers."""
-    functions: list[Value] = []
-    for value in values:
-        match value:
-            case Function() | Partial():
-                functions.append(value)
-            case Several(items=items):
-                functions += [one for part in items for one in followable(part)]
-            case Keywords(items=pairs):
-                functions += [one for _, part in pairs for one in followable(part)]
-    return functions
-
-
-def carried(values: Iterable[Values]) -> Values:
-    """What of the values handed to somebody who is not followed may come back."""
-    found = {value for part in values for value in leaves(part)}
-    return frozenset(v for v in found if isinstance(v, Args | Items | Object))
+    @remembered
+    def shape(self, node: FunctionNode | ast.Module) -> FunctionFacts:
+        if isinstance(node, ast.Module):
+            return shape_of(node.body)
+        body = [ast.Expr(node.body)] if isinstance(node, ast.Lambda) else node.body
+        return shape_of(body, [parameter.arg for parameter in parameters_of(node.args)])

@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from launcher.errors import Exit, Finding, NotReady, UsageError, not_ready, usage
+from launcher.errors import Exit, Finding, NotReady, UsageError, launch_finding, not_ready, usage
 from launcher.machine.git import Repository
 from launcher.paths import canonical, exists, is_file
 from launcher.upstream import locate
@@ -144,23 +144,15 @@ class Status:
     def findings(self) -> tuple[Finding, ...]:
         if self.fault is not None:
             return (self.fault,)
-        if self.used is None:
-            found = not_ready(
-                "no-checkout",
-                "there is no open-instruct checkout; what needs none uses the committed snapshot",
-                next(iter(self.next), None),
-            )
-        elif not self.used.equal:
-            edited = ", edited" if self.used.edited_source else ""
-            found = not_ready(
-                "unpinned-checkout",
-                f"the checkout is at {self.used.commit or 'an unknown commit'}{edited}, the pin is {PIN}",
-                next(iter(self.next), None),
-                file=str(self.used.path),
-            )
-        else:
+        if self.used is not None and self.used.equal:
             return ()
-        return tuple(found.findings)
+        code, file = "no-checkout", None
+        message = "there is no open-instruct checkout; what needs none uses the committed snapshot"
+        if self.used is not None:
+            edited = ", edited" if self.used.edited_source else ""
+            code, file = "unpinned-checkout", str(self.used.path)
+            message = f"the checkout is at {self.used.commit or 'an unknown commit'}{edited}, the pin is {PIN}"
+        return tuple(not_ready(code, message, next(iter(self.next), None), file=file).findings)
 
     @property
     def next(self) -> tuple[str, ...]:
@@ -222,27 +214,24 @@ def status(checkout: Path | None, environ: Mapping[str, str]) -> Status:
 
 
 def _look(path: Path, source: str, *, used: bool) -> CheckoutStatus:
-    state = _state(path)
-    if state != "checkout":
-        return CheckoutStatus(path=path, source=source, used=used, state=state)
+    place = CheckoutStatus(path=path, source=source, used=used, state=_state(path))
+    if place.state != "checkout":
+        return place
     facts = locate.locate("open_instruct", checkout=path, environ={})
+    place = replace(place, changed_files=facts.changed)
     repository = Repository(path)
     if not _is_own(repository):
-        return CheckoutStatus(path=path, source=source, used=used, state=state, changed_files=facts.changed)
+        return place
     commit = repository.commit("HEAD")
     date, subject = describe(repository, commit) if commit else (None, None)
     edited = repository.ask("diff", "--name-only", "--no-ext-diff", "-z", "HEAD", "--") or ""
     ahead, behind = distance(repository, PIN, commit) if commit else (None, None)
-    return CheckoutStatus(
-        path=path,
-        source=source,
-        used=used,
-        state=state,
+    return replace(
+        place,
         commit=commit,
         date=date,
         subject=subject,
         edited_files=tuple(filter(None, edited.split("\0"))),
-        changed_files=facts.changed,
         ahead=ahead,
         behind=behind,
         knows_pin=repository.commit(PIN) is not None,
@@ -273,32 +262,28 @@ def get_checkout() -> str:
 
 
 def _next(told: Status) -> Iterator[str]:
-    used, recorded = told.used, told.recorded == PIN
+    used = told.used
+    # what the index records may be another commit than the pin
+    fill = told.fill if told.recorded == PIN else None
     if used is None:
         other = next((place for place in told.places if place.equal), None)
         if other is not None and told.fault is not None:
             # the place that was named is none, another one is
             yield f"export LAUNCH_OPEN_INSTRUCT={_word(other.path)}"
         place = _word(told.places[-1].path)
-        yield told.fill or f"git clone {URL} {place} && git -C {place} checkout {PIN}"
+        yield fill or f"git clone {URL} {place} && git -C {place} checkout {PIN}"
     elif not used.equal and used.commit is None:
         yield f"git clone {URL} PATH && git -C PATH checkout {PIN}"
     elif not used.equal:
         git = f"git -C {_word(used.path)}"
         if used.edited_source:
             yield f"{git} stash"
-        if used.commit != PIN and used.source == "submodule" and recorded and told.fill:
-            yield told.fill
-        elif used.commit != PIN:
+        if used.commit != PIN:
             fetch = "" if used.knows_pin else f"{git} fetch origin {PIN} && "
-            yield f"{fetch}{git} checkout {PIN}"
-    elif recorded and told.fill is not None and told.submodule.state in {"empty", "missing"}:
+            yield fill if fill and used.source == "submodule" else f"{fetch}{git} checkout {PIN}"
+    elif fill is not None and told.submodule.state in {"empty", "missing"}:
         # not needed, while the other one is there
-        yield told.fill
-    if told.repository is not None and told.recorded is not None and not recorded:
-        below = locate.SUBMODULE.relative_to(told.repository)
-        index = f"git -C {_word(told.repository)} update-index"
-        yield f"{index} --cacheinfo 160000,{PIN},{below}"
+        yield fill
 
 
 # --- repositories and commits ---------------------------------------------------------------------
@@ -321,7 +306,16 @@ def find_commits(words: Sequence[str], checkout: Path | None, environ: Mapping[s
     Raises UsageError for words or names that make no sense, NotReady where there is no repository or
     where objects were never fetched; the help is the command that gets them.
     """
-    names = _names(words)
+    match words:
+        case [both] if ".." in both:
+            old, _, new = both.partition("..")
+            names = (old or "pin", new.lstrip(".") or "HEAD")
+        case [new]:
+            names = ("pin", new)
+        case [old, new]:
+            names = (old, new)
+        case _:
+            raise usage("unknown-commit", "two commits are compared", "launch pin diff pin origin/main")
     places = list(locate.checkout_places(checkout, environ))
     named = checkout is not None or bool(environ.get("LAUNCH_OPEN_INSTRUCT"))
     places = places[:1] if named else places
@@ -340,17 +334,6 @@ def find_commits(words: Sequence[str], checkout: Path | None, environ: Mapping[s
     raise _unknown(repositories[0], names)
 
 
-def _names(words: Sequence[str]) -> tuple[str, str]:
-    if len(words) == 1 and ".." in words[0]:
-        old, _, new = words[0].partition("..")
-        return old or "pin", new.lstrip(".") or "HEAD"
-    if len(words) == 1:
-        return "pin", words[0]
-    if len(words) == 2:
-        return words[0], words[1]
-    raise usage("unknown-commit", "two commits are compared", "launch pin diff pin origin/main")
-
-
 def _is_own(repository: Repository, *, bare: bool = False) -> bool:
     """Whether a folder is a repository: an empty one inside of another would answer for that one."""
     if not exists(repository.root):
@@ -367,21 +350,13 @@ def _unknown(first: Repository, names: tuple[str, str]) -> NotReady | UsageError
     """The error for names that no repository knows, of the first one, with what would get them."""
     meant = [PIN if name == "pin" else name for name in dict.fromkeys(names)]
     lacking = [name for name in meant if first.commit(name) is None] or meant
-    git, name = f"git -C {_word(first.root)}", lacking[0]
-    whole = re.fullmatch(r"[0-9a-f]{40,64}", name) is not None
+    whole = re.fullmatch(r"[0-9a-f]{40,64}", lacking[0]) is not None
     shallow = first.is_shallow()
-    help = f"{git} fetch origin{f' {name}' if whole else ''}"
-    if shallow and not whole:
-        help = f"{git} fetch --unshallow origin"
-    finding = Finding(
-        severity="error",
-        layer="launch",
-        code="unknown-commit",
-        file=str(first.root),
-        help=help,
-        message=f"{' and '.join(f'`{n}`' for n in lacking)}: no commit that {first.root} knows"
-        + (", whose history was cut off when it was cloned" if shallow else ""),
-    )
+    words = f"origin {lacking[0]}" if whole else "--unshallow origin" if shallow else "origin"
+    message = f"{' and '.join(f'`{n}`' for n in lacking)}: no commit that {first.root} knows"
+    message += ", whose history was cut off when it was cloned" if shallow else ""
+    help = f"git -C {_word(first.root)} fetch {words}"
+    finding = launch_finding("error", "unknown-commit", message, help, file=str(first.root))
     return NotReady(finding) if shallow or whole else UsageError(finding)
 
 

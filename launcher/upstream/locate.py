@@ -15,14 +15,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import Finding, InvalidConfig, NotReady
+from launcher.errors import Finding, InvalidConfig, NotReady, launch_finding
 from launcher.machine.git import CommitTree, Repository
 from launcher.paths import PROJECT, exists, expanded, is_file
 from launcher.upstream import facts, history
 from launcher.upstream.history import ArgumentChange
 from launcher.upstream.schema import Schema, source_name
 from launcher.upstream.source.packages import Folder, Tree, find_package
-from launcher.upstream.trainers import BACKENDS, Entry
+from launcher.upstream.trainers import BACKENDS
 
 REPOSITORY = PROJECT
 SUBMODULE = REPOSITORY / "external" / "open-instruct"
@@ -51,21 +51,17 @@ class Upstream:
 
     @property
     def pinned(self) -> bool:
-        """Whether every file that matters is the pinned one."""
         return not self.changed
 
     @property
     def is_checkout(self) -> bool:
-        """Whether this trainer runs from a git checkout."""
         return BACKENDS[self.backend].CHECKOUT
 
     def describe(self) -> str:
-        """One line for every answer: which source, which commit."""
         where = f"{self.root} ({self.source})" if self.root else "the committed snapshot"
         return f"{source_name(self.backend, self.version)}, {where}"
 
     def as_json(self) -> dict[str, object]:
-        """For envelopes and the manifest."""
         return {
             "backend": self.backend,
             "root": None if self.root is None else str(self.root),
@@ -82,7 +78,7 @@ def snapshot(backend: str) -> Mapping[str, Any]:
     """The committed facts of one backend; without any where none were taken: its source is read."""
     path = files("launcher.upstream.snapshots").joinpath(f"{backend}.json")
     if not path.is_file():
-        return {"version": BACKENDS[backend].PIN, **{name: {} for name in ("stages", "files", "externals")}}
+        return {"version": BACKENDS[backend].PIN, "stages": {}, "files": {}, "externals": {}}
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return data
 
@@ -100,9 +96,8 @@ def locate(
     checkout was named and is none.
     """
     if BACKENDS[backend].CHECKOUT:
-        environ = os.environ if environ is None else environ
-        return _locate_checkout(checkout, environ)
-    return _locate_packages(backend, tuple(search) if search is not None else None)
+        return _locate_checkout(checkout, os.environ if environ is None else environ)
+    return _locate_packages(backend, search)
 
 
 def checkout_places(named: Path | None, environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
@@ -118,7 +113,7 @@ def checkout_places(named: Path | None, environ: Mapping[str, str]) -> Iterator[
 
 def _locate_checkout(named: Path | None, environ: Mapping[str, str]) -> Upstream:
     for root, source in checkout_places(named, environ):
-        if _is_checkout(root):
+        if is_file(root / "open_instruct" / "finetune.py"):
             packages = packages_below("open_instruct", root)
             return _compare("open_instruct", root, packages, source, is_named=source != "found")
         if source not in {"submodule", "found"}:
@@ -126,28 +121,18 @@ def _locate_checkout(named: Path | None, environ: Mapping[str, str]) -> Upstream
     return _snapshot_only("open_instruct")
 
 
-def _is_checkout(root: Path) -> bool:
-    return is_file(root / "open_instruct" / "finetune.py")
-
-
 def _no_checkout(root: Path, source: str) -> Finding:
     state = "is not there"
     if exists(root):
         state = "does not hold one" if not root.is_dir() or any(root.iterdir()) else "is empty"
-    help = "name a folder that holds open_instruct/finetune.py, or leave the option out"
+    named, help = source, "name a folder that holds open_instruct/finetune.py, or leave the option out"
     if source == "LAUNCH_OPEN_INSTRUCT":
+        named = f"the environment variable {source}"
         help = "set that variable to a folder that holds open_instruct/finetune.py, or unset it"
     if root == SUBMODULE:
         help = "git submodule update --init external/open-instruct"
-    named = "the environment variable " if source == "LAUNCH_OPEN_INSTRUCT" else ""
-    return Finding(
-        severity="error",
-        layer="launch",
-        code="no-checkout",
-        file=str(root),
-        message=f"{named}{source} names an open-instruct checkout, but {root} {state}",
-        help=help,
-    )
+    message = f"{named} names an open-instruct checkout, but {root} {state}"
+    return launch_finding("error", "no-checkout", message, help, file=str(root))
 
 
 def _snapshot_only(backend: str) -> Upstream:
@@ -155,7 +140,7 @@ def _snapshot_only(backend: str) -> Upstream:
     return Upstream(backend=backend, root=None, source="snapshot", is_named=False, pin=pin, version=pin)
 
 
-def _locate_packages(backend: str, search: tuple[Path, ...] | None) -> Upstream:
+def _locate_packages(backend: str, search: Sequence[Path] | None) -> Upstream:
     packages = {}
     for name in BACKENDS[backend].PACKAGES:
         path = find_package(name, search)
@@ -167,7 +152,6 @@ def _locate_packages(backend: str, search: tuple[Path, ...] | None) -> Upstream:
 
 
 def packages_below(backend: str, root: Path) -> dict[str, Folder]:
-    """The folders of a backend's packages, all in one place."""
     return {name: Folder(root / name) for name in BACKENDS[backend].PACKAGES}
 
 
@@ -185,20 +169,12 @@ def at_commit(repository: Repository, commit: str) -> Upstream:
 def _compare(
     backend: str, root: Path | None, packages: Mapping[str, Tree], source: str, *, is_named: bool
 ) -> Upstream:
-    pin_facts = snapshot(backend)
-    changed = tuple(n for n, sha in pin_facts["files"].items() if facts.digest(packages, n) != sha)
-    pin = str(pin_facts["version"])
+    known = _snapshot_only(backend)
+    changed = tuple(n for n, sha in snapshot(backend)["files"].items() if facts.digest(packages, n) != sha)
     folders = {name: tree for name, tree in packages.items() if isinstance(tree, Folder)}
-    version = version_of(backend, folders) if changed and folders else pin
-    return Upstream(
-        backend=backend,
-        root=root,
-        source=source,
-        is_named=is_named,
-        pin=pin,
-        version=version,
-        packages=packages,
-        changed=changed,
+    version = version_of(backend, folders) if changed and folders else known.pin
+    return replace(
+        known, root=root, source=source, is_named=is_named, version=version, packages=packages, changed=changed
     )
 
 
@@ -227,26 +203,21 @@ def unpinned(upstream: Upstream, *, running: bool, allowed: bool) -> Finding | N
     if upstream.pinned:
         return None
     if not upstream.is_checkout:
-        return Finding(
-            severity="note",
-            layer="launch",
-            code="other-version",
-            message=f"checked against the installed {upstream.version}; tested with {upstream.pin}",
-        )
+        message = f"checked against the installed {upstream.version}; tested with {upstream.pin}"
+        return launch_finding("note", "other-version", message)
     stops = (running or upstream.is_named) and not allowed
-    files_changed = ", ".join(upstream.changed[:4])
     git, commit = f"git -C {upstream.root}", upstream.version.removesuffix("+edited")
     # checking out the commit that is checked out undoes no edit
     steps = [f"{git} stash"] if commit != upstream.version else []
     if commit != upstream.pin or not steps:
         steps.append(f"{git} checkout {upstream.pin[:12]}")
-    return Finding(
-        severity="error" if stops else "warning",
-        layer="launch",
-        code="unpinned-checkout",
+    files_changed = ", ".join(upstream.changed[:4])
+    return launch_finding(
+        "error" if stops else "warning",
+        "unpinned-checkout",
+        f"the checkout is at {upstream.version}, the pin is {upstream.pin} (different: {files_changed})",
+        " && ".join(steps) + ("" if allowed else ", or go on with --allow-unpinned"),
         file=str(upstream.root),
-        message=f"the checkout is at {upstream.version}, the pin is {upstream.pin} (different: {files_changed})",
-        help=" && ".join(steps) + ("" if allowed else ", or go on with --allow-unpinned"),
     )
 
 
@@ -264,38 +235,27 @@ def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False)
     found = facts.cached(backend, upstream.packages, pin_facts["externals"], stage)
     try:
         schema = facts.schema_of(found, backend, stage, "source", upstream.version)
-        known = pin_facts.get("models", {}).get(stage, {})
-        return replace(
-            schema,
-            # OLMo-core is no part of a checkout
-            configs=schema.configs or frozenset(known.get("configs", ())),
-            stands=_standing(upstream, schema.script),
-        )
     except LookupError as error:
-        raise InvalidConfig(
-            Finding(
-                severity="error",
-                layer="launch",
-                code="unreadable-source",
-                file=None if upstream.root is None else str(upstream.root),
-                message=f"{upstream.version} cannot be read as this stage's source: {error.args[0]}",
-            )
-        ) from None
+        message = f"{upstream.version} cannot be read as this stage's source: {error.args[0]}"
+        file = None if upstream.root is None else str(upstream.root)
+        raise InvalidConfig(launch_finding("error", "unreadable-source", message, file=file)) from None
+    known = pin_facts.get("models", {}).get(stage, {})
+    # OLMo-core is no part of a checkout
+    configs = schema.configs or frozenset(known.get("configs", ()))
+    return replace(schema, configs=configs, stands=_standing(upstream, schema.script))
 
 
 def _standing(upstream: Upstream, script: str) -> Callable[[str], bool]:
     from launcher.upstream.citations import CitationCheck
 
-    entries = BACKENDS[upstream.backend].STAGES.values()
-    own = {entry.script: {entry.script, *_defining(entry)} for entry in entries}
+    # scripts that do not run, and files that define arguments of theirs
+    own = {
+        entry.script: {entry.script, *(f"{module.replace('.', '/')}.py" for module, _ in entry.classes)}
+        for entry in BACKENDS[upstream.backend].STAGES.values()
+    }
     raw = files("launcher.upstream.snapshots").joinpath("cited.json").read_text(encoding="utf-8")
-    known = json.loads(raw).get(upstream.backend, {})
     others = set().union(*own.values()) - own[script]
-    return CitationCheck(known, upstream.packages, frozenset(others))
-
-
-def _defining(entry: Entry) -> Iterator[str]:
-    return (f"{module.replace('.', '/')}.py" for module, _ in entry.classes)
+    return CitationCheck(json.loads(raw).get(upstream.backend, {}), upstream.packages, frozenset(others))
 
 
 def at_pin(schema: Schema, key: str) -> str | None:
@@ -303,9 +263,8 @@ def at_pin(schema: Schema, key: str) -> str | None:
     pin_facts = snapshot(schema.backend)
     if schema.version == pin_facts["version"]:
         return None
-    listed = pin_facts["stages"].get(schema.key, ())
-    known = next((name for name in listed if name.partition(".")[2] == key), None)
-    return None if known is None else str(pin_facts["fields"][known]["where"])
+    names = (name for name in pin_facts["stages"].get(schema.key, ()) if name.partition(".")[2] == key)
+    return next((str(pin_facts["fields"][name]["where"]) for name in names), None)
 
 
 def past(upstream: Upstream, script: str, key: str) -> tuple[ArgumentChange, ...]:
@@ -337,7 +296,6 @@ class Locator:
 
     @classmethod
     def of(cls, source: Upstream) -> Locator:
-        """One that answers with this source, whatever lies on this machine."""
         return cls(allow_unpinned=True, _found={source.backend: source})
 
     def find(self, backend: str) -> Upstream:

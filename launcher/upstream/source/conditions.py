@@ -62,24 +62,23 @@ def implied(test: ast.expr, truth: bool, say: Say) -> frozenset[str]:
 @cache
 def negated(text: str) -> str:
     """The opposite of a condition, in the form in which the code would most likely write it."""
-    match parsed(text):
+    node = parsed(text)
+    match node:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return ast.unparse(operand)
+            node = operand
         case ast.Compare(left=left, ops=[op], comparators=comparators):
-            opposite = ast.Compare(left, [_OPPOSITE[type(op)]()], comparators)
-            return ast.unparse(opposite)
+            node = ast.Compare(left, [_OPPOSITE[type(op)]()], comparators)
         case ast.BoolOp(op=op, values=parts):
-            other = ast.Or() if isinstance(op, ast.And) else ast.And()
             opposites = [parsed(negated(ast.unparse(part))) for part in parts]
-            return ast.unparse(ast.BoolOp(other, opposites))
-        case plain:
-            return ast.unparse(ast.UnaryOp(ast.Not(), plain))
+            node = ast.BoolOp(ast.Or() if isinstance(op, ast.And) else ast.And(), opposites)
+        case _:
+            node = ast.UnaryOp(ast.Not(), node)
+    return ast.unparse(node)
 
 
-def impossible(conditions: Iterable[str]) -> bool:
+def impossible(conditions: frozenset[str]) -> bool:
     """Whether two of the conditions exclude each other, read as they stand."""
-    known = conditions if isinstance(conditions, frozenset) else frozenset(conditions)
-    return len(known) > 1 and any(negated(text) in known for text in known)
+    return any(negated(text) in conditions for text in conditions)
 
 
 def simplified(conditions: Iterable[str]) -> frozenset[str]:
@@ -99,7 +98,6 @@ def _parts(text: str) -> frozenset[str]:
 
 @cache
 def names(text: str) -> frozenset[str]:
-    """The arguments that a condition speaks of."""
     return frozenset(node.id for node in ast.walk(parsed(text)) if isinstance(node, ast.Name))
 
 
@@ -110,18 +108,14 @@ def compares(text: str) -> bool:
 
 
 def holds(text: str, values: Mapping[str, Any], unknown: object) -> bool | None:
-    """Whether a condition is true for these values; None where one of them is `unknown` or absent."""
+    """Whether a condition is true for these values; None where one of them is `unknown` or absent.
+
+    One part of an `and` or `or` may decide, whatever the others are.
+    """
     return _truth(parsed(text), values, unknown)
 
 
-@cache
-def parsed(text: str) -> ast.expr:
-    """A condition as a syntax tree, which nobody may change."""
-    return ast.parse(text, mode="eval").body
-
-
 def _truth(node: ast.expr, values: Mapping[str, Any], unknown: object) -> bool | None:
-    """True, false, or None; one part of an `and` or `or` may decide, whatever the others are."""
     match node:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             inner = _truth(operand, values, unknown)
@@ -136,6 +130,12 @@ def _truth(node: ast.expr, values: Mapping[str, Any], unknown: object) -> bool |
         return bool(_value(node, values, unknown))
     except (_Unknown, ArithmeticError, LookupError, TypeError, ValueError):
         return None
+
+
+@cache
+def parsed(text: str) -> ast.expr:
+    """A condition as a syntax tree, which nobody may change."""
+    return ast.parse(text, mode="eval").body
 
 
 def _value(node: ast.expr, values: Mapping[str, Any], unknown: object) -> Any:

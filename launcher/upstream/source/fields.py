@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.upstream.schema import Field, Kind
-from launcher.upstream.source.packages import UNKNOWN, Module, Sources, enum_members
+from launcher.upstream.source.packages import UNKNOWN, Module, Sources, enum_members, mark
 
 # trl/scripts/_hf_argparser.py:254 wraps the converter of these optional types, and of no list
 _NULLABLE = {"int", "float", "dict", "opaque"}
@@ -34,87 +34,11 @@ def read_fields(
         if module is None or class_name not in module.classes:
             raise LookupError(f"{module_name} has no class {class_name}")
         for owner, node in sources.linearised(module, module.classes[class_name]):
-            for name, known in _own_fields(sources, owner, node, externals):
+            for known in _ClassReader(sources, owner, externals).fields(node):
+                nullable = takes_none and known.kind in _NULLABLE and "None" in known.type and not known.many
                 # a field keeps the position of its first definition, as dataclasses do
-                nullable = takes_none and known.kind in _NULLABLE and "None" in known.type
-                nullable = nullable and not known.many
-                fields[name] = replace(known, nullable=nullable)
+                fields[known.name] = replace(known, nullable=nullable)
     return fields
-
-
-def _own_fields(
-    sources: Sources, module: Module, node: ast.ClassDef, externals: Mapping[str, Sequence[Any]]
-) -> Iterator[tuple[str, Field]]:
-    if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
-        return
-    for statement in node.body:
-        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
-            continue
-        name = statement.target.id
-        if name.startswith("_") or "ClassVar" in ast.unparse(statement.annotation):
-            continue
-        known = _field(sources, module, node.name, name, statement, externals)
-        if known is not None:
-            yield name, known
-
-
-def _field(
-    sources: Sources,
-    module: Module,
-    owner: str,
-    name: str,
-    statement: ast.AnnAssign,
-    externals: Mapping[str, Sequence[Any]],
-) -> Field | None:
-    expression, metadata, factory = statement.value, None, False
-    required = expression is None
-    if isinstance(expression, ast.Call) and ast.unparse(expression.func).endswith("field"):
-        keywords = {k.arg: k.value for k in expression.keywords}
-        match keywords.get("init"):
-            case ast.Constant(value=False):
-                return None
-        metadata = keywords.get("metadata")
-        factory = "default_factory" in keywords
-        expression = keywords.get("default") or keywords.get("default_factory")
-        required = expression is None
-    default = UNKNOWN if required else sources.evaluate(module, expression)
-    resolved = _Annotation(sources, module, externals).resolve(statement.annotation)
-    if resolved.many and not factory:
-        # the parser hands a list field its factory's default and drops a plain one (hf_argparser)
-        default = None
-    extra = _metadata(sources, module, metadata, externals)
-    choices = resolved.choices or tuple(extra.get("choices") or ())
-    return Field(
-        name=name,
-        type=ast.unparse(statement.annotation).strip("'\""),
-        kind=resolved.kind,
-        many=resolved.many,
-        choices=choices,
-        default=None if default is UNKNOWN else default,
-        default_text=ast.unparse(expression) if expression and default is UNKNOWN else None,
-        # the parser takes a bool without a default for false, or for nothing
-        required=required and (resolved.kind != "bool" or resolved.many),
-        word_optional=extra.get("nargs") == "?",
-        owner=owner,
-        where=f"{module.label}:{statement.lineno}",
-        external=resolved.external,
-    )
-
-
-def _metadata(
-    sources: Sources, module: Module, node: ast.expr | None, externals: Mapping[str, Sequence[Any]]
-) -> dict[str, Any]:
-    """What of a field's metadata can be read; argparse gets it as it is."""
-    if not isinstance(node, ast.Dict):
-        return {}
-    known = {}
-    for key, expression in zip(node.keys, node.values, strict=True):
-        value = sources.evaluate(module, expression)
-        if value is UNKNOWN:
-            value = externals.get(ast.unparse(expression), UNKNOWN)
-        if isinstance(key, ast.Constant) and value is not UNKNOWN:
-            known[str(key.value)] = value
-    return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,31 +50,79 @@ class _Resolved:
 
 
 @dataclass(slots=True)
-class _Annotation:
-    """An annotation -> how `HfArgumentParser._parse_dataclass_field` would treat it."""
+class _ClassReader:
+    """Declarations of one module -> how `HfArgumentParser._parse_dataclass_field` would treat them."""
 
     sources: Sources
     module: Module
     externals: Mapping[str, Sequence[Any]]
 
-    def resolve(self, node: ast.expr) -> _Resolved:
+    def fields(self, node: ast.ClassDef) -> Iterator[Field]:
+        if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+            return
+        for statement in node.body:
+            match statement:
+                case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation) if not (
+                    name.startswith("_") or "ClassVar" in ast.unparse(annotation)
+                ):
+                    yield from self._field(node.name, name, statement)
+
+    def _field(self, owner: str, name: str, statement: ast.AnnAssign) -> Iterator[Field]:
+        expression, keywords = statement.value, dict[str | None, ast.expr]()
+        if isinstance(expression, ast.Call) and ast.unparse(expression.func).endswith("field"):
+            keywords = {k.arg: k.value for k in expression.keywords}
+            expression = keywords.get("default") or keywords.get("default_factory")
+        match keywords.get("init"):
+            case ast.Constant(value=False):
+                return
+        default = self.sources.evaluate(self.module, expression)
+        resolved = self._annotation(statement.annotation)
+        if resolved.many and "default_factory" not in keywords:
+            # the parser hands a list field its factory's default and drops a plain one (hf_argparser)
+            default = None
+        extra = self._metadata(keywords.get("metadata"))
+        yield Field(
+            name=name,
+            type=ast.unparse(statement.annotation).strip("'\""),
+            kind=resolved.kind,
+            many=resolved.many,
+            choices=resolved.choices or tuple(extra.get("choices") or ()),
+            default=None if default is UNKNOWN else default,
+            default_text=ast.unparse(expression) if expression and default is UNKNOWN else None,
+            # the parser takes a bool without a default for false, or for nothing
+            required=expression is None and (resolved.kind != "bool" or resolved.many),
+            word_optional=extra.get("nargs") == "?",
+            owner=owner,
+            where=f"{self.module.label}:{statement.lineno}",
+            external=resolved.external,
+        )
+
+    def _metadata(self, node: ast.expr | None) -> dict[str, Any]:
+        """What of a field's metadata can be read; argparse gets it as it is."""
+        known = {}
+        for key, expression in zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ():
+            value = self.sources.evaluate(self.module, expression)
+            if value is UNKNOWN:
+                value = self.externals.get(ast.unparse(expression), UNKNOWN)
+            if isinstance(key, ast.Constant) and value is not UNKNOWN:
+                known[str(key.value)] = value
+        return known
+
+    def _annotation(self, node: ast.expr) -> _Resolved:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             node = ast.parse(node.value, mode="eval").body
         members = self._members(node)
-        if len(members) > 1:
-            node = self._pick(members)
-        return self._single(node)
+        return self._single(node if len(members) == 1 else self._pick(members))
 
     def _members(self, node: ast.expr) -> list[ast.expr]:
         """The members of a union, in order, however it is spelt."""
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-            return [*self._members(node.left), *self._members(node.right)]
-        if isinstance(node, ast.Subscript):
-            outer = ast.unparse(node.value).rpartition(".")[2]
-            if outer == "Optional":
-                return [*self._members(node.slice), ast.Constant(None)]
-            if outer == "Union" and isinstance(node.slice, ast.Tuple):
-                return [member for item in node.slice.elts for member in self._members(item)]
+        match node:
+            case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+                return [*self._members(left), *self._members(right)]
+            case ast.Subscript(value=outer, slice=inner) if mark(outer) == "Optional":
+                return [*self._members(inner), ast.Constant(None)]
+            case ast.Subscript(value=outer, slice=ast.Tuple(elts=items)) if mark(outer) == "Union":
+                return [member for item in items for member in self._members(item)]
         return [node]
 
     def _pick(self, members: list[ast.expr]) -> ast.expr:
@@ -163,10 +135,9 @@ class _Annotation:
         return members[0] if names[1] == "None" else members[1]
 
     def _single(self, node: ast.expr) -> _Resolved:
-        name = ast.unparse(node)
         if isinstance(node, ast.Subscript):
             return self._subscript(node)
-        match name.rpartition(".")[2]:
+        match mark(node):
             case "int" | "float" | "str" | "bool" as kind:
                 return _Resolved(kind)
             case "dict" | "Dict":
@@ -175,34 +146,30 @@ class _Annotation:
                 return _Resolved("str", many=True)
             case "Path" | "PathLike" | "Any":
                 return _Resolved("str")
-        return self._named(name)
+        return self._named(ast.unparse(node))
 
     def _subscript(self, node: ast.Subscript) -> _Resolved:
-        outer = ast.unparse(node.value).rpartition(".")[2]
-        if outer == "Literal":
-            items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-            values = tuple(self.sources.evaluate(self.module, item) for item in items)
-            return _Resolved("choice", choices=values)
-        if outer in {"list", "List"}:
-            # argparse calls the item's type on each word; calling an enum checks its values
-            return replace(self._single(node.slice), many=True)
-        return _Resolved("dict") if outer in {"dict", "Dict"} else _Resolved("opaque")
+        match mark(node.value):
+            case "Literal":
+                items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+                return _Resolved("choice", choices=tuple(self.sources.evaluate(self.module, item) for item in items))
+            case "list" | "List":
+                # argparse calls the item's type on each word; calling an enum checks its values
+                return replace(self._single(node.slice), many=True)
+            case "dict" | "Dict":
+                return _Resolved("dict")
+        return _Resolved("opaque")
 
     def _named(self, name: str) -> _Resolved:
-        found = self.sources.resolve(self.module, name)
-        if found is not None and found[1] in found[0].classes:
-            members = enum_members(self.sources, found[0], found[0].classes[found[1]])
-            if members is not None:
-                external = self._dotted(name)
-                return _Resolved("choice", choices=tuple(members.values()), external=external)
-            return _Resolved("opaque")
+        found = self.sources.resolve_class(self.module, ast.Name(name))
         external = self.sources.external(self.module, name)
+        if found is not None:
+            members = enum_members(self.sources, *found)
+            if members is None:
+                return _Resolved("opaque")
+            # named for types that live in another package than the module that uses them
+            foreign = external is not None and external.partition(".")[0] != self.module.name.partition(".")[0]
+            return _Resolved("choice", choices=tuple(members.values()), external=external if foreign else None)
         if external is not None and external in self.externals:
             return _Resolved("choice", choices=tuple(self.externals[external]), external=external)
         return _Resolved("opaque", external=external)
-
-    def _dotted(self, name: str) -> str | None:
-        """Set for types that live in another package than the module that uses them."""
-        origin, original = self.module.imports.get(name, ("", ""))
-        foreign = origin.partition(".")[0] not in {"", self.module.name.partition(".")[0]}
-        return f"{origin}.{original}" if foreign else None

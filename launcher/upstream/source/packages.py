@@ -9,11 +9,12 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+_T = TypeVar("_T")
 UNKNOWN: Any = object()
 """What `evaluate` returns for an expression that only running the module could tell."""
 
@@ -24,37 +25,30 @@ class Tree(Protocol):
     @property
     def name(self) -> str:
         """The package's top-level name, which labels begin with."""
-        ...
 
     def read(self, path: str) -> bytes | None:
         """A file by its path below the package; None where it is not there."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A package on disk."""
-
     path: Path
 
     @property
     def name(self) -> str:
-        """The name of the folder."""
         return self.path.name
 
     def read(self, path: str) -> bytes | None:
-        """A file below the folder; None where it is not there or cannot be read."""
         try:
             return (self.path / path).read_bytes()
         except OSError:
             return None
 
 
-def find_package(name: str, search: tuple[Path, ...] | None = None) -> Path | None:
+def find_package(name: str, search: Iterable[Path] | None = None) -> Path | None:
     """The folder of a top-level package, without importing it; in `search` or in our own path."""
     if search is not None:
-        found = (folder / name for folder in search)
-        return next((path for path in found if (path / "__init__.py").is_file()), None)
+        return next((f / name for f in search if (f / name / "__init__.py").is_file()), None)
     spec = importlib.util.find_spec(name)
     return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
 
@@ -78,7 +72,6 @@ class Module:
 
     @property
     def package(self) -> str:
-        """What a relative import starts from."""
         return self.name if self.label.endswith("/__init__.py") else self.name.rpartition(".")[0]
 
     def bind(self, node: ast.stmt) -> None:
@@ -87,29 +80,25 @@ class Module:
             case ast.ImportFrom(names=names):
                 origin = _absolute(node, self.package)
                 for alias in names:
-                    self._unbind(alias.asname or alias.name)
-                    self.imports[alias.asname or alias.name] = (origin, alias.name)
+                    self._bind(self.imports, alias.asname or alias.name, (origin, alias.name))
             case ast.Import(names=names):
                 for alias in names:
                     name = alias.asname or alias.name.partition(".")[0]
-                    self._unbind(name)
-                    self.modules[name] = alias.name if alias.asname else name
+                    self._bind(self.modules, name, alias.name if alias.asname else name)
             case ast.ClassDef(name=name):
-                self._unbind(name)
-                self.classes[name] = node
+                self._bind(self.classes, name, node)
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                self._unbind(name)
-                self.functions[name] = node
-            case ast.Assign(targets=[ast.Name(id=name), *_], value=value):
-                self._unbind(name)
-                self.constants[name] = value
-            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-                self._unbind(name)
-                self.constants[name] = value
+                self._bind(self.functions, name, node)
+            case (
+                ast.Assign(targets=[ast.Name(id=name), *_], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            ):
+                self._bind(self.constants, name, value)
 
-    def _unbind(self, name: str) -> None:
+    def _bind(self, kind: dict[str, _T], name: str, what: _T) -> None:
         for bound in (self.imports, self.modules, self.classes, self.functions, self.constants):
             bound.pop(name, None)
+        kind[name] = what
 
 
 @dataclass(slots=True)
@@ -146,15 +135,9 @@ class Sources:
             module = following
         return None
 
-    def resolve_class(self, module: Module, node: ast.expr | None) -> tuple[Module, ast.ClassDef] | None:
+    def resolve_class(self, module: Module, node: ast.expr) -> tuple[Module, ast.ClassDef] | None:
         """The class that a name, or `module.Name`, stands for; None where no root holds it."""
         found = None
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            # an annotation in quotes
-            try:
-                node = ast.parse(node.value, mode="eval").body
-            except SyntaxError:
-                return None
         if isinstance(node, ast.Name):
             found = self.resolve(module, node.id)
         elif isinstance(node, ast.Attribute):
@@ -176,7 +159,6 @@ class Sources:
         return self.named_module(owner, name) or self.module(f"{owner.name}.{name}")
 
     def module_of(self, module: Module, node: ast.expr) -> Module | None:
-        """The module that `a` or `a.b` stands for."""
         if isinstance(node, ast.Name):
             return self.named_module(module, node.id)
         if isinstance(node, ast.Attribute):
@@ -206,16 +188,49 @@ class Sources:
         return [nodes[stand_in.__name__] for stand_in in reversed(order) if stand_in is not object]
 
     def external(self, module: Module, name: str) -> str | None:
-        """The dotted name of something imported from a package that is not among the roots."""
+        """The dotted name of something imported, as it is called there."""
         origin, original = module.imports.get(name, ("", ""))
         return f"{origin}.{original}" if origin else None
 
     def evaluate(self, module: Module, node: ast.expr | None) -> Any:
-        """The value of a default: literals, constants, and the few calls upstream uses."""
+        """The value of a default: literals, constants, and the few calls upstream uses; executes nothing."""
         try:
-            return _Evaluator(self, module).value(node)
+            return self._value(module, node)
         except (_Unknowable, ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
             return UNKNOWN
+
+    def _value(self, module: Module, node: ast.expr | None) -> Any:
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.List(elts=items) | ast.Tuple(elts=items):
+                return [self._value(module, item) for item in items]
+            case ast.Dict(keys=keys, values=values):
+                pairs = zip(keys, values, strict=True)
+                return {self._value(module, k): self._value(module, v) for k, v in pairs if k is not None}
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self._value(module, operand)
+            case ast.Name(id="__file__"):
+                return module.label
+            case ast.Name(id=name):
+                found = self.resolve(module, name)
+                if found is not None and found[1] in found[0].constants:
+                    return self._value(found[0], found[0].constants[found[1]])
+                return {"list": list, "dict": dict}[name]()
+            case ast.Attribute(value=ast.Name() as owner, attr=attribute):
+                known = self.resolve_class(module, owner)
+                members = enum_members(self, *known) if known is not None else None
+                return (members or {})[attribute]
+            case ast.Lambda(body=body):
+                return self._value(module, body)
+            case ast.Subscript(value=inner, slice=ast.Slice(lower=lower, upper=upper, step=None)):
+                start, end = (None if bound is None else self._value(module, bound) for bound in (lower, upper))
+                return self._value(module, inner)[start:end]
+            case ast.Call(func=ast.Name(id="len"), args=[one], keywords=[]):
+                return len(self._value(module, one))
+            case ast.Call(func=function, args=[one], keywords=[]) if ast.unparse(function) == "os.path.basename":
+                return Path(self._value(module, one)).name
+        raise _Unknowable
 
     def _read(self, name: str) -> Module | None:
         top, _, below = name.partition(".")
@@ -267,74 +282,20 @@ class _Unknowable(Exception):
     """The expression's value depends on running the module."""
 
 
-@dataclass(slots=True)
-class _Evaluator:
-    """Interprets the handful of expression forms that defaults are written in; executes nothing."""
-
-    sources: Sources
-    module: Module
-
-    def value(self, node: ast.expr | None) -> Any:
-        match node:
-            case ast.Constant(value=value):
-                return value
-            case ast.List(elts=items) | ast.Tuple(elts=items):
-                return [self.value(item) for item in items]
-            case ast.Dict(keys=keys, values=values):
-                pairs = zip(keys, values, strict=True)
-                return {self.value(k): self.value(v) for k, v in pairs if k is not None}
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self.value(operand)
-            case ast.Name(id="__file__"):
-                return self.module.label
-            case ast.Name(id=name):
-                return self._name(name)
-            case ast.Attribute(value=ast.Name(id=owner), attr=attribute):
-                return self._member(owner, attribute)
-            case ast.Lambda(body=body):
-                return self.value(body)
-            case ast.Subscript(value=inner, slice=ast.Slice(lower=lower, upper=upper, step=None)):
-                start = None if lower is None else self.value(lower)
-                return self.value(inner)[start : None if upper is None else self.value(upper)]
-            case ast.Call(func=function, args=arguments, keywords=[]):
-                return self._call(ast.unparse(function), [self.value(a) for a in arguments])
-        raise _Unknowable
-
-    def _name(self, name: str) -> Any:
-        found = self.sources.resolve(self.module, name)
-        if found is None or found[1] not in found[0].constants:
-            if name in {"list", "dict"}:
-                return [] if name == "list" else {}
-            raise _Unknowable
-        return _Evaluator(self.sources, found[0]).value(found[0].constants[found[1]])
-
-    def _member(self, owner: str, attribute: str) -> Any:
-        found = self.sources.resolve(self.module, owner)
-        if found is None or found[1] not in found[0].classes:
-            raise _Unknowable
-        members = enum_members(self.sources, found[0], found[0].classes[found[1]])
-        if members is None or attribute not in members:
-            raise _Unknowable
-        return members[attribute]
-
-    def _call(self, function: str, arguments: list[Any]) -> Any:
-        match function, arguments:
-            case "len", [value]:
-                return len(value)
-            case "os.path.basename", [str() as path]:
-                return Path(path).name
-        raise _Unknowable
-
-
 def enum_members(sources: Sources, module: Module, node: ast.ClassDef) -> dict[str, Any] | None:
     """Member names and values of an Enum class; None for any other class."""
-    names = [ast.unparse(base) for base in node.bases]
-    if not any(name.rpartition(".")[2].endswith("Enum") for name in names):
+    if not any(ast.unparse(base).rpartition(".")[2].endswith("Enum") for base in node.bases):
         return None
-    members = {}
-    for statement in node.body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            value = sources.evaluate(module, statement.value)
-            if value is not UNKNOWN:
-                members[statement.targets[0].id] = value
-    return members
+    values = {
+        statement.targets[0].id: sources.evaluate(module, statement.value)
+        for statement in node.body
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
+    }
+    return {name: value for name, value in values.items() if value is not UNKNOWN}
+
+
+def mark(node: ast.expr) -> str:
+    """The last part of a decorator's or a function's name."""
+    while isinstance(node, ast.Call):
+        node = node.func
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from launcher.upstream.schema import Path, Read, Refusal
 from launcher.upstream.source import conditions
-from launcher.upstream.source.packages import Module, Sources
+from launcher.upstream.source.packages import Module, Sources, mark
 from launcher.upstream.source.statements import UNSURE, Passed, Walk
 
 _PARSERS = {"ArgumentParserPlus", "HfArgumentParser", "TrlParser"}
@@ -35,35 +35,30 @@ def entry_classes(sources: Sources, script: str) -> list[tuple[str, str]]:
     """
     module = _script(sources, script)
     inside = replace(module, imports=dict(module.imports), modules=dict(module.modules))
-    assigned = {
-        target.id: node.value
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    assigned: dict[str, ast.expr] = {}
+    calls: list[ast.Call] = []
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            # also inside the function that builds the parser
-            inside.bind(node)
-    for node in ast.walk(module.tree):
-        if not isinstance(node, ast.Call) or not node.args:
-            continue
-        if ast.unparse(node.func).rpartition(".")[2] not in _PARSERS:
-            continue
-        given = node.args[0]
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                assigned |= {target.id: value for target in targets if isinstance(target, ast.Name)}
+            case ast.Import() | ast.ImportFrom():
+                # also inside the function that builds the parser
+                inside.bind(node)
+            case ast.Call(func=function, args=[_, *_]) if mark(function) in _PARSERS:
+                calls.append(node)
+    for call in calls:
+        given = call.args[0]
         if isinstance(given, ast.Name):
             given = assigned.get(given.id, given)
         items = given.elts if isinstance(given, ast.Tuple | ast.List) else [given]
         found = [sources.resolve_class(inside, item) for item in items]
         if None not in found:
-            return [(owner.name, known.name) for owner, known in (f for f in found if f)]
+            return [(owner.name, known.name) for owner, known in filter(None, found)]
     raise LookupError(f"{script} hands its parser no dataclasses")
 
 
 def _script(sources: Sources, script: str) -> Module:
-    name = script.removesuffix(".py").replace("/", ".")
-    module = sources.module(name)
+    module = sources.module(script.removesuffix(".py").replace("/", "."))
     if module is None:
         raise LookupError(f"there is no {script}")
     return module
@@ -110,7 +105,6 @@ def _deep() -> Iterator[None]:
 
 
 def _reads(walk: Walk, name: str) -> tuple[Read, ...]:
-    """The reads of one argument, in the order of files and lines."""
     found = []
     for where, alternatives in walk.reads.get(name, {}).items():
         # what the script itself changes on the way says nothing about the stage file
@@ -120,9 +114,8 @@ def _reads(walk: Walk, name: str) -> tuple[Read, ...]:
             )
             for guards in alternatives
         }
-        kept = {one for one in kept if not any(other < one for other in kept)}
-        kept = {one for one in kept if not conditions.impossible(one)}
-        found += [Read(where=where, when=tuple(sorted(guards))) for guards in kept]
+        weakest = [one for one in kept if not any(other < one for other in kept)]
+        found += [Read(where, tuple(sorted(one))) for one in weakest if not conditions.impossible(one)]
     return tuple(sorted(found, key=_by_place))
 
 
@@ -131,12 +124,11 @@ def _refusals(walk: Walk) -> tuple[Refusal, ...]:
     found = []
     for where, alternatives in walk.refusals.items():
         for guards, name in alternatives:
-            if not guards or conditions.impossible(guards):
-                continue
-            # what earlier refusals on the way exclude need not be repeated
-            needed = frozenset(str(c) for c in guards if not isinstance(c, Passed)) or guards
-            when = tuple(sorted(map(str, conditions.simplified(needed))))
-            found.append(Refusal(where=where, when=when, error=name, parsing=where in walk.parsing))
+            if guards and not conditions.impossible(guards):
+                # what earlier refusals on the way exclude need not be repeated
+                needed = frozenset(str(c) for c in guards if not isinstance(c, Passed)) or guards
+                when = tuple(sorted(map(str, conditions.simplified(needed))))
+                found.append(Refusal(where, when, error=name, parsing=where in walk.parsing))
     return tuple(sorted(found, key=_by_place))
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from launcher.upstream.schema import Shadow
 from launcher.upstream.source import conditions
 from launcher.upstream.source.conditions import PERHAPS
-from launcher.upstream.source.packages import Module
+from launcher.upstream.source.packages import Module, mark
 from launcher.upstream.source.values import (
     DEFAULT,
     FUNCTIONS,
@@ -50,7 +50,6 @@ from launcher.upstream.source.values import (
     last,
     leaves,
     listed,
-    mark,
     merged,
     objects,
     parameters_of,
@@ -140,9 +139,7 @@ class Walk(Lookup):
     def stands(self, text: str) -> bool:
         """Whether a condition speaks of the stage file's values, as far as the script was walked."""
         names = conditions.names(text)
-        if names & self.reshaped and conditions.compares(text):
-            return False
-        return not names & self.written
+        return not names & self.written and not (names & self.reshaped and conditions.compares(text))
 
     @contextmanager
     def _watched(self) -> Iterator[set[str]]:
@@ -181,14 +178,8 @@ class Walk(Lookup):
 
     def _refused(self, node: ast.stmt, raised: ast.expr | None, frame: Frame, guards: Guards) -> None:
         """A `raise`: worth knowing where nothing but arguments decides whether it is reached."""
-        if isinstance(raised, ast.Call):
-            raised = raised.func
-        if PERHAPS in guards or raised is None:
-            return
-        if not all(self.stands(c) for c in guards):
-            return
-        name = ast.unparse(raised).rpartition(".")[2]
-        self.refusals.setdefault(place(node, frame), set()).add((guards, name))
+        if raised is not None and PERHAPS not in guards and all(map(self.stands, guards)):
+            self.refusals.setdefault(place(node, frame), set()).add((guards, mark(raised)))
 
     def _shadowed(self, test: ast.expr, frame: Frame, guards: Guards) -> None:
         """A branch that cannot be reached: what its test reads loses against what it contradicts."""
@@ -197,7 +188,6 @@ class Walk(Lookup):
             self.shadows[name] = Shadow(where=place(test, frame), by=tuple(sorted(rivals)))
 
     def _write(self, name: str) -> None:
-        """An argument gets another value."""
         if name in self.fields:
             self.written.add(name)
             self._wrote.add(name)
@@ -287,11 +277,9 @@ class Walk(Lookup):
     # --- names that are spelt out --------------------------------------------------------------------
 
     def _constant_text(self, node: ast.expr, frame: Frame) -> str | None:
-        if isinstance(node, ast.Constant):
-            return node.value if isinstance(node.value, str) else None
         if isinstance(node, ast.Name) and frame.find(node.id) is not None:
             return None
-        found = self.literal(frame.module, node)
+        found = node if isinstance(node, ast.Constant) else self.literal(frame.module, node)
         return found.value if found is not None and isinstance(found.value, str) else None
 
     def _possible_names(self, name: ast.expr, frame: Frame) -> set[str]:
@@ -401,11 +389,8 @@ class Walk(Lookup):
 
     def _return(self, value: ast.expr, frame: Frame, guards: Guards) -> None:
         values = self.symbolic(value, frame, guards)
-        if frame.shape.single:
-            frame.returned |= values
-        else:
-            # what the other ways out give back is something else
-            frame.returned |= without_texts(values) or {UNKNOWN}
+        # what the other ways out give back is something else
+        frame.returned |= values if frame.shape.single else without_texts(values) or {UNKNOWN}
 
     def _if(self, node: ast.If, frame: Frame, guards: Guards) -> Guards | None:
         taken = self._taken(node.test, frame)
@@ -554,19 +539,19 @@ class Walk(Lookup):
 
     def _only_puts_back(self, node: ast.If, frame: Frame) -> bool:
         """Whether a test of one argument decides about nothing but that argument's own form."""
-        name = next(iter(own_attributes(node.test)), None)
-        if not isinstance(frame.bound, Args) or own_attributes(node.test) != {name}:
+        tested = own_attributes(node.test)
+        if not isinstance(frame.bound, Args) or len(tested) != 1 or not tested <= self.fields:
             return False
         for statement in (*node.body, *node.orelse):
             match statement:
-                case ast.Assign(targets=[ast.Attribute(value=ast.Name(id="self"), attr=attr)]):
-                    if attr != name or not own_attributes(statement.value) <= {name}:
-                        return False
+                case ast.Assign(targets=[ast.Attribute(value=ast.Name(id="self"), attr=attr)]) if (
+                    attr in tested and own_attributes(statement.value) <= tested
+                ):
+                    continue
                 case ast.Expr(value=ast.Call() as call) if self._shows(call):
                     continue
-                case _:
-                    return False
-        return name in self.fields
+            return False
+        return True
 
     # --- calls ---------------------------------------------------------------------------------------
 
@@ -591,7 +576,6 @@ class Walk(Lookup):
         return self._reached(node, targets, given, frame, guards)
 
     def _reached(self, node: ast.Call, targets: Values, given: Given, frame: Frame, guards: Guards) -> Values:
-        """What a call of any of these targets gives back."""
         follow = [one for one in targets if isinstance(one, Function | Partial | Class | Object)]
         # one of a table's entries: which one is not known
         sure = len(targets) == len(follow) == 1 and not isinstance(node.func, ast.Subscript)
@@ -612,17 +596,16 @@ class Walk(Lookup):
     def _wrapped(self, function: ast.expr, given: Given, frame: Frame) -> Values:
         """A function handed to one that is not followed, first of all: it may come back, wrapped."""
         root = _root(function)
-        if isinstance(root, ast.Name) and root.id in _COLLECTS:
+        if not isinstance(root, ast.Name):
+            return NOTHING
+        if root.id in _COLLECTS:
             values = leaves(value for part in given.everything() for value in part)
             return listed(values) if objects(values) else NOTHING
-        if not isinstance(root, ast.Name) or frame.find(root.id) is not None:
-            # a method of some object, such as `map`
-            return NOTHING
-        first = given.positional[0] if given.positional else NOTHING
+        # a method of some object, such as `map`, gives back something else
+        first = given.positional[0] if given.positional and frame.find(root.id) is None else NOTHING
         return frozenset(v for v in first if isinstance(v, Function | Partial))
 
     def _special(self, node: ast.Call, frame: Frame, guards: Guards) -> Values | None:
-        """Calls that mean something to the walk by themselves."""
         match node:
             case ast.Call(func=ast.Name(id="super"), args=[]):
                 return self.named(frame.module, "super", frame)
@@ -652,14 +635,13 @@ class Walk(Lookup):
 
     def _partial(self, node: ast.Call, function: ast.expr, frame: Frame, guards: Guards) -> Values:
         targets = self.value(function, frame, guards)
-        rest = ast.copy_location(ast.Call(node.func, node.args[1:], node.keywords), node)
-        given = self._given(rest, frame, guards)
+        given = self._given(ast.copy_location(ast.Call(node.func, node.args[1:], node.keywords), node), frame, guards)
+        positional = tuple(map(shallow, given.positional))
+        named = tuple((key, shallow(values)) for key, values in given.named.items())
         partials: set[Value] = set()
         for target in targets:
             if isinstance(target, Function | Partial | Class):
                 self._call(target, given, guards | UNSURE)
-                positional = tuple(shallow(values) for values in given.positional)
-                named = tuple((key, shallow(values)) for key, values in given.named.items())
                 partials.add(Partial(target, positional, named))
         return frozenset(partials) or carried(given.everything())
 
@@ -689,7 +671,6 @@ class Walk(Lookup):
         return merged(*results) | {UNKNOWN}
 
     def _given(self, node: ast.Call, frame: Frame, guards: Guards) -> Given:
-        """The arguments of a call."""
         given = Given()
         rest: list[Values] = []
         for argument in node.args:
@@ -722,11 +703,10 @@ class Walk(Lookup):
     def _shows(self, node: ast.Call) -> bool:
         """Whether a call only writes to a log, to the screen, or to a record."""
         match node.func:
-            case ast.Name(id=name):
-                return name in _SHOWS or name in self.recorders
+            case ast.Name(id=name) | ast.Attribute(attr=name) if name in _SHOWS or name in self.recorders:
+                return True
             case ast.Attribute(value=owner, attr=name):
-                logs = name in _LOGS and _LOGGER.search(ast.unparse(owner)) is not None
-                return logs or name in _SHOWS or name in self.recorders
+                return name in _LOGS and _LOGGER.search(ast.unparse(owner)) is not None
         return False
 
     def _getattr(
@@ -788,7 +768,7 @@ class Walk(Lookup):
         module = self.sources.module(target.module)
         assert module is not None
         node, shape = target.node, self.shape(target.node)
-        env = self._parameters(target, given, module, guards)
+        env = self._parameters(target, given, module)
         if not self._follows(target, env, shape):
             self._looked_through(module, target)
             return set()
@@ -850,14 +830,14 @@ class Walk(Lookup):
 
     def _follows(self, target: Function, env: Mapping[str, Values], shape: FunctionFacts) -> bool:
         """Whether a call can get at the arguments: by what it is given, or by what it sees."""
-        if target.module == self.script.name or target.scope is not None:
-            return True
-        if any(self.carries(values) for values in env.values()):
-            return True
-        return any(name in shape.mentioned for _, name in self.globals)
+        return (
+            target.module == self.script.name
+            or target.scope is not None
+            or any(map(self.carries, env.values()))
+            or any(name in shape.mentioned for _, name in self.globals)
+        )
 
-    def _parameters(self, target: Function, given: Given, module: Module, guards: Guards) -> dict[str, Values]:
-        """What the parameters of a function hold at a call."""
+    def _parameters(self, target: Function, given: Given, module: Module) -> dict[str, Values]:
         arguments = target.node.args
         parameters = parameters_of(arguments)
         env = {p.arg: self.annotated(p, module) for p in parameters}
@@ -1104,7 +1084,6 @@ class Walk(Lookup):
     # --- attributes and names ------------------------------------------------------------------------
 
     def part(self, owners: Values, name: str, node: ast.AST, frame: Frame, guards: Guards) -> Values:
-        """What an attribute of these values may hold."""
         results: list[Iterable[Value]] = []
         for owner in owners:
             match owner:
@@ -1147,29 +1126,26 @@ class Walk(Lookup):
         """The methods among `values` that are properties, read: what they return."""
         results: set[Value] = set()
         for value in values:
-            if isinstance(value, Function) and isinstance(value.node, ast.FunctionDef):
-                marks = {mark(one) for one in value.node.decorator_list}
-                if any(one.endswith("property") for one in marks):
-                    results |= self._call(value, Given(), guards) if value.bound else set()
-                    continue
-            results.add(value)
+            marks = map(mark, getattr(value.node, "decorator_list", ())) if isinstance(value, Function) else ()
+            if not any(one.endswith("property") for one in marks):
+                results.add(value)
+            elif isinstance(value, Function) and value.bound:
+                results |= self._call(value, Given(), guards)
         return frozenset(results)
 
     def named(self, module: Module, name: str, frame: Frame | None) -> Values:
         """What a name of a module stands for: a function, a class, a module, a table of them."""
         if name == "super" and frame is not None:
-            around = next((one for one in frame.chain() if one.owner and one.bound), None)
-            if around is not None and around.owner and around.bound:
-                return frozenset({Super(around.bound, around.owner)})
+            for one in frame.chain():
+                if one.owner and one.bound:
+                    return frozenset({Super(one.bound, one.owner)})
+        values = frozenset(self.globals.get((module.name, name), ()))
         found = self.sources.resolve(module, name)
-        shared = self.globals.get((module.name, name), set())
         if found is None:
             owner = self.sources.named_module(module, name)
-            if owner is None:
-                return frozenset(shared)
-            return frozenset({ModuleName(owner.name)}) | shared
+            return values if owner is None else values | {ModuleName(owner.name)}
         owner, name = found
-        values: Values = frozenset(shared | self.globals.get((owner.name, name), set()))
+        values |= self.globals.get((owner.name, name), set())
         if name in owner.functions:
             return values | {Function(owner.name, owner.functions[name])}
         if name in owner.classes:
@@ -1222,7 +1198,6 @@ class Walk(Lookup):
             home.env[name] = values
 
     def put(self, value: Value, name: str, values: Values) -> None:
-        """An attribute of an object gets another value."""
         match value:
             case Args():
                 self._write(name)
@@ -1230,12 +1205,12 @@ class Walk(Lookup):
                 self.keep(key, name, values)
 
     def put_into(self, owner: ast.expr, values: Values, frame: Frame) -> None:
-        """A container gets another entry."""
-        if isinstance(owner, ast.Name) and self.carries(values):
-            before = frame.find(owner.id) or NOTHING
-            frame.home().env[owner.id] = before | listed(objects(values))
-        elif isinstance(owner, ast.Attribute) and self.carries(values):
-            entry = listed(objects(values))
+        if not self.carries(values):
+            return
+        entry = listed(objects(values))
+        if isinstance(owner, ast.Name):
+            frame.home().env[owner.id] = (frame.find(owner.id) or NOTHING) | entry
+        elif isinstance(owner, ast.Attribute):
             for value in self.value(owner.value, frame, ANYHOW):
                 self.put(value, owner.attr, entry)
 
@@ -1247,7 +1222,6 @@ def _root(node: ast.expr) -> ast.expr:
 
 
 def _only_complains(body: Sequence[ast.stmt]) -> bool:
-    """Whether a branch only raises, warns or logs."""
     complains = False
     for node in body:
         match node:
@@ -1284,7 +1258,6 @@ def _trains(loop: ast.stmt) -> bool:
 
 
 def _plain(values: Values) -> Values:
-    """The values without functions and containers."""
     return frozenset(v for v in values if not isinstance(v, Function | Partial | Several))
 
 
@@ -1306,12 +1279,10 @@ def _unpacked(values: Values, targets: Sequence[ast.expr]) -> list[Values]:
 
 
 def _mapping(pairs: Mapping[str, Values]) -> Values:
-    """A table with texts as keys."""
     return frozenset({Several(tuple(pairs.values()), exact=False, keys=tuple(pairs))})
 
 
 def _named_parts(target: ast.expr, values: Values) -> Iterator[tuple[str, Values]]:
-    """The names that a loop's target gives values to."""
     match target:
         case ast.Name(id=name):
             yield name, values

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from launcher.upstream.source import conditions
 from launcher.upstream.source.packages import UNKNOWN as NO_VALUE
-from launcher.upstream.source.packages import Module, Sources, enum_members
+from launcher.upstream.source.packages import Module, Sources, enum_members, mark
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
@@ -330,13 +330,6 @@ def carried(values: Iterable[Values]) -> Values:
 
 _Method = tuple[Module, ast.ClassDef, ast.FunctionDef | ast.AsyncFunctionDef]
 _Answer = TypeVar("_Answer")
-
-
-def mark(node: ast.expr) -> str:
-    """The last part of a decorator's or a function's name."""
-    while isinstance(node, ast.Call):
-        node = node.func
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def last(node: ast.expr) -> str:

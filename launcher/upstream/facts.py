@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from launcher.paths import PACKAGE
 from launcher.upstream.schema import Path as ScriptPath
 from launcher.upstream.schema import Read, Refusal, Schema, Shadow, field_as_json, field_from_json
-from launcher.upstream.trainers import Backend, Entry
+from launcher.upstream.trainers import Backend
 
 if TYPE_CHECKING:
     import ast
@@ -96,7 +97,11 @@ def _read_stage(
     keys = [f"{known.owner}.{known.name}" for known in fields.values()]
     facts["stages"][stage] = keys
     facts["classes"][stage] = [list(one) for one in classes]
-    facts["paths"][stage] = _path_as_json(path)
+    facts["paths"][stage] = {
+        "reads": {name: [[one.where, *one.when] for one in found] for name, found in path.reads.items()},
+        "shadows": {name: [one.where, *one.by] for name, one in path.shadows.items()},
+        "refusals": [{**asdict(one), "when": list(one.when)} for one in path.refusals],
+    }
     for key, known in zip(keys, fields.values(), strict=True):
         facts["fields"][key] = field_as_json(known)
         if known.external and known.external.partition(".")[0] not in backend.PACKAGES:
@@ -108,23 +113,15 @@ def _models(sources: Sources, named: tuple[str, str], configured: tuple[str, str
 
     A library that is not among the trees has none: its source is not here.
     """
+    import ast
+
     module, library = sources.module(named[0]), sources.module(configured[0])
     models = sources.evaluate(module, module.constants.get(named[1])) if module else None
     made = library.classes.get(configured[1]) if library is not None else None
+    functions = [node for node in made.body if isinstance(node, ast.FunctionDef)] if made else []
     # a config of a given size takes the vocabulary and no other size
-    sized = ["cls", "vocab_size"]
-    configs = [name for node in made.body if (name := _named(node, sized))] if made else []
-    return {"names": models if isinstance(models, dict) else {}, "configs": sorted(configs)}
-
-
-def _named(node: ast.stmt, parameters: Sequence[str]) -> str:
-    """The name of a function that takes these arguments; empty for any other statement."""
-    import ast
-
-    if not isinstance(node, ast.FunctionDef):
-        return ""
-    taken = [one.arg for one in (*node.args.args, *node.args.kwonlyargs)]
-    return node.name if taken == parameters else ""
+    sized = [f for f in functions if [a.arg for a in (*f.args.args, *f.args.kwonlyargs)] == ["cls", "vocab_size"]]
+    return {"names": models if isinstance(models, dict) else {}, "configs": sorted(f.name for f in sized)}
 
 
 def _tables(sources: Sources, where: str, names: Sequence[str]) -> dict[str, dict[str, list[str]]]:
@@ -177,17 +174,16 @@ def schema_of(
 
     Raises LookupError with the reason where it is unreadable.
     """
-    reason = facts.get("unreadable", {}).get(stage)
-    if reason is not None:
-        raise LookupError(reason)
     entry = backend.STAGES[stage]
+    if (reason := facts.get("unreadable", {}).get(stage)) is not None:
+        raise LookupError(reason)
     if stage not in facts["stages"]:
         # taken before this script was started from here
         raise LookupError(f"nothing was read of {entry.script}")
-    listed = [field_from_json(facts["fields"][key]) for key in facts["stages"][stage]]
-    fields = {known.name: known for known in listed}
-    owners = [known.owner for known in listed]
-    here = entry if source == "snapshot" else entry.at(fields)
+    fields = {known.name: known for known in (field_from_json(facts["fields"][key]) for key in facts["stages"][stage])}
+    owners = [known.owner for known in fields.values()]
+    paths = facts.get("paths", {})
+    models = facts.get("models", {}).get(stage, {})
     return Schema(
         backend=backend.NAME,
         stage=entry.stage or stage,
@@ -197,51 +193,30 @@ def schema_of(
         version=version,
         fields=fields,
         digests=facts["files"],
-        splits=here.splits,
+        splits=(entry if source == "snapshot" else entry.at(fields)).splits,
         owner=entry.owner if entry.owner in owners else max(set(owners), key=owners.count),
-        path=_path_from_json(facts.get("paths", {}).get(stage) or {}),
-        beside=_beside(facts, backend, entry),
+        path=_script_path(paths.get(stage) or {}),
+        # other scripts that parse the same dataclasses, as far as they were read
+        beside={
+            other.script: _script_path(paths[name]).reads
+            for name, other in backend.STAGES.items()
+            if other.script in entry.beside and name in paths
+        },
         tables=facts.get("tables", {}).get(stage, {}),
-        models=facts.get("models", {}).get(stage, {}).get("names", {}),
-        configs=frozenset(facts.get("models", {}).get(stage, {}).get("configs", ())),
+        models=models.get("names", {}),
+        configs=frozenset(models.get("configs", ())),
     )
 
 
-def _beside(facts: Facts, backend: Backend, entry: Entry) -> dict[str, Mapping[str, Any]]:
-    """The reads of other scripts that parse the same dataclasses, as far as they were read."""
-    return {
-        other.script: _path_from_json(facts["paths"][name]).reads
-        for name, other in backend.STAGES.items()
-        if other.script in entry.beside and name in facts.get("paths", {})
-    }
-
-
-def _path_as_json(path: ScriptPath) -> dict[str, Any]:
-    return {
-        "reads": {name: [[one.where, *one.when] for one in found] for name, found in path.reads.items()},
-        "shadows": {name: [one.where, *one.by] for name, one in path.shadows.items()},
-        "refusals": [
-            {"where": r.where, "when": list(r.when), "error": r.error, "parsing": r.parsing} for r in path.refusals
-        ],
-    }
-
-
-def _path_from_json(data: Mapping[str, Any]) -> ScriptPath:
+def _script_path(data: Mapping[str, Any]) -> ScriptPath:
     return ScriptPath(
-        reads={name: _reads(found) for name, found in data.get("reads", {}).items()},
-        shadows={name: Shadow(where=where, by=tuple(by)) for name, (where, *by) in data.get("shadows", {}).items()},
-        refusals=tuple(
-            Refusal(where=r["where"], when=tuple(r["when"]), error=r["error"], parsing=r["parsing"])
-            for r in data.get("refusals", ())
-        ),
+        reads={
+            name: tuple(Read(where, tuple(when)) for where, *when in found)
+            for name, found in data.get("reads", {}).items()
+        },
+        shadows={name: Shadow(where, tuple(by)) for name, (where, *by) in data.get("shadows", {}).items()},
+        refusals=tuple(Refusal(**{**one, "when": tuple(one["when"])}) for one in data.get("refusals", ())),
     )
-
-
-def _reads(found: Sequence[Sequence[str]]) -> tuple[Read, ...]:
-    return tuple(Read(where=where, when=tuple(when)) for where, *when in found)
-
-
-# --- the cache ------------------------------------------------------------------------------------
 
 
 def cached(
@@ -276,7 +251,6 @@ def cached(
 
 
 def cache_folder() -> Path:
-    """Where what was read of upstream sources is remembered."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     # the XDG specification: a relative path does not count
     folder = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
@@ -293,10 +267,6 @@ def digest(trees: Mapping[str, Tree], label: str) -> str | None:
 @cache
 def _reader() -> str:
     """What reads the sources, by content: another version of it may find other facts."""
-    files = [PACKAGE / "upstream" / name for name in ("schema.py", "facts.py")]
+    files = [PACKAGE / "upstream" / "schema.py", PACKAGE / "upstream" / "facts.py"]
     files += sorted((PACKAGE / "upstream" / "source").glob("*.py"))
-    whole = hashlib.sha256()
-    for path in files:
-        with suppress(OSError):
-            whole.update(path.read_bytes())
-    return whole.hexdigest()
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

@@ -66,10 +66,7 @@ class Field:
             return None if self.bare else "expected at least one value, got an empty list"
         if len(words) > 1 and not self.many:
             return f"takes one value, got {len(words)}"
-        for word in words:
-            if (reason := self._word_refusal(word)) is not None:
-                return reason
-        return None
+        return next(filter(None, map(self._word_refusal, words)), None)
 
     @property
     def bare(self) -> bool:
@@ -79,7 +76,6 @@ class Field:
         return self.kind == "bool" and ("None" not in self.type or self.default is not None)
 
     def typed(self, words: Sequence[str]) -> Any:
-        """The value that upstream's dataclass will hold, for words that it takes."""
         if not words:
             return True
         values = [self._convert(word) for word in words]
@@ -97,11 +93,12 @@ class Field:
         elif self.kind == "dict" and word and not self._is_none(word):
             return "a mapping cannot be given as a flag, upstream refuses every value"
         elif not self._convertible(word):
-            return f"expected {_article(self.kind)}, got `{brief(word)}`"
+            expected = {"int": "a whole number", "float": "a number"}.get(self.kind, "text")
+            return f"expected {expected}, got `{brief(word)}`"
         return None
 
     def _no_choice(self, word: str) -> str:
-        return f"`{brief(word)}` is not one of {', '.join(str(choice) for choice in self.choices)}"
+        return f"`{brief(word)}` is not one of {', '.join(map(str, self.choices))}"
 
     def _convertible(self, word: str) -> bool:
         try:
@@ -131,10 +128,6 @@ class Field:
                     raise ValueError("a mapping cannot be given as a flag")
                 return {}
         return word
-
-
-def _article(kind: Kind) -> str:
-    return {"int": "a whole number", "float": "a number"}.get(kind, "text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +204,6 @@ def _convert_texts(mapping: dict[str, Any]) -> None:
 
 
 def text(value: Any) -> str:
-    """One value as the word that goes on the command line."""
     if isinstance(value, dict):
         return json.dumps(value)
     return str(value)
@@ -265,11 +257,9 @@ class Schema:
 
     @property
     def named(self) -> str:
-        """The version for people."""
         return short_version(self.version)
 
     def as_json(self) -> dict[str, Any]:
-        """For machines: every argument with its type, default, place and reads."""
         return {
             "stage": self.stage,
             "backend": self.backend,
@@ -296,10 +286,8 @@ class Schema:
 
     def refusal(self, name: str, words: Sequence[str]) -> str | None:
         """Why upstream's parser would refuse `--name WORDS...`; None where it takes them."""
-        for word in words:
-            if self._reads_as_flag(word):
-                return f"`{brief(word)}` would be read as a flag"
-        return self.fields[name].refusal(words)
+        flag = next(filter(self._reads_as_flag, words), None)
+        return self.fields[name].refusal(words) if flag is None else f"`{brief(flag)}` would be read as a flag"
 
     def flags(self) -> dict[str, OptionString | None]:
         """Every flag that upstream's parser knows, in its order; None for help."""
@@ -324,10 +312,10 @@ class Schema:
         """argparse's own test (`_parse_optional`) for a word that cannot be a value."""
         if len(word) < 2 or word[0] != "-":
             return False
-        head = word.partition("=")[0]
-        if any(flag == head for flag in self.flags()) or word.startswith("-h"):
+        head, flags = word.partition("=")[0], self.flags()
+        if head in flags or word.startswith("-h"):
             return True
-        if word.startswith("--") and any(flag.startswith(head) for flag in self.flags()):
+        if word.startswith("--") and any(flag.startswith(head) for flag in flags):
             return True
         return not _NEGATIVE_NUMBER.match(word) and " " not in word
 
@@ -361,7 +349,6 @@ class Values(Mapping[str, Any]):
         return self[name] if name in self.schema.fields else default
 
     def given(self, name: str) -> bool:
-        """Whether the stage file, an override or the launcher set this field."""
         return name in self._given
 
     def __iter__(self) -> Iterator[str]:
@@ -382,6 +369,4 @@ def field_as_json(known: Field) -> dict[str, Any]:
 
 
 def field_from_json(data: Mapping[str, Any]) -> Field:
-    """The inverse of `field_as_json`."""
-    known = {"type": "", "kind": "str", **data}
-    return Field(**{**known, "choices": tuple(known.get("choices", ()))})
+    return Field(**{"type": "", "kind": "str", **data, "choices": tuple(data.get("choices", ()))})

@@ -41,13 +41,12 @@ def citations(text: str) -> Iterator[str]:
 
 
 def of_rule(rule: Callable[..., object]) -> list[str]:
-    """The lines that a rule is about."""
     return list(dict.fromkeys(citations(rule.__doc__ or "")))
 
 
 def table(trees: Mapping[str, Tree], cited: Iterable[str]) -> dict[str, list[str]]:
     """Where each cited line of these packages stands, to be found again in another commit of them."""
-    read = _SourceFiles(trees)
+    read = CitationCheck({}, trees)
     found = {}
     for citation in sorted(set(cited)):
         label, _, number = citation.rpartition(":")
@@ -68,18 +67,23 @@ class CitationCheck:
     known: Table
     trees: Mapping[str, Tree]
     others: frozenset[str] = frozenset()
-    _read: _SourceFiles = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._read = _SourceFiles(self.trees)
+    _files: dict[str, _SourceFile | None] = field(default_factory=dict)
 
     def __call__(self, citation: str) -> bool:
         label = citation.rpartition(":")[0]
         if citation not in self.known or label in self.others:
             return True
         name, digest = self.known[citation]
-        file = self._read.file(label)
+        file = self.file(label)
         return file is not None and digest in file.digests(name)
+
+    def file(self, label: str) -> _SourceFile | None:
+        """A file by `package/path.py`; None where it is not there or is no Python."""
+        if label not in self._files:
+            package, _, below = label.partition("/")
+            raw = self.trees[package].read(below) if package in self.trees else None
+            self._files[label] = None if raw is None else _parsed(raw)
+        return self._files[label]
 
 
 def downgrade(found: Finding, gone: Iterable[str]) -> Finding:
@@ -87,9 +91,6 @@ def downgrade(found: Finding, gone: Iterable[str]) -> Finding:
     listed = ", ".join(one.removeprefix("open_instruct/") for one in gone)
     message = f"{found.message} (of the pin: what it has at {listed} is not in this source)"
     return replace(found, severity=_LESS[found.severity], message=message)
-
-
-# --- files ----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -111,20 +112,6 @@ class _SourceFile:
         if dot and not spans:
             spans = [(a, b) for known, a, b in self.spans if known.endswith(f".{method}")]
         return {_digest(line) for a, b in spans for line in self.lines[a - 1 : b]}
-
-
-@dataclass(slots=True)
-class _SourceFiles:
-    trees: Mapping[str, Tree]
-    known: dict[str, _SourceFile | None] = field(default_factory=dict)
-
-    def file(self, label: str) -> _SourceFile | None:
-        """A file by `package/path.py`; None where it is not there or is no Python."""
-        if label not in self.known:
-            package, _, below = label.partition("/")
-            raw = self.trees[package].read(below) if package in self.trees else None
-            self.known[label] = None if raw is None else _parsed(raw)
-        return self.known[label]
 
 
 def _parsed(raw: bytes) -> _SourceFile | None:

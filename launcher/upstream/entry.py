@@ -151,7 +151,6 @@ class Entry:
         return self.names.data in self.splits
 
     def liger(self, values: Mapping[str, Any]) -> bool:
-        """Whether these arguments ask for Liger's kernels."""
         return bool(self.names.liger and values.get(self.names.liger))
 
     def packs(self, values: Mapping[str, Any], per_device: int | None) -> bool:

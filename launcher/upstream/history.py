@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from launcher.machine.git import Repository
 
 What = Literal["added", "removed", "renamed"]
-# TRL's configurations are built on transformers'
-_TRAINING_ARGUMENTS = "transformers/training_args.py"
 _PULL = re.compile(r"\(#(\d{1,9})\)\s*$|^Merge pull request #(\d{1,9})\b")
 _DEFINITION = re.compile(r"[-+]\s+(\w+)\s*:\s*([^=]+)")
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@ ?(?:class (\w+))?")
@@ -58,7 +56,6 @@ class ArgumentChange:
 
     @property
     def gone(self) -> bool:
-        """Whether the name is no argument any more after the commit."""
         return self.what != "added"
 
 
@@ -90,11 +87,10 @@ def of(
 def events(script: str) -> tuple[ArgumentChange, ...]:
     """The committed changes of all arguments of `script`, newest first."""
     package = script.partition("/")[0]
-    found = _events(package, script)
     backend = BACKENDS.get(package)
-    if backend is not None and "transformers" in backend.PACKAGES:
-        found += _events("transformers", _TRAINING_ARGUMENTS)
-    return found
+    # TRL's configurations are built on transformers'
+    more = backend is not None and "transformers" in backend.PACKAGES
+    return _events(package, script) + (_events("transformers", "transformers/training_args.py") if more else ())
 
 
 def called_now(
@@ -124,16 +120,11 @@ def formerly(key: str, script: str, fields: Collection[str]) -> ArgumentChange |
 def sentence(event: ArgumentChange) -> str:
     """One event for people: `removed by #1567 (9e8e2187c, 2026-03-30)`."""
     what = f"renamed to `{event.to}`" if event.to else event.what
-    short = event.commit[:9]
-    if not short:
-        where = f" in {event.release}"
-    elif event.pull:
-        where = f" by #{event.pull} ({', '.join(filter(None, [short, event.release, event.date]))})"
-    else:
-        where = f" by {short} ({', '.join(filter(None, [event.release, event.date]))})"
+    short, number = event.commit[:9], f"#{event.pull}" if event.pull else ""
+    about = ", ".join(filter(None, [short if number else "", event.release, event.date]))
+    where = f" by {number or short} ({about})" if short else f" in {event.release}"
     names = [f"`{name}`" for name in event.see]
-    instead = f"; see {' and '.join(names)}" if names else ""
-    return f"{what}{where}{instead}"
+    return f"{what}{where}" + (f"; see {' and '.join(names)}" if names else "")
 
 
 # --- the committed table --------------------------------------------------------------------------
@@ -157,17 +148,22 @@ def _events(package: str, script: str) -> tuple[ArgumentChange, ...]:
     data = _table().get(package, {"scripts": [], "changes": []})
     if script not in data["scripts"]:
         return ()
-    number, found = str(data["scripts"].index(script)), []
-    for change in data["changes"]:
-        at = {key: change.get(key) for key in ("commit", "date", "pull", "release")}
-        for numbers, what, key, to, owner, file, line in change["events"]:
-            if number in numbers:
-                see = tuple(to) if isinstance(to, list) else ()
-                to = to if isinstance(to, str) else None
-                found.append(
-                    ArgumentChange(key=key, what=what, to=to, see=see, owner=owner, file=file, line=line, **at)
-                )
-    return tuple(found)
+    number = str(data["scripts"].index(script))
+    return tuple(
+        ArgumentChange(
+            key=key,
+            what=what,
+            to=to if isinstance(to, str) else None,
+            see=tuple(to) if isinstance(to, list) else (),
+            owner=owner,
+            file=file,
+            line=line,
+            **{name: change.get(name) for name in ("commit", "date", "pull", "release")},
+        )
+        for change in data["changes"]
+        for numbers, what, key, to, owner, file, line in change["events"]
+        if number in numbers
+    )
 
 
 # --- git ------------------------------------------------------------------------------------------

@@ -18,22 +18,17 @@ def meaning_of(source: Upstream, known: Field) -> str | None:
     label, _, line = known.where.rpartition(":")
     package, _, path = label.partition("/")
     tree = source.packages.get(package)
-    raw = tree.read(path) if tree is not None else None
     try:
-        module = ast.parse(raw or b"")
+        module = ast.parse((tree and tree.read(path)) or b"")
     except (SyntaxError, ValueError):
         return None
-    for owner in module.body:
-        if not isinstance(owner, ast.ClassDef):
-            continue
+    for owner in (node for node in module.body if isinstance(node, ast.ClassDef)):
         for number, node in enumerate(owner.body):
-            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-                continue
-            if node.target.id == known.name:
-                here = node.lineno <= int(line or 0) <= (node.end_lineno or 0)
-                if here or owner.name == known.owner:
-                    text = _help(node) or _below(owner, number) or _listed(owner, known.name)
-                    return " ".join(text.split()) if text else None
+            match node:
+                case ast.AnnAssign(target=ast.Name(id=known.name), lineno=first, end_lineno=last):
+                    if first <= int(line or 0) <= (last or 0) or owner.name == known.owner:
+                        text = _help(node) or _below(owner, number) or _listed(owner, known.name)
+                        return " ".join(text.split()) if text else None
     return None
 
 
@@ -48,10 +43,13 @@ def _help(node: ast.AnnAssign) -> str | None:
 
 
 def _text(node: ast.AST) -> str | None:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        left, right = _text(node.left), _text(node.right)
-        return None if left is None or right is None else left + right
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+    match node:
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            parts = (_text(left), _text(right))
+            return None if None in parts else "".join(map(str, parts))
+        case ast.Constant(value=str() as text):
+            return text
+    return None
 
 
 def _below(owner: ast.ClassDef, number: int) -> str | None:

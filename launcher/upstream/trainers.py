@@ -55,7 +55,6 @@ class Backend(Protocol):
 
     def output_folder(self, values: Values) -> Path | None:
         """Where the final model will lie; None where the config names no place."""
-        ...
 
 
 BACKENDS: Mapping[str, Backend] = {"open_instruct": open_instruct, "trl": trl}

@@ -31,7 +31,6 @@ Table = Mapping[str, tuple[str | tuple[str, str], ...]]
 
 
 def patterns(table: Table) -> tuple[Pattern, ...]:
-    """The patterns of a table."""
     return tuple(
         pattern(name, *((regex,) if isinstance(regex, str) else regex[::-1]))
         for name, regexes in table.items()

@@ -28,8 +28,6 @@ def main(arguments: list[str]) -> int:
             return 1
         snapshot.write(backend, facts, checkout)
         print(f"{backend}: {len(facts['fields'])} fields at {version}")
-        for step in snapshot.further_steps(backend, version):
-            print(f"next: {step}")
     return 0
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from launcher.config import load, pipeline
 from launcher.config.load import Config
-from launcher.errors import Exit, Finding, InvalidConfig, brief, errors, not_ready
+from launcher.errors import Exit, Finding, InvalidConfig, brief, errors
 from launcher.machine.git import Repository
 from launcher.paths import canonical
 from launcher.pin import pin
@@ -35,6 +35,8 @@ _CACHE_MODULE, _CACHE_VERSION = f"{PACKAGE}.dataset_transformation", "DATASET_CA
 _EVERYWHERE = {"unpinned-checkout", "other-version"}
 _FOREIGN = "for another backend than open-instruct"
 _WIDE = 160
+_Past = Callable[[str], Sequence[history.ArgumentChange]]
+"""What happened to an argument of a script, up to a commit."""
 
 _HEADINGS = {
     "removed": "removed",
@@ -51,7 +53,7 @@ _HEADINGS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Revision:
     """One commit: what its entry scripts take and do, by stage.
 
@@ -76,7 +78,7 @@ class Revision:
         named = f"{self.commit[:12]} ({about})" if about else self.commit[:12]
         return f"{named}, the pin" if self.commit == pin.PIN else named
 
-    def past(self, script: str) -> Callable[[str], Sequence[history.ArgumentChange]]:
+    def past(self, script: str) -> _Past:
         return functools.partial(history.of, script=script, repository=self.repository, head=self.commit)
 
     def as_json(self) -> dict[str, object]:
@@ -273,7 +275,6 @@ def _load(paths: Sequence[Path]) -> list[Config]:
 
 
 def _read(repository: Repository, commit: str, name: str) -> Revision:
-    _check_objects(repository, commit)
     source = locate.at_commit(repository, commit)
     locator = Locator.of(source)
     schemas: dict[str, Schema] = {}
@@ -291,32 +292,7 @@ def _read(repository: Repository, commit: str, name: str) -> Revision:
         cache = sources.evaluate(module, constant) if module is not None and constant else None
     except (SyntaxError, ValueError, RecursionError):
         cache = UNKNOWN
-    return Revision(
-        name=name,
-        commit=commit,
-        date=date,
-        subject=subject,
-        repository=repository,
-        locator=locator,
-        schemas=schemas,
-        unreadable=unreadable,
-        cache=cache,
-    )
-
-
-def _check_objects(repository: Repository, commit: str) -> None:
-    """Files that were never fetched must not look like absent ones."""
-    if repository.ask("config", "--get-regexp", r"partialclone|promisor") is None:
-        return
-    listed = repository.ask("ls-tree", "-r", "--full-tree", commit, "--", f"{PACKAGE}/") or ""
-    files = [line.split()[2] for line in listed.splitlines() if line.endswith(".py")]
-    if None in list(repository.blobs(files)):
-        raise not_ready(
-            "missing-objects",
-            f"the files of {commit[:12]} were never fetched into {repository.root}, a partial clone",
-            f"git -C {repository.root} fetch --refetch --no-filter origin",
-            file=str(repository.root),
-        )
+    return Revision(name, commit, date, subject, repository, locator, schemas, unreadable, cache)
 
 
 # --- the entry scripts ----------------------------------------------------------------------------
@@ -338,10 +314,7 @@ def _compare(stage: str, old: Revision, new: Revision) -> StageDifference:
 
 
 def _fields(
-    old: Mapping[str, Field],
-    new: Mapping[str, Field],
-    before: Callable[[str], Sequence[history.ArgumentChange]],
-    after: Callable[[str], Sequence[history.ArgumentChange]],
+    old: Mapping[str, Field], new: Mapping[str, Field], before: _Past, after: _Past
 ) -> Iterator[ArgumentDifference]:
     gone = [name for name in old if name not in new]
     added = [name for name in new if name not in old]
@@ -349,34 +322,22 @@ def _fields(
     renames = dict(_renames(gone, after, added))
     renames |= {to: name for name, to in _renames(added, before, gone) if to not in renames}
     for name in gone:
-        to = renames.get(name)
-        yield ArgumentDifference(
-            name=name,
-            what="renamed" if to else "removed",
-            to=to,
-            old=old[name].where,
-            before=old[name].type,
-            after=new[to].type if to else None,
-            new=new[to].where if to else None,
-            why=_why(after(name), gone=True),
+        change = ArgumentDifference(
+            name=name, what="removed", old=old[name].where, before=old[name].type, why=_why(after(name), gone=True)
         )
+        if to := renames.get(name):
+            change = replace(change, what="renamed", to=to, after=new[to].type, new=new[to].where)
+        yield change
     for name in (name for name in added if name not in renames.values()):
-        known = new[name]
-        yield ArgumentDifference(
-            name=name,
-            what="added",
-            after=f"{known.type} = {shown_default(known)}",
-            new=known.where,
-            why=_why(after(name), gone=False),
-        )
+        about = f"{new[name].type} = {shown_default(new[name])}"
+        why = _why(after(name), gone=False)
+        yield ArgumentDifference(name=name, what="added", after=about, new=new[name].where, why=why)
     for name, known in old.items():
         if (to := name if name in new else renames.get(name)) is not None:
             yield from _altered(known, new[to])
 
 
-def _renames(
-    names: Iterable[str], past: Callable[[str], Sequence[history.ArgumentChange]], others: Sequence[str]
-) -> Iterator[tuple[str, str]]:
+def _renames(names: Iterable[str], past: _Past, others: Sequence[str]) -> Iterator[tuple[str, str]]:
     for name in names:
         events = past(name)
         if events and (to := history.called_now(events[0], past, others)) is not None:
@@ -466,17 +427,14 @@ def _refusals(
     def by_conditions(refusals: Iterable[Refusal], renames: Mapping[str, str]) -> Mapping[object, Refusal]:
         return {(frozenset(_renamed(c, renames) for c in r.when), r.parsing): r for r in refusals}
 
+    def raiser(refusal: Refusal) -> str:
+        return f"{refusal.error} of {'the parser' if refusal.parsing else 'the script'}"
+
     first, second = by_conditions(old, renames), by_conditions(new, {})
-    for key in first.keys() - second.keys():
-        one = first[key]
-        yield ArgumentDifference(name=_raiser(one), what="accepted", before=unused.shown(one.when), old=one.where)
-    for key in second.keys() - first.keys():
-        one = second[key]
-        yield ArgumentDifference(name=_raiser(one), what="refused", after=unused.shown(one.when), new=one.where)
-
-
-def _raiser(refusal: Refusal) -> str:
-    return f"{refusal.error} of {'the parser' if refusal.parsing else 'the script'}"
+    for one in (first[key] for key in first.keys() - second.keys()):
+        yield ArgumentDifference(name=raiser(one), what="accepted", before=unused.shown(one.when), old=one.where)
+    for one in (second[key] for key in second.keys() - first.keys()):
+        yield ArgumentDifference(name=raiser(one), what="refused", after=unused.shown(one.when), new=one.where)
 
 
 # --- the stage files ------------------------------------------------------------------------------

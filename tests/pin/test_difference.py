@@ -312,16 +312,6 @@ def test_clones_that_will_do(repo: Repo, tmp_path: Path) -> None:
         assert renames(difference.between(commits).stages["sft"]) == {"clip_norm": "clip_grad_norm"}
 
 
-def test_a_partial_clone_says_how_to_get_the_rest(repo: Repo, tmp_path: Path) -> None:
-    git(repo.path, "config", "uploadpack.allowFilter", "true")
-    git(tmp_path, "clone", "-q", "--bare", "--filter=blob:none", f"file://{repo.path}", "partial")
-    commits = pin.find_commits((repo.old, repo.new), tmp_path / "partial", {})
-    with pytest.raises(NotReady) as raised:
-        difference.between(commits)
-    assert raised.value.findings[0].code == "missing-objects"
-    assert "--refetch" in (raised.value.findings[0].help or "")
-
-
 def test_the_documented_places_are_searched(repo: Repo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git(tmp_path, "clone", "-q", "--depth", "1", f"file://{repo.path}", "shallow")
     monkeypatch.setattr(locate, "SUBMODULE", tmp_path / "shallow")

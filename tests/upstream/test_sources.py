@@ -80,7 +80,6 @@ def test_the_last_binding_counts(tmp_path: Path) -> None:
     ("text", "annotation"),
     [
         ("from .far import C", "C"),
-        ("from .far import C", "'C'"),
         ("from . import far", "far.C"),
         ("import pkg.far", "pkg.far.C"),
         ("import pkg.far as p", "p.C"),

@@ -22,22 +22,8 @@ TAKES_NONE = False
 COMPUTED: Mapping[str, tuple[str, ...]] = {"olmo_core.nn.lm_head.LMLossImplementation": ("default", "fused_linear")}
 # finetune.py:22-60 and what those modules import in turn
 NEEDS: tuple[str, ...] = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "deepspeed",
-    "peft",
-    "ai2-olmo-core",
-    "absl-py",
-    "bettermap",
-    "beaker-py",
-    "immutabledict",
-    "langdetect",
-    "litellm",
-    "nltk",
-    "ray",
-    "wandb",
+    *("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "ai2-olmo-core", "absl-py", "bettermap"),
+    *("beaker-py", "immutabledict", "langdetect", "litellm", "nltk", "ray", "wandb"),
 )
 # with CUDA and no such package its detection raises (model_utils.py:69)
 GPU_NEEDS: tuple[str, ...] = ("flash-attn",)
@@ -48,39 +34,25 @@ CHECKPOINTS: Checkpoints = "accelerate"
 DATA_CACHE: Literal["own", "datasets"] = "own"
 MODEL_ARGUMENTS: tuple[str, ...] = ("model_name_or_path", "tokenizer_name_or_path")
 ONE_GPU = False
+_NO_SERVICES = dict.fromkeys(("push_to_hub", "try_launch_beaker_eval_jobs", "try_auto_save_to_beaker"), False)
 SHORT_RUN: Mapping[str, Any] = {
-    "push_to_hub": False,
-    "try_launch_beaker_eval_jobs": False,
-    "try_auto_save_to_beaker": False,
-    "send_slack_alerts": False,
-    "profiling": False,
-    "cache_dataset_only": False,
-    "cache_logprobs_only": False,
-    "resume_from_checkpoint": None,
-    "ephemeral_save_interval": None,
+    **_NO_SERVICES,
+    **dict.fromkeys(("send_slack_alerts", "profiling", "cache_dataset_only", "cache_logprobs_only"), False),
+    **dict.fromkeys(("resume_from_checkpoint", "ephemeral_save_interval")),
     # the slice would be kept under the name of the whole
-    "dataset_config_hash": None,
-    "config_hash": None,
+    **dict.fromkeys(("dataset_config_hash", "config_hash")),
     "do_not_randomize_output_dir": True,
     "with_tracking": False,
 }
 REHEARSAL: Mapping[str, Any] = {
     "with_tracking": None,
-    "push_to_hub": False,
-    "try_launch_beaker_eval_jobs": False,
-    "try_auto_save_to_beaker": False,
-    "send_slack_alerts": None,
-    "profiling": None,
+    **_NO_SERVICES,
+    **dict.fromkeys(("send_slack_alerts", "profiling")),
     "do_not_randomize_output_dir": True,
     "max_train_steps": 2,
     "logging_steps": 1,
-    "checkpointing_steps": None,
-    "ephemeral_save_interval": None,
-    "resume_from_checkpoint": None,
-    "dataset_config_hash": None,
-    "config_hash": None,
-    "hf_entity": None,
-    "trust_remote_code": None,
+    **dict.fromkeys(("checkpointing_steps", "ephemeral_save_interval", "resume_from_checkpoint")),
+    **dict.fromkeys(("dataset_config_hash", "config_hash", "hf_entity", "trust_remote_code")),
 }
 
 _TOKENIZER = ("open_instruct.dataset_transformation", "TokenizerConfig")

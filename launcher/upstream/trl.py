@@ -25,18 +25,13 @@ MODEL_ARGUMENTS: tuple[str, ...] = ("model_name_or_path",)
 ONE_GPU = True
 SHORT_RUN: Mapping[str, Any] = {
     "push_to_hub": False,
-    "save_strategy": "no",
-    "eval_strategy": "no",
-    "do_eval": False,
-    "eval_on_start": False,
-    "load_best_model_at_end": False,
+    **dict.fromkeys(("save_strategy", "eval_strategy"), "no"),
+    **dict.fromkeys(("do_eval", "eval_on_start", "load_best_model_at_end"), False),
     "resume_from_checkpoint": None,
     "logging_strategy": "steps",
     "logging_first_step": False,
     # what is read while evaluating alone
-    "metric_for_best_model": None,
-    "greater_is_better": None,
-    "per_device_eval_batch_size": None,
+    **dict.fromkeys(("metric_for_best_model", "greater_is_better", "per_device_eval_batch_size")),
     "report_to": "none",
 }
 REHEARSAL: Mapping[str, Any] = {

@@ -431,9 +431,9 @@ def _refusals(
         return f"{refusal.error} of {'the parser' if refusal.parsing else 'the script'}"
 
     first, second = by_conditions(old, renames), by_conditions(new, {})
-    for one in (first[key] for key in first.keys() - second.keys()):
+    for one in (refusal for key, refusal in first.items() if key not in second):
         yield ArgumentDifference(name=raiser(one), what="accepted", before=unused.shown(one.when), old=one.where)
-    for one in (second[key] for key in second.keys() - first.keys()):
+    for one in (refusal for key, refusal in second.items() if key not in first):
         yield ArgumentDifference(name=raiser(one), what="refused", after=unused.shown(one.when), new=one.where)
 
 

@@ -192,7 +192,8 @@ class Setup:
     def parted(self) -> bool:
         """Whether a mask parts packed rows, as transformers does where keys and values are not kept.
 
-        (transformers/masking_utils.py:860; they are kept as for generating: dpo_utils.py:865 does not say `use_cache`)
+        (transformers/masking_utils.py:860; they are kept as for generating:
+        dpo_utils.py:865 does not say `use_cache`)
         """
         cached = self.loss == "logprobs" and not self.checkpointing and self.sharding is None
         return self.packed and not cached

@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "Run": ("sft", "dpo", "pipeline"),
-    "Before": ("init", "validate-config", "rehearse", "plan", "prepare", "doctor"),
+    "Before": ("init", "configs", "validate-config", "rehearse", "plan", "prepare", "doctor"),
     "Watch": ("runs", "attach", "logs", "stop"),
     "After": ("check", "report", "rm", "cache"),
     "Tune": ("ladder", "bench", "tune"),

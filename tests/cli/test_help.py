@@ -16,7 +16,7 @@ def help_of(*words: str, columns: int = 80) -> list[str]:
     return result.stdout.splitlines()
 
 
-@pytest.mark.parametrize("words", [(), ("cache",), ("pin",)])
+@pytest.mark.parametrize("words", [(), ("cache",), ("pin",), ("configs",)])
 def test_summaries_fit_a_line_of_80_columns(words: tuple[str, ...]) -> None:
     lines = help_of(*words)
     assert max(map(len, lines)) <= 80

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -14,9 +16,9 @@ import typer
 from typer import Argument, Option
 
 from launcher.cli.help import App
-from launcher.cli.options import OVERRIDES, STAGE_FILE, Findings, Shared, answer, app, files_of, takes
+from launcher.cli.options import FORMAT, OVERRIDES, STAGE_FILE, Findings, Format, Shared, answer, app, files_of, takes
 from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, errors, usage
-from launcher.paths import exists
+from launcher.paths import exists, shipped
 from launcher.report import console
 
 if TYPE_CHECKING:
@@ -354,3 +356,54 @@ def _ask(model: str | None, data: str | None, gpus: int | None, *, interactive: 
         help = "launch init sft --model Qwen/Qwen2.5-0.5B --data trl-lib/Capybara"
         raise usage("no-input", f"{' and '.join(lacking)} must be given", help)
     return str(model), str(data), 1 if gpus is None else gpus
+
+
+shipped_files = App(help="List the stage files that ship with launch, or copy one.", rich_markup_mode=None)
+app.add_typer(shipped_files, name="configs")
+
+
+def _shipped() -> dict[str, Path]:
+    folder = shipped("configs")
+    return {str(path.relative_to(folder).with_suffix("")): path for path in files_of(folder)}
+
+
+@shipped_files.callback(invoke_without_command=True)
+def list_configs(context: typer.Context, format: Format = FORMAT) -> None:
+    """List the stage files that ship with launch, or copy one."""
+    if context.invoked_subcommand is not None:
+        return
+    rows = [
+        {"name": name, "path": str(path), "summary": path.read_text("utf-8").split("\n")[0].strip("# .:")}
+        for name, path in _shipped().items()
+    ]
+    width = max((len(row["name"]) for row in rows), default=0)
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
+    lines = [f"{row['name']:<{width}}  {row['summary']}"[:columns] for row in rows]
+    answer("configs", format, rows, [*lines, "", "launch configs copy NAME copies one"])
+
+
+@shipped_files.command("copy", epilog="Example: launch configs copy tulu/sft_qwen7b mine.yaml")
+def copy_config(
+    name: str = Argument(..., metavar="NAME", help="as `launch configs` lists it", show_default=False),
+    target: Path = Argument(Path("."), metavar="[DEST]", help="a file or a folder", show_default="this folder"),
+    format: Format = FORMAT,
+) -> Exit:
+    """Copy a stage file, or a pipeline with its stage files."""
+    from launcher.config.document import read_yaml
+
+    known = _shipped()
+    path = known.get(name.removesuffix(".yaml"))
+    if path is None:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        help = f"did you mean `{near[0]}`?" if near else "launch configs lists them"
+        raise usage("no-such-config", f"no stage file `{name}` ships with launch", help)
+    first = target if target.suffix in {".yaml", ".yml"} else target / path.name
+    names = [one["config"] for one in read_yaml(path).value.get("stages") or ()]
+    copies = {path: first, **{path.parent / name: first.parent / name for name in names}}
+    for copy in copies.values():
+        _require_free(copy)
+    for source, copy in copies.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, copy)
+    files = [str(copy) for copy in copies.values()]
+    return answer("configs copy", format, {"files": files}, [f"wrote {copy}" for copy in files])

@@ -200,9 +200,7 @@ def frozen_biases(context: Context) -> Iterator[Finding]:
     config = model_config.built_from(context.values, context.environ)
     kind = str(config.get("model_type"))
     if kind in _BIASED or config.get("attention_bias") is True or config.get("mlp_bias") is True:
-        message = (
-            f"LoRA on a {kind} model crashes with ZeRO-{context.zero_stage}: frozen biases are an empty group"
-        )
+        message = f"LoRA on a {kind} model crashes with ZeRO-{context.zero_stage}: frozen biases are an empty group"
         help = "write `deepspeed: none`, or `deepspeed: zero3` without gradient checkpointing"
         yield say("error", "lora-biases", "use_lora", message, help)
 

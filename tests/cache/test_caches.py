@@ -399,21 +399,17 @@ def test_a_started_process_holds_on_when_the_launcher_is_gone(place: Path) -> No
 def test_nothing_is_deleted_that_is_not_ours(place: Path, tmp_path: Path, spoil: str) -> None:
     with used("r1", "sft") as found:
         path = found["dataset"].path
-    folders = cache_folders.known()
+    folders, other = cache_folders.known(), tmp_path / "precious"
     if spoil == "record":
         (path / cache_folders.RECORD).unlink()
     elif spoil == "name":
         # somebody copied the folder's contents to where other things are
-        other = tmp_path / "precious"
-        path.rename(other)
+        path = path.rename(other)
         folders = [replace(folders[0], path=other)]
-        path = other
     else:
-        other = tmp_path / "precious"
         path.rename(other)
         path.symlink_to(other)
-    told = cache_folders.clear(folders)
-    assert [one.state for one in told] == ["kept"]
+    assert [one.state for one in cache_folders.clear(folders)] == ["kept"]
     assert (path / "0123456789" / "state.json").is_file()
     assert cache_folders.known() == []
 

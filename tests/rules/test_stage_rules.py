@@ -4,16 +4,16 @@ import ast
 import itertools
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
+from argument_sets import generate
 from conftest import NO_PACKAGES, Write
 from saved import loadable
-from test_rules import values_of
+from test_rules import BASES, values_of
 
 from launcher.artifacts import model_config
 from launcher.config.keys import DEEPSPEED
@@ -113,32 +113,17 @@ def test_deepspeed_files(script: str) -> None:
         assert found(script, {}, deepspeed=file, **known) == []
 
 
-ODD = (None, [], "x", 1e999)
-
-
-@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("odd", [None, [], "x", 1e999])
 def test_odd_files_and_configs_are_no_crash(write: Write, odd: Any) -> None:
-    keys = (
-        "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps", "gradient_clipping", "fp16", "checkpoint",
-    )  # fmt: skip
-    config = ("model_type", "attention_bias", "num_attention_heads", "num_key_value_heads")
-    config += ("max_position_embeddings", "rope_scaling", "rope_parameters", "text_config")
-    args = {
-        "model_name_or_path": "model", "use_lora": True, "use_liger_kernel": True,
-        "load_balancing_loss": True, "max_seq_length": 8, "clip_grad_norm": 0.5,
-        "sequence_parallel_size": 2,
-    }  # fmt: skip
-    known: dict[str, Any] = {
-        "gpus": 8, "per_device": 1, "accumulation": 1, "mixed_precision": "bf16",
-    }  # fmt: skip
-    for key in keys:
-        for file in ({**BARE, key: odd}, {**BARE, "zero_optimization": {"stage": odd}}):
-            assert isinstance(found("sft", {"clip_grad_norm": 0.5}, deepspeed=file, **known), list)
-    for key in config:
-        whole = {
-            "model_type": "qwen2", "max_position_embeddings": 4, "rope_scaling": {"factor": odd},
-        }  # fmt: skip
+    known: dict[str, Any] = {"gpus": 8, "per_device": 1, "accumulation": 2, "mixed_precision": "bf16"}
+    nested = {"zero_optimization": {"stage": odd}, "optimizer": {"params": odd}}
+    keys = (*BARE, "gradient_clipping", "fp16", "bf16", "optimizer", "scheduler", "checkpoint")
+    for key, (script, clips) in itertools.product(keys, (("sft", "clip_grad_norm"), ("trl-sft", "max_grad_norm"))):
+        for file in ({**BARE, key: odd}, {**BARE, **nested}, {key: odd}):
+            assert isinstance(found(script, {clips: 0.5}, deepspeed=file, **known), list)
+    args = {"model_name_or_path": "model", "use_lora": True, "use_liger_kernel": True, "max_seq_length": 8}
+    whole = {"model_type": "qwen2", "max_position_embeddings": 4, "rope_scaling": {"factor": odd}}
+    for key in (*whole, "attention_bias", "num_attention_heads", "rope_parameters", "text_config"):
         write("model/config.json", json.dumps({**whole, key: odd}))
         assert isinstance(found("sft", args, deepspeed=BARE, **known), list)
 
@@ -474,21 +459,23 @@ def of_the_loss(script: str, args: dict[str, Any]) -> list[Finding]:
     ]  # fmt: skip
 
 
-def everything() -> Iterator[Any]:
-    for backend, stage in itertools.product(BACKENDS, ("sft", "dpo")):
-        yield from registry.of_stage(backend, stage)
-
-
 def test_every_rule_says_where_upstream_says_so() -> None:
-    for rule in everything():
-        assert ".py:" in (rule.__doc__ or ""), rule.__name__
+    for backend, stage in itertools.product(BACKENDS, ("sft", "dpo")):
+        for rule in (*registry.of_stage(backend, stage), *registry.of_script(backend, stage)):
+            words = rule.__doc__ or ""
+            assert ".py:" in words or "Measured" in words, rule.__name__
 
 
-@pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft", "trl-dpo"])
-def test_another_commit_may_lack_any_field(script: str) -> None:
-    whole = values_of(script, {})
-    for missing in whole.schema.fields:
-        fields = {k: v for k, v in whole.schema.fields.items() if k != missing}
-        values = Values(replace(whole.schema, fields=fields), {})
-        known: dict[str, Any] = {"deepspeed": ZERO3, "packages": {}, "environ": {}, "running": True}
-        assert isinstance(list(registry.apply_in(Context(values=values, gpus=8, **known))), list)
+@pytest.mark.parametrize("script", BASES)
+def test_no_rule_breaks_whatever_is_given_or_known(script: str, tmp_path: Path) -> None:
+    whole = values_of(script, {}).schema
+    unknown = {k: replace(f, default=None, default_text="f()") for k, f in whole.fields.items()}
+    lacking = [{k: v for k, v in whole.fields.items() if k != name} for name in whole.fields]
+    given = [{}] * len(lacking) + list(generate(whole, 300, seed=3)) * 2
+    fields = [*lacking, *[whole.fields] * 300, *[unknown] * 300]
+    known: dict[str, Any] = {"deepspeed": ZERO3, "packages": {}, "environ": {}, "running": True, "output": tmp_path}
+    for number, (one, arguments) in enumerate(zip(fields, given, strict=True)):
+        values = Values(replace(whole, fields=one), {k: v for k, v in arguments.items() if k in one})
+        assert isinstance(list(registry.apply(values)), list)
+        for gpus in (None, 0, 8) if number % 2 else (1,):
+            list(registry.apply_in(Context(values=values, gpus=gpus, per_device=2, accumulation=2, **known)))

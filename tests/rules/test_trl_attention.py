@@ -181,19 +181,12 @@ def test_what_cannot_be_meant(write: Write) -> None:
 
 
 PACKAGES: list[tuple[str, dict[str, str] | None, bool]] = [
-    ("flash_attention_2", {}, True),
-    ("flash_attention_2", {"flash-attn": "2.8.3"}, False),
-    ("flash_attention_2", {"flash-attn-3": "3.0"}, True),
-    ("flash_attention_3", {"flash-attn-3": "3.0"}, False),
-    ("paged|flash_attention_2", {}, True),
-    ("flash_attention_2", {"kernels": "0.16.0"}, False),
-    ("kernels-community/flash-attn2", {}, True),
-    ("kernels-community/flash-attn2", {"kernels": "0.16.0"}, False),
-    ("flex_attention", {}, False),
-    ("sdpa", {}, False),
-    ("eager", {}, False),
-    ("flash_attention_2", None, False),
-]
+    ("flash_attention_2", {}, True), ("flash_attention_2", FLASH, False), ("flash_attention_2", None, False),
+    ("flash_attention_2", {"flash-attn-3": "3.0"}, True), ("flash_attention_3", {"flash-attn-3": "3.0"}, False),
+    ("paged|flash_attention_2", {}, True), ("flash_attention_2", {"kernels": "0.16.0"}, False),
+    ("kernels-community/flash-attn2", {}, True), ("kernels-community/flash-attn2", {"kernels": "0.16.0"}, False),
+    ("flex_attention", {}, False), ("sdpa", {}, False), ("eager", {}, False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["flash_2", "torch", "nonsense", "a/b/c"])

@@ -6,7 +6,6 @@ import sys
 
 
 def main() -> None:
-    """The console entry; see `cli.main`."""
     try:
         from launcher.cli import main
     except KeyboardInterrupt:

@@ -23,8 +23,6 @@ Layer = Literal["parser", "run", "launch", "trainer"]
 
 
 class Exit(IntEnum):
-    """The exit codes of every command; the README says what each means."""
-
     OK = 0
     VERDICT = 1
     USAGE = 2

@@ -29,8 +29,6 @@ _WHOLE = 2**63
 
 
 class ChecksumThread(threading.Thread):
-    """Takes the checksums of an attempt's checkpoints until `end` is called."""
-
     def __init__(self, folder: RunFolder, backend: str, output: Path | None, ranks: int) -> None:
         super().__init__(name="checksums", daemon=True)
         self.folder, self.backend, self.output, self.ranks = folder, backend, output, ranks

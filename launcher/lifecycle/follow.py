@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import BinaryIO
@@ -64,14 +64,14 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
 
 
 def _look_on(folder: RunFolder, view: View) -> None:
-    tick: Callable[[], None] | None = view.tick
+    shows = True
     while _goes_on(folder):
-        if tick is not None:
-            try:
-                tick()
-            except Exception:
-                # a terminal that has gone: what it cannot show is in the run folder
-                tick = None
+        try:
+            if shows:
+                view.tick()
+        except Exception:
+            # a terminal that has gone: what it cannot show is in the run folder
+            shows = False
         time.sleep(POLL_S)
 
 
@@ -112,13 +112,12 @@ def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool)
     """
     if sys.stdout is None:
         return
-    out, shown = (sys.stdout.buffer, Shown(known_values(attempt.tokens(folder)), frames=follow or last is None))
+    out, path = sys.stdout.buffer, folder.console(number)
+    shown = Shown(known_values(attempt.tokens(folder)), frames=follow or last is None)
     try:
-        opened = files.open_regular(folder.console(number), buffering=0)
-    except FileNotFoundError:
-        raise
+        opened = files.open_regular(path, buffering=0)
     except OSError as error:
-        raise unreadable(folder.console(number), error) from None
+        raise error if isinstance(error, FileNotFoundError) else unreadable(path, error) from None
     with opened as log:
         log.seek(0 if last is None else _tail(log, last))
         while True:
@@ -149,7 +148,6 @@ class Shown:
     line: bytes = b""
 
     def of(self, block: bytes) -> bytes:
-        """What to write of all lines that end in the block."""
         whole = self.line + block
         end = max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
         if not self.frames:
@@ -166,7 +164,6 @@ class Shown:
         return redact_bytes(printable_bytes(whole[:end]), self.known)
 
     def rest(self) -> bytes:
-        """What to write of the begun line, of which no more will be there."""
         line, self.line = self.line, b""
         return redact_bytes(printable_bytes(line), self.known)
 

@@ -88,7 +88,6 @@ def _deepspeed(plan: Plan, trainer: Trainer) -> dict[str, Any] | None:
 
 
 def _resolved(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Value and origin of every field: default (file:line), stage file, override, or derived."""
     fields, config = {}, plan.stage.config
     for name, known in plan.stage.schema.fields.items():
         value = plan.values[name]

@@ -42,7 +42,6 @@ def parsed(command: str | None) -> tuple[str, ...]:
 
 
 def limit(text: str | None) -> float:
-    """`--on-finish-limit` in seconds. Raises UsageError for what is no time."""
     if text is None:
         return ON_FINISH_S
     from launcher.config import durations
@@ -58,26 +57,12 @@ def require_here(command: Sequence[str]) -> None:
         raise usage("bad-on-finish", message, help)
 
 
-def environment(folder: RunFolder, code: int) -> Mapping[str, str]:
-    progress = Progress(total=None)
-    overview.last_steps(folder, progress)
-    return {
-        "LAUNCH_FINISHED": folder.path.name,
-        "LAUNCH_FINISHED_FOLDER": str(folder.path),
-        "LAUNCH_FINISHED_STATE": overview.ended_state(folder, progress),
-        "LAUNCH_FINISHED_VERDICT": str(folder.verdict),
-        "LAUNCH_FINISHED_STATUS": str(rundir.read_json(folder.verdict).get("status", "")),
-        "LAUNCH_FINISHED_CODE": str(code),
-    }
-
-
 def call(
     folder: RunFolder, attempt: Attempt, code: int, *, own: bool = False, began: Callable[[], None] = lambda: None
 ) -> int | None:
     """Run the attempt's command to its end, with what it learns of the run; see `run`.
 
-    Unless the attempt is known to be the user's `own`, the command is named and not run where somebody
-    else may have written it.
+    Unless the attempt is known to be the user's `own`, it is only named where somebody else may have written it.
     """
     if not attempt.on_finish:
         return None
@@ -86,10 +71,19 @@ def call(
         shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
         _say(attempt.environ, f"`{brief(shown)}` was not run: {why}")
         return None
-    environ = {**attempt.environ, **environment(folder, code)}
+    progress = Progress(total=None)
+    overview.last_steps(folder, progress)
+    about = {
+        "LAUNCH_FINISHED": folder.path.name,
+        "LAUNCH_FINISHED_FOLDER": str(folder.path),
+        "LAUNCH_FINISHED_STATE": overview.ended_state(folder, progress),
+        "LAUNCH_FINISHED_VERDICT": str(folder.verdict),
+        "LAUNCH_FINISHED_STATUS": str(rundir.read_json(folder.verdict).get("status", "")),
+        "LAUNCH_FINISHED_CODE": str(code),
+    }
     # its folder may have gone with what was done in it
     cwd = Path(attempt.cwd) if os.path.isdir(attempt.cwd) else folder.path
-    return run(attempt.on_finish, environ, cwd, attempt.on_finish_s, began)
+    return run(attempt.on_finish, {**attempt.environ, **about}, cwd, attempt.on_finish_s, began)
 
 
 def run(
@@ -101,14 +95,12 @@ def run(
 ) -> int | None:
     """Run a command to its end; what it prints goes where this process prints.
 
-    INT and TERM are handed on to it and what it has started; after `limit_s` seconds it gets TERM,
-    then KILL. `began` is called once it runs, or cannot be started. Returns its exit code; None where it
-    did not run.
+    INT and TERM are handed on to it and what it has started; after `limit_s` seconds it gets TERM, then KILL.
+    `began` is called once it runs, or cannot be started. Returns its exit code; None where it did not run.
     """
     # it is no part of the run that is over, nor of one it may start
     inherited = {name: value for name, value in environ.items() if name != process.MARK}
-    groups: list[int] = []
-    early: list[int] = []
+    groups, early = list[int](), list[int]()
 
     def hand_on(number: int, _frame: FrameType | None) -> None:
         if not groups:

@@ -142,8 +142,7 @@ class Prepared:
 class ResolvedStage:
     """What a request comes to: its valid stage, the Python that trains it, and how many GPUs it takes.
 
-    Made once for a request and passed on. `devices` are the GPUs that the command line names, `look` what
-    this machine has, where that was asked.
+    `devices` are the GPUs that the command line names, `look` what this machine has, where that was asked.
     """
 
     request: Request
@@ -172,7 +171,6 @@ def judge(request: Request, *, running: bool = False, loaded: Config | None = No
 
 
 def find_source(request: Request, backend: str) -> tuple[Locator, Trainer]:
-    """What finds the trainer's source, and the Python that trains. Raises NotReady."""
     locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
     checkout = locator.find(backend).root if BACKENDS[backend].CHECKOUT else None
     trainer = python.find_trainer(request.python, checkout)
@@ -260,16 +258,14 @@ def _locate(request: Request, stage: stages.Stage, machine: Rendezvous | None, *
 
 
 def prepare(request: Request, *, running: bool) -> Prepared:
-    """Load, check, plan; for a run also ask whether the machine is ready for it.
+    """Load, check, plan; for a run also ask whether the machine is ready for it, and make its empty folder.
 
-    Raises InvalidConfig, NotReady or UsageError. Writes nothing but, for a run, its empty folder, and
-    the memory of fingerprints.
+    Raises InvalidConfig, NotReady or UsageError.
     """
     return complete(resolve(request, running=running), running=running)
 
 
 def complete(resolved: ResolvedStage, *, running: bool) -> Prepared:
-    """What `prepare` does once the stage is there."""
     request, trainer, machine, chosen = resolved.request, resolved.trainer, None, None
     if running and not request.elsewhere:
         machine = rendezvous.find(request.nodes, request.node_rank, request.main_address, os.environ)
@@ -333,14 +329,7 @@ def _output(made: Plan) -> Path | None:
 
 
 def _prepared(
-    resolved: ResolvedStage,
-    location: _Location,
-    made: Plan,
-    *,
-    caches: tuple[Cache, ...],
-    devices: Devices | None = None,
-    warnings: tuple[Finding, ...] = (),
-    **decided: Any,
+    resolved: ResolvedStage, location: _Location, made: Plan, *, caches: tuple[Cache, ...], **decided: Any
 ) -> Prepared:
     made = replace(made, findings=_allowed(resolved.request, made.findings))
     if errors(made.findings, strict=resolved.request.strict):
@@ -360,15 +349,16 @@ def _prepared(
             )
             for name in concealed.exposed
         )
+    chosen: Devices | None = decided.get("devices")
     built = command.build(
         made,
         resolved.trainer,
         (location.dry_run_folder or location.folder).path,
         environ=os.environ,
         caches=environment(caches),
-        devices=None if devices is None or not resolved.gpus else devices.env(),
+        devices=None if chosen is None or not resolved.gpus else chosen.env(),
     )
-    return Prepared(
+    prepared = Prepared(
         resolved=resolved,
         plan=made,
         command=built,
@@ -376,12 +366,11 @@ def _prepared(
         attempt=location.attempt,
         output=_output(made),
         caches=caches,
-        devices=devices,
-        warnings=(*warnings, *_on_our_command_line(made)),
         requested_output=location.requested,
         dry_run_folder=location.dry_run_folder,
         **decided,
     )
+    return replace(prepared, warnings=(*prepared.warnings, *_on_our_command_line(made)))
 
 
 def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:

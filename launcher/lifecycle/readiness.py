@@ -15,7 +15,6 @@ from launcher.plan import plan
 
 
 def of_stage(request: Request, *, importing: bool = True) -> Report:
-    """For a stage file. Raises InvalidConfig where that is refused whatever the machine."""
     resolved = prepare.resolve(request, running=True)
     subject = checks.of_plan(plan.make(resolved.stage, gpus=resolved.gpus), resolved.trainer)
     return checks.examine(subject, resolved.choose_devices(), look=resolved.look, importing=importing)

@@ -65,7 +65,6 @@ def _step(folder: RunFolder) -> int:
 
 
 def due(folder: RunFolder) -> str:
-    """When the next checkpoint comes, in words, as far as its record and its last step tell."""
     record, done = rundir.read_manifest(folder), _step(folder)
     every, last = record.get("checkpoints", "epoch"), record.steps
     if every is None:

@@ -165,7 +165,6 @@ def main(words: Sequence[str]) -> int:
 
 
 def _overtaken(console: Path, by: Lease) -> None:
-    """Stop the training: it must not write where another one does."""
     message = (
         f"launch: stopped: the output folder was taken over by the run {by.run} ({by.described}), fencing "
         f"number {by.fence}"
@@ -241,7 +240,6 @@ class Due:
         self.looked = -self.EVERY_S
 
     def now(self, request: runner.StopRequest) -> bool:
-        """Looks for checkpoints every two seconds; those of the first look are the old ones."""
         if not request.after_checkpoint or time.monotonic() - self.looked < self.EVERY_S:
             return not request.after_checkpoint
         from launcher.artifacts import checkpoints

@@ -56,7 +56,6 @@ SHEETS = (
 
 
 def sheet_of(name: str | None) -> Card | None:
-    """The data sheet of a device by its name; None where it is not known."""
     return next((one for one in SHEETS if one.matches(name or "")), None)
 
 

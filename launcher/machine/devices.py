@@ -44,7 +44,6 @@ class Slot:
 
     @property
     def id(self) -> str:
-        """The same everywhere, on every boot."""
         return self.gpu.uuid
 
     @property
@@ -85,7 +84,6 @@ class Devices:
 
     @property
     def visible(self) -> str:
-        """The value of CUDA_VISIBLE_DEVICES; empty for the CPU."""
         return ",".join(slot.name for slot in self.slots)
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 # no command that a checkout's own config names is run: whoever only looks at it must not run them
 _COMMAND = tuple(
@@ -25,8 +27,7 @@ class Repository:
     root: Path
 
     def ask(self, *arguments: str, timeout_s: float = 60.0) -> str | None:
-        """The output of one git command, without the last line end; None where it fails."""
-        raw = self._run(arguments, None, timeout_s)
+        raw = self._run(arguments, b"", timeout_s)
         return None if raw is None else raw.decode("utf-8", "replace").rstrip("\n")
 
     def top(self) -> Path | None:
@@ -34,7 +35,6 @@ class Repository:
         return Path(told) if told else None
 
     def commit(self, revision: str) -> str | None:
-        """The full name of a commit, by any name that git knows; None where there is no such."""
         if revision.startswith("-"):
             return None
         return self.ask("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
@@ -43,7 +43,6 @@ class Repository:
         return self.ask("rev-parse", "--is-shallow-repository") == "true"
 
     def read(self, revision: str, path: str) -> bytes | None:
-        """One file at one commit; None where it is not there."""
         return next(self.blobs([f"{revision}:{path}"]), None)
 
     def blobs(self, names: Iterable[str]) -> Iterator[bytes | None]:
@@ -55,15 +54,11 @@ class Repository:
             head, _, _ = raw[at : at + 4096].partition(b"\n")
             at += len(head) + 1
             kind, _, size = head.rpartition(b" ")
-            if not size.isdigit() or not kind.endswith(b" blob"):
-                # `... missing`, or a folder, whose entries follow
-                at += int(size) + 1 if size.isdigit() else 0
-                yield None
-                continue
-            yield raw[at : at + int(size)]
-            at += int(size) + 1
+            # not of `... missing`, nor of a folder, whose entries follow
+            yield raw[at : at + int(size)] if size.isdigit() and kind.endswith(b" blob") else None
+            at += int(size) + 1 if size.isdigit() else 0
 
-    def _run(self, arguments: tuple[str, ...], given: bytes | None, timeout_s: float) -> bytes | None:
+    def _run(self, arguments: tuple[str, ...], given: bytes, timeout_s: float) -> bytes | None:
         # most commands never ask git anything
         import subprocess
 
@@ -78,19 +73,10 @@ class Repository:
         # inside a git hook these name another repository; a missing object must not ask the network
         environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
         offline = {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": "none", "LC_ALL": "C"}
-        try:
-            done = subprocess.run(
-                command,
-                input=given,
-                capture_output=True,
-                timeout=timeout_s,
-                check=True,
-                env=environ | offline,
-                stdin=None if given is not None else subprocess.DEVNULL,
-            )
-        except (OSError, ValueError, subprocess.SubprocessError):
-            return None
-        return done.stdout
+        about: dict[str, Any] = {"input": given, "timeout": timeout_s, "env": environ | offline}
+        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+            return bytes(subprocess.run(command, capture_output=True, check=True, **about).stdout)
+        return None
 
 
 # a question may follow another at once, and none changes what the checkout's config names

@@ -67,7 +67,6 @@ def absent(error: BaseException) -> str | None:
 
 
 def cuda() -> dict[str, Any] | None:
-    """What torch says of the GPUs here, with a sum on the first one."""
     torch = sys.modules.get("torch")
     if torch is None:
         return None

@@ -91,7 +91,6 @@ class _ProcessRow(NamedTuple):
 
 
 def identify(pid: int) -> Identity:
-    """The identity of a process that is known to be the one meant now."""
     entry = _entry(pid)
     return Identity(pid=pid, host=host(), boot=boot(), began=entry and entry.began, namespace=namespace())
 
@@ -125,7 +124,6 @@ def boot() -> str | None:
 
 
 def namespace() -> int | None:
-    """The inode of this process's PID namespace: a container has its own."""
     with contextlib.suppress(OSError):
         return (PROC / "self/ns/pid").stat().st_ino
     return None
@@ -198,7 +196,6 @@ def bury(but: int) -> None:
 
 
 def marks() -> frozenset[str]:
-    """The marks of all living processes: which runs still have one."""
     return frozenset(filter(None, (_mark(entry.pid) for entry in _table().values() if not entry.dead)))
 
 

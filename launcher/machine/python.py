@@ -184,7 +184,6 @@ def find_trainer(named: Path | None, checkout: Path | None, environ: Mapping[str
 
 
 def ask_trainer(python: Path, source: str) -> Trainer:
-    """Ask an interpreter for its version, import path and packages; raises NotReady if it fails."""
     python, data = expanded(python).absolute(), dict[str, Any]()
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         done = _answer([str(python), "-c", _QUESTION])

@@ -19,7 +19,6 @@ def below(path: Path, *, links: bool = False) -> int:
 
 
 def sized(count: float) -> str:
-    """1.2 GiB, or 12 KiB."""
     size, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:

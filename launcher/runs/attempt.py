@@ -55,7 +55,6 @@ class Command:
         return " ".join([*words, *map(_quoted, self.argv)])
 
     def redacted(self) -> Command:
-        """The same without secrets, for whatever is shown or kept."""
         named = {name: f"${variable}" for name, variable in self.variables.items()}
         shown = redact(replace(self, env={**self.env, **named}))
         return replace(shown, variables=self.variables)

@@ -64,7 +64,6 @@ class Lease:
 
     @property
     def lock(self) -> Path:
-        """Held, through the kernel, by the supervisor and the training of the run."""
         return self.path.with_name("lock")
 
     @property
@@ -188,7 +187,6 @@ def _held(last: Lease) -> str | None:
 
 
 def is_locked(lock_file: Path) -> bool:
-    """Whether a process that can be locked out from here holds a lock file."""
     try:
         lock = os.open(lock_file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:

@@ -16,7 +16,6 @@ class Record(dict[str, Any]):
     """What is not there, or of another type, reads as None or as empty."""
 
     def value(self, *keys: str) -> Any:
-        """What lies under these keys, each inside the one before."""
         found: Any = self
         for key in keys:
             found = found.get(key) if isinstance(found, dict) else None
@@ -40,8 +39,6 @@ class Record(dict[str, Any]):
 
 
 class _Field(Generic[_T]):
-    """A key of the manifest, and how it is read."""
-
     def __init__(self, read: Callable[..., _T], *keys: str) -> None:
         self.read, self.keys = read, keys
 
@@ -77,7 +74,6 @@ class Manifest(Record):
 
     @property
     def processes(self) -> int | None:
-        """Training processes, over all machines."""
         return None if self.gpus is None else max(1, self.gpus) * (self.nodes or 1)
 
     @property

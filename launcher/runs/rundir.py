@@ -92,12 +92,10 @@ class RunFolder:
 
 
 def runs_root() -> Path:
-    """Where runs live: LAUNCH_RUNS, else `./runs`."""
     return Path(os.environ.get("LAUNCH_RUNS") or "runs").expanduser().absolute()
 
 
 def state_folder() -> Path:
-    """The user's state folder, where the index of runs is kept (XDG)."""
     base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(base) / "launch"
 
@@ -182,7 +180,6 @@ def newest_first(root: Path) -> Iterator[RunFolder]:
 
 
 def read_manifest(folder: RunFolder) -> Manifest:
-    """The manifest, or an empty mapping where it is missing or half written."""
     return Manifest(read_json(folder.manifest))
 
 

@@ -208,8 +208,7 @@ class _Reserve:
 
 
 def private(path: Path) -> BinaryIO:
-    """A file to append to, made for its owner alone: a trainer prints what it likes, its environment
-    too. Raises OSError."""
+    """A file to append to, for its owner alone: a trainer prints what it likes, its environment too."""
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o600))
 
 
@@ -239,7 +238,6 @@ class Processes:
 
     @property
     def out_of_sight(self) -> bool:
-        """Whether they live, or lived, where nobody here can look."""
         return self.leader is not None and self.leader.elsewhere()
 
 
@@ -355,12 +353,10 @@ def end_orphans(folder: RunFolder, waits: Grace, attempt: int) -> None:
     known = processes(folder)
     leader, keeper = (one if one is not None and one.lives() else None for one in (known.leader, known.keeper))
     family, last = process.Family(leader, known.mark, keeper), None
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-    for number, seconds in zip(signals, (*waits[:2], KILLED_S), strict=True):
-        if not family.living():
-            break
-        last = number
-        _vanish(family, number, seconds)
+    for number, seconds in ((signal.SIGINT, waits[0]), (signal.SIGTERM, waits[1]), (signal.SIGKILL, KILLED_S)):
+        if family.living():
+            last = number
+            _vanish(family, number, seconds)
     if last is not None:
         ended = _ended(-last, signal.SIGINT, known.started, attempt)
         with contextlib.suppress(OSError):
@@ -374,10 +370,9 @@ def keeper_lives(folder: RunFolder) -> bool:
 
 def kill_keeper(folder: RunFolder) -> None:
     keeper, until = processes(folder).keeper, time.monotonic() + KILLED_S
-    if keeper is not None and keeper.lives():
+    while keeper is not None and keeper.lives() and time.monotonic() < until:
         process.signal_all([keeper.pid], signal.SIGKILL)
-        while keeper.lives() and time.monotonic() < until:
-            time.sleep(POLL_S / 4)
+        time.sleep(POLL_S / 4)
 
 
 def orphaned(folder: RunFolder) -> bool:
@@ -406,9 +401,8 @@ def alive(folder: Path, marks: Callable[[], frozenset[str]] = process.marks) -> 
 def unknown(folder: RunFolder) -> Finding | None:
     """That the state of a run is unknown here, where it is: out of sight, and without a heartbeat."""
     known, name = processes(folder), folder.path.name
-    if known.leader is None or not known.out_of_sight or folder.exit(known.attempt or 1).exists():
-        return None
-    if alive(folder.path):
+    visible = not known.out_of_sight or folder.exit(known.attempt or 1).exists()
+    if known.leader is None or visible or alive(folder.path):
         return None
     message = (
         f"the state of {name} is unknown here: it was started on {known.leader.place}, whose processes "

@@ -96,7 +96,6 @@ def read_options(given: Any, complain: Complain) -> tuple[dict[str, str | None],
 
 
 def _wrong(name: str, value: Any) -> tuple[str, str, str | None] | None:
-    """Code, message and help of what is wrong with an option; None where nothing is."""
     if name in _OURS:
         return "reserved-slurm-option", f"`{brief(name)}` is not for the run to set", _OURS[name]
     if name not in KEYS:
@@ -183,7 +182,6 @@ def _quoted(value: str) -> str:
 
 
 def job(folder: RunFolder) -> str | None:
-    """The job that a run was submitted as last; None where it was not."""
     number = rundir.read_json(folder.job).get("job")
     return number if isinstance(number, str) and number.isdecimal() else None
 
@@ -232,7 +230,6 @@ def word(state: str | None) -> str | None:
 
 
 def state(job: str) -> str | None:
-    """`queued` or `running`; None for a job that is over, or where Slurm does not answer."""
     return word((states() or {}).get(job))
 
 
@@ -250,7 +247,6 @@ def cut_short(folder: RunFolder) -> bool:
 
 
 def _call(argv: Sequence[str], environ: Mapping[str, str] | None, timeout_s: float) -> str:
-    """What one of Slurm's clients says. Raises NotReady with its complaint."""
     try:
         env, null = None if environ is None else dict(environ), subprocess.DEVNULL
         done = subprocess.run(argv, env=env, cwd="/", stdin=null, capture_output=True, timeout=timeout_s, check=False)

@@ -37,10 +37,9 @@ class Exit(IntEnum):
 class Finding:
     """One thing worth saying about a config, a plan or a machine.
 
-    `layer` tells who objects: `parser` is upstream's own parser and `__post_init__`, `run` is
-    upstream later on (a crash, or a value that does nothing), `launch` is our own format and rules,
-    `trainer` is the training script itself in a rehearsal.
-    `code` is stable and listed in docs/findings.md; `line` is 1-based. `override` is the `key=value` that
+    `layer` tells who objects: `parser` is upstream's own parser and `__post_init__`, `run` is upstream later on (a
+    crash, or a value that does nothing), `launch` is our own format and rules, `trainer` is the training script in a
+    rehearsal. `code` is stable and listed in docs/findings.md; `line` is 1-based. `override` is the `key=value` that
     set what it is about, where one did: then there is no line.
     """
 

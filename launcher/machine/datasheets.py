@@ -23,10 +23,6 @@ class Card:
     launch: float = 6e-6
     pattern: str = ""
 
-    def matches(self, name: str) -> bool:
-        """Whether a device of this name is one: `NVIDIA H100 80GB HBM3` is an H100."""
-        return bool(re.search(self.pattern or rf"\b{self.name}\b", name, re.IGNORECASE))
-
 
 CPU = Card(name="CPU", flops=2e11, bandwidth=2e10, link=1e10, launch=4e-6)
 # the first that matches is meant
@@ -56,7 +52,9 @@ SHEETS = (
 
 
 def sheet_of(name: str | None) -> Card | None:
-    return next((one for one in SHEETS if one.matches(name or "")), None)
+    # `NVIDIA H100 80GB HBM3` is an H100
+    patterns = ((one, one.pattern or rf"\b{one.name}\b") for one in SHEETS)
+    return next((one for one, pattern in patterns if re.search(pattern, name or "", re.IGNORECASE)), None)
 
 
 def card_of(name: str, gib: float | None) -> Card:

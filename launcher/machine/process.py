@@ -62,8 +62,7 @@ class Identity:
         return entry is not None and entry.began == self.began and not entry.dead
 
     def here(self) -> bool:
-        """Whether it was started where this process sees all: on this machine, since it booted, and in
-        this PID namespace."""
+        """Whether it was started on this machine since it booted, and in this PID namespace."""
         same = self.namespace is None or self.namespace == namespace()
         return self.host == host() and self.boot == boot() and same
 

@@ -85,8 +85,7 @@ def read_options(given: Any, complain: Complain) -> tuple[dict[str, str | None],
     findings = []
     for key, value in given.items():
         name = _CONTROL.sub(" ", str(key)).replace("_", "-").removeprefix("--")
-        wrong = _wrong(name, value)
-        if wrong is not None:
+        if (wrong := _wrong(name, value)) is not None:
             findings.append(complain(wrong[0], str(key), *wrong[1:]))
         elif name == "requeue":
             options |= {} if value in (True, None) else {"no-requeue": None}
@@ -214,12 +213,8 @@ def states(environ: Mapping[str, str] | None = None) -> dict[str, str] | None:
     return {row[0]: row[1] for row in rows if len(row) == 2}
 
 
-WAITING = frozenset(
-    """
-    CONFIGURING PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT
-    """.split()
-)
-ACTIVE = frozenset({"COMPLETING", "RESIZING", "RUNNING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"})
+WAITING = "CONFIGURING PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT".split()
+ACTIVE = "COMPLETING RESIZING RUNNING SIGNALING STAGE_OUT STOPPED SUSPENDED".split()
 
 
 def word(state: str | None) -> str | None:

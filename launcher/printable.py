@@ -22,20 +22,12 @@ _UNESCAPED = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def printable(text: str, *, commands: bool = False) -> str:
-    """The text with newlines and tabs, but no other control character and no escape sequence.
-
-    A carriage return ends a line. A line that GitHub would take for a workflow command gets a backslash
-    before it, unless it may have `commands`.
-    """
+    """Text without control characters and escapes; before what GitHub takes for `commands` goes a backslash."""
     if not text.isprintable():
         text = _ESCAPES.sub("", text) if "\x1b" in text or not text.isascii() else text
         text = _CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
     harmless = commands or not ("::" in text or "##[" in text)
-    return text if harmless else _COMMAND.sub(_harmless, text)
-
-
-def _harmless(found: re.Match[str]) -> str:
-    return "# #[" if found[1] is None else f"{found[1]}\\::"
+    return text if harmless else _COMMAND.sub(lambda one: "# #[" if one[1] is None else f"{one[1]}\\::", text)
 
 
 def folded(text: str) -> str:
@@ -45,8 +37,7 @@ def folded(text: str) -> str:
 
 def printable_bytes(raw: bytes) -> bytes:
     """The same for what need not be UTF-8."""
-    text = printable(raw.decode(errors="surrogateescape"))
-    return text.encode(errors="surrogateescape")
+    return printable(raw.decode(errors="surrogateescape")).encode(errors="surrogateescape")
 
 
 def escaped(json_text: str) -> str:

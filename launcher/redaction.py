@@ -110,21 +110,13 @@ _WORDLIKE = re.compile(
 
 
 def redact(value: _T, environ: Mapping[str, str] | None = None) -> _T:
-    """The same value with every token taken out of it, of the same types throughout.
-
-    Mappings, sequences, dataclasses and text are looked into. `environ` is where known tokens are:
-    their very values go wherever they turn up.
-    """
+    """The same value, of the same types throughout, without tokens and the values of those in `environ`."""
     cleaned: _T = _clean(value, "", known_values(os.environ if environ is None else environ))
     return cleaned
 
 
 def borrow(variable: str) -> None:
-    """Note that a config took a value from this variable of the environment.
-
-    From then on, in this process, messages name the variable in the place of the value, and a value that
-    looks like a secret is treated as one, whatever the variable is called.
-    """
+    """Note that a config took a value from a variable: messages name that in its place, and it may be a secret."""
     _borrowed.add(variable)
 
 

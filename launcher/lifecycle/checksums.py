@@ -66,11 +66,7 @@ def read(folder: RunFolder) -> dict[str, dict[str, Any]]:
 
 
 def fault(folder: RunFolder | None, one: Checkpoint) -> str | None:
-    """What in a checkpoint is not as it was saved; None where everything is.
-
-    Without checksums (the keeper was killed, the run folder is gone) torch's own CRCs are looked at, and
-    whether weights are all zeros.
-    """
+    """What is not as it was saved; without checksums by torch's own CRCs, and whether weights are all zeros."""
     known = read(folder).get(one.name, {}) if folder is not None else {}
     for name, digest in known.items():
         try:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from launcher.config import durations
 from launcher.errors import brief, usage
 from launcher.machine import process
 from launcher.printable import printable
@@ -42,11 +43,7 @@ def parsed(command: str | None) -> tuple[str, ...]:
 
 
 def limit(text: str | None) -> float:
-    if text is None:
-        return ON_FINISH_S
-    from launcher.config import durations
-
-    return durations.seconds(text)
+    return ON_FINISH_S if text is None else durations.seconds(text)
 
 
 def require_here(command: Sequence[str]) -> None:
@@ -60,10 +57,7 @@ def require_here(command: Sequence[str]) -> None:
 def call(
     folder: RunFolder, attempt: Attempt, code: int, *, own: bool = False, began: Callable[[], None] = lambda: None
 ) -> int | None:
-    """Run the attempt's command to its end, with what it learns of the run; see `run`.
-
-    Unless the attempt is known to be the user's `own`, it is only named where somebody else may have written it.
-    """
+    """Run an attempt's command; where it is not the user's `own`, and others may have written it, only name it."""
     if not attempt.on_finish:
         return None
     if not own and (why := writable_by_others(folder)) is not None:

@@ -140,10 +140,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedStage:
-    """What a request comes to: its valid stage, the Python that trains it, and how many GPUs it takes.
-
-    `devices` are the GPUs that the command line names, `look` what this machine has, where that was asked.
-    """
+    """What a request comes to; `devices` are the GPUs that it names, `look` what this machine has, if asked."""
 
     request: Request
     checked: stages.Judged
@@ -258,10 +255,7 @@ def _locate(request: Request, stage: stages.Stage, machine: Rendezvous | None, *
 
 
 def prepare(request: Request, *, running: bool) -> Prepared:
-    """Load, check, plan; for a run also ask whether the machine is ready for it, and make its empty folder.
-
-    Raises InvalidConfig, NotReady or UsageError.
-    """
+    """Load, check, plan; for a run, ask whether the machine is ready. Raises InvalidConfig, NotReady or UsageError."""
     return complete(resolve(request, running=running), running=running)
 
 

@@ -33,12 +33,7 @@ from launcher.verdict import check, judge
 
 
 def begin(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, Attempt]:
-    """Make the run folder and start the keeper in it; training runs when this returns.
-
-    `at_end` are `on_finish`, `on_finish_s` and `allow_unproven` of `Attempt`. The folder is that of this
-    machine: where others train too, only the first one's is the run's own. Raises NotReady where another
-    run holds the place, or where training cannot be started.
-    """
+    """Start the keeper of this machine; training runs at return. `at_end` are fields of `Attempt`. Raises NotReady."""
     here, attempt = prepared.machine, _attempt(prepared, **at_end)
     if here is not None:
         attempt = replace(attempt, argv=rendezvous.filled(attempt.argv, here), rank=here.rank)

@@ -7,9 +7,8 @@ import math
 import os
 import signal
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from launcher.artifacts import checkpoints
 from launcher.errors import NotReady, UsageError, not_ready, usage
@@ -24,17 +23,13 @@ from launcher.runs.rundir import RunFolder
 POLL_S = 0.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class Cost(NamedTuple):
     """What a stop loses: `step` is the last one done, `saved` the step of the last complete checkpoint."""
 
     step: int
     saved: int | None
-    checkpoint: Path | None
-
-    @property
-    def lost(self) -> int:
-        return max(0, self.step - (self.saved or 0))
+    checkpoint: str | None
+    lost: int
 
     def line(self) -> str:
         if not self.step:
@@ -42,12 +37,9 @@ class Cost:
         if self.checkpoint is None:
             return f"no checkpoint has been saved: all {self.step} steps are lost"
         if self.saved is None:
-            return f"the last complete checkpoint is {self.checkpoint.name}; step {self.step} was the last"
+            return f"the last complete checkpoint is {Path(self.checkpoint).name}; step {self.step} was the last"
         last = f"the last complete checkpoint is of step {self.saved}"
         return f"{last}: {self.lost} of {self.step} steps are lost"
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "checkpoint": self.checkpoint and str(self.checkpoint), "lost": self.lost}
 
 
 def cost(folder: RunFolder) -> Cost:
@@ -55,7 +47,8 @@ def cost(folder: RunFolder) -> Cost:
     found = checkpoints.find(str(record.backend), record.output, ranks=record.processes or 1)
     last = next((one for one in reversed(found) if one.complete), None)
     saved = last.number if last is not None and last.kind == "step" else None
-    return Cost(step=_step(folder), saved=saved, checkpoint=None if last is None else last.path)
+    step, checkpoint = _step(folder), None if last is None else str(last.path)
+    return Cost(step=step, saved=saved, checkpoint=checkpoint, lost=max(0, step - (saved or 0)))
 
 
 def _step(folder: RunFolder) -> int:
@@ -221,10 +214,7 @@ def require_over(folder: RunFolder) -> None:
 
 
 def removable(folder: RunFolder, *, model: bool) -> list[Path]:
-    """The folder of a run, or of a pipeline, bench, ladder or tune; with `model` the output folder too.
-
-    Raises NotReady where the run is not over, UsageError where the output folder is not its alone.
-    """
+    """What to delete, with `model` the output too. Raises NotReady while it runs, UsageError for a shared output."""
     require_over(folder)
     output = rundir.read_manifest(folder).output
     where = None if output is None or not exists(output) else canonical(output)

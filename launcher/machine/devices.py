@@ -167,11 +167,7 @@ def named(text: str | None) -> tuple[str, ...] | None:
 
 
 def choose(count: int | None, asked: Sequence[str] | None, seen: Look) -> Devices:
-    """The GPUs for a run that wants `count` of them, or the ones `asked` for by number or id.
-
-    Never raises: a refusal is an error among the findings. A GPU that was named is taken although
-    something else computes on it, with a warning; one that another run of launch's holds never is.
-    """
+    """The GPUs of a run. Never raises: a refusal is an error among the findings, a busy one named a warning."""
     if asked is not None:
         return _named(asked, seen)
     if not count:
@@ -237,11 +233,7 @@ def _held_by(slot: Slot, use: Use) -> Finding:
 
 @contextlib.contextmanager
 def lock_slots(devices: Devices, run: Path, *, patience_s: float = 10.0) -> Iterator[tuple[int, ...]]:
-    """Lock exactly these; yields the descriptors that the started process must inherit.
-
-    A lock that the same run holds already (its launcher, about to go) is waited for. Raises NotReady
-    where another start was quicker.
-    """
+    """Lock these; yields descriptors that training must inherit. Raises NotReady where another start was quicker."""
     locks: list[int] = []
     try:
         # all starts go in one order: of two that want the same GPUs one gets them

@@ -17,10 +17,7 @@ from typing import Any
 
 
 def fault(error: BaseException) -> dict[str, Any]:
-    """The root of a failure: a package that is not installed, however deep, else the first exception.
-
-    `file` and `line` are the innermost place in a file that is not Python's own.
-    """
+    """The root of a failure: what is not installed, else the first exception; its place outside of Python's own."""
     root: BaseException | None = error
     while root is not None and absent(root) is None:
         inner = root.__cause__

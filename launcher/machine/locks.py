@@ -36,11 +36,7 @@ def locked(descriptor: int, *, shared: bool = False, seconds: float = 0.0) -> bo
 
 @contextlib.contextmanager
 def alone(path: Path, *, taken: Finding | None = None, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold a lock file. Raises NotReady with `taken` where another process does; without it waits for that.
-
-    `waiting` is called before. Where the file cannot be made, as in a home that is read-only, that costs
-    the lock and nothing else.
-    """
+    """Hold a lock file. Raises NotReady with `taken` where another process does; without it waits, after `waiting`."""
     lock = None
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -55,10 +55,7 @@ DECISIVE = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One NVIDIA GPU as `nvidia-smi` reports it; memory in MiB, 0 where it is not reported.
-
-    `index` is nvidia-smi's: the place on the PCI bus. `cuda` is the newest version that the driver serves.
-    """
+    """`index` is the place on the PCI bus; memory in MiB, 0 where not reported; `cuda` is the newest that is served."""
 
     index: int
     uuid: str

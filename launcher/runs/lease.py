@@ -73,14 +73,12 @@ class Lease:
 
     def silence(self) -> float | None:
         """Seconds since the last heartbeat by the file system's clock: those of two machines are never compared."""
-        try:
-            import tempfile
+        import tempfile
 
-            with tempfile.TemporaryFile(dir=self.path.parent) as probe:
-                # a clock that was set back leaves the last heartbeat in the future
-                return abs(os.fstat(probe.fileno()).st_mtime - self.beaten)
-        except OSError:
-            return None
+        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=self.path.parent) as probe:
+            # a clock that was set back leaves the last heartbeat in the future
+            return abs(os.fstat(probe.fileno()).st_mtime - self.beaten)
+        return None
 
     def beats(self) -> bool:
         silence = self.silence() if self.state == "running" else None

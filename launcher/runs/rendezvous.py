@@ -41,11 +41,7 @@ def placeholders(options: Mapping[str, str] = OPTIONS) -> list[str]:
 
 
 def filled(argv: Sequence[str], here: Rendezvous | None) -> tuple[str, ...]:
-    """The command of one node; without a rendezvous, as it is.
-
-    Only the word after each of accelerate's or torchrun's own options is touched, whatever it is: an argument
-    of the stage that happens to read NODE_RANK stays, and a command that was filled in can be again.
-    """
+    """The command of one node: only words after accelerate's or torchrun's options change; it can be filled again."""
     words = list(argv)
     if here is None:
         return tuple(words)

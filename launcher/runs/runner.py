@@ -50,9 +50,8 @@ class ProcessExit:
 
 def grace(text: str | None) -> Grace:
     """`20,10,5` as seconds. Raises UsageError where it is none of that."""
-    given = [part.strip() for part in (text or "").split(",")] if text else []
     try:
-        numbers = [float(part) for part in given]
+        numbers = [float(part) for part in text.split(",")] if text else []
     except ValueError:
         numbers = [-1.0]
     if len(numbers) > len(GRACE_S) or not all(0 <= number < 1e6 for number in numbers):
@@ -71,11 +70,7 @@ def grace(text: str | None) -> Grace:
 def lock_run(
     folder: RunFolder, attempt: int, output: Path | None
 ) -> Iterator[tuple[lease.Lease | None, tuple[int, ...]]]:
-    """Hold the run folder and the output folder for this attempt, until a keeper has taken them over.
-
-    Yields the lease of the output folder, and the descriptors that `run` passes on. Raises NotReady
-    where another start holds either, or where they cannot be written.
-    """
+    """Hold run and output folder until a keeper has them; yields lease and descriptors to pass on. Raises NotReady."""
     process.hold_standard_streams()
     with contextlib.ExitStack() as stack:
         granted, descriptors = None, tuple[int, ...]()
@@ -382,11 +377,7 @@ def orphaned(folder: RunFolder) -> bool:
 
 
 def alive(folder: Path, marks: Callable[[], frozenset[str]] = process.marks) -> bool:
-    """Whether the attempt of a run folder that began last still runs.
-
-    It does as long as the process that was started lives, or any other that bears the run's mark. Where
-    those are out of sight, the heartbeat counts, and the run's lock.
-    """
+    """Whether the attempt that began last still runs: by its processes and their mark, else by heartbeat and lock."""
     run, known = RunFolder(folder), processes(RunFolder(folder))
     if known.leader is None or known.leader.lives():
         return known.leader is not None

@@ -71,11 +71,7 @@ Options = Mapping[str, str | None]  # an option of sbatch -> its value; None for
 
 
 def read_options(given: Any, complain: Complain) -> tuple[dict[str, str | None], list[Finding]]:
-    """The options of a `slurm:` mapping, and everything wrong with it.
-
-    `_` is taken for `-`. null and false leave an option out, true names it alone. `requeue: false`
-    is kept as an option without a value, `no-requeue`.
-    """
+    """Options and faults of `slurm:`; false leaves one out, true names it alone, `requeue: false` is `no-requeue`."""
     if given is None:
         return {}, []
     if not isinstance(given, Mapping):
@@ -242,18 +238,18 @@ def cut_short(folder: RunFolder) -> bool:
 
 
 def _call(argv: Sequence[str], environ: Mapping[str, str] | None, timeout_s: float) -> str:
+    help = None
     try:
         env, null = None if environ is None else dict(environ), subprocess.DEVNULL
         done = subprocess.run(argv, env=env, cwd="/", stdin=null, capture_output=True, timeout=timeout_s, check=False)
-    except FileNotFoundError:
-        help = "start this where jobs are submitted, or without --slurm"
-        raise not_ready("slurm-failed", f"{argv[0]} is not installed here", help) from None
-    except subprocess.TimeoutExpired:
-        raise not_ready("slurm-failed", f"{argv[0]} did not answer within {timeout_s:.0f} s") from None
-    except OSError as error:
-        raise not_ready("slurm-failed", f"{argv[0]} cannot be started: {error.strerror}") from None
-    if done.returncode:
+        if not done.returncode:
+            return os.fsdecode(done.stdout)
         last = done.stderr.decode(errors="replace").strip().splitlines()
         why = "; ".join(last[-3:]) or f"ended with {done.returncode}"
-        raise not_ready("slurm-failed", f"{argv[0]} {why}")
-    return os.fsdecode(done.stdout)
+    except FileNotFoundError:
+        why, help = "is not installed here", "start this where jobs are submitted, or without --slurm"
+    except subprocess.TimeoutExpired:
+        why = f"did not answer within {timeout_s:.0f} s"
+    except OSError as error:
+        why = f"cannot be started: {error.strerror}"
+    raise not_ready("slurm-failed", f"{argv[0]} {why}", help)

@@ -8,13 +8,9 @@ from pathlib import Path
 from launcher.files import open_regular
 
 POINTER = b"version https://git-lfs"  # what the note begins with that git-lfs leaves of a file that was not fetched
-
 PACKAGE = Path(__file__).resolve().parent  # the folder of this package: scripts and tables lie in it
 PROJECT = PACKAGE.parent  # the checkout of launch, or the folder that it is installed in
-
-IS_CLONE = os.path.isfile(PROJECT / "pyproject.toml")
-"""Whether this package lies in a clone of launch, not among installed packages."""
-
+IS_CLONE = os.path.isfile(PROJECT / "pyproject.toml")  # not among installed packages
 # False also for names that no file can have: too long, a NUL inside
 is_file, exists = os.path.isfile, os.path.exists
 

@@ -1,4 +1,1 @@
-"""One start from request to verdict: prepare, start, supervise, follow, stop, conclude.
-
-Start with `prepare.prepare`, then `start.begin`.
-"""
+"""One start from request to verdict. Start with `prepare.prepare`, then `start.begin`."""

@@ -22,7 +22,6 @@ from launcher.lifecycle import on_finish, start
 from launcher.paths import PROJECT
 from launcher.runs import attempt as attempts
 from launcher.runs import rundir, runner, slurm
-from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
 
 FOLDER = "LAUNCH_COMMAND_FOLDER"  # the variable that names the folder of a command that runs on its own
@@ -78,7 +77,7 @@ def detach(kind: str, name: str, argv: Sequence[str]) -> Started:
 def queue(kind: str, name: str, argv: Sequence[str], *, gpus: int, options: slurm.Options) -> Started:
     """Queue a command line as a job on one machine. Raises NotReady with sbatch's complaint."""
     folder = RunFolder(_folder(kind, name))
-    Attempt(
+    attempts.Attempt(
         number=1,
         argv=(*start.ours(), *own_words(argv)),
         env={FOLDER: str(folder.path)},

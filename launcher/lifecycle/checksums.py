@@ -1,9 +1,8 @@
 """Checksums of checkpoints: taken beside the training once one is complete, compared before a resume.
 
-Files are read whole: a changed block in an optimizer's state shows in no header. sha256 takes about 3 s a
-GB on one slow core and less than one on several; the keeper does it at the lowest priority, mostly out of
-the page cache. They lie in the run folder, for nothing may be written into a checkpoint that upstream is
-about to delete.
+Files are read whole: a changed block in an optimizer's state shows in no header. sha256 takes about 3 s a GB on
+one slow core; the keeper does it at the lowest priority, mostly out of the page cache. They lie in the run folder,
+for nothing may be written into a checkpoint that upstream is about to delete.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from launcher.artifacts import checkpoints
 from launcher.artifacts import digest as content
 from launcher.artifacts.checkpoints import Checkpoint
 from launcher.runs import rundir
+from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
 
 EVERY_S = 2.0  # between two looks for new checkpoints; one that was written to within this time is not complete yet
@@ -60,9 +60,8 @@ class ChecksumThread(threading.Thread):
 
 
 def read(folder: RunFolder) -> dict[str, dict[str, Any]]:
-    recorded = rundir.read_json(folder.checksums).get("checkpoints")
-    items = recorded.items() if isinstance(recorded, dict) else ()
-    return {str(name): files for name, files in items if isinstance(files, dict)}
+    recorded = Record(rundir.read_json(folder.checksums)).part("checkpoints")
+    return {str(name): files for name, files in recorded.items() if isinstance(files, dict)}
 
 
 def fault(folder: RunFolder | None, one: Checkpoint) -> str | None:

@@ -104,11 +104,10 @@ def _signals(folder: RunFolder, requests: list[int], *, forward: bool) -> Iterat
 
 
 def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool) -> None:
-    """Write an attempt's console log to stdout without tokens: its last lines, all of it, and what comes.
+    """Write an attempt's console log to stdout without tokens: its `last` lines, or all, and what comes.
 
-    `last` None is all. Following ends with the run; a log that is moved or removed is read on, as it is
-    written on, and one that was truncated is read from its new beginning. Raises FileNotFoundError
-    where there is no such log, NotReady where it cannot be read, OSError where the reader has gone.
+    A log that is moved or removed is read on, one that was truncated from its new beginning. Raises
+    FileNotFoundError, NotReady where it cannot be read, OSError where the reader has gone.
     """
     if sys.stdout is None:
         return
@@ -137,11 +136,7 @@ def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool)
 
 @dataclass(slots=True)
 class Shown:
-    """A console log as it is shown: in blocks, line by line, without tokens.
-
-    A token may be cut in two wherever a block ends, so that a line waits until it is whole. Without
-    `frames` of a progress bar only its last state is shown.
-    """
+    """A log in blocks, by lines, without tokens, which a block may cut; without `frames` only the last of a bar."""
 
     known: Sequence[str]
     frames: bool = True

@@ -534,7 +534,7 @@ def with_forecast(prepared: Prepared) -> Prepared:
     planned, chosen = prepared.plan, prepared.devices
     if not planned.gpus or prepared.forecast is not None or prepared.decision.kind == "finished":
         return prepared
-    packages, terms, card = prepared.trainer.packages, ForecastOptions(), Card()
+    packages, terms, card = prepared.resolved.trainer.packages, ForecastOptions(), Card()
     unset = planned.values.get("attn_implementation") is None
     if unset and planned.stage.entry.best_attention and "flash-attn" not in packages:
         terms = ForecastOptions(attention="sdpa")

@@ -23,7 +23,6 @@ from launcher.runs import rundir
 from launcher.runs.attempt import Command
 from launcher.runs.rundir import RunFolder
 
-MANIFEST_VERSION = 1
 _HEAD = "# What `{stage}` was resolved to: inheritance, overrides and interpolation done.\n"
 
 
@@ -42,7 +41,7 @@ def manifest(
     """Every resolved field with who set it, the plan, the command and all versions; tokens taken out."""
     stage = plan.stage
     whole = {
-        "schema_version": MANIFEST_VERSION,
+        "schema_version": 1,
         "created": created,
         "attempt": attempt,
         "stage": stage.options.stage,

@@ -69,15 +69,14 @@ class Request:
         skipped = {"folder", "node_rank", "main_address", "fresh", "rehearse"}
         given = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in skipped}
         paths = {name: str(value.absolute()) for name, value in given.items() if isinstance(value, Path)}
-        lists = {name: list(given[name]) for name in ("overrides", "allowed")}
-        return {**given, **paths, **lists}
+        return given | paths | {name: list(given[name]) for name in ("overrides", "allowed")}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], *, config: Path) -> Request:
         """The same request of a resolved stage file, whose overrides are in it."""
         given = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
-        paths = {k: Path(given[k]) for k in ("python", "checkout", "runs") if given.get(k)}
-        return cls(**{**given, **paths, "config": config, "overrides": ()})
+        given |= {k: Path(given[k]) for k in ("python", "checkout", "runs") if given.get(k)}
+        return cls(**{**given, "config": config, "overrides": ()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,14 +102,6 @@ class Prepared:
     input_digests: tuple[dict[str, Any], ...] = ()
     forecast: Mapping[str, Any] | None = None
     dry_run_folder: RunFolder | None = None
-
-    @property
-    def request(self) -> Request:
-        return self.resolved.request
-
-    @property
-    def trainer(self) -> Trainer:
-        return self.resolved.trainer
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -207,17 +198,13 @@ def _named_devices(request: Request) -> tuple[tuple[str, ...] | None, int | None
     named, count = devices.named(request.devices), request.gpus
     if named is not None and count not in (None, len(named)):
         # a dry run looks at no GPU, and would plan for what no start gets
-        message = f"--gpus {count}, but --devices names {len(named)}"
-        raise usage("bad-devices", message, f"--gpus {len(named)}, or leave it out")
+        help = f"--gpus {len(named)}, or leave it out"
+        raise usage("bad-devices", f"--gpus {count}, but --devices names {len(named)}", help)
     return named, count if named is None else len(named)
 
 
 class _Location(NamedTuple):
-    """Where a start goes, and who has been there.
-
-    `requested` is the output folder that the stage file names, `earlier` the folder of the attempts that
-    `history` tells of, where it still is; for `dry_run_folder` see `Prepared`.
-    """
+    """`earlier` is the folder of the attempts that `history` tells of; for `dry_run_folder` see `Prepared`."""
 
     requested: Path | None
     output: resume.OutputChoice

@@ -98,7 +98,7 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
         rundir.now(),
         prepared.plan,
         prepared.command,
-        prepared.trainer,
+        prepared.resolved.trainer,
         prepared.output,
         [one.as_json() for one in prepared.caches],
         devices=prepared.devices.as_json() if prepared.devices else None,
@@ -157,7 +157,7 @@ def _attempt(prepared: Prepared, **at_end: Any) -> Attempt:
         devices=() if prepared.devices is None else tuple(slot.id for slot in prepared.devices.slots),
         config=str(planned.stage.config.path),
         borrowed=borrowed(os.environ),
-        request={**prepared.request.as_json(), "gpus": planned.gpus},
+        request={**prepared.resolved.request.as_json(), "gpus": planned.gpus},
         **at_end,
     )
 
@@ -165,9 +165,8 @@ def _attempt(prepared: Prepared, **at_end: Any) -> Attempt:
 def prepare_again(folder: RunFolder) -> Attempt:
     """Have an attempt wait in a run folder that goes on where the last one ended: a job came back.
 
-    Does nothing while the one that waits has begun on no machine, unless its data or models were written
-    to meanwhile, or when the run is finished. Raises what `prepare` raises, and NotReady where the job's
-    time was up without a further checkpoint.
+    Does nothing while the one that waits has begun on no machine, unless its data or models changed meanwhile, or
+    when the run is finished. Raises what `prepare` raises, and NotReady where there is no further checkpoint.
     """
     waiting, last = attempts.read(folder), rundir.read_manifest(folder)
     begun = max(one.attempts() for one in folder.nodes())
@@ -197,11 +196,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
 
 
 def execute(folder: RunFolder, rank: int | None = None, address: str | None = None) -> tuple[RunFolder, Attempt]:
-    """Start the attempt that waits in a run folder, unless it has begun: what `launch exec` does.
-
-    Returns the folder of this machine. Raises NotReady where none waits there, or another run holds
-    the place; UsageError where it is not known which of several machines this is.
-    """
+    """What `launch exec` does: start the attempt that waits, unless it has begun. Raises NotReady or UsageError."""
     attempt = attempts.read(folder)
     if folder.attempts() < attempt.number:
         attempts.require_own(folder)
@@ -241,10 +236,7 @@ def _keep(
 
 
 def look_back(folder: RunFolder, attempt: Attempt) -> None:
-    """Record what of data and models is no more what it was at the start, and take away what was cached of it.
-
-    Such a cache belongs neither to what they were nor to what they are, and its keys may know only path and time.
-    """
+    """Record what of data and models changed since the start, and remove what was cached of it meanwhile."""
     # a record that cannot be written costs a point, not the verdict
     with contextlib.suppress(OSError):
         changed = inputs.changed(rundir.read_manifest(folder).contents, Path(attempt.cwd))

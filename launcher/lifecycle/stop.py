@@ -73,9 +73,8 @@ def due(folder: RunFolder) -> str:
 def stop(folder: RunFolder, *, after_checkpoint: bool = False) -> runner.ProcessExit | None:
     """Have a run stopped, and wait until every process of it has gone; returns how it ended.
 
-    One that is about to begin is stopped as soon as it has; two requests at once are one. Where
-    its keeper does not do it in time, its processes are ended from here. Raises
-    UsageError where it does not run here, NotReady where it runs on another machine or its state is unknown.
+    One that is about to begin is stopped as soon as it has. Where its keeper does not do it in time, its processes
+    are ended from here. Raises UsageError where it does not run, NotReady where it is out of reach.
     """
     job = slurm.job(folder)
     if job is not None and (state := slurm.state(job)) is not None:

@@ -39,11 +39,10 @@ _STARTED_HERE: list[subprocess.Popen[bytes]] = []
 def spawn(
     folder: RunFolder, number: int, locks: Sequence[int] = (), digest: str | None = None, granted: Lease | None = None
 ) -> process.Identity:
-    """Start the keeper of an attempt; returns as soon as training is there.
+    """Start the keeper of an attempt; returns as soon as training is there. Raises NotReady with what stopped it.
 
     `locks` are file descriptors that keeper and training hold open from now on, `granted` is the lease that
     the keeper takes over. With `digest`, it starts nothing but that attempt, whoever may write in the folder.
-    Raises NotReady with what stopped it where training could not be started.
     """
     process.hold_standard_streams()
     listening, telling = os.pipe()
@@ -165,10 +164,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def _overtaken(console: Path, by: Lease) -> None:
-    message = (
-        f"launch: stopped: the output folder was taken over by the run {by.run} ({by.described}), fencing "
-        f"number {by.fence}"
-    )
+    message = f"launch: stopped: the output folder was taken over by the run {by.run} ({by.described}), "
+    message += f"fencing number {by.fence}"
     print(message, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError), console.open("a") as log:
         log.write(f"\n{message}\n")
@@ -185,9 +182,9 @@ def conclude(
 ) -> int:
     """Judge a run that is over and call `--on-finish`; returns the run's exit code.
 
-    Where the keeper was killed, before or after it had judged, whoever looks on does what is left: once,
-    however many they are, but for one that is killed in the moment of the call. `locks` are let go before
-    the call. The attempt is the user's `own` where it was not read from a file that others may write.
+    Where the keeper was killed, whoever looks on does what is left: once, however many they are, but for one that
+    is killed in the moment of the call. `locks` are let go before that. The attempt is the user's `own` where it was
+    not read from a file that others may write.
     """
     from launcher.lifecycle import start
 

@@ -1,4 +1,1 @@
-"""This computer: the trainer's Python, GPUs, processes, locks, git.
-
-Nothing here knows a stage or a run.
-"""
+"""This computer: Python, GPUs, processes, locks, git. Nothing here knows a stage or a run."""

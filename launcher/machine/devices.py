@@ -28,7 +28,6 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 # by default CUDA puts the fastest card first, nvidia-smi goes by the PCI bus: one order for both
 ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 FREE_MIB = 1024  # what may be in use on a GPU that counts as free: a driver's own, a display's
-
 LOCKS = "LAUNCH_GPU_LOCKS"  # the environment variable that names another folder for the locks than the machine's own
 _SHARED = ("/dev/shm", "/tmp")
 # another start that only looks holds a lock for microseconds
@@ -45,10 +44,6 @@ class Slot:
     @property
     def id(self) -> str:
         return self.gpu.uuid
-
-    @property
-    def label(self) -> str:
-        return f"GPU {self.gpu.index}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +192,7 @@ def _named(names: Sequence[str], seen: Look) -> Devices:
         if use is not None and use.locked:
             faults.append(_held_by(slot, use))
         elif use is not None:
-            message = f"{slot.label} is named, and used by {use.text}: both may run out of memory"
+            message = f"GPU {slot.gpu.index} is named, and used by {use.text}: both may run out of memory"
             faults.append(launch_finding("warning", "busy-gpu", message, "wait until it is over"))
     refused = any(fault.severity == "error" for fault in faults)
     return Devices(slots=() if refused else tuple(slots), why="named by --devices", findings=tuple(faults))
@@ -214,7 +209,7 @@ def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
         message = f"{count} GPU(s) asked for, {here} here{limit}"
         help = f"--gpus {here}" if here else "--gpus 0 trains on the CPU"
         return launch_finding("error", "too-few-gpus", message, help)
-    taken = [f"{s.label} is used by {seen.uses[s.id].text}" for s in seen.visible if s not in free]
+    taken = [f"GPU {s.gpu.index} is used by {seen.uses[s.id].text}" for s in seen.visible if s not in free]
     runs = dict.fromkeys(use.run for use in seen.uses.values() if use.run)
     foreign = [s.name for s in seen.visible if s not in free and not seen.uses[s.id].locked]
     ways = [f"--gpus {len(free)}"] if free else []
@@ -227,8 +222,8 @@ def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
 
 
 def _held_by(slot: Slot, use: Use) -> Finding:
-    help = f"wait, or `launch stop {use.run}`" if use.run else "wait until it is over"
-    return launch_finding("error", "gpus-taken", f"{slot.label} is taken by {use.text}", f"another one, or {help}")
+    help = "another one, or " + (f"wait, or `launch stop {use.run}`" if use.run else "wait until it is over")
+    return launch_finding("error", "gpus-taken", f"GPU {slot.gpu.index} is taken by {use.text}", help)
 
 
 @contextlib.contextmanager

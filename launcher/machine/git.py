@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 # no command that a checkout's own config names is run: whoever only looks at it must not run them
-_COMMAND = tuple(
-    """
-    git --no-optional-locks --no-pager -c core.fsmonitor=false -c core.hooksPath=/dev/null -c core.sshCommand=false
-    -c core.gitProxy= -c core.askPass= -c credential.helper= -c core.alternateRefsCommand=true
-    -c log.showSignature=false --no-replace-objects
-    """.split()
-)
+_COMMAND = (
+    "git --no-optional-locks --no-pager -c core.fsmonitor=false -c core.hooksPath=/dev/null -c core.sshCommand=false "
+    "-c core.gitProxy= -c core.askPass= -c credential.helper= -c core.alternateRefsCommand=true "
+    "-c log.showSignature=false --no-replace-objects"
+).split()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 PROC = Path("/proc")
 MARK = "LAUNCH_RUN"  # the environment variable that holds the run folder in every process of a run
-
 Handler = Callable[[int, FrameType | None], object]  # what is called with the number of a signal
 
 
@@ -39,11 +38,7 @@ def handling(handlers: Mapping[Any, Handler | signal.Handlers]) -> Iterator[None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """One process, not to be taken for another that got its number later.
-
-    `began` is in clock ticks since `boot`, `namespace` is the inode of the PID namespace in which it has
-    its number, None in older records.
-    """
+    """One process, not another with its number; `began` in clock ticks since `boot`, `namespace` an inode."""
 
     pid: int
     host: str
@@ -105,8 +100,7 @@ def identity(data: Mapping[str, object]) -> Identity | None:
 
 
 def hold_standard_streams() -> None:
-    """Open those of stdin, stdout and stderr that are closed: else a lock or a pipe gets their number,
-    and a process that is started finds /dev/null in its place."""
+    """Open those of stdin, stdout and stderr that are closed: else a lock or a pipe gets their number."""
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(opened, True)
     os.close(opened)

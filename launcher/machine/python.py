@@ -45,17 +45,15 @@ print(json.dumps({"version": list(sys.version_info[:3]), "path": sys.path, "pack
 """
 
 # packages that losses, speed and memory may hang on: runs that had others do not compare
-DECISIVE = tuple(
-    """
-    torch transformers accelerate datasets tokenizers trl deepspeed peft liger-kernel flash-attn ai2-olmo-core
-    bitsandbytes
-    """.split()
-)
+DECISIVE = (
+    "torch transformers accelerate datasets tokenizers trl deepspeed peft liger-kernel flash-attn ai2-olmo-core "
+    "bitsandbytes"
+).split()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """`index` is the place on the PCI bus; memory in MiB, 0 where not reported; `cuda` is the newest that is served."""
+    """`index` is the place on the PCI bus; memory in MiB, 0 where not reported; `cuda` is the newest one served."""
 
     index: int
     uuid: str

@@ -153,9 +153,8 @@ def read(folder: RunFolder) -> Attempt:
 def writable_by_others(folder: RunFolder, *, parents: bool = True) -> str | None:
     """Why somebody else may have written what a run's `start.json` says; None where nobody can have.
 
-    A command out of it may run only then, as with ssh's keys: folder and file are this user's own, no
-    links, and writable by nobody else. Nor can anybody put another folder in its place, which `parents`
-    asks for: folders above it that others may write are sticky, as /tmp is.
+    As with ssh's keys: folder and file are this user's own, no links, and writable by nobody else; nor, with
+    `parents`, can anybody put another folder in its place: those above that others may write are sticky.
     """
     own, path = os.geteuid(), folder.path.absolute()
     try:

@@ -1,7 +1,4 @@
-"""A JSON object that a run wrote -> `Record`: it may be torn, edited, or of another version of launch.
-
-`Manifest` is the one of `run.json`: only here its keys are spelt.
-"""
+"""JSON objects that a run wrote: they may be torn, edited, or of another version. `Manifest` is that of `run.json`."""
 
 from __future__ import annotations
 

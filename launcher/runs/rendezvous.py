@@ -16,14 +16,12 @@ from dataclasses import dataclass
 from launcher.errors import brief, usage
 
 RANK, ADDRESS, PORT = "NODE_RANK", "HEAD_ADDRESS", "HEAD_PORT"
+# options of accelerate and of torchrun that differ from node to node, and the words that stand for their values
 OPTIONS: Mapping[str, str] = {"--machine_rank": RANK, "--main_process_ip": ADDRESS, "--main_process_port": PORT}
-"""accelerate's options that differ from node to node, and the words that stand for their values."""
 TORCHRUN: Mapping[str, str] = {"--node-rank": RANK, "--master-addr": ADDRESS, "--master-port": PORT}
-"""torchrun's own, for its static rendezvous."""
-
 DEFAULT_PORT = 29500
+# a job's port: below those that the kernel hands out, and not the same for two jobs on one node
 JOB_PORTS = range(20000, 32000)
-"""A job's port: below those that the kernel hands out, and not the same for two jobs on one node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

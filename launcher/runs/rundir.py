@@ -103,12 +103,7 @@ def state_folder() -> Path:
 def choose(
     stage: str, name: str, output: Path | None, root: Path, *, reserve: bool = False, rank: int = 0
 ) -> tuple[RunFolder, int]:
-    """The folder of this start and the number of the attempt.
-
-    The newest run of this stage into the same output folder is continued, any other start is a new run. `rank` is
-    the number of this machine among several, which count their attempts each. With `reserve` the folder of a new
-    run is made: two starts in the same second get two. Raises NotReady where it cannot be.
-    """
+    """The newest run into this output, else a new one, made with `reserve`; and the next attempt of this `rank`."""
     for folder in [] if output is None else newest_first(root):
         head = read_head(folder)
         named = head.text("output")
@@ -118,12 +113,9 @@ def choose(
 
 
 def _one_folder(one: str, other: str) -> bool:
-    if one == other:
-        return True
-    try:
-        return os.path.samefile(one, other)
-    except (OSError, ValueError):
-        return canonical(Path(one)) == canonical(Path(other))
+    with contextlib.suppress(OSError, ValueError):
+        return one == other or os.path.samefile(one, other)
+    return canonical(Path(one)) == canonical(Path(other))
 
 
 def new_folder(root: Path, kind: str, name: str, *, reserve: bool = True) -> Path:
@@ -299,11 +291,7 @@ def known_runs() -> list[RunFolder]:
 
 
 def find(name: str) -> RunFolder | None:
-    """A run by its folder, its name, a unique prefix of it, or `last`.
-
-    `last` is the run started last in this folder, else the one started last anywhere; a run of a bench,
-    ladder or tune folder never is. Raises UsageError where several begin so.
-    """
+    """By folder, name, unique prefix, or `last` (here, else anywhere; no trial). Raises UsageError if several fit."""
     path = Path(name)
     # a further machine of a run keeps no manifest of its own
     if name and ((path / "run.json").is_file() or (path / "start.json").is_file()):

@@ -395,10 +395,8 @@ def unknown(folder: RunFolder) -> Finding | None:
     visible = not known.out_of_sight or folder.exit(known.attempt or 1).exists()
     if known.leader is None or visible or alive(folder.path):
         return None
-    message = (
-        f"the state of {name} is unknown here: it was started on {known.leader.place}, whose processes "
-        f"are not visible from here, and it had no heartbeat for {lease.SILENT_S:.0f} s or more"
-    )
+    message = f"the state of {name} is unknown here: it was started on {known.leader.place}, whose processes "
+    message += f"are not visible from here, and it had no heartbeat for {lease.SILENT_S:.0f} s or more"
     help = f"ask there: launch runs, launch stop {name}; the same launch command resumes it here"
     return launch_finding("error", "run-is-elsewhere", message, help, file=str(folder.path))
 

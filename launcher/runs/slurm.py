@@ -72,8 +72,6 @@ Options = Mapping[str, str | None]  # an option of sbatch -> its value; None for
 
 def read_options(given: Any, complain: Complain) -> tuple[dict[str, str | None], list[Finding]]:
     """Options and faults of `slurm:`; false leaves one out, true names it alone, `requeue: false` is `no-requeue`."""
-    if given is None:
-        return {}, []
     if not isinstance(given, Mapping):
         message = f"`slurm:` is a mapping of sbatch's options, not `{brief(given)}`"
         return {}, [complain("bad-slurm", "", message, "slurm: {partition: gpu, time: 1-00:00:00}")]
@@ -119,11 +117,7 @@ def one_cpu(options: Options, gpus: int) -> str | None:
 def script(
     folder: Path, command: Sequence[str], *, nodes: int, gpus: int, options: Options, prepare: bool = True
 ) -> str:
-    """The batch script of a run: its directives, and a command, usually `launch exec RUN`, on every node.
-
-    `gpus` is the number on each node. Before it, the command `prepare`s a run that was queued again. Paths that
-    are no UTF-8 are in it as surrogates.
-    """
+    """A batch script for a command on each node, which first `prepare`s a run that was queued again."""
     requeue, log = "no-requeue" not in options, _pattern(folder)
     words: dict[str, str | None] = {
         "job-name": rundir.dashed(folder.name).strip("-") or "launch",

@@ -112,7 +112,6 @@ def test_options() -> None:
         [],
     )
     assert slurm.read_options({"requeue": False}, complain) == ({"no-requeue": None}, [])
-    assert slurm.read_options(None, complain) == ({}, [])
 
 
 @pytest.mark.parametrize(

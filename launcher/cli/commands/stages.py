@@ -101,7 +101,7 @@ def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
     console.findings(findings if shared.format == "text" else ())
     verdict = start.judged_now(folder, prepared.plan, start.finish(folder))
     code = check.exit_code(verdict, allow_unproven=shared.allow_unproven)
-    return _conclude(str(prepared.request.stage), folder, verdict, code, findings, shared.format)
+    return _conclude(str(prepared.resolved.request.stage), folder, verdict, code, findings, shared.format)
 
 
 def _queue(request: Request, shared: Shared) -> Exit:

@@ -365,7 +365,7 @@ def _cards(chosen: Devices, look: Look | None) -> Iterator[Fact]:
             state = f"used by {use.text}" if use is not None else state
             card = {"id": slot.id, "name": gpu.name, "memory_mib": gpu.memory_mib, "used_mib": gpu.used_mib}
             card["used_by"] = None if use is None else use.text
-            yield Fact(slot.label, f"{gpu.name}, {gpu.used_mib} of {gpu.memory_mib} MiB used, {state}", card)
+            yield Fact(f"GPU {gpu.index}", f"{gpu.name}, {gpu.used_mib} of {gpu.memory_mib} MiB used, {state}", card)
     yield Fact("run gets", chosen.visible or chosen.why or "no GPU", chosen.as_json())
 
 

@@ -163,7 +163,11 @@ def plan(bench: Bench, *, running: bool = False) -> Bench:
             rundir.release(prepared.folder)
     _require(stops, len(full), ready=len(stops) < len(full))
     first = full[0][1].plan
-    key = [BENCH_VERSION, bench.steps, [[variant.name, identity(made.plan, made.trainer)] for variant, made in full]]
+    key = [
+        BENCH_VERSION,
+        bench.steps,
+        [[variant.name, identity(made.plan, made.resolved.trainer)] for variant, made in full],
+    ]
     warnings = ((variant.name, f) for variant, made in full for f in made.findings if f.severity != "note")
     return replace(
         bench,

@@ -319,8 +319,8 @@ def _climb(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: bool)
         if not quiet:
             console.say(f"rung {len(ladder.standings) + 1} of {len(ladder.rungs)}: {label(gpus)}")
         place = f"{rung.plan.stage.entry.names.output}={spelt(str(ladder.folder / _MODELS / _short_label(gpus)))}"
-        overrides = (*rung.request.overrides, place)
-        request = replace(rung.request, runs=ladder.folder, elsewhere=False, overrides=overrides)
+        overrides = (*rung.resolved.request.overrides, place)
+        request = replace(rung.resolved.request, runs=ladder.folder, elsewhere=False, overrides=overrides)
         prepared = prepare.prepare(request, running=True)
         if not quiet:
             # its findings were shown with those of all rungs

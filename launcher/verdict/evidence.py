@@ -16,7 +16,7 @@ from launcher import files
 from launcher.artifacts.digest import CHECKPOINT
 from launcher.config.keys import PAIRED, STAGES
 from launcher.runs import rundir
-from launcher.runs.record import Manifest, mapping
+from launcher.runs.record import Manifest
 from launcher.upstream.logs import open_instruct, trl
 from launcher.upstream.logs.pattern import Pattern
 from launcher.verdict.logs.scan import Log, Signal, StepLine, scan
@@ -37,6 +37,7 @@ _SCRIPT = re.compile(r"\b(?:(?P<dpo>dpo\w*)|finetune)\.py:")
 _DPO_METRICS = {"rewards/chosen", "rewards/margins"}
 _SFT_METRICS = {"mean_token_accuracy", "num_tokens"}  # anything may show but a loss
 _OTHER_METRICS = {"log_odds_ratio", "kl", "objective/kl", "reward", "reward_std", "margin"}
+_MODEL_FILE = re.compile(r"'(?:adapter_)?(?:pytorch_)?model[\w.-]*'")
 _DPO_ARGUMENT = re.compile(r"^dpo_")  # of a time when both stages had a class of one name
 
 
@@ -102,12 +103,6 @@ class RankRecord:
         event = self.last("start")
         value = event.number(key) if event else None
         return int(value) if value is not None and 0 <= value <= LARGEST_WORLD else None
-
-    @property
-    def liger_calls(self) -> Mapping[str, int]:
-        event = self.last("liger")
-        calls = mapping(event.fields.get("calls")) if event else {}
-        return {str(k): int(n) for k, v in calls.items() if (n := finite(v)) is not None and n > 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,8 +218,12 @@ class Evidence:
         since = self.lines[-1].line if self.lines else 0
         begun = {s.fields["path"] for s in self.signals("saving") if s.line >= since}
         for signal in self.signals("saved", "remaining", "tokenizer_saved"):
+            if signal.name == "remaining":
+                final = bool(_MODEL_FILE.search(signal.fields["files"]))
+            else:  # open-instruct says the same of its checkpoints
+                final = not CHECKPOINT.search(signal.fields["path"])
             whole = signal.name != "tokenizer_saved" or signal.fields["path"] in begun
-            if signal.line >= since and whole and _final(signal):
+            if signal.line >= since and whole and final:
                 return signal
         for record in self.records:
             since = record.steps[-1].line if record.steps else 0
@@ -304,13 +303,6 @@ def finite(value: object) -> float | None:
         return None
     # a whole number of JSON may be larger than any float
     return value if abs(value) <= sys.float_info.max else None
-
-
-def _final(signal: Signal) -> bool:
-    """Whether a save is the final one: open-instruct says the same of its checkpoints."""
-    if signal.name == "remaining":
-        return bool(re.search(r"'(?:adapter_)?(?:pytorch_)?model[\w.-]*'", signal.fields["files"]))
-    return not CHECKPOINT.search(signal.fields["path"])
 
 
 def _read_exit(path: Path) -> ExitRecord | None:

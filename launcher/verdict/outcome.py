@@ -256,7 +256,13 @@ def _noise(evidence: Evidence) -> tuple[str, Citable] | None:
         return None
     largest, step, cite = max(norms, key=lambda one: one[0])
     usual = statistics.median(norm for norm, *_ in norms)
-    if largest >= WILD_NORM and not _falls([x for x in whole_losses(evidence) if math.isfinite(x)]):
+    series = [loss for loss in whole_losses(evidence) if math.isfinite(loss)]
+    if len(series) < TREND_LOSSES:
+        falls = len(series) > 1 and series[-1] < series[0] * (1 - TREND_CHANGE)
+    else:
+        change, z = trend(series)
+        falls = change <= -TREND_CHANGE and z <= -TREND_Z
+    if largest >= WILD_NORM and not falls:
         return f"gradient norms up to {largest:.3g} (step {step}), and the loss does not fall", cite
     # the first steps of a run may well be far from the others
     jumps = [
@@ -268,13 +274,6 @@ def _noise(evidence: Evidence) -> tuple[str, Citable] | None:
         return None
     largest, step, cite = max(jumps, key=lambda one: one[0])
     return f"the gradient norm jumps to {largest:.3g} at step {step}; {usual:.3g} is usual", cite
-
-
-def _falls(series: Sequence[float]) -> bool:
-    if len(series) < TREND_LOSSES:
-        return len(series) > 1 and series[-1] < series[0] * (1 - TREND_CHANGE)
-    change, z = trend(series)
-    return change <= -TREND_CHANGE and z <= -TREND_Z
 
 
 def _trend(evidence: Evidence, expected: str | None) -> Observation:

@@ -16,7 +16,7 @@ from launcher.runs.record import Manifest, mapping
 from launcher.upstream.logs.open_instruct import ATTENTION
 from launcher.upstream.trainers import BACKENDS
 from launcher.verdict.ending import fatal
-from launcher.verdict.evidence import Event, Evidence, ExitRecord, ProbeStep
+from launcher.verdict.evidence import Event, Evidence, ExitRecord, ProbeStep, finite
 from launcher.verdict.logs.scan import Log, LogLine, Signal, StepLine
 
 OPERATIONS = ("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy", "preference_loss")
@@ -70,7 +70,12 @@ def probe_lines(evidence: Evidence, start: str | re.Pattern[str] = "") -> tuple[
 
 
 def _liger(evidence: Evidence, expected: str | None) -> Observation:
-    calls = {record.rank: record.liger_calls for record in evidence.records if record.steps}
+    calls = {}
+    for record in evidence.records:
+        if record.steps:
+            event = record.last("liger")
+            counts = mapping(event.fields.get("calls")) if event else {}
+            calls[record.rank] = {str(k): int(n) for k, v in counts.items() if (n := finite(v)) is not None and n > 0}
     return _liger_counted(evidence, expected, calls) if calls else _liger_logged(evidence, expected)
 
 

@@ -226,10 +226,10 @@ def test_a_log_that_is_still_written_to(tmp_path: Path) -> None:
     with segments.opened(path) as pieces:
         with path.open("a") as file:
             file.write(" - more\n" + sft_step(3) * 9)
-        assert pieces.read(0).block.decode() == sft_step(1) + sft_step(2) + STAMP.rstrip(" -")
+        assert pieces.read(0)[0].decode() == sft_step(1) + sft_step(2) + STAMP.rstrip(" -")
         with path.open("w") as file:
             file.write("rotated\n")
-        assert pieces.read(0).block == b"rotated\n"
+        assert pieces.read(0)[0] == b"rotated\n"
     assert scan(path, PATTERNS).lines == 1
 
 

@@ -228,7 +228,12 @@ class _Reading:
         self.in_block, self.open_value = "block" in groups, None
         if self.in_block:
             if groups["block"] in self.blocks or ("first" in groups and self.blocks):
-                self._begin_again(line)
+                # a second dump means a second run in one file; of the first only what came after its last sign of
+                # work stays, because DPO prints its attention line before the dump
+                late = [s for s in self._kept("attention") if s.line > self.busy_line]
+                self._forget_arguments()
+                self._restart(line)
+                self.kept = {"attention": late}
             self.blocks.append(groups["block"])
 
     def _value(self, shown: str, deep: bool, line: int) -> None:
@@ -242,14 +247,6 @@ class _Reading:
         if closed and key:
             self.arguments.setdefault(key, value.rstrip(","))
             self.argument_lines.setdefault(key, line)
-
-    def _begin_again(self, line: int) -> None:
-        """A second dump means a second run in one file; of the first only what came after its last sign of work stays,
-        because DPO prints its attention line before the dump."""
-        late = [s for s in self._kept("attention") if s.line > self.busy_line]
-        self._forget_arguments()
-        self._restart(line)
-        self.kept = {"attention": late}
 
     def _forget_arguments(self) -> None:
         self.steps, self.blocks, self.arguments, self.argument_lines = [], [], {}, {}

@@ -29,16 +29,6 @@ _BREAK = re.compile(rb"[\r\n]")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """The segments that begin in one part of the file: `block` from `start` to `stop`, without colours. Before them
-    stands as much as a progress bar takes, behind them as much as a traceback does."""
-
-    block: bytes
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
 class Pieces:
     """A file as it was when it was opened: what is written to it later is not read. Every piece can be read by itself;
     a file that was cut short since gives less."""
@@ -53,7 +43,11 @@ class Pieces:
     def cut_off(self) -> bool:
         return self.size > 0 and self._read(self.size - 1, self.size) != b"\n"
 
-    def read(self, index: int) -> Piece:
+    def read(self, index: int) -> tuple[bytes, int, int]:
+        """The segments that begin in one part of the file: a block, without colours, from where to where.
+
+        Before them stands as much as a progress bar takes, behind them as much as a traceback does.
+        """
         begin, end = self._edge(index * PIECE_BYTES), self._edge((index + 1) * PIECE_BYTES)
         low = max(0, begin - BAR_BYTES)
         block = self._read(low, min(self.size, end + BEYOND_BYTES))
@@ -63,7 +57,7 @@ class Pieces:
             parts = [b"".join(_ANSI.split(part)) for part in (block[:start], block[start:stop], block[stop:])]
             block, start = b"".join(parts), len(parts[0])
             stop = start + len(parts[1])
-        return Piece(block, start, stop)
+        return block, start, stop
 
     def _edge(self, at: int) -> int:
         """Where the first segment from here on begins; a very long one is cut in two."""

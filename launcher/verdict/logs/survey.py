@@ -12,8 +12,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from launcher.upstream.logs.pattern import EVERYWHERE, Pattern
-from launcher.verdict.logs.segments import BAR, BAR_BYTES, Piece, Pieces, bounds
-from launcher.verdict.logs.tracebacks import BEFORE_BYTES, FIRST_LINE, FRAMES_FIRST, Tracebacks
+from launcher.verdict.logs.segments import BAR, BAR_BYTES, Pieces, bounds
+from launcher.verdict.logs.tracebacks import FIRST_LINE, FRAMES_FIRST, Tracebacks
 
 KEPT_SIGNALS = 50  # of each name: from the beginning, from the last step on, and from the end
 KEPT_STEPS = 50_000
@@ -54,7 +54,7 @@ def survey(pieces: Pieces, patterns: Sequence[Pattern]) -> Iterator[LogSurvey]:
     share = KEPT_STEPS if few else max(_ALWAYS, SAMPLED_STEPS // count)
     for index in range(count):
         edge = not _EDGE_PIECES <= index < count - _EDGE_PIECES
-        yield LogSurvey(pieces.read(index), patterns, share, edge, first=index == 0)
+        yield LogSurvey(*pieces.read(index), patterns, share, edge, index == 0)
 
 
 class _Place(NamedTuple):
@@ -67,13 +67,14 @@ class _Place(NamedTuple):
 class LogSurvey:
     """What one piece holds: its line feeds, its hits, and where each bar stands last: total, done, line."""
 
-    def __init__(self, piece: Piece, patterns: Sequence[Pattern], share: int, edge: bool, first: bool) -> None:
-        self.block, self.start, self.stop = piece.block, piece.start, piece.stop
-        self.patterns, self.share, self.first = patterns, share, first
+    def __init__(
+        self, block: bytes, start: int, stop: int, patterns: Sequence[Pattern], share: int, edge: bool, first: bool
+    ) -> None:
+        self.block, self.start, self.stop, self.patterns, self.share = block, start, stop, patterns, share
         self.edge = edge or any(map(self._holds, _STARTS))
         self.hits, self.bars = list[Hit](), list[tuple[int, int, int]]()
-        block, at, line, done = self.block, self.start, 0, 0
-        for place in sorted(self._places()):
+        at, line, done = start, 0, 0
+        for place in sorted(self._places(first)):
             line += block.count(b"\n", at, place.start)
             at = place.start
             if place.pattern == RAISED:
@@ -84,13 +85,13 @@ class LogSurvey:
                 bar = self._bar(place) if self.patterns[place.pattern].name == NUMBERED else None
                 whole = place.end < len(block)
                 self.hits.append(Hit(place.pattern, line, block[at : place.end], whole, place.skipped, bar))
-        self.feeds = line + block.count(b"\n", at, self.stop)
+        self.feeds = line + block.count(b"\n", at, stop)
         self._bars()
 
     def _holds(self, needle: bytes) -> bool:
         return self.block.find(needle, self.start, self.stop) >= 0
 
-    def _places(self) -> list[_Place]:
+    def _places(self, first: bool) -> list[_Place]:
         there = [
             (index, known)
             for index, known in enumerate(self.patterns)
@@ -103,7 +104,7 @@ class LogSurvey:
                 found += self._ends(index, known.needle, known.regex, work)
         if self._holds(FIRST_LINE):
             found += self._ends(RAISED, FIRST_LINE, None, work)
-        if self.first and (frame := FRAMES_FIRST.match(self.block)):
+        if first and (frame := FRAMES_FIRST.match(self.block)):
             found.append(_Place(frame.start("frame"), RAISED, frame.end()))
         return list(dict.fromkeys(found))
 
@@ -205,9 +206,7 @@ class LogSurvey:
 
     def _follow(self, place: _Place, line: int) -> int:
         """Follow a traceback, and those of other ranks in between; the position reached."""
-        tracebacks = Tracebacks()
-        tracebacks.recall(self.block[max(0, place.start - BEFORE_BYTES) : place.start])
-        reached, raised = tracebacks.follow(self.block, place.start, self.stop, line)
+        reached, raised = Tracebacks().follow(self.block, place.start, self.stop, line)
         self.hits += (Hit(RAISED, found.line, found.segment, fields=found.fields) for found in raised)
         return reached
 

@@ -79,10 +79,6 @@ class Tracebacks:
     last_lines: dict[bytes, bytes] = field(default_factory=dict)
     followed: int = 0
 
-    def recall(self, before: bytes) -> None:
-        for segment in re.split(rb"[\r\n]", before[-BEFORE_BYTES:]):
-            self._say(segment.rstrip())
-
     def follow(self, block: bytes, start: int, limit: int, line: int) -> tuple[int, list[Raised]]:
         """Read on from `start`, in line `line`, until every open traceback says what was raised.
 
@@ -90,6 +86,8 @@ class Tracebacks:
         Gives the position reached and what was raised on the way.
         """
         raised: list[Raised] = []
+        for segment in re.split(rb"[\r\n]", block[max(0, start - BEFORE_BYTES) : start]):
+            self._say(segment.rstrip())
         if frame := FRAMES_FIRST.match(block, start):
             prefix, _ = self._say(frame["frame"])
             self.open[prefix] = _Open(chained=False, harmless=False, headless=True)

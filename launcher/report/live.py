@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,14 +64,16 @@ class View:
 
             self.live = Live(console=Console(stderr=True), refresh_per_second=4, transient=False)
             self.live.start()
+        over = False
         try:
             yield
-            if self.progress.step:
-                self.progress.enter(ENDED)
+            over = True
         finally:
             # a terminal that has gone must not take the verdict with it
             with contextlib.suppress(OSError, ValueError):
                 self.take_in()
+                if over and self.progress.step:
+                    self.progress.phase = ENDED
                 self.show(last=True)
             if self.live is not None:
                 with contextlib.suppress(OSError, ValueError):
@@ -112,7 +114,8 @@ class View:
         if self.tracker and not self.linked:
             self.linked = True
             typer.echo(f"{self.title}   {self.tracker}", err=True)
-        line = redact(printable(f"{self.title}   {self.progress.line()}")).replace("\n", " ")
+        words = "   ".join([self.title, *self.progress.where(), *self.progress.figures()])
+        line = redact(printable(words)).replace("\n", " ")
         now = time.monotonic()
         every = PLAIN_EVERY_S * min(12.0, max(1.0, (now - self.begun) / 60))
         due = last or now - self.since >= every or not self.printed
@@ -122,52 +125,17 @@ class View:
 
 
 def panel(title: str, progress: Progress, tracker: str | None) -> list[Text]:
-    """The lines on a terminal: how far, the loss, the machine, what is proved, where it is tracked."""
-    proofs = ", ".join(f"{name} {state}" for name, state in progress.shown.items())
-    shown = [[title, *_head(progress)], *(_figures(progress) if progress.step else ())]
-    shown += [[f"so far: {proofs}" if proofs else ""], [tracker or ""]]
-    lines = [_line(parts) for parts in shown if any(parts)]
-    lines[0].stylize("bold", 0, len(title))
-    for line in lines:
-        if line.plain.startswith("so far: "):
-            line.stylize("dim")
-            line.highlight_words(_BAD, "bold red")
-    return lines
-
-
-def _line(parts: Sequence[str]) -> Text:
+    """The lines on a terminal: how far, the figures, what is proved, where it is tracked."""
     from rich.text import Text
 
-    return Text(" ".join(redact(printable("   ".join(parts))).split("\n")), no_wrap=True, overflow="ellipsis")
-
-
-def _head(progress: Progress) -> list[str]:
-    """The step and both clocks; before the first step the phase and its clock."""
-    now = time.time()
-    passed = [] if progress.began is None else [f"{clock(max(0.0, now - progress.began))} elapsed"]
-    if not progress.step:
-        whole = progress.since is None or progress.since == progress.began
-        own = [] if progress.since is None or whole else [clock(max(0.0, now - progress.since))]
-        return [progress.phase, *own, *passed]
-    if progress.step == progress.total or progress.phase == ENDED:
-        passed.append(progress.phase)
-    elif progress.left_s is not None:
-        passed.append(f"{clock(progress.left_s)} left")
-    return [progress.steps_words, *passed]
-
-
-def _figures(progress: Progress) -> tuple[list[str], list[str]]:
-    figures, machine = [progress.loss_words], []
-    if progress.grad_norm is not None:
-        figures.append(f"gradient norm {progress.grad_norm:.3g}")
-    if progress.learning_rate is not None:
-        figures.append(f"learning rate {progress.learning_rate:.2e}")
-    if progress.tokens_per_second:
-        machine.append(f"{progress.tokens_per_second:,.0f} tokens/s")
-    if progress.memory_gib:
-        of = f" of {progress.card_gib:.0f}" if progress.card_gib else ""
-        machine.append(f"{progress.memory_gib:.1f}{of} GiB")
-    if progress.saved is not None:
-        step, at = progress.saved
-        machine.append(f"checkpoint of step {step:,}, {clock(max(0.0, time.time() - at))} ago")
-    return figures, machine
+    began, proofs = progress.began, ", ".join(f"{name} {state}" for name, state in progress.shown.items())
+    elapsed = [] if began is None else [f"{clock(max(0.0, time.time() - began))} elapsed"]
+    shown = [[title, *progress.where(), *elapsed], progress.figures()]
+    shown += [[f"so far: {proofs}"] if proofs else [], [tracker] if tracker else []]
+    lines = []
+    for parts in filter(None, shown):
+        text = redact(printable("   ".join(parts))).replace("\n", " ")
+        lines.append(Text(text, no_wrap=True, overflow="ellipsis"))
+        lines[-1].highlight_words(_BAD, "bold red")
+    lines[0].stylize("bold", 0, len(title))
+    return lines

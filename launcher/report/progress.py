@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,11 +88,10 @@ class StepTime(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """What is known of the run right now; seconds since the probe began, memory in GiB.
+    """What is known of the run right now; memory in GiB, `began` in seconds since the epoch.
 
     Where an `attempt` is named, what the same record holds of others is left out. `phase` is what happens before the
-    first step and after the last, and `since` when that began; `began` and `saved` are times too, all in seconds since
-    the epoch. `shown` is what the probe has proved so far, by name.
+    first step and after the last. `shown` is what the probe has proved so far, by name.
     """
 
     total: int | None
@@ -104,13 +102,10 @@ class Progress:
     grad_norm: float | None = None
     learning_rate: float | None = None
     memory_gib: float | None = None
-    card_gib: float | None = None
     world: int = 1
     times: list[StepTime] = field(default_factory=list)
     phase: str = "starting"
-    since: float | None = None
     began: float | None = None
-    saved: tuple[int, float] | None = None
     shown: dict[str, str] = field(default_factory=dict)
     exit: int | None = None
 
@@ -124,18 +119,12 @@ class Progress:
         if name == "step" and isinstance(event.get("step"), int):
             self._step(event, at)
         elif name == "end" and isinstance(event.get("exit"), int):
-            self.exit = event["exit"]
-            self.enter(ENDED, at)
+            self.exit, self.phase = event["exit"], ENDED
         elif name == "model":
-            self.enter("waiting for the first step", at)
+            self.phase = "waiting for the first step"
             self.shown["attention"] = str(event.get("attention"))
-        elif name == "device":
-            self.card_gib = _optional(event.get("total_gib"))
-        elif name == "saved" and at is not None:
-            if CHECKPOINT.search(str(event.get("path"))):
-                self.saved = (self.step, at)
-            elif self.step:
-                self.enter("model saved, ending", at)
+        elif name == "saved" and self.step and not CHECKPOINT.search(str(event.get("path"))):
+            self.phase = "model saved, ending"
         elif name == "liger" and isinstance(event.get("calls"), dict):
             self.shown["liger"] = "engaged" if any(event["calls"].values()) else "not engaged"
         elif name in _PROOFS and state:
@@ -145,9 +134,8 @@ class Progress:
         self.foreign = self.attempt not in (None, event.get("attempt", self.attempt))
         self.world = int(_optional(event.get("world")) or 0) or self.world
         self.step, self.times, self.exit, self.began = 0, [], None, at
-        self.loss = self.memory_gib = self.grad_norm = self.learning_rate = self.saved = None
-        self.shown = {}
-        self.enter("starting" if self.foreign else "importing", at)
+        self.loss = self.memory_gib = self.grad_norm = self.learning_rate = None
+        self.shown, self.phase = {}, "starting" if self.foreign else "importing"
 
     def _step(self, event: dict[str, Any], at: float | None) -> None:
         names = ("loss", "allocated_gib", "grad_norm", "learning_rate", "elapsed", "tokens", "seconds")
@@ -160,11 +148,7 @@ class Progress:
         if self.began is None and at is not None:
             self.began = at - step.elapsed
         if self.step == self.total:
-            self.enter("saving the model", at)
-
-    def enter(self, phase: str, at: float | None = None) -> None:
-        if phase != self.phase:
-            self.phase, self.since = phase, time.time() if at is None else at
+            self.phase = "saving the model"
 
     def work(self, raw: bytes) -> None:
         """Take in a line of the log: outside of training its bars name the phase, in the words of the log."""
@@ -173,11 +157,9 @@ class Progress:
         if found := _WORK.search(raw):
             what, done, total, rest = (part.decode(errors="replace") for part in found.groups())
             what, unit = re.sub(r" *\(num_proc=\d+\)", "", what), _UNIT.search(rest)
-            # the clock is that of the whole bar
-            self.since = self.since if self.phase.startswith(f"{what} ") else time.time()
             self.phase = f"{what} {done}/{total}" + (f" {unit[1]}" if unit else "")
         elif built := _BUILD.search(raw):
-            self.enter(f"building {built[1].decode()}")
+            self.phase = f"building {built[1].decode()}"
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -199,25 +181,25 @@ class Progress:
         pace = (self.times[-1].elapsed - self.times[0].elapsed) / (len(self.times) - 1)
         return max(0, self.total - self.step) * pace
 
-    def line(self) -> str:
+    def where(self) -> list[str]:
+        """The step and what is left; before the first step and after the last the phase."""
         if not self.step:
-            return self.phase
-        parts = (
-            self.steps_words,
-            self.loss_words,
-            f"{self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second else "",
-            "" if self.left_s is None else f"{clock(self.left_s)} left",
-            f"{self.memory_gib:.1f} GiB" if self.memory_gib else "",
+            return [self.phase]
+        step = f"step {self.step:,}" + (f"/{self.total:,}" if self.total else "")
+        if self.step == self.total or self.phase == ENDED:
+            return [step, self.phase]
+        return [step] if self.left_s is None else [step, f"{clock(self.left_s)} left"]
+
+    def figures(self) -> list[str]:
+        """In words, from the first step on."""
+        figures = (
+            ("grad norm {:.3g}", self.grad_norm),
+            ("lr {:.2e}", self.learning_rate),
+            ("{:,.0f} tokens/s", self.tokens_per_second),
+            ("{:.1f} GiB", self.memory_gib or None),
         )
-        return "   ".join(filter(None, parts))
-
-    @property
-    def steps_words(self) -> str:
-        return f"step {self.step:,}" + (f"/{self.total:,}" if self.total else "")
-
-    @property
-    def loss_words(self) -> str:
-        return "loss not finite" if self.loss is None else f"loss {self.loss:.4f}"
+        loss = "loss not finite" if self.loss is None else f"loss {self.loss:.4f}"
+        return [loss, *(form.format(v) for form, v in figures if v is not None)] if self.step else []
 
 
 def _optional(value: object) -> float | None:

@@ -186,6 +186,8 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
     inner, layers = reader.whole("intermediate_size"), reader.whole("num_hidden_layers")
     vocab, tied = reader.whole("vocab_size"), reader.flag("tie_word_embeddings")
     outer: dict[str, Size] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    window, windows = reader.value("sliding_window"), layout.windows
+    windowed = windows == "always" or (windows == "switchable" and config.get("use_sliding_window"))
     shape = Shape(
         name=name,
         family=str(family),
@@ -202,7 +204,7 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
         dtype=model_config.weights_type(config),
         layer=_layer(reader, hidden, inner, heads * head_dim, kv_heads * head_dim, head_dim),
         outer=outer,
-        window=_window(reader),
+        window=window if windowed and isinstance(window, int) and window > 0 else 0,
     )
     return shape if tied else untied(shape)
 
@@ -231,13 +233,6 @@ def _layer(reader: _ConfigReader, hidden: int, inner: int, query: int, key: int,
             sizes |= {"self_attn.q_norm.weight": (q_norm,), "self_attn.k_norm.weight": (k_norm,)}
     last = "post_feedforward_layernorm" if layout.post_norm else "input_layernorm"
     return sizes | {f"{name}.weight": (hidden,) for name in sorted((last, "post_attention_layernorm"))}
-
-
-def _window(reader: _ConfigReader) -> int:
-    """How far layers look back that do not see everything; 0 where all see everything."""
-    size, windows = reader.value("sliding_window"), reader.layout.windows
-    on = windows == "always" or (windows == "switchable" and reader.config.get("use_sliding_window"))
-    return size if on and isinstance(size, int) and size > 0 else 0
 
 
 # no size of a model comes near it

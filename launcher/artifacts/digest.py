@@ -93,11 +93,6 @@ def _read(descriptor: int, size: int, sampled: bool) -> Content:
     return Content("sampled", _sampled(descriptor, size, regions), size)
 
 
-def threads() -> int:
-    """How many threads hash at once: the processors that this process may use, at most 16."""
-    return min(16, len(os.sched_getaffinity(0)))
-
-
 def _whole(descriptor: int, size: int) -> str:
     tree = hashlib.sha256(f"whole {PIECE} {size}\n".encode())
 
@@ -107,7 +102,8 @@ def _whole(descriptor: int, size: int) -> str:
     if size <= PIECE:
         tree.update(piece(0))
         return tree.hexdigest()
-    return _joined(tree, threads(), piece, range(0, size, PIECE))
+    # as many as this process may use processors
+    return _joined(tree, min(16, len(os.sched_getaffinity(0))), piece, range(0, size, PIECE))
 
 
 def _joined(tree: Any, threads: int, part: Callable[[int], bytes], places: Iterable[int]) -> str:

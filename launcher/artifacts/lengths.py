@@ -70,9 +70,6 @@ class Lengths:
         places = (bisect_left(sums, share * sums[-1]) for share in shares)
         return [self.counts[min(place, len(sums) - 1)][0] for place in places]
 
-    def longest_of(self, rows: int) -> int:
-        return self.quantiles([0.5 ** (1 / max(1, rows))])[0]
-
     def sum_of(self, rows: int, batches: int = 1) -> float:
         """The median largest sum over batches of so many rows, by a gamma curve of the same moments."""
         mean, deviation = rows * self.mean, math.sqrt(rows) * self.deviation
@@ -145,7 +142,8 @@ def largest(lengths: Lengths, *, rows: int, batches: int, packed: bool) -> Micro
         tokens = math.ceil(lengths.sum_of(rows, batches))
         why = f"largest of {batches:,} packed sums of {rows} rows of {lengths.mean:.0f} tokens on average"
         return MicroBatch(rows=1, width=tokens, real=tokens, formula=f"{tokens:,} tokens: {why}")
-    width = lengths.longest_of(rows * batches)
+    # the median longest
+    (width,) = lengths.quantiles([0.5 ** (1 / max(1, rows * batches))])
     real = min(rows * width, math.ceil(width + (rows - 1) * lengths.mean))
     why = f"padded to the longest of {rows * batches:,} rows"
     return MicroBatch(rows=rows, width=width, real=real, formula=f"{rows} x {width:,} tokens: {why}")

@@ -93,8 +93,12 @@ def build(
     Without the probe it starts upstream's script itself, and nothing of ours runs inside.
     `folder` is the run folder; `environ` the environment that training will inherit.
     """
-    # without a root, only a dry run gets here: say where the source would be
-    root = plan.stage.upstream.root or _expected_root(plan, trainer)
+    root = plan.stage.upstream.root
+    if root is None:
+        # only a dry run gets here: say where the source would be
+        places = (path for path in trainer.path if path.name in {"site-packages", "dist-packages"})
+        installed = next(places, Path("site-packages").absolute())
+        root = SUBMODULE if plan.stage.backend.CHECKOUT else installed
     script = root / plan.stage.entry.script
     watched = plan.stage.options.probe is not None
     started = str(PROBE if watched else script)
@@ -105,13 +109,6 @@ def build(
         argv += [f"--{name}", *words]
     env = _environment(plan, root, script, folder, environ) | {**(caches or {}), **(devices or {}), **arguments.env}
     return Command(argv=tuple(argv), cwd=Path.cwd(), env=env, variables=arguments.variables)
-
-
-def _expected_root(plan: Plan, trainer: Trainer) -> Path:
-    if plan.stage.backend.CHECKOUT:
-        return SUBMODULE
-    places = [path for path in trainer.path if path.name in {"site-packages", "dist-packages"}]
-    return places[0] if places else Path("site-packages").absolute()
 
 
 def _accelerate(plan: Plan) -> list[str]:

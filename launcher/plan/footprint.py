@@ -367,19 +367,14 @@ def _limit(plan: Plan) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def packed_length(plan: Plan) -> int | None:
-    """Tokens of the rows that rows are put together into beforehand; None where that is not done."""
-    packs = plan.stage.entry.packing == "refilled" and plan.values.get("packing")
-    return _limit(plan) if packs else None
-
-
 def rows_of(plan: Plan, data: Lengths) -> Lengths:
     """The rows as training gets them: cut at the limit, or put together into full ones.
 
     Best fit leaves less than 1 % of a row empty, which is taken for none; only `bfd` cuts first.
     """
-    cut, full = data.cut(_limit(plan)), packed_length(plan)
-    if full is None:
+    full = _limit(plan)
+    cut = data.cut(full)
+    if full is None or plan.stage.entry.packing != "refilled" or not plan.values.get("packing"):
         return cut
     before = cut if plan.values.get("packing_strategy") == "bfd" else data
     rows = None if before.rows is None else math.ceil(before.rows * before.mean / full)

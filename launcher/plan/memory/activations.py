@@ -86,7 +86,10 @@ def needs_mask(setup: Setup) -> bool:
     (transformers/masking_utils.py:263). Where some layers alone see a window, all are taken for such.
     """
     reached = 0 < setup.shape.window <= setup.batch.width
-    return setup.attention == "sdpa" and (setup.padded or setup.parted or reached)
+    # it parts packed rows where keys and values are not kept (masking_utils.py:860); DPO keeps them as for
+    # generating: dpo_utils.py:865 does not say `use_cache`
+    kept = setup.loss == "logprobs" and not setup.checkpointing and setup.sharding is None
+    return setup.attention == "sdpa" and (setup.padded or (setup.packed and not kept) or reached)
 
 
 def _norms(setup: Setup) -> tuple[float, str]:
@@ -94,16 +97,16 @@ def _norms(setup: Setup) -> tuple[float, str]:
     shape = setup.shape
     # an autocast linear casts its fp32 input for itself: q, k, v and gate, up; a frozen one keeps none
     outputs = 0 if setup.frozen else HALF * (5 if setup.wide else 2)
-    kept, extra = _norm_kept(setup, setup.state_width), 0.0
+    kept, extra = norm_kept(setup, setup.state_width), 0.0
     if shape.layout.qk_norm:
-        extra = _norm_kept(setup, HALF) * (shape.query + shape.key)
+        extra = norm_kept(setup, HALF) * (shape.query + shape.key)
         extra += FULL * (shape.heads + shape.kv_heads if shape.layout.qk_norm == "head" else 2)
     total = (2 * kept + outputs) * shape.hidden + FULL * 2 + extra
     why = f"2 norms x {kept}H + {outputs}H"
     return total, why + (f" + {extra:.0f} for q and k norms" if extra else "")
 
 
-def _norm_kept(setup: Setup, state: int) -> int:
+def norm_kept(setup: Setup, state: int) -> int:
     """Bytes an element that one norm keeps beside its output; `state` are those of its input."""
     if setup.liger:
         return state
@@ -194,13 +197,6 @@ def _adapted_backward(setup: Setup, adapters: Adapters, width: int) -> list[tupl
             return [(4, norms if wide else 4 if dropped else 2)]
         return [(6, 2), (4, norms)] if wide else [(6, 2)]
     return [(2, 4)] if liger else [(6, 2)]
-
-
-def final_norm(setup: Setup) -> Amount:
-    """What the norm before the output layer keeps, its output included."""
-    state = setup.state_width
-    size = ((_norm_kept(setup, state) + state) * setup.shape.hidden + FULL) * setup.batch.tokens
-    return Amount(size, "kept and output")
 
 
 def logits(shape: Shape, batch: MicroBatch, element: int) -> Amount:

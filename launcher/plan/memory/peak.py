@@ -26,7 +26,7 @@ def estimate(setup: Setup) -> at.Memory:
     engines.enter(setup, ledger)
     after = [name for name in at.PHASES if name not in (at.START, at.FLATTENED)]
     ledger.add(after, "other", "cuBLAS workspaces", _WORKSPACE, "2 x 32 MiB")
-    for enter in (_kept, _reference, _forward, _loss, _backward):
+    for enter in (_kept, _reference, _loss, _backward):
         enter(setup, ledger)
     phases = _phases(setup)
     return at.Memory(phases=tuple(ledger.alive(name) for name in at.PHASES if name in phases))
@@ -118,19 +118,17 @@ def _reference(setup: Setup, ledger: at.Ledger) -> None:
     ledger.add(live, "logits", "log-softmax (fp32)", *full, "padding_free_collator.py:16")
 
 
-def _forward(setup: Setup, ledger: at.Ledger) -> None:
-    """The end of a checkpointed forward pass: the last layer's own, or a tile of logits after it."""
+def _loss(setup: Setup, ledger: at.Ledger) -> None:
+    """The end of a checkpointed forward pass, the final norm, and the loss at its fullest, forward or backward."""
+    live, kind, state = [at.LOSS], "logits", setup.state_width
     last, tile = activations.passing(setup), activations.tiles(setup)
     if setup.loss == "tiled" and tile.bytes > last.bytes:
-        ledger.add([at.FORWARD], "logits", "a tile of logits", *tile)
+        ledger.add([at.FORWARD], kind, "a tile of logits", *tile)
     else:
         ledger.add([at.FORWARD], "activations", "the last layer, passing", *last)
-
-
-def _loss(setup: Setup, ledger: at.Ledger) -> None:
-    """The final norm and the loss at its fullest point, forward or backward."""
-    live, kind = [at.LOSS], "logits"
-    ledger.add([*live, at.OUTPUT, at.OUTPUT_SENT], "activations", "final norm", *activations.final_norm(setup))
+    norm = (activations.norm_kept(setup, state) + state) * setup.shape.hidden + FULL
+    after = [at.LOSS, at.OUTPUT, at.OUTPUT_SENT]
+    ledger.add(after, "activations", "final norm", norm * setup.batch.tokens, "kept and output")
     if setup.loss == "liger":
         ledger.add(live, kind, "fused linear cross entropy", *activations.fused_loss(setup))
     elif setup.loss == "tiled":

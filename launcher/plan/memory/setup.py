@@ -189,16 +189,6 @@ class Setup:
         return self.sharding is not None and self.share is not None and self.sharding.loss
 
     @property
-    def parted(self) -> bool:
-        """Whether a mask parts packed rows, as transformers does where keys and values are not kept.
-
-        (transformers/masking_utils.py:860; they are kept as for generating:
-        dpo_utils.py:865 does not say `use_cache`)
-        """
-        cached = self.loss == "logprobs" and not self.checkpointing and self.sharding is None
-        return self.packed and not cached
-
-    @property
     def trained(self) -> int:
         """Trained parameters."""
         return self.adapters.parameters(self.shape) if self.adapters else self.shape.parameters

@@ -111,7 +111,8 @@ class DeepSpeed(Plain):
         group = getattr(self.outer, "dp_process_group", None)
         if group is not None and sys.modules["torch"].distributed.get_world_size(group) != world:
             raise Unsupported("gradients are averaged over a part of the processes only")
-        if _enabled(engine, "zero_quantized_gradients"):
+        quantized = getattr(engine, "zero_quantized_gradients", None)
+        if quantized() if callable(quantized) else quantized:
             raise Unsupported("gradients are quantized on their way (zero_quantized_gradients)")
         # with sequence parallelism the processes that share a row each hold a part of its gradient
         self.divisor = world / float(getattr(self.outer, "sequence_parallel_size", 1) or 1)
@@ -181,11 +182,6 @@ class DeepSpeed(Plain):
             length = min(whole, int(parameter.ds_numel) - start)
             if length > 0:
                 yield row, start, int(position[1]), length
-
-
-def _enabled(engine: Any, name: str) -> bool:
-    value = getattr(engine, name, None)
-    return bool(value() if callable(value) else value)
 
 
 def engine_of(model: Any, parameters: Mapping[str, Any], world: int) -> Any:

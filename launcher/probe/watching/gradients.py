@@ -10,6 +10,7 @@ docs/gradients.md gives the tolerance and the cost.
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import math
 import random
@@ -159,17 +160,13 @@ class Gradients(ProbePiece):
         for row, parameter in enumerate(self.engine.hooked()):
             if parameter is not None and row not in self.handles:
                 self.handles.add(row)
-                self._hook(row, parameter)
+                parameter.register_hook(functools.partial(self._add, row))
 
-    def _hook(self, row: int, parameter: Any) -> None:
-
-        def add(gradient: Any) -> None:
-            if self.active and not self.process.testing:
-                with self._trying():
-                    self.added[row, : self.sample.counts[row]].add_(elements(gradient, *self.sample.place(row)))
-                    self.filled = True
-
-        parameter.register_hook(add)
+    def _add(self, row: int, gradient: Any) -> None:
+        if self.active and not self.process.testing:
+            with self._trying():
+                self.added[row, : self.sample.counts[row]].add_(elements(gradient, *self.sample.place(row)))
+                self.filled = True
 
     @contextlib.contextmanager
     def _trying(self) -> Iterator[None]:

@@ -60,7 +60,8 @@ class Probe:
         with self.record.quietly("forward"):
             ids = kwargs.get("input_ids", args[0] if args else None)
             # a reference pass or an evaluation is no training, whatever mode the model is in
-            if ids is None or not getattr(module, "training", True) or not _grad_enabled():
+            graded = getattr(sys.modules.get("torch"), "is_grad_enabled", lambda: True)()
+            if ids is None or not getattr(module, "training", True) or not graded:
                 return
             self.close_step()
             self.steps.settle()
@@ -218,7 +219,3 @@ class Probe:
                 for child in getattr(sys.modules.get(name), "active_children", list)():
                     child.kill()
         os._exit(VIOLATION)
-
-
-def _grad_enabled() -> bool:
-    return bool(getattr(sys.modules.get("torch"), "is_grad_enabled", lambda: True)())

@@ -30,63 +30,53 @@ BATCH = frozenset({"gpus", "per_device", "accumulation"})
 _RESTORED = "it comes out of the checkpoint: the new value does nothing"
 _ADAPTER = re.compile(r"lora_\w+|use_dora|use_rslora|use_qlora")
 # another class of optimizer, or another layout of its state, finds nothing of its own in what was saved
-_OPTIMIZER = re.compile(
-    r"optim|optim_args|optim_target_modules|optimizer_type|optimizer_kwargs|use_8bit_optimizer|"
-    r"dpo_use_paged_optimizer"
+_OPTIMIZER = (
+    "optim optim_args optim_target_modules optimizer_type optimizer_kwargs use_8bit_optimizer dpo_use_paged_optimizer"
 )
 # torch's AdamW each time, None by default; whether it is fused lies in the state too
 _ADAMW = (None, "adamw_torch", "adamw_torch_fused")
-_ENGINE = re.compile(r"deepspeed|zero_stage|zero_hpz_partition_size|offload_(?:optimizer|param)|fsdp\w*")
-_ARGUMENTS: tuple[tuple[re.Pattern[str], str, Severity | None], ...] = (
+_ENGINE = r"deepspeed zero_stage zero_hpz_partition_size offload_(?:optimizer|param) fsdp\w*"
+_STATE = re.compile("|".join([*_OPTIMIZER.split(), *_ENGINE.split()]))
+_RULES: tuple[tuple[str, str, Severity | None], ...] = (
     # where things go, what is shown, how fast it is: none of it moves a weight
     (
-        re.compile(
-            r"output_dir|overwrite_\w+|do_not_randomize_output_dir|exp_name|run_name|logging_\w+|log_\w+|"
-            r"report_to|with_tracking|wandb_\w+|trackio_\w+|project|push_to_hub|hf_\w+|hub_\w+|save_\w+|"
-            r"checkpointing_steps|keep_last_n_checkpoints|clean_checkpoints_at_end|resume_from_checkpoint|"
-            r"\w*local_cache_dir|\w*skip_cache|\w*cache_mode|cache_\w+_only|verbose|try_\w+|oe_eval\w*|eval_\w+|"
-            r"do_eval|per_device_eval_batch_size|dataloader_\w+|dataset_num_proc|preprocessing_num_workers|"
-            r"gs_bucket_path|timeout|ddp_\w+|disable_tqdm|low_cpu_mem_usage|gradient_checkpointing\w*|"
-            r"activation_memory_budget|include_\w+|load_best_model_at_end|metric_for_best_model|"
-            r"greater_is_better|torch_empty_cache_steps|skip_memory_metrics|ignore_data_skip|profiling|"
-            r"per_device_train_batch_size|gradient_accumulation_steps"
-        ),
+        r"output_dir overwrite_\w+ do_not_randomize_output_dir exp_name run_name logging_\w+ log_\w+ report_to "
+        r"with_tracking wandb_\w+ trackio_\w+ project push_to_hub hf_\w+ hub_\w+ save_\w+ checkpointing_steps "
+        r"keep_last_n_checkpoints clean_checkpoints_at_end resume_from_checkpoint \w*local_cache_dir \w*skip_cache "
+        r"\w*cache_mode cache_\w+_only verbose try_\w+ oe_eval\w* eval_\w+ do_eval per_device_eval_batch_size "
+        r"dataloader_\w+ dataset_num_proc preprocessing_num_workers gs_bucket_path timeout ddp_\w+ disable_tqdm "
+        r"low_cpu_mem_usage gradient_checkpointing\w* activation_memory_budget include_\w+ load_best_model_at_end "
+        r"metric_for_best_model greater_is_better torch_empty_cache_steps skip_memory_metrics ignore_data_skip "
+        r"profiling per_device_train_batch_size gradient_accumulation_steps",
         "",
         None,
     ),
     (
-        re.compile(
-            r"model_name_or_path|model_revision|config_name|use_lora|use_peft|use_qlora|use_dora|"
-            r"use_rslora|lora_\w+|load_in_\w+|additional_model_arguments|model_init_kwargs"
-        ),
+        r"model_name_or_path model_revision config_name use_lora use_peft use_qlora use_dora use_rslora lora_\w+ "
+        r"load_in_\w+ additional_model_arguments model_init_kwargs",
         "the checkpoint holds the weights of another model",
         "error",
     ),
     (
-        re.compile(
-            r"(?:dataset_)?mixer_list\w*|dataset_\w+|datasets|(?:dataset_)?transform_fn|"
-            r"target_columns|config_hash|max_seq_length|max_length|max_train_samples|packing\w*|"
-            r"truncation_mode|seed|data_seed|group_by_length|train_sampling_strategy|sft_messages_key|ground_truths_key|"
-            r"sequence_parallel_size|tokenizer_\w+|chat_template\w*|add_bos|use_fast|"
-            r"use_slow_tokenizer|get_tokenizer_fn|eos_token|pad_token"
-        ),
+        r"(?:dataset_)?mixer_list\w* dataset_\w+ datasets (?:dataset_)?transform_fn target_columns config_hash "
+        r"max_seq_length max_length max_train_samples packing\w* truncation_mode seed data_seed group_by_length "
+        r"train_sampling_strategy sft_messages_key ground_truths_key sequence_parallel_size tokenizer_\w+ "
+        r"chat_template\w* add_bos use_fast use_slow_tokenizer get_tokenizer_fn eos_token pad_token",
         "the place in the data would be one in other data",
         "error",
     ),
     (_OPTIMIZER, "the saved state belongs to another optimizer", "error"),
     (_ENGINE, "the saved states may not fit another engine", "error"),
     # they lie in the optimizer's and the schedule's state, which is loaded over the requested values
-    (re.compile(r"learning_rate|weight_decay|adam_\w+|fused_optimizer"), _RESTORED, "warning"),
+    (r"learning_rate weight_decay adam_\w+ fused_optimizer", _RESTORED, "warning"),
     (
-        re.compile(
-            r"lr_scheduler_\w+|warmup_\w+|final_lr_ratio|num_train_epochs|num_epochs|max_steps|"
-            r"max_train_steps"
-        ),
+        r"lr_scheduler_\w+ warmup_\w+ final_lr_ratio num_train_epochs num_epochs max_steps max_train_steps",
         "the learning rate goes on with another schedule",
         "warning",
     ),
-    (re.compile(r".+"), "it acts from there on only", "warning"),
+    (r".+", "it acts from there on only", "warning"),
 )
+_ARGUMENTS = [(re.compile("|".join(names.split())), effect, severity) for names, effect, severity in _RULES]
 """What a resume makes of another value of an argument; the first that matches its name."""
 
 
@@ -199,9 +189,7 @@ def _arguments(record: Manifest, plan: Plan, now: Contents) -> Iterator[ResumeCh
             continue
         if name in same:
             effect, severity = "another name for the same content", "note"
-        elif (_OPTIMIZER.fullmatch(name) or _ENGINE.fullmatch(name)) and not unused.acts(
-            plan.values, plan.stage.entry, name
-        ):
+        elif _STATE.fullmatch(name) and not unused.acts(plan.values, plan.stage.entry, name):
             effect, severity = "nothing reads it here", "note"
         elif name == "optim" and before in _ADAMW and after in _ADAMW:
             effect, severity = _RESTORED, "warning"

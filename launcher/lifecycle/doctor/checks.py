@@ -155,20 +155,17 @@ def examine(
     local = () if subject.plan is None else local_files(subject.plan)
     return Report(
         findings=(*_quick(subject, chosen, imports), *local, *_standing(subject)),
-        facts=(*_environment(subject, imports), *_cards(chosen, look), *_room(subject)),
+        facts=tuple(_facts(subject, imports, chosen, look)),
         install=install.steps(subject.trainer, subject.backend.EXTRA, gpus=bool(subject.gpus), more=needed(subject)),
     )
 
 
 def _quick(subject: Subject, chosen: Devices, imports: Imports | None = None) -> Iterator[Finding]:
     """Everything that costs no import, and what importing showed where it was tried; worst first."""
-    trainer = subject.trainer
-    yield from checkout(subject)
-    yield from interpreter(trainer)
-    yield from packages(subject, imports)
+    yield from source(subject, imports)
     yield from chosen.findings
     if subject.gpus and chosen.slots:
-        yield from driver_and_torch(torch_of(trainer), chosen.slots[0].gpu.cuda, trainer)
+        yield from driver_and_torch(torch_of(subject.trainer), chosen.slots[0].gpu.cuda, subject.trainer)
     yield from shared_memory(subject.gpus)
     found = list(disk.places(subject.plan, subject.output, subject.runs, subject.environ))
     yield from disk.unwritable(found)
@@ -179,14 +176,20 @@ def _needs(subject: Subject) -> disk.Needs | None:
     return None if subject.plan is None else disk.needs(subject.plan, subject.output, subject.environ)
 
 
-def checkout(subject: Subject) -> Iterator[Finding]:
-    """open-instruct runs from a checkout; the snapshot only validates."""
+def source(subject: Subject, imports: Imports | None = None) -> Iterator[Finding]:
+    """Whether a checkout, a Python from 3.10 on (upstream and the probe need it) and the packages are there."""
+    trainer = subject.trainer
     if subject.upstream.root is None and subject.upstream.is_checkout:
         from launcher.pin import pin
 
         places = "external/open-instruct, /workspace/open-instruct, ~/open-instruct"
         help = f"{pin.get_checkout()}, or --open-instruct PATH"
         yield launch_finding("error", "no-checkout", f"there is no open-instruct checkout ({places})", help)
+    if trainer.version < OLDEST:
+        message = f"{trainer.python} ({trainer.source}) is Python {'.'.join(map(str, trainer.version))}"
+        help = f"name Python {'.'.join(map(str, OLDEST))} or later with --python"
+        yield launch_finding("error", "old-python", message, help)
+    yield from packages(subject, imports)
 
 
 def _standing(subject: Subject) -> Iterator[Finding]:
@@ -202,13 +205,6 @@ def _standing(subject: Subject) -> Iterator[Finding]:
     if status.fill is not None and module.state in {"missing", "empty"}:
         message = f"the submodule {module.path} is {module.state}; {subject.upstream.root} is used"
         yield launch_finding("note", "empty-submodule", message, status.fill)
-
-
-def interpreter(trainer: Trainer) -> Iterator[Finding]:
-    if trainer.version < OLDEST:
-        message = f"{trainer.python} ({trainer.source}) is Python {'.'.join(map(str, trainer.version))}"
-        help = f"name Python {'.'.join(map(str, OLDEST))} or later with --python"
-        yield launch_finding("error", "old-python", message, help)
 
 
 def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Finding]:
@@ -336,7 +332,7 @@ def shared_memory(processes: int) -> Iterator[Finding]:
         yield launch_finding("warning", "small-shm", message, help)
 
 
-def _environment(subject: Subject, imports: Imports | None) -> Iterator[Fact]:
+def _facts(subject: Subject, imports: Imports | None, chosen: Devices, look: Look | None) -> Iterator[Fact]:
     trainer, source, torch = subject.trainer, subject.upstream, torch_of(subject.trainer)
     python = {"path": str(trainer.python), "version": ".".join(map(str, trainer.version)), "source": trainer.source}
     yield Fact("python", f"{trainer.python} ({trainer.source}), {python['version']}", python)
@@ -347,15 +343,11 @@ def _environment(subject: Subject, imports: Imports | None) -> Iterator[Fact]:
     if imports is not None:
         failed = [one.module for one in imports.failures]
         fine = [name for name in imports.modules if name not in failed]
-        value = {"fine": fine, "failed": failed}
-        yield Fact("imports", f"{len(fine)} of {len(imports.modules)} modules import", value)
-
-
-def _cards(chosen: Devices, look: Look | None) -> Iterator[Fact]:
+        text = f"{len(fine)} of {len(imports.modules)} modules import"
+        yield Fact("imports", text, {"fine": fine, "failed": failed})
     if look is not None and not look.present:
         yield Fact("GPUs", "none", [])
-        return
-    if look is not None:
+    elif look is not None:
         driver, cuda = look.present[0].driver, look.present[0].cuda
         serves = "" if cuda is None else f", CUDA up to {cuda[0]}.{cuda[1]}"
         yield Fact("driver", f"{driver or 'unknown'}{serves}", {"version": driver, "cuda": cuda})
@@ -366,10 +358,8 @@ def _cards(chosen: Devices, look: Look | None) -> Iterator[Fact]:
             card = {"id": slot.id, "name": gpu.name, "memory_mib": gpu.memory_mib, "used_mib": gpu.used_mib}
             card["used_by"] = None if use is None else use.text
             yield Fact(f"GPU {gpu.index}", f"{gpu.name}, {gpu.used_mib} of {gpu.memory_mib} MiB used, {state}", card)
-    yield Fact("run gets", chosen.visible or chosen.why or "no GPU", chosen.as_json())
-
-
-def _room(subject: Subject) -> Iterator[Fact]:
+    if look is None or look.present:
+        yield Fact("run gets", chosen.visible or chosen.why or "no GPU", chosen.as_json())
     if subject.plan is not None:
         needs, text = _needs(subject), "unknown: the model's size is not known from here"
         if needs is not None:

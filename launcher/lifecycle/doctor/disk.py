@@ -7,13 +7,15 @@ is not known is reported as unknown, and stops nothing.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from launcher.artifacts import architecture, model_config, model_files
 from launcher.artifacts.fingerprint import cache_home
@@ -101,7 +103,11 @@ def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs 
         likely = replace(likely, final=0)
     # shards of several machines may lie on a disk each, and unknown steps may save nothing
     least = replace(likely, checkpoint=likely.checkpoint // plan.nodes, times=likely.times or 0)
-    there = _checkpoint_bytes(output)
+    there = 0
+    if output is not None:
+        # they go as new ones come
+        with contextlib.suppress(OSError, ValueError):
+            there = sum(below(place) for place in output.iterdir() if place.name.startswith(_CHECKPOINTS))
     return Needs(
         least=max(0, least.most - there),
         likely=max(0, likely.most - there),
@@ -116,7 +122,8 @@ def saved(plan: Plan, count: int, setup: Setup | None = None) -> Saved | None:
 
     Only its `setup` tells the size of an adapter and of weights in 4 bits.
     """
-    return _SAVED[plan.stage.entry.loop](plan, count, setup)
+    kind = {"accelerate": _open_instruct, "olmo_core": _olmo_core, "transformers": _trl}[plan.stage.entry.loop]
+    return kind(plan, count, setup)
 
 
 def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
@@ -197,13 +204,6 @@ def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
     )
 
 
-_SAVED: Mapping[str, Callable[[Plan, int, Setup | None], Saved | None]] = {
-    "accelerate": _open_instruct,
-    "olmo_core": _olmo_core,
-    "transformers": _trl,
-}
-
-
 def _times(plan: Plan) -> int | None:
     """Checkpoints that are saved every so often in the whole run; None where that is not known."""
     every, entry = interval(plan), plan.stage.entry
@@ -220,16 +220,7 @@ def _times(plan: Plan) -> int | None:
     return plan.steps // every if entry.loop == "accelerate" else -(-plan.steps // every)
 
 
-def _checkpoint_bytes(output: Path | None) -> int:
-    try:
-        places = list(output.iterdir()) if output is not None else []
-    except (OSError, ValueError):
-        return 0
-    return sum(below(place) for place in places if place.name.startswith(_CHECKPOINTS))
-
-
-@dataclass(frozen=True, slots=True)
-class WriteTarget:
+class WriteTarget(NamedTuple):
     """A folder that a run writes into: what for, what to set for another, and whether it needs it."""
 
     path: Path

@@ -340,10 +340,6 @@ class _Judge:
         return False
 
     @property
-    def backend(self) -> str:
-        return self.plan.stage.options.backend
-
-    @property
     def entry(self) -> Entry:
         return self.plan.stage.entry
 
@@ -360,7 +356,7 @@ class _Judge:
 
     def first(self) -> Decision:
         """No run of ours has been here: what to know of checkpoints before there are any."""
-        found = checkpoints.find(self.backend, self.output)
+        found = checkpoints.find(self.plan.stage.options.backend, self.output)
         self._check_names()
         self._check_schedule()
         if self.named is not None:
@@ -498,7 +494,7 @@ class _Judge:
     def _found(self) -> list[Checkpoint]:
         """All of them, in the order of training, with what ranks of their own attempt left out."""
         found = []
-        for one in checkpoints.find(self.backend, self.output):
+        for one in checkpoints.find(self.plan.stage.options.backend, self.output):
             ranks = self.maker(one).processes
             if one.complete and ranks is not None and (one.ranks or 0) < ranks:
                 why = f"{ranks} processes were training, {one.ranks or 0} left their random states"
@@ -557,10 +553,10 @@ class _Judge:
         written_over = None
         if isinstance(every, int):
             following = (max(at, 0) // every + 1) * every
-            written_over = checkpoints.folder_name(self.backend, "step", following)
+            written_over = checkpoints.folder_name(self.plan.stage.options.backend, "step", following)
         elif every == "epoch":
             following = chosen.number + 1 if chosen is not None and steps_too else 0
-            written_over = checkpoints.folder_name(self.backend, "epoch", following)
+            written_over = checkpoints.folder_name(self.plan.stage.options.backend, "epoch", following)
         aside = tuple(one.path for one in newer if one.marked or one.name != written_over)
         if aside and self.output is not None:
             names = ", ".join(path.name for path in aside[:4])
@@ -606,7 +602,7 @@ class _Judge:
         self._say(severity, "reference-gone", message, help, "model_name_or_path")
 
     def _check_names(self) -> None:
-        names = checkpoints.strange_names(self.backend, self.output)
+        names = checkpoints.strange_names(self.plan.stage.options.backend, self.output)
         if names:
             message = f"{self.output} holds {', '.join(names[:3])}, which upstream takes for a checkpoint "
             self._say("error", "checkpoint-name", f"{message}(utils.py:791)", "move or rename it")

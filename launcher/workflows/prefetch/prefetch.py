@@ -192,8 +192,7 @@ def prepare(resolved: ResolvedStage, say: Say = lambda _: None) -> Prefetch:
     request, trainer, planned = resolved.request, resolved.trainer, _planned(resolved)
     # what training needs besides is asked where it trains
     subject = replace(checks.of_plan(planned, trainer), gpus=0, plan=None)
-    found = [*checks.checkout(subject), *checks.interpreter(trainer), *checks.packages(subject)]
-    if lacking := errors([*found, *checks.local_files(planned)]):
+    if lacking := errors([*checks.source(subject), *checks.local_files(planned)]):
         raise NotReady(lacking)
     needed = hub.required_parts(planned)
     parts = _fetched([one for one in needed if one.role != "data"], planned, trainer, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher.stage.options import Batch, Options
 from launcher.upstream.schema import Schema
@@ -17,8 +17,7 @@ ROWS = 64
 LARGEST_BATCH = 2
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
+class LeftOut(NamedTuple):
     """What one process on a CPU cannot show: which arguments ask for it, when, and their stand-in."""
 
     what: str
@@ -100,7 +99,17 @@ def of_stage(args: Mapping[str, Any], options: Options, schema: Schema, entry: E
         if name in fields:
             given.pop(name, None)
             added[name] = value
-    _shrink_batch(given, added, options, entry)
+    # at most two rows a micro-batch and two micro-batches a step
+    batch = options.batch or Batch()
+    each, accumulation = batch.per_device or LARGEST_BATCH, 1 if batch.total else None
+    replaced = {names.per_device: each, names.accumulation: accumulation, "per_device_eval_batch_size": None}
+    for name, default in replaced.items():
+        value = given.pop(name, default)
+        if isinstance(value, int):
+            added[name] = min(value, LARGEST_BATCH)
+        elif value is not None:
+            # not a number: the parser has something to say of it
+            given[name] = value
     for name in (names.output, "dataset_local_cache_dir", "local_cache_dir"):
         if name in fields:
             given.pop(name, None)
@@ -110,23 +119,5 @@ def of_stage(args: Mapping[str, Any], options: Options, schema: Schema, entry: E
             left["the dataset cache on the hub"] = (name,)
     added |= entry.rehearsal
     listed = reporters if isinstance(reporters, list) else [reporters] if reporters else []
-    trackers = tuple(str(name) for name in listed if name not in ("none", "all"))
-    silenced = "report_to" in added
-    return Arguments(given=given, added=added, left_out=left, report_to=trackers if silenced else ())
-
-
-def _shrink_batch(given: dict[str, Any], added: dict[str, Any], options: Options, entry: Entry) -> None:
-    """At most two rows a micro-batch and two micro-batches a step."""
-    batch, names = options.batch or Batch(), entry.names
-    replaced = {
-        names.per_device: batch.per_device or LARGEST_BATCH,
-        names.accumulation: 1 if batch.total else None,
-        "per_device_eval_batch_size": None,
-    }
-    for name, default in replaced.items():
-        value = given.pop(name, default)
-        if isinstance(value, int):
-            added[name] = min(value, LARGEST_BATCH)
-        elif value is not None:
-            # not a number: the parser has something to say of it
-            given[name] = value
+    trackers = [str(name) for name in listed if "report_to" in added and name not in ("none", "all")]
+    return Arguments(given=given, added=added, left_out=left, report_to=tuple(trackers))

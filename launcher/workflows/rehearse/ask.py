@@ -142,24 +142,18 @@ class Server:
                 self._text += piece
 
 
-class Servers:
+class Servers(contextlib.ExitStack):
     """Servers for several stages: one for each script, started when it is first asked for."""
 
     def __init__(self) -> None:
-        self._stack = contextlib.ExitStack()
+        super().__init__()
         self._open: dict[tuple[Any, ...], Server] = {}
-
-    def __enter__(self) -> Servers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def of(self, trainer: Trainer, backend: str, stage: str, root: Path | None) -> Server:
         """The server of a script. Raises NotReady where the Python cannot import it."""
         key = (trainer.python, backend, stage, root)
         if key not in self._open:
-            self._open[key] = self._stack.enter_context(Server(trainer, backend, stage, root))
+            self._open[key] = self.enter_context(Server(trainer, backend, stage, root))
         return self._open[key]
 
 

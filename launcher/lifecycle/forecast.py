@@ -22,19 +22,10 @@ from launcher.lifecycle.doctor.disk import Saved
 from launcher.lifecycle.prepare import Prepared, ResolvedStage
 from launcher.machine import datasheets, devices
 from launcher.machine.datasheets import Card, card_of
-from launcher.plan import plan
+from launcher.plan import footprint, plan
 from launcher.plan.alternatives import find_alternatives, without_packing
 from launcher.plan.command import LAUNCHERS
-from launcher.plan.footprint import (
-    ATTENTIONS,
-    Footprint,
-    attention_of,
-    optimizer_steps,
-    packed_row,
-    rows_of,
-    rows_per_epoch,
-    shape_of,
-)
+from launcher.plan.footprint import ATTENTIONS, Footprint, attention_of, packed_row, shape_of
 from launcher.plan.memory.peak import estimate
 from launcher.plan.memory.phases import GIB, KINDS, REFERENCE, START, Memory, Phase, usable
 from launcher.plan.memory.setup import Setup
@@ -509,12 +500,12 @@ def _rung(
     cut, steps = _SHORTEST, planned.steps
     if rows is not None:
         counted = rows.rows if counted is None else counted
-        cut, trained = rows_of(planned, rows), rows_per_epoch(planned, rows, counted)
-        steps = optimizer_steps(planned, trained, cut, override=terms.rows is not None)
-    plan = replace(planned, steps=steps)
+        cut, trained = footprint.rows_of(planned, rows), footprint.rows_per_epoch(planned, rows, counted)
+        steps = footprint.optimizer_steps(planned, trained, cut, override=terms.rows is not None)
     shape, attention = shape_of(planned, terms.shape, packages), attention_of(planned, terms.attention)
-    footprint = Footprint(plan=plan, shape=shape, rows=cut, attention=attention)
-    return Estimate(footprint, counted, terms, card, static=rows is None)
+    planned = replace(planned, steps=steps)
+    needs = Footprint(plan=planned, shape=shape, rows=cut, attention=attention)
+    return Estimate(needs, counted, terms, card, static=rows is None)
 
 
 def of_plan(planned: Plan, packages: Mapping[str, str], terms: ForecastOptions) -> Estimate:

@@ -263,7 +263,7 @@ class _Runner:
         link, more = step.link, list[str]()
         if link.source is not None:
             source = self.models[link.source]
-            more, row.model = step.handed(source), str(source)
+            more, row.model = plans.handed(step.plan.stage.options.backend, source), str(source)
         known = plans.known_changes(step.plan.stage.schema.fields)
         allowed = tuple(name for name in self.order.common.allowed if name in known)
         request = replace(self.order.request(link, more), allowed=allowed)

@@ -16,18 +16,7 @@ from launcher.artifacts import checkpoints
 from launcher.config import load, pipeline
 from launcher.config.load import Config, spelt
 from launcher.config.pipeline import Chain, Link
-from launcher.errors import (
-    Finding,
-    InvalidConfig,
-    Layer,
-    NotReady,
-    Severity,
-    brief,
-    errors,
-    launch_finding,
-    not_ready,
-    usage,
-)
+from launcher.errors import Finding, InvalidConfig, NotReady, brief, errors, launch_finding, not_ready, usage
 from launcher.lifecycle import prepare
 from launcher.lifecycle.doctor import checks
 from launcher.lifecycle.prepare import Prepared, Request, ResolvedStage
@@ -103,9 +92,6 @@ class PlannedStage:
         folder = self.prepared.folder
         return runner.alive(folder.path) or runner.keeper_lives(folder)
 
-    def handed(self, source: Path | str) -> list[str]:
-        return _handed(self.plan.stage.options.backend, source)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
@@ -156,7 +142,8 @@ def known_changes(fields: Iterable[str]) -> frozenset[str]:
     return frozenset((*changes.NAMES, *fields))
 
 
-def _handed(backend: str, source: Path | str) -> list[str]:
+def handed(backend: str, source: Path | str) -> list[str]:
+    """The overrides that make `source` the model and the tokenizer of a stage."""
     return [f"{name}={spelt(str(source))}" for name in BACKENDS[backend].MODEL_ARGUMENTS]
 
 
@@ -195,7 +182,7 @@ class _Planner:
     def _visit(self, link: Link, *, within: bool) -> None:
         order, source = self.order, self.steps.get(link.source or "")
         loaded = self.configs[link.name] = load.load(link.config, link.texts())
-        root, handed = _text(loaded.args.get(MODEL)), list[str]()
+        root, more = _text(loaded.args.get(MODEL)), list[str]()
         if link.source is not None:
             root = self.roots.get(link.source)
             if source is not None:
@@ -215,15 +202,15 @@ class _Planner:
             model = root or f"the model of {link.source}"
             if source is not None and not within:
                 model = str(source.model)
-            handed = _handed(stage.backend_of(loaded), model)
+            more = handed(stage.backend_of(loaded), model)
         self.roots[link.name] = root
         named = loaded.args.get(OUTPUT) is not None
         if not named:
             message = f"`{OUTPUT}` is missing: where a stage's model goes must be known beforehand"
             help = f"give it an `{OUTPUT}`, in its file or under `with:`"
             self._add(link, "pipeline-output", message, help, "args")
-        request = replace(order.request(link, handed), fresh=order.common.fresh and within)
-        judged = prepare.judge(request, running=self.running and within, loaded=None if handed else loaded)
+        request = replace(order.request(link, more), fresh=order.common.fresh and within)
+        judged = prepare.judge(request, running=self.running and within, loaded=None if more else loaded)
         resolved = prepare.of_checked(request, *judged, running=self.running and within)
         given = resolved if source is None else _with_model(resolved, source.model)
         dry = prepare.complete(given, running=False)
@@ -313,21 +300,10 @@ class _Planner:
             help = "write `add_bos: false`"
             self._add(link, "pipeline-template", message, help, "args.add_bos", layer="run")
 
-    def _add(
-        self,
-        link: Link,
-        code: str,
-        message: str,
-        help: str,
-        key: str,
-        *,
-        severity: Severity = "error",
-        layer: Layer = "launch",
-    ) -> None:
-        """A finding about how stages fit: in the stage's file where the key stands there."""
+    def _add(self, link: Link, code: str, message: str, help: str, key: str, **other: Any) -> None:
+        """An error about how stages fit, at its key; `other` fields than those of launch's errors."""
         place = (link if key == "from" else self.configs[link.name]).origin(key).place
-        finding = launch_finding(severity, code, message, help, key=key, **place)
-        self._say(link, [replace(finding, layer=layer)])
+        self._say(link, [replace(launch_finding("error", code, message, help, key=key, **place), **other)])
 
     def _say(self, link: Link, found: Iterable[Finding]) -> None:
         self.findings += [self._named(link, one) for one in found]

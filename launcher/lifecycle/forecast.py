@@ -56,21 +56,6 @@ class ForecastOptions:
     shape: str | None = None
 
 
-class Speed(NamedTuple):
-    """Real tokens a second over all devices, and where the number comes from."""
-
-    tokens: float
-    source: str
-
-
-class Bill(NamedTuple):
-    """Hours and money of a run; None is what is not known."""
-
-    hours: float | None
-    cost: float | None
-    formula: str
-
-
 class Fit(NamedTuple):
     """The largest per-device batch that fits, the global batch kept."""
 
@@ -98,8 +83,8 @@ class Estimate:
         self.memory = self.memory_of(footprint, self.setup) if self.plan.gpus else None
         self.spare = None if card.gib is None or self.memory is None else self.memory.spare(card.gib)
         self.tokens = footprint.tokens
-        self.speed = self._speed()
-        self.bill = self._bill()
+        self.speed, self.speed_source = self._speed()
+        self.hours, self.cost, self.bill = self._bill()
         self.best, self.smallest = self._fit()
         self.findings = (*self._memory_findings(), *self._waste_findings())
 
@@ -149,12 +134,15 @@ class Estimate:
             return best, None
         return None, self.memory_of(self.footprint, self.footprint.setup(1, each))
 
-    def _speed(self) -> Speed | None:
-        """As measured, else at a stated MFU. Raises InvalidConfig for a GPU without a data sheet."""
+    def _speed(self) -> tuple[float | None, str | None]:
+        """Real tokens a second over all devices, as measured, else at a stated MFU; and where that comes from.
+
+        Raises InvalidConfig for a GPU without a data sheet.
+        """
         if self.terms.tokens_per_second is not None:
-            return Speed(self.terms.tokens_per_second, "--tokens-per-second")
+            return self.terms.tokens_per_second, "--tokens-per-second"
         if not self.card.name:
-            return None
+            return None, None
         if (measured := _measured_speed(self.plan, self.card.name)) is not None:
             return measured
         peak, shape = datasheets.peak_flops(self.card.name), self.footprint.shape
@@ -173,10 +161,10 @@ class Estimate:
         )
         computed = STATED_MFU * peak * self.plan.processes / each
         source = f"{STATED_MFU:.0%} MFU of {peak / 1e12:,.0f} TFLOP/s a GPU, {each / 1e9:.1f} GFLOP a token"
-        return Speed(computed * (1 - self.tokens.waste), source)
+        return computed * (1 - self.tokens.waste), source
 
-    def _bill(self) -> Bill:
-        """Hours and money; a row through the reference is a forward pass: a third of one of a step."""
+    def _bill(self) -> tuple[float | None, float | None, str]:
+        """Hours, money and their formula; a row through the reference is a forward pass: a third of one of a step."""
         planned, tokens, speed, steps = self.plan, self.tokens, self.speed, self.plan.steps
         named, referred = "--gpu H100, or " if planned.gpus else "", None
         if self.footprint.pairs and (
@@ -187,30 +175,30 @@ class Estimate:
         elif self.footprint.pairs and self.setup.reference and steps:
             referred = steps * planned.global_batch
         if self.only == "data set":
-            return Bill(None, None, "the data set is only tokenised: how long that takes is not known")
+            return None, None, "the data set is only tokenised: how long that takes is not known"
         if self.static:
-            return Bill(None, None, "the row lengths are not known: --row-tokens")
+            return None, None, "the row lengths are not known: --row-tokens"
         if speed is None:
-            return Bill(None, None, f"the speed is not known: {named}--tokens-per-second")
+            return None, None, f"the speed is not known: {named}--tokens-per-second"
         if self.only is not None and referred is None:
-            return Bill(None, None, "the rows are not known: --rows")
+            return None, None, "the rows are not known: --rows"
         if steps is None:
-            return Bill(None, None, "the steps are not known: --rows, or a limit of steps")
-        seconds = steps * tokens.real / speed.tokens
-        formula = f"{steps:,} steps x {tokens.real:,.0f} tokens / {speed.tokens:,.0f} a second"
+            return None, None, "the steps are not known: --rows, or a limit of steps"
+        seconds = steps * tokens.real / speed
+        formula = f"{steps:,} steps x {tokens.real:,.0f} tokens / {speed:,.0f} a second"
         if referred:
             together = planned.global_batch
             # one pass of all ranks takes four times the rows of a packed step
             wide = replace(planned, per_device=4 * planned.per_device, accumulation=1)
             if (row := packed_row(wide, self.footprint.rows)) is not None:
                 together = max(1, round(row.pairs * planned.processes))
-            seconds += referred / max(1, together) * tokens.real / speed.tokens / 3
+            seconds += referred / max(1, together) * tokens.real / speed / 3
             formula += f", and {referred:,} rows forward through the reference: a third of a step"
         hours, price = seconds / 3600, self.terms.price
         cost = None if price is None else hours * price * planned.processes
         if math.isinf(hours + (cost or 0)):
-            return Bill(None, None, f"{formula}: more than can be counted")
-        return Bill(hours, cost, formula)
+            return None, None, f"{formula}: more than can be counted"
+        return hours, cost, formula
 
     def _memory_findings(self) -> Iterator[Finding]:
         planned, memory, best, gib = self.plan, self.memory, self.best, self.card.gib
@@ -275,7 +263,6 @@ class Estimate:
 
     def as_json(self, *, why: bool) -> dict[str, Any]:
         spare, speed, best, saved = self.spare, self.speed, self.best, self.saved
-        hours, cost, _ = self.bill
         unknown = dict.fromkeys(("activations", "logits")) if self.static else {}
         disk = {"model": saved.final, "checkpoint": saved.checkpoint, "most": saved.most}
         data = {
@@ -287,10 +274,10 @@ class Estimate:
             "memory_gib": None if self.memory is None else self.memory.as_json() | unknown,
             "fits": None if spare is None or (self.static and spare >= 0) else spare >= 0,
             "spare_gib": None if spare is None or self.static else round(spare, 2),
-            "tokens_per_second": None if speed is None else round(speed.tokens),
-            "speed_source": None if speed is None else speed.source,
-            "hours": None if hours is None else round(hours, 2),
-            "cost": None if cost is None else round(cost, 2),
+            "tokens_per_second": None if speed is None else round(speed),
+            "speed_source": self.speed_source,
+            "hours": None if self.hours is None else round(self.hours, 2),
+            "cost": None if self.cost is None else round(self.cost, 2),
             "disk_gib": {name: round(size / GIB, 2) for name, size in disk.items()},
             "fit": None,
         }
@@ -301,7 +288,7 @@ class Estimate:
         return {**data, "why": self.memory.why()} if why and self.memory is not None else data
 
     def row(self) -> tuple[str, ...]:
-        spare, hours, cost = self.spare, self.bill.hours, self.bill.cost
+        spare = self.spare
         fits = "-"
         if spare is not None and not (self.static and spare >= 0):
             fits = f"yes, {spare:.1f} left" if spare >= 0 else f"no, {-spare:.1f} over"
@@ -314,8 +301,8 @@ class Estimate:
             "-" if self.static else f"{self.tokens.real:,.0f}",
             "-" if self.memory is None else f"{'> ' * self.static}{self.memory.peak:.1f}",
             fits,
-            "-" if hours is None else f"{hours:.2f}",
-            "-" if cost is None else f"{cost:.2f}",
+            "-" if self.hours is None else f"{self.hours:.2f}",
+            "-" if self.cost is None else f"{self.cost:.2f}",
             f"{self.saved.most / GIB:.1f}",
         )
 
@@ -348,7 +335,7 @@ class Estimate:
                 yield f"    {one.gib:8.2f}  {one.kind:13} {one.name}: {one.formula}{where}"
         if not self.static:
             yield f"  tokens a step: {self.tokens.formula}"
-        yield f"  time: {self.bill.formula}"
+        yield f"  time: {self.bill}"
         yield f"  disk: {self.saved.formula}"
 
 
@@ -374,7 +361,7 @@ class Forecast:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         rows = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
         parts = [line for rung in self.rungs for line in rung.lines(why=why)]
-        speeds = [rung.speed.source for rung in self.rungs if rung.speed is not None]
+        speeds = [rung.speed_source for rung in self.rungs if rung.speed_source is not None]
         sources = [f"shape: {self.shape}", f"rows: {self.lengths}", f"attention: {self.attention}"]
         sources += [f"speed: {one}" for one in dict.fromkeys(speeds)]
         return [*rows, "", *parts, "", *sources]
@@ -486,10 +473,10 @@ def _remarks(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Find
             message += "and what is not full is left out"
             help = "fewer GPUs, a smaller batch, or more rows"
             yield Finding(**warning, key="batch.global", message=message, help=help)
-    unknown = [rung for rung in rungs if rung.bill.cost is None]
+    unknown = [rung for rung in rungs if rung.cost is None]
     if terms.price is not None and unknown:
         counts = ", ".join(str(rung.plan.gpus * rung.plan.nodes) for rung in unknown)
-        message = f"{counts} GPU(s): no cost: {unknown[0].bill.formula}"
+        message = f"{counts} GPU(s): no cost: {unknown[0].bill}"
         yield launch_finding("note", "unknown-cost", message, None)
 
 
@@ -553,7 +540,7 @@ def _card(terms: ForecastOptions) -> Card:
 _ALIKE = ("model_name_or_path", "packing", "use_liger_kernel", "use_lora", "use_peft")
 
 
-def _measured_speed(planned: Plan, card: str) -> Speed | None:
+def _measured_speed(planned: Plan, card: str) -> tuple[float, str] | None:
     """What the newest like run on such GPUs did, for as many GPUs as are planned."""
     stage = planned.stage
     for folder in reversed(rundir.known_runs()):
@@ -573,7 +560,7 @@ def _measured_speed(planned: Plan, card: str) -> Speed | None:
         ):
             count = manifest.gpus * (manifest.nodes or 1)
             source = f"{folder.path.name}: {rate:,.0f} tokens/s on {count} GPU(s)"
-            return Speed(rate / count * planned.processes, source)
+            return rate / count * planned.processes, source
     return None
 
 

@@ -397,9 +397,8 @@ def test_names_of_every_kind(world: World) -> None:
     runs = root / "runs" / odd
     words = (sys.executable, "-c", "import os, sys; open('told', 'w').write(sys.argv[1])", odd)
     done = world.trained(
-        "--format", "json", "--on-finish", shlex.join(words), "--",
-        config.name, f"run_name=x{odd}", steps=("print=2", "step=1", "exit=0"), cwd=root,
-        env={"LAUNCH_RUNS": str(runs)},
+        "--format", "json", "--on-finish", shlex.join(words), "--", config.name, f"run_name=x{odd}",
+        steps=("print=2", "step=1", "exit=0"), cwd=root, env={"LAUNCH_RUNS": str(runs)},
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     folder = RunFolder(Path(json.loads(done.stdout)["data"]["run"]))
@@ -462,20 +461,6 @@ def test_nobody_else_may_write_a_run_whatever_the_umask(world: World) -> None:
     folder = RunFolder(Path(json.loads(done.stdout)["data"]["run"]))
     for path in (world.runs, folder.path, folder.start):
         assert not path.stat().st_mode & 0o022, path
-
-
-@needs_trl
-def test_two_starts_into_one_folder_at_once(world: World) -> None:
-    config, python = str(world.config()), str(world.python())
-    env = {"FAKE_STEPS": json.dumps([f"wait={world.root}/go", "exit=0"])}
-    words = ("sft", config, "--gpus", "0", "--python", python, "--allow-unproven")
-    both = [world.started(*words, env=env) for _ in range(2)]
-    until(lambda: any(one.poll() is not None for one in both))
-    (world.root / "go").touch()
-    assert sorted(one.wait(PATIENCE_S) for one in both) == [0, 5]
-    over = [path for path in world.runs.iterdir() if (path / "exit.json").exists()]
-    assert len(over) == 1
-    assert world.quiet()
 
 
 def test_a_training_that_does_not_mind_a_full_disk_goes_on(world: World, mount: Mount) -> None:

@@ -63,9 +63,8 @@ def test_by_name_in_a_text() -> None:
 def test_by_name_in_data() -> None:
     data = {
         "hub_token": {"value": "abc", "origin": "a.yaml:3"},
-        "eos_token": {"value": "<|im_end|>", "origin": "a.yaml:4"},
-        "pad_token": "<pad>", "token": "abc", "password": ["a", "b"], "api_key": None,
-        "use_auth_token": True, "nested": [{"WANDB_API_KEY": "abc"}],
+        "eos_token": {"value": "<|im_end|>", "origin": "a.yaml:4"}, "pad_token": "<pad>", "token": "abc",
+        "password": ["a", "b"], "api_key": None, "use_auth_token": True, "nested": [{"WANDB_API_KEY": "abc"}],
     }  # fmt: skip
     assert redact(data, {}) == {
         "hub_token": {"value": REDACTED, "origin": "a.yaml:3"},
@@ -184,15 +183,12 @@ def test_what_a_console_may_show() -> None:
 
 
 READABLE = [
-    "Qwen/Qwen2.5-7B", "hf_model", "45901fd00593422a366dc303012b55b4fe5f4241", "a=b=c",
-    "eos_token='<|im_end|>'", "unexpected token: foo", "hub_token=None", "hub_token: null",
-    "use_auth_token=True",
-    "output/hf_run/step_100",
-    "forward_pass=3", "first_pass: 2 s", "tests pass: 5", "cache_key: a", "CACHE_KEY=ab",
-    "max_tokens=5", "total_tokens=12345678", "'num_input_tokens_seen': 1234", "eos_token: </s>",
-    "PWD=/root", "OLDPWD=/x", "wandb: View run at https://wandb.ai/a/b/runs/abc123",
-    "https://host:8080/a@b", "the password is wrong", "sft_messages_key=messages",
-    "https://huggingface.co/Qwen/Qwen2.5-7B/resolve/main/model.safetensors?download=true",
+    "Qwen/Qwen2.5-7B", "hf_model", "45901fd00593422a366dc303012b55b4fe5f4241", "a=b=c", "eos_token='<|im_end|>'",
+    "unexpected token: foo", "hub_token=None", "hub_token: null", "use_auth_token=True", "output/hf_run/step_100",
+    "forward_pass=3", "first_pass: 2 s", "tests pass: 5", "cache_key: a", "CACHE_KEY=ab", "max_tokens=5",
+    "total_tokens=12345678", "'num_input_tokens_seen': 1234", "eos_token: </s>", "PWD=/root", "OLDPWD=/x",
+    "wandb: View run at https://wandb.ai/a/b/runs/abc123", "https://host:8080/a@b", "the password is wrong",
+    "sft_messages_key=messages", "https://huggingface.co/Qwen/Qwen2.5-7B/resolve/main/model.safetensors?download=true",
     "-----BEGIN CERTIFICATE-----", "https://github.com/a/b/actions/workflows/ci2.yml",
 ]  # fmt: skip
 

@@ -167,9 +167,8 @@ def test_what_cannot_be_called_at_the_end_is_said_without_them(
 @pytest.mark.parametrize(
     "words",
     [
-        (f"hub_tokn={HF}",), (f"learning_rate={HF}",), (HF,), (f"deepspeed={SK}",),
-        (f"expect.{AKIA}=x",), (f"model_name_or_path=${{{XOX}}}",), 
-        ("--on-finish", f"'{SK}"), ("--python", f"/no/{GHP}"),
+        (f"hub_tokn={HF}",), (f"learning_rate={HF}",), (HF,), (f"deepspeed={SK}",), (f"expect.{AKIA}=x",),
+        (f"model_name_or_path=${{{XOX}}}",), ("--on-finish", f"'{SK}"), ("--python", f"/no/{GHP}"),
         (f"dataset_name={URL}", "max_steps=x"),
     ],
 )  # fmt: skip

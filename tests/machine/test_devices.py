@@ -95,8 +95,7 @@ def test_fewer_than_asked_for(smi: Smi, listed: str | None, count: int, words: s
     ("listed", "names"),
     [
         (None, "0,1,2,3"), ("", ""), (" 1, 0", "1,0"), ("0,1,7,2", "0,1"), ("-1", ""), ("0,0", ""),
-        (f"{uuid(3)},{uuid(0)[:12]}", f"{uuid(3)},{uuid(0)[:12]}"), ("GPU-", ""), ("none", ""),
-        ("MIG-00000000", ""),
+        (f"{uuid(3)},{uuid(0)[:12]}", f"{uuid(3)},{uuid(0)[:12]}"), ("GPU-", ""), ("none", ""), ("MIG-00000000", ""),
     ],
 )  # fmt: skip
 def test_what_cuda_would_see(smi: Smi, listed: str | None, names: str) -> None:

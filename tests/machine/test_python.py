@@ -109,10 +109,9 @@ def test_the_order_of_interpreters(tmp_path: Path) -> None:
     environ = {"LAUNCH_PYTHON": str(variable)}
     own = (Path(sys.executable), "launch's own")
     for asked, place, given, python_and_source in (
-        (named, checkout, environ, (named, "--python")),
-        (None, checkout, environ, (variable, "LAUNCH_PYTHON")),
-        (None, checkout, {"LAUNCH_PYTHON": ""}, (inside, "the checkout's .venv")),
-        (None, None, {}, own), (None, tmp_path, {}, own),
+        (named, checkout, environ, (named, "--python")), (None, checkout, environ, (variable, "LAUNCH_PYTHON")),
+        (None, checkout, {"LAUNCH_PYTHON": ""}, (inside, "the checkout's .venv")), (None, None, {}, own),
+        (None, tmp_path, {}, own),
     ):  # fmt: skip
         found = machine.find_trainer(asked, place, given)
         assert (found.python, found.source) == python_and_source

@@ -10,9 +10,8 @@ from launcher.runs import rendezvous
 from launcher.runs.rendezvous import Rendezvous
 
 SLURM = {
-    "SLURM_JOB_ID": "12345", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gpu[007-008]",
-    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7",
+    "SLURM_JOB_ID": "12345", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "gpu[007-008]", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7",
 }  # fmt: skip
 
 

@@ -13,7 +13,6 @@ import pytest
 from fake_world import FAKE, bearing, until
 
 from launcher import files
-from launcher.errors import NotReady
 from launcher.machine import process
 from launcher.runs import rundir, runner
 from launcher.runs.attempt import Command
@@ -140,15 +139,3 @@ def test_a_command_name_with_brackets_is_read_right(tmp_path: Path) -> None:
     finally:
         child.kill()
         child.wait()
-
-
-def test_another_folder_with_the_same_output_is_refused(folder: RunFolder, tmp_path: Path) -> None:
-    output, other = tmp_path / "model", RunFolder(tmp_path / "other")
-    with runner.lock_run(folder, 1, output):
-        with pytest.raises(NotReady, match="a run"), runner.lock_run(other, 1, output):
-            pass
-        assert not other.path.exists()
-        with runner.lock_run(other, 1, tmp_path / "elsewhere"):
-            pass
-    with runner.lock_run(other, 1, output):
-        pass

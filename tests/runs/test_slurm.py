@@ -139,25 +139,6 @@ def test_a_cancelled_job_may_write_down_how_it_ended(
     slurm.cancel(job, environ)
 
 
-def test_a_job_that_is_queued_again_is_prepared_again_and_its_log_goes_on(
-    tmp_path: Path, environ: dict[str, str], stand_in: list[str], cluster: Cluster
-) -> None:
-    folder = tmp_path / "run"
-    job = submitted(folder, stand_in, environ)
-    until(nodes_up(folder), lambda: told(folder))
-    cluster.call("scontrol", "requeue", job)
-    until_state(job, environ, "PENDING")
-    (folder / "go").touch()
-    again(cluster, job)
-    until_state(job, environ, "COMPLETED")
-    begun = [(one["restart"], "--prepare" in one["argv"]) for one in told(folder) if "stopped" not in one]
-    assert begun == [(nth, prepare) for nth in (None, "1") for prepare in (True, False, False)]
-    log = (folder / "slurm.log").read_text()
-    assert log.count("said on 1") == 2
-    assert "DUE TO JOB REQUEUE" in log
-    assert not slurm.cut_short(RunFolder(folder))
-
-
 def test_a_job_whose_time_is_up_goes_back_into_the_queue(
     tmp_path: Path, environ: dict[str, str], stand_in: list[str], cluster: Cluster
 ) -> None:
@@ -249,10 +230,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, demo_assets: Path) -> Path:
 def launch(place: Path, cluster: Cluster) -> Callable[..., dict[str, Any]]:
     """Run the command line in `place`, with this cluster; what it answers."""
     environment = {
-        **os.environ, **cluster.environment,
-        "LAUNCH_RUNS": str(place / "runs"), "XDG_STATE_HOME": str(place / "state"),
-        "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(place / "hf"), "OMP_NUM_THREADS": "1",
-        "HF_TOKEN": SECRET,
+        **os.environ, **cluster.environment, "LAUNCH_RUNS": str(place / "runs"),
+        "XDG_STATE_HOME": str(place / "state"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(place / "hf"),
+        "OMP_NUM_THREADS": "1", "HF_TOKEN": SECRET,
     }  # fmt: skip
 
     def answered(*words: str) -> dict[str, Any]:
@@ -270,8 +250,7 @@ def launch(place: Path, cluster: Cluster) -> Callable[..., dict[str, Any]]:
 def queued(launch: Callable[..., dict[str, Any]], name: str, *words: str) -> Path:
     answer = launch(
         "sft", str(CONFIGS / "sft.yaml"), "batch.global=8", "batch.per_device=4", "logging_steps=1",
-        "expect.trend=any", f"output_dir=build/demo/{name}", *words,
-        "--gpus", "0", "--nodes", "2", "--slurm",
+        "expect.trend=any", f"output_dir=build/demo/{name}", *words, "--gpus", "0", "--nodes", "2", "--slurm",
     )  # fmt: skip
     assert answer["ok"], answer
     return Path(answer["data"]["run"])

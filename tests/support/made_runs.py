@@ -25,12 +25,11 @@ def manifest(name: str = "tulu", stage: str = "dpo", **changes: Any) -> dict[str
         "message": "`x` does nothing here", "help": "leave it out", "file": "configs/a.yaml", "line": 9,
     }  # fmt: skip
     whole = {
-        "schema_version": 1, "created": "2026-01-02T03:04:05+00:00", "attempt": 1, "stage": stage,
-        "backend": "trl", "name": name, "config": "configs/a.yaml", "output": "out/a",
-        "expect": {"loss": "finite", "memory": "ok", "finish": "completed", "liger": "off"},
-        "plan": plan, "args": args, "argv": ["python", "-m", "accelerate", "--run_name", "it's"],
-        "env": ["CUDA_VISIBLE_DEVICES"], "cwd": "/data",
-        "upstream": {"backend": "trl", "root": "/site", "version": "trl 1.16.0", "pinned": True},
+        "schema_version": 1, "created": "2026-01-02T03:04:05+00:00", "attempt": 1, "stage": stage, "backend": "trl",
+        "name": name, "config": "configs/a.yaml", "output": "out/a",
+        "expect": {"loss": "finite", "memory": "ok", "finish": "completed", "liger": "off"}, "plan": plan,
+        "args": args, "argv": ["python", "-m", "accelerate", "--run_name", "it's"], "env": ["CUDA_VISIBLE_DEVICES"],
+        "cwd": "/data", "upstream": {"backend": "trl", "root": "/site", "version": "trl 1.16.0", "pinned": True},
         "launch_commit": "c0ffee",
         "trainer": {"python": "/bin/python", "version": "3.11.7", "packages": {"torch": "2.13.0"}},
         "machine": {"host": "node7", "system": "Linux", "cpus": 8, "gpus": ["H200, 143771 MiB"]},
@@ -95,11 +94,10 @@ def console(first: int, steps: int, bad: Collection[int] = ()) -> str:
             continue
         done = step / steps
         pairs = {
-            "loss": "nan" if step in bad else f"{loss(step, steps):.4g}",
-            "grad_norm": "1.5", "learning_rate": f"{5e-7 * (1 - done):.4g}",
-            "rewards/chosen": f"{-done:.4g}", "rewards/rejected": f"{-3 * done:.4g}",
-            "rewards/accuracies": f"{0.5 + done / 3:.4g}", "rewards/margins": f"{2 * done:.4g}",
-            "logps/chosen": "-280.5", "epoch": f"{done:.4g}",
+            "loss": "nan" if step in bad else f"{loss(step, steps):.4g}", "grad_norm": "1.5",
+            "learning_rate": f"{5e-7 * (1 - done):.4g}", "rewards/chosen": f"{-done:.4g}",
+            "rewards/rejected": f"{-3 * done:.4g}", "rewards/accuracies": f"{0.5 + done / 3:.4g}",
+            "rewards/margins": f"{2 * done:.4g}", "logps/chosen": "-280.5", "epoch": f"{done:.4g}",
         }  # fmt: skip
         lines.append(f"{pairs}\n{step * 100 // steps}%|###| {step}/{steps} [00:10<00:05, 2.0it/s]")
     return "\n".join([*lines, "💾 Model saved to out/a.", ""])

@@ -57,7 +57,6 @@ class Reason:
         return {**asdict(self), "differences": [one._asdict() for one in self.differences]}
 
     def lines(self) -> list[str]:
-        """For people: the verdict, then one difference a line."""
         return [f"{self.kind} cache: {self.text}", *(f"  {one.text}" for one in self.differences)]
 
 
@@ -117,7 +116,6 @@ def _reason(use: Use, uses: Sequence[Use], event: Mapping[str, Any]) -> Reason:
 
 
 def _before(use: Use, uses: Sequence[Use]) -> Iterator[Use]:
-    """Earlier uses of the same kind of cache by the same kind of stage."""
     cache = _cache(use)
     for one in uses:
         same = all(cache.get(n) == _cache(one).get(n) for n in ("kind", "stage", "backend"))
@@ -143,8 +141,6 @@ def _sentence(state: str, use: Use, nearest: Use | None, differences: Sequence[K
 
 
 class KeyFact(NamedTuple):
-    """One thing that a cache depends on: what to call it, what to compare, and what to show."""
-
     name: str
     content: Any
     shown: Any

@@ -28,7 +28,6 @@ _REVISION = "main"
 
 
 def hit(folder: Path, plan: Plan) -> Path | None:
-    """The complete set in a folder that a run of this plan would find by its key; None: it would miss."""
     expected = key(plan)
     found = folders.opened(folder)
     names = found.entries() if found is not None else ()

@@ -47,8 +47,6 @@ _DATASET_FILES = ("state.json", "dataset_info.json")
 
 @dataclass(frozen=True, slots=True)
 class CacheFolder:
-    """One folder of ours, by its record."""
-
     path: Path
     record: Mapping[str, Any]
 
@@ -70,7 +68,6 @@ class CacheFolder:
         return sorted(p.name for p in _entries(self.path) if _complete(p, self.kind))
 
     def live(self) -> bool:
-        """Whether a run that used it still runs on this machine."""
         return any(runner.alive(Path(run)) for run in {str(one.get("run")) for one in self.uses()})
 
     def size(self) -> int:
@@ -97,7 +94,6 @@ class CacheFolder:
 
 
 def shown(row: Mapping[str, Any]) -> dict[str, str]:
-    """A row for people: sizes and ages in units, lists in words."""
     runs = row["runs"]
     more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
     return {
@@ -111,7 +107,6 @@ def shown(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def aged(seconds: float) -> str:
-    """3d, 5h, 12m, or 8s."""
     for unit in ("d", "h", "m"):
         if seconds >= _SECONDS[unit]:
             return f"{int(seconds / _SECONDS[unit])}{unit}"
@@ -235,7 +230,6 @@ def _stat_time(path: Path, name: str) -> float:
 
 
 def _half_dataset(path: Path) -> bool:
-    """Whether a folder is an entry of open-instruct's that was not saved to its end."""
     # an entry is called by ten hexadecimal digits (dataset_transformation.py:1786)
     named = re.fullmatch(r"[0-9a-f]{10}", path.name) is not None
     return named and path.is_dir() and not path.is_symlink() and not _complete(path, "dataset")
@@ -251,7 +245,6 @@ def _complete(path: Path, kind: str) -> bool:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a folder is a data set that was saved to its end."""
     return all((path / name).is_file() for name in _DATASET_FILES)
 
 

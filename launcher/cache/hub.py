@@ -73,7 +73,6 @@ class Part:
 
     @property
     def local(self) -> bool:
-        """Whether it is a path here, and nothing that the hub has."""
         return exists(Path(self.name)) or model_config.is_path(self.name)
 
     @property
@@ -81,7 +80,6 @@ class Part:
         return {"whole": "model", "card": "data"}.get(self.role, self.role)
 
     def as_json(self) -> dict[str, Any]:
-        """For the envelope: `bytes`, `seconds`."""
         return {
             "kind": self.kind,
             "name": self.name,
@@ -94,7 +92,6 @@ class Part:
 
 
 def required_parts(plan: Plan) -> tuple[Part, ...]:
-    """What a plan reads: its model, the model that its config is of, its tokenizer, its data."""
     return tuple({(one.role, one.name, one.revision): one for one in _required_parts(plan)}.values())
 
 
@@ -166,25 +163,22 @@ def _call(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str,
 
 
 def _looked(part: Part) -> Part:
-    """With the size of a folder, and what it lacks."""
     place = part.place or Path(part.name)
     if part.role in ("card", "data"):
         error, state = part.error, "there" if exists(place) else "missing"
     else:
-        error = part.error or lacking(place, part.role)
+        error = part.error or (None if place.is_dir() else f"there is no folder {place}")
+        if error is None and (fault := _fault(place, part.role)) is not None:
+            error = f"{place}: {fault}"
         state = "missing" if error else part.state or "there"
     return replace(part, place=place, state=state, size=sizes.below(place, links=True), error=error)
 
 
-def lacking(folder: Path, role: Role) -> str | None:
-    """What a model's or a tokenizer's folder lacks to be loaded; None where nothing is missed."""
-    if not folder.is_dir():
-        return f"there is no folder {folder}"
+def _fault(folder: Path, role: Role) -> str | None:
+    """What a model's or a tokenizer's folder lacks to be loaded."""
     if role == "tokenizer":
-        fault = model_files.tokenizer_fault(folder)
-    else:
-        fault = model_files.config_fault(folder) or model_files.weights_fault(folder)
-    return None if fault is None else f"{folder}: {fault}"
+        return model_files.tokenizer_fault(folder)
+    return model_files.config_fault(folder) or model_files.weights_fault(folder)
 
 
 def _snapshot(part: Part) -> tuple[str | None, set[Path]]:
@@ -197,7 +191,6 @@ def _snapshot(part: Part) -> tuple[str | None, set[Path]]:
 
 
 def findings(parts: Sequence[Part], plan: Plan, *, offline: bool) -> Iterator[Finding]:
-    """What is missing, each with how to get it."""
     for one in parts:
         if one.state != "missing" or one.role == "card":
             continue

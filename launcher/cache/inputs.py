@@ -74,7 +74,6 @@ def digests(listed: object, role: str) -> list[Any]:
 
 
 def names(listed: Contents, role: str) -> str:
-    """What the things of one role are called."""
     return ", ".join(str(record.get("name")) for record in listed if record.get("role") == role)
 
 

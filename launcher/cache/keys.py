@@ -119,7 +119,6 @@ class Cache:
 
     @property
     def why(self) -> str:
-        """Why launch sets the folder, for the list of derived arguments."""
         named = [one.name for one in self.inputs if one.role in {"data", "model"}]
         what = ", ".join(dict.fromkeys(named)) or "the tokenizer and upstream's own transforms"
         return f"one folder for each content of {what}"
@@ -149,21 +148,17 @@ def derive(plan: Plan, packages: Mapping[str, str], *, running: bool = True) -> 
 
 
 def applied(plan: Plan, caches: Sequence[Cache]) -> Plan:
-    """The plan with upstream's options for these folders among its derived arguments."""
     return plans.with_derived(
         plan, {name: Derived(value=value, why=one.why) for one in caches for name, value in one.arguments.items()}
     )
 
 
 def environment(caches: Sequence[Cache]) -> dict[str, str]:
-    """What these folders add to the environment of training."""
     return {name: value for one in caches for name, value in one.env.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """The plan, and what its arguments name, by content."""
-
     plan: Plan
     packages: Mapping[str, str]
     memory: FingerprintCache
@@ -231,7 +226,6 @@ class _Sources:
 
 
 def _writable(path: Path) -> bool:
-    """Whether a folder can be made, or written into where it is there."""
     while not exists(path):
         if path == path.parent:
             return False

@@ -62,7 +62,6 @@ class Context:
 
     @property
     def distributed(self) -> bool:
-        """Whether DeepSpeed would run at all."""
         return self.file is not None or self.values.get("zero_stage") is not None
 
     def lacks(self, *names: str) -> bool:
@@ -74,7 +73,6 @@ StageRule = Callable[[Context], Iterator[Finding]]
 
 
 def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A part of a JSON mapping; empty where there is none."""
     part = config.get(name)
     return part if isinstance(part, Mapping) else {}
 

@@ -159,7 +159,7 @@ def batch_of_the_file(context: Context) -> Iterator[Finding]:
 def half_precision(context: Context) -> Iterator[Finding]:
     """finetune.py:597, dpo_tune_cache.py:337: the model is loaded in bfloat16 whatever is asked for."""
     if context.mixed_precision == "fp16":
-        message = "upstream loads bfloat16: `mixed_precision: fp16` halves it again, or fails in the gradient scaler"
+        message = "upstream loads bfloat16: `mixed_precision: fp16` casts it to fp16, or fails in the gradient scaler"
         yield say_of_option("warning", "fp16-over-bf16", "mixed_precision", message, "write `mixed_precision: bf16`")
 
 

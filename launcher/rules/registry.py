@@ -33,24 +33,15 @@ def _stage(backend: str, key: str) -> str:
 
 
 def _rules(module: str, key: str, table: str = "RULES") -> tuple[Any, ...]:
-    """The rules of a module for an entry script."""
     rules = getattr(import_module(f"launcher.rules.{module}"), table)
     return tuple(rules[key] if isinstance(rules, Mapping) else rules)
-
-
-def of_backend(backend: str) -> Mapping[str, tuple[Rule, ...]]:
-    """The rules about arguments alone, by stage."""
-    if backend not in _FURTHER:
-        return {}
-    rules: Mapping[str, tuple[Rule, ...]] = import_module(f"launcher.rules.{backend}.arguments").RULES
-    return rules
 
 
 def of_script(backend: str, key: str) -> tuple[Rule, ...]:
     """The rules about arguments alone of one entry script, by its key."""
     if key in _OWN:
         return _rules(_OWN[key], key)
-    return of_backend(backend).get(_stage(backend, key), ())
+    return _rules(f"{backend}.arguments", _stage(backend, key)) if backend in _FURTHER else ()
 
 
 @cache
@@ -59,11 +50,11 @@ def of_stage(backend: str, key: str) -> tuple[StageRule, ...]:
     if key in _OWN:
         return _rules(_OWN[key], key, "STAGE_RULES")
     key = _stage(backend, key)
-    from launcher.rules import deepspeed, loading, model, output
+    from launcher.rules import deepspeed, model, output
 
     shared = (rule for module in (deepspeed, model, output) for rule in module.RULES.get(backend, {}).get(key, ()))
     further = (rule for module in _FURTHER.get(backend, ()) for rule in _rules(module, key))
-    return (*shared, *loading.RULES, *further)
+    return (*shared, *further)
 
 
 def of_split(context: Context, rows: int | None, *, devices: int, is_global: bool) -> Iterator[Finding]:
@@ -74,7 +65,6 @@ def of_split(context: Context, rows: int | None, *, devices: int, is_global: boo
 
 
 def apply(values: Values) -> Iterator[Finding]:
-    """Every finding of every rule about arguments alone."""
     for rule in of_script(values.schema.backend, values.schema.key):
         # at another commit than the pin: a rule about a field that is not there has nothing to say
         with suppress(NoSuchField):

@@ -33,7 +33,6 @@ def plain(value: float) -> str:
 def outside(
     values: Values, table: Mapping[str, tuple[Range, ...]], show: Callable[[float], str] = plain
 ) -> Iterator[Finding]:
-    """A finding for each given number that is not in one of its ranges."""
     for key, ranges in table.items():
         value = number(values.get(key))
         if value is None or not values.given(key):
@@ -53,7 +52,6 @@ def say(
 def say_of_option(
     severity: Severity, code: str, key: str, message: str, help: str | None = None, *, layer: Layer = "run"
 ) -> Finding:
-    """A finding about one of launch's own options."""
     return Finding(severity=severity, layer=layer, code=code, key=key, message=message, help=help)
 
 
@@ -101,6 +99,11 @@ def unread(cited: str, key: str, read: Callable[[Values], object], where: str, h
 
     message = f"`{key}` does nothing here: it is read only {where}"
     return warn(cited, "conditional-key", key, idle, message, help)
+
+
+def no_model(cited: str, when: Callable[[Values], object] = lambda v: not v["model_name_or_path"]) -> Rule:
+    help = "add `model_name_or_path: <hub name or folder>`"
+    return check(cited, "no-model", "model_name_or_path", when, "no model named", help)
 
 
 def as_it_stands(

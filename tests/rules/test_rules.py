@@ -250,8 +250,8 @@ def test_every_rule_is_tried_above() -> None:
     tried = {
         rule.__doc__
         for script, changes, _ in SPEAKS
-        for rule in registry.of_backend("open_instruct")[script]
+        for rule in registry.of_script("open_instruct", script)
         if any(True for _ in rule(values_of(script, changes)))
     }
-    listed = {one for all_of in registry.of_backend("open_instruct").values() for one in all_of}
+    listed = {one for script in ("sft", "dpo") for one in registry.of_script("open_instruct", script)}
     assert [one.__name__ for one in listed if one.__doc__ not in tried] == []

@@ -29,11 +29,11 @@ def loadable(folder: Path) -> None:
     # stand-ins of trainers have launcher's packages only where they need them
     from launcher.artifacts import architecture
     from launcher.errors import InvalidConfig
-    from launcher.rules import loading
+    from launcher.rules.model import by_name
 
     config = json.loads((folder / "config.json").read_text())
     try:
-        sizes = dict(loading.by_name(architecture.shape_of(config)))
+        sizes = dict(by_name(architecture.shape_of(config)))
     except InvalidConfig:
         sizes = {"w": (64,)}
     header: dict[str, Any] = {}

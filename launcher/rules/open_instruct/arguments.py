@@ -14,7 +14,7 @@ from pathlib import Path
 from launcher.artifacts import model_config, rows
 from launcher.errors import Finding, brief
 from launcher.paths import exists
-from launcher.rules.rule import Range, Rule, check, outside, say, warn
+from launcher.rules.rule import Range, Rule, no_model, outside, say, warn
 from launcher.upstream.schema import Values, json_fault
 from launcher.upstream.trainers import entry_of
 
@@ -78,7 +78,6 @@ def zero_stage(values: Values) -> Iterator[Finding]:
 
 
 def listed(values: Values) -> str:
-    """How this stage calls its mixer list."""
     return "mixer_list" if "mixer_list" in values.schema.fields else "dataset_mixer_list"
 
 
@@ -238,16 +237,6 @@ push_by_default = warn(
     "the model will be uploaded to the hub: `push_to_hub` defaults to true",
     "write `push_to_hub: false` and `try_launch_beaker_eval_jobs: false`, or true to keep it",
 )
-# with `config_name` upstream starts from random weights
-no_model = check(
-    "finetune.py:548, dpo_tune_cache.py:287",
-    "no-model",
-    "model_name_or_path",
-    lambda v: not v["model_name_or_path"] and not (v["config_name"] and v["tokenizer_name_or_path"]),
-    "no model named",
-    "add `model_name_or_path: <hub name or folder>`",
-)
-
 _RANGES: Mapping[str, tuple[Range, ...]] = {
     # finetune.py:688, dpo_tune_cache.py:435
     "learning_rate": (
@@ -375,7 +364,11 @@ _NAMES: tuple[Rule, ...] = (entity_twice, push_by_default, no_epochs, unknown_te
 OF_ALL_SCRIPTS: tuple[Rule, ...] = (*_REFUSED, no_data, mixer_amounts, missing_data_files, *_NAMES)
 _SHARED: tuple[Rule, ...] = (
     *OF_ALL_SCRIPTS,
-    no_model,
+    # with `config_name` upstream starts from random weights
+    no_model(
+        "finetune.py:548, dpo_tune_cache.py:287",
+        lambda v: not v["model_name_or_path"] and not (v["config_name"] and v["tokenizer_name_or_path"]),
+    ),
     foreign_cache_key,
     no_checkpoints,
     out_of_range,

@@ -16,11 +16,11 @@ from typing import Any
 
 from launcher.artifacts import architecture, model_config
 from launcher.errors import Finding, brief
-from launcher.rules import loading, services
+from launcher.rules import services
 from launcher.rules.context import Context, StageRule, caches_only
-from launcher.rules.model import beyond_positions
+from launcher.rules.model import beyond_positions, missing_model
 from launcher.rules.open_instruct.arguments import OF_ALL_SCRIPTS, out_of_range, zero_stage
-from launcher.rules.rule import Rule, check, say, say_of_option, warn
+from launcher.rules.rule import Rule, check, no_model, say, say_of_option, warn
 from launcher.upstream.open_instruct import output_folder
 from launcher.upstream.schema import Values
 
@@ -163,14 +163,7 @@ RULES: tuple[Rule, ...] = (
         "`use_qlora` is not read by dpo.py, which would train all weights",
         _OTHER,
     ),
-    check(
-        "dpo.py:157",
-        "no-model",
-        "model_name_or_path",
-        lambda v: not v["model_name_or_path"],
-        "no model named",
-        "add `model_name_or_path: <hub name or folder>`",
-    ),
+    no_model("dpo.py:157"),
     # its default is none (dpo_utils.py:255)
     check(
         "olmo_core_train_modules.py:126",
@@ -248,7 +241,7 @@ def offline_model(context: Context) -> Iterator[Finding]:
     far = isinstance(name, str) and name and not model_config.here(name)
     if variable is None or not far or model_config.is_path(name) or caches_only(context):
         # dpo.py:213: a `config_name` is one of OLMo-core's own, no folder and nothing of the hub's
-        found = loading.missing_model(context)
+        found = missing_model(context)
         yield from (finding for finding in found if finding.key != "args.config_name")
         return
     folder = model_config.snapshot(name, environ) or "<what `hf download` prints>"
@@ -316,7 +309,6 @@ STAGE_RULES: tuple[StageRule, ...] = (
     beyond_positions,
     offline_model,
     services.hub_token,
-    services.remote_code,
 )
 
 

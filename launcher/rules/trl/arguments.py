@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from operator import itemgetter
 
 from launcher.errors import Finding, brief
-from launcher.rules.rule import Range, Rule, check, number, outside, plain, say, unread, warn
+from launcher.rules.rule import Range, Rule, check, no_model, number, outside, plain, say, unread, warn
 from launcher.rules.trl import parser
 from launcher.rules.trl.resolved import inline, prepared
 from launcher.upstream.schema import Values
@@ -142,13 +142,11 @@ _READ_BY: Mapping[str, frozenset[str] | None] = {
 
 
 def _losses(values: Values) -> tuple[str, ...]:
-    """The losses that are added up: one word, or a list of them."""
     given = values["loss_type"]
     return tuple(map(str, given)) if isinstance(given, list) else (str(given),)
 
 
 def _compares(values: Values) -> bool:
-    """Whether any loss compares chosen with rejected answers."""
     return any(loss != "sft" for loss in _losses(values))
 
 
@@ -175,6 +173,11 @@ def zero_beta(values: Values) -> Iterator[Finding]:
     yield say("error" if divided else "warning", "zero-beta", "beta", message)
 
 
+def _under(cited: str, switch: str, key: str) -> Rule:
+    help = f"add `{switch}: true`, or delete the line"
+    return unread(cited, key, itemgetter(switch), f"where `{switch}` is set", help)
+
+
 _EVALUATION = (
     "do_eval",
     "per_device_eval_batch_size",
@@ -190,14 +193,7 @@ _SHARED: tuple[Rule, ...] = (
     no_length,
     model_set_twice,
     lora_targets,
-    check(
-        "trl/scripts/sft.py:104 hands the trainer None.",
-        "no-model",
-        "model_name_or_path",
-        lambda v: not v["model_name_or_path"],
-        "no model named",
-        "add `model_name_or_path: <hub name or folder>`",
-    ),
+    no_model("trl/scripts/sft.py:104 hands the trainer None."),
     check(
         "trl/scripts/sft.py:100, dpo.py:98: one of both must be there.",
         "no-data",
@@ -286,13 +282,7 @@ _SHARED: tuple[Rule, ...] = (
         lambda v: not str(v["lr_scheduler_type"]).startswith("constant"),
         "with another `lr_scheduler_type` than a constant one",
     ),
-    unread(
-        "transformers/trainer.py:1466",
-        "gradient_checkpointing_kwargs",
-        lambda v: v["gradient_checkpointing"],
-        "where `gradient_checkpointing` is set",
-        "add `gradient_checkpointing: true`, or delete the line",
-    ),
+    _under("transformers/trainer.py:1466", "gradient_checkpointing", "gradient_checkpointing_kwargs"),
     # without a strategy the scripts hand over no set to evaluate
     *(
         unread(
@@ -351,16 +341,9 @@ _DPO: tuple[Rule, ...] = (
         "by other trainers than DPO's",
         "delete the line: some losses read `label_smoothing`",
     ),
-    unread(
-        "trl/trainer/dpo_trainer.py:1013",
-        "precompute_ref_batch_size",
-        lambda v: v["precompute_ref_log_probs"],
-        "where `precompute_ref_log_probs` is set",
-    ),
-    *(
-        unread("trl/trainer/dpo_trainer.py:992", key, lambda v: v["sync_ref_model"], "where `sync_ref_model` is set")
-        for key in ("ref_model_sync_steps", "ref_model_mixup_alpha")
-    ),
+    _under("trl/trainer/dpo_trainer.py:1013", "precompute_ref_log_probs", "precompute_ref_batch_size"),
+    _under("trl/trainer/dpo_trainer.py:992", "sync_ref_model", "ref_model_sync_steps"),
+    _under("trl/trainer/dpo_trainer.py:992", "sync_ref_model", "ref_model_mixup_alpha"),
 )
 
 RULES: Mapping[str, tuple[Rule, ...]] = {"sft": (*_SHARED, *_SFT), "dpo": (*_SHARED, *_DPO)}

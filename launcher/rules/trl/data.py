@@ -122,7 +122,6 @@ def _missing_from_examples(row: Mapping[str, Any], names: frozenset[str], values
 
 
 def _missing_from_pairs(_row: Mapping[str, Any], names: frozenset[str], _values: Values) -> tuple[str, str] | None:
-    """What DPO misses in these rows, and what to do."""
     missing = next((name for name in ("chosen", "rejected") if name not in names), None)
     reads = f"DPO reads `chosen` and `rejected`, with or without `prompt`: there is no `{missing}`"
     return (reads, "rename the columns, or train on them with `stage: sft`") if missing else None

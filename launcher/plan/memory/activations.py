@@ -89,7 +89,8 @@ def needs_mask(setup: Setup) -> bool:
     # it parts packed rows where keys and values are not kept (masking_utils.py:860); DPO keeps them as for
     # generating: dpo_utils.py:865 does not say `use_cache`
     kept = setup.loss == "logprobs" and not setup.checkpointing and setup.sharding is None
-    return setup.attention == "sdpa" and (setup.padded or (setup.packed and not kept) or reached)
+    padded = setup.batch.real < setup.batch.tokens
+    return setup.attention == "sdpa" and (padded or (setup.packed and not kept) or reached)
 
 
 def _norms(setup: Setup) -> tuple[float, str]:
@@ -122,7 +123,7 @@ def _attention(setup: Setup) -> tuple[float, str]:
     shape, batch = setup.shape, setup.batch
     q, k, heads, tokens = shape.query, shape.key, shape.heads, batch.tokens
     plain = 4 * (q + k + heads)
-    if setup.attention == "flash" and setup.padded:
+    if setup.attention == "flash" and batch.real < tokens:
         # transformers takes the padding out of q, k and v and puts it back into the output
         total = plain * batch.real + HALF * q * tokens
         return total, "R(4Q + 4K + 4h) + 2QT (padding taken out and put back)"

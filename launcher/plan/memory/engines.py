@@ -60,7 +60,7 @@ def _plain(setup: Setup, ledger: at.Ledger) -> None:
     if setup.processes > 1:
         why = "DistributedDataParallel's buckets: one copy of the gradients"
         add(steps, "communication", "gradient buckets", own * trained, why)
-    ahead = [*_ahead(setup), at.OUTPUT_SENT, at.LAYER] if setup.accumulates else []
+    ahead = [*_ahead(setup), at.OUTPUT_SENT, at.LAYER] if setup.accumulation > 1 else []
     add([at.EMBEDDING, at.STEP, *ahead], "gradients", "gradients", own * trained, f"{own} x trained")
     if not setup.fused_optimizer:
         _roots(ledger, states / 2 * trained, f"{states / 2:g} x trained")
@@ -123,7 +123,7 @@ def _fsdp(setup: Setup, sharding: Sharding, ledger: at.Ledger) -> None:
     name, why = "rope: sines and cosines of each layer (fp32)", f"{shape.layers} x 8 x {width:,} x {shape.head_dim}"
     add(at.PHASES, "other", name, shape.layers * 2 * FULL * width * shape.head_dim, why)
     add(_steps(setup), "optimizer", "Adam's two states (fp32)", 2 * FULL * own, "8P/N")
-    live = [at.EMBEDDING, at.STEP, *([*_ahead(setup), at.LAYER] if setup.accumulates else [])]
+    live = [at.EMBEDDING, at.STEP, *([*_ahead(setup), at.LAYER] if setup.accumulation > 1 else [])]
     add(live, "gradients", "gradients (fp32), this rank's", FULL * own, "4P/N")
     # the output layer, for all of the backward pass, and the next layer ahead: a layer itself is let go
     # before its gradients are reduced, which is its fullest point
@@ -162,7 +162,7 @@ def _partitioned(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
     _partitioned_gradients(setup, zero, ledger, max(kept for kept, _ in owned))
     buckets = 2 if zero.overlap else 1
     # under ZeRO-1 nothing lets them go before the reduction (deepspeed/runtime/zero/stage_1_and_2.py:924)
-    ahead = _ahead(setup) if zero.stage == 1 and setup.accumulates else []
+    ahead = _ahead(setup) if zero.stage == 1 and setup.accumulation > 1 else []
     live = {at.OUTPUT_SENT, at.LAYER, *at.BUCKETS, at.EMBEDDING, *ahead}
     why = f"{buckets} x 2 x {zero.bucket:,}"
     add(live, "communication", "gradient buckets", HALF * buckets * zero.bucket, why)
@@ -193,7 +193,7 @@ def _partitioned_gradients(setup: Setup, zero: Zero, ledger: at.Ledger, fullest:
     if on_card:
         add(filled, "gradients", "gradients of this rank", part, formula, source)
     if zero.stage == 2:
-        if setup.accumulates and on_card:
+        if setup.accumulation > 1 and on_card:
             live = {*_ahead(setup), at.OUTPUT_SENT, at.LAYER, *at.BUCKETS, at.EMBEDDING}
             add(live, "gradients", so_far, part, formula, source)
         return
@@ -201,7 +201,7 @@ def _partitioned_gradients(setup: Setup, zero: Zero, ledger: at.Ledger, fullest:
     large = 0 if setup.adapters else setup.trained - shape.smaller_than(zero.bucket + 1)
     name, why = "gradients of other ranks, reduced", "2 x weights larger than a bucket, less this rank's"
     add([at.EMBEDDING], "gradients", name, HALF * (large - fullest), why, f"{_ZERO}:2272")
-    if setup.accumulates:
+    if setup.accumulation > 1:
         whole, embedding = HALF * setup.trained, 0 if setup.adapters else HALF * shape.embedding
         add({*_ahead(setup), at.OUTPUT_SENT}, "gradients", so_far, whole, "2P, not cut")
         left, why = whole - (0 if shape.tied else embedding), "2P, without the output layer's that has gone"

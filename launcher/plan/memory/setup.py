@@ -159,10 +159,6 @@ class Setup:
         return self.autocast and self.wide and self.quantised is None
 
     @property
-    def accumulates(self) -> bool:
-        return self.accumulation > 1
-
-    @property
     def states(self) -> float:
         """Bytes of the optimizer's states for each trained element, without DeepSpeed or FSDP."""
         return 2.0 * self.gradient_bytes if self.state_bytes is None else self.state_bytes
@@ -174,10 +170,6 @@ class Setup:
         Those keep it that ZeRO-3 puts in place of torch's (deepspeed/runtime/zero/linear.py:105).
         """
         return self.adapters is not None and (self.zero is None or self.zero.stage != 3)
-
-    @property
-    def padded(self) -> bool:
-        return self.batch.real < self.batch.tokens
 
     @property
     def share(self) -> float | None:

@@ -49,10 +49,10 @@ Write = Callable[[str, str | bytes], Path]
 # still at it when the others have been done for long.
 LONG = (
     "test_pipeline_training", "test_contract", "test_prefetch", "test_pipeline",
-    "test_outcome_training", "test_resume_training", "test_faults", "test_memory", "test_bench",
+    "test_training", "test_resume_training", "test_faults", "test_memory", "test_bench",
     "test_slurm", "test_cache_training", "test_gradients", "test_tune", "test_ladder", "test_supervisor",
     "test_lease", "test_fix", "test_locate", "test_parser_agreement", "test_trl_agreement",
-    "test_trl_machine_rules", "test_training", "test_gpu_benchmarks", "test_report_browser",
+    "test_trl_machine_rules", "test_gpu_benchmarks", "test_report_browser",
     "test_difference", "test_corpus", "test_secrets",
 )  # fmt: skip
 

@@ -391,20 +391,13 @@ def test_what_the_split_says_is_said_once_for_all_counts_that_agree(write: Write
     assert planned(path, "--gpus", "1,8", *PAIRS)["codes"] == []
 
 
-def test_rows_that_fill_no_step_of_dpo_py_are_an_error(write: Write) -> None:
-    path = str(write("base.yaml", OLMO))
-    for override, rows in (("packing=false", "50"), ("packing=true", "7")):
-        error = refused(path, override, "--gpus", "8", "--rows", rows, *PAIRS)
-        assert [one.code for one in error.findings] == ["too-few-rows"]
-    # of packed ones their lengths decide
-    told = planned(path, "packing=true", "--gpus", "8", "--rows", "20", *PAIRS)
-    assert (told["gpus"][0]["steps"], "no-steps" in told["codes"]) == (0, True)
-
-
 def test_a_limit_of_no_steps_trains_none(write: Write) -> None:
     card = ("--gpus", "8", "--gpu", "H100", "--rows", "100000")
     dpo = (str(CONFIGS / "tulu" / "dpo_qwen7b.yaml"), "--shape", "Qwen/Qwen2.5-7B", *ROWS)
     olmo = (str(write("base.yaml", OLMO)), *PAIRS)
+    # how many packed rows fill a step their lengths decide
+    told = planned(*olmo, "packing=true", "--gpus", "8", "--rows", "20")
+    assert (told["gpus"][0]["steps"], "no-steps" in told["codes"]) == (0, True)
     for words in ((TULU, *ROWS), dpo, olmo):
         told = planned(*words, "max_train_steps=0", *card)
         (eight,), codes = told["gpus"], told["codes"]

@@ -33,7 +33,6 @@ ALL = (*BACKENDS["open_instruct"].NEEDS, "liger-kernel", "flash-attn", "pip")
 
 @pytest.fixture(autouse=True)
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
-    """Two free cards."""
     fake = Smi(tmp_path / "bin")
     monkeypatch.setenv("PATH", f"{fake.folder}:/usr/bin:/bin")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
@@ -346,7 +345,6 @@ def test_torch_is_asked_for_its_gpus(bare: Trainer, write: Write, tmp_path: Path
 
 
 def names(steps: tuple[InstallStep, ...]) -> list[list[str]]:
-    """The packages of each step, without pip's own words."""
     found = []
     for step in steps:
         words = [w for w in step.argv[step.argv.index("install") + 1 :] if not w.startswith("--no")]

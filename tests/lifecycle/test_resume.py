@@ -300,12 +300,10 @@ def test_a_finished_run_with_other_settings_is_no_answer(
 
 
 def words(settings: dict[str, Any]) -> list[str]:
-    """The overrides among some settings."""
     return [f"{k}={v}" for k, v in settings.items() if k not in ("batch", "gpus")]
 
 
 def machine(settings: dict[str, Any]) -> dict[str, int]:
-    """The global batch and the GPUs among some settings."""
     return {k: v for k, v in settings.items() if k in ("batch", "gpus")}
 
 

@@ -87,7 +87,6 @@ def dpo(name: str, *overrides: str) -> tuple[dict[str, str], dict[str, Cache], R
 
 
 def states(run: RunFolder) -> dict[str, str]:
-    """What the probe saw of each kind of cache."""
     lines = (run.probe / "rank-0.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     return {

@@ -49,7 +49,6 @@ def soaks(tmp_path_factory: pytest.TempPathFactory, demo_assets: Path) -> Iterat
 
 
 def result(soaks: Soaks, kind: str) -> dict[str, Any]:
-    """What came of one kind."""
     process, work = soaks[kind]
     said, _ = process.communicate(timeout=PATIENCE_S)
     assert (work / "soak.json").is_file(), said

@@ -34,7 +34,6 @@ EXPECT = {"loss": "finite", "trend": "any", "packing": "any"}
 
 
 def row(text: str) -> str:
-    """A row that SFT and DPO can read."""
     return json.dumps({"text": text, "chosen": text, "rejected": "no"}) + "\n"
 
 
@@ -55,13 +54,11 @@ class Chained(World):
         return path
 
     def pipeline(self, *stages: dict[str, Any] | str, **more: Any) -> Path:
-        """A pipeline file."""
         path = self.root / "p.yaml"
         path.write_text(yaml.safe_dump({**more, "stages": list(stages)}))
         return path
 
     def usual(self) -> Path:
-        """Three stages in a row."""
         self.stage("first", model_name_or_path="model")
         self.stage("second")
         self.stage("third", "dpo")
@@ -80,7 +77,6 @@ class Chained(World):
         return ("pipeline", "p.yaml", "--python", str(self.shim()), "--gpus", "0", *words)
 
     def run(self, *words: str) -> tuple[int, dict[str, Any]]:
-        """The pipeline once; its exit code and the envelope."""
         done = self.launch(*self.words("--format", "json", *words))
         assert done.stdout, done.stderr
         told: dict[str, Any] = json.loads(done.stdout)
@@ -100,7 +96,6 @@ class Chained(World):
         return told
 
     def weights(self, name: str) -> bytes:
-        """What a stage has left."""
         return (self.root / "o" / name / "weights.bin").read_bytes()
 
 
@@ -118,7 +113,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Chained]:
 
 
 def ordered(loaded: pipeline.Chain, *, last: str | None = None, **common: Any) -> PipelineRequest:
-    """A pipeline as its command line asks for it."""
     request = Request(stage=None, config=loaded.path, **common)
     return PipelineRequest(chain=loaded, common=request, last=last)
 
@@ -128,7 +122,6 @@ def statuses(told: dict[str, Any]) -> list[str]:
 
 
 def codes(told: dict[str, Any]) -> dict[str, str]:
-    """Code -> message, of the errors."""
     return {f["code"]: f["message"] for f in told["findings"] if f["severity"] == "error"}
 
 
@@ -196,7 +189,6 @@ def surveyed(path: Path, gpus: int = 0, **more: Any) -> plan.PipelinePlan:
 
 
 def refused(path: Path, **more: Any) -> dict[str, tuple[str | None, int | None, str]]:
-    """Code -> file's name, line, message of the errors."""
     with pytest.raises(InvalidConfig) as caught:
         surveyed(path, **more)
     return {

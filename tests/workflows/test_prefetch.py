@@ -32,7 +32,6 @@ OPEN_INSTRUCT = (*TRAINING, "deepspeed", "olmo_core", "peft", "ray", "beaker")
 
 
 def needs(names: Sequence[str]) -> pytest.MarkDecorator:
-    """Skips where training packages are missing."""
     gone = [name for name in names if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(gone), reason=f"{NO_PACKAGES}: {', '.join(gone)}")
 
@@ -73,7 +72,6 @@ def prepare(capsys: pytest.CaptureFixture[str], config: str, *words: str) -> tup
 
 
 def run(*words: str) -> dict[str, Any]:
-    """A real start; the verdict's points by name."""
     done = subprocess.run(
         [sys.executable, "-m", "launcher", *words, "--format", "json"],
         capture_output=True, text=True,
@@ -239,7 +237,6 @@ def test_a_folder_lacks_what_its_index_names(tmp_path: Path) -> None:
 
 
 def planned(config: str, *words: str) -> Plan:
-    """A stage file's plan for the CPU."""
     asked = preparation.resolve(
         Request(stage=None, config=CONFIGS / config, overrides=words, gpus=0, elsewhere=True), running=False
     )

@@ -167,18 +167,20 @@ def _looked(part: Part) -> Part:
     if part.role in ("card", "data"):
         error, state = part.error, "there" if exists(place) else "missing"
     else:
-        error = part.error or (None if place.is_dir() else f"there is no folder {place}")
-        if error is None and (fault := _fault(place, part.role)) is not None:
-            error = f"{place}: {fault}"
+        error = part.error or lacking(place, part.role)
         state = "missing" if error else part.state or "there"
     return replace(part, place=place, state=state, size=sizes.below(place, links=True), error=error)
 
 
-def _fault(folder: Path, role: Role) -> str | None:
-    """What a model's or a tokenizer's folder lacks to be loaded."""
+def lacking(folder: Path, role: Role) -> str | None:
+    """What a model's or a tokenizer's folder lacks to be loaded; None where nothing is missed."""
+    if not folder.is_dir():
+        return f"there is no folder {folder}"
     if role == "tokenizer":
-        return model_files.tokenizer_fault(folder)
-    return model_files.config_fault(folder) or model_files.weights_fault(folder)
+        fault = model_files.tokenizer_fault(folder)
+    else:
+        fault = model_files.config_fault(folder) or model_files.weights_fault(folder)
+    return None if fault is None else f"{folder}: {fault}"
 
 
 def _snapshot(part: Part) -> tuple[str | None, set[Path]]:

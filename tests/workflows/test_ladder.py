@@ -19,9 +19,9 @@ from launcher.errors import Exit
 from launcher.lifecycle.forecast import ForecastOptions
 from launcher.lifecycle.prepare import Prepared, Request
 from launcher.verdict import check
-from launcher.workflows import trial
+from launcher.workflows import experiment
+from launcher.workflows.experiment import Outcome
 from launcher.workflows.ladder import ladder
-from launcher.workflows.trial import Outcome
 
 pytestmark = needs_trl
 CONFIGS = REPOSITORY / "configs"
@@ -64,7 +64,7 @@ class Rungs(Here):
 @pytest.fixture
 def rungs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Rungs:
     made = Rungs(capsys)
-    monkeypatch.setattr(trial, "of_prepared", made.of_prepared)
+    monkeypatch.setattr(experiment, "of_prepared", made.of_prepared)
     return made
 
 

@@ -19,7 +19,7 @@ from launcher.lifecycle.prepare import Request
 from launcher.report.live import View
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
-from launcher.workflows import trial
+from launcher.workflows import experiment
 
 pytestmark = needs_trl
 
@@ -33,9 +33,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         yield one
 
 
-def run(request: Request, timeout_s: float | None = None, root: Path | None = None) -> trial.Outcome:
+def run(request: Request, timeout_s: float | None = None, root: Path | None = None) -> experiment.Outcome:
     prepared = prepare.prepare(replace(request, runs=root), running=True)
-    return trial.of_prepared(prepared, timeout_s=timeout_s)
+    return experiment.of_prepared(prepared, timeout_s=timeout_s)
 
 
 def asked(world: World, monkeypatch: pytest.MonkeyPatch, *steps: str, **args: object) -> Request:
@@ -82,7 +82,7 @@ def command(world: World, code: str, *steps: str) -> subprocess.Popen[bytes]:
     """Python with what a trial needs, and `request` for one."""
     head = (
         "import os, signal\nfrom pathlib import Path\n"
-        "from launcher.lifecycle import prepare as preparation, start\nfrom launcher.workflows import trial\n"
+        "from launcher.lifecycle import prepare as preparation, start\nfrom launcher.workflows import experiment\n"
         f"request = preparation.Request(stage='sft', config=Path({str(world.config())!r}), gpus=0, "
         f"python=Path({str(world.python())!r}))\n"
     )
@@ -96,7 +96,7 @@ def command(world: World, code: str, *steps: str) -> subprocess.Popen[bytes]:
 
 def test_the_user_stops_it(world: World) -> None:
     code = (
-        "told = trial.of_prepared(preparation.prepare(request, running=True))\n"
+        "told = experiment.of_prepared(preparation.prepare(request, running=True))\n"
         "print(told.interrupted, int(told.exit), told.timed_out)\n"
     )
     running = command(world, code, "pid=leader", "sleep=600")
@@ -115,7 +115,7 @@ def test_term_while_it_is_being_started_leaves_nothing(world: World) -> None:
         "    try:\n        return begin(*words, **more)\n"
         "    finally:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
         "start.begin = told\n"
-        "try:\n    trial.of_prepared(preparation.prepare(request, running=True))\n"
+        "try:\n    experiment.of_prepared(preparation.prepare(request, running=True))\n"
         "except KeyboardInterrupt:\n    print('interrupted')\n"
     )
     out, err = command(world, code, "sleep=600").communicate(timeout=PATIENCE_S)

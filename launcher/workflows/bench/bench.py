@@ -23,7 +23,7 @@ from launcher.report.page import Lead
 from launcher.runs import rundir
 from launcher.stage.options import SWITCHED
 from launcher.upstream.logs.open_instruct import ATTENTION
-from launcher.workflows import experiment, trial
+from launcher.workflows import experiment
 from launcher.workflows.bench import comparison, measure
 from launcher.workflows.bench.comparison import LOSS, SPEED, TOLERANCE, Sample, VariantSummary, compare
 from launcher.workflows.bench.measure import identity, short
@@ -288,7 +288,7 @@ def run(bench: Bench, *, show: Callable[[str], None] = lambda _: None) -> Exit:
     What the user stops ends the comparison, whatever else happens only its trial.
     """
     bench.write()
-    with trial.interruptible() as stop:
+    with experiment.interruptible() as stop:
         while due := bench.due():
             repeat, variant = due[0]
             show(f"{variant.name}, run {repeat + 1} of {bench.repeats} ({len(due)} to go)")

@@ -25,10 +25,11 @@ from launcher.runs import rundir
 from launcher.stage.stage import Stage
 from launcher.verdict import evidence, metrics
 from launcher.verdict.evidence import Evidence, ProbeStep
-from launcher.workflows import trial
+from launcher.workflows import experiment
 from launcher.workflows.bench import comparison
 from launcher.workflows.bench.comparison import Cause, CurveStep, Sample
 from launcher.workflows.bench.variants import Variant
+from launcher.workflows.experiment import Outcome
 from launcher.workflows.ladder.short import short_overrides
 
 
@@ -57,7 +58,7 @@ def measure(
         trial_request = short(variant.of(request), stage, steps, place, batch)
         prepared = prepare.prepare(replace(trial_request, runs=root), running=True)
         left = None if timeout_s is None else timeout_s - (time.monotonic() - began)
-        outcome = trial.of_prepared(prepared, timeout_s=left, allow_unproven=True)
+        outcome = experiment.of_prepared(prepared, timeout_s=left, allow_unproven=True)
     except LaunchError as error:
         stops = errors(error.findings) or error.findings
         if any(finding.code == "runs-not-writable" for finding in stops):
@@ -91,7 +92,7 @@ def short(request: Request, stage: Stage, steps: int, place: Path, batch: int | 
     )
 
 
-def sample_of(outcome: trial.Outcome, variant: str, repeat: int = 0) -> Sample:
+def sample_of(outcome: Outcome, variant: str, repeat: int = 0) -> Sample:
     found = evidence.read_run(outcome.run.path)
     cause, points = _cause(outcome), outcome.verdict.points
     curve = _curve(found, outcome.verdict.stage)
@@ -113,7 +114,7 @@ def sample_of(outcome: trial.Outcome, variant: str, repeat: int = 0) -> Sample:
     )
 
 
-def _cause(outcome: trial.Outcome) -> Cause:
+def _cause(outcome: Outcome) -> Cause:
     """What a trial ended of, by its verdict; a flaw that let it run to its end is none."""
     if outcome.timed_out:
         return "timeout"
@@ -131,7 +132,7 @@ def _cause(outcome: trial.Outcome) -> Cause:
     return "hang" if points["finish"].detail.get("reason") == "hang" else "contract"
 
 
-def _metrics(found: Evidence, outcome: trial.Outcome, curve: Sequence[CurveStep]) -> dict[str, float | None]:
+def _metrics(found: Evidence, outcome: Outcome, curve: Sequence[CurveStep]) -> dict[str, float | None]:
     ranks = list(found.probe.ranks.values()) if found.probe else []
     figures, steady = outcome.verdict.metrics, [metrics.steady(record) for record in ranks]
     speed = figures.get("tokens_per_second")

@@ -36,7 +36,7 @@ from launcher.stage import gates
 from launcher.stage.gates import Facts, Flag
 from launcher.stage.stage import Stage
 from launcher.verdict.metrics import REWARDS
-from launcher.workflows import experiment, trial
+from launcher.workflows import experiment
 from launcher.workflows.ladder.short import short_findings, short_overrides
 
 RECORD = "ladder.json"
@@ -296,7 +296,7 @@ def climb(ladder: Ladder, *, fresh: bool = False, allow_unproven: bool = False, 
     with ladder.campaign.opened(fresh=fresh) as ladder.folder:
         ladder.records = dict(Record(rundir.read_json(ladder.folder / RECORD)).part("rungs"))
         ladder.write()
-        with trial.interruptible() as stop:
+        with experiment.interruptible() as stop:
             for rung in ladder.rungs:
                 _climb(ladder, rung, allow_unproven=allow_unproven, quiet=quiet)
                 if ladder.exit is not Exit.OK:
@@ -325,7 +325,7 @@ def _climb(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: bool)
         if not quiet:
             # its findings were shown with those of all rungs
             console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
-        outcome = trial.of_prepared(prepared)
+        outcome = experiment.of_prepared(prepared)
         # the weights after so few steps are of no use, and large
         shutil.rmtree(ladder.folder / _MODELS, ignore_errors=True)
         if outcome.interrupted:
@@ -383,7 +383,7 @@ def _lead(ladder: Ladder) -> Lead:
     )
 
 
-def _facts(prepared: Prepared, outcome: trial.Outcome, ladder: Ladder) -> Facts:
+def _facts(prepared: Prepared, outcome: experiment.Outcome, ladder: Ladder) -> Facts:
     metrics, ran, verdict = outcome.verdict.metrics, outcome.plan, outcome.verdict
     rows = files.read_lines(outcome.run.metrics)
     seconds = [row["seconds"] for row in rows if isinstance(row.get("seconds"), int | float)]

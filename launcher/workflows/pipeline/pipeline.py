@@ -26,11 +26,10 @@ from launcher.report import console
 from launcher.report.page import Lead
 from launcher.runs import rundir
 from launcher.verdict import check
-from launcher.workflows import experiment, trial
-from launcher.workflows.experiment import Campaign
+from launcher.workflows import experiment
+from launcher.workflows.experiment import Campaign, Outcome
 from launcher.workflows.pipeline import plan as plans
 from launcher.workflows.pipeline.plan import PipelinePlan, PipelineRequest, PlannedStage
-from launcher.workflows.trial import Outcome
 
 RECORD = "pipeline.json"
 PAGE = "report.html"
@@ -191,7 +190,7 @@ class _Runner:
     def run(self) -> None:
         result = self.result
         self._write()
-        with trial.interruptible() as stop:
+        with experiment.interruptible() as stop:
             self._run_stages()
         if stop.requested:
             result.exit = Exit.INTERRUPTED
@@ -287,7 +286,7 @@ class _Runner:
         if not self.quiet and prepared.decision.kind != "finished":
             console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
         allow = self.order.allow_unproven
-        outcome = trial.of_prepared(prepared, allow_unproven=allow)
+        outcome = experiment.of_prepared(prepared, allow_unproven=allow)
         if not outcome.finished_before:
             return outcome
         # by what is expected of it now: that may have been changed since

@@ -20,7 +20,7 @@ from launcher.machine.datasheets import CPU, card_of
 from launcher.plan import footprint, plan
 from launcher.plan.plan import Plan
 from launcher.runs import rundir
-from launcher.workflows import experiment, trial
+from launcher.workflows import experiment
 from launcher.workflows.bench import comparison, measure
 from launcher.workflows.bench.bench import Bench, require_gpu
 from launcher.workflows.bench.comparison import TOLERANCE, Sample, VariantSummary
@@ -285,7 +285,7 @@ def run(tuning: Tuning, *, show: Callable[[str], None] = lambda _: None) -> Exit
     for line in beginning(tuning):
         show(line)
     before = len(tuning.search.runs)
-    with trial.interruptible() as stop:
+    with experiment.interruptible() as stop:
         _run_trials(tuning, show)
     if stop.requested:
         tuning.state = "interrupted"

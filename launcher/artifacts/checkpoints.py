@@ -65,10 +65,9 @@ class Checkpoint:
 def find(
     backend: str, output: Path | None, *, ranks: int | None = None, known: Container[str] = ()
 ) -> list[Checkpoint]:
-    """The checkpoints of an output folder in upstream's order, what it would take at the end.
+    """The checkpoints of an output folder, what upstream would take last, without those whose names are `known`.
 
-    `ranks` is how many processes must have left their part, where it is known; those whose names are
-    `known` are left out.
+    `ranks` is how many processes must have left their part, where it is known.
     """
     folders = (path for path in _folders(backend, output) if path.name not in known)
     found = (_read(_layout(backend), path, ranks) for path in folders)

@@ -17,7 +17,7 @@ shapes, dtypes, offsets) and one 4 KiB block out of each stratum of each tensor;
 
 An edit of single rows of an embedding by hand can escape: that is what `whole_below` is for.
 
-Standard library only, nothing of ours: the probe loads this file, too, under the trainer's Python.
+Standard library only: the probe loads this file, too, under the trainer's Python.
 """
 
 import contextlib

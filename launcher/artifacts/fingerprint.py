@@ -41,10 +41,7 @@ class MissingContent(NotReady):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePrint:
-    """One file: its name below the fingerprinted path, its state when it was read, its digest.
-
-    `method` is `whole` or `sampled` (see `content`); `mtime` is in seconds since 1970.
-    """
+    """One file: its name below the fingerprinted path, its state when it was read, its digest as in `Content`."""
 
     name: str
     size: int
@@ -290,10 +287,7 @@ def _missing(path: Path, error: OSError | ValueError) -> MissingContent:
 
 
 def of_hub(name: str, revision: str | None = None) -> Fingerprint:
-    """A model on the hub by the commit that the hub's cache here holds for it, else by name alone.
-
-    No network is used: a model that is not here yet is known by nothing else.
-    """
+    """A model on the hub by the commit that the hub's cache here holds for it, else by name: no network is used."""
     commit = None if is_path(name) else model_config.commit(name, os.environ, revision)
     known = f"hub {name} {commit}" if commit else f"name {name} {revision or 'main'}"
     digest = hashlib.sha256(known.encode(errors="surrogateescape")).hexdigest()

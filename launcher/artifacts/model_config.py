@@ -118,10 +118,7 @@ def offline(environ: Mapping[str, str]) -> bool:
 
 
 def offline_by(environ: Mapping[str, str]) -> str | None:
-    """The variable that keeps huggingface_hub off the network; the first of two that holds anything decides.
-
-    huggingface_hub/constants.py:194.
-    """
+    """The variable that keeps the hub off: the first that holds anything (huggingface_hub/constants.py:194)."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     first = next((name for name in names if environ.get(name)), None)
     return first if first and environ[first].upper() in {"1", "ON", "YES", "TRUE"} else None

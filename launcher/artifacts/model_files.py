@@ -1,7 +1,4 @@
-"""Whether a model's folder can be loaded: its config, its tokenizer and its weights, as transformers looks.
-
-Names, sizes and the headers of weights are read, no weights.
-"""
+"""Whether a model's folder can be loaded: its config, its tokenizer and its weights, as transformers looks."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -55,10 +52,7 @@ def tokenizer_fault(folder: Path) -> str | None:
 
 
 def weights_fault(folder: Path) -> str | None:
-    """What is wrong with the weights that are loaded.
-
-    transformers/modeling_utils.py:594: the first of four names that is there decides.
-    """
+    """What is wrong with the weights: the first of four names decides (transformers/modeling_utils.py:594)."""
     first = _first(folder)
     if first is None:
         others = sorted(path.name for path in _weights(folder))

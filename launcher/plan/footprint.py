@@ -173,10 +173,7 @@ class Footprint:
         return "" if self.plan.values.get("precompute_ref_log_probs") else "model"
 
     def setup(self, per_device: int | None = None, accumulation: int | None = None) -> Setup:
-        """What memory depends on; another split of the global batch where one is given.
-
-        Raises InvalidConfig (`unknown-memory`) for what is not described.
-        """
+        """What memory depends on, with this split of the batch. Raises InvalidConfig (`unknown-memory`)."""
         plan, values, entry = self.plan, self.plan.values, self.plan.stage.entry
         self._require_described()
         each, times = per_device or plan.per_device, accumulation or plan.accumulation

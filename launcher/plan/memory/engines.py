@@ -230,10 +230,7 @@ def bucket_phases(setup: Setup) -> dict[str, int]:
 
 
 def cut(sizes: Sequence[int], ranks: int) -> list[tuple[float, float]]:
-    """Of each rank, all weights in a row cut evenly: elements of those it has a part of; the largest part.
-
-    (deepspeed/runtime/zero/stage_1_and_2.py:2579)
-    """
+    """Of each rank: elements of the weights it has a part of, the largest part (zero/stage_1_and_2.py:2579)."""
     own, start = -(-sum(sizes) // ranks), 0
     owned = [(0.0, 0.0)] * ranks
     for size in sizes:

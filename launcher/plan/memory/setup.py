@@ -165,10 +165,7 @@ class Setup:
 
     @property
     def frozen(self) -> bool:
-        """Whether linears that adapters are put on keep nothing of their input.
-
-        Those keep it that ZeRO-3 puts in place of torch's (deepspeed/runtime/zero/linear.py:105).
-        """
+        """Whether linears under adapters keep no input: ZeRO-3's own do (deepspeed/runtime/zero/linear.py:105)."""
         return self.adapters is not None and (self.zero is None or self.zero.stage != 3)
 
     @property

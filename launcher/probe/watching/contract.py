@@ -1,7 +1,4 @@
-"""What was expected of this run, held against what is seen while it trains: Liger's kernels and caches first.
-
-Liger's patches are recorded as they are applied, its kernels counted as they are called.
-"""
+"""What is expected of this run, against what happens while it trains: Liger's kernels and the caches first."""
 
 import os
 import time

@@ -10,10 +10,7 @@ from .process import EventLog
 
 
 def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
-    """Have `instead` called in place of `owner.name`, with that and its arguments.
-
-    Static and class methods stay what they are.
-    """
+    """Have `instead` called in place of `owner.name`, with that and its arguments."""
     raw = vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name)
     if raw is None:
         raise AttributeError(f"{owner!r} has no {name}")
@@ -37,10 +34,7 @@ def wrap_known(owner: Any, names: tuple[str, ...], instead: Callable[..., Any]) 
 def observed(
     record: EventLog, *, before: Callable[..., object] | None = None, after: Callable[..., object] | None = None
 ) -> Callable[..., Any]:
-    """For `wrap`: calls `before` with the arguments, `after` with the result and the arguments.
-
-    What fails in them is noted, and not raised into training.
-    """
+    """For `wrap`: calls `before` with the arguments, `after` with the result too; what fails in them is noted."""
 
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         name = getattr(original, "__name__", "a call")

@@ -1,7 +1,4 @@
-"""Whether batches are packed, and whether their samples are kept apart.
-
-To find out, one of two packed samples is changed: the other's loss must not move.
-"""
+"""Whether batches are packed, and samples kept apart: one of two is changed, the other's loss must not move."""
 
 import itertools
 import math

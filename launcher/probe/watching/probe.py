@@ -19,10 +19,7 @@ VIOLATION = 79  # the exit code of a process that stopped itself; no signal and 
 
 
 class Probe:
-    """What happens in training, in its order: a model is loaded, batches go forward, steps are taken.
-
-    What is called from a wrapper takes whatever the wrapped function takes.
-    """
+    """What happens in training, in its order: a model is loaded, batches go forward, steps are taken."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.process = Process(Settings(settings))

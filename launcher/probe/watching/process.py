@@ -1,7 +1,4 @@
-"""This training process: what `launch` wants of its probe, where in the run it stands, and its record.
-
-The record of a rank is a file of events, a JSON line each; what fails inside the probe is a note in it.
-"""
+"""This training process: what `launch` wants of its probe, where in the run it stands, and its record."""
 
 import contextlib
 import errno

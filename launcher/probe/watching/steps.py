@@ -1,7 +1,4 @@
-"""What an optimizer step adds up to, and its numbers' way from the device into the record.
-
-Nobody waits for them: they are written when they have arrived.
-"""
+"""What an optimizer step adds up to, and its numbers' way from the device into the record: nobody waits for them."""
 
 import collections
 import math

@@ -1,7 +1,4 @@
-"""What a CPU lacks and upstream takes for granted on a GPU machine; each supply is recorded.
-
-On a CPU only, but for one: a model in a local folder, which is no name of the hub's.
-"""
+"""What upstream takes for granted on a GPU machine and a CPU lacks (and local folders on the hub), each recorded."""
 
 import os
 import types
@@ -13,10 +10,7 @@ from .process import EventLog
 
 
 def answer(record: EventLog, what: str, why: str, value: Any = None) -> Callable[..., Any]:
-    """A function that answers `value`, whatever it is asked; one each time.
-
-    torch.compile's own table refuses one object under two of its names.
-    """
+    """A function that answers `value`; one each time: torch.compile refuses one object under two of its names."""
 
     def call(*_: Any, **__: Any) -> Any:
         record.supply(what, why)

@@ -230,7 +230,8 @@ def bucket_phases(setup: Setup) -> dict[str, int]:
 
 
 def cut(sizes: Sequence[int], ranks: int) -> list[tuple[float, float]]:
-    """Of each rank: elements of the weights it has a part of, the largest part (zero/stage_1_and_2.py:2579)."""
+    """Elements of the weights that each rank has a part of; the largest part."""
+    # deepspeed/runtime/zero/stage_1_and_2.py:2579 cuts them, all in a row, evenly
     own, start = -(-sum(sizes) // ranks), 0
     owned = [(0.0, 0.0)] * ranks
     for size in sizes:

@@ -39,14 +39,6 @@ class PageRun(NamedTuple):
         return join([Html(swatch), tag("span", self.number + 1, class_="no", title=self.name)])
 
 
-class StageRuns(NamedTuple):
-    """The runs of one stage, which share charts: losses of SFT and DPO have nothing in common."""
-
-    name: str
-    suffix: str
-    entries: Sequence[PageRun]
-
-
 @dataclass(frozen=True, slots=True)
 class Panel:
     """One chart over the optimizer steps.
@@ -75,18 +67,17 @@ class Panel:
         )
         return {name for name in first if name is not None}
 
-    def as_json(self, group: StageRuns, *, folded: bool) -> dict[str, object]:
+    def as_json(self, suffix: str, runs: Sequence[int], *, folded: bool) -> dict[str, object]:
         """As the page's script reads it; `runs` are the numbers of those that it draws."""
         lines = [
             {"columns": columns, "label": label, "second": number > 0}
             for number, (label, columns) in enumerate(self.lines.items())
         ]
         options = {name: getattr(self, name) for name in ("floor", "marks", "noisy", "clips")}
-        runs = [entry.number for entry in group.entries]
-        return {"key": f"{self.key}{group.suffix}", "lines": lines, **options, "folded": folded, "runs": runs}
+        return {"key": f"{self.key}{suffix}", "lines": lines, **options, "folded": folded, "runs": runs}
 
-    def figure(self, group: StageRuns) -> Html:
-        key, unit = f"panel-{self.key}{group.suffix}", tag("span", f" {self.unit}", class_="unit")
+    def figure(self, suffix: str) -> Html:
+        key, unit = f"panel-{self.key}{suffix}", tag("span", f" {self.unit}", class_="unit")
         lines = [
             tag("span", label, **({"class_": "second"} if number else {}))
             for number, label in enumerate(self.lines)
@@ -118,7 +109,7 @@ PANELS: tuple[Panel, ...] = (
 
 
 def section(entries: Sequence[PageRun]) -> Html:
-    """A grid of charts a stage."""
+    """A grid of charts a stage: losses of SFT and DPO have nothing in common."""
     if not any(entry.run.series.steps for entry in entries):
         return Html("")
     stages = dict.fromkeys(entry.run.stage or "" for entry in entries)
@@ -126,22 +117,20 @@ def section(entries: Sequence[PageRun]) -> Html:
     grids: list[Html] = []
     for number, stage in enumerate(stages):
         own = [entry for entry in entries if (entry.run.stage or "") == stage]
-        group = StageRuns(stage, f"-{number}" if number else "", own)
-        runs = [entry.run for entry in own]
+        suffix, numbers, runs = f"-{number}" if number else "", [one.number for one in own], [one.run for one in own]
         shown = [panel for panel in PANELS if panel.drawn(runs)]
         drawn = {name for panel in shown for name in panel.drawn(runs)}
-        names = dict.fromkeys(
-            name for run in runs for name, column in run.series.columns.items() if any_number(column)
-        )
+        names = dict.fromkeys(name for run in runs for name, one in run.series.columns.items() if any_number(one))
         folded = [Panel(f"column-{n}", name, {"": (name,)}) for n, name in enumerate(names) if name not in drawn]
-        data += [panel.as_json(group, folded=False) for panel in shown]
-        data += [panel.as_json(group, folded=True) for panel in folded]
+        data += [panel.as_json(suffix, numbers, folded=panel in folded) for panel in (*shown, *folded)]
         if len(stages) > 1:
             grids.append(tag("h3", stage.upper() or "other", class_="stage"))
-        grids.append(_grid(shown, group))
+        grid, more = (
+            tag("div", join(panel.figure(suffix) for panel in panels), class_="grid") for panels in (shown, folded)
+        )
+        grids.append(grid)
         if folded:
-            id = f"more-curves{group.suffix}"
-            grids.append(details(f"{len(folded)} more", _grid(folded, group), id=id, class_="more-curves"))
+            grids.append(details(f"{len(folded)} more", more, id=f"more-curves{suffix}", class_="more-curves"))
     switches = [Html('<legend class="visually-hidden">runs</legend>')]
     for entry in entries:
         box = f'<input type="checkbox" data-run="{entry.number}" checked autocomplete="off">'
@@ -158,7 +147,3 @@ def section(entries: Sequence[PageRun]) -> Html:
         Html(f'<script type="application/json" id="curves-data">{whole}</script>'),
     ]
     return tag("section", join(parts))
-
-
-def _grid(panels: Sequence[Panel], group: StageRuns) -> Html:
-    return tag("div", join(panel.figure(group) for panel in panels), class_="grid")

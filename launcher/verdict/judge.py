@@ -202,8 +202,13 @@ def read(folder: RunFolder) -> tuple[Evidence, ...]:
 
 
 def rows_of(attempts: Sequence[Evidence]) -> list[metrics.Row]:
-    """Every optimizer step of a run once; see `metrics.merged_rows`."""
-    return metrics.merged_rows(map(metrics.metrics_rows, attempts))
+    """Every optimizer step of a run once. An attempt goes on from a checkpoint, so whatever earlier ones did from its
+    first step on is gone from the weights, and is left out here too."""
+    rows: list[metrics.Row] = []
+    for own in map(metrics.metrics_rows, attempts):
+        if own:
+            rows = [row for row in rows if row["step"] < own[0]["step"]] + own
+    return rows
 
 
 def whole(attempts: Sequence[Evidence]) -> Evidence:

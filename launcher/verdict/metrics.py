@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from launcher.machine.datasheets import flops_a_token, peak_flops
 from launcher.verdict.evidence import MEASURED, Evidence, ProbeStep, RankRecord
@@ -147,19 +147,6 @@ def metrics(evidence: Evidence) -> dict[str, float | None]:
         "peak_reserved_gib": max(_values(evidence, "reserved_gib"), default=None),
         **rewards,
     }
-
-
-def merged_rows(attempts: Iterable[Sequence[Row]]) -> list[Row]:
-    """The rows of a run out of those of its attempts, first to last: every optimizer step once.
-
-    An attempt goes on from a checkpoint, so whatever earlier ones did from its first step on is gone from the weights,
-    and is left out here too.
-    """
-    rows: list[Row] = []
-    for after in attempts:
-        if after:
-            rows = [row for row in rows if row["step"] < after[0]["step"]] + list(after)
-    return rows
 
 
 def metrics_rows(evidence: Evidence) -> list[Row]:

@@ -578,11 +578,10 @@ def test_every_step_is_told_once_and_by_the_attempt_that_counts(tmp_path: Path) 
     made_runs.made(path, attempt=2, first=31, steps=35, scale=2, ended=False)
     made_runs.made(path, attempt=3, first=31, steps=30, ended=False)
     made_runs.made(path, attempt=4, first=31, steps=50, scale=3)
-    attempts = [metrics.metrics_rows(read_run(path, attempt=n)) for n in range(1, 5)]
-    rows = metrics.merged_rows(attempts)
+    rows = judge.rows_of([read_run(path, attempt=n) for n in range(1, 5)])
     assert [row["step"] for row in rows] == list(range(1, 51))
     assert [row["seconds"] for row in rows] == [0.5] * 30 + [1.5] * 20
-    assert metrics.merged_rows([]) == []
+    assert judge.rows_of([]) == []
 
 
 def test_a_resumed_run_is_judged_as_one_run(tmp_path: Path) -> None:

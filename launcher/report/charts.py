@@ -29,24 +29,19 @@ class PageRun(NamedTuple):
 
     @property
     def heading(self) -> Html:
-        """By colour, number and name: colour alone does not tell everybody."""
         return join([self.mark, self.name])
 
     @property
     def mark(self) -> Html:
-        """Colour and number alone, where a name would take too much room."""
         swatch = f'<span class="swatch k{self.number % COLOURS}" aria-hidden="true"></span>'
         return join([Html(swatch), tag("span", self.number + 1, class_="no", title=self.name)])
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One chart over the optimizer steps.
-
-    Of a run each line draws the first of its columns that the run has; a second line is dashed. The y axis begins at
-    the `floor` "zero", or is a "share" of 1. `marks` shows where a step was not finite; what is not `noisy` is never
-    smoothed; `clips` leaves a few spikes off the scale, and says so.
-    """
+    """One chart over the optimizer steps. Of a run each line draws the first of its columns that the run has; a second
+    line is dashed. The y axis begins at the `floor` "zero", or is a "share" of 1. `marks` shows where a step was not
+    finite; what is not `noisy` is never smoothed; `clips` leaves a few spikes off the scale, and says so."""
 
     key: str
     title: str
@@ -68,7 +63,6 @@ class Panel:
         return {name for name in first if name is not None}
 
     def as_json(self, suffix: str, runs: Sequence[int], *, folded: bool) -> dict[str, object]:
-        """As the page's script reads it; `runs` are the numbers of those that it draws."""
         lines = [
             {"columns": columns, "label": label, "second": number > 0}
             for number, (label, columns) in enumerate(self.lines.items())

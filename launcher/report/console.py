@@ -75,7 +75,6 @@ def envelope(command: str, ok: bool, findings: Iterable[Finding], data: Any) -> 
 
 
 def raw(text: str) -> None:
-    """Text to stdout without a line end of its own: what another program reads."""
     _echo(text, nl=False)
 
 
@@ -90,7 +89,6 @@ def annotate(found: Iterable[Finding]) -> None:
 
 
 def workflow_command(finding: Finding, root: Path) -> str:
-    """One finding as one line; a file below `root` is named relative to it."""
     properties = {"title": finding.code}
     if finding.file is not None:
         path = Path(os.path.abspath(root / finding.file))
@@ -158,7 +156,6 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def beginning(plan: Plan, console: Path) -> None:
-    """The plan, and where to read along, before the first process starts."""
     for line in (*plan_lines(plan), f"log: {console}"):
         _echo(line, err=True)
 
@@ -228,11 +225,9 @@ def _point(point: summary.Point, printed: Container[str | None], outcome: str) -
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Plain columns, as wide as their widest entry; one that is empty all the way is left out.
-
-    On a terminal that is too narrow for all of them the others follow below, beside the first one again.
-    Paths below the working directory are relative.
-    """
+    """Plain columns, as wide as their widest entry; one that is empty all the way is left out. On a terminal that is
+    too narrow for all of them the others follow below, beside the first one again. Paths below the working directory
+    are relative."""
     columns = [c for c in columns if any(row.get(c) is not None for row in rows)]
     here = f"{os.getcwd()}/"
     cells = [

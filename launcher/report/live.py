@@ -32,8 +32,6 @@ _BAD = ("leaking", "stale", "corrupt", "not engaged")
 
 
 class View:
-    """Shows progress while something else waits: a panel on a terminal, plain lines elsewhere."""
-
     def __init__(self, title: str, console: Path, probe: Path, progress: Progress, terminal: bool):
         # a terminal is looked at over shoulders, and its lines end up in logs of jobs
         self.title = redact(title)
@@ -57,7 +55,6 @@ class View:
 
     @contextlib.contextmanager
     def showing(self) -> Iterator[None]:
-        """The context in which `tick` may draw; at its end the last line stays."""
         if self.terminal:
             from rich.console import Console
             from rich.live import Live

@@ -99,7 +99,6 @@ def row(folder: RunFolder) -> dict[str, Any]:
 
 
 def _passing(manifest: Manifest) -> dict[str, Any]:
-    """What of a row changes by itself."""
     written = None
     if manifest.output is not None and exists(manifest.output):
         # what names checkpoints need not be waited for where none can be
@@ -111,7 +110,6 @@ def _passing(manifest: Manifest) -> dict[str, Any]:
 
 
 def _lasting(folder: RunFolder, manifest: Manifest) -> dict[str, Any]:
-    """What of a row stays as it is once the run is over."""
     progress = Progress(total=manifest.steps, world=manifest.processes or 1)
     number = max(1, folder.attempts())
     # the speed of an attempt that is over is its verdict's: that of all steady steps, and of every rank
@@ -141,12 +139,9 @@ def _lasting(folder: RunFolder, manifest: Manifest) -> dict[str, Any]:
 
 
 def state(folder: RunFolder, progress: Progress | None = None, number: int | None = None) -> str:
-    """queued, running, orphaned, finished, failed, stopped, unknown or lost.
-
-    Unknown: its processes are out of sight, and there was no heartbeat lately. Lost: ended without a record of how. An
-    orphan trains without the process that keeps it. Where that did not live to record the end, the last word of rank
-    0's probe counts.
-    """
+    """queued, running, orphaned, finished, failed, stopped, unknown or lost. Unknown: its processes are out of sight,
+    and there was no heartbeat lately. Lost: ended without a record of how. An orphan trains without the process that
+    keeps it. Where that did not live to record the end, the last word of rank 0's probe counts."""
     job = slurm.job(folder)
     if job is not None and (jobs := _jobs(int(time.monotonic()))) is not None:
         word = slurm.word(jobs.get(job))

@@ -1,8 +1,6 @@
-"""Runs -> one self-contained HTML file: what went wrong, curves, verdict, plan, arguments.
-
-Everything but the curves is plain HTML: it reads without scripts, and every text is escaped where
-it enters. The policy in the page's head allows nothing but the style and the script that are in it.
-"""
+"""Runs -> one self-contained HTML file: what went wrong, curves, verdict, plan, arguments. Everything but the curves
+is plain HTML: it reads without scripts, and every text is escaped where it enters. The policy in the page's head
+allows nothing but the style and the script that are in it."""
 
 from __future__ import annotations
 
@@ -32,11 +30,9 @@ _NAVIGATION = {"plan": "plan and measurement", "versions": "versions and command
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lead:
-    """What a page of several runs begins with: its title, the decision (`go`, `fail`), tables and lines.
-
-    A table is a list of rows by column; `colour` is the class of the decision (`pass`, `fail`, `unproven`);
-    `names` are what to call runs, by folder.
-    """
+    """What a page of several runs begins with: its title, the decision (`go`, `fail`), tables and lines. A table is a
+    list of rows by column; `colour` is the class of the decision (`pass`, `fail`, `unproven`); `names` are what to
+    call runs, by folder."""
 
     title: str
     decision: str = ""
@@ -47,7 +43,6 @@ class Lead:
 
 
 def overlay(runs: Sequence[Run], lead: Lead | None = None) -> str:
-    """The page of one run, or of several with their curves in the same charts."""
     runs = series.named_apart(runs)
     lead = lead or Lead(title=_title(runs[0]) if len(runs) == 1 else f"{len(runs)} runs")
     titles = [lead.names.get(run.path) or _title(run) for run in runs]
@@ -110,7 +105,6 @@ def _asset(name: str) -> str:
 
 @lru_cache(maxsize=4)
 def _source(content: str) -> str:
-    """What a content security policy calls exactly this text."""
     digest = hashlib.sha256(content.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 

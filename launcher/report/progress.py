@@ -88,11 +88,9 @@ class StepTime(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """What is known of the run right now; memory in GiB, `began` in seconds since the epoch.
-
-    Where an `attempt` is named, what the same record holds of others is left out. `phase` is what happens before the
-    first step and after the last. `shown` is what the probe has proved so far, by name.
-    """
+    """What is known of the run right now; memory in GiB, `began` in seconds since the epoch. Where an `attempt` is
+    named, what the same record holds of others is left out. `phase` is what happens before the first step and after
+    the last. `shown` is what the probe has proved so far, by name."""
 
     total: int | None
     attempt: int | None = None
@@ -110,7 +108,6 @@ class Progress:
     exit: int | None = None
 
     def event(self, event: dict[str, Any]) -> None:
-        """Take in one line of rank 0's record."""
         name, at, state = event.get("event"), _optional(event.get("t")), event.get("state")
         if name == "start":
             self._start(event, at)

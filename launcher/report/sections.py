@@ -41,7 +41,6 @@ def _each(entries: Sequence[PageRun], inner_of: Callable[[PageRun], Html], *, ju
 
 
 def word(status: object) -> Html:
-    """A judgement: by colour, by sign and by word."""
     key = str(status)
     colour = {"ok": "pass"}.get(key, key) if key in _MARKS else ""
     return tag("span", f"{_MARKS.get(key, '')} {key}".strip(), class_=f"word {colour}")
@@ -207,7 +206,6 @@ def arguments(entries: Sequence[PageRun]) -> Html:
 
 
 def _yaml(value: object) -> str:
-    """A value as a stage file would have it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 

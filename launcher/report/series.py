@@ -47,11 +47,9 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run: `manifest` is run.json (empty for a log), `verdict` the JSON form, `ended` exit.json.
-
-    `arguments` holds value and origin of every argument, `ranks` is how many processes the probe saw or missed, `tail`
-    the last lines of the log, `tracker` the address of the run at W&B or the like. Secrets are taken out of all of it.
-    """
+    """One run: `manifest` is run.json (empty for a log), `verdict` the JSON form, `ended` exit.json. `arguments` holds
+    value and origin of every argument, `ranks` is how many processes the probe saw or missed, `tail` the last lines of
+    the log, `tracker` the address of the run at W&B or the like. Secrets are taken out of all of it."""
 
     name: str
     path: Path
@@ -66,7 +64,6 @@ class Run:
 
     @property
     def stage(self) -> str | None:
-        """`sft` or `dpo`, as decided, else as its log shows."""
         named = self.manifest.get("stage") or self.verdict.get("stage")
         return None if named is None else str(named)
 
@@ -90,13 +87,9 @@ def as_json(runs: Sequence[Run]) -> dict[str, object]:
 
 
 def gather(targets: Sequence[str]) -> list[Run]:
-    """Runs by folder, name, unique beginning or `last`, and console logs, each called differently.
-
-    The folder of a pipeline, bench, ladder or tune stands for its runs.
-
-    Raises UsageError where one is not known, NotReady where a file cannot be read, InvalidConfig of a text that is no
-    training log.
-    """
+    """Runs by folder, name, unique beginning or `last`, and console logs, each called differently. The folder of a
+    pipeline, bench, ladder or tune stands for its runs. Raises UsageError where one is not known, NotReady where a
+    file cannot be read, InvalidConfig of a text that is no training log."""
     runs = []
     for target in targets:
         for path in [run.path for run in rundir.members(Path(target))] or [_path(target)]:
@@ -178,7 +171,6 @@ def of_kept(path: Path, manifest: object, verdict: object, rows: Iterable[Row], 
 
 
 def of_rows(rows: Iterable[Row]) -> Series:
-    """A table out of rows in the order of their steps, with what follows from its columns."""
     kept = [row for row in rows if finite(row.get("step")) is not None]
     names = dict.fromkeys(name for row in kept for name in row if name not in ("step", "finite"))
     columns = {name: tuple(finite(row.get(name)) for row in kept) for name in names}
@@ -209,11 +201,9 @@ _MEASURED = (
 
 
 def measured(run: Run) -> dict[str, float | None]:
-    """What the run turned out to be, under the plan's names; None where nobody measured it.
-
-    Memory is the peak in GiB, `hours` the whole last attempt, loading and saving included, `wasted_share` and `mfu`
-    are shares of 1; `logged_tokens_per_second` is upstream's own figure.
-    """
+    """What the run turned out to be, under the plan's names; None where nobody measured it. Memory is the peak in GiB,
+    `hours` the whole last attempt, loading and saving included, `wasted_share` and `mfu` are shares of 1;
+    `logged_tokens_per_second` is upstream's own figure."""
     figures, means, hours = mapping(run.verdict.get("metrics")), dict[str, float](), None
     for name in ("tokens", "rows"):
         if kept := [value for value in run.series.columns.get(name, ()) if value is not None]:

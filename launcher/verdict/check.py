@@ -1,8 +1,6 @@
-"""What a run was to do + what it left behind -> a `Verdict`, each point with its evidence.
-
-`ok` is True or False only where there is proof; None means that something was expected and there
-is none either way. A point of which nothing is expected is fine whatever its state.
-"""
+"""What a run was to do + what it left behind -> a `Verdict`, each point with its evidence. `ok` is True or False only
+where there is proof; None means that something was expected and there is none either way. A point of which nothing is
+expected is fine whatever its state."""
 
 from __future__ import annotations
 
@@ -84,13 +82,11 @@ class Verdict:
         return str(mapping(finish.get("error"))["message"]) if broke and finish.get("error") else None
 
     def amended(self, name: str, detail: Mapping[str, object], **changes: Any) -> Verdict:
-        """The same with one of its points changed, and the status that follows."""
         old = self.point(name)
         new = replace(old, detail={**old.detail, **detail}, **changes)
         return self.with_points(new if point is old else point for point in self.points)
 
     def with_points(self, points: Iterable[Point]) -> Verdict:
-        """The same with other points, and the status that follows from them."""
         points = tuple(points)
         return replace(self, points=points, status=_status(point.ok for point in points))
 

@@ -1,8 +1,6 @@
-"""Evidence -> how the run ended, and the first real error: an `Ending`.
-
-A traceback in a log proves no crash: training data is printed into it, and a handled error may be.
-What counts is an error after which no work follows, an exit code, or a signal.
-"""
+"""Evidence -> how the run ended, and the first real error: an `Ending`. A traceback in a log proves no crash: training
+data is printed into it, and a handled error may be. What counts is an error after which no work follows, an exit code,
+or a signal."""
 
 from __future__ import annotations
 
@@ -122,11 +120,9 @@ class Ending:
 
 
 def fatal(evidence: Evidence, *names: str) -> tuple[Signal, ...]:
-    """The signals of these names after which the log shows no work any more.
-
-    One step may still be logged: rank 0 prints it while another rank is already going under. A log of which nothing
-    shows that it is a training's tells of one's failure only if it ends with it.
-    """
+    """The signals of these names after which the log shows no work any more. One step may still be logged: rank 0
+    prints it while another rank is already going under. A log of which nothing shows that it is a training's tells of
+    one's failure only if it ends with it."""
     log = evidence.log
     if log is None:
         return ()
@@ -141,11 +137,9 @@ def fatal(evidence: Evidence, *names: str) -> tuple[Signal, ...]:
 
 
 def _of_an_earlier(log: Log) -> int:
-    """The last line of an earlier attempt in the same file: its launcher's word, behind which one begins.
-
-    accelerate speaks of its only child, so that what is raised later is another's; torchrun of one node may have
-    spoken before the ranks of the others. Of several jobs of Slurm the last one counts.
-    """
+    """The last line of an earlier attempt in the same file: its launcher's word, behind which one begins. accelerate
+    speaks of its only child, so that what is raised later is another's; torchrun of one node may have spoken before
+    the ranks of the others. Of several jobs of Slurm the last one counts."""
     raised, begun = log.all("exception"), log.all("begun", "bar_begun", "loading")
     ends = [s for s in raised if _carries(s)]
     others = [*(s for s in raised if s not in ends), *log.all("refused", "syntax")]

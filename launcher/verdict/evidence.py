@@ -1,8 +1,6 @@
-"""Everything a run left behind -> `Evidence`: its console log, its probe's events, its exit.
-
-Each part may be missing. By default it is all of the last attempt: `console.3.log` and
-`exit.3.json` with the probe's events since the third `start`.
-"""
+"""Everything a run left behind -> `Evidence`: its console log, its probe's events, its exit. Each part may be missing.
+By default it is all of the last attempt: `console.3.log` and `exit.3.json` with the probe's events since the third
+`start`."""
 
 from __future__ import annotations
 
@@ -56,7 +54,6 @@ class Event:
         return None if value is None else str(value)
 
     def number(self, key: str) -> float | None:
-        """The field as a finite number, None where it is none."""
         return finite(self.fields.get(key))
 
 
@@ -206,7 +203,6 @@ class Evidence:
 
     @property
     def total_steps(self) -> int | None:
-        """The optimizer steps that the log announced."""
         if self.log is None:
             return None
         progress = self.log.last("progress")
@@ -298,7 +294,6 @@ def _named(log: Log) -> str | None:
 
 
 def finite(value: object) -> float | None:
-    """The value if it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     # a whole number of JSON may be larger than any float

@@ -27,8 +27,6 @@ _LOST_HELP = "no process of it is left and none recorded an end: the machine wen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunJudgement:
-    """The verdict without secrets, the manifest, and the evidence of each attempt."""
-
     verdict: Verdict
     manifest: Manifest
     attempts: tuple[Evidence, ...]
@@ -146,11 +144,9 @@ def _beside_plan(verdict: Verdict, manifest: Manifest) -> Verdict:
 
 
 def _saved_model(found: Evidence, output: Path | None, *, here: bool) -> dict[str, Any] | None:
-    """The saved model as it is now: `path` and, where that is not as it was saved, `state` and `reason`.
-
-    None where nothing was fingerprinted; without a probe only whether the `output` folder is there counts. `here` is
-    whether the run trained on this machine: of another one the folder may not be visible.
-    """
+    """The saved model as it is now: `path` and, where that is not as it was saved, `state` and `reason`. None where
+    nothing was fingerprinted; without a probe only whether the `output` folder is there counts. `here` is whether the
+    run trained on this machine: of another one the folder may not be visible."""
     if found.probe is None and here and output is not None and not output.exists():
         return {"path": str(output), "state": "missing", "reason": f"{output} does not exist"}
     event = next(iter(found.last_events("saved_model")), None)

@@ -49,11 +49,9 @@ def peak_allocated_gib(evidence: Evidence) -> float | None:
 
 
 def memory_phases(evidence: Evidence) -> dict[str, dict[str, float]]:
-    """Memory at the end of each phase in GiB, each number that of the rank where it is largest.
-
-    The peaks are cumulative, because upstream reads the same counters and nobody resets them: a phase whose peak is
-    above that of the one before made it, any other stayed below.
-    """
+    """Memory at the end of each phase in GiB, each number that of the rank where it is largest. The peaks are
+    cumulative, because upstream reads the same counters and nobody resets them: a phase whose peak is above that of
+    the one before made it, any other stayed below."""
     phases: dict[str, dict[str, float]] = {}
     for event in evidence.events("memory"):
         phase = phases.setdefault(event.text("phase") or "?", {})
@@ -116,11 +114,9 @@ def mfu(evidence: Evidence) -> float | None:
 
 
 def metrics(evidence: Evidence) -> dict[str, float | None]:
-    """The whole run in numbers, None where unknown or not finite.
-
-    `logged_tokens_per_second` is open-instruct's own, warm-up included. The gradient norms are those of all attempts
-    that came to this; DPO's rewards are there only where the log prints them.
-    """
+    """The whole run in numbers, None where unknown or not finite. `logged_tokens_per_second` is open-instruct's own,
+    warm-up included. The gradient norms are those of all attempts that came to this; DPO's rewards are there only
+    where the log prints them."""
     losses = whole_losses(evidence)
     last = evidence.lines[-1] if evidence.lines else None
     rewards = {

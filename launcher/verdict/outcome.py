@@ -1,8 +1,6 @@
-"""Evidence -> what came of a run: losses, gradients, memory, its end, weights, model, inputs, resumes.
-
-Functions are like those of `points`. An `OPTIONAL` point of which nothing is known and nothing is expected
-is left out of a verdict: records of older versions hold none of this.
-"""
+"""Evidence -> what came of a run: losses, gradients, memory, its end, weights, model, inputs, resumes. Functions are
+like those of `points`. An `OPTIONAL` point of which nothing is known and nothing is expected is left out of a verdict:
+records of older versions hold none of this."""
 
 from __future__ import annotations
 
@@ -369,7 +367,6 @@ def _finish(evidence: Evidence, _expected: str | None) -> Observation:
 
 
 def _weights(evidence: Evidence, _expected: str | None) -> Observation:
-    """Whether the weights that the optimizer updates are others than before its first step."""
     last, share = evidence.last_events("weights"), moved_share(evidence)
     if share is None:
         return replace(UNKNOWN, cites=last, reason=reason_of(last))
@@ -390,7 +387,6 @@ def _weights(evidence: Evidence, _expected: str | None) -> Observation:
 
 
 def _model(evidence: Evidence, _expected: str | None) -> Observation:
-    """Whether the model on the disk is the one that was saved."""
     if evidence.model is None:
         return UNKNOWN
     detail = dict(evidence.model)
@@ -402,7 +398,6 @@ def _model(evidence: Evidence, _expected: str | None) -> Observation:
 
 
 def _inputs(evidence: Evidence, _expected: str | None) -> Observation:
-    """Whether data and model were the same at the start and at the end."""
     if evidence.inputs is None:
         return UNKNOWN
     if not evidence.inputs:

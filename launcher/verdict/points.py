@@ -1,8 +1,6 @@
-"""Evidence -> what ran: an `Observation` of Liger, packing, attention, batch and caches.
-
-Each function takes the evidence and what is expected (None: nothing), because what proves a point
-depends on it: an announcement can disprove `off`, and never prove `engaged`.
-"""
+"""Evidence -> what ran: an `Observation` of Liger, packing, attention, batch and caches. Each function takes the
+evidence and what is expected (None: nothing), because what proves a point depends on it: an announcement can disprove
+`off`, and never prove `engaged`."""
 
 from __future__ import annotations
 
@@ -125,11 +123,9 @@ def _calls_of(operation: str, calls: Mapping[int, Mapping[str, int]]) -> dict[st
 
 
 def _uncalled(patches: Sequence[Event], calls: Mapping[int, Mapping[str, int]]) -> dict[str, dict[str, int]]:
-    """The losses that Liger was to put in and that some rank never called, with the calls of each.
-
-    It is they that save the logits' memory, and the other kernels run without them. Which of those a
-    model has is for Liger to know.
-    """
+    """The losses that Liger was to put in and that some rank never called, with the calls of each. It is they that
+    save the logits' memory, and the other kernels run without them. Which of those a model has is for Liger to
+    know."""
     patched = [event.fields.get("kwargs") for event in patches]
     fused = [op for op in FUSED if any(isinstance(k, dict) and k.get(op) is True for k in patched)]
     return {op: counts for op in fused if not all((counts := _calls_of(op, calls)).values())}
@@ -274,7 +270,6 @@ def _attention_logged(evidence: Evidence, expected: str | None) -> Observation:
 
 
 def _batch(evidence: Evidence, _expected: str | None) -> Observation:
-    """Whether as many processes trained as were planned, and a step of each took as many rows."""
     probe, manifest = evidence.probe, evidence.manifest
     if probe is None or (world := manifest.processes) is None:
         return UNKNOWN
@@ -365,11 +360,9 @@ def _first_loss(log: Log | None) -> StepLine | None:
 
 
 def _cache_logged(evidence: Evidence, misses: Sequence[str], hit: str, *, whole: bool = True) -> Observation:
-    """One rank fills a cache and the others then find it, so a single miss outweighs all finds.
-
-    Where another source may say a miss in other words, or the log is not `whole` and what came before the find is
-    not there, a find proves nothing.
-    """
+    """One rank fills a cache and the others then find it, so a single miss outweighs all finds. Where another source
+    may say a miss in other words, or the log is not `whole` and what came before the find is not there, a find proves
+    nothing."""
     missed, found = evidence.signals(*misses), evidence.signals(hit)
     if not missed and (not found or not whole or evidence.pinned is False):
         return UNKNOWN

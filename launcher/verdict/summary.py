@@ -81,7 +81,6 @@ def cause(verdict: Mapping[str, Any]) -> Cause | None:
 
 
 def _caused(text: str, *points: Point) -> Cause:
-    """The help and the evidence are those of the first point that has any."""
     details = [mapping(point.get("detail")) for point in points]
     help = next((str(detail["help"]) for detail in details if detail.get("help")), None)
     return Cause(
@@ -116,7 +115,6 @@ def _error(finish: Point) -> Mapping[str, Any]:
 
 
 def _raised(detail: Mapping[str, Any]) -> str | None:
-    """The error that ended the run; None for what only reports a signal."""
     error = mapping(detail.get("error"))
     kind = str(error.get("type"))
     if not error or (detail.get("signal") and kind.endswith((*MESSENGERS, "KeyboardInterrupt"))):

@@ -111,7 +111,6 @@ class Log:
 
     @property
     def last_step(self) -> int | None:
-        """As a loss line or the training bar shows it."""
         shown = [self.steps[-1].step] if self.steps and self.numbered else []
         return max([*shown, *(self.last_bar or ())[:1]], default=None)
 
@@ -122,12 +121,9 @@ class Log:
 
 
 def scan(path: Path, patterns: Sequence[Pattern]) -> Log:
-    """Read a console log of any size, in pieces, into a `Log`.
-
-    Lines are counted by line feeds; carriage returns divide a line into segments. A log that is still written to is
-    read as far as it goes now, a pipe to its end. Raises OSError if the file cannot be read; nothing in its content
-    raises.
-    """
+    """Read a console log of any size, in pieces, into a `Log`. Lines are counted by line feeds; carriage returns
+    divide a line into segments. A log that is still written to is read as far as it goes now, a pipe to its end.
+    Raises OSError if the file cannot be read; nothing in its content raises."""
     with opened(path) as pieces:
         surveys = list(survey(pieces, patterns))
         reading = _Reading(path=path, patterns=patterns)
@@ -144,7 +140,6 @@ def scan(path: Path, patterns: Sequence[Pattern]) -> Log:
 
 
 def number(text: str | bytes | None) -> float | None:
-    """A float as a log prints it (nan and inf included); None where it is none."""
     try:
         return None if text is None else float(text)
     except ValueError:
@@ -351,11 +346,9 @@ class _Reading:
         return announced or cut or max(begun, default=next(iter(bars), self.rated))
 
     def _number(self, beside: list[int], total: int | None) -> list[int]:
-        """The optimizer step of each of HF Trainer's dicts, which do not name it.
-
-        The bar redrawn beside the dict shows it, unless stdout was buffered and all dicts came in one heap: then the
-        share of the epochs done tells, else the count.
-        """
+        """The optimizer step of each of HF Trainer's dicts, which do not name it. The bar redrawn beside the dict
+        shows it, unless stdout was buffered and all dicts came in one heap: then the share of the epochs done tells,
+        else the count."""
         if len(beside) == len(self.dicts) and _rising(beside):
             return beside
         epochs = [s.extra.get("epoch", 0.0) for s in self.dicts]

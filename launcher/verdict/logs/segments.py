@@ -1,8 +1,6 @@
-"""A console file of any size -> `Pieces` of it, and the segments that lie in them.
-
-A segment is what stands between line feeds or carriage returns: a progress bar redraws itself
-behind a carriage return, so that one physical line may hold thousands of segments.
-"""
+"""A console file of any size -> `Pieces` of it, and the segments that lie in them. A segment is what stands between
+line feeds or carriage returns: a progress bar redraws itself behind a carriage return, so that one physical line may
+hold thousands of segments."""
 
 from __future__ import annotations
 
@@ -44,10 +42,8 @@ class Pieces:
         return self.size > 0 and self._read(self.size - 1, self.size) != b"\n"
 
     def read(self, index: int) -> tuple[bytes, int, int]:
-        """The segments that begin in one part of the file: a block, without colours, from where to where.
-
-        Before them stands as much as a progress bar takes, behind them as much as a traceback does.
-        """
+        """The segments that begin in one part of the file: a block, without colours, from where to where. Before them
+        stands as much as a progress bar takes, behind them as much as a traceback does."""
         begin, end = self._edge(index * PIECE_BYTES), self._edge((index + 1) * PIECE_BYTES)
         low = max(0, begin - BAR_BYTES)
         block = self._read(low, min(self.size, end + BEYOND_BYTES))
@@ -99,7 +95,6 @@ def bounds(block: bytes, at: int) -> tuple[int, int]:
 
 
 def text(raw: bytes) -> str:
-    """Decoded and stripped; what is no UTF-8 becomes a replacement character."""
     return raw.decode("utf-8", "replace").strip()
 
 

@@ -1,8 +1,6 @@
-"""Pieces of a log -> what is worth reading of each: a `LogSurvey`.
-
-A piece is surveyed by itself, so that a large file is never in memory. What it all means is left
-to `logs`. The lines of a survey are counted from 0 where the piece begins.
-"""
+"""Pieces of a log -> what is worth reading of each: a `LogSurvey`. A piece is surveyed by itself, so that a large file
+is never in memory. What it all means is left to `logs`. The lines of a survey are counted from 0 where the piece
+begins."""
 
 from __future__ import annotations
 
@@ -32,12 +30,9 @@ _DUMP_LINES = 4_000
 
 
 class Hit(NamedTuple):
-    """A segment that a pattern is about; of a pattern that is not sampled, one that it matches.
-
-    `skipped` counts the segments of a numbered pattern that were left out since its last hit, `whole` is
-    False where the log ends before the segment does, and `bar` is the progress bar beside it:
-    (done, total). `fields` are those of an exception.
-    """
+    """A segment that a pattern is about; of a pattern that is not sampled, one that it matches. `skipped` counts the
+    segments of a numbered pattern that were left out since its last hit, `whole` is False where the log ends before
+    the segment does, and `bar` is the progress bar beside it: (done, total). `fields` are those of an exception."""
 
     pattern: int
     line: int

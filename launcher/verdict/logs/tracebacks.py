@@ -1,8 +1,6 @@
-"""Lines of a Python traceback -> what was raised in the end: a `Raised`.
-
-Ranks write over each other, so every rank's prefix (`[rank3]: `) is followed on its own; a time stamp in it
-is no part of who speaks. Rich draws a box around the frames, and IPython names the type before them.
-"""
+"""Lines of a Python traceback -> what was raised in the end: a `Raised`. Ranks write over each other, so every rank's
+prefix (`[rank3]: `) is followed on its own; a time stamp in it is no part of who speaks. Rich draws a box around the
+frames, and IPython names the type before them."""
 
 from __future__ import annotations
 
@@ -80,11 +78,9 @@ class Tracebacks:
     followed: int = 0
 
     def follow(self, block: bytes, start: int, limit: int, line: int) -> tuple[int, list[Raised]]:
-        """Read on from `start`, in line `line`, until every open traceback says what was raised.
-
-        Where a frame stands at `start`, one whose first line is not there is open. From `limit` on no other is opened.
-        Gives the position reached and what was raised on the way.
-        """
+        """Read on from `start`, in line `line`, until every open traceback says what was raised. Where a frame stands
+        at `start`, one whose first line is not there is open. From `limit` on no other is opened. Gives the position
+        reached and what was raised on the way."""
         raised: list[Raised] = []
         for segment in re.split(rb"[\r\n]", block[max(0, start - BEFORE_BYTES) : start]):
             self._say(segment.rstrip())

@@ -159,7 +159,9 @@ def ending(evidence: Evidence) -> Ending:
         # a process ended itself, and the others were ended for it: what they say then counts for nothing
         error = {"type": stopped.name, "message": stopped.text("message") or "", "rank": str(stopped.rank)}
         return Ending(state="stopped", reason=stopped.name, error=error)
-    failures = _failures(evidence)
+    # a job script goes on after a command that is not there: that one counts at the very end alone
+    late = evidence.log.lines - _LAST_LINES if evidence.log else 0
+    failures = tuple(s for s in fatal(evidence, *_FAILURES, "not_found") if s.name != "not_found" or s.line > late)
     violation = next((s for s in failures if s.name == "violation"), None)
     if violation is not None and not (ended and not ended.returncode):
         message = violation.fields["message"]
@@ -175,7 +177,12 @@ def ending(evidence: Evidence) -> Ending:
     if signal is not None and signal not in _OWN_FAULTS:
         state = "stopped" if signal in _STOPS else "killed"
     by_signal = {Signals.SIGKILL: "killed", Signals.SIGHUP: "hangup"}
-    reason = _reason(evidence, failures) or (by_signal.get(signal) if signal else None)
+    # what the log names after its last work
+    names = {s.name for s in (*fatal(evidence, *HELP), *failures)}
+    names -= {"not_found"} - {s.name for s in failures}
+    if any(s.name == "exception" and not _carries(s) for s in failures):
+        names -= {"not_started"}  # a job script went on without what it missed
+    reason = next((name for name in HELP if name in names), by_signal.get(signal) if signal else None)
     taken = (_TAKEN.get(s.fields.get("why", "")) for s in failures if s.name == "cancelled")
     if taken_for := next(filter(None, taken), None):
         state, reason = "killed", taken_for
@@ -188,25 +195,9 @@ def ending(evidence: Evidence) -> Ending:
     )
 
 
-def _failures(evidence: Evidence) -> tuple[Signal, ...]:
-    """The signals that a run ended badly. A job script goes on after a command that is not there: that one counts at
-    the very end alone."""
-    late = evidence.log.lines - _LAST_LINES if evidence.log else 0
-    return tuple(s for s in fatal(evidence, *_FAILURES, "not_found") if s.name != "not_found" or s.line > late)
-
-
 def _carries(signal: Signal) -> bool:
     """Whether an exception only hands on that another process failed."""
     return signal.fields["type"].endswith(MESSENGERS)
-
-
-def _reason(evidence: Evidence, failures: tuple[Signal, ...]) -> str | None:
-    """The key of `HELP` that the log names after its last work."""
-    names = {s.name for s in (*fatal(evidence, *HELP), *failures)}
-    names -= {"not_found"} - {s.name for s in failures}
-    if any(s.name == "exception" and not _carries(s) for s in failures):
-        names -= {"not_started"}  # a job script went on without what it missed
-    return next((name for name in HELP if name in names), None)
 
 
 def _well(evidence: Evidence, clean: bool) -> Ending:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from launcher import files
 from launcher.artifacts.digest import CHECKPOINT
@@ -336,7 +337,12 @@ def _read_rank(path: Path, attempt: int | None) -> RankRecord | None:
             if not ours:
                 continue
             if name == "step":
-                steps += _step(event)
+                step, loss = event.number("step"), event.number("loss")
+                if step is not None:
+                    sound = fields.get("finite") is not False and (loss is not None or fields.get("loss") is None)
+                    values: dict[str, Any] = {key: event.number(key) for key in (*MEASURED, "micro_batches")}
+                    values |= {"finite": sound, "interrupted": fields.get("interrupted") is True}
+                    steps.append(ProbeStep(rank=rank, path=path, line=number, step=int(step), loss=loss, **values))
                 continue
             kept = events.setdefault(name, [])
             kept.append(event)
@@ -344,21 +350,3 @@ def _read_rank(path: Path, attempt: int | None) -> RankRecord | None:
                 del kept[KEPT_EVENTS // 2]
     flat = sorted((e for kept in events.values() for e in kept), key=lambda e: e.line)
     return RankRecord(rank=rank, events=tuple(flat), steps=tuple(steps)) if flat or steps else None
-
-
-def _step(event: Event) -> list[ProbeStep]:
-    number, loss = event.number("step"), event.number("loss")
-    if number is None:
-        return []
-    return [
-        ProbeStep(
-            rank=event.rank,
-            path=event.path,
-            line=event.line,
-            step=int(number),
-            loss=loss,
-            finite=event.fields.get("finite") is not False and (loss is not None or event.fields.get("loss") is None),
-            interrupted=event.fields.get("interrupted") is True,
-            **{key: event.number(key) for key in (*MEASURED, "micro_batches")},
-        )
-    ]

@@ -156,7 +156,14 @@ def metrics_rows(evidence: Evidence) -> list[Row]:
     by_step: dict[int, list[ProbeStep]] = {}
     for step in evidence.rank_steps:
         by_step.setdefault(step.step, []).append(step)
-    rows = {number: _probe_row(number, by_step[number]) for number in sorted(by_step)}
+    rows: dict[int, Row] = {}
+    for number, steps in sorted(by_step.items()):
+        row = rows[number] = Row(step=number, finite=all(s.finite for s in steps))
+        if row["finite"] and (losses := [s.loss for s in steps if s.loss is not None]):
+            row["loss"] = math.fsum(losses) / len(losses)
+        for key in MEASURED:
+            if parts := [v for s in steps if (v := getattr(s, key)) is not None]:
+                row[key] = sum(parts) if key in _SUMMED else max(parts)
     lines = evidence.lines
     measured = sum("loss" in row for row in rows.values())
     # Trainer's lines bear no step: after a resume the first may be counted from the bar's begin
@@ -178,13 +185,3 @@ def metrics_rows(evidence: Evidence) -> list[Row]:
             row.pop("loss", None)
         row.update({k: v for k, v in logged.items() if v is not None and math.isfinite(v)})
     return [rows[number] for number in sorted(rows)]
-
-
-def _probe_row(number: int, steps: Sequence[ProbeStep]) -> Row:
-    row: Row = {"step": number, "finite": all(s.finite for s in steps)}
-    if row["finite"] and (losses := [s.loss for s in steps if s.loss is not None]):
-        row["loss"] = math.fsum(losses) / len(losses)
-    for key in MEASURED:
-        if parts := [v for s in steps if (v := getattr(s, key)) is not None]:
-            row[key] = sum(parts) if key in _SUMMED else max(parts)
-    return row

@@ -60,7 +60,7 @@ _CORRUPT = Observation(
 def _loss(evidence: Evidence, _expected: str | None) -> Observation:
     log, lines = evidence.log, evidence.lines
     steps = list(evidence.rank_steps)
-    detail: dict[str, object] = {"logged": len(lines), "counted": len(steps)}
+    detail: dict[str, Any] = {"logged": len(lines), "counted": len(steps)}
     bad, printed = _bad_steps(evidence), _bad_steps_printed(evidence)
     before = [int(row["step"]) for row in evidence.earlier if row.get("finite") is False]
     if before and not bad:
@@ -73,8 +73,8 @@ def _loss(evidence: Evidence, _expected: str | None) -> Observation:
         # a rank that is known tells more than a logged mean of the same step
         first = min(bad, key=lambda one: (one.step, one.rank is None, one.rank or 0))
         numbered = steps or not log or log.numbered
-        detail |= {"first_step": first.step if numbered else None, "rank": first.rank}
-        detail |= {"nonfinite": len(bad), **_around(evidence, first)}
+        detail |= {"first_step": first.step if numbered else None, "rank": first.rank, "nonfinite": len(bad)}
+        reason = _describe(evidence, first, detail)
         # before training is announced, such a line may be a word of the data that upstream shows
         begun = evidence.records or not log or not log.blocks or evidence.signals("total_steps", "progress")
         return Observation(
@@ -82,7 +82,7 @@ def _loss(evidence: Evidence, _expected: str | None) -> Observation:
             proved=bool(begun),
             cites=[one.cite for one in bad],
             detail=detail,
-            reason=_nonfinite_reason(detail),
+            reason=reason,
             help=_NOT_FINITE_HELP,
         )
     unproved = Observation("finite", proved=False, detail=detail)
@@ -154,27 +154,23 @@ def _bad_steps_printed(evidence: Evidence) -> list[_BadStep]:
     return [_BadStep(int(found["step"] or 0), int(found["rank"]), line) for found, line in matches if found]
 
 
-def _around(evidence: Evidence, bad: _BadStep) -> dict[str, object]:
-    """What it was that was not finite, and the last values before, as that rank saw them."""
-    found: dict[str, object] = {}
+def _describe(evidence: Evidence, bad: _BadStep, detail: dict[str, Any]) -> str:
+    """What it was that was not finite, and the last values before, as that rank saw them; also into the detail."""
+    step, rank, found = detail["first_step"], bad.rank, dict[str, Any]()
     for event in evidence.events("nonfinite"):
-        if event.rank == bad.rank and event.number("step") == bad.step:
+        if event.rank == rank and event.number("step") == bad.step:
             found = {"what": event.text("what"), "value": event.text("value")}
-    for step in evidence.rank_steps:
-        if step.rank == bad.rank and step.step < bad.step and step.finite:
-            found["last_finite"] = {"step": step.step, "loss": step.loss, "grad_norm": step.grad_norm}
-    return found
-
-
-def _nonfinite_reason(detail: Mapping[str, Any]) -> str:
-    step, rank, last = (detail.get(key) for key in ("first_step", "rank", "last_finite"))
-    what = detail.get("what") or ("loss" if rank is None else "loss or gradient")
-    reason = f"{what} is {detail.get('value') or 'not finite'}"
+    for one in evidence.rank_steps:
+        if one.rank == rank and one.step < bad.step and one.finite:
+            found["last_finite"] = {"step": one.step, "loss": one.loss, "grad_norm": one.grad_norm}
+    detail |= found
+    what = found.get("what") or ("loss" if rank is None else "loss or gradient")
+    reason = f"{what} is {found.get('value') or 'not finite'}"
     if step is not None:
         reason += f" at step {step}" + ("" if rank is None else f", rank {rank}")
     if detail["nonfinite"] != 1:
         reason += f", the first of {detail['nonfinite']}"
-    if last and last["loss"] is not None:
+    if (last := found.get("last_finite")) and last["loss"] is not None:
         reason += f"; last finite: {last['loss']:.4g} at step {last['step']}"
     return reason
 

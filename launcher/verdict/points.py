@@ -84,7 +84,12 @@ def _liger_counted(evidence: Evidence, expected: str | None, calls: Mapping[int,
     detail: dict[str, object] = {op: _calls_of(op, calls) for op in names} | missing
     patches, cites = evidence.events("liger_patch"), evidence.last_events("liger")
     idle = [rank for rank, counts in calls.items() if not any(counts.values())]
-    if not idle and expected == "engaged" and (uncalled := _uncalled(patches, calls)):
+    # the losses that Liger was to put in save the logits' memory, and the other kernels run without them. Which of
+    # those a model has is for Liger to know
+    kwargs = [mapping(event.fields.get("kwargs")) for event in patches]
+    fused = [op for op in FUSED if any(one.get(op) is True for one in kwargs)]
+    uncalled = {op: counts for op in fused if not all((counts := _calls_of(op, calls)).values())}
+    if not idle and expected == "engaged" and uncalled:
         return Observation(
             "not_engaged",
             cites=(*cites, *patches),
@@ -106,12 +111,9 @@ def _liger_counted(evidence: Evidence, expected: str | None, calls: Mapping[int,
     if not (some or expected == "engaged" or evidence.arguments.get("use_liger_kernel") == "True"):
         # of a rank without steps it is not known, unless another one shows that it is not as expected
         return Observation("off", proved=not missing, cites=(*cites, *steps), detail=detail)
-    if patches:
-        patched, help = (
-            "though its patches were applied",
-            "the model class that trains is not the one that was patched",
-        )
-    else:
+    patched = "though its patches were applied"
+    help = "the model class that trains is not the one that was patched"
+    if not patches:
         patched = "and no patch was applied"
         help = "check that liger-kernel is installed (`launch doctor`) and supports the model type"
     reason = f"no Liger kernel was called{where} in {evidence.last_step} steps, {patched}"
@@ -120,15 +122,6 @@ def _liger_counted(evidence: Evidence, expected: str | None, calls: Mapping[int,
 
 def _calls_of(operation: str, calls: Mapping[int, Mapping[str, int]]) -> dict[str, int]:
     return {str(rank): counts.get(operation, 0) for rank, counts in calls.items()}
-
-
-def _uncalled(patches: Sequence[Event], calls: Mapping[int, Mapping[str, int]]) -> dict[str, dict[str, int]]:
-    """The losses that Liger was to put in and that some rank never called, with the calls of each. It is they that
-    save the logits' memory, and the other kernels run without them. Which of those a model has is for Liger to
-    know."""
-    patched = [event.fields.get("kwargs") for event in patches]
-    fused = [op for op in FUSED if any(isinstance(k, dict) and k.get(op) is True for k in patched)]
-    return {op: counts for op in fused if not all((counts := _calls_of(op, calls)).values())}
 
 
 def _liger_logged(evidence: Evidence, expected: str | None) -> Observation:
@@ -168,7 +161,14 @@ def _liger_logged(evidence: Evidence, expected: str | None) -> Observation:
 
 
 def _packing(evidence: Evidence, expected: str | None) -> Observation:
-    observed = _packing_by_rank(evidence, expected) or _packing_logged(evidence, expected)
+    observed = _packing_by_rank(evidence, expected)
+    if observed is None:
+        announced = evidence.signals("packing")
+        argument = evidence.log.argument("packing") if evidence.log else ()
+        if announced or (evidence.arguments.get("packing") == "True" and not evidence.packs_nothing):
+            observed = Observation("on", proved=expected != "isolated", cites=(*announced, *argument))
+        else:
+            observed = Observation("off" if argument else "unknown", proved=bool(argument), cites=argument)
     if expected in ("isolated", "on") and observed.state == "off":
         idle = [rank for rank, state in mapping(observed.detail.get("ranks")).items() if state == "off"]
         where = f" of rank {', '.join(idle)}" if idle else ""
@@ -180,14 +180,6 @@ def _packing(evidence: Evidence, expected: str | None) -> Observation:
         why = "was not tested" if evidence.probe else "cannot be shown by a log alone"
         return replace(observed, reason=observed.reason or f"whether packed samples see each other {why}")
     return observed
-
-
-def _packing_logged(evidence: Evidence, expected: str | None) -> Observation:
-    announced = evidence.signals("packing")
-    argument = evidence.log.argument("packing") if evidence.log else ()
-    if announced or (evidence.arguments.get("packing") == "True" and not evidence.packs_nothing):
-        return Observation("on", proved=expected != "isolated", cites=(*announced, *argument))
-    return Observation("off" if argument else "unknown", proved=bool(argument), cites=argument)
 
 
 def _packing_by_rank(evidence: Evidence, expected: str | None) -> Observation | None:

@@ -73,7 +73,9 @@ class LogSurvey:
             line += block.count(b"\n", at, place.start)
             at = place.start
             if place.pattern == RAISED:
-                done = self._follow(place, line) if place.start >= done else done
+                if place.start >= done:
+                    done, raised = Tracebacks().follow(block, at, stop, line)
+                    self.hits += (Hit(RAISED, found.line, found.segment, fields=found.fields) for found in raised)
             elif self.patterns[place.pattern].name == "arguments":
                 self._dump(place, line)
             else:
@@ -198,12 +200,6 @@ class LogSurvey:
             known = re.compile(rb"%%\|[^|\r\n]*\|[ \t]*\d+/%d \[" % total)
             line = self.feeds - block.count(b"\n", start, self.stop)
             self.bars.append((total, int(bar["done"]), line))
-
-    def _follow(self, place: _Place, line: int) -> int:
-        """Follow a traceback, and those of other ranks in between; the position reached."""
-        reached, raised = Tracebacks().follow(self.block, place.start, self.stop, line)
-        self.hits += (Hit(RAISED, found.line, found.segment, fields=found.fields) for found in raised)
-        return reached
 
     def _dump(self, place: _Place, line: int) -> None:
         """The lines of one block of the dump, as far as its closing bracket."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import reduce
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,8 @@ def _plain(value: Any, spend: Callable[[int], None]) -> Any:
 
 
 def _depth(text: str) -> int:
-    depth = most = 0
-    for mark in re.findall(r"\$\{|\}", text):
-        depth = max(0, depth + (1 if mark == "${" else -1))
-        most = max(most, depth)
-    return most
+    steps = (1 if mark == "${" else -1 for mark in re.findall(r"\$\{|\}", text))
+    return max(accumulate(steps, lambda depth, step: max(0, depth + step), initial=0))
 
 
 def _unresolved(

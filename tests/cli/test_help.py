@@ -32,22 +32,15 @@ def test_commands_and_options_stand_in_groups() -> None:
         assert part in text
 
 
-@pytest.mark.parametrize(
-    ("words", "instead"),
-    [
-        ("sft f.yaml --learning_rate 1e-3", "learning_rate=1e-3"),
+def test_an_argument_written_as_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, instead in (
         ("sft f.yaml --learning-rate=1e-3 --packing --gpus 0", "learning_rate=1e-3 packing=true"),
         ("sft --packing f.yaml --warmup_ratio 0.03", "packing=true warmup_ratio=0.03"),
         ("pipeline p.yaml --max-steps 3", "STAGE.max_steps=3"),
         ("plan f.yaml --beta 0.1 --deepspeed zero3", "beta=0.1 deepspeed=zero3"),
-    ],
-)
-def test_an_argument_written_as_an_option(words: str, instead: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(words.split()) == 2
-    assert f"help: write {instead}\n" in capsys.readouterr().err
-
-
-def test_an_argument_written_as_an_option_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    ):
+        assert main.main(words.split()) == 2
+        assert f"help: write {instead}\n" in capsys.readouterr().err
     assert main.main(["sft", "f.yaml", "--beta", "1", "--max_steps", "3", "--format", "json"]) == 2
     finding = json.loads(capsys.readouterr().out)["findings"][0]
     assert (finding["code"], finding["help"]) == ("bad-command-line", "write max_steps=3")

@@ -75,18 +75,18 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[s
     return code, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("gpus", [0, 1, 3, 8])
 @pytest.mark.parametrize("backend", ["trl", "open_instruct"])
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 def test_a_new_file_is_valid_and_splits_its_batch(
-    stage: str, backend: str, gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stage: str, backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "new.yaml"
-    code, said = answer(capsys, stage, *ASKED, "--backend", backend, "--gpus", str(gpus), "-o", str(path))
-    assert (code, said["data"]["stage"]) == (0, stage)
-    assert main.main(["validate-config", str(path), "--strict"]) == 0
-    batch = load(path).options["batch"]
-    assert batch["global"] % (batch["per_device"] * max(1, gpus)) == 0
+    for gpus in (0, 1, 3, 8):
+        path = tmp_path / f"{gpus}.yaml"
+        code, said = answer(capsys, stage, *ASKED, "--backend", backend, "--gpus", str(gpus), "-o", str(path))
+        assert (code, said["data"]["stage"]) == (0, stage)
+        assert main.main(["validate-config", str(path), "--strict"]) == 0
+        batch = load(path).options["batch"]
+        assert batch["global"] % (batch["per_device"] * max(1, gpus)) == 0
     assert main.main(["init", stage, *ASKED, "-o", str(path)]) == 2
     assert "exists" in capsys.readouterr().err
 
@@ -118,12 +118,11 @@ def test_an_axolotl_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert config.options["batch"] == {"global": 16, "per_device": 2}
     expected = {
         "model_name_or_path": "org/tiny", "dataset_name": "org/chats", "dataset_train_split": "train_sft",
-        "assistant_only_loss": True, "use_peft": True, "load_in_4bit": True, "lora_r": 32,
-        "lora_dropout": 0.0, "lora_target_modules": ["all-linear"],
-        "max_length": 4096, "packing": True, "num_train_epochs": 3,
+        "assistant_only_loss": True, "use_peft": True, "load_in_4bit": True, "lora_r": 32, "lora_dropout": 0.0,
+        "lora_target_modules": ["all-linear"], "max_length": 4096, "packing": True, "num_train_epochs": 3,
         "optim": "adamw_torch", "learning_rate": 2e-4, "warmup_steps": 0.1, "lr_scheduler_type": "cosine",
-        "bf16": True, "dtype": "bfloat16", "attn_implementation": "flash_attention_2",
-        "hub_model_id": "me/out", "push_to_hub": True, "output_dir": "./out",
+        "bf16": True, "dtype": "bfloat16", "attn_implementation": "flash_attention_2", "hub_model_id": "me/out",
+        "push_to_hub": True, "output_dir": "./out",
     }  # fmt: skip
     assert expected.items() <= config.args.items()
     assert "load_in_8bit" not in config.args
@@ -158,32 +157,24 @@ def test_a_flat_trl_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert said["data"]["lost"] == ["env"]
 
 
-@pytest.mark.parametrize(
-    ("text", "tool"), [(AXOLOTL.format(rl=""), "Axolotl"), (LLAMA_FACTORY, "LLaMA-Factory"), (TRL, "TRL")]
-)
-def test_validate_config_says_whose_file_it_is(
-    text: str, tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_validate_config_says_whose_file_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "f.yaml"
-    path.write_text(text)
-    assert main.main(["validate-config", str(path)]) == 3
-    said = capsys.readouterr().err
-    assert said.count("error[") == 1 and f"a file of {tool}" in said
-    assert f"launch init --from {path}" in said
+    for text, tool in ((AXOLOTL.format(rl=""), "Axolotl"), (LLAMA_FACTORY, "LLaMA-Factory"), (TRL, "TRL")):
+        path.write_text(text)
+        assert main.main(["validate-config", str(path)]) == 3
+        said = capsys.readouterr().err
+        assert said.count("error[") == 1 and f"a file of {tool}" in said
+        assert f"launch init --from {path}" in said
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "finding"),
-    [
+def test_what_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, new = tmp_path / "f.yaml", tmp_path / "o.yaml"
+    for text, code, finding in (
         (AXOLOTL.format(rl="kto"), 3, "bad-stage"),
         ("stage: sft\nargs: {learning_rate: 1}\n", 2, "unknown-format"),
         ("a: [\n", 3, "broken-yaml"),
-    ],
-)
-def test_what_cannot_be_converted(
-    text: str, code: int, finding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "f.yaml").write_text(text)
-    found = answer(capsys, "--from", str(tmp_path / "f.yaml"), "-o", str(tmp_path / "o.yaml"))
-    assert (found[0], found[1]["findings"][0]["code"]) == (code, finding)
-    assert not (tmp_path / "o.yaml").exists()
+    ):
+        path.write_text(text)
+        found = answer(capsys, "--from", str(path), "-o", str(new))
+        assert (found[0], found[1]["findings"][0]["code"]) == (code, finding)
+        assert not new.exists()

@@ -135,9 +135,7 @@ def test_stages_and_backends_that_a_file_names() -> None:
     for shape, given, name in (
         ("stage", {"stage": "dpo"}, "dpo"),
         ("wrapped", {"script": "open_instruct/finetune.py"}, "sft"),
-        ("wrapped", {"script": "dpo_tune_cache.py"}, "dpo"),
         ("flat", {}, None),
-        ("flat", {"stage": "dpo"}, "dpo"),
     ):
         assert options.stage_of(config(shape, **given)) == name
         assert options.stage_fault(config(shape, **given)) is None

@@ -108,8 +108,7 @@ def test_all_faults_of_a_file_at_once(judged: Any) -> None:
 
 def test_what_a_user_reads(judged: Any) -> None:
     for text, code, parts in (
-        ("use_liger_kernal: true", "unknown-key", ["FlatArguments", "did you mean `use_liger_kernel`?",
-                                                   "open_instruct/finetune.py:"]),
+        ("use_liger_kernal: true", "unknown-key", ["FlatArguments", "mean `use_liger_kernel`?", "finetune.py:"]),
         ("use_flash_attn: true", "removed-key", ["#1567", "delete the line"]),
         ("chat_template: tulu", "renamed-key", ["write `chat_template_name`", "silently take it"]),
         ("num_epochs: 2", "renamed-key", ["DPO's name", "write `num_train_epochs`"]),
@@ -155,9 +154,8 @@ def test_another_commit_is_judged_by_its_own_fields(write: Write) -> None:
     finetune = write("oi/open_instruct/finetune.py", f"{head}FlatArguments:\n    brand_new: int = 1\n{fields}")
     write("oi/open_instruct/dataset_transformation.py", f"{head}TokenizerConfig:\n    a: int = 1\n")
     text = "stage: sft\nargs:\n  brand_new: 5\n  packing: true\n  model_name_or_path: m\n"
-    found = stage.judge(
-        load.load(write("a.yaml", text)), locator=Locator(checkout=finetune.parent.parent, allow_unpinned=True)
-    )
+    locator = Locator(checkout=finetune.parent.parent, allow_unpinned=True)
+    found = stage.judge(load.load(write("a.yaml", text)), locator=locator)
     assert ("unknown-key", "parser", 4) in brief(found)
     assert "unpinned-checkout" in {f.code for f in found.findings}
     # no rule speaks of fields that this commit does not have
@@ -183,13 +181,13 @@ def older(write: Write) -> Any:
     return of
 
 
-def told(judged: Judged) -> dict[str, str | None]:
-    return {f.code: f.help for f in judged.findings if f.severity == "error"}
+def told(judged: Judged) -> dict[str, str]:
+    return {f.code: f.help or "" for f in judged.findings if f.severity == "error"}
 
 
 def test_another_commit_is_judged_by_its_own_names(older: Any) -> None:
     found = older("stage: dpo\nargs:\n  model_name_or_path: m\n  dataset_mixer: {a: 1.0}\n")
-    assert "`dataset_mixer_list: [" in (told(found)["bad-value"] or "")
+    assert "`dataset_mixer_list: [" in told(found)["bad-value"]
     # of that commit's list, which has no default, the other sources of data are no rivals
     found = older("stage: sft\nargs:\n  model_name_or_path: m\n  dataset_name: x\n")
     assert told(found) == {}
@@ -240,9 +238,7 @@ def test_the_wrapped_shape(judged: Any) -> None:
         "    push_to_hub: false\n    try_launch_beaker_eval_jobs: false\n"
     )
     made = stage.validate(judged(text))
-    assert (made.options.stage, made.options.gpus, made.options.deepspeed_name) == (
-        "sft", 8, "zero3",
-    )  # fmt: skip
+    assert (made.options.stage, made.options.gpus, made.options.deepspeed_name) == ("sft", 8, "zero3")
     assert made.values["dataset_mixer_list"] == ["a", "1.0"]
     found = judged(text.replace("deepspeed_config: zero3", "deepspeed_conf: x") + "    sede: 1\n")
     assert brief(found) == [("unknown-option", "launch", 4), ("unknown-key", "parser", 11)]
@@ -265,27 +261,21 @@ def test_all_files_that_the_checkout_ships_are_judged_with_every_fault_in_its_pl
                 assert lines[finding.line - 1].lstrip().startswith(f"{key}:"), (path, finding)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("twice.yaml", b"stage: sft\nstage: sft\nargs: {}\n"),
-        ("keys.yaml", b"stage: sft\nargs: {1: 2, [a]: b}\n"),
-        ("odd.yaml", b"stage: [sft]\nbackend: {a: 1}\nexpect: {liger: [x]}\nbatch: x\nargs: 5\n"),
-        ("odd2.yaml", b"stage: sft\nbackend: {a: 1}\nexpect: {liger: [x]}\nbatch: x\ndeepspeed: [1]\n"),
-        ("deep.yaml", b"a: " + b"[" * 5000),
-        ("inter.yaml", b"stage: sft\nargs: {a: '${'}\n"),
-    ],
-)  # fmt: skip
-def test_bad_files_end_with_exit_code_3_and_a_place(
-    write: Write, capsys: pytest.CaptureFixture[str], name: str, text: bytes
-) -> None:
-    path = write(name, text)
-    for command in (["validate-config"], ["sft", "--gpus", "0", "--dry-run"]):
-        assert main([*command, str(path), "--format", "json"]) == 3
-        findings = json.loads(capsys.readouterr().out)["findings"]
-        errors = [f for f in findings if f["severity"] == "error"]
-        assert errors
-        assert all(f["file"] == str(path) and f["line"] for f in errors)
+def test_bad_files_end_with_exit_code_3_and_a_place(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in (
+        b"stage: sft\nstage: sft\nargs: {}\n",
+        b"stage: sft\nargs: {1: 2, [a]: b}\n",
+        b"stage: [sft]\nbackend: {a: 1}\nexpect: {liger: [x]}\nbatch: x\nargs: 5\n",
+        b"stage: sft\nbackend: {a: 1}\nexpect: {liger: [x]}\nbatch: x\ndeepspeed: [1]\n",
+        b"a: " + b"[" * 5000,
+        b"stage: sft\nargs: {a: '${'}\n",
+    ):
+        path = write("a.yaml", text)
+        for command in (["validate-config"], ["sft", "--gpus", "0", "--dry-run"]):
+            assert main([*command, str(path), "--format", "json"]) == 3
+            findings = json.loads(capsys.readouterr().out)["findings"]
+            errors = [f for f in findings if f["severity"] == "error"]
+            assert errors and all(f["file"] == str(path) and f["line"] for f in errors)
 
 
 BOTH = "use_liger_kernel: true, packing: true"
@@ -310,8 +300,7 @@ def test_what_is_not_asked_for_cannot_be_expected(judged: Any) -> None:
         findings = judged(lines + text).findings
         found = [f for f in findings if f.code == "impossible-expectation"]
         assert [one.severity for one in found] == ([] if severity is None else [severity]), lines
-        assert all(one.line in {1, 2} and "cannot hold" in one.message for one in found)
-        assert all(part in one.message for one in found)
+        assert all(one.line in {1, 2} and "cannot hold" in one.message and part in one.message for one in found)
         alone = part == ALONE or lines == ONE
         assert ("packing-of-one" in {f.code for f in findings}) == alone
 

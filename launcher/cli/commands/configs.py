@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import shutil
@@ -95,14 +94,17 @@ def _judge_all(
     paths: list[Path], shared: Shared, locator: Locator, *, deep: bool, quiet: bool
 ) -> Iterator[tuple[Path, dict[str, object], tuple[Finding, ...]]]:
     """Each file with its facts and findings, with `deep` those of its rehearsal too, all in one server a script."""
+    if not deep:
+        yield from ((path, *_judge_file(path, shared.stage, locator)) for path in paths)
+        return
     from launcher.lifecycle import prepare
     from launcher.workflows.rehearse import ask, rehearsal
 
-    with ask.Servers() if deep else contextlib.nullcontext() as servers:
+    with ask.Servers() as servers:
         for path in paths:
             facts, own = _judge_file(path, shared.stage, locator)
             # what cannot be read has no shape
-            if servers is not None and facts.get("shape", "pipeline") != "pipeline":
+            if facts.get("shape", "pipeline") != "pipeline":
                 say = (lambda _: None) if quiet else shared.show_progress
                 judged, trainer = prepare.judge(shared.request(config=path))
                 result = rehearsal.rehearse(judged, trainer, servers, say=say)

@@ -88,20 +88,6 @@ def test_every_finding_code_is_documented_and_none_is_invented() -> None:
     assert load.PIPELINE in finding_codes()
 
 
-def test_what_the_docs_run_in_ci_passes_here(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each line with its files, as a shell would hand them over in this repository's root."""
-    monkeypatch.chdir(ROOT)
-    told = (ROOT / "docs/editors.md").read_text(encoding="utf-8")
-    lines = re.findall(r"run: launch (validate-config [^>\n]+)", told)
-    assert lines
-    for line in lines:
-        words = [sorted(map(str, Path().glob(word))) or [word] for word in line.split()]
-        assert main([word for found in words for word in found]) == Exit.OK, line
-    capsys.readouterr()
-
-
 def test_only_logs_has_no_json() -> None:
     without = {
         command.name or getattr(command.callback, "__name__", "")

@@ -99,31 +99,26 @@ def test_a_point_of_the_verdict_is_a_function_and_its_row(extended: Extended) ->
     assert (before["data"]["status"], answer["data"]["status"]) == ("pass", "fail")
 
 
-def test_an_entry_script_is_a_row(extended: Extended) -> None:
-    pytest.importorskip("trl")
-    extended.add("upstream/trl.py", "STAGES", '"sft_twin": replace(_SFT, stage="sft")')
-    stage = extended.place / "twin.yaml"
-    lines = DEMO.read_text().splitlines()
-    stage.write_text("\n".join(["script: sft_twin", *lines, "  sed: 1"]))
-    (found,) = extended.launch("validate-config", str(stage), code=3)["findings"]
-    assert (found["code"], found["key"]) == ("unknown-key", "args.sed")
-    stage.write_text("\n".join(["script: sft_twin", *lines]))
-    answer = extended.launch("sft", str(stage), "--gpus", "0", "--dry-run")
-    assert "--use_cpu" in answer["data"]["argv"]
-
-
-def test_a_trainer_is_a_module_and_its_names(extended: Extended) -> None:
-    pytest.importorskip("trl")
-    code = "from launcher.upstream.trl import *  # noqa: F403\n\nNAME = 'made_up'\n"
-    (extended.place / "launcher/upstream/made_up.py").write_text(code)
-    imported = "from launcher.upstream import made_up"
-    extended.add("upstream/trainers.py", "BACKENDS", '"made_up": made_up', imported)
-    extended.add("config/keys.py", "TRAINERS", '"made_up"')
-    stage = extended.place / "sft.yaml"
-    text = DEMO.read_text().replace("backend: trl", "backend: made_up")
+def is_judged_and_planned(extended: Extended, text: str) -> None:
+    stage = extended.place / "stage.yaml"
     stage.write_text(f"{text}  sed: 1\n")
     (found,) = extended.launch("validate-config", str(stage), code=3)["findings"]
     assert (found["code"], found["key"]) == ("unknown-key", "args.sed")
     stage.write_text(text)
     answer = extended.launch("sft", str(stage), "--gpus", "0", "--dry-run")
     assert "--use_cpu" in answer["data"]["argv"]
+
+
+def test_an_entry_script_is_a_row(extended: Extended) -> None:
+    pytest.importorskip("trl")
+    extended.add("upstream/trl.py", "STAGES", '"sft_twin": replace(_SFT, stage="sft")')
+    is_judged_and_planned(extended, f"script: sft_twin\n{DEMO.read_text()}")
+
+
+def test_a_trainer_is_a_module_and_its_names(extended: Extended) -> None:
+    pytest.importorskip("trl")
+    code = "from launcher.upstream.trl import *  # noqa: F403\n\nNAME = 'made_up'\n"
+    (extended.place / "launcher/upstream/made_up.py").write_text(code)
+    extended.add("upstream/trainers.py", "BACKENDS", '"made_up": made_up', "from launcher.upstream import made_up")
+    extended.add("config/keys.py", "TRAINERS", '"made_up"')
+    is_judged_and_planned(extended, DEMO.read_text().replace("backend: trl", "backend: made_up"))

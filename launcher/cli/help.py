@@ -10,29 +10,22 @@ from typing import Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-COMMANDS: Mapping[str, tuple[str, ...]] = {
-    "Run": ("sft", "dpo", "pipeline"),
-    "Before": ("init", "configs", "validate-config", "rehearse", "plan", "prepare", "doctor"),
-    "Watch": ("runs", "attach", "logs", "stop"),
-    "After": ("check", "report", "rm", "cache"),
-    "Tune": ("ladder", "bench", "tune"),
-    "Know": ("explain", "schema", "pin"),
+COMMANDS = {
+    "Run": "sft dpo pipeline",
+    "Before": "init configs validate-config rehearse plan prepare doctor",
+    "Watch": "runs attach logs stop",
+    "After": "check report rm cache",
+    "Tune": "ladder bench tune",
+    "Know": "explain schema pin",
 }
 """The commands of `launch --help`, in the order in which one meets them."""
 
-OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "Machines": ("gpus", "nodes", "devices", "node_rank", "main_address", "slurm", "gpu", "gpu_memory", "cpu"),
-    "Start": ("dry_run", "detach", "fresh", "rehearse", "on_finish", "on_finish_limit", "first", "until"),
-    "Checks": (
-        "strict",
-        "no_probe",
-        "allow_unproven",
-        "allow_unpinned",
-        "allow_changed_resume",
-        "allow_corrupting_overlap",
-    ),
-    "Trainer": ("stage", "backend", "python", "open_instruct"),
-    "Output": ("format", "output", "help"),
+OPTIONS = {
+    "Machines": "gpus nodes devices node_rank main_address slurm gpu gpu_memory cpu",
+    "Start": "dry_run detach fresh rehearse on_finish on_finish_limit first until",
+    "Checks": "strict no_probe allow_unproven allow_unpinned allow_changed_resume allow_corrupting_overlap",
+    "Trainer": "stage backend python open_instruct",
+    "Output": "format output help",
 }
 """Options in groups, where a command has many; every other one is a further option."""
 _FEW = 9
@@ -51,11 +44,11 @@ def _write(formatter: Any, title: str, rows: list[tuple[str, str]]) -> None:
             formatter.write_dl(rows)
 
 
-def _grouped(names: list[str], groups: Mapping[str, tuple[str, ...]], rest: str) -> Iterator[Any]:
+def _grouped(names: list[str], groups: Mapping[str, str], rest: str) -> Iterator[Any]:
     """Each group with those of its names that there are; last what no group names."""
     for title, members in groups.items():
-        yield title, [name for name in members if name in names]
-    known = {name for members in groups.values() for name in members}
+        yield title, [name for name in members.split() if name in names]
+    known = " ".join(groups.values()).split()
     yield rest, [name for name in names if name not in known]
 
 

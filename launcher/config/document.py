@@ -220,8 +220,14 @@ class Builder:
             self._count(depth + 1, line)
             if event.tag not in _COLLECTIONS:
                 self._stop("unknown-tag", f"the YAML tag `{event.tag}` is not supported", line)
-            is_mapping = isinstance(event, yaml.MappingStartEvent)
-            value = (self._mapping if is_mapping else self._list)(path, depth + 1)
+            if isinstance(event, yaml.MappingStartEvent):
+                value = self._mapping(path, depth + 1)
+            else:
+                value = []
+                for below in self._until(yaml.SequenceEndEvent):
+                    where = join(path, len(value))
+                    self.origins[where] = Origin(self.file, _line(below))
+                    value.append(self._value(below, where, depth + 1))
         if event.anchor:
             self._anchors[event.anchor] = value
         return value
@@ -237,14 +243,6 @@ class Builder:
         """The events that begin an entry of a collection, up to its end."""
         while not isinstance(event := next(self._events), end):
             yield event
-
-    def _list(self, path: str, depth: int) -> list[Any]:
-        values: list[Any] = []
-        for event in self._until(yaml.SequenceEndEvent):
-            where = join(path, len(values))
-            self.origins[where] = Origin(self.file, _line(event))
-            values.append(self._value(event, where, depth))
-        return values
 
     def _mapping(self, path: str, depth: int) -> dict[str, Any]:
         values: dict[str, Any] = {}

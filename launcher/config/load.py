@@ -70,7 +70,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, text: str | None = 
     path = Path(path)
     content, parents = _with_parents(path, (), text)
     _require_one_stage(path, content)
-    shape = _shape_of(content.value)
+    shape: Shape = "stage" if content.value.keys() & {"stage", "args", "backend"} else "flat"
+    if "open_instruct" in content.value and not content.value.keys() & {"stage", "args"}:
+        shape = "wrapped"
     value, origins, named = _as_stage_file(path, shape, content)
     if faults := [fault for text in overrides if (fault := _override(path, value, origins, text)) is not None]:
         raise InvalidConfig(faults)
@@ -175,12 +177,6 @@ def tool_of(tree: Mapping[str, Any]) -> str | None:
         return "llama_factory"
     mixer = names & {"dataset_mixer_list", "dataset_mixer", "mixer_list", "backend", "extends"}
     return "trl" if names & _TRL and names & {"dataset_name", "datasets"} and not mixer else None
-
-
-def _shape_of(tree: Mapping[str, Any]) -> Shape:
-    if "open_instruct" in tree and not tree.keys() & {"stage", "args"}:
-        return "wrapped"
-    return "stage" if tree.keys() & {"stage", "args", "backend"} else "flat"
 
 
 def _as_stage_file(

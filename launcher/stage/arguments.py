@@ -70,7 +70,7 @@ def reported(config: Config, schema: Schema, entry: Entry, faults: Sequence[Find
     keys = {fault.key for fault in faults if fault.severity == "error"}
     for key in config.args.keys() - schema.fields.keys():
         moved = entry.moved.get(key)
-        near = [moved.to] if moved is not None else _near(schema, key)
+        near = [moved.to] if moved is not None else _nearest(key, tuple(schema.fields))
         keys |= {f"args.{name}" for name in near}
     if any(config.args.get(key) is not None for key in entry.hints):
         keys.add(f"args.{entry.names.data}")
@@ -150,7 +150,7 @@ def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tupl
     events = past(key)
     if events and events[0].gone:
         return _explain_gone(schema, past, message, events)
-    near = _near(schema, key)
+    near = _nearest(key, tuple(schema.fields))
     if (there := locate.at_pin(schema, key)) is not None:
         if (made := history.formerly(key, schema.script, schema.fields)) is not None:
             message += f" at {schema.named}: `{made.key}`, later {history.sentence(made)}"
@@ -175,10 +175,6 @@ def _explain_gone(schema: Schema, past: Past, message: str, events: Sequence[Arg
         return "renamed-key", message, f"write `{name}`  ({schema.fields[name].where})"
     instead = [see for see in events[0].see if see in schema.fields]
     return "removed-key", message, "delete the line" + (f"; see `{'`, `'.join(instead)}`" if instead else "")
-
-
-def _near(schema: Schema, key: str) -> list[str]:
-    return _nearest(key, tuple(schema.fields))
 
 
 @functools.lru_cache

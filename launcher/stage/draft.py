@@ -360,16 +360,13 @@ def convert(path: Path, *, stage: str | None, gpus: int | None, locator: Locator
     stage = _stage(path, kind, document, stage, locator)
     draft = Draft(stage=stage, backend="trl", origin=f"from {path.name} ({TOOLS[kind]})", gpus=gpus)
     _convert_keys(draft, FORMATS[kind], locator.schema("trl", stage).fields, given)
-    draft.rows = {name: draft.rows[name] for name in sorted(draft.rows, key=_place)}
+    first = [name for name in _FIRST if name in draft.rows]
+    draft.rows = {name: draft.rows[name] for name in dict.fromkeys([*first, *draft.rows])}
     draft.use_batch()
     return draft, [*_findings(path, document, draft)]
 
 
 _FIRST = ("model_name_or_path", "dataset_name", "dataset_config", "dataset_train_split", "output_dir")
-
-
-def _place(name: str) -> int:
-    return _FIRST.index(name) if name in _FIRST else len(_FIRST)
 
 
 def _convert_keys(draft: Draft, form: Format, fields: Mapping[str, Field], given: Values) -> None:

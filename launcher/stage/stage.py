@@ -98,7 +98,10 @@ def judge(
     lacking = list(arguments.missing(config, schema, entry, reported))
     reported |= {fault.key for fault in lacking}
     checked += lacking
-    ruled = [_accepted(opts, finding) for finding in registry.apply(values)]
+    ruled = list(registry.apply(values))
+    if opts.expect.get("packing") in {"on", "any"}:
+        # what the file itself puts up with stops nothing
+        ruled = [replace(f, severity="note", help=None) if f.code == "packing-leaks" else f for f in ruled]
     findings += [*checked, *(f for f in ruled if f.layer == "parser" or f.key not in reported)]
     wrong = {finding.key for finding in findings if finding.severity == "error"}
     findings += unused.refused(values, entry, wrong)
@@ -135,12 +138,6 @@ def validate(judged: Judged, *, strict: bool = False) -> Stage:
         args={k: v for k, v in judged.config.args.items() if v is not None},
         findings=judged.findings,
     )
-
-
-def _accepted(opts: Options, finding: Finding) -> Finding:
-    """What the file itself says it puts up with is told, and stops nothing."""
-    known = finding.code == "packing-leaks" and opts.expect.get("packing") in {"on", "any"}
-    return replace(finding, severity="note", help=None) if known else finding
 
 
 def _values(opts: Options, schema: Schema, given: Mapping[str, Any]) -> Values:

@@ -85,6 +85,7 @@ def test_a_new_file_is_valid_and_splits_its_batch(
         code, said = answer(capsys, stage, *ASKED, "--backend", backend, "--gpus", str(gpus), "-o", str(path))
         assert (code, said["data"]["stage"]) == (0, stage)
         assert main.main(["validate-config", str(path), "--strict"]) == 0
+        capsys.readouterr()
         batch = load(path).options["batch"]
         assert batch["global"] % (batch["per_device"] * max(1, gpus)) == 0
     assert main.main(["init", stage, *ASKED, "-o", str(path)]) == 2

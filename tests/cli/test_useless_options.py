@@ -33,21 +33,14 @@ def test_other_machines_gpus_are_not_guessed(tmp_path: Path, monkeypatch: pytest
     assert "no-gpus" in {finding.code for finding in told.exception.findings}
 
 
-def attempt(**changes: object) -> Attempt:
-    given = {
-        "number": 1, "argv": ("true",), "env": {}, "environ": {}, "cwd": "/", "stage": "sft",
-        "backend": "trl", "title": "t", **changes,
-    }  # fmt: skip
-    return Attempt(**given)  # type: ignore[arg-type]
-
-
 def test_the_jobs_own_gpu() -> None:
     job = {"SLURM_JOB_ID": "5", "CUDA_VISIBLE_DEVICES": "3,4"}
-    one = attempt(env={"CUDA_VISIBLE_DEVICES": "0"})
-    assert one.command(job).env["CUDA_VISIBLE_DEVICES"] == "3"
-    assert one.command({}).env["CUDA_VISIBLE_DEVICES"] == "0"
-    cpu = attempt(env={"CUDA_VISIBLE_DEVICES": ""})
-    assert cpu.command(job).env["CUDA_VISIBLE_DEVICES"] == ""
+    for planned, environ, gpus in (("0", job, "3"), ("0", {}, "0"), ("", job, "")):
+        one = Attempt(
+            number=1, argv=("true",), env={"CUDA_VISIBLE_DEVICES": planned}, environ={}, cwd="/", stage="sft",
+            backend="trl", title="t",
+        )  # fmt: skip
+        assert one.command(environ).env["CUDA_VISIBLE_DEVICES"] == gpus
 
 
 def test_a_job_is_not_queued_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

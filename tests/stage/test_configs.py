@@ -37,16 +37,9 @@ def test_each_validates_without_a_warning_and_alone_in_another_folder(
 @pytest.mark.parametrize("path", STAGE_FILES, ids=lambda path: path.name)
 def test_its_header_holds_a_command_that_fits(path: Path) -> None:
     text, made = path.read_text(encoding="utf-8"), validated(path)
-    header = text.split("\nstage:")[0].splitlines()
-    assert all(line.startswith("#") for line in header)
-    name = str(path.relative_to(REPOSITORY))
-    commands = [line.lstrip("# ") for line in header if line.lstrip("# ").startswith("launch ")]
-    own = [command for command in commands if name in command]
-    assert own, f"no command for {name}"
-    pattern = rf"launch {made.options.stage} {re.escape(name)}( --gpus [08])?\b"
-    assert all(re.match(pattern, command) for command in own), own
-    if made.options.backend == "open_instruct":
-        assert all("--gpus" in command for command in own)
+    name = re.escape(str(path.relative_to(REPOSITORY)))
+    gpus_option = r"--gpus [08]" if made.options.backend == "open_instruct" else r"(--gpus [08])?"
+    assert re.search(rf"^# +launch {made.options.stage} {name} ?{gpus_option}", text, re.M), name
     found = re.search(r"--gpus (\d+)", text)
     gpus = max(1, int(found.group(1))) if found else 1
     batch = made.options.batch

@@ -120,8 +120,7 @@ def _with_parents(
         raise refused(path, "extends-depth", f"`extends` goes on for more than {MAX_EXTENDS} files", line)
     if not exists(target):
         message = f"`extends: {brief(parent)}`: there is no {brief(target, 200)}"
-        help = "`extends` is relative to the file that holds it"
-        raise refused(path, "missing-parent", message, line, help)
+        raise refused(path, "missing-parent", message, line, "`extends` is relative to the file that holds it")
     base, parents = _with_parents(target, chain)
     origins = dict(base.origins)
     value = _merge(base.value, content.value, origins)

@@ -43,8 +43,7 @@ def missing(config: Config, schema: Schema, entry: Entry, reported: Container[st
     for name, known in schema.fields.items():
         if known.required and name not in given and f"args.{name}" not in reported:
             message = f"`{name}` must be given: it has no default  ({known.where})"
-            help = f"add `{name}: ...`; its type is {known.type}"
-            yield _error("parser", "missing-argument", name, message, help)
+            yield _error("parser", "missing-argument", name, message, f"add `{name}: ...`; its type is {known.type}")
 
 
 def _error(layer: Layer, code: str, name: str, message: str, help: str) -> Finding:

@@ -231,8 +231,7 @@ def backend_fault(config: Config) -> Finding | None:
 
 
 def _bad(key: str, message: str, help: str | None = None) -> Finding:
-    code = f"bad-{key.partition('.')[0].replace('_', '-')}"
-    return launch_finding("error", code, message, help, key=key)
+    return launch_finding("error", f"bad-{key.partition('.')[0].replace('_', '-')}", message, help, key=key)
 
 
 def _unknown(key: str, keys: tuple[str, ...], fields: Collection[str]) -> Finding:

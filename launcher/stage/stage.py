@@ -54,8 +54,7 @@ class Stage:
     @property
     def refers(self) -> bool:
         """Whether DPO holds its log-probabilities against those of a reference model."""
-        loss = self.values.get("loss_type")
-        return self.schema.pairs and loss not in self.entry.without_reference
+        return self.schema.pairs and self.values.get("loss_type") not in self.entry.without_reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +90,7 @@ def judge(
     folders = (source.root,) if source.root is not None else ()
     opts, problems = options.read(config, found, folders, schema.fields)
     findings += problems
-    past = functools.partial(locate.past, source, schema.script)
-    checked = list(arguments.check(config, schema, entry, past))
+    checked = list(arguments.check(config, schema, entry, functools.partial(locate.past, source, schema.script)))
     values = _values(opts, schema, arguments.taken(schema, config.args))
     reported = arguments.reported(config, schema, entry, checked)
     lacking = list(arguments.missing(config, schema, entry, reported))
@@ -198,8 +196,7 @@ def _attention_faults(opts: Options, config: Config) -> Iterator[Finding]:
     twice += ["args.model_init_kwargs"] if isinstance(inside, dict) and key in inside else []
     for where in twice if opts.attention else ():
         message = f"`{key}` and `attention:` both name the attention implementation"
-        help = "keep `attention:`, leave this one out"
-        yield launch_finding("error", "attention-twice", message, help, key=where)
+        yield launch_finding("error", "attention-twice", message, "keep `attention:`, leave this one out", key=where)
 
 
 def _expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:

@@ -141,8 +141,7 @@ def ladder(
     terms = ladder.terms(counts, price=shared.price, rows=shared.rows, row_tokens=shared.row_tokens)
     quiet = shared.format == "json"
     here = not (shared.dry_run or shared.slurm)
-    request = shared.request(elsewhere=shared.slurm)
-    planned = ladder.plan_rungs(request, counts, steps=steps, terms=terms, running=here)
+    planned = ladder.plan_rungs(shared.request(elsewhere=shared.slurm), counts, steps=steps, terms=terms, running=here)
     if shared.dry_run:
 
         def show() -> None:
@@ -197,8 +196,7 @@ def bench(
         code = bench.run(opened, show=shared.show_progress)
         bench.write_page(opened)
         found = (*planned.findings, *comparison.baseline_fault(opened.samples))
-        data = opened.as_json()
-        answer("bench", shared.format, data, lambda: bench.show(opened), code=code, before=found)
+        answer("bench", shared.format, opened.as_json(), lambda: bench.show(opened), code=code, before=found)
         if text and code is Exit.INTERRUPTED:
             console.say(bench.interrupted(opened))
     return code
@@ -236,8 +234,7 @@ def tune(
         resolved = prepared.resolved
     shared.rehearse_first({"": resolved})
     if shared.hands_over:
-        options = resolved.stage.options.slurm
-        return shared.hand_over("tune", shared.config.stem, gpus=resolved.gpus, options=options)
+        return shared.hand_over("tune", shared.config.stem, gpus=resolved.gpus, options=resolved.stage.options.slurm)
     with tune.opened(prepared, fresh=shared.fresh) as opened:
         code = tune.run(opened, show=shared.show_progress)
         trials = opened.bench() if opened.search.runs else None

@@ -85,8 +85,7 @@ def stop(
         outcome = f"stopped; {cost.line()}"
     elif ended.returncode:
         outcome = f"it had failed before that; {cost.line()}"
-    data = {"run": str(folder.path), **cost._asdict()}
-    return answer("stop", format, data, [f"{folder.path.name}: {outcome}"])
+    return answer("stop", format, {"run": str(folder.path), **cost._asdict()}, [f"{folder.path.name}: {outcome}"])
 
 
 @app.command(epilog="Example: launch runs --here --state failed --last 5")

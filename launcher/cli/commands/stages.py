@@ -151,8 +151,7 @@ def until_over(
         follow.until_over(folder, attempt, forward=forward)
     except follow.Detached:
         data = {"run": str(folder.path), "detached": True}
-        lines = [f"the run goes on: launch attach {folder.path.name}"]
-        return answer(command, format, data, lines, before=findings)
+        return answer(command, format, data, [f"the run goes on: launch attach {folder.path.name}"], before=findings)
     # not before: what is looked at should be shown at once, and all that starts runs is slow to import
     from launcher.lifecycle import start
 
@@ -171,8 +170,7 @@ def _conclude(
         console.verdict(verdict, folder.path.name)
         console.say(f"run: {folder.path}\nreport: {folder.report}")
 
-    data = {**verdict.as_json(), "run": str(folder.path)}
-    return answer(command, format, data, show, code=code, before=findings)
+    return answer(command, format, {**verdict.as_json(), "run": str(folder.path)}, show, code=code, before=findings)
 
 
 @app.command("exec", hidden=True, epilog="Example: launch exec runs/20260101T000000Z-sft-demo")

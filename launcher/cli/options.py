@@ -47,13 +47,7 @@ def _version(requested: bool) -> None:
 
 @app.callback()
 def _launch(
-    version: bool = Option(
-        False,
-        "--version",
-        is_eager=True,
-        callback=_version,
-        help="Show the versions of launch and of the pinned trainers and exit.",
-    ),
+    version: bool = Option(False, "--version", is_eager=True, callback=_version, help="Show the versions and exit."),
 ) -> None:
     """The options of `launch` itself."""
 
@@ -84,7 +78,6 @@ OVERRIDES = Argument(
     help="replace an argument or an option of the file: learning_rate=1e-5 batch.global=64",
 )
 STAGE_FILE = Argument(None, metavar="CONFIG", help="the stage file", show_default=False)
-CPU = Option(False, "--cpu", help="run on the CPU, to try the command out")
 UNPROVEN = Option(False, "--allow-unproven", help="treat an unproven verdict as success")
 
 
@@ -154,6 +147,7 @@ class Shared:
         None, "--on-finish-limit", metavar="TIME", help="time limit of that command: 90s, 2h", show_default="10m"
     )
     slurm: bool = Option(False, "--slurm", help="queue it as a Slurm job")
+    cpu: bool = Option(False, "--cpu", help="run on the CPU, to try the command out")
     node_rank: int | None = Option(
         None, "--node-rank", metavar="N", min=0, help="number of this machine among several, from 0"
     )
@@ -196,12 +190,12 @@ class Shared:
         words, seconds = on_finish.parsed(self.on_finish), on_finish.limit(self.on_finish_limit)
         return {"on_finish": words, "on_finish_s": seconds, "allow_unproven": self.allow_unproven}
 
-    def require_sense(self, more: Mapping[str, object]) -> None:
-        """Raise UsageError with every option that says nothing beside --slurm; `more` are a command's own."""
-        given = {name: more.get(name, getattr(self, name, None)) for name in _NOT_WITH_SLURM if self.slurm}
+    def require_sense(self) -> None:
+        """Raise UsageError with every option that would be taken and ignored beside --slurm."""
+        given = {name: getattr(self, name) for name in ("detach", "devices", "node_rank", "main_address", "cpu")}
         # 0 is a value
         names = [name for name, value in given.items() if value or (value == 0 and value is not False)]
-        if names:
+        if names and self.slurm:
             flags = [f"--{name.replace('_', '-')}" for name in names]
             raise UsageError(
                 launch_finding("error", "useless-option", f"{flag} says nothing with --slurm") for flag in flags
@@ -231,30 +225,22 @@ class Shared:
         return Request(**{**fields, **more})
 
 
-_SOURCE = ("open_instruct", "allow_unpinned")
-GROUPS: Mapping[str, tuple[str, ...]] = {
+GROUPS = {
     # which source of the trainer is looked at
-    "source": _SOURCE,
-    # what every command has that plans a stage
-    "request": ("config", "overrides", "stage", "python", *_SOURCE, "format"),
-    # what every command has that trains for long
-    "background": ("detach", "on_finish", "on_finish_limit", "slurm"),
-    # what every command has that starts a whole run
-    "start": (
-        *("gpus", "devices", "dry_run", "python", *_SOURCE, "allow_unproven", "strict", "no_probe", "rehearse"),
-        *("fresh", "allow_changed_resume", "format"),
-    ),
+    "source": "open_instruct allow_unpinned",
+    # what every command has that plans a stage, that trains for long, that starts a whole run
+    "request": "config overrides stage python open_instruct allow_unpinned format",
+    "background": "detach on_finish on_finish_limit slurm",
+    "start": "gpus devices dry_run python open_instruct allow_unpinned allow_unproven strict no_probe rehearse fresh "
+    "allow_changed_resume format",
 }
-
-# options that would be taken and ignored beside --slurm
-_NOT_WITH_SLURM = ("detach", "devices", "node_rank", "main_address", "cpu")
 _TYPES = get_type_hints(Shared)
 Command = Callable[..., Any]
 
 
 def takes(*names: str) -> Callable[[Command], Command]:
     """Give a command these options of `Shared`, or groups of them; it gets `Shared` as its first argument."""
-    names = tuple(one for name in names for one in GROUPS.get(name, (name,)))
+    names = tuple(one for name in names for one in GROUPS.get(name, name).split())
     fields = dataclasses.fields(Shared)
     rest = {f.name: vars(f.default)["default"] for f in fields if f.name not in names}
     parameters = [
@@ -352,7 +338,7 @@ def several_runs(command: Callable[..., Exit]) -> Callable[..., Exit]:
     def run(shared: Shared, **given: Any) -> Exit:
         from launcher.lifecycle import background, on_finish
 
-        shared.require_sense(given)
+        shared.require_sense()
         words, seconds = (shared.at_end()[name] for name in ("on_finish", "on_finish_s"))
         if shared.hands_over or shared.dry_run or not words:
             return command(shared, **given)

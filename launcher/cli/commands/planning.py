@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typer import Option
 
-from launcher.cli.options import CPU, OVERRIDES, STAGE_FILE, Shared, answer, app, several_runs, takes
+from launcher.cli.options import OVERRIDES, STAGE_FILE, Shared, answer, app, several_runs, takes
 from launcher.errors import Exit, errors
 from launcher.report import console
 
@@ -162,7 +162,7 @@ def ladder(
 
 
 @app.command(epilog="Example: launch bench configs/tulu/sft_qwen7b.yaml --vary packing=false,true --gpus 8")
-@takes("request", "gpus", "devices", "strict", "rehearse", "fresh", "background")
+@takes("request", "gpus", "devices", "cpu", "strict", "rehearse", "fresh", "background")
 @several_runs
 def bench(
     shared: Shared,
@@ -173,7 +173,6 @@ def bench(
     steps: int = Option(20, "--steps", min=2, help="optimizer steps of each run"),
     repeats: int = Option(3, "--repeats", min=1, max=7, help="runs of each variant"),
     timeout: str = Option("30m", "--timeout", metavar="30m", help="time limit of one run, start-up included"),
-    cpu: bool = CPU,
 ) -> Exit:
     """Compare settings in short runs: speed, memory and loss."""
     from launcher.config import durations
@@ -183,7 +182,7 @@ def bench(
     limit = durations.seconds(timeout)
     request = shared.request(elsewhere=shared.slurm)
     if not shared.slurm:
-        request = bench.require_gpu(request, cpu=cpu)
+        request = bench.require_gpu(request, cpu=shared.cpu)
     draft = bench.Bench(request=request, variants=grid, steps=steps, repeats=repeats, timeout_s=limit)
     planned = bench.plan(draft, running=not shared.slurm)
     text = shared.format == "text"
@@ -203,13 +202,12 @@ def bench(
 
 
 @app.command(epilog="Example: launch tune configs/bench/hand_recipe.yaml --gpus 2 -o tuned.yaml")
-@takes("request", "gpus", "devices", "row_tokens", "rehearse", "fresh", "background")
+@takes("request", "gpus", "devices", "cpu", "row_tokens", "rehearse", "fresh", "background")
 @several_runs
 def tune(
     shared: Shared,
     budget: str = Option("10m", "--budget", metavar="10m", help="time limit of all trials together"),
     steps: int = Option(8, "--steps", min=3, help="optimizer steps of each trial"),
-    cpu: bool = CPU,
     output: Path | None = Option(
         None, "--output", "-o", metavar="FILE", help="the stage file to write", show_default="beside the trials"
     ),
@@ -228,9 +226,8 @@ def tune(
         # levers, and what fits, depend on the machine of the job
         resolved = resolve(shared.request(elsewhere=True), running=False)
     else:
-        prepared = tune.prepare(
-            shared.request(), cpu=cpu, steps=steps, row_tokens=shared.row_tokens, budget_s=budget_s, output=output
-        )
+        request, cpu, rows = shared.request(), shared.cpu, shared.row_tokens
+        prepared = tune.prepare(request, cpu=cpu, steps=steps, row_tokens=rows, budget_s=budget_s, output=output)
         resolved = prepared.resolved
     shared.rehearse_first({"": resolved})
     if shared.hands_over:

@@ -30,7 +30,7 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
             help="accept a DeepSpeed that corrupts gradients (finding overlap-corrupts)",
         ),
     ) -> Exit:
-        shared.require_sense({})
+        shared.require_sense()
         request = shared.request(
             stage=stage, allow_corrupting_overlap=allow_corrupting_overlap, fresh=shared.fresh, elsewhere=shared.slurm
         )

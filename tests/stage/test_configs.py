@@ -38,7 +38,7 @@ def test_each_validates_without_a_warning_and_alone_in_another_folder(
 def test_its_header_holds_a_command_that_fits(path: Path) -> None:
     text, made = path.read_text(encoding="utf-8"), validated(path)
     name = re.escape(str(path.relative_to(REPOSITORY)))
-    gpus_option = r"--gpus [08]" if made.options.backend == "open_instruct" else r"(--gpus [08])?"
+    gpus_option = r".*--gpus \d" if made.options.backend == "open_instruct" else ""
     assert re.search(rf"^# +launch {made.options.stage} {name} ?{gpus_option}", text, re.M), name
     found = re.search(r"--gpus (\d+)", text)
     gpus = max(1, int(found.group(1))) if found else 1

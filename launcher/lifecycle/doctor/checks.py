@@ -6,6 +6,7 @@ Before every run only what is cheap is looked at: metadata of packages, files, t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -165,7 +166,7 @@ def _quick(subject: Subject, chosen: Devices, imports: Imports | None = None) ->
     yield from source(subject, imports)
     yield from chosen.findings
     if subject.gpus and chosen.slots:
-        yield from driver_and_torch(torch_of(subject.trainer), chosen.slots[0].gpu.cuda, subject.trainer)
+        yield from driver_and_torch(subject.trainer, chosen.slots[0].gpu.cuda)
     yield from shared_memory(subject.gpus)
     found = list(disk.places(subject.plan, subject.output, subject.runs, subject.environ))
     yield from disk.unwritable(found)
@@ -278,44 +279,34 @@ def _cuda(subject: Subject, imports: Imports) -> Iterator[Finding]:
         yield launch_finding("error", "cuda-unusable", message, help)
 
 
-class Torch(NamedTuple):
-    """What the trainer's torch was built for, from its own version file; None: neither."""
-
-    version: str
-    cuda: str | None
-    hip: str | None
-
-
-def torch_of(trainer: Trainer) -> Torch | None:
-    """The trainer's torch; None where it has none, or where its version file says nothing."""
+def torch_of(trainer: Trainer) -> dict[str, str | None]:
+    """What the trainer's torch is built for, as its own version file says; empty where that says nothing."""
     for folder in trainer.path:
-        try:
+        with contextlib.suppress(OSError, ValueError):
             text = (folder / "torch" / "version.py").read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            continue
-        built = {m[1]: m[2] for m in _TORCH.finditer(text)}
-        if "cuda" not in built:
-            return None
-        return Torch(trainer.packages.get("torch", "unknown"), built["cuda"], built.get("hip"))
-    return None
+            built = {m[1]: m[2] for m in _TORCH.finditer(text)}
+            version = trainer.packages.get("torch", "unknown")
+            return {"version": version, "cuda": built["cuda"], "hip": built.get("hip")} if "cuda" in built else {}
+    return {}
 
 
-def driver_and_torch(torch: Torch | None, cuda: tuple[int, int] | None, trainer: Trainer) -> Iterator[Finding]:
+def driver_and_torch(trainer: Trainer, cuda: tuple[int, int] | None) -> Iterator[Finding]:
     """Whether torch can use the GPUs that the driver serves. `cuda` is the driver's newest version.
 
     Within one major version an older driver serves newer CUDA (NVIDIA's minor version compatibility).
     """
-    if torch is None or torch.hip is not None:
+    torch = torch_of(trainer)
+    if not torch or torch["hip"] is not None:
         return
+    version, needs = torch["version"], torch["cuda"]
     install = f"{trainer.python} -m pip install --force-reinstall torch --index-url"
     index = "https://download.pytorch.org/whl/cu" + ("" if cuda is None else f"{cuda[0]}{cuda[1]}")
-    if torch.cuda is None:
-        message = f"torch {torch.version} of {trainer.python} is built for the CPU"
+    if needs is None:
+        message = f"torch {version} of {trainer.python} is built for the CPU"
         help = f"install a CUDA build, such as {install} {index}, or --gpus 0"
         yield launch_finding("error", "cpu-torch", message, help)
-    elif cuda is not None and int(torch.cuda.partition(".")[0]) > cuda[0]:
-        message = f"torch {torch.version} is built for CUDA {torch.cuda}, the driver serves CUDA "
-        message += f"{cuda[0]}.{cuda[1]} at most"
+    elif cuda is not None and int(needs.partition(".")[0]) > cuda[0]:
+        message = f"torch {version} is built for CUDA {needs}, the driver serves CUDA {cuda[0]}.{cuda[1]} at most"
         help = f"a newer driver, or a torch that is built for it: {install} {index} (see pytorch.org "
         help += "for the builds that there are)"
         yield launch_finding("error", "old-driver", message, help)
@@ -337,9 +328,10 @@ def _facts(subject: Subject, imports: Imports | None, chosen: Devices, look: Loo
     python = {"path": str(trainer.python), "version": ".".join(map(str, trainer.version)), "source": trainer.source}
     yield Fact("python", f"{trainer.python} ({trainer.source}), {python['version']}", python)
     yield Fact("source", source.describe(), source.as_json())
-    if torch is not None:
-        built = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}" if torch.hip else "the CPU"
-        yield Fact("torch", f"{torch.version}, built for {built}", torch._asdict())
+    if torch:
+        kinds = {"CUDA": torch["cuda"], "ROCm": torch["hip"]}
+        built = next((f"{kind} {version}" for kind, version in kinds.items() if version), "the CPU")
+        yield Fact("torch", f"{torch['version']}, built for {built}", torch)
     if imports is not None:
         failed = [one.module for one in imports.failures]
         fine = [name for name in imports.modules if name not in failed]

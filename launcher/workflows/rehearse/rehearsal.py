@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from launcher.artifacts import architecture
-from launcher.errors import Finding, InvalidConfig, NotReady, brief, errors, launch_finding
+from launcher.errors import DISK_FULL, Finding, InvalidConfig, NotReady, brief, errors, launch_finding
 from launcher.lifecycle.prepare import ResolvedStage
 from launcher.machine.python import Trainer
 from launcher.stage.stage import Judged
@@ -53,7 +53,6 @@ _STAND_INS = {
 }
 MADE_UP_ROWS = "launch/made-up-rows"
 _COMMON = "qwen/qwen2.5-0.5b"
-_DISK_FULL = {28, 122}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +211,7 @@ class Attempts:
                 break
             if (refusal := answer.get("refusal")) is None:
                 break
-            if refusal.get("errno") in _DISK_FULL or refusal["type"] == "MemoryError":
+            if refusal.get("errno") in DISK_FULL or refusal["type"] == "MemoryError":
                 what, help = "there is no space left", "free some, or set TMPDIR to a larger disk"
                 if refusal["type"] == "MemoryError":
                     what, help = "there is not enough memory", "free some"

@@ -52,9 +52,6 @@ class Lengths:
     def tokens(self) -> int:
         return int(sum(length * count for length, count in self.counts))
 
-    def reaching(self, limit: int) -> int:
-        return int(sum(count for length, count in self.counts if length >= limit))
-
     def cut(self, limit: int | None) -> Lengths:
         if not limit or limit >= self.longest:
             return self

@@ -67,28 +67,19 @@ class Interrupted(LaunchError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenised:
-    """The tokenised data of a run: where, how large, and what is known of their rows.
+    """The tokenised data of a run: where, and how long their rows are, where that is known.
 
     `state` is `there`, `filled`, `missed` (the run would not find them), or `left` (the run makes them).
-    `of` are the rows before filters, `limit` is the longest a row may be, in tokens.
     """
 
     state: str
     place: Path | None = None
     seconds: float = 0.0
-    rows: int | None = None
-    of: int | None = None
     lengths: Lengths | None = None
-    limit: int | None = None
 
     @property
     def size(self) -> int:
         return 0 if self.place is None else sizes.below(self.place, links=True)
-
-    @property
-    def cut(self) -> int | None:
-        """The rows that are as long as a row may be."""
-        return None if self.lengths is None or self.limit is None else self.lengths.reaching(self.limit)
 
     def as_json(self) -> dict[str, Any]:
         known = self.lengths
@@ -97,27 +88,11 @@ class Tokenised:
             "places": [] if self.place is None else [str(self.place)],
             "bytes": self.size,
             "seconds": round(self.seconds, 2),
-            "rows": self.rows,
-            "rows_before_filters": self.of,
+            "rows": None if known is None else known.rows,
             "tokens": None if known is None else known.tokens,
             "mean": None if known is None else round(known.mean, 2),
             "longest": None if known is None else known.longest,
-            "limit": self.limit,
-            "at_limit": self.cut,
         }
-
-    def line(self) -> str:
-        """Rows and tokens in one line; empty where nothing is known of them."""
-        if self.rows is None:
-            return ""
-        line, known = f"{self.rows:,} rows", self.lengths
-        if self.of is not None and self.of != self.rows:
-            line += f" of {self.of:,} ({self.of - self.rows:,} dropped)"
-        if known is not None:
-            line += f"; {known.mean:,.1f} tokens a row, {known.longest:,} at most, {known.tokens:,} in all"
-        if self.cut is not None:
-            line += f"; {self.cut:,} cut at {self.limit:,}, or exactly so long"
-        return line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +145,9 @@ class Prefetch:
             + (f"  in {seconds:.0f} s" if state in ("fetched", "filled") else "")
             for kind, name, state, size, seconds in rows
         ]
-        lines += [f"rows       {line}"] if (line := made.line()) else []
+        if (known := made.lengths) is not None and known.rows is not None:
+            tokens = f"{known.mean:,.1f} tokens a row, {known.longest:,} at most, {known.tokens:,} in all"
+            lines.append(f"rows       {known.rows:,} rows; {tokens}")
         lines += [f"left       {one}" for one in self.left]
         where = f"{self.plan.gpus} GPU(s)" if self.plan.gpus else "the CPU"
         if self.exit is not Exit.OK:
@@ -299,18 +276,7 @@ class _Filling:
         # no pyarrow in launch's own Python, or other columns: nothing hangs on it
         with contextlib.suppress(LaunchError):
             known = lengths.of_dataset(entry, pairs=self.plan.stage.schema.pairs)
-        stats = rundir.read_json(entry / "dataset_statistics.json").get("per_dataset_stats")
-        rows = None if known is None else known.rows
-        limit = self.plan.values.get("max_seq_length")
-        return Tokenised(
-            state=state,
-            place=entry,
-            seconds=seconds,
-            lengths=known,
-            rows=_sum(stats, "final_instances") if rows is None else rows,
-            of=_sum(stats, "initial_instances"),
-            limit=limit if isinstance(limit, int) else None,
-        )
+        return Tokenised(state=state, place=entry, seconds=seconds, lengths=known)
 
     def _fill(self, cache: Cache) -> tuple[Tokenised, tuple[Finding, ...]]:
         began = time.monotonic()
@@ -370,9 +336,3 @@ def _reason(folder: RunFolder) -> str:
     if not why and found.exit is not None and found.exit.signal:
         why = f"killed by {signal.Signals(found.exit.signal).name}"
     return why or end.reason or "no reason"
-
-
-def _sum(stats: Any, name: str) -> int | None:
-    """Over all data sets; None where one of them does not say."""
-    rows = [one.get(name) for one in stats] if isinstance(stats, list) else []
-    return sum(rows) if rows and all(isinstance(one, int) for one in rows) else None

@@ -60,6 +60,13 @@ def _of_file(code: str, message: str, help: str, severity: Severity = "error") -
     return say_of_option(severity, code, "deepspeed", message, help)
 
 
+def zero_section(context: Context) -> Iterator[Finding]:
+    """accelerate/utils/dataclasses.py:1277."""
+    if context.file is not None and "zero_optimization" not in context.file:
+        message = "the DeepSpeed file has no `zero_optimization`: accelerate refuses it"
+        yield _of_file("deepspeed-no-zero", message, 'add `"zero_optimization": {"stage": 2}`')
+
+
 def no_batch(context: Context) -> Iterator[Finding]:
     """accelerate/utils/dataclasses.py:1369: an `auto` batch is filled from the micro-batch alone, but by
     transformers, which fills in both (deepspeed/runtime/config.py:650).
@@ -410,7 +417,7 @@ def true_gradients(context: Context) -> Iterator[Finding]:
     yield say_of_option(severity, code, key, message, help)
 
 
-_SHARED: tuple[StageRule, ...] = (no_batch, unsaved_weights, clipping, true_gradients)
+_SHARED: tuple[StageRule, ...] = (zero_section, no_batch, unsaved_weights, clipping, true_gradients)
 _OWN_LOOP = (*_SHARED, refused_file, batch_of_the_file, half_precision, quantised, frozen_biases)
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {

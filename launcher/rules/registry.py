@@ -21,7 +21,7 @@ from launcher.upstream.trainers import BACKENDS
 
 # Modules of launcher.rules beside `arguments`, by backend; one that has no rules of its own is not listed.
 # Imported where they are needed: importing is a good part of the time that one file takes.
-_FURTHER = {"open_instruct": ("services",), "trl": ("trl.machine", "trl.attention", "trl.data")}
+_FURTHER = {"open_instruct": ("services", "open_instruct.data"), "trl": ("trl.machine", "trl.attention", "trl.data")}
 
 
 # a further script of a stage has the rules of that stage, or all of a module

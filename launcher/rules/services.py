@@ -14,6 +14,7 @@ from launcher.errors import Finding, brief
 from launcher.paths import is_file
 from launcher.rules.context import Context, StageRule
 from launcher.rules.rule import say
+from launcher.rules.trl.resolved import inline
 
 WITHOUT_WANDB = {"offline", "disabled", "dryrun"}
 """Values of WANDB_MODE with which wandb asks no server."""
@@ -91,4 +92,16 @@ def no_compiler(context: Context, key: str, *, cpp: bool = False) -> Iterator[Fi
         yield say("error", "no-compiler", key, message, help)
 
 
-RULES: tuple[StageRule, ...] = (wandb_key, hub_token)
+def remote_code(context: Context) -> Iterator[Finding]:
+    """transformers/dynamic_module_utils.py:516 imports modules that a repository holds."""
+    values = context.values
+    inner = inline(values.get("model_init_kwargs")) or {}
+    for key in ("trust_remote_code", "allow_all_kernels"):
+        own = key in values and values[key] is True
+        if own or inner.get(key) is True:
+            message = f"`{key}` runs Python code out of the repository that is loaded, as you"
+            help = "pin what you have read with `model_revision`, or leave it out"
+            yield say("note", "remote-code", key if own else "model_init_kwargs", message, help)
+
+
+RULES: tuple[StageRule, ...] = (wandb_key, hub_token, remote_code)

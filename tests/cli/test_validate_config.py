@@ -137,3 +137,24 @@ def test_a_stage_beside_its_pipeline_is_said_once(write: Write, capsys: pytest.C
     write("all/pipeline.yaml", "gpus: 0\nstages: [{name: sft, config: sft.yaml}]\n")
     assert main(["validate-config", str(stage.parent)]) == Exit.CONFIG
     assert capsys.readouterr().err.count("`learning_rat`") == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "more", "key"),
+    [
+        ("trl", "trust_remote_code: true", "trust_remote_code"),
+        ("trl", "model_init_kwargs: {trust_remote_code: true}", "model_init_kwargs"),
+        ("open_instruct", "trust_remote_code: true", "trust_remote_code"),
+        ("trl", "trust_remote_code: false", None),
+        ("open_instruct", "use_fast: true", None),
+    ],
+)
+def test_code_of_a_repository_gets_a_note(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], backend: str, more: str, key: str | None
+) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(f"stage: sft\nbackend: {backend}\nargs:\n  model_name_or_path: a/b\n  {more}\n")
+    main(["validate-config", str(path), "--format", "json"])
+    found = json.loads(capfd.readouterr().out)["findings"]
+    noted = [(f["severity"], f["key"], f["line"]) for f in found if f["code"] == "remote-code"]
+    assert noted == ([] if key is None else [("note", f"args.{key}", 5)])

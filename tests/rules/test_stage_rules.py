@@ -85,6 +85,7 @@ FILES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({**BARE, "optimizer": {"type": "AdamW"}}, {}, "deepspeed-optimizer error"),
     ({**BARE, "scheduler": {"type": "WarmupLR"}}, {}, "deepspeed-optimizer error"),
     ({**BARE, "zero_optimization": {"stage": 3}}, {}, "zero3-unsaved error"),
+    ({"train_micro_batch_size_per_gpu": 1}, {}, "deepspeed-no-zero error"),
     ({"zero_optimization": {"stage": 2}}, {}, "deepspeed-no-batch error"),
     ({"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}, {}, "deepspeed-no-batch error"),
     ({**BARE, "gradient_accumulation_steps": 2}, {"accumulation": 4}, "deepspeed-accumulation warning"),
@@ -479,3 +480,29 @@ def test_no_rule_breaks_whatever_is_given_or_known(script: str, tmp_path: Path) 
         assert isinstance(list(registry.apply(values)), list)
         for gpus in (None, 0, 8) if number % 2 else (1,):
             list(registry.apply_in(Context(values=values, gpus=gpus, per_device=2, accumulation=2, **known)))
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft", "trl-dpo"])
+def test_another_commit_may_lack_any_field(script: str) -> None:
+    whole = values_of(script, {})
+    for missing in whole.schema.fields:
+        fields = {k: v for k, v in whole.schema.fields.items() if k != missing}
+        values = Values(replace(whole.schema, fields=fields), {})
+        known: dict[str, Any] = {"deepspeed": ZERO3, "packages": {}, "environ": {}, "running": True}
+        assert isinstance(list(registry.apply_in(Context(values=values, gpus=8, **known))), list)
+
+
+def test_tokenising_that_outlasts_the_timeout() -> None:
+    args = {"dataset_mixer_list": ["a", 20_000_000]}
+    expected = ("tokenising-outlasts", "warning", "args.timeout")
+    assert one("sft", args, gpus=8, cpus=16) == expected
+    assert one("sft", args) == expected
+    assert one("dpo", {"mixer_list": ["a", 20_000_000]}, gpus=8, cpus=16) == expected
+    assert found("sft", args, gpus=1, cpus=16) == []
+    assert found("sft", {**args, "timeout": 36000}, gpus=8, cpus=16) == []
+    assert found("sft", {**args, "cache_dataset_only": True}, gpus=8, cpus=16) == []
+    assert found("sft", {"dataset_mixer_list": ["a", "1.0"]}, gpus=8, cpus=1) == []
+    # sets whose sizes are known
+    tulu = {"dataset_mixer_list": ["allenai/tulu-3-sft-mixture", "1.0", "b", "0.5"]}
+    assert found("sft", tulu, gpus=8, cpus=64) == []
+    assert one("sft", {**tulu, "timeout": 60}, gpus=8, cpus=64)[0] == "tokenising-outlasts"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import saved
 from conftest import Write
 from test_trl_machine_rules import SCRIPTS, found, told
 
@@ -130,3 +131,27 @@ def test_all_rows_bring_columns(write: Write) -> None:
 def test_a_row_that_is_longer_than_what_is_read(write: Write) -> None:
     assert columns(write, "trl-sft", {"body": "a" * 2**20}) == []
     assert columns(write, "trl-sft", {"body": "a"}, {"body": "a" * 2**20}) == WRONG
+
+
+def test_conversations_need_a_template(write: Write) -> None:
+    model = {"model_name_or_path": "model"}
+    missing = [("missing-template", "error", "model_name_or_path")]
+    pairs = {"chosen": CHAT, "rejected": OTHER}
+    # nothing is known of its tokenizer
+    assert columns(write, "trl-dpo", pairs, model_name_or_path="elsewhere") == []
+    write("model/config.json", saved.UNKNOWN)
+    write("model/tokenizer_config.json", "{}")
+    saved.loadable(Path("model"))
+    assert columns(write, "trl-dpo", pairs, **model) == missing
+    assert columns(write, "trl-sft", {"messages": CHAT}, **model) == missing
+    write("other/chat_template.jinja", "{{ messages }}")
+    path = {"chat_template_path": "other/chat_template.jinja"}
+    assert columns(write, "trl-sft", {"messages": CHAT}, **model, **path) == []
+    assert columns(write, "trl-sft", {"text": "a"}, **model) == []
+    texts = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    assert columns(write, "trl-dpo", texts, **model) == []
+    write("model/tokenizer_config.json", '{"chat_template": "{{ messages }}"}')
+    assert columns(write, "trl-dpo", pairs, **model) == []
+    write("model/tokenizer_config.json", "{}")
+    write("model/chat_template.jinja", "{{ messages }}")
+    assert columns(write, "trl-dpo", pairs, **model) == []

@@ -80,6 +80,8 @@ GOES_WRONG: list[tuple[str, dict[str, Any], str]] = [
      "best-without-eval warning save_strategy"),
     ("sft", {"lr_scheduler_type": "constant", "warmup_steps": 10},
      "warmup-unread warning warmup_steps"),
+    ("sft", {"dataset_streaming": True}, "stream-without-steps error dataset_streaming"),
+    ("sft", {"packing": True, "max_length": "none"}, "packing-without-length error packing"),
     ("sft", {"resume_from_checkpoint": "true"}, "resume-word error resume_from_checkpoint"),
     ("sft", {"load_in_8bit": True}, "quantised-whole error load_in_4bit"),
     ("sft", {**LORA, "lora_target_modules": "q_proj,v_proj"},

@@ -86,8 +86,8 @@ def needs_mask(setup: Setup) -> bool:
     (transformers/masking_utils.py:263). Where some layers alone see a window, all are taken for such.
     """
     reached = 0 < setup.shape.window <= setup.batch.width
-    # it parts packed rows where keys and values are not kept (transformers/masking_utils.py:860); DPO keeps them as for
-    # generating: dpo_utils.py:865 does not say `use_cache`
+    # it parts packed rows where keys and values are not kept (transformers/masking_utils.py:860); DPO keeps them
+    # as for generating: dpo_utils.py:865 does not say `use_cache`
     kept = setup.loss == "logprobs" and not setup.checkpointing and setup.sharding is None
     padded = setup.batch.real < setup.batch.tokens
     return setup.attention == "sdpa" and (padded or (setup.packed and not kept) or reached)

@@ -12,13 +12,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from launcher.artifacts import model_config, rows
-from launcher.errors import Finding, brief
+from launcher.errors import Finding, Severity, brief
 from launcher.paths import exists
 from launcher.rules.rule import Range, Rule, no_model, outside, say, warn
+from launcher.upstream.open_instruct import PIN
 from launcher.upstream.schema import Values, json_fault
 from launcher.upstream.trainers import entry_of
 
 LOCAL_DATA = (".jsonl", ".json", ".parquet")
+# transformers/trainer_utils.py:561: those that take nothing but steps
+SCHEDULES = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt".split()
 # a path that a shell would have changed
 _UNEXPANDED = re.compile(r"~|.*\$\{?\w", re.DOTALL)
 
@@ -348,6 +351,18 @@ def model_arguments(values: Values) -> Iterator[Finding]:
         yield say("warning", "model-arguments-unread", key, message, help)
 
 
+def scheduler_type(values: Values) -> Iterator[Finding]:
+    """dpo_tune_cache.py:460, once the model is loaded: transformers/optimization.py:986 looks it up, and
+    this script hands over numbers of steps alone.
+    """
+    name = values["lr_scheduler_type"]
+    if name not in SCHEDULES and not values["cache_dataset_only"]:
+        # another commit may want a newer transformers, which knows more of them
+        severity: Severity = "error" if values.schema.version == PIN else "warning"
+        message = f"`lr_scheduler_type: {brief(name)}` crashes: it needs more than a number of steps"
+        yield say(severity, "scheduler-type", "lr_scheduler_type", message, f"one of {', '.join(SCHEDULES)}")
+
+
 def unexpanded(values: Values) -> Iterator[Finding]:
     """finetune.py:494, dpo_tune_cache.py:241, finetune.py:428, dpo_tune_cache.py:168: as they are."""
     cache = "dataset_local_cache_dir" if "dataset_local_cache_dir" in values else "local_cache_dir"
@@ -407,5 +422,5 @@ _SHARED: tuple[Rule, ...] = (
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "sft": (*_SHARED, final_lr_ratio, tracker_without_wandb),
-    "dpo": (*_SHARED, zero_stage, samples_crash),
+    "dpo": (*_SHARED, scheduler_type, zero_stage, samples_crash),
 }

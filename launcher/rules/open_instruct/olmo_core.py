@@ -20,12 +20,15 @@ from launcher.rules import services
 from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.model import beyond_positions, missing_model
 from launcher.rules.open_instruct.arguments import OF_ALL_SCRIPTS, out_of_range, zero_stage
+from launcher.rules.open_instruct.data import tokenising_outlasts
 from launcher.rules.rule import Rule, check, no_model, say, say_of_option, warn
 from launcher.upstream.open_instruct import output_folder
 from launcher.upstream.schema import Values
 
 _OTHER = "leave out `script:`: dpo_tune_cache.py does that"
 _TRAINS = "leave out `script:`, dpo_tune_cache.py trains it"
+# olmo_core's prepare_training_environment, which `timeout` does not reach
+_TIMEOUT_S = 15 * 60
 # OLMo-core's shapes (olmo_core/nn/transformer/config.py), in the words of a config.json
 _SIZES = tuple(
     """
@@ -298,8 +301,14 @@ def wandb_key(context: Context) -> Iterator[Finding]:
         yield say(context.at_start, "no-wandb-key", "with_tracking", message, help)
 
 
+def tokenising(context: Context) -> Iterator[Finding]:
+    """olmo_core_utils.py:265: the others wait for so long, which `timeout` does not reach."""
+    yield from tokenising_outlasts(context, seconds=_TIMEOUT_S)
+
+
 STAGE_RULES: tuple[StageRule, ...] = (
     no_deepspeed,
+    tokenising,
     precision,
     other_shape,
     goes_on,
@@ -309,6 +318,7 @@ STAGE_RULES: tuple[StageRule, ...] = (
     beyond_positions,
     offline_model,
     services.hub_token,
+    services.remote_code,
 )
 
 

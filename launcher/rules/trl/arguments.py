@@ -185,8 +185,29 @@ _EVALUATION = (
     "metric_for_best_model",
     "greater_is_better",
 )
+
+
+def packing_without_length(values: Values) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:1468; sets that are ready are not packed."""
+    if values["max_length"] is not None or prepared(values):
+        return
+    evaluated = values["eval_strategy"] != "no" and values["eval_packing"]
+    key = "packing" if values["packing"] else "eval_packing" if evaluated else None
+    if key is not None:
+        message = f"`{key}` fills rows up to `max_length`, which is none"
+        yield say("error", "packing-without-length", key, message, "add `max_length: 4096`")
+
+
 _SHARED: tuple[Rule, ...] = (
     *parser.RULES,
+    check(
+        "transformers/trainer.py:702: a stream has no length.",
+        "stream-without-steps",
+        "dataset_streaming",
+        lambda v: v["dataset_streaming"] and not (number(v["max_steps"]) or -1) > 0,
+        "`dataset_streaming` gives no number of rows: the number of steps must be said",
+        "add `max_steps: <number of steps>`",
+    ),
     out_of_range,
     no_steps,
     endless_warmup,
@@ -298,6 +319,7 @@ _SHARED: tuple[Rule, ...] = (
 
 _SFT: tuple[Rule, ...] = (
     dataset_names,
+    packing_without_length,
     check(
         "trl/trainer/sft_trainer.py:1001",
         "padding-free-length",

@@ -147,4 +147,34 @@ def template_here(context: Context) -> Iterator[Finding]:
         yield say("error", "missing-template", "chat_template_path", message, help)
 
 
-RULES: tuple[StageRule, ...] = (data_here, data_rows, data_columns, splits, template_here)
+def no_template(context: Context) -> Iterator[Finding]:
+    """transformers/tokenization_utils_base.py:3271: conversations, and a tokenizer that cannot write them."""
+    values, files = context.values, _training_files(_named(context))
+    model = values["model_name_or_path"]
+    if not files or values.get("chat_template_path") or not _plain_tokenizer(model):
+        return
+    names = ("prompt", "chosen") if values.schema.pairs else ("messages", "prompt")
+    row = (rows.columns(files[0]) or ({},))[0]
+    if column := next((name for name in names if isinstance(row.get(name), list)), None):
+        message = f"{brief(files[0])} holds conversations in `{column}`, and the tokenizer in {brief(model)} has no "
+        help = "put a chat_template.jinja into the model's folder"
+        if "chat_template_path" in values.schema.fields:
+            help = "add `chat_template_path: <a template, or a model that has one>`"
+        key = "model_name_or_path"
+        yield say("error", "missing-template", key, f"{message}chat template to write them with", help)
+
+
+def _plain_tokenizer(name: Any) -> bool:
+    """Whether a folder has a tokenizer without a chat template; of the hub's cache parts may be missing."""
+    folder = Path(str(name))
+    config = folder / "tokenizer_config.json"
+    named = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    try:
+        if not is_file(config) or any(exists(folder / one) for one in named):
+            return False
+        return b'"chat_template"' not in config.read_bytes()
+    except OSError:
+        return False
+
+
+RULES: tuple[StageRule, ...] = (data_here, data_rows, data_columns, splits, template_here, no_template)

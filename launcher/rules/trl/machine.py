@@ -142,5 +142,6 @@ RULES: tuple[StageRule, ...] = (
     report_package,
     wandb_key,
     services.hub_token,
+    services.remote_code,
     reference_price,
 )

@@ -71,7 +71,6 @@ def finish(folder: RunFolder) -> dict[str, Any]:
 
 
 def whole(folder: RunFolder) -> None:
-    """Every record that is there can be read; nothing half written lies about."""
     for path in folder.path.iterdir():
         assert not path.name.startswith((".reserve", ".room", ".exit", ".verdict", ".process"))
         if path.suffix == ".json":
@@ -299,7 +298,6 @@ def test_a_request_to_stop_what_never_began_is_not_meant_for_the_next(world: Wor
 
 
 def shell(world: World, line: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """A command line as a user's shell runs it; `launch` is what is tested."""
     words = " ".join(LAUNCH)
     return subprocess.run(
         ["bash", "-c", f'launch() {{ {words} "$@"; }}; {line}'], cwd=world.root, text=True,
@@ -348,7 +346,6 @@ HALVES = ["run.json", "start.json", "process.json", "verdict.json", "probe/rank-
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder with every file in it, of a run that is over."""
     with made(tmp_path_factory.mktemp("complete") / "world") as world:
         folder = world.prepared("print=3", "step=1", "step=2", "exit=0")
         assert world.launch("exec", "a run").returncode == 1

@@ -37,7 +37,6 @@ def _in_time() -> Iterator[None]:
 
 @pytest.fixture
 def run() -> Path:
-    """A finished run in the runs folder."""
     return made_runs.made(rundir.runs_root() / NAME)
 
 

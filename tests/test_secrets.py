@@ -50,7 +50,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def clean(text: str) -> bool:
-    """Whether no token is in a text; says which one is."""
     told = [text[max(0, at - 200) : at + 60] for one in SECRETS if (at := text.find(one)) >= 0]
     assert not told, told[0]
     return True
@@ -70,7 +69,6 @@ def clean_folder(place: Path) -> bool:
 
 
 def without_tokens(world: World) -> dict[str, str]:
-    """The same place, in a shell of somebody who has none in the environment."""
     gone = {"WANDB_API_KEY", "COMPANY_TOKEN", "HF_TOKEN", "SAID"}
     return {name: value for name, value in world.environ.items() if name not in gone}
 
@@ -80,7 +78,6 @@ def loud_errors() -> tuple[str, ...]:
 
 
 def record(folder: RunFolder) -> None:
-    """What the probe would write where training raised with tokens in its message."""
     events = [
         {"event": "error", "type": "HTTPError", "message": f"401 for {URL}, {HF}, {ODD}, {WANDB}"},
         {"event": "saved", "path": f"out/{GHP}"},

@@ -29,7 +29,6 @@ FINISHED, KILLED = "20261124T110632Z-sft-sft", "20261124T110709Z-sft-killed"
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder as it was left, with the checkpoints of the killed run."""
     folder = tmp_path / "demo"
     shutil.copytree(DATA / "run_661540d", folder)
     for path in (folder / "runs").rglob("*"):

@@ -36,7 +36,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def shown(world: World, *words: str) -> subprocess.Popen[bytes]:
-    """A command that shows its run already, left running."""
     running = world.started(*words)
     looks_on(running)
     return running
@@ -47,7 +46,6 @@ def living(pid: int) -> bool:
 
 
 def kept(folder: RunFolder) -> int:
-    """The number of the keeper."""
     return int(rundir.read_json(folder.process)["keeper"]["pid"])
 
 
@@ -459,7 +457,6 @@ def test_a_command_at_the_end_has_its_time(world: World, capfd: pytest.CaptureFi
 
 @pytest.fixture
 def server(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A tmux server of its own."""
     if shutil.which("tmux") is None:
         pytest.skip("tmux is not installed")
     short = tempfile.mkdtemp(prefix="lt-", dir="/tmp")

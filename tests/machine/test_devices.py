@@ -25,7 +25,6 @@ BUSY = 70000
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
-    """Four free cards."""
     fake = Smi(tmp_path / "bin")
     monkeypatch.setenv("PATH", f"{fake.folder}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -14,7 +14,6 @@ from launcher.machine.python import Driver, Gpu, GpuProcess
 
 @pytest.fixture
 def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in front of everything on PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
@@ -24,7 +23,6 @@ def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def smi(bin_folder: Path) -> Smi:
-    """An `nvidia-smi` that sees nothing yet."""
     return Smi(bin_folder)
 
 

@@ -36,7 +36,6 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.fixture
 def container() -> tuple[str, ...]:
-    """What starts a command in a PID namespace of its own."""
     if shutil.which("unshare") is None or subprocess.run([*NAMESPACE, "true"], check=False).returncode:
         pytest.skip("no PID namespace can be made here")
     return NAMESPACE
@@ -47,7 +46,6 @@ def output(world: World) -> Path:
 
 
 def training(world: World, *steps: str, **changes: Any) -> RunFolder:
-    """A run that trains, into the output folder."""
     folder = world.prepared(*steps, "pid=leader", "sleep=600", output=str(output(world)), **changes)
     world.started("exec", str(folder.path))
     world.pid("leader")
@@ -56,7 +54,6 @@ def training(world: World, *steps: str, **changes: Any) -> RunFolder:
 
 
 def inside(container: tuple[str, ...], world: World, *words: str, **env: str) -> Any:
-    """A command in another PID namespace."""
     return subprocess.run(
         [*container, *LAUNCH, *words], env={**world.environ, **env}, cwd=world.root, text=True,
         capture_output=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL,
@@ -64,7 +61,6 @@ def inside(container: tuple[str, ...], world: World, *words: str, **env: str) ->
 
 
 def silence(world: World, seconds: float) -> None:
-    """As if the last heartbeat were so long ago."""
     last = lease.newest(output(world))
     assert last is not None
     os.utime(last.path, (time.time() - seconds,) * 2)

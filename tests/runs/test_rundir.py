@@ -21,7 +21,6 @@ TOKEN = "hf_" + "abcDEF123" * 4
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """The runs folder (LAUNCH_RUNS, see conftest)."""
     assert rundir.runs_root() == tmp_path / "runs"
     return tmp_path / "runs"
 

@@ -96,7 +96,6 @@ def told(folder: Path) -> list[dict[str, Any]]:
 
 
 def nodes_up(folder: Path, times: int = 1) -> Callable[[], bool]:
-    """Whether both nodes have begun, so many times."""
     return lambda: sum("--prepare" not in one["argv"] and "stopped" not in one for one in told(folder)) >= 2 * times
 
 
@@ -180,7 +179,6 @@ def again(cluster: Cluster, job: str) -> None:
 
 
 def steps_of(job: str) -> list[int]:
-    """Slurm's own processes for a job that still live."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -228,7 +226,6 @@ def place(tmp_path_factory: pytest.TempPathFactory, demo_assets: Path) -> Path:
 
 @pytest.fixture
 def launch(place: Path, cluster: Cluster) -> Callable[..., dict[str, Any]]:
-    """Run the command line in `place`, with this cluster; what it answers."""
     environment = {
         **os.environ, **cluster.environment, "LAUNCH_RUNS": str(place / "runs"),
         "XDG_STATE_HOME": str(place / "state"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(place / "hf"),
@@ -268,7 +265,6 @@ def until_word(launch: Callable[..., dict[str, Any]], run: Path, wanted: str) ->
 
 @contextlib.contextmanager
 def standing_still(cluster: Cluster) -> Iterator[None]:
-    """The trainers of all jobs make no step in here."""
     trainers = [
         pid for pid in slurm_cluster.left(cluster) if b"probe/run.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]

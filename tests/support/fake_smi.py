@@ -20,7 +20,6 @@ PROCESS = """
 
 
 def uuid(index: int) -> str:
-    """The id of a card, as NVIDIA's are."""
     return f"GPU-{index:08x}-1a2b-4c3d-8e4f-0123456789ab"
 
 
@@ -43,7 +42,6 @@ class Smi:
         self.processes()
 
     def processes(self, *rows: tuple[int, int, int], type: str = "C") -> None:
-        """Card, pid and MiB of everything that computes."""
         used, name, memory, mig, cuda = self._known
         if not used:
             self.fails("No devices were found", 6)
@@ -70,7 +68,6 @@ class Smi:
         )
 
     def fails(self, words: str, code: int) -> None:
-        """Say the same to every question, as without a driver."""
         self._write(f"echo {shlex.quote(words)}\nexit {code}")
 
     def _write(self, commands: str) -> None:

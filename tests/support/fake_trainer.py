@@ -13,7 +13,6 @@ HERE = os.path.abspath(__file__)
 
 
 def do(what: str, value: str) -> None:
-    """One thing: print lines, ignore signals, start others, wait, end in some way."""
     if what == "print":
         for number in range(int(value)):
             print(f"line {number}")
@@ -52,12 +51,10 @@ def do(what: str, value: str) -> None:
 
 
 def note(number: int, _frame: object) -> None:
-    """Leave a file that is called as the signal is."""
     Path(os.environ["FAKE_PIDS"]).with_name(signal.Signals(number).name).touch()
 
 
 def write(what: str, value: str) -> None:
-    """What fills disks and logs."""
     if what == "flood":
         # so many MiB of lines, as fast as they go
         block = b"".join(b"%0127d\n" % number for number in range(8192))

@@ -10,7 +10,6 @@ EVERY = 5  # logging_steps
 
 
 def manifest(name: str = "tulu", stage: str = "dpo", **changes: Any) -> dict[str, Any]:
-    """What run.json holds, as far as a report reads it."""
     args = {
         "model_name_or_path": {"value": "local/7b", "origin": "configs/a.yaml:12"},
         "learning_rate": {"value": 5e-7, "origin": "override: learning_rate=5e-7"},
@@ -39,7 +38,6 @@ def manifest(name: str = "tulu", stage: str = "dpo", **changes: Any) -> dict[str
 
 
 def loss(step: int, steps: int = 40) -> float:
-    """Falls from 0.69, with a little noise that is the same every time."""
     return 0.69 * math.exp(-step / steps) + 0.01 * math.sin(step * 7)
 
 
@@ -70,7 +68,6 @@ def made(
 def events(
     first: int, steps: int, attempt: int = 1, bad: Collection[int] = (), scale: float = 1
 ) -> list[dict[str, Any]]:
-    """What rank 0's probe wrote."""
     begun: dict[str, Any] = {"event": "start", "rank": 0, "world": 1, "attempt": attempt, "target": "dpo.py"}
     model = {"event": "model", "class": "Qwen2ForCausalLM", "attention": "sdpa"}
     whole = [begun, model]
@@ -87,7 +84,6 @@ def events(
 
 
 def console(first: int, steps: int, bad: Collection[int] = ()) -> str:
-    """What HF Trainer prints: every fifth step, with DPO's rewards."""
     lines = []
     for step in range(first, steps + 1):
         if step % EVERY:

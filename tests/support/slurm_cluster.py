@@ -91,7 +91,6 @@ class Cluster:
         return {"SLURM_CONF": str(self.conf)}
 
     def call(self, *argv: str) -> str:
-        """What a client of this cluster says."""
         done = subprocess.run(
             argv, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=PATIENCE_S
         )
@@ -99,14 +98,12 @@ class Cluster:
         return done.stdout
 
     def logs(self) -> str:
-        """The ends of all logs, for a test that failed."""
         return "\n".join(
             f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}"
             for path in sorted(self.folder.glob("*.log"))
         )
 
     def ready(self) -> bool:
-        """Whether both nodes take jobs."""
         done = subprocess.run(
             ["sinfo", "--noheader", "--Node", "--format=%t"],
             env={**os.environ, **self.environment}, capture_output=True, text=True,
@@ -115,7 +112,6 @@ class Cluster:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
     with contextlib.ExitStack() as stack:
         taken = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in taken:

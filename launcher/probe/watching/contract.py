@@ -92,12 +92,9 @@ class Contract(ProbePiece):
         self.expect = {point: state for point, state in self.settings.expect.items() if point not in free}
 
     def seen(
-        self, point: str, state: str | None, *, final: bool = True, step: int | None = None, message: str | None = None
+        self, point: str, state: str | None, *, final: bool = True, step: int | None = None, message: str = ""
     ) -> None:
-        """Note a state; where it is `final` and not the one expected, the contract is broken.
-
-        `message` is what to say of it, in place of the two states; `step` is the one it was met in.
-        """
+        """Note a state; where it is `final` and not the one expected, the contract is broken."""
         if state is None:
             return
         self.states[point] = state
@@ -134,14 +131,9 @@ class Contract(ProbePiece):
             self.broken("loss", f"{what} {value}", step=step, message=f"{what} is {value}", expected="finite")
 
     def broken(
-        self,
-        point: str,
-        state: str,
-        *,
-        step: int | None = None,
-        message: str | None = None,
-        expected: str | None = None,
+        self, point: str, state: str, *, step: int | None = None, message: str = "", expected: str | None = None
     ) -> None:
+        """Say so once: `message`, in place of the two states, and the `step` it was met in; maybe end the process."""
         if point in self.reported:
             return
         self.reported.add(point)

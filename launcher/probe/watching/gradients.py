@@ -21,6 +21,7 @@ from typing import Any
 
 from .contract import Contract
 from .engines import DeepSpeed, Unsupported, engine_of
+from .model import numel_of
 from .process import ProbePiece, Process
 from .steps import Reading
 
@@ -131,12 +132,12 @@ class Gradients(ProbePiece):
     def _set_up(self, model: Any) -> None:
         torch = sys.modules["torch"]
         module = getattr(model, "module", model)
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad and _size(p)}
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad and numel_of(p)}
         if not trained:
             raise Unsupported("no parameter is trained")
         self.engine = engine_of(model, trained, self.process.world)
         self.names = list(trained)
-        sizes = [_size(p) for p in trained.values()]
+        sizes = [numel_of(p) for p in trained.values()]
         width = max(16, min(ROW, ELEMENTS // len(sizes), max(sizes)))
         self.sample = ElementSample(sizes, width)
         self.rows, self.width = len(sizes), width
@@ -370,11 +371,6 @@ class Gradients(ProbePiece):
         with self.record.quietly("gradients"):
             self.settle(wait=True)
             self.report()
-
-
-def _size(parameter: Any) -> int:
-    # of a parameter that ZeRO 3 has partitioned, the whole
-    return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 
 def elements(tensor: Any, offset: int, stride: int, count: int) -> Any:

@@ -18,7 +18,7 @@ def described(model: Any, record: EventLog) -> dict[str, Any]:
     with record.quietly("unwrap"):
         inner = base_of(model)
     config = getattr(inner, "config", None)
-    sizes = [(_count(p), p.requires_grad) for p in model.parameters()]
+    sizes = [(numel_of(p), p.requires_grad) for p in model.parameters()]
     shape: dict[str, Any] = {}
     with record.quietly("shape"):
         shape = shape_of(inner)
@@ -33,7 +33,7 @@ def described(model: Any, record: EventLog) -> dict[str, Any]:
     }
 
 
-def _count(parameter: Any) -> int:
+def numel_of(parameter: Any) -> int:
     # DeepSpeed ZeRO-3 leaves a placeholder of size 0 and keeps the real count beside it
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
@@ -52,15 +52,15 @@ def shape_of(model: Any) -> dict[str, Any]:
         layers, hidden = getattr(text, "num_hidden_layers", None), getattr(text, "hidden_size", None)
         heads = "num_attention_heads"
         names = ("num_experts", "num_local_experts", "n_routed_experts")
-        counts = (getattr(text, name, None) for name in names)
-        experts = next((count for count in counts if isinstance(count, int)), None)
+        found = (getattr(text, name, None) for name in names)
+        experts = next((one for one in found if isinstance(one, int)), None)
     weight = getattr(table, "weight", None)
     return {
         "layers": layers,
         "hidden": hidden,
         "heads": getattr(text, heads, None),
         "head_dim": getattr(text, "head_dim", None),
-        "embedding": None if weight is None else _count(weight),
+        "embedding": None if weight is None else numel_of(weight),
         "tied": bool(getattr(config, "tie_word_embeddings", False)),
         "experts": experts,
         "checkpointing": bool(getattr(model, "is_gradient_checkpointing", False)),

@@ -51,14 +51,10 @@ class Campaign:
     name: str
     root: Path
 
-    @property
-    def file(self) -> str:
-        return f"{self.kind}.json"
-
     def earlier(self) -> Path | None:
         """The newest folder of it; None where it has never begun."""
-        folders = sorted(self.root.glob(f"*-{self.kind}-*"), reverse=True)
-        return next((one for one in folders if rundir.read_json(one / self.file).get("key") == self.key), None)
+        records = sorted(self.root.glob(f"*-{self.kind}-*/{self.kind}.json"), reverse=True)
+        return next((one.parent for one in records if rundir.read_json(one).get("key") == self.key), None)
 
     @contextlib.contextmanager
     def opened(self, *, fresh: bool = False, taken: Finding | None = None) -> Iterator[Path]:
@@ -84,7 +80,7 @@ class Campaign:
                 stack.enter_context(locks.alone(folder / ".lock", taken=taken))
                 if before is None:
                     # from now on the same command finds it, and its lock
-                    write(folder / self.file, {"key": self.key})
+                    write(folder / f"{self.kind}.json", {"key": self.key})
             for run in rundir.newest_first(folder):
                 # of a command that has gone: nobody waits for it
                 if runner.alive(run.path) or lease.is_locked(run.lock):

@@ -73,10 +73,10 @@ def test_two_that_begin_at_once_do_not_begin_twice(about: Campaign) -> None:
 
 def test_a_record_that_cannot_be_written_is_said_and_the_old_one_stays(about: Campaign) -> None:
     with about.opened() as folder:
-        record = folder / about.file
+        record = folder / "bench.json"
         before = record.read_text()
         (folder / "in-the-way").mkdir()
         with pytest.raises(NotReady):
             experiment.write(folder / "in-the-way", {"key": "k"})
         assert record.read_text() == before
-        assert sorted(one.name for one in folder.iterdir()) == [".lock", about.file, "in-the-way"]
+        assert sorted(one.name for one in folder.iterdir()) == [".lock", "bench.json", "in-the-way"]

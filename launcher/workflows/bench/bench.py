@@ -310,10 +310,8 @@ def run(bench: Bench, *, show: Callable[[str], None] = lambda _: None) -> Exit:
             figures = "no speed" if speed is None else f"{speed:,.0f} tokens/s per GPU"
             figures += f", loss {'unknown' if loss is None else format(loss, '.4f')}, {sample.seconds:.0f} s"
             show(f"  {figures if sample.measured else f'{sample.cause}: {sample.reason}'}")
-    return Exit.INTERRUPTED if stop.requested else conclusion(bench)
-
-
-def conclusion(bench: Bench) -> Exit:
+    if stop.requested:
+        return Exit.INTERRUPTED
     if any(sample.measured for sample in bench.samples):
         return Exit.OK
     return Exit.NOT_READY if all(sample.cause == "refused" for sample in bench.samples) else Exit.TRAINING
@@ -321,10 +319,8 @@ def conclusion(bench: Bench) -> Exit:
 
 def interrupted(bench: Bench) -> str:
     done = len(bench.samples)
-    return (
-        f"interrupted: the same command goes on here, {done} of {done + len(bench.due())} runs are done"
-        f"\nruns: {bench.folder / FILE}"
-    )
+    runs = f"{done} of {done + len(bench.due())} runs are done\nruns: {bench.folder / FILE}"
+    return f"interrupted: the same command goes on here, {runs}"
 
 
 def write_page(bench: Bench) -> None:

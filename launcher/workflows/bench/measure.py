@@ -68,7 +68,25 @@ def measure(
     finally:
         # all of it: one that was killed before may have left its own
         shutil.rmtree(models, ignore_errors=True)
-    return sample_of(outcome, variant.name, repeat)
+    found = evidence.read_run(outcome.run.path)
+    cause, points = _cause(outcome), outcome.verdict.points
+    curve = _curve(found, outcome.verdict.stage)
+    # why a trial ended early is in its cause; what it broke is the setting's fault
+    failed = [p for p in points if p.ok is False and cause in ("ok", "contract")]
+    return Sample(
+        variant=variant.name,
+        repeat=repeat,
+        cause=cause,
+        flaws=tuple(f"{p.name} is {p.state}" for p in failed),
+        unproved=tuple(p.name for p in points if p.ok is None and cause == "ok"),
+        gradients=next((p.state for p in points if p.name == "gradients"), None),
+        reason=None if cause == "ok" else outcome.reason or "it did not come to its end",
+        metrics=_metrics(found, outcome, curve),
+        curve=curve,
+        pace=_pace(found),
+        run=str(outcome.run.path),
+        seconds=outcome.seconds,
+    )
 
 
 def short(request: Request, stage: Stage, steps: int, place: Path, batch: int | None) -> Request:
@@ -89,28 +107,6 @@ def short(request: Request, stage: Stage, steps: int, place: Path, batch: int | 
         final_save=False,
         # what a short run is warned of says nothing of the stage file
         strict=False,
-    )
-
-
-def sample_of(outcome: Outcome, variant: str, repeat: int = 0) -> Sample:
-    found = evidence.read_run(outcome.run.path)
-    cause, points = _cause(outcome), outcome.verdict.points
-    curve = _curve(found, outcome.verdict.stage)
-    # why a trial ended early is in its cause; what it broke is the setting's fault
-    failed = [p for p in points if p.ok is False and cause in ("ok", "contract")]
-    return Sample(
-        variant=variant,
-        repeat=repeat,
-        cause=cause,
-        flaws=tuple(f"{p.name} is {p.state}" for p in failed),
-        unproved=tuple(p.name for p in points if p.ok is None and cause == "ok"),
-        gradients=next((p.state for p in points if p.name == "gradients"), None),
-        reason=None if cause == "ok" else outcome.reason or "it did not come to its end",
-        metrics=_metrics(found, outcome, curve),
-        curve=curve,
-        pace=_pace(found),
-        run=str(outcome.run.path),
-        seconds=outcome.seconds,
     )
 
 

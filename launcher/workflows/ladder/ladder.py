@@ -40,7 +40,6 @@ from launcher.workflows import experiment
 from launcher.workflows.ladder.short import short_findings, short_overrides
 
 RECORD = "ladder.json"
-_VERSION = 1
 _MODELS = "models"
 """The folder of a ladder into which its rungs save; it goes when one has been judged."""
 _OTHERWISE = ("gates", "slurm")
@@ -141,7 +140,7 @@ class Ladder:
         """`ladder.json`. Raises NotReady where it cannot be written."""
         stage = self.stage
         record = {
-            "version": _VERSION,
+            "version": 1,
             "key": self.campaign.key,
             "config": str(stage.config.path),
             "stage": stage.options.stage,

@@ -196,25 +196,15 @@ class Space:
             whole = self.footprint(settings)
         except InvalidConfig:
             return None
-        short = replace(whole, plan=replace(whole.plan, steps=self.steps))
-        return Candidate(
-            settings=settings,
-            peak=self._peak(whole),
-            short=self._peak(short),
-            seconds=speed.step_seconds(whole, self.card),
-            tokens=whole.tokens.real,
-        )
+        short = self._peak(replace(whole, plan=replace(whole.plan, steps=self.steps)))
+        seconds, tokens = speed.step_seconds(whole, self.card), whole.tokens.real
+        return Candidate(settings=settings, peak=self._peak(whole), short=short, seconds=seconds, tokens=tokens)
 
     def footprint(self, settings: Settings) -> Footprint:
         """What speed and memory follow from. Raises InvalidConfig where it cannot be planned."""
-        plan = self.planned(settings)
-        attention = None if "attention" in settings else self.attention
-        return Footprint(
-            plan=plan,
-            shape=self.shape,
-            rows=footprint.rows_of(plan, self.rows),
-            attention=footprint.attention_of(plan, attention),
-        )
+        plan, named = self.planned(settings), None if "attention" in settings else self.attention
+        rows, attention = footprint.rows_of(plan, self.rows), footprint.attention_of(plan, named)
+        return Footprint(plan=plan, shape=self.shape, rows=rows, attention=attention)
 
     def _peak(self, setting: Footprint) -> float | None:
         try:

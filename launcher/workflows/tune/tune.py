@@ -31,7 +31,6 @@ from launcher.workflows.tune.space import Candidate, Space
 
 TUNE_VERSION = 2
 FILE = "tune.json"
-TUNED = "tuned.yaml"
 STOPPING_S = 15.0
 """What ending a trial may take after its time is up: INT, TERM, KILL."""
 _POINTS = ("liger", "packing", "attention", "batch", "loss", "memory")
@@ -54,9 +53,6 @@ class Tuning:
     place: Path | None = None
 
     def __post_init__(self) -> None:
-        self.begin_again()
-
-    def begin_again(self) -> None:
         self.search = Search(self.space, self.space.grid())
 
     @property
@@ -82,7 +78,7 @@ class Tuning:
                 candidate = replace(candidate, purpose=data["purpose"], why=data["why"])
                 self.learn(candidate, sample)
         except (AttributeError, KeyError, TypeError, ValueError):
-            self.begin_again()
+            self.search = Search(self.space, self.search.grid.values())
 
     def learn(self, candidate: Candidate, sample: Sample) -> Trial:
         passed = [one for one in self.search.runs if one.ok]
@@ -296,7 +292,7 @@ def run(tuning: Tuning, *, show: Callable[[str], None] = lambda _: None) -> Exit
         show("nothing new was tried: --fresh starts over")
     tuning.state, best = "finished", tuning.chosen
     if best is not None:
-        place = tuning.output or tuning.folder / TUNED
+        place = tuning.output or tuning.folder / "tuned.yaml"
         head, given = _head(tuning, best, place), tuning.request.overrides
         try:
             space.write(place, tuning.space, best.candidate.settings, head=head, given=given)

@@ -15,6 +15,7 @@ HAND = "bench/hand_recipe.yaml"
 pytestmark = needs_trl
 TULU = "tulu/dpo_qwen7b.yaml"
 LORA = "lora/sft_qwen7b.yaml"
+OLMO = "olmo_core/dpo_qwen3_0_6b.yaml"
 FULL = ("use_peft=false", "model_name_or_path=Qwen/Qwen2.5-0.5B", "attn_implementation=sdpa", "expect.liger=any")
 
 
@@ -131,6 +132,10 @@ def test_full_rows_hold_as_many_tokens_a_step_or_are_no_choice() -> None:
         (TULU, ("model_name_or_path=Qwen/Qwen2.5-7B", "zero_stage=2"), {}, "deepspeed", "zero_stage"),
         ("demo/sft_open_instruct.yaml", (), {"gpus": 0}, "deepspeed", "CPU"),
         ("demo/sft_open_instruct.yaml", (), {"gpus": 0}, "liger", "GPU"),
+        # packed, its steps hold what fits into a row
+        (OLMO, (), {"rows": "300:2000"}, "per_device", "one row a GPU"),
+        (OLMO, ("compile_model=false",), {"rows": "300:2000"}, "checkpointing", "compile_model"),
+        (OLMO, ("packing=false", "expect.packing=off"), {"rows": "300:2000"}, "packing", "another global batch"),
     ],
 )
 def test_what_stays_as_it_is_has_a_reason(
@@ -152,20 +157,3 @@ def test_only_attention_that_can_be_had_is_planned_with(write: Write) -> None:
     for packages, chosen in (({}, "sdpa"), (tuned.PACKAGES, "flash_attention_2")):
         space = tuned.outlook(path, gpus=1, packages=packages)
         assert space.planned(space.base).attention == chosen
-
-
-@pytest.mark.parametrize(
-    ("overrides", "turned", "stays"),
-    [
-        ((), {"attention", "checkpointing"}, {"per_device", "packing"}),
-        (("compile_model=false",), {"attention"}, {"per_device", "packing", "checkpointing"}),
-        (("packing=false", "expect.packing=off"), {"attention", "checkpointing", "per_device"}, {"packing"}),
-    ],
-)
-def test_of_the_second_dpo_script_only_what_leaves_its_batch_alone(
-    overrides: tuple[str, ...], turned: set[str], stays: set[str]
-) -> None:
-    # packed, its steps hold what fits into a row; Liger it does not read
-    world = tuned.outlook("olmo_core/dpo_qwen3_0_6b.yaml", *overrides, rows="300:2000")
-    assert names(world) == turned
-    assert stays <= set(world.fixed)

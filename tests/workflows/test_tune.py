@@ -475,21 +475,17 @@ def record(world: World) -> dict[str, Any]:
 @pytest.mark.slow
 @needs_trl
 def test_the_whole_way_with_real_processes(world: World) -> None:
-    """Interrupted, killed, and gone on to a proposal that runs as it is."""
+    """Interrupted, and gone on to a proposal that runs as it is."""
     scenes = {"checkpointing=False": {"speed": 2000}}
-    words, gone = words_for(world), {"": {"sleep": 600}}
-    for count, end in enumerate(("SIGINT", "SIGKILL"), 1):
-        (world.root / "pids" / "trainer").unlink(missing_ok=True)
-        running = world.started(*words, env={"SCENES": json.dumps(gone)})
-        world.pid("trainer")
-        assert len(started(world, "rows")) == count
-        # before anything is measured the same command finds what is under way
-        assert record(world)["state"] == "running" and not record(world)["trials"]
-        running.send_signal(signal.Signals[end])
-        out, _ = running.communicate(timeout=PATIENCE_S)
-        if end == "SIGINT":
-            assert running.returncode == 130 and b"the same command goes on" in out
-            assert world.quiet() and record(world)["state"] == "interrupted"
+    words = words_for(world)
+    running = world.started(*words, env={"SCENES": json.dumps({"": {"sleep": 600}})})
+    world.pid("trainer")
+    # before anything is measured the same command finds what is under way
+    assert record(world)["state"] == "running" and not record(world)["trials"]
+    running.send_signal(signal.SIGINT)
+    out, _ = running.communicate(timeout=PATIENCE_S)
+    assert running.returncode == 130 and b"the same command goes on" in out
+    assert world.quiet() and record(world)["state"] == "interrupted"
     done = world.launch(*words, env={"SCENES": json.dumps(scenes)})
     assert done.returncode == 0, done.stderr
     known = record(world)

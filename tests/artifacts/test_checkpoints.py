@@ -12,7 +12,6 @@ from launcher.artifacts import checkpoints
 
 
 def found(backend: str, output: Path, ranks: int | None = None) -> dict[str, str | None]:
-    """Name -> what is wrong."""
     listed = checkpoints.find(backend, output, ranks=ranks)
     assert all(one.complete == (one.why_incomplete is None) for one in listed)
     return {one.name: one.why_incomplete for one in listed}

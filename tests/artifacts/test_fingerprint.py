@@ -20,12 +20,10 @@ from launcher.errors import Exit, NotReady
 
 
 def digest(path: Path, **options: int) -> str:
-    """The digest of one file, with nothing remembered."""
     return of_file(path, FingerprintCache(), **options).digest
 
 
 def safetensors(tensors: Mapping[str, bytes], metadata: Mapping[str, str] | None = None) -> bytes:
-    """A file of one-dimensional tensors of bytes."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, raw in tensors.items():
@@ -36,7 +34,6 @@ def safetensors(tensors: Mapping[str, bytes], metadata: Mapping[str, str] | None
 
 
 def regions(path: Path) -> list[tuple[int, int]]:
-    """What is read of a checkpoint that is sampled."""
     with path.open("rb") as file:
         return content.sampled_regions(file.fileno(), path.stat().st_size) or []
 
@@ -80,7 +77,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(path: Path, at: int, raw: bytes) -> str:
-    """The digest with these bytes in the file, which is then as it was."""
     with path.open("r+b") as file:
         file.seek(at)
         before = file.read(len(raw))

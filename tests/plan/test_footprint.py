@@ -44,7 +44,6 @@ args:
 
 
 def parts(path: Path, *words: str, gpus: str = "1") -> dict[str, float]:
-    """GiB of each part at the fullest moment, and `peak`."""
     told = CliRunner().invoke(
         app, ["plan", str(path), "--gpus", gpus, *words, *ROWS, "--why", "--format", "json"], catch_exceptions=False
     )

@@ -40,7 +40,6 @@ def run(
     deepspeed: str | None = "zero2_fp32_comm", accumulation: int = 1, replaced: dict[str, int] | None = None,
     packed: bool = False, **given: Any,
 ) -> Setup:  # fmt: skip
-    """A run of open-instruct as a plan describes it."""
     shape = architecture.find(model, {}, replaced=replaced)
     dpo = stage == "dpo"
     zero = None
@@ -138,7 +137,6 @@ def flat(tokens: int) -> MicroBatch:
 
 
 def alone(shape: architecture.Shape, batch: MicroBatch, **given: Any) -> Setup:
-    """A run of one process without accumulation."""
     return Setup(shape=shape, batch=batch, processes=1, accumulation=1, **given)
 
 
@@ -195,7 +193,6 @@ OUT_OF_MEMORY: list[tuple[str, str, int, dict[str, Any]]] = [
 
 
 def published(kind: str, model: str, rows: int, given: dict[str, Any]) -> Setup:
-    """A run of those tables."""
     adapters = None if kind.startswith("full") else Adapters(rank=16, targets=ALL[:4], bytes=4)
     shape = architecture.shape_of(POWER_CONFIG) if model == POWER else architecture.find(model, {})
     more = {"checkpointing": True, "fused_optimizer": False, "adapters": adapters, **given}
@@ -394,7 +391,6 @@ ENGINES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each engine of `ENGINES` allocates."""
     pytest.importorskip("deepspeed")
     pytest.importorskip("transformers")
     place = tmp_path_factory.mktemp("engines")

@@ -57,7 +57,6 @@ def terms(name: str) -> list[str]:
 
 
 def told(words: list[str]) -> str:
-    """The command as a user types it, and its answer."""
     full = [*words, "--gpus", "1,2,8", *terms(words[0]), *CARD]
     run = CliRunner().invoke(app, ["plan", str(REPOSITORY / words[0]), *full[1:]], catch_exceptions=False)
     assert run.exit_code == 0, run.output

@@ -74,7 +74,6 @@ Runs = tuple[Path, list[list[int]]]
 
 
 def evidence_of(runs: Runs, case: dict[str, Any]) -> tuple[Evidence, list[int]]:
-    """What the probes of a case saw, and its exit codes."""
     number = CASES.index(case)
     folder = runs[0] / str(number)
     (folder / "probe").mkdir(exist_ok=True)

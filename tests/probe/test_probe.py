@@ -140,7 +140,6 @@ FAKES = {
 
 
 def oldest_python() -> str:
-    """The oldest interpreter here that the probe has to run under."""
     for minor in (10, 11, 12, 13):
         name = f"python3.{minor}"
         installed = sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}"))
@@ -154,8 +153,6 @@ OLDEST = oldest_python()
 
 
 class Training:
-    """A folder with fakes, in which scripts run under the probe."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.out = folder / "out of it"
@@ -500,8 +497,6 @@ def test_children_train_on_and_write_nothing(training: Training, method: str) ->
 
 
 class OnDevice:
-    """A scalar of a GPU."""
-
     is_cuda = True
 
     def __init__(self, value: float) -> None:
@@ -514,8 +509,6 @@ class OnDevice:
 
 
 class Host(list[float]):
-    """Pinned memory."""
-
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 

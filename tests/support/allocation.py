@@ -58,7 +58,6 @@ class Tracker(TorchDispatchMode):
         self.now -= size
 
     def mark(self) -> int:
-        """Bytes alive; the peak starts again from here."""
         self.peak = self.now
         return self.now
 
@@ -214,7 +213,6 @@ def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def _liger(model: Any) -> list[tuple[Any, str, Any]]:
-    """What liger_kernel puts in place: RMSNorm, SwiGLU and RoPE."""
     source = __import__(type(model).__module__, fromlist=["x"])
     changes: list[tuple[Any, str, Any]] = []
     for name, value in list(vars(source).items()):
@@ -231,7 +229,6 @@ def _swiglu(self: Any, x: Any) -> Any:
 
 
 def config_of(name: str, layers: int | None = None) -> Any:
-    """The transformers config of a model of launcher/shapes.json, of all its layers or so many."""
     from launcher.artifacts import architecture
 
     given = dict(architecture.table()[name.lower()])
@@ -343,7 +340,6 @@ def _plain_olmo_core(name: str, *, vocab: int, layers: int) -> Any:
 
 
 def _olmo_core(name: str, *, vocab: int, layers: int) -> Any:
-    """A model of OLMo-core by its config's name, with the attention of a GPU."""
     model = _plain_olmo_core(name, vocab=vocab, layers=layers)
     for block in model.blocks.values():
         block.attention.backend = _OlmoFlash()
@@ -359,7 +355,6 @@ def _olmo_core(name: str, *, vocab: int, layers: int) -> Any:
 
 
 def measure_olmo_core(name: str, vocab: int, *, layers: int, rows: int, length: int, no_grad: bool) -> int:
-    """The peak for dpo.py, weights as FSDP gathers them."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = _olmo_core(name, vocab=vocab, layers=layers)
         for module in model.modules():

@@ -88,7 +88,6 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def adapted(model: Any, rank: int) -> Any:
-    """The same with LoRA on queries and values, in 16 bits."""
     import peft
 
     settings = peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -96,8 +95,6 @@ def adapted(model: Any, rank: int) -> Any:
 
 
 def unseen(called: Callable[..., Any]) -> Callable[..., Any]:
-    """The same without its allocations being counted."""
-
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return called(*args, **kwargs)
@@ -106,7 +103,6 @@ def unseen(called: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rank(number: int, world: int, place: Path, case: dict[str, Any]) -> None:
-    """One of so many; the first writes what was found."""
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
     meeting = f"file://{place}.meeting"
@@ -117,7 +113,6 @@ def rank(number: int, world: int, place: Path, case: dict[str, Any]) -> None:
 
 
 def main(output: Path, cases: list[dict[str, Any]]) -> None:
-    """What was found of each, in order."""
     # between processes on one CPU it would compile a transport of its own: gloo does
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     # what starts an engine is imported late, and by every rank anew

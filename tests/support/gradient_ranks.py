@@ -74,8 +74,6 @@ class StandIn:
 
 
 class Stepping:
-    """accelerate's optimizer, as far as the probe knows it."""
-
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.param_groups = inner.param_groups
@@ -229,7 +227,6 @@ def train(case: dict[str, Any], folder: Path, rank: int) -> None:
 
 
 def rank(case: dict[str, Any], folder: Path, number: int, world: int) -> None:
-    """One of so many; its output goes to a file."""
     os.environ |= {
         "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
@@ -254,7 +251,6 @@ def rank(case: dict[str, Any], folder: Path, number: int, world: int) -> None:
 
 
 def main(folder: Path, cases: list[dict[str, Any]]) -> None:
-    """Every case, one after the other."""
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}
     if any(case["engine"].startswith("zero") for case in cases):
         os.environ["DS_ACCELERATOR"] = "cpu"

@@ -38,31 +38,26 @@ args:
 
 
 def staged(path: Path, overrides: Sequence[str] = ()) -> Stage:
-    """The stage of a file, as if its pinned source lay in `SOURCE`."""
     judged = stages.judge(load.load(path, overrides), locator=Locator(search=()))
     stage = stages.validate(judged)
     return replace(stage, upstream=replace(stage.upstream, root=SOURCE))
 
 
 def from_text(folder: Path, text: str, *overrides: str) -> Stage:
-    """The stage of a text, written to a file of `folder`."""
     path = folder / "stage.yaml"
     path.write_text(text, encoding="utf-8")
     return staged(path, overrides)
 
 
 def planned(stage: Stage, gpus: int = 0, nodes: int = 1) -> Plan:
-    """Its plan, with a fixed place for the model."""
     return plan.make(stage, gpus=gpus, nodes=nodes, output=Path("/run/model"))
 
 
 def built(
     made: Plan, environ: Mapping[str, str] | None = None, python: Path = PYTHON, folder: Path = Path("/run")
 ) -> Command:
-    """Its command in a run folder."""
     return command.build(made, trainer(python=python), folder, environ=environ or {})
 
 
 def trainer(*packages: str, python: Path = PYTHON, version: tuple[int, ...] = (3, 12, 1)) -> Trainer:
-    """An interpreter that has these packages."""
     return Trainer(python=python, source="a test", version=version, packages=dict.fromkeys(packages, "1.0"))

@@ -13,13 +13,11 @@ UNKNOWN = '{"auto_map": {}}'
 
 
 def tensors(path: Path, size: int = 64) -> None:
-    """A safetensors file with one tensor."""
     header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
 
 
 def archive(path: Path) -> None:
-    """A file as torch.save writes it: a zip."""
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("archive/data.pkl", b"\x80\x02}." + bytes(200))
 
@@ -50,12 +48,10 @@ def loadable(folder: Path) -> None:
 
 
 def cut(path: Path, share: float = 0.5) -> None:
-    """What is left of a file whose writer was killed."""
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
 
 
 def pinned(output: Path, name: str, *, ranks: int = 1, completed: bool = True) -> Path:
-    """A checkpoint of the pinned open-instruct: accelerate's state, and COMPLETED."""
     folder = output / name
     folder.mkdir(parents=True)
     tensors(folder / "model.safetensors")
@@ -69,7 +65,6 @@ def pinned(output: Path, name: str, *, ranks: int = 1, completed: bool = True) -
 
 
 def engine(output: Path, name: str, *, ranks: int = 2) -> Path:
-    """The same under DeepSpeed."""
     folder = output / name
     inside = folder / "pytorch_model"
     inside.mkdir(parents=True)
@@ -86,7 +81,6 @@ def engine(output: Path, name: str, *, ranks: int = 2) -> Path:
 def trl(
     output: Path, step: int, *, epoch: float = 0.5, ranks: int = 1, state: Mapping[str, Any] | None = None
 ) -> Path:
-    """A checkpoint of transformers' Trainer."""
     folder = output / f"checkpoint-{step}"
     folder.mkdir(parents=True)
     tensors(folder / "model.safetensors")
@@ -101,7 +95,6 @@ def trl(
 
 
 def model(output: Path) -> None:
-    """A finished model."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "config.json").write_text(UNKNOWN)
     tensors(output / "model.safetensors")

@@ -351,10 +351,8 @@ class Forecast:
     findings: tuple[Finding, ...]
 
     def as_json(self, *, why: bool) -> dict[str, Any]:
-        return {
-            "gpus": [rung.as_json(why=why) for rung in self.rungs],
-            "sources": {"shape": self.shape, "rows": self.lengths, "attention": self.attention},
-        }
+        sources = {"shape": self.shape, "rows": self.lengths, "attention": self.attention}
+        return {"gpus": [rung.as_json(why=why) for rung in self.rungs], "sources": sources}
 
     def lines(self, *, why: bool) -> list[str]:
         table = [_HEAD, *(rung.row() for rung in self.rungs)]
@@ -419,17 +417,13 @@ def make(resolved: ResolvedStage, gpus: Sequence[int], terms: ForecastOptions) -
             faults += error.findings
     if not rungs:
         raise InvalidConfig(list(dict.fromkeys(faults)))
+    own = [finding for rung in rungs for finding in rung.findings]
     return Forecast(
         rungs=tuple(rungs),
         shape=shape_of(rungs[0].plan, terms.shape).source,
         lengths="unknown" if rows is None else rows.source,
         attention=attention_of(max(rungs, key=lambda one: one.plan.gpus).plan, terms.attention),
-        findings=(
-            *dict.fromkeys(faults),
-            *_split(rungs),
-            *(f for rung in rungs for f in rung.findings),
-            *_remarks(rungs, terms),
-        ),
+        findings=(*dict.fromkeys(faults), *_split(rungs), *own, *_remarks(rungs, terms)),
     )
 
 

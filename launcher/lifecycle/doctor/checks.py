@@ -129,14 +129,9 @@ def require_ready(
 
 def of_plan(plan: Plan, trainer: Trainer) -> Subject:
     output = output_of(plan)
-    return Subject(
-        trainer=trainer,
-        upstream=plan.stage.upstream,
-        stages=(plan.stage.schema.key,),
-        gpus=plan.gpus,
-        plan=plan,
-        output=None if output is None else output.absolute(),
-    )
+    output = None if output is None else output.absolute()
+    stage, stages = plan.stage, (plan.stage.schema.key,)
+    return Subject(trainer=trainer, upstream=stage.upstream, stages=stages, gpus=plan.gpus, plan=plan, output=output)
 
 
 def examine(

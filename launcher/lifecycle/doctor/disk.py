@@ -108,13 +108,8 @@ def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs 
         # they go as new ones come
         with contextlib.suppress(OSError, ValueError):
             there = sum(below(place) for place in output.iterdir() if place.name.startswith(_CHECKPOINTS))
-    return Needs(
-        least=max(0, least.most - there),
-        likely=max(0, likely.most - there),
-        there=min(there, likely.most),
-        saved=likely,
-        parameters=count,
-    )
+    at_least, at_most, there = max(0, least.most - there), max(0, likely.most - there), min(there, likely.most)
+    return Needs(least=at_least, likely=at_most, there=there, saved=likely, parameters=count)
 
 
 def saved(plan: Plan, count: int, setup: Setup | None = None) -> Saved | None:
@@ -146,13 +141,8 @@ def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
         formula = f"2 + 4 + {moments} bytes a parameter: weights, their 32-bit copy, moments"
     else:
         each, formula = (2 + 4) * count, "2 + 4 bytes a parameter: weights and moments"
-    return Saved(
-        checkpoint=each,
-        final=final,
-        times=_times(plan),
-        formula=formula,
-        limit=limit if isinstance(limit, int) and limit >= 0 else None,
-    )
+    kept = limit if isinstance(limit, int) and limit >= 0 else None
+    return Saved(checkpoint=each, final=final, times=_times(plan), formula=formula, limit=kept)
 
 
 def _olmo_core(plan: Plan, count: int, _setup: Setup | None) -> Saved:
@@ -195,13 +185,8 @@ def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
         each = final + moments * count
         formula = f"{width} + {moments} bytes a parameter: weights and moments"
     limit = values.get("save_total_limit")
-    return Saved(
-        checkpoint=each,
-        final=final,
-        times=_times(plan),
-        formula=formula,
-        limit=limit if isinstance(limit, int) and limit > 0 else None,
-    )
+    kept = limit if isinstance(limit, int) and limit > 0 else None
+    return Saved(checkpoint=each, final=final, times=_times(plan), formula=formula, limit=kept)
 
 
 def _times(plan: Plan) -> int | None:

@@ -159,12 +159,8 @@ def _batch(record: Manifest, plan: Plan, steps: tuple[int | None, int | None]) -
         effect = f"the run would have {steps[1]} steps, not {steps[0]}"
     elif moved:
         effect = f"a step took {rows} rows and takes {plan.global_batch}"
-    names = plan.stage.entry.names
-    for what, value, key in (
-        ("per_device", plan.per_device, names.per_device),
-        ("accumulation", plan.accumulation, names.accumulation),
-    ):
-        before = record.number("plan", what)
+    for what, value in (("per_device", plan.per_device), ("accumulation", plan.accumulation)):
+        before, key = record.number("plan", what), getattr(plan.stage.entry.names, what)
         if before not in (None, value):
             yield ResumeChange(what, before, value, effect, "error" if moved else "note", key)
 

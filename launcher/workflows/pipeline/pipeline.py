@@ -173,11 +173,8 @@ def dry_run(order: PipelineRequest) -> PipelinePlan:
     """What would be started, in order, and what of it earlier runs have. Raises like `plans.plan_stages`."""
     planned = plans.plan_stages(order, running=False)
     # printed commands that would write into the outputs of earlier runs
-    earlier = [
-        placed(link, one)
-        for link in planned.links
-        for one in prepare.of_earlier_run(planned.steps[link.name].prepared)
-    ]
+    runs = [(link, planned.steps[link.name].prepared) for link in planned.links]
+    earlier = [placed(link, one) for link, prepared in runs for one in prepare.of_earlier_run(prepared)]
     return replace(planned, findings=(*planned.findings, *earlier))
 
 

@@ -69,13 +69,8 @@ class Arguments:
     report_to: tuple[str, ...] = ()
 
     def words(self, schema: Schema) -> list[str]:
-        whole = {**self.given, **self.added}
-        return [
-            word
-            for name, value in whole.items()
-            if value is not None
-            for word in (f"--{name}", *schema.words(name, value))
-        ]
+        given = [(name, value) for name, value in {**self.given, **self.added}.items() if value is not None]
+        return [word for name, value in given for word in (f"--{name}", *schema.words(name, value))]
 
 
 def of_stage(args: Mapping[str, Any], options: Options, schema: Schema, entry: Entry) -> Arguments:

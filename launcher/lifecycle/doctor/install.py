@@ -92,12 +92,7 @@ class Imports:
 
 
 def try_imports(
-    modules: Sequence[str],
-    trainer: Trainer,
-    *,
-    environ: Mapping[str, str],
-    timeout_s: float = TIMEOUT_S,
-    cuda: bool = False,
+    modules: Sequence[str], trainer: Trainer, *, environ: Mapping[str, str], timeout_s: float, cuda: bool = False
 ) -> Imports:
     """Import modules in turn, in one process of the trainer's Python.
 

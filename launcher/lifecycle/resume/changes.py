@@ -19,6 +19,7 @@ from launcher.redaction import REDACTED, redact
 from launcher.runs.record import Manifest, Record
 from launcher.stage import unused
 
+Steps = tuple[int | None, int | None]
 NAMES = tuple(
     "gpus per_device accumulation position data tokenizer model deepspeed reference pin packages "
     "mixed_precision".split()
@@ -111,12 +112,7 @@ class ResumeChange:
 
 
 def since(
-    record: Manifest,
-    plan: Plan,
-    steps: tuple[int | None, int | None],
-    trainer: Trainer,
-    caches: Sequence[Cache],
-    now: Contents,
+    record: Manifest, plan: Plan, steps: Steps, trainer: Trainer, caches: Sequence[Cache], now: Contents
 ) -> Iterator[ResumeChange]:
     """Everything that differs between an attempt's manifest and what is about to start.
 
@@ -151,7 +147,7 @@ def _devices(record: Manifest, plan: Plan) -> Iterator[ResumeChange]:
     yield ResumeChange("gpus", was, now, effect, severity)
 
 
-def _batch(record: Manifest, plan: Plan, steps: tuple[int | None, int | None]) -> Iterator[ResumeChange]:
+def _batch(record: Manifest, plan: Plan, steps: Steps) -> Iterator[ResumeChange]:
     rows = record.global_batch
     moved = rows not in (None, plan.global_batch)
     effect = "the same rows make a step, split in another way"

@@ -20,6 +20,7 @@ from launcher.workflows.rehearse import arguments, memory
 from launcher.workflows.rehearse.arguments import ROWS, Arguments
 from launcher.workflows.rehearse.ask import Server, Servers, crash, described
 
+Say = Callable[[str], None]
 VARIABLE = "LAUNCH_REHEARSE"
 """0: nothing is rehearsed unless the command line or the stage file asks for it."""
 MOST_REFUSALS = 8
@@ -94,12 +95,7 @@ class Rehearsal:
 
 
 def rehearse(
-    judged: Judged,
-    trainer: Trainer,
-    servers: Servers | None = None,
-    *,
-    anew: bool = False,
-    say: Callable[[str], None] = lambda _: None,
+    judged: Judged, trainer: Trainer, servers: Servers | None = None, *, anew: bool = False, say: Say = lambda _: None
 ) -> Rehearsal:
     """Run a stage's own script on the CPU with a tiny model, and say everything it refuses.
 
@@ -134,9 +130,7 @@ def combined(first: Iterable[Finding], more: Iterable[Finding]) -> tuple[Finding
     return (*first, *(one for one in kept if one.code not in codes))
 
 
-def require(
-    stages: Mapping[str, ResolvedStage], say: Callable[[str], None], *, by_itself: bool
-) -> tuple[Finding, ...]:
+def require(stages: Mapping[str, ResolvedStage], say: Say, *, by_itself: bool) -> tuple[Finding, ...]:
     """Rehearse what is to start, by name; the warnings, each once.
 
     A stage is rehearsed if the command line or its file says so, or where it happens `by_itself` and neither

@@ -153,7 +153,7 @@ class ConfigDifference:
     path: Path
     stage: str | None
     reason: str | None = None
-    valid: tuple[bool | None, bool | None] = (None, None)
+    valid: tuple[bool | None, ...] = (None, None)
     appeared: tuple[Finding, ...] = ()
     vanished: tuple[Finding, ...] = ()
     defaults: tuple[ArgumentDifference, ...] = ()
@@ -377,28 +377,24 @@ def shown_default(known: Field) -> str:
     if known.default_text is not None:
         return known.default_text
     if known.default is None or isinstance(known.default, bool):
-        return {None: "none", True: "true", False: "false"}[known.default]
-    if isinstance(known.default, float) and known.default.is_integer():
-        return str(int(known.default))
-    return str(known.default)
+        return str(known.default).lower()
+    whole = isinstance(known.default, float) and known.default.is_integer()
+    return str(int(known.default) if whole else known.default)
 
 
 def _reads(old: Schema, new: Schema, renames: Mapping[str, str]) -> Iterator[ArgumentDifference]:
     entries = entry_of(old), entry_of(new)
     for name, known in old.fields.items():
-        to = name if name in new.fields else renames.get(name)
-        if to is None:
-            continue
+        to = name if name in new.fields else renames.get(name, "")
         first, second = old.path.reads.get(name), new.path.reads.get(to)
         if first is None or second is None:
             continue
         before = _shown_reads(first, entries[0], renames)
         after = _shown_reads(second, entries[1], {})
         if before != after:
-            what = "conditions" if first and second else "read" if second else "unread"
             yield ArgumentDifference(
                 name=name,
-                what=what,
+                what="conditions" if first and second else "read" if second else "unread",
                 to=to if to != name else None,
                 before=before,
                 after=after,
@@ -445,20 +441,19 @@ def _judge_both(
 ) -> ConfigDifference:
     if backend_of(config) != BACKEND.NAME:
         return ConfigDifference(path=config.path, stage=None, reason=_FOREIGN)
-    first, second = _judge(config, old, stage), _judge(config, new, stage)
-    readable = [judged for judged in (first, second) if isinstance(judged, Judged)]
-    told = ConfigDifference(
+    first, second = sides = [_judge(config, side, stage) for side in (old, new)]
+    difference = ConfigDifference(
         path=config.path,
-        stage=next((judged.stage for judged in readable), None),
-        valid=(_is_valid(first), _is_valid(second)),
+        stage=next((judged.stage for judged in sides if isinstance(judged, Judged)), None),
+        valid=tuple(None if isinstance(side, str) else not errors(side.findings) for side in sides),
     )
     if not isinstance(first, Judged) or not isinstance(second, Judged):
-        return replace(told, reason="; ".join(s for s in (first, second) if isinstance(s, str)))
+        return replace(difference, reason="; ".join(side for side in sides if isinstance(side, str)))
     if first.schema is None or second.schema is None:
-        return replace(told, reason="names no stage that launch starts")
+        return replace(difference, reason="names no stage that launch starts")
     changes = compared[first.schema.key].changes
     return replace(
-        told,
+        difference,
         appeared=_only_in(second, first),
         vanished=_only_in(first, second),
         defaults=tuple(c for c in changes if _relies_on(c, first, second)),
@@ -473,10 +468,6 @@ def _judge(config: Config, side: Revision, stage: str | None) -> Judged | str:
         return error.findings[0].message
     kept = tuple(f for f in judged.findings if f.code not in _EVERYWHERE)
     return replace(judged, findings=kept)
-
-
-def _is_valid(judged: Judged | str) -> bool | None:
-    return not errors(judged.findings) if isinstance(judged, Judged) else None
 
 
 def _only_in(judged: Judged, other: Judged) -> tuple[Finding, ...]:

@@ -72,10 +72,10 @@ class CheckoutStatus:
 
     def lines(self) -> Iterator[str]:
         mark = "used" if self.used else "here" if self.state == "checkout" else "-"
+        standing = self._standing() if self.state == "checkout" else _STATES[self.state]
+        yield f"{mark:<5} {self.path}  ({self.source}): {standing}"
         if self.state != "checkout":
-            yield f"{mark:<5} {self.path}  ({self.source}): {_STATES[self.state]}"
             return
-        yield f"{mark:<5} {self.path}  ({self.source}): {self._standing()}"
         if self.commit is not None:
             yield f"      at {self.commit[:_SHOWN]}, {self.date}, {self.subject}"
         else:
@@ -381,9 +381,9 @@ def _counts(ahead: int | None, behind: int | None) -> str:
     return f"{number} commit(s) {word} it" if number else ""
 
 
-def _listed(names: Sequence[str], limit: int = 6) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return ", ".join(names[:6]) + more
 
 
 def _word(path: Path) -> str:

@@ -22,6 +22,7 @@ _NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 _SHOWN = ("name", "type", "many", "choices", "required", "default", "default_text", "owner")
 _TRUE = {"yes", "true", "t", "y", "1"}
 _FALSE = {"no", "false", "f", "n", "0"}
+_EXPECTED = {"int": "a whole number", "float": "a number"}
 
 
 def short_version(version: str) -> str:
@@ -84,34 +85,20 @@ class Field:
     def _word_refusal(self, word: str) -> str | None:
         if self.kind == "bool" and word.lower() not in _TRUE | _FALSE:
             return f"expected true or false, got `{brief(word)}`"
+        not_one = f"`{brief(word)}` is not one of {', '.join(map(str, self.choices))}"
         if self.kind == "choice" and word not in {str(choice) for choice in self.choices}:
-            return self._no_choice(word)
-        if self.choices and self.kind != "choice" and self._convertible(word):
-            # `choices` in the field's metadata go straight to argparse
-            if self._convert(word) not in self.choices:
-                return self._no_choice(word)
-        elif self.kind == "dict" and word and not self._is_none(word):
-            return "a mapping cannot be given as a flag, upstream refuses every value"
-        elif not self._convertible(word):
-            expected = {"int": "a whole number", "float": "a number"}.get(self.kind, "text")
-            return f"expected {expected}, got `{brief(word)}`"
-        return None
-
-    def _no_choice(self, word: str) -> str:
-        return f"`{brief(word)}` is not one of {', '.join(map(str, self.choices))}"
-
-    def _convertible(self, word: str) -> bool:
+            return not_one
         try:
-            self._convert(word)
+            value = self._convert(word)
         except (ValueError, OverflowError):
-            return False
-        return True
-
-    def _is_none(self, word: str) -> bool:
-        return self.nullable and word.lower() in {"none", "null"}
+            if self.kind == "dict":
+                return "a mapping cannot be given as a flag, upstream refuses every value"
+            return f"expected {_EXPECTED.get(self.kind, 'text')}, got `{brief(word)}`"
+        # `choices` in the field's metadata go straight to argparse
+        return not_one if self.choices and self.kind != "choice" and value not in self.choices else None
 
     def _convert(self, word: str) -> Any:
-        if self._is_none(word):
+        if self.nullable and word.lower() in {"none", "null"}:
             return None
         match self.kind:
             case "int":
@@ -122,10 +109,10 @@ class Field:
                 return word.lower() in _TRUE
             case "choice":
                 return next((c for c in self.choices if str(c) == word), word)
-            case "dict":
+            case "dict" if word:
                 # `type=dict` calls dict("..."), which takes nothing but the empty text
-                if word:
-                    raise ValueError("a mapping cannot be given as a flag")
+                raise ValueError
+            case "dict":
                 return {}
         return word
 
@@ -184,23 +171,23 @@ def json_fault(value: Any) -> str | None:
 
     transformers/training_args.py:161 converts the values in it, and stumbles over digits such as `²`.
     """
+
+    def convert(mapping: dict[str, Any]) -> None:
+        for one in mapping.values():
+            if isinstance(one, dict):
+                convert(one)
+            elif isinstance(one, str) and one.isdigit():
+                int(one)
+            elif isinstance(one, str) and one.replace(".", "", 1).isdigit():
+                float(one)
+
     if not isinstance(value, str) or not value.startswith("{"):
         return None
     try:
-        _convert_texts(json.loads(value))
+        convert(json.loads(value))
     except (ValueError, RecursionError) as error:
         return str(error)
     return None
-
-
-def _convert_texts(mapping: dict[str, Any]) -> None:
-    for value in mapping.values():
-        if isinstance(value, dict):
-            _convert_texts(value)
-        elif isinstance(value, str) and value.isdigit():
-            int(value)
-        elif isinstance(value, str) and value.replace(".", "", 1).isdigit():
-            float(value)
 
 
 def text(value: Any) -> str:
@@ -293,10 +280,10 @@ class Schema:
         """Every flag that upstream's parser knows, in its order; None for help."""
         known: dict[str, OptionString | None] = {"-h": None, "--help": None}
         for name, one in self.fields.items():
-            known[f"--{name}"] = known[f"--{name.replace('_', '-')}"] = OptionString(name)
+            dashed = name.replace("_", "-")
+            known[f"--{name}"] = known[f"--{dashed}"] = OptionString(name)
             if one.kind == "bool" and one.default is True and not one.many:
-                negated = OptionString(name, negated=True)
-                known[f"--no_{name}"] = known[f"--no-{name.replace('_', '-')}"] = negated
+                known[f"--no_{name}"] = known[f"--no-{dashed}"] = OptionString(name, negated=True)
         return known
 
     def taken_as(self, key: str) -> OptionString | None:

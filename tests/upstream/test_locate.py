@@ -186,7 +186,6 @@ def test_another_commit_is_read_only_where_that_is_allowed(fake: Checkout) -> No
     "text",
     [
         "class FlatArguments\n",
-        "x = 1\n",
         "from dataclasses import *\n@dataclass\nclass FlatArguments:\n    seed: int = 1\n",
         "\0",
         "class B: ...\nclass FlatArguments(B, B): ...\n",

@@ -21,14 +21,7 @@ FOLLOWED = {
     "handed on by **": "def h(o): use(o.a)\ndef g(**rest): h(**rest)\ndef main(args): g(o=args)",
     "a keyword table": "def h(o): use(o.a)\ndef main(args):\n    h(**{'o': args})",
     "a list": "for one in [args]:\n    use(one.a)",
-    "a list that grows": """
-        def main(args):
-            known = []
-            known.append(args)
-            use(known[0].a)
-    """,
     "enumerate": "for i, one in enumerate([args]):\n    use(one.a)",
-    "items of a table": "for k, v in {'x': args}.items():\n    use(v.a)",
     "a comprehension": "use([one.a for one in [args]])",
     "a closure": "def g():\n    use(args.a)\ng()",
     "a name given later": """
@@ -47,21 +40,7 @@ FOLLOWED = {
             g()
     """,
     "partial": ("from functools import partial\ndef g(o, x): use(o.a)\ndef main(args): partial(g, args)(1)"),
-    "partial with the rest later": """
-        from functools import partial
-        def g(x, o): use(o.a)
-        def main(args):
-            f = partial(g, 1)
-            f(args)
-    """,
     "map": "def g(o): use(o.a)\ndef main(args): list(map(g, [args]))",
-    "an executor": "def g(o): use(o.a)\ndef main(args): pool.submit(g, args)",
-    "a bound method handed over": """
-        class Job:
-            def __init__(self, o): self.o = o
-            def run(self): use(self.o.a)
-        def main(args): register(Job(args).run)
-    """,
     "a table of functions": """
         def g(o): use(o.a)
         TABLE = {"x": g, "y": None}
@@ -74,15 +53,6 @@ FOLLOWED = {
     """,
     "a wrapped function": ("def g(o): use(o.a)\ndef main(args):\n    f = torch.compile(g)\n    f(args)"),
     "a returned object": "def same(o): return o\ndef main(args): use(same(args).a)",
-    "a returned pair": ("def two(o): return 1, o\ndef main(args):\n    _, o = two(args)\n    use(o.a)"),
-    "a context class": """
-        class Ctx:
-            def __init__(self, o): self.o = o
-            def __enter__(self): use(self.o.a)
-            def __exit__(self, *_): pass
-        def main(args):
-            with Ctx(args): pass
-    """,
     "await": """
         async def g(o): return o
         async def inner(o):
@@ -100,7 +70,6 @@ FOLLOWED = {
     """,
     "match": "match args.a:\n    case True: work()",
     "a case": "match x:\n    case 1: use(args.a)",
-    "a case's guard": "match x:\n    case 1 if args.a: work()",
     "walrus": "if (x := args.a):\n    use(x)",
     "while": "while args.a: work()",
     "a loop's second round": """
@@ -125,20 +94,10 @@ FOLLOWED = {
     "a default of a parameter": "def g(n=args.a): use(n)\ng()",
     "an assertion's walrus": "assert (x := args.a)\nuse(x)",
     "a base of the dataclass": "def g(o: Options): use(o.a)\ndef main(args): g(unknown(args))",
-    "an optional annotation": ("def g(o: Options | None): use(o.a)\ndef main(args):\n    register(g)\n    g(args)"),
     "a method": "class T:\n    def go(self, o): use(o.a)\ndef main(args): T().go(args)",
     "kept": """
         class T:
             def __init__(self, o): self.o = o
-            def go(self): use(self.o.a)
-        def main(args): T(args).go()
-    """,
-    "kept by a base": """
-        class B:
-            def __init__(self, o): self.o = o
-        class T(B):
-            def __init__(self, o):
-                super().__init__(o)
             def go(self): use(self.o.a)
         def main(args): T(args).go()
     """,
@@ -171,13 +130,6 @@ FOLLOWED = {
             @property
             def half(self): return self.o.a
         def main(args): use(T(args).half)
-    """,
-    "a property that returns it": """
-        class T:
-            def __init__(self, o): self._o = o
-            @property
-            def o(self): return self._o
-        def main(args): use(T(args).o.a)
     """,
     "a class method": """
         class T:
@@ -230,21 +182,12 @@ def test_an_argument_is_followed(tmp_path: Path, body: str) -> None:
 
 IMPORTS = {
     "from": "from pkg.steps import go\ndef main(args): go(args)",
-    "a new name": "from pkg.steps import go as run\ndef main(args): run(args)",
     "a module": "import pkg.steps\ndef main(args): pkg.steps.go(args)",
     "a module from a package": "from pkg import steps\ndef main(args): steps.go(args)",
     "relative": "from .steps import go\ndef main(args): go(args)",
     "inside a function": "from pkg.steps import go\ngo(args)",
     "a package's own names": "from pkg.deep import go\ndef main(args): go(args)",
-    "deep": "import pkg.deep.down\ndef main(args): pkg.deep.down.go(args)",
     "in a try": ("try:\n    from pkg.steps import go\nexcept ImportError:\n    go = None\ndef main(args): go(args)"),
-    "for type checkers": """
-        from typing import TYPE_CHECKING
-        if TYPE_CHECKING:
-            from pkg.steps import go
-        def main(args): go(args)
-    """,
-    "an instance of a class there": "from pkg.steps import T\ndef main(args): T(args)",
 }
 STEPS = """
 def go(o): use(o.a)
@@ -333,24 +276,15 @@ NOT_READ = {
     "a function that nobody calls": "def g(o): use(o.a)\ndef main(args): pass",
     "a log": "logger.info('%s', args.a)",
     "a log of an object's own": ("class T:\n    def go(self, o): self.log.info(o.a)\ndef main(args): T().go(args)"),
-    "a warning": "import warnings\ndef main(args): warnings.warn(f'{args.a}')",
     "a refusal": "if args.a: raise ValueError(f'{args.a}')",
     "a complaint": "if args.a: logger.warning('a')",
     "an assertion": "assert args.a, 'x'",
     "vars": "tracker.init(vars(args))",
-    "vars kept": "known = vars(args)\nknown.update(x=1)\nf(config=known)",
     "the whole object": "tracker.init(config=args)",
     "an assignment": "args.a = 3",
-    "setattr": "setattr(args, 'a', 3)",
     "another object's": "use(model.a)",
     "after return": "return\nuse(args.a)",
     "after raise": "raise ValueError\nuse(args.a)",
-    "both ways lead away": """
-        def main(args):
-            if x: return
-            else: raise ValueError
-            use(args.a)
-    """,
     "excluded before": """
         def main(args):
             if args.b: raise ValueError
@@ -405,7 +339,6 @@ CONDITIONS = {
     "none": ("use(args.b)", {()}),
     "if": ("if args.a: use(args.b)", {("a",)}),
     "else": ("if args.a: work()\nelse: use(args.b)", {("not a",)}),
-    "nested": ("if args.a:\n    if args.c: use(args.b)", {("a", "c")}),
     "and": ("if args.a and args.c: use(args.b)", {("a", "c")}),
     "or": ("if args.a or args.c: use(args.b)", {("a or c",)}),
     "a test that also asks something else": ("if args.a and x(): use(args.b)", {("a",)}),
@@ -416,14 +349,11 @@ CONDITIONS = {
     "a short circuit": ("use(args.a and args.b)", {("a",)}),
     "while": ("while args.a: use(args.b)", {("a",)}),
     "a comprehension": ("use([args.b for x in y if args.a])", {("a",)}),
-    "two places": ("if args.a: use(args.b)\nif args.c: use(args.b)", {("a",), ("c",)}),
     "two calls": (
         "def g(o): use(o.b)\ndef main(args):\n    if args.a: g(args)\n    if args.c: g(args)",
         {("a",), ("c",)},
     ),
-    "a local variable": ("x = args.a\nif x: use(args.b)", {("a",)}),
     "a local expression": ("x = args.a and args.c > 2\nif x: use(args.b)", {("a and c > 2",)}),
-    "a variable assigned twice": ("x = args.a\nx = y()\nif x: use(args.b)", {()}),
     "a parameter": ("def g(o, x):\n    if x: use(o.b)\ndef main(args): g(args, args.a)", {("a",)}),
     "a returned value": ("def on(o): return o.a and o.c\ndef main(args):\n    if on(args): use(args.b)", {()}),
     "a property": (
@@ -439,10 +369,6 @@ CONDITIONS = {
     "in": ("if args.c in (1, 2): use(args.b)", {("c in (1, 2)",)}),
     "is None": ("if args.c is not None: use(args.b)", {("c is not None",)}),
     "an enum": ("if args.kind == Kind.two: use(args.b)", {("kind == 'two'",)}),
-    "an enum of another module": (
-        "from pkg import options\ndef main(args):\n    if args.kind == options.Kind.two: use(args.b)",
-        {("kind == 'two'",)},
-    ),
     "a constant": ("LIMIT = 4\ndef main(args):\n    if args.c > LIMIT: use(args.b)", {("c > 4",)}),
     "a constant that a function changes": (
         "LIMIT = 4\ndef f():\n    global LIMIT\n    LIMIT = 9\ndef main(args):\n    if args.c > LIMIT: use(args.b)",
@@ -452,7 +378,6 @@ CONDITIONS = {
         "e = 4\ndef main(args):\n    try: work()\n    except E as e:\n        if args.c == e: use(args.b)",
         {()},
     ),
-    "walrus": ("if (x := args.a): use(args.b)", {("a",)}),
     "overwritten": ("args.a = y()\nif args.a: use(args.b)", {()}),
     "overwritten later": ("if args.a: use(args.b)\nargs.a = True\n", {()}),
     "overwritten in a loop": (
@@ -476,7 +401,6 @@ CONDITIONS = {
         "        if self.o.a: use(self.o.b)\ndef main(args): T(args).go()",
         {("a",)},
     ),
-    "a closure": ("def g():\n    use(args.b)\nif args.a: g()", {("a",)}),
     "try": ("try:\n    if args.a: return\n    work()\nexcept E:\n    pass\nuse(args.b)", {()}),
     "with": ("with x():\n    if not args.a: return\nuse(args.b)", {("a",)}),
     "match": ("if args.a:\n    match x:\n        case 1: use(args.b)", {("a",)}),
@@ -606,10 +530,3 @@ def test_functions_that_make_functions_come_to_an_end(tmp_path: Path) -> None:
             f(args.a)
     """
     assert path_of(tmp_path, body).reads["a"]
-
-
-@pytest.mark.parametrize("name", ["f'na{x}s'", "'na' + x", "f'{x}ames'", "f'{x}{y}mes'"])
-def test_a_name_put_together_may_be_any_that_fits(tmp_path: Path, name: str) -> None:
-    path = path_of(tmp_path, f"def main(args): use(getattr(args, {name}))")
-    assert path.reads["names"]
-    assert not path.reads["kind"]

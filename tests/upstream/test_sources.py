@@ -1,13 +1,12 @@
 """Packages read as text: files, names over files, values, classes."""
 
-import ast
 from pathlib import Path
 from typing import Any
 
 import pytest
 from source_package import package
 
-from launcher.upstream.source.packages import UNKNOWN, Sources, enum_members, find_package
+from launcher.upstream.source.packages import Sources, find_package
 
 
 def module_of(folder: Path, text: str, name: str = "main.py", **more: str) -> tuple[Sources, Any]:
@@ -27,12 +26,6 @@ def test_a_module_is_parsed_once_and_named(tmp_path: Path) -> None:
     assert sources.module("other.main") is None
     assert sources.module("pkg") is not None
     assert len(sources.digests) == 2
-
-
-def test_a_file_that_python_cannot_parse(tmp_path: Path) -> None:
-    sources = package(tmp_path, {"main.py": "def f(:\n"})
-    with pytest.raises(SyntaxError):
-        sources.module("pkg.main")
 
 
 @pytest.mark.parametrize(
@@ -74,62 +67,6 @@ def test_the_last_binding_counts(tmp_path: Path) -> None:
     assert set(module.constants) == {"f"}
     assert not module.functions
     assert not module.classes
-
-
-@pytest.mark.parametrize(
-    ("text", "annotation"),
-    [
-        ("from .far import C", "C"),
-        ("from . import far", "far.C"),
-        ("import pkg.far", "pkg.far.C"),
-        ("import pkg.far as p", "p.C"),
-    ],
-)
-def test_a_class_by_any_name(tmp_path: Path, text: str, annotation: str) -> None:
-    sources, module = module_of(tmp_path, text, far="class C: pass\nx = 1\n")
-    found = sources.resolve_class(module, ast.parse(annotation, mode="eval").body)
-    assert found is not None
-    assert found[1].name == "C"
-
-
-def test_bases_in_pythons_own_order(tmp_path: Path) -> None:
-    text = """
-from .far import Base
-class A(Base): pass
-class B(Base): pass
-class C(A, B, External): pass
-"""
-    sources, module = module_of(tmp_path, text, far="class Base: pass\n")
-    line = sources.linearised(module, module.classes["C"])
-    assert [node.name for _, node in line] == ["Base", "B", "A", "C"]
-
-
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        ("3", 3), ("-3", -3), ("'x'", "x"), ("None", None), ("[1, 'a']", [1, "a"]), ("(1,)", [1]),
-        ("{'a': 1}", {"a": 1}), ("OTHER", 7), ("FAR", 9), ("Kind.one", "one"), ("len([1, 2])", 2),
-        ("[1, 2, 3][1:]", [2, 3]), ("list", []), ("lambda: 3", 3),
-    ],
-)  # fmt: skip
-def test_values(tmp_path: Path, expression: str, value: object) -> None:
-    text = f"from .far import FAR\nfrom pkg.options import Kind\nOTHER = 7\nX = {expression}\n"
-    sources, module = module_of(tmp_path, text, far="FAR = 9\n")
-    assert sources.evaluate(module, module.constants["X"]) == value
-
-
-@pytest.mark.parametrize("expression", ["f()", "x.y", "1 + 2", "NONE", "X", "[1][5:9:2]", "-'a'"])
-def test_values_that_only_running_it_could_tell(tmp_path: Path, expression: str) -> None:
-    sources, module = module_of(tmp_path, f"X = {expression}\n")
-    assert sources.evaluate(module, module.constants["X"]) is UNKNOWN
-
-
-def test_members_of_an_enum(tmp_path: Path) -> None:
-    sources, module = module_of(tmp_path, "from .options import Kind, Options\n")
-    for name, members in (("Kind", {"one": "one", "two": "two"}), ("Options", None)):
-        found = sources.resolve(module, name)
-        assert found is not None
-        assert enum_members(sources, found[0], found[0].classes[found[1]]) == members
 
 
 def test_packages_are_found_without_an_import(tmp_path: Path) -> None:

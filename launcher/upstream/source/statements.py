@@ -283,13 +283,7 @@ class Walk(Lookup):
         return found.value if found is not None and isinstance(found.value, str) else None
 
     def _possible_names(self, name: ast.expr, frame: Frame) -> set[str]:
-        """The arguments that a computed name may be: those that its function spells out, or parts of."""
-        if not isinstance(name, ast.Name | ast.Attribute):
-            # f"{kind}_steps": all that hold what is spelt out
-            parts = [
-                one.value for one in ast.walk(name) if isinstance(one, ast.Constant) and isinstance(one.value, str)
-            ]
-            return {known for known in self.fields if all(part in known for part in parts)}
+        """The arguments that a computed name may be: those that its function spells out."""
         texts: set[object] = set()
         around = next((one.node for one in frame.chain() if one.node is not None), name)
         for node in ast.walk(around):
@@ -378,7 +372,7 @@ class Walk(Lookup):
                 self.children(node, frame, guards)
                 for branch in node.cases:
                     self._block(branch.body, frame, guards | UNSURE)
-                return self._after(guards, node)
+                return guards | self._leaves(node)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 self._nested(node, frame, guards)
             case ast.Import() | ast.ImportFrom():
@@ -393,12 +387,9 @@ class Walk(Lookup):
         frame.returned |= values if frame.shape.single else without_texts(values) or {UNKNOWN}
 
     def _if(self, node: ast.If, frame: Frame, guards: Guards) -> Guards | None:
-        taken = self._taken(node.test, frame)
-        yes, no = guards | taken[0], guards | taken[1]
-        dead = conditions.impossible(yes)
-        quiet = (_only_complains(node.body) or dead) and not node.orelse
-        quiet = quiet or self._only_puts_back(node, frame)
-        with self._watched() as wrote, self._silently(self._silent or quiet):
+        yes, no = (guards | taken for taken in self._taken(node.test, frame))
+        quiet = (_only_complains(node.body) or conditions.impossible(yes)) and not node.orelse
+        with self._watched() as wrote, self._silently(self._silent or quiet or self._only_puts_back(node, frame)):
             # nothing that training does depends on such a test
             self.value(node.test, frame, guards)
         yes, no = self._forget(wrote, frame, yes), self._forget(wrote, frame, no)
@@ -406,14 +397,12 @@ class Walk(Lookup):
         if dead and not node.orelse:
             self._shadowed(node.test, frame, yes)
         after_yes = None if dead else self._block(node.body, frame, yes)
-        after_no = None
-        if not conditions.impossible(no):
-            after_no = self._block(node.orelse, frame, no) if node.orelse else no
+        after_no = None if conditions.impossible(no) else self._block(node.orelse, frame, no)
         if after_yes is None and after_no is not None:
             return self._passed(node.body, after_no, no, guards)
         if after_no is None and after_yes is not None:
             return self._passed(node.orelse, after_yes, yes, guards)
-        return None if after_no is None else self._after(guards, node)
+        return None if after_no is None else guards | self._leaves(node)
 
     def _passed(self, body: Sequence[ast.stmt], after: Guards, taken: Guards, before: Guards) -> Guards:
         """The conditions where only one branch goes on; whether the other one surely raises matters."""
@@ -445,19 +434,15 @@ class Walk(Lookup):
                     self.value(node.test, frame, guards)
                     inner |= self._taken(node.test, frame)[0] - UNSURE
                 else:
-                    values = self.value(node.iter, frame, guards)
-                    self._store(node.target, entries(values), frame, guards)
+                    self._store(node.target, entries(self.value(node.iter, frame, guards)), frame, guards)
                 self._block(node.body, frame, inner)
             # what one round does to names and arguments, the next one meets
-            known = self._forget(wrote, frame, guards)
-            again = known != guards or any(
-                self.carries(values - before.get(name, NOTHING)) for name, values in frame.env.items()
-            )
-            guards = known
-            if not again:
+            known, guards = guards, self._forget(wrote, frame, guards)
+            new = (values - before.get(name, NOTHING) for name, values in frame.env.items())
+            if known == guards and not any(map(self.carries, new)):
                 break
         self._block(node.orelse, frame, guards | UNSURE)
-        return self._after(guards, node)
+        return guards | self._leaves(node)
 
     def _with(self, node: ast.With | ast.AsyncWith, frame: Frame, guards: Guards) -> Guards | None:
         swallows = False
@@ -467,33 +452,27 @@ class Walk(Lookup):
             if item.optional_vars is not None:
                 self._store(item.optional_vars, values, frame, guards)
         after = self._block(node.body, frame, guards | UNSURE if swallows else guards)
-        return self._after(guards, node) if swallows else after
+        return guards | self._leaves(node) if swallows else after
 
     def _try(self, node: ast.Try | ast.TryStar, frame: Frame, guards: Guards) -> Guards | None:
-        perhaps = guards | UNSURE
         with self._watched() as wrote:
-            after = self._block(node.body, frame, perhaps if node.handlers else guards)
+            after = self._block(node.body, frame, guards | UNSURE if node.handlers else guards)
         if after is not None:
             after = self._block(node.orelse, frame, after)
-        unsure = self._forget(wrote, frame, guards)
-        handled = []
+        unsure, ends = self._forget(wrote, frame, guards), after is None
         for handler in node.handlers:
             if handler.name:
                 frame.env[handler.name] = NOTHING
-            handled.append(self._block(handler.body, frame, unsure | UNSURE))
+            ends = self._block(handler.body, frame, unsure | UNSURE) is None and ends
         last = self._block(node.finalbody, frame, unsure)
-        ends = after is None and all(end is None for end in handled)
-        return None if ends or last is None else self._after(guards, node)
-
-    def _after(self, guards: Guards, node: ast.stmt) -> Guards:
-        """The conditions that are known after branches; perhaps one of them has left the function."""
-        return guards | UNSURE if self._leaves(node) else guards
+        return None if ends or last is None else guards | self._leaves(node)
 
     @remembered
-    def _leaves(self, node: ast.stmt) -> bool:
+    def _leaves(self, node: ast.stmt) -> Guards:
+        """What is not known after branches: perhaps one of them has left the function."""
         # a loop's own `break` and `continue` lead to what stands behind it
         leaves = ast.Return if isinstance(node, _LOOPS) else _LEAVES
-        return any(isinstance(inner, leaves) for inner in within(node))
+        return UNSURE if any(isinstance(inner, leaves) for inner in within(node)) else ANYHOW
 
     def _nested(self, node: ast.FunctionDef | ast.AsyncFunctionDef, frame: Frame, guards: Guards) -> None:
         """A function inside a function sees its names, as they are when it is called."""
@@ -626,9 +605,6 @@ class Walk(Lookup):
             case ast.Call(args=[one]) if last(node.func) in _AS_MAPPING:
                 values = self.value(one, frame, guards)
                 return frozenset({Items(v.index) for v in values if isinstance(v, Args)})
-            case ast.Call(func=ast.Name(id="dict"), args=[]):
-                given = self._given(node, frame, guards)
-                return _mapping(given.named) if any(given.named.values()) else NOTHING
             case ast.Call(args=[function, *_]) if last(node.func) in {"partial", "partialmethod"}:
                 return self._partial(node, function, frame, guards)
         return None
@@ -653,22 +629,18 @@ class Walk(Lookup):
         owner, name = node.func.value, node.func.attr
         if name in _CHANGES:
             self._changed(owners)
-        results: list[Values] = []
-        for value in owners:
-            if isinstance(value, Items) and name in {"get", "pop", "setdefault"} and node.args:
-                results.append(self.entry(node, frozenset({value}), node.args[0], frame, guards))
-        tables = frozenset(v for v in owners if isinstance(v, Several))
         if name in _PUTS and not any(isinstance(v, Object | Args | ModuleName) for v in owners):
             for values in given.everything():
                 self.put_into(owner, contents(values) or values, frame)
+        results: list[Values] = []
+        items = frozenset(v for v in owners if isinstance(v, Items))
+        tables = frozenset(v for v in owners if isinstance(v, Several))
+        if items and name in {"get", "pop", "setdefault"} and node.args:
+            results.append(self.entry(node, items, node.args[0], frame, guards))
         if tables:
-            self._handed_over(given, guards)
-            values = contents(tables)
             # `items` gives pairs, `values` and `copy` a container, `get` an entry
-            results.append(values | tables)
-        if not results:
-            return frozenset({UNKNOWN}) if any(isinstance(v, Items) for v in owners) else None
-        return merged(*results) | {UNKNOWN}
+            results.append(contents(tables) | tables)
+        return merged(*results) | {UNKNOWN} if results or items else None
 
     def _given(self, node: ast.Call, frame: Frame, guards: Guards) -> Given:
         given = Given()

@@ -295,9 +295,6 @@ def _read(repository: Repository, commit: str, name: str) -> Revision:
     return Revision(name, commit, date, subject, repository, locator, schemas, unreadable, cache)
 
 
-# --- the entry scripts ----------------------------------------------------------------------------
-
-
 def _compare(stage: str, old: Revision, new: Revision) -> StageDifference:
     script = BACKEND.STAGES[stage].script
     unreadable = {side: r.unreadable[stage] for side, r in (("old", old), ("new", new)) if stage in r.unreadable}
@@ -433,9 +430,6 @@ def _refusals(
         yield ArgumentDifference(name=raiser(one), what="refused", after=unused.shown(one.when), new=one.where)
 
 
-# --- the stage files ------------------------------------------------------------------------------
-
-
 def _judge_both(
     config: Config, old: Revision, new: Revision, compared: Mapping[str, StageDifference], stage: str | None
 ) -> ConfigDifference:
@@ -501,9 +495,6 @@ def _relies_on(change: ArgumentDifference, old: Judged, new: Judged) -> bool:
         or unused.acts(old.values, entries[0], change.name)
         or unused.acts(new.values, entries[1], to)
     )
-
-
-# --- as text --------------------------------------------------------------------------------------
 
 
 def lines(difference: CommitDifference, *, everything: bool = False) -> list[str]:

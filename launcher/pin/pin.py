@@ -286,9 +286,6 @@ def _next(told: Status) -> Iterator[str]:
         yield fill
 
 
-# --- repositories and commits ---------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Commits:
     repository: Repository

@@ -127,9 +127,6 @@ def sentence(event: ArgumentChange) -> str:
     return f"{what}{where}" + (f"; see {' and '.join(names)}" if names else "")
 
 
-# --- the committed table --------------------------------------------------------------------------
-
-
 @cache
 def _table() -> Mapping[str, Any]:
     raw = files("launcher.upstream.snapshots").joinpath("history.json").read_text(encoding="utf-8")
@@ -164,9 +161,6 @@ def _events(package: str, script: str) -> tuple[ArgumentChange, ...]:
         for numbers, what, key, to, owner, file, line in change["events"]
         if number in numbers
     )
-
-
-# --- git ------------------------------------------------------------------------------------------
 
 
 def find(repository: Repository, key: str, script: str, base: str | None, head: str) -> Iterator[ArgumentChange]:

@@ -17,7 +17,7 @@ from launcher.config.keys import PAIRED, STAGES
 from launcher.runs import rundir
 from launcher.runs.record import Manifest
 from launcher.upstream.logs import open_instruct, trl
-from launcher.upstream.logs.pattern import Pattern
+from launcher.upstream.logs.common import Pattern
 from launcher.verdict.logs.scan import Log, Signal, StepLine, scan
 
 PATTERNS: tuple[Pattern, ...] = tuple(dict.fromkeys(open_instruct.PATTERNS + trl.PATTERNS))

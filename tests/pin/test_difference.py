@@ -173,15 +173,6 @@ def test_refusals_the_cache_and_the_mirror_image(repo: Repo) -> None:
     assert {"accepted"} == changes(told.stages["sft"], "ValueError of the parser").keys()
 
 
-def test_one_commit_against_itself_is_no_change(repo: Repo, write: Write) -> None:
-    config = write("a.yaml", CONFIG.format(more=""))
-    told = repo.diff(config, words=(repo.new, repo.new))
-    assert not any(stage.changes for stage in told.stages.values())
-    assert (told.cache_moved, told.exit_code) == (False, Exit.OK)
-    assert "the same commit" in "\n".join(difference.lines(told))
-    assert "valid, nothing changes" in "\n".join(difference.lines(told))
-
-
 def test_a_script_that_is_not_there(repo: Repo, write: Write) -> None:
     git(repo.path, "checkout", "-q", "-b", "without", repo.new)
     gone = commit(repo.path, {"dpo_tune_cache.py": None}, "no DPO any more")
@@ -289,12 +280,6 @@ def test_names_that_make_no_sense(repo: Repo, words: Sequence[str]) -> None:
     assert raised.value.findings[0].code == "unknown-commit"
 
 
-def test_a_commit_that_was_never_fetched(repo: Repo) -> None:
-    with pytest.raises(NotReady) as raised:
-        pin.find_commits(("a" * 40, "main"), repo.path, {})
-    assert raised.value.findings[0].help == f"git -C {repo.path} fetch origin {'a' * 40}"
-
-
 def test_a_shallow_clone_says_how_to_get_the_rest(repo: Repo, tmp_path: Path) -> None:
     git(tmp_path, "clone", "-q", "--depth", "1", f"file://{repo.path}", "shallow")
     for word, help in (("HEAD~1", "--unshallow"), (repo.old, f"fetch origin {repo.old}")):
@@ -377,13 +362,6 @@ def test_after_the_pin_there_is_more(history: Path) -> None:
     relying = [one for one in told.configs if one.stage == "dpo"]
     names = [{change.name for change in one.defaults} for one in relying]
     assert relying and all("max_grad_norm" in found for found in names)
-
-
-def test_any_commit_can_be_compared_both_ways(history: Path) -> None:
-    for old, new in (("24080cde7", "pin"), ("pin", "24080cde7")):
-        told = between(history, old, new, *STAGE_FILES[:3])
-        json.dumps(told.as_json())
-        assert difference.lines(told, everything=True)
 
 
 def test_a_folder_and_the_stages_of_a_pipeline(repo: Repo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

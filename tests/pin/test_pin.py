@@ -77,14 +77,6 @@ def test_another_commit(pinned: Path) -> None:
     assert "1 commit(s) behind it" in "\n".join(told.lines())
 
 
-def test_another_commit_with_the_same_files_is_still_another(pinned: Path) -> None:
-    commit(pinned, {"unrelated.py": "x = 1\n"}, "nothing that is read")
-    told = pin.status(pinned, {})
-    assert told.used is not None and told.used.changed_files == ()
-    assert told.exit_code is Exit.CONFIG
-    assert "the same files as far as launch reads them" in "\n".join(told.lines())
-
-
 def test_edits_matter_in_the_package_only(pinned: Path) -> None:
     (pinned / "README.md").write_text("x")
     git(pinned, "add", "README.md")

@@ -185,11 +185,9 @@ def test_another_commit_is_read_only_where_that_is_allowed(fake: Checkout) -> No
 @pytest.mark.parametrize(
     "text",
     [
-        "class FlatArguments\n",
         "from dataclasses import *\n@dataclass\nclass FlatArguments:\n    seed: int = 1\n",
         "\0",
         "class B: ...\nclass FlatArguments(B, B): ...\n",
-        "class FlatArguments(FlatArguments): ...\n",
     ],
 )
 def test_another_commit_that_cannot_be_read(fake: Checkout, text: str) -> None:

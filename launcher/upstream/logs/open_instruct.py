@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from launcher.upstream.logs import common
-from launcher.upstream.logs.pattern import Pattern, pattern
+from launcher.upstream.logs.common import PATTERNS as COMMON
+from launcher.upstream.logs.common import Pattern, Table, pattern, patterns
 
 STAGES = {"FlatArguments": "sft", "DPOExperimentConfig": "dpo", "ExperimentConfig": "dpo"}
 """Which stage a dataclass in the arguments dump belongs to.
@@ -50,7 +50,7 @@ _LINES: tuple[Pattern, ...] = (
     ),
 )
 
-_TABLE: common.Table = {
+_TABLE: Table = {
     # open_instruct/finetune.py:427, dpo_tune_cache.py:167
     "output_dir": (_LOGGED + r"using the output directory: (?P<path>.+)",),
     # accelerate/state.py, by open_instruct/finetune.py:481, dpo_tune_cache.py:228
@@ -126,4 +126,4 @@ _TABLE: common.Table = {
     "remaining": (_LOGGED + r"Remaining files: ?\[(?P<files>.*)\]",),
 }
 
-PATTERNS: tuple[Pattern, ...] = (*_LINES, *common.patterns(_TABLE), *common.PATTERNS)
+PATTERNS: tuple[Pattern, ...] = (*_LINES, *patterns(_TABLE), *COMMON)

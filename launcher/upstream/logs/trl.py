@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from launcher.upstream.logs import common
-from launcher.upstream.logs.pattern import Pattern, pattern
+from launcher.upstream.logs.common import PATTERNS as COMMON
+from launcher.upstream.logs.common import Pattern, Table, pattern, patterns
 
 _LINES: tuple[Pattern, ...] = (
     # transformers/trainer_callback.py ProgressCallback.on_log; PrinterCallback without a bar
@@ -19,7 +19,7 @@ _LINES: tuple[Pattern, ...] = (
     pattern("mean_nonfinite", r"'(?P<what>train_loss|eval_(?:\w+_)?loss)': '?(?P<value>nan|inf)\b", "_loss': "),
 )
 
-_TABLE: common.Table = {
+_TABLE: Table = {
     # trl/scripts/sft.py:116, dpo.py:122
     "training_completed": (r"✅ Training completed\.",),
     # trl/scripts/sft.py:120, dpo.py:126; alignment-handbook, axolotl, and many own scripts
@@ -55,4 +55,4 @@ _TABLE: common.Table = {
     "reference_missed": (("reference log probs for ", r"(?:Computing|Caching) reference log probs for \w+ dataset"),),
 }
 
-PATTERNS: tuple[Pattern, ...] = (*_LINES, *common.patterns(_TABLE), *common.PATTERNS)
+PATTERNS: tuple[Pattern, ...] = (*_LINES, *patterns(_TABLE), *COMMON)

@@ -12,22 +12,13 @@ import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
+
+from launcher.machine.git import CommitTree
 
 _T = TypeVar("_T")
 UNKNOWN: Any = object()
 """What `evaluate` returns for an expression that only running the module could tell."""
-
-
-class Tree(Protocol):
-    """A package's files: on disk, or at a commit (`git.CommitTree`)."""
-
-    @property
-    def name(self) -> str:
-        """The package's top-level name, which labels begin with."""
-
-    def read(self, path: str) -> bytes | None:
-        """A file by its path below the package; None where it is not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +34,10 @@ class Folder:
             return (self.path / path).read_bytes()
         except OSError:
             return None
+
+
+Tree = Folder | CommitTree
+"""A package's files by their path below it; its `name` is the top-level one, which labels begin with."""
 
 
 def find_package(name: str, search: Iterable[Path] | None = None) -> Path | None:

@@ -82,6 +82,7 @@ _DEFINES = FUNCTIONS | ast.ClassDef | ast.Import | ast.ImportFrom
 _LITERALS = ast.List | ast.ListComp | ast.Set | ast.SetComp | ast.Dict | ast.DictComp | ast.Tuple
 _LEAVES = ast.Return | ast.Break | ast.Continue
 _LOOPS = ast.For | ast.AsyncFor | ast.While
+_Comprehension = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 
 Guards = frozenset[str]
 ANYHOW: Guards = frozenset()
@@ -129,8 +130,6 @@ class Walk(Lookup):
     _active: dict[ast.AST, int] = field(default_factory=dict)
     _depth: int = 0
 
-    # --- what is known at a place --------------------------------------------------------------------
-
     def learnt(self) -> int:
         """How much is known that a further pass could build on; it only ever grows."""
         calls = sum(map(len, self._returns.values())) + sum(map(len, self._effects.values()))
@@ -170,8 +169,6 @@ class Walk(Lookup):
         finally:
             self._silent = before
 
-    # --- what was found ------------------------------------------------------------------------------
-
     def _read(self, name: str, where: str, guards: Guards) -> None:
         if not self._silent:
             self.reads.setdefault(name, {}).setdefault(where, set()).add(guards)
@@ -198,8 +195,6 @@ class Walk(Lookup):
             if isinstance(value, Text):
                 for name in conditions.names(value.text):
                     self._write(name)
-
-    # --- expressions over arguments ------------------------------------------------------------------
 
     def _taken(self, test: ast.expr, frame: Frame) -> tuple[Guards, Guards]:
         """What must hold where a test is true, and where it is false."""
@@ -274,8 +269,6 @@ class Walk(Lookup):
             return self._literally(node, frame)
         raise _Inexpressible
 
-    # --- names that are spelt out --------------------------------------------------------------------
-
     def _constant_text(self, node: ast.expr, frame: Frame) -> str | None:
         if isinstance(node, ast.Name) and frame.find(node.id) is not None:
             return None
@@ -294,8 +287,6 @@ class Walk(Lookup):
                     value = self.sources.evaluate(frame.module, node)
                     texts |= {one for one in value if isinstance(one, str)} if isinstance(value, list) else set()
         return {known for known in self.fields if known in texts}
-
-    # --- the script ---
 
     def start(self) -> None:
         """Walk once, from parsing to the end."""
@@ -318,8 +309,6 @@ class Walk(Lookup):
             main = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
             body = node.body if main and isinstance(node, ast.If) else [node]
             guards = self._block(body, frame, guards)
-
-    # --- statements ----------------------------------------------------------------------------------
 
     def _block(self, body: Sequence[ast.stmt], frame: Frame, guards: Guards) -> Guards | None:
         """Walk statements in order; the conditions that hold after them, None if none goes on."""
@@ -532,8 +521,6 @@ class Walk(Lookup):
             return False
         return True
 
-    # --- calls ---------------------------------------------------------------------------------------
-
     def _called(self, node: ast.Call, frame: Frame, guards: Guards) -> Values:
         if self._shows(node):
             with self._silently():
@@ -588,12 +575,10 @@ class Walk(Lookup):
         match node:
             case ast.Call(func=ast.Name(id="super"), args=[]):
                 return self.named(frame.module, "super", frame)
-            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[owner, name, *rest]):
-                return self._getattr(node, owner, name, rest, frame, guards)
-            case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[owner, name, *rest]):
-                values = self.symbolic(rest[0], frame, guards) if rest else NOTHING
-                self._setattr(owner, name, values, frame, guards)
-                return NOTHING
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, _, *_]):
+                return self._getattr(node, frame, guards)
+            case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[_, _, *_]):
+                return self._setattr(node, frame, guards)
             case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in _PARSES:
                 if last(owner) in {"version", "json", "datetime", "urlparse"}:
                     return None
@@ -681,9 +666,8 @@ class Walk(Lookup):
                 return name in _LOGS and _LOGGER.search(ast.unparse(owner)) is not None
         return False
 
-    def _getattr(
-        self, node: ast.Call, owner: ast.expr, name: ast.expr, rest: Sequence[ast.expr], frame: Frame, guards: Guards
-    ) -> Values:
+    def _getattr(self, node: ast.Call, frame: Frame, guards: Guards) -> Values:
+        owner, name, *rest = node.args
         owners = self.value(owner, frame, guards)
         others = [self.symbolic(one, frame, guards) for one in (name, *rest)][1:]
         text = self._constant_text(name, frame)
@@ -696,7 +680,9 @@ class Walk(Lookup):
                 self._read(known, place(node, frame), guards | UNSURE)
         return NOTHING
 
-    def _setattr(self, owner: ast.expr, name: ast.expr, values: Values, frame: Frame, guards: Guards) -> None:
+    def _setattr(self, node: ast.Call, frame: Frame, guards: Guards) -> Values:
+        owner, name, *rest = node.args
+        values = self.symbolic(rest[0], frame, guards) if rest else NOTHING
         owners = self.value(owner, frame, guards)
         self.value(name, frame, guards)
         text = self._constant_text(name, frame)
@@ -706,6 +692,7 @@ class Walk(Lookup):
             elif isinstance(value, Args):
                 for known in self._possible_names(name, frame):
                     self._write(known)
+        return NOTHING
 
     def _handed_over(self, given: Given, guards: Guards) -> None:
         """Functions given to something that is not followed, which may call them."""
@@ -716,8 +703,6 @@ class Walk(Lookup):
         rest = frozenset(v for v in loose if isinstance(v, Args | Object) and self.carries({v}))
         for function in functions:
             self._call(function, Given([], {}, rest), guards | UNSURE)
-
-    # --- functions -----------------------------------------------------------------------------------
 
     def _call(self, target: Value, given: Given, guards: Guards) -> set[Value]:
         match target:
@@ -836,8 +821,6 @@ class Walk(Lookup):
             env[arguments.kwarg.arg] = _mapping(more)
         return env
 
-    # --- objects -------------------------------------------------------------------------------------
-
     def _instance(self, target: Class, given: Given, guards: Guards) -> set[Value]:
         if target.key in self.ancestors:
             # one of the parsed dataclasses that the source makes itself
@@ -901,8 +884,6 @@ class Walk(Lookup):
                     function = Function(owner.name, statement, Object(key), f"{owner.name}:{known.name}")
                     self._call(function, Given([], taken), UNSURE)
 
-    # --- expressions ---
-
     def symbolic(self, node: ast.expr, frame: Frame, guards: Guards) -> Values:
         """What an expression may hold, as an expression over arguments where it is one."""
         values = self.value(node, frame, guards)
@@ -929,8 +910,8 @@ class Walk(Lookup):
                 return self._either(node, frame, guards)
             case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
                 return self._sequence(items, frame, guards)
-            case ast.Dict(keys=keys, values=values):
-                return self._table(keys, values, frame, guards)
+            case ast.Dict():
+                return self._table(node, frame, guards)
             case ast.Subscript(value=owner, slice=key):
                 self.value(key, frame, guards)
                 return self.entry(node, self.value(owner, frame, guards), key, frame, guards)
@@ -985,13 +966,11 @@ class Walk(Lookup):
             parts.append(shallow(values))
         return frozenset({Several(tuple(parts), exact)}) if any(parts) else NOTHING
 
-    def _table(
-        self, keys: Sequence[ast.expr | None], values: Sequence[ast.expr], frame: Frame, guards: Guards
-    ) -> Values:
+    def _table(self, node: ast.Dict, frame: Frame, guards: Guards) -> Values:
         pairs: dict[str, Values] = {}
         parts: list[Values] = []
         named = True
-        for key, value in zip(keys, values, strict=True):
+        for key, value in zip(node.keys, node.values, strict=True):
             inner = shallow(self.symbolic(value, frame, guards))
             if key is None:
                 spread = {name: one for v in inner if isinstance(v, Several) for name, one in v.pairs.items()}
@@ -1032,9 +1011,7 @@ class Walk(Lookup):
                     results.append(NOTHING)
         return merged(*results)
 
-    def _comprehension(
-        self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, frame: Frame, guards: Guards
-    ) -> Values:
+    def _comprehension(self, node: _Comprehension, frame: Frame, guards: Guards) -> Values:
         inner = Frame(frame.module, INLINE, outer=frame, owner=frame.owner, bound=frame.bound)
         for number, generator in enumerate(node.generators):
             values = self.value(generator.iter, inner, guards)
@@ -1052,8 +1029,6 @@ class Walk(Lookup):
             values = self.value(node.elt, inner, guards)
         values = objects(values)
         return listed(values) if values else NOTHING
-
-    # --- attributes and names ------------------------------------------------------------------------
 
     def part(self, owners: Values, name: str, node: ast.AST, frame: Frame, guards: Guards) -> Values:
         results: list[Iterable[Value]] = []
@@ -1136,8 +1111,6 @@ class Walk(Lookup):
                 with self._silently():
                     self._tables[key] = self.value(value, frame, ANYHOW)
         return self._tables[key]
-
-    # --- assignments ---------------------------------------------------------------------------------
 
     def _store(self, target: ast.expr, values: Values, frame: Frame, guards: Guards) -> None:
         match target:

@@ -326,8 +326,6 @@ def carried(values: Iterable[Values]) -> Values:
     return frozenset(v for part in values for v in leaves(part) if isinstance(v, Args | Items | Object))
 
 
-# --- classes, modules and names -------------------------------------------------------------------
-
 _Method = tuple[Module, ast.ClassDef, ast.FunctionDef | ast.AsyncFunctionDef]
 _Answer = TypeVar("_Answer")
 
@@ -375,8 +373,6 @@ class Lookup:
         """How much has been learnt of what is kept where; it only ever grows."""
         kept = (*self.attributes.values(), *self.globals.values())
         return sum(map(len, kept)) + len(self.keepers)
-
-    # --- classes ----------------------------------------------------------------------------------
 
     @remembered
     def order(self, key: Key) -> list[tuple[Module, ast.ClassDef]]:
@@ -452,8 +448,6 @@ class Lookup:
     def keeps(self, key: Key) -> bool:
         """Whether an object has been given the arguments to keep."""
         return key in self.keepers or any((m.name, n.name) in self.keepers for m, n in self.order(key))
-
-    # --- names ------------------------------------------------------------------------------------
 
     def literal(self, module: Module, node: ast.expr) -> ast.Constant | None:
         """A constant or a member of an enum, by its value."""

@@ -19,7 +19,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from launcher.upstream.logs.pattern import Pattern
+from launcher.upstream.logs.common import Pattern
 from launcher.verdict.logs.segments import SEGMENT_BYTES, clean, opened, text
 from launcher.verdict.logs.survey import KEPT_SIGNALS, KEPT_STEPS, Hit, survey
 

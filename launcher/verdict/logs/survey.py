@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from launcher.upstream.logs.pattern import EVERYWHERE, Pattern
+from launcher.upstream.logs.common import EVERYWHERE, Pattern
 from launcher.verdict.logs.segments import BAR, BAR_BYTES, Pieces, bounds
 from launcher.verdict.logs.tracebacks import FIRST_LINE, FRAMES_FIRST, Tracebacks
 

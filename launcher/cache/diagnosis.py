@@ -29,7 +29,8 @@ Use = Mapping[str, Any]
 """What a cache folder records of one run that used it."""
 
 
-class KeyDifference(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class KeyDifference:
     """One thing that is not as it was: what, before and now, and the sentence for people."""
 
     what: str
@@ -54,7 +55,7 @@ class Reason:
     text: str
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "differences": [one._asdict() for one in self.differences]}
+        return asdict(self)
 
     def lines(self) -> list[str]:
         return [f"{self.kind} cache: {self.text}", *(f"  {one.text}" for one in self.differences)]
@@ -91,9 +92,8 @@ def _events(run: RunFolder) -> dict[str, Mapping[str, Any]]:
     for event in files.read_lines(run.probe / "rank-0.jsonl"):
         if event.get("event") == "start":
             found = {}
-        kind = kinds.get(str(event.get("event")))
         # the first look is the one that decides; a later one finds what was just made
-        if kind is not None:
+        elif (kind := kinds.get(str(event.get("event")))) is not None:
             found.setdefault(kind, event)
     return found
 
@@ -101,7 +101,11 @@ def _events(run: RunFolder) -> dict[str, Mapping[str, Any]]:
 def _reason(use: Use, uses: Sequence[Use], event: Mapping[str, Any]) -> Reason:
     cache, state = _cache(use), str(event.get("state") or "unknown")
     facts = _facts(cache)
-    compared = [(one, list(_differences(_facts(_cache(one)), facts))) for one in _before(use, uses)]
+    # earlier uses of the same kind of cache by the same kind of stage
+    place = [cache.get(name) for name in ("kind", "stage", "backend")]
+    alike = (one for one in uses if [_cache(one).get(name) for name in ("kind", "stage", "backend")] == place)
+    before = (one for one in alike if float(one["time"]) < float(use["time"]))
+    compared = [(one, list(_differences(_facts(_cache(one)), facts))) for one in before]
     nearest, differences = min(compared, key=lambda pair: (len(pair[1]), -float(pair[0]["time"])), default=(None, []))
     if nearest is not None and not differences and state == "miss":
         differences = _neighbour(event, cache)
@@ -113,14 +117,6 @@ def _reason(use: Use, uses: Sequence[Use], event: Mapping[str, Any]) -> Reason:
         differences=tuple(differences[:_MOST]),
         text=_sentence(state, use, nearest, differences),
     )
-
-
-def _before(use: Use, uses: Sequence[Use]) -> Iterator[Use]:
-    cache = _cache(use)
-    for one in uses:
-        same = all(cache.get(n) == _cache(one).get(n) for n in ("kind", "stage", "backend"))
-        if same and float(one["time"]) < float(use["time"]):
-            yield one
 
 
 def _sentence(state: str, use: Use, nearest: Use | None, differences: Sequence[KeyDifference]) -> str:

@@ -310,7 +310,9 @@ def findings(plan: Plan, caches: Sequence[Cache]) -> Iterator[Finding]:
     """What the folders of a run that is about to start cannot prevent."""
     for one in (one for cache in caches if cache.kind == "reference" for one in cache.inputs):
         if one.role == "model" and isinstance(one.shown, dict) and one.shown["kind"] == "name":
-            message = f"{one.name} is not in the hub's cache: the next start knows it and makes the reference anew"
+            message = (
+                f"{one.name} is not in the hub's cache: the next start, which has it, computes the reference again"
+            )
             key, help = "args.model_name_or_path", f"hf download {one.name}"
             yield plan.stage.config.placed(
                 Finding(severity="note", layer="run", code="model-not-here", key=key, message=message, help=help)

@@ -108,8 +108,7 @@ def _data(text: str) -> str:
 
 
 def arguments(schemas: Sequence[Schema], notes: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
-    """Every argument of some stages: name, type, default, place, and what is to be known of it. `notes` are lines
-    about arguments, by script and name."""
+    """Every argument of some stages, with what is to be known of it: `notes` are lines by script and name."""
     for schema in schemas:
         _echo(f"{schema.stage} on {schema.backend}: {schema.script} at {schema.named}")
         columns, rows = ("name", "type", "default", "defined", "note"), []
@@ -225,9 +224,8 @@ def _point(point: summary.Point, printed: Container[str | None], outcome: str) -
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Plain columns, as wide as their widest entry; one that is empty all the way is left out. On a terminal that is
-    too narrow for all of them the others follow below, beside the first one again. Paths below the working directory
-    are relative."""
+    """Plain columns, as wide as their widest entry, none empty; paths below the working directory are relative.
+    On a terminal that is too narrow for all of them the others follow below, beside the first one again."""
     columns = [c for c in columns if any(row.get(c) is not None for row in rows)]
     here = f"{os.getcwd()}/"
     cells = [

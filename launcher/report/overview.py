@@ -21,10 +21,7 @@ from launcher.runs.record import Manifest, Record
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import summary
 
-COLUMNS = (
-    *("run", "stage", "state", "verdict", "step", "loss", "tokens/s"),
-    *("age", "gpus", "checkpoint", "output", "wandb"),
-)
+COLUMNS = "run stage state verdict step loss tokens/s age gpus checkpoint output wandb".split()
 _IN_WORDS = {"unknown": "unknown here"}  # in a table beside nothing that explains it
 _STEP = b'"event": "step"'
 _ROW = 1  # version of the rows of runs that are over, which are kept: read anew, a thousand take half a second

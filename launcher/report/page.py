@@ -83,9 +83,8 @@ def overlay(runs: Sequence[Run], lead: Lead | None = None) -> str:
 
 def usual_path(runs: Sequence[Run]) -> Path:
     """Where the page goes when nobody says: into the run's own folder, else `report.html` here."""
-    if len(runs) == 1 and runs[0].path.is_dir():
-        return rundir.RunFolder(runs[0].path).report
-    return Path("report.html")
+    alone = len(runs) == 1 and runs[0].path.is_dir()
+    return rundir.RunFolder(runs[0].path).report if alone else Path("report.html")
 
 
 def write(runs: Sequence[Run], path: Path, lead: Lead | None = None) -> None:
@@ -163,12 +162,11 @@ def _lead(lead: Lead) -> Html:
     return tag("section", join(parts), class_="result", aria_label="result") if parts else Html("")
 
 
-_COLOURS = {
+_COLOURS = {  # the class of a word that judges
     **dict.fromkeys(("go", "green", "passed", "skipped"), "pass"),
     **dict.fromkeys(("no-go", "red", "failed", "refused"), "fail"),
     "yellow": "unproven",
 }
-"""The class of a word that judges."""
 
 
 def _lead_cell(value: object) -> object:

@@ -34,14 +34,13 @@ _WORK = re.compile(
 _BUILD = re.compile(rb"Building extension module (\w+)")
 # of downloads the numbers have theirs, and `it` is none
 _UNIT = re.compile(r"\d ([a-z]+)/s")
-_PROOFS = {
+_PROOFS = {  # events whose `state` is shown, and under which name
     "packing": "packing",
     "packing_isolation": "packing",
     "dataset_cache": "data cache",
     "reference_cache": "reference cache",
     "gradients": "gradients",
 }
-"""Events whose `state` is shown, and under which name."""
 
 
 @dataclass(slots=True)

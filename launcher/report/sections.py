@@ -16,10 +16,7 @@ from launcher.runs.record import listed, mapping
 from launcher.verdict import summary
 
 _CITATIONS = 4
-_MAIN_PACKAGES = (
-    *("torch", "transformers", "trl", "accelerate", "deepspeed", "peft", "datasets"),
-    *("liger-kernel", "flash-attn", "olmo-core", "ai2-olmo-core"),
-)
+_PACKAGES = "torch transformers trl accelerate deepspeed peft datasets liger-kernel flash-attn olmo-core".split()
 _MARKS = {"pass": "✓", "ok": "✓", "fail": "✗", "unproven": "?", "stopped": "■"}
 
 
@@ -246,7 +243,7 @@ def _versions(entry: PageRun) -> Html:
         ("where", source.get("root")),
         ("launch", manifest.get("launch_commit")),
         ("trainer", f"Python {trainer.get('version')}, {trainer.get('python')}" if trainer else None),
-        ("packages", ", ".join(f"{n} {packages[n]}" for n in _MAIN_PACKAGES if n in packages)),
+        ("packages", ", ".join(f"{n} {packages[n]}" for n in (*_PACKAGES, "ai2-olmo-core") if n in packages)),
         ("machine", ", ".join(str(machine[key]) for key in ("host", "system") if machine.get(key))),
         ("GPUs", "; ".join(map(str, listed(machine.get("gpus"))))),
         ("stage file", manifest.get("config")),

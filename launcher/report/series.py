@@ -27,8 +27,7 @@ from launcher.verdict.metrics import Row
 
 REPORT_VERSION = 1  # of the JSON form; a change that a reader would notice counts it up
 
-_RUN_FILES = ("run.json", "verdict.json", "metrics.jsonl", "console.log", "probe")
-"""Any of these makes a folder a run's, also where only results were kept."""
+_RUN_FILES = ("run.json", "verdict.json", "metrics.jsonl", "console.log", "probe")  # any makes a folder a run's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,15 +103,13 @@ def _path(target: str) -> Path:
     path = Path(target)
     if path.is_file() or any((path / name).exists() for name in _RUN_FILES):
         return path
-    found = rundir.find(target)
-    if found is None:
+    if (found := rundir.find(target)) is None:
         raise usage("no-such-run", f"there is no run or log `{target}`", "launch runs")
     return found.path
 
 
 def read(path: Path) -> Run:
-    """A console log alone, or a run folder, judged as it stands now; where only results were kept, those. Raises
-    OSError where it cannot be read."""
+    """A log alone, or a run folder, judged as it stands now; where only results were kept, those. Raises OSError."""
     if path.is_file():
         return _read_log(path)
     judged = judge.judge(RunFolder(path))
@@ -127,10 +124,11 @@ def read(path: Path) -> Run:
 def _read_log(path: Path) -> Run:
     found = check.read_training_log(path)
     lines = found.log.argument_lines if found.log else {}
-    arguments = {
-        name: {"value": _unquoted(value), "origin": f"{path.name}:{lines.get(name)}"}
-        for name, value in found.arguments.items()
-    }
+    arguments = {}
+    for name, value in found.arguments.items():
+        quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "'\""
+        value = value[1:-1] if quoted else value
+        arguments[name] = {"value": value, "origin": f"{path.name}:{lines.get(name)}"}
     return Run(
         name=path.name,
         path=path.absolute(),
@@ -189,11 +187,6 @@ def any_number(values: Iterable[float | None]) -> bool:
     return any(value is not None for value in values)
 
 
-def _unquoted(value: str) -> str:
-    """A value of the arguments dump as people write it: `'x'` is x."""
-    return value[1:-1] if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"" else value
-
-
 _MEASURED = (
     *("tokens_per_second", "logged_tokens_per_second", "mfu", "wasted_share"),
     *("first_loss", "last_loss", "min_loss", "rewards_margin", "rewards_accuracy"),
@@ -247,9 +240,7 @@ def named_apart(runs: Sequence[Run]) -> list[Run]:
     names = [run.name for run in runs]
     apart: list[Run] = []
     for number, run in enumerate(runs, start=1):
-        name = run.name
-        if names.count(name) > 1:
-            name = f"{run.path.parent.name}/{name}"
+        name = f"{run.path.parent.name}/{run.name}" if names.count(run.name) > 1 else run.name
         taken = {other.name for other in apart}
         apart.append(replace(run, name=f"{name} ({number})" if name in taken else name))
     return apart

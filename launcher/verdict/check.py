@@ -1,6 +1,5 @@
 """What a run was to do + what it left behind -> a `Verdict`, each point with its evidence. `ok` is True or False only
-where there is proof; None means that something was expected and there is none either way. A point of which nothing is
-expected is fine whatever its state."""
+where there is proof; None where something was expected and there is none either way."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ DEFAULTS: Mapping[str, str] = {"loss": "finite", "memory": "ok", "finish": "comp
 
 NOT_SHOWN = "unknown"  # what is expected of a point where the log does not show what was requested
 
-UNKNOWN: Mapping[str, str] = {"liger": NOT_SHOWN, "packing": NOT_SHOWN}
-"""What is expected where it is not known what was requested: nothing passes."""
+UNKNOWN: Mapping[str, str] = {"liger": NOT_SHOWN, "packing": NOT_SHOWN}  # nobody knows what was requested
 
 CITES = 8  # of one point: 64 ranks would say the same
 
@@ -107,8 +105,7 @@ def from_json(data: Mapping[str, Any]) -> Verdict | None:
 
 
 def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evidence) -> Verdict:
-    """Compare what was expected with what the evidence shows. A state of None or `any` expects nothing. Without a
-    stage it is taken from the evidence."""
+    """Compare what was expected with what the evidence shows. A state of None or `any` expects nothing."""
     named = stage or evidence.stage
     found = []
     for name, observe in {**points.POINTS, **outcome.POINTS}.items():

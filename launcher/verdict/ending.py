@@ -1,6 +1,5 @@
-"""Evidence -> how the run ended, and the first real error: an `Ending`. A traceback in a log proves no crash: training
-data is printed into it, and a handled error may be. What counts is an error after which no work follows, an exit code,
-or a signal."""
+"""Evidence -> how the run ended, and the first real error: an `Ending`. A traceback proves no crash, training data is
+printed into logs: what counts is an error after which no work follows, an exit code, or a signal."""
 
 from __future__ import annotations
 
@@ -273,8 +272,7 @@ def _probe_code(evidence: Evidence) -> int | None:
 
 
 def _replaces(signal: Signal, before: Signal) -> bool:
-    """Whether this is a later exception of the same chain: a worker's is raised again by its parent. Nor does one say
-    more that only points to the one before."""
+    """Whether this later exception of the same chain says more: a worker's is raised again by its parent."""
     if not signal.fields["chained"] or _LOOK_UP.search(signal.fields["message"]):
         return False
     same = all(signal.fields[key] == before.fields[key] for key in ("type", "message"))

@@ -1,6 +1,5 @@
-"""Everything a run left behind -> `Evidence`: its console log, its probe's events, its exit. Each part may be missing.
-By default it is all of the last attempt: `console.3.log` and `exit.3.json` with the probe's events since the third
-`start`."""
+"""Everything a run left behind -> `Evidence`: its console log, its probe's events, its exit, each of which may be
+missing; of the last attempt `console.3.log` and `exit.3.json` with the events since the third `start`."""
 
 from __future__ import annotations
 
@@ -23,11 +22,7 @@ from launcher.verdict.logs.scan import Log, Signal, StepLine, scan
 PATTERNS: tuple[Pattern, ...] = tuple(dict.fromkeys(open_instruct.PATTERNS + trl.PATTERNS))
 """The patterns of every backend: a stranger's log does not say which one wrote it."""
 
-MEASURED = (
-    *("tokens", "positions", "wasted", "rows", "seconds"),
-    *("allocated_gib", "reserved_gib", "grad_norm", "learning_rate"),
-)
-"""The numbers of a `ProbeStep`."""
+MEASURED = "tokens positions wasted rows seconds allocated_gib reserved_gib grad_norm learning_rate".split()
 
 LARGEST_WORLD = 100_000  # processes of a run; whatever names more is no record of one
 KEPT_EVENTS = 1_000  # of each name but `step`, a rank
@@ -270,8 +265,7 @@ def read_log(path: Path) -> Evidence:
 
 
 def read_run(folder: Path, attempt: int | None = None) -> Evidence:
-    """The evidence of a run folder, of its last attempt unless one is named. What is missing or unreadable is None.
-    Raises OSError if a file that is there cannot be opened."""
+    """The evidence of an attempt, of the last one unless it is named. Raises OSError if a file cannot be opened."""
     run = rundir.RunFolder(folder)
     attempt = attempt or run.attempts() or None
     console = run.console(attempt or 1)

@@ -19,8 +19,7 @@ from launcher.verdict import check, evidence, metrics
 from launcher.verdict.check import Verdict
 from launcher.verdict.evidence import Evidence, ProbeRecords
 
-_WHOLE_RUN = ("liger", "packing", "attention", "batch", "gradients", "inputs")
-"""What is expected of each step of a run, whichever attempt made it."""
+_WHOLE_RUN = ("liger", "packing", "attention", "batch", "gradients", "inputs")  # of each step, whichever attempt
 
 _LOST_HELP = "no process of it is left and none recorded an end: the machine went down, or all were killed"
 
@@ -33,8 +32,7 @@ class RunJudgement:
 
 
 def judge(folder: RunFolder, requested: Mapping[str, str] | None = None) -> RunJudgement:
-    """Judge a run by its own `expect:`, or by what is requested now. Raises OSError if a file that is there cannot be
-    opened."""
+    """Judge a run by its own `expect:`, or by what is requested. Raises OSError if a file cannot be opened."""
     manifest, each = rundir.read_manifest(folder), read(folder)
     found, known = whole(each), runner.processes(folder)
     # whether the attempt that began last did so where its processes could be seen from here
@@ -114,8 +112,7 @@ def _without_known_corruption(verdict: Verdict, manifest: Manifest) -> Verdict:
 
 
 def _with_whole_model(verdict: Verdict, output: Path) -> Verdict:
-    """A saved model is none if its files are not whole. A folder that was moved or removed since is no fault of the
-    run."""
+    """A saved model is none if its files are not whole; that it was moved or removed since is no fault of the run."""
     # dpo.py saves its model one folder below (dpo.py:111)
     for folder in (output, output / "hf_model"):
         if (fault := checkpoints.damage(folder)) is not None:

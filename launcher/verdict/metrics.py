@@ -88,8 +88,7 @@ def _ratio(evidence: Evidence, part: str, whole: str) -> float | None:
 
 
 def mfu(evidence: Evidence) -> float | None:
-    """The share of the GPUs' peak that training needs at its steady speed; DPO's policy alone counts. None for
-    experts, of which only some work on a token."""
+    """The share of the GPUs' peak that training needs at its steady speed; of DPO the policy's, of experts None."""
     speed, ranks = tokens_per_second(evidence), evidence.records
     model = ranks[0].first("model") if ranks else None
     device = ranks[0].last("device") if ranks else None

@@ -61,7 +61,7 @@ def _loss(evidence: Evidence, _expected: str | None) -> Observation:
     log, lines = evidence.log, evidence.lines
     steps = list(evidence.rank_steps)
     detail: dict[str, Any] = {"logged": len(lines), "counted": len(steps)}
-    bad, printed = _bad_steps(evidence), _bad_steps_printed(evidence)
+    bad = _bad_steps(evidence)
     before = [int(row["step"]) for row in evidence.earlier if row.get("finite") is False]
     if before and not bad:
         reason = (
@@ -69,7 +69,11 @@ def _loss(evidence: Evidence, _expected: str | None) -> Observation:
         )
         detail = {"first_step": before[0], "nonfinite": len(before), "rank": None}
         return Observation("nonfinite", detail=detail, reason=reason, help=_NOT_FINITE_HELP)
-    if bad := [*bad, *printed]:
+    # as the probe printed them, in a log that came without its records
+    for line in () if evidence.records else probe_lines(evidence):
+        if found := _NOT_FINITE.match(line.fields["message"]):
+            bad.append(_BadStep(int(found["step"] or 0), int(found["rank"]), line))
+    if bad:
         # a rank that is known tells more than a logged mean of the same step
         first = min(bad, key=lambda one: (one.step, one.rank is None, one.rank or 0))
         numbered = steps or not log or log.numbered
@@ -145,13 +149,6 @@ def _bad_steps(evidence: Evidence) -> list[_BadStep]:
         if hidden or not math.isfinite(line.loss):
             bad.append(_BadStep(line.step, None, line))
     return bad + [_BadStep(one.step, one.rank, one) for one in evidence.rank_steps if not one.finite]
-
-
-def _bad_steps_printed(evidence: Evidence) -> list[_BadStep]:
-    """As the probe printed them, in a log that came without its records."""
-    lines = () if evidence.records else probe_lines(evidence)
-    matches = ((_NOT_FINITE.match(line.fields["message"]), line) for line in lines)
-    return [_BadStep(int(found["step"] or 0), int(found["rank"]), line) for found, line in matches if found]
 
 
 def _describe(evidence: Evidence, bad: _BadStep, detail: dict[str, Any]) -> str:
@@ -271,9 +268,19 @@ def _noise(evidence: Evidence) -> tuple[str, Citable] | None:
 
 
 def _trend(evidence: Evidence, expected: str | None) -> Observation:
-    if (still := _still(evidence)) is not None:
+    # as every rank saw it in every one of two steps or more, or the log
+    steps = [(one.step, one.grad_norm, one.learning_rate) for one in evidence.rank_steps]
+    lines = evidence.lines
+    # at the end of a schedule the learning rate may well be 0: the first line has to be there
+    if not steps and len(lines) > 1 and lines[0].step <= max(1, lines[1].step - lines[0].step):
+        steps = [(line.step, line.extra.get("grad_norm"), line.learning_rate) for line in lines]
+    several = len({step for step, *_ in steps}) > 1
+    still = [
+        words for place, words in ((1, "gradient norm"), (2, "learning rate")) if all(x[place] == 0 for x in steps)
+    ]
+    if several and still:
         cites = _first_and_last(replace(evidence, log=None)) or _first_and_last(evidence)
-        reason = f"the {still} was 0 in every step: nothing was learned"
+        reason = f"the {still[0]} was 0 in every step: nothing was learned"
         help = "check the learning rate, its schedule, and what is frozen; `expect: {trend: any}` accepts it"
         return Observation("still", unwanted=True, cites=cites, reason=reason, help=help)
     # a run that was resumed is one run
@@ -293,21 +300,6 @@ def _trend(evidence: Evidence, expected: str | None) -> Observation:
     advice = "a longer run, or another learning rate; `expect: {trend: any}` asks for none"
     observed = Observation(state, cites=_first_and_last(evidence), detail=detail, reason=reason)
     return replace(observed, help=advice) if expected == "falling" else observed
-
-
-def _still(evidence: Evidence) -> str | None:
-    """What was 0, as every rank saw it in every one of two steps or more, or the log."""
-    steps = [(one.step, one.grad_norm, one.learning_rate) for one in evidence.rank_steps]
-    lines = evidence.lines
-    # at the end of a schedule the learning rate may well be 0: the first line has to be there
-    if not steps and len(lines) > 1 and lines[0].step <= max(1, lines[1].step - lines[0].step):
-        steps = [(line.step, line.extra.get("grad_norm"), line.learning_rate) for line in lines]
-    if len({step for step, *_ in steps}) < 2:
-        return None
-    for place, words in ((1, "gradient norm"), (2, "learning rate")):
-        if all(one[place] == 0 for one in steps):
-            return words
-    return None
 
 
 def trend(series: Sequence[float]) -> tuple[float, float]:

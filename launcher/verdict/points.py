@@ -352,9 +352,8 @@ def _first_loss(log: Log | None) -> StepLine | None:
 
 
 def _cache_logged(evidence: Evidence, misses: Sequence[str], hit: str, *, whole: bool = True) -> Observation:
-    """One rank fills a cache and the others then find it, so a single miss outweighs all finds. Where another source
-    may say a miss in other words, or the log is not `whole` and what came before the find is not there, a find proves
-    nothing."""
+    """One rank fills a cache and the others then find it, so a single miss outweighs all finds. A find proves nothing
+    where another source may say a miss in other words, or the log is not `whole`."""
     missed, found = evidence.signals(*misses), evidence.signals(hit)
     if not missed and (not found or not whole or evidence.pinned is False):
         return UNKNOWN

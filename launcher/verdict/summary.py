@@ -19,8 +19,7 @@ _ENDS = {
     "unknown": "ended in an unknown way",
     "running": "has no recorded end",
 }
-MESSENGERS = ("ChildFailedError", "CalledProcessError", "SignalException")
-"""Exceptions that only report that another process failed."""
+MESSENGERS = ("ChildFailedError", "CalledProcessError", "SignalException")  # they only report another's failure
 _LINE_CHARS = 160
 # errors that are not exceptions: what their message says is enough
 _MESSAGES = ("violation", "hang", "arguments", "not_started", "not_found")

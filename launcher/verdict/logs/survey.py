@@ -1,6 +1,5 @@
 """Pieces of a log -> what is worth reading of each: a `LogSurvey`. A piece is surveyed by itself, so that a large file
-is never in memory. What it all means is left to `logs`. The lines of a survey are counted from 0 where the piece
-begins."""
+is never in memory. The lines of a survey are counted from 0 where the piece begins."""
 
 from __future__ import annotations
 

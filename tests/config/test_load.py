@@ -27,52 +27,47 @@ def faults(path: Path, *overrides: str) -> tuple[Finding, ...]:
     return raised.value.findings
 
 
+def places(loaded: load.Config, *keys: str) -> list[str]:
+    return [str(loaded.origin(key)) for key in keys]
+
+
 def test_a_stage_file(write: Write) -> None:
     path = write("a.yaml", STAGE)
     loaded = load.load(path)
     assert loaded.shape == "stage"
-    assert loaded.options == {
-        "stage": "sft", "deepspeed": "zero2", "batch": {"global": 128, "per_device": 16}
-    }  # fmt: skip
+    assert loaded.options == {"stage": "sft", "deepspeed": "zero2", "batch": {"global": 128, "per_device": 16}}
     assert loaded.args == {"learning_rate": 1e-5, "dataset_mixer_list": ["a", 1.0]}
-    assert str(loaded.origin("args.learning_rate")) == f"{path}:5"
-    assert str(loaded.origin("args.dataset_mixer_list[7]")) == f"{path}:6"
-    assert str(loaded.origin("args.not_there")) == f"{path}:4"
-    assert str(loaded.origin("not_there")) == f"{path}:1"
+    keys = ("args.learning_rate", "args.dataset_mixer_list[7]", "args.not_there", "not_there")
+    assert places(loaded, *keys) == [f"{path}:{line}" for line in (5, 6, 4, 1)]
 
 
 def test_files_of_upstream(write: Write) -> None:
     loaded = load.load(write("a.yaml", "\nlearning_rate: 1\nname: x\n"))
     assert (loaded.shape, loaded.options) == ("flat", {})
     assert loaded.args == {"learning_rate": 1, "name": "x"}
-    assert loaded.origin("args.learning_rate").line == 2
-    assert loaded.origin("args.absent").line == 2
+    assert places(loaded, "args.learning_rate", "args.absent") == [f"{loaded.path}:2"] * 2
     # a wrapped file
     text = "num_gpus: 8\nopen_instruct:\n  script: open_instruct/finetune.py\n  args:\n    seed: 1\n"
     loaded = load.load(write("a.yaml", text))
     assert loaded.shape == "wrapped"
     assert loaded.options == {"num_gpus": 8, "script": "open_instruct/finetune.py"}
     assert loaded.args == {"seed": 1}
-    assert loaded.origin("script").line == 3
-    assert loaded.origin("args.seed").line == 5
-    assert loaded.origin("args.absent").line == 4
-    assert loaded.origin("num_gpus").line == 1
+    lines = [f"{loaded.path}:{line}" for line in (3, 5, 4, 1)]
+    assert places(loaded, "script", "args.seed", "args.absent", "num_gpus") == lines
 
 
 def test_a_parent_is_merged_deeply_and_lists_are_replaced_whole(write: Write) -> None:
     parent = write("base/parent.yaml", STAGE)
-    child = write(
-        "child.yaml", "extends: base/parent.yaml\nbatch: {per_device: 4}\nargs:\n  dataset_mixer_list: [b]\n"
-    )
+    text = "extends: base/parent.yaml\nbatch: {per_device: 4}\nargs:\n  dataset_mixer_list: [b]\n"
+    child = write("child.yaml", text)
     loaded = load.load(child)
     assert loaded.options["batch"] == {"global": 128, "per_device": 4}
     assert loaded.args == {"learning_rate": 1e-5, "dataset_mixer_list": ["b"]}
     assert "extends" not in loaded.options
     assert loaded.parents == (parent,)
-    assert str(loaded.origin("args.learning_rate")) == f"{parent}:5"
-    assert str(loaded.origin("batch.per_device")) == f"{child}:2"
     # not the parent's line of an entry that the child's list does not have
-    assert str(loaded.origin("args.dataset_mixer_list[1]")) == f"{child}:4"
+    keys = ("args.learning_rate", "batch.per_device", "args.dataset_mixer_list[1]")
+    assert places(loaded, *keys) == [f"{parent}:5", f"{child}:2", f"{child}:4"]
 
 
 def test_grandparents_and_faults_of_parents(write: Write) -> None:
@@ -111,10 +106,8 @@ def test_interpolation(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         "stage: sft\nargs:\n  output_dir: ${oc.env:WHERE}/out\n  run: ${args.output_dir}/1\n"
         "  seed: ${args.n}\n  n: 5\n  mixer: {'a.b c[': '${args.n}'}\n  list: ['${args.n}', x]\n"
     )
-    assert load.load(write("a.yaml", text)).args == {
-        "output_dir": "/data/out", "run": "/data/out/1", "seed": 5, "n": 5, "mixer": {"a.b c[": 5},
-        "list": [5, "x"],
-    }  # fmt: skip
+    expected = {"output_dir": "/data/out", "run": "/data/out/1", "seed": 5, "n": 5, "mixer": {"a.b c[": 5}}
+    assert load.load(write("a.yaml", text)).args == {**expected, "list": [5, "x"]}
     # what came out of the environment is known
     monkeypatch.setenv("PGPASSWORD", "hunter2")
     monkeypatch.setenv("SCRATCH", "/data")

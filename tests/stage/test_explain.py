@@ -1,9 +1,9 @@
 """`launch explain` and `launch schema`: what is said of one argument, and of all of them."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import Write
@@ -30,6 +30,9 @@ args:
 """
 
 
+Out = Callable[..., str]
+
+
 def one(key: str, stage: str = "sft", backend: str = "open_instruct") -> Explained:
     (told,) = explain.explain(key, locator=Snapshot(), stage_name=stage, backend=backend)
     return told
@@ -42,6 +45,18 @@ def of_file(key: str, path: Path, *overrides: str) -> Explained:
 
 def text(told: Explained) -> str:
     return "\n".join(told.lines())
+
+
+@pytest.fixture
+def out(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a command prints."""
+
+    def run(*words: str, code: Exit = Exit.OK) -> str:
+        assert main([*words]) == code
+        printed = capsys.readouterr()
+        return printed.out if code is Exit.OK else printed.err
+
+    return run
 
 
 def test_what_is_explained_of_an_argument() -> None:
@@ -99,13 +114,10 @@ def test_who_set_it(write: Write) -> None:
     assert "does nothing here" in text(told)
 
 
-def test_what_is_no_key_stage_or_backend(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "lerning_rate"]) == Exit.USAGE
-    told = capsys.readouterr()
-    assert "`learning_rate`" in told.err and not told.out
+def test_what_is_no_key_stage_or_backend(out: Out) -> None:
+    assert "`learning_rate`" in out("explain", "lerning_rate", code=Exit.USAGE)
     for words in (["explain", "seed", "--stage", "x"], ["schema", "--backend", "x"]):
-        assert main(words) == Exit.USAGE
-        assert "is not one of" in capsys.readouterr().err
+        assert "is not one of" in out(*words, code=Exit.USAGE)
 
 
 def test_a_key_that_came_after_a_commit(capsys: pytest.CaptureFixture[str], write: Write) -> None:
@@ -140,10 +152,9 @@ def test_options_of_launch_say_what_they_take() -> None:
     assert "  defined    transformers/" in both and "  option     launch's own" in both
 
 
-def test_json(capsys: pytest.CaptureFixture[str], write: Write) -> None:
+def test_json(out: Out, write: Write) -> None:
     path = write("a.yaml", STAGE)
-    assert main(["explain", "learning_rate", str(path), "seed=1", "--format", "json"]) == Exit.OK
-    envelope: dict[str, Any] = json.loads(capsys.readouterr().out)
+    envelope = json.loads(out("explain", "learning_rate", str(path), "seed=1", "--format", "json"))
     assert envelope["command"] == "explain"
     (told,) = envelope["data"]["explained"]
     assert (told["key"], told["stage"], told["exists"]) == ("learning_rate", "sft", True)
@@ -151,24 +162,21 @@ def test_json(capsys: pytest.CaptureFixture[str], write: Write) -> None:
     assert told["here"] == here
 
 
-def test_the_schema_lists_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schema", "--stage", "sft", "--backend", "open_instruct"]) == Exit.OK
-    lines = capsys.readouterr().out.splitlines()
+def test_the_schema_lists_every_argument(out: Out) -> None:
+    lines = out("schema", "--stage", "sft", "--backend", "open_instruct").splitlines()
     names = [line.split()[0] for line in lines[2:]]
     assert names == list(Snapshot().schema("open_instruct", "sft").fields)
     (row,) = (line for line in lines if line.startswith("max_train_samples "))
     assert "no read found: give a number of samples" in row
 
 
-def test_the_schema_for_editors_and_machines(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schema", "--json-schema", "--backend", "trl"]) == Exit.OK
-    told = json.loads(capsys.readouterr().out)
+def test_the_schema_for_editors_and_machines(out: Out) -> None:
+    told = json.loads(out("schema", "--json-schema", "--backend", "trl"))
     assert told["$schema"].startswith("http://json-schema.org/draft-07")
     # what is known of its reads is there to be hovered over
     assert "read only where" in json.dumps(told)
     # the schema for machines
-    assert main(["schema", "--stage", "dpo", "--format", "json"]) == Exit.OK
-    told = json.loads(capsys.readouterr().out)["data"]["schemas"]
+    told = json.loads(out("schema", "--stage", "dpo", "--format", "json"))["data"]["schemas"]
     assert [(one["stage"], one["backend"]) for one in told] == [("dpo", "open_instruct"), ("dpo", "trl")]
     fields = {field["name"]: field for field in told[0]["fields"]}
     assert fields["compile_model"]["reads"] == []
@@ -206,10 +214,9 @@ args: {{model_name_or_path: m, dataset_name: a, hub_token: a-plain-password, run
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_a_token_is_not_told(write: Write, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_token_is_not_told(write: Write, form: str, out: Out) -> None:
     for key, content in (("additional_model_arguments", SECRETS), ("hub_token", TRL), ("run_name", TRL)):
-        assert main(["explain", key, str(write("a.yaml", content)), "--format", form]) == Exit.OK
-        said = capsys.readouterr().out
+        said = out("explain", key, str(write("a.yaml", content)), "--format", form)
         assert "<redacted>" in said
         assert TOKEN not in said and "a-plain-password" not in said
 
@@ -258,19 +265,16 @@ def test_the_meaning_is_upstreams_own() -> None:
         assert meaning_of(replace(source, packages={}), known) is None
 
 
-def test_a_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "unknown-key"]) == Exit.OK
-    assert "the entry script has no such argument" in capsys.readouterr().out
-    assert main(["explain", "unknown-kez"]) == Exit.USAGE
-    assert "did you mean `unknown-key`" in capsys.readouterr().err
+def test_a_code_is_explained(out: Out) -> None:
+    assert "the entry script has no such argument" in out("explain", "unknown-key")
+    assert "did you mean `unknown-key`" in out("explain", "unknown-kez", code=Exit.USAGE)
 
 
-def test_what_launch_derives_is_the_value_here(capsys: pytest.CaptureFixture[str], write: Write) -> None:
+def test_what_launch_derives_is_the_value_here(out: Out, write: Write) -> None:
     path = write("s.yaml", STAGE + "batch: {global: 128, per_device: 16}\n")
 
     def here(key: str, *words: str) -> str:
-        assert main(["explain", key, str(path), *words]) == Exit.OK
-        return next(line for line in capsys.readouterr().out.splitlines() if "here  " in line)
+        return next(line for line in out("explain", key, str(path), *words).splitlines() if "here  " in line)
 
     assert here("per_device_train_batch_size") == f"  here       16  (batch: {path}:7, on 1 GPU)"
     assert here("gradient_accumulation_steps").startswith("  here       8  (batch: ")
@@ -278,6 +282,5 @@ def test_what_launch_derives_is_the_value_here(capsys: pytest.CaptureFixture[str
     assert "(set by launch: " in here("dataset_local_cache_dir")
 
 
-def test_a_key_of_launchs_own_is_explained_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "gates"]) == Exit.OK
-    assert capsys.readouterr().out.count("loss_fall") == 1
+def test_a_key_of_launchs_own_is_explained_once(out: Out) -> None:
+    assert out("explain", "gates").count("loss_fall") == 1

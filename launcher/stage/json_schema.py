@@ -20,7 +20,6 @@ from launcher.upstream.schema import Field, Schema, source_name
 from launcher.upstream.trainers import BACKENDS, Entry
 
 Json = dict[str, Any]
-Notes = Mapping[str, Sequence[str]]
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 DEFAULT_BACKEND = KEYS["backend"].default
@@ -172,7 +171,15 @@ def _silent(key: str, values: Sequence[Any]) -> Json:
 
 def _args(schema: Schema) -> Json:
     entry, notes = BACKENDS[schema.backend].STAGES[schema.key], explain.notes(schema)
-    properties = {name: _field(schema, entry, name, notes) for name in schema.fields}
+    properties: Json = {}
+    for name, known in schema.fields.items():
+        properties[name] = {"title": name, **_description(known, entry, notes.get(name, ()))}
+        if name in entry.hints and known.kind in {"str", "dict"}:
+            # upstream refuses it whatever it holds
+            properties[name] |= {"type": "null", "doNotSuggest": True, "errorMessage": entry.hints[name]}
+        else:
+            default = {"default": known.default} if _is_offered(schema, known) else {}
+            properties[name] |= {**default, **_value(known)}
     for key, moved in entry.moved.items():
         advice = "delete the line" if moved.to is None else f"write `{moved.to}`"
         message = f"not a field of {entry.owner}: {moved.why}; {advice}"
@@ -180,17 +187,6 @@ def _args(schema: Schema) -> Json:
         refused = {"description": message, "errorMessage": message, "doNotSuggest": True}
         properties.setdefault(key, {"title": key, **refused, "type": "string", "pattern": "(?!)"})
     return _mapping(properties)
-
-
-def _field(schema: Schema, entry: Entry, name: str, notes: Notes) -> Json:
-    known = schema.fields[name]
-    described = {"title": name, **_description(known, entry, notes.get(name, ()))}
-    if name in entry.hints and known.kind in {"str", "dict"}:
-        # upstream refuses it whatever it holds
-        refused = {"type": "null", "doNotSuggest": True, "errorMessage": entry.hints[name]}
-        return {**described, **refused}
-    default = {"default": known.default} if _is_offered(schema, known) else {}
-    return {**described, **default, **_value(known)}
 
 
 def _description(known: Field, entry: Entry, notes: Sequence[str]) -> Json:

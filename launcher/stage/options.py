@@ -189,13 +189,12 @@ def entry_of(config: Config, stage: str, backend: str) -> tuple[str, Finding | N
     key = _script_key(given, backend)
     if key is not None and _stage_of(key, backend) == stage:
         return key, None
-    near: Sequence[str] = ()
-    if key is None:
-        message = f"`{brief(given)}` is no script that launch starts"
-        near = difflib.get_close_matches(str(given), entries, n=1)
-    else:
+    names = [name for name in entries if _stage_of(name, backend) == stage]
+    if key is not None:
         message = f"`script: {brief(given)}` belongs to {_stage_of(key, backend)}, the file's stage is {stage}"
-    names = near or [name for name in entries if _stage_of(name, backend) == stage]
+    else:
+        message = f"`{brief(given)}` is no script that launch starts"
+        names = difflib.get_close_matches(str(given), entries, n=1) or names
     return stage, _bad("script", message, nearest(str(given), names))
 
 

@@ -216,23 +216,23 @@ def test_a_model_that_is_not_here_is_named(place: Path, checkout: Path, capsys: 
 
 
 def test_a_folder_lacks_what_its_index_names(tmp_path: Path) -> None:
-    assert hub._fault(tmp_path / "gone", "model") is not None
-    assert "config.json" in str(hub._fault(tmp_path, "model"))
+    assert hub.lacking(tmp_path / "gone", "model") is not None
+    assert "config.json" in str(hub.lacking(tmp_path, "model"))
     (tmp_path / "config.json").write_text(UNKNOWN)
-    assert "no weights" in str(hub._fault(tmp_path, "model"))
+    assert "no weights" in str(hub.lacking(tmp_path, "model"))
     names = {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
     index = {"metadata": {}, "weight_map": names}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     tensors(tmp_path / "model-1-of-2.safetensors")
-    assert "model-2-of-2.safetensors is missing" in str(hub._fault(tmp_path, "model"))
+    assert "model-2-of-2.safetensors is missing" in str(hub.lacking(tmp_path, "model"))
     # a link whose blob was removed is no file
     (tmp_path / "model-2-of-2.safetensors").symlink_to(tmp_path / "blob")
-    assert hub._fault(tmp_path, "model") is not None
+    assert hub.lacking(tmp_path, "model") is not None
     tensors(tmp_path / "blob")
-    assert hub._fault(tmp_path, "model") is None
-    assert "no tokenizer" in str(hub._fault(tmp_path, "tokenizer"))
+    assert hub.lacking(tmp_path, "model") is None
+    assert "no tokenizer" in str(hub.lacking(tmp_path, "tokenizer"))
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert hub._fault(tmp_path, "tokenizer") is None
+    assert hub.lacking(tmp_path, "tokenizer") is None
 
 
 def planned(config: str, *words: str) -> Plan:

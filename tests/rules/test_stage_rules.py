@@ -291,27 +291,24 @@ def test_rows_longer_than_the_model(write: Write, script: str, key: str) -> None
     assert found(script, args) == []
 
 
-def test_packing() -> None:
-    args = {"packing": True}
-    expected = ("packing-without-flash", "warning", "args.packing")
-    assert one("sft", args, packages={}) == expected
-    assert one("dpo", args, packages={}) == expected
-    assert one("dpo", {**args, "attn_implementation": "torch"}) == expected
-    assert found("sft", args, packages=TRAINER) == []
-    assert found("sft", args, packages={"flash-attn-3": "3.0.0"}) == []
-    assert found("sft", args) == []
-    assert found("sft", args, packages={}, gpus=0) == []
-    assert found("dpo", {**args, "attn_implementation": "flash_2"}, packages=TRAINER) == []
-    # packing of one row
-    args = {"packing": True}
-    expected = ("packing-of-one", "warning", "args.packing")
-    assert one("sft", args, per_device=1) == expected
-    assert one("sft", args, per_device=1, gpus=0) == expected
-    assert found("sft", {"packing": False}, per_device=1) == []
-    assert found("sft", args, per_device=2) == []
-    assert found("sft", args) == []
+SLOW, ALONE = "packing-without-flash", "packing-of-one"
+PACKING: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
+    ("sft", {}, {"packages": {}}, SLOW), ("dpo", {}, {"packages": {}}, SLOW),
+    ("dpo", {"attn_implementation": "torch"}, {}, SLOW), ("sft", {}, {"packages": TRAINER}, None),
+    ("sft", {}, {"packages": {"flash-attn-3": "3.0.0"}}, None), ("sft", {}, {}, None),
+    ("sft", {}, {"packages": {}, "gpus": 0}, None),
+    ("dpo", {"attn_implementation": "flash_2"}, {"packages": TRAINER}, None),
+    ("sft", {}, {"per_device": 1}, ALONE), ("sft", {}, {"per_device": 1, "gpus": 0}, ALONE),
+    ("sft", {"packing": False}, {"per_device": 1}, None), ("sft", {}, {"per_device": 2}, None),
     # of DPO one row is a pair
-    assert found("dpo", args, per_device=1) == []
+    ("dpo", {}, {"per_device": 1}, None),
+]  # fmt: skip
+
+
+def test_packing() -> None:
+    for script, args, known, code in PACKING:
+        told = [(f.code, f.severity, f.key) for f in found(script, {"packing": True, **args}, **known)]
+        assert told == ([(code, "warning", "args.packing")] if code else []), (args, known)
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft"])
@@ -337,32 +334,27 @@ def test_a_model_that_is_not_here(write: Write, script: str) -> None:
 
 
 WANDB = {"with_tracking": True, "report_to": "wandb"}
+LOGIN = "machine api.wandb.ai login user password secret\n"
+# what ~/.netrc and ~/mine hold, the environment, and whether a key is missed
+KEYS: list[tuple[str, dict[str, str], bool]] = [
+    ("", {}, True), ("", {"WANDB_API_KEY": "k"}, False), (LOGIN.replace("api.wandb.ai", "example.org"), {}, True),
+    (LOGIN, {}, False), (LOGIN, {"WANDB_BASE_URL": "https://wandb.example.org"}, True), ("machine {\n", {}, True),
+    ("", {"NETRC": "mine"}, False), ("", {"WANDB_MODE": "offline"}, True), ("", {"WANDB_MODE": "disabled"}, True),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])
 def test_tracking_needs_a_key(write: Write, tmp_path: Path, script: str) -> None:
-    expected = ("no-wandb-key", "warning", "args.with_tracking")
-    home = {"HOME": str(tmp_path)}
-    assert one(script, WANDB, environ=home) == expected
-    assert one(script, WANDB, environ=home, running=True)[1] == "error"
-    assert found(script, WANDB, environ={**home, "WANDB_API_KEY": "k"}) == []
-    assert found(script, {}, environ=home) == []
-    write(".netrc", "machine example.org login user password secret\n")
-    assert one(script, WANDB, environ=home) == expected
-    write(".netrc", "machine api.wandb.ai login user password secret\n")
-    assert found(script, WANDB, environ=home) == []
-    assert one(script, WANDB, environ={**home, "WANDB_BASE_URL": "https://wandb.example.org"}) == expected
-    write(".netrc", "machine {\n")
-    assert one(script, WANDB, environ=home) == expected
-    write("mine", "machine api.wandb.ai login user password secret\n")
-    assert found(script, WANDB, environ={**home, "NETRC": str(tmp_path / "mine")}) == []
-
-
-@pytest.mark.parametrize("mode", ["offline", "disabled"])
-def test_offline_tracking_still_asks_who_is_logged_in(tmp_path: Path, mode: str) -> None:
-    environ = {"HOME": str(tmp_path), "WANDB_MODE": mode}
-    assert one("sft", WANDB, environ=environ)[0] == "no-wandb-key"
-    assert found("sft", {**WANDB, "wandb_entity": "me"}, environ=environ) == []
+    write("mine", LOGIN)
+    for netrc, more, missed in KEYS:
+        write(".netrc", netrc)
+        environ = {"HOME": str(tmp_path), **more}
+        told = [(f.code, f.severity, f.key) for f in found(script, WANDB, environ=environ)]
+        assert told == [("no-wandb-key", "warning", "args.with_tracking")] * missed
+        assert found(script, {}, environ=environ) == []
+    # offline it is still asked who is logged in
+    assert found(script, {**WANDB, "wandb_entity": "me"}, environ=environ) == []
+    assert one(script, WANDB, environ={"HOME": str(tmp_path)}, running=True)[1] == "error"
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])
@@ -384,54 +376,35 @@ def test_pushing_needs_a_token(write: Write, tmp_path: Path, script: str) -> Non
     assert "once the model is trained" in saved.message
 
 
-OUT = "args.output_dir"
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    folder = tmp_path / "out"
-    folder.mkdir()
-    return folder
-
-
-def saved(folder: Path, name: str, *, complete: bool = True) -> None:
-    (folder / name).mkdir()
-    if complete:
-        (folder / name / "COMPLETED").write_text("COMPLETED")
-
-
-def test_an_empty_or_missing_folder_is_quiet(output: Path) -> None:
-    (output / "notes").mkdir()
-    (output / "step_notes.txt").write_text("x")
-    assert found("sft", {}, output=output) == []
-    assert found("sft", {}, output=output / "missing") == []
-    assert found("sft", {}, output=Path("a\0b")) == []
+def outcome(folder: Path, script: str = "sft", **args: Any) -> list[str]:
+    """What is said of an output folder."""
+    told = found(script, args, output=folder)
+    assert all((f.severity, f.key) == ("warning", "args.output_dir") for f in told)
+    return [f"{f.code}: {f.message}" for f in told]
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])
-def test_checkpoints_that_launch_did_not_write(output: Path, script: str) -> None:
-    saved(output, "step_500", complete=False)
-    assert found(script, {"checkpointing_steps": 500}, output=output) == []
-    saved(output, "step_250")
-    args = {"checkpointing_steps": 250} | ({"num_epochs": 1} if script == "dpo" else {})
-    told = one(script, args, output=output)
-    assert told == ("foreign-checkpoints", "warning", OUT)
-    assert found(script, {"cache_dataset_only": True}, output=output) == []
+def test_checkpoints_that_launch_did_not_write(write: Write, tmp_path: Path, script: str) -> None:
+    output = tmp_path / "out"
+    for name in ("out/notes/x", "out/step_notes.txt", "out/step_500/x"):
+        write(name, "")
+    assert [outcome(path, script) for path in (output, output / "missing", Path("a\0b"))] == [[], [], []]
+    write("out/step_250/COMPLETED", "COMPLETED")
+    (told,) = outcome(output, script)
+    assert told.startswith("foreign-checkpoints") and "step_250" in told
+    assert outcome(output, script, cache_dataset_only=True) == []
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])
 @pytest.mark.parametrize("names", [["config.json", "model.safetensors"], ["adapter_config.json", "adapter_model.bin"]])
-def test_a_folder_with_a_finished_model(output: Path, script: str, names: list[str]) -> None:
-    (output / names[0]).write_text("{}")
-    assert found(script, {}, output=output) == []
-    (output / names[1]).write_text("x")
-    assert one(script, {}, output=output) == ("finished-output", "warning", OUT)
-    (finding,) = found(script, {}, output=output)
-    assert "from zero" in finding.message
-    saved(output, "step_5")
-    args = {"num_epochs": 1} if script == "dpo" else {"checkpointing_steps": 5}
-    told = {f.code: f for f in found(script, args, output=output)}
-    assert "step_5" in told["finished-output"].message
+def test_a_folder_with_a_finished_model(write: Write, tmp_path: Path, script: str, names: list[str]) -> None:
+    write(f"out/{names[0]}", "{}")
+    assert outcome(tmp_path / "out", script) == []
+    write(f"out/{names[1]}", "x")
+    (told,) = outcome(tmp_path / "out", script)
+    assert told.startswith("finished-output") and "from zero" in told
+    write("out/step_5/COMPLETED", "COMPLETED")
+    assert "step_5" in outcome(tmp_path / "out", script)[-1]
 
 
 WRONG_LOSSES: list[tuple[str, float, str, str]] = [

@@ -1,5 +1,6 @@
 """What a model is loaded with beside its name, under both backends."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -55,19 +56,15 @@ def test_a_model_that_cannot_be_loaded_does_not_reach_a_gpu(write: Write, script
     assert "holds no weights" in said[0] and "knows no word" in said[1]
     saved.loadable(Path("model"))
     assert lacking(script) == []
-    for running in (True, False):
-        (one,) = with_file(script, "model.safetensors", POINTER, running=running)
-        assert one.startswith("incomplete-model") and "git-lfs" in one
-        (one,) = with_file(script, "tokenizer.json", POINTER, running=running)
-        assert one.startswith("incomplete-tokenizer") and "git-lfs" in one
-        (one,) = with_file(script, "tokenizer.json", '{"a": [', running=running)
-        assert "cut off" in one
-        (one,) = with_file(script, "tokenizer_config.json", '{"a": [', running=running)
-        assert "cannot be read" in one
-        (one,) = with_file(script, "config.json", "{}", running=running)
-        assert "model_type" in one
-        (one,) = with_file(script, "config.json", "", running=running)
-        assert "cannot be read" in one
+    faults = (
+        ("model.safetensors", POINTER, "git-lfs"), ("tokenizer.json", POINTER, "git-lfs"),
+        ("tokenizer.json", '{"a": [', "cut off"), ("tokenizer_config.json", '{"a": [', "cannot be read"),
+        ("config.json", "{}", "model_type"), ("config.json", "", "cannot be read"),
+    )  # fmt: skip
+    for running, (name, content, words) in itertools.product((True, False), faults):
+        (one,) = with_file(script, name, content, running=running)
+        part = "tokenizer" if name.startswith("tokenizer") else "model"
+        assert one.startswith(f"incomplete-{part}") and words in one
     assert lacking(script) == []
 
 

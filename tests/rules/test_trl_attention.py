@@ -195,31 +195,29 @@ def test_attention_that_does_not_exist(name: str) -> None:
     assert told("trl-dpo", {"attn_implementation": name}) == [expected]
 
 
-SLOW = ("packing-without-flash", "warning", "packing")
-LEAKS = ("packing-leaks", "warning", "packing")
+SLOW = "packing-without-flash"
+LEAKS = "packing-leaks"
+FREE: dict[str, Any] = {"packing": False, "padding_free": True, "max_length": "none"}
+PACKED: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
+    ({}, {}, SLOW), ({"attn_implementation": "sdpa"}, {"gpus": 8}, SLOW), (FREE, {}, SLOW),
+    ({"attn_implementation": "eager"}, {"gpus": 8}, SLOW), ({"attn_implementation": "flash_attention_2"}, {}, None),
+    ({"attn_implementation": "kernels-community/flash-attn2"}, {}, None),
+    ({"attn_implementation": "flex_attention"}, {}, None), ({"bf16": False}, ON_CPU, None),
+    # a row alone is joined with none
+    (FREE, {"per_device": 1}, "packing-of-one"),
+    # packing that joins examples without a boundary
+    ({"packing_strategy": "wrapped", "attn_implementation": "sdpa"}, {"gpus": 8}, LEAKS),
+    ({"packing_strategy": "wrapped", "attn_implementation": "flash_attention_2"}, {"gpus": 8}, LEAKS),
+]  # fmt: skip
 
 
 def test_packing_without_flash_attention() -> None:
-    packed = {"packing": True}
-    assert told("trl-sft", packed) == [SLOW]
-    assert told("trl-sft", {**packed, "attn_implementation": "sdpa"}, gpus=8) == [SLOW]
-    assert told("trl-sft", {**packed, "attn_implementation": "eager"}, gpus=8) == [SLOW]
-    for name in ("flash_attention_2", "kernels-community/flash-attn2", "flex_attention"):
-        assert told("trl-sft", {**packed, "attn_implementation": name}) == []
-    assert told("trl-sft", {**packed, "bf16": False}, **ON_CPU) == []
-    free = {"padding_free": True, "max_length": "none"}
-    assert told("trl-sft", free) == [("packing-without-flash", "warning", "padding_free")]
-    # a row alone is joined with none
-    alone = ("packing-of-one", "warning", "padding_free")
-    assert told("trl-sft", free, per_device=1) == [alone]
-    (finding,) = found("trl-sft", {**packed, "max_length": 4096}, per_device=8)
-    assert "32768 tokens" in finding.message
-    assert "1,024 MiB" in finding.message
+    for args, known, code in PACKED:
+        key = "padding_free" if args.get("padding_free") else "packing"
+        expected = [] if code is None else [(code, "warning", key)]
+        assert told("trl-sft", {"packing": True, **args}, **known) == expected, args
+    (large,) = found("trl-sft", {"packing": True, "max_length": 4096}, per_device=8)
+    assert "32768 tokens" in large.message and "1,024 MiB" in large.message
     # a mask that small is nothing to speak of
-    (finding,) = found("trl-sft", {**packed, "max_length": 512}, per_device=1)
-    assert "512 tokens" in finding.message
-    assert "mask" not in finding.message
-    # packing that joins examples without a boundary
-    wrapped = {"packing": True, "packing_strategy": "wrapped"}
-    for attention in ("sdpa", "flash_attention_2"):
-        assert told("trl-sft", {**wrapped, "attn_implementation": attention}, gpus=8) == [LEAKS]
+    (small,) = found("trl-sft", {"packing": True, "max_length": 512}, per_device=1)
+    assert "512 tokens" in small.message and "mask" not in small.message

@@ -1,8 +1,4 @@
-"""Several runs that belong together: their folder, found again, the record in it, and each run to its verdict.
-
-Ladders, pipelines, comparisons and searches decide by what came of each run. Every one goes the usual way: a
-supervisor, a run folder, a verdict.
-"""
+"""Several runs that belong together: their folder, found again, the record in it, and each run to its verdict."""
 
 from __future__ import annotations
 

@@ -128,8 +128,9 @@ class Search:
     """Proposes candidates of a grid and learns from their trials.
 
     `base` is the file as written, `room` the card's memory in GiB where it is known, `start_s` the seconds of
-    a start before one was measured. `runs` are all trials as they came, `results` their settings, each once.
-    `stopped` says why nothing follows.
+    a start before one was measured. `runs` are all trials as they came, `results` their settings, each once;
+    `guilty` are values that fail where all of a set are together, `passed` those that had their trial in the
+    greedy pass. `stopped` says why nothing follows.
     """
 
     def __init__(self, space: Space, grid: Iterable[Candidate]) -> None:
@@ -139,9 +140,7 @@ class Search:
         self.runs: list[Trial] = []
         self.results: list[SettingRuns] = []
         self.guilty: list[frozenset[Item]] = []
-        """Values that fail wherever all of a set are together."""
         self.passed: set[Item] = set()
-        """Values that had their trial in the greedy pass."""
         self.stopped: str | None = None
 
     def runs_of(self, candidate: Candidate) -> list[Trial]:

@@ -31,8 +31,7 @@ from launcher.upstream.trainers import BACKENDS, Entry, entry_of
 
 BACKEND = BACKENDS["open_instruct"]
 _CACHE_MODULE, _CACHE_VERSION = f"{PACKAGE}.dataset_transformation", "DATASET_CACHE_VERSION"
-# findings about every commit that is not the pin
-_EVERYWHERE = {"unpinned-checkout", "other-version"}
+_EVERYWHERE = {"unpinned-checkout", "other-version"}  # findings about every commit that is not the pin
 _FOREIGN = "for another backend than open-instruct"
 _WIDE = 160
 _Past = Callable[[str], Sequence[history.ArgumentChange]]

@@ -27,8 +27,7 @@ _LOG = (
     "log --root --first-parent --diff-merges=first-parent --no-renames --no-color --relative"
     " --src-prefix=a/ --dst-prefix=b/ --pickaxe-all -U0"
 )
-# with more changes than this, what came with a removal says nothing about it
-_FEW = 3
+_FEW = 3  # with more changes than this, what came with a removal says nothing about it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,7 @@ NEEDS: tuple[str, ...] = (
     *("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "ai2-olmo-core", "absl-py", "bettermap"),
     *("beaker-py", "immutabledict", "langdetect", "litellm", "nltk", "ray", "wandb"),
 )
-# with CUDA and no such package its detection raises (model_utils.py:69)
-GPU_NEEDS: tuple[str, ...] = ("flash-attn",)
+GPU_NEEDS: tuple[str, ...] = ("flash-attn",)  # with CUDA and no such package its detection raises (model_utils.py:69)
 EXTRA = "open-instruct"
 # importing litellm would otherwise ask the network for model prices, 5 s where there is none
 ENVIRON: Mapping[str, str] = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
@@ -39,8 +38,7 @@ SHORT_RUN: Mapping[str, Any] = {
     **_NO_SERVICES,
     **dict.fromkeys(("send_slack_alerts", "profiling", "cache_dataset_only", "cache_logprobs_only"), False),
     **dict.fromkeys(("resume_from_checkpoint", "ephemeral_save_interval")),
-    # the slice would be kept under the name of the whole
-    **dict.fromkeys(("dataset_config_hash", "config_hash")),
+    **dict.fromkeys(("dataset_config_hash", "config_hash")),  # the slice would be kept under the name of the whole
     "do_not_randomize_output_dir": True,
     "with_tracking": False,
 }
@@ -101,8 +99,7 @@ def _data_hints(listed: str) -> dict[str, str]:
 
 _TABLES = ("open_instruct.dataset_transformation", ("CHAT_TEMPLATES", "GET_TOKENIZER_FN", "TRANSFORM_FNS"))
 
-# finetune.py:520, dpo_tune_cache.py:267, dpo.py:182
-_CACHES_DATA = {"cache_dataset_only": "data set"}
+_CACHES_DATA = {"cache_dataset_only": "data set"}  # finetune.py:520, dpo_tune_cache.py:267, dpo.py:182
 
 _DPO = Entry(
     script="open_instruct/dpo_tune_cache.py",
@@ -128,14 +125,12 @@ _DPO = Entry(
     strict_liger=True,
     best_attention=True,
     caches_reference=True,
-    # dpo_utils.py:88
-    without_reference=("simpo",),
+    without_reference=("simpo",),  # dpo_utils.py:88
     hints={**_data_hints("mixer_list"), "checkpointing_steps": "DPO counts steps: write a number (`epoch` is SFT's)"},
     moved={**_REMOVED, **{theirs: Moved(ours, f"SFT's name; DPO has `{ours}`") for theirs, ours in _PAIRS}},
     older={"data": ("dataset_mixer_list",), "epochs": ("num_train_epochs",)},
     tables=_TABLES,
-    # a hash of the key is no use of a value
-    recorders=frozenset({"compute_reference_cache_hash"}),
+    recorders=frozenset({"compute_reference_cache_hash"}),  # a hash of the key is no use of a value
     beside=("open_instruct/dpo.py",),
     instead={
         **_INSTEAD,
@@ -167,13 +162,11 @@ STAGES: Mapping[str, Entry] = {
         epoch_checkpoints=True,
         ends_after=_CACHES_DATA,
         packing="flattened",
-        # finetune.py:578 names no type there
-        dtype="bfloat16",
+        dtype="bfloat16",  # finetune.py:578 names no type there
         liger_dtype="auto",
         strict_liger=True,
         best_attention=True,
-        # finetune.py:528
-        whole_model=True,
+        whole_model=True,  # finetune.py:528
         hints=_data_hints("dataset_mixer_list"),
         tables=_TABLES,
         moved={**_REMOVED, **{theirs: Moved(ours, f"DPO's name; SFT has `{ours}`") for ours, theirs in _PAIRS}},
@@ -202,22 +195,18 @@ STAGES: Mapping[str, Entry] = {
         sharding="fsdp",
         packing="one-row",
         needs_process_group=False,
-        # dpo.py:235, data_loader.py:283
-        drops_last=True,
+        drops_last=True,  # dpo.py:235, data_loader.py:283
         # dpo.py:335: of the DPO scripts only this one ends after the reference
         ends_after={**_CACHES_DATA, "cache_logprobs_only": "reference pass"},
         unjudged="step[1-9]*",
-        # dpo.py:111
-        final_model="hf_model",
-        # dpo.py:333 computes a reference for simpo too
-        without_reference=(),
+        final_model="hf_model",  # dpo.py:111
+        without_reference=(),  # dpo.py:333 computes a reference for simpo too
         models=(
             ("open_instruct.olmo_core_utils", "OLMO_MODEL_CONFIG_MAP"),
             ("olmo_core.nn.transformer.config", "TransformerConfig"),
         ),
         beside=(_DPO.script,),
-        # data_loader.py imports what GRPO needs
-        needs=("vllm", "backoff", "docker", "openenv-core"),
+        needs=("vllm", "backoff", "docker", "openenv-core"),  # data_loader.py imports what GRPO needs
         instead={
             **_INSTEAD,
             "overwrite_cache": "`skip_cache: true` builds the dataset cache anew",

@@ -17,8 +17,7 @@ from launcher.errors import brief
 
 Kind = Literal["int", "float", "str", "bool", "dict", "choice", "opaque"]
 
-# argparse's own, with its `$`: a line end may follow
-_NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
+_NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")  # argparse's own, with its `$`: a line end may follow
 _SHOWN = ("name", "type", "many", "choices", "required", "default", "default_text", "owner")
 _TRUE = {"yes", "true", "t", "y", "1"}
 _FALSE = {"no", "false", "f", "n", "0"}

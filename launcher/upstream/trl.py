@@ -94,17 +94,14 @@ _SFT = Entry(
     recorders=_RECORDERS,
     settle=_settle,
     loop="transformers",
-    # transformers/trainer.py:2450
-    zero_is_limit=False,
+    zero_is_limit=False,  # transformers/trainer.py:2450
     packing="refilled",
     own_precision=True,
     dtype="float32",
     liger_dtype="float32",
     attentions=("sdpa", "flash_attention_2"),
-    # trl/kernels/chunked_logprob.py:31
-    tiled_loss=True,
-    # transformers/modeling_utils.py:3132
-    reentrant=True,
+    tiled_loss=True,  # trl/kernels/chunked_logprob.py:31
+    reentrant=True,  # transformers/modeling_utils.py:3132
 )
 
 STAGES: Mapping[str, Entry] = {
@@ -116,8 +113,7 @@ STAGES: Mapping[str, Entry] = {
         owner="DPOConfig",
         imports=("trl.trainer.dpo_trainer",),
         names=replace(_SFT.names, packing="padding_free"),
-        # trl/trainer/dpo_trainer.py:735
-        packing="padded",
+        packing="padded",  # trl/trainer/dpo_trainer.py:735
         moved={
             **_MOVED,
             "chat_template_name": Moved(None, "open-instruct's name; TRL's DPO takes the tokenizer's own template"),

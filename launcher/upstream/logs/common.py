@@ -108,8 +108,7 @@ _TABLE: Table = {
         r"srun: error: \S+: tasks? [\d,-]+: Exited with exit code (?P<exitcode>\d{1,12})$",
     ),
     "child_signal": (
-        # accelerate/commands/launch.py:999,1070
-        r"died with <Signals\.(?P<name>SIG\w+): (?P<signal>\d{1,12})>",
+        r"died with <Signals\.(?P<name>SIG\w+): (?P<signal>\d{1,12})>",  # accelerate/commands/launch.py:999,1070
         # torch/distributed/elastic/multiprocessing/errors/__init__.py:143
         r"Signal (?P<signal>\d{1,12}) \((?P<name>SIG\w+)\) received by PID",
     ),
@@ -181,8 +180,7 @@ _TABLE: Table = {
     ),
     "port_in_use": (
         r"[Aa]ddress already in use",
-        # accelerate/utils/launch.py:245,517
-        "Tried to launch distributed communication on port ",
+        "Tried to launch distributed communication on port ",  # accelerate/utils/launch.py:245,517
     ),
     "nccl_error": (
         r"NCCL error in: \S+, (?P<what>.*?)(?:, NCCL version (?P<version>[\d.]+))?$",
@@ -231,16 +229,11 @@ _TABLE: Table = {
     ),
     "hub_access": (
         "You are trying to access a gated repo",  # transformers/utils/hub.py:512
-        # huggingface_hub/utils/_http.py:860
-        r"Cannot access gated repo for url (?P<url>\S+?)\.?$",
-        # datasets/load.py:1127
-        r"Dataset '(?P<name>[^']*)' is a gated dataset on the Hub",
-        # huggingface_hub/utils/_http.py:917
-        r"Repository Not Found for url: (?P<url>\S+?)\.?$",
-        # transformers/utils/hub.py:471
-        r"(?P<name>\S+) is not a local folder and is not a valid model identifier",
-        # datasets/load.py:1134
-        r"Dataset '(?P<name>[^']*)' doesn't exist on the Hub or cannot be accessed",
+        r"Cannot access gated repo for url (?P<url>\S+?)\.?$",  # huggingface_hub/utils/_http.py:860
+        r"Dataset '(?P<name>[^']*)' is a gated dataset on the Hub",  # datasets/load.py:1127
+        r"Repository Not Found for url: (?P<url>\S+?)\.?$",  # huggingface_hub/utils/_http.py:917
+        r"(?P<name>\S+) is not a local folder and is not a valid model identifier",  # transformers/utils/hub.py:471
+        r"Dataset '(?P<name>[^']*)' doesn't exist on the Hub or cannot be accessed",  # datasets/load.py:1134
         "Error: 401 Client Error",
         "Client error '401 Unauthorized' for url",
         ("403 ", _BY_HUB + r".*(?:403 Client Error|Client error '403 |\b403 Forbidden: )"),
@@ -271,15 +264,13 @@ _TABLE: Table = {
         r"api_key not configured \(no-tty\)",  # older wandb
     ),
     "wandb_unreachable": (
-        # wandb/sdk/wandb_login.py:352
-        r"Failed to verify credentials with (?P<url>\S+?): ",
+        r"Failed to verify credentials with (?P<url>\S+?): ",  # wandb/sdk/wandb_login.py:352
         "Run initialization has timed out after ",  # older wandb
     ),
     "too_many_files": ("Too many open files",),
     "disk_full": ("No space left on device", "Disk quota exceeded"),
     "file_limit": (("File too large", r"\[Errno 27\] File too large|File too large \(os error 27\)"),),
-    # launcher/probe.py, of a run of ours
-    "violation": (r"(?:^|[\s:])launch: stopped: (?P<message>.*)",),
+    "violation": (r"(?:^|[\s:])launch: stopped: (?P<message>.*)",),  # launcher/probe.py, of a run of ours
     "warned": (r"(?:^|[\s:])launch: warning: (?P<message>.*)",),
 }
 

@@ -80,8 +80,7 @@ _TABLE: Table = {
     ),
     # open_instruct/model_utils.py:93
     "attention": (_LOGGED + r"Auto-detected attention implementation: (?P<value>\S+)",),
-    # open_instruct/dpo_tune_cache.py:405, dpo.py:217
-    "packing": ("Using packing/padding-free collation",),
+    "packing": ("Using packing/padding-free collation",),  # open_instruct/dpo_tune_cache.py:405, dpo.py:217
     "dataset_missed": (
         # open_instruct/dataset_transformation.py:1927 (local), :1821 (hf)
         ("Cache not found", r"Cache not found(?: or invalid)?, transforming datasets\.\.\."),
@@ -98,13 +97,10 @@ _TABLE: Table = {
         # open_instruct/dpo_utils.py:463. The bar, as it first stands: open_instruct/dpo.py:332 logs
         # the same words before it looks for the cache.
         r"Caching reference logprobs:   0%\|",
-        # open_instruct/dpo_utils.py:512,514
-        _LOGGED + r"Reference logprobs cached, using",
-        # open_instruct/dpo_utils.py:517
-        _LOGGED + r"Saving reference logprobs cache to (?P<path>.+)",
+        _LOGGED + r"Reference logprobs cached, using",  # open_instruct/dpo_utils.py:512,514
+        _LOGGED + r"Saving reference logprobs cache to (?P<path>.+)",  # open_instruct/dpo_utils.py:517
     ),
-    # open_instruct/finetune.py:754, dpo_tune_cache.py:502
-    "resumed": (r"Resumed from checkpoint: (?P<path>.+)",),
+    "resumed": (r"Resumed from checkpoint: (?P<path>.+)",),  # open_instruct/finetune.py:754, dpo_tune_cache.py:502
     # olmo_core/train/callbacks/console_logger.py:84, by open_instruct/dpo.py:360
     "progress": (("[step=", r"\[step=(?P<step>\d{1,12})/(?P<total>\d{1,12}),epoch="),),
     # olmo_core/train/trainer.py cancel_run, by open_instruct/dpo.py

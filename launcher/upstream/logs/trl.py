@@ -20,15 +20,13 @@ _LINES: tuple[Pattern, ...] = (
 )
 
 _TABLE: Table = {
-    # trl/scripts/sft.py:116, dpo.py:122
-    "training_completed": (r"✅ Training completed\.",),
+    "training_completed": (r"✅ Training completed\.",),  # trl/scripts/sft.py:116, dpo.py:122
     # trl/scripts/sft.py:120, dpo.py:126; alignment-handbook, axolotl, and many own scripts
     "saved": (
         r"\b[Mm]odel saved (?:to|in)[: ]+(?P<path>\S.*?)\.?$",
         r"\b[Mm]odel successfully saved (?:to|in)[: ]+(?P<path>\S.*?)\.?$",
     ),
-    # transformers/trainer.py _save, where it logs at INFO
-    "saving": (r"Saving model checkpoint to (?P<path>\S+)$",),
+    "saving": (r"Saving model checkpoint to (?P<path>\S+)$",),  # transformers/trainer.py _save, where it logs at INFO
     # transformers/tokenization_utils_base.py, in trainer.py _save after the model
     "tokenizer_saved": (r"tokenizer config file saved in (?P<path>\S+)/tokenizer_config\.json$",),
     # transformers/trainer.py, where it logs at INFO
@@ -36,19 +34,16 @@ _TABLE: Table = {
     # HF Trainer and TRL's, as a frame or a warning names it
     "trainer": (("/trainer", r"/transformers/trainer\w*\.py\b|/trl/trainer/(?:(?P<of>\w+)_trainer\.py\b)?"),),
     "trainer_of": (
-        # as a frame or accelerate's last word names it
-        r"/trl/scripts/(?P<of>sft|dpo|kto|grpo|rloo|reward)\.py\b",
+        r"/trl/scripts/(?P<of>sft|dpo|kto|grpo|rloo|reward)\.py\b",  # as a frame or accelerate's last word names it
         # what TRL before 1.0 says of an argument that was passed to its trainer
         r"\b(?:for|to the|in the) `?(?P<of>[A-Z][A-Za-z]+)Trainer\b",
     ),
     # trl/trainer/sft_trainer.py, dpo_trainer.py: the first bars of the data set
     "begun": (r"\b(?:Tokenizing|Extracting prompt from|Adding EOS to) train dataset[^:%|]*: +0%\|",),
-    # the bar over a model's weights
-    "loading": (r"\bLoading (?:weights|checkpoint shards): +0%\|",),
+    "loading": (r"\bLoading (?:weights|checkpoint shards): +0%\|",),  # the bar over a model's weights
     # tqdm: the training's bar, before the first step
     "bar_begun": (("| 0/", r"^[ \t]*0%\|[^|]*\| +0/(?P<total>\d{1,12}) \[00:00<\?"),),
-    # trl/trainer/sft_trainer.py, dpo_trainer.py
-    "liger_asked": ("`use_liger_kernel=True` is deprecated",),
+    "liger_asked": ("`use_liger_kernel=True` is deprecated",),  # trl/trainer/sft_trainer.py, dpo_trainer.py
     # trl/trainer/sft_trainer.py, the bar of pack_dataset
     "packing": (r"Packing train dataset(?: \(num_proc=\d+\))?:",),
     # trl/trainer/dpo_trainer.py:1209,1237

@@ -73,8 +73,7 @@ _CHANGES = _PUTS | {"pop", "popitem", "clear", "remove", "discard", "sort", "rev
 _COLLECTS = frozenset("dict list tuple set frozenset zip enumerate reversed sorted iter next chain itertools".split())
 _COPIES = {"copy", "deepcopy", "replace", "cast"}
 _AS_MAPPING = {"vars", "asdict"}
-# one function under more sets of conditions than this is walked without any
-_MAX_GUARDS = 16
+_MAX_GUARDS = 16  # one function under more sets of conditions than this is walked without any
 _MAX_DEPTH = 60
 _MAX_RECURSION = 2
 _TABLES = ast.Dict | ast.List | ast.Tuple | ast.Name | ast.Attribute
@@ -114,8 +113,7 @@ class Walk(Lookup):
     written: set[str] = field(default_factory=set)
     # those of them that keep their truth: entries of a list are given another form
     reshaped: set[str] = field(default_factory=set)
-    # the places of refusals inside `__post_init__`
-    parsing: set[str] = field(default_factory=set)
+    parsing: set[str] = field(default_factory=set)  # the places of refusals inside `__post_init__`
     # what holds because the script would have raised otherwise, wherever it got to
     assumed: set[str] = field(default_factory=set)
     _walked: dict[object, list[Guards]] = field(default_factory=dict)

@@ -126,8 +126,7 @@ Values = frozenset[Value]
 NOTHING: Values = frozenset()
 UNKNOWN = Unknown()
 DEFAULT = Default()
-# containers inside containers
-_MAX_DEPTH = 3
+_MAX_DEPTH = 3  # containers inside containers
 
 
 @dataclass(slots=True, eq=False)
@@ -137,15 +136,13 @@ class Frame:
     module: Module
     shape: FunctionFacts
     env: dict[str, Values] = field(default_factory=dict)
-    # what its parameters got in any call
-    given: dict[str, Values] = field(default_factory=dict)
+    given: dict[str, Values] = field(default_factory=dict)  # what its parameters got in any call
     outer: Frame | None = None
     owner: str | None = None
     bound: Value | None = None
     returned: set[Value] = field(default_factory=set)
     node: FunctionNode | None = None
-    # the level of the script itself
-    top: bool = False
+    top: bool = False  # the level of the script itself
 
     def find(self, name: str) -> Values | None:
         """What a local name may hold, here or in a function around; None for any other name."""
@@ -181,15 +178,11 @@ class FunctionFacts:
     # names that are given a value more than once: what they hold is not one expression
     assigned: frozenset[str] = frozenset()
     globals: frozenset[str] = frozenset()
-    # names that it uses, and with attributes
-    names: frozenset[str] = frozenset()
-    mentioned: frozenset[str] = frozenset()
-    # a generator runs only as far as somebody asks
-    generator: bool = False
-    # one `return`, its last statement
-    single: bool = False
-    # a comprehension: no scope of its own for assignments by `:=`
-    inline: bool = False
+    names: frozenset[str] = frozenset()  # that it uses
+    mentioned: frozenset[str] = frozenset()  # these, and attributes
+    generator: bool = False  # a generator runs only as far as somebody asks
+    single: bool = False  # one `return`, its last statement
+    inline: bool = False  # a comprehension: no scope of its own for assignments by `:=`
 
 
 INLINE = FunctionFacts(inline=True)
@@ -358,8 +351,7 @@ class Lookup:
     # what an attribute of an instance, or a name of a module, may hold
     attributes: dict[tuple[Key, str], set[Value]] = field(default_factory=dict)
     globals: dict[Key, set[Value]] = field(default_factory=dict)
-    # classes whose instances have been given the arguments to keep
-    keepers: set[Key] = field(default_factory=set)
+    keepers: set[Key] = field(default_factory=set)  # classes whose instances have been given the arguments to keep
     # the classes whose annotations mean the parsed dataclasses: these and their bases
     ancestors: dict[Key, int] = field(default_factory=dict)
     answers: dict[object, Any] = field(default_factory=dict)

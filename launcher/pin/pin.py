@@ -209,8 +209,14 @@ def status(checkout: Path | None, environ: Mapping[str, str]) -> Status:
     root = locate.REPOSITORY
     if not locate.SUBMODULE.is_relative_to(root) or not _is_own(Repository(root)):
         return Status(places=tuple(places), fault=fault)
-    recorded = gitlink(Repository(root), locate.SUBMODULE.relative_to(root).as_posix())
-    return Status(places=tuple(places), repository=root, recorded=recorded, fault=fault)
+    # the commit that the index names for the submodule
+    entry = Repository(root).ask("ls-files", "-s", "--", locate.SUBMODULE.relative_to(root).as_posix()) or ""
+    found = re.match(r"160000 ([0-9a-f]+) 0\t", entry)
+    return Status(places=tuple(places), repository=root, recorded=found and found[1], fault=fault)
+
+
+def get_checkout() -> str:
+    return next(iter(status(None, {}).next), "git submodule update --init external/open-instruct")
 
 
 def _look(path: Path, source: str, *, used: bool) -> CheckoutStatus:
@@ -248,17 +254,6 @@ def _state(path: Path) -> State:
         return "empty" if path.is_dir() and not any(path.iterdir()) else "other"
     except OSError:
         return "unreadable"
-
-
-def gitlink(repository: Repository, path: str) -> str | None:
-    told = repository.ask("ls-files", "-s", "--", path) or ""
-    found = re.match(r"160000 ([0-9a-f]+) 0\t", told)
-    return found[1] if found else None
-
-
-def get_checkout() -> str:
-    help = "git submodule update --init external/open-instruct"
-    return next(iter(status(None, {}).next), help)
 
 
 def _next(told: Status) -> Iterator[str]:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from launcher.upstream.schema import Path, Read, Refusal
@@ -79,29 +78,23 @@ def find(
     walk = Walk(
         sources, classes, script=_script(sources, script), fields=frozenset(fields), recorders=frozenset(recorders)
     )
-    with _deep():
+    # a chain of calls upstream is several times as long a chain here
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, _MAX_RECURSION))
+    try:
         for _ in range(_MAX_PASSES):
             # what is kept somewhere may be learnt after the place that uses it was walked
             before = walk.learnt()
             walk.start()
             if walk.learnt() == before:
                 break
+    finally:
+        sys.setrecursionlimit(limit)
     return Path(
         reads={name: _reads(walk, name) for name in sorted(walk.fields)},
         refusals=_refusals(walk),
         shadows=walk.shadows,
     )
-
-
-@contextmanager
-def _deep() -> Iterator[None]:
-    """A chain of calls upstream is several times as long a chain here."""
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(before, _MAX_RECURSION))
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(before)
 
 
 def _reads(walk: Walk, name: str) -> tuple[Read, ...]:

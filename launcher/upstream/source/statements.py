@@ -27,7 +27,6 @@ from launcher.upstream.source.values import (
     Default,
     Frame,
     Function,
-    FunctionFacts,
     FunctionNode,
     Given,
     Items,
@@ -296,17 +295,13 @@ class Walk(Lookup):
             for function in self.bound(Args(index), "__post_init__"):
                 self._call(function, Given(), ANYHOW)
         self.parsing = set(self.refusals)
-        self._script()
-
-    def _script(self) -> None:
         frame = Frame(self.script, self.shape(self.script.tree), top=True)
         guards: Guards | None = ANYHOW
         for node in self.script.tree.body:
             if guards is None or isinstance(node, _DEFINES):
                 continue
             main = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
-            body = node.body if main and isinstance(node, ast.If) else [node]
-            guards = self._block(body, frame, guards)
+            guards = self._block(node.body if main and isinstance(node, ast.If) else [node], frame, guards)
 
     def _block(self, body: Sequence[ast.stmt], frame: Frame, guards: Guards) -> Guards | None:
         """Walk statements in order; the conditions that hold after them, None if none goes on."""
@@ -324,7 +319,9 @@ class Walk(Lookup):
                 return self._if(node, frame, guards)
             case ast.Return(value=value):
                 if value is not None:
-                    self._return(value, frame, guards)
+                    values = self.symbolic(value, frame, guards)
+                    # what the other ways out give back is something else
+                    frame.returned |= values if frame.shape.single else without_texts(values) or {UNKNOWN}
                 return None
             case ast.Raise(exc=raised):
                 self._refused(node, raised, frame, guards)
@@ -360,18 +357,19 @@ class Walk(Lookup):
                 for branch in node.cases:
                     self._block(branch.body, frame, guards | UNSURE)
                 return guards | self._leaves(node)
-            case ast.FunctionDef() | ast.AsyncFunctionDef():
-                self._nested(node, frame, guards)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                self.defined(node, frame, guards)
+                # it sees the names of this one, as they are when it is called
+                function = Function(frame.module.name, node, scope=frame)
+                frame.env[name] = frame.env.get(name, NOTHING) | {function}
             case ast.Import() | ast.ImportFrom():
-                self._import(node, frame)
+                scratch = Module(frame.module.name, frame.module.label, frame.module.tree)
+                scratch.bind(node)
+                for name in (*scratch.imports, *scratch.modules):
+                    frame.env[name] = self.named(scratch, name, frame)
             case _:
                 self.children(node, frame, guards)
         return guards
-
-    def _return(self, value: ast.expr, frame: Frame, guards: Guards) -> None:
-        values = self.symbolic(value, frame, guards)
-        # what the other ways out give back is something else
-        frame.returned |= values if frame.shape.single else without_texts(values) or {UNKNOWN}
 
     def _if(self, node: ast.If, frame: Frame, guards: Guards) -> Guards | None:
         yes, no = (guards | taken for taken in self._taken(node.test, frame))
@@ -411,8 +409,10 @@ class Walk(Lookup):
         return guards | frozenset(Passed(c) for c in new)
 
     def _loop(self, node: _LOOPS, frame: Frame, guards: Guards) -> Guards:
-        # the loop that trains has a first round, any other one perhaps none
-        rounds = ANYHOW if _trains(node) else UNSURE
+        # the loop that trains (takes a gradient or a step itself) has a first round, any other one perhaps none
+        called = (inner.func for inner in within(node) if isinstance(inner, ast.Call))
+        trains = any(isinstance(one, ast.Attribute) and one.attr in {"backward", "step"} for one in called)
+        rounds = ANYHOW if trains else UNSURE
         for _ in range(3):
             before = dict(frame.env)
             with self._watched() as wrote:
@@ -461,24 +461,12 @@ class Walk(Lookup):
         leaves = ast.Return if isinstance(node, _LOOPS) else _LEAVES
         return UNSURE if any(isinstance(inner, leaves) for inner in within(node)) else ANYHOW
 
-    def _nested(self, node: ast.FunctionDef | ast.AsyncFunctionDef, frame: Frame, guards: Guards) -> None:
-        """A function inside a function sees its names, as they are when it is called."""
-        self.defined(node, frame, guards)
-        function = Function(frame.module.name, node, scope=frame)
-        frame.env[node.name] = frame.env.get(node.name, NOTHING) | {function}
-
     def defined(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, frame: Frame, guards: Guards) -> None:
         """What is evaluated where a function is defined: standard values and decorators."""
         marks = [] if isinstance(node, ast.Lambda) else node.decorator_list
         for one in (*node.args.defaults, *node.args.kw_defaults, *marks):
             if one is not None:
                 self.value(one, frame, guards)
-
-    def _import(self, node: ast.Import | ast.ImportFrom, frame: Frame) -> None:
-        scratch = Module(frame.module.name, frame.module.label, frame.module.tree)
-        scratch.bind(node)
-        for name in (*scratch.imports, *scratch.modules):
-            frame.env[name] = self.named(scratch, name, frame)
 
     def _augmented(self, target: ast.expr, value: ast.expr, frame: Frame, guards: Guards) -> None:
         values = self.value(value, frame, guards)
@@ -724,7 +712,10 @@ class Walk(Lookup):
         assert module is not None
         node, shape = target.node, self.shape(target.node)
         env = self._parameters(target, given, module)
-        if not self._follows(target, env, shape):
+        # it can get at the arguments by what it is given, or by what it sees
+        sees = target.module == self.script.name or target.scope is not None
+        sees = sees or any(name in shape.mentioned for _, name in self.globals)
+        if not sees and not any(map(self.carries, env.values())):
             self._looked_through(module, target)
             return set()
         if self._active.get(node, 0) >= _MAX_RECURSION:
@@ -756,7 +747,10 @@ class Walk(Lookup):
 
         Functions inside this one see it; with a frame for each of their kind there would be no end.
         """
-        plain = frozenset((name, _plain(values)) for name, values in env.items())
+        plain = frozenset(
+            (name, frozenset(v for v in values if not isinstance(v, Function | Partial | Several)))
+            for name, values in env.items()
+        )
         bound = None if isinstance(target.bound, Function | Partial) else target.bound
         key = (target.node, target.owner, target.scope, bound, plain)
         frame = self._frames.get(key)
@@ -782,15 +776,6 @@ class Walk(Lookup):
             frame.env = around
         self._active[node] -= 1
         self._depth -= 1
-
-    def _follows(self, target: Function, env: Mapping[str, Values], shape: FunctionFacts) -> bool:
-        """Whether a call can get at the arguments: by what it is given, or by what it sees."""
-        return (
-            target.module == self.script.name
-            or target.scope is not None
-            or any(map(self.carries, env.values()))
-            or any(name in shape.mentioned for _, name in self.globals)
-        )
 
     def _parameters(self, target: Function, given: Given, module: Module) -> dict[str, Values]:
         arguments = target.node.args
@@ -1190,18 +1175,6 @@ def _refuses(body: Sequence[ast.stmt]) -> bool:
         return False
     inside = (node for statement in body for node in within(statement))
     return not any(isinstance(node, _LEAVES) for node in inside)
-
-
-def _trains(loop: ast.stmt) -> bool:
-    """Whether a loop takes a gradient or an optimizer's step in its own statements."""
-    return any(
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in {"backward", "step"}
-        for node in within(loop)
-    )
-
-
-def _plain(values: Values) -> Values:
-    return frozenset(v for v in values if not isinstance(v, Function | Partial | Several))
 
 
 def _unpacked(values: Values, targets: Sequence[ast.expr]) -> list[Values]:

@@ -171,9 +171,3 @@ def test_a_repository_that_records_another_commit_than_the_pin(pinned: Path) -> 
     assert told.exit_code is Exit.OK
     assert told.next == ()
     assert other[:12] in "\n".join(told.lines())
-
-
-def test_the_real_pin(checkout: Path) -> None:
-    told = pin.status(checkout, {})
-    assert told.used is not None and told.used.changed_files == ()
-    assert told.used.commit in {None, pin.PIN} or told.exit_code is Exit.CONFIG

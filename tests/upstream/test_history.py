@@ -189,19 +189,6 @@ def test_no_git_no_repository_no_commits(repo: Checkout, tmp_path: Path, monkeyp
     assert history.of("use_flash_attn", SFT, Repository(repo.root)) == table
 
 
-def test_settings_of_the_user_change_nothing(repo: Checkout) -> None:
-    repo.commit("0", {SFT: arguments("a: int = 1", "b: int = 2")})
-    repo.commit("1", {SFT: arguments("a: int = 1")})
-    for name, value in {
-        "log.showRoot": "false", "log.diffMerges": "off", "diff.renames": "copies", "color.ui": "always",
-        "log.showSignature": "true", "diff.noprefix": "true", "core.abbrev": "4", "log.decorate": "full",
-        "diff.external": "false",
-    }.items():  # fmt: skip
-        repo.git("config", name, value)
-    assert repo.last("b") == "removed@1"
-    assert repo.last("a") == "added@0"
-
-
 def test_git_finds_what_the_table_holds(checkout: Path) -> None:
     """The search that goes beyond the table, tried on the changes of the months before it."""
     repository, pin = Repository(checkout), BACKENDS["open_instruct"].PIN

@@ -21,13 +21,6 @@ FOLLOWED = {
     "enumerate": "for i, one in enumerate([args]):\n    use(one.a)",
     "a comprehension": "use([one.a for one in [args]])",
     "a closure": "def g():\n    use(args.a)\ng()",
-    "a name given later": """
-        def main(args):
-            def g():
-                use(cfg.a)
-            cfg = args
-            g()
-    """,
     "global": """
         CFG = None
         def g(): use(CFG.a)
@@ -100,14 +93,6 @@ FOLLOWED = {
         class T(External):
             def go(self): use(self.args.a)
         def main(args): T(args=args).go()
-    """,
-    "set from outside": """
-        class T:
-            def go(self): use(self.o.a)
-        def main(args):
-            t = T()
-            t.o = args
-            t.go()
     """,
     "a property": """
         class T:

@@ -30,11 +30,7 @@ _TRAINS = "leave out `script:`, dpo_tune_cache.py trains it"
 # olmo_core's prepare_training_environment, which `timeout` does not reach
 _TIMEOUT_S = 15 * 60
 # OLMo-core's shapes (olmo_core/nn/transformer/config.py), in the words of a config.json
-_SIZES = tuple(
-    """
-    model_type hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads
-    """.split()
-)
+_SIZES = "model_type hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads".split()
 _SHAPES: Mapping[str, tuple[str | int, ...]] = {
     "olmo2_1B": ("olmo2", 2048, 18, 8192, 16, 16),
     "olmo2_1B_v2": ("olmo2", 2048, 16, 8192, 16, 16),

@@ -179,11 +179,7 @@ def _under(cited: str, switch: str, key: str) -> Rule:
 
 
 _EVALUATION = (
-    "do_eval",
-    "per_device_eval_batch_size",
-    "load_best_model_at_end",
-    "metric_for_best_model",
-    "greater_is_better",
+    "do_eval per_device_eval_batch_size load_best_model_at_end metric_for_best_model greater_is_better".split()
 )
 
 

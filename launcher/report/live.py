@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from launcher.upstream.logs import open_instruct
 from launcher.verdict.logs.segments import BAR
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
@@ -28,6 +30,8 @@ _OF_DATA = re.compile(rb"['\"{}]")
 PLAIN_EVERY_S = 5.0  # seconds between plain lines in the first minute; later up to twelve times as many
 CAUGHT_UP = 64 * 2**10  # bytes at the end of a record that are enough to say where a run stands
 BACKLOG = 16 * 2**20  # bytes of the log that the view reads at most after falling behind a very talkative training
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_CELLS = 30  # of the bar, where there is room
 _BAD = ("leaking", "stale", "corrupt", "not engaged")
 
 
@@ -61,16 +65,14 @@ class View:
 
             self.live = Live(console=Console(stderr=True), refresh_per_second=4, transient=False)
             self.live.start()
-        over = False
         try:
             yield
-            over = True
+            if self.progress.step:
+                self.progress.enter(ENDED)
         finally:
             # a terminal that has gone must not take the verdict with it
             with contextlib.suppress(OSError, ValueError):
                 self.take_in()
-                if over and self.progress.step:
-                    self.progress.phase = ENDED
                 self.show(last=True)
             if self.live is not None:
                 with contextlib.suppress(OSError, ValueError):
@@ -106,13 +108,12 @@ class View:
         if self.live is not None:
             from rich.console import Group
 
-            self.live.update(Group(*panel(self.title, self.progress, self.tracker)))
+            self.live.update(Group(*panel(self.title, self.progress, self.live.console, self.tracker)))
             return
         if self.tracker and not self.linked:
             self.linked = True
             typer.echo(f"{self.title}   {self.tracker}", err=True)
-        words = "   ".join([self.title, *self.progress.where(), *self.progress.figures()])
-        line = redact(printable(words)).replace("\n", " ")
+        line = redact(printable(f"{self.title}   {self.progress.line()}")).replace("\n", " ")
         now = time.monotonic()
         every = PLAIN_EVERY_S * min(12.0, max(1.0, (now - self.begun) / 60))
         due = last or now - self.since >= every or not self.printed
@@ -121,18 +122,87 @@ class View:
             typer.echo(line, err=True)
 
 
-def panel(title: str, progress: Progress, tracker: str | None) -> list[Text]:
-    """The lines on a terminal: how far, the figures, what is proved, where it is tracked."""
+def panel(title: str, progress: Progress, console: Console, tracker: str | None) -> list[Text]:
+    """The lines on a terminal: how far, the loss, the machine, what is proved, where it is tracked."""
+    plain = console.options.ascii_only
+    parts = [_head(progress, console.width - len(title), plain=plain)]
+    if progress.step:
+        parts += [_figures(progress, plain=plain), _machine(progress)]
+    lines = [_line([title, *parts[0]], bold=len(title)), *map(_line, filter(None, parts[1:]))]
+    if progress.shown:
+        lines.append(_proofs(progress))
+    return [*lines, *([_line([tracker])] if tracker else [])]
+
+
+def _line(parts: Sequence[str], *, bold: int = 0) -> Text:
     from rich.text import Text
 
-    began, proofs = progress.began, ", ".join(f"{name} {state}" for name, state in progress.shown.items())
-    elapsed = [] if began is None else [f"{clock(max(0.0, time.time() - began))} elapsed"]
-    shown = [[title, *progress.where(), *elapsed], progress.figures()]
-    shown += [[f"so far: {proofs}"] if proofs else [], [tracker] if tracker else []]
-    lines = []
-    for parts in filter(None, shown):
-        text = redact(printable("   ".join(parts))).replace("\n", " ")
-        lines.append(Text(text, no_wrap=True, overflow="ellipsis"))
-        lines[-1].highlight_words(_BAD, "bold red")
-    lines[0].stylize("bold", 0, len(title))
-    return lines
+    text = " ".join(redact(printable("   ".join(parts))).split("\n"))
+    line = Text(text, no_wrap=True, overflow="ellipsis")
+    line.stylize("bold", 0, bold)
+    return line
+
+
+def _head(progress: Progress, width: int, *, plain: bool) -> list[str]:
+    """Bar, step and both clocks, in so many columns; before the first step the phase and its clock."""
+    now = time.time()
+    passed = [] if progress.began is None else [f"{clock(max(0.0, now - progress.began))} elapsed"]
+    if not progress.step:
+        whole = progress.since is None or progress.since == progress.began
+        own = [] if progress.since is None or whole else [clock(max(0.0, now - progress.since))]
+        return [progress.phase, *own, *passed]
+    of = f"/{progress.total:,}" if progress.total else ""
+    parts = [f"step {progress.step:,}{of}", *passed]
+    if progress.step == progress.total or progress.phase == ENDED:
+        parts.append(progress.phase)
+    elif progress.left_s is not None:
+        parts.append(f"{clock(progress.left_s)} left")
+    # the bar gives way to words
+    cells = min(_CELLS, width - sum(len(part) + 3 for part in parts) - 3)
+    if not progress.total or cells < 4:
+        return parts
+    done = min(cells, cells * progress.step // progress.total)
+    full, empty = ("#", "-") if plain else ("█", "░")
+    return [full * done + empty * (cells - done), *parts]
+
+
+def _figures(progress: Progress, *, plain: bool) -> list[str]:
+    loss = "loss not finite" if progress.loss is None else f"loss {progress.loss:.4f}"
+    curve = "" if plain else sparkline(progress.losses)
+    parts = [f"{loss} {curve}".strip()]
+    if progress.grad_norm is not None:
+        parts.append(f"gradient norm {progress.grad_norm:.3g}")
+    if progress.learning_rate is not None:
+        parts.append(f"learning rate {progress.learning_rate:.2e}")
+    return parts
+
+
+def _machine(progress: Progress) -> list[str]:
+    parts = []
+    if progress.tokens_per_second:
+        parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
+    if progress.memory_gib:
+        of = f" of {progress.card_gib:.0f}" if progress.card_gib else ""
+        parts.append(f"{progress.memory_gib:.1f}{of} GiB")
+    if progress.saved is not None:
+        step, at = progress.saved
+        parts.append(f"checkpoint of step {step:,}, {clock(max(0.0, time.time() - at))} ago")
+    return parts
+
+
+def _proofs(progress: Progress) -> Text:
+    line = _line(["so far: " + ", ".join(f"{name} {state}" for name, state in progress.shown.items())])
+    line.stylize("dim")
+    line.highlight_words(_BAD, "bold red")
+    return line
+
+
+def sparkline(values: Sequence[float], cells: int = 20) -> str:
+    """Values as a curve one line high, over all of them."""
+    size = -(-len(values) // cells) or 1
+    bins = [statistics.fmean(values[at : at + size]) for at in range(0, len(values), size)]
+    if len(bins) < 2:
+        return ""
+    low, high = min(bins), max(bins)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in bins)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,22 +88,26 @@ class StepTime(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """What is known of the run right now; memory in GiB, `began` in seconds since the epoch. Where an `attempt` is
-    named, what the same record holds of others is left out. `phase` is what happens before the first step and after
-    the last. `shown` is what the probe has proved so far, by name."""
+    """What is known of the run right now; memory in GiB. Where an `attempt` is named, what the same record holds of
+    others is left out. `phase` is what happens before the first step and after the last, and `since` when that began;
+    `began`, `since` and `saved` are seconds since the epoch. `shown` is what the probe has proved so far, by name."""
 
     total: int | None
     attempt: int | None = None
     foreign: bool = False
     step: int = 0
     loss: float | None = None
+    losses: list[float] = field(default_factory=list)
     grad_norm: float | None = None
     learning_rate: float | None = None
     memory_gib: float | None = None
+    card_gib: float | None = None
     world: int = 1
     times: list[StepTime] = field(default_factory=list)
     phase: str = "starting"
+    since: float | None = None
     began: float | None = None
+    saved: tuple[int, float] | None = None
     shown: dict[str, str] = field(default_factory=dict)
     exit: int | None = None
 
@@ -115,12 +120,18 @@ class Progress:
         if name == "step" and isinstance(event.get("step"), int):
             self._step(event, at)
         elif name == "end" and isinstance(event.get("exit"), int):
-            self.exit, self.phase = event["exit"], ENDED
+            self.exit = event["exit"]
+            self.enter(ENDED, at)
         elif name == "model":
-            self.phase = "waiting for the first step"
+            self.enter("waiting for the first step", at)
             self.shown["attention"] = str(event.get("attention"))
-        elif name == "saved" and self.step and not CHECKPOINT.search(str(event.get("path"))):
-            self.phase = "model saved, ending"
+        elif name == "device":
+            self.card_gib = _optional(event.get("total_gib"))
+        elif name == "saved" and at is not None:
+            if CHECKPOINT.search(str(event.get("path"))):
+                self.saved = self.step, at
+            elif self.step:
+                self.enter("model saved, ending", at)
         elif name == "liger" and isinstance(event.get("calls"), dict):
             self.shown["liger"] = "engaged" if any(event["calls"].values()) else "not engaged"
         elif name in _PROOFS and state:
@@ -130,8 +141,9 @@ class Progress:
         self.foreign = self.attempt not in (None, event.get("attempt", self.attempt))
         self.world = int(_optional(event.get("world")) or 0) or self.world
         self.step, self.times, self.exit, self.began = 0, [], None, at
-        self.loss = self.memory_gib = self.grad_norm = self.learning_rate = None
-        self.shown, self.phase = {}, "starting" if self.foreign else "importing"
+        self.loss = self.memory_gib = self.grad_norm = self.learning_rate = self.saved = None
+        self.losses, self.shown = [], {}
+        self.enter("starting" if self.foreign else "importing", at)
 
     def _step(self, event: dict[str, Any], at: float | None) -> None:
         names = ("loss", "allocated_gib", "grad_norm", "learning_rate", "elapsed", "tokens", "seconds")
@@ -139,12 +151,19 @@ class Progress:
         self.step = event["step"]
         self.grad_norm = self.grad_norm if norm is None else norm
         self.learning_rate = self.learning_rate if rate is None else rate
+        if self.loss is not None:
+            self.losses.append(self.loss)
         step = StepTime(elapsed or 0.0, tokens or 0.0, seconds, interrupted=event.get("interrupted") is True)
         self.times = [*self.times, step][-WINDOW:]
         if self.began is None and at is not None:
             self.began = at - step.elapsed
         if self.step == self.total:
-            self.phase = "saving the model"
+            self.enter("saving the model", at)
+
+    def enter(self, phase: str, at: float | None = None) -> None:
+        """A phase begins, at this time or now."""
+        if phase != self.phase:
+            self.phase, self.since = phase, time.time() if at is None else at
 
     def work(self, raw: bytes) -> None:
         """Take in a line of the log: outside of training its bars name the phase, in the words of the log."""
@@ -153,9 +172,12 @@ class Progress:
         if found := _WORK.search(raw):
             what, done, total, rest = (part.decode(errors="replace") for part in found.groups())
             what, unit = re.sub(r" *\(num_proc=\d+\)", "", what), _UNIT.search(rest)
+            # the clock is that of the whole bar
+            since = self.since if self.phase.startswith(f"{what} ") else time.time()
             self.phase = f"{what} {done}/{total}" + (f" {unit[1]}" if unit else "")
+            self.since = since
         elif built := _BUILD.search(raw):
-            self.phase = f"building {built[1].decode()}"
+            self.enter(f"building {built[1].decode()}")
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -177,25 +199,20 @@ class Progress:
         pace = (self.times[-1].elapsed - self.times[0].elapsed) / (len(self.times) - 1)
         return max(0, self.total - self.step) * pace
 
-    def where(self) -> list[str]:
-        """The step and what is left; before the first step and after the last the phase."""
+    def line(self) -> str:
+        """One line for a person."""
         if not self.step:
-            return [self.phase]
-        step = f"step {self.step:,}" + (f"/{self.total:,}" if self.total else "")
-        if self.step == self.total or self.phase == ENDED:
-            return [step, self.phase]
-        return [step] if self.left_s is None else [step, f"{clock(self.left_s)} left"]
-
-    def figures(self) -> list[str]:
-        """In words, from the first step on."""
-        figures = (
-            ("grad norm {:.3g}", self.grad_norm),
-            ("lr {:.2e}", self.learning_rate),
-            ("{:,.0f} tokens/s", self.tokens_per_second),
-            ("{:.1f} GiB", self.memory_gib or None),
-        )
-        loss = "loss not finite" if self.loss is None else f"loss {self.loss:.4f}"
-        return [loss, *(form.format(v) for form, v in figures if v is not None)] if self.step else []
+            return self.phase
+        of = f"/{self.total:,}" if self.total else ""
+        parts = [f"step {self.step:,}{of}"]
+        parts.append("loss not finite" if self.loss is None else f"loss {self.loss:.4f}")
+        if self.tokens_per_second:
+            parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
+        if self.left_s is not None:
+            parts.append(f"{clock(self.left_s)} left")
+        if self.memory_gib:
+            parts.append(f"{self.memory_gib:.1f} GiB")
+        return "   ".join(parts)
 
 
 def _optional(value: object) -> float | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.report import live
-from launcher.report.live import View, panel
+from launcher.report.live import View, panel, sparkline
 from launcher.report.progress import Progress, Tail
 
 
@@ -46,22 +46,19 @@ def test_it_does_not_fall_behind_for_ever(tmp_path: Path) -> None:
     Tail(tmp_path / "none").skip(1)
 
 
-def line(progress: Progress) -> str:
-    return "   ".join([*progress.where(), *progress.figures()])
-
-
 def test_speed_and_time_left() -> None:
     progress = Progress(total=10)
-    assert line(progress) == "starting"
+    assert progress.line() == "starting"
     progress.event({"event": "start", "world": 2})
-    assert line(progress) == "importing"
+    assert progress.line() == "importing"
     progress.event(step(1, 30.0))
     assert progress.tokens_per_second is None
-    assert line(progress) == "step 1/10   loss 2.0000"
+    assert progress.line() == "step 1/10   loss 2.0000"
     progress.event(step(2, 31.0, allocated_gib=12.34))
     progress.event(step(3, 32.0, allocated_gib=12.34))
-    assert (progress.tokens_per_second, progress.left_s) == (200.0, 7.0)
-    assert line(progress) == "step 3/10   0:07 left   loss 0.6667   200 tokens/s   12.3 GiB"
+    assert progress.tokens_per_second == 200.0
+    assert progress.left_s == 7.0
+    assert progress.line() == "step 3/10   loss 0.6667   200 tokens/s   0:07 left   12.3 GiB"
 
 
 def test_evaluations_and_saves_take_no_part_in_the_speed() -> None:
@@ -71,6 +68,7 @@ def test_evaluations_and_saves_take_no_part_in_the_speed() -> None:
         more = {"seconds": 41.0, "interrupted": True} if number % 2 else {"interrupted": False}
         progress.event(step(number, number + 40.0 * ((number - 1) // 2), **more))
     assert progress.tokens_per_second == 100.0
+    # and into the time that is left
     assert progress.left_s is not None and progress.left_s > 60
 
 
@@ -108,9 +106,9 @@ def test_plain_lines_where_there_is_no_terminal(
         log(tmp_path, "wandb: View run a at: https://wandb.ai/e/p/runs/r\n")
     assert capsys.readouterr().err.splitlines() == [
         "sft demo   starting",
-        "sft demo   step 2/3   0:01 left   loss 1.0000   100 tokens/s",
+        "sft demo   step 2/3   loss 1.0000   100 tokens/s   0:01 left",
         "sft demo   https://wandb.ai/e/p/runs/r",
-        "sft demo   step 3/3   ended   loss 0.6667   100 tokens/s",
+        "sft demo   step 3/3   loss 0.6667   100 tokens/s   0:00 left",
     ]
 
 
@@ -136,11 +134,16 @@ SAID = "2026 - finetune.py"
         (50, "Total optimization steps = 7\n", 50),
         (50, f"{SAID}:700 - Sample 1: {{'text': 'a.py:1 - Total optimization steps = 7'}}\n", 50),
         (50, f"a.py:1 - Total optimization steps = 7\n{SAID}:745 - Total optimization steps = 48\n", 48),
+        (None, "{'text': '10%|#  | 1/60 [00:01<00:20,  2.8it/s]'}\n", None),
+        (None, "a row of 3/4 [of all]\n", None),
         (None, " 10%|#  | 30/60 [00:01<00:20,  2.8it/s]\n", None),
         (None, " 10%|#  | 1/60 [00:01<00:20,  2.8it/s]\n", 60),
+        (50, " 10%|#  | 1/60 [00:01<00:20,  2.8it/s]\n", 50),
         (None, "Tokenizing: 10%|#  | 1/60 [00:01<00:20, 99 examples/s]\n", None),
+        (None, "Evaluating | 1/2 [00:01<00:20]\n", None),
+        (None, "1/2 of it\n", None),
     ],
-)
+)  # fmt: skip
 def test_how_many_steps_there_will_be(tmp_path: Path, planned: int | None, text: str, total: int | None) -> None:
     shown = watching(tmp_path, planned)
     write(tmp_path, step(3, 1.0))
@@ -181,7 +184,7 @@ def shown_on(columns: int, progress: Progress, tracker: str | None = None) -> li
 
     console = Console(width=columns, force_terminal=True, color_system=None, _environ={})
     with console.capture() as captured:
-        console.print(Group(*panel("sft demo", progress, tracker)))
+        console.print(Group(*panel("sft demo", progress, console, tracker)))
     lines = captured.get().splitlines()
     assert max(map(len, lines)) <= columns
     return lines
@@ -190,47 +193,55 @@ def shown_on(columns: int, progress: Progress, tracker: str | None = None) -> li
 def trained(steps: int) -> Progress:
     """A run that has come so far, with everything that a record can hold."""
     progress = Progress(total=100)
-    for event in (
-        {"event": "start", "t": 1000.0, "world": 1},
-        {"event": "dataset_cache", "state": "hit"},
-        {"event": "model", "attention": "sdpa"},
-        {"event": "packing", "state": "on"},
-        {"event": "packing_isolation", "state": "isolated"},
-        {"event": "liger", "calls": {"rms_norm": 12}},
-    ):
-        progress.event(event)
+    progress.event({"event": "start", "t": 1000.0, "world": 1})
+    progress.event({"event": "dataset_cache", "state": "hit"})
+    progress.event({"event": "model", "attention": "sdpa"})
+    progress.event({"event": "device", "total_gib": 79.6})
+    progress.event({"event": "packing", "state": "on"})
+    progress.event({"event": "packing_isolation", "state": "isolated"})
+    progress.event({"event": "liger", "calls": {"rms_norm": 12}})
     for number in range(1, steps + 1):
-        more = {"grad_norm": 0.5, "learning_rate": 1e-5, "allocated_gib": 61.25, "t": 1000.0 + number}
+        more = {
+            "grad_norm": 0.5, "learning_rate": 1e-5, "allocated_gib": 61.25, "t": 1000.0 + number,
+        }  # fmt: skip
         progress.event(step(number, float(number), **more))
+        if number == 20:
+            progress.event({"event": "saved", "t": 1020.0, "path": "out/step_20"})
     return progress
 
 
-def test_the_panel_fits_and_shows_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_panel_fits_and_shows_what_is_known(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live.time, "time", lambda: 1030.0)
-    head, figures, proofs, tracked = shown_on(80, trained(25), "https://wandb.ai/a/b/runs/c")
-    assert head == "sft demo   step 25/100   1:15 left   0:30 elapsed"
-    assert figures == "loss 0.0800   grad norm 0.5   lr 1.00e-05   100 tokens/s   61.2 GiB"
-    assert proofs == "so far: data cache hit, attention sdpa, packing isolated, liger engaged"
+    head, figures, machine, proofs, tracked = shown_on(columns, trained(25), "https://wandb.ai/a/b/runs/c")
+    assert head.startswith("sft demo   █") and head.endswith("step 25/100   0:30 elapsed   1:15 left")
+    assert figures.startswith("loss 0.0800 █") and "learning rate 1.00e-05" in figures
+    assert machine == "100 tokens/s   61.2 of 80 GiB   checkpoint of step 20, 0:10 ago"
+    assert proofs == ("so far: data cache hit, attention sdpa, packing isolated, liger engaged")
     assert tracked == "https://wandb.ai/a/b/runs/c"
+    # the bar gives way to the words
+    assert shown_on(56, trained(25))[0] == "sft demo   █░░░   step 25/100   0:30 elapsed   1:15 left"
 
 
-def test_before_the_first_step_the_phase_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.time", lambda: 1004.0)
+def test_before_the_first_step_the_phase_is_shown_with_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.time", lambda: now)
     progress = Progress(total=10)
     assert shown_on(80, progress) == ["sft demo   starting"]
     progress.event({"event": "start", "t": 1000.0})
+    now = 1004.0
     assert shown_on(80, progress) == ["sft demo   importing   0:04 elapsed"]
-    bar = b"Tokenizing train dataset (num_proc=2):  38%|###   | 150/400 [00:00<00:00, 1477.32 examples/s]"
-    for raw, phase in (
-        (bar, "Tokenizing train dataset 150/400 examples"),
-        (b"model.safetensors:  45%|####      | 445M/988M [00:02<00:02, 400MB/s]", "model.safetensors 445M/988M"),
-        (b"Caching reference logprobs:  20%|##    | 3/15 [00:02<00:02, 1.2it/s]", "Caching reference logprobs 3/15"),
-        (b"Building extension module cpu_adam...", "building cpu_adam"),
-    ):
-        progress.work(raw)
-        assert line(progress) == phase
+    progress.work(b"Tokenizing train dataset (num_proc=2):  38%|###   | 150/400 [00:00<00:00, 1477.32 examples/s]")
+    now = 1006.0
+    assert shown_on(80, progress) == ["sft demo   Tokenizing train dataset 150/400 examples   0:02   0:06 elapsed"]
+    progress.work(b"model.safetensors:  45%|####      | 445M/988M [00:02<00:02, 400MB/s]")
+    assert progress.line() == "model.safetensors 445M/988M"
+    progress.work(b"Caching reference logprobs:  20%|##    | 3/15 [00:02<00:02, 1.2it/s]")
+    assert progress.line() == "Caching reference logprobs 3/15"
+    progress.work(b"Building extension module cpu_adam...")
+    assert progress.line() == "building cpu_adam"
     progress.event({"event": "model", "t": 1007.0, "attention": "sdpa"})
-    assert line(progress) == "waiting for the first step"
+    assert progress.line() == "waiting for the first step"
     progress.event(step(10, 12.0))
     assert progress.phase == "saving the model"
     # while it trains, bars of evaluations are not the phase
@@ -238,6 +249,13 @@ def test_before_the_first_step_the_phase_is_shown(monkeypatch: pytest.MonkeyPatc
     before = progress.phase
     progress.work(b"Evaluating:  20%|##    | 3/15 [00:02<00:02, 1.2it/s]")
     assert progress.phase == before
+
+
+def test_a_curve_spans_all_values() -> None:
+    assert sparkline([]) == sparkline([1.0]) == ""
+    assert sparkline([3.0, 2.0, 1.0]) == "█▅▁" or sparkline([3.0, 2.0, 1.0]) == "█▄▁"
+    assert len(sparkline([float(n) for n in range(1000)])) == 20
+    assert sparkline([1.0, 1.0]) == "▁▁"
 
 
 def test_what_was_proved_at_the_beginning_is_shown_to_whoever_comes_late(tmp_path: Path) -> None:

@@ -147,3 +147,83 @@ def test_hovering_shows_the_values_of_all_runs(browser: Browser, runs: list[Run]
     assert found(browser, "#at").text == "step 30"
     assert readout(browser, "loss") == [f"1{loss(30):.4g}", "2notfinite"]
     assert readout(browser, "memory") == ["161.25/70.5", "230.63/35.25"]
+
+
+def test_smoothing_and_the_rest_of_the_curves(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
+    show(browser, tmp_path / "a.html", runs)
+    canvas = "return document.querySelector('#panel-loss canvas').toDataURL()"
+    plain = browser.execute_script(canvas)
+    slide = (
+        "const slider = document.getElementById('smoothing'); slider.value = arguments[0];"
+        "slider.dispatchEvent(new Event('input'))"
+    )
+    browser.execute_script(slide, 0.9)
+    count(browser, "loss", "--c0")
+    assert browser.execute_script(canvas) != plain
+    assert found(browser, "#smoothing-is").text == "0.90"
+    browser.execute_script(slide, 0)
+    count(browser, "loss", "--c0")
+    assert browser.execute_script(canvas) == plain
+    found(browser, "#more-curves summary").click()
+    waited(browser, "document.querySelectorAll('#more-curves canvas').length > 0")
+    drawn = browser.find_elements("css selector", "#more-curves canvas")
+    assert len(drawn) == len(browser.find_elements("css selector", "#more-curves figure"))
+
+
+def test_texts_of_a_run_run_nothing(browser: Browser, tmp_path: Path) -> None:
+    nasty = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+    told = manifest(name=nasty)
+    told["args"]["x"] = {"value": nasty, "origin": nasty}
+    rows = [{"step": n, "loss": 1.0 / n, nasty: 1.0} for n in range(1, 20)]
+    verdict = {"status": nasty, "points": [{"name": nasty, "state": nasty, "detail": {"reason": nasty}}]}
+    runs = [series.of_kept(tmp_path, told, verdict, rows) for _ in range(2)]
+    show(browser, tmp_path / "a.html", series.named_apart(runs))
+    assert browser.title == "2 runs"
+    show(browser, tmp_path / "a.html", runs[:1])
+    assert nasty in browser.title
+    found(browser, "#more-curves summary").click()
+    assert nasty in found(browser, "#more-curves figure h3").text
+
+
+def test_nothing_lies_outside_of_a_narrow_screen(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
+    outside = """
+    const width = document.documentElement.clientWidth;
+    return [...document.querySelectorAll("#verdict ~ * code, #verdict ~ * td, .banner *, .overview *")]
+      .filter((one) => one.getBoundingClientRect().right > width + 1).length;
+    """
+    size = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        show(browser, tmp_path / "a.html", runs[:1])
+        browser.execute_script("document.querySelectorAll('details.evidence').forEach((one) => { one.open = true; })")
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+        assert browser.execute_script(outside) == 0
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    # names and values of arguments and codes of findings stay whole
+    show(browser, tmp_path / "a.html", runs)
+    browser.execute_script("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    heights = browser.execute_script(
+        "const codes = '#arguments ~ * th code, td.value code, #findings ~ * td > code';"
+        "return [...document.querySelectorAll(codes)].map((one) => one.offsetHeight)"
+    )
+    assert len(heights) > 12 and max(heights) < 2 * min(heights)
+
+
+def test_equal_curves_are_both_seen(browser: Browser, tmp_path: Path) -> None:
+    paths = [made(tmp_path / name, told=manifest(name=name)) for name in ("one", "two")]
+    show(browser, tmp_path / "a.html", series.gather([str(path) for path in paths]))
+    counts = [count(browser, "loss", colour) for colour in ("--c0", "--c1")]
+    assert min(counts) > 50, counts
+
+
+def test_a_spike_is_off_the_scale_and_said(browser: Browser, tmp_path: Path) -> None:
+    table = [{"step": n, "loss": 1.0, "grad_norm": 90.0 if n == 9 else 1.0} for n in range(1, 60)]
+    run = series.of_kept(tmp_path, manifest(), {"status": "pass"}, table)
+    show(browser, tmp_path / "a.html", [run])
+    button = found(browser, "#panel-grad_norm button.clip")
+    assert button.text == "up to 90 at step 9: show"
+    clipped = count(browser, "grad_norm", "--c0")
+    button.click()
+    assert button.text == "leave spikes out"
+    assert count(browser, "grad_norm", "--c0") != clipped

@@ -26,6 +26,8 @@ ALLOWED = {
     "plan/command.py": ["str(values.get('loss_type')) in ('dpo', 'dpo_norm')"],
     "rules/trl/arguments.py": ["loss != 'sft'"],
     "workflows/ladder/ladder.py": ["names <= {'dpo', 'dpo_norm', 'sigmoid'}"],
+    # the package that has types of its dataclasses
+    "pin/snapshot.py": ["backend == 'open_instruct'"],
     # settings that an older launch wrote, and that still wait in a queue
     "probe/watching/process.py": ["values.get('backend') == 'trl'"],
     # what the path of an unknown file or script suggests

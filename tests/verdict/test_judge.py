@@ -14,7 +14,9 @@ from launcher.lifecycle import start
 from launcher.report import series
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
+from launcher.verdict import evidence
 from launcher.verdict.check import Point
+from launcher.verdict.logs.scan import Log
 
 SAVED = {"event": "saved", "path": "out"}
 END = {"event": "end", "exit": 0}
@@ -354,3 +356,19 @@ def test_a_saved_model_that_is_not_whole_is_none(tmp_path: Path, below: str) -> 
     verdict = start.finish(RunFolder(path))
     assert (verdict.status, *brief(verdict.point("finish"))) == ("unproven", "completed", None)
     assert f"model.safetensors is cut off {output / below} " in said(verdict.point("finish"))
+
+
+def test_each_log_is_read_once_for_verdict_and_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = attempts(tmp_path / "run", OFF, ISOLATED)
+    scan, scanned = evidence.scan, list[str]()
+
+    def counted(log: Path, *more: Any) -> Log:
+        scanned.append(log.name)
+        return scan(log, *more)
+
+    monkeypatch.setattr(evidence, "scan", counted)
+    for report in (lambda: start.finish(RunFolder(path)), lambda: series.read(path)):
+        scanned.clear()
+        report()
+        assert sorted(scanned) == ["console.2.log", "console.log"]
+    assert (path / "report.html").is_file()

@@ -16,6 +16,7 @@ from launcher.errors import Finding, InvalidConfig, brief
 from launcher.paths import shipped
 from launcher.redaction import redact
 from launcher.stage import gates, stage, unused
+from launcher.stage.draft import FORMATS
 from launcher.upstream import history, locate
 from launcher.upstream.history import ArgumentChange
 from launcher.upstream.locate import Locator, Upstream
@@ -157,7 +158,7 @@ def explain(
     backend: str | None = None,
     derived: Mapping[str, tuple[Any, str]] | None = None,
 ) -> list[Explained]:
-    """The argument `key`, for the stage of a config, or for each stage of a backend.
+    """The argument `key`, or what people call it (`lr`, `model`), for the stage of a config or each of a backend.
 
     `backend` counts where no config is given; `derived` are the values that launch sets for this config, with
     the reason. Raises what judging the config raises, and InvalidConfig where the source cannot be read.
@@ -169,12 +170,48 @@ def explain(
         if judged.schema is None or judged.upstream is None or judged.values is None:
             # what is wrong with the file stands before any of its keys
             raise InvalidConfig(judged.findings)
-        here = _here(key, config, judged, derived or {})
-        return [_explained(key, judged.schema, judged.upstream, here)]
+        return [
+            _explained(name, judged.schema, judged.upstream, _here(name, config, judged, derived or {}))
+            for name in _names(key, judged.schema, judged.upstream)
+        ]
     chosen, stages = backend or "open_instruct", [stage_name] if stage_name else STAGES
-    return [_explained(key, locator.schema(chosen, name), locator.find(chosen), None) for name in stages]
+    source = locator.find(chosen)
+    schemas = [locator.schema(chosen, name) for name in stages]
+    return [_explained(one, schema, source, None) for schema in schemas for one in _names(key, schema, source)]
 
 
+def _names(key: str, schema: Schema, source: Upstream) -> list[str]:
+    """That argument, those of an idea, or those with it among their words."""
+    if key in schema.fields or key in KEYS or _explained(key, schema, source, None).known:
+        return [key]
+    idea = {*IDEAS.get(key, ()), *(form.keys.get(key, "") for form in FORMATS.values())}
+    if names := [name for name in schema.fields if name in idea]:
+        return names
+    names = [name for name in schema.fields if key in name.split("_")]
+    return names if 0 < len(names) <= _FEW else [key]
+
+
+IDEAS: Mapping[str, tuple[str, ...]] = {
+    "lr": ("learning_rate",),
+    "model": ("model_name_or_path",),
+    "data": ("dataset_mixer_list", "mixer_list", "dataset_name"),
+    "dataset": ("dataset_mixer_list", "mixer_list", "dataset_name"),
+    "batch_size": ("per_device_train_batch_size", "gradient_accumulation_steps"),
+    "epochs": ("num_train_epochs", "num_epochs"),
+    "steps": ("max_train_steps", "max_steps"),
+    "seq_len": ("max_seq_length", "max_length"),
+    "context": ("max_seq_length", "max_length"),
+    "scheduler": ("lr_scheduler_type",),
+    "flash": ("attn_implementation",),
+    "lora": ("use_lora", "use_peft"),
+    "rank": ("lora_rank", "lora_r"),
+    "clip": ("clip_grad_norm", "max_grad_norm"),
+    "save": ("checkpointing_steps", "save_steps", "save_strategy"),
+    "wandb": ("with_tracking", "report_to"),
+    "template": ("chat_template_name", "chat_template_path"),
+}
+"""What people call arguments, beside the names that other tools give them."""
+_FEW = 4
 _READS = 8
 
 
@@ -202,8 +239,7 @@ def near(key: str) -> list[str]:
         for name in listed
     }
     close = difflib.get_close_matches(key, sorted(names | set(KEYS)), n=3, cutoff=0.6)
-    with_it = [name for name in sorted(names) if key in name.split("_")][:3]
-    return [*(close or with_it), *difflib.get_close_matches(key, [one.code for one in meanings()], n=2, cutoff=0.7)]
+    return [*close, *difflib.get_close_matches(key, [one.code for one in meanings()], n=2, cutoff=0.7)]
 
 
 def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) -> Explained:

@@ -284,3 +284,21 @@ def test_what_launch_derives_is_the_value_here(out: Out, write: Write) -> None:
 
 def test_a_key_of_launchs_own_is_explained_once(out: Out) -> None:
     assert out("explain", "gates").count("loss_fall") == 1
+
+
+@pytest.mark.parametrize(
+    ("idea", "backend", "names"),
+    [
+        ("lr", "open_instruct", ["learning_rate"]),
+        ("model", "trl", ["model_name_or_path"]),
+        ("epochs", "open_instruct", ["num_epochs", "num_train_epochs"]),
+        ("cutoff_len", "trl", ["max_length"]),
+        ("warmup", "open_instruct", ["warmup_ratio"]),
+    ],
+)
+def test_what_people_call_an_argument(
+    idea: str, backend: str, names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", idea, "--backend", backend, "--format", "json"]) == Exit.OK
+    explained = json.loads(capsys.readouterr().out)["data"]["explained"]
+    assert sorted({one["key"] for one in explained}) == names

@@ -188,12 +188,17 @@ def _marks(_second: int) -> frozenset[str]:
     return process.marks()
 
 
-def last_steps(folder: RunFolder, progress: Progress, window: int = 2048, *, last_only: bool = False) -> None:
+def last_steps(folder: RunFolder, progress: Progress, *, last_only: bool = False) -> None:
     """Fill in the progress from the end of rank 0's record, or from the last step in it."""
+    block = b""
     try:
         with files.open_regular(folder.probe / "rank-0.jsonl") as record:
-            record.seek(max(0, os.fstat(record.fileno()).st_size - window))
-            block = record.read()
+            size = os.fstat(record.fileno()).st_size
+            # what follows the last step is short, but for the phases of a GPU's memory and the files of a model
+            for window in (2**11, 2**16):
+                record.seek(max(0, size - window))
+                if _STEP in (block := record.read()):
+                    break
     except OSError:
         return
     if last_only and (last := block.rfind(_STEP)) >= 0:

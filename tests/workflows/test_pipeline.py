@@ -15,7 +15,9 @@ import saved
 import yaml
 from conftest import PATIENCE_S, REPOSITORY, SUPPORT, Write
 from fake_world import World, made, needs_trl, until
+from loads import counted
 
+from launcher.cli import main
 from launcher.config import pipeline
 from launcher.errors import InvalidConfig, UsageError
 from launcher.lifecycle.prepare import Request
@@ -579,3 +581,18 @@ def test_what_a_later_stage_needs_of_this_machine_is_missing_before_the_first(wo
     code, told = world.run()
     assert code in (3, 5) and "gone/a/b" in json.dumps(told["findings"])
     assert world.trained() == []
+
+
+@needs_trl
+def test_a_stage_is_checked_once_and_once_more_when_its_model_is_there(
+    world: Chained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.usual()
+    loads = counted(monkeypatch)
+    assert main.main([*world.words("--dry-run")]) == 0
+    assert [checked for _, checked in loads.files.values()] == [1, 1, 1] and not loads.repeated
+    for _ in ("trained", "skipped"):
+        loads = counted(monkeypatch)
+        assert main.main([*world.words()]) == 0
+        assert [checked for _, checked in loads.files.values()] == [1, 2, 2]
+        assert not {"read", "checked"} & loads.repeated.keys()

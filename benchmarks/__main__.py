@@ -8,8 +8,6 @@ Minutes on two cores; PART (start_up, validation, logs, probe, launching, keepin
 only that.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

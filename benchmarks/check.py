@@ -5,8 +5,6 @@ Makes a log in a temporary folder and reads it in whole processes, warm: `launch
 most 5 s.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys

@@ -6,8 +6,6 @@ three, interleaved. Goals on two cores: data at 1 GB/s and more, a checkpoint in
 Sparse files cost no disk: on a real one the samples take as long as it needs for so many random reads.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@
 made of), and the first line of `launch attach` with 1 GiB in the log (0.5 s).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

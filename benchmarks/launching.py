@@ -5,8 +5,6 @@
 idle cores: `--help` within 0.15 s, a plan within 0.5 s.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import shlex

@@ -8,8 +8,6 @@ put back. Prints the medians, what the probe adds, and what its calls of one ste
 neighbour on the machine blurs. Goal: less than 0.5 % of a step that is worth training (0.1 s and more).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

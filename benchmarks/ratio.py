@@ -5,8 +5,6 @@ something that no launcher could do without (an import, `grep`, the bare command
 other, and the ratio of each such round is what counts.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import statistics

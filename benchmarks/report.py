@@ -1,7 +1,5 @@
 """How long a report of a DPO run of 10,000 steps takes to make."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """What a measurement was made on, and whether others used the machine meanwhile."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import os

@@ -4,8 +4,6 @@ Whole processes, interleaved, warm. Goals on two cores: one file at most 0.20 s;
 at most 2 s.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Iterator

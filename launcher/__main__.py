@@ -1,7 +1,5 @@
 """`launch`, and `python -m launcher`: who interrupts it while its commands are imported sees no traceback."""
 
-from __future__ import annotations
-
 import sys
 
 

@@ -6,8 +6,6 @@ LaunchError                  anything a user can cause and mend
 └── UsageError               exit 2   the command line itself makes no sense
 """
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Whatever reads a file of a run reads it through here. A FIFO or a device in its 
 ever, and a single line of brackets or a number of 400 digits would end a whole command.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """Paths that a stage file names: any text may stand there, so nothing here raises."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A value of a stage file, a line of a log, the name of a file may hold escape seq
 retitle or overwrite a terminal, and lines that GitHub takes for workflow commands (`::error::`).
 """
 
-from __future__ import annotations
-
 import re
 
 # a sequence as a whole: of one that is cut off, its first character

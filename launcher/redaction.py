@@ -1,7 +1,5 @@
 """Secrets out of whatever is written down: by the name of their key, by their shape, by their value."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

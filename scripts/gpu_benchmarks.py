@@ -10,8 +10,6 @@ results is written anew. `--minutes` takes cases in their order as long as one i
 Exit code 1 where a case measured nothing, 2 for an unknown case, 130 where interrupted.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -7,8 +7,6 @@ snapshot of that commit first: what it has, and the table does not, or the other
 up in git. What the table says of TRL and transformers is extended by hand.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

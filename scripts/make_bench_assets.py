@@ -12,8 +12,6 @@ seconds. A model that is there already stays. `--tiny` keeps the names and makes
 The same libraries make the same text and, on the same kind of device, the same weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

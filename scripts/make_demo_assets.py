@@ -9,8 +9,6 @@ DIR/model                  a randomly initialised Qwen2 in float32, and a byte-l
 The same Python and the same libraries make the same files.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -1,7 +1,5 @@
 """Write docs/cli.md out of the command line itself; `--check` only says whether it is up to date."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

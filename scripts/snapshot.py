@@ -5,8 +5,6 @@ usage: python scripts/snapshot.py [CHECKOUT]
 Needs the training extras: types such as `attn_implementation` live in ai2-olmo-core.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

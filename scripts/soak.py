@@ -11,8 +11,6 @@ that it is finished. Exit code 1 where any of that is not so.
 `trl` is TRL's SFT, `sft` and `dpo` are the pinned open-instruct; all on the CPU with a tiny model.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

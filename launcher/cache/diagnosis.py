@@ -4,8 +4,6 @@ Two keys are looked at, from the outside in: launch's, which names the folder (c
 upstream's own, which names the entry in it (arguments; its `config.json` where nothing else differs).
 """
 
-from __future__ import annotations
-
 import collections
 import datetime
 import json

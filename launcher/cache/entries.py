@@ -5,8 +5,6 @@ Whoever holds that against the arguments knows, without starting anything, wheth
 its set. The rest (contents of local data, code, versions) is in the name of the folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

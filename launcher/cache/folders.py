@@ -6,8 +6,6 @@ kernel's, which the training process inherits: what is locked, or was used by a 
 never cleared, and nothing is that lacks the record of its own name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import hashlib

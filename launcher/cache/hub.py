@@ -5,8 +5,6 @@ moment (dataset_transformation.py:84), so that a set made before the download ha
 same set made after it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 The manifest keeps it, and the next attempt compares: a resume goes on in the middle of something.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence

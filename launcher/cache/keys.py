@@ -23,8 +23,6 @@ the data and all weights of the model (trl/trainer/dpo_trainer.py:1177), but not
 `truncation_mode` and `ld_alpha`, which change it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

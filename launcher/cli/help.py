@@ -1,7 +1,5 @@
 """The help pages: commands and options in groups, and what to write for an option that is an argument."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping

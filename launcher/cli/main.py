@@ -1,7 +1,5 @@
 """The console entry: every way out of a command is one of the documented exit codes."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import errno

@@ -1,7 +1,5 @@
 """`${...}` in values -> what it stands for; omegaconf's syntax, and its only user."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Three shapes are read: launch's own stage files, the `open_instruct: {script, ar
 upstream's flat files. Interpolation (`${...}`) is omegaconf's.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

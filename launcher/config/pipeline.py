@@ -3,8 +3,6 @@
 Nothing about the stage files themselves is judged here, only that there is one for every stage.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ One that starts several runs is the same command line without `--detach` and `--
 `launch attach`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -5,8 +5,6 @@ one slow core; the keeper does it at the lowest priority, mostly out of the page
 for nothing may be written into a checkpoint that upstream is about to delete.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

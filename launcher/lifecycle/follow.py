@@ -3,8 +3,6 @@
 Nothing here touches the run, except that INT and TERM are passed on with `forward`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -4,8 +4,6 @@ Nothing is guessed: a number that cannot be had is null, and what memory is made
 comes from. Time comes from a measured speed where there is one, else from arithmetic at a stated MFU.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence

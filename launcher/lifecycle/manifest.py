@@ -1,7 +1,5 @@
 """What a run folder keeps of what was decided before the start: manifest and stage file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path

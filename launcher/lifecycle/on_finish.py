@@ -1,7 +1,5 @@
 """What a user wants done when a run is over: a message, an upload, a pod shut down."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

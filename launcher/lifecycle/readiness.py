@@ -1,7 +1,5 @@
 """`launch doctor`: is this machine ready, for one stage file or for a backend as such."""
 
-from __future__ import annotations
-
 import os
 
 from launcher.config import keys

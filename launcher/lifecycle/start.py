@@ -1,7 +1,5 @@
 """Whatever was prepared is started, queued, run again, and judged: every start goes through here."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

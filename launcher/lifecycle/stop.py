@@ -1,7 +1,5 @@
 """Stopping a run from anywhere: what it will cost, the request, waiting for the end; and what of it can be removed."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

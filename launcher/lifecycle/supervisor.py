@@ -4,8 +4,6 @@ It lives in a session of its own and needs no terminal: the launcher, tmux and t
 die. Training would go on without it too (it writes its own log and holds the locks), as an orphan.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

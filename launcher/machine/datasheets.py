@@ -1,7 +1,5 @@
 """What GPUs can do, from their makers' data sheets: arithmetic, and bytes a second."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 

@@ -6,8 +6,6 @@ run lives, and never longer. What is not launch's is known from the driver alone
 and, in a container that does not see them, from the memory that is used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

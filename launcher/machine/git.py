@@ -1,7 +1,5 @@
 """Questions to a git repository: plain objects, read-only, no work tree needed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterable, Iterator

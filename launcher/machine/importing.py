@@ -5,8 +5,6 @@ alone, nothing of launch. It reads JSON from stdin, `{"modules": [...], "cuda": 
 JSON line before each import, for each that failed, and at the end. What packages print goes to stderr.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

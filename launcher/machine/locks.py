@@ -1,7 +1,5 @@
 """The kernel's locks on files: it takes them back from a process, however that ends."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import math

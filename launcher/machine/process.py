@@ -6,8 +6,6 @@ of the process that was started is not all of a run: a variable in the environme
 every descendant, marks the rest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Every question to the outside world, answered as frozen values."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

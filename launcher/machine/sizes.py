@@ -1,7 +1,5 @@
 """Bytes: what the files of a folder take, and how people read it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

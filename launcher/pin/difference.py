@@ -4,8 +4,6 @@ Commits are read from git objects, without a checkout, and compared by what thin
 they are spelt. Each stage file is judged at both as `launch validate-config` would judge it there.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Everything is asked of git and of the files; nothing is changed, and nothing asks the network.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

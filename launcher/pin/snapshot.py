@@ -3,8 +3,6 @@
 For those who move the pin, by scripts/snapshot.py.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

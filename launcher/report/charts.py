@@ -1,7 +1,5 @@
 """The charts of a page: which curve goes where, grouped by stage, and their data for the page's script."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass

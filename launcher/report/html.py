@@ -1,7 +1,5 @@
 """HTML out of plain values: whatever is not markup already is escaped where it enters."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from html import escape

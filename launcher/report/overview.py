@@ -1,7 +1,5 @@
 """All runs, one line each: state, step, loss, age."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

@@ -2,8 +2,6 @@
 is plain HTML: it reads without scripts, and every text is escaped where it enters. The policy in the page's head
 allows nothing but the style and the script that are in it."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """How far a running attempt is, and what else people look for, read from what the training processes write."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The parts of a page below its curves: verdict, plan and measurement, arguments, findings, versions."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,6 @@
 """What runs left behind -> `Run`: their curves by step, the verdict, and what was decided before. A run of ours is
 read from its folder, live or finished; a stranger's from its console log alone."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

@@ -1,7 +1,5 @@
 """What a rule may know beside upstream's arguments: launch's own options, this machine, what lies here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -4,8 +4,6 @@ docs/gradients.md has what was measured with each release. Line numbers are thos
 packages named in tests/agreement/test_upstream_facts.py, and of DeepSpeed 0.19.8.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Rules about a model: what it can do, by its config where that lies here; is it here, and is all of it here?"""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

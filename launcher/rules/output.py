@@ -3,8 +3,6 @@
 Whose checkpoints a folder holds, and whether they are whole, is `launcher.resume`'s to judge at a start.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ Layer `parser` repeats upstream's own `__post_init__`; layer `run` is what would
 or do something else than it says; layer `launch` is our own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache

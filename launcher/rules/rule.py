@@ -1,7 +1,5 @@
 """What a rule is: a short generator over typed values that says what is wrong, and edits nothing."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

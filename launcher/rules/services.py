@@ -1,7 +1,5 @@
 """Rules about what this environment has to hold: keys for services, a compiler, trust in remote code."""
 
-from __future__ import annotations
-
 import netrc
 import shutil
 from collections.abc import Iterator, Mapping

@@ -10,8 +10,6 @@ The files are where huggingface_hub never uploads from (DEFAULT_IGNORE_PATTERNS 
 the names of hosts and users are not for the model's page.
 """
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import json

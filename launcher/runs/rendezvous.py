@@ -5,8 +5,6 @@ them in from its options or from the scheduler that started it. torchrun does th
 its static rendezvous: node 0 opens the port, the others wait for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import socket

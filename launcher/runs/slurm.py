@@ -5,8 +5,6 @@ which stand in comments that sbatch alone reads, and no environment: what traini
 A job is known by its number.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import os

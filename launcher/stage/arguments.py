@@ -1,7 +1,5 @@
 """Every argument of a config against the schema: names, values, and what to write instead."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import math

@@ -4,8 +4,6 @@ The names of other tools are those of axolotl/utils/schemas/config.py and llamaf
 under the same name needs no row here. Defaults that differ from TRL's are written out.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Everything known about one argument: what it is, who reads it, its value here, what became of it."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ it is believed: the new text is loaded and judged, its own fault must have gone,
 value but those meant may differ. What is not mended is left with the reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import errno

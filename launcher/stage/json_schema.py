@@ -6,8 +6,6 @@ because YAML 1.1 and 1.2 read them differently. `errorMessage`, `doNotSuggest`, 
 `markdownDescription` are editors' own keywords; validators leave them aside.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

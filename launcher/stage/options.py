@@ -1,7 +1,5 @@
 """launch's own top-level keys of a stage file -> `Options`."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence

@@ -3,8 +3,6 @@
 Everything here comes from `reads`, so that it moves with the source.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What an argument does, in upstream's own words: read from its source when somebody asks, never stored."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -4,8 +4,6 @@ The parser modelled is `HfArgumentParser` (transformers/hf_argparser.py) on top 
 words a field accepts, and with which words it is refused.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

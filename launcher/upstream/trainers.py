@@ -3,8 +3,6 @@
 A backend is a module that satisfies `Backend`, registered in the literal dict below.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol

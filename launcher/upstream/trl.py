@@ -1,7 +1,5 @@
 """TRL's own SFT and DPO scripts (`trl/scripts`), for laptops, CI and LoRA."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

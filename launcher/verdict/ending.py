@@ -1,8 +1,6 @@
 """Evidence -> how the run ended, and the first real error: an `Ending`. A traceback proves no crash, training data is
 printed into logs: what counts is an error after which no work follows, an exit code, or a signal."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

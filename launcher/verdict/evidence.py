@@ -1,8 +1,6 @@
 """Everything a run left behind -> `Evidence`: its console log, its probe's events, its exit, each of which may be
 missing; of the last attempt `console.3.log` and `exit.3.json` with the events since the third `start`."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A run folder -> its `Verdict`, out of the evidence of all its attempts: one answer for whoever asks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

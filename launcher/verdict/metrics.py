@@ -1,7 +1,5 @@
 """Evidence -> the run in numbers: losses, one row a step, speed and memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -2,8 +2,6 @@
 like those of `points`. An `OPTIONAL` point of which nothing is known and nothing is expected is left out of a verdict:
 records of older versions hold none of this."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -2,8 +2,6 @@
 evidence and what is expected (None: nothing), because what proves a point depends on it: an announcement can disprove
 `off`, and never prove `engaged`."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

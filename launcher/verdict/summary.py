@@ -1,7 +1,5 @@
 """A verdict in its JSON form -> plain words: what came of the run, why, and what each point rests on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Several runs that belong together: their folder, found again, the record in it, and each run to its verdict."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

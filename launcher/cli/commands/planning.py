@@ -1,7 +1,5 @@
 """`launch plan`, `doctor`, `rehearse`, `prepare`, `ladder`, `bench`, `tune`: before the long run."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Before every run only what is cheap is looked at: metadata of packages, files, t
 `launch doctor` also imports what training imports, which costs seconds, and says what it found good.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -5,8 +5,6 @@ of them with two moments; without it the optimizer's moments have the weights' o
 is not known is reported as unknown, and stops nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -5,8 +5,6 @@ a process of its own, which takes 15 to 60 seconds for open-instruct.
 Packages are installed in the versions that launch was tested with, as `make install-open-instruct` does.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import json
 import os

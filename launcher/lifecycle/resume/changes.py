@@ -1,7 +1,5 @@
 """What differs from when a checkpoint was saved -> `ResumeChange`, with what a resume would make of it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@ reported, and what would go on at the wrong place, or with other weights, is an 
 name. Where the newest checkpoint cannot be resumed exactly and an older one can, that one is taken.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -9,8 +9,6 @@ is looked at after a step (finetune.py:985, dpo_tune_cache.py:708). transformers
 epoch (transformers/trainer.py:1648), which is exact as long as a step takes as many rows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

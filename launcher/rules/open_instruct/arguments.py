@@ -3,8 +3,6 @@
 Line numbers are those of the pin; tests/agreement/test_upstream_facts.py holds them against a checkout.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

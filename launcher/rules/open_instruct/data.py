@@ -1,7 +1,5 @@
 """How long upstream tokenises, while the other processes wait."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

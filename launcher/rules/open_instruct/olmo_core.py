@@ -4,8 +4,6 @@ What it refuses by a `raise` is found by reading it (`noops.refused`); these say
 nobody raises for. Line numbers are those of the pin, and of the pinned OLMo-core where they name it.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import os

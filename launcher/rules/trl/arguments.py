@@ -5,8 +5,6 @@ nor silent, has no rule: names of metrics, schedules, tasks, losses, modules.
 Line numbers are those of the pinned pair; tests/agreement/test_upstream_facts.py holds them against it.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

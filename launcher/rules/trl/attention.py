@@ -1,7 +1,5 @@
 """Attention and packing under TRL: which implementation a run can have, and what packing costs with it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Rules about the data and templates that a TRL stage names: do they lie here, and as what?"""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from itertools import islice

@@ -6,8 +6,6 @@ counted on the CPU with TRL 1.16 and torch 2.13, six steps of the demo's SFT wit
 padded rows, 15 with packed ones, none with `pad_to_multiple_of: 256`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from launcher.errors import Finding

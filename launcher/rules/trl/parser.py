@@ -5,8 +5,6 @@ Left to the machine, and so not said here: bfloat16 and TF32 without a GPU that 
 are not installed, and the environment (SageMaker, XLA, ACCELERATE_*).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """What TRL's arguments come to once its scripts have read them: mappings, precision, attention."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the log of any trainer says when it fails: torch, torchrun, accelerate, the shell, Slurm."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

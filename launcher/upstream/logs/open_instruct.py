@@ -1,7 +1,5 @@
 """What open-instruct prints at the pin (45901fd0), as patterns with the line that prints each."""
 
-from __future__ import annotations
-
 from launcher.upstream.logs.common import PATTERNS as COMMON
 from launcher.upstream.logs.common import Pattern, Table, pattern, patterns
 

@@ -1,7 +1,5 @@
 """What TRL's scripts and HF Trainer print (trl 1.16, transformers 5.17), as patterns."""
 
-from __future__ import annotations
-
 from launcher.upstream.logs.common import PATTERNS as COMMON
 from launcher.upstream.logs.common import Pattern, Table, pattern, patterns
 

@@ -5,8 +5,6 @@ A condition is a Python expression whose names are arguments: `use_lora and not 
 every conclusion drawn stays true.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 import operator

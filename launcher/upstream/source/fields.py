@@ -1,7 +1,5 @@
 """Dataclass declarations in upstream's source -> `Field`s, inheritance over files included."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ An import would cost seconds, would run upstream's code, and its ImportError wou
 absent field. Names are followed over files the way Python would, inside the given packages.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.util

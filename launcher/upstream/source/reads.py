@@ -10,8 +10,6 @@ of the packages given. It errs on the side of `read`; what it does not count as 
 - branches that cannot be reached after an earlier `raise` or `return`.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ It errs on the side of `read`; `reads` says what counts as reading at all. A con
 where it speaks of values that nothing has changed since.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ block, first, deep, field, other), `step` (step, lr, loss, aux, tps), `metrics` 
 other match becomes a `Signal` of that name.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,8 +1,6 @@
 """A console file of any size -> `Pieces` of it, and the segments between line feeds and carriage returns: a bar
 redraws itself behind a carriage return, so that one physical line may hold thousands of segments."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

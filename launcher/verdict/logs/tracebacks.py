@@ -2,8 +2,6 @@
 prefix (`[rank3]: `) is followed on its own; a time stamp in it is no part of who speaks. Rich draws a box around the
 frames, and IPython names the type before them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Settings side by side: judged before the first starts, then short real runs in turn, compared."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

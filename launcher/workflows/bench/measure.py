@@ -1,7 +1,5 @@
 """One short real run of a setting, judged and measured -> `Sample`. What fails ends that trial alone."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import shutil

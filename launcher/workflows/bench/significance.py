@@ -10,8 +10,6 @@ measured by the faster two thirds of its runs: a burst that hits one run at some
 and what a setting itself costs at a step, in every run, does.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

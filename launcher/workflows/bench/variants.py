@@ -1,7 +1,5 @@
 """`--vary key=a,b` and `--variant NAME:key=a,other=b` of the command line -> the settings to compare."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

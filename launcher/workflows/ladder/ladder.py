@@ -4,8 +4,6 @@
 and are judged by the gates of now.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

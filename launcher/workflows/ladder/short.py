@@ -1,7 +1,5 @@
 """A stage, short and without consequences: what `launch ladder`, `bench` and `tune` train."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ Whether something has changed is asked of contents, by the same comparison that 
 again has another content, so whatever was made of it is made again, in a folder beside the old one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

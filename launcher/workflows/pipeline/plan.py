@@ -5,8 +5,6 @@ is judged twice: with the model that the whole chain begins from, whose shape ev
 with the folder that it will really be given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

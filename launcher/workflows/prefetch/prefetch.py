@@ -6,8 +6,6 @@ before the model is loaded (finetune.py:520, dpo_tune_cache.py:267, dpo.py:182).
 listed: TRL tokenises while its trainer is made, and reference log-probabilities need the model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

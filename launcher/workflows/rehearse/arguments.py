@@ -1,7 +1,5 @@
 """A stage's arguments as they are rehearsed: harmless, small, and without what one CPU process cannot run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Rehearsals remembered by content: the same stage, model, data and packages are not rehearsed twice."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A stage rehearsed: what the trainer refuses, named by the arguments without which it does not."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -5,8 +5,6 @@ it up, `{"backend": ..., "paths": [...], "stage": ..., "jobs": 2}`; every furthe
 `{"id": N, ...}` and is answered by one line of the same id. What packages print goes to stderr.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import importlib

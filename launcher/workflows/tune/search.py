@@ -5,8 +5,6 @@ at a time, the most promising first; each value of a lever is tried once. What i
 more runs of the best and of the file. Nothing here starts, reads or waits.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence

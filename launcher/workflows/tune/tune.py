@@ -1,7 +1,5 @@
 """`launch tune`: short real runs of a stage until the fastest setting is found that trains the same."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

@@ -1,7 +1,5 @@
 """open-instruct's scripts (`finetune.py`, `dpo_tune_cache.py`, `dpo.py`) on the CPU, with few rows."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.abc
 import importlib.machinery

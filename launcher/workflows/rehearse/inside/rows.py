@@ -1,7 +1,5 @@
 """The first rows of a run's data, and what became of them once the trainer had tokenised them."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """A model of the same kind as the run's, of few thin layers with random weights."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

@@ -1,7 +1,5 @@
 """Two optimizer steps, looked at: losses, whether weights moved, and what was saved."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import math

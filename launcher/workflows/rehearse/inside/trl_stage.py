@@ -1,7 +1,5 @@
 """TRL's `scripts/sft.py` and `scripts/dpo.py`, asked what they make of a stage's arguments."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

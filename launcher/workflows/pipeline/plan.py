@@ -283,6 +283,11 @@ class _Planner:
             message = f"{before} saves an adapter without its model: {link.name} cannot load it"
             help = "merge it into its model (`merge_and_unload` of peft), and begin from that"
             self._add(link, "pipeline-adapter", message, help, "from", layer="run")
+        own = step.plan.stage
+        if own.entry.whole_model and own.options.probe is None:
+            message = f"finetune.py:528 asks the hub for {source.model}: without the probe, which answers it, a local "
+            message += "model cannot be trained"
+            self._add(link, "pipeline-probe", message, "leave the probe on", "probe", layer="run")
         # one tokenizer for all of them: its chat template, and the token that it begins with
         name = "chat_template_name"
         was, now = given.get(name), values.get(name)

@@ -187,26 +187,3 @@ def test_the_commands_can_be_pasted() -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     command = shlex.split(done.stdout.splitlines()[1])
     assert command[:3] == ["launch", "bench", "configs/bench/hand_recipe.yaml"] and command[-1] == "9"
-
-
-LOADS = """
-import json, sys
-from transformers import AutoModelForCausalLM
-for name in sys.argv[1:]:
-    print(json.dumps([name, AutoModelForCausalLM.from_pretrained(name).num_parameters()]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.training
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="no training packages")
-def test_the_made_models_are_found_without_a_hub(tmp_path: Path) -> None:
-    maker = [sys.executable, str(SCRIPT.with_name("make_bench_assets.py")), "--tiny"]
-    subprocess.run([*maker, "--out", str(tmp_path)], check=True, timeout=PATIENCE_S)
-    about = json.loads((tmp_path / "assets.json").read_text())
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
-    words = [sys.executable, "-c", LOADS, *about["models"]]
-    done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True)
-    found = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
-    assert found == {name: one["parameters"] for name, one in about["models"].items()}, done.stderr
-    assert about["chats"]["rows"] == 200 and about["pairs"]["rows"] == 50

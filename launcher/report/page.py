@@ -156,7 +156,7 @@ def _lead(lead: Lead) -> Html:
     parts: list[Html] = [tag("p", line) for line in lead.lines]
     for rows in lead.tables:
         columns = list(rows[0]) if rows else []
-        parts.append(table(columns, [[_lead_cell(row.get(name)) for name in columns] for row in rows], "lead"))
+        parts.append(table(columns, [[_lead_cell(name, row.get(name)) for name in columns] for row in rows], "lead"))
     return tag("section", join(parts), class_="result", aria_label="result") if parts else Html("")
 
 
@@ -167,14 +167,14 @@ _COLOURS = {  # the class of a word that judges
 }
 
 
-def _lead_cell(value: object) -> object:
+def _lead_cell(name: str, value: object) -> Html:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return figure(value)
+        value = figure(value)
     shown = "–" if value is None else str(value)
     # `5,865 (5,392 – 6,338)`: the range below the figure
     middle, range_, rest = shown.partition(" (") if " – " in shown else (shown, "", "")
     inner = [middle, *([Html("<br>"), tag("small", f"({rest}")] if range_ else [])]
-    return tag("td", join(inner), class_=_COLOURS.get(shown, ""))
+    return tag("td", join(inner), class_=_COLOURS.get(shown, ""), data_label=name)
 
 
 def _overview(entries: Sequence[PageRun]) -> Html:

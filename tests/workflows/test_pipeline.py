@@ -325,7 +325,9 @@ def test_the_committed_pipelines_hold_together(name: str, tmp_path: Path, monkey
 
 
 @needs_trl
-def test_stages_run_in_turn_and_are_skipped_until_something_changes(world: Chained) -> None:
+def test_stages_run_in_turn_and_are_skipped_until_something_changes(
+    world: Chained, capsys: pytest.CaptureFixture[str]
+) -> None:
     world.usual()
     code, told = world.run()
     assert (code, statuses(told)) == (0, ["passed"] * 3), told
@@ -337,6 +339,8 @@ def test_stages_run_in_turn_and_are_skipped_until_something_changes(world: Chain
     assert data["state"] == "finished"
     page = (folder / "report.html").read_text()
     assert "<h1>pipeline p " in page and ">finished</span>" in page
+    assert main.main(["report", folder.name]) == 0
+    assert str(folder / "report.html") in capsys.readouterr().out
     assert [Path(one["run"]).is_dir() for one in data["stages"]] == [True] * 3
     assert data["stages"][1]["model"] == data["stages"][0]["output"]
     # said again: nothing

@@ -201,7 +201,13 @@ def report_command(
 ) -> None:
     """Write one HTML page: curves, verdicts, plan and config."""
     from launcher.report import page, series
+    from launcher.runs import rundir
 
+    series_folder = rundir.campaign(targets[0]) if len(targets) == 1 and output is None and format == "text" else None
+    if series_folder and (written := next(series_folder.path.glob("*.html"), None)):
+        # it begins with the table and the decision, which its runs alone do not hold
+        console.say(f"report: {written}")
+        return
     runs = series.gather(targets)
     # the JSON form says all that the page says, so no page is written beside it that nobody asked for
     path = page.usual_path(runs) if output is None and format == "text" else output

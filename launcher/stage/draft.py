@@ -98,7 +98,8 @@ def _line(key: str, row: Row, width: int = 42) -> str:
 
 
 def new(stage: str, backend: str, *, model: str, data: str, gpus: int) -> Draft:
-    """A first stage file for a model and a data set, each a name on the hub or a path."""
+    """A first stage file for a model and a data set, each a name on the hub or a path. Raises UsageError of a file
+    that TRL cannot load alone."""
     each = 4 if stage == "sft" else 2
     devices = max(1, gpus)
     rows = _trl(stage, data) if backend == "trl" else _open_instruct(stage, data)
@@ -121,8 +122,12 @@ def _trl(stage: str, data: str) -> Rows:
         own = {"beta": Row(0.1, "how far the model may go from where it started")}
     data_row = Row(data, f"rows with {columns}")
     if Path(data).is_file():
-        # TRL loads a folder of files, not one of them
-        data_row = Row(str(Path(data).parent), f"all data files of this folder: rows with {columns}")
+        # TRL loads a folder of files, not one of them; `datasets` takes the files of a folder for data by their names
+        folder = Path(data).parent
+        if any(path.suffix != Path(data).suffix for path in folder.iterdir()):
+            message = f"TRL loads a folder of data, and {folder.absolute()} holds more than data"
+            raise usage("bad-data", message, f"mkdir data && mv {data} data/, then --data data")
+        data_row = Row(str(folder), f"all data files of this folder: rows with {columns}")
     return {
         "dataset_name": data_row,
         "output_dir": Row(f"output/{stage}"),

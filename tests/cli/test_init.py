@@ -101,6 +101,19 @@ def test_without_a_terminal_model_and_data_are_options(
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_data_file_of_trl_is_alone_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data" / "chats.jsonl"
+    data.parent.mkdir()
+    data.write_text('{"messages": []}\n')
+    words = ("sft", "--model", "org/tiny", "--data", str(data), "-o", str(tmp_path / "sft.yaml"))
+    (data.parent / "train_notes.md").write_text("")
+    code, said = answer(capsys, *words)
+    assert (code, said["findings"][0]["code"]) == (2, "bad-data")
+    (data.parent / "train_notes.md").unlink()
+    assert answer(capsys, *words)[0] == 0
+    assert load(tmp_path / "sft.yaml").args["dataset_name"] == str(data.parent)
+
+
 def convert(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str
 ) -> tuple[Any, dict[str, Any], str]:

@@ -3,7 +3,9 @@
 import functools
 import json
 import math
+import re
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,21 @@ from launcher.paths import expanded, is_file, is_pointer
 
 # bytes read for the first row; one that is longer is not judged
 _HEAD = 2**20
+
+_MOST = 2000  # entries of a folder to look at; a larger one is not judged
+# datasets/data_files.py:43: words in the names of files
+_SPLITS = {
+    "train": {"train", "training"},
+    "validation": {"validation", "valid", "dev", "val"},
+    "test": {"test", "testing", "eval", "evaluation"},
+}
+# with these a folder describes its splits itself, or is read in another way; files such as
+# data/NAME-00000-of-00002.parquet bring splits of any name
+_DESCRIBED = re.compile(
+    r"(^|/)(readme\.md|dataset_dict\.json|dataset_infos?\.json|state\.json|task\.toml|instruction\.md"
+    r"|[^/]*\.py|[^/]*-\d{5}-of-\d{5}[^/]*)\Z"
+)
+_WORDS = re.compile(r"[-._ 0-9/\\]+")
 
 # Rows of the `train` split, `num_examples` on each set's card at huggingface.co/datasets.
 HUB_ROWS = {
@@ -37,6 +54,27 @@ def columns(path: Path) -> tuple[dict[str, Any], frozenset[str]] | None:
     if not found or not all(isinstance(row, dict) for row in found):
         return None
     return found[0], frozenset().union(*found)
+
+
+def files_of_split(name: str | None, split: str) -> list[Path]:
+    """The files of a local folder that are a split, by their names, as datasets/data_files.py:43 finds them.
+
+    None of them where it is no folder, describes itself, or holds too much to tell.
+    """
+    folder = Path(name or "/nonexistent")
+    try:
+        below = list(islice(folder.rglob("*"), _MOST + 1))
+        files = [str(path.relative_to(folder)) for path in below if path.is_file()]
+    except (OSError, ValueError):
+        return []
+    shown = sorted(file for file in files if not file.startswith(".") and "/." not in file)
+    if len(below) > _MOST or any(_DESCRIBED.search(file.lower()) for file in shown):
+        return []
+    words = {file: {*_WORDS.split(file.lower())} for file in shown}
+    named = [file for file in shown if words[file] & _SPLITS.get(split, set())]
+    # where no name says anything, all of it is for training
+    nameless = split == "train" and not any(words[file] & set().union(*_SPLITS.values()) for file in shown)
+    return [folder / file for file in (shown if nameless else named)]
 
 
 def lines_of(paths: Sequence[Path]) -> int | None:

@@ -1,15 +1,13 @@
 """GPUs -> `Plan`: batch x accumulation, steps, and the arguments that upstream will be given."""
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher.artifacts.rows import entry_rows, lines_of
+from launcher.artifacts.rows import entry_rows, files_of_split, lines_of
 from launcher.errors import Finding, InvalidConfig, Severity, launch_finding
-from launcher.paths import expanded
 from launcher.rules import registry
 from launcher.rules.context import Context
 from launcher.stage.stage import Stage, preferred_attention, trend_fault
@@ -344,10 +342,6 @@ def count_rows(stage: Stage, values: Values) -> int | None:
         return sum(n for n in counted if n is not None) if None not in counted else None
     if not isinstance(listed, str):
         return None
-    split, folder = str(values.get("dataset_train_split") or "train"), expanded(listed)
-    try:
-        # `train[:100]` is a part of the split, which no file is
-        names = sorted(os.listdir(folder)) if split.isidentifier() else []
-    except (OSError, ValueError):
-        return None
-    return lines_of([folder / n for n in names if n.startswith(split) and n.endswith(".jsonl")])
+    # `train[:100]` is a part of the split, which no file is
+    files = files_of_split(listed, str(values.get("dataset_train_split") or "train"))
+    return lines_of(files) if all(file.suffix == ".jsonl" for file in files) else None

@@ -141,6 +141,15 @@ def test_steps_of_trl(tmp_path: Path, more: str, rows: int | None, steps: int | 
     assert (made.rows, made.steps) == (rows, steps)
 
 
+def test_a_folder_whose_names_say_nothing_is_for_training(tmp_path: Path) -> None:
+    trl_rows(tmp_path, "")
+    for name in ("train", "test"):
+        (tmp_path / "data" / f"{name}.jsonl").unlink()
+    (tmp_path / "data" / "chats.jsonl").write_text("{}\n" * 32)
+    stage = from_text(tmp_path, TRL.format(data=tmp_path / "data", more="per_device_train_batch_size: 8"))
+    assert planned(stage, 0).rows == 32
+
+
 def test_models_and_deepspeed_without_a_place(tmp_path: Path) -> None:
     words = sft(tmp_path).arguments()
     assert words["output_dir"] == ["/run/model"]

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,7 @@ from launcher.rules.rule import say
 from launcher.rules.trl.resolved import prepared
 from launcher.upstream.schema import Values
 
-_MOST = 2000  # entries of a folder to look at; a larger one is not judged
-# datasets/data_files.py:43: words in the names of files
-_OF_TRAINING = frozenset({"train", "training"})
-_OF_OTHERS = frozenset("validation valid dev val test testing eval evaluation".split())
-# with these a folder describes its splits itself, or is read in another way; files such as
-# data/NAME-00000-of-00002.parquet bring splits of any name
-_DESCRIBED = re.compile(
-    r"(^|/)(readme\.md|dataset_dict\.json|dataset_infos?\.json|state\.json|task\.toml|instruction\.md"
-    r"|[^/]*\.py|[^/]*-\d{5}-of-\d{5}[^/]*)\Z"
-)
 _PICTURES = frozenset({"image", "images"})
-_WORDS = re.compile(r"[-._ 0-9/\\]+")
 
 
 def _named(context: Context) -> str | None:
@@ -50,30 +38,9 @@ def data_here(context: Context) -> Iterator[Finding]:
         yield say("error", "missing-data", "dataset_name", message, help)
 
 
-def _training_files(name: str | None) -> list[Path]:
-    """The files of a local folder that are trained on, by their names, as datasets/data_files.py:43 finds them.
-
-    None where it is no folder, describes itself, or holds too much to tell.
-    """
-    folder = Path(name or "/nonexistent")
-    try:
-        below = list(islice(folder.rglob("*"), _MOST + 1))
-        files = [str(path.relative_to(folder)) for path in below if path.is_file()]
-    except (OSError, ValueError):
-        return []
-    shown = sorted(file for file in files if not file.startswith(".") and "/." not in file)
-    if len(below) > _MOST or any(_DESCRIBED.search(file.lower()) for file in shown):
-        return []
-    words = {file: {*_WORDS.split(file.lower())} for file in shown}
-    named = [file for file in shown if words[file] & _OF_TRAINING]
-    # where no name says anything, all of it is for training
-    of_others = any(words[file] & _OF_OTHERS for file in shown)
-    return [folder / file for file in (named if named or of_others else shown)]
-
-
 def data_rows(context: Context) -> Iterator[Finding]:
     """datasets/packaged_modules/json/json.py:101: a file without rows ends the run in a StopIteration."""
-    for file in _training_files(_named(context)):
+    for file in rows.files_of_split(_named(context), "train"):
         if (what := rows.fault(file)) is not None:
             help = "correct the file, or take it out of the folder"
             yield say("error", "bad-data", "dataset_name", f"{brief(file)}: {what}", help)
@@ -81,7 +48,7 @@ def data_rows(context: Context) -> Iterator[Finding]:
 
 def data_columns(context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:1333,1375,1383, dpo_trainer.py:1063: columns are read by their names."""
-    values, files = context.values, _training_files(_named(context))
+    values, files = context.values, rows.files_of_split(_named(context), "train")
     if not files or values["dataset_train_split"] != "train" or prepared(values) or values["dataset_config"]:
         return
     judge = _missing_from_pairs if values.schema.pairs else _missing_from_examples
@@ -147,7 +114,7 @@ def template_here(context: Context) -> Iterator[Finding]:
 
 def no_template(context: Context) -> Iterator[Finding]:
     """transformers/tokenization_utils_base.py:3271: conversations, and a tokenizer that cannot write them."""
-    values, files = context.values, _training_files(_named(context))
+    values, files = context.values, rows.files_of_split(_named(context), "train")
     model = values["model_name_or_path"]
     if not files or values.get("chat_template_path") or not _plain_tokenizer(model):
         return

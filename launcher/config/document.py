@@ -114,6 +114,8 @@ def _broken(path: Path, text: str, error: yaml.MarkedYAMLError | yaml.reader.Rea
 
 def _near(path: Path) -> str | None:
     """Advice about a file that is not there: names like it in the same folder."""
+    if "=" in path.name:
+        return "`launch sft FILE KEY=VALUE --dry-run` checks a file with an override"
     with contextlib.suppress(OSError, ValueError):
         names = sorted(name for name in os.listdir(path.parent) if name.endswith((".yaml", ".yml")))
         if near := difflib.get_close_matches(path.name, names, n=3):

@@ -240,10 +240,14 @@ def trend_fault(opts: Options, steps: int | None) -> Finding | None:
 
 def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:
     batch = opts.batch or Batch()
-    for name, by_batch in ((entry.names.per_device, batch.per_device), (entry.names.accumulation, batch.total)):
+    split = (
+        (entry.names.per_device, "per_device", batch.per_device),
+        (entry.names.accumulation, "global", batch.total),
+    )
+    for name, part, by_batch in split:
         key = f"args.{name}"
         if by_batch and values.given(name):
-            message, help = f"`{name}` and `batch:` both set the batch", "keep `batch:`, leave this one out"
+            message, help = f"`{name}` and `batch:` both set the batch", f"leave this one out; set `batch.{part}`"
             yield launch_finding("error", "batch-twice", message, help, key=key)
         elif not by_batch and isinstance(values[name], int) and values[name] < 1:
             message, help = f"`{name}: {values[name]}` is no batch", "a whole number above 0"

@@ -137,6 +137,8 @@ def test_a_stage_beside_its_pipeline_is_said_once(write: Write, capsys: pytest.C
     write("all/pipeline.yaml", "gpus: 0\nstages: [{name: sft, config: sft.yaml}]\n")
     assert main(["validate-config", str(stage.parent)]) == Exit.CONFIG
     assert capsys.readouterr().err.count("`learning_rat`") == 1
+    assert main(["validate-config", str(stage), "learning_rate=1"]) == Exit.CONFIG
+    assert "KEY=VALUE --dry-run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

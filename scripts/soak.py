@@ -356,7 +356,7 @@ def _page(told: dict[str, Any]) -> str:
     """The same for people."""
     versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
     lines = [
-        "# Killed at random moments", "",
+        "# Kill and resume test", "",
         "`make soak` trains a tiny model on the CPU, kills every process of the run (SIGKILL) at random "
         "moments, says the same command again, and compares with a run that was left alone.", "",
         f"{told['date']}, seed {told['seed']}, {told['system']}, Python {told['python']}, {versions}.", "",

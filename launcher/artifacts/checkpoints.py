@@ -13,23 +13,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import zipfile
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from launcher import files
-from launcher.artifacts import digest
-from launcher.paths import is_pointer
+from launcher.artifacts import model_files
+from launcher.artifacts.model_files import archive_fault, file_fault
 from launcher.upstream.trainers import BACKENDS
 
 Kind = Literal["step", "epoch"]
-
-_SHARD = re.compile(r"model-\d+-of-\d+\.(safetensors|bin)\Z")
-_WHOLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_NO_WEIGHTS = "it holds no weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,13 +105,13 @@ def model_fault(folder: Path | None) -> str | None:
     names = set(_names(folder))
     if folder is None or not {"config.json", "adapter_config.json"} & names:
         return "it holds no config"
-    return _weights_fault(folder, names)
+    return _weights_fault(folder)
 
 
 def damage(folder: Path) -> str | None:
     """What is wrong with the weights that lie in a folder; None where none do, or all are whole."""
-    fault = _weights_fault(folder, set(_names(folder)))
-    return None if fault == _NO_WEIGHTS else fault
+    fault = _weights_fault(folder)
+    return None if fault == model_files.NO_WEIGHTS else fault
 
 
 def _folders(backend: str, output: Path | None) -> Iterator[Path]:
@@ -134,7 +128,7 @@ def _read(layout: _Layout, path: Path, ranks: int | None) -> Checkpoint:
         fault = f"trainer_state.json is not that of step {number}"
     fault = fault or _state_fault(path, names, f"optimizer.{layout.suffix}", f"scheduler.{layout.suffix}")
     if fault is None and (ranks or 1) == 1 and alone.name in names:
-        fault = _archive_fault(alone)
+        fault = archive_fault(alone)
     elif fault is None:
         fault = _ranks_fault(path, names, layout.states, ranks)
     epochs = state.get("epoch")
@@ -203,16 +197,16 @@ def _state_fault(path: Path, names: set[str], optimizer: str, scheduler: str) ->
     elif any(name.startswith("pytorch_model_fsdp") for name in sharded):
         fault = _fsdp_fault(path, sharded)
     else:
-        fault = _weights_fault(path, names)
+        fault = _weights_fault(path)
         if fault is None and optimizer not in names:
             fault = f"it holds the model without {optimizer}"
-        fault = fault or _archive_fault(path / optimizer)
+        fault = fault or archive_fault(path / optimizer)
     if fault is not None:
         return fault
     if scheduler not in names:
         # DeepSpeed's own schedule lies in its engine's state
         return f"it lacks {scheduler}" if engine is None else None
-    return _archive_fault(path / scheduler)
+    return archive_fault(path / scheduler)
 
 
 def _ranks_fault(path: Path, names: set[str], pattern: re.Pattern[str], ranks: int | None) -> str | None:
@@ -220,11 +214,7 @@ def _ranks_fault(path: Path, names: set[str], pattern: re.Pattern[str], ranks: i
     expected = range(ranks if ranks is not None else max(found, default=0) + 1)
     if lacking := [str(rank) for rank in expected if rank not in found]:
         return f"the random states of rank {', '.join(lacking[:8])} are missing"
-    return next(filter(None, (_archive_fault(path / name) for name in found.values())), None)
-
-
-def _first_fault(folder: Path, names: Iterable[str]) -> str | None:
-    return next(filter(None, (file_fault(folder / name) for name in names)), None)
+    return next(filter(None, (archive_fault(path / name) for name in found.values())), None)
 
 
 def _engine_folder(path: Path, names: set[str]) -> Path | None:
@@ -245,7 +235,7 @@ def _engine_fault(folder: Path) -> str | None:
     ranks = {int(m[1]) for n in optimizers if (m := re.search(r"zero_pp_rank_(\d+)_", n))}
     if lacking := [str(rank) for rank in range(max(ranks, default=-1) + 1) if rank not in ranks]:
         return f"{folder.name} lacks the optimizer of rank {', '.join(lacking[:8])}"
-    return next(filter(None, (_archive_fault(folder / name) for name in (*models, *optimizers))), None)
+    return next(filter(None, (archive_fault(folder / name) for name in (*models, *optimizers))), None)
 
 
 def _fsdp_fault(path: Path, names: Iterable[str]) -> str | None:
@@ -258,110 +248,17 @@ def _fsdp_fault(path: Path, names: Iterable[str]) -> str | None:
             statuses = ((n, _status(path / name / n)) for n in sorted(inside))
             if empty := [n for n, status in statuses if status is None or not status.st_size]:
                 return f"{name}/{empty[0]} is empty"
-        elif (fault := _archive_fault(path / name)) is not None:
+        elif (fault := archive_fault(path / name)) is not None:
             return fault
     return None
 
 
-def _weights_fault(folder: Path, names: set[str]) -> str | None:
-    """What is wrong with the weights of a folder: one file, or an index and all its shards."""
-    for index in _INDEXES:
-        if index in names:
-            placed = files.read_json(folder / index).get("weight_map")
-            if not isinstance(placed, dict) or not placed:
-                return f"{index} cannot be read"
-            return _first_fault(folder, sorted({str(name) for name in placed.values()}))
-    if whole := [name for name in _WHOLE if name in names]:
-        return _first_fault(folder, whole)
-    if any(_SHARD.search(name) for name in names):
-        return "its weights are in parts without an index"
-    # PEFT writes each adapter that is not called `default` into a folder of its own
-    for name in sorted(names):
-        if inside := set(_names(folder / name)) & {"adapter_model.safetensors", "adapter_model.bin"}:
-            return _first_fault(folder / name, inside)
-    return _NO_WEIGHTS
-
-
-def file_fault(path: Path) -> str | None:
-    """What is wrong with one file of weights; None where it ends where it says that it does."""
-    if is_pointer(path):
-        return f"{path.name} is a git-lfs pointer, not the file"
-    return _tensors_fault(path) if path.suffix == ".safetensors" else _archive_fault(path)
-
-
-def sizes(path: Path) -> dict[str, tuple[int, ...]] | None:
-    """The size of each tensor in a safetensors file; None where its header cannot be read."""
-    try:
-        with files.open_regular(path, 0) as file:
-            tensors = digest.header(file.fileno(), os.fstat(file.fileno()).st_size)[1]
-        return {name: tuple(map(int, one["shape"])) for name, one in tensors.items()}
-    except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, OverflowError):
-        return None
-
-
-def blank(path: Path) -> bool:
-    """Whether all floating-point tensors of a safetensors file are 0, as far as samples of each tell."""
-    try:
-        with files.open_regular(path, 0) as file:
-            size = os.fstat(file.fileno()).st_size
-            regions = digest.sampled_regions(file.fileno(), size) or []
-            tensors = digest.header(file.fileno(), size)[1] if regions else {}
-            if not tensors or not all("F" in one["dtype"] for one in tensors.values()):
-                return False
-            return not any(os.pread(file.fileno(), length, at).strip(b"\0") for at, length in regions[1:])
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):
-        return False
-
-
-def _tensors_fault(path: Path) -> str | None:
-    """Whether a safetensors file ends where its header says that the last tensor ends.
-
-    Weights without a value are what ZeRO-3 leaves in a parameter that was not gathered for the save
-    (deepspeed/runtime/zero/partition_parameters.py); whole numbers of a quantised model may have none.
-    """
-    try:
-        with files.open_regular(path, 0) as file:
-            size = os.fstat(file.fileno()).st_size
-            data, tensors = digest.header(file.fileno(), size)
-        ends = [int(one["data_offsets"][1]) for one in tensors.values()]
-        empty = [n for n, one in tensors.items() if 0 in one["shape"] and "F" in one["dtype"]]
-    except OSError as error:
-        return _unreadable(path, error)
-    except EOFError:
-        return f"{path.name} is cut off"
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
-        return f"{path.name} cannot be read"
-    if data + max(ends, default=0) != size:
-        return f"{path.name} is cut off"
-    if empty:
-        return f"{len(empty)} of the {len(tensors)} tensors in {path.name} have no values, such as {empty[0]}"
-    return None
-
-
-def _archive_fault(path: Path) -> str | None:
-    """Whether a file of torch's is whole: its zip directory stands at its end and fits what is before.
-
-    The form before torch 1.6 has no end that could be looked for: not being empty has to do.
-    """
-    try:
-        with files.open_regular(path) as file:
-            begin = file.read(4)
-            if not begin:
-                return f"{path.name} is empty"
-            if not begin.startswith(b"PK"):
-                # a file that was made long and never written is full of zeros
-                return None if begin.strip(b"\0") else f"{path.name} cannot be read"
-            with zipfile.ZipFile(file) as archive:
-                return None if archive.namelist() else f"{path.name} is empty"
-    except OSError as error:
-        return _unreadable(path, error)
-    except (zipfile.BadZipFile, ValueError, NotImplementedError):
-        return f"{path.name} is cut off"
-
-
-def _unreadable(path: Path, error: OSError) -> str:
-    missing = isinstance(error, FileNotFoundError)
-    return f"{path.name} is missing" if missing else f"{path.name} cannot be read: {error.strerror}"
+def _weights_fault(folder: Path) -> str | None:
+    """What is wrong with a whole model, or with adapters: PEFT writes some into folders of their own."""
+    adapters = sorted([*folder.glob("adapter_model.*"), *folder.glob("*/adapter_model.*")])
+    if adapters and model_files.first(folder) is None:
+        return next(filter(None, map(file_fault, adapters)), None)
+    return model_files.weights_fault(folder)
 
 
 def _status(path: Path) -> os.stat_result | None:

@@ -1,13 +1,12 @@
 """Data files, model folders and names on the hub -> `Fingerprint`: equal exactly where the content is.
 
 Neither where a file lies nor when it was written is part of a digest: a copy, a moved folder and a
-touched file have the digest of the original. `FingerprintCache` remembers the digest of each file by its
-identity, so that a file that nobody wrote to is not read again.
+touched file have the digest of the original.
 """
 
 import contextlib
+import functools
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from launcher import files
 from launcher.artifacts import digest, model_config
 from launcher.artifacts.model_config import is_path
 from launcher.errors import NotReady, launch_finding
-from launcher.machine import locks
 from launcher.paths import exists, is_file
 
 Kind = Literal["file", "folder", "hub", "name"]
@@ -33,6 +31,9 @@ _TOKENIZER = f"""
     tokenizer* special_tokens_map.json added_tokens.json vocab* merges.txt spiece.model sentencepiece*
     *.tiktoken tekken.json chat_template* {_TEMPLATES}* config.json *.py
 """.split()
+
+
+_MARGIN_S = 2.0
 
 
 class MissingContent(NotReady):
@@ -65,7 +66,7 @@ class Fingerprint:
     revision: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "files": [asdict(one) for one in self.files]}
+        return {**asdict(self), "files": list(map(asdict, self.files))}
 
 
 def cache_home(environ: Mapping[str, str] | None = None) -> Path:
@@ -78,95 +79,13 @@ def cache_home(environ: Mapping[str, str] | None = None) -> Path:
     return Path(os.path.expanduser(base)).absolute() / "launch"
 
 
-class FingerprintCache:
-    """The digests of files by identity: device, inode, size, times of last write and last change.
-
-    The time of change is the kernel's own and cannot be set: a file written to and given its old
-    time back is another. A file that changed less than `MARGIN_S` before it was read is not entered:
-    the clock of its file system may be too coarse to tell a later write. A file that cannot be read
-    or written costs time, nothing else; of several writers at once each keeps the others' entries.
-    """
-
-    MARGIN_S = 2.0
-    LARGEST = 4096
-    FORM = 1
-
-    def __init__(self, path: Path | None = None) -> None:
-        self.path = path
-        self.entries = {} if path is None else self._stored(path)
-        self._fresh: dict[str, list[Any]] = {}
-
-    def recall(self, status: os.stat_result, method: str) -> digest.Content | None:
-        """The content of a file in exactly this state; None where it must be read."""
-        key = _identity(status, method)
-        entry = self.entries.get(key)
-        if entry is None or entry[:3] != _state(status):
-            return None
-        self._fresh[key] = [*entry[:5], int(time.time())]
-        return digest.Content(method=entry[3], digest=entry[4], size=status.st_size)
-
-    def note(self, status: os.stat_result, method: str, found: digest.Content, begun_s: float) -> None:
-        """Remember what was read from `begun_s` on, unless the file had only just been written."""
-        # a file system that keeps no time of change answers with another
-        changed, written = begun_s - status.st_ctime_ns / 1e9, begun_s - status.st_mtime_ns / 1e9
-        if changed < self.MARGIN_S or 0 <= written < self.MARGIN_S:
-            return
-        entry = [*_state(status), found.method, found.digest, int(time.time())]
-        self.entries[_identity(status, method)] = self._fresh[_identity(status, method)] = entry
-
-    def save(self) -> None:
-        """Write what is new, beside what others wrote meanwhile; the oldest entries make room."""
-        if self.path is None or not self._fresh:
-            return
-        with contextlib.suppress(OSError, ValueError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with locks.alone(self.path.with_suffix(".lock")):
-                whole = {**self._stored(self.path), **self._fresh}
-                newest = sorted(whole.items(), key=lambda item: -item[1][5])[: self.LARGEST]
-                raw = json.dumps({"form": self.FORM, "files": dict(newest)}, separators=(",", ":"))
-                files.write_text(self.path, raw)
-            self._fresh.clear()
-
-    @classmethod
-    def _stored(cls, path: Path) -> dict[str, list[Any]]:
-        record = files.read_json(path)
-        entries = record.get("files") if record.get("form") == cls.FORM else None
-        return {key: entry for key, entry in entries.items() if _sound(entry)} if isinstance(entries, dict) else {}
-
-
-@contextlib.contextmanager
-def remembered() -> Iterator[FingerprintCache]:
-    memory = FingerprintCache(cache_home() / "fingerprints.json")
-    try:
-        yield memory
-    finally:
-        memory.save()
-
-
-def _identity(status: os.stat_result, method: str) -> str:
-    return f"{status.st_dev}:{status.st_ino}:{method}"
-
-
-def _state(status: os.stat_result) -> list[int]:
-    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-
-
-def _sound(entry: Any) -> bool:
-    return isinstance(entry, list) and [type(one) for one in entry] == [int, int, int, str, str, int]
-
-
-def of_file(
-    path: Path, memory: FingerprintCache, *, name: str | None = None, whole_below: int = digest.WHOLE_BELOW
-) -> FilePrint:
+def of_file(path: Path, *, name: str | None = None) -> FilePrint:
     """The fingerprint of one file, links followed; raises MissingContent where there is none to read."""
     try:
         status = path.stat()
-        method = f"{'sampled' if path.suffix == '.safetensors' else 'whole'}:{whole_below}"
-        found = memory.recall(status, method)
-        if found is None:
-            begun = time.time()
-            found, status = digest.read(path, whole_below=whole_below)
-            memory.note(status, method, found, begun)
+        # a clock of a file system may be too coarse to tell a write of just now from the next one
+        settled = time.time() - max(status.st_ctime, status.st_mtime) > _MARGIN_S
+        found = _content(path, _state(status)) if settled else digest.read(path)[0]
     except (OSError, ValueError) as error:
         raise _missing(path, error) from None
     return FilePrint(
@@ -178,46 +97,57 @@ def of_file(
     )
 
 
-def of_data(name: str, memory: FingerprintCache, revision: str | None = None) -> Fingerprint:
+def _state(status: os.stat_result) -> tuple[int, ...]:
+    """What no write leaves as it is: the time of change is the kernel's own and cannot be set."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+@functools.lru_cache(maxsize=4096)
+def _content(path: Path, _: tuple[int, ...]) -> digest.Content:
+    """One start asks for the same files several times, under each role."""
+    return digest.read(path)[0]
+
+
+def of_data(name: str, revision: str | None = None) -> Fingerprint:
     """A data file, or a folder of data with everything below it; raises MissingContent.
 
     Hidden files count for nothing; a folder's README.md does, since `datasets` reads settings from it.
     """
     path = Path(name)
     if exists(path) and path.is_dir():
-        return _folder(name, path, _below(path), memory)
-    return _single(name, path, memory)
+        return _folder(name, path, _below(path))
+    return _single(name, path)
 
 
-def of_model(name: str, memory: FingerprintCache, revision: str | None = None) -> Fingerprint:
+def of_model(name: str, revision: str | None = None) -> Fingerprint:
     """A model folder by its weights, their index, its configs and its own code; or a name on the hub.
 
     An adapter's folder counts together with its base model. Raises MissingContent where a file of the
     folder cannot be read.
     """
-    found = _pretrained(name, memory, _WEIGHTS, revision)
+    found = _pretrained(name, _WEIGHTS, revision)
     config = files.read_json(Path(name) / "adapter_config.json")
     base = config.get("base_model_name_or_path")
     if found.kind != "folder" or not isinstance(base, str) or base == name:
         return found
-    below = _pretrained(base, memory, _WEIGHTS, str(config.get("revision") or "") or None)
+    below = _pretrained(base, _WEIGHTS, str(config.get("revision") or "") or None)
     both = hashlib.sha256(f"adapter {found.digest} {below.digest}\n".encode()).hexdigest()
     prints = (*found.files, *(replace(one, name=f"{base}/{one.name}") for one in below.files))
     return replace(found, digest=both, files=prints)
 
 
-def of_tokenizer(name: str, memory: FingerprintCache, revision: str | None = None) -> Fingerprint:
+def of_tokenizer(name: str, revision: str | None = None) -> Fingerprint:
     """The tokenizer of a model folder, its chat templates included; or a name on the hub."""
-    return _pretrained(name, memory, _TOKENIZER, revision)
+    return _pretrained(name, _TOKENIZER, revision)
 
 
-def of_config(name: str, memory: FingerprintCache, revision: str | None = None) -> Fingerprint:
+def of_config(name: str, revision: str | None = None) -> Fingerprint:
     if Path(name).is_dir():
-        return of_data(str(Path(name) / "config.json"), memory)
+        return of_data(str(Path(name) / "config.json"))
     return of_hub(name, revision)
 
 
-READERS: Mapping[str, Callable[[str, FingerprintCache, str | None], Fingerprint]] = {
+READERS: Mapping[str, Callable[[str, str | None], Fingerprint]] = {
     "data": of_data,
     "model": of_model,
     "tokenizer": of_tokenizer,
@@ -227,16 +157,16 @@ READERS: Mapping[str, Callable[[str, FingerprintCache, str | None], Fingerprint]
 """How what has a role is read, by its name and revision."""
 
 
-def _pretrained(name: str, memory: FingerprintCache, patterns: Sequence[str], revision: str | None) -> Fingerprint:
+def _pretrained(name: str, patterns: Sequence[str], revision: str | None) -> Fingerprint:
     path = Path(name)
     if not (exists(path) and path.is_dir()):
-        return _single(name, path, memory) if is_file(path) else of_hub(name, revision)
+        return _single(name, path) if is_file(path) else of_hub(name, revision)
     found = (one for one in _top(path) if _matches(one[0], patterns) and not _matches(one[0], _NO_WEIGHTS))
-    return _folder(name, path, found, memory)
+    return _folder(name, path, found)
 
 
-def _single(name: str, path: Path, memory: FingerprintCache) -> Fingerprint:
-    one = of_file(path, memory)
+def _single(name: str, path: Path) -> Fingerprint:
+    one = of_file(path)
     return Fingerprint(name=name, kind="file", digest=one.digest, files=(one,))
 
 
@@ -245,12 +175,12 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch(name, one) and name.count("/") == one.count("/") for one in patterns)
 
 
-def _folder(name: str, path: Path, found: Iterable[tuple[str, Path]], memory: FingerprintCache) -> Fingerprint:
+def _folder(name: str, path: Path, found: Iterable[tuple[str, Path]]) -> Fingerprint:
     try:
         listed = sorted(found)
     except OSError as error:
         raise _missing(path, error) from None
-    prints = tuple(of_file(file, memory, name=below) for below, file in listed)
+    prints = tuple(of_file(file, name=below) for below, file in listed)
     tree = "".join(f"{one.name}\0{one.digest}\n" for one in prints).encode(errors="surrogateescape")
     return Fingerprint(name=name, kind="folder", digest=hashlib.sha256(b"folder\n" + tree).hexdigest(), files=prints)
 

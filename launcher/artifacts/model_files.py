@@ -1,10 +1,12 @@
 """Whether a model's folder can be loaded: its config, its tokenizer and its weights, as transformers looks."""
 
+import os
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher.artifacts import checkpoints
+from launcher.artifacts import digest
 from launcher.files import open_regular, parse_json, read_bytes
 from launcher.paths import is_file, is_pointer
 
@@ -15,6 +17,7 @@ ADAPTER = "adapter_config.json"
 _CONFIG, _TOKENIZER = "config.json", "tokenizer_config.json"
 _SAFE, _TORCH = "model.safetensors", "pytorch_model.bin"
 _LARGEST_INDEX = 2**28
+NO_WEIGHTS = "it holds no weights"
 
 
 def is_bare(folder: Path) -> bool:
@@ -53,34 +56,114 @@ def tokenizer_fault(folder: Path) -> str | None:
 
 def weights_fault(folder: Path) -> str | None:
     """What is wrong with the weights: the first of four names decides (transformers/modeling_utils.py:594)."""
-    first = _first(folder)
-    if first is None:
+    found = first(folder)
+    if found is None:
         others = sorted(path.name for path in _weights(folder))
         beside = f" under a name that is looked for, only {', '.join(others[:3])}" if others else ""
-        return f"it holds no weights{beside}"
-    if not first.name.endswith(".json"):
-        return checkpoints.file_fault(first)
-    shards = _shards(first)
+        return f"{NO_WEIGHTS}{beside}"
+    if not found.name.endswith(".json"):
+        return file_fault(found)
+    shards = _shards(found)
     # transformers/utils/hub.py:891
-    if not shards or "metadata" not in _read(first):
-        return _unread(first)
-    faults = [fault for path in shards if (fault := checkpoints.file_fault(path)) is not None]
+    if not shards or "metadata" not in _read(found):
+        return _unread(found)
+    faults = [fault for path in shards if (fault := file_fault(path)) is not None]
     more = f" ({len(faults)} of its {len(shards)} files)" if len(faults) > 1 else ""
     return f"{faults[0]}{more}" if faults else None
 
 
 def sizes(folder: Path) -> Mapping[str, tuple[int, ...]] | None:
     """The size of each weight that is loaded, under its name in the files; None where no header tells."""
-    first = _first(folder)
-    if first is None or first.name.startswith("pytorch_model"):
+    found = first(folder)
+    if found is None or found.name.startswith("pytorch_model"):
         return None
-    headers = [checkpoints.sizes(path) for path in (_shards(first) if first.name.endswith(".json") else [first])]
-    if not headers or None in headers:
+    paths = _shards(found) if found.name.endswith(".json") else [found]
+    try:
+        tensors = {name: one for path in paths for name, one in _header(path)[2].items()}
+        return {name: tuple(map(int, one["shape"])) for name, one in tensors.items()} if paths else None
+    except _UNREADABLE:
         return None
-    return dict(item for header in headers if header for item in header.items())
 
 
-def _first(folder: Path) -> Path | None:
+def file_fault(path: Path) -> str | None:
+    """What is wrong with one file of weights; None where it ends where it says that it does."""
+    if is_pointer(path):
+        return f"{path.name} is a git-lfs pointer, not the file"
+    return _tensors_fault(path) if path.suffix == ".safetensors" else archive_fault(path)
+
+
+_UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, OverflowError)
+
+
+def _header(path: Path) -> tuple[int, int, dict[str, Any]]:
+    """The size of a safetensors file, where its data begin, and its tensors; raises _UNREADABLE."""
+    with open_regular(path, 0) as file:
+        size = os.fstat(file.fileno()).st_size
+        return size, *digest.header(file.fileno(), size)
+
+
+def blank(path: Path) -> bool:
+    """Whether all floating-point tensors of a safetensors file are 0, as far as samples of each tell."""
+    try:
+        size, _, tensors = _header(path)
+        if not tensors or not all("F" in one["dtype"] for one in tensors.values()):
+            return False
+        with open_regular(path, 0) as file:
+            regions = digest.sampled_regions(file.fileno(), size) or []
+            return bool(regions) and not any(os.pread(file.fileno(), n, at).strip(b"\0") for at, n in regions[1:])
+    except _UNREADABLE:
+        return False
+
+
+def _tensors_fault(path: Path) -> str | None:
+    """Whether a safetensors file ends where its header says that the last tensor ends.
+
+    Weights without a value are what ZeRO-3 leaves in a parameter that was not gathered for the save
+    (deepspeed/runtime/zero/partition_parameters.py); whole numbers of a quantised model may have none.
+    """
+    try:
+        size, data, tensors = _header(path)
+        ends = [int(one["data_offsets"][1]) for one in tensors.values()]
+        empty = [n for n, one in tensors.items() if 0 in one["shape"] and "F" in one["dtype"]]
+    except OSError as error:
+        return _unreadable(path, error)
+    except _UNREADABLE as error:
+        return f"{path.name} {'is cut off' if isinstance(error, EOFError) else 'cannot be read'}"
+    if data + max(ends, default=0) != size:
+        return f"{path.name} is cut off"
+    if empty:
+        return f"{len(empty)} of the {len(tensors)} tensors in {path.name} have no values, such as {empty[0]}"
+    return None
+
+
+def archive_fault(path: Path) -> str | None:
+    """Whether a file of torch's is whole: its zip directory stands at its end and fits what is before.
+
+    The form before torch 1.6 has no end that could be looked for: not being empty has to do.
+    """
+    try:
+        with open_regular(path) as file:
+            begin = file.read(4)
+            if not begin:
+                return f"{path.name} is empty"
+            if not begin.startswith(b"PK"):
+                # a file that was made long and never written is full of zeros
+                return None if begin.strip(b"\0") else f"{path.name} cannot be read"
+            with zipfile.ZipFile(file) as archive:
+                return None if archive.namelist() else f"{path.name} is empty"
+    except OSError as error:
+        return _unreadable(path, error)
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        return f"{path.name} is cut off"
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    missing = isinstance(error, FileNotFoundError)
+    return f"{path.name} is missing" if missing else f"{path.name} cannot be read: {error.strerror}"
+
+
+def first(folder: Path) -> Path | None:
+    """The file that transformers loads, or its index."""
     names = (f"{name}{index}" for name in (_SAFE, _TORCH) for index in ("", ".index.json"))
     return next((path for name in names if is_file(path := folder / name)), None)
 
@@ -95,7 +178,9 @@ def _shards(index: Path) -> list[Path]:
 
 def _weights(folder: Path) -> Iterator[Path]:
     for pattern in ("*.safetensors", "*.bin", "*.gguf", "*.index.json"):
-        yield from (p for p in folder.glob(pattern) if p.name != "training_args.bin")
+        yield from (
+            p for p in folder.glob(pattern) if not p.name.startswith(("training_args", "optimizer", "scheduler"))
+        )
 
 
 def _tokenizers(folder: Path) -> list[Path]:

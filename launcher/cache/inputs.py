@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.artifacts.fingerprint import READERS, FingerprintCache, MissingContent, remembered
+from launcher.artifacts.fingerprint import READERS, MissingContent
 from launcher.paths import exists
 from launcher.plan.plan import Plan
 from launcher.upstream import facts
@@ -27,11 +27,10 @@ def of_plan(plan: Plan) -> list[dict[str, Any]]:
 
     Raises MissingContent where something local cannot be read.
     """
-    with remembered() as memory:
-        return list(_contents(plan, memory))
+    return list(_contents(plan))
 
 
-def _contents(plan: Plan, memory: FingerprintCache) -> Iterator[dict[str, Any]]:
+def _contents(plan: Plan) -> Iterator[dict[str, Any]]:
     values, stage = plan.values, plan.stage
     data = values.get(stage.entry.names.data)
     listed = list(map(str, data[::2])) if isinstance(data, list) else [str(data)] if data else []
@@ -44,7 +43,7 @@ def _contents(plan: Plan, memory: FingerprintCache) -> Iterator[dict[str, Any]]:
         if role == "data" and not exists(Path(name)):
             yield _record(role, name, None)
         elif isinstance(name, str) and name:
-            found = READERS[role](name, memory, at)
+            found = READERS[role](name, at)
             # a name on the hub whose commit is not known here says nothing of its content
             record = _record(role, found.name, None if found.kind == "name" else found.digest)
             if found.kind in ("file", "folder"):
@@ -81,8 +80,7 @@ def changed(listed: object, cwd: Path) -> list[dict[str, Any]]:
     `after` is None for what is gone or cannot be read. Relative names start at `cwd`.
     """
     local = [record for record in _records(listed) if isinstance(record.get("files"), dict)]
-    with remembered() as memory:
-        return [change for record in local for change in _changes(record, cwd, memory)]
+    return [change for record in local for change in _changes(record, cwd)]
 
 
 def _records(listed: object) -> list[Mapping[str, Any]]:
@@ -90,11 +88,11 @@ def _records(listed: object) -> list[Mapping[str, Any]]:
     return [record for record in found if isinstance(record, Mapping)]
 
 
-def _changes(record: Mapping[str, Any], cwd: Path, memory: FingerprintCache) -> Iterator[dict[str, Any]]:
+def _changes(record: Mapping[str, Any], cwd: Path) -> Iterator[dict[str, Any]]:
     role, name, digest = str(record.get("role")), str(record.get("name")), record.get("digest")
     change = {"role": role, "name": name}
     try:
-        found = READERS[role](str(cwd / name), memory, None)
+        found = READERS[role](str(cwd / name), None)
     except (KeyError, MissingContent):
         yield {**change, "file": name, "before": digest, "after": None}
         return

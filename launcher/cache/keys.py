@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from launcher.artifacts.fingerprint import READERS, FingerprintCache, MissingContent, cache_home, remembered
+from launcher.artifacts.fingerprint import READERS, MissingContent, cache_home
 from launcher.errors import Finding
 from launcher.paths import exists
 from launcher.plan import plan as plans
@@ -134,15 +134,13 @@ def from_json(data: Mapping[str, Any]) -> Cache:
 
 
 def derive(plan: Plan, packages: Mapping[str, str], *, running: bool = True) -> tuple[Cache, ...]:
-    """The cache folders of a plan; nothing is created but the memory of fingerprints.
+    """The cache folders of a plan; nothing is created.
 
     `packages` are the versions in the trainer's Python. Raises MissingContent where something local
     cannot be read; a dry run (`running` false) may name what is not here.
     """
-    with remembered() as memory:
-        reader = _Sources(plan, packages, memory, running, time.time())
-        own = plan.stage.backend.DATA_CACHE == "own"
-        return tuple(_open_instruct(reader) if own else _trl(reader))
+    reader = _Sources(plan, packages, running, time.time())
+    return tuple(_open_instruct(reader) if plan.stage.backend.DATA_CACHE == "own" else _trl(reader))
 
 
 def applied(plan: Plan, caches: Sequence[Cache]) -> Plan:
@@ -159,7 +157,6 @@ def environment(caches: Sequence[Cache]) -> dict[str, str]:
 class _Sources:
     plan: Plan
     packages: Mapping[str, str]
-    memory: FingerprintCache
     running: bool
     begun: float
 
@@ -172,7 +169,7 @@ class _Sources:
         if name is None:
             return []
         try:
-            found = READERS[role](name, self.memory, revision)
+            found = READERS[role](name, revision)
         except MissingContent:
             if self.running:
                 raise

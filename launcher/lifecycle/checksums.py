@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import files
-from launcher.artifacts import checkpoints
+from launcher.artifacts import checkpoints, model_files
 from launcher.artifacts import digest as content
 from launcher.artifacts.checkpoints import Checkpoint
 from launcher.runs import rundir
@@ -83,7 +83,7 @@ def _own_fault(path: Path) -> str | None:
             return None if bad is None else f"{path.name} is damaged: the CRC of {bad} does not match"
     except (OSError, zipfile.BadZipFile, ValueError, EOFError, NotImplementedError):
         return f"{path.name} is damaged"
-    if path.suffix == ".safetensors" and checkpoints.blank(path):
+    if path.suffix == ".safetensors" and model_files.blank(path):
         return f"every weight in {path.name} is 0"
     return None
 

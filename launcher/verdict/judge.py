@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.artifacts import checkpoints, digest, fingerprint
-from launcher.artifacts.fingerprint import FingerprintCache, MissingContent
+from launcher.artifacts import checkpoints, digest, fingerprint, model_files
+from launcher.artifacts.fingerprint import MissingContent
 from launcher.redaction import redact
 from launcher.rules.deepspeed import fault
 from launcher.runs import attempt, rundir, runner
@@ -166,19 +166,18 @@ def _saved_model(found: Evidence, output: Path | None, *, here: bool) -> dict[st
         return model("missing", f"{', '.join(gone[:4])} in {folder} is gone")
     if more := [name for name in now if name not in known]:
         return model("changed", f"{folder} holds {', '.join(more[:4])}, which the run did not save")
-    with fingerprint.remembered() as memory:
-        for name, one in known.items():
-            if (change := _change_of(folder / name, str(one.get("digest")), memory)) is not None:
-                return {"path": path, "state": "changed", "file": name, **change}
+    for name, one in known.items():
+        if (change := _change_of(folder / name, str(one.get("digest")))) is not None:
+            return {"path": path, "state": "changed", "file": name, **change}
     return {"path": path}
 
 
-def _change_of(path: Path, before: str, memory: FingerprintCache) -> dict[str, Any] | None:
+def _change_of(path: Path, before: str) -> dict[str, Any] | None:
     try:
-        after = fingerprint.of_file(path, memory).digest
+        after = fingerprint.of_file(path).digest
     except MissingContent as error:
         return {"reason": error.findings[0].message}
-    if path.suffix == ".safetensors" and checkpoints.blank(path):
+    if path.suffix == ".safetensors" and model_files.blank(path):
         return {"reason": f"every weight in {path} is 0", "before": before, "after": after}
     if after == before:
         return None

@@ -1,4 +1,4 @@
-"""Equal exactly where the content is: files, folders, checkpoints, and what is remembered of them."""
+"""Equal exactly where the content is: files, folders, checkpoints."""
 
 import json
 import os
@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.artifacts import digest as content
-from launcher.artifacts.fingerprint import FingerprintCache, MissingContent, of_data, of_file, of_model, of_tokenizer
+from launcher.artifacts import fingerprint
+from launcher.artifacts.fingerprint import MissingContent, of_data, of_file, of_model, of_tokenizer
 from launcher.errors import Exit, NotReady
 
 
 def digest(path: Path, **options: int) -> str:
-    return of_file(path, FingerprintCache(), **options).digest
+    return content.read(path, **options)[0].digest
 
 
 def safetensors(tensors: Mapping[str, bytes], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -62,7 +63,7 @@ def test_neither_place_nor_time_nor_name_is_part_of_it(write: Write, tmp_path: P
     link = tmp_path / "link.jsonl"
     link.symlink_to(path)
     assert digest(path) == digest(copy) == digest(link)
-    first, second = (of_data(str(one), FingerprintCache()).digest for one in (path, copy))
+    first, second = (of_data(str(one)).digest for one in (path, copy))
     assert first == second
 
 
@@ -121,7 +122,7 @@ def test_a_stretch_of_two_strata_never_escapes(checkpoint: Path, data: st.DataOb
 )
 def test_what_is_no_safetensors_file_is_read_whole(write: Write, raw: bytes) -> None:
     path = write("m.safetensors", raw)
-    found = of_file(path, FingerprintCache(), whole_below=0)
+    found, _ = content.read(path, whole_below=0)
     assert found.method == "whole"
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]) if raw else b"x")
     assert digest(path, whole_below=0) != found.digest
@@ -143,30 +144,30 @@ def model(folder: Path, weights: bytes = b"w" * 100) -> Path:
 
 def test_a_model_is_its_weights_and_configs(tmp_path: Path) -> None:
     folder = model(tmp_path / "m")
-    before = of_model(str(folder), FingerprintCache())
+    before = of_model(str(folder))
     assert [one.name for one in before.files] == ["config.json", "model.safetensors"]
     others = ("README.md", "training_args.bin", "checkpoint-10/model.safetensors", "tokenizer.json")
     for name in others:
         (folder / name).write_bytes(b"other")
-    assert of_model(str(folder), FingerprintCache()).digest == before.digest
+    assert of_model(str(folder)).digest == before.digest
     moved = tmp_path / "deeper" / "n"
     shutil.copytree(folder, moved)
-    assert of_model(str(moved), FingerprintCache()).digest == before.digest
+    assert of_model(str(moved)).digest == before.digest
     (folder / "model.safetensors").write_bytes(safetensors({"a": b"w" * 99 + b"v"}))
-    assert of_model(str(folder), FingerprintCache()).digest != before.digest
+    assert of_model(str(folder)).digest != before.digest
 
 
 @pytest.mark.parametrize("name", ["merges.txt", "additional_chat_templates/tools.jinja"])
 def test_every_file_of_a_tokenizer_counts(tmp_path: Path, name: str) -> None:
     folder = model(tmp_path / "m")
-    before = of_tokenizer(str(folder), FingerprintCache()).digest
+    before = of_tokenizer(str(folder)).digest
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(b"another")
-    assert of_tokenizer(str(folder), FingerprintCache()).digest != before
+    assert of_tokenizer(str(folder)).digest != before
     # retrained weights leave the tokenizer what it is
-    before = of_tokenizer(str(folder), FingerprintCache()).digest
+    before = of_tokenizer(str(folder)).digest
     (folder / "model.safetensors").write_bytes(b"other")
-    assert of_tokenizer(str(folder), FingerprintCache()).digest == before
+    assert of_tokenizer(str(folder)).digest == before
 
 
 def test_an_adapter_counts_with_its_base(tmp_path: Path) -> None:
@@ -175,9 +176,9 @@ def test_an_adapter_counts_with_its_base(tmp_path: Path) -> None:
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
     (adapter / "adapter_model.safetensors").write_bytes(safetensors({"lora": b"1" * 10}))
-    before = of_model(str(adapter), FingerprintCache()).digest
+    before = of_model(str(adapter)).digest
     (base / "model.safetensors").write_bytes(safetensors({"a": b"v" * 100}))
-    assert of_model(str(adapter), FingerprintCache()).digest != before
+    assert of_model(str(adapter)).digest != before
 
 
 def test_a_folder_of_data_counts_with_everything_below_it(write: Write, tmp_path: Path) -> None:
@@ -189,84 +190,68 @@ def test_a_folder_of_data_counts_with_everything_below_it(write: Write, tmp_path
     # links are followed, and circles end
     (folder / "part").symlink_to(tmp_path / "real")
     (folder / "back").symlink_to(folder)
-    before = of_data(str(folder), FingerprintCache())
+    before = of_data(str(folder))
     assert [one.name for one in before.files] == ["more/train-1.jsonl", "part/rows.jsonl", "train-0.jsonl"]
     found = {before.digest}
     # a name says to which split a file belongs
     (folder / "train-0.jsonl").rename(folder / "test-0.jsonl")
-    found.add(of_data(str(folder), FingerprintCache()).digest)
+    found.add(of_data(str(folder)).digest)
     for name in ("data/more/train-1.jsonl", "data/README.md", "real/rows.jsonl"):
         write(name, "x")
-        found.add(of_data(str(folder), FingerprintCache()).digest)
+        found.add(of_data(str(folder)).digest)
     assert len(found) == 5
     (folder / ".hidden").unlink()
-    assert of_data(str(folder), FingerprintCache()).digest in found
+    assert of_data(str(folder)).digest in found
 
 
 def test_a_name_on_the_hub_is_known_by_the_commit_that_is_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    unknown = of_model("Org/name", FingerprintCache())
+    unknown = of_model("Org/name")
     assert (unknown.kind, unknown.revision) == ("name", None)
     refs = tmp_path / "models--Org--name" / "refs"
     refs.mkdir(parents=True)
     (refs / "main").write_text("c1\n")
-    first = of_model("Org/name", FingerprintCache())
+    first = of_model("Org/name")
     assert (first.kind, first.revision) == ("hub", "c1")
     (refs / "main").write_text("c2")
-    second = of_tokenizer("Org/name", FingerprintCache())
+    second = of_tokenizer("Org/name")
     (tmp_path / "models--Org--name" / "snapshots" / "c1").mkdir(parents=True)
-    asked = of_model("Org/name", FingerprintCache(), revision="c1")
+    asked = of_model("Org/name", revision="c1")
     assert len({unknown.digest, first.digest, second.digest}) == 3
     assert asked.digest == first.digest
-    assert of_model("Org/name", FingerprintCache(), revision="../x").kind == "name"
+    assert of_model("Org/name", revision="../x").kind == "name"
 
 
 def test_what_is_not_there_is_said_plainly(tmp_path: Path) -> None:
     with pytest.raises(MissingContent) as caught:
-        of_data(str(tmp_path / "none.jsonl"), FingerprintCache())
+        of_data(str(tmp_path / "none.jsonl"))
     assert isinstance(caught.value, NotReady)
     assert caught.value.exit_code == Exit.NOT_READY
     assert caught.value.findings[0].code == "missing-file"
     for name in ("a\0b", "x" * 5000):
         with pytest.raises(MissingContent):
-            of_data(name, FingerprintCache())
+            of_data(name)
     # a pipe is refused and not waited for
     os.mkfifo(tmp_path / "rows.jsonl")
     with pytest.raises(MissingContent) as caught:
-        of_data(str(tmp_path / "rows.jsonl"), FingerprintCache())
+        of_data(str(tmp_path / "rows.jsonl"))
     assert caught.value.findings[0].code == "unreadable-file"
 
 
-def test_a_change_that_hides_behind_size_and_time_is_seen(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_that_hides_behind_size_and_time_is_seen(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write("a.jsonl", b"row\n")
     # it has been still for long enough
-    monkeypatch.setattr(FingerprintCache, "MARGIN_S", -1e9)
-    memory = FingerprintCache(tmp_path / "cache" / "prints.json")
-    of_file(path, memory)
-    memory.save()
-    memory = FingerprintCache(memory.path)
+    monkeypatch.setattr(fingerprint, "_MARGIN_S", -1e9)
+    before, was = of_file(path).digest, path.stat()
     with monkeypatch.context() as without:
         without.setattr(content, "read", None)
-        before, was = of_file(path, memory).digest, path.stat()
+        assert of_file(path).digest == before
     path.write_bytes(b"RUW\n")
     os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
     assert path.stat().st_mtime_ns == was.st_mtime_ns
-    assert of_file(path, memory).digest != before
-
-
-def test_a_file_that_was_only_just_written_is_not_trusted(write: Write, tmp_path: Path) -> None:
-    path, memory = write("a.jsonl", b"row"), FingerprintCache(tmp_path / "prints.json")
-    of_file(path, memory)
-    assert not memory.entries
-    memory.save()
-    assert not (tmp_path / "prints.json").exists()
-    # a broken memory is none
-    for raw in ("{", '{"form": 99, "files": {}}', '{"form": 1, "files": {"1:2:x": [1]}}'):
-        assert FingerprintCache(write("prints.json", raw)).entries == {}
+    assert of_file(path).digest != before
 
 
 def test_the_digests_are_those_of_every_other_machine(write: Write) -> None:
@@ -274,8 +259,7 @@ def test_the_digests_are_those_of_every_other_machine(write: Write) -> None:
     path = write("a.jsonl", bytes(range(256)) * 80_000)
     code = (
         "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
-        "from launcher.artifacts.fingerprint import *; from pathlib import Path;"
-        "print(of_file(Path(sys.argv[1]), FingerprintCache()).digest)"
+        "from launcher.artifacts.fingerprint import *; print(of_file(Path(sys.argv[1])).digest)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True, cwd=REPOSITORY

@@ -9,7 +9,6 @@ import saved
 from plans import built, from_text, planned, trainer
 
 from launcher import files
-from launcher.artifacts.fingerprint import FingerprintCache
 from launcher.cache import inputs
 from launcher.lifecycle import manifest
 from launcher.lifecycle.resume import decision as resume
@@ -122,8 +121,6 @@ Make = Callable[..., Run]
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setenv("LAUNCH_CACHE", str(tmp_path / "fingerprints"))
-    # files that were only just written are read again each time
-    monkeypatch.setattr(FingerprintCache, "MARGIN_S", 0.0)
 
     def make(text: str = SFT, **how: Any) -> Run:
         return Run(tmp_path, text, **how)

@@ -20,7 +20,7 @@ from repeated import TRL, Make, codes
 from test_check import Run, brief, sft, step
 
 from launcher import files
-from launcher.artifacts.fingerprint import FingerprintCache, of_data, of_model
+from launcher.artifacts.fingerprint import of_data, of_model
 from launcher.cache import inputs
 from launcher.lifecycle import checksums, start
 from launcher.machine import process as machine_process
@@ -227,10 +227,10 @@ def test_the_weights_of_a_rung_may_be_removed_and_of_another_machine_nothing_is_
 
 
 def test_what_changed_since_the_start_fails_with_file_and_fingerprints(run: Run, tmp_path: Path) -> None:
-    data, model, memory = tmp_path / "rows.jsonl", tmp_path / "model", FingerprintCache()
+    data, model = tmp_path / "rows.jsonl", tmp_path / "model"
 
     def digest() -> str:
-        return of_data(str(data), FingerprintCache()).digest
+        return of_data(str(data)).digest
 
     def now() -> Point:
         files.write_json(RunFolder(run.folder).inputs(1), {"changed": inputs.changed(before, tmp_path)})
@@ -238,7 +238,7 @@ def test_what_changed_since_the_start_fails_with_file_and_fingerprints(run: Run,
 
     data.write_text("one\n")
     saved.model(model)
-    was, old, whole = data.stat(), digest(), of_model(str(model), memory)
+    was, old, whole = data.stat(), digest(), of_model(str(model))
     known = {one.name: one.digest for one in whole.files}
     before: list[dict[str, Any]] = [
         {"role": "data", "name": str(data), "digest": old, "files": {data.name: old}},

@@ -249,7 +249,7 @@ def test_what_is_called_at_the_end_is_given_to_no_shell(world: World) -> None:
     assert world.launch("exec", "a run").returncode == 1
     until(lambda: (world.root / SHELL).exists())
     assert not list(world.root.rglob("pwned"))
-    assert not process.family(None, str(folder.path))
+    assert not process.Family(None, str(folder.path)).living()
 
 
 def test_what_the_log_says_is_not_taken_for_markup(world: World) -> None:

@@ -4,7 +4,6 @@ Nothing is guessed: a number that cannot be had is null, and what memory is made
 comes from. Time comes from a measured speed where there is one, else from arithmetic at a stated MFU.
 """
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 from launcher.artifacts import lengths
 from launcher.artifacts.lengths import Lengths, fuller
 from launcher.cache import entries, folders, keys
-from launcher.errors import Finding, InvalidConfig, LaunchError, brief, errors, launch_finding, usage
+from launcher.errors import Finding, InvalidConfig, LaunchError, errors, launch_finding, usage
 from launcher.lifecycle.doctor import disk
 from launcher.lifecycle.doctor.disk import Saved
 from launcher.lifecycle.prepare import Prepared, ResolvedStage
@@ -25,7 +24,7 @@ from launcher.plan.alternatives import find_alternatives, without_packing
 from launcher.plan.command import LAUNCHERS
 from launcher.plan.footprint import ATTENTIONS, Footprint, attention_of, packed_row, shape_of
 from launcher.plan.memory.peak import estimate
-from launcher.plan.memory.phases import GIB, KINDS, REFERENCE, START, Memory, Phase, usable
+from launcher.plan.memory.phases import GIB, KINDS, Memory, usable
 from launcher.plan.memory.setup import Setup
 from launcher.plan.plan import Plan
 from launcher.runs import rundir
@@ -76,7 +75,6 @@ class Estimate:
     ) -> None:
         self.footprint, self.plan, self.rows = footprint, footprint.plan, rows
         self.terms, self.card, self.static = terms, card, static
-        self.only = plan.caches_only(self.plan.stage, self.plan.values)
         self.setup = footprint.setup()
         self.memory = self.memory_of(footprint, self.setup) if self.plan.gpus else None
         self.spare = None if card.gib is None or self.memory is None else self.memory.spare(card.gib)
@@ -96,27 +94,19 @@ class Estimate:
         return f"{count} GPU(s): " if count else "CPU: "
 
     def memory_of(self, footprint: Footprint, setup: Setup) -> Memory:
-        """The phases that a run comes to on the card: without a step, those before the first one."""
-        stage, values = footprint.plan.stage, footprint.plan.values
         whole = estimate(setup).on(self.card.gib)
-        if self.static:
-            whole = whole.without("activations", "logits")
-        if plan.step_limit(stage, values) != 0:
-            return whole
-        if self.only == "data set":
-            return Memory(phases=(Phase(name="tokenising", allocations=()),))
-        return Memory(phases=tuple(p for p in whole.phases if p.name.startswith((START, REFERENCE))))
+        return whole.without("activations", "logits") if self.static else whole
 
     @property
     def saved(self) -> Saved:
-        found = None if self.only else disk.saved(self.plan, self.footprint.shape.parameters, self.setup)
-        none = "neither checkpoints nor a model"
-        return found or Saved(checkpoint=0, final=0, times=0, limit=None, formula=none)
+        found = disk.saved(self.plan, self.footprint.shape.parameters, self.setup)
+        assert found is not None, "a setup tells the size of an adapter"
+        return found
 
     def _fit(self) -> tuple[Fit | None, Memory | None]:
         """The largest split of the batch that fits; else what one row a device takes."""
         gib, best = self.card.gib, None
-        if self.memory is None or gib is None or self.only == "data set" or self.static:
+        if self.memory is None or gib is None or self.static:
             return None, None
         each = self.plan.global_batch // self.plan.processes
         for per_device in plan.splits(self.plan.global_batch, self.plan.processes):
@@ -172,14 +162,10 @@ class Estimate:
             referred = self.rows
         elif self.footprint.pairs and self.setup.reference and steps:
             referred = steps * planned.global_batch
-        if self.only == "data set":
-            return None, None, "the data set is only tokenised: how long that takes is not known"
         if self.static:
             return None, None, "the row lengths are not known: --row-tokens"
         if speed is None:
             return None, None, f"the speed is not known: {named}--tokens-per-second"
-        if self.only is not None and referred is None:
-            return None, None, "the rows are not known: --rows"
         if steps is None:
             return None, None, "the steps are not known: --rows, or a limit of steps"
         seconds = steps * tokens.real / speed
@@ -194,8 +180,6 @@ class Estimate:
             formula += f", and {referred:,} rows forward through the reference: a third of a step"
         hours, price = seconds / 3600, self.terms.price
         cost = None if price is None else hours * price * planned.processes
-        if math.isinf(hours + (cost or 0)):
-            return None, None, f"{formula}: more than can be counted"
         return hours, cost, formula
 
     def _memory_findings(self) -> Iterator[Finding]:
@@ -385,10 +369,8 @@ def make(resolved: ResolvedStage, gpus: Sequence[int], terms: ForecastOptions) -
         if value is not None and not 0 < value < float("inf"):
             raise usage(code, f"--{code.removeprefix('bad-')} is more than 0, not {value:g}")
     if speed is not None and len(set(gpus)) > 1:
-        message = "--tokens-per-second is the speed of all GPUs together: the same cannot "
-        message += f"hold for {', '.join(map(str, gpus))} GPUs"
         help = "plan the count that it was measured on, or give --gpu H100 in its place"
-        raise usage("speed-of-several", message, help)
+        raise usage("speed-of-several", "--tokens-per-second is the speed of one count of GPUs", help)
     if terms.price is not None and not all(gpus):
         raise usage("price-without-gpus", "a price is for GPUs, and there are none")
     card = _card(terms)
@@ -396,10 +378,8 @@ def make(resolved: ResolvedStage, gpus: Sequence[int], terms: ForecastOptions) -
         raise usage("fit-without-memory", "memory is planned for GPUs, not for the CPU")
     if terms.fit and card.gib is None:
         # a card's name does not tell its memory: most come in several sizes
-        named = f"`--gpu {brief(terms.gpu)}` names the card, and not how much memory it has"
-        why = "no GPU is here, and none is named" if terms.gpu is None else named
-        help = "add its memory in GiB, `--gpu-memory 80` for a card of 80 GB"
-        raise usage("fit-without-memory", f"how much fits is not known: {why}", help)
+        help = "give the memory of a GPU in GiB, `--gpu-memory 80` for a card of 80 GB"
+        raise usage("fit-without-memory", "how much fits is not known without the memory of a GPU", help)
     rungs: list[Estimate] = []
     faults: list[Finding] = []
     rows: Lengths | None = None
@@ -448,15 +428,9 @@ def _remarks(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Find
             message = f"{rung.where}--fit: no split of the batch fits; {peak}"
             yield launch_finding("note", "nothing-fits", message, None, key="batch.per_device")
     stage, values = rungs[0].plan.stage, rungs[0].plan.values
-    only, name = rungs[0].only, stage.entry.names.max_steps
+    name = stage.entry.names.max_steps
     warning: dict[str, Any] = {"severity": "warning", "layer": "run", "code": "no-steps"}
-    if only is not None:
-        key, does = "cache_logprobs_only", "put through the reference"
-        if only == "data set":
-            key, does = "cache_dataset_only", "tokenised"
-        message = f"`{key}`: the rows are {does}, and nothing is trained or saved"
-        yield launch_finding("note", "caches-only", message, None, key=f"args.{key}")
-    elif plan.step_limit(stage, values) == 0:
+    if plan.step_limit(stage, values) == 0:
         message = f"`{name}: {values[name]}`: no step is trained, and the model is saved as it was"
         yield Finding(**warning, key=f"args.{name}", message=message, help="leave it out for whole epochs")
     else:
@@ -475,6 +449,9 @@ def _remarks(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Find
 def _rung(
     planned: Plan, rows: Lengths | None, terms: ForecastOptions, card: Card, packages: Mapping[str, str]
 ) -> Estimate:
+    if (only := plan.caches_only(planned.stage, planned.values)) is not None:
+        message = f"the run ends after the {only}: it has no step to plan"
+        raise InvalidConfig(launch_finding("error", "caches-only", message, "leave `cache_..._only` out to plan it"))
     counted = terms.rows if terms.rows is not None else planned.rows
     cut, steps = _SHORTEST, planned.steps
     if rows is not None:
@@ -536,10 +513,9 @@ def _measured_speed(planned: Plan, card: str) -> tuple[float, str] | None:
     """What the newest like run on such GPUs did, for as many GPUs as are planned."""
     stage = planned.stage
     for folder in reversed(rundir.known_runs()):
-        head = rundir.read_head(folder)
-        if (head.stage, head.backend) != (stage.options.stage, stage.options.backend):
-            continue
         manifest = rundir.read_manifest(folder)
+        if (manifest.stage, manifest.backend) != (stage.options.stage, stage.options.backend):
+            continue
         rate = Record(rundir.read_json(folder.verdict)).value("metrics", "tokens_per_second")
         # the stage may have another script
         is_torchrun = LAUNCHERS["torchrun"][0] in manifest.argv

@@ -47,8 +47,6 @@ def manifest(
         "name": stage.name,
         "config": str(stage.config.path),
         "output": None if output is None else str(output),
-        # what a list of runs reads stands before the arguments
-        "asked_output": None,
         "expect": expectations(plan),
         "deepspeed": _deepspeed(plan, trainer),
         "cwd": str(command.cwd),

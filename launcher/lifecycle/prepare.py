@@ -15,7 +15,6 @@ from launcher.config.load import Config
 from launcher.errors import Finding, InvalidConfig, errors, launch_finding, usage
 from launcher.lifecycle.doctor import checks
 from launcher.lifecycle.resume import decision as resume
-from launcher.lifecycle.resume import epochs
 from launcher.machine import devices, python
 from launcher.machine.devices import Devices, Look
 from launcher.machine.python import Trainer
@@ -125,7 +124,6 @@ class Prepared:
             "resume": self.decision.as_json(),
             "asked_output": None if self.requested_output is None else str(self.requested_output),
             "contents": list(self.input_digests),
-            "checkpoints": epochs.interval(self.plan),
         }
 
 

@@ -45,27 +45,10 @@ def cost(folder: RunFolder) -> Cost:
     found = checkpoints.find(str(record.backend), record.output, ranks=record.processes or 1)
     last = next((one for one in reversed(found) if one.complete), None)
     saved = last.number if last is not None and last.kind == "step" else None
-    step, checkpoint = _step(folder), None if last is None else str(last.path)
-    return Cost(step=step, saved=saved, checkpoint=checkpoint, lost=max(0, step - (saved or 0)))
-
-
-def _step(folder: RunFolder) -> int:
     progress = Progress(total=None)
     overview.last_steps(folder, progress)
-    return progress.step
-
-
-def due(folder: RunFolder) -> str:
-    record, done = rundir.read_manifest(folder), _step(folder)
-    every, last = record.get("checkpoints", "epoch"), record.steps
-    if every is None:
-        return "it saves no checkpoint: waiting for its end"
-    if not isinstance(every, int):
-        return "waiting for the next checkpoint"
-    step = every * (done // every + 1)
-    if last is not None and step > last:
-        return f"no further checkpoint is due: waiting for its end, step {last}"
-    return f"waiting for the checkpoint of step {step}; step {done} is done"
+    step, checkpoint = progress.step, None if last is None else str(last.path)
+    return Cost(step=step, saved=saved, checkpoint=checkpoint, lost=max(0, step - (saved or 0)))
 
 
 def stop(folder: RunFolder, *, after_checkpoint: bool = False) -> runner.ProcessExit | None:
@@ -227,7 +210,7 @@ def removable(folder: RunFolder, *, model: bool) -> list[Path]:
     if any(canonical(path).is_relative_to(where) for path in (folder.path, *(run.path for run in runs), Path.cwd())):
         raise usage("output-kept", f"{output} holds more than this model", "delete it by hand")
     for run in runs:
-        if (other := rundir.read_head(run).output) is not None and canonical(other) == where:
+        if (other := rundir.read_manifest(run).output) is not None and canonical(other) == where:
             raise usage("output-kept", f"{output} is the output of {run.path.name} too")
     lease.require_free(output)
     return [folder.path, output]

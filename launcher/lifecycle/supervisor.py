@@ -249,4 +249,8 @@ class Due:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except OSError as error:
+        # a disk or a network that fails; who started the run shows the last line
+        sys.exit(f"launch: the keeper of the run failed: {error}")

@@ -209,12 +209,8 @@ def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
         return launch_finding("error", "too-few-gpus", message, help)
     taken = [f"GPU {s.gpu.index} is used by {seen.uses[s.id].text}" for s in seen.visible if s not in free]
     runs = dict.fromkeys(use.run for use in seen.uses.values() if use.run)
-    foreign = [s.name for s in seen.visible if s not in free and not seen.uses[s.id].locked]
     ways = [f"--gpus {len(free)}"] if free else []
     ways += ["wait", *(f"`launch stop {run}`" for run in list(runs)[:2])]
-    if len(foreign) + len(free) >= count:
-        wanted = [s.name for s in seen.visible if s in free or s.name in foreign][:count]
-        ways.append(f"--devices {','.join(wanted)} takes them all the same")
     message = f"{count} GPU(s) asked for, {len(free)} of {here} free: {'; '.join(taken)}"
     return launch_finding("error", "gpus-taken", message, ", or ".join(ways))
 

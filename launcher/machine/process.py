@@ -120,11 +120,6 @@ def namespace() -> int | None:
     return None
 
 
-def family(leader: int | None, mark: str) -> frozenset[int]:
-    """The living processes of a run; `leader` may be given only while its number cannot have been reused."""
-    return Family(None if leader is None else identify(leader), mark).living()
-
-
 @dataclass(slots=True)
 class Family:
     """The processes of a run: leader, its session, whoever bears the mark, and the descendants of all these.

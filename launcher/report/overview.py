@@ -38,7 +38,7 @@ def rows(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
         if kept.get("stamp") == stamp and kept.part("row"):
             one = kept.part("row") | _passing(Manifest(kept.part("manifest")))
         elif rundir.begun(folder):
-            manifest = rundir.read_head(folder)
+            manifest = rundir.read_manifest(folder)
             row = _lasting(folder, manifest)
             one = row | _passing(manifest)
             if stamp and row["state"] in _RECORDED and not folder.job.exists():
@@ -89,7 +89,7 @@ def entry(group: Sequence[Mapping[str, Any]], *, whole: bool = False) -> Mapping
 
 
 def row(folder: RunFolder) -> dict[str, Any]:
-    manifest = rundir.read_head(folder)
+    manifest = rundir.read_manifest(folder)
     return _lasting(folder, manifest) | _passing(manifest)
 
 

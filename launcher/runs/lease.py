@@ -45,7 +45,6 @@ class Lease:
 
     path: Path
     run: str = ""
-    attempt: int = 1
     owner: Identity | None = None
     user: str = ""
     state: str = "running"
@@ -83,7 +82,7 @@ class Lease:
         return silence is not None and silence < SILENT_S
 
     def write(self) -> None:
-        content = {name: getattr(self, name) for name in ("run", "attempt", "state", "user")}
+        content = {name: getattr(self, name) for name in ("run", "state", "user")}
         content |= {"returncode": self.code, "owner": self.owner and self.owner.as_json()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         files.write_bytes(self.path, json.dumps(content, indent=1).encode(), durable=True)
@@ -121,7 +120,6 @@ def read(path: Path) -> Lease | None:
         user=str(content.get("user", "")),
         beaten=status.st_mtime,
         owner=process.identity(content.part("owner")),
-        attempt=content.number("attempt") or 1,
         state=str(content.get("state", "running")),
         code=content.number("returncode"),
     )
@@ -204,13 +202,13 @@ def _taken(last: Lease, output: str, why: str) -> Finding:
     return launch_finding("error", "run-is-live", message, help, file=last.run or str(last.path))
 
 
-def take(output: Path, run: Path, attempt: int) -> Lease:
+def take(output: Path, run: Path) -> Lease:
     """Take the lease of an output folder. Raises NotReady where another has it, or the folder cannot be written."""
     # the one above what was found free: whoever else found the same wants the same file
     path, user = output / FOLDER / f"lease-{require_free(output)}.json", str(os.getuid())
     with contextlib.suppress(OSError, KeyError):
         user = getpass.getuser()
-    lease = Lease(path=path, run=str(run), attempt=attempt, user=user, owner=process.identify(os.getpid()))
+    lease = Lease(path=path, run=str(run), user=user, owner=process.identify(os.getpid()))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))

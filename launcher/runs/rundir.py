@@ -28,7 +28,6 @@ from launcher.runs.record import Manifest
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _NONE = "none"
-_HEAD_BYTES, _ARGS = 16384, b'\n  "args": {'
 OWN = 0o755  # the mode of run folders, whatever the umask: what others could write is not run
 _NUMBERED = re.compile(r"(?:console|exit)(?:\.(\d{1,4}))?\.(?:log|json)\Z")
 
@@ -105,9 +104,9 @@ def choose(
 ) -> tuple[RunFolder, int]:
     """The newest run into this output, else a new one, made with `reserve`; and the next attempt of this `rank`."""
     for folder in [] if output is None else newest_first(root):
-        head = read_head(folder)
-        named = head.text("output")
-        if head.stage == stage and named is not None and _one_folder(named, redact(str(output))):
+        record = read_manifest(folder)
+        named = record.text("output")
+        if record.stage == stage and named is not None and _one_folder(named, redact(str(output))):
             return folder, folder.node(rank).attempts() + 1
     return RunFolder(new_folder(root, stage, name, reserve=reserve)), 1
 
@@ -185,17 +184,6 @@ def keep_manifest(folder: RunFolder) -> None:
         # a full disk costs a comparison later, not this start
         with contextlib.suppress(OSError):
             files.write_json(folder.path / f"run.{last.attempt}.json", last)
-
-
-def read_head(folder: RunFolder) -> Manifest:
-    """What the manifest says before it lists every argument: all that a list of runs needs."""
-    try:
-        with files.open_regular(folder.manifest) as stream:
-            head, found, _ = stream.read(_HEAD_BYTES).partition(_ARGS)
-        fields = files.parse_json(head.rstrip().rstrip(b",") + b"}") if found else None
-    except (OSError, ValueError):
-        fields = None
-    return Manifest(fields) if isinstance(fields, dict) else read_manifest(folder)
 
 
 def judged(folder: RunFolder, number: int) -> bool:
@@ -310,8 +298,7 @@ def find(name: str) -> RunFolder | None:
 
 
 def begun_here(folder: RunFolder) -> bool:
-    place = read_head(folder).cwd or read_manifest(folder).cwd
-    return place == redact(os.getcwd())
+    return read_manifest(folder).cwd == redact(os.getcwd())
 
 
 _RECORDS = ("pipeline.json", "bench.json", "ladder.json", "tune.json")

@@ -75,7 +75,7 @@ def lock_run(
     with contextlib.ExitStack() as stack:
         granted, descriptors = None, tuple[int, ...]()
         if output is not None:
-            granted = lease.take(output, folder.path, attempt)
+            granted = lease.take(output, folder.path)
             stack.callback(granted.give_back)
         with rundir.writing(folder.path):
             folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)

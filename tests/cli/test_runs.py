@@ -59,7 +59,7 @@ def test_the_row_of_a_run_that_is_over_is_kept_until_its_folder_changes(
     os.utime(path, (1e9, 1e9))
     before = listed(capsys)
     with monkeypatch.context() as patch:
-        patch.setattr(rundir, "read_head", lambda _: pytest.fail("read again"))
+        patch.setattr(rundir, "read_manifest", lambda _: pytest.fail("read again"))
         assert listed(capsys) == before
     files.write_json(path / "exit.json", {"returncode": 1})
     assert [row["state"] for row in listed(capsys)] == ["failed"]

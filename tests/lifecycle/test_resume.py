@@ -329,7 +329,7 @@ def test_what_comes_out_of_the_checkpoint_is_what_the_record_says(run: Make) -> 
 def forgotten(one: Run, *steps: int, code: int | None = None) -> None:
     """The run with its checkpoints, as an output folder tells of it whose run folder is gone."""
     one.start()
-    granted = lease.take(one.output, one.folder.path, 1)
+    granted = lease.take(one.output, one.folder.path)
     lease.keep_manifest(granted, rundir.read_manifest(one.folder))
     replace(granted, state="failed" if code is None else "finished", code=code).write()
     for step in steps:
@@ -363,7 +363,7 @@ def test_fresh_is_continued_without_its_run_folder(run: Make) -> None:
     assert placed.output is not None
     made = plan.with_derived(one.plan(), placed.derived)
     told = manifest.manifest(1, rundir.now(), made, built(made), one.trainer, placed.output, [])
-    granted = lease.take(placed.output, one.folder.path, 1)
+    granted = lease.take(placed.output, one.folder.path)
     lease.keep_manifest(granted, {**told, "asked_output": str(one.output)})
     assert resume.choose_output(stage, one.output, [], fresh=False).output == placed.output
 
@@ -526,7 +526,7 @@ def test_a_dry_run_says_what_a_start_would_go_on_from_and_keeps_out_of_its_recor
     one.start()
     saved.trl(one.output, 4)
     told, said = dry(one, capsys)
-    assert len(said) == 1 and "this line begins anew and writes over what it left" in said[0]
+    assert len(said) == 1 and "this line compares nothing" in said[0]
     assert "--resume_from_checkpoint" not in told["argv"]
     assert dry(one, capsys, "--fresh")[1] == []
     # what a dry run says of has been looked at, not touched

@@ -150,7 +150,7 @@ def test_stop_ends_every_process(world: World, orphan: bool, stubborn: str) -> N
     assert done.returncode == 0, done.stderr
     assert not living(leader)
     assert not living(child)
-    assert not process.family(None, str(folder.path))
+    assert not process.Family(None, str(folder.path)).living()
     assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGINT
     assert json.loads(world.launch("runs", "--format", "json").stdout)["data"][0]["state"] == "stopped"
     assert folder.verdict.exists()
@@ -294,24 +294,6 @@ def test_logs_are_printed_without_what_would_steer_a_terminal(world: World) -> N
     assert shown.stdout.split(b"\n") == [b"99%|###| 99/100", b"two", b"99%|###| 99/100"]
 
 
-@pytest.mark.parametrize(
-    ("every", "done", "said"),
-    [
-        (20, 41, "waiting for the checkpoint of step 60; step 41 is done"),
-        (20, 100, "no further checkpoint is due: waiting for its end, step 110"),
-        ("epoch", 41, "waiting for the next checkpoint"),
-    ],
-)
-def test_when_the_next_checkpoint_comes(world: World, every: int | str | None, done: int, said: str) -> None:
-    folder = world.prepared("exit=0")
-    told = {**rundir.read_manifest(folder), "checkpoints": every, "plan": {"gpus": 0, "steps": 110}}
-    files.write_json(folder.manifest, told)
-    folder.probe.mkdir()
-    line = rundir.json_line({"event": "step", "step": done, "t": 1.0})
-    (folder.probe / "rank-0.jsonl").write_text(line)
-    assert stop.due(folder) == said
-
-
 def test_following_a_log_ends_with_the_run(world: World) -> None:
     folder = world.prepared("print=2", "pid=leader", f"wait={world.root / 'go'}", "print=3")
     start.execute(folder)
@@ -409,6 +391,16 @@ def test_a_command_that_somebody_else_may_have_written_is_named_and_not_run(
         refused = world.launch("exec", str(folder.path))
         assert (refused.returncode, "error[not-your-run]" in refused.stderr) == (5, True)
         assert not (world.root / "pids" / "leader").exists()
+
+
+def test_a_keeper_that_fails_says_so_in_one_line(world: World) -> None:
+    folder = world.prepared("exit=0")
+    words = [sys.executable, "-m", "launcher.lifecycle.supervisor", str(folder.path), "1", "999", ""]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "launch: the keeper of the run failed: [Errno 9] Bad file descriptor\n",
+    )
 
 
 def test_only_what_was_written_at_the_start_is_started(world: World) -> None:

@@ -76,7 +76,7 @@ def owned(place: Path, **changes: Any) -> lease.Lease:
     gone = subprocess.Popen(["true"])
     owner = process.identify(gone.pid)
     gone.wait()
-    granted = lease.take(place, place / "run", 1)
+    granted = lease.take(place, place / "run")
     granted = replace(granted, owner=replace(owner, began=1, **changes))
     granted.write()
     return granted
@@ -101,10 +101,10 @@ def test_a_lease_is_taken_over_once_its_owner_is_gone(
     granted = owned(tmp_path, **owner)
     os.utime(granted.path, (time.time() - seconds,) * 2)
     if free:
-        assert lease.take(tmp_path, tmp_path / "next", 1).fence == granted.fence + 1 == 2
+        assert lease.take(tmp_path, tmp_path / "next").fence == granted.fence + 1 == 2
     else:
         with pytest.raises(NotReady, match=r"last heartbeat \d+ s ago") as caught:
-            lease.take(tmp_path, tmp_path / "next", 1)
+            lease.take(tmp_path, tmp_path / "next")
         told = caught.value.findings[0]
         assert told.code == "run-is-live"
         assert f"pid {granted.owner.pid}" in told.message if granted.owner else False
@@ -131,9 +131,9 @@ def test_a_lease_that_cannot_be_read_has_an_unknown_owner(tmp_path: Path, text: 
     else:
         granted.path.write_text(text)
     with pytest.raises(NotReady, match="an unknown host"):
-        lease.take(tmp_path, tmp_path / "next", 1)
+        lease.take(tmp_path, tmp_path / "next")
     os.utime(granted.path, (0, 0))
-    assert lease.take(tmp_path, tmp_path / "next", 1).fence == 2
+    assert lease.take(tmp_path, tmp_path / "next").fence == 2
 
 
 def test_of_many_starts_at_once_one_gets_the_folder(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_of_many_starts_at_once_one_gets_the_folder(tmp_path: Path) -> None:
         "import sys, pathlib; from launcher.runs import lease\n"
         "from launcher.errors import NotReady\n"
         "sys.stdin.readline()\n"
-        "try: print(lease.take(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), 1).fence, flush=True)\n"
+        "try: print(lease.take(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])).fence, flush=True)\n"
         "except NotReady: print('refused', flush=True)\n"
         "sys.stdin.readline()\n"
     )
@@ -171,7 +171,7 @@ def test_a_heartbeat_costs_next_to_nothing_and_outlives_a_tidied_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "BEAT_S", 0.01)
-    granted = lease.take(tmp_path, tmp_path / "run", 1)
+    granted = lease.take(tmp_path, tmp_path / "run")
     lease.keep_manifest(granted, {"stage": "sft"})
     with lease.kept(granted, lambda _: None) as end:
         before = granted.path.stat().st_mtime_ns
@@ -224,7 +224,7 @@ def test_an_orphan_keeps_its_output_folder(world: World) -> None:
 def test_the_probe_keeps_the_heartbeat_of_a_run_without_a_keeper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    granted = lease.take(tmp_path, tmp_path / "run", 1)
+    granted = lease.take(tmp_path, tmp_path / "run")
     os.utime(granted.path, (0, 0))
     assert watchdog.LEASE == lease.VARIABLE
     monkeypatch.setenv(watchdog.LEASE, str(granted.path))

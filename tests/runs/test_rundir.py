@@ -152,9 +152,6 @@ def test_every_field_has_a_value_and_an_origin(root: Path) -> None:
     assert kept["env"] == sorted(kept["env"])
     assert kept["trainer"]["packages"] == {"torch": "1.0"}
     assert kept["expect"]["finish"] == "completed"
-    head = rundir.read_head(folder)
-    assert (head["stage"], head.output, head["asked_output"]) == ("sft", Path("/models/one"), None)
-    assert "args" not in head
 
 
 def test_expectations_follow_from_the_arguments() -> None:

@@ -135,7 +135,7 @@ def test_a_command_name_with_brackets_is_read_right(tmp_path: Path) -> None:
     child = subprocess.Popen([script, "60"])
     try:
         assert process.identify(child.pid).lives()
-        assert child.pid in process.family(child.pid, "no mark")
+        assert child.pid in process.Family(process.identify(child.pid), "no mark").living()
     finally:
         child.kill()
         child.wait()

@@ -77,7 +77,7 @@ def stop(
     folder = found_run(run)
     cost = stop.cost(folder)
     if format == "text" and overview.state(folder) in {"running", "orphaned", "queued"}:
-        console.say(stop.due(folder) if after_checkpoint else cost.line())
+        console.say("waiting for the next checkpoint, or the end" if after_checkpoint else cost.line())
     ended = stop.stop(folder, after_checkpoint=after_checkpoint)
     cost = stop.cost(folder)
     outcome = "it had come to its end before that"

@@ -313,14 +313,5 @@ def described(needed: Needs) -> str:
         parts.append(f"{saved.together} checkpoint(s) of {sized(saved.checkpoint)} ({saved.formula})")
     if saved.final:
         parts.append(f"the model, {sized(saved.final)}")
-    text = f"{', '.join(parts) or 'an adapter'}; {counted(needed.parameters)} parameters"
+    text = f"{', '.join(parts) or 'an adapter'}; {needed.parameters:,} parameters"
     return text + (f"; {sized(needed.there)} of it are there already" if needed.there else "")
-
-
-def counted(parameters: float) -> str:
-    """7.62 B, 494 M, 68 K."""
-    if parameters >= 1e9:
-        return f"{parameters / 1e9:.2f} B"
-    if parameters >= 1e6:
-        return f"{parameters / 1e6:.{0 if parameters >= 1e7 else 1}f} M"
-    return f"{parameters / 1e3:.0f} K"

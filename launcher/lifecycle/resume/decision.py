@@ -101,10 +101,10 @@ def choose_output(stage: Stage, configured: Path | None, runs: Iterable[RunFolde
     """
     if configured is None:
         return OutputChoice(None)
-    known: list[tuple[RunFolder | None, Manifest]] = [(one, rundir.read_head(one)) for one in runs]
+    known = list(map(rundir.read_manifest, runs))
     name = stage.entry.names.output
     if fresh:
-        used = {str(record.output) for _, record in known}
+        used = {str(record.output) for record in known}
         places = itertools.chain([(None, configured)], _beside(stage))
         value, folder = next(one for one in places if not exists(one[1]) and _text(one[1]) not in used)
         if value is None:
@@ -114,16 +114,12 @@ def choose_output(stage: Stage, configured: Path | None, runs: Iterable[RunFolde
     # of runs whose folders are gone, their output folders tell
     beside = itertools.takewhile(lambda one: exists(one[1]), _beside(stage))
     for folder in reversed([configured, *(folder for _, folder in beside)]):
-        known += [(None, record) for record in lease.manifests(folder)[-1:]]
-    for begun, record in known:
+        known += lease.manifests(folder)[-1:]
+    for record in known:
         if record.stage != stage.options.stage:
             continue
-        # older manifests name the requested folder behind the arguments
-        if begun is not None and record.requested_output is None:
-            record = rundir.read_manifest(begun)
         if (record.requested_output or str(record.output)) != _text(configured):
             continue
-        record = record if begun is None else rundir.read_manifest(begun)
         value = record.argument(name)
         if record.output in (None, Path(_text(configured))) or not isinstance(value, str):
             break
@@ -174,19 +170,8 @@ def set_aside(decision: Decision, attempt: int) -> list[Path]:
 
 def warn_pasted_command(plan: Plan, output: Path | None, folder: RunFolder) -> tuple[Finding, ...]:
     """What to know of a command that is pasted where a run has been: it knows nothing of that run."""
-    resume = plan.stage.entry.names.resume
-    if resume is not None:
-        # trl/scripts/sft.py:113
-        named = plan.values.get(resume)
-        does = f"goes on from {named}" if named else "begins anew and writes over what it left"
-    elif (taken := _taken_by_upstream(plan, output)) is not None:
-        does = f"goes on from {taken.name}, whatever has changed since"
-    else:
-        does = "trains into the same folder"
-    message = (
-        f"{output} is that of {folder.path.name}, which launch itself would compare with this, "
-        f"to go on from there or to refuse; this line {does}"
-    )
+    message = f"{output} is that of {folder.path.name}, which launch itself would compare with this, to go on from "
+    message += "there or to refuse; this line compares nothing, and the trainer may write over what lies there"
     help = "say it without --dry-run, or with --fresh for a line that takes a folder beside it"
     warning = launch_finding("warning", "earlier-run", message, help, key=f"args.{plan.stage.entry.names.output}")
     return (plan.stage.config.placed(warning),)

@@ -167,16 +167,6 @@ def inexact(skips_each: bool, shape: EpochLayout, every: int, *, keeps_order: bo
             yield step
 
 
-def exact_steps(skips_each: bool, shape: EpochLayout, every: int, *, keeps_order: bool = True) -> int | None:
-    """The number of steps next to `every` of which all checkpoints are exact; None where there is none.
-
-    An epoch's steps, or a part of them; more than one epoch only where less is never exact.
-    """
-    parts = [n for n in range(1, shape.updates + 1) if shape.updates % n == 0 and n < shape.total]
-    nearest = sorted(parts, key=lambda n: (abs(n - every), n))
-    return next((n for n in nearest if not any(inexact(skips_each, shape, n, keeps_order=keeps_order))), None)
-
-
 def keeps_order(trainer: Trainer) -> bool:
     """Whether accelerate's `skip_first_batches` hands the epoch on to the loader that it makes.
 
@@ -242,10 +232,10 @@ def findings(plan: Plan, shape: EpochLayout | None, trainer: Trainer) -> Iterato
     number, why = len(range(every, shape.total, every)), "" if first is None else first.text
     message = f"a resume from {len(wrong)} of the {number} checkpoints would go wrong, the first of them "
     message += f"step_{wrong[0]}: {why}"
-    exact = exact_steps(skips_each, shape, every, keeps_order=kept)
+    epochs_exact = not any(inexact(skips_each, shape, shape.updates, keeps_order=kept))
     divides = f"choose a batch whose accumulation divides the {shape.micro} micro-batches of an epoch (now "
     ways = {
-        f"`checkpointing_steps: {exact}` is exact": exact is not None,
+        f"`checkpointing_steps: {shape.updates}` is exact": epochs_exact and shape.updates < shape.total,
         "`checkpointing_steps: epoch` is exact": entry.epoch_checkpoints,
         f"{divides}{shape.accumulation})": bool(shape.micro % shape.accumulation),
         "an accelerate that keeps the order: `pip install 'accelerate>=1.15'`": not kept,

@@ -112,7 +112,7 @@ class Footprint:
         return Adapters(int(rank), targets, HALF if narrow else FULL, bool(values.get("lora_dropout")))
 
     def _targets(self) -> tuple[tuple[str, ...], str]:
-        """The layer's linears that PEFT adapts, by the ends of their paths; and what is not described."""
+        """The layer's linears that PEFT adapts, and what is not described."""
         named, linears = self.plan.values.get("lora_target_modules"), self.shape.linears()
         if named in ("all-linear", ["all-linear"]):
             return tuple(linears), ""
@@ -120,14 +120,10 @@ class Footprint:
             chosen = self.shape.family in _PEFT_CHOOSES
             fault = f"PEFT itself chooses no `lora_target_modules` for {self.shape.family} models"
             return _PEFT_TARGETS, "" if chosen else fault
-        paths = [name.removesuffix(".weight") for name in self.shape.layer]
-        adapted, fault = set[str](), ""
-        for target in [named] if isinstance(named, str) else named:
-            ends = {path.split(".")[-1] for path in paths if f".{path}".endswith(f".{target}")}
-            if not ends or not ends <= linears.keys():
-                known = ", ".join(linears)
-                fault = f"the memory of LoRA on `{target}` is not described: described are {known}"
-            adapted |= ends
+        adapted = [str(target).split(".")[-1] for target in ([named] if isinstance(named, str) else named)]
+        fault = ""
+        if unknown := [name for name in adapted if name not in linears]:
+            fault = f"the memory of LoRA on `{unknown[-1]}` is not described: described are {', '.join(linears)}"
         return tuple(name for name in linears if name in adapted), fault
 
     @property

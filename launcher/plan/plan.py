@@ -1,7 +1,7 @@
 """GPUs -> `Plan`: batch x accumulation, steps, and the arguments that upstream will be given."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -255,13 +255,9 @@ def _impossible(stage: Stage, total: int, per_device: int, devices: int) -> Find
     lower, upper = total // unit * unit, -(-total // unit) * unit
     totals = [str(n) for n in (lower, upper) if n]
     options = [f"batch.global={' or '.join(totals)} with per_device {per_device}"]
-    near = [n for n in (total // devices * devices, -(-total // devices) * devices) if n]
-    if near[0] == total:
-        parts = sorted(nearest(divisors(total // devices), per_device)[:2])
+    if total % devices == 0:
+        parts = sorted(sorted(divisors(total // devices), key=lambda n: abs(n - per_device))[:2])
         options.append(f"batch.per_device={' or '.join(map(str, parts))} with global {total}")
-    elif not {*near} <= {lower, upper}:
-        each = [(n, nearest(divisors(n // devices), per_device)[0]) for n in near]
-        options.append("batch.global=" + " or ".join(f"{n} with per_device {one}" for n, one in each))
     origin = stage.config.origin("batch.per_device")
     if origin.override is None:
         origin = stage.config.origin("batch.global")
@@ -279,11 +275,6 @@ def splits(total: int, processes: int) -> list[int]:
     if total < 1 or processes < 1 or total % processes:
         return []
     return divisors(total // processes)
-
-
-def nearest(numbers: Sequence[int], to: int) -> list[int]:
-    """The nearest first, of two as near the smaller one."""
-    return sorted(numbers, key=lambda n: (abs(n - to), n))
 
 
 def total_steps(stage: Stage, values: Values, rows: int | None, batch: int) -> int | None:

@@ -1,50 +1,28 @@
-"""What a decoder layer and the loss keep for the backward pass, in bytes; closed formulas.
+"""What a decoder layer and the loss keep for the backward pass, in bytes.
 
 Counted operator by operator from transformers' modules (5.17), liger_kernel 0.7.0, flash-attn 2 and
 trl 1.16, and compared by a test with a run of those modules in which every allocation is counted. The
 form of the formulas is that of "Reducing Activation Recomputation in Large Transformer Models"
 (Korthikanti et al., 2022); the numbers differ because these modules keep fp32 copies in their norms and
 the three products of a gated MLP.
-
-H hidden, Q all query heads, K all key heads, I intermediate, V vocabulary, h heads, T tokens of the
-micro-batch with padding, R without, S the padded width, B rows.
 """
-
-from __future__ import annotations
-
-from typing import NamedTuple
 
 from launcher.artifacts.architecture import Shape
 from launcher.artifacts.lengths import MicroBatch
 from launcher.plan.memory.setup import FULL, HALF, Adapters, Setup
 
 
-class Amount(NamedTuple):
-    """Bytes, and how they come about."""
-
-    bytes: float
-    formula: str
-
-    def times(self, count: float) -> Amount:
-        formula = self.formula if count == 1 else f"{count:.3g} x ({self.formula})"
-        return Amount(count * self.bytes, formula)
-
-
-def layer(setup: Setup) -> Amount:
+def layer(setup: Setup) -> float:
     """What one layer keeps from its forward pass to its backward pass, without checkpointing."""
-    norms, why = _norms(setup)
-    attention, why_attention = _attention(setup)
     # quantised linears give fp32 for fp32
     wide = 2 if setup.quantised is not None and setup.wide else 1
     times = ((6 if setup.liger else 8) - (HALF if setup.frozen else 0)) * wide
-    a_token, why = norms + times * setup.shape.intermediate, f"{why} + {times}I"
-    if setup.adapters is not None:
-        adapters, why_adapters = _adapters(setup, setup.adapters)
-        a_token, why = a_token + adapters, f"{why} + {why_adapters}"
-    return Amount(a_token * setup.batch.tokens + attention, f"T({why}) + {why_attention}")
+    adapters = 0 if setup.adapters is None else _adapters(setup, setup.adapters)
+    a_token = _norms(setup) + times * setup.shape.intermediate + adapters
+    return a_token * setup.batch.tokens + _attention(setup)
 
 
-def compiled_layer(setup: Setup, share: float) -> Amount:
+def compiled_layer(setup: Setup, share: float) -> float:
     """What one layer keeps under torch.compile with a share of the memory budget.
 
     The partitioner computes again what is fused into other kernels, and keeps what a matrix product takes
@@ -58,26 +36,19 @@ def compiled_layer(setup: Setup, share: float) -> Amount:
     # OLMo-core repeats keys and values for the queries' heads where no flash kernel does
     repeated = k if setup.attention == "flash" else q
     a_token = 4 * shape.hidden + 2 * q + 2 * repeated + norms * (q + k) + 3 * shape.intermediate
-    why = f"8H + 4Q + {'4K' if repeated == k else '4Q'} + 6I"
-    why = f"T({why}{' + 2Q + 2K before norms' if norms else ''} + 4h), fused by torch.compile"
     whole = (HALF * a_token + FULL * shape.heads) * setup.batch.tokens
-    if share >= 1:
-        return Amount(whole, why)
-    least = checkpoint(setup).bytes
-    return Amount(least + share * (whole - least), f"2HT + {share:g} x ({why} - 2HT)")
+    least = checkpoint(setup)
+    return whole if share >= 1 else least + share * (whole - least)
 
 
-def checkpoint(setup: Setup) -> Amount:
+def checkpoint(setup: Setup) -> float:
     """What one checkpointed layer keeps: its input."""
-    state = setup.state_width
-    return Amount(state * setup.shape.hidden * setup.batch.tokens, f"{state}HT, the layer's input")
+    return setup.state_width * setup.shape.hidden * setup.batch.tokens
 
 
-def passing(setup: Setup) -> Amount:
+def passing(setup: Setup) -> float:
     """What a layer needs in a forward pass that keeps nothing: the MLP's widths."""
-    shape, state = setup.shape, setup.state_width
-    size = (6 * shape.intermediate + state * shape.hidden) * setup.batch.tokens
-    return Amount(size, f"T(6I + {state}H)")
+    return (6 * setup.shape.intermediate + setup.state_width * setup.shape.hidden) * setup.batch.tokens
 
 
 def needs_mask(setup: Setup) -> bool:
@@ -93,7 +64,7 @@ def needs_mask(setup: Setup) -> bool:
     return setup.attention == "sdpa" and (padded or (setup.packed and not kept) or reached)
 
 
-def _norms(setup: Setup) -> tuple[float, str]:
+def _norms(setup: Setup) -> float:
     """Bytes a token in norms and what the linear layers after them keep of their input."""
     shape = setup.shape
     # an autocast linear casts its fp32 input for itself: q, k, v and gate, up; a frozen one keeps none
@@ -102,9 +73,7 @@ def _norms(setup: Setup) -> tuple[float, str]:
     if shape.layout.qk_norm:
         extra = norm_kept(setup, HALF) * (shape.query + shape.key)
         extra += FULL * (shape.heads + shape.kv_heads if shape.layout.qk_norm == "head" else 2)
-    total = (2 * kept + outputs) * shape.hidden + FULL * 2 + extra
-    why = f"2 norms x {kept}H + {outputs}H"
-    return total, why + (f" + {extra:.0f} for q and k norms" if extra else "")
+    return (2 * kept + outputs) * shape.hidden + FULL * 2 + extra
 
 
 def norm_kept(setup: Setup, state: int) -> int:
@@ -118,43 +87,41 @@ def norm_kept(setup: Setup, state: int) -> int:
     return kept + (FULL - HALF if state == FULL and kept == 6 else 0)
 
 
-def _attention(setup: Setup) -> tuple[float, str]:
+def _attention(setup: Setup) -> float:
     """Bytes in all: q, k, v, the output, the log-sum-exp, and masks."""
     shape, batch = setup.shape, setup.batch
     q, k, heads, tokens = shape.query, shape.key, shape.heads, batch.tokens
     plain = 4 * (q + k + heads)
     if setup.attention == "flash" and batch.real < tokens:
         # transformers takes the padding out of q, k and v and puts it back into the output
-        total = plain * batch.real + HALF * q * tokens
-        return total, "R(4Q + 4K + 4h) + 2QT (padding taken out and put back)"
+        return plain * batch.real + HALF * q * tokens
     if needs_mask(setup):
         # k and v are repeated for every query head; the mask is made additive in every layer
         repeated = shape.kv_heads != heads
         mask = HALF * batch.rows * batch.width * (-(-batch.width // 8) * 8)
-        total = 4 * (q + (q if repeated else k) + heads) * tokens + mask
-        return total, f"T({'8Q' if repeated else '4Q + 4K'} + 4h) + 2BS^2 (additive mask)"
-    return plain * tokens, "T(4Q + 4K + 4h)"
+        return 4 * (q + (q if repeated else k) + heads) * tokens + mask
+    return plain * tokens
 
 
-def _adapters(setup: Setup, adapters: Adapters) -> tuple[float, str]:
+def _adapters(setup: Setup, adapters: Adapters) -> float:
     """LoRA keeps each pair's dropped-out input (bf16), the dropout's mask, and the narrow product."""
     shape, targets = setup.shape, set(adapters.targets)
     inputs = [into for name, (_, into) in shape.linears().items() if name in targets]
     narrow, width = HALF * adapters.rank * len(inputs), sum(inputs)
     if adapters.dropout:
-        return 3 * width + narrow, f"3 x {width} (inputs of the adapters) + 2r x {len(inputs)}"
+        return 3 * width + narrow
     if setup.autocast and (adapters.bytes == FULL or setup.wide):
-        return HALF * width + narrow, f"2 x {width} (inputs of the adapters, cast)"
+        return HALF * width + narrow
     if not setup.frozen:
-        return narrow, f"2r x {len(inputs)} (adapters)"
+        return narrow
     # the same tensor serves q, k and v; the attention keeps o's input anyway
     shared = shape.hidden * bool({"q_proj", "k_proj", "v_proj"} & targets)
     shared += shape.hidden * bool({"gate_proj", "up_proj"} & targets)
     shared += shape.intermediate * ("down_proj" in targets)
-    return HALF * shared + narrow, f"2 x {shared} (inputs of the adapters)"
+    return HALF * shared + narrow
 
 
-def backward(setup: Setup) -> Amount:
+def backward(setup: Setup) -> float:
     """The most that one layer's backward pass needs beside what was kept."""
     shape, adapters, state = setup.shape, setup.adapters, setup.state_width
     hidden, inner, tokens = shape.hidden, shape.intermediate, setup.batch.tokens
@@ -163,23 +130,20 @@ def backward(setup: Setup) -> Amount:
         # around fp32 states the same in fp32, whatever the adapters are of
         times, width = (2, HALF) if setup.wide else (1, adapters.bytes)
         points = [(times * i, times * h) for i, h in _adapted_backward(setup, adapters, width)]
-        i, h = max(points, key=lambda point: point[0] * inner + point[1] * hidden)
-        total, why = (i * inner + h * hidden) * tokens, f"T({i}I + {h}H) (through the adapters)"
+        total = max(i * inner + h * hidden for i, h in points) * tokens
     elif adapters is not None and "down_proj" in adapters.targets:
         share = 11.5 if adapters.bytes == FULL else 4.0
         total = (share * inner + state * hidden) * tokens
-        why = f"T({share:g}I + 2H) (through an adapter's dropout)"
     elif setup.liger:
         # the product's gradient and the down projection's; SwiGLU and RMSNorm write in place
         total = (2 * inner + state * hidden) * tokens + HALF * hidden * inner
-        why = "T(2I + 2H) + 2HI"
     elif shape.layout.post_norm:
+        # fp32 gradients of a norm
         total = max(4 * inner + (state - 8) * hidden, 16 * hidden) * tokens
-        why = "max(T(4I - 6H), 16HT) (fp32 gradients of a norm)"
     else:
+        # gradients of the MLP's product
         total = (4 * inner + state * hidden) * tokens
-        why = "T(4I + 2H) (gradients of the MLP's product)"
-    return Amount(total + 2 * HALF * shape.head_dim * setup.batch.width, why)
+    return total + 2 * HALF * shape.head_dim * setup.batch.width
 
 
 def _adapted_backward(setup: Setup, adapters: Adapters, width: int) -> list[tuple[int, int]]:
@@ -200,11 +164,11 @@ def _adapted_backward(setup: Setup, adapters: Adapters, width: int) -> list[tupl
     return [(2, 4)] if liger else [(6, 2)]
 
 
-def logits(shape: Shape, batch: MicroBatch, element: int) -> Amount:
-    return Amount(element * shape.vocab * batch.tokens, f"{element} x {batch.tokens:,} x {shape.vocab:,}")
+def logits(shape: Shape, batch: MicroBatch, element: int) -> tuple[float, str]:
+    return element * shape.vocab * batch.tokens, f"{element} x {batch.tokens:,} x {shape.vocab:,}"
 
 
-def fused_loss(setup: Setup) -> Amount:
+def fused_loss(setup: Setup) -> float:
     """liger_kernel/ops/fused_linear_cross_entropy.py:52: the gradients are made in the forward pass.
 
     The output layer's is summed up in its own type, from a product in bf16 and that again in fp32; a
@@ -214,26 +178,22 @@ def fused_loss(setup: Setup) -> Amount:
     factor = -(-shape.vocab // shape.hidden)
     chunk = 1 << (-(-tokens // factor) - 1).bit_length()
     times = (0 if setup.adapters else width + HALF + FULL) + (HALF if setup.wide else 0)
-    total = width * shape.hidden * tokens + HALF * shape.vocab * min(chunk, tokens)
-    why = f"{width}HT + 2V x {chunk} (a chunk of logits)"
-    why += f" + {times}VH (the output layer's gradient)" if times else ""
-    return Amount(total + times * shape.embedding, why)
+    return width * shape.hidden * tokens + HALF * shape.vocab * min(chunk, tokens) + times * shape.embedding
 
 
 # trl/kernels/chunked_logprob.py:31 and trl/trainer/utils.py:1506
 _TILE_TOKENS, _TILE_WORDS = 4096, 32768
 
 
-def tiles(setup: Setup) -> Amount:
+def tiles(setup: Setup) -> float:
     """One tile of logits, and the output layer's rows for it where they must be cast."""
     tile = HALF * min(_TILE_TOKENS, setup.batch.tokens) * _TILE_WORDS
     cast = HALF * min(_TILE_WORDS, setup.shape.vocab) * setup.shape.hidden if setup.wide else 0
-    return Amount(tile + cast, "2 x 4,096 x 32,768" + (" + 2H x 32,768" if cast else ""))
+    return tile + cast
 
 
-def tiled_loss(setup: Setup, *, trained: bool) -> Amount:
+def tiled_loss(setup: Setup, *, trained: bool) -> float:
     """TRL's own output layer: log-probabilities in tiles, gradients summed up in fp32."""
     gradient = (FULL + (0 if setup.wide else HALF)) * setup.shape.embedding if trained else 0
     states = (FULL + 2 * HALF) * setup.shape.hidden * setup.batch.tokens
-    why = "a tile of 4,096 x 32,768 logits + 8HT + 4VH (fp32 gradient)"
-    return Amount(tiles(setup).bytes + gradient + states, why)
+    return tiles(setup) + gradient + states

@@ -13,7 +13,6 @@ from dataclasses import replace
 from launcher.artifacts.lengths import MicroBatch
 from launcher.plan.memory import activations, engines
 from launcher.plan.memory import phases as at
-from launcher.plan.memory.activations import Amount
 from launcher.plan.memory.setup import FULL, HALF, Setup
 
 # cuBLAS keeps one workspace a thread that multiplies on Hopper: forward and backward
@@ -22,7 +21,7 @@ _WORKSPACE = 2 * 32 * 2**20
 
 def estimate(setup: Setup) -> at.Memory:
     """The peak of a run and what it is made of; raises InvalidConfig (`unknown-memory`)."""
-    ledger = at.Ledger()
+    ledger = at.Ledger(setup.batch.tokens)
     engines.enter(setup, ledger)
     after = [name for name in at.PHASES if name not in (at.START, at.FLATTENED)]
     ledger.add(after, "other", "cuBLAS workspaces", _WORKSPACE, "2 x 32 MiB")
@@ -54,19 +53,19 @@ def _kept(setup: Setup, ledger: at.Ledger) -> None:
     """What the layers keep when the loss is there; while buckets are sent, some are through again."""
     shape, batch, kind = setup.shape, setup.batch, "activations"
     if setup.checkpointing:
-        amount, name = activations.checkpoint(setup), "inputs of checkpointed layers"
+        a_layer, name = activations.checkpoint(setup), "inputs of checkpointed layers"
     elif setup.share is not None:
-        amount = activations.compiled_layer(setup, setup.share)
+        a_layer = activations.compiled_layer(setup, setup.share)
         name = f"kept by the layers, activation budget {setup.share:g}"
     else:
-        amount, name = activations.layer(setup), "kept by the layers"
+        a_layer, name = activations.layer(setup), "kept by the layers"
     buckets = engines.bucket_phases(setup)
     # the pass beforehand keeps nothing
     beside = set() if setup.reference == "cache" else {at.REFERENCE}
     through = {at.FORWARD, at.LOSS, at.OUTPUT, at.OUTPUT_SENT, at.LAYER, *beside}
-    ledger.add(through, kind, name, *amount.times(shape.layers))
+    ledger.add(through, kind, name, shape.layers * a_layer)
     for phase, passed in buckets.items():
-        ledger.add([phase], kind, name, *amount.times(shape.layers - passed))
+        ledger.add([phase], kind, name, (shape.layers - passed) * a_layer)
     through |= {*buckets}
     if setup.sharding is None:
         rope = 2 * setup.state_width * shape.head_dim * batch.width
@@ -74,16 +73,15 @@ def _kept(setup: Setup, ledger: at.Ledger) -> None:
     if activations.needs_mask(setup):
         ledger.add(through, kind, "attention mask", batch.rows * batch.width**2, "BS^2, the mask")
     if setup.share is not None and setup.share < 1:
-        whole = activations.compiled_layer(setup, 1).bytes
-        again = Amount(whole - amount.bytes, f"{1 - setup.share:g} x a layer")
+        again = activations.compiled_layer(setup, 1) - a_layer
     elif setup.checkpointing:
         again = activations.layer(setup)
         if setup.liger:
             # its first norm keeps the layer's input itself, which is counted already
-            again = Amount(again.bytes - HALF * shape.hidden * batch.tokens, f"{again.formula} - 2HT")
+            again -= HALF * shape.hidden * batch.tokens
     else:
         return
-    ledger.add({at.LAYER, *buckets}, kind, "one layer, computed again", *again)
+    ledger.add({at.LAYER, *buckets}, kind, "one layer, computed again", again)
 
 
 def _reference(setup: Setup, ledger: at.Ledger) -> None:
@@ -91,7 +89,7 @@ def _reference(setup: Setup, ledger: at.Ledger) -> None:
     shape, batch, live = setup.shape, setup.reference_batch or setup.batch, [at.REFERENCE]
     if setup.loss == "tiled":
         tiled = activations.tiled_loss(setup, trained=False)
-        ledger.add(live, "logits", "log-probabilities in tiles", *tiled)
+        ledger.add(live, "logits", "log-probabilities in tiles", tiled)
         return
     if setup.compiles_loss:
         _compiled_loss(setup, ledger, live, batch)
@@ -102,14 +100,13 @@ def _reference(setup: Setup, ledger: at.Ledger) -> None:
         width = FULL if setup.wide and setup.quantised is not None else HALF
         keys = 2 * width * shape.layers * shape.key * tokens
         # what the last layer passes through, the embedded tokens, the residual and its norm
-        last = activations.passing(replace(setup, batch=batch))
-        last = Amount(last.bytes + 3 * state * shape.hidden * tokens, f"{last.formula} + {3 * state}HT")
-        if keys + max(last.bytes, half.bytes) > half.bytes + 2 * full.bytes:
+        last = activations.passing(replace(setup, batch=batch)) + 3 * state * shape.hidden * tokens
+        if keys + max(last, half[0]) > half[0] + 2 * full[0]:
             # until the logits are there
             name, why = "keys and values of all layers", f"{2 * width} x {shape.layers}KT"
             ledger.add(live, "activations", name, keys, why, "dpo_utils.py:865")
-            if last.bytes > half.bytes:
-                ledger.add(live, "activations", "the last layer, passing", *last)
+            if last > half[0]:
+                ledger.add(live, "activations", "the last layer, passing", last)
             else:
                 ledger.add(live, "logits", "logits (bf16)", *half)
             return
@@ -120,24 +117,24 @@ def _reference(setup: Setup, ledger: at.Ledger) -> None:
 
 def _loss(setup: Setup, ledger: at.Ledger) -> None:
     """The end of a checkpointed forward pass, the final norm, and the loss at its fullest, forward or backward."""
-    live, kind, state = [at.LOSS], "logits", setup.state_width
+    live, kind, state, batch = [at.LOSS], "logits", setup.state_width, setup.batch
     last, tile = activations.passing(setup), activations.tiles(setup)
-    if setup.loss == "tiled" and tile.bytes > last.bytes:
-        ledger.add([at.FORWARD], kind, "a tile of logits", *tile)
+    if setup.loss == "tiled" and tile > last:
+        ledger.add([at.FORWARD], kind, "a tile of logits", tile)
     else:
-        ledger.add([at.FORWARD], "activations", "the last layer, passing", *last)
+        ledger.add([at.FORWARD], "activations", "the last layer, passing", last)
     norm = (activations.norm_kept(setup, state) + state) * setup.shape.hidden + FULL
     after = [at.LOSS, at.OUTPUT, at.OUTPUT_SENT]
-    ledger.add(after, "activations", "final norm", norm * setup.batch.tokens, "kept and output")
+    ledger.add(after, "activations", "final norm", norm * batch.tokens, "kept and output")
     if setup.loss == "liger":
-        ledger.add(live, kind, "fused linear cross entropy", *activations.fused_loss(setup))
+        ledger.add(live, kind, "fused linear cross entropy", activations.fused_loss(setup))
     elif setup.loss == "tiled":
         tiled = activations.tiled_loss(setup, trained=setup.adapters is None)
-        ledger.add(live, kind, "log-probabilities in tiles", *tiled)
+        ledger.add(live, kind, "log-probabilities in tiles", tiled)
     elif setup.compiles_loss:
-        _compiled_loss(setup, ledger, live, setup.batch)
+        _compiled_loss(setup, ledger, live, batch)
     else:
-        full = activations.logits(setup.shape, setup.batch, FULL)
+        full = activations.logits(setup.shape, batch, FULL)
         for name in ("log-softmax, kept", "gradient of the log-softmax", "gradient of the logits"):
             ledger.add(live, kind, f"{name} (fp32)", *full)
 
@@ -160,7 +157,7 @@ def _backward(setup: Setup, ledger: at.Ledger) -> None:
         # until the weight's is made
         half = activations.logits(shape, setup.batch, HALF)
         ledger.add([at.OUTPUT], "logits", "gradient of the logits (bf16)", *half)
-    ledger.add([at.LAYER], "activations", "gradients inside a layer", *activations.backward(setup))
+    ledger.add([at.LAYER], "activations", "gradients inside a layer", activations.backward(setup))
     if setup.quantised is not None:
         # a linear weight while it is multiplied with, in its former type and cast, before or behind the
         # MLP's gradients: what it has more

@@ -102,14 +102,18 @@ def usable(gib: float) -> float:
 
 
 class Ledger:
-    """Allocations with the phases that they live in, as they are entered."""
+    """Allocations with the phases that they live in, as they are entered, for a micro-batch of so many tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
         self._entries: list[tuple[frozenset[str], Allocation]] = []
 
-    def add(self, phases: Iterable[str], kind: str, name: str, size: float, formula: str, source: str = "") -> None:
+    def add(
+        self, phases: Iterable[str], kind: str, name: str, size: float, formula: str = "", source: str = ""
+    ) -> None:
         """Enter so many bytes; nothing where there are none."""
         if size > 0:
+            formula = formula or f"{self.tokens:,} tokens x {size / self.tokens:,.0f} bytes"
             entry = Allocation(kind=kind, name=name, gib=size / GIB, formula=formula, source=source)
             self._entries.append((frozenset(phases), entry))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .hooks import wrap
-from .process import ProbePiece, Process, say
+from .process import ProbePiece, Process
 from .supplies import supply_process_group
 from .watchdog import Watchdog
 
@@ -159,10 +159,7 @@ class Contract(ProbePiece):
             message=message,
             stopped=self.settings.stops,
         )
-        if self.settings.stops:
-            self.leave(f"stopped: {message}")
-        else:
-            say(f"warning: {message}")
+        self.leave(message, stops=self.settings.stops)
 
 
 class Caches(ProbePiece):

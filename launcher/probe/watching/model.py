@@ -1,6 +1,7 @@
 """What was loaded: the model's class, attention and shape; the device, its memory, and the packages."""
 
 import contextlib
+import importlib.metadata
 import sys
 from typing import Any
 
@@ -87,19 +88,12 @@ def device(cpu: bool) -> dict[str, Any]:
     if torch is not None:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         name, gib = properties.name, round(properties.total_memory / 2**30, 2)
-    versions = {package: _version(package) for package in PACKAGES if package in sys.modules}
+    versions = {}
+    for package in PACKAGES:
+        if package in sys.modules:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[package] = importlib.metadata.version(package)
     return {"name": name, "total_gib": gib, "versions": versions}
-
-
-def _version(name: str) -> str | None:
-    """Of an imported package; liger_kernel does not say its own."""
-    version = getattr(sys.modules[name], "__version__", None)
-    if version is None:
-        with contextlib.suppress(Exception):
-            import importlib.metadata
-
-            version = importlib.metadata.version(name)
-    return None if version is None else str(version)
 
 
 def torch_in_use(cpu: bool) -> Any:

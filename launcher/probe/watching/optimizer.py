@@ -42,20 +42,9 @@ class Optimizer(ProbePiece):
     def saw_engine(self, engine: Any) -> None:
         """DeepSpeed after it was set up: what is in force, not what was asked for."""
         self.engine, original = engine, engine.step
-        offloaded = {}
-        for part in ("optimizer", "param"):
-            device = getattr(getattr(engine, f"zero_offload_{part}", lambda: None)(), "device", None)
-            offloaded[f"offload_{part}"] = None if device is None else str(getattr(device, "value", device))
         self.scaled = bool(getattr(engine, "fp16_enabled", bool)())
-        bf16 = bool(getattr(engine, "bfloat16_enabled", bool)())
-        self.record.write(
-            "engine",
-            **_class_of(engine),
-            optimizer=type(getattr(engine, "optimizer", None)).__name__,
-            zero_stage=engine.zero_optimization_stage(),
-            precision="fp16" if self.scaled else "bf16" if bf16 else "fp32",
-            **offloaded,
-        )
+        outer, stage = type(getattr(engine, "optimizer", None)).__name__, engine.zero_optimization_stage()
+        self.record.write("engine", **_class_of(engine), optimizer=outer, zero_stage=stage)
 
         def first_step(*args: Any, **kwargs: Any) -> Any:
             self.memory.mark("gradients")

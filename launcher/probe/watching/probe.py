@@ -199,9 +199,11 @@ class Probe:
             self.memory.mark("end")
         self.liger.report()
 
-    def leave(self, message: str, *, settle: bool = True) -> None:
-        """End this process now; whoever started the ranks then ends the others."""
-        if self.leaving or not self.record.ours():
+    def leave(self, message: str, *, stops: bool, settle: bool = True) -> None:
+        """Warn, or (`stops`) end this process now; whoever started the ranks then ends the others."""
+        if not stops:
+            say(f"warning: {message}")
+        if not stops or self.leaving or not self.record.ours():
             return
         self.leaving = True
         if settle:
@@ -210,7 +212,7 @@ class Probe:
         self.liger.report()
         self.gradients.report()
         self.record.write("end", exit=VIOLATION)
-        say(message)
+        say(f"stopped: {message}")
         with contextlib.suppress(Exception):
             for name in ("multiprocessing", "multiprocess"):
                 for child in getattr(sys.modules.get(name), "active_children", list)():

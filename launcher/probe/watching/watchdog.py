@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from .process import Process, say
+from .process import Process
 
 LEASE = "LAUNCH_LEASE"  # the environment variable that names the lease of the output folder, for its heartbeat
 
@@ -78,7 +78,4 @@ class Watchdog(threading.Thread):
             message=message,
             stopped=stops,
         )
-        if stops:
-            self.leave(f"stopped: {message}", settle=False)
-        else:
-            say(f"warning: {message}")
+        self.leave(message, stops=stops, settle=False)

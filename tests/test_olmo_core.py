@@ -477,7 +477,7 @@ def test_what_fsdp_holds_is_what_it_holds(
     layers = 8
     shape = architecture.find(model, {}, replaced={"num_hidden_layers": layers})
     setup = Setup(
-        shape=shape, batch=lengths.MicroBatch(rows=rows, width=length, real=rows * length, formula=""),
+        shape=shape, batch=lengths.MicroBatch(rows=rows, width=length, real=rows * length),
         processes=ranks, accumulation=1, loss="logprobs", reference="cache",
         sharding=Sharding(shards=ranks // replicas),
     )  # fmt: skip

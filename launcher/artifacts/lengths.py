@@ -126,7 +126,6 @@ class MicroBatch:
     rows: int
     width: int
     real: int
-    formula: str
 
     @property
     def tokens(self) -> int:
@@ -137,25 +136,22 @@ def largest(lengths: Lengths, *, rows: int, batches: int, packed: bool) -> Micro
     """The largest micro-batch of `rows` sequences among `batches` of them (all ranks together)."""
     if packed:
         tokens = math.ceil(lengths.sum_of(rows, batches))
-        why = f"largest of {batches:,} packed sums of {rows} rows of {lengths.mean:.0f} tokens on average"
-        return MicroBatch(rows=1, width=tokens, real=tokens, formula=f"{tokens:,} tokens: {why}")
+        return MicroBatch(rows=1, width=tokens, real=tokens)
     # the median longest
     (width,) = lengths.quantiles([0.5 ** (1 / max(1, rows * batches))])
     real = min(rows * width, math.ceil(width + (rows - 1) * lengths.mean))
-    why = f"padded to the longest of {rows * batches:,} rows"
-    return MicroBatch(rows=rows, width=width, real=real, formula=f"{rows} x {width:,} tokens: {why}")
+    return MicroBatch(rows=rows, width=width, real=real)
 
 
 def typical(lengths: Lengths, *, rows: int, packed: bool) -> MicroBatch:
     """A micro-batch as it is on average: for tokens a step and time, not for memory."""
     real = math.ceil(rows * lengths.mean)
     if packed:
-        return MicroBatch(rows=1, width=real, real=real, formula=f"{rows} rows x {lengths.mean:.0f} tokens")
+        return MicroBatch(rows=1, width=real, real=real)
     # the mean of a maximum, from its quartiles
     width = sum(lengths.quantiles(q ** (1 / rows) for q in (1 / 8, 3 / 8, 5 / 8, 7 / 8))) / 4
     wide = max(math.ceil(width), math.ceil(lengths.mean))
-    why = f"{rows} rows padded to {wide} on average"
-    return MicroBatch(rows=rows, width=wide, real=min(real, rows * wide), formula=why)
+    return MicroBatch(rows=rows, width=wide, real=min(real, rows * wide))
 
 
 class Packed(NamedTuple):

@@ -84,7 +84,7 @@ class Footprint:
             )
             return Tokens(row.real * ranks, float(row.positions * ranks), formula)
         one = self.typical
-        formula = f"{one.formula}, x {times} x {ranks}"
+        formula = f"{one.rows} x {one.width:,} on average, x {times} x {ranks}"
         return Tokens(one.real * times * ranks, one.tokens * times * ranks, formula)
 
     @property
@@ -205,8 +205,8 @@ class Footprint:
         plan, values = self.plan, self.plan.values
         limit = int(values.get(plan.stage.entry.names.max_length) or self.rows.longest)
         if self.packed:
-            why = f"{2 * limit:,} tokens: chosen and rejected, each filled up to {limit:,}"
-            one = whole = MicroBatch(rows=1, width=2 * limit, real=2 * limit, formula=why)
+            # chosen and rejected, each filled up
+            one = whole = MicroBatch(rows=1, width=2 * limit, real=2 * limit)
             # every step is one row: nothing is accumulated (dpo.py:224)
             times = 1
         else:

@@ -129,7 +129,7 @@ def test_measured_reference_pass(rows: int, tokens: int, gigabytes: float) -> No
 
 
 def rows_of(rows: int, width: int, real: int | None = None) -> MicroBatch:
-    return MicroBatch(rows=rows, width=width, real=real or rows * width, formula="")
+    return MicroBatch(rows=rows, width=width, real=real or rows * width)
 
 
 def flat(tokens: int) -> MicroBatch:

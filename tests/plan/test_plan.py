@@ -149,18 +149,10 @@ def test_a_folder_whose_names_say_nothing_is_for_training(tmp_path: Path) -> Non
     assert planned(stage, 0).rows == 32
 
 
-def test_models_and_deepspeed_without_a_place(tmp_path: Path) -> None:
-    words = sft(tmp_path).arguments()
-    assert words["output_dir"] == ["/run/model"]
-    assert words["do_not_randomize_output_dir"] == ["True"]
+def test_a_place_of_ones_own(tmp_path: Path) -> None:
     words = sft(tmp_path, "output_dir: somewhere").arguments()
     assert words["output_dir"] == ["somewhere"]
     assert "do_not_randomize_output_dir" not in words
-    # the plan as json
-    assert sft(tmp_path, gpus=2).as_json() == {
-        "gpus": 2, "nodes": 1, "per_device": 2, "accumulation": 4, "global": 16, "rows": 64,
-        "steps": 8,
-    }  # fmt: skip
 
 
 def test_deepspeed_on_the_cpu_is_left_out_and_said() -> None:

@@ -40,6 +40,7 @@ class View:
         # a terminal is looked at over shoulders, and its lines end up in logs of jobs
         self.title = redact(title)
         self.log, self.events = Tail(console), Tail(probe / "rank-0.jsonl")
+        self.probe, self.others = probe, list[tuple[Tail, Progress]]()
         self.progress, self.tracker = progress, tracker(console)
         # of a run that goes on, the last of what it has done is enough
         self.log.skip(CAUGHT_UP)
@@ -85,12 +86,25 @@ class View:
     def take_in(self) -> None:
         for raw in self.events.read():
             self.progress.event(rundir.parse_line(raw))
+        self._take_in_losses()
         self.log.skip(BACKLOG)
         for raw in self.log.read():
             self._total(raw)
             self.progress.work(raw)
             if self.tracker is None and TRACKER.search(raw):
                 self.tracker = tracker(self.log.path)
+
+    def _take_in_losses(self) -> None:
+        """Those of the other ranks."""
+        for rank in range(len(self.others) + 1, self.progress.world):
+            self.others.append((Tail(self.probe / f"rank-{rank}.jsonl"), Progress(None, self.progress.attempt)))
+            self.others[-1][0].skip(CAUGHT_UP)
+        for tail, other in self.others:
+            for raw in tail.read():
+                before = other.step
+                other.event(rundir.parse_line(raw))
+                if other.step not in (before, 0):
+                    self.progress.add_loss(other.step, other.loss)
 
     def _total(self, raw: bytes) -> None:
         announced, bar = _ANNOUNCED.search(raw), BAR.match(raw)

@@ -1,6 +1,7 @@
 """How far a running attempt is, and what else people look for, read from what the training processes write."""
 
 import contextlib
+import math
 import os
 import re
 import time
@@ -88,14 +89,14 @@ class StepTime(NamedTuple):
 class Progress:
     """What is known of the run right now; memory in GiB. Where an `attempt` is named, what the same record holds of
     others is left out. `phase` is what happens before the first step and after the last, and `since` when that began;
-    `began`, `since` and `saved` are seconds since the epoch. `shown` is what the probe has proved so far, by name."""
+    `began`, `since` and `saved` are seconds since the epoch. `shown` is what the probe has proved so far, by name.
+    `sums` are the losses of a step over so many ranks: of TRL only their mean is that of the batch."""
 
     total: int | None
     attempt: int | None = None
     foreign: bool = False
     step: int = 0
-    loss: float | None = None
-    losses: list[float] = field(default_factory=list)
+    sums: dict[int, tuple[float, int]] = field(default_factory=dict)
     grad_norm: float | None = None
     learning_rate: float | None = None
     memory_gib: float | None = None
@@ -139,24 +140,40 @@ class Progress:
         self.foreign = self.attempt not in (None, event.get("attempt", self.attempt))
         self.world = int(_optional(event.get("world")) or 0) or self.world
         self.step, self.times, self.exit, self.began = 0, [], None, at
-        self.loss = self.memory_gib = self.grad_norm = self.learning_rate = self.saved = None
-        self.losses, self.shown = [], {}
+        self.memory_gib = self.grad_norm = self.learning_rate = self.saved = None
+        self.sums, self.shown = {}, {}
         self.enter("starting" if self.foreign else "importing", at)
 
     def _step(self, event: dict[str, Any], at: float | None) -> None:
-        names = ("loss", "allocated_gib", "grad_norm", "learning_rate", "elapsed", "tokens", "seconds")
-        self.loss, self.memory_gib, norm, rate, elapsed, tokens, seconds = (_optional(event.get(n)) for n in names)
+        names = ("allocated_gib", "grad_norm", "learning_rate", "elapsed", "tokens", "seconds")
+        self.memory_gib, norm, rate, elapsed, tokens, seconds = (_optional(event.get(n)) for n in names)
         self.step = event["step"]
         self.grad_norm = self.grad_norm if norm is None else norm
         self.learning_rate = self.learning_rate if rate is None else rate
-        if self.loss is not None:
-            self.losses.append(self.loss)
+        self.add_loss(self.step, _optional(event.get("loss")))
         step = StepTime(elapsed or 0.0, tokens or 0.0, seconds, interrupted=event.get("interrupted") is True)
         self.times = [*self.times, step][-WINDOW:]
         if self.began is None and at is not None:
             self.began = at - step.elapsed
         if self.step == self.total:
             self.enter("saving the model", at)
+
+    def add_loss(self, step: int, loss: float | None) -> None:
+        """The loss of one rank; None where it was not finite."""
+        whole, ranks = self.sums.get(step, (0.0, 0))
+        self.sums[step] = whole + (math.nan if loss is None else loss), ranks + 1
+
+    @property
+    def losses(self) -> list[float]:
+        """The finite losses of all steps."""
+        return [whole / ranks for whole, ranks in self.sums.values() if math.isfinite(whole)]
+
+    @property
+    def loss(self) -> float | None:
+        """That of the newest step that no rank is behind of; None where it is not finite."""
+        newest = [self.sums[step] for step in (self.step - 1, self.step) if step in self.sums]
+        whole, ranks = max(reversed(newest), key=lambda one: one[1], default=(math.nan, 1))
+        return whole / ranks if math.isfinite(whole) else None
 
     def enter(self, phase: str, at: float | None = None) -> None:
         """A phase begins, at this time or now."""

@@ -258,6 +258,26 @@ def test_a_curve_spans_all_values() -> None:
     assert sparkline([1.0, 1.0]) == "▁▁"
 
 
+def test_the_loss_is_the_mean_over_ranks(tmp_path: Path) -> None:
+    """TRL divides the loss of each rank by the tokens of all: that of a rank with longer rows is larger."""
+    view = watching(tmp_path)
+    write(tmp_path, {"event": "start", "world": 2}, step(1, 1.0, loss=13.0), step(2, 2.0, loss=14.0))
+    other = tmp_path / "probe" / "rank-1.jsonl"
+    other.write_text(json.dumps(step(1, 1.0, loss=11.0)) + "\n")
+    view.take_in()
+    # the other rank is still at its second step
+    assert (view.progress.step, view.progress.loss) == (2, 12.0)
+    with other.open("a") as stream:
+        stream.write(json.dumps(step(2, 2.0, loss=8.0)) + "\n")
+    view.take_in()
+    assert (view.progress.loss, view.progress.losses) == (11.0, [12.0, 11.0])
+    with other.open("a") as stream:
+        stream.write(json.dumps(step(3, 3.0, loss=None)) + "\n")
+    write(tmp_path, step(3, 3.0, loss=9.0))
+    view.take_in()
+    assert (view.progress.loss, view.progress.losses) == (None, [12.0, 11.0])
+
+
 def test_what_was_proved_at_the_beginning_is_shown_to_whoever_comes_late(tmp_path: Path) -> None:
     (tmp_path / "probe").mkdir()
     write(tmp_path, {"event": "start", "attempt": 2, "t": 1.0}, {"event": "packing", "state": "off"})

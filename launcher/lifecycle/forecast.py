@@ -452,16 +452,21 @@ def _rung(
     if (only := plan.caches_only(planned.stage, planned.values)) is not None:
         message = f"the run ends after the {only}: it has no step to plan"
         raise InvalidConfig(launch_finding("error", "caches-only", message, "leave `cache_..._only` out to plan it"))
-    counted = terms.rows if terms.rows is not None else planned.rows
-    cut, steps = _SHORTEST, planned.steps
-    if rows is not None:
-        counted = rows.rows if counted is None else counted
-        cut, trained = footprint.rows_of(planned, rows), footprint.rows_per_epoch(planned, rows, counted)
-        steps = footprint.optimizer_steps(planned, trained, cut, override=terms.rows is not None)
+    count, cut, steps = counted(planned, rows, terms)
     shape, attention = shape_of(planned, terms.shape, packages), attention_of(planned, terms.attention)
     planned = replace(planned, steps=steps)
     needs = Footprint(plan=planned, shape=shape, rows=cut, attention=attention)
-    return Estimate(needs, counted, terms, card, static=rows is None)
+    return Estimate(needs, count, terms, card, static=rows is None)
+
+
+def counted(planned: Plan, rows: Lengths | None, terms: ForecastOptions) -> tuple[int | None, Lengths, int | None]:
+    """How many rows the data set has, their lengths as they are trained on, and the optimizer steps."""
+    count = terms.rows if terms.rows is not None else planned.rows
+    if rows is None:
+        return count, _SHORTEST, planned.steps
+    count = rows.rows if count is None else count
+    cut, trained = footprint.rows_of(planned, rows), footprint.rows_per_epoch(planned, rows, count)
+    return count, cut, footprint.optimizer_steps(planned, trained, cut, override=terms.rows is not None)
 
 
 def of_plan(planned: Plan, packages: Mapping[str, str], terms: ForecastOptions) -> Estimate:

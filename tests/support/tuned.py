@@ -1,8 +1,7 @@
-"""Machines that are not there: what a setting would do on them, which is not all as planned."""
+"""Machines that are not there: what a setting would do on them, by other arithmetic than launch's own."""
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from launcher.machine import datasheets
 from launcher.plan import footprint, plan
 from launcher.workflows.bench.comparison import SPEED, Sample
 from launcher.workflows.tune.search import Search, Trial
-from launcher.workflows.tune.space import Candidate, Space
+from launcher.workflows.tune.space import Candidate, Settings, Space
 
 STEPS = 8
 PACKAGES = {"flash-attn": "2.8.3", "liger-kernel": "0.7.0"}
@@ -61,21 +60,33 @@ def ran(candidate: Candidate, speed: float = 0.0, **parts: Any) -> Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine of which the plan knows less than all.
+    """What nobody knows beforehand: FLOP and bytes a second that are reached, and shares.
 
-    `memory` is the true peak over the estimate, `slower` by what factor steps with a value of a lever take longer.
+    `memory` is the true peak over the estimate, `half` the positions at which matrices are half as fast as
+    large ones, `hidden` the share of the traffic behind arithmetic, `liger` and `recompute` what these multiply
+    the bytes and the arithmetic of a pass by.
     """
 
     gib: float
+    flops: float
+    bandwidth: float
+    link: float
     memory: float = 1.0
-    slower: Mapping[tuple[str, object], float] = field(default_factory=dict)
+    half: float = 1500.0
+    flash: float = 0.7
+    sdpa: float = 0.12
+    liger: float = 0.6
+    recompute: float = 4 / 3
+    hidden: float = 0.5
+    layer: float = 1e-3
+    """Seconds that a layer takes at least, however little there is in it."""
 
     def runs(self, world: Space, candidate: Candidate) -> Trial:
         """What a trial of these settings shows."""
         peak = None if candidate.short is None else candidate.short * self.memory
         if peak is not None and peak > 0.95 * self.gib:
             return ran(candidate, status="oom", seconds=40, reason="CUDA out of memory")
-        step = candidate.seconds * math.prod(self.slower.get(item, 1.0) for item in candidate.key)
+        step = self._step(world, candidate.settings)
         speed = candidate.tokens / step / world.plan.processes
         return ran(candidate, speed, step=step, peak=peak, seconds=50 + STEPS * step)
 
@@ -86,8 +97,35 @@ class Machine:
             return 0.0
         return self.runs(world, candidate).speed
 
+    def _step(self, world: Space, settings: Settings) -> float:
+        """Seconds of a step, by other arithmetic than the plan's."""
+        found = world.footprint(settings)
+        made, shape, zero, batch = found.plan, found.shape, found.zero, found.typical
+        tokens, flash, count = batch.tokens, found.attention.startswith("flash"), made.processes
+        passes = (2 if found.adapters else 3) * (self.recompute if found.checkpointing else 1)
+        arithmetic = 2 * (shape.parameters - shape.embedding) * (tokens + self.half) / (0.6 * self.flops)
+        width = (found.rows.mean if flash else tokens) if found.packed else batch.width
+        reached = self.flops * (self.flash if flash else self.sdpa)
+        arithmetic += shape.layers * 4 * tokens * width * shape.query / reached
+        liger = settings.get("liger")
+        bytes_a_token = shape.layers * (60 * shape.hidden + 24 * shape.intermediate) * (self.liger if liger else 1)
+        bytes_a_token += (2 if liger else 14) * shape.vocab
+        micro = max(passes * arithmetic, shape.layers * self.layer * passes) + tokens * bytes_a_token / self.bandwidth
+        trained = found.adapters.parameters(shape) if found.adapters else shape.parameters
+        gathered = 4 * shape.parameters if zero is not None and zero.stage == 3 else 0
+        sent = (trained * (zero.communication if zero else 2) + gathered) * (count - 1) / count / self.link
+        # ZeRO-1 sends the gradients of all micro-batches together
+        times = made.accumulation if zero is not None and zero.stage > 1 else 1
+        own = trained / (count if zero else 1)
+        step = made.accumulation * micro + times * (1 - self.hidden) * sent + 28 * own / self.bandwidth
+        if zero is not None and zero.offload_optimizer:
+            step += own * (4 / 20e9 + 30 / 50e9)
+        return step
 
-H200, A100, RTX4090 = Machine(gib=139.8), Machine(gib=79.2), Machine(gib=23.6)
+
+H200 = Machine(gib=139.8, flops=989e12, bandwidth=4.8e12, link=300e9)
+A100 = Machine(gib=79.2, flops=312e12, bandwidth=2.0e12, link=180e9)
+RTX4090 = Machine(gib=23.6, flops=165e12, bandwidth=1.0e12, link=20e9)
 
 
 def search_of(world: Space, **terms: object) -> Search:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY
+from conftest import PATIENCE_S, REPOSITORY
 from experiment import Here, started
-from fake_world import World, needs_trl
+from fake_world import World, needs_trl, until
 
 from launcher.config import durations
 from launcher.errors import InvalidConfig, NotReady, UsageError
@@ -295,6 +296,23 @@ def test_a_trial_is_a_real_run_and_is_measured(
     assert figures["loss_per_token"] == 2 and figures["wasted_share"] == pytest.approx(1 / 6)
     # weights are not what a comparison leaves behind
     assert not list(Path(data["folder"]).rglob("model.safetensors")) and world.quiet()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_a_command_that_is_stopped_leaves_nothing_running(world: World, trials: Trials, end: signal.Signals) -> None:
+    words = words_for(world, *VARY, *ONCE)
+    running = world.started(*words, env={"SCENES": json.dumps({"rate=0.2": {"sleep": 600}})})
+    until(lambda: len(started(world, "rate")) == 2)
+    running.send_signal(end)
+    out, _ = running.communicate(timeout=PATIENCE_S)
+    if end == signal.SIGINT:
+        assert running.returncode == 130 and not json.loads(out)["data"]["complete"]
+        assert world.quiet()
+    # what a killed one left is ended before the next begins, and what it measured is kept
+    code, again, _ = trials.launch(*words)
+    assert code == 0 and trials.started == ["0.2"] and world.quiet()
+    assert len(json.loads(again)["data"]["samples"]) == 2
 
 
 def test_a_full_disk_is_no_fault_of_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from fake_world import World, needs_trl
 from tuned import A100, H200, RTX4090, Machine, ran
 
 from launcher.config import load
-from launcher.config.keys import DEEPSPEED
 from launcher.errors import errors
 from launcher.lifecycle.prepare import Request
 from launcher.stage import stage
@@ -53,17 +52,14 @@ def lora() -> Space:
     return tuned.outlook("lora/sft_qwen7b.yaml", *more, gpus=1, rows="400:1000", card="4090", gib=23.6)
 
 
-DEAR_LINKS: Mapping[tuple[str, object], float] = {
-    ("deepspeed", name): 1.15 for name in DEEPSPEED if name.startswith(("zero1", "zero2"))
-}
-DEAR_STEPS: Mapping[tuple[str, object], float] = {("liger", True): 1.05, ("packing", True): 1.1}
 MACHINES: Mapping[str, tuple[Any, Machine]] = {
     "7B on two H200": (hand, H200),
-    "dear links": (hand, replace(H200, slower=DEAR_LINKS)),
+    "dear links": (hand, replace(H200, link=15e9, hidden=0.1)),
+    "small batches as fast as large": (hand, replace(H200, half=50, layer=1e-5)),
     "needs more memory than planned": (hand, replace(H200, memory=1.1)),
-    "8B DPO on eight A100": (dpo, replace(A100, slower=DEAR_STEPS)),
-    "DPO that gains by computing again": (dpo, replace(A100, slower={("checkpointing", False): 1.3})),
-    "LoRA on a small card": (lora, replace(RTX4090, slower=DEAR_STEPS)),
+    "8B DPO on eight A100": (dpo, A100),
+    "DPO whose Liger kernels slow it down": (dpo, replace(A100, liger=1.5)),
+    "LoRA on a small card": (lora, RTX4090),
 }
 
 

@@ -23,8 +23,7 @@ from launcher.lifecycle import forecast, prepare
 from launcher.lifecycle.forecast import ForecastOptions
 from launcher.lifecycle.prepare import Prepared, Request, ResolvedStage
 from launcher.machine import python
-from launcher.machine.devices import Look
-from launcher.plan import footprint, plan
+from launcher.plan import plan
 from launcher.plan.plan import Plan
 from launcher.report import console
 from launcher.report.page import Lead
@@ -181,9 +180,11 @@ def plan_rungs(
     """All rungs, validated and planned before the first starts. Raises InvalidConfig, NotReady or UsageError."""
     resolved = prepare.resolve(replace(request, gpus=max(gpus)), running=running)
     stage, root = resolved.stage, rundir.runs_root()
-    if running:
-        _require_here(gpus, resolved.look)
-    plans = {count: plan.make(stage, gpus=count) for count in gpus}
+    here = len(resolved.look.visible) if resolved.look is not None else 0
+    if running and max(gpus) > here:
+        message = f"the rung of {label(max(gpus))} needs more than the {here} here"
+        raise not_ready("too-few-gpus", message, f"--gpus up to {here}; 0 trains on the CPU")
+    plans = {count: plan.make(stage, gpus=count, rows=terms.rows) for count in gpus}
     # all rungs read the same slice: that of the one with most rows a step
     batch = max(planned.global_batch for planned in plans.values())
     findings = [*stage.findings, *short_findings(stage, steps)]
@@ -224,19 +225,6 @@ def plan_rungs(
         terms=terms,
         campaign=experiment.Campaign(kind="ladder", key=key, name=stage.name, root=root),
         findings=tuple(dict.fromkeys(findings)),
-    )
-
-
-def _require_here(gpus: Sequence[int], look: Look | None) -> None:
-    """Raise NotReady, naming the rungs that can be run, where one needs more GPUs than there are."""
-    most, here = max(gpus), 0 if look is None else len(look.visible)
-    if most <= here:
-        return
-    possible = [str(count) for count in gpus if count <= here]
-    raise not_ready(
-        "too-few-gpus",
-        f"the rung of {label(most)} needs more than the {here} here",
-        f"--gpus {','.join(possible)} can be run here" if possible else "--gpus 0 trains on the CPU",
     )
 
 
@@ -443,29 +431,25 @@ def _estimate(ladder: Ladder, top: Standing) -> FullRun:
     whole = ladder.plans[top.gpus]
     known = _predicted(whole, ladder.resolved, terms)
     repacked = plan.repacks(stage, stage.values)
-    steps = known.steps if known is not None else None
-    if steps is None:
+    if known is not None:
+        steps = known.steps
+    else:
         # of rows whose lengths are not known nobody can say how many packed ones they come to
         row_lengths = lengths.parse(terms.row_tokens) if repacked and terms.row_tokens else None
-        rows = None if repacked else terms.rows
-        if row_lengths is not None:
-            rows = footprint.rows_per_epoch(whole, row_lengths, terms.rows or whole.rows)
-            row_lengths = footprint.rows_of(whole, row_lengths)
-        steps = footprint.optimizer_steps(whole, rows, row_lengths, override=True)
+        _, _, steps = forecast.counted(whole, row_lengths, terms)
     if step is None or not steps:
-        options = ["--rows N"] if whole.rows is None and terms.rows is None else []
+        options = ["--rows N"] if whole.rows is None else []
         options += ["--row-tokens MEAN:MAX"] if repacked and terms.row_tokens is None else []
         why = f"its steps are not known: {' and '.join(options)}" if step else "no step was timed"
         return FullRun(gpus=top.gpus, steps=steps, formula=why)
     seconds = steps * step
     formula = f"{steps:,} steps x {step:.3g} s, as measured"
-    rows = whole.rows or terms.rows
     # reference log-probabilities that are computed before the first step
     beforehand = stage.entry.caches_reference or stage.values.get("precompute_ref_log_probs")
-    if rows and stage.refers and beforehand:
+    if whole.rows and stage.refers and beforehand:
         # forward only: a third of a step over as many rows
-        seconds += rows / whole.global_batch * step / 3
-        formula += f", and {rows:,} rows through the reference"
+        seconds += whole.rows / whole.global_batch * step / 3
+        formula += f", and {whole.rows:,} rows through the reference"
     hours = seconds / 3600
     # a price is for GPUs
     cost = hours * (terms.price or 0) * top.facts.devices if terms.price is not None and top.gpus else None

@@ -6,13 +6,12 @@ import contextlib
 import itertools
 import json
 import os
-import selectors
 import shutil
 import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ STARTS_S = 300.0
 """Seconds that importing the trainer's packages may take."""
 LIMIT_S = 120.0
 """Seconds that one request may take."""
-JOBS = 2
 
 
 def environment(scratch: Path, environ: Mapping[str, str]) -> dict[str, str]:
@@ -53,7 +51,7 @@ class Server:
 
     def __init__(self, trainer: Trainer, backend: str, stage: str, root: Path | None) -> None:
         self.trainer, self.backend, self.stage, self.root = trainer, backend, stage, root
-        self._numbers, self._text = itertools.count(1), b""
+        self._numbers = itertools.count(1)
 
     def folder(self) -> Path:
         return self.scratch / f"small-{next(self._numbers)}"
@@ -79,21 +77,39 @@ class Server:
             stderr=self._log,
             env=environment(self.scratch, os.environ),
             start_new_session=True,
+            text=True,
         )
-        about = {"backend": self.backend, "stage": self.stage, "scratch": str(self.scratch), "jobs": JOBS}
-        self._send({**about, "paths": [] if self.root is None else [str(self.root)]})
-        first = next(self._lines(1, STARTS_S), None)
+        about = {"backend": self.backend, "stage": self.stage, "scratch": str(self.scratch)}
+        paths = [] if self.root is None else [str(self.root)]
+        first = self._answer({**about, "paths": paths}, STARTS_S)
         if first is None or "failed" in first:
             why = "it ended, or did not answer" if first is None else described(first["failed"])
             message = f"{self.trainer.python} cannot import the training script: {why}"
             raise not_ready("rehearsal-imports", message, "launch doctor CONFIG says what is missing")
 
+    def _answer(self, data: Any, seconds: float) -> Any:
+        """The server's line about `data`; None where it ends, or takes longer: then it is ended."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        timer = threading.Timer(seconds, self._kill)
+        timer.start()
+        try:
+            print(json.dumps(data), file=self._process.stdin, flush=True)
+            return json.loads(self._process.stdout.readline() or "null")
+        except (BrokenPipeError, ValueError):
+            # it has gone, in the midst of a line
+            return None
+        finally:
+            timer.cancel()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def __exit__(self, *_: object) -> None:
-        process = getattr(self, "_process", None)
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+        if hasattr(self, "_process"):
+            self._kill()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.communicate()
             self._log.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
@@ -105,9 +121,9 @@ class Server:
         """
         ids = [next(self._numbers) for _ in requests]
         common = {"scratch": str(self.scratch), "folder": os.getcwd(), "limit_s": limit_s}
-        for number, request in zip(ids, requests, strict=True):
-            self._send({"id": number, **common, **request})
-        answers = {answer["id"]: answer for answer in self._lines(len(ids), limit_s * len(ids) + 30)}
+        sent = [{"id": number, **common, **request} for number, request in zip(ids, requests, strict=True)]
+        found = self._answer(sent, limit_s * len(ids) + 30) or ()
+        answers = {answer["id"]: answer for answer in found}
         lost: dict[str, Any] = {"ended": self._process.poll(), "hung": False, "stack": ""}
         return [answers.get(number, lost) for number in ids]
 
@@ -115,31 +131,6 @@ class Server:
         with contextlib.suppress(OSError):
             return (self.scratch / f"{answer['id']}.log").read_bytes()[-4000:].decode(errors="replace")
         return ""
-
-    def _send(self, data: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(data).encode() + b"\n")
-            self._process.stdin.flush()
-
-    def _lines(self, count: int, seconds: float) -> Iterator[dict[str, Any]]:
-        """So many lines of the server, until it ends or the time is over."""
-        assert self._process.stdout is not None
-        descriptor, end = self._process.stdout.fileno(), time.monotonic() + seconds
-        with selectors.DefaultSelector() as selector:
-            selector.register(descriptor, selectors.EVENT_READ)
-            while count:
-                while count and b"\n" in self._text:
-                    line, _, self._text = self._text.partition(b"\n")
-                    count -= 1
-                    yield json.loads(line)
-                left = end - time.monotonic()
-                if not count or left <= 0 or not selector.select(left):
-                    return
-                piece = os.read(descriptor, 1 << 16)
-                if not piece:
-                    return
-                self._text += piece
 
 
 class Servers(contextlib.ExitStack):

@@ -1,16 +1,15 @@
 """A fork server in the trainer's Python: it imports the training script's packages once, then forks.
 
 Standard library alone until the packages are imported; nothing of launch. The first line of stdin sets
-it up, `{"backend": ..., "paths": [...], "stage": ..., "jobs": 2}`; every further line is a request
-`{"id": N, ...}` and is answered by one line of the same id. What packages print goes to stderr.
+it up, `{"backend": ..., "paths": [...], "stage": ...}`; every further line is a list of requests
+`{"id": N, ...}` and is answered by one line, the list of their answers. What packages print goes to stderr.
 """
 
-import contextlib
 import faulthandler
 import importlib
 import json
+import mmap
 import os
-import selectors
 import shutil
 import signal
 import sys
@@ -18,49 +17,50 @@ import traceback
 from typing import Any
 
 OWN = "@own"
+LARGEST_ANSWER = 1 << 20
+JOBS = 2
 
 
-class Child:
-    """One request under way: its process, the pipe that it answers through, and what came so far."""
-
-    def __init__(self, request: dict[str, Any], stage: Any, unrelated: list[int]) -> None:
-        self.id = request["id"]
-        self.stack = os.path.join(request["scratch"], f"{self.id}.stack")
-        self.own = os.path.join(request["scratch"], str(self.id))
-        self.read, write = os.pipe()
-        self.text = b""
-        self.pid = os.fork()
-        if self.pid:
-            os.close(write)
-            return
-        for descriptor in (self.read, *unrelated):
-            os.close(descriptor)
-        with os.fdopen(write, "wb") as pipe, open(self.stack, "w") as stack:
+def begin(stage: Any, request: dict[str, Any], shared: mmap.mmap) -> int:
+    """Fork a process that answers a request, into memory that it shares: the disk may be full. Its number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        with open(file_of(request, "stack"), "w") as stack:
             faulthandler.enable(stack)
             faulthandler.dump_traceback_later(request["limit_s"], exit=True, file=stack)
-            pipe.write(json.dumps(respond(stage, request, self.own), default=str).encode())
+            shared.write(json.dumps(respond(stage, request), default=str).encode() + b"\n")
         os._exit(0)
-
-    def answer(self) -> dict[str, Any]:
-        """What it said; where it ended without an answer, how."""
-        os.close(self.read)
-        _, status = os.waitpid(self.pid, 0)
-        shutil.rmtree(self.own, ignore_errors=True)
-        with contextlib.suppress(ValueError):
-            return {"id": self.id, **json.loads(self.text)}
-        with open(self.stack, errors="replace") as file:
-            stack = file.read()
-        ended = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-        hung = stack.startswith("Timeout") or "\nTimeout" in stack
-        return {"id": self.id, "ended": ended, "hung": hung, "stack": stack[-4000:]}
+    finally:
+        # whatever goes wrong, no second server goes on
+        os._exit(1)
 
 
-def respond(stage: Any, request: dict[str, Any], own: str) -> dict[str, Any]:
+def file_of(request: dict[str, Any], kind: str) -> str:
+    return os.path.join(request["scratch"], f"{request['id']}.{kind}")
+
+
+def answer(request: dict[str, Any], shared: mmap.mmap, status: int) -> dict[str, Any]:
+    """What a process that is over said; where it ended without an answer, how."""
+    shutil.rmtree(os.path.join(request["scratch"], str(request["id"])), ignore_errors=True)
+    line = shared.readline()
+    if line.endswith(b"\n"):
+        return {"id": request["id"], **json.loads(line)}
+    with open(file_of(request, "stack"), errors="replace") as file:
+        stack = file.read()
+    hung = stack.startswith("Timeout") or "\nTimeout" in stack
+    ended = os.waitstatus_to_exitcode(status)
+    return {"id": request["id"], "ended": ended, "hung": hung, "stack": stack[-4000:]}
+
+
+def respond(stage: Any, request: dict[str, Any]) -> dict[str, Any]:
     """The answer to one request, in the forked process: a refusal, or None, beside what was seen.
 
-    `own` is a folder that is gone afterwards: `OWN` in the words of the request stands for it.
+    `OWN` in the words of the request stands for a folder that is gone afterwards.
     """
-    log = os.open(os.path.join(request["scratch"], f"{request['id']}.log"), os.O_RDWR | os.O_CREAT)
+    own = os.path.join(request["scratch"], str(request["id"]))
+    log = os.open(file_of(request, "log"), os.O_RDWR | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     report: dict[str, Any] = {"phase": "parse", "notes": []}
@@ -95,46 +95,26 @@ def described(error: BaseException) -> dict[str, Any]:
     }
 
 
-def serve(stage: Any, out: Any, jobs: int) -> None:
-    """Answer requests until stdin ends, several at once."""
-    selector = selectors.DefaultSelector()
-    os.set_blocking(0, False)
-    selector.register(0, selectors.EVENT_READ)
-    waiting: list[dict[str, Any]] = []
-    running: dict[int, Child] = {}
-    text, open_for_more = b"", True
-    while open_for_more or waiting or running:
-        while waiting and len(running) < jobs:
-            child = Child(waiting.pop(0), stage, list(running))
-            running[child.read] = child
-            selector.register(child.read, selectors.EVENT_READ)
-        for key, _ in selector.select():
-            piece = os.read(key.fd, 1 << 16)
-            if key.fd == 0:
-                text += piece
-                *lines, text = text.split(b"\n")
-                waiting += [json.loads(line) for line in lines if line.strip()]
-                if not piece:
-                    open_for_more = False
-                    selector.unregister(0)
-                continue
-            running[key.fd].text += piece
-            if not piece:
-                selector.unregister(key.fd)
-                out.write(json.dumps(running.pop(key.fd).answer()) + "\n")
+def answers(stage: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Answer some requests, several at once."""
+    waiting, done = requests[::-1], list[dict[str, Any]]()
+    running: dict[int, tuple[dict[str, Any], mmap.mmap]] = {}
+    while waiting or running:
+        while waiting and len(running) < JOBS:
+            request, shared = waiting.pop(), mmap.mmap(-1, LARGEST_ANSWER)
+            running[begin(stage, request, shared)] = request, shared
+        pid, status = os.wait()
+        if pid in running:
+            done.append(answer(*running.pop(pid), status))
+    return done
 
 
 def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
-    line = b""
-    while not line.endswith(b"\n"):
-        # unbuffered: what follows the first line belongs to `serve`
-        byte = os.read(0, 1)
-        if not byte:
-            return
-        line += byte
-    setup = json.loads(line)
+    setup = json.loads(sys.stdin.readline() or "null")
+    if setup is None:
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [here, *setup["paths"], *(path for path in sys.path if path != here)]
@@ -145,7 +125,8 @@ def main() -> None:
         out.write(json.dumps({"failed": described(error)}) + "\n")
         return
     out.write(json.dumps({"ready": True}) + "\n")
-    serve(stage, out, setup["jobs"])
+    for line in sys.stdin:
+        out.write(json.dumps(answers(stage, json.loads(line))) + "\n")
     # whoever asks ends this process before it comes here, unless it was killed itself
     shutil.rmtree(setup["scratch"], ignore_errors=True)
 

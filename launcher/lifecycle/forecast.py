@@ -269,24 +269,23 @@ class Estimate:
             data["fit"] = {**split, "peak_gib": peak, "spare_gib": left}
         return {**data, "why": self.memory.why()} if why and self.memory is not None else data
 
-    def row(self) -> tuple[str, ...]:
-        spare = self.spare
-        fits = "-"
+    def row(self) -> dict[str, str | None]:
+        spare, fits = self.spare, None
         if spare is not None and not (self.static and spare >= 0):
             fits = f"yes, {spare:.1f} left" if spare >= 0 else f"no, {-spare:.1f} over"
-        return (
-            f"{self.plan.gpus * self.plan.nodes or 'CPU'}",
-            f"{self.plan.per_device}",
-            f"{self.plan.accumulation}",
-            f"{self.plan.global_batch}",
-            "-" if self.steps is None else f"{self.steps:,}",
-            "-" if self.static else f"{self.tokens.real:,.0f}",
-            "-" if self.memory is None else f"{'> ' * self.static}{self.memory.peak:.1f}",
-            fits,
-            "-" if self.hours is None else f"{self.hours:.2f}",
-            "-" if self.cost is None else f"{self.cost:.2f}",
-            f"{self.saved.most / GIB:.1f}",
-        )
+        return {
+            "GPUs": f"{self.plan.gpus * self.plan.nodes or 'CPU'}",
+            "per device": f"{self.plan.per_device}",
+            "accumulation": f"{self.plan.accumulation}",
+            "global": f"{self.plan.global_batch}",
+            "steps": None if self.steps is None else f"{self.steps:,}",
+            "tokens/step": None if self.static else f"{self.tokens.real:,.0f}",
+            "peak GiB": None if self.memory is None else f"{'> ' * self.static}{self.memory.peak:.1f}",
+            "fits": fits,
+            "hours": None if self.hours is None else f"{self.hours:.2f}",
+            "cost": None if self.cost is None else f"{self.cost:.2f}",
+            "disk GiB": f"{self.saved.most / GIB:.1f}",
+        }
 
     def lines(self, *, why: bool) -> Iterator[str]:
         if self.memory is not None:
@@ -321,9 +320,6 @@ class Estimate:
         yield f"  disk: {self.saved.formula}"
 
 
-_HEAD = tuple("GPUs|per device|accumulation|global|steps|tokens/step|peak GiB|fits|hours|cost|disk GiB".split("|"))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     rungs: tuple[Estimate, ...]
@@ -336,15 +332,16 @@ class Forecast:
         sources = {"shape": self.shape, "rows": self.lengths, "attention": self.attention}
         return {"gpus": [rung.as_json(why=why) for rung in self.rungs], "sources": sources}
 
+    def rows(self) -> list[dict[str, str | None]]:
+        return [rung.row() for rung in self.rungs]
+
     def lines(self, *, why: bool) -> list[str]:
-        table = [_HEAD, *(rung.row() for rung in self.rungs)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        rows = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+        """What stands below the table of `rows`."""
         parts = [line for rung in self.rungs for line in rung.lines(why=why)]
         speeds = [rung.speed_source for rung in self.rungs if rung.speed_source is not None]
         sources = [f"shape: {self.shape}", f"rows: {self.lengths}", f"attention: {self.attention}"]
         sources += [f"speed: {one}" for one in dict.fromkeys(speeds)]
-        return [*rows, "", *parts, "", *sources]
+        return ["", *parts, "", *sources]
 
 
 def counts(text: str) -> list[int]:

@@ -51,10 +51,16 @@ def plan(
         shape=shape,
         fit=fit,
     )
-    table = forecast.make(resolved, counts, terms)
+    made = forecast.make(resolved, counts, terms)
     # a count that cannot be must not cost the table of the others
-    code = Exit.CONFIG if errors(table.findings) else Exit.OK
-    return answer("plan", shared.format, table.as_json(why=why), table.lines(why=why), table.findings, code)
+    code = Exit.CONFIG if errors(made.findings) else Exit.OK
+
+    def show() -> None:
+        rows = made.rows()
+        console.table(rows, list(rows[0]) if rows else [])
+        console.say("\n".join(made.lines(why=why)))
+
+    return answer("plan", shared.format, made.as_json(why=why), show, made.findings, code)
 
 
 @app.command(epilog="Example: launch doctor configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")

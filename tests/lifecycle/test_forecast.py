@@ -477,7 +477,7 @@ def test_of_the_cpu_batch_steps_and_disk_are_planned() -> None:
     assert {"unknown-memory", "deepspeed-left-out"} <= set(told["codes"])
     shown = CliRunner().invoke(app, ["plan", TULU, "--gpus", "0", *ROWS]).stdout
     row = next(line.split() for line in shown.splitlines() if "CPU" in line)
-        assert row == ["CPU", "16", "8", "128", "3,670", "38,656", row[-1]]
+    assert row == ["CPU", "16", "8", "128", "3,670", "38,656", row[-1]]
 
 
 OOM = (

@@ -94,7 +94,7 @@ class Estimate:
         return f"{count} GPU(s): " if count else "CPU: "
 
     def memory_of(self, footprint: Footprint, setup: Setup) -> Memory:
-        whole = estimate(setup).on(self.card.gib)
+        whole = estimate(setup)
         return whole.without("activations", "logits") if self.static else whole
 
     @property

@@ -35,7 +35,7 @@ def enter(setup: Setup, ledger: at.Ledger) -> None:
 
 def _steps(setup: Setup) -> list[str]:
     """The phases of a step, from the second one on: a reference pass beforehand is none."""
-    before = {at.START, at.FLATTENED, *([at.REFERENCE] if setup.reference == "cache" else [])}
+    before = {at.START, *([at.REFERENCE] if setup.reference == "cache" else [])}
     return [name for name in at.PHASES if name not in before]
 
 
@@ -151,7 +151,6 @@ def _partitioned(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
     owned = [(own, own)] if setup.adapters else cut(shape.sizes, setup.processes)
     add(at.PHASES, "weights", "weights (bf16)", HALF * shape.parameters, "2P")
     _beside(setup, ledger, HALF, "2P")
-    add([at.FLATTENED], "weights", "the same, flat", HALF * trained, "2P", f"{_ZERO}:453")
     if on_card:
         add([at.START], "optimizer", "being made", 2 * FULL * own, "8P/N, fp32 weights and zeros")
         add({at.REFERENCE, *steps}, "optimizer", "weights (fp32)", FULL * own, "4P/N", f"{_ZERO}:560")
@@ -269,9 +268,8 @@ def _sharded(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
             _roots(ledger, FULL * group, why)
     width = zero.communication
     # made with the engine, for good, however small the model is
-    live, why = [name for name in at.PHASES if name != at.START], f"{width} x {zero.bucket:,}"
-    source = "deepspeed/runtime/zero/stage3.py:782"
-    add(live, "communication", "gradient bucket", width * zero.bucket, why, source)
+    why, source = f"{width} x {zero.bucket:,}", "deepspeed/runtime/zero/stage3.py:782"
+    add(at.PHASES[1:], "communication", "gradient bucket", width * zero.bucket, why, source)
     if ranks > 1 or zero.offload_params:
         # a single rank takes its own as they are (deepspeed/runtime/zero/partition_parameters.py:2030)
         _gathered(setup, zero, ledger)

@@ -23,8 +23,7 @@ def estimate(setup: Setup) -> at.Memory:
     """The peak of a run and what it is made of; raises InvalidConfig (`unknown-memory`)."""
     ledger = at.Ledger(setup.batch.tokens)
     engines.enter(setup, ledger)
-    after = [name for name in at.PHASES if name not in (at.START, at.FLATTENED)]
-    ledger.add(after, "other", "cuBLAS workspaces", _WORKSPACE, "2 x 32 MiB")
+    ledger.add(at.PHASES[1:], "other", "cuBLAS workspaces", _WORKSPACE, "2 x 32 MiB")
     for enter in (_kept, _reference, _loss, _backward):
         enter(setup, ledger)
     phases = _phases(setup)
@@ -35,7 +34,7 @@ def _phases(setup: Setup) -> set[str]:
     """Those that this run comes to."""
     phases = {at.START, at.LOSS, at.LAYER, at.STEP}
     if setup.zero is not None and setup.zero.stage < 3:
-        phases |= {at.FLATTENED, at.NORM}
+        phases.add(at.NORM)
     if setup.reference:
         phases.add(at.REFERENCE)
     if setup.adapters is None:

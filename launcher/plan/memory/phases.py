@@ -16,14 +16,15 @@ MARGIN = 0.08
 """The share of a card that allocated memory cannot use: CUDA's own context, NCCL's buffers, and what the
 allocator has reserved in pieces."""
 
-# the phases that can be the fullest, in the order of a run
-START, FLATTENED = "start", "start, weights made flat"
+# the phases that can be the fullest, in the order of a run; ZeRO 1 and 2 make the weights flat at its start, but on
+# the host where there is no room (deepspeed/runtime/zero/stage_1_and_2.py:453), so that it never decides
+START = "start"
 REFERENCE, FORWARD, LOSS = "reference pass", "forward pass", "loss"
 OUTPUT, OUTPUT_SENT = "output layer's gradient", "sending the output layer's gradient"
 LAYER = "last layer's backward pass"
 BUCKETS = FIRST_BUCKET, SECOND_BUCKET = "first bucket being sent", "second bucket being sent"
 EMBEDDING, NORM, STEP = "embedding's gradient", "gradient norm", "optimizer's step"
-PHASES = (START, FLATTENED, REFERENCE, FORWARD, LOSS, OUTPUT, OUTPUT_SENT, LAYER, *BUCKETS, EMBEDDING, NORM, STEP)
+PHASES = (START, REFERENCE, FORWARD, LOSS, OUTPUT, OUTPUT_SENT, LAYER, *BUCKETS, EMBEDDING, NORM, STEP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +64,13 @@ class Memory:
     def peak(self) -> float:
         return self.fullest.gib
 
-    def on(self, gib: float | None) -> Memory:
-        """The same on a card of so many GiB: what there is no room for is made flat on the host."""
-        if gib is None:
-            return self
-        return Memory(phases=tuple(p for p in self.phases if p.name != FLATTENED or p.gib <= usable(gib)))
-
     def without(self, *kinds: str) -> Memory:
         kept = ((p.name, tuple(a for a in p.allocations if a.kind not in kinds)) for p in self.phases)
         return Memory(phases=tuple(Phase(name=name, allocations=left) for name, left in kept))
 
     def spare(self, gib: float) -> float:
         """What a card of so many GiB has left; negative: missing."""
-        return usable(gib) - self.on(gib).peak
+        return usable(gib) - self.peak
 
     def of(self, kind: str) -> float:
         return sum(one.gib for one in self.fullest.allocations if one.kind == kind)

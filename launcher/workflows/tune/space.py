@@ -208,7 +208,7 @@ class Space:
 
     def _peak(self, setting: Footprint) -> float | None:
         try:
-            return peak.estimate(setting.setup()).on(self.card.gib).peak
+            return peak.estimate(setting.setup()).peak
         except InvalidConfig:
             return None
 

@@ -30,33 +30,6 @@ def test_a_ratio_is_the_median_of_rounds_and_one_call_before_them_does_not_count
     assert (found.seconds, found.beside, found.rounds) == (3, 1, 3)
 
 
-@pytest.mark.parametrize(
-    ("stored", "worse"), [(2.0, None), (2.4, None), (10.0, None), (1.67, None), (1.66, 0.2048), (1.0, 1.0)]
-)
-def test_a_fifth_worse_is_the_limit(stored: float, worse: float | None) -> None:
-    found, regression = ratio.regression(pair(), stored)
-    assert found.ratio == 2
-    if worse is None:
-        assert regression is None
-    else:
-        assert regression is not None
-        assert regression.share == pytest.approx(worse, abs=1e-3)
-        assert regression.repeats == ratio.REPEATS
-        line = regression.line()
-        assert line.startswith("x: ") and f"{worse:.0%} worse" in line and "stored" in line
-
-
-def test_noise_is_measured_again_and_the_best_counts() -> None:
-    # four calls a repeat: the first is not measured; the second repeat is quiet
-    noisy = pair(ours=(9, 9, 9, 9, 2, 2, 2, 2, 7, 7, 7, 7))
-    found, regression = ratio.regression(noisy, 2.0)
-    assert regression is None and found.ratio == 2
-    always = pair(ours=(9, 9, 9, 9, 5, 5, 5, 5, 7, 7, 7, 7))
-    found, regression = ratio.regression(always, 2.0)
-    assert regression is not None and found.ratio == regression.measured == 5
-    assert regression.share == pytest.approx(1.5)
-
-
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two parts of known cost in place of the real ones."""

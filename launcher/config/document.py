@@ -7,7 +7,6 @@ follows YAML 1.1 and reads a string).
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import difflib
 import os
@@ -30,8 +29,6 @@ _MISSPELT = "what is wrong may stand a line earlier: a `: `, quote or bracket th
 
 MAX_DEPTH = 64
 MAX_NODES = 100_000
-MAX_KEYS = 1_000
-"""Keys of a mapping whose names mean something: those below an argument may be more."""
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)\Z")
@@ -136,16 +133,15 @@ def _read_text(path: Path) -> str:
         raise refused(path, "unreadable-file", f"cannot be read: {reason}") from None
     if len(raw) > MAX_BYTES:
         raise refused(path, "huge-file", f"larger than {MAX_BYTES >> 20} MiB")
-    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise refused(path, "not-utf8", "this is UTF-16", 1, "save it as UTF-8")
-    if b"\0" in raw:
-        line, help = raw.count(b"\n", 0, raw.index(b"\0")) + 1, "name a YAML file: a stage file, or a pipeline"
-        raise refused(path, "binary-file", "a binary file, not YAML", line, help)
     try:
-        return raw.decode("utf-8-sig")
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line, message = raw.count(b"\n", 0, error.start) + 1, f"not UTF-8: byte 0x{raw[error.start]:02x}"
         raise refused(path, "not-utf8", message, line, "save it as UTF-8") from None
+    if "\0" in text:
+        line, help = text.count("\n", 0, text.index("\0")) + 1, "name a YAML file: a stage file, or a pipeline"
+        raise refused(path, "binary-file", "a binary file, not YAML", line, help)
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,9 +274,6 @@ class Builder:
             message = f"`{name}` stands here and in line {lines[name]}"
             self._add("duplicate-key", message, line, join(path, name), "delete one of them")
         lines.setdefault(name, line)
-        if len(lines) > MAX_KEYS and not path.removeprefix("open_instruct.").startswith("args."):
-            where = f"`{path}`" if path else "the file"
-            self._stop("too-large", f"{where} holds more than {MAX_KEYS:,} keys", line)
         self.origins[join(path, name)] = Origin(self.file, line)
         return name
 

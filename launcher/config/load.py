@@ -21,7 +21,6 @@ from launcher.config.keys import KEYS
 from launcher.errors import Finding, InvalidConfig, brief
 from launcher.paths import canonical, exists, expanded
 
-MAX_EXTENDS = 16
 LARGEST = 10**64
 """Numbers from here on are a mistake."""
 Shape = Literal["stage", "wrapped", "flat"]
@@ -114,8 +113,6 @@ def _with_parents(
     if canonical(target) in {canonical(known) for known in chain}:
         loop = " -> ".join(str(known) for known in (*chain, target))
         raise refused(path, "extends-cycle", f"`extends` goes in a circle: {loop}", line)
-    if len(chain) >= MAX_EXTENDS:
-        raise refused(path, "extends-depth", f"`extends` goes on for more than {MAX_EXTENDS} files", line)
     if not exists(target):
         message = f"`extends: {brief(parent)}`: there is no {brief(target, 200)}"
         raise refused(path, "missing-parent", message, line, "`extends` is relative to the file that holds it")

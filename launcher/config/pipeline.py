@@ -3,13 +3,13 @@
 Nothing about the stage files themselves is judged here, only that there is one for every stage.
 """
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from launcher.config import keys
 from launcher.config.document import Document, Origin, nearest, read_yaml
 from launcher.config.interpolation import interpolate
 from launcher.config.keys import STAGES
@@ -63,9 +63,7 @@ class Chain:
         """The stage of that name. Raises UsageError with the names that there are."""
         found = next((one for one in self.links if one.name == name), None)
         if found is None:
-            names = [one.name for one in self.links]
-            near = difflib.get_close_matches(name, names, n=1)
-            help = f"did you mean `{near[0]}`?" if near else f"one of {', '.join(names)}"
+            help = keys.nearest(name, [one.name for one in self.links])
             raise usage("no-such-stage", f"the pipeline has no stage `{brief(name)}`", help)
         return found
 
@@ -215,16 +213,11 @@ class _PipelineReader:
         self._bad(where, f"`gpus` is a number, 0 for the CPU, not `{brief(given)}`")
         return None
 
-    def _unknown(self, where: str, given: Mapping[str, Any], keys: Sequence[str]) -> None:
-        what = "a stage in a pipeline" if where else "a pipeline file"
-        for key in (key for key in given if key not in keys):
-            near = difflib.get_close_matches(str(key), keys, n=1, cutoff=0.7)
-            help = f"one of {', '.join(keys)}"
-            if near:
-                help = f"did you mean `{near[0]}`?"
-            elif where:
-                help = f"what changes the stage file goes under `with:`; here are {', '.join(keys)}"
-            self._bad(f"{where}.{key}".removeprefix("."), f"`{brief(key)}` is no key of {what}", help)
+    def _unknown(self, where: str, given: Mapping[str, Any], names: Sequence[str]) -> None:
+        what = "a stage in a pipeline (`with:` holds changes of its file)" if where else "a pipeline file"
+        for key in (key for key in given if key not in names):
+            message, help = f"`{brief(key)}` is no key of {what}", keys.nearest(str(key), names)
+            self._bad(f"{where}.{key}".removeprefix("."), message, help)
 
     def _at(self, key: str) -> Origin:
         return nearest(self.origins, key) or Origin(str(self.path), 1)

@@ -149,10 +149,7 @@ def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tupl
         return _explain_gone(schema, past, message, events)
     near = _nearest(key, tuple(schema.fields))
     if (there := locate.at_pin(schema, key)) is not None:
-        if (made := history.formerly(key, schema.script, schema.fields)) is not None:
-            message += f" at {schema.named}: `{made.key}`, later {history.sentence(made)}"
-            return "renamed-key", message, f"write `{made.key}`  ({schema.fields[made.key].where})"
-        help = f"it is one at the pin ({there}), not at {schema.named}: delete the line"
+        help = f"it is one at the pin ({there}), not at {schema.named}"
     elif near:
         help = f"did you mean `{near[0]}`?  ({schema.fields[near[0]].where})"
     elif key in keys.KEYS:

@@ -7,7 +7,6 @@ value but those meant may differ. What is not mended is left with the reason.
 """
 
 import contextlib
-import difflib
 import errno
 import json
 import os
@@ -84,15 +83,6 @@ class Fix:
         changes = [change._asdict() for change in self.changes]
         return {"path": str(self.path), "changed": self.changed, "changes": changes}
 
-    def diff(self) -> str:
-        """The edits as a unified diff, as `git apply` and `patch` take it; empty where there are none."""
-        name = str(self.path)
-        before, after = (re.findall(r"[^\n]*\n|[^\n]+", text) for text in (self.before, self.after))
-        return "".join(
-            line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
-            for line in difflib.unified_diff(before, after, name, name)
-        )
-
 
 def of_file(path: Path, *, stage_name: str | None = None, locator: Locator | None = None) -> Fix:
     """The mended text of a file, judged as `stage.judge` does it; writes nothing.
@@ -151,18 +141,15 @@ def apply(fix: Fix) -> None:
         raise NotReady(bad(fix.path, "file-changed", message, None, "run it again"))
     mark = BOM if old.startswith(BOM) else b""
     try:
-        owner = target.stat()
+        mode = target.stat().st_mode
         # replacing needs the folder's permission only: the file's own is asked here
-        if not owner.st_mode & 0o222 or not os.access(target, os.W_OK):
+        if not mode & 0o222 or not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, "it is read-only")
         files.write_bytes(target, mark + fix.after.encode("utf-8"), mode=0o600)
-        with contextlib.suppress(OSError):
-            os.chown(target, owner.st_uid, owner.st_gid)
-        target.chmod(owner.st_mode & 0o7777)
+        target.chmod(mode & 0o7777)
     except OSError as error:
         message = f"cannot be written: {error.strerror or error}"
-        help = f"chmod u+w {fix.path}, or write what --diff shows by hand"
-        raise NotReady(bad(fix.path, "unwritable-file", message, None, help)) from None
+        raise NotReady(bad(fix.path, "unwritable-file", message, None, f"chmod u+w {fix.path}")) from None
 
 
 def _read(path: Path) -> bytes:

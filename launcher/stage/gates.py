@@ -7,7 +7,6 @@ were chosen: docs/planning.md.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import itertools
 import math
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
 
-from launcher.config.keys import PAIRED
+from launcher.config.keys import PAIRED, nearest
 from launcher.errors import Complain, Finding, brief
 
 Colour = Literal["green", "yellow", "red"]
@@ -133,9 +132,7 @@ def read(given: Any, complain: Complain) -> tuple[dict[str, Limit], list[Finding
     for key, value in given.items():
         name = str(key)
         if name not in GATES:
-            near = difflib.get_close_matches(name, GATES, n=1, cutoff=0.5)
-            help = f"did you mean `{near[0]}`?" if near else f"one of {', '.join(GATES)}"
-            findings.append(complain("unknown-gate", name, f"`{brief(name)}` is no gate", help))
+            findings.append(complain("unknown-gate", name, f"`{brief(name)}` is no gate", nearest(name, [*GATES])))
         elif value is not None:
             try:
                 limits[name] = _limit(GATES[name][0], value)

@@ -2,8 +2,8 @@
 
 It accepts every stage file that launch accepts, and refuses misspelt names and values of a wrong kind; what
 it cannot see is listed in docs/editors.md. Words such as `1e-5`, `no` and `off` are taken as text too,
-because YAML 1.1 and 1.2 read them differently. `errorMessage`, `doNotSuggest`, `enumDescriptions` and
-`markdownDescription` are editors' own keywords; validators leave them aside.
+because YAML 1.1 and 1.2 read them differently. `errorMessage`, `doNotSuggest` and `enumDescriptions` are
+editors' own keywords; validators leave them aside.
 """
 
 import json
@@ -188,7 +188,7 @@ def _args(schema: Schema) -> Json:
 
 
 def _description(known: Field, entry: Entry, notes: Sequence[str]) -> Json:
-    """What is known of a field, as text and as Markdown: its type, default, place, and `notes`."""
+    """What is known of a field: its type, default, place, and `notes`."""
     given = json.dumps(known.default, default=str)
     default = known.default_text if known.default is None else given
     lines = [f"default: `{default or 'none'}`", f"defined in `{known.where}`"]
@@ -197,10 +197,8 @@ def _description(known: Field, entry: Entry, notes: Sequence[str]) -> Json:
         lines.append(f"launch sets `{value}` where it is not given: {why}")
     if known.name in entry.hints:
         lines.append(entry.hints[known.name])
-    lines += notes
-    markdown = "\n\n".join([f"`{known.type}`, {lines[0]}", *lines[1:]])
-    text = "\n".join([f"{known.type}, {lines[0]}", *lines[1:]])
-    return {"description": text.replace("`", ""), "markdownDescription": markdown}
+    text = "\n".join([f"{known.type}, {lines[0]}", *lines[1:], *notes])
+    return {"description": text.replace("`", "")}
 
 
 def _is_offered(schema: Schema, known: Field) -> bool:

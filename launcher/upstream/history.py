@@ -104,18 +104,6 @@ def called_now(
     return name if name in fields else None
 
 
-def formerly(key: str, script: str, fields: Collection[str]) -> ArgumentChange | None:
-    """The rename that made a field what is called `key` at the pin: of an older commit, which has not
-    had it yet. Followed over earlier renames; None without one.
-    """
-    known, names = events(script), {key}
-    while True:
-        made = next((one for one in known if one.to in names and one.key not in names), None)
-        if made is None or made.key in fields:
-            return made
-        names.add(made.key)
-
-
 def sentence(event: ArgumentChange) -> str:
     """One event for people: `removed by #1567 (9e8e2187c, 2026-03-30)`."""
     what = f"renamed to `{event.to}`" if event.to else event.what

@@ -48,20 +48,13 @@ def test_a_folder_is_the_files_in_it(tmp_path: Path, write: Write, capsys: pytes
     assert "not-a-file" in capsys.readouterr().err
 
 
-def test_fix_for_machines_and_a_diff(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fix_for_machines(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     path = write("a.yaml", WRONG)
     assert main(["validate-config", "--fix", "--format", "json", str(path)]) == Exit.OK
     (told,) = json.loads(capsys.readouterr().out)["data"]["files"]
     assert told["valid"]
     assert told["fix"]["changed"]
     assert [change["line"] for change in told["fix"]["changes"]] == [9, 10]
-    # diff writes nothing
-    path = write("a.yaml", WRONG)
-    assert main(["validate-config", "--fix", "--diff", str(path)]) == Exit.CONFIG
-    assert path.read_text() == WRONG
-    told = capsys.readouterr().out
-    assert "-  use_flash_attn: true\n" in told
-    assert "+  chat_template_name: tulu\n" in told
 
 
 def test_annotations_of_github(
@@ -121,13 +114,12 @@ def test_a_pipeline_is_judged_with_all_its_stages(write: Write, capsys: pytest.C
     assert {("abbreviated-key", "dpo.yaml", 3), ("pipeline-model", "dpo.yaml", 3)} <= codes
 
 
-@pytest.mark.parametrize("option", ["--fix", "--diff"])
-def test_what_is_mended_may_hold_a_token(write: Write, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_mended_may_hold_a_token(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     token = "hf_" + "aB3" * 11
     text = WRONG.replace("use_flash_attn: true", f"use_flash_attn: {token}")
     text += "  additional_model_arguments:\n    hub_token: a-password\n"
     for form in ("text", "json", "github"):
-        main(["validate-config", option, str(write("a.yaml", text)), "--format", form])
+        main(["validate-config", "--fix", str(write("a.yaml", text)), "--format", form])
         said = "".join(capsys.readouterr())
         assert token[:20] not in said and "a-password" not in said
 

@@ -203,17 +203,6 @@ def test_another_commit_is_judged_by_its_own_names(older: Any) -> None:
     assert older("dataset_name: x\nnum_train_epochs: 1\ndpo_beta: 5\n").stage == "dpo"
 
 
-def test_a_name_that_is_newer_is_answered_with_the_older_one(older: Any, tmp_path: Path) -> None:
-    text = "stage: dpo\nargs:\n  model_name_or_path: m\n  num_epochs: 2  # both\n"
-    (found,) = [f for f in older(text).findings if f.key == "args.num_epochs"]
-    assert (found.code, found.severity) == ("renamed-key", "error")
-    assert "`num_train_epochs`, later renamed to `num_epochs` by #1357" in found.message
-    assert (found.help or "").startswith("write `num_train_epochs`  (open_instruct/dpo_tune_cache.py:")
-    checkout = ["--open-instruct", str(tmp_path / "oi"), "--allow-unpinned"]
-    main(["validate-config", str(tmp_path / "a.yaml"), *checkout, "--fix"])
-    assert "  num_train_epochs: 2  # both\n" in (tmp_path / "a.yaml").read_text()
-
-
 def test_the_wrong_stage_is_one_finding(judged: Any) -> None:
     found = judged(SFT, asked="dpo")
     assert brief(found) == [("wrong-stage", "launch", 1)]

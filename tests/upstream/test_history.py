@@ -138,8 +138,6 @@ def test_what_an_argument_is_called_now() -> None:
 
     assert now("dataset_mixer_list", "mixer_list") == "mixer_list"
     assert now("use_flash_attn", "mixer_list") is None
-    made = history.formerly("mixer_list", DPO, {"dataset_mixer_list"})
-    assert made is not None and made.key == "dataset_mixer_list"
 
 
 def test_removed_renamed_and_moved(repo: Checkout) -> None:

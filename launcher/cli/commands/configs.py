@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import shutil
 import sys
@@ -41,7 +40,6 @@ def validate_config(
     shared: Shared,
     paths: list[Path] = Argument(..., metavar="PATH...", help="stage files, or folders of them", show_default=False),
     fix: bool = Option(False, "--fix", help="apply the mechanical fixes; comments are kept"),
-    diff: bool = Option(False, "--diff", help="show what --fix would change; write nothing"),
     deep: bool = Option(False, "--deep", help="rehearse each stage file too"),
     format: Findings = Option("text", "--format", help="print text, one JSON object, or annotations for GitHub"),
 ) -> Exit:
@@ -53,9 +51,9 @@ def validate_config(
     paths = [file for path in paths for file in files_of(path)]
     fixes: dict[Path, Fix] = {}
     findings: list[Finding] = []
-    for path in paths if fix or diff else ():
+    for path in paths if fix else ():
         try:
-            fixes[path] = _fix(path, stage, locator, write=not diff, quiet=format != "text")
+            fixes[path] = _fix(path, stage, locator, quiet=format != "text")
         except InvalidConfig:
             # judging the file says why it cannot be read
             continue
@@ -76,16 +74,13 @@ def validate_config(
     return answer("validate-config", format, {"files": files}, map(_line, files), distinct, code)
 
 
-def _fix(path: Path, stage: str | None, locator: Locator, *, write: bool, quiet: bool) -> Fix:
-    """Apply or show the mechanical fixes of a file. Raises NotReady where it cannot be written."""
+def _fix(path: Path, stage: str | None, locator: Locator, *, quiet: bool) -> Fix:
+    """Apply the mechanical fixes of a file. Raises NotReady where it cannot be written."""
     from launcher.stage import fix
 
     found = fix.of_file(path, stage_name=stage, locator=locator)
-    if write:
-        fix.apply(found)
-    if not write and not quiet:
-        console.raw(found.diff())
-    for change in found.changes if write and not quiet else ():
+    fix.apply(found)
+    for change in found.changes if not quiet else ():
         console.say(f"{path}:{change.line}: {change.what}")
     return found
 
@@ -392,13 +387,12 @@ def copy_config(
 ) -> Exit:
     """Copy a stage file, or a pipeline with its stage files."""
     from launcher.config.document import read_yaml
+    from launcher.config.keys import nearest
 
     known = _shipped()
     path = known.get(name.removesuffix(".yaml"))
     if path is None:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        help = f"did you mean `{near[0]}`?" if near else "launch configs lists them"
-        raise usage("no-such-config", f"no stage file `{name}` ships with launch", help)
+        raise usage("no-such-config", f"no stage file `{name}` ships with launch", nearest(name, [*known]))
     first = target if target.suffix in {".yaml", ".yml"} else target / path.name
     names = [one["config"] for one in read_yaml(path).value.get("stages") or ()]
     copies = {path: first, **{path.parent / name: first.parent / name for name in names}}

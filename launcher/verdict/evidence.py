@@ -233,17 +233,15 @@ class Evidence:
         log, stages = self.log, open_instruct.STAGES
         if log is not None and (named := [stages[b] for b in log.blocks if b in stages]):
             return "dpo" if any(map(_DPO_ARGUMENT.match, log.arguments)) else named[-1]
-        if log is not None and log.steps:
-            last = log.steps[-1]
-            if "epoch" in last.extra:  # a dict of HF Trainer
-                if not _OTHER_METRICS.isdisjoint(last.extra):
-                    return None
-                if not _DPO_METRICS.isdisjoint(last.extra):
-                    return "dpo"
-                return _named(log) if _SFT_METRICS.isdisjoint(last.extra) else "sft"
-            if name := _SCRIPT.search(last.text):
-                return "dpo" if name["dpo"] else "sft"
-        if log is not None and not log.blocks and (trainer := _named(log)) is not None:
+        last = log.steps[-1] if log is not None and log.steps else None
+        shown = {} if last is None else last.extra
+        if not _OTHER_METRICS.isdisjoint(shown):
+            return None
+        if not (_DPO_METRICS | _SFT_METRICS).isdisjoint(shown):
+            return "sft" if _DPO_METRICS.isdisjoint(shown) else "dpo"
+        if last is not None and (name := _SCRIPT.search(last.text)):
+            return "dpo" if name["dpo"] else "sft"
+        if log is not None and (trainer := _named(log)) is not None:
             return trainer
         for start in self.events("start"):
             script = Path(start.text("target") or "").name

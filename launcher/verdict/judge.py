@@ -159,13 +159,13 @@ def _saved_model(found: Evidence, output: Path | None, *, here: bool) -> dict[st
     if not known:
         return model("missing", f"the save left no weights in {folder}")
     try:
-        now = digest.weights(path)
+        now = {*digest.weights(path)}
     except OSError:
         return model("missing", f"{folder} is gone")
-    if gone := [name for name in known if name not in now]:
-        return model("missing", f"{', '.join(gone[:4])} in {folder} is gone")
-    if more := [name for name in now if name not in known]:
-        return model("changed", f"{folder} holds {', '.join(more[:4])}, which the run did not save")
+    if gone := known.keys() - now:
+        return model("missing", f"{', '.join(sorted(gone))} in {folder} is gone")
+    if more := now - known.keys():
+        return model("changed", f"{folder} holds {', '.join(sorted(more))}, which the run did not save")
     for name, one in known.items():
         if (change := _change_of(folder / name, str(one.get("digest")))) is not None:
             return {"path": path, "state": "changed", "file": name, **change}

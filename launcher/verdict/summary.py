@@ -168,16 +168,10 @@ def _sentence(name: str, state: str, detail: Mapping[str, Any]) -> str | None:
             if called := [f"{operation} {count:,}" for operation, count in calls.items() if count]:
                 return f"calls of its kernels: {', '.join(called)}"
             return "no kernel of Liger was called" if calls else None
-        case "packing", "isolated":
-            return "packed samples do not see each other"
-        case "packing", "leaking":
-            return "packed samples see each other"
         case "packing", _:
             return str(detail["detail"]) if detail.get("detail") else None
         case "attention", _ if "announced" in detail:
             return f"the log announces {detail['announced']}"
-        case "attention", _ if state != "unknown":
-            return f"the loaded model uses {state}"
         case "batch", "planned":
             return f"{detail['world']} of {detail['planned_world']} process(es) trained, each step as planned"
         case "dataset_cache" | "reference_cache", "hit" | "miss":
@@ -211,10 +205,6 @@ def _sentence(name: str, state: str, detail: Mapping[str, Any]) -> str | None:
             return "; ".join(parts)
         case "weights", _ if "share" in detail:
             return f"{detail['share']:.1%} of {detail['sampled']:,} sampled weights differ from the start"
-        case "model", "saved":
-            return f"its files are as they were saved: {detail['path']}"
-        case "inputs", "same":
-            return "data and model did not change during the run"
         case "resume", _:
             return f"loss {detail['before']} before the resume, {detail['after']} after it"
     return None

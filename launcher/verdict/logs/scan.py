@@ -9,11 +9,9 @@ other match becomes a `Signal` of that name.
 import itertools
 import math
 import re
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ KEPT_ARGUMENTS = 2_000
 
 _WHOLE = re.compile(rb"\.\d{4}|nan|inf")  # enough of a loss where the log is cut off
 _PAIR = re.compile(rb"'([^']+)': (?:'([^']*)'|([^,}']+))")
-_RATE = "train_steps_per_second"
 _EPOCH_DIGITS = 0.005  # what HF Trainer rounds an epoch by, at most
 _WORK = ("total_steps", "progress")  # signals after which a failure before them is of the past
 _STARTS = ("begun", "loading")
@@ -279,7 +276,7 @@ class _Reading:
         values = {k: v for k in shown if (v := number(shown[k])) is not None}
         if "loss" not in values:
             self.final_epoch, self.over = values.get("epoch", self.final_epoch), True
-            self.rated = _product(*(shown.get(k, "") for k in ("train_runtime", _RATE)))
+            self.rated = _product(*(shown.get(k, "") for k in ("train_runtime", "train_steps_per_second")))
             self.earlier_line, self.busy_line = self.busy_line, line
             return
         before = self.dicts[-1].extra.get("epoch", 0) if self.dicts else 0
@@ -305,8 +302,7 @@ class _Reading:
         bars = [self.shown.get(found.line, (0, 0)) for found in self.dicts]
         total = self.announced or self._beside([of for _, of in bars]) or self._total()
         if not self.steps and self.announced is None:  # else a dict is a word of the training data
-            beside = [done if of == total else None for done, of in bars]
-            steps = self._number(_filled(beside, self.bars.get(total or 0, (0, 0))[0]), total)
+            steps = self._number([done for done, of in bars if of == total], total)
             self.steps = [replace(found, step=step) for found, step in zip(self.dicts, steps, strict=True)]
         return Log(
             path=self.path,
@@ -369,28 +365,11 @@ def _product(*factors: str) -> int | None:
     """The whole number of which these are rounded factors, where they leave but one."""
     low = high = 1.0
     for shown in factors:
-        try:
-            value = Decimal(shown)
-        except InvalidOperation:
+        value, half = number(shown), 0.5 * 0.1 ** len(shown.partition(".")[2])
+        if value is None or not half < value < math.inf:
             return None
-        exponent = value.as_tuple().exponent
-        if not isinstance(exponent, int) or value <= 0:
-            return None
-        half = Decimal(5).scaleb(exponent - 1)
-        low, high = low * float(value - half), high * float(value + half)
+        low, high = low * (value - half), high * (value + half)
     return math.floor(high) if math.floor(high) == math.ceil(low) else None
-
-
-def _filled(beside: Sequence[int | None], last: int) -> list[int]:
-    """The steps beside the dicts, those that are not known at the usual distance, up to `last`."""
-    known = [step for step in beside if step is not None]
-    if len(known) == len(beside) or len(known) < 3 or 2 * len(known) < len(beside):
-        return known
-    each = statistics.median_low(b - a for a, b in itertools.pairwise(known))
-    filled: list[int] = []
-    for step in beside:
-        filled.append(min((filled[-1] if filled else 0) + each, last) if step is None else step)
-    return filled
 
 
 def _rising(values: Sequence[int]) -> bool:

@@ -1,6 +1,6 @@
 """Lines of a Python traceback -> what was raised in the end: a `Raised`. Ranks write over each other, so every rank's
 prefix (`[rank3]: `) is followed on its own; a time stamp in it is no part of who speaks. Rich draws a box around the
-frames, and IPython names the type before them."""
+frames."""
 
 import re
 from collections.abc import Mapping
@@ -26,14 +26,11 @@ _TAG = (
 _PREFIX = re.compile(rb"(?:%s|%s)+" % (_STAMP, _TAG))
 _STAMPS = re.compile(_STAMP)
 _RANK = re.compile(rb"(?:^|[\s:])(?:\[(?:rank|default|)(\d+)\]|(\d{1,4})):")
-# What stands around the first line: Python's colon, Rich's box, or the type as IPython puts it.
-_OPENS = re.compile(
-    rb"Traceback \(most recent call last\)(?::| (?:\xe2\x94\x80|-){3})"
-    rb"|^\w+ {2,}Traceback \(most recent call last\)$"
-)
+# What stands around the first line: Python's colon, or Rich's box.
+_OPENS = re.compile(rb"Traceback \(most recent call last\)(?::| (?:\xe2\x94\x80|-){3})")
 _FRAME = re.compile(
     rb'\s+File "(?P<file>[^"]+)", line (?P<line>\d+)'
-    rb"|(?:File )?(?P<file_>[^\s:]+(?::\\[^\s:]*)?):(?P<line_>\d+),? ?in "
+    rb"|(?P<file_>[^\s:]+):(?P<line_>\d+) in "
 )
 _IN_BOX = re.compile(rb"(?:\xe2\x94\x82|\|) (?P<words>.*?)\s*(?:\xe2\x94\x82|\|)?$")
 _RAISED = re.compile(

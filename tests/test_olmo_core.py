@@ -29,7 +29,6 @@ from launcher.rules.open_instruct import olmo_core
 from launcher.runs import rendezvous
 from launcher.stage import stage
 from launcher.upstream.locate import Locator
-from launcher.upstream.schema import Values
 
 BASE = """
 stage: dpo
@@ -179,7 +178,7 @@ def test_a_folder_needs_its_config_name_and_the_right_one(tmp_path: Path, monkey
     (tmp_path / "trained" / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     written = text(model="trained")
     fault = found(tmp_path, written)["unsupported-model", "args.model_name_or_path"]
-    assert "qwen3_0_6B" in (fault.help or "")
+    assert "add `config_name: <its shape>`" in (fault.help or "") and "qwen3_0_6B" in (fault.help or "")
     other = text("config_name: qwen3_8B", model="trained")
     assert "qwen3_0_6B" in str(found(tmp_path, other)["other-shape", "args.config_name"].help)
     right = text("config_name: qwen3_0_6B", model="trained")
@@ -358,22 +357,6 @@ def test_degrees_must_divide_the_gpus(tmp_path: Path, line: str, nodes: int, key
     (fault,) = [f for f in made.findings if f.code == "shard-degree"]
     assert (fault.severity, fault.key) == ("error", f"args.{key}")
     assert fault.line in (11, 12)
-
-
-def test_degrees_as_older_commits_have_them(tmp_path: Path) -> None:
-    schema = judged(tmp_path, text()).schema
-    assert schema is not None
-    own = {"fsdp_shard_degree": "shard_degree", "fsdp_num_replicas": "num_replicas"}
-    spelt = {own.get(name, name): known for name, known in schema.fields.items()}
-    older = Values(replace(schema, fields=spelt), {"shard_degree": 4, "num_replicas": 4})
-    (fault,) = olmo_core.degrees(older, 8)
-    assert fault.key == "args.num_replicas" and "`shard_degree`" in (fault.help or "")
-    assert olmo_core.mesh(older, 16, 2) == (4, 4)
-    # the first dpo.py could not be told
-    none = {name: known for name, known in spelt.items() if name not in own.values()}
-    first = Values(replace(schema, fields=none), {})
-    assert not list(olmo_core.degrees(first, 8))
-    assert olmo_core.mesh(first, 16, 2) == (2, 8)
 
 
 def test_batches_and_what_is_tracked(tmp_path: Path) -> None:

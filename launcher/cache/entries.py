@@ -8,7 +8,7 @@ its set. The rest (contents of local data, code, versions) is in the name of the
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +29,19 @@ def hit(folder: Path, plan: Plan) -> Path | None:
     expected = key(plan)
     found = folders.opened(folder)
     names = found.entries() if found is not None else ()
-    return next((folder / name for name in names if not list(differences(expected, folder / name))), None)
+    return next((folder / name for name in names if _alike(expected, folder / name)), None)
 
 
-def differences(expected: Mapping[str, Any], entry: Path) -> Iterator[str]:
-    """What a set was made with that a run would not use, in words."""
+def _alike(expected: Mapping[str, Any], entry: Path) -> bool:
     config = rundir.read_json(entry / "config.json")
     tokenizer, data = config.get("tokenizer_config"), config.get("dataset_configs")
-    if not isinstance(tokenizer, dict) or not isinstance(data, list):
-        yield f"{entry} does not say what it was made of"
-        return
-    for name, value in expected["tokenizer"].items():
-        if name in tokenizer and tokenizer[name] != value:
-            yield f"{name}: {tokenizer[name]!r} there, {value!r} expected"
-    if len(data) != len(expected["data"]):
-        yield f"{len(data)} data sets there, {len(expected['data'])} expected"
-        return
-    for there, requested in zip(data, expected["data"], strict=True):
-        for name, value in requested.items():
-            # upstream leaves out of its key what is None
-            if isinstance(there, dict) and there.get(name) != value:
-                yield f"{name}: {there.get(name)!r} there, {value!r} expected"
+    if not isinstance(tokenizer, dict) or not isinstance(data, list) or len(data) != len(expected["data"]):
+        return False
+    # upstream leaves out of its key what is None
+    pairs = zip(data, expected["data"], strict=True)
+    return all(tokenizer.get(name, value) == value for name, value in expected["tokenizer"].items()) and all(
+        there.get(name) == value for there, requested in pairs for name, value in requested.items()
+    )
 
 
 def key(plan: Plan) -> dict[str, Any]:

@@ -263,6 +263,8 @@ def _expected(context: Context) -> Iterator[tuple[str, str, Any]]:
     # a share below 1 is one of steps that are not known here
     counted = isinstance(warmup, int | float) and (1 <= warmup < math.inf or warmup == 0)
     yield "scheduler.params.warmup_num_steps", "warmup_steps", int(warmup) if counted else None
+    for name in ("bf16", "fp16"):
+        yield f"{name}.enabled", name, resolved.precision(values) == name or bool(values[f"{name}_full_eval"])
 
 
 def _entry(config: Mapping[str, Any], name: str) -> Any:
@@ -270,39 +272,6 @@ def _entry(config: Mapping[str, Any], name: str) -> Any:
     for part in name.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
     return node
-
-
-def precision(context: Context) -> Iterator[Finding]:
-    """accelerate/utils/dataclasses.py:1440,1446, transformers/integrations/deepspeed.py:129.
-
-    accelerate fills a file by the precision of training, transformers then compares it with that of
-    evaluation too.
-    """
-    file, values = context.file, context.values
-    if not file:
-        return
-    running = resolved.precision(values)
-    if running is None and context.gpus is None:
-        # what stands in the stage file; once the GPUs are known its default is filled in
-        running = context.mixed_precision or "no"
-    for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
-        evaluated = bool(values[f"{name}_full_eval"])
-        wanted = resolved.precision(values) == name or evaluated
-        stated = _entry(file, f"{name}.enabled")
-        unset = stated == "auto" or not isinstance(file.get(name), Mapping)
-        if running == other and str(stated).lower() == "true":
-            what = f"enables {name}, and training runs in {other}"
-        elif stated is not None and not unset and stated != wanted:
-            what = f"has `{name}.enabled: {brief(stated)}`, and TRL's arguments say {wanted}"
-        elif unset and running is not None and (running == name) != wanted:
-            source = f"`{name}_full_eval`" if wanted else "`mixed_precision`"
-            what = f"takes {name} from training, which is {running}, against {source}"
-        else:
-            continue
-        then = f"delete `{name}_full_eval`" if evaluated else f"delete `mixed_precision`, and let `{name}` decide"
-        help = f'write `"enabled": "auto"`{";" if evaluated else ","} {then}'
-        yield _of_file("deepspeed-precision", f"the DeepSpeed file {what}: that is refused", help)
-        return
 
 
 def fsdp_too(context: Context) -> Iterator[Finding]:
@@ -420,5 +389,5 @@ _OWN_LOOP = (*_SHARED, refused_file, batch_of_the_file, half_precision, quantise
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
     "open_instruct": {"sft": (*_OWN_LOOP, frozen_released), "dpo": (*_OWN_LOOP, two_zero_stages)},
-    "trl": dict.fromkeys(("sft", "dpo"), (*_SHARED, mismatches, precision, fsdp_too, optimizer_unread)),
+    "trl": dict.fromkeys(("sft", "dpo"), (*_SHARED, mismatches, fsdp_too, optimizer_unread)),
 }

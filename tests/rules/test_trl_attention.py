@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from conftest import Write
 from test_rules import values_of
-from test_trl_machine_rules import ON_CPU, found, told
+from test_trl_machine_rules import ON_CPU, told
 
 from launcher.config import load
 from launcher.config.keys import EXPECT
@@ -71,30 +71,7 @@ def test_the_first_that_can_be_had() -> None:
         assert choice.name == chosen and why in choice.why and bool(why) is bool(choice.why)
 
 
-SIXTEEN_BITS: list[tuple[dict[str, Any], str | None, str]] = [
-    ({"bf16": False, "dtype": "float32"}, None, "sdpa"),
-    ({"bf16": False, "dtype": "float32"}, "no", "sdpa"),
-    ({"bf16": False, "dtype": "float32"}, "bf16", "flash_attention_2"),
-    ({"bf16": False, "model_init_kwargs": {"dtype": "float32"}}, None, "sdpa"),
-    ({"bf16": False, "dtype": "bfloat16"}, None, "flash_attention_2"),
-    ({"dtype": "float32"}, None, "flash_attention_2"),
-    ({"bf16": False, "dtype": "float32", "load_in_4bit": True}, None, "flash_attention_2"),
-]
-
-
-def test_flash_attention_needs_16_bits() -> None:
-    for args, mixed, chosen in SIXTEEN_BITS:
-        context = Context(values=values_of("trl-sft", args), gpus=8, packages=FLASH, mixed_precision=mixed)
-        assert trl_attention.choose(("flash_attention_2", "sdpa"), context).name == chosen
-    # flash attention in full precision
-    args = {"attn_implementation": "flash_attention_2", "bf16": False}
-    expected = ("flash-in-float32", "error", "attn_implementation")
-    assert told("trl-sft", args) == [expected]
-    assert told("trl-sft", {**args, "dtype": "bfloat16"}) == []
-    assert told("trl-sft", {**args, "fp16": True}) == []
-    assert told("trl-sft", args, mixed_precision="bf16") == []
-    assert told("trl-sft", {**args, "model_init_kwargs": {"dtype": "bfloat16"}}) == []
-    # attention that is not installed
+def test_attention_that_is_not_installed() -> None:
     for name, packages, missing in PACKAGES:
         args = {"attn_implementation": name}
         for running, severity in ((True, "error"), (False, "warning")):
@@ -216,8 +193,3 @@ def test_packing_without_flash_attention() -> None:
         key = "padding_free" if args.get("padding_free") else "packing"
         expected = [] if code is None else [(code, "warning", key)]
         assert told("trl-sft", {"packing": True, **args}, **known) == expected, args
-    (large,) = found("trl-sft", {"packing": True, "max_length": 4096}, per_device=8)
-    assert "32768 tokens" in large.message and "1,024 MiB" in large.message
-    # a mask that small is nothing to speak of
-    (small,) = found("trl-sft", {"packing": True, "max_length": 512}, per_device=1)
-    assert "512 tokens" in small.message and "mask" not in small.message

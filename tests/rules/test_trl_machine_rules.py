@@ -132,8 +132,8 @@ FILES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({**AUTO, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {}, "deepspeed-mismatch"),
     ({**AUTO, "scheduler": {"params": {"warmup_num_steps": 5}}}, {}, "deepspeed-mismatch"),
     (without(AUTO, "gradient_accumulation_steps"), {"accumulation": 4}, "deepspeed-mismatch"),
-    ({**AUTO, "fp16": {"enabled": True}}, {}, "deepspeed-precision"),
-    ({**AUTO, "bf16": {"enabled": False}}, {}, "deepspeed-precision"),
+    ({**AUTO, "fp16": {"enabled": True}}, {}, "deepspeed-mismatch"),
+    ({**AUTO, "bf16": {"enabled": False}}, {}, "deepspeed-mismatch"),
     ({**AUTO, "zero_optimization": {"stage": 3}}, {}, "zero3-unsaved"),
 ]
 GOOD: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
@@ -165,13 +165,6 @@ def test_deepspeed_files_and_arguments() -> None:
     file, expected = (without(AUTO, "gradient_clipping"), ("clipping-unread", "warning", "max_grad_norm"))
     assert told("trl-sft", {"max_grad_norm": 0.5}, deepspeed=file) == [expected]
     assert told("trl-sft", {"max_grad_norm": 0.0}, deepspeed=file) == []
-    # evaluating in another precision
-    for args in ({"bf16": False, "bf16_full_eval": True}, {"fp16_full_eval": True}):
-        for file in (AUTO, SHIPPED["zero2"]):
-            expected = ("deepspeed-precision", "error", "deepspeed")
-            assert told("trl-sft", args, deepspeed=file) == [expected]
-    assert told("trl-sft", {"bf16_full_eval": True}, deepspeed=AUTO) == []
-    assert told("trl-sft", {"bf16": False, "bf16_full_eval": True}) == []
 
 
 def really(lines: str) -> str:
@@ -186,8 +179,8 @@ def really(lines: str) -> str:
     return done.stdout
 
 
-def draw_case(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any], str | None, int, int]:
-    """A DeepSpeed config with few faults, arguments, `mixed_precision:`, passes and devices."""
+def draw_case(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any], int, int]:
+    """A DeepSpeed config with few faults, arguments, passes and devices."""
     file = copy.deepcopy(AUTO)
     changes: list[tuple[str, list[Any]]] = [
         ("train_batch_size", [8, 64]), ("train_micro_batch_size_per_gpu", [4, 8]),
@@ -205,15 +198,11 @@ def draw_case(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any], str |
     for name in rng.sample(dropped, rng.choice([0, 0, 1])):
         file.pop(name, None)
     args: dict[str, Any] = rng.choice([{}, {}, {"bf16": False}, {"fp16": True}, {"bf16": True}])
-    evaluated: dict[str, Any] = rng.choice([{}, {}, {"bf16_full_eval": True}, {"fp16_full_eval": True}])
-    args = {**args, **evaluated, **rng.choice([{}, {"max_grad_norm": 0.5}, {"learning_rate": 1e-4}])}
-    option = rng.choice([None, None, "no", "bf16", "fp16"])
-    return file, args, option, rng.choice([1, 2]), rng.choice([1, 8])
+    args = {**args, **rng.choice([{}, {"max_grad_norm": 0.5}, {"learning_rate": 1e-4}])}
+    return file, args, rng.choice([1, 2]), rng.choice([1, 8])
 
 
-def question(
-    file: dict[str, Any], args: Mapping[str, Any], option: str | None, passes: int, gpus: int
-) -> dict[str, Any]:
+def question(file: dict[str, Any], args: Mapping[str, Any], passes: int, gpus: int) -> dict[str, Any]:
     """A case as the packages are asked about it: every argument that they look at."""
     values = values_of("trl-sft", dict(args))
     names = (
@@ -226,22 +215,14 @@ def question(
         **{name: values[name] for name in names}, "fp16": fp16, "bf16": bf16, "world_size": gpus,
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": passes,
     }  # fmt: skip
-    running = "fp16" if fp16 else "bf16" if bf16 else option or "no"
+    running = "fp16" if fp16 else "bf16" if bf16 else "no"
     return {"file": file, "arguments": arguments, "running": running}
 
 
-def refused(file: dict[str, Any], args: Mapping[str, Any], option: str | None, passes: int, gpus: int) -> bool:
-    """Whether the rules refuse it, with what is known before the GPUs are, and with them."""
-    before: dict[str, Any] = {"gpus": None, "mixed_precision": option}
-    started: dict[str, Any] = {"gpus": gpus, "mixed_precision": "bf16"}
-    shared: dict[str, Any] = {"values": values_of("trl-sft", dict(args)), "deepspeed": file}
-    contexts = [Context(**shared, per_device=4, accumulation=passes, **known) for known in (before, started)]
-    return any(
-        finding.severity == "error"
-        for context in contexts
-        for rule in (deepspeed.mismatches, deepspeed.precision)
-        for finding in rule(context)
-    )
+def refused(file: dict[str, Any], args: Mapping[str, Any], passes: int, gpus: int) -> bool:
+    values = values_of("trl-sft", dict(args))
+    context = Context(values=values, deepspeed=file, gpus=gpus, per_device=4, accumulation=passes)
+    return bool(list(deepspeed.mismatches(context)))
 
 
 def test_the_rules_agree_with_transformers() -> None:

@@ -13,13 +13,13 @@ from operator import itemgetter
 from typing import Any
 
 from launcher.artifacts import architecture, model_config
-from launcher.errors import Finding, brief
+from launcher.errors import Finding, Severity, brief
 from launcher.rules import services
 from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.model import beyond_positions, missing_model
 from launcher.rules.open_instruct.arguments import OF_ALL_SCRIPTS, out_of_range, zero_stage
 from launcher.rules.open_instruct.data import tokenising_outlasts
-from launcher.rules.rule import Rule, check, no_model, say, say_of_option, warn
+from launcher.rules.rule import Range, Rule, check, no_model, number, outside, say, say_of_option, warn
 from launcher.upstream.open_instruct import output_folder
 from launcher.upstream.schema import Values
 
@@ -50,6 +50,12 @@ _SHAPES: Mapping[str, tuple[str | int, ...]] = {
 # biases, joined weights and experts are refused (olmo_core/nn/conversion/state_converter.py:141); of
 # others the second norm is taken for the first one (olmo_core/nn/hf/convert.py:45)
 _LOADED = ("gemma3_text", "llama", "olmo2", "olmo3", "qwen3")
+_RANGES: Mapping[str, tuple[Range, ...]] = {
+    "activation_memory_budget": (
+        Range(lambda n: n >= 0, "error", "it is a share"),
+        Range(lambda n: n < 0 or 0 < n <= 1, "warning", "it is a share above 0 and up to 1"),
+    )
+}
 _SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup")
 # what OLMo-core 2.6.0 ties as the models do (olmo_core/nn/transformer/config.py); at the pin it
 # ties none
@@ -59,52 +65,23 @@ _EXPORTED = ("olmo2", "olmo3", "olmoe")
 
 
 def model(values: Values) -> Iterator[Finding]:
-    """olmo_core_utils.py:208 looks the name up, olmo_core_utils.py:212 asks OLMo-core."""
+    """olmo_core_utils.py:208 looks the name up, olmo_core_utils.py:212 asks OLMo-core; a shape has no weights."""
     name, config = str(values["model_name_or_path"] or ""), values["config_name"]
     models, configs = values.schema.models, values.schema.configs
     requested = str(config or name)
-    key, names = "config_name" if config else "model_name_or_path", sorted(set(models.values()))
-    # the shapes are those of the pin's OLMo-core: another commit may want one that has more
-    surely = values.schema.stands is None or "/" in requested
-    if not name or not models:
+    # of a commit read without OLMo-core beside it, the names of its shapes are not known
+    if not name or not models or requested in models or (config and (not configs or requested in configs)):
         return
-    if name in configs and not model_config.here(name):
-        # the config's vocabulary is read from the model first (olmo_core_utils.py:230)
-        key, surely = "model_name_or_path", True
-        what = f"{brief(name)} is OLMo-core's name of a shape, which has no weights"
-        help = f"write the model as `model_name_or_path` and `config_name: {name}`"
-    elif requested in models or requested in configs or (config and not configs):
-        # of a commit read without OLMo-core beside it, the names of its shapes are not known
-        return
-    elif not config and (model_config.here(name) or model_config.is_path(name)):
-        surely = True
-        what = f"OLMo-core knows models by name: of the folder {brief(name)} it cannot tell which one it is"
-        help = f"add `config_name:`, one of {', '.join(names)}"
-    else:
-        near = difflib.get_close_matches(requested, [*models, *configs], n=1, cutoff=0.8)
-        what = f"{brief(requested)} is no model that dpo.py can build"
-        help = (
-            (f"did you mean `{near[0]}`? " if near else "")
-            + f"the models {', '.join(models)}, or a `config_name` of OLMo-core's ({', '.join(names)}); for "
-            "any other leave out `script:`: dpo_tune_cache.py trains it"
-        )
-    yield say("error" if surely else "warning", "unsupported-model", key, what, help)
-
-
-def budget(values: Values) -> Iterator[Finding]:
-    """olmo_core_utils.py:101: the budget acts below 1 and under compile alone."""
-    key = "activation_memory_budget"
-    share = values[key]
-    if not isinstance(share, int | float):
-        return
-    if share < 1 and not values["compile_model"]:
-        message = f"`{key}: {share}` does nothing with `compile_model: false`: every activation is kept"
-        help = "leave `compile_model` true"
-        yield say("warning", "budget-without-compile", key, message, help)
-    elif not 0 < share <= 1:
-        message = f"`{key}: {share}` is no share above 0 and up to 1"
-        help = "0.1 is the lowest that was measured, 0.5 upstream's example"
-        yield say("error" if share < 0 else "warning", "out-of-range", key, message, help)
+    near = difflib.get_close_matches(requested, [*models, *configs], n=1, cutoff=0.8)
+    help = f"did you mean `{near[0]}`? " if near else ""
+    if not config and (model_config.here(name) or model_config.is_path(name) or name in configs):
+        help = f"add `config_name: {name if name in configs else '<its shape>'}` to a model's name or folder; "
+    shapes = ", ".join(sorted(set(models.values())))
+    help += f"the models {', '.join(models)}, or a `config_name` of OLMo-core's ({shapes}); for any other {_TRAINS}"
+    # another commit may want an OLMo-core that has more shapes
+    severity: Severity = "error" if values.schema.stands is None else "warning"
+    key = "config_name" if config else "model_name_or_path"
+    yield say(severity, "unsupported-model", key, f"{brief(requested)} is no model that dpo.py can build", help)
 
 
 def packing(values: Values) -> Iterator[Finding]:
@@ -138,7 +115,8 @@ def _shape(values: Values) -> tuple[str, str]:
 
 
 def ranges(values: Values) -> Iterator[Finding]:
-    """Those of the other scripts, but for what is not read by this one."""
+    """Those of the other scripts, but for what is not read by this one, and olmo_core_utils.py:101."""
+    yield from outside(values, _RANGES)
     skipped = {f"args.{key}" for key in ("logging_steps", "keep_last_n_checkpoints", "lora_rank")}
     yield from (found for found in out_of_range(values) if found.key not in skipped)
 
@@ -148,9 +126,16 @@ RULES: tuple[Rule, ...] = (
     zero_stage,
     model,
     export,
-    budget,
     packing,
     ranges,
+    warn(
+        "olmo_core_utils.py:101",
+        "budget-without-compile",
+        "activation_memory_budget",
+        lambda v: (number(v["activation_memory_budget"]) or 0) < 1 and not v["compile_model"],
+        "`activation_memory_budget` does nothing with `compile_model: false`: every activation is kept",
+        "leave `compile_model` true",
+    ),
     # no line of dpo.py reads it (dpo.py:160 asks for `use_lora` alone)
     check(
         "dpo.py:160",
@@ -316,9 +301,8 @@ STAGE_RULES: tuple[StageRule, ...] = (
 )
 
 
-# FSDP's two degrees, also as older commits spell them; the first dpo.py has neither
-_SHARDS = ("fsdp_shard_degree", "shard_degree")
-_REPLICAS = ("fsdp_num_replicas", "num_replicas")
+# older commits have others, or neither
+_DEGREES = ("fsdp_shard_degree", "fsdp_num_replicas")
 
 
 def of_split(context: Context, rows: int | None, *, devices: int, is_global: bool) -> Iterator[Finding]:
@@ -346,7 +330,7 @@ def degrees(values: Values, processes: int) -> Iterator[Finding]:
         yield _uneven("tensor_parallel_degree", tensor, processes, "processes")
         return
     world = processes // tensor
-    given = {key: values[key] for key in (*_SHARDS, *_REPLICAS) if values.get(key) is not None}
+    given = {key: values[key] for key in _DEGREES if values.get(key) is not None}
     for key, degree in given.items():
         if degree < 1 or world % degree:
             yield _uneven(key, degree, world, "data-parallel processes")
@@ -399,10 +383,7 @@ def mesh(values: Values, processes: int, nodes: int) -> tuple[int, int]:
     The degrees have to fit (`degrees`).
     """
     world = processes // max(1, values["tensor_parallel_degree"])
-    shards, replicas = (
-        next((degree for name in names if (degree := values.get(name)) is not None), None)
-        for names in (_SHARDS, _REPLICAS)
-    )
+    shards, replicas = map(values.get, _DEGREES)
     if shards is not None:
         return world // shards, shards
     if replicas is not None:

@@ -1,7 +1,7 @@
 """Rules about the data and templates that a TRL stage names: do they lie here, and as what?"""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ from launcher.paths import exists, is_file
 from launcher.rules.context import Context, StageRule
 from launcher.rules.rule import say
 from launcher.rules.trl.resolved import prepared
-from launcher.upstream.schema import Values
 
-_PICTURES = frozenset({"image", "images"})
+_PAIRS = {"chosen", "rejected"}
+# the last three are read in another way (trl/data_utils.py:927)
+_EXAMPLES = ({"messages"}, {"prompt", "completion"}, {"conversations"}, {"input_ids"}, {"image"}, {"images"})
 
 
 def _named(context: Context) -> str | None:
@@ -51,45 +52,21 @@ def data_columns(context: Context) -> Iterator[Finding]:
     values, files = context.values, rows.files_of_split(_named(context), "train")
     if not files or values["dataset_train_split"] != "train" or prepared(values) or values["dataset_config"]:
         return
-    judge = _missing_from_pairs if values.schema.pairs else _missing_from_examples
-    # a good first row is enough; for a bad one, all rows bring columns
-    first = rows.columns(files[0])
-    if first is None or not first[0] or judge(*first, values) is None:
-        return
+    text = str(values.get("dataset_text_field"))
+    read = f"SFT reads `messages`, `prompt` and `completion`, or `{brief(text)}`"
+    forms, other = [*_EXAMPLES, {text}], "name that of the text: `dataset_text_field: <column>`"
+    if values.schema.pairs:
+        read = "DPO reads `chosen` and `rejected`, with or without `prompt`"
+        forms, other = [_PAIRS], "train on them with `stage: sft`"
+    # a row that lacks a column has null there
     heads = [rows.columns(path) for path in files]
-    names = first[1].union(*(head[1] for head in heads if head is not None))
-    if None not in heads and (fault := judge(first[0], names, values)) is not None:
-        message = f"{brief(files[0])} has the columns {brief(', '.join(sorted(names)))}: {fault[0]}"
-        yield say("error", "data-columns", "dataset_name", message, fault[1])
-
-
-def _missing_from_examples(row: Mapping[str, Any], names: frozenset[str], values: Values) -> tuple[str, str] | None:
-    """What SFT misses in these rows, and what to do; None where nothing is known to be missing."""
-    text = str(values["dataset_text_field"])
-    # pictures are read in another way, tokens not at all
-    if names & {*_PICTURES, "input_ids"} or {"prompt", "completion"} <= names:
-        return None
-    chat = row.get("conversations")
-    turn = chat[0] if isinstance(chat, list) and chat else None
-    # trl/data_utils.py:927
-    converted = isinstance(turn, dict) and {"from", "value"} <= turn.keys()
-    if "prompt" in names:
-        missing = "beside `prompt` SFT reads `completion`"
-    elif converted or names & {"messages", text}:
-        return None
-    else:
-        missing = f"SFT reads `messages`, `prompt` and `completion`, or `{brief(text)}`"
-    if {"chosen", "rejected"} <= names:
-        return missing, "these are pairs: `stage: dpo` trains on them"
-    if "conversations" in names and "prompt" not in names:
-        return missing, "rename `conversations` to `messages`"
-    return missing, "rename the columns, or name that of the text: `dataset_text_field: <column>`"
-
-
-def _missing_from_pairs(_row: Mapping[str, Any], names: frozenset[str], _values: Values) -> tuple[str, str] | None:
-    missing = next((name for name in ("chosen", "rejected") if name not in names), None)
-    reads = f"DPO reads `chosen` and `rejected`, with or without `prompt`: there is no `{missing}`"
-    return (reads, "rename the columns, or train on them with `stage: sft`") if missing else None
+    names = frozenset[str]().union(*(head[1] for head in heads if head is not None))
+    if None not in heads and names and not any(form <= names for form in forms):
+        message = f"{brief(files[0])} has the columns {brief(', '.join(sorted(names)))}: {read}"
+        help = f"rename the columns, or {other}"
+        if names >= _PAIRS:
+            help = "these are pairs: `stage: dpo` trains on them"
+        yield say("error", "data-columns", "dataset_name", message, help)
 
 
 def splits(context: Context) -> Iterator[Finding]:

@@ -297,9 +297,7 @@ class _Filling:
             sets = folders.CacheFolder(cache.path, {"kind": "dataset"}).entries()
             if not sets:
                 raise self._failure(folder, "upstream saved no set of tokenised data")
-            newest = max((cache.path / name for name in sets), key=lambda p: p.stat().st_mtime)
-            unlike = entries.differences(entries.key(self.plan), newest)
-            why = f"the run would not find what was tokenised: {'; '.join(unlike)}"
+            why = f"the run would not find what was tokenised into {cache.path}: upstream made it with other values"
         return Tokenised(state="missed"), (self._missed(None, why, "run this again"),)
 
     def _command(self, cache: Cache, folder: RunFolder) -> Command:

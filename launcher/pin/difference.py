@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from launcher.config import load, pipeline
 from launcher.config.load import Config
@@ -24,13 +23,12 @@ from launcher.upstream import history, locate
 from launcher.upstream.locate import Locator
 from launcher.upstream.schema import Field, Read, Refusal, Schema
 from launcher.upstream.source import conditions
-from launcher.upstream.source.packages import UNKNOWN, Sources
 from launcher.upstream.trainers import BACKENDS, Entry, entry_of
 
 BACKEND = BACKENDS["open_instruct"]
-_CACHE_MODULE, _CACHE_VERSION = f"{PACKAGE}.dataset_transformation", "DATASET_CACHE_VERSION"
+# goes into the keys of cached data sets
+_CACHE_VERSION = re.compile(rb"^DATASET_CACHE_VERSION *= *['\"](.+)['\"]", re.M)
 _EVERYWHERE = {"unpinned-checkout", "other-version"}  # findings about every commit that is not the pin
-_FOREIGN = "for another backend than open-instruct"
 _WIDE = 160
 _Past = Callable[[str], Sequence[history.ArgumentChange]]
 """What happened to an argument of a script, up to a commit."""
@@ -39,7 +37,6 @@ _HEADINGS = {
     "removed": "removed",
     "renamed": "renamed",
     "added": "added",
-    "required": "now required",
     "type": "other type",
     "default": "other default",
     "unread": "not read any more",
@@ -55,8 +52,7 @@ class Revision:
     """One commit: what its entry scripts take and do, by stage.
 
     `unreadable` holds the reason of every stage that is not in `schemas`. `cache` is the version that
-    goes into the keys of cached datasets, None where the source has none, UNKNOWN where only running
-    it would tell.
+    goes into the keys of cached datasets, None where the source has none.
     """
 
     name: str
@@ -67,7 +63,7 @@ class Revision:
     locator: Locator
     schemas: Mapping[str, Schema]
     unreadable: Mapping[str, str]
-    cache: Any
+    cache: str | None
 
     @property
     def title(self) -> str:
@@ -86,7 +82,7 @@ class Revision:
             "subject": self.subject,
             "pin": self.commit == BACKEND.PIN,
             "unreadable": dict(self.unreadable),
-            "dataset_cache_version": None if self.cache is UNKNOWN else self.cache,
+            "dataset_cache_version": self.cache,
         }
 
 
@@ -115,16 +111,10 @@ class ArgumentDifference:
                 told = self.why or self.what
             case "added":
                 told = f"{after}; {self.why}" if self.why else after
-            case "unread":
-                told = f"nothing reads it any more, before: {before}"
-            case "read":
-                told = f"read now: {after}, before: nowhere"
-            case "conditions":
-                told = f"read {before} -> {after}"
             case "refused" | "accepted":
                 told = f"where {brief(self.after or self.before, _WIDE)}"
             case _:
-                told = f"{'type' if self.what == 'type' else 'default'} {before} -> {after}"
+                told = f"{self.what if self.what in {'type', 'default'} else 'read'} {before} -> {after}"
         return f"{told}  ({self.new or self.old})"
 
 
@@ -190,11 +180,9 @@ class CommitDifference:
     configs: tuple[ConfigDifference, ...]
 
     @property
-    def cache_moved(self) -> bool | None:
-        """Whether cached datasets of OLD are found at NEW no more; None where that is not known."""
-        versions = (self.old.cache, self.new.cache)
-        known = all(v is None or isinstance(v, str | int | float) for v in versions)
-        return versions[0] != versions[1] if known else None
+    def cache_moved(self) -> bool:
+        """Whether cached datasets of OLD are found at NEW no more."""
+        return self.old.cache != self.new.cache
 
     @property
     def worse(self) -> bool:
@@ -282,13 +270,8 @@ def _read(repository: Repository, commit: str, name: str) -> Revision:
         except InvalidConfig as error:
             unreadable[stage] = f"{entry.script}: {error.findings[0].message}"
     date, subject = describe(repository, commit)
-    sources = Sources(source.packages)
-    try:
-        module = sources.module(_CACHE_MODULE)
-        constant = module.constants.get(_CACHE_VERSION) if module is not None else None
-        cache = sources.evaluate(module, constant) if module is not None and constant else None
-    except (SyntaxError, ValueError, RecursionError):
-        cache = UNKNOWN
+    raw = source.packages[PACKAGE].read("dataset_transformation.py") or b""
+    cache = found[1].decode() if (found := _CACHE_VERSION.search(raw)) else None
     return Revision(name, commit, date, subject, repository, locator, schemas, unreadable, cache)
 
 
@@ -349,9 +332,7 @@ def _altered(old: Field, new: Field) -> Iterator[ArgumentDifference]:
     if _takes(old) != _takes(new):
         yield replace(change, before=_shown_type(old), after=_shown_type(new))
     before, after = shown_default(old), shown_default(new)
-    if new.required and not old.required:
-        yield replace(change, what="required", before=before, after=after)
-    elif before != after:
+    if before != after:
         yield replace(change, what="default", before=before, after=after)
 
 
@@ -431,7 +412,7 @@ def _judge_both(
     config: Config, old: Revision, new: Revision, compared: Mapping[str, StageDifference], stage: str | None
 ) -> ConfigDifference:
     if backend_of(config) != BACKEND.NAME:
-        return ConfigDifference(path=config.path, stage=None, reason=_FOREIGN)
+        return ConfigDifference(path=config.path, stage=None, reason="for another backend than open-instruct")
     first, second = sides = [_judge(config, side, stage) for side in (old, new)]
     difference = ConfigDifference(
         path=config.path,
@@ -478,36 +459,25 @@ def _relies_on(change: ArgumentDifference, old: Judged, new: Judged) -> bool:
     """Whether a file leaves an argument to a default that changes, and something reads it."""
     assert old.schema and new.schema and old.values is not None and new.values is not None
     args, to = new.config.args, change.to or change.name
-    if change.what not in {"default", "required"}:
-        return False
-    if args.get(change.name) is not None or args.get(to) is not None:
+    if change.what != "default" or args.get(change.name) is not None or args.get(to) is not None:
         return False
     entries = entry_of(old.schema), entry_of(new.schema)
-    names = entries[1].names
-    derived = {*entries[1].derived, names.output, "do_not_randomize_output_dir"}
+    derived = {*entries[1].derived, entries[1].names.output, "do_not_randomize_output_dir"}
     if new.options is not None and new.options.batch is not None:
-        derived |= {names.per_device, names.accumulation}
-    return to not in derived and (
-        change.what == "required"
-        or unused.acts(old.values, entries[0], change.name)
-        or unused.acts(new.values, entries[1], to)
-    )
+        derived |= {entries[1].names.per_device, entries[1].names.accumulation}
+    acts = unused.acts(old.values, entries[0], change.name) or unused.acts(new.values, entries[1], to)
+    return to not in derived and acts
 
 
 def lines(difference: CommitDifference, *, everything: bool = False) -> list[str]:
     """The answer for people. Without stage files, or with `everything`, each change has its line."""
     told = list(_head_lines(difference))
     for config in difference.configs:
-        if config.reason != _FOREIGN:
-            told += ["", *_config_lines(config)]
-    if foreign := [str(c.path) for c in difference.configs if c.reason == _FOREIGN]:
-        told += ["", f"{_FOREIGN}: {', '.join(foreign)}"]
+        told += ["", *_config_lines(config)]
     for stage in difference.stages.values():
         told += ["", *_stage_lines(stage, everything=everything or not difference.configs)]
     old, new = difference.old.cache, difference.new.cache
-    if difference.cache_moved is None:
-        told += ["", "dataset cache: its version is not known at one of the commits"]
-    elif difference.cache_moved:
+    if difference.cache_moved:
         moved = f"dataset cache: version {old or 'none'} -> {new or 'none'}"
         told += ["", f"{moved}: every dataset is tokenised again"]
     return [*told, "", _result_line(difference)]
@@ -516,11 +486,7 @@ def lines(difference: CommitDifference, *, everything: bool = False) -> list[str
 def _head_lines(difference: CommitDifference) -> Iterator[str]:
     yield f"old  {difference.old.title}"
     yield f"new  {difference.new.title}"
-    counts = [(difference.ahead, "ahead"), (difference.behind, "behind")]
-    steps = " and ".join(f"{n} commit(s) {word}" for n, word in counts if n)
-    if difference.old.commit == difference.new.commit:
-        steps = "the same commit"
-    if steps:
+    if steps := pin.counts(difference.ahead, difference.behind):
         yield f"     {steps}"
     if difference.shallow:
         yield "     the history was cut off when it was cloned: counts and renames go as far as it does"
@@ -528,11 +494,9 @@ def _head_lines(difference: CommitDifference) -> Iterator[str]:
 
 def _config_lines(config: ConfigDifference) -> Iterator[str]:
     words = {True: "valid", False: "INVALID", None: "cannot be judged"}
-    before, after = (words[state] for state in config.valid)
-    state = before if before == after else f"{before} -> {after}"
+    states = dict.fromkeys(words[state] for state in config.valid)
     stage = f" ({config.stage})" if config.stage else ""
-    changes = config.appeared or config.vanished or config.defaults or config.reason
-    yield f"{config.path}{stage}: {state}{'' if changes else ', nothing changes'}"
+    yield f"{config.path}{stage}: {' -> '.join(states)}"
     if config.reason is not None:
         yield f"  {config.reason}"
     for sign, found in (("+", config.appeared), ("-", config.vanished)):
@@ -552,7 +516,7 @@ def _stage_lines(stage: StageDifference, *, everything: bool) -> Iterator[str]:
         yield f"  {side}: {reason}"
     if not stage.reads_compared and not stage.unreadable:
         yield "  what the script reads could not be followed at one of the commits"
-    counts = []
+    numbers = []
     for what, heading in _HEADINGS.items():
         found = [change for change in stage.changes if change.what == what]
         if found and everything:
@@ -561,9 +525,9 @@ def _stage_lines(stage: StageDifference, *, everything: bool) -> Iterator[str]:
                 name = f"{change.name} -> {change.to}" if change.to else change.name
                 yield f"    {name}: {change}"
         elif found:
-            counts.append(f"{len(found)} {heading}")
-    if counts:
-        yield f"  in all: {', '.join(counts)} (--all shows them)"
+            numbers.append(f"{len(found)} {heading}")
+    if numbers:
+        yield f"  in all: {', '.join(numbers)} (--all shows them)"
 
 
 def _result_line(difference: CommitDifference) -> str:
@@ -572,5 +536,4 @@ def _result_line(difference: CommitDifference) -> str:
         return f"worse for {len(worse)} of {len(difference.configs)} file(s): {', '.join(worse)}"
     if difference.worse:
         return "worse: a stage that could be read at the old commit cannot be read at the new one"
-    about = "for these files" if difference.configs else "that can be told without stage files (-c)"
-    return f"nothing gets worse {about}"
+    return "nothing gets worse"

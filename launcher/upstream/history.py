@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from launcher.upstream.trainers import BACKENDS
 
@@ -25,9 +25,8 @@ _DEFINITION = re.compile(r"[-+]\s+(\w+)\s*:\s*([^=]+)")
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@ ?(?:class (\w+))?")
 _LOG = (
     "log --root --first-parent --diff-merges=first-parent --no-renames --no-color --relative"
-    " --src-prefix=a/ --dst-prefix=b/ --pickaxe-all -U0"
+    " --src-prefix=a/ --dst-prefix=b/ --pickaxe-all -U0 --format=%x02%H%x03%cs%x03%P%x03%s"
 )
-_FEW = 3  # with more changes than this, what came with a removal says nothing about it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,70 +153,40 @@ def find(repository: Repository, key: str, script: str, base: str | None, head: 
     """The commits from `base` to `head` that changed whether `key` is defined, newest first.
 
     Searched are the files that have ever defined an argument of the script. A definition that only
-    moves, or changes its type, is no change.
+    moves, or changes its type, is no change. What came with the same commit and has the same type and the
+    same words, or is alone, is the new name.
     """
     paths = sorted({script, *(event.file for event in events(script))})
-    log = repository.ask(
-        *_LOG.split(),
-        "--format=%x02%H %cs %P%x03%s%x03",
-        f"-G^\\s+{key}\\s*:",
-        head,
-        *([f"^{base}"] if base else []),
-        "--",
-        *paths,
-    )
+    since = [f"^{base}"] if base else []
+    log = repository.ask(*_LOG.split(), f"-G^\\s+{key}\\s*:", head, *since, "--", *paths)
     for block in (log or "").split("\x02")[1:]:
-        names, subject, patch = block.split("\x03", 2)
-        commit, date, *parents = names.split()
-        event = _event(key, patch, commit, date, subject)
+        about, _, patch = block.partition("\n")
+        commit, date, parents, subject = about.split("\x03")
+        changed = list(_definitions(patch))
+        own = [one for one in changed if one.key == key]
         # the oldest commit of a history that was cut off only looks as if it added everything
-        if event is not None and (parents or not repository.is_shallow()):
-            yield event
+        if len({one.sign for one in own}) != 1 or not (parents or not repository.is_shallow()):
+            continue
+        gone, before = own[0].sign == "-", {one.key for one in changed if one.sign == "-"}
+        came = {one.key for one in changed if one.key not in before and one.type == own[0].type}
+        words = {*key.split("_")}
+        alike = [name for name in came if len(came) == 1 or (w := {*name.split("_")}) <= words or words <= w]
+        to = max(alike, key=len, default=None) if gone else None
+        number = _PULL.search(subject)
+        yield ArgumentChange(
+            key=key,
+            what="renamed" if to else "removed" if gone else "added",
+            to=to,
+            owner=own[0].owner,
+            file=own[0].file,
+            line=own[0].line,
+            commit=commit,
+            date=date,
+            pull=int(number[1] or number[2]) if number else None,
+        )
 
 
-def _event(key: str, patch: str, commit: str, date: str, subject: str) -> ArgumentChange | None:
-    """What one commit did to an argument; None where it is defined before and after it."""
-    lost, new = ([d for d in _definitions(patch) if d.sign == sign] for sign in "-+")
-    own = [d for d in (*lost, *new) if d.key == key]
-    if len({d.sign for d in own}) != 1:
-        return None
-    before = {d.key for d in lost}
-    one, see = own[0], list[str]()
-    to = _new_name(one, lost, new) if one.sign == "-" else None
-    if one.sign == "-" and to is None:
-        came = [d.key for d in new if d.key not in before and d.hunk == one.hunk]
-        about = {*key.split("_")} - {"use"}
-        see = [name for name in came if {*name.split("_")} & about] if len(came) <= _FEW else []
-    number = _PULL.search(subject)
-    return ArgumentChange(
-        key=key,
-        what="added" if one.sign == "+" else "renamed" if to else "removed",
-        to=to,
-        see=tuple(see),
-        owner=one.owner,
-        file=one.file,
-        line=one.line,
-        commit=commit,
-        date=date,
-        pull=int(number[1] or number[2]) if number else None,
-    )
-
-
-def _new_name(one: _Definition, lost: Sequence[_Definition], new: Sequence[_Definition]) -> str | None:
-    """The argument of the same type that took the place of one: alone, or with the same words."""
-    before, after = {d.key for d in lost}, {d.key for d in new}
-    came = {d.key: d for d in new if d.key not in before and d.type == one.type}
-    beside = {d.key for d in lost if d.key not in after and d.hunk == one.hunk}
-    here = [d for d in new if d.key not in before and d.hunk == one.hunk]
-    if len(beside) == len(here) == 1 and here[0].key in came:
-        return here[0].key
-    words = {*one.key.split("_")}
-    alike = [name for name in came if (w := {*name.split("_")}) <= words or words <= w]
-    return max(alike, key=len, default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Definition:
+class _Definition(NamedTuple):
     """A field that a patch takes away (`-`) or adds (`+`)."""
 
     sign: str
@@ -226,20 +195,18 @@ class _Definition:
     owner: str
     file: str
     line: int
-    hunk: int
 
 
 def _definitions(patch: str) -> Iterator[_Definition]:
-    file, owner, at, hunk = "", "", {"-": 0, "+": 0}, 0
+    file, owner, at = "", "", {"-": 0, "+": 0}
     for line in patch.splitlines():
-        if line.startswith(("--- ", "+++ ")):
-            file = line[6:] if line[4:] != "/dev/null" else file
+        if line.startswith(("--- a/", "+++ b/")):
+            file = line[6:]
         elif found := _HUNK.match(line):
-            at, owner, hunk = {"-": int(found[1]), "+": int(found[2])}, found[3] or "", hunk + 1
+            at, owner = {"-": int(found[1]), "+": int(found[2])}, found[3] or ""
         elif line[:1] in at:
-            if definition := _DEFINITION.match(line):
-                number = at[line[0]]
-                yield _Definition(line[0], definition[1], definition[2].strip(), owner, file, number, hunk)
+            if known := _DEFINITION.match(line):
+                yield _Definition(line[0], known[1], known[2].strip(), owner, file, at[line[0]])
             at[line[0]] += 1
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from launcher.errors import Finding, InvalidConfig, NotReady, launch_finding
 from launcher.machine.git import CommitTree, Repository
@@ -26,6 +26,8 @@ from launcher.upstream.trainers import BACKENDS
 
 REPOSITORY = PROJECT
 SUBMODULE = REPOSITORY / "external" / "open-instruct"
+State = Literal["checkout", "missing", "empty", "other"]
+_STATES = {"missing": "is not there", "empty": "is empty", "other": "does not hold one"}
 FOUND_IN = (Path("/workspace/open-instruct"), Path("~/open-instruct"))
 
 
@@ -113,7 +115,7 @@ def checkout_places(named: Path | None, environ: Mapping[str, str]) -> Iterator[
 
 def _locate_checkout(named: Path | None, environ: Mapping[str, str]) -> Upstream:
     for root, source in checkout_places(named, environ):
-        if is_file(root / "open_instruct" / "finetune.py"):
+        if state_of(root) == "checkout":
             packages = packages_below("open_instruct", root)
             return _compare("open_instruct", root, packages, source, is_named=source != "found")
         if source not in {"submodule", "found"}:
@@ -121,17 +123,23 @@ def _locate_checkout(named: Path | None, environ: Mapping[str, str]) -> Upstream
     return _snapshot_only("open_instruct")
 
 
+def state_of(path: Path) -> State:
+    """What is in a place where a checkout may lie."""
+    if is_file(path / "open_instruct" / "finetune.py"):
+        return "checkout"
+    if not exists(path):
+        return "missing"
+    try:
+        return "empty" if path.is_dir() and not any(path.iterdir()) else "other"
+    except OSError:
+        return "other"
+
+
 def _no_checkout(root: Path, source: str) -> Finding:
-    state = "is not there"
-    if exists(root):
-        state = "does not hold one" if not root.is_dir() or any(root.iterdir()) else "is empty"
-    named, help = source, "name a folder that holds open_instruct/finetune.py, or leave the option out"
-    if source == "LAUNCH_OPEN_INSTRUCT":
-        named = f"the environment variable {source}"
-        help = "set that variable to a folder that holds open_instruct/finetune.py, or unset it"
+    message = f"{source} names an open-instruct checkout, but {root} {_STATES[state_of(root)]}"
+    help = f"name a folder that holds open_instruct/finetune.py, or leave out {source}"
     if root == SUBMODULE:
         help = "git submodule update --init external/open-instruct"
-    message = f"{named} names an open-instruct checkout, but {root} {state}"
     return launch_finding("error", "no-checkout", message, help, file=str(root))
 
 

@@ -30,6 +30,7 @@ FOLLOWED = {
             g()
     """,
     "partial": ("from functools import partial\ndef g(o, x): use(o.a)\ndef main(args): partial(g, args)(1)"),
+    "partial of others": "from functools import partial\ndef g(x, o): use(o.a)\ndef main(args): partial(g, 1)(args)",
     "map": "def g(o): use(o.a)\ndef main(args): list(map(g, [args]))",
     "a table of functions": """
         def g(o): use(o.a)
@@ -286,7 +287,6 @@ OWN_START = "args, = HfArgumentParser((Options,)).parse_args_into_dataclasses()\
         ("self.a = bool(self.a)", False),
         ("if self.a is None: self.a = False", False),
         ("if isinstance(self.a, str): self.a = [self.a]", False),
-        ("self.a *= 2", False),
         ("for n in ('a',): setattr(self, n, str(getattr(self, n)))", False),
         ("self.c = self.a + 1", True),
         ("if self.a: self.c = 3", True),

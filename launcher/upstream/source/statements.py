@@ -15,6 +15,7 @@ from launcher.upstream.source import conditions
 from launcher.upstream.source.conditions import PERHAPS
 from launcher.upstream.source.packages import Module, mark
 from launcher.upstream.source.values import (
+    ANY,
     DEFAULT,
     FUNCTIONS,
     INLINE,
@@ -32,7 +33,6 @@ from launcher.upstream.source.values import (
     Lookup,
     ModuleName,
     Object,
-    Partial,
     Several,
     Super,
     Text,
@@ -43,7 +43,6 @@ from launcher.upstream.source.values import (
     contents,
     entries,
     followable,
-    forgotten,
     last,
     leaves,
     listed,
@@ -106,8 +105,8 @@ class Walk(Lookup):
     reads: dict[str, dict[str, set[Guards]]] = field(default_factory=dict)
     refusals: dict[str, set[tuple[Guards, str]]] = field(default_factory=dict)
     shadows: dict[str, Shadow] = field(default_factory=dict)
-    # arguments that the script itself gives other values, as far as it was walked
-    written: set[str] = field(default_factory=set)
+    # arguments that the script itself gives other values, as far as it was walked, and how often
+    written: dict[str, int] = field(default_factory=dict)
     # those of them that keep their truth: entries of a list are given another form
     reshaped: set[str] = field(default_factory=set)
     parsing: set[str] = field(default_factory=set)  # the places of refusals inside `__post_init__`
@@ -118,40 +117,23 @@ class Walk(Lookup):
     _tables: dict[tuple[str, str], Values] = field(default_factory=dict)
     # kept from pass to pass: what calls return, write, and see
     _returns: dict[object, set[Value]] = field(default_factory=dict)
-    _effects: dict[object, set[str]] = field(default_factory=dict)
     _frames: dict[object, Frame] = field(default_factory=dict)
-    _wrote: set[str] = field(default_factory=set)
     _silent: bool = False
     _active: dict[ast.AST, int] = field(default_factory=dict)
     _depth: int = 0
 
     def learnt(self) -> int:
         """How much is known that a further pass could build on; it only ever grows."""
-        calls = sum(map(len, self._returns.values())) + sum(map(len, self._effects.values()))
-        return self.known() + calls
+        return self.known() + sum(map(len, self._returns.values()))
 
     def stands(self, text: str) -> bool:
         """Whether a condition speaks of the stage file's values, as far as the script was walked."""
         names = conditions.names(text)
-        return not names & self.written and not (names & self.reshaped and conditions.compares(text))
+        return names <= self.fields - self.written.keys() and not (names & self.reshaped and conditions.compares(text))
 
-    @contextmanager
-    def _watched(self) -> Iterator[set[str]]:
-        """The arguments that get other values meanwhile."""
-        before, self._wrote = self._wrote, set()
-        try:
-            yield self._wrote
-        finally:
-            before |= self._wrote
-            self._wrote = before
-
-    def _forget(self, wrote: set[str], frame: Frame, guards: Guards) -> Guards:
-        """The conditions that are still known after arguments were given other values."""
-        if not wrote:
-            return guards
-        for one in frame.chain():
-            one.env.update({name: forgotten(values, wrote) for name, values in one.env.items()})
-        kept = frozenset(c for c in guards if not conditions.names(c) & wrote)
+    def _still(self, guards: Guards) -> Guards:
+        """The conditions that are known after arguments may have got other values."""
+        kept = frozenset(c for c in guards if all(self._now(_argument(name)) == name for name in conditions.names(c)))
         # with a condition less, what follows happens for certain no longer
         return kept if all(isinstance(c, Passed) for c in guards - kept) else kept | UNSURE
 
@@ -175,21 +157,26 @@ class Walk(Lookup):
 
     def _shadowed(self, test: ast.expr, frame: Frame, guards: Guards) -> None:
         """A branch that cannot be reached: what its test reads loses against what it contradicts."""
-        rivals = {name for one in guards if conditions.negated(one) in guards for name in conditions.names(one)}
-        for name in conditions.names(self._text(test, frame) or PERHAPS) - rivals:
+        against = (one for one in guards if conditions.negated(one) in guards)
+        rivals = {_argument(name) for one in against for name in conditions.names(one)}
+        names = map(_argument, conditions.names(self._text(test, frame) or PERHAPS))
+        for name in {*names} - rivals:
             self.shadows[name] = Shadow(where=place(test, frame), by=tuple(sorted(rivals)))
 
     def _write(self, name: str) -> None:
         if name in self.fields:
-            self.written.add(name)
-            self._wrote.add(name)
+            self.written[name] = self.written.get(name, 0) + 1
+
+    def _now(self, name: str) -> str:
+        """An argument's name in conditions: what held before it was written says nothing of it afterwards."""
+        return f"{name}·{self.written[name]}" if name in self.written else name
 
     def _changed(self, values: Values) -> None:
         """A value is changed in place: that of an argument, perhaps."""
         for value in values:
             if isinstance(value, Text):
                 for name in conditions.names(value.text):
-                    self._write(name)
+                    self._write(_argument(name))
 
     def _taken(self, test: ast.expr, frame: Frame) -> tuple[Guards, Guards]:
         """What must hold where a test is true, and where it is false."""
@@ -230,16 +217,11 @@ class Walk(Lookup):
                 return ast.BoolOp(op, [self._expressed(part, frame) for part in parts])
             case ast.UnaryOp(op=ast.Not() | ast.USub() as op, operand=operand):
                 return ast.UnaryOp(op, self._expressed(operand, frame))
-            case ast.NamedExpr(value=value):
-                return self._expressed(value, frame)
             case ast.Call(
                 func=ast.Name(id="getattr"),
                 args=[ast.Name() | ast.Attribute() as owner, ast.Constant(value=str(name)), *_],
             ):
                 return self._attribute_expressed(ast.Attribute(owner, name, ast.Load()), owner, name, frame)
-            case ast.Call(func=function, args=[inner], keywords=[]) if self.is_enum(frame.module, function):
-                # the member of that value
-                return self._expressed(inner, frame)
             case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
                 return ast.Tuple([self._expressed(item, frame) for item in items], ast.Load())
         raise _Inexpressible
@@ -251,14 +233,11 @@ class Walk(Lookup):
         return found
 
     def _attribute_expressed(self, node: ast.Attribute, owner: ast.expr, name: str, frame: Frame) -> ast.expr:
-        if name == "value":
-            # of a member of an enum
-            return self._expressed(owner, frame)
         if name in self.fields:
             with self._silently():
                 known = self.value(owner, frame, UNSURE) - {DEFAULT}
             if known and all(isinstance(one, Args) for one in known):
-                return ast.Name(name, ast.Load())
+                return ast.Name(self._now(name), ast.Load())
         root = _root(owner)
         if isinstance(root, ast.Name) and frame.find(root.id) is None:
             return self._literally(node, frame)
@@ -272,16 +251,10 @@ class Walk(Lookup):
 
     def _possible_names(self, name: ast.expr, frame: Frame) -> set[str]:
         """The arguments that a computed name may be: those that its function spells out."""
-        texts: set[object] = set()
         around = next((one.node for one in frame.chain() if one.node is not None), name)
-        for node in ast.walk(around):
-            match node:
-                case ast.Constant(value=str() as text):
-                    texts.add(text)
-                case ast.Name() if frame.find(node.id) is None:
-                    value = self.sources.evaluate(frame.module, node)
-                    texts |= {one for one in value if isinstance(one, str)} if isinstance(value, list) else set()
-        return {known for known in self.fields if known in texts}
+        return {
+            node.value for node in ast.walk(around) if isinstance(node, ast.Constant) and node.value in self.fields
+        }
 
     def start(self) -> None:
         """Walk once, from parsing to the end."""
@@ -304,11 +277,10 @@ class Walk(Lookup):
     def _block(self, body: Sequence[ast.stmt], frame: Frame, guards: Guards) -> Guards | None:
         """Walk statements in order; the conditions that hold after them, None if none goes on."""
         for statement in body:
-            with self._watched() as wrote:
-                after = self._statement(statement, frame, guards)
+            after = self._statement(statement, frame, guards)
             if after is None:
                 return None
-            guards = self._forget(wrote, frame, after)
+            guards = self._still(after)
         return guards
 
     def _statement(self, node: ast.stmt, frame: Frame, guards: Guards) -> Guards | None:
@@ -338,23 +310,19 @@ class Walk(Lookup):
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 self._store(target, self.symbolic(value, frame, guards), frame, guards)
             case ast.AugAssign(target=target, value=value):
-                self._augmented(target, value, frame, guards)
-            case ast.Delete(targets=targets):
-                for target in targets:
-                    self._store(target, NOTHING, frame, guards)
+                values, before = self.value(value, frame, guards), self.value(target, frame, guards)
+                if not isinstance(target, ast.Name) or isinstance(value, _LITERALS):
+                    self._changed(before)
+                self._store(target, merged(objects(before), values), frame, guards)
             case ast.Assert(test=test):
-                return self._assert(node, test, frame, guards)
+                fails: list[ast.stmt] = [ast.copy_location(ast.Raise(ast.Name("AssertionError")), node)]
+                return self._if(ast.If(ast.UnaryOp(ast.Not(), test), fails, []), frame, guards)
             case ast.For() | ast.AsyncFor() | ast.While():
                 return self._loop(node, frame, guards)
             case ast.With() | ast.AsyncWith():
                 return self._with(node, frame, guards)
             case ast.Try() | ast.TryStar():
                 return self._try(node, frame, guards)
-            case ast.Match():
-                self.children(node, frame, guards)
-                for branch in node.cases:
-                    self._block(branch.body, frame, guards | UNSURE)
-                return guards | self._leaves(node)
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 self.defined(node, frame, guards)
                 # it sees the names of this one, as they are when it is called
@@ -367,15 +335,15 @@ class Walk(Lookup):
                     frame.env[name] = self.named(scratch, name, frame)
             case _:
                 self.children(node, frame, guards)
-        return guards
+        return guards | self._leaves(node)
 
     def _if(self, node: ast.If, frame: Frame, guards: Guards) -> Guards | None:
         yes, no = (guards | taken for taken in self._taken(node.test, frame))
         quiet = (_only_complains(node.body) or conditions.impossible(yes)) and not node.orelse
-        with self._watched() as wrote, self._silently(self._silent or quiet or self._only_puts_back(node, frame)):
+        with self._silently(self._silent or quiet or self._only_puts_back(node, frame)):
             # nothing that training does depends on such a test
             self.value(node.test, frame, guards)
-        yes, no = self._forget(wrote, frame, yes), self._forget(wrote, frame, no)
+        yes, no = self._still(yes), self._still(no)
         dead = conditions.impossible(yes)
         if dead and not node.orelse:
             self._shadowed(node.test, frame, yes)
@@ -398,34 +366,21 @@ class Walk(Lookup):
         kept = after - (UNSURE - before) if after == taken else after
         return (kept - new) | frozenset(Passed(c) for c in new & after)
 
-    def _assert(self, node: ast.stmt, test: ast.expr, frame: Frame, guards: Guards) -> Guards:
-        yes, no = self._taken(test, frame)
-        with self._silently(), self._watched() as wrote:
-            self.value(test, frame, guards)
-        self._refused(node, ast.Name("AssertionError"), frame, guards | no)
-        new = self._forget(wrote, frame, yes - guards - UNSURE)
-        return guards | frozenset(Passed(c) for c in new)
-
     def _loop(self, node: _LOOPS, frame: Frame, guards: Guards) -> Guards:
         # the loop that trains (takes a gradient or a step itself) has a first round, any other one perhaps none
         called = (inner.func for inner in within(node) if isinstance(inner, ast.Call))
         trains = any(isinstance(one, ast.Attribute) and one.attr in {"backward", "step"} for one in called)
         rounds = ANYHOW if trains else UNSURE
-        for _ in range(3):
-            before = dict(frame.env)
-            with self._watched() as wrote:
-                inner = guards | rounds
-                if isinstance(node, ast.While):
-                    self.value(node.test, frame, guards)
-                    inner |= self._taken(node.test, frame)[0] - UNSURE
-                else:
-                    self._store(node.target, entries(self.value(node.iter, frame, guards)), frame, guards)
-                self._block(node.body, frame, inner)
-            # what one round does to names and arguments, the next one meets
-            known, guards = guards, self._forget(wrote, frame, guards)
-            new = (values - before.get(name, NOTHING) for name, values in frame.env.items())
-            if known == guards and not any(map(self.carries, new)):
-                break
+        # what one round does to names and arguments, the next one meets
+        for _ in range(2):
+            inner = guards | rounds
+            if isinstance(node, ast.While):
+                self.value(node.test, frame, guards)
+                inner |= self._taken(node.test, frame)[0] - UNSURE
+            else:
+                self._store(node.target, entries(self.value(node.iter, frame, guards)), frame, guards)
+            self._block(node.body, frame, inner)
+            guards = self._still(guards)
         self._block(node.orelse, frame, guards | UNSURE)
         return guards | self._leaves(node)
 
@@ -440,11 +395,10 @@ class Walk(Lookup):
         return guards | self._leaves(node) if swallows else after
 
     def _try(self, node: ast.Try | ast.TryStar, frame: Frame, guards: Guards) -> Guards | None:
-        with self._watched() as wrote:
-            after = self._block(node.body, frame, guards | UNSURE if node.handlers else guards)
+        after = self._block(node.body, frame, guards | UNSURE if node.handlers else guards)
         if after is not None:
             after = self._block(node.orelse, frame, after)
-        unsure, ends = self._forget(wrote, frame, guards), after is None
+        unsure, ends = self._still(guards), after is None
         for handler in node.handlers:
             if handler.name:
                 frame.env[handler.name] = NOTHING
@@ -465,15 +419,6 @@ class Walk(Lookup):
         for one in (*node.args.defaults, *node.args.kw_defaults, *marks):
             if one is not None:
                 self.value(one, frame, guards)
-
-    def _augmented(self, target: ast.expr, value: ast.expr, frame: Frame, guards: Guards) -> None:
-        values = self.value(value, frame, guards)
-        own = isinstance(frame.bound, Args) and ast.unparse(target) == f"self.{mark(target)}"
-        with self._silently(self._silent or own):
-            before = self.value(target, frame, guards)
-        if not isinstance(target, ast.Name) or isinstance(value, _LITERALS):
-            self._changed(before)
-        self._store(target, merged(objects(before), values), frame, guards)
 
     def _puts_back(self, node: ast.Assign, frame: Frame) -> bool:
         """Whether a method of the arguments' own only gives one of them another form."""
@@ -516,7 +461,7 @@ class Walk(Lookup):
         if isinstance(node.func, ast.Attribute):
             owners = self.value(node.func.value, frame, guards)
             given = self._given(node, frame, guards)
-            result = self._of_container(node, owners, given, frame, guards)
+            result = self._of_container(node, node.func, owners, given, frame, guards)
             if result is not None:
                 return result
             targets = self.part(owners, node.func.attr, node.func, frame, guards)
@@ -526,9 +471,12 @@ class Walk(Lookup):
         return self._reached(node, targets, given, frame, guards)
 
     def _reached(self, node: ast.Call, targets: Values, given: Given, frame: Frame, guards: Guards) -> Values:
-        follow = [one for one in targets if isinstance(one, Function | Partial | Class | Object)]
+        follow = [one for one in targets if isinstance(one, Function | Class | Object)]
         # one of a table's entries: which one is not known
         sure = len(targets) == len(follow) == 1 and not isinstance(node.func, ast.Subscript)
+        if UNKNOWN in targets and follow:
+            # of a wrapped function other parameters may be filled already
+            given = replace(given, rest=given.rest | carried(given.everything()))
         results = [self._call(t, given, guards if sure else guards | UNSURE) for t in follow]
         if follow:
             return merged(*results) if sure else without_texts(merged(*results, NOTHING))
@@ -553,7 +501,7 @@ class Walk(Lookup):
             return listed(values) if objects(values) else NOTHING
         # a method of some object, such as `map`, gives back something else
         first = given.positional[0] if given.positional and frame.find(root.id) is None else NOTHING
-        return frozenset(v for v in first if isinstance(v, Function | Partial))
+        return frozenset(v for v in first if isinstance(v, Function))
 
     def _special(self, node: ast.Call, frame: Frame, guards: Guards) -> Values | None:
         match node:
@@ -574,42 +522,23 @@ class Walk(Lookup):
             case ast.Call(args=[one]) if last(node.func) in _AS_MAPPING:
                 values = self.value(one, frame, guards)
                 return frozenset({Items(v.index) for v in values if isinstance(v, Args)})
-            case ast.Call(args=[function, *_]) if last(node.func) in {"partial", "partialmethod"}:
-                return self._partial(node, function, frame, guards)
         return None
 
-    def _partial(self, node: ast.Call, function: ast.expr, frame: Frame, guards: Guards) -> Values:
-        targets = self.value(function, frame, guards)
-        given = self._given(ast.copy_location(ast.Call(node.func, node.args[1:], node.keywords), node), frame, guards)
-        positional = tuple(map(shallow, given.positional))
-        named = tuple((key, shallow(values)) for key, values in given.named.items())
-        partials: set[Value] = set()
-        for target in targets:
-            if isinstance(target, Function | Partial | Class):
-                self._call(target, given, guards | UNSURE)
-                partials.add(Partial(target, positional, named))
-        return frozenset(partials) or carried(given.everything())
-
     def _of_container(
-        self, node: ast.Call, owners: Values, given: Given, frame: Frame, guards: Guards
+        self, node: ast.Call, function: ast.Attribute, owners: Values, given: Given, frame: Frame, guards: Guards
     ) -> Values | None:
         """What a method of a list or a table gives back; None for any other object."""
-        assert isinstance(node.func, ast.Attribute)
-        owner, name = node.func.value, node.func.attr
-        if name in _CHANGES:
+        if function.attr in _CHANGES:
             self._changed(owners)
-        if name in _PUTS and not any(isinstance(v, Object | Args | ModuleName) for v in owners):
+        if function.attr in _PUTS and not any(isinstance(v, Object | Args | ModuleName) for v in owners):
             for values in given.everything():
-                self.put_into(owner, contents(values) or values, frame)
-        results: list[Values] = []
-        items = frozenset(v for v in owners if isinstance(v, Items))
-        tables = frozenset(v for v in owners if isinstance(v, Several))
-        if items and name in {"get", "pop", "setdefault"} and node.args:
-            results.append(self.entry(node, items, node.args[0], frame, guards))
-        if tables:
-            # `items` gives pairs, `values` and `copy` a container, `get` an entry
-            results.append(contents(tables) | tables)
-        return merged(*results) | {UNKNOWN} if results or items else None
+                self.put_into(function.value, contents(values) or values, frame)
+        containers = frozenset(v for v in owners if isinstance(v, Items | Several))
+        if not containers:
+            return None
+        of_items = self.entry(node, containers, node.args[0], frame, guards) if node.args else NOTHING
+        # `items` gives pairs, `values` and `copy` a container, `get` an entry
+        return of_items | contents(containers) | containers | {UNKNOWN}
 
     def _given(self, node: ast.Call, frame: Frame, guards: Guards) -> Given:
         given = Given()
@@ -619,11 +548,7 @@ class Walk(Lookup):
             if not isinstance(argument, ast.Starred):
                 given.positional.append(values)
                 continue
-            spread = next((v for v in values if isinstance(v, Several)), None)
-            if spread is not None and spread.exact and len(values) == 1:
-                given.positional += spread.items
-            else:
-                rest.append(contents(values))
+            rest.append(contents(values))
         for keyword in node.keywords:
             values = self.symbolic(keyword.value, frame, guards)
             if keyword.arg is not None:
@@ -695,10 +620,6 @@ class Walk(Lookup):
             case Object():
                 found = self.bound(target, "__call__")
                 return {v for f in found for v in self._call(f, given, guards)}
-            case Partial(function=function, positional=items, named=pairs):
-                more = replace(given, positional=[*items, *given.positional])
-                more.named = {**dict(pairs), **given.named}
-                return self._call(function, more, guards)
             case Function(node=node):
                 if not isinstance(node, ast.Lambda) and node.name in self.recorders:
                     return set()
@@ -724,7 +645,6 @@ class Walk(Lookup):
             visible = frozenset((n, values) for n, values in around if values)
         key = (target, frozenset(env.items()), visible)
         returned = self._returns.setdefault(key, set())
-        effects = self._effects.setdefault(key, set())
         before = self._walked.setdefault(key, [])
         if not any(known <= guards for known in before) and self._depth <= _MAX_DEPTH:
             if len(before) >= _MAX_GUARDS:
@@ -734,10 +654,7 @@ class Walk(Lookup):
             before.append(guards)
             frame = self._frame(target, module, env)
             frame.returned = returned
-            with self._watched() as wrote:
-                self._run(node, frame, guards)
-            effects |= wrote
-        self._wrote |= effects
+            self._run(node, frame, guards)
         return set(returned)
 
     def _frame(self, target: Function, module: Module, env: dict[str, Values]) -> Frame:
@@ -746,10 +663,10 @@ class Walk(Lookup):
         Functions inside this one see it; with a frame for each of their kind there would be no end.
         """
         plain = frozenset(
-            (name, frozenset(v for v in values if not isinstance(v, Function | Partial | Several)))
+            (name, frozenset(v for v in values if not isinstance(v, Function | Several)))
             for name, values in env.items()
         )
-        bound = None if isinstance(target.bound, Function | Partial) else target.bound
+        bound = None if isinstance(target.bound, Function) else target.bound
         key = (target.node, target.owner, target.scope, bound, plain)
         frame = self._frames.get(key)
         if frame is None:
@@ -811,7 +728,9 @@ class Walk(Lookup):
         for function in starts:
             self._call(function, given, guards)
         if not starts:
-            self._filled(made.key, given)
+            # a dataclass, or a named tuple, keeps what it is made of
+            for values in given.everything():
+                self.keep(made.key, ANY, objects(values))
         if self.keeps(made.key):
             # whoever gets an object that keeps the arguments may call any of its methods
             for _, node in self.order(made.key):
@@ -820,18 +739,6 @@ class Walk(Lookup):
                         for function in self.bound(made, statement.name):
                             self._call(function, Given(), guards | UNSURE)
         return {made}
-
-    def _filled(self, key: Key, given: Given) -> None:
-        """A dataclass, or a named tuple, keeps what it is made of."""
-        names = [
-            statement.target.id
-            for _, node in reversed(self.order(key))
-            for statement in node.body
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-        ]
-        pairs = {**dict(zip(names, given.positional, strict=False)), **given.named}
-        for name, values in pairs.items():
-            self.keep(key, name, objects(values))
 
     def _looked_through(self, module: Module, target: Function) -> None:
         """A function that gets no arguments may still name classes that will get them."""
@@ -917,23 +824,24 @@ class Walk(Lookup):
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 self.value(child, frame, guards)
-            elif not isinstance(child, ast.stmt):
+            elif isinstance(child, ast.stmt):
+                # of a branch of `match`
+                self._block([child], frame, guards | UNSURE)
+            else:
                 self.children(child, frame, guards)
 
     def _short_circuit(self, every: bool, parts: Sequence[ast.expr], frame: Frame, guards: Guards) -> Values:
         values = []
         for part in parts:
-            with self._watched() as wrote:
-                values.append(self.value(part, frame, guards))
-            guards = self._forget(wrote, frame, guards | self._taken(part, frame)[not every])
+            values.append(self.value(part, frame, guards))
+            guards = self._still(guards | self._taken(part, frame)[not every])
         return merged(*values)
 
     def _either(self, node: ast.IfExp, frame: Frame, guards: Guards) -> Values:
-        with self._watched() as wrote:
-            self.value(node.test, frame, guards)
+        self.value(node.test, frame, guards)
         values = []
         for part, taken in zip((node.body, node.orelse), self._taken(node.test, frame), strict=True):
-            inner = self._forget(wrote, frame, guards | taken)
+            inner = self._still(guards | taken)
             if not conditions.impossible(inner):
                 values.append(self.symbolic(part, frame, inner))
         return merged(*values)
@@ -1017,7 +925,7 @@ class Walk(Lookup):
             match owner:
                 case Args() if name in self.fields:
                     self._read(name, place(node, frame), guards)
-                    results.append({Text(name)})
+                    results.append({Text(self._now(name))})
                 case Super(bound=bound, owner=after):
                     results.append(self._properties(self.bound(bound, name, after), guards))
                 case Args():
@@ -1031,9 +939,6 @@ class Walk(Lookup):
                     inner = contents({owner})
                     of_entry = self.part(inner, name, node, frame, guards) if inner else inner
                     results.append(inner | of_entry)
-                case Text() if name == "value":
-                    # of a member of an enum
-                    results.append({owner})
                 case Default() | Unknown():
                     continue
                 case _:
@@ -1139,6 +1044,10 @@ class Walk(Lookup):
         elif isinstance(owner, ast.Attribute):
             for value in self.value(owner.value, frame, ANYHOW):
                 self.put(value, owner.attr, entry)
+
+
+def _argument(name: str) -> str:
+    return name.partition("·")[0]
 
 
 def _root(node: ast.expr) -> ast.expr:

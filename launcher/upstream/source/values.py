@@ -78,15 +78,6 @@ class Function(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class Partial(Value):
-    """A function with its first arguments."""
-
-    function: Value
-    positional: tuple[Values, ...] = ()
-    named: tuple[tuple[str, Values], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class ModuleName(Value):
     name: str
 
@@ -126,6 +117,8 @@ Values = frozenset[Value]
 NOTHING: Values = frozenset()
 UNKNOWN = Unknown()
 DEFAULT = Default()
+ANY = "*"
+"""In the place of an attribute's name: any of an object's."""
 _MAX_DEPTH = 3  # containers inside containers
 
 
@@ -270,8 +263,6 @@ def _depth(value: Value) -> int:
     match value:
         case Several(items=items):
             parts = [one for part in items for one in part]
-        case Partial(function=function, positional=items, named=pairs):
-            parts = [function, *(one for part in (*items, *dict(pairs).values()) for one in part)]
         case Function(bound=bound) if bound is not None:
             parts = [bound]
         case _:
@@ -297,17 +288,11 @@ def objects(values: Iterable[Value]) -> Values:
     return known if known != {UNKNOWN} else NOTHING
 
 
-def forgotten(values: Values, changed: set[str]) -> Values:
-    """The values after arguments got others: expressions over those are known no longer."""
-    stale = {v for v in values if isinstance(v, Text) and conditions.names(v.text) & changed}
-    return values - stale | {UNKNOWN} if stale else values
-
-
 def followable(values: Iterable[Value]) -> list[Value]:
     """Functions among these values, also inside containers."""
     functions: list[Value] = []
     for value in values:
-        if isinstance(value, Function | Partial):
+        if isinstance(value, Function):
             functions.append(value)
         elif isinstance(value, Several):
             functions += [one for part in value.items for one in followable(part)]
@@ -410,7 +395,8 @@ class Lookup:
     def stored(self, key: Key, name: str) -> set[Value]:
         """What any class of an instance's line has put into an attribute."""
         line = [(module.name, node.name) for module, node in self.order(key)]
-        return set().union(*(self.attributes.get((one, name), ()) for one in (key, *line)))
+        kept = (self.attributes.get((one, about), ()) for one in (key, *line) for about in (name, ANY))
+        return set().union(*kept)
 
     def keep(self, key: Key, name: str, values: Values) -> None:
         """Remember what an attribute of an instance may hold."""
@@ -431,8 +417,6 @@ class Lookup:
                 return self.keeps(key)
             case Function(bound=bound, scope=scope):
                 return scope is not None or (bound is not None and self._carries(bound))
-            case Partial(function=function, positional=items, named=pairs):
-                return self._carries(function) or any(map(self.carries, (*items, *dict(pairs).values())))
             case Several(items=items):
                 return any(map(self.carries, items))
         return False
@@ -477,23 +461,14 @@ class Lookup:
 
     @remembered
     def _by_annotation(self, node: ast.expr, module_name: str) -> Values:
-        match node:
-            case ast.Constant(value=str() as quoted):
-                try:
-                    return self._by_annotation(conditions.parsed(quoted), module_name)
-                except SyntaxError:
-                    return NOTHING
-            case ast.BinOp(left=left, right=right):
-                return self._by_annotation(left, module_name) | self._by_annotation(right, module_name)
-            case ast.Subscript(value=owner, slice=inner):
-                parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-                if mark(owner) in {"Optional", "Union", "Annotated", "Final"}:
-                    return NOTHING.union(*(self._by_annotation(part, module_name) for part in parts))
-                return NOTHING
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            node = conditions.parsed(node.value)
         module = self.sources.module(module_name)
-        found = self.sources.resolve_class(module, node) if module else None
-        index = self.ancestors.get((found[0].name, found[1].name)) if found else None
-        return NOTHING if index is None else frozenset({Args(index)})
+        assert module is not None
+        named = (one for one in ast.walk(node) if isinstance(one, ast.Name | ast.Attribute))
+        found = filter(None, (self.sources.resolve_class(module, one) for one in named))
+        keys = ((owner.name, known.name) for owner, known in found)
+        return frozenset(Args(self.ancestors[key]) for key in keys if key in self.ancestors)
 
     @remembered
     def shape(self, node: FunctionNode | ast.Module) -> FunctionFacts:

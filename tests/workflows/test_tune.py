@@ -52,14 +52,15 @@ def lora() -> Space:
     return tuned.outlook("lora/sft_qwen7b.yaml", *more, gpus=1, rows="400:1000", card="4090", gib=23.6)
 
 
+# what the plan takes for the fastest reaches 0 to 93 % of the best on all of these but the first
 MACHINES: Mapping[str, tuple[Any, Machine]] = {
     "7B on two H200": (hand, H200),
-    "dear links": (hand, replace(H200, link=15e9, hidden=0.1)),
-    "small batches as fast as large": (hand, replace(H200, half=50, layer=1e-5)),
-    "needs more memory than planned": (hand, replace(H200, memory=1.1)),
+    "needs more memory than planned": (hand, replace(H200, memory=1.3)),
     "8B DPO on eight A100": (dpo, A100),
-    "DPO whose Liger kernels slow it down": (dpo, replace(A100, liger=1.5)),
-    "LoRA on a small card": (lora, RTX4090),
+    "DPO that gains by computing again": (dpo, replace(A100, recompute=0.8)),
+    "DPO on dear links": (dpo, replace(A100, link=3e9, hidden=0.0)),
+    "DPO with a slow flash kernel": (dpo, replace(A100, flash=0.1, sdpa=0.9)),
+    "LoRA on a card that is smaller than planned": (lora, replace(RTX4090, memory=1.2)),
 }
 
 

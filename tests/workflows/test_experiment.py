@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PATIENCE_S, REPOSITORY
-from fake_world import World, looks_on, made, needs_trl
+from fake_world import World, made, needs_trl
 
 from launcher import files
 from launcher.errors import Exit, NotReady
@@ -158,23 +158,7 @@ def command(world: World, code: str, *steps: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-c", head + code], cwd=world.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         bufsize=0, env={**world.environ, "FAKE_STEPS": json.dumps(steps)},
-        # a background shell may have it ignored
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
-
-
-def test_the_user_stops_it(world: World) -> None:
-    code = (
-        "told = experiment.of_prepared(preparation.prepare(request, running=True))\n"
-        "print(told.interrupted, int(told.exit), told.timed_out)\n"
-    )
-    running = command(world, code, "pid=leader", "sleep=600")
-    world.pid("leader")
-    looks_on(running)
-    os.kill(running.pid, signal.SIGINT)
-    out, _ = running.communicate(timeout=PATIENCE_S)
-    assert out.split() == [b"True", b"130", b"False"]
-    assert world.quiet()
 
 
 def test_term_while_it_is_being_started_leaves_nothing(world: World) -> None:

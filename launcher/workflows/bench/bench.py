@@ -300,8 +300,6 @@ def run(bench: Bench, *, show: Callable[[str], None] = lambda _: None) -> Exit:
                 timeout_s=bench.timeout_s,
                 batch=bench.batch,
             )
-            if sample.cause == "interrupted":
-                raise KeyboardInterrupt
             bench.samples.append(sample)
             bench.write()
             speed, loss = (sample.metrics.get(name) for name in (SPEED, LOSS))

@@ -30,7 +30,7 @@ rows."""
 LESS_FALL = 0.1
 """What a loss may fall less than the first variant's, as a share of that fall."""
 
-Cause = Literal["ok", "oom", "diverged", "hang", "timeout", "contract", "crash", "refused", "interrupted"]
+Cause = Literal["ok", "oom", "diverged", "hang", "timeout", "contract", "crash", "refused"]
 """What became of a trial; `refused`: it could not be started, `contract`: it was not what was asked."""
 Word = Literal["faster", "slower", "no difference"]
 Standing = Word | Literal["baseline", "loss changed", "unproven", "flawed", "failed", "unknown"]

@@ -46,9 +46,9 @@ def measure(
 
     `stage` is the variant's, whole; `batch` the rows of a step that data are cut for: the largest of all
     variants, so that all see the same rows. `timeout_s` counts from this call. Never raises for a training
-    that fails, or that cannot be started: the sample says so. It ends before its model is saved. INT and
-    TERM stop the run: then its cause is `interrupted`. Raises NotReady where its folder cannot be written:
-    then nothing else can be started either.
+    that fails, or that cannot be started: the sample says so. It ends before its model is saved. Raises
+    KeyboardInterrupt where INT or TERM stopped it, and NotReady where its folder cannot be written: then
+    nothing else can be started either.
     """
     began, models = time.monotonic(), root / "models"
     place = models / f"{rundir.dashed(variant.name)[:60]}-{repeat + 1}"
@@ -66,6 +66,8 @@ def measure(
     finally:
         # all of it: one that was killed before may have left its own
         shutil.rmtree(models, ignore_errors=True)
+    if outcome.interrupted:
+        raise KeyboardInterrupt
     found = evidence.read_run(outcome.run.path)
     cause, points = _cause(outcome), outcome.verdict.points
     curve = _curve(found, outcome.verdict.stage)
@@ -112,8 +114,6 @@ def _cause(outcome: Outcome) -> Cause:
     """What a trial ended of, by its verdict; a flaw that let it run to its end is none."""
     if outcome.timed_out:
         return "timeout"
-    if outcome.interrupted:
-        return "interrupted"
     points = {point.name: point for point in outcome.verdict.points}
     if outcome.exit in (Exit.OK, Exit.VERDICT) and points["finish"].state == "completed":
         return "diverged" if points["loss"].ok is False else "ok"

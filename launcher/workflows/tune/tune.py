@@ -329,8 +329,6 @@ def _run_trials(tuning: Tuning, show: Callable[[str], None]) -> None:
             timeout_s=left,
             batch=tuning.plan.global_batch,
         )
-        if sample.cause == "interrupted":
-            raise KeyboardInterrupt
         if sample.cause == "refused":
             # that another took the GPUs is no setting's fault
             _choose(replace(tuning.resolved, look=None))
@@ -362,7 +360,7 @@ def judge(candidate: Candidate, runs: Sequence[Sample], reference: Sequence[Samp
     row = comparison.compare([*base, *runs])[-1]
     status, reason = _STATUS.get(row.standing, "ok"), sample.reason
     if not sample.measured:
-        status = "crash" if sample.cause == "interrupted" else sample.cause
+        status = sample.cause
     elif status != "ok":
         reason = row.why
     points = [flaw.partition(" is ")[0] for flaw in sample.flaws] if status == "contract" else []

@@ -54,10 +54,10 @@ def lines(stream: BinaryIO) -> Iterator[bytes]:
         whole = len(raw) <= MAX_LINE or raw.endswith(b"\n")
 
 
-def names(folder: Path) -> list[str]:
-    """What lies in a folder, sorted; nothing where it cannot be read."""
+def names(folder: Path | None) -> list[str]:
+    """What lies in a folder, sorted; nothing where there is none, or it cannot be read."""
     try:
-        return sorted(os.listdir(folder))
+        return sorted(os.listdir(folder)) if folder is not None else []
     except (OSError, ValueError):
         return []
 

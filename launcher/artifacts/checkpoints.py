@@ -81,7 +81,7 @@ def taken_by_upstream(backend: str, output: Path | None) -> Path | None:
     """
     if output is None or not _layout(backend).resumes_itself:
         return None
-    steps, epochs = ([n for n in _names(output) if n.startswith(stem)] for stem in ("step_", "epoch_"))
+    steps, epochs = ([n for n in files.names(output) if n.startswith(stem)] for stem in ("step_", "epoch_"))
     # steps go before epochs, complete or not: a first half-written one hides every epoch
     marked = [output / name for name in steps or epochs if (output / name / "COMPLETED").exists()]
     return max(marked, key=lambda path: int(path.name.split("_")[-1]), default=None)
@@ -90,7 +90,7 @@ def taken_by_upstream(backend: str, output: Path | None) -> Path | None:
 def strange_names(backend: str, output: Path | None) -> list[str]:
     """Names that open-instruct takes for checkpoints and that are none of its own (utils.py:791)."""
     layout = _layout(backend)
-    names = _names(output) if layout.resumes_itself else []
+    names = files.names(output) if layout.resumes_itself else []
     return [n for n in names if n.startswith(("step_", "epoch_")) and not layout.folder.match(n)]
 
 
@@ -102,7 +102,7 @@ def folder_name(backend: str, kind: Kind, number: int) -> str | None:
 
 def model_fault(folder: Path | None) -> str | None:
     """What a folder lacks to be a trained model; None where it is one."""
-    names = set(_names(folder))
+    names = set(files.names(folder))
     if folder is None or not {"config.json", "adapter_config.json"} & names:
         return "it holds no config"
     return _weights_fault(folder)
@@ -115,12 +115,12 @@ def damage(folder: Path) -> str | None:
 
 
 def _folders(backend: str, output: Path | None) -> Iterator[Path]:
-    names = filter(_layout(backend).folder.match, _names(output))
+    names = filter(_layout(backend).folder.match, files.names(output))
     return (path for name in names if output is not None and (path := output / name).is_dir())
 
 
 def _read(layout: _Layout, path: Path, ranks: int | None) -> Checkpoint:
-    names, alone = set(_names(path)), path / "rng_state.pth"
+    names, alone = set(files.names(path)), path / "rng_state.pth"
     stem, number = re.split("[_-]", path.name)
     state = files.read_json(path / "trainer_state.json")
     fault = None if layout.mark in names else f"it was not finished: {layout.unmarked}"
@@ -228,7 +228,7 @@ def _engine_folder(path: Path, names: set[str]) -> Path | None:
 
 def _engine_fault(folder: Path) -> str | None:
     """Every rank's optimizer and at least one model state (deepspeed/runtime/engine.py)."""
-    names = _names(folder)
+    names = files.names(folder)
     models, optimizers = ([n for n in names if n.endswith(f"{kind}_states.pt")] for kind in ("model", "optim"))
     if not models:
         return f"{folder.name} holds no model states"
@@ -242,7 +242,7 @@ def _fsdp_fault(path: Path, names: Iterable[str]) -> str | None:
     """Single files, or folders of torch's distributed checkpoints, which write `.metadata` last."""
     for name in names:
         if (path / name).is_dir():
-            inside = set(_names(path / name))
+            inside = set(files.names(path / name))
             if ".metadata" not in inside:
                 return f"{name} was not finished: no .metadata"
             statuses = ((n, _status(path / name / n)) for n in sorted(inside))
@@ -266,10 +266,3 @@ def _status(path: Path) -> os.stat_result | None:
         return path.stat()
     except OSError:
         return None
-
-
-def _names(folder: Path | None) -> list[str]:
-    try:
-        return sorted(os.listdir(folder)) if folder is not None else []
-    except (OSError, ValueError):
-        return []

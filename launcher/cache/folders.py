@@ -269,10 +269,7 @@ def _is_ours(path: Path, record: Mapping[str, Any]) -> bool:
 
 
 def _entries(folder: Path) -> list[Path]:
-    try:
-        return [folder / name for name in sorted(os.listdir(folder))]
-    except (OSError, ValueError):
-        return []
+    return [folder / name for name in files.names(folder)]
 
 
 def seconds(text: object) -> float:

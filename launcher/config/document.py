@@ -7,9 +7,7 @@ follows YAML 1.1 and reads a string).
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +16,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from launcher import files
 from launcher.errors import Finding, InvalidConfig, launch_finding
 from launcher.files import open_regular
 from launcher.paths import canonical
@@ -113,10 +112,9 @@ def _near(path: Path) -> str | None:
     """Advice about a file that is not there: names like it in the same folder."""
     if "=" in path.name:
         return "`launch sft FILE KEY=VALUE --dry-run` checks a file with an override"
-    with contextlib.suppress(OSError, ValueError):
-        names = sorted(name for name in os.listdir(path.parent) if name.endswith((".yaml", ".yml")))
-        if near := difflib.get_close_matches(path.name, names, n=3):
-            return f"did you mean {' or '.join(str(path.parent / name) for name in near)}?"
+    names = [name for name in files.names(path.parent) if name.endswith((".yaml", ".yml"))]
+    if near := difflib.get_close_matches(path.name, names, n=3):
+        return f"did you mean {' or '.join(str(path.parent / name) for name in near)}?"
     return None if path.is_absolute() else "a relative path starts where launch is started"
 
 

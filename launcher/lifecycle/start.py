@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import secrets
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -201,7 +200,7 @@ def execute(folder: RunFolder, rank: int | None = None, address: str | None = No
     here = rendezvous.find(attempt.nodes, rank, address, os.environ)
     if here is not None:
         argv = rendezvous.filled(attempt.argv, here)
-        attempt = replace(attempt, argv=argv, rank=here.rank, token=secrets.token_hex(8))
+        attempt = replace(attempt, argv=argv, rank=here.rank)
         folder = folder.node(here.rank)
         folder.path.mkdir(rundir.OWN, exist_ok=True)
         attempt.write(folder)

@@ -3,11 +3,11 @@
 Whose checkpoints a folder holds, and whether they are whole, is `launcher.resume`'s to judge at a start.
 """
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from launcher import files
 from launcher.artifacts import checkpoints
 from launcher.artifacts.checkpoints import Checkpoint
 from launcher.errors import Finding, brief
@@ -20,13 +20,6 @@ _OUTPUT, _RESUME = "output_dir", "resume_from_checkpoint"
 _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model).*\.(safetensors|bin)\Z")
 # DeepSpeed and FSDP write other files in place of plain weights
 _STATES = re.compile(_WEIGHTS.pattern + r"|global_step\d|pytorch_model_fsdp")
-
-
-def _entries(folder: Path | None) -> list[str]:
-    try:
-        return os.listdir(folder) if folder is not None else []
-    except (OSError, ValueError):
-        return []
 
 
 def _taken(context: Context) -> Checkpoint | None:
@@ -50,7 +43,7 @@ def foreign_checkpoints(context: Context) -> Iterator[Finding]:
 
 def finished_model(context: Context) -> Iterator[Finding]:
     """utils.py:816, finetune.py:1006, trl/scripts/sft.py:113: a run that ended is begun from zero again."""
-    names, resume = _entries(context.output), context.entry.names.resume
+    names, resume = files.names(context.output), context.entry.names.resume
     if caches_only(context) or not {"config.json", "adapter_config.json"} & {*names}:
         return
     if (resume and context.values[resume]) or not any(map(_WEIGHTS.match, names)):
@@ -74,7 +67,7 @@ def named_checkpoint(context: Context) -> Iterator[Finding]:
     elif not is_file(folder / "trainer_state.json"):
         what = f"{brief(name)} is no checkpoint: it has no trainer_state.json"
     else:
-        what = None if any(map(_STATES.match, _entries(folder))) else f"{brief(name)} holds no weights"
+        what = None if any(map(_STATES.match, files.names(folder))) else f"{brief(name)} holds no weights"
     if what is None:
         yield from _remaining(context, folder)
         return

@@ -102,7 +102,6 @@ class Attempt:
     allow_unproven: bool = False
     request: Mapping[str, Any] = field(default_factory=dict)
     borrowed: tuple[str, ...] = ()
-    token: str = field(default_factory=lambda: os.urandom(8).hex())
 
     def command(self, environ: Mapping[str, str]) -> Command:
         """The command in the whole environment that it is to run in; `environ` is the starter's own."""
@@ -163,7 +162,7 @@ def writable_by_others(folder: RunFolder, *, parents: bool = True) -> str | None
             if stat.S_ISLNK(status.st_mode):
                 return f"{one} is a symbolic link"
             if status.st_uid != own:
-                return f"{one} belongs to {_name(status.st_uid)}, not to {_name(own)}"
+                return f"{one} belongs to user {status.st_uid}, not to {own}"
             if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 return f"{one} can be written by others: chmod go-w {shlex.quote(str(one))}"
         # the folders above as they are named, and those that links among them lead to
@@ -171,7 +170,7 @@ def writable_by_others(folder: RunFolder, *, parents: bool = True) -> str | None
         for one in above:
             status = one.stat()
             if status.st_uid not in (own, 0, _NOBODY):
-                return f"{one} belongs to {_name(status.st_uid)}, who can replace the run's folder"
+                return f"{one} belongs to user {status.st_uid}, who can replace the run's folder"
             private = stat.S_IWGRP if _private(status.st_gid) else 0
             others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) & ~private
             if others and not status.st_mode & stat.S_ISVTX:
@@ -179,12 +178,6 @@ def writable_by_others(folder: RunFolder, *, parents: bool = True) -> str | None
     except OSError as error:
         return f"{error.filename} cannot be looked at: {error.strerror}"
     return None
-
-
-def _name(uid: int) -> str:
-    with contextlib.suppress(KeyError):
-        return pwd.getpwuid(uid).pw_name
-    return f"user {uid}"
 
 
 def _private(gid: int) -> bool:

@@ -7,11 +7,10 @@ seconds, and stops its training once another lease is in force: N is a fencing n
 `run-N.json`, the manifest of that start: what a resume has to know outlives the run folder.
 
 The files are where huggingface_hub never uploads from (DEFAULT_IGNORE_PATTERNS in its utils/_paths.py):
-the names of hosts and users are not for the model's page.
+the names of hosts are not for the model's page.
 """
 
 import contextlib
-import getpass
 import json
 import os
 import re
@@ -46,7 +45,6 @@ class Lease:
     path: Path
     run: str = ""
     owner: Identity | None = None
-    user: str = ""
     state: str = "running"
     code: int | None = None
     beaten: float = 0.0
@@ -66,7 +64,7 @@ class Lease:
     @property
     def described(self) -> str:
         owner = "an unknown host" if self.owner is None else self.owner.place
-        return f"started by {self.user} on {owner}" if self.user else f"started on {owner}"
+        return f"started on {owner}"
 
     def silence(self) -> float | None:
         """Seconds since the last heartbeat by the file system's clock: those of two machines are never compared."""
@@ -82,7 +80,7 @@ class Lease:
         return silence is not None and silence < SILENT_S
 
     def write(self) -> None:
-        content = {name: getattr(self, name) for name in ("run", "state", "user")}
+        content = {name: getattr(self, name) for name in ("run", "state")}
         content |= {"returncode": self.code, "owner": self.owner and self.owner.as_json()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         files.write_bytes(self.path, json.dumps(content, indent=1).encode(), durable=True)
@@ -117,7 +115,6 @@ def read(path: Path) -> Lease | None:
     return Lease(
         path=path,
         run=str(content.get("run", "")),
-        user=str(content.get("user", "")),
         beaten=status.st_mtime,
         owner=process.identity(content.part("owner")),
         state=str(content.get("state", "running")),
@@ -205,10 +202,8 @@ def _taken(last: Lease, output: str, why: str) -> Finding:
 def take(output: Path, run: Path) -> Lease:
     """Take the lease of an output folder. Raises NotReady where another has it, or the folder cannot be written."""
     # the one above what was found free: whoever else found the same wants the same file
-    path, user = output / FOLDER / f"lease-{require_free(output)}.json", str(os.getuid())
-    with contextlib.suppress(OSError, KeyError):
-        user = getpass.getuser()
-    lease = Lease(path=path, run=str(run), user=user, owner=process.identify(os.getpid()))
+    path = output / FOLDER / f"lease-{require_free(output)}.json"
+    lease = Lease(path=path, run=str(run), owner=process.identify(os.getpid()))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))

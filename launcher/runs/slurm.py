@@ -38,23 +38,11 @@ _OPTIONS = """
     threads-per-core time time-min tmp tres-bind tres-per-task use-min-nodes wait-all-nodes wckey
 """.split()
 KEYS = (*_OPTIONS, "requeue")
-_ONE_EACH = "launch starts one process on each node, which starts the others"
-_IN_THE_FOLDER = "what training needs lies in the run folder, with tokens, for the owner alone"
-# options that the run decides, and what to do instead
-_OURS = {
-    "nodes": "the number of machines is given with --nodes",
-    **dict.fromkeys(("ntasks", "ntasks-per-node"), _ONE_EACH),
-    "job-name": "the job is named after the run",
-    "chdir": "the run has its own folder",
-    **dict.fromkeys(("output", "error"), "the job writes to slurm.log in the run folder"),
-    "open-mode": "an attempt never overwrites what an earlier one wrote",
-    "signal": "launch asks for a signal itself, to queue the job again before its time is up",
-    "no-requeue": "write `requeue: false`",
-    **dict.fromkeys(("export", "export-file", "get-user-env"), _IN_THE_FOLDER),
-    "wrap": "the job is `launch exec`",
-    "array": "one run is one job",
-    "clusters": "a run stays on the cluster that `squeue` asks",
-}
+# options that the run decides
+_OURS = """
+    array chdir clusters error export export-file get-user-env job-name no-requeue nodes ntasks ntasks-per-node
+    open-mode output signal wrap
+""".split()
 ASKS_FOR_GPUS = frozenset({"gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"})
 ASKS_FOR_CPUS = frozenset({"cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus"})
 # what sbatch gets of an environment, which Slurm keeps for its administrators to read
@@ -88,19 +76,19 @@ def read_options(given: Any, complain: Complain) -> tuple[dict[str, str | None],
 
 def _wrong(name: str, value: Any) -> tuple[str, str, str | None] | None:
     if name in _OURS:
-        return "reserved-slurm-option", f"`{brief(name)}` is not for the run to set", _OURS[name]
+        help = "launch sets nodes (--nodes), tasks, names, logs, signals and environment; or write `requeue: false`"
+        return "reserved-slurm-option", f"`{name}` is set by launch itself", help
     if name not in KEYS:
         near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.6)
         help = f"did you mean `{near[0]}`?" if near else "`sbatch --help` lists them"
         return "unknown-slurm-option", f"`{brief(name)}` is no option of sbatch", help
     if isinstance(value, bool | None):
         return None
-    if name == "requeue":
-        return "bad-slurm-option", f"`{name}` is true or false, not `{brief(value)}`", None
-    if not isinstance(value, str | int | float) or not str(value).strip():
-        return "bad-slurm-option", f"`{name}` is one word, not `{brief(value)}`", None
-    if _CONTROL.search(str(value)):
-        return "bad-slurm-option", f"`{name}` holds a line break or another control character", None
+    word = isinstance(value, str | int | float) and str(value).strip() and not _CONTROL.search(str(value))
+    if name == "requeue" or not word:
+        kind = "true or false" if name == "requeue" else "words on one line"
+        shown = brief(_CONTROL.sub(" ", str(value)))
+        return "bad-slurm-option", f"`{name}` is {kind}, not `{shown}`", None
     return None
 
 

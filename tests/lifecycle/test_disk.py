@@ -62,19 +62,9 @@ def test_parameters_from_the_hubs_cache(tmp_path: Path) -> None:
     assert disk.parameters_of("org/name", environ, "other") is None
 
 
-def test_parameters_from_a_config(write: Write, tmp_path: Path) -> None:
-    write("config.json", json.dumps({**LLAMA, "hidden_size": 64, "tie_word_embeddings": True}))
-    told = disk.parameters_of(str(tmp_path), {})
-    layer = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64
-    assert told == 500 * 64 + 64 + 3 * layer
-
-
 def test_a_size_that_is_not_known_is_none(write: Write, tmp_path: Path) -> None:
     for text in ("", "[]", "{}", '{"model_type": "mamba"}', '{"model_type": "llama"}'):
         write("config.json", text)
-        assert disk.parameters_of(str(tmp_path), {}) is None
-    for raw in (b"", b"\xff" * 100, b"\x10" + b"\0" * 7 + b"{broken json}...."):
-        (tmp_path / "model.safetensors").write_bytes(raw)
         assert disk.parameters_of(str(tmp_path), {}) is None
     for name in (None, "", 3, "org/never-downloaded", "/no/such"):
         assert disk.parameters_of(name, {}) is None
@@ -243,14 +233,9 @@ def test_the_folders_that_are_written(tmp_path: Path, model: Path) -> None:
     assert told["data sets from the hub"] == Path("/home/a/.cache/huggingface/datasets")
     assert told["compiled kernels"] == Path("/home/a/.triton/cache")
     assert told["launch's caches"] == Path("/home/a/.cache/launch")
-    told = places(
-        tmp_path, HF_HOME="/hf", HF_DATASETS_CACHE="/sets", TRITON_CACHE_DIR="/t", LAUNCH_CACHE="/l",
-        TMPDIR="/elsewhere",
-    )  # fmt: skip
-    assert told["models from the hub"] == Path("/hf/hub")
-    assert told["data sets from the hub"] == Path("/sets")
-    assert (told["compiled kernels"], told["launch's caches"]) == (Path("/t"), Path("/l"))
-    assert told["temporary files"] == Path("/elsewhere")
+    told = places(tmp_path, HF_HOME="/hf", TRITON_CACHE_DIR="/t", TMPDIR="/elsewhere")
+    paths = [told[name] for name in ("models from the hub", "compiled kernels", "temporary files")]
+    assert paths == [Path("/hf/hub"), Path("/t"), Path("/elsewhere")]
     text = SFT.format(model=model, more="dataset_local_cache_dir: /tokens", deepspeed="")
     made = plans.planned(from_text(tmp_path, text), 2)
     assert places(tmp_path, made)["tokenised data"] == Path("/tokens")

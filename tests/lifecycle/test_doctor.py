@@ -391,8 +391,3 @@ def test_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     (only,) = install.install(bare, ["ray"])
     assert only.argv[:5] == (str(uv), "pip", "install", "--python", "/env/my bin/python")
-
-
-def test_a_step_is_pasted_as_it_is() -> None:
-    step = InstallStep(argv=("/env/my bin/python", "$(id); `id`\n"), why="one", env={"SAID": "<"})
-    assert step.shell() == "SAID='<' '/env/my bin/python' '$(id); `id`\n'"

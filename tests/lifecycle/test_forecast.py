@@ -486,7 +486,6 @@ OOM = (
     "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.00 GiB. GPU 1 has a total "
     "capacity of 79.00 GiB of which 2.00 GiB is free.\n"
 )
-ROW_LENGTHS = forecast.row_lengths
 
 
 @pytest.fixture
@@ -511,11 +510,6 @@ def test_what_does_not_fit_is_said_before_a_gpu_works(prepared: Prepared) -> Non
     assert "out-of-memory" in {one.code for one in told.warnings}
     # said once
     assert len(forecast.with_forecast(told).warnings) == len(told.warnings)
-
-
-def test_without_row_lengths_nothing_is_foreseen(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forecast, "row_lengths", ROW_LENGTHS)
-    assert forecast.with_forecast(prepared) is prepared
 
 
 def test_the_plan_stands_beside_what_was_measured(prepared: Prepared, tmp_path: Path) -> None:

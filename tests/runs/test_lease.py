@@ -245,7 +245,7 @@ def test_who_was_overtaken_stops_its_training_and_says_so(world: World) -> None:
     replace(last, path=place, owner=other, run="/runs/other").write()
     assert world.quiet()
     assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGTERM
-    said = "was taken over by the run /runs/other (started by"
+    said = "was taken over by the run /runs/other (started on"
     assert said in folder.console(1).read_text() and said in folder.diary.read_text()
     now = lease.newest(output(world))
     assert now is not None and (now.run, now.fence) == ("/runs/other", 2)

@@ -2,7 +2,6 @@
 
 import os
 import re
-import threading
 import time
 from pathlib import Path
 
@@ -96,28 +95,6 @@ def test_a_runs_folder_that_is_a_file(tmp_path: Path) -> None:
     assert [f.code for f in caught.value.findings] == ["runs-not-writable"]
     with pytest.raises(NotReady, match="cannot be written"):
         rundir.choose("sft", "a", None, tmp_path / "runs" / "deeper", reserve=True)
-
-
-def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "data.json"
-    files.write_json(path, {"n": -1})
-    stop = threading.Event()
-    torn = []
-
-    def read() -> None:
-        while not stop.is_set():
-            data = rundir.read_json(path)
-            if len(data.get("body", [])) not in (0, 2000):
-                torn.append(data)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for number in range(40):
-        files.write_json(path, {"n": number, "body": [number] * 2000})
-    stop.set()
-    reader.join()
-    assert not torn
-    assert [p.name for p in tmp_path.iterdir()] == ["data.json"]
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

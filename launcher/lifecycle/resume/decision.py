@@ -168,15 +168,6 @@ def set_aside(decision: Decision, attempt: int) -> list[Path]:
     return moved
 
 
-def warn_pasted_command(plan: Plan, output: Path | None, folder: RunFolder) -> tuple[Finding, ...]:
-    """What to know of a command that is pasted where a run has been: it knows nothing of that run."""
-    message = f"{output} is that of {folder.path.name}, which launch itself would compare with this, to go on from "
-    message += "there or to refuse; this line compares nothing, and the trainer may write over what lies there"
-    help = "say it without --dry-run, or with --fresh for a line that takes a folder beside it"
-    warning = launch_finding("warning", "earlier-run", message, help, key=f"args.{plan.stage.entry.names.output}")
-    return (plan.stage.config.placed(warning),)
-
-
 def _taken_by_upstream(plan: Plan, output: Path | None) -> Path | None:
     try:
         return checkpoints.taken_by_upstream(plan.stage.options.backend, output)

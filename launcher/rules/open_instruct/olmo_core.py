@@ -6,12 +6,12 @@ nobody raises for. Line numbers are those of the pin, and of the pinned OLMo-cor
 
 import difflib
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
+from launcher import files
 from launcher.artifacts import architecture, model_config
 from launcher.errors import Finding, Severity, brief
 from launcher.rules import services
@@ -239,10 +239,7 @@ def goes_on(context: Context) -> Iterator[Finding]:
     if not context.running:
         return
     folder = output_folder(context.values)
-    try:
-        saved = [int(n[4:]) for n in os.listdir(folder) if n[:4] == "step" and n[4:].isdecimal()]
-    except OSError:
-        return
+    saved = [int(n[4:]) for n in files.names(folder) if n[:4] == "step" and n[4:].isdecimal()]
     if any(saved):
         message = f"{folder} holds step{max(saved)}: OLMo-core goes on from there, unchecked by launch"
         help = "name another `output_dir` to start over"

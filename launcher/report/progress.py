@@ -27,13 +27,9 @@ _END = re.compile(rb"[\r\n]")
 WINDOW = 20
 ENDED = "ended"  # the last phase
 # `Tokenizing train dataset:  38%|###   | 150/400 [00:00<00:00, 1477.32 examples/s]`
-_WORK = re.compile(
-    rb"(?:\A|[ \t])([A-Za-z][^|%\r\n:]{2,60}?): +\d+%\|[^|]*\| *([\d.]+[kMGT]?)/([\d.]+[kMGT]?) \[([^\]]*)"
-)
+_WORK = re.compile(rb"(?:\A|[ \t])([A-Za-z][^|%\r\n:]{2,60}?): +\d+%\|[^|]*\| *([\d.]+[kMGT]?)/([\d.]+[kMGT]?) \[")
 # torch/utils/cpp_extension.py
 _BUILD = re.compile(rb"Building extension module (\w+)")
-# of downloads the numbers have theirs, and `it` is none
-_UNIT = re.compile(r"\d ([a-z]+)/s")
 _PROOFS = {  # events whose `state` is shown, and under which name
     "packing": "packing",
     "packing_isolation": "packing",
@@ -185,12 +181,11 @@ class Progress:
         if self.exit is not None or (self.step and self.step != self.total):
             return
         if found := _WORK.search(raw):
-            what, done, total, rest = (part.decode(errors="replace") for part in found.groups())
-            what, unit = re.sub(r" *\(num_proc=\d+\)", "", what), _UNIT.search(rest)
+            what, done, total = (part.decode(errors="replace") for part in found.groups())
+            what = re.sub(r" *\(num_proc=\d+\)", "", what)
             # the clock is that of the whole bar
             since = self.since if self.phase.startswith(f"{what} ") else time.time()
-            self.phase = f"{what} {done}/{total}" + (f" {unit[1]}" if unit else "")
-            self.since = since
+            self.phase, self.since = f"{what} {done}/{total}", since
         elif built := _BUILD.search(raw):
             self.enter(f"building {built[1].decode()}")
 

@@ -14,57 +14,38 @@ from launcher.verdict.summary import MESSENGERS
 
 HELP: Mapping[str, str] = {
     "oom": "GPU memory ran out: see the memory point",
-    "oom_host": "host memory ran out: fewer dataset or dataloader workers, no offloading, or a "
-    "machine with more memory",
+    "oom_host": "host memory ran out: fewer dataset or dataloader workers, no offloading, or a larger machine",
     "refused": "the trainer's parser refused the arguments: `launch validate-config` names them",
-    "gpu_fault": "a GPU is faulty (ECC, or lost from the bus): run again without that GPU or node, and "
-    "have it checked; `nvidia-smi -q -d ECC` and `dmesg` name it",
-    "device_assert": "an index was out of range on the GPU, most often a token that the embedding has no row "
-    "for, or a label: CUDA_LAUNCH_BLOCKING=1 shows where",
-    "illegal_access": "a GPU kernel read or wrote where it must not: CUDA_LAUNCH_BLOCKING=1 shows where; "
-    "another attention, or without Liger and compile, tells whose kernel it is",
+    "gpu_fault": "a GPU is faulty: run without that GPU or node; `nvidia-smi -q -d ECC` and `dmesg` name it",
+    "device_assert": "an index was out of range on the GPU, most often a token: CUDA_LAUNCH_BLOCKING=1 shows where",
+    "illegal_access": "a GPU kernel read or wrote where it must not: CUDA_LAUNCH_BLOCKING=1 shows where",
     "nccl_timeout": "a collective timed out: one rank was busy or dead. If rank 0 was still "
     "tokenizing, run once with `cache_dataset_only: true` or raise `timeout`",
     "port_in_use": "another run holds the port: choose another main process port",
-    "flash_attn_missing": "with CUDA present open-instruct needs the `flash_attn` package to be "
-    "importable: `pip install --no-build-isolation flash-attn`",
-    "shared_memory": "shared memory (/dev/shm) ran out: `--shm-size` or `--ipc=host` for a container, "
-    "or fewer dataloader workers",
-    "worker_killed": "a dataloader worker was killed, most often because host memory ran out: fewer "
-    "workers, or a machine with more memory",
-    "no_gpu": "CUDA sees no such GPU: check `nvidia-smi`, CUDA_VISIBLE_DEVICES, that torch is built for "
-    "CUDA, and that there are not more processes than GPUs",
-    "cuda_driver": "the NVIDIA driver and torch's CUDA do not fit each other: update the driver, or "
-    "install torch for the CUDA version it supports",
-    "hub_access": "the hub gave no access: check the repository's name, set HF_TOKEN, and accept the "
-    "terms of a gated repository",
-    "hub_limit": "the hub allows no more requests for now: set HF_TOKEN, wait, or fetch model and data once "
-    "(`launch prepare`) before many processes ask for them",
+    "flash_attn_missing": "open-instruct needs `flash_attn`: `pip install --no-build-isolation flash-attn`",
+    "shared_memory": "/dev/shm ran out: `--shm-size` or `--ipc=host` for a container, or fewer dataloader workers",
+    "worker_killed": "a dataloader worker was killed, most often because host memory ran out: fewer workers",
+    "no_gpu": "CUDA sees no such GPU: see `launch doctor`, CUDA_VISIBLE_DEVICES and the number of processes",
+    "cuda_driver": "update the NVIDIA driver, or install torch for the CUDA version that it supports",
+    "hub_access": "check the repository's name, set HF_TOKEN, and accept the terms of a gated repository",
+    "hub_limit": "the hub allows no more requests for now: set HF_TOKEN, wait, or `launch prepare` once beforehand",
     "hub_unreachable": "the hub could not be reached: fetch model and data first, or name local folders",
     "wandb_login": "wandb has no key: set WANDB_API_KEY, or switch tracking off",
-    "wandb_unreachable": "wandb's server could not be reached, which open-instruct asks even with "
-    "WANDB_MODE=offline: check the network, or switch tracking off",
+    "wandb_unreachable": "wandb could not be reached (open-instruct asks it even offline): switch tracking off",
     "too_many_files": "too many open files: raise `ulimit -n`, or use fewer dataloader workers",
-    "rendezvous": "not all processes came together in time: check that every node runs, and can reach "
-    "the main address and port",
+    "rendezvous": "not all processes came together: check that every node runs and reaches the main address",
     "disk_full": "the disk is full, or a quota: free space, or point the output and cache folders elsewhere",
-    "corrupt_file": "a file of weights is cut off or damaged, most often by a full disk or a download that "
-    "was interrupted: remove it, and fetch or save it again",
+    "corrupt_file": "a file of weights is cut off or damaged: remove it, and fetch or save it again",
     "abi_mismatch": "a compiled package was built for another torch or CUDA than is installed: build it "
     "again, `pip install --no-build-isolation --force-reinstall --no-deps PACKAGE`",
     "loss_scale": "in fp16 the gradients overflow at every loss scale: train in bf16, or with a lower learning rate",
-    "file_limit": "a file would have been larger than is allowed: raise `ulimit -f`, or write to a file "
-    "system without such a limit",
-    "not_started": "Python did not find what it was to run: check the path, the folder in which it was "
-    "started, and which environment is active",
+    "file_limit": "a file would have been larger than is allowed: raise `ulimit -f`",
+    "not_started": "Python did not find what it was to run: check the path, the folder and the environment",
     "not_found": "the shell did not find the command: check PATH and which environment is active",
-    "time_limit": "the scheduler's time limit was reached: ask for more, and set "
-    "`checkpointing_steps` so that the run can resume",
-    "preempted": "the scheduler took the machine for a job of higher priority: the same command goes on from "
-    "the last checkpoint (`sbatch --requeue`, and `launch --slurm`, do so by themselves)",
+    "time_limit": "the scheduler's time limit was reached: ask for more, and save checkpoints to resume from",
+    "preempted": "the scheduler took the machine: the same command goes on from the last checkpoint",
     "node_failure": "a node of the job failed: the same command goes on from the last checkpoint, elsewhere",
-    "hangup": "the terminal or the connection that it was started from was closed: start it with --detach, "
-    "or under tmux, nohup or a scheduler",
+    "hangup": "its terminal or connection was closed: start it with --detach, or under tmux or a scheduler",
     "violation": "the run violated `expect:` and was stopped: the failed point says why; "
     "`expect: {POINT: any}` accepts anything, `on_violation: warn` only warns",
     "hang": "training made no progress: `probe/rank-N.stacks.txt` of the run shows where each rank was",
@@ -74,8 +55,7 @@ HELP: Mapping[str, str] = {
     "ended_early": "training ended without an error, before the announced last step",
     "no_save": "training ended without an error, but no final save was seen",
     "no_steps": "the command ended without an error, but neither the probe nor the log recorded an optimizer step",
-    "fewer_steps": "training ended without an error after fewer steps than planned, and the log does not say "
-    "how many there should be: it is incomplete, or its progress bar is off (`disable_tqdm`)",
+    "fewer_steps": "training ended without an error after fewer steps than planned, and no log says how many",
 }
 
 _STOPS = {Signals.SIGINT, Signals.SIGTERM}

@@ -46,8 +46,6 @@ ELASTIC = (
 RAISED = 'Traceback (most recent call last):\n  File "a.py", line 1\n'
 WATCHDOG = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12)"
 CANCELLED = "slurmstepd: error: *** {} ON n1 CANCELLED AT 2026-11-20T1 DUE TO {} ***\n"
-DEATH = "torch/distributed/elastic/agent/server/api.py:704] Received {} death signal, shutting down workers\n"
-DEEPSPEED = "[2026-11-20 15:41:37,903] [{}] [launch.py:321:sigkill_handler] {}\n"
 
 
 def total(steps: int) -> str:
@@ -123,10 +121,6 @@ def liger(**calls: int) -> dict[str, Any]:
     return {"event": "liger", "calls": calls}
 
 
-def error(kind: str) -> dict[str, Any]:
-    return {"event": "error", "type": kind, "message": "m"}
-
-
 def hf_loss(norm: str, epoch: int) -> str:
     return f"{{'loss': '2.0', 'grad_norm': '{norm}', 'epoch': '{epoch}.0'}}\n"
 
@@ -188,10 +182,7 @@ def test_liger_is_engaged_where_every_rank_counted_calls(run: Run) -> None:
         run.rank(rank, step(1), liger(rms_norm=4), step(2), liger(rms_norm=8, rope=2), world=2)
     point = run.judge(liger="engaged").point("liger")
     assert brief(point) == ("engaged", True)
-    assert [point.detail[op] for op in ("rms_norm", "fused_linear_cross_entropy")] == [
-        {"0": 8, "1": 8},
-        {"0": 0, "1": 0},
-    ]
+    assert point.detail["rms_norm"] == {"0": 8, "1": 8}
     assert {cite.source for cite in point.evidence} == {"probe"}
     # on some ranks only
     run.rank(0, step(1), liger(rope=4), world=2).rank(1, step(1), world=2)
@@ -216,17 +207,13 @@ DETECTED = f"{STAMP}model_utils.py:93 - Auto-detected attention implementation: 
         ("liger", dump(use_liger_kernel=True, use_qlora=True) + total(3), "engaged", ("off", False)),
         ("liger", ASKED + "[step=1/3,epoch=1]\n", "engaged", ("off", False)),
         ("liger", dump(use_liger_kernel=False), "off", ("off", True)),
-        ("liger", "", "engaged", ("unknown", None)),
         ("attention", DETECTED, "sdpa", ("flash_attention_2", False)),
         ("attention", DETECTED, "flash_2", ("flash_attention_2", None)),
         # what DPO was told wins over what was detected
         ("attention", DETECTED + dump("DPOExperimentConfig", attn_implementation="torch"), "sdpa", ("sdpa", None)),
         ("dataset_cache", FOUND * 8, "hit", ("hit", True)),
         ("dataset_cache", MISS + SAVED + FOUND * 8, "hit", ("miss", False)),
-        ("dataset_cache", MISS.replace(" or invalid", ""), "hit", ("miss", False)),
         ("dataset_cache", FOUND + SKIPPED, "hit", ("miss", False)),
-        ("dataset_cache", "🚀 Pushed transformed dataset to https://huggingface.co/x\n" + FOUND,
-         "hit", ("miss", False)),
         ("reference_cache", DPO + HIT, "hit", ("hit", True)),
         ("reference_cache", DPO + f"{STAMP}dpo.py:332 - Caching reference logprobs...\n", "hit", ("unknown", None)),
         ("reference_cache", DPO + "\rCaching reference logprobs:   0%|   | 0/13 [00:00<?, ?it/s]\n",
@@ -345,18 +332,11 @@ TOKENIZER = "[INFO|x.py:25] 2024-06-02 >> tokenizer config file saved in {}/toke
          "[rank1]:[E1120 16:00 ProcessGroupNCCL.cpp:1896] [PG ID 0] Process group watchdog thread terminated with "
          "exception: [Rank 1] " + WATCHDOG, "crashed", "nccl_timeout"),
         (GOING + CANCELLED.format("STEP 1.0", "TIME LIMIT"), "killed", "time_limit"),
-        (GOING + CANCELLED.format("JOB 2", "NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS"), "killed", "node_failure"),
         (CANCELLED.format("JOB 2", "PREEMPTION") + sft(9, until=4), "running", None),
-        (DEATH.format(15), "stopped", None),
-        ("[step=3/40,epoch=1,eta=?]\nRun canceled from rank 0. Reason: SIGTERM received\n", "stopped", None),
         (RAISED + "RuntimeError: CUDA error: uncorrectable ECC error encountered\n"
          "[rank0]:[E1120] " + WATCHDOG, "crashed", "gpu_fault"),
         (RAISED + "torch.distributed.DistBackendError: NCCL error in: /x.cpp:3356, unhandled cuda error\n"
          "Last error:\nCuda failure 2 'out of memory'\n", "crashed", "oom"),
-        (GOING + "srun: error: n1: task 0: Out Of Memory\n", "killed", "oom_host"),
-        (GOING + DEEPSPEED.format("INFO", "Main process received SIGINT, exiting"), "stopped", None),
-        (RAISED + "requests.exceptions.HTTPError: 429 Client Error: Too Many Requests for url: https://api.wandb.ai/x\n",
-         "crashed", None),
         (hf(9, SAVING.format("out") + TOKENIZER.format("out")), "completed", None),
         (hf(9, SAVING.format("out") + TOKENIZER.format("other")), "running", None),
     ],
@@ -401,12 +381,9 @@ def test_a_clean_exit_is_not_yet_a_finish(
 
 
 def test_the_probe_tells_the_finish_where_the_log_is_silent(run: Run) -> None:
-    end = {"event": "end", "exit": 0}
-    verdict = run.log("").rank(0, step(1), step(2), {"event": "saved", "path": "out"}, end).judge()
-    assert brief(verdict.point("finish")) == ("completed", True)
-    assert verdict.steps == 2
-    run.rank(0, step(1), step(2), {"event": "saved", "path": "out/checkpoint-2"}, end).exit(0)
-    assert brief(run.judge().point("finish")) == ("stopped", None)
+    for path, answer in (("out", ("completed", True)), ("out/checkpoint-2", ("stopped", None))):
+        run.log("").rank(0, step(1), step(2), {"event": "saved", "path": path}, {"event": "end", "exit": 0}).exit(0)
+        assert brief(run.judge().point("finish")) == answer
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,6 @@ CALLED = (step(1), liger(rope=4))
         ("liger", "engaged", ("not_engaged", False), "called", ((FUSED, *CALLED),)),
         ("liger", "engaged", ("engaged", True), "", ((FUSED, step(1), liger(fused_linear_cross_entropy=4)),)),
         ("liger", "engaged", ("engaged", True), "", ((patch(fused_linear_cross_entropy=False), *CALLED),)),
-        ("liger", "engaged", ("not_engaged", False), "called", ((patch(), step(1), liger(rope=-4)),)),
         ("packing", "isolated", ("unknown", None), "", ((),)),
         ("packing", "isolated", ("on", None), "", ((ON,),)),
         ("packing", "on", ("on", True), "", ((ON,),)),
@@ -73,8 +72,6 @@ CALLED = (step(1), liger(rope=4))
         ("packing", "off", ("on", False), "", ((ON,), (OFF,))),
         ("packing", "isolated", ("isolated", None), "rank 1", ((ON, ISOLATED), None)),
         ("packing", "isolated", ("off", False), "", ((OFF,), None)),
-        ("packing", "off", ("off", None), "rank 1", ((OFF,), None)),
-        ("packing", None, ("off", True), "", ((OFF,), None)),
         ("attention", "sdpa", ("sdpa", True), "", ((model("sdpa"),), (model("sdpa"),))),
         ("attention", "sdpa", ("eager", False), "rank 1", ((model("sdpa"),), (model("eager"),))),
         ("attention", "sdpa", ("sdpa", None), "rank 1", ((model("sdpa"),), None)),
@@ -85,7 +82,6 @@ CALLED = (step(1), liger(rope=4))
         ("dataset_cache", "hit", ("miss", False), "", ((MISS,), (HIT,))),
         ("reference_cache", "hit", ("stale", False), "", ((STALE,),)),
         ("reference_cache", None, ("stale", False), "", ((STALE,),)),  # never good unless that is said
-        ("reference_cache", "any", ("stale", True), "", ((STALE,),)),
         ("memory", "ok", ("oom", False), "", ((OOM, {"event": "end", "exit": 1}),)),
     ],
 )
@@ -145,7 +141,6 @@ def trl(loss: str, norm: str, rate: str, steps: int = 9) -> str:
     ("log", "loss", "trend"),
     [
         (sft(9, losses=["0.0"] * 9), ("zero", False), None),
-        (sft(9, losses=["0.0"] * 8 + ["0.1"]), ("finite", True), None),
         (trl("0", "0", "1e-05"), ("zero", False), "still"),
         # rounded
         (trl("0", "0.02", "1e-05"), ("finite", True), None),
@@ -154,7 +149,6 @@ def trl(loss: str, norm: str, rate: str, steps: int = 9) -> str:
         # the end of a schedule
         (sft(9).replace("LR: 1e-05", "LR: 0.0").replace("Step: ", "Step: 10"), ("finite", True), None),
         (trl("2", "1", "0"), ("finite", True), "still"),
-        (trl("2", "0", "1e-05"), ("finite", True), "still"),
     ],
 )
 def test_a_log_alone_shows_that_nothing_was_learned(
@@ -268,15 +262,6 @@ def test_a_step_has_to_be_as_large_as_planned(
         assert f"step {late} of rank 0: micro-batches {-(-rows[late - 1] // each)}, rows" in said(point)
 
 
-def test_each_attempt_is_held_to_its_own_plan(tmp_path: Path) -> None:
-    path = attempts(tmp_path / "run", ISOLATED, ISOLATED)
-    told = made_runs.manifest(plan={**made_runs.manifest()["plan"], "gpus": 8, "accumulation": 4})
-    (path / "run.1.json").write_text(json.dumps(told))
-    point = start.finish(RunFolder(path)).point("batch")
-    assert brief(point) == ("different", False)
-    assert "in attempt 1, which made steps 1 to 20: the world size was 1, 8 was planned" in said(point)
-
-
 def attempts(folder: Path, first: dict[str, Any], second: dict[str, Any], bad: int = 0) -> Path:
     """Steps 1 to 30, then 21 to 40 again in a second attempt; each with an event of its own."""
     told = made_runs.manifest(expect={"packing": "isolated", "liger": "off"})
@@ -317,8 +302,14 @@ def test_an_attempt_is_held_to_what_was_asked_of_it(tmp_path: Path) -> None:
     path = attempts(tmp_path / "run", OFF, ISOLATED)
     assert brief(start.finish(RunFolder(path)).point("packing")) == ("off", False)
     asked = made_runs.manifest(expect={"packing": "off", "liger": "off"})
+    asked["plan"] |= {"gpus": 8, "accumulation": 4}
     (path / "run.1.json").write_text(json.dumps(asked))
-    assert brief(start.finish(RunFolder(path)).point("packing")) == ("isolated", True)
+    verdict = start.finish(RunFolder(path))
+    assert brief(verdict.point("packing")) == ("isolated", True)
+    assert brief(verdict.point("batch")) == ("different", False)
+    assert "in attempt 1, which made steps 1 to 20: the world size was 1, 8 was planned" in said(
+        verdict.point("batch")
+    )
 
 
 @pytest.mark.parametrize(("bad", "answer"), [(5, ("nonfinite", False)), (25, ("finite", True))])

@@ -1,7 +1,6 @@
 """What a verdict says to people: the cause first, each run by its name, no verdict about any other text."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -141,16 +140,3 @@ def test_the_folder_of_several_runs_stands_for_all_of_them(
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path), "-o", str(page)]) == 0
     assert ">good<" in page.read_text() and ">bad<" in page.read_text()
-
-
-def test_a_pipe_that_is_no_log_has_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "stdin").write_text("hello\n")
-    with (tmp_path / "stdin").open() as file:
-        before = os.dup(0)
-        os.dup2(file.fileno(), 0)
-        try:
-            assert main(["check", "-"]) == 3
-        finally:
-            os.dup2(before, 0)
-            os.close(before)
-    assert "not a training log" in capsys.readouterr().err

@@ -141,25 +141,28 @@ def plan(bench: Bench, *, running: bool = False) -> Bench:
             return None
 
     full: list[tuple[Variant, Prepared]] = []
-    stops: Stops = []
+    wrong: Stops = []
+    lacking: Stops = []
     for one in requested:
         try:
             full.append(_prepared(request, one, base))
-        except (InvalidConfig, NotReady) as error:
-            stops.append((one.name, error))
-    _require(stops, len(requested), ready=len(full) == len(requested))
+        except InvalidConfig as error:
+            wrong.append((one.name, error))
+    _require_none(wrong, len(requested))
     batch, root = max(made.plan.global_batch for _, made in full), request.runs or rundir.runs_root()
     for variant, made in full:
         trial_request = short(variant.of(request), made.plan.stage, bench.steps, root / "models", batch)
         try:
             # a trial that a killed command left may have the GPUs: it is ended later
             prepared = prepare.prepare(replace(trial_request, runs=root, elsewhere=True), running=running)
-        except (InvalidConfig, NotReady) as error:
-            stops.append((variant.name, error))
-            continue
-        if running:
             rundir.release(prepared.folder)
-    _require(stops, len(full), ready=len(stops) < len(full))
+        except InvalidConfig as error:
+            wrong.append((variant.name, error))
+        except NotReady as error:
+            lacking.append((variant.name, error))
+    _require_none(wrong, len(full))
+    if len(lacking) == len(full):
+        _require_none(lacking, len(full))
     first = full[0][1].plan
     key = [
         BENCH_VERSION,
@@ -178,17 +181,11 @@ def plan(bench: Bench, *, running: bool = False) -> Bench:
     )
 
 
-def _require(stops: Stops, count: int, *, ready: bool) -> None:
-    """Raise InvalidConfig where a variant is wrong, NotReady where none is ready."""
-    for kind in (InvalidConfig,) if ready else (InvalidConfig, NotReady):
-        found = [
-            (name, finding)
-            for name, error in stops
-            if isinstance(error, kind)
-            for finding in errors(error.findings) or error.findings
-        ]
-        if found:
-            raise kind(_named(found, count))
+def _require_none(stops: Stops, count: int) -> None:
+    """Raise what stops variants as one error, each finding with the names of those that it is about."""
+    if stops:
+        found = [(name, finding) for name, error in stops for finding in errors(error.findings) or error.findings]
+        raise type(stops[0][1])(_named(found, count))
 
 
 def _named(found: Iterable[tuple[str, Finding]], count: int) -> list[Finding]:

@@ -221,10 +221,7 @@ class Search:
     def propose(self, left: float = math.inf) -> Candidate | None:
         """The next candidate, None at the end: `stopped` says why. `left` are seconds of the budget."""
         if not self.runs and (self.base.peak or 0) <= (self.room or math.inf):
-            if left > 0:
-                return replace(self.base, purpose="baseline", why="the file as it is written")
-            self.stopped = "the budget: not even one trial fits into it"
-            return None
+            return replace(self.base, purpose="baseline", why="the file as it is written")
         run = self.first.decisive if self.first is not None and self.best is None else None
         if run is not None and run.status == "timeout":
             self.stopped = "the budget: the file as written did not end within it (a larger --budget goes on)"

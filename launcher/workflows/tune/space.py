@@ -216,11 +216,6 @@ class Space:
         return {"levers": [asdict(one) for one in self.levers], "fixed": dict(self.fixed)}
 
 
-def has(packages: Packages, name: str) -> bool:
-    """Whether a package is installed, under either spelling of its name."""
-    return name in packages or name.replace("-", "_") in packages
-
-
 Choice = Lever | str | None
 """A lever, why there is none, or None where the backend does not know it at all."""
 
@@ -230,7 +225,7 @@ def _adapters(made: Plan) -> bool:
 
 
 def _attention(made: Plan, packages: Packages, _rows: Lengths) -> Choice:
-    flash_attn = has(packages, "flash-attn")
+    flash_attn = "flash-attn" in packages
     if "attn_implementation" not in made.values:
         word = "is" if flash_attn else "is not"
         chosen = f"upstream takes the best that is installed; flash-attn {word} installed"
@@ -284,7 +279,7 @@ def _liger(made: Plan, packages: Packages, _rows: Lengths) -> Choice:
     now = bool(made.values[name])
     if not made.gpus:
         return "its kernels need a GPU"
-    if not has(packages, "liger-kernel"):
+    if "liger-kernel" not in packages:
         return "liger-kernel is not installed"
     if _adapters(made) and not now:
         return "on adapters it slows training down: only a full fine-tune gains by it"

@@ -229,7 +229,7 @@ def prepare(
     smallest = min((slot.gpu.memory_mib / 1024 for slot in slots if slot.gpu.memory_mib), default=None)
     # what the file's own attention comes to on this machine
     upstreams = made.values.get("attn_implementation") is None and made.stage.entry.best_attention
-    plain = not made.gpus or (upstreams and not space.has(packages, "flash-attn"))
+    plain = not made.gpus or (upstreams and "flash-attn" not in packages)
     levers = Space(
         plan=made,
         packages=packages,

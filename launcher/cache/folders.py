@@ -247,9 +247,8 @@ def is_complete(path: Path) -> bool:
 
 
 def known() -> list[CacheFolder]:
-    """Every cache folder of the index and of launch's own places, those used last at the end."""
-    bases = {cache_home(), rundir.runs_root() / "cache"}
-    places = [*rundir.entered("caches"), *(path for base in bases for path in _entries(base))]
+    """Every cache folder of the index and of launch's own place, those used last at the end."""
+    places = [*rundir.entered("caches"), *_entries(cache_home())]
     found = {folder.path: folder for folder in map(opened, places) if folder is not None}
     return sorted(found.values(), key=lambda one: (one.used(), one.path))
 

@@ -37,7 +37,6 @@ from launcher.errors import Finding
 from launcher.paths import exists
 from launcher.plan import plan as plans
 from launcher.plan.plan import Derived, Plan
-from launcher.runs import rundir
 from launcher.upstream import facts
 
 Kind = Literal["dataset", "reference"]
@@ -205,9 +204,6 @@ class _Sources:
         text = json.dumps([_FORM, options.backend, kind, hashed])
         digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
         home = Path(base).absolute() if base else cache_home()
-        if not base and not _writable(home):
-            # beside the runs if that is read-only
-            home = rundir.runs_root() / "cache"
         return Cache(
             kind=kind,
             path=home / f"{kind}-{digest[:16]}",
@@ -218,14 +214,6 @@ class _Sources:
             key=key,
             read=self.begun,
         )
-
-
-def _writable(path: Path) -> bool:
-    while not exists(path):
-        if path == path.parent:
-            return False
-        path = path.parent
-    return os.access(path, os.W_OK | os.X_OK) and path.is_dir()
 
 
 def _open_instruct(reader: _Sources) -> Iterator[Cache]:

@@ -1,5 +1,6 @@
 """Each cross-field rule: where it speaks, where it is silent, and that every one of them is tried."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,10 @@ SPEAKS: list[tuple[str, dict[str, Any], str]] = [
     ("dpo", {"learning_rate": 0}, "out-of-range warning run learning_rate"),
     ("sft", {"weight_decay": -0.1}, "out-of-range warning run weight_decay"),
     ("sft", {"warmup_ratio": 100}, "out-of-range warning run warmup_ratio"),
+    ("dpo", {"beta": 0}, "zero-beta warning run beta"),
+    ("dpo", {"beta": -0.1}, "out-of-range warning run beta"),
+    ("dpo", {"beta": math.nan}, "out-of-range error run beta"),
+    ("dpo", {"label_smoothing": 0.5}, "out-of-range warning run label_smoothing"),
     ("dpo", {"max_seq_length": 0}, "out-of-range error run max_seq_length"),
     ("sft", {"use_lora": True, "lora_rank": 0}, "out-of-range error run lora_rank"),
     ("sft", {"logging_steps": 0}, "out-of-range warning run logging_steps"),
@@ -166,7 +171,8 @@ SILENT: list[tuple[str, dict[str, Any]]] = [
     ("sft", {"max_train_samples": 5}), ("dpo", {"with_tracking": True}),
     ("dpo", {"with_tracking": True, "report_to": "wandb"}),
     ("dpo", {"zero_stage": 3, "offload_param": True}), ("dpo", {"offload_param": True}),
-    ("dpo", {"packing": True}), ("dpo", {"max_train_samples": 5, "loss_type": "simpo"}),
+    ("dpo", {"packing": True}), ("dpo", {"beta": 0.01, "label_smoothing": 0.49}),
+    ("dpo", {"max_train_samples": 5, "loss_type": "simpo"}),
     ("dpo", {"max_train_samples": 9, "mixer_list": ["a", 4, "b", 5]}),
     # upstream's default warm-up is nobody's wish
     ("sft", {"lr_scheduler_type": "constant"}),
@@ -199,6 +205,8 @@ def test_local_files(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found("sft", dataset_mixer_list=["train.jsonl", "1.0"]) == []
     (finding,) = found("sft", dataset_mixer_list=["train.json", "1.0"])
     assert (finding.code, finding.severity) == ("json-data", "error")
+    (finding,) = found("sft", dataset_mixer_list=["x" * 5000 + ".jsonl", "1.0"])
+    assert finding.code == "missing-data" and len(finding.message) < 200
 
 
 def test_names_are_looked_up_in_the_source_at_hand() -> None:
@@ -210,13 +218,6 @@ def test_names_are_looked_up_in_the_source_at_hand() -> None:
     for tables in (elsewhere, {}):
         given = Values(replace(schema, version="0123456789ab", tables=tables), dict(values))
         assert not {f.code for f in registry.apply(given)} & {"unknown-template", "unknown-function"}
-
-
-@pytest.mark.parametrize("name", ["x" * 5000 + ".jsonl"])
-def test_data_files_that_cannot_be(name: str) -> None:
-    (finding,) = found("sft", dataset_mixer_list=[name, "1.0"])
-    assert finding.code == "missing-data"
-    assert len(finding.message) < 200
 
 
 FAULTY = [

@@ -59,9 +59,6 @@ def no_steps(values: Values) -> Iterator[Finding]:
     elif steps > 0 and values.given("num_train_epochs"):
         code, key, help = "conditional-key", "num_train_epochs", "delete one of the two lines"
         message = f"`num_train_epochs` does nothing here: `max_steps`, which is {plain(steps)}, comes before it"
-    elif steps < -1:
-        message = f"`max_steps: {plain(steps)}` is no limit: `num_train_epochs: {plain(epochs)}` decides"
-        help = "delete the line, or write a number of steps"
     else:
         return
     yield say("warning", code, key, message, help)

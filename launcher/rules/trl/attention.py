@@ -75,19 +75,13 @@ def unknown(context: Context) -> Iterator[Finding]:
 def missing(context: Context) -> Iterator[Finding]:
     """transformers/modeling_utils.py:1607,1783: without its package, only `kernels` can bring it."""
     name, key = resolved.attention(context.values)
-    checked = name is not None and (name in PACKAGES or name == "flex_attention")
-    if name is None or not (checked or "/" in name):
+    if name not in NAMES and "/" not in str(name):
         return
-    what, help = f"`attn_implementation: {name}`", "leave it out: sdpa is the default"
-    on_cpu = context.gpus == 0 and "/" not in name
-    if on_cpu and (name == "flex_attention" or context.lacks("kernels")):
-        message = f"{what} cannot train without a GPU, and `--gpus 0` has none"
-        yield say("error", "attention-missing", key, message, help)
-        return
-    needed = PACKAGES.get(name, "kernels")
-    if name != "flex_attention" and context.lacks(needed, "kernels"):
-        message = f"{what}: the trainer's Python has no {needed}"
-        yield say(context.at_start, "attention-missing", key, message, f"pip install {needed}, or {help}")
+    why = lacking(str(name), context)
+    if why is not None and (name == "flex_attention" or context.lacks("kernels")):
+        severity = "error" if context.gpus == 0 else context.at_start
+        message = f"`attn_implementation: {name}` cannot be had: {why}"
+        yield say(severity, "attention-missing", key, message, "leave it out: sdpa is the default")
 
 
 def packing(context: Context) -> Iterator[Finding]:

@@ -7,27 +7,11 @@ from launcher.upstream.schema import Values, json_fault
 
 
 def inline(value: Any) -> dict[str, Any] | None:
-    """The mapping that a JSON text holds, None for other texts and for broken JSON.
-
-    Numbers and bools inside texts are converted, as transformers/training_args.py:161 does.
-    """
+    """The mapping that a JSON text holds, None for other texts and for broken JSON."""
     if not isinstance(value, str) or not value.startswith("{") or json_fault(value) is not None:
         return None
-    converted = _converted(json.loads(value))
-    assert isinstance(converted, dict)
-    return converted
-
-
-def _converted(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _converted(item) for key, item in value.items()}
-    if not isinstance(value, str):
-        return value
-    if value.lower() in {"true", "false"}:
-        return value.lower() == "true"
-    if value.isdigit():
-        return int(value)
-    return float(value) if value.replace(".", "", 1).isdigit() else value
+    mapping: dict[str, Any] = json.loads(value)
+    return mapping
 
 
 def prepared(values: Values) -> bool:

@@ -45,7 +45,6 @@ class Key:
     default: str = "none"
     takes: str = ""
     words: tuple[str, ...] = ()
-    example: str | None = None
     parts: tuple[Key, ...] = ()
     switch: bool = False
     least: int = 1
@@ -76,7 +75,7 @@ class Key:
                     if not isinstance(one, str) or (one not in self.words and "/" not in one):
                         return None, [self._invalid(where, one)]
                 if len({*found}) < len(found) or not found:
-                    return None, [(where, f"`{where}` names each once", self._example(where))]
+                    return None, [(where, f"`{where}` names each once", None)]
             case "number":
                 found = _whole_number(value, self.least)
             case "switch":
@@ -86,7 +85,7 @@ class Key:
         if found is not None:
             return found, []
         limits = f", at most {LARGEST:,}" if self.kind == "number" else ""
-        return None, [(where, f"`{where}` is {self.shape}{limits}, not `{brief(value)}`", self._example(where))]
+        return None, [(where, f"`{where}` is {self.shape}{limits}, not `{brief(value)}`", None)]
 
     def _read_parts(self, value: dict[str, Any], where: str) -> tuple[dict[str, Any], list[Fault]]:
         parts = {part.name: part for part in self.parts}
@@ -107,13 +106,6 @@ class Key:
         # a point of the verdict has few states: all are said
         near = "" if "any" in self.words else str(value).lower().replace("-", "_")
         return where, f"invalid value `{brief(value)}` for `{where}`", nearest(near, self.words)
-
-    def _example(self, where: str) -> str | None:
-        if self.example is None:
-            return None
-        above, _, own = where.rpartition(".")
-        line = f"{own}: {self.example}"
-        return f"write for example `{f'{above}: {{{line}}}' if above else line}`"
 
 
 def nearest(given: str, names: Sequence[str]) -> str:
@@ -174,10 +166,10 @@ _BATCH = (
     Key("per_device", "number", "rows per device and forward pass"),
 )
 _PROBE = (
-    Key("within", "number", "optimizer steps until what is expected must be proved", "3", example="3"),
-    Key("isolation", "switch", "test whether packed samples see each other", "on", example="on"),
-    Key("hang_factor", "number", "times the median step without anything moving that make a hang", "20", example="20"),
-    Key("hang_seconds", "number", "seconds without anything moving that a hang takes at least", "300", example="300"),
+    Key("within", "number", "optimizer steps until what is expected must be proved", "3"),
+    Key("isolation", "switch", "test whether packed samples see each other", "on"),
+    Key("hang_factor", "number", "times the median step without anything moving that make a hang", "20"),
+    Key("hang_seconds", "number", "seconds without anything moving that a hang takes at least", "300"),
 )
 TABLE = (
     Key("stage", "word", "the training stage", "none, it must be given", words=STAGES),
@@ -191,7 +183,6 @@ TABLE = (
         "what the trainer chooses",
         "one implementation or a list in the order of preference, a kernel's repository too; TRL only",
         _ATTENTION,
-        "[flash_attention_2, sdpa]",
     ),
     Key("mixed_precision", "word", "mixed precision", "bf16 on GPUs, no on the CPU", words=("no", "fp16", "bf16")),
     Key(
@@ -199,7 +190,7 @@ TABLE = (
         "mapping",
         "rows of an optimizer step; accumulation follows from the number of GPUs",
         "the batch numbers below `args:`",
-        example="{global: 128, per_device: 16}",
+        "a mapping of `global` and `per_device`",
         parts=_BATCH,
     ),
     Key(
@@ -208,7 +199,6 @@ TABLE = (
         "what the verdict holds the run to; `any` switches a point off",
         "loss finite, memory ok, finish completed, and what the arguments ask for (Liger, packing)",
         "a mapping of points of the verdict to states",
-        example="{liger: engaged, loss: finite}",
         parts=tuple(Key(point, "word", words=states) for point, states in EXPECT.items()),
     ),
     Key("on_violation", "word", "what the run does when it is not what `expect` says", "stop", words=("stop", "warn")),
@@ -219,7 +209,6 @@ TABLE = (
         "how the probe watches the run; off starts upstream's script alone",
         "on, with the numbers above",
         "off or a mapping",
-        example="off",
         parts=_PROBE,
         switch=True,
     ),

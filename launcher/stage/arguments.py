@@ -5,7 +5,6 @@ import functools
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from decimal import Decimal
 from typing import Any
 
 from launcher.config import keys
@@ -80,7 +79,9 @@ def _check_value(schema: Schema, entry: Entry, known: Field, value: Any) -> Find
     words = schema.words(known.name, value)
     reason = schema.refusal(known.name, words)
     if reason is not None:
-        layer, help = "parser", entry.hints.get(known.name) or _advice(value, words) or help
+        if isinstance(value, bool):
+            help = "YAML reads yes, no, on and off as a bool: put the text in quotes"
+        layer, help = "parser", entry.hints.get(known.name, help)
     elif not words:
         reason = "an empty list, which upstream would read as true"
     elif known.kind in {"int", "float"} and any(map(_too_large, words)):
@@ -104,19 +105,6 @@ def _too_large(word: str) -> bool:
         return math.isinf(float(word)) and any(map(str.isdigit, word))
     except (OverflowError, ValueError):
         return False
-
-
-def _advice(value: Any, words: Sequence[str]) -> str | None:
-    """What to write instead, where YAML or argparse reads something else than its author meant."""
-    if isinstance(value, bool):
-        return "YAML reads yes, no, on and off as a bool: put the text in quotes"
-    if len(words) == 1 and words[0].startswith("-"):
-        try:
-            plain = format(Decimal(words[0]), "f")
-        except ArithmeticError:
-            return None
-        return f'argparse knows no negative numbers with an exponent: write "{plain}", in quotes'
-    return None
 
 
 def _check_unknown(schema: Schema, entry: Entry, past: Past, key: str, value: Any) -> Finding:

@@ -307,8 +307,6 @@ FORMATS = {
         },
         defaults=dict(lr_scheduler_type="cosine", num_train_epochs=1, max_length=512, gradient_checkpointing=False),
         without={
-            "val_set_size": _NO_SPLIT,
-            "test_datasets": _NO_SPLIT,
             "chat_template": _TEMPLATE,
             "wandb_entity": _VARIABLE,
             "pad_to_sequence_len": "TRL pads to the longest row of a batch",
@@ -330,8 +328,6 @@ FORMATS = {
         defaults={"learning_rate": 5e-5, "max_length": 2048},
         without={
             "template": _TEMPLATE,
-            "val_size": _NO_SPLIT,
-            "eval_dataset": _NO_SPLIT,
             "max_samples": "TRL's script takes no part of a split; `max_steps` ends a run early",
         },
         dropped="stage do_train overwrite_cache overwrite_output_dir plot_loss dataset_dir",
@@ -389,7 +385,7 @@ def _convert_keys(draft: Draft, form: Format, fields: Mapping[str, Field], given
             draft.deepspeed = deepspeed
         elif key in {"deepspeed", "accelerate_config"}:
             parts.append((key, "", value, "write `deepspeed:` with one of launch's names, or a path"))
-        elif key in form.without or (no_split and known.startswith(_EVALUATION)):
+        elif key in form.without or key in _SPLITS or (no_split and known.startswith(_EVALUATION)):
             parts.append((key, "", value, form.without.get(key, _NO_SPLIT)))
         else:
             parts.append((key, known, value, ""))

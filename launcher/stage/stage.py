@@ -214,8 +214,6 @@ def _expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Find
         state = opts.expect.get(point)
         if state not in states or is_on:
             continue
-        if name and name not in values.schema.fields:
-            reason = f"{values.schema.script} at {values.schema.named} has no `{name}`"
         message = f"`expect.{point}: {state}` cannot hold: {reason or f'`{name}` is not true'}"
         stops = opts.on_violation == "stop"
         message += ", and the probe would stop the run" if stops else ""
@@ -289,12 +287,7 @@ def _guess(config: Config, locator: Locator) -> str:
     """Which stage a flat upstream file belongs to: the one whose own names it uses more."""
     if any(key.startswith("dpo_") for key in config.args):
         return "dpo"  # of no script's for SFT, at any commit
-    try:
-        sft, dpo = (set(locator.schema("open_instruct", stage).fields) for stage in ("sft", "dpo"))
-    except InvalidConfig:
-        # the source here cannot be read: the names of the pin
-        stages = locate.snapshot("open_instruct")["stages"]
-        sft, dpo = ({key.partition(".")[2] for key in stages[stage]} for stage in ("sft", "dpo"))
+    sft, dpo = (set(locator.schema("open_instruct", stage).fields) for stage in ("sft", "dpo"))
     only_sft, only_dpo = len(config.args.keys() & (sft - dpo)), len(config.args.keys() & (dpo - sft))
     if only_sft == only_dpo:
         return "dpo" if "dpo" in str(config.path).lower() else "sft"

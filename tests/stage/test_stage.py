@@ -1,7 +1,6 @@
 """A config judged: every fault at once, each in its place, and no stage unless there is none."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from launcher.stage import options, stage
 from launcher.stage.stage import Judged
 from launcher.upstream import locate
 from launcher.upstream.locate import Locator
-from launcher.upstream.schema import Schema
 from launcher.upstream.trainers import BACKENDS
 
 SFT = """\
@@ -118,7 +116,7 @@ def test_what_a_user_reads(judged: Any) -> None:
         ("no_push_to_hub: true", "negated-key", ["write `push_to_hub: true` or `push_to_hub: false`"]),
         ("frobnicate: 1", "unknown-key", ["at 45901fd00593 has no such argument"]),
         ("seed: [1, 2]", "bad-value", ["takes one value, got 2", "its type is int", "finetune.py:"]),
-        ("learning_rate: -1e-5", "bad-value", ["read as a flag", 'write "-0.00001", in quotes']),
+        ("learning_rate: -1e-5", "bad-value", ["read as a flag"]),
         ("dataset_cache_mode: no", "bad-value", ["not one of hf, local", "put the text in quotes"]),
         ("packing: []", "bad-value", ["an empty list", "read as true"]),
         ("exp_name: {a: 1}", "bad-value", ["a mapping", '{"a": 1}']),
@@ -292,26 +290,6 @@ def test_what_is_not_asked_for_cannot_be_expected(judged: Any) -> None:
         assert all(one.line in {1, 2} and "cannot hold" in one.message and part in one.message for one in found)
         alone = part == ALONE or lines == ONE
         assert ("packing-of-one" in {f.code for f in findings}) == alone
-
-
-class _Older(Snapshot):
-    """The pin's facts without some arguments."""
-
-    def schema(self, backend: str, stage: str) -> Schema:
-        known = super().schema(backend, stage)
-        fields = {n: f for n, f in known.fields.items() if n not in {"packing", "use_liger_kernel"}}
-        return replace(known, fields=fields, version="f" * 40)
-
-
-def test_what_another_commit_has_not_cannot_be_set_there(write: Write) -> None:
-    data = f"model_name_or_path: m, dataset_mixer_list: [a/b, 1.0], {BOTH}"
-    lines = "stage: sft\nexpect: {packing: isolated, liger: engaged}\n"
-    judged = stage.judge(load.load(write("a.yaml", f"{lines}args: {{{data}}}\n")), locator=_Older())
-    found = {f.key: f for f in judged.findings if f.code == "impossible-expectation"}
-    told = found["expect.packing"]
-    assert "open_instruct/finetune.py at ffffffffffff has no `packing`" in told.message
-    assert told.help == "expect.packing=off"
-    assert "has no `use_liger_kernel`" in found["expect.liger"].message
 
 
 def test_a_trend_needs_steps(write: Write) -> None:

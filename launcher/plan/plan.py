@@ -159,14 +159,12 @@ def _attention(
 ) -> tuple[dict[str, Derived], list[Finding]]:
     """The implementation that `attention:` comes to here, and why others are passed over."""
     choice = preferred_attention(stage.options, stage.values, gpus=gpus, packages=packages)
-    if choice is None:
+    if choice is None or not (choice.name or choice.why):
         return {}, []
-    if choice.name is None and choice.why:
+    if choice.name is None:
         message = f"no implementation of `attention:` can be had here: {choice.why}"
         help = "add sdpa to the list"
         return {}, [_run_finding(stage, "error", "attention-missing", "attention", message, help)]
-    if choice.name is None:
-        return {}, []
     if not choice.why:
         return {"attn_implementation": Derived(choice.name, "the first of `attention:`")}, []
     message = f"attention falls back to {choice.name}: {choice.why}"

@@ -257,7 +257,7 @@ def beside_the_engine(planned: Memory) -> float:
             or "output layer" in p.name or "dequantised" in p.name
         )
         for phase in planned.phases
-        if phase.name not in {"start", "optimizer's step", "gradient norm"}
+        if phase.name not in {"optimizer's step", "gradient norm"}
     )  # fmt: skip
 
 

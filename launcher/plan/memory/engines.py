@@ -35,8 +35,7 @@ def enter(setup: Setup, ledger: at.Ledger) -> None:
 
 def _steps(setup: Setup) -> list[str]:
     """The phases of a step, from the second one on: a reference pass beforehand is none."""
-    before = {at.START, *([at.REFERENCE] if setup.reference == "cache" else [])}
-    return [name for name in at.PHASES if name not in before]
+    return [name for name in at.PHASES if name != at.REFERENCE or setup.reference != "cache"]
 
 
 def _ahead(setup: Setup) -> list[str]:
@@ -152,8 +151,7 @@ def _partitioned(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
     add(at.PHASES, "weights", "weights (bf16)", HALF * shape.parameters, "2P")
     _beside(setup, ledger, HALF, "2P")
     if on_card:
-        add([at.START], "optimizer", "being made", 2 * FULL * own, "8P/N, fp32 weights and zeros")
-        add({at.REFERENCE, *steps}, "optimizer", "weights (fp32)", FULL * own, "4P/N", f"{_ZERO}:560")
+        add(at.PHASES, "optimizer", "weights (fp32)", FULL * own, "4P/N", f"{_ZERO}:560")
         add(steps, "optimizer", "Adam's two states (fp32)", 2 * FULL * own, "8P/N", "made in the first step")
     else:
         buffer = HALF * (trained if setup.adapters else max(shape.sizes))
@@ -255,8 +253,6 @@ def _sharded(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
     if not zero.offload_optimizer:
         add(at.PHASES, "gradients", "gradients (bf16), this rank's", HALF * own, "2P/N")
         add(at.PHASES, "optimizer", "weights (fp32)", FULL * own, "4P/N")
-        # offloaded, the fp32 weights are made on the host
-        add([at.START], "optimizer", "being made", FULL * own, "4P/N")
         add(steps, "optimizer", "Adam's two states (fp32)", 2 * FULL * own, "8P/N")
         group = min(own, zero.sub_group)
         why = f"4 x {group:,.0f}"
@@ -269,7 +265,7 @@ def _sharded(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
     width = zero.communication
     # made with the engine, for good, however small the model is
     why, source = f"{width} x {zero.bucket:,}", "deepspeed/runtime/zero/stage3.py:782"
-    add(at.PHASES[1:], "communication", "gradient bucket", width * zero.bucket, why, source)
+    add(at.PHASES, "communication", "gradient bucket", width * zero.bucket, why, source)
     if ranks > 1 or zero.offload_params:
         # a single rank takes its own as they are (deepspeed/runtime/zero/partition_parameters.py:2030)
         _gathered(setup, zero, ledger)

@@ -1,6 +1,6 @@
 """The peak of torch's allocated memory on the fullest rank, in GiB, by allocation and by phase.
 
-A run has a few phases that can be its peak: the engine's start, the reference pass, the loss, a layer's
+A run has a few phases that can be its peak: the reference pass, the loss, a layer's
 backward pass, the embedding's gradient, the optimizer's step. Each is a sum of allocations; each of those
 carries its formula and where that comes from. The largest phase is the peak. What is not described raises,
 instead of being guessed. `activations` has the formulas of layers and loss, `engines` the weights,
@@ -23,7 +23,7 @@ def estimate(setup: Setup) -> at.Memory:
     """The peak of a run and what it is made of; raises InvalidConfig (`unknown-memory`)."""
     ledger = at.Ledger(setup.batch.tokens)
     engines.enter(setup, ledger)
-    ledger.add(at.PHASES[1:], "other", "cuBLAS workspaces", _WORKSPACE, "2 x 32 MiB")
+    ledger.add(at.PHASES, "other", "cuBLAS workspaces", _WORKSPACE, "2 x 32 MiB")
     for enter in (_kept, _reference, _loss, _backward):
         enter(setup, ledger)
     phases = _phases(setup)
@@ -32,7 +32,7 @@ def estimate(setup: Setup) -> at.Memory:
 
 def _phases(setup: Setup) -> set[str]:
     """Those that this run comes to."""
-    phases = {at.START, at.LOSS, at.LAYER, at.STEP}
+    phases = {at.LOSS, at.LAYER, at.STEP}
     if setup.zero is not None and setup.zero.stage < 3:
         phases.add(at.NORM)
     if setup.reference:

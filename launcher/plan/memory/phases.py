@@ -16,15 +16,15 @@ MARGIN = 0.08
 """The share of a card that allocated memory cannot use: CUDA's own context, NCCL's buffers, and what the
 allocator has reserved in pieces."""
 
-# the phases that can be the fullest, in the order of a run; ZeRO 1 and 2 make the weights flat at its start, but on
-# the host where there is no room (deepspeed/runtime/zero/stage_1_and_2.py:453), so that it never decides
-START = "start"
+# the phases that can be the fullest, in the order of a run. The engine's start is none: Adam's states are made in
+# the first step, and weights are made flat on the host where there is no room
+# (deepspeed/runtime/zero/stage_1_and_2.py:453)
 REFERENCE, FORWARD, LOSS = "reference pass", "forward pass", "loss"
 OUTPUT, OUTPUT_SENT = "output layer's gradient", "sending the output layer's gradient"
 LAYER = "last layer's backward pass"
 BUCKETS = FIRST_BUCKET, SECOND_BUCKET = "first bucket being sent", "second bucket being sent"
 EMBEDDING, NORM, STEP = "embedding's gradient", "gradient norm", "optimizer's step"
-PHASES = (START, REFERENCE, FORWARD, LOSS, OUTPUT, OUTPUT_SENT, LAYER, *BUCKETS, EMBEDDING, NORM, STEP)
+PHASES = (REFERENCE, FORWARD, LOSS, OUTPUT, OUTPUT_SENT, LAYER, *BUCKETS, EMBEDDING, NORM, STEP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

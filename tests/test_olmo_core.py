@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import saved
-from plans import PYTHON, built, from_text, planned, staged, trainer
+from plans import PYTHON, built, from_text, planned, trainer
 from typer.testing import CliRunner
 
 from launcher.artifacts import architecture, lengths
@@ -71,19 +71,6 @@ def test_a_stage_file_names_the_script(tmp_path: Path, script: str) -> None:
     stage = from_text(tmp_path, text(script=script))
     assert (stage.schema.script, stage.schema.stage) == ("open_instruct/dpo.py", "dpo")
     assert (stage.options.stage, stage.options.script) == ("dpo", "dpo_olmo_core")
-
-
-def test_the_wrapped_shape_names_it_by_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "wrapped.yaml"
-    path.write_text(
-        "num_gpus: 8\nopen_instruct:\n  script: open_instruct/dpo.py\n  args:\n"
-        "    model_name_or_path: Qwen/Qwen3-8B\n    mixer_list: [set, '64']\n"
-        "    max_seq_length: 2048\n    push_to_hub: false\n    try_launch_beaker_eval_jobs: "
-        "false\n",
-        encoding="utf-8",
-    )
-    stage = staged(path)
-    assert stage.entry.launcher == "torchrun" and stage.options.gpus == 8
 
 
 def test_other_scripts_are_refused(tmp_path: Path) -> None:
@@ -343,17 +330,17 @@ def test_torchrun_on_one_machine_and_on_several(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "nodes", "key"),
+    ("line", "key"),
     [
-        ("fsdp_shard_degree: 3", 1, "fsdp_shard_degree"),
-        ("fsdp_num_replicas: -1", 1, "fsdp_num_replicas"),
-        ("tensor_parallel_degree: 3", 1, "tensor_parallel_degree"),
-        ("fsdp_shard_degree: 4\n  fsdp_num_replicas: 4", 1, "fsdp_num_replicas"),
-        ("tensor_parallel_degree: 4\n  fsdp_shard_degree: 4", 1, "fsdp_shard_degree"),
+        ("fsdp_shard_degree: 3", "fsdp_shard_degree"),
+        ("fsdp_num_replicas: -1", "fsdp_num_replicas"),
+        ("tensor_parallel_degree: 3", "tensor_parallel_degree"),
+        ("fsdp_shard_degree: 4\n  fsdp_num_replicas: 4", "fsdp_num_replicas"),
+        ("tensor_parallel_degree: 4\n  fsdp_shard_degree: 4", "fsdp_shard_degree"),
     ],
 )
-def test_degrees_must_divide_the_gpus(tmp_path: Path, line: str, nodes: int, key: str) -> None:
-    made = planned(from_text(tmp_path, text(line)), gpus=8, nodes=nodes)
+def test_degrees_must_divide_the_gpus(tmp_path: Path, line: str, key: str) -> None:
+    made = planned(from_text(tmp_path, text(line)), gpus=8)
     (fault,) = [f for f in made.findings if f.code == "shard-degree"]
     assert (fault.severity, fault.key) == ("error", f"args.{key}")
     assert fault.line in (11, 12)

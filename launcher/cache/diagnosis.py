@@ -8,7 +8,7 @@ import collections
 import datetime
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,9 +51,6 @@ class Reason:
     compared: str | None
     differences: tuple[KeyDifference, ...]
     text: str
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def lines(self) -> list[str]:
         return [f"{self.kind} cache: {self.text}", *(f"  {one.text}" for one in self.differences)]

@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -292,9 +292,6 @@ class Cleared:
     def line(self) -> str:
         reason = f": {self.reason}" if self.reason else ""
         return f"{self.state} {self.folder} ({sized(self.size)}){reason}"
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def age(text: str) -> float:

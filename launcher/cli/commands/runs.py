@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -239,7 +240,7 @@ def cache_why(run: str = RUN, format: Format = FORMAT) -> Exit:
 
     reasons = diagnosis.why(found_run(run))
     lines = [line for one in reasons for line in one.lines()] or ["it had no caches of launch's"]
-    return answer("cache why", format, [one.as_json() for one in reasons], lines)
+    return answer("cache why", format, [asdict(one) for one in reasons], lines)
 
 
 @cache.command("clear", epilog="Example: launch cache clear --older-than 30d --kind reference --dry-run")
@@ -265,4 +266,4 @@ def cache_clear(
             return answer("cache clear", format, [], ["nothing was deleted"])
     done = clear(dry_run)
     lines = [one.line() for one in done] or ["nothing to clear"]
-    return answer("cache clear", format, [one.as_json() for one in done], lines)
+    return answer("cache clear", format, [asdict(one) for one in done], lines)

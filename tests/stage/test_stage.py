@@ -145,21 +145,6 @@ def test_trl_names_its_own_class_and_an_abbreviation_counts(judged: Any) -> None
     assert found.stage == "dpo"
 
 
-def test_another_commit_is_judged_by_its_own_fields(write: Write) -> None:
-    needed = sorted(BACKENDS["open_instruct"].STAGES["sft"].names.needed)
-    head = "from dataclasses import dataclass\n@dataclass\nclass "
-    fields = "".join(f"    {name}: str = None\n" for name in needed)
-    finetune = write("oi/open_instruct/finetune.py", f"{head}FlatArguments:\n    brand_new: int = 1\n{fields}")
-    write("oi/open_instruct/dataset_transformation.py", f"{head}TokenizerConfig:\n    a: int = 1\n")
-    text = "stage: sft\nargs:\n  brand_new: 5\n  packing: true\n  model_name_or_path: m\n"
-    locator = Locator(checkout=finetune.parent.parent, allow_unpinned=True)
-    found = stage.judge(load.load(write("a.yaml", text)), locator=locator)
-    assert ("unknown-key", "parser", 4) in brief(found)
-    assert "unpinned-checkout" in {f.code for f in found.findings}
-    # no rule speaks of fields that this commit does not have
-    assert "beaker-without-push" not in {f.code for f in found.findings}
-
-
 @pytest.fixture
 def older(write: Write) -> Any:
     """Judges a file by a commit whose DPO has SFT's names for its data and epochs, and `dpo_beta`."""
@@ -192,6 +177,7 @@ def test_another_commit_is_judged_by_its_own_names(older: Any) -> None:
     assert "no-data" in told(older("stage: sft\nargs:\n  model_name_or_path: m\n"))
     # what only the pin has is said to be there
     found = older("stage: sft\nargs:\n  dataset_name: x\n  packing: true\n  chat_template: a\n")
+    assert "unpinned-checkout" in {f.code for f in found.findings}
     help = {f.key: f.help or "" for f in found.findings if f.code == "unknown-key"}
     assert "it is one at the pin (open_instruct/finetune.py:" in help["args.packing"]
     # nor is a key to be renamed to one that is not there

@@ -1,6 +1,5 @@
 """Arguments that do nothing: what is said of them, for sources made up here and for the pinned one."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import pytest
 from conftest import Write
 from unused_arguments import FINETUNE, HELPER
 
-from launcher.cli.main import main
 from launcher.config import load
 from launcher.errors import Finding
 from launcher.stage import stage
@@ -143,18 +141,6 @@ def test_an_argument_that_must_be_given(root: Path, write: Write) -> None:
     assert codes == ["missing-argument", "missing-argument"]
     # a misspelt one has its own error
     assert [f.code for f in judged(STAGE + "  sparee: 1\n")] == ["unknown-key"]
-
-
-@pytest.mark.parametrize(("more", "code"), [([], 0), (["--strict"], 3)])
-def test_strict_makes_them_errors(
-    root: Path, write: Write, capsys: pytest.CaptureFixture[str], more: list[str], code: int
-) -> None:
-    text = STAGE.replace("args:", "batch: {global: 8, per_device: 8}\nargs:")
-    path = write("c.yaml", text + "  forgotten: 4\n")
-    options = ["--open-instruct", str(root), "--allow-unpinned", "--format", "json"]
-    assert main(["validate-config", str(path), *options, *more]) == code
-    told = json.loads(capsys.readouterr().out)
-    assert "unread-key" in json.dumps(told)
 
 
 UNREAD = {

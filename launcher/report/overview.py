@@ -119,14 +119,8 @@ def ended_state(folder: RunFolder, progress: Progress | None = None, number: int
 
 def _last_told(folder: RunFolder) -> bool:
     """Whether what rank 0's record ends with is of the last attempt, and not of one before."""
-    if folder.attempts() < 2:
-        return True
-    try:
-        with files.open_regular(folder.probe / "rank-0.jsonl") as record:
-            begun = [rundir.parse_line(line) for line in files.lines(record) if b'"start"' in line]
-    except OSError:
-        return False
-    attempts = [one.get("attempt") for one in begun if one.get("event") == "start"]
+    record = files.read_lines(folder.probe / "rank-0.jsonl") if folder.attempts() > 1 else ()
+    attempts = [event.get("attempt") for event in record if event.get("event") == "start"]
     return not attempts or attempts[-1] in (None, folder.attempts())
 
 

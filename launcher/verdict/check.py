@@ -169,8 +169,8 @@ def expected_from_log(found: Evidence) -> dict[str, str | None]:
     packs = "off" if found.packs_nothing else "isolated"
     packing = {"True": packs, "False": "off"}.get(log.arguments.get("packing", ""))
     # TRL shows no arguments, and says these only where they were requested
-    liger = liger or ("engaged" if log.first("liger_asked") else None)
-    packing = packing or ("isolated" if log.first("packing") else None)
+    liger = liger or ("engaged" if log.all("liger_asked") else None)
+    packing = packing or ("isolated" if log.all("packing") else None)
     if log.headless:
         liger, packing = liger or NOT_SHOWN, packing or NOT_SHOWN
     return {"liger": liger, "packing": packing, **DEFAULTS}

@@ -87,9 +87,6 @@ class RankRecord:
     def last(self, name: str) -> Event | None:
         return next((e for e in reversed(self.events) if e.name == name), None)
 
-    def first(self, name: str) -> Event | None:
-        return next((e for e in self.events if e.name == name), None)
-
     def start(self, key: str) -> int | None:
         event = self.last("start")
         value = event.number(key) if event else None

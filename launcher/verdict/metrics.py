@@ -88,7 +88,8 @@ def _ratio(evidence: Evidence, part: str, whole: str) -> float | None:
 def mfu(evidence: Evidence) -> float | None:
     """The share of the GPUs' peak that training needs at its steady speed; of DPO the policy's, of experts None."""
     speed, ranks = tokens_per_second(evidence), evidence.records
-    model = ranks[0].first("model") if ranks else None
+    # of several models that were seen, such as DPO's reference, the first is the one that trains
+    model = next(iter(ranks[0].all("model")), None) if ranks else None
     device = ranks[0].last("device") if ranks else None
     peak = peak_flops(device.text("name") if device else None)
     if speed is None or model is None or peak is None or model.number("experts"):

@@ -342,7 +342,7 @@ def _reference_cache(evidence: Evidence, expected: str | None) -> Observation:
 
 def _first_loss(log: Log | None) -> StepLine | None:
     """The first step of a DPO whose loss must be ln 2, if the policy still is its own reference."""
-    if log is None or not log.steps or log.first("resumed"):
+    if log is None or not log.steps or log.all("resumed"):
         return None
     plain = re.search(r"\bdpo(?:_norm)?\b", log.arguments.get("loss_type", ""))
     added = log.arguments.get("load_balancing_loss") != "False"

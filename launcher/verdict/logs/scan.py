@@ -83,9 +83,6 @@ class Log:
     def all(self, *names: str) -> tuple[Signal, ...]:
         return tuple(s for s in self.signals if s.name in names)
 
-    def first(self, *names: str) -> Signal | None:
-        return next((s for s in self.signals if s.name in names), None)
-
     def last(self, *names: str) -> Signal | None:
         return next((s for s in reversed(self.signals) if s.name in names), None)
 
@@ -94,12 +91,12 @@ class Log:
         """Whether the beginning is not there: of open-instruct its arguments; of HF Trainer its first steps, or the
         bar before them. Of its stdout alone, or what W&B kept of it, nothing that came before training is there."""
         if not any("epoch" in s.extra for s in self.steps[:1]):
-            return not self.blocks and bool(self.steps or self.first("total_steps"))
+            return not self.blocks and bool(self.steps or self.all("total_steps"))
         started = [int(s.fields["total"]) for s in self.all("bar_begun")]
         if self.total_steps in started:
             return False
         prepared = any("%|" in s.text for s in self.all(*_STARTS))
-        if not prepared and self.first("trainer", "trainer_of") is None:
+        if not prepared and not self.all("trainer", "trainer_of"):
             return True
         steps = [s.step for s in self.steps[:2]]
         return self.numbered and (len(steps) == 1 or steps[0] > steps[1] - steps[0])

@@ -103,18 +103,13 @@ def choose(
     stage: str, name: str, output: Path | None, root: Path, *, reserve: bool = False, rank: int = 0
 ) -> tuple[RunFolder, int]:
     """The newest run into this output, else a new one, made with `reserve`; and the next attempt of this `rank`."""
-    for folder in [] if output is None else newest_first(root):
+    # as a manifest holds it
+    wanted = None if output is None else canonical(Path(redact(str(output))))
+    for folder in newest_first(root) if wanted is not None else ():
         record = read_manifest(folder)
-        named = record.text("output")
-        if record.stage == stage and named is not None and _one_folder(named, redact(str(output))):
+        if record.stage == stage and record.output is not None and canonical(record.output) == wanted:
             return folder, folder.node(rank).attempts() + 1
     return RunFolder(new_folder(root, stage, name, reserve=reserve)), 1
-
-
-def _one_folder(one: str, other: str) -> bool:
-    with contextlib.suppress(OSError, ValueError):
-        return one == other or os.path.samefile(one, other)
-    return canonical(Path(one)) == canonical(Path(other))
 
 
 def new_folder(root: Path, kind: str, name: str, *, reserve: bool = True) -> Path:

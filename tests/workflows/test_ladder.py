@@ -163,7 +163,7 @@ def test_flags(
         (("--gpus", "1,3"), 3, "impossible-batch"),
         (("--gpus", "1", "learning_rat=1"), 3, "learning_rat"),
         (("--gpus", "1", "gates.loss_fal=1"), 3, "unknown-gate"),
-        (("--gpus", "1,1"), 2, "twice"),
+        (("--gpus", "1,1"), 2, "different counts"),
         (("--gpus", "0", "--price", "2"), 2, "there are none"),
         (("--gpus", "1", "--price", "-2"), 2, "more than 0"),
         (("--gpus", "1", "--row-tokens", "x"), 2, "MEAN:MAX"),

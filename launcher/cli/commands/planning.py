@@ -139,9 +139,10 @@ def ladder(
 
     Ends with go or no-go, and what the full run takes.
     """
+    from launcher.lifecycle import forecast
     from launcher.workflows.ladder import ladder
 
-    counts = ladder.counts(gpus)
+    counts = forecast.counts(gpus)
     terms = ladder.terms(counts, price=shared.price, rows=shared.rows, row_tokens=shared.row_tokens)
     quiet = shared.format == "json"
     here = not (shared.dry_run or shared.slurm)

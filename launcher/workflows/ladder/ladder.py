@@ -156,14 +156,6 @@ def _short_label(gpus: int) -> str:
     return f"{gpus}gpu" if gpus else "cpu"
 
 
-def counts(text: str) -> list[int]:
-    """`--gpus 1,2,8` as numbers. Raises UsageError for what is none, or stands there twice."""
-    numbers = forecast.counts(text)
-    if len(set(numbers)) < len(numbers):
-        raise usage("bad-gpus", f"--gpus {text}: a rung stands there twice", "--gpus 1,2,8")
-    return numbers
-
-
 def terms(gpus: Sequence[int], *, price: float | None, rows: int | None, row_tokens: str | None) -> ForecastOptions:
     if price is not None and not 0 < price < math.inf:
         raise usage("bad-price", f"--price is more than 0, not {price:g}")

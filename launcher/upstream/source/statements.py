@@ -18,7 +18,6 @@ from launcher.upstream.source.values import (
     ANY,
     DEFAULT,
     FUNCTIONS,
-    INLINE,
     NOTHING,
     UNKNOWN,
     Args,
@@ -901,22 +900,17 @@ class Walk(Lookup):
         return merged(*results)
 
     def _comprehension(self, node: _Comprehension, frame: Frame, guards: Guards) -> Values:
-        inner = Frame(frame.module, INLINE, outer=frame, owner=frame.owner, bound=frame.bound)
         for number, generator in enumerate(node.generators):
-            values = self.value(generator.iter, inner, guards)
+            values = self.value(generator.iter, frame, guards)
             if number == 0:
                 guards |= UNSURE
-            for name, part in _named_parts(generator.target, entries(values)):
-                inner.env[name] = part
+            self._store(generator.target, entries(values), frame, guards)
             for test in generator.ifs:
-                self.value(test, inner, guards)
-                guards |= self._taken(test, inner)[0]
+                self.value(test, frame, guards)
+                guards |= self._taken(test, frame)[0]
         if isinstance(node, ast.DictComp):
-            self.value(node.key, inner, guards)
-            values = self.value(node.value, inner, guards)
-        else:
-            values = self.value(node.elt, inner, guards)
-        values = objects(values)
+            self.value(node.key, frame, guards)
+        values = objects(self.value(node.value if isinstance(node, ast.DictComp) else node.elt, frame, guards))
         return listed(values) if values else NOTHING
 
     def part(self, owners: Values, name: str, node: ast.AST, frame: Frame, guards: Guards) -> Values:
@@ -1019,14 +1013,12 @@ class Walk(Lookup):
                 self.put_into(owner, values, frame)
 
     def _store_name(self, name: str, values: Values, frame: Frame) -> None:
-        home = frame.home()
-        if (home.top or name in home.shape.globals) and self.carries(values):
+        if (frame.top or name in frame.shape.globals) and self.carries(values):
             self.globals.setdefault((frame.module.name, name), set()).update(objects(values))
-        if name in home.shape.assigned or home is not frame:
-            before = home.env.get(name)
-            home.env[name] = without_texts(values if before is None else merged(before, values))
-        else:
-            home.env[name] = values
+        if name in frame.shape.assigned:
+            before = frame.env.get(name)
+            values = without_texts(values if before is None else merged(before, values))
+        frame.env[name] = values
 
     def put(self, value: Value, name: str, values: Values) -> None:
         match value:
@@ -1040,7 +1032,7 @@ class Walk(Lookup):
             return
         entry = listed(objects(values))
         if isinstance(owner, ast.Name):
-            frame.home().env[owner.id] = (frame.find(owner.id) or NOTHING) | entry
+            frame.env[owner.id] = (frame.find(owner.id) or NOTHING) | entry
         elif isinstance(owner, ast.Attribute):
             for value in self.value(owner.value, frame, ANYHOW):
                 self.put(value, owner.attr, entry)
@@ -1103,15 +1095,6 @@ def _unpacked(values: Values, targets: Sequence[ast.expr]) -> list[Values]:
 
 def _mapping(pairs: Mapping[str, Values]) -> Values:
     return frozenset({Several(tuple(pairs.values()), exact=False, keys=tuple(pairs))})
-
-
-def _named_parts(target: ast.expr, values: Values) -> Iterator[tuple[str, Values]]:
-    match target:
-        case ast.Name(id=name):
-            yield name, values
-        case ast.Tuple(elts=targets) | ast.List(elts=targets):
-            for one, part in zip(targets, _unpacked(values, targets), strict=True):
-                yield from _named_parts(one, part)
 
 
 def own_attributes(node: ast.AST) -> set[str]:

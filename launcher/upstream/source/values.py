@@ -141,10 +141,6 @@ class Frame:
         """What a local name may hold, here or in a function around; None for any other name."""
         return next((frame.env[name] for frame in self.chain() if name in frame.env), None)
 
-    def home(self) -> Frame:
-        """The frame in which an assignment here takes effect: a comprehension has no names of its own."""
-        return next(frame for frame in self.chain() if frame.outer is None or not frame.shape.inline)
-
     def chain(self) -> Iterator[Frame]:
         frame: Frame | None = self
         while frame is not None:
@@ -175,10 +171,6 @@ class FunctionFacts:
     mentioned: frozenset[str] = frozenset()  # these, and attributes
     generator: bool = False  # a generator runs only as far as somebody asks
     single: bool = False  # one `return`, its last statement
-    inline: bool = False  # a comprehension: no scope of its own for assignments by `:=`
-
-
-INLINE = FunctionFacts(inline=True)
 
 
 def shape_of(body: Sequence[ast.stmt], parameters: Iterable[str] = ()) -> FunctionFacts:

@@ -91,14 +91,6 @@ def test_the_table_agrees_with_the_snapshot(backend: str, stage: str) -> None:
         assert {key for key, event in newest.items() if not event.gone} == fields
 
 
-def test_at_an_older_commit_nothing_is_known_of_later_ones(checkout: Path) -> None:
-    repository = Repository(checkout)
-    if repository.commit("9e8e2187c~1") is None:
-        pytest.skip("the checkout has no history")
-    assert history.of("use_flash_attn", SFT, repository, head="9e8e2187c~1")[0].what == "added"
-    assert history.of("use_flash_attn", SFT, repository, head="9e8e2187c")[0].what == "removed"
-
-
 def test_at_the_commit_of_the_table_no_process_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(*arguments: object, **options: object) -> None:
         raise AssertionError("a process was started")
@@ -113,11 +105,8 @@ def test_at_the_commit_of_the_table_no_process_is_started(monkeypatch: pytest.Mo
     ("key", "stage", "said"),
     [
         ("max_seq_length", "sft", "renamed to `max_length` by #3704 (e102ac8df, trl 0.20.0, "),
-        ("use_liger", "sft", "renamed to `use_liger_kernel` by #3364 (a8cfca6d0, trl 0.18.0, "),
         ("num_of_sequences", "sft", "removed by #3364 (a8cfca6d0, trl 0.18.0, 2025-04-26); see "),
-        ("max_prompt_length", "dpo", "removed by #3906 (e3b7897c8, trl 0.29.0, 2026-02-19)"),
         ("evaluation_strategy", "dpo", "renamed to `eval_strategy` in transformers 4.51"),
-        ("no_cuda", "sft", "renamed to `use_cpu` in transformers 5.0"),
         ("per_gpu_train_batch_size", "sft", "removed in transformers 5.0; see `per_device_"),
         ("warmup_ratio", "sft", "renamed to `warmup_steps` in transformers 5.15"),
     ],
@@ -165,15 +154,6 @@ def test_the_oldest_commit_of_a_shallow_clone_added_nothing(repo: Checkout, tmp_
     assert shallow.last("b") == "added@2"
     assert shallow.of("a") == history.of("a", SFT), "when it came is not seen"
     assert history.sentence(shallow.of("run_name")[0]).startswith("removed by #747")
-
-
-def test_a_pull_request_that_was_merged(repo: Checkout) -> None:
-    repo.commit("0", {SFT: arguments("a: int = 1", "b: int = 1")})
-    repo.git("switch", "-qc", "feature")
-    repo.commit("drop it", {SFT: arguments("a: int = 1")})
-    repo.git("switch", "-q", "main")
-    repo.git("merge", "-q", "--no-ff", "feature", "-m", "Merge pull request #12 from me/feature")
-    assert repo.of("b")[0].pull == 12
 
 
 def test_no_git_no_repository_no_commits(repo: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,9 +182,6 @@ args, other, rest = HfArgumentParser((Options, More)).parse_args_into_dataclasse
 main(args)
 """,
     "one object": "args = ArgumentParserPlus((Options,)).parse()\nmain(args)",
-    "a list of classes": ("args, = HfArgumentParser([Options]).parse_args_into_dataclasses()\nmain(args)"),
-    "a class alone": "args, = HfArgumentParser(Options).parse_args_into_dataclasses()\nmain(args)",
-    "an index": "args = HfArgumentParser((Options,)).parse_args_into_dataclasses()[0]\nmain(args)",
     "a named parser": (
         "parser = HfArgumentParser((Options,))\nargs, = parser.parse_args_into_dataclasses()\nmain(args)"
     ),

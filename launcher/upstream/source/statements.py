@@ -70,7 +70,6 @@ _COPIES = {"copy", "deepcopy", "replace", "cast"}
 _AS_MAPPING = {"vars", "asdict"}
 _MAX_GUARDS = 16  # one function under more sets of conditions than this is walked without any
 _MAX_DEPTH = 60
-_MAX_RECURSION = 2
 _TABLES = ast.Dict | ast.List | ast.Tuple | ast.Name | ast.Attribute
 _DEFINES = FUNCTIONS | ast.ClassDef | ast.Import | ast.ImportFrom
 _LITERALS = ast.List | ast.ListComp | ast.Set | ast.SetComp | ast.Dict | ast.DictComp | ast.Tuple
@@ -118,7 +117,7 @@ class Walk(Lookup):
     _returns: dict[object, set[Value]] = field(default_factory=dict)
     _frames: dict[object, Frame] = field(default_factory=dict)
     _silent: bool = False
-    _active: dict[ast.AST, int] = field(default_factory=dict)
+    _active: set[ast.AST] = field(default_factory=set)
     _depth: int = 0
 
     def learnt(self) -> int:
@@ -251,9 +250,12 @@ class Walk(Lookup):
     def _possible_names(self, name: ast.expr, frame: Frame) -> set[str]:
         """The arguments that a computed name may be: those that its function spells out."""
         around = next((one.node for one in frame.chain() if one.node is not None), name)
-        return {
-            node.value for node in ast.walk(around) if isinstance(node, ast.Constant) and node.value in self.fields
-        }
+        texts = [node.value for node in ast.walk(around) if isinstance(node, ast.Constant)]
+        for node in ast.walk(around):
+            if isinstance(node, ast.Name) and frame.find(node.id) is None:
+                several = self.sources.evaluate(frame.module, node)
+                texts += several if isinstance(several, list) else []
+        return {text for text in texts if isinstance(text, str) and text in self.fields}
 
     def start(self) -> None:
         """Walk once, from parsing to the end."""
@@ -510,9 +512,7 @@ class Walk(Lookup):
                 return self._getattr(node, frame, guards)
             case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[_, _, *_]):
                 return self._setattr(node, frame, guards)
-            case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in _PARSES:
-                if last(owner) in {"version", "json", "datetime", "urlparse"}:
-                    return None
+            case ast.Call(func=ast.Attribute(attr=name)) if name in _PARSES:
                 self.children(node, frame, guards)
                 parsed = tuple(frozenset[Value]({Args(i)}) for i in range(len(self.classes)))
                 # a single one comes by itself
@@ -636,7 +636,7 @@ class Walk(Lookup):
         if not sees and not any(map(self.carries, env.values())):
             self._looked_through(module, target)
             return set()
-        if self._active.get(node, 0) >= _MAX_RECURSION:
+        if node in self._active:
             env = {name: without_texts(values) for name, values in env.items()}
         visible: frozenset[tuple[str, Values]] = frozenset()
         if target.scope is not None:
@@ -680,15 +680,17 @@ class Walk(Lookup):
         for name in frame.shape.assigned & frame.env.keys():
             frame.env[name] = without_texts(frame.env[name])
         self._depth += 1
-        self._active[node] = self._active.get(node, 0) + 1
+        again = node in self._active
+        self._active.add(node)
         with self._silently(False):
             if isinstance(node, ast.Lambda):
                 frame.returned |= self.symbolic(node.body, frame, guards)
             else:
                 self._block(node.body, frame, guards)
-        if self._active[node] > 1:
+        if again:
             frame.env = around
-        self._active[node] -= 1
+        else:
+            self._active.remove(node)
         self._depth -= 1
 
     def _parameters(self, target: Function, given: Given, module: Module) -> dict[str, Values]:

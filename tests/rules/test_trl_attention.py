@@ -71,6 +71,25 @@ def test_the_first_that_can_be_had() -> None:
         assert choice.name == chosen and why in choice.why and bool(why) is bool(choice.why)
 
 
+SIXTEEN_BITS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"bf16": False, "dtype": "float32"}, None, "sdpa"),
+    ({"bf16": False, "dtype": "float32"}, "bf16", "flash_attention_2"),
+    ({"bf16": False, "model_init_kwargs": {"dtype": "float32"}}, None, "sdpa"),
+    ({"dtype": "float32"}, None, "flash_attention_2"),
+    ({"bf16": False, "dtype": "float32", "load_in_4bit": True}, None, "flash_attention_2"),
+]
+
+
+def test_flash_attention_needs_16_bits() -> None:
+    for args, mixed, chosen in SIXTEEN_BITS:
+        context = Context(values=values_of("trl-sft", args), gpus=8, packages=FLASH, mixed_precision=mixed)
+        assert trl_attention.choose(("flash_attention_2", "sdpa"), context).name == chosen
+    args = {"attn_implementation": "flash_attention_2", "bf16": False}
+    assert told("trl-sft", args) == [("flash-in-float32", "error", "attn_implementation")]
+    assert told("trl-sft", {**args, "dtype": "bfloat16"}) == []
+    assert told("trl-sft", args, mixed_precision="bf16") == []
+
+
 def test_attention_that_is_not_installed() -> None:
     for name, packages, missing in PACKAGES:
         args = {"attn_implementation": name}

@@ -8,6 +8,8 @@ from launcher.errors import Finding, brief
 from launcher.rules.context import Context, StageRule
 from launcher.rules.rule import say
 from launcher.rules.trl import resolved
+from launcher.rules.trl.resolved import inline
+from launcher.upstream.schema import Values
 
 # transformers/modeling_utils.py:5076, beside eager
 NAMES = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
@@ -52,10 +54,21 @@ def lacking(name: str, context: Context) -> str | None:
     package = PACKAGES.get(name, "kernels")
     if context.lacks(package):
         return f"the trainer's Python has no {package}"
+    if name in PACKAGES and full_precision(context.values, context.mixed_precision):
+        return "it takes 16 bits only, and the model is float32 with neither `bf16` nor `fp16`"
     version = (context.packages or {}).get(package) or ""
     if name == "flash_attention_2" and version and _release(version) < _OLDEST:
         return f"flash-attn {version} is older than {'.'.join(map(str, _OLDEST))}"
     return None
+
+
+def full_precision(values: Values, mixed_precision: str | None) -> bool:
+    """Whether attention gets float32 (transformers/integrations/flash_attention.py:22)."""
+    kwargs = inline(values["model_init_kwargs"]) or {}
+    plain = kwargs.get("dtype", values["dtype"]) == "float32"
+    quantised = values["load_in_4bit"] or values["load_in_8bit"]
+    mixed = resolved.precision(values) is not None or mixed_precision not in (None, "no")
+    return bool(plain and not mixed and not quantised)
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -82,6 +95,16 @@ def missing(context: Context) -> Iterator[Finding]:
         severity = "error" if context.gpus == 0 else context.at_start
         message = f"`attn_implementation: {name}` cannot be had: {why}"
         yield say(severity, "attention-missing", key, message, "leave it out: sdpa is the default")
+
+
+def flash_in_full_precision(context: Context) -> Iterator[Finding]:
+    """transformers/integrations/flash_attention.py:22: float32 goes to kernels that refuse it at the first step."""
+    name, key = resolved.attention(context.values)
+    # `mixed_precision:` may ask for another one; it is seen before the GPUs are known
+    if context.gpus is None and name in PACKAGES and full_precision(context.values, context.mixed_precision):
+        message = f"`attn_implementation: {name}` takes 16 bits, and the model is float32 without `bf16` or `fp16`"
+        help = "write `bf16: true`, or `dtype: bfloat16`"
+        yield say("error", "flash-in-float32", key, message, help)
 
 
 def packing(context: Context) -> Iterator[Finding]:
@@ -111,6 +134,6 @@ def packing(context: Context) -> Iterator[Finding]:
         yield say("warning", "packing-without-flash", key, message, help)
 
 
-_SHARED: tuple[StageRule, ...] = (unknown, missing)
+_SHARED: tuple[StageRule, ...] = (unknown, missing, flash_in_full_precision)
 
 RULES: Mapping[str, tuple[StageRule, ...]] = {"sft": (*_SHARED, packing), "dpo": _SHARED}

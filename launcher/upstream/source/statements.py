@@ -374,6 +374,7 @@ class Walk(Lookup):
         rounds = ANYHOW if trains else UNSURE
         # what one round does to names and arguments, the next one meets
         for _ in range(2):
+            known, before = guards, dict(frame.env)
             inner = guards | rounds
             if isinstance(node, ast.While):
                 self.value(node.test, frame, guards)
@@ -382,6 +383,8 @@ class Walk(Lookup):
                 self._store(node.target, entries(self.value(node.iter, frame, guards)), frame, guards)
             self._block(node.body, frame, inner)
             guards = self._still(guards)
+            if guards == known and frame.env == before:
+                break
         self._block(node.orelse, frame, guards | UNSURE)
         return guards | self._leaves(node)
 

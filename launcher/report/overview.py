@@ -68,7 +68,10 @@ def row(folder: RunFolder) -> dict[str, Any]:
     # the file of an attempt that goes on is that of the one before; so is it where nobody lived to judge the last one
     if judged and not folder.concluded(number).exists() and rundir.judged(folder, number - 1):
         judged = Record()
-    rate = judged.value("metrics", "tokens_per_second")
+    # a verdict counts every rank; the end of rank 0's record is all that is read of a run that goes on
+    steps, step = judged.number("steps"), progress.step
+    loss, rate = judged.value("metrics", "last_loss"), judged.value("metrics", "tokens_per_second")
+    loss = loss if isinstance(loss, int | float) else progress.loss
     rate = rate if isinstance(rate, int | float) else progress.tokens_per_second
     return {
         "run": folder.path.name,
@@ -77,9 +80,9 @@ def row(folder: RunFolder) -> dict[str, Any]:
         "state": now,
         "verdict": judged.get("status"),
         "outcome": summary.outcome(judged) if judged else None,
-        "step": progress.step,
+        "step": step if steps is None else max(step, int(steps)),
         "steps": progress.total,
-        "loss": None if progress.loss is None else round(progress.loss, 4),
+        "loss": None if loss is None else round(loss, 4),
         "tokens/s": None if rate is None else round(rate),
         "gpus": manifest.gpus,
         "output": manifest.get("output"),
@@ -143,7 +146,7 @@ def last_steps(folder: RunFolder, progress: Progress, *, last_only: bool = False
         with files.open_regular(folder.probe / "rank-0.jsonl") as record:
             size = os.fstat(record.fileno()).st_size
             # what follows the last step is short, but for the phases of a GPU's memory and the files of a model
-            for window in (2**11, 2**16):
+            for window in (2**11, 2**16, 2**22):
                 record.seek(max(0, size - window))
                 if _STEP in (block := record.read()):
                     break

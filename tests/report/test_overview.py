@@ -44,7 +44,7 @@ def live(folder: RunFolder, attempt: int = 1) -> None:
 def test_a_row(folder: RunFolder) -> None:
     manifest(folder)
     # on a GPU much is recorded after the last step
-    after = [{"event": "memory", "phase": f"after saving {number}" * 9} for number in range(20)]
+    after = [{"event": "memory", "phase": f"after saving {number}" * 900} for number in range(20)]
     record(folder, {"event": "start", "world": 2}, step(1), step(2), step(3), *after)
     files.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
     files.write_json(folder.verdict, {"status": "pass", "metrics": {"tokens_per_second": 2266.4}})
@@ -56,9 +56,10 @@ def test_a_row(folder: RunFolder) -> None:
         "gpus": 2, "output": "/models/demo", "checkpoint": None, "wandb": None,
     }  # fmt: skip
     assert set(overview.COLUMNS) <= {*row, "age"}
-    # of one that is over the speed is its verdict's
-    files.write_json(folder.verdict, {"metrics": {"tokens_per_second": None}})
-    assert overview.row(folder)["tokens/s"] is None
+    # of one that is over the figures are its verdict's, of every rank
+    files.write_json(folder.verdict, {"steps": 4, "metrics": {"tokens_per_second": None, "last_loss": 1.5}})
+    row = overview.row(folder)
+    assert (row["step"], row["loss"], row["tokens/s"]) == (4, 1.5, None)
     # a further attempt goes on: the verdict is still that of the one before
     folder.console(2).touch()
     live(folder, attempt=2)

@@ -151,7 +151,7 @@ def find(
         raise _unknown("no model is named", "set `model_name_or_path`")
     config, source = model_config.read(name, environ, revision), f"config.json of {name}"
     if not config and (path := model_config.where(name, environ, revision)) is not None:
-        message = f"{path} is no config of a model: it holds no mapping of keys"
+        message = f"{path} is not a model config: it is not a mapping"
         raise _unknown(message, "download it again, or name another model")
     if not config:
         config, source = table().get(name.lower(), {}), f"launcher/artifacts/shapes.json, {name}"
@@ -179,9 +179,9 @@ def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config
     kv_heads = reader.whole("num_key_value_heads", heads)
     head_count = f"`num_attention_heads: {heads}`"
     if layout.divided and hidden % heads:
-        raise reader.fault(f"`hidden_size: {hidden}` is no multiple of {head_count}")
+        raise reader.fault(f"`hidden_size: {hidden}` is not a multiple of {head_count}")
     if heads % kv_heads:
-        raise reader.fault(f"{head_count} is no multiple of `num_key_value_heads: {kv_heads}`")
+        raise reader.fault(f"{head_count} is not a multiple of `num_key_value_heads: {kv_heads}`")
     head_dim = reader.whole("head_dim", hidden // heads)
     inner, layers = reader.whole("intermediate_size"), reader.whole("num_hidden_layers")
     vocab, tied = reader.whole("vocab_size"), reader.flag("tie_word_embeddings")

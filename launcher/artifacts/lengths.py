@@ -243,7 +243,7 @@ def of_dataset(folder: Path, *, pairs: bool = False) -> Lengths:
                             if value["values"] is not None:
                                 counts[int(value["values"])] += int(value["counts"])
         except (OSError, arrow.ArrowException) as error:
-            message = f"{path} is no readable arrow file: {brief(error)}"
+            message = f"{path} is not a readable arrow file: {brief(error)}"
             raise _unread(message, "delete it, or give --row-tokens") from None
     if not counts:
         raise _unread(f"{folder} holds no rows")
@@ -257,7 +257,7 @@ def _arrow_files(folder: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, TypeError):
         paths = sorted(folder.glob("*.arrow"))
     if not paths:
-        message = f"{folder} is no tokenised dataset: it has no .arrow files"
+        message = f"{folder} is not a tokenised dataset: it has no .arrow files"
         raise _unread(message, "run `launch prepare` first, or give --row-tokens MEAN:MAX")
     return paths
 

@@ -59,7 +59,7 @@ def columns(path: Path) -> tuple[dict[str, Any], frozenset[str]] | None:
 def files_of_split(name: str | None, split: str) -> list[Path]:
     """The files of a local folder that are a split, by their names, as datasets/data_files.py:43 finds them.
 
-    None of them where it is no folder, describes itself, or holds too much to tell.
+    None of them where it is not a folder, describes itself, or holds too much to tell.
     """
     folder = Path(name or "/nonexistent")
     try:
@@ -132,7 +132,7 @@ def fault(path: Path) -> str | None:
     try:
         row = json.loads(line)
     except ValueError:
-        return f"line {number} is no JSON: one object a line is read"
+        return f"line {number} is not JSON: one object a line is read"
     except RecursionError:
         return None
-    return None if isinstance(row, dict) else f"line {number} is no JSON object"
+    return None if isinstance(row, dict) else f"line {number} is not a JSON object"

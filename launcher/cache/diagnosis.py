@@ -185,7 +185,7 @@ def _change(before: Any, now: Any) -> str:
     listed = [one for one in (before, now) if isinstance(one, Mapping) and "digest" in one]
     if not listed:
         was, is_ = (brief(one if isinstance(one, str) else json.dumps(one, default=str)) for one in (before, now))
-        return f"was {was}, is {is_}"
+        return f"{was} -> {is_}"
     size = " -> ".join(dict.fromkeys(f"{file['size']:,} bytes" for file in listed))
     if before is None or now is None:
         return f"{'is new' if before is None else 'is gone'} ({size})"

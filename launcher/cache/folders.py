@@ -298,7 +298,7 @@ def age(text: str) -> float:
     """Seconds of `30d`, `12h`, `90m`, `2w`; raises UsageError for anything else."""
     match = _AGE.match(text.strip())
     if match is None:
-        raise usage("bad-age", f"`{text}` is no age", "a number and a unit: 30d, 12h, 90m, 2w")
+        raise usage("bad-age", f"`{text}` is not an age", "a number and a unit: 30d, 12h, 90m, 2w")
     return float(match[1]) * _SECONDS[match[2]]
 
 

@@ -57,7 +57,7 @@ def _run_guarded(arguments: list[str]) -> int:
         if full:
             where = error.filename or "what the answer is written to"
             message = f"{where} cannot be written: {error.strerror}"
-            help = "free space; a run that has begun goes on: launch runs"
+            help = "free space; a run that has begun continues: launch runs"
             # what is full may be what the answer goes to
             with contextlib.suppress(OSError):
                 _report(not_ready("disk-full", message, help), arguments)

@@ -186,7 +186,7 @@ class Shared:
         from launcher.lifecycle import on_finish
 
         if self.on_finish_limit is not None and self.on_finish is None:
-            raise usage("useless-option", "--on-finish-limit says nothing without --on-finish")
+            raise usage("useless-option", "--on-finish-limit has no effect without --on-finish")
         words, seconds = on_finish.parsed(self.on_finish), on_finish.limit(self.on_finish_limit)
         return {"on_finish": words, "on_finish_s": seconds, "allow_unproven": self.allow_unproven}
 
@@ -198,7 +198,7 @@ class Shared:
         if names and self.slurm:
             flags = [f"--{name.replace('_', '-')}" for name in names]
             raise UsageError(
-                launch_finding("error", "useless-option", f"{flag} says nothing with --slurm") for flag in flags
+                launch_finding("error", "useless-option", f"{flag} has no effect with --slurm") for flag in flags
             )
 
     def hand_over(self, command: str, name: str, *, gpus: int, options: Options) -> Exit:
@@ -301,7 +301,7 @@ def files_of(path: Path) -> list[Path]:
 def not_begun(folder: RunFolder) -> UsageError:
     name = folder.path.name
     help = f"launch exec {name} starts it, where no Slurm job will"
-    return usage("not-begun", f"{name} has not begun: there is nothing of it yet", help)
+    return usage("not-begun", f"{name} was never started", help)
 
 
 def answer(

@@ -24,7 +24,7 @@ from launcher.paths import canonical
 SUFFIXES = frozenset({".yaml", ".yml"})
 MAX_BYTES = 4 * 2**20
 _FORM = "a stage file is `stage: sft` or `stage: dpo` and `args:` with names below; a pipeline is `stages:`"
-_MISSPELT = "what is wrong may stand a line earlier: a `: `, quote or bracket that is missing"
+_MISSPELT = "the mistake may be a line earlier: a missing `: `, quote or bracket"
 
 MAX_DEPTH = 64
 MAX_NODES = 100_000
@@ -205,7 +205,7 @@ class Builder:
         line = _line(event)
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self._anchors:
-                help = f"`&{event.anchor}` has to stand before it; a text that begins with `*` is quoted"
+                help = f"`&{event.anchor}` must come before it; quote a text that begins with `*`"
                 self._stop("broken-yaml", f"undefined alias `*{event.anchor}`", line, help)
             return self._copied(self._anchors[event.anchor], depth, line)
         value: Any
@@ -269,7 +269,7 @@ class Builder:
             self._add("bad-key", f"{shown} cannot be a key: keys are plain names", line)
             return None
         if name in lines and name != "<<":
-            message = f"`{name}` stands here and in line {lines[name]}"
+            message = f"`{name}` is also in line {lines[name]}"
             self._add("duplicate-key", message, line, join(path, name), "delete one of them")
         lines.setdefault(name, line)
         self.origins[join(path, name)] = Origin(self.file, line)
@@ -287,7 +287,7 @@ class Builder:
         if tag and tag != "!" and not tag.startswith(_TAG):
             self._stop("unknown-tag", f"the YAML tag `{tag}` is not supported", line)
         if (character := UNUSABLE.search(event.value)) is not None:
-            self._stop("bad-character", f"the character U+{ord(character[0]):04X} cannot stand in a value", line)
+            self._stop("bad-character", f"the character U+{ord(character[0]):04X} is not allowed in a value", line)
         kind = tag.removeprefix(_TAG) if tag else None
         if kind in {"str", "!"} or (kind is None and not event.implicit[0]):
             return event.value

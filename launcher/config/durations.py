@@ -15,5 +15,5 @@ def seconds(text: str) -> float:
         total = sum(float(n or 0) * u for n, u in zip(found.groups(), (3600, 60, 1), strict=True))
     # timers take no more than the platform's
     if not 0 < total <= _LONGEST_S:
-        raise usage("bad-time", f"`{brief(text)}` is no time", "such as 90s, 10m or 1h30m")
+        raise usage("bad-time", f"`{brief(text)}` is not a duration", "such as 90s, 10m or 1h30m")
     return total

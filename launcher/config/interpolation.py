@@ -54,7 +54,7 @@ def interpolate(
         try:
             _at(resolved, steps[:-1])[steps[-1]] = _plain(_at(container, steps))
         except Exception as error:
-            # of one that goes in a circle omegaconf raises whatever comes first
+            # of one that is circular omegaconf raises whatever comes first
             faults.append(_unresolved(path, origins, steps, error, read))
         if any(redaction.holds_secret(name, os.environ[name]) for name in read):
             secrets[reduce(join, steps, "")] = text
@@ -76,7 +76,7 @@ def _unresolved(
 ) -> Finding:
     key = reduce(join, steps, "")
     circle = isinstance(error, RecursionError) or not str(error)
-    reason = "it goes in a circle" if circle else str(error).splitlines()[0]
+    reason = "it is circular" if circle else str(error).splitlines()[0]
     if read:
         # the error would quote what the variables hold
         reason = f"not with the value of {', '.join(sorted(read))}"

@@ -166,10 +166,10 @@ _BATCH = (
     Key("per_device", "number", "rows per device and forward pass"),
 )
 _PROBE = (
-    Key("within", "number", "optimizer steps until what is expected must be proved", "3"),
+    Key("within", "number", "optimizer steps after which every expectation must be proved", "3"),
     Key("isolation", "switch", "test whether packed samples see each other", "on"),
-    Key("hang_factor", "number", "times the median step without anything moving that make a hang", "20"),
-    Key("hang_seconds", "number", "seconds without anything moving that a hang takes at least", "300"),
+    Key("hang_factor", "number", "a hang is this many median steps without progress", "20"),
+    Key("hang_seconds", "number", "and at least this many seconds without progress", "300"),
 )
 TABLE = (
     Key("stage", "word", "the training stage", "none, it must be given", words=STAGES),
@@ -179,7 +179,7 @@ TABLE = (
     Key(
         "attention",
         "list",
-        "TRL: attention implementations in the order of preference; the first that can be had is used, and proved",
+        "TRL: attention implementations in the order of preference; the first that is available is used, and proved",
         "what the trainer chooses",
         "one implementation or a list in the order of preference, a kernel's repository too; TRL only",
         _ATTENTION,
@@ -196,13 +196,13 @@ TABLE = (
     Key(
         "expect",
         "mapping",
-        "what the verdict holds the run to; `any` switches a point off",
+        "what the verdict expects of the run; `any` switches a point off",
         "loss finite, memory ok, finish completed, and what the arguments ask for (Liger, packing)",
         "a mapping of points of the verdict to states",
         parts=tuple(Key(point, "word", words=states) for point, states in EXPECT.items()),
     ),
-    Key("on_violation", "word", "what the run does when it is not what `expect` says", "stop", words=("stop", "warn")),
-    Key("on_hang", "word", "what the run does when nothing moves any more", "report", words=("report", "stop")),
+    Key("on_violation", "word", "what the run does when it violates `expect`", "stop", words=("stop", "warn")),
+    Key("on_hang", "word", "what the run does when it hangs", "report", words=("report", "stop")),
     Key(
         "probe",
         "mapping",

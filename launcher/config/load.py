@@ -36,7 +36,7 @@ class Config:
 
     `args` go to upstream under exactly these names. `options` are launch's own top-level keys.
     `origins` maps dotted keys (`args.learning_rate`, `args.mixer_list[1]`) to places. `faults` are
-    keys that stand twice or cannot be keys; the last value of a key that stands twice is held. `secrets`
+    keys that stand twice or cannot be keys; the last value of a key that is given twice is held. `secrets`
     are the texts, by dotted key, of values that took a secret from the environment.
     """
 
@@ -112,7 +112,7 @@ def _with_parents(
     chain = (*children, path)
     if canonical(target) in {canonical(known) for known in chain}:
         loop = " -> ".join(str(known) for known in (*chain, target))
-        raise refused(path, "extends-cycle", f"`extends` goes in a circle: {loop}", line)
+        raise refused(path, "extends-cycle", f"`extends` is circular: {loop}", line)
     if not exists(target):
         message = f"`extends: {brief(parent)}`: there is no {brief(target, 200)}"
         raise refused(path, "missing-parent", message, line, "`extends` is relative to the file that holds it")
@@ -272,7 +272,7 @@ def _set(tree: dict[str, Any], origins: dict[str, Origin], key: str, value: Any,
 
 def _place(node: Any, step: str | int, path: str) -> str | int:
     """The key or index that a step means in this value. Raises _NoPlace."""
-    reason = "holds nothing that has parts"
+    reason = "is not a mapping or a list"
     if isinstance(node, dict):
         if isinstance(step, str):
             return step

@@ -151,7 +151,7 @@ class _PipelineReader:
         source = self._source(f"{where}.from", entry, before)
         kind = entry.get("stage")
         if kind not in (None, *STAGES):
-            self._bad(f"{where}.stage", f"`{brief(kind)}` is no stage", " or ".join(STAGES))
+            self._bad(f"{where}.stage", f"`{brief(kind)}` is not a stage", " or ".join(STAGES))
         own = self._gpus(f"{where}.gpus", entry.get("gpus"))
         given = self._given(f"{where}.with", entry.get("with"))
         if config is None or name is None:
@@ -177,7 +177,7 @@ class _PipelineReader:
             return None
         name = str(config.stem if given is None and config is not None else given)
         if not _NAME.match(name) or name in ("none", "null"):
-            help = "letters, digits, `_` and `-`; it is said with --from and --until"
+            help = "letters, digits, `_` and `-`; --from and --until take it"
             self._bad(where, f"`{brief(name)}` cannot be a stage's name", help)
             return None
         if name in before:
@@ -194,7 +194,7 @@ class _PipelineReader:
             return None
         if str(given) not in before:
             help = f"one of {', '.join(before)}, or none" if before else "leave it out: this is the first"
-            self._bad(where, f"`from: {brief(given)}` is no earlier stage", help)
+            self._bad(where, f"`from: {brief(given)}` is not an earlier stage", help)
         return str(given)
 
     def _given(self, where: str, given: Any) -> dict[str, Any]:
@@ -216,7 +216,7 @@ class _PipelineReader:
     def _unknown(self, where: str, given: Mapping[str, Any], names: Sequence[str]) -> None:
         what = "a stage in a pipeline (`with:` holds changes of its file)" if where else "a pipeline file"
         for key in (key for key in given if key not in names):
-            message, help = f"`{brief(key)}` is no key of {what}", keys.nearest(str(key), names)
+            message, help = f"`{brief(key)}` is not a key of {what}", keys.nearest(str(key), names)
             self._bad(f"{where}.{key}".removeprefix("."), message, help)
 
     def _at(self, key: str) -> Origin:

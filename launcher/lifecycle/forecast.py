@@ -221,7 +221,9 @@ class Estimate:
             return "this fits: " + "; or ".join(f"{way} ({peak:.1f} GiB)" for way, peak in ways[:3])
         large = max(KINDS, key=memory.of) in ("logits", "activations")
         shorter = ", shorter rows" if large else ""
-        return f"nothing that can be turned fits: a card with more memory{shorter}, or a smaller model"
+        return (
+            f"no setting that launch could change makes it fit: a card with more memory{shorter}, or a smaller model"
+        )
 
     def _waste_findings(self) -> Iterator[Finding]:
         """More than half of what a packed step computes is empty; which batch would fill it."""
@@ -237,7 +239,7 @@ class Estimate:
             help = f"write `per_device: {more}`: a step takes the same time and memory"
         message = (
             f"batch {pairs} uses {row.filled:.0%} of each step{better}: rows of {row.positions:,} "
-            "positions are computed whole, however many pairs stand in them"
+            "positions are computed whole, however many pairs they hold"
         )
         yield planned.stage.config.placed(
             launch_finding("warning", "half-wasted", message, help, key="batch.per_device")
@@ -359,7 +361,7 @@ def make(resolved: ResolvedStage, gpus: Sequence[int], terms: ForecastOptions) -
     """
     if terms.attention not in {None, *ATTENTIONS}:
         known = ", ".join(ATTENTIONS)
-        raise usage("bad-attention", f"`{terms.attention}` is no attention", f"one of {known}")
+        raise usage("bad-attention", f"`{terms.attention}` is not an attention implementation", f"one of {known}")
     speed = terms.tokens_per_second
     values = {"bad-gpu-memory": terms.gpu_memory, "bad-price": terms.price, "bad-tokens-per-second": speed}
     for code, value in values.items():

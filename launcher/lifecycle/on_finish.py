@@ -36,7 +36,7 @@ def parsed(command: str | None) -> tuple[str, ...]:
     if not words and command is not None:
         help = "a program and its arguments in one word: --on-finish 'notify-send done'"
         help += "; for pipes and the like name a script"
-        raise usage("bad-on-finish", f"--on-finish holds no command: {why}", help)
+        raise usage("bad-on-finish", f"--on-finish has no command: {why}", help)
     return words
 
 

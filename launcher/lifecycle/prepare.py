@@ -356,11 +356,8 @@ def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:
     """That a dry run's command writes into the output of a run here, of which it knows nothing."""
     if dry.attempt == 1 or not rundir.read_manifest(dry.folder):
         return ()
-    message = (
-        f"{dry.output} is that of {dry.folder.path.name}, which launch itself would compare with this, to go on from "
-    )
-    message += "there or to refuse; this line compares nothing, and the trainer may write over what lies there"
-    help = "say it without --dry-run, or with --fresh for a line that takes a folder beside it"
+    message = f"{dry.output} is the output of {dry.folder.path.name}; pasted, this command may overwrite it"
+    help = "start it without --dry-run, which compares the two first, or add --fresh for a new folder"
     stage = dry.plan.stage
     warning = launch_finding("warning", "earlier-run", message, help, key=f"args.{stage.entry.names.output}")
     return (stage.config.placed(warning),)

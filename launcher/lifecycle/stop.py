@@ -65,7 +65,7 @@ def stop(folder: RunFolder, *, after_checkpoint: bool = False) -> runner.Process
     number = max(1, folder.attempts()) if runner.alive(folder.path) else _starting(folder)
     if number is None:
         state = overview.state(folder)
-        raise usage("not-running", f"{folder.path.name} does not run: {state}", "launch runs")
+        raise usage("not-running", f"{folder.path.name} is not running: {state}", "launch runs")
     request = runner.StopRequest(attempt=number, after_checkpoint=after_checkpoint)
     earlier = runner.request(folder)
     # one that is in no hurry does not slow down another that is
@@ -199,11 +199,11 @@ def removable(folder: RunFolder, *, model: bool) -> list[Path]:
     output = rundir.read_manifest(folder).output
     where = None if output is None or not exists(output) else canonical(output)
     if not model and exists(folder.path / "models"):
-        raise usage("output-kept", f"models lie in the folder: {folder.path}/models", "--model")
+        raise usage("output-kept", f"models are in the folder: {folder.path}/models", "--model")
     if output is None or where is None:
         return [folder.path]
     if not model and where.is_relative_to(canonical(folder.path)):
-        raise usage("output-kept", f"the model lies in the run folder: {output}", "--model")
+        raise usage("output-kept", f"the model is in the run folder: {output}", "--model")
     if not model:
         return [folder.path]
     runs = [run for run in rundir.known_runs() if run != folder]

@@ -81,7 +81,7 @@ def spawn(
     last: list[str] = []
     with contextlib.suppress(OSError):
         last = folder.diary.read_text(errors="replace").splitlines()[-1:]
-    help = f"its last words: {brief(last[0], 300)}" if last else None
+    help = f"its last line: {brief(last[0], 300)}" if last else None
     raise not_ready(
         "no-keeper", "the process that keeps the run ended before training began", help, file=str(folder.path)
     )

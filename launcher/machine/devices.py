@@ -155,7 +155,7 @@ def named(text: str | None) -> tuple[str, ...] | None:
     odd = [p for p in parts if not (p.isascii() and p.isdecimal()) and p[:4] != "GPU-"]
     if not odd and not twice:
         return parts or None
-    what = f"`{odd[0]}` is no GPU" if odd else f"{', '.join(twice)} is named twice"
+    what = f"`{odd[0]}` is not a GPU" if odd else f"{', '.join(twice)} is named twice"
     raise usage("bad-devices", f"--devices {text}: {what}", "numbers of nvidia-smi: 2,3")
 
 
@@ -199,7 +199,7 @@ def _named(names: Sequence[str], seen: Look) -> Devices:
 def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
     here = len(seen.visible)
     if seen.fault is not None:
-        help = "mend the driver (after an update: reboot), or start the container with --gpus all"
+        help = "fix the driver (after an update: reboot), or start the container with --gpus all"
         help += "; --gpus 0 trains on the CPU"
         return launch_finding("error", "no-driver", f"nvidia-smi says: {seen.fault}", help)
     if here < count:

@@ -536,4 +536,4 @@ def _result_line(difference: CommitDifference) -> str:
         return f"worse for {len(worse)} of {len(difference.configs)} file(s): {', '.join(worse)}"
     if difference.worse:
         return "worse: a stage that could be read at the old commit cannot be read at the new one"
-    return "nothing gets worse"
+    return "nothing got worse"

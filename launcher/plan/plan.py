@@ -125,7 +125,7 @@ def make(
     notes += fallback
     derived |= attention
     if names.output not in stage.args and output is not None:
-        why = "the stage file names no place: inside the run folder"
+        why = "the stage file has no output_dir: inside the run folder"
         derived[names.output] = Derived(str(output), why)
         if names.exact_output is not None and names.exact_output in stage.schema.fields:
             derived.setdefault(names.exact_output, Derived(True, why))
@@ -162,7 +162,7 @@ def _attention(
     if choice is None or not (choice.name or choice.why):
         return {}, []
     if choice.name is None:
-        message = f"no implementation of `attention:` can be had here: {choice.why}"
+        message = f"no implementation of `attention:` is available here: {choice.why}"
         help = "add sdpa to the list"
         return {}, [_run_finding(stage, "error", "attention-missing", "attention", message, help)]
     if not choice.why:

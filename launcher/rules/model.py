@@ -192,7 +192,7 @@ def missing_model(context: Context) -> Iterator[Finding]:
 def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
     # the config alone may be a file
     if is_file(Path(name)) and key != "config_name":
-        message = f"{name} is a file, no folder"
+        message = f"{name} is a file, not a folder"
         help = f"name the folder with its config.json, such as {Path(name).parent}"
     elif model_config.here(name) or (key == _MODEL and _config(context)):
         return
@@ -200,7 +200,7 @@ def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
         message = f"there is no folder {name} here"
         help = "relative paths start where launch is started; `~` is not expanded"
     elif model_config.offline(context.environ) and not model_config.cached(name, context.environ):
-        message = f"{name} is neither here nor in the hub's cache, and HF_HUB_OFFLINE is set"
+        message = f"{name} is neither a folder here nor in the hub's cache, and HF_HUB_OFFLINE is set"
         help = "unset HF_HUB_OFFLINE, or download it first"
     else:
         return

@@ -49,7 +49,7 @@ def finished_model(context: Context) -> Iterator[Finding]:
     if (resume and context.values[resume]) or not any(map(_WEIGHTS.match, names)):
         return
     last = _taken(context)
-    begin = "train from zero" if last is None else f"go on from {last.name}"
+    begin = "train from zero" if last is None else f"continue from {last.name}"
     message = f"{context.output} holds a trained model: upstream would {begin} and write over it"
     help = f"give another `output_dir`, or empty {context.output}"
     yield say("warning", "finished-output", _OUTPUT, message, help)
@@ -65,13 +65,13 @@ def named_checkpoint(context: Context) -> Iterator[Finding]:
     if not exists(folder):
         what = f"there is no folder {brief(name)} here" if context.running else None
     elif not is_file(folder / "trainer_state.json"):
-        what = f"{brief(name)} is no checkpoint: it has no trainer_state.json"
+        what = f"{brief(name)} is not a checkpoint: it has no trainer_state.json"
     else:
         what = None if any(map(_STATES.match, files.names(folder))) else f"{brief(name)} holds no weights"
     if what is None:
         yield from _remaining(context, folder)
         return
-    help = "relative paths start where launch is started; delete the line to begin anew"
+    help = "relative paths start where launch is started; delete the line to start over"
     if newest := checkpoints.find("trl", folder)[-1:] or checkpoints.find("trl", context.output)[-1:]:
         help = f"write `{_RESUME}: {newest[0].path}`"
     yield say("error", "resume-missing", _RESUME, what, help)
@@ -86,7 +86,7 @@ def _remaining(context: Context, folder: Path) -> Iterator[Finding]:
     if isinstance(limit, int | float) and isinstance(done, int | float) and done >= limit:
         until = f"`{key}` is {limit}: nothing would be trained"
         message = f"{named} was saved after {state.get('global_step')} steps, and {until}"
-        help = "raise the limit, or delete the line to begin anew"
+        help = "raise the limit, or delete the line to start over"
         yield say("error", "resume-finished", _RESUME, message, help)
 
 

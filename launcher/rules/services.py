@@ -64,7 +64,7 @@ def hub_token(context: Context) -> Iterator[Finding]:
     if model_config.offline(environ):
         why, help = "HF_HUB_OFFLINE is set", "unset it, or write `push_to_hub: false`"
     elif not values.get("hub_token") and not has_hub_token(environ):
-        why = "no one is logged in"
+        why = "nobody is logged in"
         help = "`hf auth login`, or set HF_TOKEN, or `push_to_hub: false`"
     else:
         return

@@ -166,7 +166,7 @@ def _held(last: Lease) -> str | None:
         return why
     if last.run in process.marks() or is_locked(last.lock):
         gone = owner is not None and owner.here()
-        return why + ("; its supervisor is gone, and its training goes on" if gone else "")
+        return why + ("; its supervisor is gone, and its training continues" if gone else "")
     if owner is not None and owner.here():
         return None
     if silence is None:

@@ -54,7 +54,7 @@ def find(nodes: int, rank: int | None, address: str | None, environ: Mapping[str
     if nodes == 1:
         if rank in (None, 0) and address is None:
             return None
-        raise usage("bad-node-rank", "the run takes one machine: which one needs no saying", "give --nodes too")
+        raise usage("bad-node-rank", "the run takes one machine: --node-rank is not needed", "give --nodes too")
     scheduled = _slurm(nodes, environ) if rank is None or address is None else None
     if rank is None and scheduled is not None:
         rank = scheduled.rank
@@ -82,10 +82,10 @@ def _address(given: str | None, rank: int | None, nodes: int) -> tuple[str, int]
         raise usage("no-main-address", f"the run takes {nodes} machines: {who}", help)
     matched = _HOST.match(given)
     if matched is None:
-        raise usage("bad-main-address", f"`{brief(given)}` is no address of a machine", help)
+        raise usage("bad-main-address", f"`{brief(given)}` is not the address of a machine", help)
     port = int(matched["port"] or DEFAULT_PORT)
     if not 0 < port < 2**16:
-        raise usage("bad-main-address", f"{port} is no port: they go from 1 to 65535", help)
+        raise usage("bad-main-address", f"{port} is not a port: they go from 1 to 65535", help)
     return matched["host"], port
 
 

@@ -56,7 +56,7 @@ def grace(text: str | None) -> Grace:
         numbers = [-1.0]
     if len(numbers) > len(GRACE_S) or not all(0 <= number < 1e6 for number in numbers):
         help = f"seconds after INT, after TERM, and for what is left: {GRACE_VARIABLE}=20,10,5"
-        raise usage("bad-grace", f"`{brief(text)}` is no time to wait", help)
+        raise usage("bad-grace", f"`{brief(text)}` is not a number of seconds", help)
     first, second, third = (*numbers, *GRACE_S[len(numbers) :])
     return first, second, third
 

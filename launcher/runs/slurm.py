@@ -81,7 +81,7 @@ def _wrong(name: str, value: Any) -> tuple[str, str, str | None] | None:
     if name not in KEYS:
         near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.6)
         help = f"did you mean `{near[0]}`?" if near else "`sbatch --help` lists them"
-        return "unknown-slurm-option", f"`{brief(name)}` is no option of sbatch", help
+        return "unknown-slurm-option", f"`{brief(name)}` is not an option of sbatch", help
     if isinstance(value, bool | None):
         return None
     word = isinstance(value, str | int | float) and str(value).strip() and not _CONTROL.search(str(value))
@@ -133,7 +133,7 @@ def script(
 
 
 _OWN_LOG = "# sbatch cannot write down the name of this folder\nexec >>{log} 2>&1"
-_PREPARE = '# queued again, the run goes on from its last complete checkpoint\n"$@" --prepare || exit'
+_PREPARE = '# queued again, the run continues from its last complete checkpoint\n"$@" --prepare || exit'
 _REQUEUE = """\
 # its time is almost up: back into the queue
 queue_again() {{ signalled=1; : >{limit}; scontrol requeue "$SLURM_JOB_ID"; }}

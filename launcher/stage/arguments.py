@@ -141,7 +141,7 @@ def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tupl
     elif near:
         help = f"did you mean `{near[0]}`?  ({schema.fields[near[0]].where})"
     elif key in keys.KEYS:
-        help = f"`{key}` is launch's own: it stands beside `args:`, not in it"
+        help = f"`{key}` is launch's own: it goes beside `args:`, not in it"
     elif others := _homes(key):
         help = f"available only in: {', '.join(others)}"
     else:

@@ -96,7 +96,7 @@ class Explained:
         if self.field is not None:
             yield from self._definition(self.field)
         if self.option is not None and not own:
-            yield f"  option     launch's own of that name stands beside `args:`: {self.option.shape}"
+            yield f"  option     launch's own of that name goes beside `args:`: {self.option.shape}"
         elif self.option is not None:
             yield f"  option     {self.advice}"
             yield f"  type       {self.option.shape}"
@@ -120,7 +120,7 @@ class Explained:
         if self.meaning is not None:
             yield fill(self.meaning, 100, initial_indent="  meaning    ", subsequent_indent=" " * 13)
         elif not self.upstream.packages:
-            yield f"  meaning    stands in the source of {self.schema.backend}, which is not here"
+            yield f"  meaning    is in the source of {self.schema.backend}, which is not here"
         yield f"  type       {known.type}"
         if known.choices:
             yield f"  choices    {', '.join(str(choice) for choice in known.choices)}"

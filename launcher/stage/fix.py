@@ -197,12 +197,12 @@ class _File:
         if judged.schema is not None:
             self.schema, self.entry = judged.schema, entry_of(judged.schema)
         self.root = None
-        # an anchor that stands twice: the composer alone objects
+        # an anchor that is given twice: the composer alone objects
         with contextlib.suppress(yaml.YAMLError):
             self.root = yaml.compose(text, Loader=LOADER)
 
     def written(self, key: str) -> _Entry | None:
-        """Where an argument is written in this file; of one that stands twice the last."""
+        """Where an argument is written in this file; of one that is given twice the last."""
         found: _Entry | None = None
         node: Any = self.root
         for name in (*_ARGS[self.judged.config.shape], key):
@@ -240,7 +240,7 @@ class _File:
 
     def set(self, value: yaml.Node, raw: str) -> _Edit:
         if not isinstance(value, yaml.ScalarNode) or "\n" in self.raw(value):
-            raise Leave("its value does not stand in one line")
+            raise Leave("its value is not on one line")
         return _Edit(value.start_mark.index, self.end(value), raw)
 
     def delete(self, key: str, why: str) -> _Mend:
@@ -285,7 +285,7 @@ class _File:
                 yield _Edit(begin, begin, "- ")
             between = ", " if mapping.flow_style else f"{newline}{indent}- "
             if "#" in self.text[after : value.start_mark.index]:
-                raise Leave("a comment stands between a name and its amount")
+                raise Leave("a comment is between a name and its amount")
             yield _Edit(after, value.start_mark.index, between)
             yield self.set(value, amount)
 
@@ -347,7 +347,7 @@ def _mend(file: _File, finding: Finding) -> _Mend | None:
                 _require_alone(file, key, _DATA)
             # a note is about a value that asks for nothing
             if key in file.entry.instead and finding.severity != "note":
-                raise Leave("what it asks for has to be said otherwise")
+                raise Leave("not fixed automatically: replace it by hand")
             return file.delete(key, "nothing reads it")
         case "unknown-key":
             # only what is no guess: another case or other separators
@@ -380,7 +380,7 @@ def _dataset_name(file: _File, key: str) -> _Mend:
     found, value = file.find(key), file.args[key]
     raw = file.raw(found.value)
     if not isinstance(value, str) or not value or "${" in raw:
-        raise Leave("its value is no name")
+        raise Leave("its value is not a name")
     if not re.fullmatch(r"[\w./~@+-]+|'[^']*'|\"[^\"\\]*\"", raw):
         raw = json.dumps(value, ensure_ascii=False)
     edits = file.rename(found.key, listed), file.set(found.value, f"[{raw}, 1.0]")
@@ -398,7 +398,7 @@ def _dataset_mixer(file: _File, key: str) -> _Mend:
     node: Any = found.value
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     if not isinstance(mixer, dict) or [name.value for name, _ in pairs] != list(mixer):
-        raise Leave("its entries do not all stand there, once each")
+        raise Leave("not every entry is there exactly once")
     amounts = _amounts(mixer)
     # as written, unless it becomes another number: 1 is none to YAML where 1.0 is meant
     raw = [

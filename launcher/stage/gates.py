@@ -132,7 +132,7 @@ def read(given: Any, complain: Complain) -> tuple[dict[str, Limit], list[Finding
     for key, value in given.items():
         name = str(key)
         if name not in GATES:
-            findings.append(complain("unknown-gate", name, f"`{brief(name)}` is no gate", nearest(name, [*GATES])))
+            findings.append(complain("unknown-gate", name, f"`{brief(name)}` is not a gate", nearest(name, [*GATES])))
         elif value is not None:
             try:
                 limits[name] = _limit(GATES[name][0], value)

@@ -98,7 +98,7 @@ class Options:
             content = json.loads(self.deepspeed.read_text(encoding="utf-8"))
             if isinstance(content, dict):
                 return content, None
-            reason = "it is no mapping"
+            reason = "it is not a mapping"
         except (OSError, ValueError, RecursionError) as error:
             reason = str(error)
         message = f"{self.deepspeed} is no DeepSpeed config: {reason}"
@@ -191,7 +191,7 @@ def entry_of(config: Config, stage: str, backend: str) -> tuple[str, Finding | N
     if key is not None:
         message = f"`script: {brief(given)}` belongs to {_stage_of(key, backend)}, the file's stage is {stage}"
     else:
-        message = f"`{brief(given)}` is no script that launch starts"
+        message = f"`{brief(given)}` is not a script that launch starts"
         names = difflib.get_close_matches(str(given), entries, n=1) or names
     return stage, _bad("script", message, nearest(str(given), names))
 

@@ -248,7 +248,7 @@ def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Findi
             message, help = f"`{name}` and `batch:` both set the batch", f"leave this one out; set `batch.{part}`"
             yield launch_finding("error", "batch-twice", message, help, key=key)
         elif not by_batch and isinstance(values[name], int) and values[name] < 1:
-            message, help = f"`{name}: {values[name]}` is no batch", "a whole number above 0"
+            message, help = f"`{name}: {values[name]}` is not a batch size", "a whole number above 0"
             yield replace(launch_finding("error", "impossible-batch", message, help, key=key), layer="run")
 
 

@@ -224,7 +224,7 @@ def unpinned(upstream: Upstream, *, running: bool, allowed: bool) -> Finding | N
         "error" if stops else "warning",
         "unpinned-checkout",
         f"the checkout is at {upstream.version}, the pin is {upstream.pin} (different: {files_changed})",
-        " && ".join(steps) + ("" if allowed else ", or go on with --allow-unpinned"),
+        " && ".join(steps) + ("" if allowed else ", or continue with --allow-unpinned"),
         file=str(upstream.root),
     )
 

@@ -132,7 +132,7 @@ _DPO = Entry(
     beside=("open_instruct/dpo.py",),
     instead={
         **_INSTEAD,
-        "overwrite_cache": "`skip_cache: true` builds the dataset cache anew",
+        "overwrite_cache": "`skip_cache: true` rebuilds the dataset cache",
         "report_to": "this script reports to wandb only (dpo_tune_cache.py:123)",
     },
     partial=frozenset({"cache_dataset_only", "cache_logprobs_only"}),
@@ -172,7 +172,7 @@ STAGES: Mapping[str, Entry] = {
         partial=frozenset({"cache_dataset_only"}),
         instead={
             **_INSTEAD,
-            "overwrite_cache": "`dataset_skip_cache: true` builds the dataset cache anew",
+            "overwrite_cache": "`dataset_skip_cache: true` rebuilds the dataset cache",
             "max_train_samples": "give a number of samples in `dataset_mixer_list`: [name, 200]",
         },
     ),
@@ -207,7 +207,7 @@ STAGES: Mapping[str, Entry] = {
         needs=("vllm", "backoff", "docker", "openenv-core"),  # data_loader.py imports what GRPO needs
         instead={
             **_INSTEAD,
-            "overwrite_cache": "`skip_cache: true` builds the dataset cache anew",
+            "overwrite_cache": "`skip_cache: true` rebuilds the dataset cache",
             "report_to": "this script reports to wandb only (dpo.py:76)",
             "model_revision": "download the revision and name its folder",
             "max_train_samples": "give a number of samples in `mixer_list`: [name, 200]",

@@ -43,8 +43,8 @@ HELP: Mapping[str, str] = {
     "not_started": "Python did not find what it was to run: check the path, the folder and the environment",
     "not_found": "the shell did not find the command: check PATH and which environment is active",
     "time_limit": "the scheduler's time limit was reached: ask for more, and save checkpoints to resume from",
-    "preempted": "the scheduler took the machine: the same command goes on from the last checkpoint",
-    "node_failure": "a node of the job failed: the same command goes on from the last checkpoint, elsewhere",
+    "preempted": "the scheduler took the machine: the same command continues from the last checkpoint",
+    "node_failure": "a node of the job failed: the same command continues from the last checkpoint, elsewhere",
     "hangup": "its terminal or connection was closed: start it with --detach, or under tmux or a scheduler",
     "violation": "the run violated `expect:` and was stopped: the failed point says why; "
     "`expect: {POINT: any}` accepts anything, `on_violation: warn` only warns",

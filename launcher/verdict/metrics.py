@@ -25,12 +25,12 @@ def losses(evidence: Evidence) -> tuple[float, ...]:
 
 
 def whole_losses(evidence: Evidence) -> tuple[float, ...]:
-    """The same with those of the attempts that it goes on from."""
+    """The same with those of the attempts that it continues from."""
     return (*earlier(evidence, "loss"), *losses(evidence))
 
 
 def earlier(evidence: Evidence, name: str) -> list[float]:
-    """A quantity in the attempts that this one goes on from."""
+    """A quantity in the attempts that this one continues from."""
     return [row[name] for row in evidence.earlier if name in row]
 
 

@@ -8,7 +8,7 @@ from launcher.runs.record import listed, mapping
 
 Point = Mapping[str, Any]
 
-_READ_TRACEBACK = "read the traceback above that line of the log, mend its cause, start the same command again"
+_READ_TRACEBACK = "read the traceback above that line of the log, fix its cause, start the same command again"
 _START_AGAIN = "start the same command again: it continues from the last checkpoint, if there is one"
 _ENDS = {
     "crashed": "crashed",

@@ -162,7 +162,7 @@ def test_a_folder_wins_over_the_table_and_arguments_over_both(tmp_path: Path, mo
         ({"model_type": "llama", **BASE, "hidden_size": "96"}, "`hidden_size` is '96'"),
         ({"model_type": "llama", **BASE, "vocab_size": None}, "`vocab_size` is null"),
         ({"model_type": "llama", **BASE, "vocab_size": 10**200}, "`vocab_size` is 1000"),
-        ({"model_type": "llama", **BASE, "num_key_value_heads": 4}, "is no multiple of"),
+        ({"model_type": "llama", **BASE, "num_key_value_heads": 4}, "is not a multiple of"),
         ({"model_type": "qwen3", **BASE, "head_dim": None}, "`head_dim` is null"),
         ({"model_type": "qwen2", **BASE, "tie_word_embeddings": "yes"}, "`tie_word_embeddings` is 'yes'"),
         ({"model_type": "qwen2", **BASE, "vision_config": {}}, "more than a language model"),

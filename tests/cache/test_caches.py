@@ -454,11 +454,11 @@ def test_a_value_that_counts_only_now_is_no_reason(place: Path) -> None:
     with used("r2", "trl dpo", *words, fill=False):
         probed("r2", seen("dataset", "miss"))
     told = reasons("r2")["dataset"].differences
-    assert [one.text for one in told] == ["`precompute_ref_log_probs` was false, is true"]
+    assert [one.text for one in told] == ["`precompute_ref_log_probs` false -> true"]
     with used("r3", "trl dpo", *words, "max_length=9", fill=False):
         probed("r3", seen("dataset", "miss"))
     told = reasons("r3")["dataset"].differences
-    assert [one.text for one in told] == ["`max_length` was 1024, is 9"]
+    assert [one.text for one in told] == ["`max_length` 1024 -> 9"]
 
 
 def test_upstreams_own_record_is_the_last_resort(place: Path) -> None:
@@ -472,7 +472,7 @@ def test_upstreams_own_record_is_the_last_resort(place: Path) -> None:
         (other / "config.json").write_text(json.dumps(config))
         probed("r2", seen("dataset", "miss", other))
     assert [one.text for one in reasons("r2")["dataset"].differences] == [
-        "upstream's `dataset_configs[0].dataset_commit_hash` was c1, is c2"
+        "upstream's `dataset_configs[0].dataset_commit_hash` c1 -> c2"
     ]
 
 

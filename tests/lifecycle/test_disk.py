@@ -247,7 +247,7 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
     cache = WriteTarget(tmp_path / "file" / "kernels", "compiled kernels", "TRITON_CACHE_DIR")
     first, second = disk.unwritable([vital, cache, WriteTarget(tmp_path / "new", "fine", "")])
     assert (first.severity, first.code) == ("error", "not-writable")
-    assert "is no folder" in first.message and "LAUNCH_RUNS" in (first.help or "")
+    assert "is not a folder" in first.message and "LAUNCH_RUNS" in (first.help or "")
     assert second.severity == "warning" and "TRITON_CACHE_DIR" in (second.help or "")
     # nothing was made by asking
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -412,7 +412,7 @@ def mended(*words: str) -> str:
 
 def test_where_nothing_fits_that_is_said() -> None:
     help = mended(TULU, "--gpus", "1", *ROWS, "--gpu-memory", "2")
-    assert help.startswith("nothing that can be turned fits: ") and help.endswith("a smaller model")
+    assert help.startswith("no setting that launch could change makes it fit: ") and help.endswith("a smaller model")
     # what would fit is tried before it is named
     alone = mended(TULU, "deepspeed=zero2", "--gpus", "1", *ROWS, "--gpu-memory", "80")
     assert alone.startswith("this fits: `deepspeed: zero3_offload` (")

@@ -424,7 +424,7 @@ def test_the_place_of_an_attempt_that_began_elsewhere(run: Make) -> None:
     begun = one.start(allow=("position",))
     assert begun.place == resume.DataPosition(1, 5)
     saved.pinned(one.output, "step_10")
-    # upstream's own count goes on from where it began: the second attempt's checkpoints are exact
+    # upstream's own count continues from where it began: the second attempt's checkpoints are exact
     assert one.decide().step == 10
 
 
@@ -526,7 +526,7 @@ def test_a_dry_run_says_what_a_start_would_go_on_from_and_keeps_out_of_its_recor
     one.start()
     saved.trl(one.output, 4)
     told, said = dry(one, capsys)
-    assert len(said) == 1 and "this line compares nothing" in said[0]
+    assert len(said) == 1 and "may overwrite it" in said[0]
     assert "--resume_from_checkpoint" not in told["argv"]
     assert dry(one, capsys, "--fresh")[1] == []
     # what a dry run says of has been looked at, not touched
@@ -558,7 +558,7 @@ def test_a_checkpoint_that_the_stage_file_names_counts_once(run: Make) -> None:
     begun = one.start(named)
     assert (begun.step, dict(begun.derived)) == (2, {})
     assert [path.name for path in begun.aside] == ["checkpoint-4"]
-    # it was killed later: the same command goes on from what it saved since
+    # it was killed later: the same command continues from what it saved since
     saved.trl(one.output, 4)
     assert one.decide(named).step == 4
 

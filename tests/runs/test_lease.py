@@ -218,7 +218,7 @@ def test_an_orphan_keeps_its_output_folder(world: World) -> None:
     silence(world, 2 * lease.SILENT_S)
     second = world.prepared("exit=0", name="second", output=str(output(world)))
     done = world.launch("exec", str(second.path))
-    assert done.returncode == 5 and "its training goes on" in done.stderr
+    assert done.returncode == 5 and "its training continues" in done.stderr
 
 
 def test_the_probe_keeps_the_heartbeat_of_a_run_without_a_keeper(

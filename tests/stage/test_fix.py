@@ -1,4 +1,4 @@
-"""Mending: only the faulty spans change, nothing gets worse, and what is not certain is left alone."""
+"""Mending: only the faulty spans change, nothing got worse, and what is not certain is left alone."""
 
 import os
 import shutil

@@ -136,9 +136,9 @@ def test_stages_and_backends_that_a_file_names() -> None:
     # files that name no stage
     for shape, given, code, part in (
         ("stage", {}, "bad-stage", "`stage` is missing"),
-        ("stage", {"stage": "grpo"}, "bad-stage", "`grpo` is no stage"),
-        ("stage", {"stage": {"a": 1}}, "bad-stage", "is no stage"),
-        ("flat", {"stage": "x"}, "bad-stage", "`x` is no stage"),
+        ("stage", {"stage": "grpo"}, "bad-stage", "`grpo` is not a stage"),
+        ("stage", {"stage": {"a": 1}}, "bad-stage", "is not a stage"),
+        ("flat", {"stage": "x"}, "bad-stage", "`x` is not a stage"),
         ("wrapped", {}, "bad-script", "`script` is missing"),
         ("wrapped", {"script": "grpo.py"}, "bad-script", "`grpo.py` is no script"),
     ):

@@ -253,7 +253,7 @@ def test_nothing_measured_is_a_failure(world: World, trials: Trials, cause: str,
 def test_ctrl_c_says_what_is_known_and_the_same_command_goes_on(world: World, trials: Trials) -> None:
     words = words_for(world, *VARY[:4])
     code, out, _ = trials.launch(*words, at_0_2="stopped")
-    assert code == 130 and "the same command goes on here, 1 of 6 runs are done" in out
+    assert code == 130 and "the same command continues here, 1 of 6 runs are done" in out
     assert trials.launch(*words)[0] == 0
     assert trials.started == ["0.1", "0.2", "0.2", "0.2", "0.1", "0.1", "0.2"]
 

@@ -395,7 +395,7 @@ def test_it_stops_at_a_failure_and_goes_on_from_there(world: Chained) -> None:
     done = world.launch(*world.words())
     assert done.returncode == 4
     assert "stopped at second: " in done.stdout and "no such thing" in done.stdout
-    assert "the same command goes on with second" in done.stdout
+    assert "the same command continues with second" in done.stdout
     assert world.trained() == ["first", "second"]
     (record,) = world.runs.glob("*-pipeline-*/pipeline.json")
     told = json.loads(record.read_text())

@@ -81,11 +81,11 @@ def stop(
         console.say("waiting for the next checkpoint, or the end" if after_checkpoint else cost.line())
     ended = stop.stop(folder, after_checkpoint=after_checkpoint)
     cost = stop.cost(folder)
-    outcome = "it had come to its end before that"
+    outcome = "it had ended before that"
     if ended is None or ended.stopped is not None:
         outcome = f"stopped; {cost.line()}"
     elif ended.returncode:
-        outcome = f"it had failed before that; {cost.line()}"
+        outcome = f"it had failed before; {cost.line()}"
     return answer("stop", format, {"run": str(folder.path), **cost._asdict()}, [f"{folder.path.name}: {outcome}"])
 
 

@@ -151,7 +151,7 @@ def until_over(
         follow.until_over(folder, attempt, forward=forward)
     except follow.Detached:
         data = {"run": str(folder.path), "detached": True}
-        return answer(command, format, data, [f"the run goes on: launch attach {folder.path.name}"], before=findings)
+        return answer(command, format, data, [f"the run continues: launch attach {folder.path.name}"], before=findings)
     # not before: what is looked at should be shown at once, and all that starts runs is slow to import
     from launcher.lifecycle import start
 

@@ -223,7 +223,7 @@ def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Findi
     for one in imports.failures:
         if one.missing is None:
             message = f"importing `{one.module}` fails: {one.error}: {one.message}"
-            help = "the package of the file named does not work here: install it anew with "
+            help = "the package of the file named does not work here: reinstall it with "
             help += f"{shlex.join(install.pip_install(trainer))} --force-reinstall --no-deps PACKAGE"
             yield launch_finding("error", "import-error", message, help, file=one.file, line=one.line)
     yield from _cuda(subject, imports)

@@ -253,7 +253,7 @@ def not_writable(path: Path) -> str | None:
     """Why nothing can be written at a place; None where it can. A nameless file is tried."""
     there = _nearest(path)
     if not there.is_dir():
-        return f"{there} is no folder"
+        return f"{there} is not a folder"
     try:
         with tempfile.TemporaryFile(dir=there):
             return None

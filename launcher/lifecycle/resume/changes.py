@@ -26,7 +26,7 @@ NAMES = tuple(
 BATCH = frozenset({"gpus", "per_device", "accumulation"})
 """Those that decide how rows make a step: `position` allows them too."""
 
-_RESTORED = "it comes out of the checkpoint: the new value does nothing"
+_RESTORED = "the checkpoint's value is used; yours is ignored"
 _ADAPTER = re.compile(r"lora_\w+|use_dora|use_rslora|use_qlora")
 # another class of optimizer, or another layout of its state, finds nothing of its own in what was saved
 _OPTIMIZER = (
@@ -61,7 +61,7 @@ _RULES: tuple[tuple[str, str, Severity | None], ...] = (
         r"max_seq_length max_length max_train_samples packing\w* truncation_mode seed data_seed group_by_length "
         r"train_sampling_strategy sft_messages_key ground_truths_key sequence_parallel_size tokenizer_\w+ "
         r"chat_template\w* add_bos use_fast use_slow_tokenizer get_tokenizer_fn eos_token pad_token",
-        "the place in the data would be one in other data",
+        "the position would refer to other data",
         "error",
     ),
     (_OPTIMIZER, "the saved state belongs to another optimizer", "error"),
@@ -70,10 +70,10 @@ _RULES: tuple[tuple[str, str, Severity | None], ...] = (
     (r"learning_rate weight_decay adam_\w+ fused_optimizer", _RESTORED, "warning"),
     (
         r"lr_scheduler_\w+ warmup_\w+ final_lr_ratio num_train_epochs num_epochs max_steps max_train_steps",
-        "the learning rate goes on with another schedule",
+        "the learning rate continues with another schedule",
         "warning",
     ),
-    (r".+", "it acts from there on only", "warning"),
+    (r".+", "it takes effect from the checkpoint on", "warning"),
 )
 _ARGUMENTS = [(re.compile("|".join(names.split())), effect, severity) for names, effect, severity in _RULES]
 """What a resume makes of another value of an argument; the first that matches its name."""
@@ -102,7 +102,7 @@ class ResumeChange:
 
     @property
     def differs(self) -> str:
-        return f"`{self.what}` was {brief(self.before)}, is {brief(self.after)}"
+        return f"`{self.what}` changed: {brief(self.before)} -> {brief(self.after)}"
 
     @property
     def text(self) -> str:
@@ -139,9 +139,9 @@ def _devices(record: Manifest, plan: Plan) -> Iterator[ResumeChange]:
         effect = "its states were saved for that number of processes and cannot be loaded"
     elif plan.stage.entry.loop != "transformers":
         # finetune.py:709, dpo_tune_cache.py:457
-        effect = "the learning rate schedule counts every process and would go on at another place"
+        effect = "the learning rate schedule counts every process and would continue at another place"
     else:
-        effect, severity = "the random states of processes that are new begin anew", "warning"
+        effect, severity = "new processes start with new random states", "warning"
     yield ResumeChange("gpus", was, now, effect, severity)
 
 
@@ -195,7 +195,7 @@ def _plain(value: Any) -> Any:
 
 
 _EFFECTS: tuple[tuple[str, str, str], ...] = (
-    ("data", "data", "the place in the data would be one in other data"),
+    ("data", "data", "the position would refer to other data"),
     ("tokenizer", "tokenizer", "the data would be tokenised in another way"),
     ("model", "model", "the run began from other weights"),
     ("deepspeed", "deepspeed", "its states may not fit another DeepSpeed configuration"),
@@ -230,7 +230,7 @@ def _engine(record: Manifest, plan: Plan, now: Contents) -> Iterator[ResumeChang
     words = iter(record.argv)
     precision = next((next(words, None) for word in words if word == "--mixed_precision"), None)
     if not plan.stage.entry.own_precision and precision not in (None, plan.mixed_precision):
-        effect = "it acts from there on only"
+        effect = "it takes effect from the checkpoint on"
         yield ResumeChange("mixed_precision", precision, plan.mixed_precision, effect, "warning")
 
 

@@ -1,7 +1,7 @@
 """The same command again -> `Decision`: a new run, a further attempt from a checkpoint, or finished.
 
-Upstream decides by what lies in the output folder alone: open-instruct goes on from the newest checkpoint
-there (utils.py:807), whoever made it and whatever has changed since; TRL begins anew without
+Upstream decides by what lies in the output folder alone: open-instruct continues from the newest checkpoint
+there (utils.py:807), whoever made it and even if something changed; TRL starts over without
 `resume_from_checkpoint` (trl/scripts/sft.py:113). Here the run's own record counts too. What has changed is
 reported, and what would go on at the wrong place, or with other weights, is an error until it is allowed by
 name. Where the newest checkpoint cannot be resumed exactly and an older one can, that one is taken.
@@ -52,7 +52,7 @@ _REFERENCE = re.compile(rb"(?:Saving|Loading) reference logprobs cache (?:to|fro
 class Decision:
     """What saying a command again comes to.
 
-    `step` is the optimizer step that training goes on from, 0 for a new run, and `place` where upstream
+    `step` is the optimizer step that training continues from, 0 for a new run, and `place` where upstream
     then is in the data; `requested` is the checkpoint that the stage file names, under TRL. `kept` are the
     checkpoints that stay where they are, `aside` those that `set_aside` has to move before the start,
     `derived` the arguments that upstream needs for it. `findings` hold errors where the decision must not be
@@ -123,7 +123,7 @@ def choose_output(stage: Stage, configured: Path | None, runs: Iterable[RunFolde
         value = record.argument(name)
         if record.output in (None, Path(_text(configured))) or not isinstance(value, str):
             break
-        why = "the run that was started over with --fresh goes on there"
+        why = "the run that --fresh started continues there"
         return OutputChoice(record.output, {name: Derived(value=value, why=why)})
     return OutputChoice(configured)
 
@@ -208,7 +208,7 @@ def judge(
     """
     wrong = [n for n in allowed if n not in changes.NAMES and n not in plan.stage.schema.fields]
     if wrong:
-        message = f"--allow-changed-resume: nothing is called {', '.join(map(repr, wrong))}"
+        message = f"--allow-changed-resume: no argument or group is named {', '.join(map(repr, wrong))}"
         help = f"one of {', '.join(changes.NAMES)}, or the name of an argument"
         raise usage("unknown-change", message, help)
     if plan.values.get("cache_dataset_only") is True:
@@ -340,9 +340,9 @@ class _Judge:
         if chosen is None:
             whole = [one for one in found if one.complete]
             if whole and not self.entry.unjudged:
-                help, key = "--fresh begins anew, beside it", self.entry.names.resume
+                help, key = "--fresh starts over in a new folder", self.entry.names.resume
                 if key is not None:
-                    help = f"`{key}: {whole[-1].path}` goes on from it; {help}"
+                    help = f"`{key}: {whole[-1].path}` continues from it; {help}"
                 message = f"{self.output} holds {whole[-1].name}, and no record of the run that saved it: "
                 message += "training would begin at step 0, and rotation would delete what is there"
                 self._say("error", "not-resumed", message, help, key)
@@ -375,10 +375,10 @@ class _Judge:
         self._check_names()
         self._check_schedule()
         if self.entry.unjudged and self.output is not None and any(self.output.glob(self.entry.unjudged)):
-            # OLMo-core goes on from there, which a rule says (`resume-unjudged`)
+            # OLMo-core continues from there, which a rule says (`resume-unjudged`)
             return Decision()
         why = f": {found[-1].name}: {found[-1].why_incomplete}" if found else ""
-        message = f"the attempt before left no complete checkpoint in {self.output}{why}; it begins anew"
+        message = f"the attempt before left no complete checkpoint in {self.output}{why}; it starts over"
         self._say("note", "nothing-to-resume", message, None)
         aside = self._aside(found, None)
         return Decision(kept=_names(found, aside), aside=aside)
@@ -389,7 +389,7 @@ class _Judge:
         """From a checkpoint of this run; `wrong` is about the newest one, in whose place an older may be taken."""
         total, at = self.total(), self.steps(chosen)
         left = "" if total is None else f", {max(0, total - at)} of {total} steps are left"
-        self._say("note", "resumes", f"goes on from {chosen.path}{left}", "--fresh starts over, beside it")
+        self._say("note", "resumes", f"continues from {chosen.path}{left}", "--fresh starts over in a new folder")
         changed = self._changed(chosen, wrong if chosen is newest else None)
         self._check_names()
         for one in changed:
@@ -400,11 +400,11 @@ class _Judge:
             elif severity == "error":
                 help = f"bring it back, start over with --fresh, or --allow-changed-resume {one.what}"
             code = "resume-inexact" if one.what == "position" else "resume-changed"
-            self._say(severity, code, f"going on from {chosen.name}: {one.text}", help, one.key)
+            self._say(severity, code, f"continuing from {chosen.name}: {one.text}", help, one.key)
         if chosen is not newest and wrong is not None:
             message = f"goes back to {chosen.name}, {self.steps(newest) - at} steps are trained again; "
-            message += f"from {newest.name} upstream would go on wrongly: {wrong.text}"
-            help = f"--allow-changed-resume position goes on from {newest.name} all the same"
+            message += f"from {newest.name} upstream would continue wrongly: {wrong.text}"
+            help = f"--allow-changed-resume position continues from {newest.name} all the same"
             self._say("warning", "resume-earlier", message, help)
         self._check_reference(changed)
         aside = self._aside(found, chosen)
@@ -415,7 +415,7 @@ class _Judge:
         }
         if self.entry.names.resume is not None:
             # without it TRL begins anew, and `true` takes the highest number, whole or not
-            why = "the same command goes on from the last complete checkpoint"
+            why = "the same command continues from the last complete checkpoint"
             derived[self.entry.names.resume] = Derived(value=str(chosen.path), why=why)
         return Decision(
             kind="resume",
@@ -434,7 +434,7 @@ class _Judge:
         if same is not None and (fault := checksums.fault(self.folder, same)) is not None:
             message, help = f"{named}: {fault}", "name an older one"
             self._say("error", "broken-checkpoint", message, help, "resume_from_checkpoint")
-        # what a run did not go on from, it must not rotate away
+        # what a run did not continue from, it must not rotate away
         aside, step = self._aside(found, same), same.number if same else 0
         return Decision(kind="resume", checkpoint=same, step=step, kept=_names(found, aside), aside=aside)
 
@@ -451,10 +451,10 @@ class _Judge:
             # nor what the last attempt requested already, and the checkpoint's value was used
             and not (one.restored and (one.what, one.after) in repeated)
         ]
-        again = "--fresh trains again, beside it"
+        again = "--fresh trains again in a new folder"
         if not all(one.what in self.allowed for one in changed):
             differs = "; ".join(one.differs for one in changed[:6])
-            message = f"{self.output} holds the finished model of this run, and since then {differs}"
+            message = f"{self.output} holds the finished model of this run, and the stage has changed: {differs}"
             help = "--fresh trains with the new settings in a new folder"
             self._say("error", "finished-changed", message, help, changed[0].key)
         elif self.folder is None:

@@ -1,4 +1,4 @@
-"""Which checkpoints there will be, where in the data each is, and where upstream would go on from it.
+"""Which checkpoints there will be, where in the data each is, and where upstream would continue from it.
 
 open-instruct multiplies the step of a checkpoint by the accumulation and divides by the micro-batches of
 an epoch (finetune.py:766, dpo_tune_cache.py:514). The last step of an epoch may have fewer micro-batches
@@ -94,7 +94,7 @@ def advanced(shape: EpochLayout, begin: DataPosition, steps: int) -> DataPositio
 
 
 def counted(shape: EpochLayout, step: int) -> DataPosition:
-    """Where open-instruct goes on from `step_N` (finetune.py:766)."""
+    """Where open-instruct continues from `step_N` (finetune.py:766)."""
     return DataPosition(*divmod(step * shape.accumulation, shape.micro))
 
 
@@ -115,7 +115,7 @@ def of_step(
     true = (saved.epoch, min(saved.micro * was.per_device * was.devices, was.rows))
     taken = (then.epoch, min(then.micro * now.per_device * now.devices, now.rows))
     if true != taken:
-        text = f"it was saved {true[1]} rows into epoch {true[0] + 1}, upstream would go on {taken[1]} rows "
+        text = f"it was saved {true[1]} rows into epoch {true[0] + 1}, upstream would continue {taken[1]} rows "
         return ResumeMismatch("place", f"{text}into epoch {taken[0] + 1}")
     # DPO takes the skipping loader for every epoch that follows, SFT for the first one only
     skipping = now.passes > 1 if skips_each else then.micro > 0 and then.epoch > 0
@@ -208,14 +208,14 @@ def findings(plan: Plan, shape: EpochLayout | None, trainer: Trainer) -> Iterato
     every, entry, message = interval(plan), plan.stage.entry, None
     key, strategy = entry.names.save_every, entry.names.save_strategy
     if every is None:
-        message = "no checkpoint is saved: a run that is stopped begins anew"
+        message = "checkpointing is off: if the run stops, all progress is lost"
         help = f"`{strategy}: steps` and " if strategy else ""
         key, help = strategy or key, f"{help}`{key}: N` saves one every N steps"
     elif isinstance(every, int) and plan.steps is not None and every > plan.steps:
         why = f"the first checkpoint comes at step {every}, and the run has {plan.steps}"
-        message, help = f"{why}: stopped, it begins anew", f"a smaller `{key}`"
+        message, help = f"{why}: if it stops before, all progress is lost", f"a smaller `{key}`"
     elif plan.values.get("save_only_model"):
-        message = "checkpoints hold no optimizer: a run that is stopped begins anew"
+        message = "checkpoints hold no optimizer: if the run stops, all progress is lost"
         key, help = "save_only_model", "`save_only_model: false`"
     if message is not None:
         yield launch_finding("note", "no-checkpoints", message, help, key=f"args.{key}")

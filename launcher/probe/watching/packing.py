@@ -149,7 +149,7 @@ def two_samples(
     """
     torch = sys.modules["torch"]
     if ids.dim() != 2 or len(args) > 1:
-        raise ValueError("the batch is no plain rows of tokens")
+        raise ValueError("the batch is not plain rows of tokens")
     if kwargs.get("shift_labels") is not None:
         raise ValueError("the sequence is split over several GPUs")
     row, spans = _spans(module, ids, kwargs if seen is None else seen)

@@ -107,7 +107,7 @@ class Pairs(ProbePiece):
             message += f"; {better} fills {min(1.0, filled * better / max(1, pairs)):.0%}"
         self.record.write("half_wasted", pairs=pairs, filled=round(filled, 4), better=better, message=message)
         if self.process.rank == 0:
-            say(f"warning: {message}: rows are computed whole, however many pairs stand in them")
+            say(f"warning: {message}: rows are computed whole, however many pairs they hold")
 
 
 class Reading:

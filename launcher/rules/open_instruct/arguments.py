@@ -116,7 +116,7 @@ def _amount(key: str, name: str, amount: str) -> Finding | None:
         number = float(amount) if "." in amount else int(amount)
     except ValueError:
         help = "with a dot it is a share (0.25), without one a number of samples (200)"
-        return say("error", "mixer-amount", key, f"`{brief(amount)}` is no amount for {name}", help)
+        return say("error", "mixer-amount", key, f"`{brief(amount)}` is not an amount for {name}", help)
     if not number > 0:
         # below 0 upstream counts from the end, and draws at random (dataset_transformation.py:1658)
         what = f"is below 0, for {name}" if number < 0 else f"leaves nothing of {name}"
@@ -188,7 +188,7 @@ def no_checkpoints(values: Values) -> Iterator[Finding]:
     counts = [str(amount) for amount in words[1::2]]
     small = bool(counts) and all(c.isdecimal() and int(c) <= 2000 for c in counts)
     if values["checkpointing_steps"] is None and not short and not small:
-        message = "no checkpoints: whatever stops this run loses all of it"
+        message = "checkpointing is off: if the run stops, all progress is lost"
         help = "add `checkpointing_steps: epoch`, or a number of steps"
         yield say("warning", "no-checkpoints", "checkpointing_steps", message, help)
 
@@ -271,7 +271,7 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
     ),
     # dpo_utils.py:561, dpo_utils.py:608, dpo_utils.py:639
     "beta": (
-        Range(math.isfinite, "error", "the loss is no number"),
+        Range(math.isfinite, "error", "the loss is not a number"),
         Range(lambda n: not n < 0, "warning", "the rejected answers are preferred"),
         Range(
             lambda n: n != 0,
@@ -357,7 +357,7 @@ def scheduler_type(values: Values) -> Iterator[Finding]:
     if name not in SCHEDULES and not values["cache_dataset_only"]:
         # another commit may want a newer transformers, which knows more of them
         severity: Severity = "error" if values.schema.version == PIN else "warning"
-        message = f"`lr_scheduler_type: {brief(name)}` crashes: it needs more than a number of steps"
+        message = f"`lr_scheduler_type: {brief(name)}` crashes: it needs more than the number of steps"
         yield say(severity, "scheduler-type", "lr_scheduler_type", message, f"one of {', '.join(SCHEDULES)}")
 
 

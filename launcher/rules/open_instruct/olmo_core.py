@@ -81,7 +81,7 @@ def model(values: Values) -> Iterator[Finding]:
     # another commit may want an OLMo-core that has more shapes
     severity: Severity = "error" if values.schema.stands is None else "warning"
     key = "config_name" if config else "model_name_or_path"
-    yield say(severity, "unsupported-model", key, f"{brief(requested)} is no model that dpo.py can build", help)
+    yield say(severity, "unsupported-model", key, f"{brief(requested)} is not a model that dpo.py can build", help)
 
 
 def packing(values: Values) -> Iterator[Finding]:
@@ -90,7 +90,7 @@ def packing(values: Values) -> Iterator[Finding]:
         return
     row = values["max_seq_length"]
     size = f" of {2 * row:,} positions" if isinstance(row, int) else ""
-    message = f"`packing`: samples in a row{size} attend to each other: the model is told no boundaries"
+    message = f"`packing`: samples in a row{size} attend to each other: the model gets no boundaries"
     help = "`packing: false`, or `expect: {packing: on}` with `probe: {isolation: off}` to run it all the same"
     yield say("warning", "packing-leaks", "packing", message, help)
 
@@ -235,13 +235,13 @@ def offline_model(context: Context) -> Iterator[Finding]:
 
 
 def goes_on(context: Context) -> Iterator[Finding]:
-    """dpo.py:349: OLMo-core's trainer goes on from what its save folder holds; launch does not judge that."""
+    """dpo.py:349: OLMo-core's trainer continues from what its save folder holds; launch does not judge that."""
     if not context.running:
         return
     folder = output_folder(context.values)
     saved = [int(n[4:]) for n in files.names(folder) if n[:4] == "step" and n[4:].isdecimal()]
     if any(saved):
-        message = f"{folder} holds step{max(saved)}: OLMo-core goes on from there, unchecked by launch"
+        message = f"{folder} holds step{max(saved)}: OLMo-core continues from there, unchecked by launch"
         help = "name another `output_dir` to start over"
         yield say("warning", "resume-unjudged", "output_dir", message, help)
 

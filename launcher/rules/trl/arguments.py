@@ -34,7 +34,7 @@ RANGES: Mapping[str, tuple[Range, ...]] = {
     "lora_alpha": (Range(lambda n: n != 0, "warning", "the adapter counts for nothing", needs="use_peft"),),
     # trl/trainer/dpo_trainer.py:1388 and the other losses: the same as in open-instruct
     "beta": (
-        Range(math.isfinite, "error", "the loss is no number"),
+        Range(math.isfinite, "error", "the loss is not a number"),
         Range(lambda n: not -math.inf < n < 0, "warning", "the rejected answers are preferred"),
     ),
 }
@@ -196,7 +196,7 @@ _SHARED: tuple[Rule, ...] = (
         "stream-without-steps",
         "dataset_streaming",
         lambda v: v["dataset_streaming"] and not (number(v["max_steps"]) or -1) > 0,
-        "`dataset_streaming` gives no number of rows: the number of steps must be said",
+        "`dataset_streaming` gives no number of rows: the number of steps must be given",
         "add `max_steps: <number of steps>`",
     ),
     out_of_range,

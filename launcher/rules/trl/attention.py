@@ -80,7 +80,7 @@ def unknown(context: Context) -> Iterator[Finding]:
     name, key = resolved.attention(context.values)
     tested = context.values.schema.tested
     if tested and name is not None and name not in NAMES and not _KERNEL.match(name):
-        message = f"`{brief(name)}` is no attention implementation"
+        message = f"`{brief(name)}` is not an attention implementation"
         help = f"one of {', '.join(NAMES)}, or the name of a kernel's repository"
         yield say("error", "unknown-attention", key, message, help)
 

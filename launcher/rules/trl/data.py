@@ -31,7 +31,7 @@ def data_here(context: Context) -> Iterator[Finding]:
         return
     if is_file(Path(name)):
         message = f"`dataset_name: {brief(name)}` is a file, which cannot be loaded by its name"
-        help = f"name the folder that it lies in: `dataset_name: {Path(name).parent}`"
+        help = f"name its folder: `dataset_name: {Path(name).parent}`"
         yield say("error", "data-file", "dataset_name", message, help)
     elif context.running and model_config.is_path(name) and not exists(Path(name)):
         message = f"there is no folder {brief(name)} here"

@@ -112,7 +112,7 @@ class Bench:
 def require_gpu(request: Request, *, cpu: bool) -> Request:
     """The request on its GPUs, or on the CPU. Raises NotReady without a GPU, UsageError where both are asked for."""
     if cpu and (request.gpus or request.devices):
-        raise usage("useless-option", "--gpus and --devices say nothing with --cpu")
+        raise usage("useless-option", "--gpus and --devices have no effect with --cpu")
     if cpu:
         return replace(request, gpus=0)
     if request.gpus == 0 or devices.look(os.environ).visible:
@@ -313,7 +313,7 @@ def run(bench: Bench, *, show: Callable[[str], None] = lambda _: None) -> Exit:
 def interrupted(bench: Bench) -> str:
     done = len(bench.samples)
     runs = f"{done} of {done + len(bench.due())} runs are done\nruns: {bench.folder / FILE}"
-    return f"interrupted: the same command goes on here, {runs}"
+    return f"interrupted: the same command continues here, {runs}"
 
 
 def write_page(bench: Bench) -> None:

@@ -95,7 +95,7 @@ def _vary(text: str) -> list[Variant]:
     for value in values:
         if values.count(value) > 1:
             help = "to measure the noise, take two --variant"
-            raise usage("bad-vary", f"--vary {brief(text)}: `{value}` stands twice", help)
+            raise usage("bad-vary", f"--vary {brief(text)}: `{value}` is given twice", help)
     names = [brief(f"{key.removeprefix('args.')}={value}", 60) for value in values]
     apart = [f"{name} ({nth})" if names.count(name) > 1 else name for nth, name in enumerate(names)]
     return [Variant(name, (f"{key}={value}",)) for name, value in zip(apart, values, strict=True)]
@@ -116,7 +116,7 @@ def _variants(texts: Sequence[str]) -> list[Variant]:
         settings = pieces(f"--variant {text}", rest) if rest else []
         for setting in settings:
             if "=" not in setting or not _KEY.match(setting.partition("=")[0]):
-                help = "key=value,key=value; a value with a comma in it stands in brackets or quotes"
+                help = "key=value,key=value; put a value with a comma in brackets or quotes"
                 raise usage("bad-variant", f"--variant {brief(text)}: `{brief(setting)}`", help)
         found[name] = Variant(name, tuple(settings))
     return list(found.values())

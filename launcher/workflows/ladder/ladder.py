@@ -458,7 +458,7 @@ def show(ladder: Ladder) -> None:
         console.say("go" + (f", with {len(flags)} yellow flag(s)" if flags else ""))
     else:
         console.say(f"no-go: {ladder.reason}")
-        console.say("the same command goes on at this rung; --fresh begins anew")
+        console.say("the same command continues at this rung; --fresh starts over")
     if ladder.estimate is not None:
         console.say(ladder.estimate.line())
     console.say(f"ladder: {ladder.folder}")

@@ -79,7 +79,7 @@ def short_findings(stage: Stage, steps: int) -> tuple[Finding, ...]:
         "uncut-data",
         stage.entry.names.data,
         f"{'all rows' if rows is None else f'all {rows:,} rows'} are tokenised for {steps} steps: TRL takes a split "
-        f"whole, `train[:{needed}]` is no name of one (trl/scripts/sft.py:106)",
+        f"whole, `train[:{needed}]` is not the name of one (trl/scripts/sft.py:106)",
         "it trains on no more than it needs; the tokenised rows are cached for the full run",
     )
     return (uncut, schedule)

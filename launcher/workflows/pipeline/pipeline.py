@@ -134,11 +134,11 @@ class PipelineResult:
         if row is None:
             return []
         if row.status != "failed" or row.exit != Exit.VERDICT or not row.whole:
-            return [f"the same command goes on with {row.name}; what is finished is skipped"]
+            return [f"the same command continues with {row.name}; what is finished is skipped"]
         # trained to its end: the same command would judge it again, not train it
         lines = [f"the same command with `--from {row.name} --fresh` trains it again"]
         if row.verdict == "unproven":
-            lines.append("with `--allow-unproven` it takes what is not proved as good enough")
+            lines.append("with `--allow-unproven` an unproven verdict counts as success")
         after = self.rows[self.rows.index(row) + 1 :]
         return [*lines, *(f"with `--from {one.name}` it takes its model as it is" for one in after[:1])]
 

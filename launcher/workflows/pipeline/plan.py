@@ -127,7 +127,9 @@ def plan_stages(order: PipelineRequest, *, running: bool) -> PipelinePlan:
     known = known_changes(name for step in planner.steps.values() for name in step.plan.stage.schema.fields)
     wrong = [name for name in order.common.allowed if name not in known]
     if wrong and not planner.refused:
-        raise usage("unknown-change", f"--allow-changed-resume: nothing is called {', '.join(map(repr, wrong))}")
+        raise usage(
+            "unknown-change", f"--allow-changed-resume: no argument or group is named {', '.join(map(repr, wrong))}"
+        )
     found = tuple(dict.fromkeys(planner.findings))
     if planner.refused or errors(found, strict=order.common.strict):
         raise InvalidConfig(found)
@@ -276,7 +278,7 @@ class _Planner:
         before = source.link.name
         for name in sorted(source.plan.stage.entry.partial):
             if given.get(name) is True:
-                message = f"`{name}` ends {before} before there is a model to go on from"
+                message = f"`{name}` ends {before} before there is a model to continue from"
                 self._add(source.link, "pipeline-output", message, f"write `{name}: false`", f"args.{name}")
         if any(given.get(name) for name in _ADAPTERS):
             # finetune.py:540, dpo_tune_cache.py:279, trl/trainer/utils.py:1354 read the model's config

@@ -257,7 +257,7 @@ class _Filling:
         ways = {
             "skip_cache": "the run tokenises all over, and looks for no set (dataset_transformation.py:1912)",
             "cache_mode": "the run looks for its set on the hub, not here",
-            "config_hash": "the run takes a set by its name, whatever lies there",
+            "config_hash": "the run takes a set by its name, whatever is there",
         }
         for key, why in ways.items():
             name = f"{prefix}{key}"

@@ -224,7 +224,7 @@ class Search:
             return replace(self.base, purpose="baseline", why="the file as it is written")
         run = self.first.decisive if self.first is not None and self.best is None else None
         if run is not None and run.status == "timeout":
-            self.stopped = "the budget: the file as written did not end within it (a larger --budget goes on)"
+            self.stopped = "the budget: the file as written did not end within it (a larger --budget continues)"
             return None
         if run is not None and run.status not in ("ok", "oom") and not run.blamed:
             self.stopped = f"nothing can be compared with the file as written ({run.status}): {run.reason}"
@@ -240,7 +240,7 @@ class Search:
         if worth:
             self.stopped = (
                 f"the budget: {self._why(worth[0])} and not tried, because a trial of it takes about "
-                f"{self.trial_seconds(worth[0]):.0f} s and {seconds}: a larger --budget goes on here"
+                f"{self.trial_seconds(worth[0]):.0f} s and {seconds}: a larger --budget continues here"
             )
         elif ranked:
             self.stopped = f"what is left could gain {max(0.0, ranked[0][0]):.1%} at most"

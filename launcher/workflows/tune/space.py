@@ -288,7 +288,7 @@ def _liger(made: Plan, packages: Packages, _rows: Lengths) -> Choice:
 
 def _per_device(made: Plan, _packages: Packages, _rows: Lengths) -> Choice:
     if made.stage.entry.packing == "one-row" and made.values.get("packing"):
-        return "packed, dpo.py computes one row a GPU in a step, whatever stands in it"
+        return "packed, dpo.py computes one row a GPU in a step, whatever it holds"
     values = tuple(plan.splits(made.global_batch, devices(made)))
     if len(values) < 2:
         return f"{made.global_batch} rows a step cannot be split in another way"
@@ -303,7 +303,7 @@ def _checkpointing(made: Plan, _packages: Packages, _rows: Lengths) -> Choice:
             return f"{made.stage.entry.script} computes again only with `{needed}: true`"
         return Lever(name="checkpointing", now=float(made.values[_BUDGET]) < 1, values=(_OFF, _ON))
     if not made.gpus and not made.stage.entry.runs_on_cpu:
-        return "on the CPU it tells nothing"
+        return "on the CPU it shows nothing"
     now = bool(made.values.get("gradient_checkpointing"))
     return Lever(name="checkpointing", now=now, values=(_OFF, _ON))
 

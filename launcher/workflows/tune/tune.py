@@ -394,7 +394,7 @@ def beginning(tuning: Tuning) -> list[str]:
 def ending(tuning: Tuning) -> list[str]:
     best, record = tuning.chosen, f"trials: {tuning.folder / FILE}"
     if tuning.state == "interrupted":
-        return ["interrupted: the same command goes on here", record]
+        return ["interrupted: the same command continues here", record]
     if best is None:
         return [f"nothing to propose: {tuning.search.stopped}", record]
     not_written = "not written; the same command with another -o does no trial twice"

@@ -71,7 +71,7 @@ def test_what_is_no_file_of_a_usual_size_is_refused(tmp_path: Path, make: Callab
 
 DEEP = b"[" * 200_000
 BAD_LINES = (
-    b'{"event": ' + DEEP, b"\xff\xfe", b"[1, 2]",
+    b'{"event": ' + DEEP, b'{"a":' * 70 + b"1" + b"}" * 70, b"\xff\xfe", b"[1, 2]",
     b'{"event": "' + b"x" * 2**21 + b'"}',
 )  # fmt: skip
 
@@ -86,6 +86,13 @@ def test_a_bad_line_costs_itself(run: Path, line: bytes) -> None:
     assert found is not None
     assert found.last_step == 40
     assert main.main(["check", NAME]) == 0
+
+
+@pytest.mark.parametrize("digits", ["9" * 25, "-" + "9" * 400])
+def test_a_number_that_is_too_large_is_infinite(digits: str) -> None:
+    value = files.parse_line(f'{{"step": {digits}}}'.encode())["step"]
+    assert abs(value) == float("inf")
+    assert files.parse_line(b'{"inode": 18446744073709551615}') == {"inode": 2**64 - 1}
 
 
 EVENTS = (

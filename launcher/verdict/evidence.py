@@ -128,7 +128,7 @@ class ExitRecord:
 class Evidence:
     """All that is known of one attempt of a run.
 
-    `earlier` are the steps (see `metrics.Row`) of the attempts that this one continues from, `moved_before` the largest
+    `earlier` are the steps (see `metrics.Row`) of the attempts that this one continues, `moved_before` the largest
     share of the weights that one of them moved. `inputs` is what of data and model had changed at the end (see
     `contents.changed`), `model` how the files of the saved model are now (see `judge`); both None where unknown.
     """

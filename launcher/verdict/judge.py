@@ -192,7 +192,7 @@ def read(folder: RunFolder) -> tuple[Evidence, ...]:
 
 
 def rows_of(attempts: Sequence[Evidence]) -> list[metrics.Row]:
-    """Every optimizer step of a run once. An attempt continues from a checkpoint, so whatever earlier ones did from its
+    """Every optimizer step of a run once. An attempt continues a checkpoint, so whatever earlier ones did from its
     first step on is gone from the weights, and is left out here too."""
     rows: list[metrics.Row] = []
     for own in map(metrics.metrics_rows, attempts):

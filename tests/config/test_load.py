@@ -122,6 +122,13 @@ def test_interpolation_that_cannot_be(write: Write) -> None:
         assert any(f.line == 4 for f in found)
 
 
+def test_an_interpolation_that_doubles_is_stopped(write: Write) -> None:
+    lines = [f"a{n}: '${{a{n + 1}}}${{a{n + 1}}}'" for n in range(40)]
+    found = faults(write("a.yaml", "\n".join([*lines, "a40: x"])))
+    assert (found[0].code, found[0].line) == ("interpolation", 1)
+    assert "expands to too much" in found[0].message
+
+
 ECHOED = ("seed", "learning_rate", "dataset_mixer_list", "packing", "loss_type")
 
 

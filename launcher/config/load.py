@@ -276,7 +276,7 @@ def _place(node: Any, step: str | int, path: str) -> str | int:
     if isinstance(node, dict):
         if isinstance(step, str):
             return step
-        reason = "is no list"
+        reason = "is not a list"
     elif isinstance(node, list):
         # `.1`, as omegaconf writes it, is [1]
         index = int(step) if isinstance(step, str) and step.isdecimal() else step

@@ -350,7 +350,7 @@ def counts(text: str) -> list[int]:
     """`1,2,8` as numbers, none of them twice. Raises UsageError."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and len(word) < 6 for word in words) or len(set(words)) < len(words):
-        raise usage("bad-gpus", f"`{text}` is no list of different counts", "--gpus 1,2,8")
+        raise usage("bad-gpus", f"`{text}` is not a list of different counts", "--gpus 1,2,8")
     return [int(word) for word in words]
 
 

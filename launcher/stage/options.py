@@ -101,7 +101,7 @@ class Options:
             reason = "it is not a mapping"
         except (OSError, ValueError, RecursionError) as error:
             reason = str(error)
-        message = f"{self.deepspeed} is no DeepSpeed config: {reason}"
+        message = f"{self.deepspeed} is not a DeepSpeed config: {reason}"
         return None, _bad("deepspeed", message, "a JSON mapping, as DeepSpeed reads it")
 
 
@@ -219,7 +219,7 @@ def stage_fault(config: Config) -> Finding | None:
     help = f"one of {', '.join(names)}"
     if (given := config.options.get(key)) is None:
         return _bad(key, f"`{key}` is missing", f"add `{key}:`{inside}, {help}")
-    return _bad(key, f"`{brief(given)}` is no {what}", help)
+    return _bad(key, f"`{brief(given)}` is not a {what}", help)
 
 
 def backend_fault(config: Config) -> Finding | None:

@@ -120,7 +120,7 @@ def test_quantised_weights_and_broken_configs_are_refused(tmp_path: Path) -> Non
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(InvalidConfig) as caught:
             architecture.find(str(tmp_path), {})
-        assert "config.json is no config of a model" in caught.value.findings[0].message
+        assert "config.json is not a model config" in caught.value.findings[0].message
 
 
 def test_every_model_of_the_table_has_its_published_count() -> None:

@@ -68,7 +68,7 @@ def test_what_is_no_override(stage_file: Path) -> None:
     assert "not UTF-8" in fault(stage_file, b"seed=\xff".decode("utf-8", "surrogateescape"))
     assert "is not a mapping or a list" in fault(stage_file, "learning_rate.x=1")
     for key in ("seed[0]", "extra[0]", "extra.x[1].y"):
-        assert "is no list" in fault(stage_file, f"{key}=1")
+        assert "is not a list" in fault(stage_file, f"{key}=1")
     for key in ("dataset_mixer_list[4]", "dataset_mixer_list.x"):
         assert "is a list of 4 entries" in fault(stage_file, f"{key}=1")
 

@@ -58,7 +58,7 @@ def decision(*overrides: str) -> Decision:
 def test_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {row["run"]: row for row in answer(capsys, "runs")}
     shown = ("state", "verdict", "step", "loss", "stage")
-    assert [rows[FINISHED][key] for key in shown] == ["finished", "pass", 12, 2.4607, "sft"]
+    assert [rows[FINISHED][key] for key in shown] == ["finished", "pass", 12, 2.461, "sft"]
     assert [rows[KILLED][key] for key in shown] == ["lost", None, 28, 2.083, "sft"]
 
 

@@ -259,7 +259,7 @@ def test_attach_follows_to_the_end_and_leaves_alone(world: World) -> None:
     looking = shown(world, "attach")
     looking.send_signal(signal.SIGINT)
     out, _ = looking.communicate(timeout=PATIENCE_S)
-    assert (looking.returncode, b"goes on" in out) == (0, True)
+    assert (looking.returncode, b"the run continues" in out) == (0, True)
     assert living(leader)
     again = shown(world, "attach", "a run")
     (world.root / "go").touch()

@@ -221,7 +221,7 @@ def test_names_are_looked_up_in_the_source_at_hand() -> None:
 
 
 FAULTY = [
-    ("", "holds no rows"), ("\n \n", "holds no rows"), ("\n{\n", "line 2 is no JSON"),
+    ("", "holds no rows"), ("\n \n", "holds no rows"), ("\n{\n", "line 2 is not JSON"),
     ("[1]\n", "line 1 is not a JSON object"),
     ('\n{"messages": []}\nbroken', None), ('{"id": "' + "x" * 2**21 + '"}', None),
 ]  # fmt: skip

@@ -140,7 +140,7 @@ def test_stages_and_backends_that_a_file_names() -> None:
         ("stage", {"stage": {"a": 1}}, "bad-stage", "is not a stage"),
         ("flat", {"stage": "x"}, "bad-stage", "`x` is not a stage"),
         ("wrapped", {}, "bad-script", "`script` is missing"),
-        ("wrapped", {"script": "grpo.py"}, "bad-script", "`grpo.py` is no script"),
+        ("wrapped", {"script": "grpo.py"}, "bad-script", "`grpo.py` is not a script"),
     ):
         found = options.stage_fault(config(shape, **given))
         assert found is not None and found.code == code and part in found.message

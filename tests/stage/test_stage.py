@@ -111,7 +111,7 @@ def test_what_a_user_reads(judged: Any) -> None:
         ("chat_template: tulu", "renamed-key", ["write `chat_template_name`", "silently take it"]),
         ("num_epochs: 2", "renamed-key", ["DPO's name", "write `num_train_epochs`"]),
         ("beta: 5", "unknown-key", ["available only in: dpo on open_instruct, dpo on trl"]),
-        ("deepspeed: zero2", "unknown-key", ["it stands beside `args:`"]),
+        ("deepspeed: zero2", "unknown-key", ["it goes beside `args:`"]),
         ("learning-rate: 1", "abbreviated-key", ["write `learning_rate`"]),
         ("no_push_to_hub: true", "negated-key", ["write `push_to_hub: true` or `push_to_hub: false`"]),
         ("frobnicate: 1", "unknown-key", ["at 45901fd00593 has no such argument"]),

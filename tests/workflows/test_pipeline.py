@@ -161,7 +161,7 @@ def test_everything_that_is_wrong_with_the_file_is_said_at_once(write: Write) ->
     told = [(f.line, f.message) for f in caught.value.findings]
     assert all(f.file == str(path) and f.code == "bad-pipeline" for f in caught.value.findings)
     for line, text in (
-        (1, "`nme` is no key"), (4, "`gpu` is no key"), (4, "`a.b` cannot be"), (5, "gone.yaml"),
+        (1, "`nme` is not a key"), (4, "`gpu` is not a key"), (4, "`a.b` cannot be"), (5, "gone.yaml"),
         (5, "`from: q`"), (6, "`gpus` is a number"), (6, "`with` is a mapping"),
         (6, "two stages are called `sft`"), (7, "a stage is a mapping"),
     ):  # fmt: skip

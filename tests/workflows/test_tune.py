@@ -573,7 +573,7 @@ def test_what_can_no_longer_be_written_loses_nothing_that_was_measured(world: Wo
     ("words", "code", "why"),
     [
         (("--cpu",), 2, "useless-option"),
-        (("--budget", "soon"), 2, "no time"),
+        (("--budget", "soon"), 2, "not a duration"),
         (("--budget", "9s"), 2, "not even one trial"),
         (("model_name_or_path=gone/model",), 3, "unknown-shape"),
         (("-o", "stage.yaml"), 2, "was not written by `launch tune`"),

@@ -9,7 +9,6 @@ from launcher.rules.context import Context, StageRule
 from launcher.rules.rule import say
 from launcher.rules.trl import resolved
 from launcher.rules.trl.resolved import inline
-from launcher.upstream.schema import Values
 
 # transformers/modeling_utils.py:5076, beside eager
 NAMES = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
@@ -33,7 +32,7 @@ class Choice(NamedTuple):
 
 def choose(preferred: Sequence[str], context: Context) -> Choice:
     """The first of these that can be had here; what is not known speaks for it."""
-    reasons = {name: lacking(name, context) for name in preferred}
+    reasons = {name: lacking(name, context) or _unfit(name, context) for name in preferred}
     name = next((name for name in preferred if reasons[name] is None), None)
     before = preferred if name is None else preferred[: preferred.index(name)]
     return Choice(name, "; ".join(f"{one}: {reasons[one]}" for one in before))
@@ -54,21 +53,21 @@ def lacking(name: str, context: Context) -> str | None:
     package = PACKAGES.get(name, "kernels")
     if context.lacks(package):
         return f"the trainer's Python has no {package}"
-    if name in PACKAGES and full_precision(context.values, context.mixed_precision):
-        return "it takes 16 bits only, and the model is float32 with neither `bf16` nor `fp16`"
     version = (context.packages or {}).get(package) or ""
     if name == "flash_attention_2" and version and _release(version) < _OLDEST:
         return f"flash-attn {version} is older than {'.'.join(map(str, _OLDEST))}"
     return None
 
 
-def full_precision(values: Values, mixed_precision: str | None) -> bool:
-    """Whether attention gets float32 (transformers/integrations/flash_attention.py:22)."""
+def _unfit(name: str, context: Context) -> str | None:
+    """transformers/integrations/flash_attention.py:22: float32 goes to kernels that refuse it at the first step."""
+    values = context.values
     kwargs = inline(values["model_init_kwargs"]) or {}
     plain = kwargs.get("dtype", values["dtype"]) == "float32"
-    quantised = values["load_in_4bit"] or values["load_in_8bit"]
-    mixed = resolved.precision(values) is not None or mixed_precision not in (None, "no")
-    return bool(plain and not mixed and not quantised)
+    mixed = resolved.precision(values) is not None or context.mixed_precision not in (None, "no")
+    if name in PACKAGES and plain and not (mixed or values["load_in_4bit"] or values["load_in_8bit"]):
+        return "it takes 16 bits only, and the model is float32 with neither `bf16` nor `fp16`"
+    return None
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -98,13 +97,12 @@ def missing(context: Context) -> Iterator[Finding]:
 
 
 def flash_in_full_precision(context: Context) -> Iterator[Finding]:
-    """transformers/integrations/flash_attention.py:22: float32 goes to kernels that refuse it at the first step."""
+    """transformers/integrations/flash_attention.py:22."""
     name, key = resolved.attention(context.values)
     # `mixed_precision:` may ask for another one; it is seen before the GPUs are known
-    if context.gpus is None and name in PACKAGES and full_precision(context.values, context.mixed_precision):
-        message = f"`attn_implementation: {name}` takes 16 bits, and the model is float32 without `bf16` or `fp16`"
+    if context.gpus is None and (why := _unfit(str(name), context)):
         help = "write `bf16: true`, or `dtype: bfloat16`"
-        yield say("error", "flash-in-float32", key, message, help)
+        yield say("error", "flash-in-float32", key, f"`attn_implementation: {name}`: {why}", help)
 
 
 def packing(context: Context) -> Iterator[Finding]:

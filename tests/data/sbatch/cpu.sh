@@ -10,7 +10,7 @@
 #SBATCH --exclusive
 
 set -- env PYTHONPATH=/opt/launch /env/bin/python -m launcher exec /runs/20260101T000000Z-sft-demo
-# queued again, the run goes on from its last complete checkpoint
+# queued again, the run continues from its last complete checkpoint
 "$@" --prepare || exit
 # whoever stops the job tells every process of it: wait for what they still write down
 trap 'signalled=1' TERM INT

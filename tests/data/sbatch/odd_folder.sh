@@ -14,7 +14,7 @@ exec >>'/runs/a\b '"'"'c'"'"'
 d/slurm.log' 2>&1
 set -- env PYTHONPATH=/opt/launch /env/bin/python -m launcher exec '/runs/a\b '"'"'c'"'"'
 d'
-# queued again, the run goes on from its last complete checkpoint
+# queued again, the run continues from its last complete checkpoint
 "$@" --prepare || exit
 # whoever stops the job tells every process of it: wait for what they still write down
 trap 'signalled=1' TERM INT

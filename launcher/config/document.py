@@ -28,6 +28,8 @@ _MISSPELT = "the mistake may be a line earlier: a missing `: `, quote or bracket
 
 MAX_DEPTH = 64
 MAX_NODES = 100_000
+MAX_KEYS = 1_000
+"""Keys of a mapping whose names mean something: those below an argument may be more."""
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)\Z")
@@ -272,6 +274,9 @@ class Builder:
             message = f"`{name}` is also in line {lines[name]}"
             self._add("duplicate-key", message, line, join(path, name), "delete one of them")
         lines.setdefault(name, line)
+        if len(lines) > MAX_KEYS and not path.removeprefix("open_instruct.").startswith("args."):
+            where = f"`{path}`" if path else "the file"
+            self._stop("too-large", f"{where} holds more than {MAX_KEYS:,} keys", line)
         self.origins[join(path, name)] = Origin(self.file, line)
         return name
 

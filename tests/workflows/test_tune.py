@@ -480,7 +480,7 @@ def test_the_whole_way_with_real_processes(world: World) -> None:
     assert record(world)["state"] == "running" and not record(world)["trials"]
     running.send_signal(signal.SIGINT)
     out, _ = running.communicate(timeout=PATIENCE_S)
-    assert running.returncode == 130 and b"the same command goes on" in out
+    assert running.returncode == 130 and b"the same command continues" in out
     assert world.quiet() and record(world)["state"] == "interrupted"
     done = world.launch(*words, env={"SCENES": json.dumps(scenes)})
     assert done.returncode == 0, done.stderr

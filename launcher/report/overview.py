@@ -1,5 +1,6 @@
 """All runs, one line each: state, step, loss, age."""
 
+import contextlib
 import datetime
 import os
 import time
@@ -9,26 +10,61 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from launcher import files
+from launcher import __version__, files
 from launcher.machine import process
 from launcher.paths import exists
 from launcher.report.progress import Progress, clock, tracker
 from launcher.runs import rundir, runner, slurm
-from launcher.runs.record import Record
+from launcher.runs.record import Manifest, Record
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import summary
 
 COLUMNS = "run stage state verdict step loss tokens/s age gpus checkpoint output wandb".split()
 _IN_WORDS = {"unknown": "unknown here"}  # in a table beside nothing that explains it
 _STEP = b'"event": "step"'
+_ROW = 2  # version of the rows of runs that are over, which are kept: read anew, a thousand take a second
+_SETTLED_S = 2.0
+_RECORDED = ("finished", "failed", "stopped")
 _ENDED = ("finished", "failed", "stopped", "lost")
 
 
 def rows(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """Rows of the runs that have begun, oldest first; `part_of` is the pipeline, bench, ladder or tune."""
-    campaigns = rundir.campaigns(folders)
-    parts = {folder: campaigns.get(folder.path) for folder in folders if rundir.begun(folder)}
-    return [{**row(folder), "part_of": part and str(part)} for folder, part in parts.items()]
+    campaigns, file = rundir.campaigns(folders), rundir.state_folder() / "rows.json"
+    known, new, found = Record(rundir.read_json(file)), dict[str, Any](), []
+    for folder in folders:
+        path, stamp = str(folder.path), _stamp(folder)
+        kept = known.part(path) if stamp else Record()
+        if kept.get("stamp") == stamp and kept.part("row"):
+            one = kept.part("row") | _passing(Manifest(kept.part("manifest")))
+        elif rundir.begun(folder):
+            manifest = rundir.read_manifest(folder)
+            row = _lasting(folder, manifest)
+            one = row | _passing(manifest)
+            if stamp and row["state"] in _RECORDED and not folder.job.exists():
+                about = {name: manifest.get(name) for name in ("created", "backend", "output")}
+                new[path] = {"stamp": stamp, "manifest": about, "row": row}
+        else:
+            continue
+        part_of = campaigns.get(folder.path)
+        found.append({**one, "part_of": str(part_of) if part_of else None})
+    if new:
+        there = {path: kept for path, kept in known.items() if os.path.isdir(path)}
+        # a state folder that cannot be written costs the next list some time
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            files.write_json(file, there | new)
+    return found
+
+
+def _stamp(folder: RunFolder) -> str | None:
+    """Changes with every file that is written into a run folder; None where that may just be happening."""
+    try:
+        changed = folder.path.stat().st_mtime_ns
+    except OSError:
+        return None
+    settled = time.time() - changed / 1e9 > _SETTLED_S
+    return f"{__version__} {_ROW} {changed}" if settled else None
 
 
 def entries(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -53,12 +89,22 @@ def entry(group: Sequence[Mapping[str, Any]], *, whole: bool = False) -> Mapping
 
 
 def row(folder: RunFolder) -> dict[str, Any]:
-    manifest, written = rundir.read_manifest(folder), None
+    manifest = rundir.read_manifest(folder)
+    return _lasting(folder, manifest) | _passing(manifest)
+
+
+def _passing(manifest: Manifest) -> dict[str, Any]:
+    written = None
     if manifest.output is not None and exists(manifest.output):
         # what names checkpoints need not be waited for where none can be
         from launcher.artifacts import checkpoints
 
         written = checkpoints.last_written(str(manifest.backend), manifest.output)
+    checkpoint = None if written is None else clock(max(0.0, time.time() - written))
+    return {"age": age(manifest.created), "checkpoint": checkpoint}
+
+
+def _lasting(folder: RunFolder, manifest: Manifest) -> dict[str, Any]:
     progress = Progress(total=manifest.steps, world=manifest.processes or 1)
     number = max(1, folder.attempts())
     # the speed of an attempt that is over is its verdict's: that of all steady steps, and of every rank
@@ -87,8 +133,6 @@ def row(folder: RunFolder) -> dict[str, Any]:
         "gpus": manifest.gpus,
         "output": manifest.get("output"),
         "wandb": tracker(folder.console(number)) if manifest.get("tracked") else None,
-        "age": age(manifest.created),
-        "checkpoint": None if written is None else clock(max(0.0, time.time() - written)),
     }
 
 

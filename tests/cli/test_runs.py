@@ -52,6 +52,24 @@ def test_runs_by_state_folder_and_number(capsys: Capture) -> None:
     assert main.main(["runs", "--state", "over"]) == 2
 
 
+def test_the_row_of_a_run_that_is_over_is_kept_until_its_folder_changes(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = made("20260101T000000Z-sft-a")
+    os.utime(path, (1e9, 1e9))
+    before = listed(capsys)
+    with monkeypatch.context() as patch:
+        patch.setattr(rundir, "read_manifest", lambda _: pytest.fail("read again"))
+        assert listed(capsys) == before
+    files.write_json(path / "exit.json", {"returncode": 1})
+    assert [row["state"] for row in listed(capsys)] == ["failed"]
+    # not even a row of its own is believed once the folder has changed, or where the file is damaged
+    os.utime(path, (1e9 + 1, 1e9 + 1))
+    listed(capsys)
+    (rundir.state_folder() / "rows.json").write_text(json.dumps({str(path): [1]}))
+    assert [row["state"] for row in listed(capsys)] == ["failed"]
+
+
 def test_a_bench_and_a_pipeline_are_one_entry_each(capsys: Capture) -> None:
     bench, pipeline = "20260101T000000Z-bench-x", "20260103T000000Z-pipeline-y"
     trials = [made(f"{bench}/20260101T00000{n}Z-sft-trial") for n in range(3)]

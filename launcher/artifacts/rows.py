@@ -73,7 +73,7 @@ def files_of_split(name: str | None, split: str) -> list[Path]:
     words = {file: {*_WORDS.split(file.lower())} for file in shown}
     named = [file for file in shown if words[file] & _SPLITS.get(split, set())]
     # where no name says anything, all of it is for training
-    nameless = split == "train" and not any(words[file] & set().union(*_SPLITS.values()) for file in shown)
+    nameless = split == "train" and set().union(*words.values()).isdisjoint(set().union(*_SPLITS.values()))
     return [folder / file for file in (shown if nameless else named)]
 
 

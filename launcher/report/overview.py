@@ -115,7 +115,6 @@ def _lasting(folder: RunFolder, manifest: Manifest) -> dict[str, Any]:
     if judged and not folder.concluded(number).exists() and rundir.judged(folder, number - 1):
         judged = Record()
     # a verdict counts every rank; the end of rank 0's record is all that is read of a run that goes on
-    steps, step = judged.number("steps"), progress.step
     loss, rate = judged.value("metrics", "last_loss"), judged.value("metrics", "tokens_per_second")
     loss = loss if isinstance(loss, int | float) else progress.loss
     rate = rate if isinstance(rate, int | float) else progress.tokens_per_second
@@ -126,7 +125,7 @@ def _lasting(folder: RunFolder, manifest: Manifest) -> dict[str, Any]:
         "state": now,
         "verdict": judged.get("status"),
         "outcome": summary.outcome(judged) if judged else None,
-        "step": step if steps is None else max(step, int(steps)),
+        "step": max(progress.step, judged.number("steps") or 0),
         "steps": progress.total,
         "loss": None if loss is None else round(loss, 4),
         "tokens/s": None if rate is None else round(rate),

@@ -57,7 +57,7 @@ def plan(
 
     def show() -> None:
         rows = made.rows()
-        console.table(rows, list(rows[0]) if rows else [])
+        console.table(rows, list(rows[0]))
         console.say("\n".join(made.lines(why=why)))
 
     return answer("plan", shared.format, made.as_json(why=why), show, made.findings, code)

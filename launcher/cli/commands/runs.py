@@ -204,8 +204,8 @@ def report_command(
     from launcher.report import page, series
     from launcher.runs import rundir
 
-    series_folder = rundir.campaign(targets[0]) if len(targets) == 1 and output is None and format == "text" else None
-    if series_folder and (written := next(series_folder.path.glob("*.html"), None)):
+    campaign = rundir.campaign(targets[0]) if len(targets) == 1 and output is None and format == "text" else None
+    if campaign and (written := next(campaign.path.glob("*.html"), None)):
         # it begins with the table and the decision, which its runs alone do not hold
         console.say(f"report: {written}")
         return

@@ -278,13 +278,17 @@ def found_run(name: str, kind: str = "run") -> RunFolder:
     return folder
 
 
-def confirmed(lines: Sequence[str], given: bool, flag: str) -> bool:
-    """Whether to delete this, as `flag` says or who sits at the terminal. Raises UsageError without both."""
+def confirmed(lines: Sequence[str], given: bool, flag: str, kept: Sequence[str] = ()) -> bool:
+    """Whether to delete this, as `flag` says or who sits at the terminal. Raises UsageError without both.
+
+    `kept` are lines about what stays.
+    """
     if given:
         return True
     if not sys.stdin.isatty():
-        raise usage("not-confirmed", f"this would delete {', '.join(lines)}", f"add {flag}")
-    console.aside("\n".join(f"delete {line}" for line in lines))
+        message = f"this would delete {', '.join(lines)}"
+        raise usage("not-confirmed", "; ".join([message, *kept]), f"add {flag}")
+    console.aside("\n".join([*(f"delete {line}" for line in lines), *kept]))
     return typer.confirm("Delete?", err=True)
 
 

@@ -17,7 +17,7 @@ from launcher.plan.command import HUB, expectations
 from launcher.plan.plan import Plan
 from launcher.redaction import redact
 from launcher.rules.deepspeed import engine_config
-from launcher.runs import rundir
+from launcher.runs import outputs, rundir
 from launcher.runs.attempt import Command
 from launcher.runs.rundir import RunFolder
 
@@ -147,3 +147,5 @@ def create(folder: RunFolder, content: Mapping[str, Any]) -> None:
         folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
         files.write_json(folder.manifest, content)
     rundir.enter("runs", folder.path)
+    output = content.get("output")
+    outputs.enter(folder.path, output if isinstance(output, str) else None)

@@ -1,4 +1,4 @@
-"""Stopping a run from anywhere: what it will cost, the request, waiting for the end; and what of it can be removed."""
+"""Stopping a run from anywhere: what it will cost, the request, waiting for the end."""
 
 import contextlib
 import math
@@ -11,7 +11,6 @@ from typing import NamedTuple
 from launcher.artifacts import checkpoints
 from launcher.errors import NotReady, UsageError, not_ready, usage
 from launcher.lifecycle import follow, supervisor
-from launcher.paths import canonical, exists
 from launcher.report import overview
 from launcher.report.progress import Progress
 from launcher.runs import attempt, lease, rundir, runner, slurm
@@ -179,38 +178,3 @@ def _wait_elsewhere(folder: RunFolder, request: runner.StopRequest) -> None:
         time.sleep(POLL_S * 5)
     if runner.recorded(folder, request.attempt) is None:
         runner.require_sight(folder)
-
-
-_LIVE = ("running", "orphaned", "queued", "unknown")
-
-
-def require_over(folder: RunFolder) -> None:
-    """Raise NotReady where the run, or any of a pipeline, bench, ladder or tune, trains, waits or may train unseen."""
-    for run in [folder, *rundir.members(folder.path)]:
-        state, name = overview.state(run), run.path.name
-        if state in _LIVE or any(lease.is_locked(run.path / lock) for lock in ("lock", ".lock")):
-            now = state if state in _LIVE else "being started"
-            raise not_ready("run-is-live", f"{name} is {now}", f"launch stop {name}")
-
-
-def removable(folder: RunFolder, *, model: bool) -> list[Path]:
-    """What to delete, with `model` the output too. Raises NotReady while it runs, UsageError for a shared output."""
-    require_over(folder)
-    output = rundir.read_manifest(folder).output
-    where = None if output is None or not exists(output) else canonical(output)
-    if not model and exists(folder.path / "models"):
-        raise usage("output-kept", f"models are in the folder: {folder.path}/models", "--model")
-    if output is None or where is None:
-        return [folder.path]
-    if not model and where.is_relative_to(canonical(folder.path)):
-        raise usage("output-kept", f"the model is in the run folder: {output}", "--model")
-    if not model:
-        return [folder.path]
-    runs = [run for run in rundir.known_runs() if run != folder]
-    if any(canonical(path).is_relative_to(where) for path in (folder.path, *(run.path for run in runs), Path.cwd())):
-        raise usage("output-kept", f"{output} holds more than this model", "delete it by hand")
-    for run in runs:
-        if (other := rundir.read_manifest(run).output) is not None and canonical(other) == where:
-            raise usage("output-kept", f"{output} is the output of {run.path.name} too")
-    lease.require_free(output)
-    return [folder.path, output]

@@ -23,7 +23,7 @@ from launcher.machine import process
 from launcher.paths import PROJECT
 from launcher.report import overview
 from launcher.runs import attempt as attempts
-from launcher.runs import lease, rundir, runner
+from launcher.runs import inventory, lease, rundir, runner
 from launcher.runs.attempt import Attempt
 from launcher.runs.lease import Lease
 from launcher.runs.rundir import RunFolder
@@ -140,6 +140,9 @@ def main(words: Sequence[str]) -> int:
                 command = attempt.command(os.environ)
                 where = {} if granted is None else {lease.VARIABLE: str(granted.path)}
                 sums.start()
+                for earlier in range(1, number):
+                    inventory.end(folder, earlier, late=True)
+                inventory.begin(folder, number, output)
                 ended = runner.run(
                     replace(command, env={**command.env, **where}),
                     folder,
@@ -151,6 +154,8 @@ def main(words: Sequence[str]) -> int:
                     adopting=True,
                 )
                 sums.end(resumable=ended.returncode != 0)
+                # while nobody else may begin there
+                inventory.end(folder, number)
                 end(overview.ended_state(folder), ended.returncode)
         except LaunchError as error:
             tell(json.dumps([one.as_json() for one in error.findings]).encode())
@@ -195,6 +200,8 @@ def conclude(
             return Exit.OK
         code: int = Exit.BUG
         try:
+            # where the supervisor did not live to do that
+            inventory.end(folder, number, late=True)
             if not rundir.judged(folder, number):
                 start.look_back(folder, attempt)
             code = start.conclusion(folder, attempt, ended)[1]

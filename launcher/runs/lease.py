@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import stat
 import threading
 import time
@@ -128,6 +129,17 @@ def newest(output: Path | None) -> Lease | None:
     return read(output / FOLDER / f"lease-{fences[-1]}.json") if output and fences else None
 
 
+def all_of(output: Path) -> list[Lease]:
+    """Every lease of an output folder that can be read, the oldest first."""
+    folder = output / FOLDER
+    leases = []
+    for fence in _fences(folder):
+        granted = read(folder / f"lease-{fence}.json")
+        if granted is not None:
+            leases.append(granted)
+    return leases
+
+
 def manifests(output: Path | None) -> list[Manifest]:
     folder = Path() if output is None else output / FOLDER
     found = [rundir.read_json(folder / f"run-{n}.json") for n in (_fences(folder) if output else ())]
@@ -139,11 +151,47 @@ def _fences(folder: Path) -> list[int]:
 
 
 def require_free(output: Path | None) -> int:
-    """The number of a lease that begins now. Raises NotReady where somebody trains, or may train, into this folder."""
+    """The number of a lease that begins now. Raises NotReady where somebody trains, or may train, into this folder.
+
+    Also where something else lies in the place of a lease, or of its folder.
+    """
+    if output is not None:
+        _require_no_obstacle(output)
     last = newest(output)
-    if last is not None and (why := _held(last)) is not None:
+    if last is not None and (why := held(last)) is not None:
         raise NotReady(_taken(last, str(output), why))
     return 1 if last is None else last.fence + 1
+
+
+def _require_no_obstacle(output: Path) -> None:
+    """Raise NotReady where a lease could be neither read nor made: what is in the way, and what to do about it."""
+    folder = output / FOLDER
+    for path in (*reversed(folder.parents), folder):
+        if os.path.lexists(path) and not os.path.isdir(path):
+            raise _obstacle(output, path, "a folder")
+    leases = [folder / f"lease-{fence}.json" for fence in _fences(folder)]
+    for path in (*leases, folder / "lock"):
+        # anything else counts as a lease that cannot be read, until it is silent for long enough
+        if os.path.islink(path) or os.path.isdir(path):
+            raise _obstacle(output, path, "a file")
+
+
+def _obstacle(output: Path, path: Path, needed: str) -> NotReady:
+    kind = "is something else"
+    if os.path.isdir(path):
+        kind = "is a folder"
+    elif os.path.isfile(path) and not os.path.islink(path):
+        kind = "is a file"
+    elif os.path.islink(path):
+        kind = f"is a link to {os.readlink(path)}"
+        if not os.path.exists(path):
+            kind += ", which leads nowhere"
+    message = f"{output} cannot be reserved for this run: {path} {kind}, and must be {needed}"
+    command = "rm -r" if os.path.isdir(path) and not os.path.islink(path) else "rm"
+    help = f"delete it ({command} {shlex.quote(str(path))}), or choose another output_dir"
+    if path == output or path in output.parents:
+        help = f"choose another output_dir, or put {needed} there"
+    return not_ready("bad-lease", message, help, file=str(path))
 
 
 def outlast(output: Path, run: Path) -> None:
@@ -151,12 +199,12 @@ def outlast(output: Path, run: Path) -> None:
     until = time.monotonic() + SILENT_S + BEAT_S
     while time.monotonic() < until:
         last = newest(output)
-        if last is None or last.run != str(run) or _held(last) is None:
+        if last is None or last.run != str(run) or held(last) is None:
             return
         time.sleep(1)
 
 
-def _held(last: Lease) -> str | None:
+def held(last: Lease) -> str | None:
     """Why a lease still counts, in words; None where its owner is known to be gone."""
     if last.state != "running":
         return None

@@ -21,7 +21,7 @@ from launcher import files
 from launcher.errors import DISK_FULL, Finding, NotReady, brief, launch_finding, not_ready, usage
 from launcher.machine import locks, process
 from launcher.machine.process import Identity
-from launcher.runs import lease, rundir
+from launcher.runs import lease, outputs, rundir
 from launcher.runs.attempt import Command
 from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
@@ -77,6 +77,8 @@ def lock_run(
         if output is not None:
             granted = lease.take(output, folder.path)
             stack.callback(granted.give_back)
+            # two that begin at once see each other's lease at the latest now
+            outputs.require_apart(output, folder.path)
         with rundir.writing(folder.path):
             folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
             for file in [folder.lock] if granted is None else [folder.lock, granted.lock]:

@@ -1,5 +1,6 @@
 """`launch runs`, `rm`, `last` and `cache clear`: which runs are listed, found and deleted."""
 
+import datetime
 import json
 import os
 from pathlib import Path
@@ -118,9 +119,12 @@ def test_a_shell_completes_the_names_of_runs() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    """A finished run with a model."""
+    """A finished run with a model, of before launch recorded what a run wrote."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").touch()
+    config = tmp_path / "model" / "config.json"
+    config.touch()
+    ended = datetime.datetime.fromisoformat("2026-01-02T04:34:05+00:00").timestamp()
+    os.utime(config, (ended, ended))
     path = made("20260101T000000Z-sft-a", output=str(tmp_path / "model"))
     rundir.enter("runs", path)
     return RunFolder(path)

@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from launcher.cli.commands.stages import until_over
 from launcher.cli.options import FORMAT, LAST_RUN, RUN, UNPROVEN, Format, answer, app, confirmed, found_run, not_begun
-from launcher.errors import Exit, Finding, not_ready, usage
+from launcher.errors import Exit, Finding, usage
 from launcher.paths import exists
 from launcher.report import console
 
@@ -119,27 +119,26 @@ def remove(
     yes: bool = Option(False, "--yes", "-y", help="do not ask"),
     format: Format = FORMAT,
 ) -> Exit:
-    """Delete a run, bench, ladder or tune that is over."""
-    from launcher import files
-    from launcher.lifecycle import stop
-    from launcher.machine import sizes
+    """Delete a run, bench, ladder or tune that is over.
+
+    Only files that the run wrote, as its records say: what else lies there is kept.
+    """
+    from launcher.lifecycle import removal
     from launcher.runs import rundir
 
     folder = rundir.campaign(run) or found_run(run)
     members = rundir.members(folder.path)
-    paths = stop.removable(folder, model=model)
-    lines = [f"{path} ({sizes.sized(sizes.below(path))})" for path in paths]
-    if not confirmed(lines, yes, "--yes"):
-        return answer("rm", format, {"removed": []}, ["nothing was deleted"])
-    # it may have been resumed meanwhile
-    stop.require_over(folder)
-    for path in paths:
-        if (why := files.remove_tree(path)) is not None:
-            raise not_ready("not-removed", why, "delete it by hand", file=str(path))
+    planned = removal.plan(folder, model=model)
+    lines = planned.lines()
+    kept = planned.kept_lines()
+    if not confirmed(lines, yes, "--yes", kept):
+        return answer("rm", format, {"removed": [], "kept": kept}, ["nothing was deleted"])
+    kept += removal.carry_out(planned)
     for one in (folder, *members):
-        if not one.path.exists():
+        if not one.manifest.exists():
             rundir.forget("runs", one.path)
-    return answer("rm", format, {"removed": [str(path) for path in paths]}, [f"deleted {line}" for line in lines])
+    data = {"removed": [str(path) for path in planned.roots], "kept": kept}
+    return answer("rm", format, data, [*(f"deleted {line}" for line in lines), *kept])
 
 
 @app.command(epilog="Example: launch check runs/20260101T000000Z-sft-demo --format json")

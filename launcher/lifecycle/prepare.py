@@ -14,6 +14,7 @@ from launcher.config import load
 from launcher.config.load import Config
 from launcher.errors import Finding, InvalidConfig, errors, launch_finding, usage
 from launcher.lifecycle.doctor import checks
+from launcher.lifecycle.neighbourhood import OutputPlace
 from launcher.lifecycle.resume import decision as resume
 from launcher.machine import devices, python
 from launcher.machine.devices import Devices, Look
@@ -260,10 +261,14 @@ def complete(resolved: ResolvedStage, *, running: bool) -> Prepared:
             packages=trainer.packages if running else None,
         )
         made = plan.with_derived(made, location.output.derived)
+        output = _output(made)
+        place = _place(made, location, output, machine)
+        if place is not None:
+            made = replace(made, findings=(*made.findings, *map(made.stage.config.placed, place.nested())))
         if not running:
             caches = keys.derive(made, trainer.packages, running=False)
-            return _prepared(resolved, location, keys.applied(made, caches), caches=caches)
-        output = _output(made)
+            beside = _foreign(made, place, ())
+            return _prepared(resolved, location, keys.applied(made, caches), caches=caches, warnings=beside)
         made = replace(made, findings=(*made.findings, *checks.situation(made, trainer, output)))
         # about the machine, not the stage file: --strict leaves them warnings
         warnings = checks.require_ready(made, trainer, chosen, elsewhere=request.elsewhere)
@@ -286,6 +291,7 @@ def complete(resolved: ResolvedStage, *, running: bool) -> Prepared:
         # what a rule says of the output folder, the run's own record says better
         better = {f.code for f in decision.findings} | (resume.SUPERSEDED if location.history else set())
         known = [f for f in (*made.findings, *keys.findings(made, caches)) if f.code not in better]
+        warnings = (*warnings, *_foreign(made, place, (*known, *decision.findings)))
         return _prepared(
             resolved,
             location,
@@ -300,6 +306,21 @@ def complete(resolved: ResolvedStage, *, running: bool) -> Prepared:
     except BaseException:
         rundir.release(location.folder)
         raise
+
+
+def _place(made: Plan, location: _Location, output: Path | None, machine: Rendezvous | None) -> OutputPlace | None:
+    """Where the model goes, for what is asked of that; None where the first of several machines has asked."""
+    if output is None or (machine is not None and machine.rank):
+        return None
+    key = made.stage.entry.names.output
+    return OutputPlace(output=output, run=location.folder, attempt=location.attempt, key=key)
+
+
+def _foreign(made: Plan, place: OutputPlace | None, said: Iterable[Finding]) -> tuple[Finding, ...]:
+    if place is None:
+        return ()
+    codes = frozenset(finding.code for finding in said)
+    return tuple(map(made.stage.config.placed, place.foreign(codes)))
 
 
 def _output(made: Plan) -> Path | None:

@@ -17,7 +17,7 @@ class Context:
     `deepspeed` is the parsed DeepSpeed file in use. `gpus` counts those of all nodes, 0 is the CPU.
     `per_device` (rows) and `accumulation` (forward passes a step) are what upstream will be given.
     `packages` are names and versions in the trainer's Python, `cpus` its processors. `output` is
-    where the model goes.
+    where the model goes, `source` the folder of the trainer's source.
     """
 
     values: Values
@@ -31,6 +31,7 @@ class Context:
     packages: Mapping[str, str] | None = None
     running: bool = False
     output: Path | None = None
+    source: Path | None = None
 
     @property
     def entry(self) -> Entry:

@@ -14,6 +14,7 @@ from launcher.errors import Finding, brief
 from launcher.files import read_json
 from launcher.paths import exists, is_file
 from launcher.rules.context import Context, StageRule, caches_only
+from launcher.rules.places import unintended_output
 from launcher.rules.rule import say
 
 _OUTPUT, _RESUME = "output_dir", "resume_from_checkpoint"
@@ -91,6 +92,6 @@ def _remaining(context: Context, folder: Path) -> Iterator[Finding]:
 
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
-    "open_instruct": dict.fromkeys(("sft", "dpo"), (foreign_checkpoints, finished_model)),
-    "trl": dict.fromkeys(("sft", "dpo"), (named_checkpoint, finished_model)),
+    "open_instruct": dict.fromkeys(("sft", "dpo"), (unintended_output, foreign_checkpoints, finished_model)),
+    "trl": dict.fromkeys(("sft", "dpo"), (unintended_output, named_checkpoint, finished_model)),
 }

@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,24 +77,55 @@ def _append(pairs: Iterable[tuple[str, str | None]]) -> None:
             os.close(descriptor)
 
 
-def recorded(*, seconds: float | None = CATCH_UP_S) -> dict[str, str]:
+def recorded(*, seconds: float | None = CATCH_UP_S) -> Mapping[str, str]:
     """The output folder of every run that has one, by its run folder; without links in it.
 
     Runs that are on no list are read from their manifests, the newest first, for so many seconds: the rest the next
     time. None: all of them.
     """
+    changed = _changes()
+    if changed == _last.changed:
+        return _last.found
     listed = _read_list()
     missing = _not_in(listed)
     until = None if seconds is None else time.monotonic() + seconds
     read = []
     for run in missing:
         if until is not None and time.monotonic() > until:
+            changed = None
             break
         read.append((run, _output_of(run)))
     if read:
         _append(read)
         listed.update(read)
-    return {run: output for run, output in listed.items() if output is not None}
+        changed = None
+    _last.found = {run: output for run, output in listed.items() if output is not None}
+    _last.changed = changed
+    return _last.found
+
+
+class _Last:
+    """What was read last: one command may ask for several stages."""
+
+    changed: tuple[int | None, ...] | None = None
+    found: Mapping[str, str] = {}
+
+
+_last = _Last()
+
+
+def _changes() -> tuple[int | None, ...]:
+    """Another value whenever a run was begun since, here or elsewhere."""
+    state = rundir.state_folder()
+    times: list[int | None] = [hash(str(state)), hash(str(rundir.runs_root()))]
+    for path in (state / _LIST, state / "runs", rundir.runs_root()):
+        try:
+            status = os.stat(path)
+        except OSError:
+            times.append(None)
+        else:
+            times += [status.st_mtime_ns, status.st_size]
+    return tuple(times)
 
 
 def _read_list() -> dict[str, str | None]:

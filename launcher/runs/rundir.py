@@ -282,7 +282,7 @@ def find(name: str) -> RunFolder | None:
         return RunFolder(path.absolute())
     runs = known_runs()
     if name == "last":
-        newest = sorted((run for run in runs if not _is_campaign(run.path.parent)), key=_started, reverse=True)
+        newest = sorted((run for run in runs if not is_campaign(run.path.parent)), key=_started, reverse=True)
         newest = list(filter(begun_here, newest)) or newest
         return next(filter(begun, newest), next(iter(newest), None))
     exact = [folder for folder in runs if folder.path.name == name]
@@ -300,20 +300,25 @@ def begun_here(folder: RunFolder) -> bool:
 _RECORDS = ("pipeline.json", "bench.json", "ladder.json", "tune.json")
 
 
-def _is_campaign(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
+    return os.path.isfile(folder / "run.json")
+
+
+def is_campaign(folder: Path) -> bool:
+    """Whether it is the folder of a pipeline, bench, ladder or tune."""
     return any((folder / name).is_file() for name in _RECORDS)
 
 
 def campaign(name: str) -> RunFolder | None:
     """The folder of a pipeline, bench, ladder or tune, by its path or its name in the runs folder."""
     paths = (Path(name).absolute(), runs_root() / name)
-    return next((RunFolder(path) for path in paths if _is_campaign(path)), None)
+    return next((RunFolder(path) for path in paths if is_campaign(path)), None)
 
 
 def campaigns(runs: Iterable[RunFolder]) -> dict[Path, Path]:
     """Of each run that belongs to a pipeline, bench, ladder or tune the folder of that."""
     paths = [run.path for run in runs]
-    parents = {parent: _is_campaign(parent) for parent in dict.fromkeys(path.parent for path in paths)}
+    parents = {parent: is_campaign(parent) for parent in dict.fromkeys(path.parent for path in paths)}
     found = {path: path.parent for path in paths if parents[path.parent]}
     for pipeline in (one for parent in parents for one in parent.glob("*-pipeline-*")):
         found |= {run.path: pipeline for run in members(pipeline)}

@@ -109,7 +109,7 @@ def judge(
     findings += [*_batch_faults(opts, entry, values), *_attention_faults(opts, config)]
     findings += _expect_faults(opts, entry, values)
     wrong = {finding.key for finding in findings if finding.severity == "error"}
-    around = _environment_faults(opts, entry, values, running=running)
+    around = _environment_faults(opts, entry, values, source.root, running=running)
     findings += [finding for finding in around if finding.key not in reported | wrong]
     return Judged(
         config=config,
@@ -164,7 +164,9 @@ def preferred_attention(
     return attention.choose(options.attention, context)
 
 
-def _environment_faults(opts: Options, entry: Entry, values: Values, *, running: bool) -> Iterator[Finding]:
+def _environment_faults(
+    opts: Options, entry: Entry, values: Values, source: Path | None, *, running: bool
+) -> Iterator[Finding]:
     """What is wrong with the environment and the files here; `doctor.situation` knows GPUs and packages."""
     deepspeed, fault = opts.read_deepspeed()
     if fault is not None:
@@ -180,6 +182,7 @@ def _environment_faults(opts: Options, entry: Entry, values: Values, *, running:
             per_device=batch.per_device or _number(values, entry.names.per_device),
             accumulation=None if batch.total else _number(values, entry.names.accumulation),
             running=running,
+            source=source,
         )
     )
 

@@ -373,6 +373,7 @@ def situation(plan: Plan, trainer: Trainer, output: Path | None) -> Iterator[Fin
         packages=trainer.packages,
         running=True,
         output=output,
+        source=stage.upstream.root,
     )
     known = {(finding.code, finding.key) for finding in stage.findings}
     for finding in map(stage.config.placed, registry.apply_in(context)):

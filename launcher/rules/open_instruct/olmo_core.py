@@ -19,6 +19,7 @@ from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.model import beyond_positions, missing_model
 from launcher.rules.open_instruct.arguments import OF_ALL_SCRIPTS, out_of_range, zero_stage
 from launcher.rules.open_instruct.data import tokenising_outlasts
+from launcher.rules.places import unintended_output
 from launcher.rules.rule import Range, Rule, check, no_model, number, outside, say, say_of_option, warn
 from launcher.upstream.open_instruct import output_folder
 from launcher.upstream.schema import Values
@@ -283,6 +284,7 @@ def tokenising(context: Context) -> Iterator[Finding]:
 
 
 STAGE_RULES: tuple[StageRule, ...] = (
+    unintended_output,
     no_deepspeed,
     tokenising,
     precision,

@@ -264,13 +264,22 @@ class _Planner:
             self._add(link, "pipeline-model", message, help, f"args.{key}")
 
     def _has_own_output(self, step: PlannedStage) -> bool:
-        output = step.prepared.requested_output or step.output
+        own = step.prepared.requested_output or step.output
+        place = canonical(own)
         for other in self.steps.values():
-            if canonical(other.prepared.requested_output or other.output) == canonical(output):
-                message = f"{step.link.name} and {other.link.name} both write into {output}"
-                help = f"give one of them another `{OUTPUT}`"
-                self._add(step.link, "pipeline-output", message, help, f"args.{OUTPUT}")
-                return False
+            output = other.prepared.requested_output or other.output
+            name = other.link.name
+            if canonical(output) == place:
+                message = f"{step.link.name} and {name} both write into {own}"
+            elif place.is_relative_to(canonical(output)):
+                message = f"{step.link.name} writes into {own}, which lies in {output}, the output of {name}"
+            elif canonical(output).is_relative_to(place):
+                message = f"{step.link.name} writes into {own}, which holds {output}, the output of {name}"
+            else:
+                continue
+            help = f"give one of them another `{OUTPUT}`"
+            self._add(step.link, "pipeline-output", message, help, f"args.{OUTPUT}")
+            return False
         return True
 
     def _check_between(self, source: PlannedStage, step: PlannedStage) -> None:

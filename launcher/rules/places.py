@@ -1,0 +1,163 @@
+"""Output folders that nobody means: `/`, a home folder, a literal `~`, the data's own folder and their like.
+
+Upstream makes whatever folder it is told, writes over files in it, deletes old checkpoints there, and may upload
+all of it. What only the records of a machine tell, such as other runs, is asked at a start.
+"""
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.artifacts import model_config
+from launcher.artifacts.fingerprint import cache_home
+from launcher.errors import Finding, brief
+from launcher.machine.trees import is_within, same_place
+from launcher.paths import IS_CLONE, PACKAGE, PROJECT, canonical, exists
+from launcher.rules.context import Context
+from launcher.rules.rule import say
+from launcher.runs import rundir
+
+CODE = "unintended-output"
+_SYSTEM = "/bin /boot /dev /etc /lib /lib32 /lib64 /proc /sbin /sys /usr"  # nor anything in them
+_SHARED = "/home /media /mnt /opt /root /run /srv /tmp /usr/local /var /var/tmp /dev/shm"  # folders in them are fine
+_WITHIN = ("/usr/local", "/dev/shm")  # of `_SYSTEM`, and free for folders all the same
+_VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A folder that is no output; `below`: nor is any folder in it."""
+
+    path: Path
+    name: str
+    below: bool = False
+
+
+def unintended_output(context: Context) -> Iterator[Finding]:
+    """What `output_dir` names, where that is no folder for a model."""
+    key = context.entry.names.output
+    if not context.values.given(key):
+        return
+    text = str(context.values[key])
+    reason = _literal_fault(text)
+    if reason is None:
+        reason = _place_fault(context, text)
+    if reason is None:
+        return
+    shown = brief(text) if text else '""'
+    message = f"`{key}: {shown}` {reason}"
+    yield say("error", CODE, key, message, _help(key, text), layer="launch")
+
+
+def _help(key: str, text: str) -> str:
+    expanded = os.path.expandvars(os.path.expanduser(text))
+    if expanded != text and len(Path(expanded).parts) > 3:
+        return f"write the folder out: `{key}: {expanded}`"
+    return f"name a folder of the run's own, such as `{key}: output/my_run`"
+
+
+def _literal_fault(text: str) -> str | None:
+    """What is wrong with the words themselves, on any machine."""
+    if not text.strip():
+        return "is empty"
+    parts = Path(text).parts
+    if parts and parts[0].startswith("~"):
+        return f"would make a folder called `{parts[0]}` here: trainers do not expand it"
+    if "~" in parts:
+        return "would make a folder called `~`: trainers do not expand it"
+    variable = next(filter(None, map(_VARIABLE.match, parts)), None)
+    if variable is not None:
+        return f"would make a folder called `{variable[0]}`: trainers do not expand variables"
+    return None
+
+
+def _place_fault(context: Context, text: str) -> str | None:
+    """Which place of this machine a folder is, or holds."""
+    from launcher.upstream.trainers import BACKENDS
+
+    folder = BACKENDS[context.values.schema.backend].output_folder(context.values)
+    if folder is None or "\0" in text:
+        return None
+    # as it is named too: what is appended to it does not make `/` a folder of the run's own
+    if canonical(Path(text)) == Path("/"):
+        return "is the root of the file system"
+    output = canonical(folder)
+    for place in (*_machine(), *_training(context)):
+        path = canonical(place.path)
+        if same_place(output, path):
+            return f"is {place.name}, {path}"
+        if is_within(path, output):
+            return f"holds {place.name}, {path}"
+        if place.below and is_within(output, path):
+            return f"lies in {place.name}, {path}"
+    return _system_fault(output)
+
+
+def _system_fault(output: Path) -> str | None:
+    if any(same_place(output, Path(name)) for name in _SHARED.split()):
+        return f"is {output}, which belongs to the system or to all users"
+    if any(output.is_relative_to(free) for free in _WITHIN):
+        return None
+    for name in _SYSTEM.split():
+        if output.is_relative_to(canonical(Path(name))):
+            return f"lies in {name}, which belongs to the system"
+    return None
+
+
+def _machine() -> Iterator[Place]:
+    """The folders that hold what is worth more than a model. Never those of the runs below them."""
+    try:
+        yield Place(path=Path.cwd(), name="the working folder")
+    except OSError:
+        return
+    yield Place(path=Path(os.path.expanduser("~")), name="the home folder")
+    yield Place(path=Path(tempfile.gettempdir()), name="the folder of temporary files")
+    if IS_CLONE:
+        yield Place(path=PROJECT, name="launch's own folder")
+        yield Place(path=PROJECT / ".git", name="launch's own repository", below=True)
+    yield Place(path=PACKAGE, name="launch's own package", below=True)
+    yield Place(path=rundir.runs_root(), name="the folder of the runs")
+    yield Place(path=rundir.state_folder(), name="launch's list of runs", below=True)
+    yield Place(path=cache_home(os.environ), name="launch's cache", below=True)
+    yield Place(path=model_config.hub_home(os.environ), name="Hugging Face's cache")
+
+
+def _training(context: Context) -> Iterator[Place]:
+    """What the run itself reads: checkout, data, model."""
+    if context.source is not None:
+        yield from _source(context.source)
+    names, values = context.entry.names, context.values
+    data = values.get(names.data)
+    listed = data[::2] if isinstance(data, list) else [data]
+    for name in listed:
+        path = Path(str(name))
+        if name and exists(path):
+            folder = path if path.is_dir() else path.parent
+            yield Place(path=folder, name="the folder of the data")
+    model = values.get(names.model)
+    if isinstance(model, str) and model and os.path.isdir(model):
+        yield from _model(context, Path(model))
+
+
+def _model(context: Context, model: Path) -> Iterator[Place]:
+    folder = canonical(Path(str(context.values[context.entry.names.output])))
+    # a checkpoint of the folder itself may be what to go on from
+    if same_place(canonical(model), folder):
+        yield Place(path=model, name="the folder of the model that training begins from")
+
+
+def _source(source: Path) -> Iterator[Place]:
+    """A checkout; what somebody who works in it puts below the working folder is their own."""
+    yield Place(path=source, name="the folder of the trainer's source")
+    checkout = canonical(source)
+    if not exists(checkout / ".git"):
+        yield Place(path=source, name="the trainer's packages", below=True)
+        return
+    works_there = is_within(canonical(Path.cwd()), checkout)
+    if not works_there:
+        yield Place(path=source, name="the checkout", below=True)
+    yield Place(path=source / ".git", name="the checkout's repository", below=True)
+    yield Place(path=source / "open_instruct", name="the checkout's source", below=True)

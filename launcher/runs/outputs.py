@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import time
@@ -54,17 +55,30 @@ class Neighbour:
         return not os.path.isdir(self.run)
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A line of the list: a run folder, where it writes without links, and what the index of runs calls it."""
+
+    run: str
+    output: str | None
+    entry: str
+
+
+def _row(run: str, output: str | None) -> _Row:
+    return _Row(run, output, rundir.entry_name(Path(run)))
+
+
 def enter(run: Path, output: str | None) -> None:
     """Note where a run writes, by its manifest."""
-    _append([(str(run.absolute()), _canonical(output))])
+    _append([_row(str(run.absolute()), _canonical(output))])
 
 
 def _canonical(output: str | None) -> str | None:
     return None if output is None else str(canonical(Path(output)))
 
 
-def _append(pairs: Iterable[tuple[str, str | None]]) -> None:
-    lines = "".join(json.dumps([run, output]) + "\n" for run, output in pairs)
+def _append(rows: Iterable[_Row]) -> None:
+    lines = "".join(json.dumps([row.run, row.output, row.entry]) + "\n" for row in rows)
     folder = rundir.state_folder()
     # a read-only home costs time at the next start
     with contextlib.suppress(OSError):
@@ -86,29 +100,31 @@ def recorded(*, seconds: float | None = CATCH_UP_S) -> Mapping[str, str]:
     changed = _changes()
     if changed == _last.changed:
         return _last.found
-    listed = _read_list()
-    missing = _not_in(listed)
-    until = None if seconds is None else time.monotonic() + seconds
-    read = []
-    for run in missing:
-        if until is not None and time.monotonic() > until:
-            changed = None
+    rows = _read_list()
+    began = time.monotonic()
+    allowed = math.inf if seconds is None else seconds - _last.spent
+    added = []
+    whole = True
+    for run in _not_in(rows):
+        if time.monotonic() - began > allowed:
+            whole = False
             break
-        read.append((run, _output_of(run)))
-    if read:
-        _append(read)
-        listed.update(read)
-        changed = None
-    _last.found = {run: output for run, output in listed.items() if output is not None}
-    _last.changed = changed
+        added.append(_row(run, _output_of(run)))
+    _last.spent += time.monotonic() - began
+    if added:
+        _append(added)
+        changed = _changes()
+    _last.found = {row.run: row.output for row in (*rows, *added) if row.output is not None}
+    _last.changed = changed if whole else ()
     return _last.found
 
 
 class _Last:
     """What was read last: one command may ask for several stages."""
 
-    changed: tuple[int | None, ...] | None = None
+    changed: tuple[int | None, ...] = ()
     found: Mapping[str, str] = {}
+    spent: float = 0.0  # seconds on manifests, over all questions of this command
 
 
 _last = _Last()
@@ -128,29 +144,46 @@ def _changes() -> tuple[int | None, ...]:
     return tuple(times)
 
 
-def _read_list() -> dict[str, str | None]:
-    listed: dict[str, str | None] = {}
+def _read_list() -> list[_Row]:
+    """The last line of each run."""
+    rows: dict[str, _Row] = {}
     try:
         raw = files.read_bytes(rundir.state_folder() / _LIST, _LONGEST)
     except OSError:
-        return listed
+        return []
     for line in raw.splitlines():
         # a torn line costs that line
         with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, list) and len(row) == 2 and isinstance(row[0], str):
-                listed[row[0]] = row[1] if isinstance(row[1], str) else None
-    return listed
+            row = _parsed(json.loads(line))
+            if row is not None:
+                rows[row.run] = row
+    return list(rows.values())
 
 
-def _not_in(listed: Iterable[str]) -> list[str]:
-    """Run folders that are on no list, the newest first: of the index, and of the runs folder here."""
-    paths = set(listed)
+def _parsed(line: object) -> _Row | None:
+    if not isinstance(line, list) or len(line) != 3:
+        return None
+    run, output, entry = line
+    if not isinstance(run, str) or not isinstance(entry, str):
+        return None
+    return _Row(run, output if isinstance(output, str) else None, entry)
+
+
+def _not_in(rows: Iterable[_Row]) -> Iterator[str]:
+    """Run folders that are on no list, the newest first: of the runs folder here, then of the index."""
+    runs = {row.run for row in rows}
+    entries = {row.entry for row in rows}
     root = rundir.runs_root()
-    found = {f"{root}/{name}" for name in files.names(root)}
-    known = (Path(path) for path in paths)
-    found.update(str(path) for path in rundir.entered("runs", known))
-    return sorted(found - paths, key=os.path.basename, reverse=True)
+    for name in reversed(files.names(root)):
+        run = f"{root}/{name}"
+        if run not in runs:
+            entries.add(rundir.entry_name(Path(run)))
+            yield run
+    index = rundir.state_folder() / "runs"
+    for name in reversed(files.names(index)):
+        if name not in entries:
+            with contextlib.suppress(OSError):
+                yield os.fsdecode(files.read_bytes(index / name))
 
 
 def _output_of(run: str) -> str | None:
@@ -236,26 +269,31 @@ def _of_leases(output: Path, where: str) -> Iterator[Neighbour]:
 
 
 def _listed(place: Path, seconds: float | None) -> Iterator[Neighbour]:
-    for run, text in recorded(seconds=seconds).items():
-        where = _relation(Path(text), place)
-        if where is None or not os.path.isdir(text):
+    text = str(place)
+    name = place.name.casefold()
+    for run, output in recorded(seconds=seconds).items():
+        where = _relation(output, text)
+        # a file system may not tell upper from lower case
+        alike = where is None and output.casefold().endswith(name)
+        if alike and trees.same_place(Path(output), place):
+            where = "here"
+        if where is None or not os.path.isdir(output):
             continue
         # the list is a memory of manifests; the run may be gone, or write elsewhere since
-        output = rundir.read_manifest(RunFolder(Path(run))).output
-        if output is not None and str(canonical(output)) == text:
-            yield Neighbour(output=Path(text), run=run, where=where, live=False)
+        now = rundir.read_manifest(RunFolder(Path(run))).output
+        if now is not None and str(canonical(now)) == output:
+            yield Neighbour(output=Path(output), run=run, where=where, live=False)
 
 
-def _relation(output: Path, place: Path) -> str | None:
+def _relation(output: str, place: str) -> str | None:
+    """Where one folder lies of another, by their names without links."""
     if output == place:
         return "here"
-    if output.is_relative_to(place):
+    if output.startswith(f"{place.rstrip('/')}/"):
         return "inside"
-    if place.is_relative_to(output):
+    if place.startswith(f"{output.rstrip('/')}/"):
         return "above"
-    # a file system may not tell upper from lower case
-    alike = output.name.casefold() == place.name.casefold()
-    return "here" if alike and trees.same_place(output, place) else None
+    return None
 
 
 def require_apart(output: Path, own: Path) -> None:

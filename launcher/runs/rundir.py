@@ -245,22 +245,23 @@ def enter(index: str, path: Path) -> None:
     # a read-only home costs the overview from elsewhere, not the run
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        files.write_bytes(folder / _entry(path), place)
+        files.write_bytes(folder / entry_name(path), place)
 
 
 def forget(index: str, path: Path) -> None:
     with contextlib.suppress(OSError):
-        (state_folder() / index / _entry(path)).unlink(missing_ok=True)
+        (state_folder() / index / entry_name(path)).unlink(missing_ok=True)
 
 
-def _entry(path: Path) -> str:
+def entry_name(path: Path) -> str:
+    """What a folder's file in an index is called."""
     digest = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:16]
     return f"{dashed(path.name)[-100:]}-{digest}"
 
 
 def entered(index: str, known: Iterable[Path] = ()) -> Iterator[Path]:
     """The folders of an index, be they there or not, but for those that are `known`."""
-    there, folder = {_entry(path) for path in known}, state_folder() / index
+    there, folder = {entry_name(path) for path in known}, state_folder() / index
     for name in files.names(folder):
         with contextlib.suppress(OSError, ValueError):
             if name not in there and (path := Path(os.fsdecode(files.read_bytes(folder / name)))).is_absolute():

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import saved
+
 HERE = os.path.abspath(__file__)
 
 
@@ -69,6 +71,20 @@ def write(what: str, value: str) -> None:
         for _ in range(2):
             with contextlib.suppress(OSError):
                 print("x" * 65536)
+    elif what == "model":
+        saved.model(Path(value))
+    elif what == "checkpoint":
+        # `out:20` is checkpoint-20 of out
+        output, _, step = value.rpartition(":")
+        saved.trl(Path(output), int(step))
+    elif what == "file":
+        # `path:text`
+        path, _, text = value.partition(":")
+        Path(path).write_text(text)
+    elif what == "link":
+        # `path:target`
+        path, _, target = value.partition(":")
+        Path(path).symlink_to(target)
     elif what == "step":
         # what the probe would record
         record = Path(os.environ["LAUNCH_RUN"], "probe", "rank-0.jsonl")

@@ -21,7 +21,7 @@ from launcher.rules.rule import say
 from launcher.runs import rundir
 
 CODE = "unintended-output"
-_SYSTEM = "/bin /boot /dev /etc /lib /lib32 /lib64 /proc /sbin /sys /usr"  # nor anything in them
+_SYSTEM = "/usr /bin /boot /dev /etc /lib /lib32 /lib64 /proc /sbin /sys"  # nor anything in them
 _SHARED = "/home /media /mnt /opt /root /run /srv /tmp /usr/local /var /var/tmp /dev/shm"  # folders in them are fine
 _WITHIN = ("/usr/local", "/dev/shm")  # of `_SYSTEM`, and free for folders all the same
 _VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})", re.ASCII)

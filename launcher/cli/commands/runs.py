@@ -115,7 +115,7 @@ def runs(
 @app.command("rm", epilog="Example: launch rm 20260101T000000Z-sft-demo --yes")
 def remove(
     run: str = RUN,
-    model: bool = Option(False, "--model", help="delete its output folder too"),
+    model: bool = Option(False, "--model", help="delete what it wrote into its output folder too"),
     yes: bool = Option(False, "--yes", "-y", help="do not ask"),
     format: Format = FORMAT,
 ) -> Exit:

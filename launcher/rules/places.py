@@ -37,7 +37,7 @@ class Place:
 
 
 def unintended_output(context: Context) -> Iterator[Finding]:
-    """What `output_dir` names, where that is no folder for a model."""
+    """finetune.py:1006, trl/scripts/sft.py:113: the model is saved into whatever folder `output_dir` names."""
     key = context.entry.names.output
     if not context.values.given(key):
         return

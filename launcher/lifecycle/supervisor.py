@@ -19,7 +19,7 @@ from pathlib import Path
 
 from launcher.errors import Exit, Finding, LaunchError, NotReady, brief, not_ready
 from launcher.lifecycle import checksums, on_finish
-from launcher.machine import process
+from launcher.machine import isolation, process
 from launcher.paths import PROJECT
 from launcher.report import overview
 from launcher.runs import attempt as attempts
@@ -47,21 +47,22 @@ def spawn(
     words = [str(folder.path), str(number), str(telling), ",".join(map(str, locks))]
     words += [] if granted is None else [str(granted.path)]
     more = {} if digest is None else {_DIGEST: digest}
+    environ = isolation.isolated(os.environ)
     # this package may be running from a folder that is nowhere else named
-    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(PROJECT))))
+    path = os.pathsep.join(filter(None, (environ.get("PYTHONPATH"), str(PROJECT))))
     early: list[int] = []
     # no exception may come between the start of a child and its name
     noted = dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda number, _: early.append(number))
     try:
         with rundir.writing(folder.path), process.handling(noted), runner.private(folder.diary) as diary:
             child = subprocess.Popen(
-                [sys.executable, "-m", "launcher.lifecycle.supervisor", *words],
+                [sys.executable, "-P", "-m", "launcher.lifecycle.supervisor", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=diary,
                 stderr=diary,
                 start_new_session=True,
                 pass_fds=(telling, *locks),
-                env={**os.environ, "PYTHONPATH": path, **more},
+                env={**environ, "PYTHONPATH": path, **more},
             )
             _STARTED_HERE.append(child)
     except BaseException:

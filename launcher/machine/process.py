@@ -181,6 +181,17 @@ def bury(but: int) -> None:
         os.waitpid(gone.si_pid, 0)
 
 
+def descendants(pid: int) -> frozenset[int]:
+    """The living processes below one, as far as their parents live."""
+    table = _table()
+    below: set[int] = set()
+    grown = {pid}
+    while grown:
+        grown = {entry.pid for entry in table.values() if entry.parent in grown and not entry.dead}
+        below |= grown
+    return frozenset(below)
+
+
 def marks() -> frozenset[str]:
     return frozenset(filter(None, (_mark(entry.pid) for entry in _table().values() if not entry.dead)))
 

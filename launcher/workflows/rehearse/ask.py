@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import Finding, not_ready
+from launcher.machine import isolation
 from launcher.machine.python import Trainer
 
 SERVER = Path(__file__).resolve().parent / "server.py"
@@ -29,7 +30,7 @@ def environment(scratch: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """No GPU, no network, no tracker, and every temporary file in `scratch`."""
     kept = {name: value for name, value in environ.items() if not name.startswith(("LAUNCH_", "WANDB_"))}
     return {
-        **kept,
+        **isolation.isolated(kept),
         "CUDA_VISIBLE_DEVICES": "",
         "ACCELERATE_USE_CPU": "true",
         "HF_HUB_OFFLINE": "1",

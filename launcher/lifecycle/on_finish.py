@@ -22,7 +22,9 @@ from launcher.runs import rundir
 from launcher.runs.attempt import ON_FINISH_S, Attempt, writable_by_others
 from launcher.runs.rundir import RunFolder
 
+KEEPER = "LAUNCH_START_DIGEST"  # the variable that every keeper of a run is started with
 POLL_S = 0.05
+KILLING_S = 10.0  # seconds that killed processes may take to be gone, where more of them come all the time
 ENDING_S = 10.0  # seconds after TERM that a command whose time is up has left before KILL
 
 
@@ -87,7 +89,8 @@ def run(
 ) -> int | None:
     """Run a command to its end; what it prints goes where this process prints.
 
-    INT and TERM are handed on to it and what it has started; after `limit_s` seconds it gets TERM, then KILL.
+    INT and TERM are handed on to it and what it has started; after `limit_s` seconds it gets TERM, then KILL, and so
+    does everything below it, in whatever session. Runs that it has started go on: they are ended by `launch stop`.
     `began` is called once it runs, or cannot be started. Returns its exit code; None where it did not run.
     """
     # it is no part of the run that is over, nor of one it may start
@@ -100,6 +103,9 @@ def run(
         for group in groups:
             process.signal_group(group, number)
 
+    # what loses its parent stays below this process, where it is found
+    process.adopt_orphans()
+    earlier = process.descendants(os.getpid())
     with process.handling({signal.SIGINT: hand_on, signal.SIGTERM: hand_on}):
         try:
             child = subprocess.Popen(words, env=inherited, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -116,16 +122,44 @@ def run(
             returned = child.wait(limit_s)
         except subprocess.TimeoutExpired:
             _say(environ, f"{name} is ended: it took longer than {limit_s:g} s")
-            process.signal_group(child.pid, signal.SIGTERM)
-            until = time.monotonic() + ENDING_S
-            # as long as it is not waited for, its number is that of its group and of no other
-            while not process.over(child.pid) and time.monotonic() < until:
-                time.sleep(POLL_S)
-            process.signal_group(child.pid, signal.SIGKILL)
+            _end(child.pid, earlier)
             returned = child.wait()
     if returned:
         _say(environ, f"{name} ended with {returned}")
     return returned
+
+
+def _end(leader: int, earlier: frozenset[int]) -> None:
+    """TERM, then KILL to a command and everything that it has started, until nothing of it is left."""
+    signalled: set[int] = set()
+    until = time.monotonic() + ENDING_S
+    process.signal_group(leader, signal.SIGTERM)
+    while time.monotonic() < until:
+        left = _started(earlier)
+        if not left:
+            break
+        process.signal_all(left - signalled, signal.SIGTERM)
+        signalled |= left
+        time.sleep(POLL_S)
+    # as long as it is not waited for, its number is that of its group and of no other
+    process.signal_group(leader, signal.SIGKILL)
+    until = time.monotonic() + KILLING_S
+    while left := _started(earlier):
+        process.signal_all(left, signal.SIGKILL)
+        if time.monotonic() > until:
+            break
+        time.sleep(POLL_S / 10)
+    process.bury(but=leader)
+
+
+def _started(earlier: frozenset[int]) -> frozenset[int]:
+    """The processes below this one that were not there before, but for runs and their keepers."""
+    started = process.descendants(os.getpid()) - earlier
+    of_runs: set[int] = set()
+    for pid in started:
+        if process.has_variable(pid, KEEPER) or process.has_variable(pid, process.MARK):
+            of_runs |= process.descendants(pid) | {pid}
+    return started - of_runs
 
 
 def _say(environ: Mapping[str, str], what: str) -> None:

@@ -192,6 +192,15 @@ def descendants(pid: int) -> frozenset[int]:
     return frozenset(below)
 
 
+def has_variable(pid: int, name: str) -> bool:
+    """Whether a process was started with a variable in its environment; False where that cannot be read."""
+    try:
+        environment = (PROC / str(pid) / "environ").read_bytes()
+    except OSError:
+        return False
+    return any(word.startswith(os.fsencode(f"{name}=")) for word in environment.split(b"\0"))
+
+
 def marks() -> frozenset[str]:
     return frozenset(filter(None, (_mark(entry.pid) for entry in _table().values() if not entry.dead)))
 

@@ -3,15 +3,20 @@
 On a sick node they hang. Then they are ended with everything that they started, and not asked again by this command.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from launcher.machine import isolation, process
+
+if TYPE_CHECKING:
+    import subprocess
 
 LIMIT_S = 5.0
 VARIABLE = "LAUNCH_TOOL_TIMEOUT"  # the environment variable with other seconds than LIMIT_S
@@ -83,6 +88,9 @@ def ask(
     `seconds` are for a tool that has a limit of its own; the others share what a command waits for hanging ones.
     Raises NoAnswer, FileNotFoundError where it is not in an absolute folder of PATH, OSError where it cannot run.
     """
+    # most commands never ask anything
+    import subprocess
+
     name = os.path.basename(argv[0])
     earlier = _recent().get(name)
     if earlier is not None:
@@ -126,6 +134,8 @@ def _left_s() -> float:
 
 def _answer(child: subprocess.Popen[bytes], given: bytes, limit: float) -> Answer | None:
     """What a tool says until it ends; None where it does not in time."""
+    import subprocess
+
     until = time.monotonic() + limit
     while time.monotonic() < until:
         try:
@@ -140,6 +150,8 @@ def _answer(child: subprocess.Popen[bytes], given: bytes, limit: float) -> Answe
 
 def _held(child: subprocess.Popen[bytes]) -> Answer:
     """The answer of a tool that has ended and left something behind that keeps its output open."""
+    import subprocess
+
     out = err = b""
     try:
         out, err = child.communicate(timeout=_HELD_S)
@@ -152,6 +164,8 @@ def _held(child: subprocess.Popen[bytes]) -> Answer:
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     """Kill a tool and what it started. One that the kernel does not let go (state D) is left."""
+    import subprocess
+
     started = process.descendants(child.pid)
     process.signal_group(child.pid, signal.SIGKILL)
     process.signal_all(started, signal.SIGKILL)

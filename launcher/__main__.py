@@ -7,6 +7,10 @@ import os
 import sys
 
 MODULE = "--module"
+# launcher.errors.Exit, which cannot be imported where nothing can be
+NOT_READY = 5
+INTERRUPTED = 130
+NO_MEMORY = "error[resource-limit]: the memory that this command may use does not hold it: see `ulimit -v`\n"
 
 
 def leave_current_folder() -> None:
@@ -39,9 +43,15 @@ def main() -> None:
     try:
         from launcher.cli import main
     except KeyboardInterrupt:
-        from launcher.errors import Exit
-
-        sys.exit(Exit.INTERRUPTED)
+        sys.exit(INTERRUPTED)
+    except (MemoryError, ImportError) as error:
+        # a library that finds no memory says so in words
+        limited = isinstance(error, MemoryError) or "failed to map segment" in str(error)
+        if not limited:
+            raise
+        if sys.stderr is not None:
+            sys.stderr.write(NO_MEMORY)
+        sys.exit(NOT_READY)
     main.main()
 
 

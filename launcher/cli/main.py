@@ -159,7 +159,9 @@ def _run_command(arguments: list[str]) -> None:
         message = redact(folded(error.message if instead else error.format_message()))
         if _form(arguments) != "json":
             error.format_message = lambda: f"{message}\n  help: {help}" if help else message
-            error.show()
+            # nobody may be there to read it
+            with contextlib.suppress(OSError):
+                error.show()
             sys.exit(error.exit_code)
         where = error.ctx.command_path if error.ctx else "launch"
         raise usage("bad-command-line", message, help or f"{where} -h") from None

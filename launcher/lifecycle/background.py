@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from launcher.errors import Exit, NotReady
 from launcher.lifecycle import on_finish, start
-from launcher.machine import tools
+from launcher.machine import isolation, tools
 from launcher.runs import attempt as attempts
 from launcher.runs import rundir, runner, slurm
 from launcher.runs.rundir import RunFolder
@@ -119,7 +119,9 @@ def open_session(folder: RunFolder) -> str | None:
 
 def _show(name: str, command: Sequence[str]) -> str | None:
     # several words after the options are an argv, which the shell hands on as it is: the verdict is to stay
-    inside = ["sh", "-c", _STAY, "sh", *command]
+    # what tmux starts has the PATH of its server, in which the current folder may stand
+    program = isolation.find_program(command[0]) or command[0]
+    inside = ["/bin/sh", "-c", _STAY, "sh", program, *command[1:]]
     # that of an earlier attempt waits for its key; to end the last session would end the server
     again = ["respawn-pane", "-k", "-t", f"={name}:", *inside]
     new = ["new-session", "-d", "-s", name, "-x", "200", "-y", "50", *inside]

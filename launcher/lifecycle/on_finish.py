@@ -103,10 +103,12 @@ def run(
         for group in groups:
             process.signal_group(group, number)
 
-    # what loses its parent stays below this process, where it is found
-    process.adopt_orphans()
     earlier = process.descendants(os.getpid())
-    with process.handling({signal.SIGINT: hand_on, signal.SIGTERM: hand_on}):
+    with (
+        process.handling({signal.SIGINT: hand_on, signal.SIGTERM: hand_on}),
+        # what loses its parent stays below this process, where it is found
+        process.adopting_orphans(),
+    ):
         try:
             child = subprocess.Popen(words, env=inherited, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True)
         except (OSError, ValueError) as error:

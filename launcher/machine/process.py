@@ -169,6 +169,24 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 
 
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Adopt orphans inside, and outside only if this process did before."""
+    import ctypes
+
+    before = ctypes.c_int(1)
+    with contextlib.suppress(OSError, AttributeError):
+        # PR_GET_CHILD_SUBREAPER
+        ctypes.CDLL(None).prctl(37, ctypes.byref(before), 0, 0, 0)
+    adopt_orphans()
+    try:
+        yield
+    finally:
+        if not before.value:
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
+
+
 def over(pid: int) -> bool:
     """Whether a child has ended; it is left as a zombie, so that nobody else gets its number meanwhile."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

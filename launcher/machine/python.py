@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from launcher.errors import not_ready
+from launcher.errors import RESOURCE_LIMITS, not_ready
 from launcher.files import parse_line
 from launcher.machine import isolation, tools
 from launcher.machine.git import Repository
@@ -218,8 +218,11 @@ def ask_trainer(python: Path, source: str) -> Trainer:
             data = parse_line(answer.out.strip().rpartition(b"\n")[2])
     except tools.NoAnswer:
         fault = f"did not list its packages in {PYTHON_LIMIT_S:.0f} s"
-    except (OSError, ValueError):
+    except ValueError:
         pass
+    except OSError as error:
+        if error.errno in RESOURCE_LIMITS:
+            raise
     if not data:
         message = f"{source} names a Python that {fault}: {python}"
         help = "give the trainer's interpreter with --python PATH"

@@ -50,7 +50,7 @@ class _Silence:
     waited_s: float
 
     def words(self, name: str) -> str:
-        return f"{name} did not answer in {self.waited_s:.0f} s"
+        return f"{name} did not answer in {self.waited_s:g} s"
 
 
 _silences: dict[str, _Silence] = {}
@@ -129,7 +129,7 @@ def _recent() -> dict[str, _Silence]:
 def _left_s() -> float:
     limit = limit_s()
     waited = sum(silence.waited_s for silence in _recent().values())
-    return min(limit, max(_SHORTEST_S, limit * _PATIENCE - waited))
+    return min(limit, max(_SHORTEST_S, round(limit * _PATIENCE - waited, 1)))
 
 
 def _answer(child: subprocess.Popen[bytes], given: bytes, limit: float) -> Answer | None:

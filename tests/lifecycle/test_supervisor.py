@@ -21,7 +21,7 @@ from fake_world import FAKE, LAUNCH, World, looks_on, made, until
 from launcher import files
 from launcher.errors import NotReady, UsageError
 from launcher.lifecycle import background, on_finish, start, stop, supervisor
-from launcher.machine import process
+from launcher.machine import process, tools
 from launcher.runs import attempt, rundir, runner
 from launcher.runs.rundir import RunFolder
 
@@ -452,7 +452,7 @@ def server(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if shutil.which("tmux") is None:
         pytest.skip("tmux is not installed")
     short = tempfile.mkdtemp(prefix="lt-", dir="/tmp")
-    monkeypatch.setattr(background, "TMUX_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setenv(tools.VARIABLE, str(PATIENCE_S))
     monkeypatch.setenv("TMUX_TMPDIR", short)
     monkeypatch.delenv("TMUX", raising=False)
     yield

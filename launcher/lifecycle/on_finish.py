@@ -13,7 +13,7 @@ from types import FrameType
 
 from launcher.config import durations
 from launcher.errors import brief, usage
-from launcher.machine import process
+from launcher.machine import isolation, process
 from launcher.printable import printable
 from launcher.redaction import redact
 from launcher.report import overview
@@ -48,10 +48,17 @@ def limit(text: str | None) -> float:
 
 def require_here(command: Sequence[str]) -> None:
     """Raises UsageError where nothing can be started of a command that this machine is to call."""
-    if command and shutil.which(command[0]) is None:
+    if command and _program(command[0], os.environ) is None:
         message = f"--on-finish: there is no program `{brief(command[0])}` that can be started"
         help = "the path of a file that may be executed, or the name of a program in PATH"
         raise usage("bad-on-finish", message, help)
+
+
+def _program(word: str, environ: Mapping[str, str]) -> str | None:
+    """The program that the first word of a command names: one in the current folder only by its path."""
+    if os.sep in word:
+        return word if shutil.which(word) else None
+    return isolation.find_program(word, environ)
 
 
 def call(
@@ -110,7 +117,10 @@ def run(
         process.adopting_orphans(),
     ):
         try:
-            child = subprocess.Popen(words, env=inherited, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True)
+            program = words[0] if os.sep in words[0] else _program(words[0], inherited)
+            if program is None:
+                raise FileNotFoundError("there is no such program in PATH")
+            child = subprocess.Popen([program, *words[1:]], env=inherited, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True)
         except (OSError, ValueError) as error:
             _say(environ, f"{words[0]} cannot be started: {error}")
             return None

@@ -116,7 +116,8 @@ def build(
 
 def _module(name: str, plan: Plan, trainer: Trainer) -> list[str]:
     """The words that run a module: with `-m`, or by `START` where the current folder would get onto the path."""
-    deepspeed = plan.stage.entry.launcher == "accelerate" and plan.stage.options.deepspeed is not None
+    engine = plan.stage.options.deepspeed is not None and plan.gpus > 0
+    deepspeed = engine and plan.stage.entry.launcher == "accelerate"
     old_python = bool(trainer.version) and trainer.version < SAFE_PATH_SINCE
     return [str(START), name] if deepspeed or old_python else ["-m", name]
 

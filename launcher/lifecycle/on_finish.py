@@ -117,10 +117,7 @@ def run(
         process.adopting_orphans(),
     ):
         try:
-            program = words[0] if os.sep in words[0] else _program(words[0], inherited)
-            if program is None:
-                raise FileNotFoundError("there is no such program in PATH")
-            child = subprocess.Popen([program, *words[1:]], env=inherited, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True)
+            child = _start(words, inherited, cwd)
         except (OSError, ValueError) as error:
             _say(environ, f"{words[0]} cannot be started: {error}")
             return None
@@ -139,6 +136,15 @@ def run(
     if returned:
         _say(environ, f"{name} ended with {returned}")
     return returned
+
+
+def _start(words: Sequence[str], environ: Mapping[str, str], cwd: Path) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own. Raises OSError or ValueError."""
+    program = words[0] if os.sep in words[0] else _program(words[0], environ)
+    if program is None:
+        raise FileNotFoundError("there is no such program in PATH")
+    argv = [program, *words[1:]]
+    return subprocess.Popen(argv, env=environ, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def _end(leader: int, earlier: frozenset[int]) -> None:

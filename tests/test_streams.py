@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from conftest import PATIENCE_S, REPOSITORY
+from fake_world import made
+from real_training import needs_trl
 
 LAUNCH = shlex.join([sys.executable, "-P", str(REPOSITORY / "launcher" / "__main__.py")])
 BAD = "stage: sft\nbackend: trl\nargs: {nothing_such: 1}\n"
@@ -73,6 +75,20 @@ def test_a_limit_of_the_shell_is_named(tmp_path: Path, limit: str, command: str)
     assert done.returncode in (expected(command), 5)
     if done.returncode == 5:
         assert "error[" in done.stderr or '"code"' in done.stdout
+
+
+@needs_trl
+@pytest.mark.parametrize("limit", ["-f 0", "-n 12", "-v 60000"])
+def test_a_start_that_a_limit_stops_says_so(tmp_path: Path, limit: str) -> None:
+    with made(tmp_path / "world") as world:
+        words = f"sft {world.config().name} --gpus 0 --python {world.python()} --detach"
+        script = f"cd {world.root}; ulimit {limit}; $LAUNCH {words}"
+        done = run(script, tmp_path)
+        assert limit != "-f 0" or done.returncode == 5
+        # where it is enough, it starts
+        assert done.returncode in (0, 5), done.stderr
+        assert done.returncode == 0 or "error[" in done.stderr
+        world.quiet()
 
 
 def test_a_file_that_may_not_grow_is_named(tmp_path: Path) -> None:

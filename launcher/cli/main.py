@@ -35,6 +35,8 @@ _LIMITS = {
     errno.EAGAIN: ("no further process can be started", "-u"),
     errno.EFBIG: ("a file cannot be written", "-f"),
 }
+# what tempfile says of a machine where nothing can be written
+_NO_TEMPORARY = "No usable temporary directory"
 _NO_MEMORY = ("failed to map segment", "annot allocate memory", "can't start new thread")
 
 
@@ -124,13 +126,15 @@ def _report_os_error(error: OSError, arguments: list[str]) -> int:
     if error.errno in _LIMITS:
         what, option = _LIMITS[error.errno]
         return _report(_limited(f"{what}: {error.strerror}", option), arguments)
+    if _NO_TEMPORARY in str(error):
+        help = "free space in one of them, name another with TMPDIR, or see `ulimit -f`"
+        return _report(not_ready("no-space", str(error.strerror), help), arguments)
     return _bug(error, arguments)
 
 
 def _limited(message: str, option: str) -> NotReady:
-    return not_ready(
-        "resource-limit", message, f"a limit of this shell or machine; `ulimit {option}` shows the shell's"
-    )
+    help = f"a limit of this shell or machine; `ulimit {option}` shows that of the shell"
+    return not_ready("resource-limit", message, help)
 
 
 def _is_of_a_limit(error: Exception) -> bool:

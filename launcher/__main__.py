@@ -1,15 +1,57 @@
-"""`launch`, and `python -m launcher`: who interrupts it while its commands are imported sees no traceback."""
+"""`launch`, and `python -m launcher`: who interrupts it while its commands are imported sees no traceback.
 
+Run by its path it stands for launch too, wherever it lies; after `MODULE` it runs another module of this package.
+"""
+
+import os
 import sys
+
+MODULE = "--module"
+# launcher.errors.Exit, which cannot be imported where nothing can be
+NOT_READY = 5
+INTERRUPTED = 130
+NO_MEMORY = "error[resource-limit]: the memory that this command may use does not hold it: see `ulimit -v`\n"
+
+
+def leave_current_folder() -> None:
+    """Import nothing more from the current folder, if only `-m` or an empty entry of PYTHONPATH names it."""
+    project = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    try:
+        here = os.getcwd()
+    except OSError:
+        # a folder that was removed holds no code
+        here = ""
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    by_variable = "" in entries and entries != [""]
+    by_module = not sys.flags.safe_path and sys.path[:1] == [here]
+    installed = here.startswith((os.path.dirname(os.__file__), sys.prefix))
+    if here not in ("", project, *entries) and (by_variable or by_module) and not installed:
+        sys.path[:] = [entry for entry in sys.path if entry not in ("", here)]
+    if project not in map(os.path.realpath, sys.path):
+        sys.path.insert(0, project)
 
 
 def main() -> None:
+    leave_current_folder()
+    if sys.argv[1:2] == [MODULE]:
+        import runpy
+
+        module = sys.argv[2]
+        sys.argv = sys.argv[2:]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
     try:
         from launcher.cli import main
     except KeyboardInterrupt:
-        from launcher.errors import Exit
-
-        sys.exit(Exit.INTERRUPTED)
+        sys.exit(INTERRUPTED)
+    except (MemoryError, ImportError) as error:
+        # a library that finds no memory says so in words
+        limited = isinstance(error, MemoryError) or "failed to map segment" in str(error)
+        if not limited:
+            raise
+        if sys.stderr is not None:
+            sys.stderr.write(NO_MEMORY)
+        sys.exit(NOT_READY)
     main.main()
 
 

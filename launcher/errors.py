@@ -15,6 +15,8 @@ from typing import Any, Literal
 from launcher.redaction import redact, unechoed
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # the numbers of an OSError that a full disk, or a quota, is
+# ... that a limit of the shell or the machine is: on memory, open files, processes
+RESOURCE_LIMITS = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
 
 Severity = Literal["error", "warning", "note"]
 Layer = Literal["parser", "run", "launch", "trainer"]

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from launcher.artifacts import model_config, model_files
 from launcher.errors import Finding, launch_finding, not_ready
 from launcher.files import parse_line
-from launcher.machine import sizes
+from launcher.machine import isolation, sizes
 from launcher.machine.python import Trainer
 from launcher.paths import exists, is_file
 from launcher.plan.plan import Plan
@@ -26,8 +26,10 @@ from launcher.redaction import redact
 Role = Literal["whole", "model", "tokenizer", "card", "data"]
 
 # under the trainer's Python, whose packages training uses
-_CALL = """
-import importlib, json, sys
+_CALL = (
+    isolation.HEAD
+    + """
+import importlib, json
 module, name, words = json.loads(sys.argv[1])
 try:
     found = getattr(importlib.import_module(module), name)(**words)
@@ -36,6 +38,7 @@ except Exception as error:
     answer = {"error": (" ".join(str(error).split()) or type(error).__name__)[:500]}
 print(json.dumps(answer))
 """
+)
 # what no PyTorch model is loaded from
 _OTHERS = tuple("*.h5 *.msgpack *.onnx *.ot *.tflite *.gguf *.pth original/* onnx/*".split())
 _TOKENIZER = tuple(
@@ -152,7 +155,7 @@ def _call(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str,
         words = {"repo_id": part.name, "revision": part.revision, **of_role.get(part.role, {})}
         call = ["huggingface_hub", "snapshot_download", words]
     argv = [str(trainer.python), "-c", _CALL, json.dumps(call)]
-    ended = subprocess.run(argv, stdout=subprocess.PIPE, env=dict(environ), check=False)
+    ended = subprocess.run(argv, stdout=subprocess.PIPE, env=isolation.isolated(environ), check=False)
     answer = parse_line(ended.stdout.strip().rpartition(b"\n")[2])
     if not answer:
         message = f"{trainer.python} cannot download from the hub: it ended with {ended.returncode}"

@@ -16,7 +16,8 @@ from launcher import __version__
 from launcher.cli.commands import app
 from launcher.cli.help import overrides
 from launcher.cli.options import Findings, answer
-from launcher.errors import DISK_FULL, Exit, LaunchError, not_ready, unreadable, usage
+from launcher.errors import DISK_FULL, Exit, LaunchError, NotReady, not_ready, unreadable, usage
+from launcher.machine import process, tools
 from launcher.printable import folded, printable
 from launcher.redaction import redact
 
@@ -24,50 +25,131 @@ from launcher.redaction import redact
 _Unparsed: type[Any] = typer.BadParameter.__mro__[1]
 # another user's run, and what stands in a file's place and is none
 _UNREADABLE = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ESTALE}
+# whoever read the answer has gone
+_GONE = {errno.EPIPE, errno.EIO}
+# what is used up, and the option of `ulimit` that limits it
+_LIMITS = {
+    errno.ENOMEM: ("there is not enough memory", "-v"),
+    errno.EMFILE: ("this command may not open more files", "-n"),
+    errno.ENFILE: ("this machine can open no more files", "-n"),
+    errno.EAGAIN: ("no further process can be started", "-u"),
+    errno.EFBIG: ("a file cannot be written", "-f"),
+}
+# what tempfile says of a machine where nothing can be written
+_NO_TEMPORARY = "No usable temporary directory"
+_NO_MEMORY = ("failed to map segment", "annot allocate memory", "can't start new thread")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command line; returns the exit code, or exits with it where `argv` is the process' own."""
-    code = _run_guarded(sys.argv[1:] if argv is None else argv)
-    if argv is None:
-        sys.exit(code)
-    return code
+    if argv is not None:
+        return _run_guarded(argv)
+    open_standard_streams()
+    code = _run_guarded(sys.argv[1:])
+    sys.exit(_flush_streams(code))
+
+
+def open_standard_streams() -> None:
+    """Have those of stdin, stdout and stderr that are closed read and write nothing."""
+    process.hold_standard_streams()
+    # what they stand for in this process is theirs until it ends
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def _flush_streams(code: int) -> int:
+    """Write what is buffered. Where that fails, nothing more is written: Python would complain at exit."""
+    failed: OSError | None = None
+    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+        try:
+            stream.flush()
+        except OSError as error:
+            failed = error
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+    if failed is None or failed.errno in _GONE:
+        return code
+    with contextlib.suppress(OSError):
+        os.write(2, f"error[disk-full]: the answer cannot be written: {failed.strerror}\n".encode())
+    return code or Exit.NOT_READY
 
 
 def _run_guarded(arguments: list[str]) -> int:
     try:
+        tools.forget()
         _run_command(arguments)
     except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+        return _exit_code(stop)
     except LaunchError as error:
         return _report(error, arguments)
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
+    except MemoryError:
+        return _out_of_memory(arguments)
     except OSError as error:
-        try:
-            os.getcwd()
-        except FileNotFoundError:
-            message = "the folder that this shell is in has been removed"
-            return _report(not_ready("no-cwd", message, "cd to one that is there"), arguments)
-        if error.errno in _UNREADABLE and error.filename is not None:
-            return _report(unreadable(error.filename, error), arguments)
-        full = error.errno in DISK_FULL
-        if not full and error.errno not in {errno.EPIPE, errno.EIO}:
-            return _bug(error, arguments)
-        if full:
-            where = error.filename or "what the answer is written to"
-            message = f"{where} cannot be written: {error.strerror}"
-            help = "free space; a run that has begun continues: launch runs"
-            # what is full may be what the answer goes to
-            with contextlib.suppress(OSError):
-                _report(not_ready("disk-full", message, help), arguments)
-                sys.stdout.flush()
-        # the reader has gone: nothing is left to say, and Python must not complain at exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return Exit.NOT_READY if full else Exit.OK
+        return _report_os_error(error, arguments)
     except Exception as error:
+        if _is_of_a_limit(error):
+            return _out_of_memory(arguments)
         return _bug(error, arguments)
     return Exit.OK
+
+
+def _exit_code(stop: SystemExit) -> int:
+    cause = stop.__context__
+    if isinstance(cause, OSError) and cause.errno in _GONE:
+        # the reader of a help text has gone, which click calls a failure
+        return Exit.OK
+    if stop.code is None:
+        return Exit.OK
+    return stop.code if isinstance(stop.code, int) else Exit.VERDICT
+
+
+def _report_os_error(error: OSError, arguments: list[str]) -> int:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        message = "the folder that this shell is in has been removed"
+        return _report(not_ready("no-cwd", message, "cd to one that is there"), arguments)
+    if error.errno in _UNREADABLE and error.filename is not None:
+        return _report(unreadable(error.filename, error), arguments)
+    if error.errno in _GONE:
+        # nothing is left to say
+        return Exit.OK
+    if error.errno in DISK_FULL:
+        where = error.filename or "what the answer is written to"
+        message = f"{where} cannot be written: {error.strerror}"
+        help = "free space; a run that has begun continues: launch runs"
+        return _report(not_ready("disk-full", message, help), arguments)
+    if error.errno in _LIMITS:
+        what, option = _LIMITS[error.errno]
+        return _report(_limited(f"{what}: {error.strerror}", option), arguments)
+    if _NO_TEMPORARY in str(error):
+        help = "free space in one of them, name another with TMPDIR, or see `ulimit -f`"
+        return _report(not_ready("no-space", str(error.strerror), help), arguments)
+    return _bug(error, arguments)
+
+
+def _limited(message: str, option: str) -> NotReady:
+    help = f"a limit of this shell or machine; `ulimit {option}` shows that of the shell"
+    return not_ready("resource-limit", message, help)
+
+
+def _is_of_a_limit(error: Exception) -> bool:
+    """Whether a library or a thread found no memory, and says so in words."""
+    text = str(error)
+    return isinstance(error, ImportError | RuntimeError) and any(words in text for words in _NO_MEMORY)
+
+
+def _out_of_memory(arguments: list[str]) -> int:
+    try:
+        return _report(_limited("the memory that this command may use is used up", "-v"), arguments)
+    except MemoryError:
+        with contextlib.suppress(OSError):
+            os.write(2, b"error[resource-limit]: the memory that this command may use is used up\n")
+        return Exit.NOT_READY
 
 
 def _run_command(arguments: list[str]) -> None:
@@ -81,7 +163,9 @@ def _run_command(arguments: list[str]) -> None:
         message = redact(folded(error.message if instead else error.format_message()))
         if _form(arguments) != "json":
             error.format_message = lambda: f"{message}\n  help: {help}" if help else message
-            error.show()
+            # nobody may be there to read it
+            with contextlib.suppress(OSError):
+                error.show()
             sys.exit(error.exit_code)
         where = error.ctx.command_path if error.ctx else "launch"
         raise usage("bad-command-line", message, help or f"{where} -h") from None
@@ -89,7 +173,10 @@ def _run_command(arguments: list[str]) -> None:
 
 
 def _report(error: LaunchError, arguments: list[str]) -> Exit:
-    return answer(_command_name(arguments), _form(arguments), None, (), error.findings, error.exit_code)
+    # what is full, or gone, may be what the answer goes to
+    with contextlib.suppress(OSError):
+        answer(_command_name(arguments), _form(arguments), None, (), error.findings, error.exit_code)
+    return error.exit_code
 
 
 def _command_name(arguments: list[str]) -> str:

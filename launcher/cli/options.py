@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
@@ -320,8 +320,9 @@ def answer(
 ) -> Exit:
     """Print one envelope for machines, or the findings and what `show` prints or holds; the code.
 
-    `before` are findings that people have been shown before.
+    `before` are findings that people have been shown before. Tools that did not answer are added.
     """
+    findings = (*findings, *_silent_tools([*before, *findings]))
     if format == "json":
         console.envelope(command, code is Exit.OK, [*before, *findings], data)
     elif format == "github":
@@ -333,6 +334,20 @@ def answer(
         elif lines := list(show):
             console.say("\n".join(lines))
     return code
+
+
+def _silent_tools(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """A warning for each tool that did not answer this command, unless a finding says so."""
+    # a command that asked nothing need not import it
+    if "launcher.machine.tools" not in sys.modules:
+        return
+    from launcher.machine import tools
+
+    said = " ".join(finding.message for finding in findings)
+    for sentence in tools.silent():
+        if sentence not in said:
+            help = f"this command went on without it; {tools.VARIABLE}=30 waits longer"
+            yield launch_finding("warning", "tool-hangs", sentence, help)
 
 
 def several_runs(command: Callable[..., Exit]) -> Callable[..., Exit]:

@@ -17,14 +17,13 @@ from typing import NamedTuple
 
 from launcher.errors import Exit, NotReady
 from launcher.lifecycle import on_finish, start
-from launcher.paths import PROJECT
+from launcher.machine import isolation, tools
 from launcher.runs import attempt as attempts
 from launcher.runs import rundir, runner, slurm
 from launcher.runs.rundir import RunFolder
 
 FOLDER = "LAUNCH_COMMAND_FOLDER"  # the variable that names the folder of a command that runs on its own
 LOG = "console.log"
-TMUX_TIMEOUT_S = 10.0
 # an interrupt is for what runs in the shell
 _STAY = 'trap : INT; "$@"; printf "press Enter to close this session "; read -r _'
 
@@ -85,7 +84,7 @@ def queue(kind: str, name: str, argv: Sequence[str], *, gpus: int, options: slur
         backend="",
         title=f"{kind} {name}",
     ).write(folder)
-    command = [*start.ours()[:-1], "launcher.lifecycle.background", str(folder.path)]
+    command = [*start.ours("launcher.lifecycle.background"), str(folder.path)]
     script = slurm.script(folder.path, command, nodes=1, gpus=gpus, options=options, prepare=False)
     try:
         job = slurm.submit(folder, script, os.environ)
@@ -115,21 +114,20 @@ def open_session(folder: RunFolder) -> str | None:
     """Open a tmux session named after a run, with `launch exec RUN` in it; None where that cannot be."""
     # tmux takes no dots and no colons, and `#(...)` for a command
     name = re.sub(r"[.:#\x00-\x1f\x7f]", "_", folder.path.name)
-    return _show(name, [sys.executable, "-m", "launcher", "exec", str(folder.path)])
+    return _show(name, [*start.ours(), "exec", str(folder.path)])
 
 
 def _show(name: str, command: Sequence[str]) -> str | None:
-    path = f"PYTHONPATH={PROJECT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
     # several words after the options are an argv, which the shell hands on as it is: the verdict is to stay
-    inside = ["sh", "-c", _STAY, "sh", "env", path, *command]
+    # what tmux starts has the PATH of its server, in which the current folder may stand
+    program = isolation.find_program(command[0]) or command[0]
+    inside = ["/bin/sh", "-c", _STAY, "sh", program, *command[1:]]
     # that of an earlier attempt waits for its key; to end the last session would end the server
     again = ["respawn-pane", "-k", "-t", f"={name}:", *inside]
     new = ["new-session", "-d", "-s", name, "-x", "200", "-y", "50", *inside]
     for words in (again, new):
-        null = subprocess.DEVNULL
-        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-            done = subprocess.run(["tmux", *words], stdin=null, stdout=null, stderr=null, timeout=TMUX_TIMEOUT_S)
-            if done.returncode == 0:
+        with contextlib.suppress(OSError, ValueError):
+            if tools.ask(["tmux", *words]).returncode == 0:
                 return name
     return None
 

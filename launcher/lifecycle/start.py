@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import files
+from launcher.__main__ import MODULE
 from launcher.cache import folders, inputs, keys
 from launcher.errors import Exit, Finding, NotReady, errors, launch_finding, not_ready
 from launcher.lifecycle import manifest, supervisor
@@ -17,7 +18,7 @@ from launcher.lifecycle.prepare import Prepared, Request, prepare
 from launcher.lifecycle.resume import decision
 from launcher.machine import devices, process
 from launcher.machine.devices import Devices
-from launcher.paths import PROJECT
+from launcher.paths import PACKAGE
 from launcher.plan import command
 from launcher.plan.plan import Plan
 from launcher.redaction import borrowed, redact
@@ -80,9 +81,13 @@ def batch_script(prepared: Prepared) -> str:
     return slurm.script(folder, command, nodes=planned.nodes, gpus=planned.gpus, options=options)
 
 
-def ours() -> list[str]:
-    """The argv that stands for `launch` wherever this folder and this Python can be reached."""
-    return ["env", f"PYTHONPATH={PROJECT}", sys.executable, "-m", "launcher"]
+def ours(module: str | None = None) -> list[str]:
+    """The argv that stands for `launch`, or for a module of it, wherever this folder and this Python can be reached.
+
+    By its path: no variable of the environment is needed, and the folder that it is started in is no part of it.
+    """
+    words = [sys.executable, "-P", str(PACKAGE / "__main__.py")]
+    return words if module is None else [*words, MODULE, module]
 
 
 def _make(prepared: Prepared, attempt: Attempt) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from launcher.errors import Exit, Finding, LaunchError, NotReady, brief, not_ready
 from launcher.lifecycle import checksums, on_finish
-from launcher.machine import process
+from launcher.machine import isolation, process
 from launcher.paths import PROJECT
 from launcher.report import overview
 from launcher.runs import attempt as attempts
@@ -30,7 +30,6 @@ from launcher.runs.rundir import RunFolder
 
 OTHERS_S = 60.0  # seconds that a machine whose training failed waits for the first one to have recorded its end
 _STARTED = b"started\n"
-_DIGEST = "LAUNCH_START_DIGEST"
 _STARTED_HERE: list[subprocess.Popen[bytes]] = []
 
 
@@ -46,22 +45,23 @@ def spawn(
     listening, telling = os.pipe()
     words = [str(folder.path), str(number), str(telling), ",".join(map(str, locks))]
     words += [] if granted is None else [str(granted.path)]
-    more = {} if digest is None else {_DIGEST: digest}
+    more = {on_finish.KEEPER: digest or ""}
+    environ = isolation.isolated(os.environ)
     # this package may be running from a folder that is nowhere else named
-    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(PROJECT))))
+    path = os.pathsep.join(filter(None, (environ.get("PYTHONPATH"), str(PROJECT))))
     early: list[int] = []
     # no exception may come between the start of a child and its name
     noted = dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda number, _: early.append(number))
     try:
         with rundir.writing(folder.path), process.handling(noted), runner.private(folder.diary) as diary:
             child = subprocess.Popen(
-                [sys.executable, "-m", "launcher.lifecycle.supervisor", *words],
+                [sys.executable, "-P", "-m", "launcher.lifecycle.supervisor", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=diary,
                 stderr=diary,
                 start_new_session=True,
                 pass_fds=(telling, *locks),
-                env={**os.environ, "PYTHONPATH": path, **more},
+                env={**environ, "PYTHONPATH": path, **more},
             )
             _STARTED_HERE.append(child)
     except BaseException:
@@ -110,7 +110,7 @@ def main(words: Sequence[str]) -> int:
     """Keep one attempt. `words`: run folder, number, descriptors to tell and to hold, the lease to take over."""
     folder, number, telling = RunFolder(Path(words[0])), int(words[1]), int(words[2])
     locks = [int(one) for one in words[3].split(",") if one]
-    digest = os.environ.pop(_DIGEST, None)
+    digest = os.environ.pop(on_finish.KEEPER, "") or None
     granted = lease.read(Path(words[4])) if words[4:] else None
     process.adopt_orphans()
     for descriptor in (telling, *locks):

@@ -18,7 +18,7 @@ from typing import Any
 
 from launcher import files
 from launcher.errors import Finding, NotReady, launch_finding, usage
-from launcher.machine import python
+from launcher.machine import python, tools
 from launcher.machine.locks import locked
 from launcher.machine.python import Gpu, GpuProcess
 
@@ -55,13 +55,17 @@ class Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """The GPUs here at one moment; `uses` by id, `hidden` is CUDA_VISIBLE_DEVICES, `fault` nvidia-smi's complaint."""
+    """The GPUs here at one moment; `uses` by id, `hidden` is CUDA_VISIBLE_DEVICES, `fault` nvidia-smi's complaint.
+
+    `silent` where nvidia-smi did not answer in time.
+    """
 
     present: tuple[Gpu, ...]
     visible: tuple[Slot, ...]
     uses: Mapping[str, Use] = field(default_factory=dict)
     hidden: str | None = None
     fault: str | None = None
+    silent: bool = False
 
     def free(self) -> tuple[Slot, ...]:
         return tuple(slot for slot in self.visible if slot.id not in self.uses)
@@ -104,7 +108,14 @@ def look(environ: Mapping[str, str] | None = None) -> Look:
     driver = python.ask_driver()
     slots = visible(driver.gpus, environ)
     uses = {slot.id: use for slot in slots if (use := _use(slot, driver.processes)) is not None}
-    return Look(present=driver.gpus, visible=slots, uses=uses, hidden=environ.get(VARIABLE), fault=driver.fault)
+    return Look(
+        present=driver.gpus,
+        visible=slots,
+        uses=uses,
+        hidden=environ.get(VARIABLE),
+        fault=driver.fault,
+        silent=driver.silent,
+    )
 
 
 def visible(present: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Slot, ...]:
@@ -198,6 +209,9 @@ def _named(names: Sequence[str], seen: Look) -> Devices:
 
 def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
     here = len(seen.visible)
+    if seen.silent:
+        help = f"see whether `nvidia-smi -L` answers; {tools.VARIABLE}=30 waits longer; --gpus 0 trains on the CPU"
+        return launch_finding("error", "no-driver", f"{seen.fault}: the GPUs are not known", help)
     if seen.fault is not None:
         help = "fix the driver (after an update: reboot), or start the container with --gpus all"
         help += "; --gpus 0 trains on the CPU"

@@ -169,6 +169,24 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 
 
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Adopt orphans inside, and outside only if this process did before."""
+    import ctypes
+
+    before = ctypes.c_int(1)
+    with contextlib.suppress(OSError, AttributeError):
+        # PR_GET_CHILD_SUBREAPER
+        ctypes.CDLL(None).prctl(37, ctypes.byref(before), 0, 0, 0)
+    adopt_orphans()
+    try:
+        yield
+    finally:
+        if not before.value:
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
+
+
 def over(pid: int) -> bool:
     """Whether a child has ended; it is left as a zombie, so that nobody else gets its number meanwhile."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -179,6 +197,26 @@ def bury(but: int) -> None:
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     while (gone := os.waitid(os.P_ALL, 0, options)) is not None and gone.si_pid != but:
         os.waitpid(gone.si_pid, 0)
+
+
+def descendants(pid: int) -> frozenset[int]:
+    """The living processes below one, as far as their parents live."""
+    table = _table()
+    below: set[int] = set()
+    grown = {pid}
+    while grown:
+        grown = {entry.pid for entry in table.values() if entry.parent in grown and not entry.dead}
+        below |= grown
+    return frozenset(below)
+
+
+def has_variable(pid: int, name: str) -> bool:
+    """Whether a process was started with a variable in its environment; False where that cannot be read."""
+    try:
+        environment = (PROC / str(pid) / "environ").read_bytes()
+    except OSError:
+        return False
+    return any(word.startswith(os.fsencode(f"{name}=")) for word in environment.split(b"\0"))
 
 
 def marks() -> frozenset[str]:

@@ -1,28 +1,28 @@
 """Every question to the outside world, answered as frozen values."""
 
-import contextlib
 import os
 import platform
 import re
-import shutil
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from launcher.errors import not_ready
+from launcher.errors import RESOURCE_LIMITS, not_ready
 from launcher.files import parse_line
+from launcher.machine import isolation, tools
 from launcher.machine.git import Repository
 from launcher.paths import expanded
 
 # Runs in the trainer's interpreter; stdlib only, so that any Python answers it. Of a package's metadata
 # only the head is read: parsing whole ones, descriptions included, takes longer than all else that
 # plans do.
-_QUESTION = """
-import importlib.metadata as m, json, sys
+_QUESTION = (
+    isolation.HEAD
+    + """
+import importlib.metadata as m, json
 def head(d):
     said = {}
     for line in (d.read_text("METADATA") or d.read_text("PKG-INFO") or d.read_text("") or "").splitlines():
@@ -41,6 +41,12 @@ for d in m.distributions():
 print(json.dumps({"version": list(sys.version_info[:3]), "path": sys.path, "packages": names,
                   "own": sys.prefix != sys.base_prefix}))
 """
+)
+PYTHON_LIMIT_S = 60.0
+"""Seconds that a Python may take to list its packages: on a network file system they are many small files."""
+CARD_S = 1.0
+"""Seconds that nvidia-smi may take longer for each card: without persistence mode it starts them all."""
+_CARDS = Path("/proc/driver/nvidia/gpus")
 
 # packages that losses, speed and memory may hang on: runs that had others do not compare
 DECISIVE = (
@@ -74,11 +80,15 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Driver:
-    """`fault` is nvidia-smi's complaint where it shows no GPU; divided GPUs (MIG) are left out."""
+    """`fault` is nvidia-smi's complaint where it shows no GPU; divided GPUs (MIG) are left out.
+
+    `silent` where it did not answer in time.
+    """
 
     gpus: tuple[Gpu, ...] = ()
     processes: tuple[GpuProcess, ...] = ()
     fault: str | None = None
+    silent: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,25 +103,24 @@ class Trainer:
     own: bool = False
 
 
-def _answer(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Eight cards without persistence mode take ten seconds and more. Raises OSError and what subprocess raises."""
-    null = subprocess.DEVNULL
-    return subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=60, stdin=null)
-
-
 def ask_driver() -> Driver:
+    """What nvidia-smi says of the GPUs here; nothing where it is not installed."""
     try:
-        done = _answer(["nvidia-smi", "-q", "-x"])
+        answer = tools.ask(["nvidia-smi", "-q", "-x"], seconds=_driver_limit_s())
     except FileNotFoundError:
         return Driver()
-    except (OSError, subprocess.SubprocessError) as error:
+    except tools.NoAnswer as error:
+        return Driver(fault=str(error), silent=True)
+    except OSError as error:
         return Driver(fault=str(error))
-    document = done.stdout[done.stdout.find("<nvidia_smi_log") :]
+    said = answer.out.decode(errors="replace")
+    document = said[said.find("<nvidia_smi_log") :]
     try:
         log = ElementTree.fromstring(document.partition("</nvidia_smi_log>")[0] + "</nvidia_smi_log>")
     except ElementTree.ParseError:
-        lines = filter(None, map(str.strip, f"{done.stdout}\n{done.stderr}".split("\n")))
-        return Driver(fault=next(lines, f"exit code {done.returncode}"))
+        complaint = f"{said}\n{answer.err.decode(errors='replace')}"
+        lines = filter(None, map(str.strip, complaint.split("\n")))
+        return Driver(fault=next(lines, f"exit code {answer.returncode}"))
     cards = log.findall("gpu")
     cuda = re.match(r"(\d+)\.(\d+)", log.findtext("cuda_version", ""))
     return Driver(
@@ -143,6 +152,14 @@ def ask_driver() -> Driver:
     )
 
 
+def _driver_limit_s() -> float | None:
+    try:
+        cards = len(os.listdir(_CARDS))
+    except OSError:
+        return None
+    return tools.limit_s() + CARD_S * cards
+
+
 def _mib(text: str | None) -> int:
     # a card that shares the host's memory answers N/A
     number = (text or "").partition(" ")[0]
@@ -166,24 +183,48 @@ def git_version(root: Path, below: str = ".") -> str | None:
 def find_trainer(named: Path | None, checkout: Path | None, environ: Mapping[str, str] | None = None) -> Trainer:
     """`--python`, LAUNCH_PYTHON, the checkout's `.venv`, else ours. Raises NotReady where that does not run."""
     environ = os.environ if environ is None else environ
-    variable = environ.get("LAUNCH_PYTHON")
-    for path, source in ((named, "--python"), (variable and Path(variable), "LAUNCH_PYTHON")):
-        if path:
-            # not resolved: a virtual environment is known by the link, not by what it points to
-            return ask_trainer(Path(shutil.which(expanded(path)) or path), source)
+    if named is not None:
+        # not resolved: a virtual environment is known by the link, not by what it points to
+        program = isolation.find_program(str(expanded(named)))
+        return ask_trainer(named if program is None else Path(program), "--python")
+    if variable := environ.get("LAUNCH_PYTHON"):
+        return ask_trainer(_python_of_variable(variable), "LAUNCH_PYTHON")
     if checkout is not None and (checkout / ".venv" / "bin" / "python").exists():
         return ask_trainer(checkout / ".venv" / "bin" / "python", "the checkout's .venv")
     return ask_trainer(Path(sys.executable), "launch's own")
 
 
+def _python_of_variable(text: str) -> Path:
+    """A name without a folder is looked up in PATH, never in the current folder. Raises NotReady."""
+    program = isolation.find_program(str(expanded(text)))
+    if program is not None and (os.sep in text or os.path.isabs(program)):
+        return Path(program)
+    if os.sep in text:
+        return Path(text)
+    message = f"LAUNCH_PYTHON names a Python that is not in PATH: {text}"
+    raise not_ready("no-python", message, "give the trainer's interpreter with --python PATH", file=text)
+
+
 def ask_trainer(python: Path, source: str) -> Trainer:
-    python, data = expanded(python).absolute(), dict[str, Any]()
-    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-        done = _answer([str(python), "-c", _QUESTION])
+    """The version and packages of a Python. Raises NotReady where it does not run."""
+    python = expanded(python).absolute()
+    data: dict[str, Any] = {}
+    fault = "does not run"
+    try:
+        argv = [str(python), "-c", _QUESTION]
+        answer = tools.ask(argv, environ=isolation.isolated(os.environ), seconds=PYTHON_LIMIT_S)
         # a site file may print something of its own first
-        data = {} if done.returncode else parse_line(done.stdout.strip().rpartition("\n")[2].encode())
+        if answer.returncode == 0:
+            data = parse_line(answer.out.strip().rpartition(b"\n")[2])
+    except tools.NoAnswer:
+        fault = f"did not list its packages in {PYTHON_LIMIT_S:.0f} s"
+    except ValueError:
+        pass
+    except OSError as error:
+        if error.errno in RESOURCE_LIMITS:
+            raise
     if not data:
-        message = f"{source} names a Python that does not run: {python}"
+        message = f"{source} names a Python that {fault}: {python}"
         help = "give the trainer's interpreter with --python PATH"
         raise not_ready("no-python", message, help, file=str(python))
     return Trainer(

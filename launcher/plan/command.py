@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.config.keys import EXPECT
+from launcher.machine import isolation
 from launcher.machine.python import Trainer
 from launcher.paths import PACKAGE
 from launcher.plan.plan import Plan
@@ -24,6 +25,8 @@ from launcher.upstream.trainers import Backend
 HUB = "HF_TOKEN"
 ARGUMENT = "LAUNCH_ARG_"  # how variables begin that hold words of the command line; watching/script.py puts them back
 PROBE = PACKAGE / "probe" / "run.py"
+START = PACKAGE / "probe" / "start.py"
+SAFE_PATH_SINCE = (3, 11)  # the first Python that knows PYTHONSAFEPATH
 
 CONTRACT = ("liger", "packing", "attention", "dataset_cache", "reference_cache", "loss", "gradients")
 """The points that the probe enforces while training runs; the others need the end."""
@@ -103,12 +106,20 @@ def build(
     watched = plan.stage.options.probe is not None
     started = str(PROBE if watched else script)
     module, options = LAUNCHERS[plan.stage.entry.launcher]
-    argv = [str(trainer.python), "-m", module, *options(plan), started]
+    argv = [str(trainer.python), *_module(module, plan, trainer), *options(plan), started]
     arguments = hide_secrets(plan.arguments(), plan, environ, watched=watched)
     for name, words in arguments.words.items():
         argv += [f"--{name}", *words]
     env = _environment(plan, root, script, folder, environ) | {**(caches or {}), **(devices or {}), **arguments.env}
     return Command(argv=tuple(argv), cwd=Path.cwd(), env=env, variables=arguments.variables)
+
+
+def _module(name: str, plan: Plan, trainer: Trainer) -> list[str]:
+    """The words that run a module: with `-m`, or by `START` where the current folder would get onto the path."""
+    engine = plan.stage.options.deepspeed is not None and plan.gpus > 0
+    deepspeed = engine and plan.stage.entry.launcher == "accelerate"
+    old_python = bool(trainer.version) and trainer.version < SAFE_PATH_SINCE
+    return [str(START), name] if deepspeed or old_python else ["-m", name]
 
 
 def _accelerate(plan: Plan) -> list[str]:
@@ -166,11 +177,14 @@ def _environment(plan: Plan, root: Path, script: Path, folder: Path, environ: Ma
 
 
 def source_environment(backend: Backend, root: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """What Python needs to import a trainer's source from `root`, and what the trainer's scripts need."""
-    if not backend.CHECKOUT:
-        return {**backend.ENVIRON}
-    path = environ.get("PYTHONPATH")
-    return {"PYTHONPATH": f"{root}{os.pathsep}{path}" if path else str(root), **backend.ENVIRON}
+    """What isolates a Python from the current folder, what it needs to import a trainer's source from `root`,
+    and what the trainer's scripts need.
+    """
+    env = isolation.changes(environ)
+    if backend.CHECKOUT:
+        path = env.get("PYTHONPATH", environ.get("PYTHONPATH"))
+        env["PYTHONPATH"] = f"{root}{os.pathsep}{path}" if path else str(root)
+    return {**env, **backend.ENVIRON}
 
 
 def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, object]:

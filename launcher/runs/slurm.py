@@ -10,20 +10,18 @@ import difflib
 import os
 import re
 import shlex
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher import files
 from launcher.errors import Complain, Finding, NotReady, brief, not_ready
+from launcher.machine import isolation, tools
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
 
 WARNING_S = 60  # how long before its time is up a job is queued again; Slurm may say so up to a minute earlier
 TIMEOUT_S = 20.0
-ASK_TIMEOUT_S = 5.0  # for a list of runs: it is shown without Slurm's word rather than late
 SCRIPT = "slurm.sh"  # the batch script in a run folder
 LOG, LIMIT = "slurm.log", "slurm.limit"  # what the job prints, and that its time was up
 
@@ -177,12 +175,11 @@ def submit(folder: RunFolder, text: str, environ: Mapping[str, str]) -> str:
 
 def states(environ: Mapping[str, str] | None = None) -> dict[str, str] | None:
     """Job -> state of all of the user's jobs that Slurm still knows; None where it does not answer."""
-    path = (os.environ if environ is None else environ).get("PATH")
-    if shutil.which("squeue", path=path) is None:
+    if isolation.find_program("squeue", environ) is None:
         return None
     argv = ["squeue", "--noheader", f"--user={os.getuid()}", "--states=all", "--format=%A %T"]
     try:
-        answer = _call(argv, environ, ASK_TIMEOUT_S)
+        answer = _call(argv, environ, None)
     except NotReady:
         return None
     rows = [line.split() for line in answer.splitlines()]
@@ -217,19 +214,19 @@ def cut_short(folder: RunFolder) -> bool:
     return False
 
 
-def _call(argv: Sequence[str], environ: Mapping[str, str] | None, timeout_s: float) -> str:
+def _call(argv: Sequence[str], environ: Mapping[str, str] | None, timeout_s: float | None) -> str:
+    """What a command of Slurm's answers; without `timeout_s` it shares the limit of all tools. Raises NotReady."""
     help = None
     try:
-        env, null = None if environ is None else dict(environ), subprocess.DEVNULL
-        done = subprocess.run(argv, env=env, cwd="/", stdin=null, capture_output=True, timeout=timeout_s, check=False)
-        if not done.returncode:
-            return os.fsdecode(done.stdout)
-        last = done.stderr.decode(errors="replace").strip().splitlines()
-        why = "; ".join(last[-3:]) or f"ended with {done.returncode}"
+        answer = tools.ask(argv, environ=environ, cwd="/", seconds=timeout_s)
+        if answer.returncode == 0:
+            return os.fsdecode(answer.out)
+        last = answer.err.decode(errors="replace").strip().splitlines()
+        why = f"{argv[0]} {'; '.join(last[-3:]) or f'ended with {answer.returncode}'}"
     except FileNotFoundError:
-        why, help = "is not installed here", "start this where jobs are submitted, or without --slurm"
-    except subprocess.TimeoutExpired:
-        why = f"did not answer within {timeout_s:.0f} s"
+        why, help = f"{argv[0]} is not installed here", "start this where jobs are submitted, or without --slurm"
+    except tools.NoAnswer as error:
+        why = str(error)
     except OSError as error:
-        why = f"cannot be started: {error.strerror}"
-    raise not_ready("slurm-failed", f"{argv[0]} {why}", help)
+        why = f"{argv[0]} cannot be started: {error.strerror}"
+    raise not_ready("slurm-failed", why, help)

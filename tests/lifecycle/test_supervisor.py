@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PATIENCE_S
+from conftest import PATIENCE_S, REPOSITORY
 from fake_world import FAKE, LAUNCH, World, looks_on, made, until
 
 from launcher import files
 from launcher.errors import NotReady, UsageError
 from launcher.lifecycle import background, on_finish, start, stop, supervisor
-from launcher.machine import process
+from launcher.machine import process, tools
 from launcher.runs import attempt, rundir, runner
 from launcher.runs.rundir import RunFolder
 
@@ -447,12 +447,68 @@ def test_a_command_at_the_end_has_its_time(world: World, capfd: pytest.CaptureFi
     assert (world.root / "ended").exists()
 
 
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for _ in range({count}):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        if {bare}:
+            os.execve(sys.executable, [sys.executable, "-c", {sleep!r}], {{}})
+        time.sleep(900)
+open("all-started", "w").close()
+if {leaves}:
+    sys.exit()
+time.sleep(900)
+"""
+SLEEP = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(900)"
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["with their environment", "without"])
+def test_of_a_command_whose_time_is_up_nothing_is_left(
+    world: World, monkeypatch: pytest.MonkeyPatch, bare: bool
+) -> None:
+    monkeypatch.setattr(on_finish, "ENDING_S", 0.5)
+    before = process.descendants(os.getpid())
+    script = STUBBORN.format(count=20 if bare else 150, bare=bare, sleep=SLEEP, leaves=False)
+    folder = over(world, on_finish=(sys.executable, "-c", script), on_finish_s=10.0)
+    on_finish.call(folder, attempt.read(folder), 0)
+    assert (world.root / "all-started").exists()
+    assert not process.descendants(os.getpid()) - before
+    assert not world.left() - {os.getpid()}
+
+
+def test_a_command_that_ends_in_time_may_leave_something_running(world: World) -> None:
+    script = STUBBORN.format(count=1, bare=False, sleep=SLEEP, leaves=True)
+    folder = over(world, on_finish=(sys.executable, "-c", script), on_finish_s=60.0)
+    assert on_finish.call(folder, attempt.read(folder), 0) == 0
+    assert len(world.left()) == 1
+
+
+def test_a_run_that_a_command_at_the_end_has_started_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(on_finish, "ENDING_S", 0.5)
+    next_run = world.prepared("pid=next", f"wait={world.root / 'go'}", name="next run")
+    script = "import pathlib, sys, time\nfrom launcher.lifecycle import supervisor\nfrom launcher.runs import rundir\n"
+    script += "supervisor.spawn(rundir.RunFolder(pathlib.Path(sys.argv[1])), 1)\ntime.sleep(900)\n"
+    words = ("env", f"PYTHONPATH={REPOSITORY}", sys.executable, "-c", script, str(next_run.path))
+    folder = over(world, on_finish=words, on_finish_s=15.0)
+    on_finish.call(folder, attempt.read(folder), 0)
+    assert "it took longer than 15 s" in capfd.readouterr().err
+    assert living(world.pid("next")) and runner.alive(next_run.path)
+    (world.root / "go").touch()
+    world.quiet()
+
+
 @pytest.fixture
 def server(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if shutil.which("tmux") is None:
         pytest.skip("tmux is not installed")
     short = tempfile.mkdtemp(prefix="lt-", dir="/tmp")
-    monkeypatch.setattr(background, "TMUX_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setenv(tools.VARIABLE, str(PATIENCE_S))
     monkeypatch.setenv("TMUX_TMPDIR", short)
     monkeypatch.delenv("TMUX", raising=False)
     yield

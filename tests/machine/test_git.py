@@ -86,7 +86,8 @@ def test_a_replaced_object_is_not_followed(folder: Path) -> None:
     assert known.read(new, "pkg/a.py") == b"two = 2\n"
 
 
-def test_no_command_of_a_checkouts_own_config_is_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scope", ["--local", "--worktree"])
+def test_no_command_of_a_checkouts_own_config_is_run(tmp_path: Path, scope: str) -> None:
     """What a cloned or unpacked checkout names in its config is somebody else's code."""
     root, ran = tmp_path / "checkout", tmp_path / "ran"
     hook = tmp_path / "hook"
@@ -107,7 +108,8 @@ def test_no_command_of_a_checkouts_own_config_is_run(tmp_path: Path) -> None:
         git(root, "config", *target, name, str(hook))
     git(root, "config", *target, "log.showSignature", "true")
     git(root, "config", *target, "core.hooksPath", str(tmp_path / "hooks"))
-    git(root, "config", "include.path", target[1])
+    git(root, "config", "extensions.worktreeConfig", "true")
+    git(root, "config", scope, "include.path", target[1])
     (tmp_path / "hooks").mkdir()
     for name in ("post-checkout", "post-index-change", "reference-transaction"):
         (tmp_path / "hooks" / name).symlink_to(hook)

@@ -2,15 +2,19 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import REPOSITORY
+from fake_world import bearing, until
 from real_training import needs_open_instruct, needs_trl
 from typer.testing import CliRunner
 
@@ -19,7 +23,7 @@ from launcher.errors import Finding, InvalidConfig, NotReady, launch_finding, no
 from launcher.lifecycle.prepare import Request, judge, resolve
 from launcher.machine.python import Trainer, find_trainer
 from launcher.stage.stage import Judged
-from launcher.workflows.rehearse import ask, memory, rehearsal
+from launcher.workflows.rehearse import ask, memory, rehearsal, scratch
 from launcher.workflows.rehearse.ask import Server
 from launcher.workflows.rehearse.rehearsal import Rehearsal
 
@@ -196,6 +200,62 @@ def test_a_launch_that_was_killed_leaves_no_folder(ending: Trainer) -> None:
     server._process.stdin.close()
     server._process.wait(timeout=20)
     assert not server.scratch.exists()
+
+
+REHEARSES = """
+import sys, tempfile
+from pathlib import Path
+from launcher.machine.python import find_trainer
+from launcher.workflows.rehearse import ask
+ask.SERVER = Path(sys.argv[1])
+with ask.Servers() as servers:
+    server = servers.of(find_trainer(Path(sys.executable), None), "made", "sft", None)
+    print("ready", flush=True)
+    server.ask({"code": sys.argv[2]})
+"""
+STAGES_OF_A_REHEARSAL = {
+    "loading": ("import time\nprint('loading', flush=True)\ntime.sleep(900)\n", ""),
+    "working": ("", "import subprocess; subprocess.run(['sleep', '900'])"),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES_OF_A_REHEARSAL)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_whatever_ends_a_rehearsal_nothing_of_it_is_left(
+    ending: Trainer, tmp_path: Path, number: signal.Signals, stage: str
+) -> None:
+    load, code = STAGES_OF_A_REHEARSAL[stage]
+    module = tmp_path / "inside" / "made_stage.py"
+    module.write_text(module.read_text() + load)
+    environ = {**os.environ, "REHEARSAL_TEST": str(tmp_path)}
+    words = [sys.executable, "-c", REHEARSES, str(ask.SERVER), code]
+    running = subprocess.Popen(words, env=environ, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    temporary = tmp_path / "temporary"
+    until(lambda: list(temporary.glob("launch-rehearsal-*/*.log")))
+    until(lambda: len(bearing("REHEARSAL_TEST", tmp_path)) >= (2 if stage == "loading" else 4))
+    time.sleep(0.3)
+    running.send_signal(number)
+    running.communicate(timeout=60)
+    until(lambda: not list(temporary.iterdir()))
+    until(lambda: not bearing("REHEARSAL_TEST", tmp_path))
+
+
+def test_a_rehearsal_removes_what_a_killed_one_left_and_nothing_else(ending: Trainer, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    left = temporary / "launch-rehearsal-left"
+    left.mkdir()
+    (left / scratch.LOCK).touch()
+    fresh, elsewhere = temporary / "launch-rehearsal-fresh", tmp_path / "elsewhere"
+    fresh.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / scratch.LOCK).touch()
+    link = temporary / "launch-rehearsal-link"
+    link.symlink_to(elsewhere)
+    with Server(ending, "made", "sft", None) as first, Server(ending, "made", "sft", None) as second:
+        assert not left.exists()
+        assert first.scratch.exists() and second.scratch.exists() and fresh.exists() and elsewhere.exists()
+    fresh.rmdir()
+    link.unlink()
 
 
 def test_a_python_without_the_packages_is_not_ready(

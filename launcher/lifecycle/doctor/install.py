@@ -7,9 +7,7 @@ Packages are installed in the versions that launch was tested with, as `make ins
 
 import importlib.machinery
 import json
-import os
 import shlex
-import shutil
 import signal
 import subprocess
 import tomllib
@@ -22,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from launcher.files import parse_line
+from launcher.machine import isolation, process
 from launcher.machine.python import Trainer
 from launcher.paths import PACKAGE, shipped
 
@@ -102,7 +101,7 @@ def try_imports(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=dict(environ),
+            env=isolation.isolated(environ),
             start_new_session=True,
         )
     except OSError as error:
@@ -116,7 +115,9 @@ def try_imports(
         if child.returncode < 0:
             end = signal.Signals(-child.returncode).name
     except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
+        started = process.descendants(child.pid)
+        process.signal_group(child.pid, signal.SIGKILL)
+        process.signal_all(started, signal.SIGKILL)
         out, err = child.communicate()
         end = f"TimeoutError after {timeout_s:.0f} s"
     words = (err.decode(errors="replace").strip().splitlines() or [""])[-1]
@@ -211,7 +212,7 @@ def _name(text: str) -> str:
 def pip_install(trainer: Trainer, *, constrained: bool = True) -> tuple[str, ...]:
     """The beginning of a command that installs packages, in the tested versions where `constrained`."""
     python = str(trainer.python)
-    uv = None if "pip" in trainer.packages else shutil.which("uv")
+    uv = None if "pip" in trainer.packages else isolation.find_program("uv")
     head = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
     versions = shipped("constraints.txt")
     return (*head, *(("-c", str(versions)) if constrained and versions.is_file() else ()))

@@ -6,17 +6,17 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import Finding, not_ready
+from launcher.machine import isolation, process
 from launcher.machine.python import Trainer
+from launcher.workflows.rehearse import scratch
 
 SERVER = Path(__file__).resolve().parent / "server.py"
 STARTS_S = 300.0
@@ -29,7 +29,7 @@ def environment(scratch: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """No GPU, no network, no tracker, and every temporary file in `scratch`."""
     kept = {name: value for name, value in environ.items() if not name.startswith(("LAUNCH_", "WANDB_"))}
     return {
-        **kept,
+        **isolation.isolated(kept),
         "CUDA_VISIBLE_DEVICES": "",
         "ACCELERATE_USE_CPU": "true",
         "HF_HUB_OFFLINE": "1",
@@ -57,8 +57,10 @@ class Server:
         return self.scratch / f"small-{next(self._numbers)}"
 
     def __enter__(self) -> Server:
+        scratch.remove_left()
         try:
-            self.scratch = Path(tempfile.mkdtemp(prefix="launch-rehearsal-"))
+            self._scratch = scratch.make()
+            self.scratch = self._scratch.path
         except OSError as error:
             raise not_ready("no-space", f"no temporary folder can be made: {error.strerror}") from None
         try:
@@ -71,7 +73,7 @@ class Server:
     def _start(self) -> None:
         self._log = (self.scratch / "server.log").open("wb")
         self._process = subprocess.Popen(
-            [str(self.trainer.python), "-u", str(SERVER)],
+            [str(self.trainer.python), "-u", str(SERVER), str(self.scratch), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -79,7 +81,7 @@ class Server:
             start_new_session=True,
             text=True,
         )
-        about = {"backend": self.backend, "stage": self.stage, "scratch": str(self.scratch)}
+        about = {"backend": self.backend, "stage": self.stage}
         paths = [] if self.root is None else [str(self.root)]
         first = self._answer({**about, "paths": paths}, STARTS_S)
         if first is None or "failed" in first:
@@ -111,7 +113,7 @@ class Server:
             with contextlib.suppress(BrokenPipeError):
                 self._process.communicate()
             self._log.close()
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        self._scratch.remove()
 
     def ask(self, *requests: Mapping[str, Any], limit_s: float = LIMIT_S) -> list[dict[str, Any]]:
         """The answers to some requests, in their order; they are worked on at the same time.
@@ -134,11 +136,33 @@ class Server:
 
 
 class Servers(contextlib.ExitStack):
-    """Servers for several stages: one for each script, started when it is first asked for."""
+    """Servers for several stages: one for each script, started when it is first asked for.
+
+    While they are open, TERM and HUP raise KeyboardInterrupt as INT does: nothing is left behind.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._open: dict[tuple[Any, ...], Server] = {}
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Servers:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                # nohup has HUP ignored
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    self._before[number] = signal.signal(number, signal.default_int_handler)
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        # a second signal must not end the removal halfway
+        ignored = dict.fromkeys((*self._before, signal.SIGINT) if self._before else (), process.ignore)
+        try:
+            with process.handling(ignored):
+                return super().__exit__(*error)
+        finally:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
     def of(self, trainer: Trainer, backend: str, stage: str, root: Path | None) -> Server:
         """The server of a script. Raises NotReady where the Python cannot import it."""

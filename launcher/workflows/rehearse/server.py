@@ -1,8 +1,9 @@
 """A fork server in the trainer's Python: it imports the training script's packages once, then forks.
 
-Standard library alone until the packages are imported; nothing of launch. The first line of stdin sets
-it up, `{"backend": ..., "paths": [...], "stage": ...}`; every further line is a list of requests
-`{"id": N, ...}` and is answered by one line, the list of their answers. What packages print goes to stderr.
+Standard library alone until the packages are imported; nothing of launch. Its words are its folder and the process
+that asks: when that has gone, both go. The first line of stdin sets it up, `{"backend": ..., "paths": [...],
+"stage": ...}`; every further line is a list of requests `{"id": N, ...}` and is answered by one line, the list of
+their answers. What packages print goes to stderr.
 """
 
 import faulthandler
@@ -13,12 +14,16 @@ import os
 import shutil
 import signal
 import sys
+import threading
+import time
 import traceback
 from typing import Any
 
 OWN = "@own"
 LARGEST_ANSWER = 1 << 20
 JOBS = 2
+POLL_S = 0.1
+REMOVING_S = 10.0
 
 
 def begin(stage: Any, request: dict[str, Any], shared: mmap.mmap) -> int:
@@ -109,7 +114,39 @@ def answers(stage: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return done
 
 
+def outlast(owner: int, scratch: str) -> None:
+    """Wait until the process that asks has gone, however it went; then end all that is left of the rehearsal."""
+    while os.getppid() == owner:
+        time.sleep(POLL_S)
+    group = os.getpgrp()
+    if os.fork():
+        return
+    try:
+        # out of the group that it kills
+        os.setsid()
+        os.killpg(group, signal.SIGKILL)
+        until = time.monotonic() + REMOVING_S
+        while os.path.lexists(scratch) and time.monotonic() < until:
+            shutil.rmtree(scratch, ignore_errors=True)
+            time.sleep(POLL_S)
+    finally:
+        os._exit(0)
+
+
 def main() -> None:
+    scratch = sys.argv[1]
+    owner = int(sys.argv[2])
+    threading.Thread(target=outlast, args=(owner, scratch), daemon=True).start()
+    try:
+        serve()
+    except BrokenPipeError:
+        # whoever asks has gone
+        pass
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def serve() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     setup = json.loads(sys.stdin.readline() or "null")
@@ -127,8 +164,6 @@ def main() -> None:
     out.write(json.dumps({"ready": True}) + "\n")
     for line in sys.stdin:
         out.write(json.dumps(answers(stage, json.loads(line))) + "\n")
-    # whoever asks ends this process before it comes here, unless it was killed itself
-    shutil.rmtree(setup["scratch"], ignore_errors=True)
 
 
 if __name__ == "__main__":

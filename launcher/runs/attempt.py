@@ -158,13 +158,8 @@ def writable_by_others(folder: RunFolder, *, parents: bool = True) -> str | None
     own, path = os.geteuid(), folder.path.absolute()
     try:
         for one in (path, folder.start):
-            status = one.lstat()
-            if stat.S_ISLNK(status.st_mode):
-                return f"{one} is a symbolic link"
-            if status.st_uid != own:
-                return f"{one} belongs to user {status.st_uid}, not to {own}"
-            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                return f"{one} can be written by others: chmod go-w {shlex.quote(str(one))}"
+            if (why := files.writable_by_others(one)) is not None:
+                return why
         # the folders above as they are named, and those that links among them lead to
         above = dict.fromkeys((*path.parents, *path.resolve().parents)) if parents else ()
         for one in above:

@@ -1,0 +1,104 @@
+"""One line of the probe's record -> its event, with the types that the probe writes (`probe/watching`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launcher import codec, files
+from launcher.codec import Count, LeftOut, Misfit, Positive
+
+Text = str | None
+Number = float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedFile:
+    """A file of the saved model, as it was right after the save."""
+
+    name: str
+    digest: str
+
+
+EVERY: Mapping[str, Any] = {
+    "t": float, "rank": Count, "step": Count, "state": Text, "reason": Text, "path": Text, "message": Text,
+    "stopped": bool,
+}  # fmt: skip
+"""Fields that mean the same in each event."""
+
+FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "start": {"world": Positive, "attempt": Positive, "target": Text, "python": Text},
+    "step": {
+        **dict.fromkeys("positions rows tokens micro_batches".split(), Count | None),
+        **dict.fromkeys("loss grad_norm learning_rate seconds elapsed".split(), Number),
+        **dict.fromkeys("wasted allocated_gib reserved_gib".split(), Number),
+        "finite": bool, "interrupted": bool,
+    },
+    "end": {"exit": int},
+    "error": {"type": Text},
+    "model": {
+        **dict.fromkeys("class model_type attention dtype".split(), Text),
+        **dict.fromkeys("parameters trainable layers hidden heads head_dim embedding experts".split(), Count | None),
+        "tied": bool | None,
+    },
+    "device": {"name": Text, "total_gib": Number, "versions": Mapping[str, str]},
+    "memory": {"phase": str},
+    "liger": {"calls": Mapping[str, Count]},
+    "liger_patch": {"function": Text, "kwargs": Mapping[str, bool | int | str]},
+    "packing": {"detail": Text},
+    "packing_isolation": {"loss": Number, "changed_loss": Number, "attention": Text, "samples": list[int]},
+    "half_wasted": {"pairs": Count, "better": Count, "filled": float},
+    "gradients": {
+        **dict.fromkeys("engine parameter".split(), Text),
+        **dict.fromkeys(
+            "checks skipped corrupt_checks first_step last_step parameters elements first_corrupt broken".split(),
+            Count | None,
+        ),
+        **dict.fromkeys("largest_error allowed true_norm used_norm error".split(), Number),
+    },
+    "weights": {**dict.fromkeys("steps sampled moved tensors".split(), Count), "largest": Number},
+    "nonfinite": {"what": Text, "value": Text},
+    "violation": {"point": Text, "expected": Text, "seen": Text},
+    "saved_model": {"files": list[SavedFile]},
+    "reference_cache": {"first_loss": Number, "expected_loss": Number},
+}  # fmt: skip
+"""What each event holds beside that; what is not listed is nothing but shown."""
+
+# without them a step says nothing, and is none that was seen
+_DECISIVE = {"step": ("step", "loss", "finite")}
+
+
+def read(raw: bytes, left_out: list[LeftOut] | None = None) -> dict[str, Any] | None:
+    """The fields of one line, `event` its name; None where it is torn, no object, or lacks what it is about."""
+    line = files.parse_line(raw)
+    name = line.get("event")
+    if not isinstance(name, str):
+        if line:
+            codec.note(left_out, "event", name, Misfit("a text"))
+        return None
+    readers = _readers(name)
+    event: dict[str, Any] = {}
+    for key, value in line.items():
+        reader = readers.get(key)
+        if reader is None:
+            event[key] = value
+            continue
+        try:
+            event[key] = reader(value, key, left_out)
+        except Misfit as misfit:
+            codec.note(left_out, key, value, misfit)
+            if key in _DECISIVE.get(name, ()):
+                return None
+    return event
+
+
+_READERS: dict[str, Mapping[str, codec.Reader]] = {}
+
+
+def _readers(name: str) -> Mapping[str, codec.Reader]:
+    known = name if name in FIELDS else ""
+    if known not in _READERS:
+        kinds = {**EVERY, **FIELDS.get(known, {})}
+        _READERS[known] = {key: codec.reader(kind) for key, kind in kinds.items()}
+    return _READERS[known]

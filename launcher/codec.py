@@ -55,7 +55,8 @@ def read(kind: type[_T], data: object, left_out: list[LeftOut] | None = None, wh
     if not isinstance(data, Mapping):
         raise Misfit("a mapping")
     values: dict[str, Any] = {}
-    for field in _fields_of(kind):
+    whole: Any = kind
+    for field in _fields_of(whole):
         if field.name not in data:
             if field.required:
                 raise Misfit(f"a mapping with `{field.name}`")

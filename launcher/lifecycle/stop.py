@@ -106,6 +106,7 @@ def _stop_job(folder: RunFolder, job: str, *, after_checkpoint: bool) -> runner.
         for node in folder.nodes():
             _ask(node, runner.StopRequest(attempt=number, after_checkpoint=True))
     else:
+        slurm.require_own(folder)
         slurm.cancel(job)
     while slurm.state(job) is not None:
         time.sleep(POLL_S * 5)

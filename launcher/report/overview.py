@@ -14,7 +14,7 @@ from launcher import __version__, files
 from launcher.machine import process
 from launcher.paths import exists
 from launcher.report.progress import Progress, clock, tracker
-from launcher.runs import rundir, runner, slurm
+from launcher.runs import events, rundir, runner, slurm
 from launcher.runs.record import Manifest, Record
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import summary
@@ -199,7 +199,7 @@ def last_steps(folder: RunFolder, progress: Progress, *, last_only: bool = False
         block = block[block.rfind(b"\n", 0, last) + 1 :]
     # the first may be torn by the window, the last not be finished: neither is JSON then
     for line in block.split(b"\n"):
-        progress.event(rundir.parse_line(line))
+        progress.event(events.read(line) or {})
 
 
 def age(created: object) -> str | None:

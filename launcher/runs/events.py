@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from launcher import codec, files
-from launcher.codec import Count, LeftOut, Misfit, Positive
+from launcher.codec import LARGEST, Between, Count, LeftOut, Misfit, Positive
 
 Text = str | None
-Number = float | None
+Number = Annotated[float, Between(-LARGEST, LARGEST)] | None
+Seconds = Annotated[float, Between(0, 10**12)] | None
+Gib = Annotated[float, Between(0, 10**9)] | None
+Loss = float | None  # one that is not finite is evidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +25,7 @@ class SavedFile:
 
 
 EVERY: Mapping[str, Any] = {
-    "t": float, "rank": Count, "step": Count, "state": Text, "reason": Text, "path": Text, "message": Text,
+    "t": Seconds, "rank": Count, "step": Count, "state": Text, "reason": Text, "path": Text, "message": Text,
     "stopped": bool,
 }  # fmt: skip
 """Fields that mean the same in each event."""
@@ -31,24 +34,25 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "start": {"world": Positive, "attempt": Positive, "target": Text, "python": Text},
     "step": {
         **dict.fromkeys("positions rows tokens micro_batches".split(), Count | None),
-        **dict.fromkeys("loss grad_norm learning_rate seconds elapsed".split(), Number),
-        **dict.fromkeys("wasted allocated_gib reserved_gib".split(), Number),
-        "finite": bool, "interrupted": bool,
+        **dict.fromkeys("grad_norm learning_rate".split(), Number),
+        **dict.fromkeys("seconds elapsed".split(), Seconds),
+        **dict.fromkeys("allocated_gib reserved_gib".split(), Gib),
+        "loss": Loss, "wasted": Number, "finite": bool, "interrupted": bool,
     },
-    "end": {"exit": int},
+    "end": {"exit": Annotated[int, Between(-255, 255)]},
     "error": {"type": Text},
     "model": {
         **dict.fromkeys("class model_type attention dtype".split(), Text),
         **dict.fromkeys("parameters trainable layers hidden heads head_dim embedding experts".split(), Count | None),
         "tied": bool | None,
     },
-    "device": {"name": Text, "total_gib": Number, "versions": Mapping[str, str]},
+    "device": {"name": Text, "total_gib": Gib, "versions": Mapping[str, str]},
     "memory": {"phase": str},
     "liger": {"calls": Mapping[str, Count]},
     "liger_patch": {"function": Text, "kwargs": Mapping[str, bool | int | str]},
     "packing": {"detail": Text},
-    "packing_isolation": {"loss": Number, "changed_loss": Number, "attention": Text, "samples": list[int]},
-    "half_wasted": {"pairs": Count, "better": Count, "filled": float},
+    "packing_isolation": {"loss": Loss, "changed_loss": Loss, "attention": Text, "samples": list[int]},
+    "half_wasted": {"pairs": Count, "better": Count, "filled": Number},
     "gradients": {
         **dict.fromkeys("engine parameter".split(), Text),
         **dict.fromkeys(
@@ -61,7 +65,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "nonfinite": {"what": Text, "value": Text},
     "violation": {"point": Text, "expected": Text, "seen": Text},
     "saved_model": {"files": list[SavedFile]},
-    "reference_cache": {"first_loss": Number, "expected_loss": Number},
+    "reference_cache": {"first_loss": Loss, "expected_loss": Loss},
 }  # fmt: skip
 """What each event holds beside that; what is not listed is nothing but shown."""
 

@@ -27,7 +27,6 @@ from launcher import files
 from launcher.errors import Finding, NotReady, launch_finding, not_ready
 from launcher.machine import locks, process
 from launcher.machine.process import Identity
-from launcher.paths import exists
 from launcher.runs import rundir
 from launcher.runs.record import Manifest, Record
 
@@ -67,11 +66,11 @@ class Lease:
 
     @property
     def in_force(self) -> bool:
-        """Whether a run took the folder with it: its owner, or its end, tells, and nobody else can have written it."""
+        """Whether a run took the folder with it: it lives, or left its manifest, and nobody else wrote the lease."""
         if not self.run or self.owner is None or self.fence > LARGEST_FENCE or not self._is_ours():
             return False
-        if self.state != "running":
-            return exists(self.manifest)
+        if Manifest(rundir.read_json(self.manifest)).stage is not None:
+            return True
         return self.owner.lives() if self.owner.here() else self.beats()
 
     def _is_ours(self) -> bool:
@@ -184,7 +183,7 @@ def overtaking(mine: Lease) -> Lease | None:
         if fence <= mine.fence:
             return None
         lease = read(mine.path.with_name(f"lease-{fence}.json"))
-        if lease is not None and lease.in_force:
+        if lease is not None and lease.owner != mine.owner and lease.in_force:
             return lease
     return None
 

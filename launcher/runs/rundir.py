@@ -29,7 +29,7 @@ from launcher.runs.record import Manifest
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _NONE = "none"
 OWN = 0o755  # the mode of run folders, whatever the umask: what others could write is not run
-_NUMBERED = re.compile(r"(?:console|exit)(?:\.(\d{1,4}))?\.(?:log|json)\Z")
+_NUMBERED = re.compile(r"(?:console|exit)(?:\.([1-9][0-9]{0,3}))?\.(?:log|json)\Z")
 
 
 class _RunFile:

@@ -7,6 +7,7 @@ so. A type is a Python annotation; of `float` any number is one, finite or not, 
 
 from __future__ import annotations
 
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,8 @@ Reader = Callable[[Any, str, "list[LeftOut] | None"], Any]
 
 LARGEST = 2**63  # of a whole number: what no counter of a run reaches
 _SHOWN_CHARS = 60
+_NAME_BYTES = 255
+_PATH_BYTES = 4096
 
 
 class Misfit(ValueError):
@@ -129,6 +132,8 @@ def reader(kind: Any) -> Reader:
         return _listed(origin, arguments[0])
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return _mapped(arguments[1])
+    if isinstance(kind, type) and issubclass(kind, tuple):
+        return _listed(tuple, Any)
     if is_dataclass(kind):
         return partial(_record, kind)
     raise TypeError(f"no record holds {kind}")
@@ -166,7 +171,10 @@ def _number(value: Any, _where: str, _left_out: object) -> float:
 
 def _path(value: Any, _where: str, _left_out: object) -> Path:
     if isinstance(value, str) and value:
-        return Path(value)
+        # the kernel takes no longer ones, and pathlib raises what nobody expects of a look
+        parts = os.fsencode(value).split(b"/") if len(value) < _PATH_BYTES else []
+        if parts and max(map(len, parts)) <= _NAME_BYTES and sum(map(len, parts)) + len(parts) < _PATH_BYTES:
+            return Path(value)
     raise Misfit("a path")
 
 

@@ -140,14 +140,23 @@ def parse_line(raw: bytes, most: int = MAX_LINE) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def write_json(path: Path, data: Any, *, mode: int = 0o666) -> None:
+def write_json(path: Path, data: Any) -> None:
     """Write atomically: a reader sees the old file or the new one, never a half."""
+    write_bytes(path, _json(data))
+
+
+def write_private_json(path: Path, data: Any) -> None:
+    """The same for the owner's eyes and hands alone: what names processes decides what a stop ends."""
+    write_bytes(path, _json(data), mode=0o600)
+
+
+def _json(data: Any) -> bytes:
     try:
         raw = json.dumps(data, indent=2, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
         # a path that is no UTF-8: escaped, it is still JSON
         raw = json.dumps(data, indent=2, default=str).encode()
-    write_bytes(path, raw + b"\n", mode=mode)
+    return raw + b"\n"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from launcher import codec, files
@@ -95,6 +96,16 @@ def read(raw: bytes, left_out: list[LeftOut] | None = None) -> dict[str, Any] | 
             if key in _DECISIVE.get(name, ()):
                 return None
     return event
+
+
+def read_all(path: Path) -> list[dict[str, Any]]:
+    """The events of a rank; none where its record cannot be read."""
+    try:
+        with files.open_regular(path) as stream:
+            found = map(read, files.lines(stream))
+            return [event for event in found if event is not None]
+    except OSError:
+        return []
 
 
 _READERS: dict[str, Mapping[str, codec.Reader]] = {}

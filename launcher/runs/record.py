@@ -78,8 +78,8 @@ class Manifest(Record):
 
     @property
     def output(self) -> Path | None:
-        found = self.text("output")
-        return None if found is None else Path(found)
+        path: Path | None = codec.fit(self.value("output"), Path)
+        return path
 
     @property
     def processes(self) -> int | None:

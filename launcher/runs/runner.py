@@ -36,6 +36,7 @@ SUPERVISOR = "launcher.lifecycle.supervisor"  # the module in the command line o
 RESERVED = 256 * 2**10
 """Bytes kept free in the run folder, so that a full disk leaves room to record how the run ended."""
 Grace = tuple[float, float, float]
+Write = Callable[[Path, Any], None]
 ExitCode = Annotated[int, Between(-255, 255)]
 SignalNumber = Annotated[int, Between(1, 64)]
 
@@ -148,7 +149,7 @@ def run(
         origin = {"mark": str(folder.path), "attempt": attempt, "started": started, "keeper": keeper.as_json()}
         # for its owner alone: it says which processes a stop ends
         named = {**leader.as_json(), **origin, "folder": _inode(folder.path)}
-        reserve.write(folder.process, named, mode=0o600)
+        reserve.write(folder.process, named, files.write_private_json)
         began()
         stopped = watch.until_over(child.pid, process.Family(leader, str(folder.path), keeper if adopting else None))
         ended = _ended(child.wait(), stopped, started, attempt)
@@ -181,11 +182,11 @@ class _Reserve:
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
 
-    def write(self, path: Path, data: Mapping[str, Any], *, mode: int = 0o666) -> None:
+    def write(self, path: Path, data: Mapping[str, Any], write: Write | None = None) -> None:
         """A record, written whole or not at all: a disk that fails must not take the watch with it."""
         for _ in range(2):
             try:
-                return files.write_json(path, data, mode=mode)
+                return (write or files.write_json)(path, data)
             except OSError as error:
                 if error.errno not in DISK_FULL:
                     return
@@ -318,7 +319,7 @@ class StopRequest:
     after_checkpoint: bool = False
 
     def write(self, folder: RunFolder) -> None:
-        files.write_json(folder.stop, {**asdict(self), "asked": rundir.now()}, mode=0o600)
+        files.write_private_json(folder.stop, {**asdict(self), "asked": rundir.now()})
 
 
 def request(folder: RunFolder) -> StopRequest | None:

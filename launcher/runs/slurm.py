@@ -188,7 +188,7 @@ def submit(folder: RunFolder, text: str, environ: Mapping[str, str]) -> str:
     if found is None:
         raise not_ready("slurm-failed", f"sbatch answered `{brief(answer)}`")
     record = {"job": found[1], "submitted": rundir.now(), "run": str(folder.path)}
-    files.write_json(folder.job, record, mode=0o600)
+    files.write_private_json(folder.job, record)
     return found[1]
 
 

@@ -140,7 +140,9 @@ def bytewise(raw: bytes, chance: random.Random) -> tuple[str, bytes]:
     if kind == "cut":
         return f"cut at {at}", raw[:at]
     if kind == "insert":
-        more = chance.choice((b"\0", b"\xff\xfe", b"{", b"[" * 5000, b'"', b"\n", b"\xe2\x82", b"1" * 5000, b"\r\n{}\r\n"))
+        more = chance.choice(
+            (b"\0", b"\xff\xfe", b"{", b"[" * 5000, b'"', b"\n", b"\xe2\x82", b"1" * 5000, b"\r\n{}\r\n")
+        )
         return f"insert {more[:9]!r} at {at}", raw[:at] + more + raw[at:]
     if kind == "drop":
         end = min(len(raw), at + chance.randrange(1, 50))
@@ -271,6 +273,7 @@ class Scene:
     dry: list[list[str]]
     seconds: float = 20.0
     commands: int = 2  # of those that have to do with a file, as many are run
+
 
 class Fuzz:
     """Mutates one file of a scene at a time and runs the commands that read it, in this process."""

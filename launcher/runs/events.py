@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,14 +14,6 @@ Number = Annotated[float, Between(-LARGEST, LARGEST)] | None
 Seconds = Annotated[float, Between(0, 10**12)] | None
 Gib = Annotated[float, Between(0, 10**9)] | None
 Loss = float | None  # one that is not finite is evidence
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedFile:
-    """A file of the saved model, as it was right after the save."""
-
-    name: str
-    digest: str
 
 
 EVERY: Mapping[str, Any] = {
@@ -65,7 +56,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "weights": {**dict.fromkeys("steps sampled moved tensors".split(), Count), "largest": Number},
     "nonfinite": {"what": Text, "value": Text},
     "violation": {"point": Text, "expected": Text, "seen": Text},
-    "saved_model": {"files": list[SavedFile]},
+    "saved_model": {"files": list[Mapping[str, str | Count]]},
     "reference_cache": {"first_loss": Loss, "expected_loss": Loss},
 }  # fmt: skip
 """What each event holds beside that; what is not listed is nothing but shown."""

@@ -12,10 +12,9 @@ from typing import Any
 
 import made_runs
 import pytest
-import record_fuzz
 import saved
 from conftest import DATA
-from record_fuzz import EXOTIC, Fuzz, Scene, Sleeper, dumped
+from record_fuzz import Fuzz, Scene, Sleeper, dumped
 
 from launcher import codec, files
 from launcher.cache import folders
@@ -73,9 +72,10 @@ LINES = (
     '{"event": "start", "world": {}, "attempt": []}', '{"event": "start", "world": -1, "attempt": 1e400}',
     '{"event": "end", "exit": {}}', '{"event": "end", "exit": "0"}', '{"event": "end", "exit": ' + "9" * 5000 + "}",
     '{"event": "liger", "calls": []}', '{"event": "liger", "calls": {"rope": {}}}', '{"event": "device", "name": []}',
-    '{"event": "packing", "state": {}}', '{"event": "saved", "path": {}, "t": "now"}', '{"event": "memory", "phase": {}}',
+    '{"event": "packing", "state": {}}', '{"event": "saved", "path": {}, "t": "now"}',
+    '{"event": "memory", "phase": {}}', '{"event": "gradients", "state": []}',
     '{"event": "weights", "sampled": 1e400, "moved": NaN}', '{"event": "weights", "sampled": 0, "moved": -1}',
-    '{"event": "gradients", "state": "true", "checks": {}, "largest_error": "x"}', '{"event": "gradients", "state": []}',
+    '{"event": "gradients", "state": "true", "checks": {}, "largest_error": "x"}',
     '{"event": "saved_model", "path": "/", "files": [1, {}, {"name": []}, {"name": "../../etc/passwd"}]}',
     '{"event": "dataset_cache", "state": "miss", "path": "a\\u0000b"}', '{"event": "model", "attention": "\\ud800"}',
     '{"event": "nonfinite", "step": "1", "what": [], "value": {}}', '{"event": "violation", "stopped": "yes"}',
@@ -110,17 +110,15 @@ def test_what_is_left_out_is_said(capsys: Capture) -> None:
     assert f"{folder.probe / 'rank-0.jsonl'}:44" in said
 
 
-@pytest.mark.parametrize("value", EXOTIC, ids=lambda value: repr(value)[:24])
 @pytest.mark.parametrize("name", ["expect", "plan", "args", "output", "resume", "contents", "stage", "deepspeed"])
-def test_a_manifest_of_other_types_ends_no_command(name: str, value: object, capsys: Capture) -> None:
+def test_a_manifest_of_other_types_ends_no_command(name: str, capsys: Capture) -> None:
     folder = made(OVER)
     told = json.loads(folder.manifest.read_text())
-    # an output that is a place of the system is none that a test may look through
-    told[name] = "x" if (name, value) == ("output", "/") else value
-    folder.manifest.write_text(dumped(told))
-    assert OVER in states(capsys)
-    for words in (["check", OVER], ["attach", OVER], ["stop", OVER]):
-        assert main.main(words) in (0, 1, 2, 4), words
+    for value in (None, -1, "@1e400", "@digits", "a\0b", "\ud800", "x" * 5000, [], {}, [[]], {"a": {}}):
+        folder.manifest.write_text(dumped({**told, name: value}))
+        assert OVER in states(capsys)
+        for words in (["check", OVER], ["stop", OVER]):
+            assert main.main(words) in (0, 1, 2), (words, value)
 
 
 @pytest.mark.parametrize("name", ["loss", "liger", "finish", "batch", "trend"])
@@ -159,7 +157,8 @@ def test_a_run_that_cannot_be_read_is_a_row_with_the_reason(capsys: Capture, mon
         (int, 3, 3), (int, 3.0, 3), (int, True, None), (int, 3.5, None), (int, "3", None), (int, float("inf"), None),
         (float, 1, 1), (float, False, None), (bool, 1, None), (str, 1, None), (str | None, None, None),
         (Count, -1, None), (Count, 0, 0), (Count, 1e300, None), (Path, "a/b", Path("a/b")), (Path, "x" * 300, None),
-        (Path, "", None), (list[int], [1, "a", None, 2], [1, 2]), (list[int], {}, None), (tuple[str, ...], ["a"], ("a",)),
+        (Path, "", None), (list[int], [1, "a", None, 2], [1, 2]), (list[int], {}, None),
+        (tuple[str, ...], ["a"], ("a",)),
         (dict[str, int], {"a": 1, "b": "x"}, {"a": 1}), (dict[str, int], [], None),
     ],
 )  # fmt: skip
@@ -235,7 +234,7 @@ def test_stop_ends_no_process_that_is_not_of_the_run(
 
 
 def test_a_process_of_another_run_is_not_ended(live: tuple[RunFolder, Sleeper], capsys: Capture) -> None:
-    folder, sleeper = live
+    _, sleeper = live
     other = made(HEALTHY, ended=False)
     assert sleeper.child is not None
     named(other, sleeper.child.pid)
@@ -461,7 +460,8 @@ def scene(root: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     digest = cache.name[8:] * 4
     shown = {"kind": "folder", "count": 1, "files": [{"name": "a", "size": 3, "digest": "d", "mtime": 1.0}]}
     described = {
-        "kind": "dataset", "path": str(cache), "digest": digest, "stage": "dpo", "backend": "trl", "key": {"packing": True},
+        "kind": "dataset", "path": str(cache), "digest": digest, "stage": "dpo", "backend": "trl",
+        "key": {"packing": True},
         "inputs": [{"role": "data", "name": "a/b", "digest": "d", "shown": shown}],
     }  # fmt: skip
     (cache / folders.USES).mkdir(parents=True)
@@ -498,4 +498,3 @@ def test_no_damage_to_any_record_ends_a_command(tmp_path: Path, monkeypatch: pyt
         signal.signal(signal.SIGALRM, before)
     assert not failures, "\n".join(map(str, failures[:20]))
     assert len({path.name for path in fuzz.paths}) > 20
-    assert record_fuzz.EXOTIC

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher import codec, files
+from launcher import files
 from launcher.cache import folders
 from launcher.errors import brief
+from launcher.machine import codec
 from launcher.runs import events, rundir
 from launcher.runs.record import mapping
 from launcher.runs.rundir import RunFolder

@@ -20,12 +20,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
-from launcher import codec, files
+from launcher import files
 from launcher.artifacts.fingerprint import cache_home
 from launcher.cache.keys import KINDS, Cache
-from launcher.codec import Between, Misfit, Positive
 from launcher.errors import not_ready, usage
-from launcher.machine import locks, sizes
+from launcher.machine import codec, locks, sizes
+from launcher.machine.codec import Between, Misfit, Positive
 from launcher.machine.sizes import sized
 from launcher.redaction import redact
 from launcher.runs import rundir, runner

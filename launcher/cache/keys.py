@@ -32,10 +32,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from launcher import codec
 from launcher.artifacts.fingerprint import READERS, MissingContent, cache_home
-from launcher.codec import LeftOut, Misfit
 from launcher.errors import Finding
+from launcher.machine import codec
+from launcher.machine.codec import LeftOut, Misfit
 from launcher.paths import exists
 from launcher.plan import plan as plans
 from launcher.plan.plan import Derived, Plan

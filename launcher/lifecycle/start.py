@@ -11,12 +11,12 @@ from typing import Any
 
 from launcher import files
 from launcher.cache import folders, inputs, keys
-from launcher.codec import LeftOut, Misfit
 from launcher.errors import Exit, Finding, NotReady, errors, launch_finding, not_ready
 from launcher.lifecycle import manifest, supervisor
 from launcher.lifecycle.prepare import Prepared, Request, prepare
 from launcher.lifecycle.resume import decision
 from launcher.machine import devices, process
+from launcher.machine.codec import LeftOut, Misfit
 from launcher.machine.devices import Devices
 from launcher.paths import PROJECT
 from launcher.plan import command

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from launcher import codec
-from launcher.codec import Misfit, Positive
+from launcher.machine import codec
+from launcher.machine.codec import Misfit, Positive
 
 PROC = Path("/proc")
 LARGEST_PID = 2**22  # PID_MAX_LIMIT of the kernel

@@ -19,9 +19,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from launcher import codec, files
-from launcher.codec import Between, Count, LeftOut, Misfit
+from launcher import files
 from launcher.errors import not_ready
+from launcher.machine import codec
+from launcher.machine.codec import Between, Count, LeftOut, Misfit
 from launcher.paths import PACKAGE
 from launcher.printable import printable
 from launcher.redaction import redact

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from launcher import codec, files
-from launcher.codec import LARGEST, Between, Count, LeftOut, Misfit, Positive
+from launcher import files
+from launcher.machine import codec
+from launcher.machine.codec import LARGEST, Between, Count, LeftOut, Misfit, Positive
 
 Text = str | None
 Number = Annotated[float, Between(-LARGEST, LARGEST)] | None

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from launcher import codec
-from launcher.codec import Count, LeftOut, Misfit
+from launcher.machine import codec
+from launcher.machine.codec import Count, LeftOut, Misfit
 
 _T = TypeVar("_T")
 LARGEST_WORLD = 100_000  # processes of a run; whatever names more is no record of one

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import codec, files
+from launcher import files
 from launcher.errors import NotReady, not_ready, usage
 from launcher.files import parse_line as parse_line
 from launcher.files import read_json as read_json
-from launcher.machine import locks
+from launcher.machine import codec, locks
 from launcher.paths import canonical
 from launcher.redaction import redact
 from launcher.runs.record import Manifest

@@ -18,10 +18,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, BinaryIO
 
-from launcher import codec, files
-from launcher.codec import Between, Count, Misfit, Positive
+from launcher import files
 from launcher.errors import DISK_FULL, Finding, NotReady, brief, launch_finding, not_ready, usage
-from launcher.machine import locks, process
+from launcher.machine import codec, locks, process
+from launcher.machine.codec import Between, Count, Misfit, Positive
 from launcher.machine.process import Identity
 from launcher.runs import lease, rundir
 from launcher.runs.attempt import Command

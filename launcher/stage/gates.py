@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from launcher import codec
-from launcher.codec import LeftOut, Misfit
 from launcher.config.keys import PAIRED, nearest
 from launcher.errors import Complain, Finding, brief
+from launcher.machine import codec
+from launcher.machine.codec import LeftOut, Misfit
 
 Colour = Literal["green", "yellow", "red"]
 

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher import codec
-from launcher.codec import LeftOut, Misfit
 from launcher.config.keys import PAIRED
 from launcher.errors import Exit, InvalidConfig, launch_finding, unreadable
+from launcher.machine import codec
+from launcher.machine.codec import LeftOut, Misfit
 from launcher.redaction import redact
 from launcher.runs.record import mapping
 from launcher.upstream.logs.open_instruct import ATTENTION

@@ -10,8 +10,8 @@ from typing import Any
 
 from launcher import files
 from launcher.artifacts.digest import CHECKPOINT
-from launcher.codec import LeftOut
 from launcher.config.keys import PAIRED, STAGES
+from launcher.machine.codec import LeftOut
 from launcher.runs import events as probe_events
 from launcher.runs import rundir, runner
 from launcher.runs.record import LARGEST_WORLD, Manifest

@@ -16,12 +16,12 @@ import saved
 from conftest import DATA
 from record_fuzz import Fuzz, Scene, Sleeper, dumped
 
-from launcher import codec, files
+from launcher import files
 from launcher.cache import folders
 from launcher.cli import main
-from launcher.codec import Count, Misfit
 from launcher.errors import NotReady
-from launcher.machine import process
+from launcher.machine import codec, process
+from launcher.machine.codec import Count, Misfit
 from launcher.report import overview
 from launcher.runs import events, lease, rundir, runner, slurm
 from launcher.runs.rundir import RunFolder

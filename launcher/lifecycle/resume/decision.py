@@ -17,17 +17,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
-from launcher import codec, files
+from launcher import files
 from launcher.artifacts import checkpoints
 from launcher.artifacts.checkpoints import Checkpoint
 from launcher.cache.inputs import Contents
 from launcher.cache.keys import Cache
-from launcher.codec import Between, Count, Positive
 from launcher.errors import Finding, Severity, errors, launch_finding, not_ready, usage
 from launcher.lifecycle import checksums
 from launcher.lifecycle.resume import changes, epochs
 from launcher.lifecycle.resume.changes import ResumeChange
 from launcher.lifecycle.resume.epochs import DataPosition, EpochLayout, ResumeMismatch
+from launcher.machine import codec
+from launcher.machine.codec import Between, Count, Positive
 from launcher.machine.python import Trainer
 from launcher.paths import canonical, exists
 from launcher.plan.plan import Derived, Plan, model_in

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from launcher import codec
-from launcher.codec import LeftOut, Misfit
 from launcher.errors import Finding
+from launcher.machine import codec
+from launcher.machine.codec import LeftOut, Misfit
 from launcher.workflows.bench.significance import ERROR, LEAST_RUNS, chance, steadily
 
 SPEED, LOSS = "tokens_per_second_per_gpu", "loss_per_token"

@@ -11,9 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from launcher import __version__, codec, files
+from launcher import __version__, files
 from launcher.errors import brief
-from launcher.machine import process
+from launcher.machine import codec, process
 from launcher.paths import exists
 from launcher.report.progress import Progress, clock, tracker
 from launcher.runs import events, rundir, runner, slurm

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shlex
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,7 +77,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_json(raw: bytes) -> Any:
-    """A JSON value, numbers of over 20 digits as infinite. Raises ValueError, also where it is nested too deep."""
+    """A JSON value, numbers of over 20 digits as infinite. Raises ValueError, also where it is nested too deep.
+
+    A character that no text or path can hold (NUL, half a surrogate pair) is replaced.
+    """
     # the hook makes ten times slower what has no such number in it
     decoder = _BOUNDED if _LONG_NUMBER.search(raw) else _PLAIN
     try:
@@ -85,6 +89,16 @@ def parse_json(raw: bytes) -> Any:
         raise ValueError("nested too deep") from None
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_deep(value):
         raise ValueError("nested too deep")
+    return _replaced(value) if _IMPOSSIBLE_ESCAPE.search(raw) else value
+
+
+def _replaced(value: Any) -> Any:
+    if isinstance(value, str):
+        return _IMPOSSIBLE.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, dict):
+        return {_replaced(key): _replaced(below) for key, below in value.items()}
+    if isinstance(value, list):
+        return [_replaced(below) for below in value]
     return value
 
 
@@ -95,6 +109,9 @@ def _whole(digits: str) -> int | float:
 
 
 _PLAIN, _BOUNDED = json.JSONDecoder(), json.JSONDecoder(parse_int=_whole)
+_IMPOSSIBLE_ESCAPE = re.compile(rb"\\u(?:0000|[dD][89a-fA-F])")
+# the halves from dc80 on stand for the bytes of a path that is no UTF-8
+_IMPOSSIBLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % _DIGITS)
 
 
@@ -125,12 +142,21 @@ def parse_line(raw: bytes, most: int = MAX_LINE) -> dict[str, Any]:
 
 def write_json(path: Path, data: Any) -> None:
     """Write atomically: a reader sees the old file or the new one, never a half."""
+    write_bytes(path, _json(data))
+
+
+def write_private_json(path: Path, data: Any) -> None:
+    """The same for the owner's eyes and hands alone: what names processes decides what a stop ends."""
+    write_bytes(path, _json(data), mode=0o600)
+
+
+def _json(data: Any) -> bytes:
     try:
         raw = json.dumps(data, indent=2, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
         # a path that is no UTF-8: escaped, it is still JSON
         raw = json.dumps(data, indent=2, default=str).encode()
-    write_bytes(path, raw + b"\n")
+    return raw + b"\n"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -152,6 +178,21 @@ def write_bytes(path: Path, raw: bytes, *, durable: bool = False, mode: int = 0o
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def writable_by_others(path: Path) -> str | None:
+    """Why somebody else may have written a file, or put another in its place as a link; None where nobody can have."""
+    try:
+        status = path.lstat()
+    except OSError as error:
+        return f"{path} cannot be looked at: {error.strerror}"
+    if stat.S_ISLNK(status.st_mode):
+        return f"{path} is a symbolic link"
+    if status.st_uid != os.geteuid():
+        return f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"{path} can be written by others: chmod go-w {shlex.quote(str(path))}"
+    return None
 
 
 def remove_tree(path: Path) -> str | None:

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 from launcher import files
 from launcher.cache import folders
 from launcher.errors import brief
-from launcher.runs import rundir
+from launcher.machine import codec
+from launcher.runs import events, rundir
+from launcher.runs.record import mapping
 from launcher.runs.rundir import RunFolder
 
 # events of the probe, by the kind of cache that they speak of
@@ -59,13 +61,14 @@ class Reason:
 def why(run: RunFolder) -> list[Reason]:
     """The reasons for every cache of a run's newest attempt; empty where it had none of launch's."""
     uses = [use for folder in folders.known() for use in folder.uses() if _cache(use)]
-    events = _events(run)
-    return [_reason(use, uses, events.get(str(_cache(use)["kind"]), {})) for use in _of_run(run, uses)]
+    seen = _events(run)
+    return [_reason(use, uses, seen.get(str(_cache(use)["kind"]), {})) for use in _of_run(run, uses)]
 
 
 def _cache(use: Use) -> Mapping[str, Any]:
     cache = use.get("cache")
-    return cache if isinstance(cache, Mapping) and cache.get("kind") in _EVENTS else {}
+    kind = cache.get("kind") if isinstance(cache, Mapping) else None
+    return cache if isinstance(cache, Mapping) and isinstance(kind, str) and kind in _EVENTS else {}
 
 
 def _of_run(run: RunFolder, uses: Sequence[Use]) -> list[Use]:
@@ -76,7 +79,8 @@ def _of_run(run: RunFolder, uses: Sequence[Use]) -> list[Use]:
     kinds = {_cache(use)["kind"] for use in newest}
     manifest = rundir.read_manifest(run)
     cleared = {"run": str(run.path), "time": folders.seconds(manifest.created), "cleared": True}
-    missing = [cache for cache in _mappings(manifest.caches) if cache.get("kind") in set(_EVENTS) - kinds]
+    recorded = filter(None, (_cache({"cache": cache}) for cache in manifest.caches))
+    missing = [cache for cache in recorded if cache["kind"] not in kinds]
     return [*newest, *({**cleared, "cache": cache} for cache in missing)]
 
 
@@ -84,11 +88,11 @@ def _events(run: RunFolder) -> dict[str, Mapping[str, Any]]:
     """What rank 0's probe recorded of each kind in the newest attempt."""
     found: dict[str, Mapping[str, Any]] = {}
     kinds = {event: kind for kind, event in _EVENTS.items()}
-    for event in files.read_lines(run.probe / "rank-0.jsonl"):
+    for event in events.read_all(run.probe / "rank-0.jsonl"):
         if event.get("event") == "start":
             found = {}
         # the first look is the one that decides; a later one finds what was just made
-        elif (kind := kinds.get(str(event.get("event")))) is not None:
+        elif (kind := kinds.get(event["event"])) is not None:
             found.setdefault(kind, event)
     return found
 
@@ -142,7 +146,7 @@ Facts = Mapping[tuple[object, ...], KeyFact]
 
 def _facts(cache: Mapping[str, Any]) -> Facts:
     """By what they are: files by the place of their data set or model in the list, others by name."""
-    key: Mapping[str, Any] = cache.get("key") or {}
+    key = mapping(cache.get("key"))
     facts: dict[tuple[object, ...], KeyFact] = {
         ("key", name): KeyFact(f"`{name}`", value, value) for name, value in key.items()
     }
@@ -156,7 +160,7 @@ def _facts(cache: Mapping[str, Any]) -> Facts:
         else:
             counts[role] += 1
             place = role, counts[role]
-            shown: Mapping[str, Any] = one.get("shown") or {}
+            shown = mapping(one.get("shown"))
             listed = _mappings(shown.get("files"))
             for file in listed:
                 # one file each, whatever they are called
@@ -186,7 +190,7 @@ def _change(before: Any, now: Any) -> str:
     if not listed:
         was, is_ = (brief(one if isinstance(one, str) else json.dumps(one, default=str)) for one in (before, now))
         return f"{was} -> {is_}"
-    size = " -> ".join(dict.fromkeys(f"{file['size']:,} bytes" for file in listed))
+    size = " -> ".join(dict.fromkeys(f"{codec.fit(file.get('size'), int, 0):,} bytes" for file in listed))
     if before is None or now is None:
         return f"{'is new' if before is None else 'is gone'} ({size})"
     times = f"{_moment(before.get('mtime'))} -> {_moment(now.get('mtime'))}"
@@ -202,7 +206,8 @@ def _neighbour(event: Mapping[str, Any], cache: Mapping[str, Any]) -> list[KeyDi
     if place.parent != Path(str(cache.get("path"))):
         return []
     now = _upstreams(place)
-    beside = [path for path in sorted(place.parent.iterdir()) if path != place and not path.name.startswith(".")]
+    names = (name for name in files.names(place.parent) if name != place.name and not name.startswith("."))
+    beside = [place.parent / name for name in names]
     known = filter(None, map(_upstreams, beside if now else []))
     return min((list(_differences(before, now)) for before in known), key=len, default=[])
 

@@ -15,16 +15,17 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from launcher import files
 from launcher.artifacts.fingerprint import cache_home
 from launcher.cache.keys import KINDS, Cache
 from launcher.errors import not_ready, usage
-from launcher.machine import locks, sizes
+from launcher.machine import codec, locks, sizes
+from launcher.machine.codec import Between, Misfit, Positive
 from launcher.machine.sizes import sized
 from launcher.redaction import redact
 from launcher.runs import rundir, runner
@@ -43,6 +44,17 @@ _TICK = 0.02  # seconds that the clock of a file system may be behind
 _DATASET_FILES = ("state.json", "dataset_info.json")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Use:
+    """That a run used a cache folder, as a file in it; `time` in seconds since 1970."""
+
+    run: str
+    time: Annotated[float, Between(0, 10**11)]
+    attempt: Positive = 1
+    config: str | None = None
+    cache: Mapping[str, object] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class CacheFolder:
     path: Path
@@ -54,8 +66,11 @@ class CacheFolder:
 
     def uses(self) -> list[dict[str, Any]]:
         """Which run used it when, oldest first: `run`, `attempt`, `time` (seconds), `cache`."""
-        found = (rundir.read_json(path) for path in _entries(self.path / USES))
-        return sorted((one for one in found if isinstance(one.get("time"), int | float)), key=itemgetter("time"))
+        uses = []
+        for path in _entries(self.path / USES):
+            with contextlib.suppress(Misfit):
+                uses.append(asdict(codec.read(_Use, rundir.read_json(path))))
+        return sorted(uses, key=itemgetter("time"))
 
     def used(self) -> float:
         """When a run last began with it, in seconds since 1970."""
@@ -74,16 +89,17 @@ class CacheFolder:
     def row(self) -> dict[str, Any]:
         """One folder for `launch cache list`; sizes in bytes, ages in seconds."""
         now, record, entries = time.time(), self.record, self.entries()
-        of = (str(one.get("name")) for one in record.get("inputs") or () if one.get("role") in {"data", "model"})
+        inputs = codec.fit(record.get("inputs"), list[Mapping[str, object]], [])
+        of = (str(one.get("name")) for one in inputs if one.get("role") in ("data", "model"))
         return {
             "kind": self.kind,
             "folder": str(self.path),
             "size": self.size(),
-            "created": record.get("created"),
+            "created": codec.fit(record.get("created"), str),
             "age": max(0.0, now - seconds(record.get("created"))),
             "last used": max(0.0, now - self.used()),
-            "stage": record.get("stage"),
-            "backend": record.get("backend"),
+            "stage": codec.fit(record.get("stage"), str),
+            "backend": codec.fit(record.get("backend"), str),
             "state": "in use" if self.live() else "filled" if entries else "empty",
             "entries": entries,
             "of": list(dict.fromkeys(of)),
@@ -198,6 +214,10 @@ def discard_spoiled(cache: Cache) -> list[Path] | None:
     Upstream may have read others than launch did, also where they were put back since: the kernel's
     time of change cannot be set. What earlier runs made stays. None where nothing was written to.
     """
+    # a record may name any folder: nothing is taken from one that does not say itself that it is this cache
+    folder = opened(cache.path)
+    if folder is None or folder.record.get("digest") != cache.digest:
+        return None
     if all(_stat_time(path, "st_ctime") < cache.read - _TICK for path in _local_files(cache)):
         return None
     fresh = [
@@ -215,7 +235,8 @@ def _local_files(cache: Cache) -> Iterator[Path]:
         if isinstance(one.shown, dict) and one.shown.get("kind") in ("file", "folder"):
             path = Path(one.name)
             folder = one.shown["kind"] == "folder"
-            yield from (path / file["name"] for file in one.shown["files"] if folder)
+            files = codec.fit(one.shown.get("files"), list[Mapping[str, object]], [])
+            yield from (path / str(file.get("name")) for file in files if folder)
             if one.role == "data" or not folder:
                 yield path
 
@@ -261,7 +282,8 @@ def opened(path: Path) -> CacheFolder | None:
 
 def _is_ours(path: Path, record: Mapping[str, Any]) -> bool:
     kind, digest = record.get("kind"), record.get("digest")
-    if record.get("launch_cache") != RECORD_VERSION or kind not in KINDS or not isinstance(digest, str):
+    known = isinstance(kind, str) and kind in KINDS
+    if record.get("launch_cache") != RECORD_VERSION or not known or not isinstance(digest, str):
         return False
     # a record that was copied elsewhere speaks of another folder
     return len(digest) == 64 and path.name == f"{kind}-{digest[:16]}" and not path.is_symlink()
@@ -275,7 +297,7 @@ def seconds(text: object) -> float:
     """A time as records hold it, in seconds since 1970; 0 where it is none."""
     try:
         return datetime.datetime.fromisoformat(str(text)).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError, OSError):
         return 0.0
 
 

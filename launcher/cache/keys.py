@@ -34,6 +34,8 @@ from typing import Any, Literal, get_args
 
 from launcher.artifacts.fingerprint import READERS, MissingContent, cache_home
 from launcher.errors import Finding
+from launcher.machine import codec
+from launcher.machine.codec import LeftOut, Misfit
 from launcher.paths import exists
 from launcher.plan import plan as plans
 from launcher.plan.plan import Derived, Plan
@@ -126,10 +128,12 @@ class Cache:
 
 
 def from_json(data: Mapping[str, Any]) -> Cache:
-    """What `as_json` wrote. Raises KeyError or TypeError where it is damaged."""
-    given = {name: data[name] for name in Cache.__dataclass_fields__ if name in data}
-    inputs = tuple(Input(**one) for one in data["inputs"])
-    return Cache(**{**given, "path": Path(data["path"]), "inputs": inputs})
+    """What `as_json` wrote. Raises Misfit where it is damaged."""
+    left_out: list[LeftOut] = []
+    cache = codec.read(Cache, data, left_out)
+    if left_out:
+        raise Misfit(str(left_out[0]))
+    return cache
 
 
 def derive(plan: Plan, packages: Mapping[str, str], *, running: bool = True) -> tuple[Cache, ...]:

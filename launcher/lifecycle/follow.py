@@ -81,11 +81,16 @@ def _goes_on(folder: RunFolder) -> bool:
 def _signals(folder: RunFolder, requests: list[int], *, forward: bool) -> Iterator[None]:
     def hand_on(number: int, _frame: FrameType | None) -> None:
         requests.append(number)
-        keeper = runner.processes(folder).keeper
-        if keeper is not None and keeper.lives():
-            process.signal_all([keeper.pid], number)
+        with contextlib.suppress(PermissionError):
+            if runner.signal_keeper(folder, number):
+                return
+        attempt = max(1, folder.attempts())
+        if runner.keeper_lives(folder):
+            # its record cannot be believed enough to signal it: ask it
+            with contextlib.suppress(OSError):
+                runner.StopRequest(attempt=attempt).write(folder)
         elif runner.alive(folder.path):
-            runner.end_orphans(folder, (0, 0, 0), max(1, folder.attempts()))
+            runner.end_orphans(folder, (0, 0, 0), attempt)
 
     # a terminal that has gone: there is nothing to show any more, and a verdict still to come
     handlers: dict[int, process.Handler | signal.Handlers] = {signal.SIGHUP: process.ignore}

@@ -17,6 +17,7 @@ from launcher.lifecycle import manifest, supervisor
 from launcher.lifecycle.prepare import Prepared, Request, prepare
 from launcher.lifecycle.resume import decision
 from launcher.machine import devices, process
+from launcher.machine.codec import LeftOut, Misfit
 from launcher.machine.devices import Devices
 from launcher.paths import PACKAGE
 from launcher.plan import command
@@ -226,7 +227,11 @@ def execute(folder: RunFolder, rank: int | None = None, address: str | None = No
 def _keep(
     folder: RunFolder, attempt: Attempt, granted: lease.Lease | None, locks: Sequence[int], chosen: Devices
 ) -> None:
-    caches = tuple(keys.from_json(one) for one in attempt.caches)
+    try:
+        caches = tuple(keys.from_json(one) for one in attempt.caches)
+    except Misfit as misfit:
+        message = f"the caches in {folder.start.name} cannot be read: {misfit}"
+        raise not_ready("not-prepared", message, file=str(folder.start)) from None
     config = None if attempt.config is None else Path(attempt.config)
     if granted is not None:
         lease.keep_manifest(granted, rundir.read_manifest(folder))
@@ -244,7 +249,8 @@ def look_back(folder: RunFolder, attempt: Attempt) -> None:
         changed = inputs.changed(rundir.read_manifest(folder).contents, Path(attempt.cwd))
         files.write_json(folder.inputs(attempt.number), {"changed": redact(changed)})
     for one in attempt.caches:
-        folders.discard_spoiled(keys.from_json(one))
+        with contextlib.suppress(Misfit):
+            folders.discard_spoiled(keys.from_json(one))
 
 
 def of_a_further_machine(folder: RunFolder, attempt: Attempt) -> Exit:
@@ -265,14 +271,37 @@ def conclusion(
 
 
 def finish(folder: RunFolder) -> check.Verdict:
+    return judged(folder).verdict
+
+
+def judged(folder: RunFolder) -> judge.RunJudgement:
     """Judge a run folder; write verdict.json, metrics.jsonl and report.html where that is possible."""
-    judged = judge.judge(folder)
+    found = judge.judge(folder)
     # a read-only or full disk costs these files, not the verdict
     with contextlib.suppress(OSError):
-        files.write_json(folder.verdict, judged.verdict.as_json())
-        files.write_text(folder.metrics, "".join(map(rundir.json_line, judge.rows_of(judged.attempts))))
-        files.write_text(folder.report, page.overlay([series.of_judged(folder.path, judged)]))
-    return judged.verdict
+        files.write_json(folder.verdict, found.verdict.as_json())
+        files.write_text(folder.metrics, "".join(map(rundir.json_line, judge.rows_of(found.attempts))))
+        files.write_text(folder.report, page.overlay([series.of_judged(folder.path, found)]))
+    return found
+
+
+def left_out_notes(found: judge.RunJudgement, folder: RunFolder) -> tuple[Finding, ...]:
+    """What the records of a run hold that could not be used: of each file the first, and how many more."""
+    places: dict[str, list[tuple[int | None, LeftOut]]] = {}
+    for fault in found.manifest.left_out():
+        places.setdefault(str(folder.manifest), []).append((None, fault))
+    for attempt in found.attempts:
+        for record in attempt.records:
+            for path, line, fault in record.left_out:
+                places.setdefault(str(path), []).append((line, fault))
+    return tuple(_left_out_note(file, faults) for file, faults in places.items())
+
+
+def _left_out_note(file: str, faults: Sequence[tuple[int | None, LeftOut]]) -> Finding:
+    line, fault = faults[0]
+    more = f", and {len(faults) - 1} more like it" if len(faults) > 1 else ""
+    help = "was it edited, or written by another version? what it says is left out"
+    return launch_finding("warning", "damaged-record", f"{fault}{more}", help, file=file, line=line)
 
 
 def judged_now(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> check.Verdict:

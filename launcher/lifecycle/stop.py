@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 import signal
 import time
 from pathlib import Path
@@ -94,7 +93,7 @@ def _patience(folder: RunFolder) -> float:
 def _waits(folder: RunFolder) -> runner.Grace:
     environ = Record(rundir.read_json(folder.start)).part("environ")
     try:
-        return runner.grace(environ.get(runner.GRACE_VARIABLE))
+        return runner.grace(environ.text(runner.GRACE_VARIABLE))
     except UsageError:
         return runner.GRACE_S
 
@@ -106,6 +105,7 @@ def _stop_job(folder: RunFolder, job: str, *, after_checkpoint: bool) -> runner.
         for node in folder.nodes():
             _ask(node, runner.StopRequest(attempt=number, after_checkpoint=True))
     else:
+        slurm.require_own(folder)
         slurm.cancel(job)
     while slurm.state(job) is not None:
         time.sleep(POLL_S * 5)
@@ -116,16 +116,13 @@ def _ask(folder: RunFolder, request: runner.StopRequest) -> None:
     try:
         request.write(folder)
     except OSError as error:
-        keeper = runner.processes(folder).keeper
-        if keeper is None or not keeper.lives():
+        if not runner.keeper_lives(folder):
             return
         try:
             if request.after_checkpoint:
                 raise PermissionError
             # a full disk: a signal asks for the same, but with the keeper's own patience
-            os.kill(keeper.pid, signal.SIGINT)
-        except ProcessLookupError:
-            return
+            runner.signal_keeper(folder, signal.SIGINT)
         except PermissionError:
             raise rundir.not_writable(folder.path, error.strerror) from None
 
@@ -158,9 +155,21 @@ def _end_orphan(folder: RunFolder, request: runner.StopRequest) -> None:
     while not due.now(request) and runner.alive(folder.path):
         time.sleep(POLL_S)
     runner.end_orphans(folder, _waits(folder), number)
+    _require_ended(folder)
     # not before: until then, it is what keeps orphans together
     runner.kill_keeper(folder)
     supervisor.conclude(folder, attempt, runner.recorded(folder, number))
+
+
+def _require_ended(folder: RunFolder) -> None:
+    """Raise NotReady where a process that the record names goes on: it is not known to be one of this run."""
+    known = runner.processes(folder)
+    if known.leader is None or not known.leader_lives:
+        return
+    why = runner.distrust(folder) or f"the environment of process {known.leader.pid} does not name {known.mark}"
+    message = f"{folder.path.name} was not stopped: {why}"
+    help = f"look at process {known.leader.pid}; if it is the training: kill {known.leader.pid}"
+    raise not_ready("not-your-process", message, help, file=str(folder.process))
 
 
 def _wait_elsewhere(folder: RunFolder, request: runner.StopRequest) -> None:

@@ -15,7 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from launcher.machine import codec
+from launcher.machine.codec import Misfit, Positive
+
 PROC = Path("/proc")
+LARGEST_PID = 2**22  # PID_MAX_LIMIT of the kernel
 MARK = "LAUNCH_RUN"  # the environment variable that holds the run folder in every process of a run
 Handler = Callable[[int, FrameType | None], object]  # what is called with the number of a signal
 
@@ -38,7 +42,7 @@ def handling(handlers: Mapping[Any, Handler | signal.Handlers]) -> Iterator[None
 class Identity:
     """One process, not another with its number; `began` in clock ticks since `boot`, `namespace` an inode."""
 
-    pid: int
+    pid: Positive
     host: str
     boot: str | None
     began: int | None
@@ -87,14 +91,13 @@ def identify(pid: int) -> Identity:
     return Identity(pid=pid, host=host(), boot=boot(), began=entry and entry.began, namespace=namespace())
 
 
-def identity(data: Mapping[str, object]) -> Identity | None:
+def identity(data: object) -> Identity | None:
     """What `as_json` wrote; None where it is incomplete."""
-    pid, began, inode = (one if isinstance(one, int) else None for one in map(data.get, ("pid", "began", "namespace")))
-    if pid is None or pid <= 0:
+    try:
+        named = codec.read(Identity, data)
+    except Misfit:
         return None
-    since = data.get("boot")
-    since = since if isinstance(since, str) else None
-    return Identity(pid=pid, host=str(data.get("host")), boot=since, began=began, namespace=inode)
+    return named if named.pid <= LARGEST_PID else None
 
 
 def hold_standard_streams() -> None:
@@ -258,6 +261,20 @@ def _mark(pid: int) -> str | None:
     prefix = os.fsencode(f"{MARK}=")
     found = (word for word in environment.split(b"\0") if word.startswith(prefix))
     return next((os.fsdecode(word[len(prefix) :]) for word in found), None)
+
+
+def mark_of(pid: int) -> str | None:
+    """The run folder that a process was started for; None where it has none, or that cannot be read."""
+    return _mark(pid)
+
+
+def command_of(pid: int) -> list[str]:
+    """The words of a process; none where they cannot be read."""
+    try:
+        raw = (PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return []
+    return os.fsdecode(raw).split("\0")
 
 
 def _upwards(table: Mapping[int, _ProcessRow], pid: int) -> Iterable[int]:

@@ -15,7 +15,7 @@ import typer
 from launcher.printable import printable
 from launcher.redaction import redact
 from launcher.report.progress import ENDED, TRACKER, Progress, Tail, clock, tracker
-from launcher.runs import rundir
+from launcher.runs import events
 from launcher.upstream.logs import open_instruct
 from launcher.verdict.logs.segments import BAR
 
@@ -46,7 +46,7 @@ class View:
         self.log.skip(CAUGHT_UP)
         # what was proved stands at its beginning
         for raw in self.events.read(CAUGHT_UP):
-            self.progress.event(rundir.parse_line(raw))
+            self.progress.event(events.read(raw) or {})
         beginning = self.events.offset
         self.events.skip(CAUGHT_UP)
         if self.events.offset > beginning:
@@ -85,7 +85,7 @@ class View:
 
     def take_in(self) -> None:
         for raw in self.events.read():
-            self.progress.event(rundir.parse_line(raw))
+            self.progress.event(events.read(raw) or {})
         self._take_in_losses()
         self.log.skip(BACKLOG)
         for raw in self.log.read():
@@ -102,7 +102,7 @@ class View:
         for tail, other in self.others:
             for raw in tail.read():
                 before = other.step
-                other.event(rundir.parse_line(raw))
+                other.event(events.read(raw) or {})
                 if other.step not in (before, 0):
                     self.progress.add_loss(other.step, other.loss)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import math
 import os
 import time
 from collections import Counter
@@ -11,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from launcher import __version__, files
-from launcher.machine import process
+from launcher.errors import brief
+from launcher.machine import codec, process
 from launcher.paths import exists
 from launcher.report.progress import Progress, clock, tracker
-from launcher.runs import rundir, runner, slurm
+from launcher.runs import events, rundir, runner, slurm
 from launcher.runs.record import Manifest, Record
 from launcher.runs.rundir import RunFolder
-from launcher.verdict import summary
+from launcher.verdict import ending, evidence, summary
 
 COLUMNS = "run stage state verdict step loss tokens/s age gpus checkpoint output wandb".split()
 _IN_WORDS = {"unknown": "unknown here"}  # in a table beside nothing that explains it
@@ -33,21 +35,14 @@ def rows(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
     campaigns, file = rundir.campaigns(folders), rundir.state_folder() / "rows.json"
     known, new, found = Record(rundir.read_json(file)), dict[str, Any](), []
     for folder in folders:
-        path, stamp = str(folder.path), _stamp(folder)
-        kept = known.part(path) if stamp else Record()
-        if kept.get("stamp") == stamp and kept.part("row"):
-            one = kept.part("row") | _passing(Manifest(kept.part("manifest")))
-        elif rundir.begun(folder):
-            manifest = rundir.read_manifest(folder)
-            row = _lasting(folder, manifest)
-            one = row | _passing(manifest)
-            if stamp and row["state"] in _RECORDED and not folder.job.exists():
-                about = {name: manifest.get(name) for name in ("created", "backend", "output")}
-                new[path] = {"stamp": stamp, "manifest": about, "row": row}
-        else:
-            continue
-        part_of = campaigns.get(folder.path)
-        found.append({**one, "part_of": str(part_of) if part_of else None})
+        # no run's records may end the list of the others
+        try:
+            one = _row_or_kept(folder, known, new)
+        except Exception as error:
+            one = _unreadable(folder, error)
+        if one is not None:
+            part_of = campaigns.get(folder.path)
+            found.append({**one, "part_of": str(part_of) if part_of else None})
     if new:
         there = {path: kept for path, kept in known.items() if os.path.isdir(path)}
         # a state folder that cannot be written costs the next list some time
@@ -55,6 +50,46 @@ def rows(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
             file.parent.mkdir(parents=True, exist_ok=True)
             files.write_json(file, there | new)
     return found
+
+
+def _row_or_kept(folder: RunFolder, known: Record, new: dict[str, Any]) -> dict[str, Any] | None:
+    """The row of a run, of one that is over as it was kept; into `new` goes what is to be kept. None of what never
+    began."""
+    path = str(folder.path)
+    stamp = _stamp(folder)
+    kept = known.part(path) if stamp else Record()
+    if kept.get("stamp") == stamp and _is_row(kept.part("row"), path):
+        return kept.part("row") | _passing(Manifest(kept.part("manifest")))
+    if not rundir.begun(folder):
+        return None
+    manifest = rundir.read_manifest(folder)
+    row = _lasting(folder, manifest)
+    if stamp and row["state"] in _RECORDED and not folder.job.exists():
+        about = {name: manifest.get(name) for name in ("created", "backend", "output")}
+        new[path] = {"stamp": stamp, "manifest": about, "row": row}
+    return row | _passing(manifest)
+
+
+_TEXT = str | None
+_ROW_KINDS: Mapping[str, Any] = {
+    "run": str, "path": str, "stage": _TEXT, "state": str, "verdict": _TEXT, "outcome": _TEXT, "step": int,
+    "steps": int | None, "loss": float | None, "tokens/s": float | None, "gpus": int | None, "output": _TEXT,
+    "wandb": _TEXT,
+}  # fmt: skip
+
+
+def _is_row(kept: Record, path: str) -> bool:
+    """Whether a row that was kept is one of this run, each value of its type."""
+    fits = (codec.fit(kept.get(name), kind, kept) is not kept for name, kind in _ROW_KINDS.items())
+    return kept.keys() == _ROW_KINDS.keys() and kept.get("path") == path and all(fits)
+
+
+def _unreadable(folder: RunFolder, error: Exception) -> dict[str, Any]:
+    """The row of a run whose records cannot be read, with the reason as its outcome."""
+    row = dict.fromkeys(_ROW_KINDS)
+    reason = f"its records cannot be read: {brief(f'{type(error).__name__}: {error}')}"
+    about = {"run": folder.path.name, "path": str(folder.path), "state": "unknown", "step": 0, "outcome": reason}
+    return {**row, **about, "age": None, "checkpoint": None}
 
 
 def _stamp(folder: RunFolder) -> str | None:
@@ -115,22 +150,24 @@ def _lasting(folder: RunFolder, manifest: Manifest) -> dict[str, Any]:
     if judged and not folder.concluded(number).exists() and rundir.judged(folder, number - 1):
         judged = Record()
     # a verdict counts every rank; the end of rank 0's record is all that is read of a run that goes on
-    loss, rate = judged.value("metrics", "last_loss"), judged.value("metrics", "tokens_per_second")
-    loss = loss if isinstance(loss, int | float) else progress.loss
-    rate = rate if isinstance(rate, int | float) else progress.tokens_per_second
+    loss, rate = judged.figure("metrics", "last_loss"), judged.figure("metrics", "tokens_per_second")
+    loss = progress.loss if loss is None else loss
+    rate = progress.tokens_per_second if rate is None else rate
+    if rate is not None and not math.isfinite(rate):
+        rate = None
     return {
         "run": folder.path.name,
         "path": str(folder.path),
         "stage": manifest.stage,
         "state": now,
-        "verdict": judged.get("status"),
+        "verdict": judged.text("status"),
         "outcome": summary.outcome(judged) if judged else None,
         "step": max(progress.step, judged.number("steps") or 0),
         "steps": progress.total,
         "loss": None if loss is None else round(loss, 4),
         "tokens/s": None if rate is None else round(rate),
         "gpus": manifest.gpus,
-        "output": manifest.get("output"),
+        "output": manifest.text("output"),
         "wandb": tracker(folder.console(number)) if manifest.get("tracked") else None,
     }
 
@@ -152,21 +189,31 @@ def state(folder: RunFolder, progress: Progress | None = None, number: int | Non
 
 def ended_state(folder: RunFolder, progress: Progress | None = None, number: int | None = None) -> str:
     """finished, failed, stopped or lost, by the run's own record of its last attempt, the `number`-th."""
-    ended = rundir.read_json(folder.exit(number or max(1, folder.attempts())))
-    if ended.get("stopped") is not None:
-        return "stopped"
-    code = ended.get("returncode")
-    if not ended and progress is not None and progress.exit is not None and _last_told(folder):
-        code = progress.exit
-    if code is None:
+    ended = runner.recorded(folder, number or max(1, folder.attempts()))
+    if ended is not None:
+        if ended.stopped is not None:
+            return "stopped"
+        return "finished" if ended.returncode == 0 else "failed"
+    if progress is None or progress.exit is None or not _last_told(folder):
         return "lost"
-    return "finished" if code == 0 else "failed"
+    if progress.exit == 0:
+        return "finished"
+    return "stopped" if _stopped_by_signal(folder) else "failed"
+
+
+def _stopped_by_signal(folder: RunFolder) -> bool:
+    """Whether what is left of a run that nobody could record the end of says that a signal was to end it."""
+    try:
+        end = ending.ending(evidence.read_run(folder.path))
+    except OSError:
+        return False
+    return end.state == "stopped" and end.signal is not None
 
 
 def _last_told(folder: RunFolder) -> bool:
     """Whether what rank 0's record ends with is of the last attempt, and not of one before."""
-    record = files.read_lines(folder.probe / "rank-0.jsonl") if folder.attempts() > 1 else ()
-    attempts = [event.get("attempt") for event in record if event.get("event") == "start"]
+    record = events.read_all(folder.probe / "rank-0.jsonl") if folder.attempts() > 1 else ()
+    attempts = [event.get("attempt") for event in record if event["event"] == "start"]
     return not attempts or attempts[-1] in (None, folder.attempts())
 
 
@@ -199,13 +246,13 @@ def last_steps(folder: RunFolder, progress: Progress, *, last_only: bool = False
         block = block[block.rfind(b"\n", 0, last) + 1 :]
     # the first may be torn by the window, the last not be finished: neither is JSON then
     for line in block.split(b"\n"):
-        progress.event(rundir.parse_line(line))
+        progress.event(events.read(line) or {})
 
 
 def age(created: object) -> str | None:
     try:
         passed = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(str(created))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     # a clock that was set back makes nothing younger than now
     return f"{passed.days}d" if passed.days > 0 else clock(max(0.0, passed.total_seconds()))

@@ -107,6 +107,7 @@ class Progress:
     exit: int | None = None
 
     def event(self, event: dict[str, Any]) -> None:
+        """Take in an event as `runs.events.read` gives it."""
         name, at, state = event.get("event"), _optional(event.get("t")), event.get("state")
         if name == "start":
             self._start(event, at)

@@ -17,15 +17,17 @@ import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from launcher import files
 from launcher.errors import not_ready
+from launcher.machine import codec
+from launcher.machine.codec import Between, Count, LeftOut, Misfit
 from launcher.paths import PACKAGE
 from launcher.printable import printable
 from launcher.redaction import redact
 from launcher.runs import rundir
-from launcher.runs.record import Record
+from launcher.runs.record import LARGEST_WORLD, Record
 from launcher.runs.rundir import RunFolder
 
 _SCHEDULER = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
@@ -81,7 +83,7 @@ class Attempt:
     that the config took a secret from, `request` is the `prepare.Request` of the command, to be prepared again.
     """
 
-    number: int
+    number: Annotated[int, Between(1, 9999)]
     argv: tuple[str, ...]
     env: Mapping[str, str]
     environ: Mapping[str, str]
@@ -90,15 +92,15 @@ class Attempt:
     backend: str
     title: str
     output: str | None = None
-    total: int | None = None
-    world: int = 1
-    nodes: int = 1
-    rank: int = 0
+    total: Count | None = None
+    world: Annotated[int, Between(1, LARGEST_WORLD)] = 1
+    nodes: Annotated[int, Between(1, LARGEST_WORLD)] = 1
+    rank: Annotated[int, Between(0, LARGEST_WORLD)] = 0
     devices: tuple[str, ...] = ()
     caches: tuple[Mapping[str, Any], ...] = ()
     config: str | None = None
     on_finish: tuple[str, ...] = ()
-    on_finish_s: float = ON_FINISH_S
+    on_finish_s: Annotated[float, Between(0, 10**9)] = ON_FINISH_S
     allow_unproven: bool = False
     request: Mapping[str, Any] = field(default_factory=dict)
     borrowed: tuple[str, ...] = ()
@@ -138,15 +140,17 @@ def _present(word: str) -> str:
 
 def read(folder: RunFolder) -> Attempt:
     """The attempt that was prepared last. Raises NotReady where none was, or its file is damaged."""
-    data = rundir.read_json(folder.start)
-    try:
-        given = {name: data[name] for name in Attempt.__dataclass_fields__ if name in data}
-        lists = {name: tuple(given.get(name, ())) for name in ("argv", "devices", "caches", "on_finish")}
-        return Attempt(**{**given, **lists})
-    except (TypeError, KeyError):
-        message = f"{folder.path.name} holds no attempt that could be started"
-        help = "start the stage itself: launch sft CONFIG, or launch dpo CONFIG"
-        raise not_ready("not-prepared", message, help, file=str(folder.path)) from None
+    left_out: list[LeftOut] = []
+    with contextlib.suppress(Misfit):
+        waiting = codec.read(Attempt, rundir.read_json(folder.start), left_out)
+        # half of an environment, or of a command, is another one
+        if not left_out:
+            return waiting
+    message = f"{folder.path.name} holds no attempt that could be started"
+    if left_out:
+        message += f": in {folder.start.name} {left_out[0]}"
+    help = "start the stage itself: launch sft CONFIG, or launch dpo CONFIG"
+    raise not_ready("not-prepared", message, help, file=str(folder.path))
 
 
 def writable_by_others(folder: RunFolder, *, parents: bool = True) -> str | None:
@@ -158,13 +162,8 @@ def writable_by_others(folder: RunFolder, *, parents: bool = True) -> str | None
     own, path = os.geteuid(), folder.path.absolute()
     try:
         for one in (path, folder.start):
-            status = one.lstat()
-            if stat.S_ISLNK(status.st_mode):
-                return f"{one} is a symbolic link"
-            if status.st_uid != own:
-                return f"{one} belongs to user {status.st_uid}, not to {own}"
-            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                return f"{one} can be written by others: chmod go-w {shlex.quote(str(one))}"
+            if (why := files.writable_by_others(one)) is not None:
+                return why
         # the folders above as they are named, and those that links among them lead to
         above = dict.fromkeys((*path.parents, *path.resolve().parents)) if parents else ()
         for one in above:

@@ -33,9 +33,11 @@ from launcher.runs.record import Manifest, Record
 FOLDER = Path(".cache", "huggingface", "launch")  # below the output folder
 BEAT_S = 5.0  # seconds between two heartbeats
 SILENT_S = 60.0  # seconds without a heartbeat after which an owner on another machine has lost its lease
+_MODE = 0o644  # who shares the folder reads whose it is; nobody else writes it, whatever the umask
 VARIABLE = "LAUNCH_LEASE"
 """Tells the probe in the training where the lease is; importing its name would import all of the probe."""
-_NAME = re.compile(r"lease-(\d{1,9})\.json\Z")
+_NAME = re.compile(r"lease-([1-9][0-9]*)\.json\Z", re.ASCII)
+LARGEST_FENCE = 10**9  # starts into one folder; a higher number is nobody's
 _LARGEST = 65536
 
 
@@ -63,6 +65,25 @@ class Lease:
         return self.path.with_name("lock")
 
     @property
+    def in_force(self) -> bool:
+        """Whether a run took the folder with it: it lives, or left its manifest, and nobody else wrote the lease."""
+        if not self.run or self.owner is None or self.fence > LARGEST_FENCE or not self._is_ours():
+            return False
+        if Manifest(rundir.read_json(self.manifest)).stage is not None:
+            return True
+        return self.owner.lives() if self.owner.here() else self.beats()
+
+    def _is_ours(self) -> bool:
+        """Whether it is a file, no link, of this user, of root, or of whose folder this is, and theirs alone."""
+        try:
+            status, folder = self.path.lstat(), self.path.parent.stat()
+        except OSError:
+            return False
+        others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        owners = (os.geteuid(), 0, folder.st_uid)
+        return stat.S_ISREG(status.st_mode) and status.st_uid in owners and not others
+
+    @property
     def described(self) -> str:
         owner = "an unknown host" if self.owner is None else self.owner.place
         return f"started on {owner}"
@@ -84,7 +105,7 @@ class Lease:
         content = {name: getattr(self, name) for name in ("run", "state")}
         content |= {"returncode": self.code, "owner": self.owner and self.owner.as_json()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_bytes(self.path, json.dumps(content, indent=1).encode(), durable=True)
+        files.write_bytes(self.path, json.dumps(content, indent=1).encode(), durable=True, mode=_MODE)
 
     def give_back(self) -> None:
         """Discard it, unless a keeper has taken it over."""
@@ -115,10 +136,10 @@ def read(path: Path) -> Lease | None:
     content = Record(rundir.parse_line(raw))
     return Lease(
         path=path,
-        run=str(content.get("run", "")),
+        run=content.text("run") or "",
         beaten=status.st_mtime,
         owner=process.identity(content.part("owner")),
-        state=str(content.get("state", "running")),
+        state=content.text("state") or "running",
         code=content.number("returncode"),
     )
 
@@ -158,9 +179,29 @@ def require_free(output: Path | None) -> int:
     if output is not None:
         _require_no_obstacle(output)
     last = newest(output)
-    if last is not None and (why := held(last)) is not None:
-        raise NotReady(_taken(last, str(output), why))
-    return 1 if last is None else last.fence + 1
+    if output is None or last is None:
+        return 1
+    if last.fence >= LARGEST_FENCE:
+        message = f"{last.path.name} has the highest number that a lease can have, and no run takes that many starts"
+        help = f"delete it: rm {shlex.quote(str(last.path))}"
+        raise not_ready("bad-lease", message, help, file=str(last.path))
+    # not the newest alone: a file that is no lease may lie above that of a run
+    for fence in reversed(_fences(output / FOLDER)):
+        lease = read(output / FOLDER / f"lease-{fence}.json")
+        if lease is not None and (why := held(lease)) is not None:
+            raise NotReady(_taken(lease, str(output), why))
+    return last.fence + 1
+
+
+def overtaking(mine: Lease) -> Lease | None:
+    """The lease that is in force in the place of an older one; None where none is."""
+    for fence in reversed(_fences(mine.path.parent)):
+        if fence <= mine.fence:
+            return None
+        lease = read(mine.path.with_name(f"lease-{fence}.json"))
+        if lease is not None and lease.owner != mine.owner and lease.in_force:
+            return lease
+    return None
 
 
 def _require_no_obstacle(output: Path) -> None:
@@ -254,7 +295,7 @@ def take(output: Path, run: Path) -> Lease:
     lease = Lease(path=path, run=str(run), owner=process.identify(os.getpid()))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE))
         lease.write()
     except FileExistsError:
         # another start was quicker by a moment
@@ -296,14 +337,14 @@ def kept(granted: Lease | None, overtaken: Callable[[Lease], None]) -> Iterator[
 
 
 def _beat(mine: Lease, over: threading.Event, overtaken: Callable[[Lease], None]) -> None:
-    output, manifest = mine.path.parents[len(FOLDER.parts)], rundir.read_json(mine.manifest)
+    manifest = rundir.read_json(mine.manifest)
     while not over.wait(BEAT_S):
-        last = newest(output)
-        if last is not None and last.path != mine.path:
-            overtaken(last)
+        newer = overtaking(mine)
+        if newer is not None:
+            overtaken(newer)
             return
         with contextlib.suppress(OSError):
-            if last is None:
+            if not mine.path.exists():
                 # somebody tidied the folder
                 mine.write()
                 files.write_json(mine.manifest, manifest)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from launcher.machine import codec
+from launcher.machine.codec import Count, LeftOut, Misfit
+
 _T = TypeVar("_T")
+LARGEST_WORLD = 100_000  # processes of a run; whatever names more is no record of one
+UNREADABLE = "unknown"  # what was expected, where the record has no word for it: nothing proves that
 
 
 class Record(dict[str, Any]):
@@ -31,8 +37,14 @@ class Record(dict[str, Any]):
         return found if isinstance(found, str) else None
 
     def number(self, *keys: str) -> int | None:
-        found = self.value(*keys)
-        return found if isinstance(found, int) and not isinstance(found, bool) else None
+        """A whole number from 0 on: everything that is counted here."""
+        number: int | None = codec.fit(self.value(*keys), Count)
+        return number
+
+    def figure(self, *keys: str) -> float | None:
+        """A finite number."""
+        number: float | None = codec.fit(self.value(*keys), float)
+        return number if number is not None and abs(number) <= sys.float_info.max else None
 
 
 class _Field(Generic[_T]):
@@ -66,17 +78,45 @@ class Manifest(Record):
 
     @property
     def output(self) -> Path | None:
-        found = self.text("output")
-        return None if found is None else Path(found)
+        path: Path | None = codec.fit(self.value("output"), Path)
+        return path
 
     @property
     def processes(self) -> int | None:
-        return None if self.gpus is None else max(1, self.gpus) * (self.nodes or 1)
+        """How many train; None where that is unknown, or more than there can be."""
+        if self.gpus is None:
+            return None
+        count = max(1, self.gpus) * (self.nodes or 1)
+        return count if count <= LARGEST_WORLD else None
 
     @property
     def expected(self) -> Mapping[str, str | None] | None:
+        """What was expected of each point, UNREADABLE where that is no word; None where nothing was recorded."""
         found = self.get("expect")
-        return found if isinstance(found, dict) else None
+        if not isinstance(found, dict):
+            return None
+        return {name: state if isinstance(state, str | None) else UNREADABLE for name, state in found.items()}
+
+    def left_out(self) -> list[LeftOut]:
+        """What is not used of it, because it is of another type than launch wrote."""
+        faults: list[LeftOut] = []
+        for name, kind in _KINDS.items():
+            if name in self:
+                try:
+                    codec.reader(kind)(self[name], name, faults)
+                except Misfit as misfit:
+                    codec.note(faults, name, self[name], misfit)
+        return faults
+
+
+_KINDS: Mapping[str, Any] = {
+    **dict.fromkeys("created stage backend name config cwd".split(), str | None),
+    **dict.fromkeys("output asked_output".split(), str | None),
+    "attempt": Count, "tracked": bool, "expect": Mapping[str, str | None], "args": Mapping[str, Mapping[str, object]],
+    **dict.fromkeys("plan upstream trainer machine resume".split(), Mapping[str, object]),
+    **dict.fromkeys("deepspeed devices".split(), Mapping[str, object] | None),
+    "argv": list[str], **dict.fromkeys("caches contents findings".split(), list[Mapping[str, object]]),
+}  # fmt: skip
 
 
 def mapping(value: object) -> Mapping[str, Any]:

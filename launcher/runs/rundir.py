@@ -21,7 +21,7 @@ from launcher import files
 from launcher.errors import NotReady, not_ready, usage
 from launcher.files import parse_line as parse_line
 from launcher.files import read_json as read_json
-from launcher.machine import locks
+from launcher.machine import codec, locks
 from launcher.paths import canonical
 from launcher.redaction import redact
 from launcher.runs.record import Manifest
@@ -29,7 +29,7 @@ from launcher.runs.record import Manifest
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _NONE = "none"
 OWN = 0o755  # the mode of run folders, whatever the umask: what others could write is not run
-_NUMBERED = re.compile(r"(?:console|exit)(?:\.(\d{1,4}))?\.(?:log|json)\Z")
+_NUMBERED = re.compile(r"(?:console|exit)(?:\.([1-9][0-9]{0,3}))?\.(?:log|json)\Z")
 
 
 class _RunFile:
@@ -332,14 +332,23 @@ def members(folder: Path) -> list[RunFolder]:
     folder = known.path if known else folder
     paths = (path for name in _RECORDS for path in _runs_in(read_json(folder / name)))
     # a folder that was moved took what lies in it along
-    runs = dict.fromkeys(RunFolder(path if path.is_dir() else folder / path.name) for path in paths)
-    return [run for run in runs if run.attempts()]
+    runs = dict.fromkeys(RunFolder(path if os.path.isdir(path) else folder / path.name) for path in paths)
+    return [run for run in runs if run.attempts() and _belongs(run, folder)]
+
+
+def _belongs(run: RunFolder, folder: Path) -> bool:
+    """Whether a run that a record names lies in its folder, beside that, or is known here: it is judged, and written
+    to, and a record could name anything."""
+    parent = canonical(run.path).parent
+    beside = (canonical(folder), canonical(folder).parent)
+    return parent in beside or entry_name(run.path) in files.names(state_folder() / "runs")
 
 
 def _runs_in(record: object) -> Iterator[Path]:
     if isinstance(record, dict):
-        if isinstance(record.get("run"), str):
-            yield Path(record["run"])
+        path: Path | None = codec.fit(record.get("run"), Path)
+        if path is not None:
+            yield path
         record = list(record.values())
     for value in record if isinstance(record, list) else ():
         yield from _runs_in(value)

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 from launcher import files
 from launcher.errors import DISK_FULL, Finding, NotReady, brief, launch_finding, not_ready, usage
-from launcher.machine import locks, process
+from launcher.machine import codec, locks, process
+from launcher.machine.codec import Between, Count, Misfit, Positive
 from launcher.machine.process import Identity
 from launcher.runs import lease, outputs, rundir
 from launcher.runs.attempt import Command
-from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
 
 POLL_S = 0.2
@@ -31,21 +32,25 @@ GRACE_S = (20.0, 10.0, 5.0)
 """Seconds that a stop waits before it gets harder: after INT, after TERM, after TERM to the rest."""
 GRACE_VARIABLE = "LAUNCH_GRACE"  # such seconds, as `20,10,5`; fewer numbers change the first ones only
 KILLED_S = 10.0  # seconds that a killed process may take to be gone: it has memory to give back
+SUPERVISOR = "launcher.lifecycle.supervisor"  # the module in the command line of every keeper
 RESERVED = 256 * 2**10
 """Bytes kept free in the run folder, so that a full disk leaves room to record how the run ended."""
 Grace = tuple[float, float, float]
+Write = Callable[[Path, Any], None]
+ExitCode = Annotated[int, Between(-255, 255)]
+SignalNumber = Annotated[int, Between(1, 64)]
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
     """How an attempt ended; `signal` is the one that killed the process, `stopped` the one we sent."""
 
-    returncode: int
-    signal: int | None
-    stopped: int | None
-    started: str
-    ended: str
-    attempt: int
+    returncode: ExitCode
+    signal: SignalNumber | None = None
+    stopped: SignalNumber | None = None
+    started: str = ""
+    ended: str = ""
+    attempt: Count = 1
 
 
 def grace(text: str | None) -> Grace:
@@ -144,7 +149,9 @@ def run(
                 raise not_ready("not-started", message, help, file=command.argv[0]) from None
         leader, keeper = process.identify(child.pid), process.identify(os.getpid())
         origin = {"mark": str(folder.path), "attempt": attempt, "started": started, "keeper": keeper.as_json()}
-        reserve.write(folder.process, {**leader.as_json(), **origin})
+        # for its owner alone: it says which processes a stop ends
+        named = {**leader.as_json(), **origin, "folder": _inode(folder.path)}
+        reserve.write(folder.process, named, files.write_private_json)
         began()
         stopped = watch.until_over(child.pid, process.Family(leader, str(folder.path), keeper if adopting else None))
         ended = _ended(child.wait(), stopped, started, attempt)
@@ -177,11 +184,11 @@ class _Reserve:
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
 
-    def write(self, path: Path, data: Mapping[str, Any]) -> None:
+    def write(self, path: Path, data: Mapping[str, Any], write: Write | None = None) -> None:
         """A record, written whole or not at all: a disk that fails must not take the watch with it."""
         for _ in range(2):
             try:
-                return files.write_json(path, data)
+                return (write or files.write_json)(path, data)
             except OSError as error:
                 if error.errno not in DISK_FULL:
                     return
@@ -216,54 +223,112 @@ def _ended(code: int, stopped: int | None, started: str, attempt: int) -> Proces
 
 def recorded(folder: RunFolder, attempt: int) -> ProcessExit | None:
     """How an attempt ended, as its keeper recorded it; None where nobody lived to do that."""
-    record = Record(rundir.read_json(folder.exit(attempt)))
-    if (code := record.number("returncode")) is None:
+    try:
+        ended = codec.read(ProcessExit, rundir.read_json(folder.exit(attempt)))
+    except Misfit:
         return None
-    started, ended = str(record.get("started")), str(record.get("ended"))
-    return ProcessExit(code, record.number("signal"), record.number("stopped"), started, ended, attempt)
+    return replace(ended, attempt=attempt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processes:
-    """The processes of the attempt that began last: the one that was started, and its supervisor."""
+    """The processes of the attempt that began last: the one that was started, and its supervisor.
+
+    `mark` is the folder that stands in their environment. `copy_of` is the run that they belong to, where this folder
+    is a copy of that: then it has none itself.
+    """
 
     leader: Identity | None
     keeper: Identity | None
     attempt: int | None
     mark: str
     started: str
+    copy_of: str | None = None
 
     @property
     def out_of_sight(self) -> bool:
         return self.leader is not None and self.leader.elsewhere()
 
+    @property
+    def leader_lives(self) -> bool:
+        """Whether it runs, and is of this run: its environment names it, or cannot be read."""
+        leader = self.leader
+        return leader is not None and leader.lives() and process.mark_of(leader.pid) in (None, self.mark)
+
+    @property
+    def keeper_lives(self) -> bool:
+        return self.keeper is not None and self.keeper.lives() and self._keeps(self.keeper.pid)
+
+    def _keeps(self, pid: int) -> bool:
+        """Whether a process is a supervisor of this run, by its command line; one that cannot be read may be."""
+        words = process.command_of(pid)
+        return not any(words) or (SUPERVISOR in words and self.mark in words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ProcessRecord:
+    """`process.json` beside the fields of the leader's identity; `folder` is device and inode of the run folder."""
+
+    mark: str | None = None
+    attempt: Positive | None = None
+    started: str = ""
+    keeper: object = None
+    folder: tuple[int, ...] = ()
+
 
 def processes(folder: RunFolder) -> Processes:
-    record = Record(rundir.read_json(folder.process))
+    data = rundir.read_json(folder.process)
+    record = codec.read(_ProcessRecord, data)
+    mark, copy_of = _owner(folder, record)
     return Processes(
-        leader=process.identity(record),
-        keeper=process.identity(record.part("keeper")),
-        attempt=record.number("attempt"),
-        mark=str(record.get("mark", folder.path)),
-        started=str(record.get("started")),
+        leader=None if copy_of else process.identity(data),
+        keeper=None if copy_of else process.identity(record.keeper),
+        attempt=record.attempt,
+        mark=mark,
+        started=record.started,
+        copy_of=copy_of,
     )
+
+
+def _owner(folder: RunFolder, record: _ProcessRecord) -> tuple[str, str | None]:
+    """The folder that the processes of a record name, and the same again where this one is a copy of it."""
+    own, mark = str(folder.path), record.mark or str(folder.path)
+    if mark == own or _inode(Path(mark)) == _inode(folder.path):
+        return mark, None
+    # one that was moved has its inode still; older records hold none
+    moved = not os.path.exists(mark) and list(record.folder) in ([], _inode(folder.path))
+    return mark, None if moved else mark
+
+
+def _inode(path: Path) -> list[int]:
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return []
+    return [status.st_dev, status.st_ino]
+
+
+def distrust(folder: RunFolder) -> str | None:
+    """Why no process is ended because `process.json` names it; None where it can be believed."""
+    return files.writable_by_others(folder.process)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequest:
     """That an attempt be stopped, as a file: whoever asks need not know which process to ask."""
 
-    attempt: int
+    attempt: Positive
     after_checkpoint: bool = False
 
     def write(self, folder: RunFolder) -> None:
-        files.write_json(folder.stop, {**asdict(self), "asked": rundir.now()})
+        files.write_private_json(folder.stop, {**asdict(self), "asked": rundir.now()})
 
 
 def request(folder: RunFolder) -> StopRequest | None:
-    record = Record(rundir.read_json(folder.stop))
-    attempt, after = record.number("attempt"), record.get("after_checkpoint") is True
-    return None if attempt is None else StopRequest(attempt=attempt, after_checkpoint=after)
+    try:
+        return codec.read(StopRequest, rundir.read_json(folder.stop))
+    except Misfit:
+        return None
 
 
 class _Watch:
@@ -348,8 +413,7 @@ def _vanish(family: process.Family, number: int, seconds: float, hurry: Callable
 def end_orphans(folder: RunFolder, waits: Grace, attempt: int) -> None:
     """End the processes of a run whose keeper has gone, or stands still: INT, TERM, KILL; record it."""
     known = processes(folder)
-    leader, keeper = (one if one is not None and one.lives() else None for one in (known.leader, known.keeper))
-    family, last = process.Family(leader, known.mark, keeper), None
+    family, last = _family_of(folder, known), None
     for number, seconds in ((signal.SIGINT, waits[0]), (signal.SIGTERM, waits[1]), (signal.SIGKILL, KILLED_S)):
         if family.living():
             last = number
@@ -360,28 +424,55 @@ def end_orphans(folder: RunFolder, waits: Grace, attempt: int) -> None:
             files.write_json(folder.exit(attempt), asdict(ended))
 
 
+def _family_of(folder: RunFolder, known: Processes) -> process.Family:
+    """Those that a stop may end: what bears the mark of this run, and what descends from that.
+
+    What the record names counts only where it can be believed, and is what the record says: the leader by the mark in
+    its environment, the keeper by its command line.
+    """
+    if distrust(folder) is not None:
+        return process.Family(None, str(folder.path))
+    leader = keeper = None
+    if known.leader is not None and known.leader_lives and process.mark_of(known.leader.pid) == known.mark:
+        leader = known.leader
+    if known.keeper is not None and known.keeper_lives and any(process.command_of(known.keeper.pid)):
+        keeper = known.keeper
+    return process.Family(leader, known.mark, keeper)
+
+
+def signal_keeper(folder: RunFolder, number: int) -> bool:
+    """Send a signal to the keeper of a run; whether it lives and is one. Raises PermissionError from the kernel."""
+    keeper = _family_of(folder, processes(folder)).keeper
+    if keeper is None:
+        return False
+    try:
+        os.kill(keeper.pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def keeper_lives(folder: RunFolder) -> bool:
-    keeper = processes(folder).keeper
-    return keeper is not None and keeper.lives()
+    return processes(folder).keeper_lives
 
 
 def kill_keeper(folder: RunFolder) -> None:
-    keeper, until = processes(folder).keeper, time.monotonic() + KILLED_S
-    while keeper is not None and keeper.lives() and time.monotonic() < until:
-        process.signal_all([keeper.pid], signal.SIGKILL)
-        time.sleep(POLL_S / 4)
+    until = time.monotonic() + KILLED_S
+    with contextlib.suppress(PermissionError):
+        while time.monotonic() < until and signal_keeper(folder, signal.SIGKILL):
+            time.sleep(POLL_S / 4)
 
 
 def orphaned(folder: RunFolder) -> bool:
     """Whether the keeper that a run had has gone; one of an older launch never had any."""
-    keeper = processes(folder).keeper
-    return keeper is not None and not keeper.lives() and not keeper.elsewhere()
+    known = processes(folder)
+    return known.keeper is not None and not known.keeper_lives and not known.keeper.elsewhere()
 
 
 def alive(folder: Path, marks: Callable[[], frozenset[str]] = process.marks) -> bool:
     """Whether the attempt that began last still runs: by its processes and their mark, else by heartbeat and lock."""
     run, known = RunFolder(folder), processes(RunFolder(folder))
-    if known.leader is None or known.leader.lives():
+    if known.leader is None or known.leader_lives:
         return known.leader is not None
     if run.exit(known.attempt or 1).exists():
         return False
@@ -404,6 +495,12 @@ def unknown(folder: RunFolder) -> Finding | None:
 
 
 def require_sight(folder: RunFolder) -> None:
-    """Raise NotReady where nothing can be concluded of the run: it may go on where nobody here can look."""
+    """Raise NotReady where nothing can be concluded of the run: it may go on where nobody here can look, or it is the
+    copy of one whose end it does not hold."""
+    known = processes(folder)
+    if known.copy_of is not None and not folder.exit(known.attempt or 1).exists():
+        message = f"{folder.path.name} is a copy of {known.copy_of}, whose processes are not its own"
+        help = f"launch stop {shlex.quote(known.copy_of)}, or launch attach; launch check judges the copy"
+        raise not_ready("run-is-a-copy", message, help, file=str(folder.path))
     if (why := unknown(folder)) is not None:
         raise NotReady(why)

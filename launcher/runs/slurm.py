@@ -17,7 +17,9 @@ from typing import Any
 from launcher import files
 from launcher.errors import Complain, Finding, NotReady, brief, not_ready
 from launcher.machine import isolation, tools
+from launcher.paths import canonical, exists
 from launcher.runs import rundir
+from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
 
 WARNING_S = 60  # how long before its time is up a job is queued again; Slurm may say so up to a minute earlier
@@ -50,6 +52,7 @@ _PASSED = {
     *(f"SBATCH_{name.upper().replace('-', '_')}" for name in _OPTIONS),
 }
 
+_JOB = re.compile(r"[0-9]{1,20}", re.ASCII)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 Options = Mapping[str, str | None]  # an option of sbatch -> its value; None for one that stands alone
 
@@ -155,8 +158,21 @@ def _quoted(value: str) -> str:
 
 
 def job(folder: RunFolder) -> str | None:
-    number = rundir.read_json(folder.job).get("job")
-    return number if isinstance(number, str) and number.isdecimal() else None
+    """The job that a run was submitted as; None of a copy, whose job is another run's."""
+    record = Record(rundir.read_json(folder.job))
+    number, run = record.text("job") or "", record.text("run")
+    if not _JOB.fullmatch(number):
+        return None
+    copied = run is not None and exists(Path(run)) and canonical(Path(run)) != canonical(folder.path)
+    return None if copied else number
+
+
+def require_own(folder: RunFolder) -> None:
+    """Raise NotReady where somebody else may have written which job a run is: none is ended by that word."""
+    if (why := files.writable_by_others(folder.job)) is not None:
+        message = f"no job is ended because {folder.job.name} names it: {why}"
+        help = f"look at job {job(folder)}; if it is the run's: scancel {job(folder)}"
+        raise not_ready("not-your-process", message, help, file=str(folder.job))
 
 
 def submit(folder: RunFolder, text: str, environ: Mapping[str, str]) -> str:
@@ -169,7 +185,8 @@ def submit(folder: RunFolder, text: str, environ: Mapping[str, str]) -> str:
     found = re.fullmatch(r"(\d+)(?:;.*)?", answer)
     if found is None:
         raise not_ready("slurm-failed", f"sbatch answered `{brief(answer)}`")
-    files.write_json(folder.job, {"job": found[1], "submitted": rundir.now()})
+    record = {"job": found[1], "submitted": rundir.now(), "run": str(folder.path)}
+    files.write_private_json(folder.job, record)
     return found[1]
 
 

@@ -13,11 +13,13 @@ import math
 import operator
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from launcher.config.keys import PAIRED, nearest
 from launcher.errors import Complain, Finding, brief
+from launcher.machine import codec
+from launcher.machine.codec import LeftOut, Misfit
 
 Colour = Literal["green", "yellow", "red"]
 
@@ -97,10 +99,12 @@ class Facts:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Facts:
-        """Raises TypeError where it is damaged; what a later launch has written beside is left out."""
-        names = {part.name for part in fields(cls)}
-        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in names}
-        return cls(**known)
+        """Raises Misfit where it is damaged; what a later launch has written beside is left out."""
+        left_out: list[LeftOut] = []
+        found: Facts = codec.read(cls, data, left_out)
+        if left_out:
+            raise Misfit(str(left_out[0]))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from launcher.config.keys import PAIRED
 from launcher.errors import Exit, InvalidConfig, launch_finding, unreadable
+from launcher.machine import codec
+from launcher.machine.codec import LeftOut, Misfit
 from launcher.redaction import redact
 from launcher.runs.record import mapping
 from launcher.upstream.logs.open_instruct import ATTENTION
@@ -95,13 +97,12 @@ class Verdict:
 
 def from_json(data: Mapping[str, Any]) -> Verdict | None:
     """What `Verdict.as_json` wrote; None where it is damaged."""
+    left_out: list[LeftOut] = []
     try:
-        points = tuple(
-            Point(**{**one, "evidence": tuple(Cite(**cite) for cite in one["evidence"])}) for one in data["points"]
-        )
-        return Verdict(**{**data, "points": points})
-    except (KeyError, TypeError):
+        verdict = codec.read(Verdict, data, left_out)
+    except Misfit:
         return None
+    return None if left_out or "finish" not in {point.name for point in verdict.points} else verdict
 
 
 def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evidence) -> Verdict:

@@ -11,8 +11,10 @@ from typing import Any
 from launcher import files
 from launcher.artifacts.digest import CHECKPOINT
 from launcher.config.keys import PAIRED, STAGES
-from launcher.runs import rundir
-from launcher.runs.record import Manifest
+from launcher.machine.codec import LeftOut
+from launcher.runs import events as probe_events
+from launcher.runs import rundir, runner
+from launcher.runs.record import LARGEST_WORLD, Manifest
 from launcher.upstream.logs import open_instruct, trl
 from launcher.upstream.logs.common import Pattern
 from launcher.verdict.logs.scan import Log, Signal, StepLine, scan
@@ -22,7 +24,8 @@ PATTERNS: tuple[Pattern, ...] = tuple(dict.fromkeys(open_instruct.PATTERNS + trl
 
 MEASURED = "tokens positions wasted rows seconds allocated_gib reserved_gib grad_norm learning_rate".split()
 
-LARGEST_WORLD = 100_000  # processes of a run; whatever names more is no record of one
+FaultAt = tuple[Path, int, LeftOut]  # what was left out, in which file and line
+KEPT_FAULTS = 100  # of a rank: they are said, not counted
 KEPT_EVENTS = 1_000  # of each name but `step`, a rank
 _SCRIPT = re.compile(r"\b(?:(?P<dpo>dpo\w*)|finetune)\.py:")
 # What HF Trainer's dicts hold of DPO, and of none of both: ORPO, KTO, online methods, a reward model.
@@ -45,7 +48,7 @@ class Event:
 
     def text(self, key: str) -> str | None:
         value = self.fields.get(key)
-        return None if value is None else str(value)
+        return value if isinstance(value, str) else None
 
     def number(self, key: str) -> float | None:
         return finite(self.fields.get(key))
@@ -80,6 +83,7 @@ class RankRecord:
     rank: int
     events: tuple[Event, ...]
     steps: tuple[ProbeStep, ...]
+    left_out: tuple[FaultAt, ...] = ()
 
     def all(self, *names: str) -> tuple[Event, ...]:
         return tuple(e for e in self.events if e.name in names)
@@ -269,7 +273,7 @@ def read_run(folder: Path, attempt: int | None = None) -> Evidence:
         manifest=Manifest(kept or files.read_json(run.manifest)),
         log=scan(console, PATTERNS) if console.is_file() else None,
         probe=_read_probe(run.probe, attempt),
-        exit=_read_exit(run.exit(attempt or 1)),
+        exit=_read_exit(run, attempt or 1),
         inputs=[one for one in inputs if isinstance(one, dict)] if isinstance(inputs, list) else None,
     )
 
@@ -288,12 +292,12 @@ def finite(value: object) -> float | None:
     return value if abs(value) <= sys.float_info.max else None
 
 
-def _read_exit(path: Path) -> ExitRecord | None:
-    values = files.read_json(path)
-    if not isinstance(values.get("returncode"), int):
+def _read_exit(folder: rundir.RunFolder, attempt: int) -> ExitRecord | None:
+    ended = runner.recorded(folder, attempt)
+    if ended is None:
         return None
-    signal, stopped = (value if isinstance(value := values.get(key), int) else None for key in ("signal", "stopped"))
-    return ExitRecord(path=path, returncode=values["returncode"], signal=signal, stopped=stopped)
+    path = folder.exit(attempt)
+    return ExitRecord(path=path, returncode=ended.returncode, signal=ended.signal, stopped=ended.stopped)
 
 
 def _read_probe(folder: Path, attempt: int | None) -> ProbeRecords | None:
@@ -311,12 +315,16 @@ def _read_rank(path: Path, attempt: int | None) -> RankRecord | None:
     """The events since the last `start`, of the attempt if it is named."""
     events: dict[str, list[Event]] = {}
     steps: list[ProbeStep] = []
-    ours, rank = True, int(re.sub(r"\D", "", path.stem) or 0)
+    left_out: list[FaultAt] = []
+    ours, rank = True, _rank_of(path)
     with files.open_regular(path) as file:
         for number, raw in enumerate(files.lines(file), start=1):
-            fields = files.parse_line(raw)
-            if not isinstance(name := fields.pop("event", None), str):
+            faults: list[LeftOut] = []
+            fields = probe_events.read(raw, faults)
+            left_out += [(path, number, fault) for fault in faults[:1] if len(left_out) < KEPT_FAULTS]
+            if fields is None:
                 continue
+            name = fields.pop("event")
             event = Event(rank=rank, path=path, line=number, name=name, fields=fields)
             if name == "start":
                 ours = attempt is None or (event.number("attempt") or attempt) == attempt
@@ -336,4 +344,11 @@ def _read_rank(path: Path, attempt: int | None) -> RankRecord | None:
             if len(kept) > KEPT_EVENTS:
                 del kept[KEPT_EVENTS // 2]
     flat = sorted((e for kept in events.values() for e in kept), key=lambda e: e.line)
-    return RankRecord(rank=rank, events=tuple(flat), steps=tuple(steps)) if flat or steps else None
+    if not flat and not steps:
+        return None
+    return RankRecord(rank=rank, events=tuple(flat), steps=tuple(steps), left_out=tuple(left_out))
+
+
+def _rank_of(path: Path) -> int:
+    digits = path.stem.removeprefix("rank-")
+    return min(int(digits), LARGEST_WORLD) if digits.isascii() and digits.isdigit() else 0

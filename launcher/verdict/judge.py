@@ -50,9 +50,10 @@ def judge(folder: RunFolder, requested: Mapping[str, str] | None = None) -> RunJ
     if finish.state == "running":
         if (why := runner.unknown(folder)) is not None:
             verdict = verdict.amended("finish", {"reason": why.message, "help": why.help}, state="unknown", ok=None)
-        elif here and not runner.alive(folder.path):
+        elif known.copy_of is not None or (here and not runner.alive(folder.path)):
             ok = finish.expected in (None, "killed")
-            verdict = verdict.amended("finish", {"reason": "lost", "help": _LOST_HELP}, state="killed", ok=ok)
+            help = _LOST_HELP if known.copy_of is None else f"it is a copy of {known.copy_of}: check that one"
+            verdict = verdict.amended("finish", {"reason": "lost", "help": help}, state="killed", ok=ok)
     elif finish.state == "completed" and found.final_save and output is not None:
         verdict = _with_whole_model(verdict, output)
     # a secret that training printed must not get from the log into what is shown and kept

@@ -150,7 +150,7 @@ def check(
     """Check a run, or any training log."""
     from launcher.verdict import check
 
-    unpinned: tuple[Finding, ...] = ()
+    notes: tuple[Finding, ...] = ()
     log = Path("/dev/stdin" if target == "-" else target)
     # a pipe is a log too
     name = "standard input" if target == "-" else target
@@ -166,10 +166,11 @@ def check(
         folder = found_run(target, "run or log")
         if not folder.attempts() and not exists(folder.probe):
             raise not_begun(folder)
-        name, verdict = folder.path.name, start.finish(folder)
-        unpinned = start.unpinned_note(folder)
+        judged = start.judged(folder)
+        name, verdict = folder.path.name, judged.verdict
+        notes = (*start.unpinned_note(folder), *start.left_out_notes(judged, folder))
     code = check.exit_code(verdict, allow_unproven=allow_unproven)
-    return answer("check", format, verdict.as_json(), lambda: console.verdict(verdict, name), unpinned, code)
+    return answer("check", format, verdict.as_json(), lambda: console.verdict(verdict, name), notes, code)
 
 
 def _check_each(folder: Path, members: Sequence[RunFolder], allow_unproven: bool, format: Format) -> Exit:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from launcher import files
 from launcher.artifacts import checkpoints
@@ -27,11 +27,13 @@ from launcher.lifecycle import checksums
 from launcher.lifecycle.resume import changes, epochs
 from launcher.lifecycle.resume.changes import ResumeChange
 from launcher.lifecycle.resume.epochs import DataPosition, EpochLayout, ResumeMismatch
+from launcher.machine import codec
+from launcher.machine.codec import Between, Count, Positive
 from launcher.machine.python import Trainer
 from launcher.paths import canonical, exists
 from launcher.plan.plan import Derived, Plan, model_in
 from launcher.redaction import redact
-from launcher.runs import lease, rundir
+from launcher.runs import lease, rundir, runner
 from launcher.runs.record import Manifest
 from launcher.runs.rundir import RunFolder
 from launcher.stage.stage import Stage
@@ -266,10 +268,10 @@ class _Judge:
         return EpochLayout(
             rows=rows,
             per_device=per_device,
-            devices=max(1, count // max(1, int(shared or 1))),
+            devices=max(1, count // codec.fit(shared, Positive, 1)),
             accumulation=accumulation,
-            epochs=epochs if isinstance(epochs, int | float) else 1,
-            limit=limit if isinstance(limit, int) and limit > 0 else None,
+            epochs=codec.fit(epochs, Annotated[float, Between(0, 10**9)], 1),
+            limit=codec.fit(limit, Positive),
         )
 
     def _in_logs(self, pattern: re.Pattern[bytes]) -> bytes | None:
@@ -302,9 +304,9 @@ class _Judge:
             # as far as the output folder tells
             last = lease.newest(self.output)
             return last is not None and last.code == 0
-        ended = rundir.read_json(self.folder.exit(max(1, self.folder.attempts()))).get("returncode")
-        if isinstance(ended, int):
-            return ended == 0
+        ended = runner.recorded(self.folder, max(1, self.folder.attempts()))
+        if ended is not None:
+            return ended.returncode == 0
         # whoever had to write that record did not live to: the probe's last word
         with contextlib.suppress(OSError):
             probe = evidence.read_run(self.folder.path).probe
@@ -500,10 +502,11 @@ class _Judge:
             return epochs.of_epoch(one.number, was, now)
         # its attempt counted from where that began
         begun = maker.part("resume")
-        at, step = begun.items_of("place"), begun.number("step")
+        at = codec.fit(begun.get("place"), list[Count], [])
+        step = begun.number("step")
         if len(at) != 2 or step is None or step > one.number:
             at, step = [0, 0], 0
-        saved = epochs.advanced(was, DataPosition(int(at[0]), int(at[1])), one.number - step)
+        saved = epochs.advanced(was, DataPosition(at[0], at[1]), one.number - step)
         kept = epochs.keeps_order(self.trainer)
         return epochs.of_step(self.entry.skips_each_epoch, one.number, saved, was, now, keeps_order=kept)
 

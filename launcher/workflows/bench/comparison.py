@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from launcher.errors import Finding
+from launcher.machine import codec
+from launcher.machine.codec import LeftOut, Misfit
 from launcher.workflows.bench.significance import ERROR, LEAST_RUNS, chance, steadily
 
 SPEED, LOSS = "tokens_per_second_per_gpu", "loss_per_token"
@@ -81,10 +83,21 @@ class Sample:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Sample:
-        """What `as_json` wrote. Raises KeyError, TypeError or ValueError where it did not."""
-        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        known["curve"] = tuple(CurveStep(*map(float, one[:3]), *one[3:]) for one in data["curve"])
-        return cls(**known)
+        """What `as_json` wrote. Raises Misfit where any of it is something else: it is measured again."""
+        left_out: list[LeftOut] = []
+        curve = codec.reader(tuple[tuple[float | None, ...], ...])(data.get("curve"), "curve", left_out)
+        sample = codec.read(cls, {**data, "curve": []}, left_out)
+        if left_out or not math.isfinite(sample.seconds):
+            raise Misfit(str(left_out[:1]))
+        return replace(sample, curve=tuple(map(_curve_step, curve)))
+
+
+def _curve_step(values: tuple[float | None, ...]) -> CurveStep:
+    numbers = values[:3]
+    if len(numbers) < 3 or len(values) > 5 or None in numbers:
+        raise Misfit("tokens, weight and loss")
+    tokens, weight, loss = (math.nan if number is None else number for number in numbers)
+    return CurveStep(tokens, weight, loss, *values[3:])
 
 
 @dataclass(frozen=True, slots=True)

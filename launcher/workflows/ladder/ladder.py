@@ -325,7 +325,7 @@ def _standing(ladder: Ladder, gpus: int, *, allow_unproven: bool) -> Standing | 
     known = mapping(ladder.records.get(str(gpus)))
     try:
         facts = Facts.from_json(known["facts"])
-    except (AttributeError, KeyError, TypeError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         return None
     if facts.unproven is not None and not allow_unproven:
         facts = replace(facts, failed=f"unproven: {facts.unproven}", unproven=None)

@@ -49,7 +49,8 @@ _SHAPES: Mapping[str, str] = {
     "xoxa- xoxb- xoxe- xoxp- xoxr- xoxs- xapp-": "[A-Za-z0-9-]{10,}",
     "wandb_v": r"\d_\w{20,}",
     "AIza nvapi-": r"[\w-]{30,}",
-    "eyJ": r"[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}",
+    # bounded: a word of a megabyte may hold such a begin everywhere
+    "eyJ": r"[\w-]{8,600}\.[\w-]{8,}\.[\w-]{8,}",
     "sk_live_ sk_test_ rk_live_ rk_test_": "[A-Za-z0-9]{16,}",
     "whsec_": "[A-Za-z0-9+/=]{20,}",
     "npm_ gsk_ r8_ xai-": "[A-Za-z0-9]{30,}",
@@ -92,7 +93,7 @@ _FLAG = re.compile(r"(?<![\w.-])(?P<head>(?P<name>--[A-Za-z][\w.-]*+)\s+)(?P<val
 _HINTS = tuple(hint.lower().encode() for hint in ("://", "bearer", "basic", *" ".join(_SHAPES).split()))
 _LINE = re.compile(rb"[^\n\r]+")
 _WORDS_OF_NAMES = b"(?:token|key|secret|cred|pass|pwd|auth|dsn|webhook)"
-_NAME_HINT = re.compile(_WORDS_OF_NAMES + rb"[\w.-]{0,200}+[\"']?\s*[:=]|--[\w.-]*?" + _WORDS_OF_NAMES)
+_NAME_HINT = re.compile(_WORDS_OF_NAMES + rb"[\w.-]{0,200}+[\"']?\s*[:=]|--[\w.-]{0,60}?" + _WORDS_OF_NAMES)
 _PLAIN_WORDS = frozenset({"none", "null", "true", "false"})
 _SHORTEST = 8
 # `"$HF_TOKEN"`, `${oc.env:HF_TOKEN}`: where a secret is, not what it is

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import brief
-from launcher.lifecycle.follow import Shown
+from launcher.lifecycle.log_lines import LogLines
 from launcher.printable import printable_bytes
 from launcher.redaction import REDACTED, is_secret, known_values, redact, redact_bytes
 
@@ -219,7 +219,7 @@ def test_codes_and_states_are_never_secrets() -> None:
 def test_a_log_is_shown_without_secrets_wherever_it_is_cut(size: int) -> None:
     token, block = SHAPED[0], f"-----BEGIN PRIVATE KEY-----\n{PEM}-----END PRIVATE KEY-----\n"
     for text in (f"a\n{block}step 1\n", f"one\r 5%|#| 1/9\rlogin HF_TOKEN=abc\nsee {token} there\n\xff {token}"):
-        raw, shown = text.encode("latin-1"), Shown(())
+        raw, shown = text.encode("latin-1"), LogLines(())
         told = b"".join([*(shown.of(raw[at : at + size]) for at in range(0, len(raw), size)), shown.rest()])
         assert told == redact_bytes(printable_bytes(raw), ())
         assert not any(secret in told for secret in (b"MII", b"Ab3", token.encode()))

@@ -101,7 +101,7 @@ def runs(
     from launcher.report import overview
     from launcher.runs import rundir
 
-    folders = [one for one in rundir.known_runs() if not here or rundir.begun_here(one)]
+    folders = rundir.runs_here() if here else rundir.known_runs()
     rows = [one for one in overview.rows(folders) if state in (None, one["state"])]
     groups = ([[row] for row in rows] if whole else overview.entries(rows))[-(last or 0) :]
 

@@ -101,16 +101,19 @@ def choose_output(stage: Stage, configured: Path | None, runs: Iterable[RunFolde
     """
     if configured is None:
         return OutputChoice(None)
-    known = list(map(rundir.read_manifest, runs))
+    earlier = rundir.summarize(runs)
     name = stage.entry.names.output
     if fresh:
-        used = {str(record.output) for record in known}
+        used = {one.output for one in earlier}
         places = itertools.chain([(None, configured)], _beside(stage))
         value, folder = next(one for one in places if not exists(one[1]) and _text(one[1]) not in used)
         if value is None:
             return OutputChoice(configured)
         why = f"--fresh: {configured} is left as it is"
         return OutputChoice(folder, {name: Derived(value=value, why=why)})
+    # only manifests that name the folder are read: there may be ten thousand others
+    folders = [RunFolder(one.path) for one in earlier if (one.requested_output or one.output) == _text(configured)]
+    known = list(map(rundir.read_manifest, folders))
     # of runs whose folders are gone, their output folders tell
     beside = itertools.takewhile(lambda one: exists(one[1]), _beside(stage))
     for folder in reversed([configured, *(folder for _, folder in beside)]):

@@ -156,6 +156,7 @@ def check(
     # a pipe is a log too
     name = "standard input" if target == "-" else target
     if exists(log) and not log.is_dir():
+        _remember_secrets_of(log)
         verdict = check.judge_log(log)
     else:
         # a log is judged without importing all that starts runs
@@ -171,6 +172,16 @@ def check(
         unpinned = start.unpinned_note(folder)
     code = check.exit_code(verdict, allow_unproven=allow_unproven)
     return answer("check", format, verdict.as_json(), lambda: console.verdict(verdict, name), unpinned, code)
+
+
+def _remember_secrets_of(log: Path) -> None:
+    """Where a log lies in the folder of its run, hide what was secret at the start of that."""
+    folder = log.absolute().parent
+    if exists(folder / "start.json"):
+        from launcher.runs import attempt
+        from launcher.runs.rundir import RunFolder
+
+        attempt.remember_secrets(RunFolder(folder))
 
 
 def _check_each(folder: Path, members: Sequence[RunFolder], allow_unproven: bool, format: Format) -> Exit:

@@ -23,6 +23,7 @@ from launcher import files
 from launcher.artifacts.fingerprint import of_data, of_model
 from launcher.cache import inputs
 from launcher.lifecycle import checksums, start
+from launcher.lifecycle.resume.decision import Decision
 from launcher.machine import process as machine_process
 from launcher.probe.watching.optimizer import Movement, Optimizer
 from launcher.probe.watching.process import EventLog, Process, Settings
@@ -332,6 +333,10 @@ def test_a_checkpoint_with_other_bytes_gives_way_to_an_older_one(stages: Make, w
     assert (decision.kind, codes(decision)["nothing-to-resume"]) == ("new", "note")
 
 
+def said(decision: Decision, code: str) -> str:
+    return next(finding.message for finding in decision.findings if finding.code == code)
+
+
 def watched_checkpoint(one: repeated.Run) -> Path:
     """A run of TRL, with its lease in the output folder, and checksums of its checkpoint-2."""
     one.start()
@@ -352,7 +357,7 @@ def test_a_flipped_byte_of_the_weights_is_found_where_the_run_folder_is_gone(sta
         shutil.rmtree(one.folder.path)
     decision = one.decide()
     assert (decision.kind, decision.step) == ("resume", 2)
-    assert "unverified-checkpoint" not in codes(decision)
+    assert "not verified" not in said(decision, "resumes")
     flip(folder / "model.safetensors")
     decision = one.decide()
     assert decision.kind == "new"
@@ -367,7 +372,7 @@ def test_what_no_checksum_was_recorded_of_is_not_called_whole(stages: Make) -> N
     flip(folder / "model.safetensors")
     decision = one.decide()
     assert (decision.kind, decision.step) == ("resume", 2)
-    assert codes(decision)["unverified-checkpoint"] == "warning"
+    assert "not verified: no checksums" in said(decision, "resumes")
 
 
 def test_the_watch_takes_checksums_beside_the_training(stages: Make, monkeypatch: pytest.MonkeyPatch) -> None:

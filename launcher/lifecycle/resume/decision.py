@@ -355,8 +355,6 @@ class _Judge:
         if fault is not None:
             message = f"upstream would resume from {chosen.path}, and {fault}"
             self._say("error", "broken-checkpoint", message, "move it out of the output folder")
-        else:
-            self._check_recorded(None, chosen)
         self._check_reference(())
         step, place = self.steps(chosen), self._place(chosen)
         return Decision(kind="resume", checkpoint=chosen, step=step, place=place, kept=_names(found))
@@ -394,8 +392,11 @@ class _Judge:
         """From a checkpoint of this run; `wrong` is about the newest one, in whose place an older may be taken."""
         total, at = self.total(), self.steps(chosen)
         left = "" if total is None else f", {max(0, total - at)} of {total} steps are left"
-        self._say("note", "resumes", f"continues from {chosen.path}{left}", "--fresh starts over in a new folder")
-        self._check_recorded(self.folder, chosen)
+        message = f"continues from {chosen.path}{left}"
+        if not checksums.recorded(self.folder, chosen):
+            message += "; not verified: no checksums of it were recorded, and a changed byte of its weights "
+            message += "(`.safetensors`) would show nowhere"
+        self._say("note", "resumes", message, "--fresh starts over in a new folder")
         changed = self._changed(chosen, wrong if chosen is newest else None)
         self._check_names()
         for one in changed:
@@ -440,8 +441,6 @@ class _Judge:
         if same is not None and (fault := checksums.fault(self.folder, same)) is not None:
             message, help = f"{named}: {fault}", "name an older one"
             self._say("error", "broken-checkpoint", message, help, "resume_from_checkpoint")
-        elif same is not None:
-            self._check_recorded(self.folder, same)
         # what a run did not continue from, it must not rotate away
         aside, step = self._aside(found, same), same.number if same else 0
         return Decision(kind="resume", checkpoint=same, step=step, kept=_names(found, aside), aside=aside)
@@ -583,14 +582,6 @@ class _Judge:
         message += "reference"
         help = "bring it back, or start over with --fresh"
         self._say(severity, "reference-gone", message, help, "model_name_or_path")
-
-    def _check_recorded(self, folder: RunFolder | None, chosen: Checkpoint) -> None:
-        """Claim nothing of bytes that cannot be compared."""
-        if checksums.recorded(folder, chosen):
-            return
-        message = f"{chosen.name} is not verified: no checksums of it were recorded; CRCs of the files that have "
-        message += "them are right, and a changed byte in other files (`.safetensors`) would show nowhere"
-        self._say("warning", "unverified-checkpoint", message, "compare it with a copy, if there is one")
 
     def _check_names(self) -> None:
         names = checkpoints.strange_names(self.plan.stage.options.backend, self.output)

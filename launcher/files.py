@@ -82,7 +82,7 @@ def parse_json(raw: bytes) -> Any:
     A character that no text or path can hold (NUL, half a surrogate pair) is replaced.
     """
     # the hook makes ten times slower what has no such number in it
-    decoder = _BOUNDED if _LONG_NUMBER.search(raw) else _PLAIN
+    decoder = _BOUNDED if _LONG_NUMBER in raw.translate(_DIGITS_AS_0) else _PLAIN
     try:
         value = decoder.decode(raw.decode())
     except RecursionError:
@@ -108,19 +108,26 @@ def _whole(digits: str) -> int | float:
     return -math.inf if digits.startswith("-") else math.inf
 
 
+_CONTAINERS = (dict, list)
 _PLAIN, _BOUNDED = json.JSONDecoder(), json.JSONDecoder(parse_int=_whole)
 _IMPOSSIBLE_ESCAPE = re.compile(rb"\\u(?:0000|[dD][89a-fA-F])")
 # the halves from dc80 on stand for the bytes of a path that is no UTF-8
 _IMPOSSIBLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
-_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % _DIGITS)
+_DIGITS_AS_0 = bytes.maketrans(b"123456789", b"000000000")
+_LONG_NUMBER = b"0" * _DIGITS
 
 
 def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(MAX_DEPTH):
-        values = (one.values() if isinstance(one, dict) else one for one in level)
-        level = [one for below in values for one in below if isinstance(one, dict | list)]
-    return bool(level)
+        below: list[Any] = []
+        for container in level:
+            values = container.values() if isinstance(container, dict) else container
+            below += [one for one in values if isinstance(one, _CONTAINERS)]
+        if not below:
+            return False
+        level = below
+    return True
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
+from urllib.parse import quote, quote_plus
 
 REDACTED = "<redacted>"
 
@@ -35,6 +37,16 @@ _KEY_OF = (
 ).split()
 # `HF_TOKEN_PATH` says where a token is, not what it is
 _ABOUT = frozenset({"dir", "file", "folder", "fn", "id", "name", "path", "type"})
+# what may stand anywhere in the name of a variable: `MY_TOKEN_B64`, `LANGFUSE_PK`
+_OF_VARIABLES = frozenset("auth cred creds key passcode pass pk pwd secret sk token".split())
+# `SSHPASS`, `GHTOKEN`: words that are written as one; `COMPASS`, `OLDPWD` are none
+_VARIABLE_ENDINGS = ("pass", "pwd", "secret", "token")
+_NO_ENDING = re.compile("(?:by|com|encom|over|sur|tres|under)pass|(?:old)?pwd")
+# `TOKEN_LIMIT`, `AUTH_METHOD`: what they say of a secret is none
+_ABOUT_VARIABLES = _ABOUT | frozenset(
+    "alg algorithm backend board bytes count enabled env error errors expiry failed failure host ids len length limit "
+    "map method missing mode per port provider rate required server size sock timeout ttl url uri version".split()
+)
 # what `launch` itself says is never a secret, whatever somebody chose as a password
 _OURS = frozenset({"backend", "code", "expected", "layer", "severity", "stage", "state", "status"})
 
@@ -49,7 +61,8 @@ _SHAPES: Mapping[str, str] = {
     "xoxa- xoxb- xoxe- xoxp- xoxr- xoxs- xapp-": "[A-Za-z0-9-]{10,}",
     "wandb_v": r"\d_\w{20,}",
     "AIza nvapi-": r"[\w-]{30,}",
-    "eyJ": r"[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}",
+    # bounded: a word of a megabyte may hold such a begin everywhere
+    "eyJ": r"[\w-]{8,600}\.[\w-]{8,}\.[\w-]{8,}",
     "sk_live_ sk_test_ rk_live_ rk_test_": "[A-Za-z0-9]{16,}",
     "whsec_": "[A-Za-z0-9+/=]{20,}",
     "npm_ gsk_ r8_ xai-": "[A-Za-z0-9]{30,}",
@@ -91,15 +104,19 @@ _FLAG = re.compile(r"(?<![\w.-])(?P<head>(?P<name>--[A-Za-z][\w.-]*+)\s+)(?P<val
 # in lower case, one of these is in every line of bytes that holds a secret
 _HINTS = tuple(hint.lower().encode() for hint in ("://", "bearer", "basic", *" ".join(_SHAPES).split()))
 _LINE = re.compile(rb"[^\n\r]+")
-_WORDS_OF_NAMES = b"(?:token|key|secret|cred|pass|pwd|auth|dsn|webhook)"
-_NAME_HINT = re.compile(_WORDS_OF_NAMES + rb"[\w.-]{0,200}+[\"']?\s*[:=]|--[\w.-]*?" + _WORDS_OF_NAMES)
+_WORDS_OF_NAMES = (b"token", b"key", b"secret", b"cred", b"pass", b"pwd", b"auth", b"dsn", b"webhook", b"pk", b"sk")
+_ANY_WORD = b"(?:" + b"|".join(_WORDS_OF_NAMES) + b")"
+_NAME_HINT = re.compile(_ANY_WORD + rb"[\w.-]{0,200}+[\"']?\s*[:=]|--[\w.-]{0,60}?" + _ANY_WORD)
 _PLAIN_WORDS = frozenset({"none", "null", "true", "false"})
-_SHORTEST = 8
+_SHORTEST = 6
+_LONGEST_NAME = 200  # characters at the end of a name that are looked at
 # `"$HF_TOKEN"`, `${oc.env:HF_TOKEN}`: where a secret is, not what it is
 _REFERENCE = re.compile(r"\$(?:\w+|\{[\w.:,]+\})")
 # a path, or the name of a model or a data set: what a variable holds that is no secret
 _PLACE = re.compile(r"~.*|[.]{0,2}/.*|[A-Za-z][\w.-]*/[\w./-]+|", re.DOTALL)
 _borrowed: set[str] = set()
+_ESCAPED_IN_URL = re.compile("%[0-9A-F]{2}")
+_remembered: set[str] = set()
 # `completed`, `flash_attention_2`, `Qwen`, `1234.5`: words and numbers that anything may say
 _WORDLIKE = re.compile(
     r"(?:[A-Z]?[a-z]+|[A-Z]+)(?<!.{20})|[A-Za-z]+\d{0,2}(?:_(?:[a-z]+\d{0,2}|\d{1,4}))+|[\d.,:e+-]{1,15}"
@@ -109,8 +126,21 @@ _WORDLIKE = re.compile(
 
 def redact(value: _T, environ: Mapping[str, str] | None = None) -> _T:
     """The same value, of the same types throughout, without tokens and the values of those in `environ`."""
-    cleaned: _T = _clean(value, "", known_values(os.environ if environ is None else environ))
+    known = known_values(os.environ if environ is None else environ)
+    if environ is None and _remembered:
+        known = _longest_first({*known, *_remembered})
+    cleaned: _T = _clean(value, "", known)
     return cleaned
+
+
+def remember(environ: Mapping[str, str]) -> None:
+    """Take the secrets of a run's environment for secrets of this process too, which may not have them."""
+    _remembered.update(known_values(environ))
+
+
+def forget() -> None:
+    """Forget what was remembered: another command begins."""
+    _remembered.clear()
 
 
 def borrow(variable: str) -> None:
@@ -125,7 +155,7 @@ def borrowed(environ: Mapping[str, str]) -> tuple[str, ...]:
 def holds_secret(variable: str, value: str) -> bool:
     if not value or value.lower() in _PLAIN_WORDS:
         return False
-    return is_secret(variable) or not (_PLACE.fullmatch(value) or _WORDLIKE.fullmatch(value))
+    return is_secret_variable(variable) or not (_PLACE.fullmatch(value) or _WORDLIKE.fullmatch(value))
 
 
 def unechoed(text: str) -> str:
@@ -152,9 +182,19 @@ def redact_bytes(raw: bytes, known: Sequence[str]) -> bytes:
     values = (value.encode("utf-8", "surrogateescape").lower() for value in known)
     hints = (*_HINTS, *values)
 
+    def may_hold_secret(text: bytes) -> bool:
+        small = text.lower()
+        if any(hint in small for hint in hints):
+            return True
+        # far faster than the pattern alone
+        return any(word in small for word in _WORDS_OF_NAMES) and _NAME_HINT.search(small) is not None
+
+    # most logs have none in many lines
+    if not may_hold_secret(raw):
+        return raw
+
     def clean(line: re.Match[bytes]) -> bytes:
-        small = line[0].lower()
-        if not any(hint in small for hint in hints) and not _NAME_HINT.search(small):
+        if not may_hold_secret(line[0]):
             return line[0]
         text = line[0].decode("utf-8", "surrogateescape")
         return _text(text, known).encode("utf-8", "surrogateescape")
@@ -163,22 +203,113 @@ def redact_bytes(raw: bytes, known: Sequence[str]) -> bytes:
 
 
 def known_values(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Values of variables that are secret by name, longest first; not what is short, a path, a number or a word."""
-    found = {
-        value
-        for name, value in environ.items()
-        if len(value) >= _SHORTEST
-        and not value.startswith(("/", "~"))
-        and (is_secret(name) or (name in _borrowed and holds_secret(name, value)))
-        and not _WORDLIKE.fullmatch(value)
-        and (len(value) > 2 * _SHORTEST or len(set(value)) > _SHORTEST // 2)
-    }
-    return tuple(sorted(found, key=lambda value: (-len(value), value)))
+    """Values of variables that are secret by name, as they may be spelt, longest first.
+
+    What is short, a path, a number or a word is left out. Of a value of several lines each line counts.
+    """
+    forms: set[str] = set()
+    for name, value in environ.items():
+        if is_secret_variable(name) or (name in _borrowed and holds_secret(name, value)):
+            forms.update(_spellings(value))
+    return _longest_first(forms)
+
+
+def _longest_first(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(values, key=lambda value: (-len(value), value)))
+
+
+@lru_cache(maxsize=1024)
+def _spellings(value: str) -> frozenset[str]:
+    """How a secret may be printed: as it is, line by line, escaped, in a URL, in base64, out of base64."""
+    if not _is_telling(value):
+        return frozenset()
+    plain = {value}
+    if "\n" in value:
+        plain.update(line.strip() for line in value.splitlines() if len(line.strip()) >= 2 * _SHORTEST)
+        plain = {text for text in plain if text == value or _is_telling(text)}
+    decoded = _out_of_base64(value)
+    if decoded is not None and _is_telling(decoded):
+        plain.add(decoded)
+    forms = set(plain)
+    for text in plain:
+        forms.update((repr(text)[1:-1], json.dumps(text)[1:-1]))
+        forms.update(_in_url(text))
+        forms.update(_in_base64(text))
+    return frozenset(forms)
+
+
+def _is_telling(value: str) -> bool:
+    """Whether nothing but the secret would be hidden with this text."""
+    if len(value) < _SHORTEST or value.startswith(("/", "~")) or _WORDLIKE.fullmatch(value):
+        return False
+    return len(value) > 2 * _SHORTEST or len(set(value)) > _SHORTEST // 2
+
+
+def _in_url(text: str) -> set[str]:
+    quoted = {quote(text, safe="", errors="surrogateescape"), quote(text, errors="surrogateescape")}
+    quoted.add(quote_plus(text, errors="surrogateescape"))
+    return quoted | {_ESCAPED_IN_URL.sub(lambda found: found[0].lower(), one) for one in quoted}
+
+
+def _in_base64(text: str) -> set[str]:
+    """Base64 of the text, and what base64 of any longer text that holds it has in common."""
+    raw = text.encode(errors="surrogateescape")
+    forms: set[str] = set()
+    for before in range(3):
+        whole = b64encode(bytes(before) + raw).decode().rstrip("=")
+        # the characters at both ends hold bits of what stands beside it
+        begin = -(-before * 4 // 3)
+        end = (before + len(raw)) * 4 // 3
+        shared = whole[begin:end]
+        if len(shared) >= _SHORTEST:
+            forms.add(shared)
+    forms.add(b64encode(raw).decode().rstrip("="))
+    return forms | {form.replace("+", "-").replace("/", "_") for form in forms}
+
+
+def _out_of_base64(value: str) -> str | None:
+    compact = "".join(value.split())
+    if len(compact) % 4 == 1:
+        return None
+    padded = compact + "=" * (-len(compact) % 4)
+    try:
+        decoded = b64decode(padded, altchars=b"-_" if "-" in padded or "_" in padded else None, validate=True)
+        text = decoded.decode().strip()
+    except ValueError:
+        return None
+    return text if text.isprintable() or "\n" in text else None
+
+
+def is_secret_variable(name: str) -> bool:
+    """Whether a variable of this name holds a token or a password; its parts count wherever they stand."""
+    return is_secret(name) or (name.isupper() and _is_secret_variable(name[-_LONGEST_NAME:]))
 
 
 @lru_cache(maxsize=4096)
+def _is_secret_variable(name: str) -> bool:
+    words = [word.lower() for word in _WORD.findall(name)]
+    if not words or words[-1] in _ABOUT_VARIABLES:
+        return False
+    for before, word in zip(["", *words], words, strict=False):
+        trade = _TRADE.get("pass" if word == "pwd" else word, ())
+        if word in _OF_VARIABLES and len(words) > 1 and before not in trade:
+            return True
+        ending = next((one for one in _VARIABLE_ENDINGS if word.endswith(one) and word != one), None)
+        if ending is None or _NO_ENDING.fullmatch(word):
+            continue
+        if word.removesuffix(ending) not in _TRADE.get(ending, ()):
+            return True
+    return False
+
+
 def is_secret(name: str) -> bool:
     """Whether a key, flag or variable of this name holds a token or a password."""
+    # a word of a log may be a megabyte, and the cache would keep it
+    return _is_secret(name[-_LONGEST_NAME:])
+
+
+@lru_cache(maxsize=4096)
+def _is_secret(name: str) -> bool:
     words = [word.lower() for word in _WORD.findall(name)]
     if not words or words[-1] in _ABOUT:
         return False
@@ -205,7 +336,7 @@ def _clean(value: Any, name: str, known: Sequence[str]) -> Any:
         cleaned = {}
         for key, below in value.items():
             # {"hub_token": {"value": ..., "origin": ...}}: the name reaches the value
-            named = key if is_secret(str(key)) else name * (key == "value")
+            named = key if is_secret_variable(str(key)) else name * (key == "value")
             spelt = _text(key, known) if isinstance(key, str) else key
             cleaned[spelt] = below if _ours(key, below) else _clean(below, named, known)
         return cleaned
@@ -259,7 +390,9 @@ def _pairs(text: str) -> str:
     parts, done = [], 0
     for named in _NAME.finditer(text):
         name, sign = named["name"], named["sign"]
-        if named.start() < done or not is_secret(name):
+        if named.start() < done:
+            continue
+        if not is_secret(name) and not ("=" in sign and is_secret_variable(name)):
             continue
         # `unexpected token: foo` is a sentence; a name is of several words, in capitals, or nothing but a password
         spoken = len(_WORD.findall(name)) > 1 or name.isupper() or name.lower().endswith(_ENDINGS)

@@ -1,15 +1,18 @@
 """Tokens go, words of the trade stay."""
 
+import json
 import time
+from base64 import b64encode, urlsafe_b64encode
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
 from launcher.errors import brief
-from launcher.lifecycle.follow import Shown
+from launcher.lifecycle.log_lines import LogLines
 from launcher.printable import printable_bytes
-from launcher.redaction import REDACTED, is_secret, known_values, redact, redact_bytes
+from launcher.redaction import REDACTED, is_secret, is_secret_variable, known_values, redact, redact_bytes
 
 SHAPED = [
     "hf_" + "aB3" * 11, "sk-" + "a1b2" * 8, "sk-proj-" + "a_-1" * 8, "ghp_" + "a1" * 18,
@@ -84,7 +87,8 @@ def test_by_flag_in_a_command_line() -> None:
 def test_by_value_of_the_environment() -> None:
     environ = {"WANDB_API_KEY": "0" * 40, "HF_TOKEN": "unusual-shape", "SHORT_TOKEN": "abc",
                "HF_TOKEN_PATH": "/home/token", "HOME": "/home/someone"}  # fmt: skip
-    assert known_values(environ) == ("0" * 40, "unusual-shape")
+    plain = set(known_values(environ)) & set(environ.values())
+    assert plain == {"0" * 40, "unusual-shape"}
     text = f"login {'0' * 40} unusual-shape abc /home/someone"
     assert redact(text, environ) == f"login {REDACTED} {REDACTED} abc /home/someone"
 
@@ -199,6 +203,68 @@ def test_a_console_stays_readable() -> None:
         assert redact_bytes(text.encode(), ()).decode() == text
 
 
+SECRET_VARIABLES = (
+    "MY_TOKEN_B64 LANGFUSE_PK LANGFUSE_SK SSHPASS PGPASS DB_PWD MYSQL_PWD SECRET_B64 X_CRED_JSON HTTP_AUTH GH_TOKEN_2 "
+    "APP_KEY_PROD AUTH_HEADER TOKEN_VALUE GHTOKEN CLIENTSECRET SSH_KEY_B64 STORAGE_CREDS REDIS_AUTH HF_TOKEN"
+)
+HARMLESS_VARIABLES = (
+    "TOKENIZERS_PARALLELISM KEYBOARD MAX_TOKENS MAX_TOKEN EOS_TOKEN PASSENGER PWD OLDPWD XDG_STATE_HOME "
+    "XDG_SESSION_ID COMPASS BYPASS SSH_AUTH_SOCK XAUTHORITY MONKEY AUTHOR GIT_AUTHOR_NAME TOKEN_LIMIT HF_TOKEN_PATH "
+    "SECRETARIAT NUM_PASSES DESKTOP SKIP TASK PATH HOME CACHE_KEY AWS_ACCESS_KEY_ID AUTH_METHOD"
+)
+
+
+def test_parts_of_the_name_of_a_variable_count_wherever_they_stand() -> None:
+    assert [name for name in SECRET_VARIABLES.split() if not is_secret_variable(name)] == []
+    assert [name for name in HARMLESS_VARIABLES.split() if is_secret_variable(name)] == []
+    assert redact("SSHPASS=hunter2 COMPASS=north", {}) == f"SSHPASS={REDACTED} COMPASS=north"
+    assert redact({"LANGFUSE_PK": "pk-1"}, {}) == {"LANGFUSE_PK": REDACTED}
+
+
+PASSPHRASE = "Tr0ub4dor&3/x="
+SPELLINGS = {
+    "as it is": PASSPHRASE,
+    "in a URL": quote(PASSPHRASE, safe=""),
+    "in a URL, in lower case": quote(PASSPHRASE, safe="").lower().replace("tr0", "Tr0"),
+    "in base64": b64encode(PASSPHRASE.encode()).decode(),
+    "in base64 for URLs": urlsafe_b64encode(PASSPHRASE.encode()).decode(),
+    "with a user in base64": b64encode(f"me:{PASSPHRASE}".encode()).decode(),
+    "in base64, a byte later": b64encode(f"a:{PASSPHRASE}@host".encode()).decode(),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("name", ["SSHPASS", "LANGFUSE_PK"])
+def test_a_secret_is_hidden_however_it_is_spelt(name: str, spelling: str) -> None:
+    known = known_values({name: PASSPHRASE})
+    shown = redact_bytes(f"login as {SPELLINGS[spelling]} there\n".encode(), known).decode()
+    assert REDACTED in shown
+    assert SPELLINGS[spelling] not in shown
+    kept = shown.replace(REDACTED, "").replace("login as", "").replace("there", "").strip()
+    # what stands beside it in the same base64
+    assert len(kept) <= 12
+
+
+def test_what_a_variable_holds_in_base64_is_hidden_in_plain_too() -> None:
+    environ = {"MY_TOKEN_B64": b64encode(PASSPHRASE.encode()).decode()}
+    assert redact(f"decoded {PASSPHRASE}.", environ) == f"decoded {REDACTED}."
+    assert redact(f"raw {environ['MY_TOKEN_B64']}", environ) == f"raw {REDACTED}"
+
+
+def test_each_line_of_a_secret_of_several_lines_is_hidden() -> None:
+    value = '{\n  "client": "a",\n  "private": "q8Wm2-Zk04xPl9-vB"\n}\n'
+    known = known_values({"GCP_CREDENTIALS_JSON": value})
+    for text in (value, json.dumps(value), repr(value)):
+        assert b"q8Wm2" not in redact_bytes(f"read {text}".encode(), known)
+    # brackets of one line hide nothing else
+    assert redact_bytes(b"{ step 1 }", known) == b"{ step 1 }"
+
+
+@pytest.mark.parametrize("value", ["1", "true", "False", "none", "0", "yes", "3000000", "/run/secrets/key", "~/key"])
+def test_short_words_numbers_and_paths_hide_nothing(value: str) -> None:
+    assert known_values({"MY_TOKEN_B64": value, "SSHPASS": value}) == ()
+
+
 def test_a_password_that_is_a_word_hides_no_word() -> None:
     words = "completed not_engaged flash_attention_2 step_1000 1234.5 checkpoint-500 console.log aaaaaaaaaa"
     for word in words.split():
@@ -219,7 +285,7 @@ def test_codes_and_states_are_never_secrets() -> None:
 def test_a_log_is_shown_without_secrets_wherever_it_is_cut(size: int) -> None:
     token, block = SHAPED[0], f"-----BEGIN PRIVATE KEY-----\n{PEM}-----END PRIVATE KEY-----\n"
     for text in (f"a\n{block}step 1\n", f"one\r 5%|#| 1/9\rlogin HF_TOKEN=abc\nsee {token} there\n\xff {token}"):
-        raw, shown = text.encode("latin-1"), Shown(())
+        raw, shown = text.encode("latin-1"), LogLines(())
         told = b"".join([*(shown.of(raw[at : at + size]) for at in range(0, len(raw), size)), shown.rest()])
         assert told == redact_bytes(printable_bytes(raw), ())
         assert not any(secret in told for secret in (b"MII", b"Ab3", token.encode()))

@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +25,7 @@ from launcher import files
 from launcher.artifacts.fingerprint import cache_home
 from launcher.cache.keys import KINDS, Cache
 from launcher.errors import not_ready, usage
-from launcher.machine import codec, locks, sizes
+from launcher.machine import codec, locks, process, sizes
 from launcher.machine.codec import Between, Misfit, Positive
 from launcher.machine.sizes import sized
 from launcher.redaction import redact
@@ -81,7 +82,10 @@ class CacheFolder:
         return sorted(p.name for p in _entries(self.path) if _complete(p, self.kind))
 
     def live(self) -> bool:
-        return any(runner.alive(Path(run)) for run in {str(one.get("run")) for one in self.uses()})
+        # one look at all processes, however many runs have used it
+        marks = lru_cache(maxsize=1)(process.marks)
+        runs = {str(one.get("run")) for one in self.uses()}
+        return any(runner.alive(Path(run), marks) for run in runs)
 
     def size(self) -> int:
         return sizes.below(self.path)

@@ -19,7 +19,7 @@ from launcher.cli.options import Findings, answer
 from launcher.errors import DISK_FULL, Exit, LaunchError, NotReady, not_ready, unreadable, usage
 from launcher.machine import process, tools
 from launcher.printable import folded, printable
-from launcher.redaction import redact
+from launcher.redaction import forget, redact
 
 # what typer raises for a command line that it cannot parse: only its heir has a public name
 _Unparsed: type[Any] = typer.BadParameter.__mro__[1]
@@ -154,6 +154,7 @@ def _out_of_memory(arguments: list[str]) -> int:
 
 def _run_command(arguments: list[str]) -> None:
     """Run one command. A machine that asks wrongly gets its envelope too, people typer's usage lines."""
+    forget()
     try:
         code = app(args=arguments, prog_name="launch", standalone_mode=False)
     except _Unparsed as error:

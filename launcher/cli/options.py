@@ -268,11 +268,12 @@ def takes(*names: str) -> Callable[[Command], Command]:
 
 def found_run(name: str, kind: str = "run") -> RunFolder:
     """The run of that name. Raises UsageError where there is none, or several."""
-    from launcher.runs import rundir
+    from launcher.runs import attempt, rundir
 
     folder = rundir.find(name)
     if folder is None:
         raise usage("no-such-run", f"there is no {kind} `{name}`", "launch runs")
+    attempt.remember_secrets(folder)
     if name == "last" and not rundir.begun_here(folder):
         console.aside(f"no run was begun in this folder; the last of all is {folder.path.name}")
     return folder

@@ -1,8 +1,9 @@
 """Checksums of checkpoints: taken beside the training once one is complete, compared before a resume.
 
 Files are read whole: a changed block in an optimizer's state shows in no header. sha256 takes about 3 s a GB on
-one slow core; the keeper does it at the lowest priority, mostly out of the page cache. They lie in the run folder,
-for nothing may be written into a checkpoint that upstream is about to delete.
+one slow core; the keeper does it at the lowest priority, mostly out of the page cache. They lie in the run folder
+and beside the lease in the output folder, for a run folder may vanish; nothing may be written into a checkpoint that
+upstream is about to delete.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from launcher import files
 from launcher.artifacts import checkpoints, model_files
 from launcher.artifacts import digest as content
 from launcher.artifacts.checkpoints import Checkpoint
-from launcher.runs import rundir
+from launcher.runs import lease, rundir
 from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
 
@@ -32,7 +33,9 @@ class ChecksumThread(threading.Thread):
         self.folder, self.backend, self.output, self.ranks = folder, backend, output, ranks
         self.over = threading.Event()
         # a name may come again after its folder was set aside or deleted
-        self.known = {name: digests for name, digests in read(folder).items() if output and (output / name).is_dir()}
+        self.known = {
+            name: digests for name, digests in read(folder, output).items() if output and (output / name).is_dir()
+        }
 
     def run(self) -> None:
         with contextlib.suppress(OSError):
@@ -54,17 +57,49 @@ class ChecksumThread(threading.Thread):
             for one in found:
                 if one.complete and (taken := _taken(one.path, quiet_s)):
                     self.known[one.name] = taken
-                    files.write_json(self.folder.checksums, {"checkpoints": self.known})
+                    self._write()
+
+    def _write(self) -> None:
+        content = {"checkpoints": self.known}
+        files.write_json(self.folder.checksums, content)
+        if self.output is not None:
+            # where no lease is, nobody but this run goes by what lies there
+            with contextlib.suppress(OSError):
+                files.write_json(_beside_lease(self.output), content)
 
 
-def read(folder: RunFolder) -> dict[str, dict[str, Any]]:
-    recorded = Record(rundir.read_json(folder.checksums)).part("checkpoints")
-    return {str(name): files for name, files in recorded.items() if isinstance(files, dict)}
+def _beside_lease(output: Path) -> Path:
+    return output / lease.FOLDER / "checksums.json"
+
+
+def read(folder: RunFolder | None, output: Path | None = None) -> dict[str, dict[str, Any]]:
+    """The digests of checkpoints by their names: those in the run folder, and those in the output folder."""
+    recorded: dict[str, dict[str, Any]] = {}
+    if folder is not None:
+        recorded |= _read(folder.checksums)
+    if output is not None:
+        # whoever trained there last has written it
+        recorded |= _read(_beside_lease(output))
+    return recorded
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    recorded = Record(rundir.read_json(path)).part("checkpoints")
+    return {str(name): digests for name, digests in recorded.items() if isinstance(digests, dict)}
+
+
+def recorded(folder: RunFolder | None, one: Checkpoint) -> bool:
+    """Whether the bytes of a checkpoint can be compared with what was saved."""
+    return bool(_digests(folder, one))
+
+
+def _digests(folder: RunFolder | None, one: Checkpoint) -> dict[str, Any]:
+    return read(folder, one.path.parent).get(one.name, {})
 
 
 def fault(folder: RunFolder | None, one: Checkpoint) -> str | None:
     """What is not as it was saved; without checksums by torch's own CRCs, and whether weights are all zeros."""
-    known = read(folder).get(one.name, {}) if folder is not None else {}
+    known = _digests(folder, one)
     for name, digest in known.items():
         try:
             found = content.read(one.path / name, whole_below=_WHOLE)[0].digest

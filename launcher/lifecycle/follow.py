@@ -5,20 +5,18 @@ Nothing here touches the run, except that INT and TERM are passed on with `forwa
 
 import contextlib
 import os
-import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from types import FrameType
 from typing import BinaryIO
 
 from launcher import files
 from launcher.errors import NotReady, unreadable
+from launcher.lifecycle.log_lines import BLOCK_BYTES, LogLines, find_last_lines
 from launcher.machine import process
-from launcher.printable import printable_bytes
-from launcher.redaction import KEY_BLOCK, known_values, redact_bytes
+from launcher.redaction import known_values
 from launcher.report.live import View
 from launcher.report.progress import Progress
 from launcher.runs import attempt, rundir, runner
@@ -26,8 +24,6 @@ from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
 
 POLL_S = 0.2
-_FRAME = re.compile(rb"[^\r\n]*\r(?=[^\r\n])")  # of a progress bar, which another one follows
-LINE_BYTES = 2**20  # bytes of a line that are looked at together
 
 
 class Detached(Exception):
@@ -114,69 +110,50 @@ def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool)
     """
     if sys.stdout is None:
         return
-    out, path = sys.stdout.buffer, folder.console(number)
-    shown = Shown(known_values(attempt.tokens(folder)), frames=follow or last is None)
+    path = folder.console(number)
+    shown = LogLines(known_values(attempt.tokens(folder)), frames=follow or last is None)
     try:
         opened = files.open_regular(path, buffering=0)
     except OSError as error:
         raise error if isinstance(error, FileNotFoundError) else unreadable(path, error) from None
     with opened as log:
-        log.seek(0 if last is None else _tail(log, last))
-        while True:
-            # determined before reading: what was written until then is not missed
-            over = not follow or not _goes_on(folder)
-            if os.fstat(log.fileno()).st_size < log.tell():
-                log.seek(0)
-                out.write(shown.rest())
-            while block := log.read(2**20):
-                out.write(shown.of(block))
-            out.write(shown.rest() if over else b"")
-            out.flush()
-            if over:
+        if last is not None:
+            _print_last_lines(log, shown, last)
+        _print_on(log, shown, folder, follow=follow)
+
+
+def _print_last_lines(log: BinaryIO, shown: LogLines, count: int) -> None:
+    """Print the last lines of a log as far as the last of those that are cut."""
+    found = find_last_lines(log.fileno(), count)
+    log.seek(found.start)
+    for gap in found.gaps:
+        while left := gap.start - log.tell():
+            block = log.read(min(BLOCK_BYTES, left))
+            if not block:
+                # it was truncated meanwhile
                 return
-            time.sleep(POLL_S)
+            sys.stdout.buffer.write(shown.of(block))
+        shown.leave_out(gap.stop - gap.start, at_least=gap.at_least)
+        log.seek(gap.stop)
 
 
-@dataclass(slots=True)
-class Shown:
-    """A log in blocks, by lines, without tokens, which a block may cut; without `frames` only the last of a bar."""
-
-    known: Sequence[str]
-    frames: bool = True
-    line: bytes = b""
-
-    def of(self, block: bytes) -> bytes:
-        whole = self.line + block
-        end = max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
-        if not self.frames:
-            whole = _FRAME.sub(b"", whole)
-            end = whole.rfind(b"\n") + 1
-        if len(whole) - end > LINE_BYTES:
-            # it has no end; a word has
-            end = max(whole.rfind(b" "), end - 1, len(whole) - LINE_BYTES) + 1
-        block_at = whole.rfind(KEY_BLOCK, 0, end)
-        if max(0, end - LINE_BYTES) <= block_at and b"-----END" not in whole[block_at:end]:
-            # a private key goes over many lines
-            end = whole.rfind(b"\n", 0, block_at) + 1
-        self.line = whole[end:]
-        return redact_bytes(printable_bytes(whole[:end]), self.known)
-
-    def rest(self) -> bytes:
-        line, self.line = self.line, b""
-        return redact_bytes(printable_bytes(line), self.known)
-
-
-def _tail(log: BinaryIO, lines: int) -> int:
-    """The offset of the last so many lines; of a line without end, the last 64 MiB at most."""
-    end, size = log.seek(0, os.SEEK_END), 2**16
+def _print_on(log: BinaryIO, shown: LogLines, folder: RunFolder, *, follow: bool) -> None:
+    """Print a log from where it is read, until it ends, or with `follow` until the run ends."""
+    out = sys.stdout.buffer
     while True:
-        begin = max(0, end - size)
-        log.seek(begin)
-        # the last line's own end is none that begins another
-        ends = [one.start() for one in re.finditer(b"\n", log.read(max(0, end - 1 - begin)))]
-        if len(ends) >= lines or begin == 0 or size >= 64 * 2**20:
-            return begin + ends[-lines] + 1 if len(ends) >= lines else begin
-        size *= 2
+        # determined before reading: what was written until then is not missed
+        over = not follow or not _goes_on(folder)
+        if os.fstat(log.fileno()).st_size < log.tell():
+            log.seek(0)
+            out.write(shown.rest())
+        while block := log.read(BLOCK_BYTES):
+            out.write(shown.of(block))
+        if over:
+            out.write(shown.rest())
+        out.flush()
+        if over:
+            return
+        time.sleep(POLL_S)
 
 
 def has_begun(folder: RunFolder, attempt: Attempt) -> bool:

@@ -29,6 +29,7 @@ from launcher.plan.memory.setup import Setup
 from launcher.plan.plan import Plan
 from launcher.runs import rundir
 from launcher.runs.record import Record
+from launcher.runs.rundir import RunFolder
 
 STATED_MFU = 0.35
 
@@ -516,10 +517,12 @@ _ALIKE = ("model_name_or_path", "packing", "use_liger_kernel", "use_lora", "use_
 def _measured_speed(planned: Plan, card: str) -> tuple[float, str] | None:
     """What the newest like run on such GPUs did, for as many GPUs as are planned."""
     stage = planned.stage
-    for folder in reversed(rundir.known_runs()):
-        manifest = rundir.read_manifest(folder)
-        if (manifest.stage, manifest.backend) != (stage.options.stage, stage.options.backend):
+    wanted = (stage.options.stage, stage.options.backend, planned.values.get("model_name_or_path"))
+    for summary in reversed(rundir.summarize(rundir.known_runs())):
+        if (summary.stage, summary.backend, summary.model) != wanted or card not in (summary.card or ""):
             continue
+        folder = RunFolder(summary.path)
+        manifest = rundir.read_manifest(folder)
         rate = Record(rundir.read_json(folder.verdict)).value("metrics", "tokens_per_second")
         # the stage may have another script
         is_torchrun = LAUNCHERS["torchrun"][0] in manifest.argv

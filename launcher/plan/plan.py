@@ -139,6 +139,7 @@ def make(
     late = trend_fault(stage.options, steps)
     if late is not None and late.key not in {finding.key for finding in stage.findings}:
         notes.append(stage.config.placed(late))
+    notes += _endless_warmup(stage, values, steps)
     return Plan(
         stage=stage,
         gpus=gpus,
@@ -152,6 +153,37 @@ def make(
         steps=steps,
         findings=tuple(notes),
     )
+
+
+_WARMUPS = ("warmup_steps", "warmup_ratio")
+_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau")
+
+
+def _endless_warmup(stage: Stage, values: Values, steps: int | None) -> Iterator[Finding]:
+    """A warm-up that takes at least as long as training: no step has the learning rate that the file names.
+
+    TRL's `warmup_steps` is a share of all steps below 1 (transformers/training_args.py:2127), open-instruct's
+    `warmup_ratio` always (finetune.py:356, dpo_tune_cache.py:464). Step k of W has k/W of the learning rate.
+    """
+    if not steps or values.get("lr_scheduler_type") in _WITHOUT_WARMUP:
+        return
+    # a rule that knows the arguments alone may have said it already
+    said = {finding.key for finding in stage.findings if finding.code == "out-of-range"}
+    for name in _WARMUPS:
+        warmup = values.get(name)
+        if f"args.{name}" in said or not isinstance(warmup, int | float) or not 0 < warmup < math.inf:
+            continue
+        is_share = name == "warmup_ratio" or warmup < 1
+        length = steps * warmup if is_share else warmup
+        if int(length) < steps:
+            continue
+        message = f"`{name}: {warmup:g}`: the warm-up takes {length:,.0f} steps, and {steps:,} are planned"
+        rate = values.get("learning_rate")
+        if isinstance(rate, int | float):
+            reached = (steps - 1) / length
+            message += f": the learning rate gets to {rate * reached:.3g}, {100 * reached:.2g} % of {rate:g}"
+        help = f"a share of all steps: `{name}: 0.1`"
+        yield _run_finding(stage, "warning", "endless-warmup", f"args.{name}", message, help)
 
 
 def _attention(

@@ -240,10 +240,22 @@ def last_lines(path: Path, environ: Mapping[str, str] | None = None) -> tuple[st
     except OSError:
         return ()
     lines = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in raw.split(b"\n")]
-    # the first one may be cut off
-    text = b"\n".join(lines[1:] if size > _TAIL_BYTES else lines).decode(errors="replace")
-    shown = redact(printable(text), environ).splitlines()
-    return tuple(line[:_LINE_CHARS] for line in shown if line.strip())[-TAIL_LINES:]
+    cut = b""
+    if size > len(raw):
+        # where the first one is cut off, a secret may be cut in two
+        cut = lines.pop(0)
+    text = b"\n".join(lines).decode(errors="replace")
+    shown = [_shortened(line) for line in redact(printable(text), environ).splitlines() if line.strip()]
+    if not shown and cut:
+        end = redact(printable(cut.decode(errors="replace")), environ)[-_LINE_CHARS:]
+        shown = [f"... the begin of this line left out ... {end}"]
+    return tuple(shown[-TAIL_LINES:])
+
+
+def _shortened(line: str) -> str:
+    if len(line) <= _LINE_CHARS:
+        return line
+    return f"{line[:_LINE_CHARS]} ... {len(line) - _LINE_CHARS:,} characters of this line left out"
 
 
 def tracker(path: Path) -> str | None:

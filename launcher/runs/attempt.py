@@ -25,7 +25,7 @@ from launcher.machine import codec
 from launcher.machine.codec import Between, Count, LeftOut, Misfit
 from launcher.paths import PACKAGE
 from launcher.printable import printable
-from launcher.redaction import redact
+from launcher.redaction import redact, remember
 from launcher.runs import rundir
 from launcher.runs.record import LARGEST_WORLD, Record
 from launcher.runs.rundir import RunFolder
@@ -203,3 +203,8 @@ def tokens(folder: RunFolder) -> dict[str, str]:
     # names of their own: both may have the same variable with another value
     recorded = {f"THEN_{'SECRET_' * (name in borrowed)}{name}": str(value) for name, value in then}
     return {**os.environ, **recorded}
+
+
+def remember_secrets(folder: RunFolder) -> None:
+    """Hide what was secret at the start of a run in all that this process prints: it may have other variables."""
+    remember(tokens(folder))

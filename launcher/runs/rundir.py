@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from launcher.files import read_json as read_json
 from launcher.machine import codec, locks
 from launcher.paths import canonical
 from launcher.redaction import redact
+from launcher.runs import summaries
 from launcher.runs.record import Manifest
+from launcher.runs.summaries import RunSummary
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _NONE = "none"
@@ -106,11 +109,22 @@ def choose(
     """The newest run into this output, else a new one, made with `reserve`; and the next attempt of this `rank`."""
     # as a manifest holds it
     wanted = None if output is None else canonical(Path(redact(str(output))))
-    for folder in newest_first(root) if wanted is not None else ():
+    for folder in _runs_into(wanted, root) if wanted is not None else ():
         record = read_manifest(folder)
         if record.stage == stage and record.output is not None and canonical(record.output) == wanted:
             return folder, folder.node(rank).attempts() + 1
     return RunFolder(new_folder(root, stage, name, reserve=reserve)), 1
+
+
+def _runs_into(output: Path, root: Path) -> Iterator[RunFolder]:
+    """The runs that may have trained into a canonical folder, the newest first."""
+    for summary in summarize(newest_first(root)):
+        if summary.output is None:
+            continue
+        # a link may lead elsewhere since
+        same_name = Path(summary.output).name == output.name
+        if same_name or summary.canonical_output == str(output):
+            yield RunFolder(summary.path)
 
 
 def new_folder(root: Path, kind: str, name: str, *, reserve: bool = True) -> Path:
@@ -268,11 +282,40 @@ def entered(index: str, known: Iterable[Path] = ()) -> Iterator[Path]:
                 yield path
 
 
+def summarize(folders: Iterable[RunFolder]) -> list[RunSummary]:
+    """What is asked of many runs at once, without reading all their manifests."""
+    return summaries.of_runs((folder.path for folder in folders), _summaries_file())
+
+
+def _summaries_file() -> Path:
+    return state_folder() / "summaries.json"
+
+
+def known_outputs() -> list[tuple[RunFolder, Path]]:
+    """Every known run that names an output folder, with that folder, without links."""
+    pairs = []
+    for summary in summarize(known_runs()):
+        if summary.output is not None:
+            pairs.append((RunFolder(summary.path), canonical(Path(summary.output))))
+    return pairs
+
+
 def known_runs() -> list[RunFolder]:
     """Every run of the index and of the runs folder here, oldest first."""
-    paths = {folder.path for folder in newest_first(runs_root())}
-    paths |= {path for path in entered("runs", paths) if os.path.isfile(f"{path}/run.json")}
+    paths = {path for path in _known_paths() if os.path.isfile(f"{path}/run.json")}
     return sorted(map(RunFolder, paths), key=lambda folder: (folder.path.name, folder.path))
+
+
+def _known_paths() -> Iterator[Path]:
+    """Folders that are, or were, those of runs."""
+    root = runs_root()
+    paths = [root / name for name in files.names(root)]
+    yield from paths
+    # an entry is named by its folder: what is known already need not be opened
+    names = set(files.names(state_folder() / "runs"))
+    kept = [path for path in summaries.kept_paths(_summaries_file()) if entry_name(path) in names]
+    yield from kept
+    yield from entered("runs", [*paths, *kept])
 
 
 def find(name: str) -> RunFolder | None:
@@ -281,21 +324,42 @@ def find(name: str) -> RunFolder | None:
     # a further machine of a run keeps no manifest of its own
     if name and ((path / "run.json").is_file() or (path / "start.json").is_file()):
         return RunFolder(path.absolute())
-    runs = known_runs()
     if name == "last":
-        newest = sorted((run for run in runs if not is_campaign(run.path.parent)), key=_started, reverse=True)
-        newest = list(filter(begun_here, newest)) or newest
-        return next(filter(begun, newest), next(iter(newest), None))
-    exact = [folder for folder in runs if folder.path.name == name]
-    found = exact or [folder for folder in runs if name and folder.path.name.startswith(name)]
-    if len(found) > 1:
-        listed = ", ".join(str(f.path) if exact else f.path.name for f in found[-5:])
-        raise usage("ambiguous-run", f"{len(found)} runs match `{name}`", f"such as {listed}")
-    return found[0] if found else None
+        return _last()
+    # of ten thousand only those of that name are looked at
+    paths = {path for path in _known_paths() if name and path.name.startswith(name)}
+    named = sorted((path for path in paths if os.path.isfile(f"{path}/run.json")), key=lambda path: (path.name, path))
+    exact = [path for path in named if path.name == name]
+    matches = exact or named
+    if len(matches) > 1:
+        listed = ", ".join(str(path) if exact else path.name for path in matches[-5:])
+        raise usage("ambiguous-run", f"{len(matches)} runs match `{name}`", f"such as {listed}")
+    return RunFolder(matches[0]) if matches else None
+
+
+def _last() -> RunFolder | None:
+    """The run that was started last: of those of this folder, else of all; one that began, if there is one."""
+    below_campaign = lru_cache(is_campaign)
+    runs = [one for one in summarize(known_runs()) if not below_campaign(one.path.parent)]
+    # every attempt writes its manifest anew
+    runs.sort(key=lambda one: (one.written, one.path.name), reverse=True)
+    cwd = redact(os.getcwd())
+    folders = [RunFolder(one.path) for one in runs if one.cwd == cwd]
+    if not folders:
+        folders = [RunFolder(one.path) for one in runs]
+    if not folders:
+        return None
+    return next(filter(begun, folders), folders[0])
 
 
 def begun_here(folder: RunFolder) -> bool:
     return read_manifest(folder).cwd == redact(os.getcwd())
+
+
+def runs_here() -> list[RunFolder]:
+    """The known runs that were begun in this folder, oldest first."""
+    cwd = redact(os.getcwd())
+    return [RunFolder(one.path) for one in summarize(known_runs()) if one.cwd == cwd]
 
 
 _RECORDS = ("pipeline.json", "bench.json", "ladder.json", "tune.json")
@@ -357,14 +421,6 @@ def _runs_in(record: object) -> Iterator[Path]:
 def begun(folder: RunFolder) -> bool:
     """Whether a process of the run was ever started, or a job submitted: else its start was cut short."""
     return folder.process.exists() or folder.attempts() > 0 or folder.job.exists()
-
-
-def _started(folder: RunFolder) -> tuple[float, str]:
-    # every attempt writes its manifest anew
-    try:
-        return folder.manifest.stat().st_mtime, folder.path.name
-    except OSError:
-        return 0.0, folder.path.name
 
 
 def json_line(value: Mapping[str, Any]) -> str:

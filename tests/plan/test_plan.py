@@ -175,3 +175,52 @@ def test_dpo_alone_on_a_gpu_needs_deepspeed(deepspeed: str, gpus: int, nodes: in
     findings = [one for one in planned(stage, gpus, nodes).findings if one.code == "no-process-group"]
     assert [(one.severity, one.layer) for one in findings] == [("error", "run")] * refused
     assert all("deepspeed" in (one.help or "") for one in findings)
+
+
+def warmups(plan: Plan) -> list[str]:
+    return [finding.message for finding in plan.findings if finding.code == "endless-warmup"]
+
+
+LONG_WARMUPS = [
+    ("warmup_steps: 1e6", "the warm-up takes 1,000,000 steps, and 24 are planned"),
+    ("warmup_steps: 24", "the learning rate gets to 9.58e-05, 96 % of 0.0001"),
+    ("warmup_steps: 100, lr_scheduler_type: cosine", "the learning rate gets to 2.3e-05, 23 % of 0.0001"),
+]
+SHORT_WARMUPS = [
+    *("warmup_steps: 23", "warmup_steps: 0", "warmup_steps: 0.99", "seed: 1"),
+    "warmup_steps: 1e6, lr_scheduler_type: constant",
+]
+
+
+def with_warmup(tmp_path: Path, more: str) -> Plan:
+    """TRL on 64 rows: 8 steps an epoch, three epochs."""
+    (tmp_path / "train.jsonl").write_text("{}\n" * 64)
+    lines = "\n  ".join([*more.split(", "), "learning_rate: 1e-4", "per_device_train_batch_size: 8"])
+    return planned(from_text(tmp_path, TRL.format(data=tmp_path, more=lines)))
+
+
+@pytest.mark.parametrize(("more", "said"), LONG_WARMUPS)
+def test_a_warmup_as_long_as_training_is_said(tmp_path: Path, more: str, said: str) -> None:
+    plan = with_warmup(tmp_path, more)
+    assert plan.steps == 24
+    (message,) = warmups(plan)
+    assert said in message
+
+
+@pytest.mark.parametrize("more", SHORT_WARMUPS)
+def test_a_shorter_warmup_is_not(tmp_path: Path, more: str) -> None:
+    assert warmups(with_warmup(tmp_path, more)) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "count"), [("warmup_ratio: 1", 1), ("warmup_ratio: 0.9", 0), ("lr_scheduler_type: constant", 0)]
+)
+def test_a_warmup_of_open_instruct_is_a_share_of_all_steps(tmp_path: Path, more: str, count: int) -> None:
+    assert len(warmups(planned(from_text(tmp_path, SFT.format(more=more)), gpus=1))) == count
+
+
+def test_a_long_warmup_is_said_once(tmp_path: Path) -> None:
+    plan = with_warmup(tmp_path, "warmup_steps: 50, max_steps: 10")
+    assert warmups(plan) == []
+    keys = [finding.key for finding in plan.stage.findings if finding.code == "out-of-range"]
+    assert keys == ["args.warmup_steps"]

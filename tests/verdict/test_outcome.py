@@ -23,11 +23,13 @@ from launcher import files
 from launcher.artifacts.fingerprint import of_data, of_model
 from launcher.cache import inputs
 from launcher.lifecycle import checksums, start
+from launcher.lifecycle.resume.decision import Decision
 from launcher.machine import process as machine_process
 from launcher.probe.watching.optimizer import Movement, Optimizer
 from launcher.probe.watching.process import EventLog, Process, Settings
 from launcher.probe.watching.trainers import note_saved
 from launcher.report import series
+from launcher.runs import lease, rundir
 from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import judge
@@ -329,6 +331,48 @@ def test_a_checkpoint_with_other_bytes_gives_way_to_an_older_one(stages: Make, w
     damage(one.output / "checkpoint-2")
     decision = one.decide()
     assert (decision.kind, codes(decision)["nothing-to-resume"]) == ("new", "note")
+
+
+def said(decision: Decision, code: str) -> str:
+    return next(finding.message for finding in decision.findings if finding.code == code)
+
+
+def watched_checkpoint(one: repeated.Run) -> Path:
+    """A run of TRL, with its lease in the output folder, and checksums of its checkpoint-2."""
+    one.start()
+    lease.keep_manifest(lease.take(one.output, one.folder.path), rundir.read_manifest(one.folder))
+    folder = saved.trl(one.output, 2)
+    tensors(folder / "model.safetensors", noise(2))
+    watch = checksums.ChecksumThread(one.folder, "trl", one.output, 1)
+    watch.start()
+    watch.end(resumable=True)
+    return folder
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_flipped_byte_of_the_weights_is_found_where_the_run_folder_is_gone(stages: Make, gone: bool) -> None:
+    one = stages(TRL)
+    folder = watched_checkpoint(one)
+    if gone:
+        shutil.rmtree(one.folder.path)
+    decision = one.decide()
+    assert (decision.kind, decision.step) == ("resume", 2)
+    assert "not verified" not in said(decision, "resumes")
+    flip(folder / "model.safetensors")
+    decision = one.decide()
+    assert decision.kind == "new"
+    assert codes(decision)["damaged-checkpoint"] == "warning"
+
+
+def test_what_no_checksum_was_recorded_of_is_not_called_whole(stages: Make) -> None:
+    one = stages(TRL)
+    folder = watched_checkpoint(one)
+    one.folder.checksums.unlink()
+    (one.output / lease.FOLDER / "checksums.json").unlink()
+    flip(folder / "model.safetensors")
+    decision = one.decide()
+    assert (decision.kind, decision.step) == ("resume", 2)
+    assert "not verified: no checksums" in said(decision, "resumes")
 
 
 def test_the_watch_takes_checksums_beside_the_training(stages: Make, monkeypatch: pytest.MonkeyPatch) -> None:

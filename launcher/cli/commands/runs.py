@@ -101,7 +101,7 @@ def runs(
     from launcher.report import overview
     from launcher.runs import rundir
 
-    folders = [one for one in rundir.known_runs() if not here or rundir.begun_here(one)]
+    folders = rundir.runs_here() if here else rundir.known_runs()
     rows = [one for one in overview.rows(folders) if state in (None, one["state"])]
     groups = ([[row] for row in rows] if whole else overview.entries(rows))[-(last or 0) :]
 
@@ -155,6 +155,7 @@ def check(
     # a pipe is a log too
     name = "standard input" if target == "-" else target
     if exists(log) and not log.is_dir():
+        _remember_secrets_of(log)
         verdict = check.judge_log(log)
     else:
         # a log is judged without importing all that starts runs
@@ -171,6 +172,16 @@ def check(
         notes = (*start.unpinned_note(folder), *start.left_out_notes(judged, folder))
     code = check.exit_code(verdict, allow_unproven=allow_unproven)
     return answer("check", format, verdict.as_json(), lambda: console.verdict(verdict, name), notes, code)
+
+
+def _remember_secrets_of(log: Path) -> None:
+    """Where a log lies in the folder of its run, hide what was secret at the start of that."""
+    folder = log.absolute().parent
+    if exists(folder / "start.json"):
+        from launcher.runs import attempt
+        from launcher.runs.rundir import RunFolder
+
+        attempt.remember_secrets(RunFolder(folder))
 
 
 def _check_each(folder: Path, members: Sequence[RunFolder], allow_unproven: bool, format: Format) -> Exit:

@@ -103,16 +103,19 @@ def choose_output(stage: Stage, configured: Path | None, runs: Iterable[RunFolde
     """
     if configured is None:
         return OutputChoice(None)
-    known = list(map(rundir.read_manifest, runs))
+    earlier = rundir.summarize(runs)
     name = stage.entry.names.output
     if fresh:
-        used = {str(record.output) for record in known}
+        used = {one.output for one in earlier}
         places = itertools.chain([(None, configured)], _beside(stage))
         value, folder = next(one for one in places if not exists(one[1]) and _text(one[1]) not in used)
         if value is None:
             return OutputChoice(configured)
         why = f"--fresh: {configured} is left as it is"
         return OutputChoice(folder, {name: Derived(value=value, why=why)})
+    # only manifests that name the folder are read: there may be ten thousand others
+    folders = [RunFolder(one.path) for one in earlier if (one.requested_output or one.output) == _text(configured)]
+    known = list(map(rundir.read_manifest, folders))
     # of runs whose folders are gone, their output folders tell
     beside = itertools.takewhile(lambda one: exists(one[1]), _beside(stage))
     for folder in reversed([configured, *(folder for _, folder in beside)]):
@@ -391,7 +394,11 @@ class _Judge:
         """From a checkpoint of this run; `wrong` is about the newest one, in whose place an older may be taken."""
         total, at = self.total(), self.steps(chosen)
         left = "" if total is None else f", {max(0, total - at)} of {total} steps are left"
-        self._say("note", "resumes", f"continues from {chosen.path}{left}", "--fresh starts over in a new folder")
+        message = f"continues from {chosen.path}{left}"
+        if not checksums.recorded(self.folder, chosen):
+            message += "; not verified: no checksums of it were recorded, and a changed byte of its weights "
+            message += "(`.safetensors`) would show nowhere"
+        self._say("note", "resumes", message, "--fresh starts over in a new folder")
         changed = self._changed(chosen, wrong if chosen is newest else None)
         self._check_names()
         for one in changed:
@@ -460,7 +467,8 @@ class _Judge:
             help = "--fresh trains with the new settings in a new folder"
             self._say("error", "finished-changed", message, help, changed[0].key)
         elif self.folder is None:
-            message = f"{self.output} holds the model of a run that finished; its run folder is gone"
+            message = f"{self.output} holds the model of a run that finished; its run folder is gone, and with it "
+            message += "what its weights could be compared with: they are not verified"
             self._say("error", "already-finished", message, again)
         else:
             self._say("note", "already-finished", f"this run is finished: {self.output}", again)

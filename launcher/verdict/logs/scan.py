@@ -21,6 +21,8 @@ from launcher.verdict.logs.survey import KEPT_SIGNALS, KEPT_STEPS, Hit, survey
 
 KEPT_BAD = 1_000  # steps that are not finite, whatever else is left out
 KEPT_ARGUMENTS = 2_000
+FIELD_BYTES = 4_096  # of what a pattern names
+PAIRS_BYTES = 8_192  # of one dict of metrics
 
 _WHOLE = re.compile(rb"\.\d{4}|nan|inf")  # enough of a loss where the log is cut off
 _PAIR = re.compile(rb"'([^']+)': (?:'([^']*)'|([^,}']+))")
@@ -117,18 +119,27 @@ def scan(path: Path, patterns: Sequence[Pattern]) -> Log:
     divide a line into segments. A log that is still written to is read as far as it goes now, a pipe to its end.
     Raises OSError if the file cannot be read; nothing in its content raises."""
     with opened(path) as pieces:
-        surveys = list(survey(pieces, patterns))
         reading = _Reading(path=path, patterns=patterns)
-        begins = list(itertools.accumulate((found.feeds for found in surveys), initial=1))
-        placed = list(zip(begins, surveys, strict=False))
-        # what is followed past the end of a piece stands among the hits of the next
-        hits = [(line + hit.line, hit) for line, found in placed for hit in found.hits]
-        for line, hit in sorted(hits, key=lambda one: one[0]):
-            reading.match(hit, line)
-        for line, found in placed:
-            for total, done, at in found.bars:
-                reading.bar(total, done, line + at)
-        return reading.log(begins[-1] - (not pieces.cut_off))
+        bars: list[tuple[int, int, int]] = []
+        late: list[tuple[int, Hit]] = []
+        line = 1
+        # a piece at a time: all of them together would hold the whole file
+        for piece in survey(pieces, patterns):
+            following = line + piece.feeds
+            hits = late + [(line + hit.line, hit) for hit in piece.hits]
+            hits.sort(key=lambda placed: placed[0])
+            # what is followed past the end of a piece stands among the hits of the next
+            late = [(at, hit) for at, hit in hits if at >= following]
+            for at, hit in hits:
+                if at < following:
+                    reading.match(hit, at)
+            bars += [(total, done, line + at) for total, done, at in piece.bars]
+            line = following
+        for at, hit in late:
+            reading.match(hit, at)
+        for total, done, at in bars:
+            reading.bar(total, done, at)
+        return reading.log(line - (not pieces.cut_off))
 
 
 def number(text: str | bytes | None) -> float | None:
@@ -185,7 +196,9 @@ class _Reading:
             if hit.whole or _WHOLE.search(match["loss"]):
                 self._step(match, hit.segment, line)
             return
-        groups = {k: text(v) for k, v in match.groupdict().items() if v is not None}
+        # of arguments the whole value counts
+        most = len(hit.segment) if name == "arguments" else FIELD_BYTES
+        groups = {k: text(v[:most]) for k, v in match.groupdict().items() if v is not None}
         if name == "arguments":
             self._argument(groups, line)
             return
@@ -269,7 +282,7 @@ class _Reading:
 
     def _metrics(self, pairs: bytes, hit: Hit, line: int) -> None:
         """One dict of HF Trainer; which step it belongs to is settled at the end (`_number`)."""
-        shown = {text(k): text(a or b) for k, a, b in _PAIR.findall(pairs)}
+        shown = {text(k): text(a or b) for k, a, b in _PAIR.findall(pairs[:PAIRS_BYTES])}
         values = {k: v for k in shown if (v := number(shown[k])) is not None}
         if "loss" not in values:
             self.final_epoch, self.over = values.get("epoch", self.final_epoch), True

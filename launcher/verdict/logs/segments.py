@@ -77,18 +77,27 @@ def opened(path: Path) -> Iterator[Pieces]:
 
 
 def bounds(block: bytes, at: int) -> tuple[int, int]:
-    """Start and end of the segment around `at`; start is -1 where it begins too far back."""
+    """Start and end of the segment around `at`; start is -1 where it begins too far back. Then `end` is where the
+    next segment may begin."""
     low = max(0, at - SEGMENT_BYTES)
     feed = block.rfind(b"\n", low, at)
     carriage = block.rfind(b"\r", max(low, feed), at)
     start = max(feed, carriage) + 1
     if start == 0 and low > 0:
-        return -1, at + 1
+        return -1, _next_break(block, at)
     high = min(len(block), start + SEGMENT_BYTES)
     for separator in (b"\n", b"\r"):
         found = block.find(separator, at, high)
         high = found if found >= 0 else high
     return start, max(high, at + 1)
+
+
+def _next_break(block: bytes, at: int) -> int:
+    feed = block.find(b"\n", at)
+    if feed < 0:
+        feed = len(block)
+    carriage = block.find(b"\r", at, feed)
+    return carriage if carriage >= 0 else feed
 
 
 def text(raw: bytes) -> str:

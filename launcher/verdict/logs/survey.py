@@ -48,7 +48,15 @@ def survey(pieces: Pieces, patterns: Sequence[Pattern]) -> Iterator[LogSurvey]:
     share = KEPT_STEPS if few else max(_ALWAYS, SAMPLED_STEPS // count)
     for index in range(count):
         edge = not _EDGE_PIECES <= index < count - _EDGE_PIECES
-        yield LogSurvey(*pieces.read(index), patterns, share, edge, index == 0)
+        block, start, stop = pieces.read(index)
+        if index and not _has_break(block, start, stop):
+            # the middle of a line of which only the begin is looked at
+            block, start, stop = b"", 0, 0
+        yield LogSurvey(block, start, stop, patterns, share, edge, index == 0)
+
+
+def _has_break(block: bytes, start: int, stop: int) -> bool:
+    return block.find(b"\n", start, stop) >= 0 or block.find(b"\r", start, stop) >= 0
 
 
 class _Place(NamedTuple):

@@ -12,7 +12,7 @@ from launcher.verdict.logs.segments import SEGMENT_BYTES, text
 FIRST_LINE = b"Traceback (most recent call last)"
 MOST_LINES = 2_000
 _FRAME_LINE = rb'(?P<frame>[^\r\n]{0,100}?  File "[^"\r\n]+", line \d+, in [^\r\n]*)'
-FRAMES_FIRST = re.compile(rb"(?:[^\r\n]{0,100}?    [^\r\n]*\r?\n){0,3}?" + _FRAME_LINE)
+FRAMES_FIRST = re.compile(rb"(?:[^\r\n]{0,100}?    [^\r\n]{0,1000}+\r?\n){0,3}?" + _FRAME_LINE)
 """A log that begins within a traceback, such as what `tail` shows."""
 BEFORE_BYTES = 1_000  # of the log before a traceback, which say what it belongs to
 

@@ -13,6 +13,8 @@ from launcher.artifacts import architecture
 from launcher.errors import DISK_FULL, Finding, InvalidConfig, NotReady, brief, errors, launch_finding
 from launcher.lifecycle.prepare import ResolvedStage
 from launcher.machine.python import Trainer
+from launcher.rules import registry
+from launcher.rules.context import Context
 from launcher.stage.stage import Judged
 from launcher.upstream.trainers import Entry, entry_of
 from launcher.workflows.rehearse import arguments, memory
@@ -24,6 +26,8 @@ VARIABLE = "LAUNCH_REHEARSE"
 """0: nothing is rehearsed unless the command line or the stage file asks for it."""
 MOST_REFUSALS = 8
 MOST_SUSPECTS = 6
+PACKAGES = frozenset({"optim-missing", "quantiser-missing", "report-missing"})
+"""Codes of rules about packages for what a rehearsal leaves out: they know the trainer's Python."""
 FAILED = "rehearsal-failed"
 """The code of a failure of launch's own code, which says nothing about the stage."""
 MUCH = 0.1
@@ -47,6 +51,9 @@ _ADVICE = (
     ("Repo id must", "a folder that is here, or the name of a repository: organisation/name"),
     ("change no weight", "a learning rate above 0, and rows with tokens that count in the loss"),
     ("no row is left", "a larger `max_length`: rows whose prompt fills it are dropped"),
+)
+_NEEDS_GPU = re.compile(
+    r"(requires?|needs?|without|no|only|not)\b[^.\n]*(\bGPUs?\b|\bCUDA|\bcuda|[Ff]lash.?[Aa]tt|\bTriton\b)"
 )
 _STAND_INS = {
     "model": "random weights in the shape of {}, whose config is not on this machine",
@@ -191,6 +198,7 @@ class Attempts:
 
     def __init__(self, judged: Judged, server: Server) -> None:
         assert judged.schema is not None and judged.options is not None
+        self.judged, self.options = judged, judged.options
         self.config, self.schema, self.server = judged.config, judged.schema, server
         self.entry: Entry = entry_of(self.schema)
         self.findings: list[Finding] = []
@@ -208,6 +216,7 @@ class Attempts:
         return self.server.ask({**self.request(self.whole), "count": True})[0]
 
     def all(self) -> Rehearsal:
+        self.findings += self.missing_packages()
         self.shrink()
         self.parse_what_is_left_out()
         answer: dict[str, Any] = {}
@@ -230,7 +239,13 @@ class Attempts:
                 self.findings.append(_own_failure(refusal))
                 break
             culprits = self.blame(answer)
-            self.findings.append(self.refusal(answer, culprits))
+            if _NEEDS_GPU.search(refusal["message"]):
+                # what a CPU alone lacks is no fault of the file
+                key = f"args.{culprits[0]}" if culprits else None
+                message = f"not rehearsed on the CPU: {described(refusal)}"
+                self.findings.append(launch_finding("note", "not-rehearsed", message, key=key))
+            else:
+                self.findings.append(self.refusal(answer, culprits))
             if not culprits:
                 break
             self.whole = self.without(self.whole, culprits[:1])
@@ -283,6 +298,20 @@ class Attempts:
             "report_to": list(whole.report_to),
         }
 
+    def missing_packages(self) -> Iterator[Finding]:
+        """Packages that arguments ask for and that the trainer's Python lacks."""
+        if self.judged.values is None:
+            return
+        context = Context(
+            values=self.judged.values,
+            environ=os.environ,
+            deepspeed=self.options.read_deepspeed()[0],
+            packages=self.server.trainer.packages,
+        )
+        for finding in registry.apply_in(context):
+            if finding.code in PACKAGES:
+                yield finding
+
     def shrink(self) -> None:
         """Have the small model made; without one the arguments are only parsed, which is said."""
         name = str(self.config.args.get(self.entry.names.model))
@@ -315,7 +344,6 @@ class Attempts:
         whole = replace(self.whole, given={**self.whole.given, **given}, added=added)
         (answer,) = self.server.ask(self.request(whole, "parse"))
         refusal = answer.get("refusal")
-        # what a CPU alone lacks is no fault of the file
         if refusal is None or re.search(r"GPU|CUDA|cuda", refusal["message"]):
             return
         (alone,) = self.server.ask(self.request(self.whole, "parse"))
@@ -356,16 +384,19 @@ class Attempts:
         likely = likely[:MOST_SUSPECTS]
         effects = self.effects(answer, self.whole, likely)
         best = max(effects.values(), default=Effect.NONE)
-        if best >= Effect.LATER:
-            return [name for name in likely if effects[name] == best]
-        rest = [name for name in names if name not in likely]
-        if culprits := self.halve(answer, rest):
-            return culprits
+        shown = [name for name in likely if effects[name] == best >= Effect.LATER]
         suspects = [name for name in likely if effects[name] == Effect.ELSEWHERE]
-        if not suspects:
-            return []
-        quoted = [name for name in suspects if _quotes(str(refusal["message"]), given[name])]
-        return quoted or self.alone(answer, likely, suspects)
+        quoted = [name for name in (*shown, *suspects) if _quotes(str(refusal["message"]), given[name])]
+        if quoted or shown:
+            return [*quoted, *(name for name in shown if name not in quoted)]
+        rest = [name for name in names if name not in likely]
+        culprits = self.halve(answer, rest)
+        if culprits and given[culprits[0]] is True:
+            # a switch brings others into play, and one of those is rather what is wrong
+            culprits = self.halve(answer, [name for name in rest if name not in culprits]) + culprits
+        if culprits:
+            return culprits
+        return self.alone(answer, likely, suspects) if suspects else []
 
     def effects(self, answer: Mapping[str, Any], whole: Arguments, names: Sequence[str]) -> dict[str, "Effect"]:
         """What becomes of a refusal of `whole` without each of some arguments; all are tried at once."""

@@ -387,15 +387,17 @@ class Attempts:
         shown = [name for name in likely if effects[name] == best >= Effect.LATER]
         suspects = [name for name in likely if effects[name] == Effect.ELSEWHERE]
         quoted = [name for name in (*shown, *suspects) if _quotes(str(refusal["message"]), given[name])]
-        if quoted or shown:
-            return [*quoted, *(name for name in shown if name not in quoted)]
+        named = [*quoted, *(name for name in shown if name not in quoted)]
+        # with other data much is gone that is not about the data
+        if not set(named) <= set(self.data_names()):
+            return named
         rest = [name for name in names if name not in likely]
         culprits = self.halve(answer, rest)
         if culprits and given[culprits[0]] is True:
             # a switch brings others into play, and one of those is rather what is wrong
             culprits = self.halve(answer, [name for name in rest if name not in culprits]) + culprits
-        if culprits:
-            return culprits
+        if culprits or named:
+            return [*culprits, *named]
         return self.alone(answer, likely, suspects) if suspects else []
 
     def effects(self, answer: Mapping[str, Any], whole: Arguments, names: Sequence[str]) -> dict[str, "Effect"]:

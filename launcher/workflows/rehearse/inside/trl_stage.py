@@ -45,10 +45,10 @@ def shrink_model(request: dict[str, Any], report: dict[str, Any]) -> None:
 
 def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     """Parse; then the script's own `main` on the small model, two steps of it, evaluation, save, load."""
-    import transformers
-
     if request["entry"] not in TRAINERS:
         raise NoRehearsal(f"which trainer trl.scripts.{request['entry']} builds is not known")
+    import transformers
+
     script: Any = importlib.import_module(f"trl.scripts.{request['entry']}")
     parser = call_trainer(script.make_parser)
     parts = call_trainer(parser.parse_args_and_config, request["words"], fail_with_unknown_args=False)

@@ -119,11 +119,12 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     if hasattr(script, "snapshot_download"):
         script.snapshot_download = lambda name, **_: name
     report["phase"] = "construct"
-    with steps.losses() as losses:
+    with steps.losses(report) as losses:
         call_trainer(script.main, arguments, tokenizer)
     report["losses"] = losses
     if getattr(arguments, "cache_dataset_only", False) or getattr(arguments, "cache_logprobs_only", False):
         return
+    report["phase"] = "train"
     steps.require_finite(losses)
     report["phase"] = "save"
     out = os.path.join(arguments.output_dir, "hf_model") if olmo_core else arguments.output_dir

@@ -19,8 +19,8 @@ RAW = "model_state_dict.pt"
 
 
 @contextlib.contextmanager
-def losses() -> Iterator[list[float]]:
-    """The loss of every optimizer step within.
+def losses(report: dict[str, Any]) -> Iterator[list[float]]:
+    """The loss of every optimizer step within; `report` says from the first backward pass on that it trains.
 
     A step minimises the sum of what its backward passes begin with: where a trainer accumulates, each of them
     begins with the loss of its micro-batch divided by their number. A pass whose gradients are thrown away
@@ -37,6 +37,8 @@ def losses() -> Iterator[list[float]]:
     def listen(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.numel() == 1:
             accumulated.append(float(self.detach()))
+        if report["phase"] == "construct":
+            report["phase"] = "train"
         return call_trainer(backward, self, *args, **kwargs)
 
     def forget(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -67,7 +67,7 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     model.model_name_or_path = request["model"]
     report["phase"] = "construct"
     watch(getattr(trl, TRAINERS[request["entry"]]), request, report)
-    with steps.losses() as losses:
+    with steps.losses(report) as losses:
         call_trainer(script.main, *parts)
     report["losses"] = losses
     steps.require_finite(losses)

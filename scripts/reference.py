@@ -28,7 +28,7 @@ checkout (`prepare` no GPU); `--gpus 0` is the CPU.
 | 3 | the stage file is invalid |
 | 4 | training failed |
 | 5 | the machine is not ready |
-| 70 | a bug in launch; the traceback is in a file that the message names |
+| 70 | a bug in launch; the traceback is in a file that the message names (`launch rehearse`: the finding says where) |
 | 130 | interrupted |
 """
 

@@ -19,7 +19,10 @@ from launcher.upstream.trainers import BACKENDS
 
 # Modules of launcher.rules beside `arguments`, by backend; one that has no rules of its own is not listed.
 # Imported where they are needed: importing is a good part of the time that one file takes.
-_FURTHER = {"open_instruct": ("services", "open_instruct.data"), "trl": ("trl.machine", "trl.attention", "trl.data")}
+_FURTHER = {
+    "open_instruct": ("services", "open_instruct.data", "open_instruct.machine"),
+    "trl": ("trl.machine", "trl.attention", "trl.data"),
+}
 
 
 # a further script of a stage has the rules of that stage, or all of a module
@@ -56,10 +59,21 @@ def of_stage(backend: str, key: str) -> tuple[StageRule, ...]:
 
 
 def of_split(context: Context, rows: int | None, *, devices: int, is_global: bool) -> Iterator[Finding]:
-    """Every finding of the rules about a batch as it is split over devices; see `olmo_core.of_split`."""
-    if (module := _OWN.get(context.values.schema.key)) is not None:
+    """Every finding of the rules about a batch as it is split over devices; see `olmo_core.of_split`.
+
+    The `gpus` of the context are processes.
+    """
+    schema = context.values.schema
+    if (module := _OWN.get(schema.key)) is not None:
         rules = import_module(f"launcher.rules.{module}")
         yield from rules.of_split(context, rows, devices=devices, is_global=is_global)
+        return
+    from launcher.rules import split
+
+    stage = _stage(schema.backend, schema.key)
+    for rule in split.RULES.get(schema.backend, {}).get(stage, ()):
+        with suppress(NoSuchField):
+            yield from as_it_stands(rule, rule(context), schema)
 
 
 def apply(values: Values) -> Iterator[Finding]:

@@ -436,3 +436,45 @@ def test_tokenising_that_outlasts_the_timeout() -> None:
     tulu = {"dataset_mixer_list": ["allenai/tulu-3-sft-mixture", "1.0", "b", "0.5"]}
     assert found("sft", tulu, gpus=8, cpus=64) == []
     assert one("sft", {**tulu, "timeout": 60}, gpus=8, cpus=64)[0] == "tokenising-outlasts"
+
+
+@pytest.mark.parametrize(
+    ("script", "args", "processes", "expected"),
+    [
+        ("sft", {"sequence_parallel_size": 3}, 8, [("sequence-split", "args.sequence_parallel_size")]),
+        ("sft", {"sequence_parallel_size": 2}, 1, [("sequence-split", "args.sequence_parallel_size")]),
+        ("sft", {"sequence_parallel_size": 4}, 8, []),
+        ("sft", {"sequence_parallel_size": 3, "cache_dataset_only": True}, 8, []),
+        ("sft", {}, 1, []),
+        ("dpo", {}, 1, []),
+        ("trl-sft", {"fsdp": "full_shard"}, 1, [("fsdp-alone", "args.fsdp")]),
+        ("trl-dpo", {"fsdp": "full_shard"}, 1, [("fsdp-alone", "args.fsdp")]),
+        ("trl-sft", {"fsdp": "full_shard"}, 2, []),
+        ("trl-sft", {"fsdp": "full_shard", "fsdp_config": {"xla": True}}, 1, []),
+        ("trl-sft", {}, 1, []),
+    ],
+)
+def test_rules_that_know_the_number_of_processes(
+    script: str, args: dict[str, Any], processes: int, expected: list[tuple[str, str]]
+) -> None:
+    known = context(script, args, gpus=processes)
+    findings = registry.of_split(known, None, devices=processes, is_global=False)
+    assert [(finding.code, finding.key) for finding in findings] == expected
+
+
+def test_trackers_and_optimizers_of_open_instruct() -> None:
+    tracked = {"with_tracking": True, "wandb_entity": "me", "report_to": ["wandb", "nosuch"]}
+    environ = {"HOME": "/nonexistent", "WANDB_API_KEY": "k"}
+    assert one("sft", tracked, environ=environ) == ("report-unknown", "error", "args.report_to")
+    assert found("sft", {**tracked, "with_tracking": False}, environ=environ) == []
+    # one that is not installed is left out, and nothing says so
+    tracked["report_to"] = ["wandb", "mlflow"]
+    installed = {"wandb": "1"}
+    told = one("sft", tracked, environ=environ, packages=installed)
+    assert told == ("report-missing", "warning", "args.report_to")
+    assert found("sft", tracked, environ=environ, packages={**installed, "mlflow": "3"}) == []
+    assert found("sft", {**tracked, "report_to": ["all"]}, environ=environ, packages={}) == []
+    for script, args in (("sft", {"use_qlora": True}), ("dpo", {"dpo_use_paged_optimizer": True})):
+        assert "optim-missing" in {finding.code for finding in found(script, args, packages={})}
+        assert "optim-missing" not in {finding.code for finding in found(script, args, packages={"bitsandbytes": "1"})}
+        assert "optim-missing" not in {finding.code for finding in found(script, args)}

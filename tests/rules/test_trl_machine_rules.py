@@ -18,6 +18,7 @@ from test_rules import values_of
 
 from launcher.config.keys import DEEPSPEED
 from launcher.errors import Finding
+from launcher.machine.python import find_trainer
 from launcher.rules import deepspeed, registry
 from launcher.rules.context import Context
 from launcher.stage.options import deepspeed_file
@@ -236,19 +237,92 @@ def test_the_rules_agree_with_transformers() -> None:
     assert 0.2 < sum(answers) / len(answers) < 0.8
 
 
+OPTIMIZERS: dict[str, str | None] = {
+    "adamw_torch": None, "sgd": None, "adafactor": None, "rmsprop": None,
+    "paged_adamw_32bit": "bitsandbytes", "lion_8bit": "bitsandbytes", "adamw_torch_4bit": "torchao",
+    "adamw_torch_8bit": "torchao", "lomo": "lomo-optim", "adalomo": "lomo-optim", "grokadamw": "grokadamw",
+    "schedule_free_adamw": "schedulefree", "stable_adamw": "torch-optimi", "adamw_anyprecision": "torchdistx",
+}  # fmt: skip
+
+
 def test_packages_that_are_not_installed() -> None:
-    for optim, package in (("adamw_torch", None), ("sgd", None), ("paged_adamw_32bit", "bitsandbytes")):
+    for optim, package in OPTIMIZERS.items():
         expected = [] if package is None else [("optim-missing", "error", "optim")]
         assert told("trl-sft", {"optim": optim}, packages={}) == expected
         assert told("trl-sft", {"optim": optim}) == []
         if package is not None:
             assert told("trl-sft", {"optim": optim}, packages={package: "1"}) == []
-    for report, missing in (("trackio", True), (["none"], False), (["all"], False)):
+    for optim, package in (("galore_adamw", "galore-torch"), ("apollo_adamw_layerwise", "apollo-torch")):
+        targets = {"optim": optim, "optim_target_modules": "all-linear"}
+        assert told("trl-sft", targets, packages={}) == [("optim-missing", "error", "optim")]
+        assert told("trl-sft", targets, packages={package: "1"}) == []
+        assert told("trl-sft", {"optim": optim}, packages={package: "1"}) == [("optim-targets", "error", "optim")]
+    # DeepSpeed's own is taken in its place
+    assert told("trl-sft", {"optim": "adamw_torch_4bit"}, packages={}, deepspeed={**AUTO, "optimizer": OPTIMIZER}) == [
+        ("optim-unread", "warning", "optim")
+    ]
+    quantised = {"load_in_4bit": True, "use_peft": True}
+    assert told("trl-sft", quantised, packages={}) == [("quantiser-missing", "error", "load_in_4bit")]
+    for report, missing in (
+        ("trackio", True), ("comet_ml", True), ("dagshub", True), ("flyte", True), ("none", False), (["none"], False),
+        (["all"], False),
+    ):  # fmt: skip
         expected = [("report-missing", "error", "report_to")] if missing else []
         assert told("trl-dpo", {"report_to": report}, packages={}) == expected
         assert told("trl-dpo", {"report_to": report}) == []
     for name in ("tensorboard", "tensorboardx"):
         assert told("trl-sft", {"report_to": "tensorboard"}, packages={name: "2"}) == []
+
+
+def test_trackers_that_do_not_exist() -> None:
+    for report in ("nosuch", ["nosuch"]):
+        assert told("trl-dpo", {"report_to": report}) == [("report-unknown", "error", "report_to")]
+    assert told("trl-sft", {"report_to": "kubeflow"}) == [("report-missing", "warning", "report_to")]
+    url = {"HOME": "/nonexistent", "KUBEFLOW_TRAINER_SERVER_URL": "https://x"}
+    assert told("trl-sft", {"report_to": "kubeflow"}, environ=url) == []
+
+
+REAL = """
+import json, sys
+from types import SimpleNamespace
+from transformers import Trainer, TrainingArguments
+from transformers.integrations import INTEGRATION_TO_CALLBACK
+from transformers.training_args import OptimizerNames
+absent = {}
+for name in OptimizerNames:
+    args = TrainingArguments(optim=name, use_cpu=True, report_to="none")
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(args, None)
+    except Exception as error:
+        absent[name.value] = any(word in str(error).lower() for word in ("install", "import"))
+    else:
+        absent[name.value] = False
+trackers = {}
+for name, kind in INTEGRATION_TO_CALLBACK.items():
+    try:
+        kind()
+    except Exception as error:
+        trackers[name] = "requires" in str(error)
+    else:
+        trackers[name] = False
+print(json.dumps([absent, trackers]))
+"""
+
+
+def test_the_rules_agree_with_transformers_about_packages() -> None:
+    done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, timeout=PATIENCE_S)
+    if "No module named 'transformers'" in done.stderr:
+        pytest.skip(f"{NO_PACKAGES}: transformers")
+    optimizers, trackers = json.loads(done.stdout.splitlines()[-1])
+    assert len(optimizers) > 30 and len(trackers) > 10
+    packages = find_trainer(Path(sys.executable), None).packages
+    for optim, absent in optimizers.items():
+        codes = [code for code, _, _ in told("trl-sft", {"optim": optim}, packages=packages)]
+        assert ("optim-missing" in codes) == absent, optim
+    environ = {"HOME": "/nonexistent", "WANDB_MODE": "offline"}
+    for name, absent in trackers.items():
+        codes = [code for code, _, _ in told("trl-sft", {"report_to": name}, packages=packages, environ=environ)]
+        assert ("report-missing" in codes) == absent, name
 
 
 def test_services_need_their_keys(tmp_path: Path) -> None:

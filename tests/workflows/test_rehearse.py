@@ -1,7 +1,9 @@
 """`launch rehearse`: what the real scripts refuse is named by key and line, and nothing is left behind."""
 
+import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,12 +21,14 @@ from real_training import needs_open_instruct, needs_trl
 from typer.testing import CliRunner
 
 from launcher.cli.commands import app
-from launcher.errors import Finding, InvalidConfig, NotReady, launch_finding, not_ready
+from launcher.cli.main import main
+from launcher.errors import Exit, Finding, InvalidConfig, NotReady, launch_finding, not_ready
 from launcher.lifecycle.prepare import Request, judge, resolve
 from launcher.machine.python import Trainer, find_trainer
 from launcher.stage.stage import Judged
+from launcher.upstream.trainers import BACKENDS
 from launcher.workflows.rehearse import ask, memory, rehearsal, scratch
-from launcher.workflows.rehearse.ask import Server
+from launcher.workflows.rehearse.ask import Server, Servers
 from launcher.workflows.rehearse.rehearsal import Rehearsal
 
 SFT = """\
@@ -142,6 +146,119 @@ def test_what_is_not_here_has_a_stand_in_and_what_a_cpu_lacks_is_said(tmp_path: 
     assert len(said) == 7 and {one.severity for one in said} == {"note"}
 
 
+@needs_trl
+@pytest.mark.slow
+def test_numbers_are_those_of_the_files_own_rows(stage_file: Path, tmp_path: Path) -> None:
+    done = rehearsed(stage_file)
+    assert (done.rows["read"], done.rows["total"], done.rows["more"]) == (64, 1200, False)
+    assert next(iter(done.lines())).startswith("64 of 1,200 rows: ")
+    # none of the rows that stand in for those that are refused, or are not here
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text('{"quest": "a", "ans": "b"}\n' * 20)
+    for name in (str(tmp_path / "rows"), "org/chats"):
+        made_up = rehearsed(stage_file, f"dataset_name={name}", rules=False)
+        assert any("made-up rows" in text for text in made_up.stand_ins)
+        assert (made_up.rows, made_up.losses, made_up.row_tokens) == ({}, (), None)
+        assert [line for line in made_up.lines() if "tokens" in line or "loss" in line] == []
+
+
+def write_chats(folder: Path, *, too_long: int, short: int) -> None:
+    """Chats for SFT, some with a question that fills 128 tokens, in turn as long as there are both."""
+    rows = []
+    for number in range(max(too_long, short)):
+        for question, wanted in (("why " * 200, too_long), ("why?", short)):
+            if number < wanted:
+                turns = [("user", question), ("assistant", "because it is so")]
+                rows.append({"messages": [{"role": role, "content": text} for role, text in turns]})
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+@needs_trl
+@pytest.mark.slow
+def test_rows_that_trl_drops_are_counted_with_the_reason(stage_file: Path, tmp_path: Path) -> None:
+    write_chats(tmp_path / "half", too_long=40, short=40)
+    write_chats(tmp_path / "few", too_long=5, short=25)
+    for name, said in (("half", "32 of the first 64 rows are dropped: "), ("few", "5 of 30 rows are dropped: ")):
+        overrides = [f"dataset_name={tmp_path / name}", "assistant_only_loss=true", "max_length=128"]
+        done = rehearsed(stage_file, *overrides)
+        (finding,) = [one for one in done.findings if one.code == "rows-dropped"]
+        assert (finding.severity, finding.key) == ("warning", "args.max_length")
+        assert finding.message.startswith(said) and "within `max_length`" in finding.message
+    assert next(iter(done.lines())).startswith("30 rows, 25 once prepared: ")
+    # packing makes other rows of them, which are not dropped ones
+    packed = rehearsed(stage_file, f"dataset_name={tmp_path / 'few'}", "packing=true", "max_length=128")
+    assert "rows-dropped" not in {one.code for one in packed.findings}
+
+
+@needs_open_instruct
+@pytest.mark.slow
+def test_rows_that_open_instruct_drops_are_counted_with_the_reason(tmp_path: Path, demo_assets: Path) -> None:
+    write_chats(tmp_path / "few", too_long=5, short=25)
+    path = open_instruct_file(tmp_path, demo_assets, "sft", data=tmp_path / "few" / "train.jsonl", max_seq_length=128)
+    (finding,) = [one for one in rehearsed(path).findings if one.code == "rows-dropped"]
+    assert finding.message.startswith("5 of 30 rows are dropped: ") and "within `max_seq_length`" in finding.message
+
+
+def open_instruct_file(folder: Path, assets: Path, stage: str, **args: Any) -> Path:
+    """A stage of the demo's data for open-instruct; None leaves an argument out."""
+    names = {"sft": "dataset_mixer_list", "dpo": "mixer_list"}
+    data = args.pop("data", assets / "data" / stage / "train.jsonl")
+    given = {
+        "model_name_or_path": f"{assets}/model", "chat_template_name": "tulu", names[stage]: f"[{data}, '200']",
+        "max_seq_length": 256, "push_to_hub": "false", "try_launch_beaker_eval_jobs": "false", **args,
+    }  # fmt: skip
+    lines = [f"  {name}: {value}\n" for name, value in given.items() if value is not None]
+    path = folder / f"{stage}.yaml"
+    path.write_text(f"stage: {stage}\nbackend: open_instruct\ndeepspeed: none\nargs:\n{''.join(lines)}")
+    return path
+
+
+@needs_trl
+@pytest.mark.slow
+def test_trl_accumulates_a_loss_once_a_step(stage_file: Path, demo_assets: Path) -> None:
+    once = rehearsed(stage_file, "dataset_num_proc=1")
+    text = stage_file.read_text().replace("batch: {global: 16, per_device: 16}\n", "")
+    stage_file.write_text(text + "  per_device_train_batch_size: 4\n  gradient_accumulation_steps: 4\n")
+    accumulated = rehearsed(stage_file)
+    assert len(accumulated.losses) == len(once.losses) == 2
+    # random weights: the logarithm of the size of the vocabulary
+    assert all(loss == pytest.approx(6.93, abs=0.1) for loss in (*accumulated.losses, *once.losses))
+    stage_file.write_text(stage_file.read_text().replace("stage: sft", "stage: dpo").replace("data/sft", "data/dpo"))
+    assert list(rehearsed(stage_file).losses) == [pytest.approx(0.693, abs=1e-3)] * 2
+
+
+@needs_open_instruct
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "loss", "within"), [("sft", 6.93, 0.1), ("dpo", 0.693, 0.02)])
+def test_open_instruct_accumulates_a_loss_once_a_step(
+    stage: str, loss: float, within: float, tmp_path: Path, demo_assets: Path
+) -> None:
+    split = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    done = rehearsed(open_instruct_file(tmp_path, demo_assets, stage, **split))
+    assert list(done.losses) == [pytest.approx(loss, abs=within)] * 2
+
+
+@needs_open_instruct
+@pytest.mark.slow
+def test_what_open_instruct_trains_is_not_refused(tmp_path: Path, demo_assets: Path) -> None:
+    """Without a length; with a tokenizer that has no pad token, or whose pad token ends answers too."""
+    for name in ("whole", "no_pad", "pad_is_eos"):
+        folder = tmp_path / name
+        shutil.copytree(demo_assets / "model", folder)
+        config = folder / "tokenizer_config.json"
+        tokenizer = json.loads(config.read_text())
+        if name == "no_pad":
+            del tokenizer["pad_token"]
+        if name == "pad_is_eos":
+            tokenizer["pad_token"] = tokenizer["eos_token"]
+        config.write_text(json.dumps(tokenizer))
+        length = None if name == "whole" else 256
+        path = open_instruct_file(tmp_path, demo_assets, "sft", model_name_or_path=folder, max_seq_length=length)
+        done = rehearsed(path)
+        assert not faults(done) and not done.failed and len(done.losses) == 2, name
+
+
 @needs_open_instruct
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
@@ -161,6 +278,92 @@ def test_open_instructs_own_scripts(stage: str, tmp_path: Path, demo_assets: Pat
     assert not (tmp_path / "output").exists()
 
 
+# Values that each trainer refuses: what of the file is named for it, None where it is nothing of the file's alone.
+Refusals = list[tuple[dict[str, Any], str | None]]
+REFUSALS: dict[tuple[str, str], Refusals] = {
+    ("trl", "sft"): [
+        ({"lr_scheduler_type": "cosinus"}, "lr_scheduler_type"),
+        ({"seed": -1}, "seed"),
+        ({"optim": "nonsense"}, "optim"),
+        ({"weight_decay": ".nan"}, "weight_decay"),
+        ({"learning_rate": ".nan"}, "learning_rate"),
+        ({"max_length": 0}, "max_length"),
+        ({"loss_type": "nonsense"}, "loss_type"),
+        ({"dataset_train_split": "nowhere"}, "dataset_train_split"),
+        ({"eval_strategy": "steps", "dataset_test_split": "nowhere"}, "dataset_test_split"),
+        ({"pad_token": "<nothing>"}, "pad_token"),
+        ({"eos_token": "<nothing>"}, "eos_token"),
+        ({"chat_template_path": "/nowhere/x.jinja"}, "chat_template_path"),
+        ({"use_peft": True, "lora_r": 0}, "lora_r"),
+        ({"use_peft": True, "lora_dropout": 1.5}, "lora_dropout"),
+        ({"neftune_noise_alpha": -1.0}, "neftune_noise_alpha"),
+        ({"accelerator_config": "{nonsense: 1}"}, "accelerator_config"),
+        ({"model_init_kwargs": "{foo: 1}"}, "model_init_kwargs"),
+        ({"truncation_mode": "middle"}, "truncation_mode"),
+        ({"dataset_streaming": True}, "dataset_streaming"),
+        ({"fsdp": "nonsense"}, "fsdp"),
+    ],
+    ("trl", "dpo"): [
+        ({"loss_type": "[nonsense]"}, "loss_type"),
+        ({"f_divergence_type": "kl"}, "f_divergence_type"),
+        ({"loss_type": "[sigmoid, sft]", "loss_weights": "[1.0]"}, "loss_type"),
+        ({"use_weighting": True, "loss_type": "[aot]"}, "loss_type"),
+        ({"beta": ".nan"}, "beta"),
+    ],
+    ("open_instruct", "sft"): [
+        ({"load_balancing_loss": True}, "load_balancing_loss"),
+        ({"weight_decay": ".nan"}, "weight_decay"),
+        ({"learning_rate": -1.0}, "learning_rate"),
+        ({"lr_scheduler_type": "cosinus"}, "lr_scheduler_type"),
+        ({"seed": -1}, "seed"),
+        ({"use_lora": True, "lora_rank": 0}, "lora_rank"),
+        ({"dataset_transform_fn": "[nothing, x]"}, "dataset_transform_fn"),
+        ({"dataset_mixer_list_splits": "[nowhere]"}, "dataset_mixer_list_splits"),
+        ({"max_seq_length": 0}, "max_seq_length"),
+        ({"tokenizer_name_or_path": "/nowhere"}, "tokenizer_name_or_path"),
+    ],
+    ("open_instruct", "dpo"): [
+        ({"loss_type": "wpo"}, "loss_type"),
+        # two mistakes are two findings
+        ({"loss_type": "wpo", "learning_rate": -1.0}, "loss_type learning_rate"),
+        ({"weight_decay": ".nan"}, "weight_decay"),
+        ({"loss_type": "nonsense"}, "loss_type"),
+        ({"transform_fn": "[nothing]"}, "transform_fn"),
+        ({"lr_scheduler_type": "cosinus"}, "lr_scheduler_type"),
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "stage"),
+    [
+        pytest.param("trl", "sft", marks=needs_trl),
+        pytest.param("trl", "dpo", marks=needs_trl),
+        pytest.param("open_instruct", "sft", marks=needs_open_instruct),
+        pytest.param("open_instruct", "dpo", marks=needs_open_instruct),
+    ],
+)
+def test_a_refusal_is_blamed_on_its_cause(backend: str, stage: str, tmp_path: Path, demo_assets: Path) -> None:
+    wrong = []
+    with Servers() as servers:
+        for args, cause in REFUSALS[backend, stage]:
+            if backend == "trl":
+                path = tmp_path / "stage.yaml"
+                text = SFT.replace("ASSETS", str(demo_assets)).replace("sft", stage).replace("512", "128")
+                given = [line for line in text.splitlines() if line.partition(":")[0].strip() not in args]
+                path.write_text("\n".join([*given, *(f"  {name}: {value}" for name, value in args.items()), ""]))
+            else:
+                path = open_instruct_file(tmp_path, demo_assets, stage, **args)
+            judged, trainer = judge(Request(stage=None, config=path))
+            done = rehearsal.rehearse(replace(judged, findings=()), trainer, servers, anew=True)
+            named = [one.key for one in done.findings if one.code == "trainer-refuses"]
+            causes = [f"args.{name}" for name in (cause or "").split()]
+            if sorted(map(str, named)) != sorted(causes) or done.failed:
+                wrong.append(f"{args}: {[one.message for one in done.findings]}")
+    assert not wrong, "\n".join(wrong)
+
+
 ENDINGS = {
     "hangs": "import time; time.sleep(900)",
     "dies": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
@@ -177,6 +380,7 @@ def ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     body = "def load(setup):\n    pass\ndef answer(request, seen):\n    exec(request['code'])\n"
     (tmp_path / "inside" / "made_stage.py").write_text(body)
     (tmp_path / "server.py").write_bytes(ask.SERVER.read_bytes())
+    (tmp_path / "inside" / "calls.py").write_bytes((ask.SERVER.parent / "inside" / "calls.py").read_bytes())
     monkeypatch.setattr(ask, "SERVER", tmp_path / "server.py")
     return find_trainer(Path(sys.executable), None)
 
@@ -192,6 +396,91 @@ def test_however_the_script_ends_there_is_one_answer_and_no_folder(ending: Train
     assert "SIGSEGV" in said[1].message and "7" in said[2].message
     assert full["refusal"]["errno"] == 28
     assert fine["phase"] == "train"
+
+
+# A stage's code around a trainer's: the trainer is what does not lie in launch's folder, as this text here.
+AROUND = """
+from .calls import Refused, call_trainer, pass_on
+def load(setup): pass
+def fault(): None + 1
+def replacement(function): return pass_on(function)
+def reload(function): replacement(function)
+def answer(request, seen): exec(request["code"], {**globals()})
+"""
+BREAKS = "\ndef breaks(): raise KeyError('theirs')\ndef calls(f, *args): f(*args)\n"
+RAISED: dict[str, tuple[str, bool]] = {
+    "launch's code": ("fault()", True),
+    "launch's code that the trainer called back": ("call_trainer(calls, fault)", True),
+    "the trainer": ("call_trainer(breaks)", False),
+    "the trainer, in what launch replaces": ("call_trainer(calls, replacement, breaks)", False),
+    "what launch replaces, called by launch": ("reload(breaks)", True),
+    "the same, called back by the trainer": ("call_trainer(calls, reload, breaks)", True),
+    "the trainer, about a fault of launch's": (
+        "def handles():\n try: fault()\n except TypeError as error: raise ValueError('theirs') from error\n"
+        "call_trainer(handles)", True),
+    "the trainer, while it handles a fault of launch's": (
+        "def handles():\n try: fault()\n except TypeError: raise ValueError('theirs')\ncall_trainer(handles)", True),
+    "the trainer, about a fault of its own": (
+        "def handles():\n try: breaks()\n except KeyError as error: raise ValueError('theirs') from error\n"
+        "call_trainer(handles)", False),
+    "launch's word about the trainer's result": ("raise Refused('no row is left')", False),
+}  # fmt: skip
+
+
+def test_who_raised_an_exception_is_told_by_the_frames(ending: Trainer, tmp_path: Path) -> None:
+    (tmp_path / "inside" / "made_stage.py").write_text(AROUND)
+    with Server(ending, "made", "sft", None) as server:
+        answers = server.ask(*({"code": BREAKS + code} for code, _ in RAISED.values()))
+    told = {who: answer["refusal"]["own"] for who, answer in zip(RAISED, answers, strict=True)}
+    assert told == {who: own for who, (_, own) in RAISED.items()}
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rehearsal of TRL whose code fails, in a moment."""
+    source = ask.SERVER.parent
+    folder = tmp_path / "broken"
+    (folder / "inside").mkdir(parents=True)
+    (folder / "server.py").write_bytes((source / "server.py").read_bytes())
+    for name in ("__init__.py", "calls.py"):
+        (folder / "inside" / name).write_bytes((source / "inside" / name).read_bytes())
+    text = "def load(setup):\n    pass\ndef answer(request, seen):\n    min(None, 256)\n"
+    (folder / "inside" / "trl_stage.py").write_text(text)
+    monkeypatch.setattr(ask, "SERVER", folder / "server.py")
+
+
+@needs_trl
+@pytest.mark.usefixtures("broken")
+def test_a_failure_of_launchs_own_refuses_nothing(
+    stage_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for strict in ([], ["--strict"]):
+        # the command whose work it was says that it is not done
+        assert main(["rehearse", str(stage_file), "--format", "json", *strict]) == Exit.BUG
+        told = json.loads(capsys.readouterr().out)
+        (failed,) = [one for one in told["findings"] if one["code"] == "rehearsal-failed"]
+        assert failed["severity"] == "note" and failed["key"] is None
+        assert "launch could not rehearse this: TypeError" in failed["message"]
+        assert "inside/trl_stage.py:4" in failed["message"]
+        assert not [one for one in told["findings"] if one["severity"] == "error"]
+        assert (told["data"]["rows"], told["data"]["losses"]) == ({}, [])
+        # it is tried again the next time
+        assert not told["data"]["remembered"]
+    assert main(["validate-config", "--deep", "--strict", str(stage_file), "--format", "json"]) == Exit.OK
+    assert [one["valid"] for one in json.loads(capsys.readouterr().out)["data"]["files"]] == [True]
+    monkeypatch.delenv(rehearsal.VARIABLE)
+    assert begun(stage_file, by_itself=True) == ["rehearsal-failed"]
+    assert begun(stage_file, by_itself=True, rehearse=True) == ["rehearsal-failed"]
+
+
+def test_every_entry_script_has_its_own_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ask.SERVER.parent)
+    calls = importlib.import_module("inside.calls")
+    for backend, table in (("trl", "TRAINERS"), ("open_instruct", "SCRIPTS")):
+        stage = importlib.import_module(f"inside.{backend}_stage")
+        assert getattr(stage, table).keys() == BACKENDS[backend].STAGES.keys()
+        with pytest.raises(calls.NoRehearsal, match="reward"):
+            stage.run({"entry": "reward", "stage": "reward"}, {})
 
 
 def test_a_launch_that_was_killed_leaves_no_folder(ending: Trainer) -> None:

@@ -107,7 +107,12 @@ def rehearse(
     judged, trainer = prepare.judge(shared.request())
     done = rehearsal.rehearse(judged, trainer, anew=again, say=shared.show_progress)
     found = rehearsal.combined(judged.findings, done.findings)
-    code = Exit.CONFIG if errors(found, strict=shared.strict) else Exit.OK
+    if errors(found, strict=shared.strict):
+        code = Exit.CONFIG
+    elif done.failed:
+        code = Exit.BUG
+    else:
+        code = Exit.OK
     return answer("rehearse", shared.format, done.as_json(), done.lines(), found, code)
 
 

@@ -265,6 +265,11 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
     ),
     # finetune.py:985, dpo_tune_cache.py:708
     "max_train_steps": (Range(lambda n: n > 0, "warning", "the model is saved untrained"),),
+    # finetune.py:737
+    "sequence_parallel_size": (
+        Range(lambda n: n != 0, "error", "upstream divides by it"),
+        Range(lambda n: n >= 0, "warning", "nothing is shared, as with 1"),
+    ),
     # utils.py:831
     "keep_last_n_checkpoints": (
         Range(lambda n: n != 0, "warning", "each checkpoint is deleted as soon as it is saved"),
@@ -361,6 +366,13 @@ def scheduler_type(values: Values) -> Iterator[Finding]:
         yield say(severity, "scheduler-type", "lr_scheduler_type", message, f"one of {', '.join(SCHEDULES)}")
 
 
+def no_output(values: Values) -> Iterator[Finding]:
+    """finetune.py:494, dpo_tune_cache.py:241; without the switch a name is put behind it (finetune.py:426)."""
+    if values["output_dir"] == "" and values["do_not_randomize_output_dir"]:
+        message = "`output_dir` is empty: a folder without a name cannot be made"
+        yield say("error", "no-output", "output_dir", message, "name a folder, or delete the line")
+
+
 def unexpanded(values: Values) -> Iterator[Finding]:
     """finetune.py:494, dpo_tune_cache.py:241, finetune.py:428, dpo_tune_cache.py:168: as they are."""
     cache = "dataset_local_cache_dir" if "dataset_local_cache_dir" in values else "local_cache_dir"
@@ -387,6 +399,7 @@ _SHARED: tuple[Rule, ...] = (
     out_of_range,
     checkpoint_steps,
     model_arguments,
+    no_output,
     unexpanded,
     # see transformers/optimization.py:1015
     warn(

@@ -8,6 +8,7 @@ Line numbers are those of the pinned pair; tests/agreement/test_upstream_facts.p
 import math
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from operator import itemgetter
 
 from launcher.errors import Finding, brief
@@ -189,15 +190,32 @@ def packing_without_length(values: Values) -> Iterator[Finding]:
         yield say("error", "packing-without-length", key, message, "add `max_length: 4096`")
 
 
+def _streams_without_steps(values: Values, key: str) -> bool:
+    """trl/scripts/sft.py:93: `datasets` wins over `dataset_name`, and each has a switch of its own."""
+    read = "streaming" if values.get("datasets") else "dataset_streaming"
+    return key == read and bool(values.get(key)) and not (number(values["max_steps"]) or -1) > 0
+
+
 _SHARED: tuple[Rule, ...] = (
     *parser.RULES,
+    *(
+        check(
+            "transformers/trainer.py:702: a stream has no length.",
+            "stream-without-steps",
+            key,
+            partial(_streams_without_steps, key=key),
+            f"`{key}` gives no number of rows: the number of steps must be given",
+            "add `max_steps: <number of steps>`",
+        )
+        for key in ("dataset_streaming", "streaming")
+    ),
     check(
-        "transformers/trainer.py:702: a stream has no length.",
-        "stream-without-steps",
-        "dataset_streaming",
-        lambda v: v["dataset_streaming"] and not (number(v["max_steps"]) or -1) > 0,
-        "`dataset_streaming` gives no number of rows: the number of steps must be given",
-        "add `max_steps: <number of steps>`",
+        "transformers/trainer.py:589 makes this folder.",
+        "no-output",
+        "output_dir",
+        lambda v: v["output_dir"] == "",
+        "`output_dir` is empty: a folder without a name cannot be made",
+        "name a folder, or delete the line",
     ),
     out_of_range,
     no_steps,

@@ -6,21 +6,49 @@ counted on the CPU with TRL 1.16 and torch 2.13, six steps of the demo's SFT wit
 padded rows, 15 with packed ones, none with `pad_to_multiple_of: 256`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from launcher.errors import Finding
+from launcher.errors import Finding, brief
 from launcher.rules import services
-from launcher.rules.context import Context, StageRule
+from launcher.rules.context import Context, StageRule, section
 from launcher.rules.rule import say, say_of_option
 from launcher.rules.trl import resolved
 
-# what an optimizer's name begins with that bitsandbytes brings (transformers/trainer_optimizer.py:254)
-_BITSANDBYTES = ("adamw_bnb", "adamw_8bit", "paged_", "ademamix", "lion", "rmsprop_bnb")
-# transformers/integrations/integration_utils.py:703 and the other integrations, called as their packages
-_REPORTS = {
-    "tensorboard": ("tensorboard", "tensorboardx"),
-    **{name: (name,) for name in ("wandb", "trackio", "mlflow", "swanlab")},
+# The distribution that an optimizer comes from, by what its name begins with (transformers/trainer_optimizer.py:613).
+_OPTIMIZERS = {
+    **dict.fromkeys(("adamw_bnb", "adamw_8bit", "paged_", "ademamix", "lion", "rmsprop_bnb"), "bitsandbytes"),
+    **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), "torchao"),
+    **dict.fromkeys(("lomo", "adalomo"), "lomo-optim"),
+    "adamw_torch_xla": "torch-xla",
+    "adamw_torch_npu": "torch-npu",
+    "adamw_anyprecision": "torchdistx",
+    "adamw_apex": "apex",
+    "apollo": "apollo-torch",
+    "galore": "galore-torch",
+    "grokadamw": "grokadamw",
+    "schedule_free": "schedulefree",
+    "stable_adamw": "torch-optimi",
 }
+# transformers/trainer_optimizer.py:121
+_OF_MODULES = ("apollo", "galore")
+# Distributions that each tracker needs one of (transformers/integrations/integration_utils.py:703 and the others).
+_REPORTS: Mapping[str, tuple[str, ...]] = {
+    "azure_ml": ("azureml-core", "azureml-sdk"),
+    "clearml": ("clearml",),
+    "codecarbon": ("codecarbon",),
+    "comet_ml": ("comet-ml",),
+    "dagshub": ("dagshub",),
+    "dvclive": ("dvclive",),
+    "flyte": ("flytekit",),
+    "kubeflow": (),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "neptune": ("neptune", "neptune-client"),
+    "swanlab": ("swanlab",),
+    "tensorboard": ("tensorboard", "tensorboardx"),
+    "trackio": ("trackio",),
+    "wandb": ("wandb",),
+}
+_KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
 
 
 def bf16_on_cpu(context: Context) -> Iterator[Finding]:
@@ -61,12 +89,35 @@ def precision_option(context: Context) -> Iterator[Finding]:
 
 
 def optimizer_package(context: Context) -> Iterator[Finding]:
-    """transformers/trainer_optimizer.py:254 and what follows there."""
+    """transformers/trainer_optimizer.py:254 and what follows there.
+
+    A DeepSpeed file with an optimizer of its own decides (transformers/integrations/deepspeed.py:546).
+    """
     name = str(context.values["optim"])
-    if name.startswith(_BITSANDBYTES) and context.lacks("bitsandbytes"):
-        message = f"`optim: {name}`: the trainer's Python has no bitsandbytes"
-        help = "pip install bitsandbytes, or write `optim: adamw_torch`"
-        yield say("error", "optim-missing", "optim", message, help)
+    if section(context.file or {}, "optimizer"):
+        return
+    for prefix, package in _OPTIMIZERS.items():
+        if name.startswith(prefix) and context.lacks(package):
+            message = f"`optim: {name}`: the trainer's Python has no {package}"
+            help = f"pip install {package}, or write `optim: adamw_torch`"
+            yield say("error", "optim-missing", "optim", message, help)
+
+
+def optimizer_targets(context: Context) -> Iterator[Finding]:
+    """transformers/trainer_optimizer.py:121"""
+    values = context.values
+    name = str(values["optim"])
+    if name.startswith(_OF_MODULES) and not values["optim_target_modules"]:
+        message = f"`optim: {name}` needs `optim_target_modules`, the modules that it projects"
+        yield say("error", "optim-targets", "optim", message, "add `optim_target_modules: all-linear`")
+
+
+def quantised_package(context: Context) -> Iterator[Finding]:
+    """transformers/quantizers/quantizer_bnb_4bit.py:61, transformers/quantizers/quantizer_bnb_8bit.py:61"""
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if context.values[key] and context.lacks("bitsandbytes"):
+            message = f"`{key}`: the trainer's Python has no bitsandbytes"
+            yield say("error", "quantiser-missing", key, message, f"pip install bitsandbytes, or delete `{key}`")
 
 
 def lengths_compiled(context: Context) -> Iterator[Finding]:
@@ -100,11 +151,33 @@ def _reports(context: Context) -> tuple[str, ...]:
 def report_package(context: Context) -> Iterator[Finding]:
     """transformers/integrations/integration_utils.py:703 and the other integrations."""
     for name in _reports(context):
-        packages = _REPORTS.get(name, ())
-        if packages and context.lacks(*packages):
-            message = f"`report_to: {name}`: the trainer's Python has no {packages[0]}"
-            help = f'pip install {packages[0]}, or write `report_to: "none"`'
+        packages = list(_REPORTS.get(name, ()))
+        missing = packages[:1] if packages and context.lacks(*packages) else []
+        if name == "dagshub" and context.lacks(*_REPORTS["mlflow"]):
+            missing.append("mlflow")
+        if missing:
+            message = f"`report_to: {name}`: the trainer's Python has no {' and no '.join(missing)}"
+            help = f'pip install {" ".join(missing)}, or write `report_to: "none"`'
             yield say("error", "report-missing", "report_to", message, help)
+        if name == "kubeflow" and not context.environ.get(_KUBEFLOW):
+            message = f"`report_to: kubeflow` is for a TrainJob of Kubeflow: {_KUBEFLOW} is not set"
+            yield say(context.at_start, "report-missing", "report_to", message, 'write `report_to: "none"`')
+
+
+def unknown_report(context: Context) -> Iterator[Finding]:
+    """transformers/integrations/integration_utils.py:2674
+
+    `none` and `all` stand alone (transformers/training_args.py:1562).
+    """
+    names = _reports(context)
+    if not context.values.schema.tested or names in (("none",), ("all",), ("None",)):
+        return
+    for name in names:
+        if name not in _REPORTS:
+            alone = name in ("none", "all")
+            what = "stands alone, not in a list" if alone else "is no tracker that transformers knows"
+            help = "leave the others out" if alone else f"one of {', '.join(_REPORTS)}"
+            yield say("error", "report-unknown", "report_to", f"`report_to: {brief(name)}` {what}", help)
 
 
 def wandb_key(context: Context) -> Iterator[Finding]:
@@ -135,9 +208,12 @@ RULES: tuple[StageRule, ...] = (
     cpu_beside_gpus,
     precision_option,
     optimizer_package,
+    optimizer_targets,
+    quantised_package,
     lengths_compiled,
     no_compiler,
     report_package,
+    unknown_report,
     wandb_key,
     services.hub_token,
     services.remote_code,

@@ -47,6 +47,7 @@ LEFT_OUT: tuple[LeftOut, ...] = (
         ("sequence_parallel_size", "tensor_parallel_degree", "context_parallel_degree"),
         lambda value: value not in (None, 1),
     ),
+    LeftOut("activations moved to the CPU", ("activation_offloading",)),
     LeftOut("resuming", ("resume_from_checkpoint",)),
     LeftOut("code of the model's repository", ("trust_remote_code",)),
     LeftOut("a checkpointing budget", ("activation_memory_budget",), lambda value: value not in (None, 1)),

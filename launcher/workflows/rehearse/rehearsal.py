@@ -6,12 +6,15 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from enum import IntEnum
 from typing import Any
 
 from launcher.artifacts import architecture
 from launcher.errors import DISK_FULL, Finding, InvalidConfig, NotReady, brief, errors, launch_finding
 from launcher.lifecycle.prepare import ResolvedStage
 from launcher.machine.python import Trainer
+from launcher.rules import registry
+from launcher.rules.context import Context
 from launcher.stage.stage import Judged
 from launcher.upstream.trainers import Entry, entry_of
 from launcher.workflows.rehearse import arguments, memory
@@ -22,6 +25,11 @@ Say = Callable[[str], None]
 VARIABLE = "LAUNCH_REHEARSE"
 """0: nothing is rehearsed unless the command line or the stage file asks for it."""
 MOST_REFUSALS = 8
+MOST_SUSPECTS = 6
+PACKAGES = frozenset({"optim-missing", "quantiser-missing", "report-missing"})
+"""Codes of rules about packages for what a rehearsal leaves out: they know the trainer's Python."""
+FAILED = "rehearsal-failed"
+"""The code of a failure of launch's own code, which says nothing about the stage."""
 MUCH = 0.1
 """The share of rows from which a remark about rows is worth a warning."""
 _DOING = {
@@ -43,6 +51,9 @@ _ADVICE = (
     ("Repo id must", "a folder that is here, or the name of a repository: organisation/name"),
     ("change no weight", "a learning rate above 0, and rows with tokens that count in the loss"),
     ("no row is left", "a larger `max_length`: rows whose prompt fills it are dropped"),
+)
+_NEEDS_GPU = re.compile(
+    r"(requires?|needs?|without|no|only|not)\b[^.\n]*(\bGPUs?\b|\bCUDA|\bcuda|[Ff]lash.?[Aa]tt|\bTriton\b)"
 )
 _STAND_INS = {
     "model": "random weights in the shape of {}, whose config is not on this machine",
@@ -67,6 +78,11 @@ class Rehearsal:
     remembered: bool = False
 
     @property
+    def failed(self) -> bool:
+        """Whether launch's own code failed: nothing is known of the stage then."""
+        return any(finding.code == FAILED for finding in self.findings)
+
+    @property
     def row_tokens(self) -> str | None:
         count = self.rows.get("rows")
         if not count or self.stand_ins:
@@ -81,9 +97,10 @@ class Rehearsal:
     def lines(self) -> Iterator[str]:
         if count := self.rows.get("rows"):
             mean = self.rows["tokens"] / count
+            share = self.rows["trained"] / max(1, self.rows["tokens"])
             yield (
-                f"{count} rows: {mean:.0f} tokens on average, {self.rows['longest']} at most, "
-                f"{self.rows['trained'] / max(1, self.rows['tokens']):.0%} of them trained on"
+                f"{_seen(self.rows)}: {mean:.0f} tokens on average, {self.rows['longest']} at most, "
+                f"{share:.0%} of them trained on"
             )
         if self.losses:
             yield f"loss of the first steps: {', '.join(f'{loss:.3f}' for loss in self.losses[:4])}"
@@ -115,6 +132,8 @@ def rehearse(
         key = judged.schema.backend, judged.schema.key, judged.upstream.root
         done = Attempts(judged, opened.of(trainer, *key)).all()
     done = replace(done, seconds=time.monotonic() - began)
+    if done.failed:
+        return done
     memory.keep(judged, trainer, {**done.as_json(), "findings": [one.as_json() for one in done.findings]})
     return done
 
@@ -137,6 +156,7 @@ def require(stages: Mapping[str, ResolvedStage], say: Say, *, by_itself: bool) -
     """
     found: dict[str, Finding] = {}
     strict = False
+    failed = list[Finding]()
     with Servers() as servers:
         for name, resolved in stages.items():
             requested = resolved.request.rehearse
@@ -158,11 +178,13 @@ def require(stages: Mapping[str, ResolvedStage], say: Say, *, by_itself: bool) -
             strict = strict or resolved.request.strict
             whose = f"[{name}] " if len(stages) > 1 else ""
             for one in findings:
-                if one.severity != "note":
+                if one.code == FAILED:
+                    failed.append(replace(one, message=whose + one.message))
+                elif one.severity != "note":
                     found.setdefault(one.message, replace(one, message=whose + one.message))
     if errors(found.values(), strict=strict):
-        raise InvalidConfig(tuple(found.values()))
-    return tuple(found.values())
+        raise InvalidConfig((*found.values(), *failed))
+    return (*found.values(), *failed)
 
 
 def row_tokens(resolved: ResolvedStage) -> str | None:
@@ -176,6 +198,7 @@ class Attempts:
 
     def __init__(self, judged: Judged, server: Server) -> None:
         assert judged.schema is not None and judged.options is not None
+        self.judged, self.options = judged, judged.options
         self.config, self.schema, self.server = judged.config, judged.schema, server
         self.entry: Entry = entry_of(self.schema)
         self.findings: list[Finding] = []
@@ -189,9 +212,11 @@ class Attempts:
 
     def first(self) -> dict[str, Any]:
         """What came of all arguments together: `phase`, and `refusal` if there is one. Takes `model`."""
-        return self.server.ask(self.request(self.whole))[0]
+        # to count the rows may take seconds
+        return self.server.ask({**self.request(self.whole), "count": True})[0]
 
     def all(self) -> Rehearsal:
+        self.findings += self.missing_packages()
         self.shrink()
         self.parse_what_is_left_out()
         answer: dict[str, Any] = {}
@@ -210,14 +235,22 @@ class Attempts:
                 message = f"{what} for a rehearsal: {described(refusal)}"
                 self.findings.append(launch_finding("error", "rehearsal-no-room", message, help))
                 break
+            if refusal.get("own"):
+                self.findings.append(_own_failure(refusal))
+                break
             culprits = self.blame(answer)
-            self.findings.append(self.refusal(answer, culprits))
+            if _NEEDS_GPU.search(refusal["message"]):
+                # what a CPU alone lacks is no fault of the file
+                key = f"args.{culprits[0]}" if culprits else None
+                message = f"not rehearsed on the CPU: {described(refusal)}"
+                self.findings.append(launch_finding("note", "not-rehearsed", message, key=key))
+            else:
+                self.findings.append(self.refusal(answer, culprits))
             if not culprits:
                 break
             self.whole = self.without(self.whole, culprits[:1])
-        clean = answer.get("refusal") is None
-        rows = answer.get("data", {}) if clean else {}
-        self.findings += _about_rows(rows, self.entry) if clean else ()
+        rows = self.rows_seen(answer)
+        self.findings += _about_rows(rows, self.entry)
         if answer.get("raw"):
             message = "OLMo-core cannot export this model: the run leaves model_state_dict.pt, which "
             message += "transformers cannot load (olmo_core_utils.py:287)"
@@ -232,10 +265,23 @@ class Attempts:
             findings=tuple(map(self.config.placed, self.findings)),
             seconds=0,
             rows=rows,
-            losses=tuple(answer.get("losses", ())) if clean else (),
+            losses=tuple(answer.get("losses", ())) if rows else (),
             left_out=tuple(self.whole.left_out),
             stand_ins=tuple(self.stand_ins),
         )
+
+    def rows_seen(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+        """What is known of the run's own rows; nothing where others stood in for them, or nothing was trained."""
+        made_up = any(kind == "data" for kind, _ in answer.get("notes", ()))
+        rows: dict[str, Any] = answer.get("data", {})
+        if "phase" not in answer or answer.get("refusal") is not None or made_up or not rows:
+            return {}
+        sets = answer.get("sets", [])
+        totals = [entry["total"] for entry in sets]
+        read = sum(entry["read"] for entry in sets)
+        total = None if None in totals or not totals else sum(totals)
+        more = any(entry["more"] for entry in sets)
+        return {**rows, "read": read, "total": total, "more": more, "dropped": answer.get("dropped", [])}
 
     def request(self, whole: Arguments, level: str = "train") -> dict[str, Any]:
         """What the server is asked; without a model it only parses."""
@@ -251,6 +297,20 @@ class Attempts:
             "special": self.special,
             "report_to": list(whole.report_to),
         }
+
+    def missing_packages(self) -> Iterator[Finding]:
+        """Packages that arguments ask for and that the trainer's Python lacks."""
+        if self.judged.values is None:
+            return
+        context = Context(
+            values=self.judged.values,
+            environ=os.environ,
+            deepspeed=self.options.read_deepspeed()[0],
+            packages=self.server.trainer.packages,
+        )
+        for finding in registry.apply_in(context):
+            if finding.code in PACKAGES:
+                yield finding
 
     def shrink(self) -> None:
         """Have the small model made; without one the arguments are only parsed, which is said."""
@@ -284,14 +344,18 @@ class Attempts:
         whole = replace(self.whole, given={**self.whole.given, **given}, added=added)
         (answer,) = self.server.ask(self.request(whole, "parse"))
         refusal = answer.get("refusal")
-        # what a CPU alone lacks is no fault of the file
         if refusal is None or re.search(r"GPU|CUDA|cuda", refusal["message"]):
             return
         (alone,) = self.server.ask(self.request(self.whole, "parse"))
         if alone.get("refusal"):
             return
-        culprits = [name for name in given if name in refusal["message"]] or list(given)
-        self.findings.append(self.refusal(answer, culprits[:1]))
+        if refusal.get("own"):
+            self.findings.append(_own_failure(refusal))
+            return
+        requests = [self.request(self.without(whole, [name]), "parse") for name in given]
+        answers = self.server.ask(*requests)
+        culprits = [name for name, other in zip(given, answers, strict=True) if _effect(answer, other) >= Effect.LATER]
+        self.findings.append(self.refusal(answer, culprits))
 
     def note(self, answer: Mapping[str, Any]) -> None:
         """Keep what stood in for something that is not on this machine."""
@@ -303,45 +367,74 @@ class Attempts:
                 self.stand_ins.append(text)
 
     def blame(self, answer: Mapping[str, Any]) -> list[str]:
-        """The arguments of the file without any one of which this refusal does not come, likeliest first."""
-        refusal, given = answer["refusal"], dict(self.whole.given)
+        """The arguments of the file that are shown to cause a refusal, likeliest first.
+
+        Shown is what the refusal does not come without: it is gone, or the trainer gets to a later phase. Another
+        refusal in the same phase may be an earlier one, which the argument kept from coming: then the argument has
+        to bring the refusal about without the others, or to stand in its words.
+        """
+        refusal = answer["refusal"]
+        given = dict(self.whole.given)
         if self.whole.report_to:
             given["report_to"] = self.whole.report_to
         names = [name for name in given if name != self.entry.names.model]
         likely = _likely(refusal, given, names)
         if answer["phase"] in {"data", "construct"} or refusal["type"] == "KeyError":
             likely += [name for name in self.data_names() if name in self.whole.given and name not in likely]
-        likely = likely[:6]
-        culprits, change = self.test(answer, likely)
-        if change > 1:
-            return culprits
+        likely = likely[:MOST_SUSPECTS]
+        effects = self.effects(answer, self.whole, likely)
+        best = max(effects.values(), default=Effect.NONE)
+        shown = [name for name in likely if effects[name] == best >= Effect.LATER]
+        suspects = [name for name in likely if effects[name] == Effect.ELSEWHERE]
+        quoted = [name for name in (*shown, *suspects) if _quotes(str(refusal["message"]), given[name])]
+        named = [*quoted, *(name for name in shown if name not in quoted)]
+        # with other data much is gone that is not about the data
+        if not set(named) <= set(self.data_names()):
+            return named
         rest = [name for name in names if name not in likely]
-        return self.halve(answer, rest, more_than=change) or culprits
+        culprits = self.halve(answer, rest)
+        if culprits and given[culprits[0]] is True:
+            # a switch brings others into play, and one of those is rather what is wrong
+            culprits = self.halve(answer, [name for name in rest if name not in culprits]) + culprits
+        if culprits or named:
+            return [*culprits, *named]
+        return self.alone(answer, likely, suspects) if suspects else []
 
-    def test(self, answer: Mapping[str, Any], names: Sequence[str]) -> tuple[list[str], int]:
-        """Those of some arguments whose absence changes the refusal most, and how; all are tried at once."""
-        tried = [self.request(self.without(self.whole, [name])) for name in names]
-        changes = [_change(answer, other) for other in self.server.ask(*tried)] if tried else []
-        best = max(changes, default=0)
-        return [name for name, change in zip(names, changes, strict=True) if change == best > 0], best
+    def effects(self, answer: Mapping[str, Any], whole: Arguments, names: Sequence[str]) -> dict[str, "Effect"]:
+        """What becomes of a refusal of `whole` without each of some arguments; all are tried at once."""
+        requests = [self.request(self.without(whole, [name])) for name in names]
+        answers = self.server.ask(*requests) if requests else []
+        return {name: _effect(answer, other) for name, other in zip(names, answers, strict=True)}
 
-    def halve(self, answer: Mapping[str, Any], names: list[str], more_than: int) -> list[str]:
-        """The one argument whose absence changes the refusal so, by halves; none where it takes several."""
+    def alone(self, answer: Mapping[str, Any], kept: Sequence[str], suspects: Sequence[str]) -> list[str]:
+        """Those of `suspects` that cause the refusal where no arguments but `kept` and the data are there."""
+        needed = {self.entry.names.model, *self.data_names()}
+        others = [name for name in self.whole.given if name not in kept and name not in needed]
+        few = self.without(self.whole, others)
+        (again,) = self.server.ask(self.request(few))
+        if _effect(answer, again) != Effect.NONE or again.get("refusal") is None:
+            return []
+        effects = self.effects(again, few, suspects)
+        return [name for name in suspects if effects[name] >= Effect.LATER]
 
-        def changes(some: list[str]) -> bool:
+    def halve(self, answer: Mapping[str, Any], names: list[str]) -> list[str]:
+        """The one argument without which the refusal does not come, by halves; none where it takes several."""
+
+        def matters(some: list[str]) -> bool:
             (other,) = self.server.ask(self.request(self.without(self.whole, some)))
-            return _change(answer, other) > more_than
+            return _effect(answer, other) >= Effect.LATER
 
-        if names and not changes(names):
+        if not names or not matters(names):
             return []
         while len(names) > 1:
             middle = len(names) // 2
-            for half in (names[:middle], names[middle:]):
-                if changes(half):
-                    names = half
-                    break
+            first, second = names[:middle], names[middle:]
+            if matters(first):
+                names = first
+            elif matters(second):
+                names = second
             else:
-                return names
+                return []
         return names
 
     def without(self, whole: Arguments, names: Iterable[str]) -> Arguments:
@@ -378,31 +471,48 @@ def _likely(refusal: Mapping[str, Any], given: Mapping[str, Any], names: list[st
     message, code = str(refusal["message"]), "\n".join(refusal.get("code", ()))
     words = set(re.findall(r"[A-Za-z_][\w.]*", message))
 
-    def quoted(value: Any) -> bool:
-        texts = value if isinstance(value, list | tuple) else [value]
-        if isinstance(value, dict):
-            texts = [*value, *value.values()]
-        return any(len(str(text)) > 2 and str(text) in message for text in texts)
-
     by_name = [name for name in names if name in words or f"--{name}" in message]
-    by_value = [name for name in names if not isinstance(given[name], bool) and quoted(given[name])]
+    by_value = [name for name in names if _quotes(message, given[name])]
     by_code = [name for name in names if re.search(rf"\b{re.escape(name)}\b", code)]
     return list(dict.fromkeys([*by_name, *by_value, *by_code]))
 
 
-def _change(before: Mapping[str, Any], now: Mapping[str, Any]) -> int:
-    """What became of a refusal: 0, it comes still, or nothing is known; 1, other words at the same place.
+def _quotes(message: str, value: Any) -> bool:
+    """Whether a text that an argument was given stands in a message; a number may stand there for anything."""
+    if isinstance(value, list | tuple):
+        return any(_quotes(message, entry) for entry in value)
+    if isinstance(value, Mapping):
+        return any(_quotes(message, entry) for entry in (*value, *value.values()))
+    text = str(value)
+    if not isinstance(value, str) or len(text) <= 2 or re.fullmatch(r"[\d.eE+-]+", text):
+        return False
+    return re.search(rf"(?<!\w){re.escape(text)}(?!\w)", message) is not None
 
-    2, another refusal in its place or after it; 3, none.
-    """
+
+class Effect(IntEnum):
+    """What becomes of a refusal without an argument; from LATER on it is shown to cause the refusal."""
+
+    NONE = 0
+    ELSEWHERE = 1
+    LATER = 2
+    GONE = 3
+
+
+def _effect(before: Mapping[str, Any], now: Mapping[str, Any]) -> Effect:
+    """NONE also where nothing is known: the process ended, or launch's own code failed."""
     if "phase" not in now:
-        return 0
-    if now.get("refusal") is None:
-        return 3
-    if PHASES.index(now["phase"]) < PHASES.index(before["phase"]):
-        return 0
-    was, is_ = _signature(before["refusal"]), _signature(now["refusal"])
-    return 0 if was == is_ else 1 if was[:3] == is_[:3] else 2
+        return Effect.NONE
+    refusal = now.get("refusal")
+    if refusal is None:
+        return Effect.GONE
+    if refusal.get("own") or _signature(refusal) == _signature(before["refusal"]):
+        return Effect.NONE
+    was, is_ = PHASES.index(before["phase"]), PHASES.index(now["phase"])
+    if is_ > was:
+        return Effect.LATER
+    # data are loaded while the trainer is prepared
+    loading = (before["phase"], now["phase"]) == ("construct", "data")
+    return Effect.ELSEWHERE if is_ == was or loading else Effect.NONE
 
 
 def _signature(refusal: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -416,11 +526,58 @@ def _signature(refusal: Mapping[str, Any]) -> tuple[Any, ...]:
     return refusal["type"], refusal.get("file"), refusal.get("line"), message[:120]
 
 
+def _own_failure(refusal: Mapping[str, Any]) -> Finding:
+    """What is wrong with launch, and not with the stage."""
+    place = f" ({refusal['file']}:{refusal['line']})" if refusal.get("file") else ""
+    message = f"launch could not rehearse this: {described({**refusal, 'file': None})}{place}"
+    help = "this is a failure of launch, not of the stage file: nothing is refused; please report it"
+    return launch_finding("note", FAILED, message, help)
+
+
+def _seen(rows: Mapping[str, Any]) -> str:
+    """How many rows were rehearsed, of how many: `64 of 200 rows`."""
+    read, total = rows.get("read") or rows["rows"], rows.get("total")
+    seen = f"{read} rows" if total is None or total == read else f"{read:,} of {total:,} rows"
+    if rows.get("more"):
+        seen = f"{read:,} of more than {total:,} rows"
+    prepared = rows["rows"]
+    return seen if prepared == read else f"{seen}, {prepared:,} once prepared"
+
+
+# what a pass that leaves rows out says of itself, why it does, and what to do
+_LARGER = "a larger `{length}`, or shorter prompts"
+_DROPPED = (
+    ("fully masked", "no token of them that counts in the loss is within `{length}`", _LARGER),
+    ("fully truncated", "their prompt alone fills `{length}`", _LARGER),
+    ("sft_tulu_filter", "no token of them that counts in the loss is within `{length}`", _LARGER),
+    ("preference_tulu_filter", "no token of an answer that counts in the loss is within `{length}`", _LARGER),
+    ("sft_filter", "they are longer than the filter allows, or no token of them counts in the loss", None),
+    ("preference_filter", "they are longer than the filter allows", None),
+)
+
+
+def _about_dropped(rows: Mapping[str, Any], entry: Entry) -> Iterator[Finding]:
+    """Rows that the trainer leaves out, by the sizes of its own data set before and after."""
+    for one in rows.get("dropped", ()):
+        words = (words for words in _DROPPED if words[0] in one["what"])
+        _, why, help = next(words, (None, f"left out by {one['what']}" if one["what"] else None, None))
+        whole = rows.get("total") == rows.get("read") and not rows.get("more")
+        where = f"{one['before']:,} rows" if whole else f"the first {one['before']:,} rows"
+        message = f"{one['before'] - one['after']:,} of {where} are dropped"
+        if why is not None:
+            message += f": {why.format(length=entry.names.max_length)}"
+        if help is not None:
+            help = help.format(length=entry.names.max_length)
+        key = f"args.{entry.names.max_length if help else entry.names.data}"
+        yield _of_trainer("warning", "rows-dropped", message, help, key=key)
+
+
 def _about_rows(rows: Mapping[str, Any], entry: Entry) -> Iterator[Finding]:
     """What is wrong with rows although nobody refuses them; `rows` is empty where they were not seen."""
     count = rows.get("rows")
     if not count:
         return
+    yield from _about_dropped(rows, entry)
     data, length = f"args.{entry.names.data}", f"args.{entry.names.max_length}"
     empty, masked, cut = (rows[name] / count for name in ("empty", "masked", "cut"))
     if empty:

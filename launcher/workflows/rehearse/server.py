@@ -20,6 +20,10 @@ import traceback
 from typing import Any
 
 OWN = "@own"
+HERE = os.path.dirname(os.path.abspath(__file__))
+TRAINER = "call_trainer"
+REPLACEMENT = "pass_on"
+"""Functions of `inside/calls.py`, by whose frames a traceback shows where the trainer's code begins."""
 LARGEST_ANSWER = 1 << 20
 JOBS = 2
 POLL_S = 0.1
@@ -87,17 +91,62 @@ def respond(stage: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """An exception as JSON: `file` and `line` are where it was raised, `code` the lines before it."""
+    """An exception as JSON: `file` and `line` are where it was raised, `code` the lines before it.
+
+    `own` says whether launch's code raised it, and not the trainer's.
+    """
+    own = launchs_own(error)
     frames = traceback.extract_tb(error.__traceback__)
+    places = [frame for frame in frames if is_launchs(frame.filename)] if own else frames
+    place = places[-1] if places else None
     message = f"KeyError: {error}" if isinstance(error, KeyError) else str(error)
     return {
         "type": type(error).__name__,
         "message": message[:4000],
         "errno": getattr(error, "errno", None),
-        "file": "/".join(frames[-1].filename.split("/")[-3:]) if frames else None,
-        "line": frames[-1].lineno if frames else None,
+        "own": own,
+        "file": "/".join(place.filename.split("/")[-3:]) if place else None,
+        "line": place.lineno if place else None,
         "code": [frame.line or "" for frame in frames[-6:]],
     }
+
+
+def launchs_own(error: BaseException) -> bool:
+    """Whether an exception, or one that led to it, came out of launch's own code, or of what that called.
+
+    `Refused` is launch's word about what the trainer did.
+    """
+    if type(error).__name__ == "Refused":
+        return False
+    link: BaseException | None = error
+    seen = set[int]()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if came_from_launch(link):
+            return True
+        link = link.__cause__ or link.__context__
+    return False
+
+
+def came_from_launch(error: BaseException) -> bool:
+    """Whether the innermost frame of launch's called what failed for itself, not for the trainer."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    while frames:
+        code = frames.pop().f_code
+        if not is_launchs(code.co_filename):
+            continue
+        if code.co_name == TRAINER:
+            return False
+        if code.co_name != REPLACEMENT:
+            return True
+        # the replacement itself: whoever called it decides
+        if frames:
+            frames.pop()
+    return False
+
+
+def is_launchs(path: str) -> bool:
+    return path.startswith(HERE + os.sep)
 
 
 def answers(stage: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -153,8 +202,7 @@ def serve() -> None:
     if setup is None:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [here, *setup["paths"], *(path for path in sys.path if path != here)]
+    sys.path[:] = [HERE, *setup["paths"], *(path for path in sys.path if path != HERE)]
     try:
         stage = importlib.import_module(f"inside.{setup['backend']}_stage")
         stage.load(setup)

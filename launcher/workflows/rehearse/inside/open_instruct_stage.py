@@ -10,10 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 from . import rows, steps
+from .calls import NoRehearsal, Refused, call_trainer
 from .trl_stage import shrink_model
 
 _NEEDED = {"open_instruct", "torch", "transformers", "datasets", "accelerate", "olmo_core"}
-_MODULES = {"sft": "finetune", "dpo": "dpo_tune_cache", "dpo_olmo_core": "dpo"}
+SCRIPTS = {"sft": "finetune", "dpo": "dpo_tune_cache", "dpo_olmo_core": "dpo"}
+"""The module of each entry script."""
+ARGUMENTS: dict[str, Callable[[Any], Any]] = {
+    "sft": lambda module: module.FlatArguments,
+    "dpo": lambda module: module.dpo_utils.DPOExperimentConfig,
+    "dpo_olmo_core": lambda module: module.dpo_utils.DPOExperimentConfig,
+}
+"""The dataclass of arguments that each entry script parses."""
 
 
 class Dummies(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -59,10 +67,11 @@ def load(setup: dict[str, Any]) -> None:
     import torch
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
-    name = f"open_instruct.{_MODULES[setup['stage']]}"
-    if setup["stage"] == "dpo_olmo_core":
-        import_with_dummies(name)
-    importlib.import_module(name)
+    if setup["stage"] in SCRIPTS:
+        name = f"open_instruct.{SCRIPTS[setup['stage']]}"
+        if setup["stage"] == "dpo_olmo_core":
+            import_with_dummies(name)
+        importlib.import_module(name)
     torch.set_num_threads(1)
     rows.prepare_in_process()
 
@@ -78,19 +87,21 @@ def answer(request: dict[str, Any], report: dict[str, Any]) -> None:
 
 def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     """Parse; then the script's own `main` on the small model and few rows."""
-    script: Any = importlib.import_module(f"open_instruct.{_MODULES[request['entry']]}")
+    if request["entry"] not in SCRIPTS:
+        raise NoRehearsal(f"how the script `{request['entry']}` trains is not known")
+    script: Any = importlib.import_module(f"open_instruct.{SCRIPTS[request['entry']]}")
     from open_instruct.dataset_transformation import TokenizerConfig
     from open_instruct.utils import ArgumentParserPlus
 
     olmo_core = request["entry"] == "dpo_olmo_core"
-    kind = script.FlatArguments if request["entry"] == "sft" else script.dpo_utils.DPOExperimentConfig
+    kind = ARGUMENTS[request["entry"]](script)
     # as a command line is read, from sys.argv: ArgumentParserPlus looks there for a YAML file
     sys.argv = [script.__file__, *request["words"]]
     parser = ArgumentParserPlus((kind, TokenizerConfig))
     if olmo_core:
-        arguments, tokenizer = parser.parse()
+        arguments, tokenizer = call_trainer(parser.parse)
     else:
-        arguments, tokenizer = parser.parse_args_into_dataclasses()
+        arguments, tokenizer = call_trainer(parser.parse_args_into_dataclasses)
     if request["level"] == "parse":
         return
     supply_for_cpu()
@@ -108,11 +119,12 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     if hasattr(script, "snapshot_download"):
         script.snapshot_download = lambda name, **_: name
     report["phase"] = "construct"
-    with steps.losses() as losses:
-        script.main(arguments, tokenizer)
+    with steps.losses(report) as losses:
+        call_trainer(script.main, arguments, tokenizer)
     report["losses"] = losses
     if getattr(arguments, "cache_dataset_only", False) or getattr(arguments, "cache_logprobs_only", False):
         return
+    report["phase"] = "train"
     steps.require_finite(losses)
     report["phase"] = "save"
     out = os.path.join(arguments.output_dir, "hf_model") if olmo_core else arguments.output_dir
@@ -133,19 +145,21 @@ def small_data(arguments: Any, request: dict[str, Any], report: dict[str, Any]) 
     update = transformation.DatasetConfig.update_range
 
     def at_most(self: Any, dataset_range: int) -> Any:
-        return update(self, min(dataset_range, request["rows"]))
+        return call_trainer(update, self, min(dataset_range, request["rows"]))
 
     transformation.DatasetConfig.update_range = at_most
     prepare = transformation.get_cached_dataset_tulu
 
     def prepared(*args: Any, **kwargs: Any) -> Any:
-        made = prepare(*args, **kwargs)
+        made = call_trainer(prepare, *args, **kwargs)
         report["data"] = rows.describe(made, arguments.max_seq_length, request["special"])
+        report["dropped"] = rows.dropped()
         if not report["data"].get("rows"):
-            raise steps.Refused("no row is left after the trainer has prepared the data")
+            raise Refused("no row is left after the trainer has prepared the data")
         report["phase"] = "construct"
         # packing fills rows of this length, and OLMo-core first tries a batch of it
-        arguments.max_seq_length = min(arguments.max_seq_length, rows.TOKENS)
+        if arguments.max_seq_length is not None:
+            arguments.max_seq_length = min(arguments.max_seq_length, rows.TOKENS)
         return rows.shorten(made)
 
     rows.replace_everywhere("open_instruct", "get_cached_dataset_tulu", prepare, prepared)
@@ -179,7 +193,7 @@ def shrink_olmo_core(script: Any) -> None:
     real = script.olmo_core_utils.get_transformer_config
 
     def small(*args: Any, **kwargs: Any) -> Any:
-        config = real(*args, **kwargs)
+        config = call_trainer(real, *args, **kwargs)
         config.n_layers, config.d_model = 2, 64
         blocks = config.block.values() if isinstance(config.block, dict) else [config.block]
         for block in blocks:
@@ -193,7 +207,9 @@ def shrink_olmo_core(script: Any) -> None:
 
     script.olmo_core_utils.get_transformer_config = small
     # it would ask for NCCL beside gloo; the process group of one process is there
-    script.train.prepare_training_environment = constant(None)
+    prepare_environment = script.train.prepare_training_environment
+    for package in ("open_instruct", "olmo_core"):
+        rows.replace_everywhere(package, "prepare_training_environment", prepare_environment, constant(None))
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", NUM_NODES="1")
     for name in ("pre_train", "pre_step", "post_step"):
         setattr(gpu_memory_monitor.GPUMemoryMonitorCallback, name, constant(None))

@@ -3,14 +3,33 @@
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+
+from .calls import call_trainer, pass_on
 
 TOKENS = 256
 """Tokens that are trained on of each row: the whole row has been prepared by then."""
 _FILES = {"json", "csv", "parquet", "arrow", "text", "pandas"}
 _HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
 _MASKS = ("completion_mask", "assistant_masks")
+
+
+COUNTS_S = 2.0
+"""Seconds after which the rows of a set are not counted any further."""
+
+
+class Filtered(NamedTuple):
+    """One pass of `Dataset.filter`: rows before and after it, and what it says of itself."""
+
+    before: int
+    after: int
+    what: str
+
+
+FILTERED: list[Filtered] = []
+"""What this process, which answers one request, has filtered so far."""
 
 
 class AnySplit(dict[str, Any]):
@@ -21,10 +40,15 @@ class AnySplit(dict[str, Any]):
 
 
 def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, Any]) -> Callable[..., Any]:
+    """`load_dataset` of the first rows of each set; `report` says how many there are in all.
+
+    Counted are the rows of the split that is trained on: that of the request, or the one that is asked for.
+    """
     import datasets
 
     absent = (ConnectionError, datasets.exceptions.DatasetNotFoundError)
     count = request["rows"]
+    report["sets"] = []
 
     def load_few(path: Any, *args: Any, **kwargs: Any) -> Any:
         report["phase"] = "data"
@@ -37,9 +61,13 @@ def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, A
         local = path in _FILES or os.path.exists(str(path))
         if local and not kwargs.get("streaming"):
             kwargs.pop("num_proc", None)
-            return each(load(path, *args, **{**kwargs, "streaming": True}), lambda one: read(one, count))
+            kwargs["streaming"] = True
+            stream = call_trainer(load, path, *args, **kwargs)
+            first = each(stream, lambda one: read(one, count))
+            note_sizes(stream, first)
+            return first
         try:
-            loaded = load(path, *args, **kwargs)
+            loaded = call_trainer(load, path, *args, **kwargs)
         except absent:
             if local or not _HUB_NAME.match(str(path)):
                 raise
@@ -47,7 +75,16 @@ def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, A
             made = datasets.Dataset.from_list(made_up(count, pairs=request["pairs"]))
             made = made.to_iterable_dataset() if kwargs.get("streaming") else made
             return made if kwargs.get("split") else AnySplit(train=made, test=made)
-        return each(loaded, lambda one: head(one, count))
+        first = each(loaded, lambda one: head(one, count))
+        note_sizes(loaded, first)
+        return first
+
+    def note_sizes(whole: Any, first: Any) -> None:
+        if isinstance(whole, dict):
+            whole = whole.get(request.get("split"))
+            first = first.get(request.get("split"))
+        if hasattr(first, "__len__"):
+            report["sets"].append({"read": len(first), **size(whole, count=request.get("count", False))})
 
     return load_few
 
@@ -75,8 +112,30 @@ def each(loaded: Any, change: Callable[[Any], Any]) -> Any:
 def read(stream: Any, count: int) -> Any:
     import datasets
 
-    rows = list(stream.take(count))
+    rows = call_trainer(list, stream.take(count))
     return datasets.Dataset.from_list(rows, features=stream.features if not rows else None)
+
+
+def size(rows: Any, *, count: bool) -> dict[str, Any]:
+    """Rows of a set as `total`, None where that is unknown; `more` where there are more than were counted.
+
+    A stream is only read on where its rows are to be counted.
+    """
+    if hasattr(rows, "__len__"):
+        return {"total": len(rows), "more": False}
+    if not count:
+        return {"total": None, "more": False}
+    total = 0
+    until = time.monotonic() + COUNTS_S
+    try:
+        for table in rows.with_format("arrow").iter(batch_size=1000):
+            total += table.num_rows
+            if time.monotonic() > until:
+                return {"total": total, "more": True}
+    except Exception:
+        # a fault behind the rows that are rehearsed
+        return {"total": None, "more": False}
+    return {"total": total, "more": False}
 
 
 def head(rows: Any, count: int) -> Any:
@@ -106,9 +165,19 @@ def prepare_in_process() -> None:
         def alone(*args: Any, old: Callable[..., Any] = old, **kwargs: Any) -> Any:
             if isinstance(kwargs.get("num_proc"), int) and kwargs["num_proc"] > 0:
                 kwargs["num_proc"] = None
-            return old(*args, **kwargs)
+            result = pass_on(old, *args, **kwargs)
+            if old.__name__ == "filter":
+                function = kwargs.get("function") or (*args, None)[1]
+                what = str(kwargs.get("desc") or getattr(function, "__name__", ""))
+                FILTERED.append(Filtered(len(args[0]), len(result), what))
+            return result
 
         setattr(datasets.Dataset, name, alone)
+
+
+def dropped(of: str = "") -> list[dict[str, Any]]:
+    """The passes that left rows out, as JSON; `of` is in what they say of themselves."""
+    return [entry._asdict() for entry in FILTERED if entry.after < entry.before and of in entry.what]
 
 
 def shorten(rows: Any) -> Any:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from .calls import Refused, call_trainer
+
 STEPS = 2
 STILL = 1e-12
 """A change up to this is none: a bias that begins at 0 moves by any learning rate."""
@@ -16,27 +18,47 @@ RAW = "model_state_dict.pt"
 """What dpo.py saves of a model that OLMo-core cannot export (olmo_core_utils.py:292)."""
 
 
-class Refused(Exception):
-    """What no exception of the trainer's says, and what makes its result worthless."""
-
-
 @contextlib.contextmanager
-def losses() -> Iterator[list[float]]:
-    """The loss of every backward pass within."""
-    import torch
+def losses(report: dict[str, Any]) -> Iterator[list[float]]:
+    """The loss of every optimizer step within; `report` says from the first backward pass on that it trains.
 
-    backward, losses = torch.Tensor.backward, list[float]()
+    A step minimises the sum of what its backward passes begin with: where a trainer accumulates, each of them
+    begins with the loss of its micro-batch divided by their number. A pass whose gradients are thrown away
+    (OLMo-core tries a batch before it trains) belongs to no step.
+    """
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    backward = torch.Tensor.backward
+    zero_grad = torch.optim.Optimizer.zero_grad
+    accumulated = list[float]()
+    losses = list[float]()
 
     def listen(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.numel() == 1:
-            losses.append(float(self.detach()))
-        return backward(self, *args, **kwargs)
+            accumulated.append(float(self.detach()))
+        if report["phase"] == "construct":
+            report["phase"] = "train"
+        return call_trainer(backward, self, *args, **kwargs)
+
+    def forget(self: Any, *args: Any, **kwargs: Any) -> Any:
+        accumulated.clear()
+        return call_trainer(zero_grad, self, *args, **kwargs)
+
+    def end_step(*_: Any) -> None:
+        if accumulated:
+            losses.append(sum(accumulated))
+        accumulated.clear()
 
     torch.Tensor.backward = listen
+    torch.optim.Optimizer.zero_grad = forget
+    hook = register_optimizer_step_post_hook(end_step)
     try:
         yield losses
     finally:
+        hook.remove()
         torch.Tensor.backward = backward
+        torch.optim.Optimizer.zero_grad = zero_grad
 
 
 def require_finite(losses: list[float]) -> None:
@@ -48,23 +70,37 @@ def require_finite(losses: list[float]) -> None:
 def require_moved(before: dict[str, Any], after: dict[str, Any]) -> None:
     """Raise Refused where no tensor has moved, or where they are worthless."""
     names = before.keys() & after.keys()
+    compared = False
     moved, largest, start = False, 0.0, 1.0
     for name in names:
-        # what is trained in 16 bits began at the rounded weights
-        new = after[name].detach()
-        old, new = before[name].detach().to(new.dtype).float(), new.float()
+        old, new = comparable(before[name].detach(), after[name].detach())
         if not new.numel():
             continue
+        compared = True
         # what is no number has moved too
         moved |= not float((new - old).abs().max()) <= STILL
         # max() of Python forgets a NaN
         size = float(new.abs().max()) if bool(new.isfinite().all()) else math.inf
         largest, start = max(largest, size), max(start, float(old.abs().max()))
-    if names and not moved:
+    if compared and not moved:
         raise Refused(f"{STEPS} steps change no weight")
     if largest > BLOWN_UP * start:
         how = f"of {largest:.0e}" if math.isfinite(largest) else "that are not finite"
         raise Refused(f"{STEPS} steps make weights {how}, from at most {start:.0e}")
+
+
+def comparable(old: Any, new: Any) -> tuple[Any, Any]:
+    """Two states of a tensor, in float32 and of one shape.
+
+    What is trained in 16 bits began at the rounded weights. An embedding that was made larger for new tokens
+    is compared in the rows that were there before; of a tensor with other dimensions nothing is.
+    """
+    old = old.to(new.dtype).float()
+    new = new.float()
+    if old.dim() != new.dim():
+        return old.flatten()[:0], new.flatten()[:0]
+    common = tuple(slice(min(sizes)) for sizes in zip(old.shape, new.shape, strict=True))
+    return old[common], new[common]
 
 
 def weights(folder: str) -> dict[str, Any]:
@@ -103,7 +139,7 @@ def load_again(folder: str) -> None:
         from peft import AutoPeftModelForCausalLM as Auto
     else:
         from transformers import AutoModelForCausalLM as Auto
-    Auto.from_pretrained(folder)
+    call_trainer(Auto.from_pretrained, folder)
 
 
 def special_tokens(folder: str) -> dict[str, int | None]:

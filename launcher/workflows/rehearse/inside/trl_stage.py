@@ -1,9 +1,14 @@
 """TRL's `scripts/sft.py` and `scripts/dpo.py`, asked what they make of a stage's arguments."""
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from . import rows, shrink, steps
+from .calls import NoRehearsal, Refused, call_trainer
+
+TRAINERS = {"sft": "SFTTrainer", "dpo": "DPOTrainer"}
+"""The class of trl that each entry script builds."""
 
 
 def load(setup: dict[str, Any]) -> None:
@@ -11,10 +16,11 @@ def load(setup: dict[str, Any]) -> None:
     import peft  # noqa: F401
     import torch
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
-    from trl import DPOTrainer, SFTTrainer  # noqa: F401
+    import trl
 
-    importlib.import_module("trl.scripts.sft")
-    importlib.import_module("trl.scripts.dpo")
+    for script, trainer in TRAINERS.items():
+        importlib.import_module(f"trl.scripts.{script}")
+        getattr(trl, trainer)
     torch.set_num_threads(1)
     rows.prepare_in_process()
 
@@ -39,26 +45,30 @@ def shrink_model(request: dict[str, Any], report: dict[str, Any]) -> None:
 
 def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     """Parse; then the script's own `main` on the small model, two steps of it, evaluation, save, load."""
+    if request["entry"] not in TRAINERS:
+        raise NoRehearsal(f"which trainer trl.scripts.{request['entry']} builds is not known")
     import transformers
 
-    script = importlib.import_module(f"trl.scripts.{request['stage']}")
-    parts = script.make_parser().parse_args_and_config(request["words"], fail_with_unknown_args=False)
-    training, model = parts[1], parts[2]
+    script: Any = importlib.import_module(f"trl.scripts.{request['entry']}")
+    parser = call_trainer(script.make_parser)
+    parts = call_trainer(parser.parse_args_and_config, request["words"], fail_with_unknown_args=False)
+    data, training, model = parts[:3]
     if request.get("report_to"):
-        transformers.integrations.get_reporting_integration_callbacks(request["report_to"])
+        find_reporters: Callable[..., Any] = transformers.integrations.get_reporting_integration_callbacks
+        call_trainer(find_reporters, request["report_to"])
     if request["level"] == "parse":
         return
     import datasets
     import trl
 
     real = datasets.load_dataset
+    request["split"] = data.dataset_train_split
     rows.replace_everywhere("trl", "load_dataset", real, rows.limit(real, request, report))
     model.model_name_or_path = request["model"]
-    kind = trl.SFTTrainer if request["stage"] == "sft" else trl.DPOTrainer
     report["phase"] = "construct"
-    watch(kind, request, report)
-    with steps.losses() as losses:
-        script.main(*parts)
+    watch(getattr(trl, TRAINERS[request["entry"]]), request, report)
+    with steps.losses(report) as losses:
+        call_trainer(script.main, *parts)
     report["losses"] = losses
     steps.require_finite(losses)
     report["phase"] = "load"
@@ -83,21 +93,22 @@ def watch(kind: Any, request: dict[str, Any], report: dict[str, Any]) -> None:
     def train_two(self: Any, *args: Any, **kwargs: Any) -> Any:
         longest = getattr(self.args, "max_length", None)
         report["data"] = rows.describe(self.train_dataset, longest, request["special"])
+        report["dropped"] = rows.dropped(of="train")
         if report["data"].get("rows") == 0:
-            raise steps.Refused("no row is left after the trainer has prepared the data")
+            raise Refused("no row is left after the trainer has prepared the data")
         self.train_dataset = rows.shorten(self.train_dataset)
         if hasattr(self.eval_dataset, "column_names"):
             self.eval_dataset = rows.shorten(rows.head(self.eval_dataset, 8))
         self.add_callback(Two())
         before = {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
         report["phase"] = "train"
-        result = train(self, *args, **kwargs)
+        result = call_trainer(train, self, *args, **kwargs)
         report["phase"] = "train"
         steps.require_moved(before, dict(self.model.named_parameters()))
         return result
 
     def save_it(self: Any, *args: Any, **kwargs: Any) -> Any:
         report["phase"] = "save"
-        return save(self, *args, **kwargs)
+        return call_trainer(save, self, *args, **kwargs)
 
     kind.train, kind.save_model = train_two, save_it

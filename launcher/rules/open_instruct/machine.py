@@ -1,0 +1,48 @@
+"""Rules for open-instruct's own loops about the packages in the trainer's Python."""
+
+from collections.abc import Iterator, Mapping
+
+from launcher.errors import Finding, brief
+from launcher.rules.context import Context, StageRule
+from launcher.rules.rule import say
+
+# Distributions that each tracker needs one of (accelerate/utils/dataclasses.py:761).
+_TRACKERS: Mapping[str, tuple[str, ...]] = {
+    "aim": ("aim",),
+    "clearml": ("clearml",),
+    "comet_ml": ("comet-ml",),
+    "dvclive": ("dvclive",),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "swanlab": ("swanlab",),
+    "tensorboard": ("tensorboard", "tensorboardx"),
+    "trackio": ("trackio",),
+    "wandb": ("wandb",),
+}
+
+
+def optimizer_package(context: Context) -> Iterator[Finding]:
+    """finetune.py:679, dpo_tune_cache.py:426"""
+    for key in ("use_qlora", "dpo_use_paged_optimizer"):
+        if context.values.get(key) and context.lacks("bitsandbytes"):
+            message = f"`{key}`: the trainer's Python has no bitsandbytes"
+            yield say("error", "optim-missing", key, message, f"pip install bitsandbytes, or delete `{key}`")
+
+
+def trackers(context: Context) -> Iterator[Finding]:
+    """finetune.py:374, accelerate/tracking.py:1356: an unknown one is refused, one that is not installed left out."""
+    values = context.values
+    given = values["report_to"]
+    names = [str(name) for name in given] if isinstance(given, list) else [str(given)]
+    if not values["with_tracking"] or given is None or "all" in names:
+        return
+    for name in names:
+        if name not in _TRACKERS:
+            message = f"`report_to: {brief(name)}` is no tracker that accelerate knows"
+            yield say("error", "report-unknown", "report_to", message, f"one of {', '.join(_TRACKERS)}")
+        elif context.lacks(*_TRACKERS[name]):
+            package = _TRACKERS[name][0]
+            message = f"`report_to: {name}` is left out without a word: the trainer's Python has no {package}"
+            yield say("warning", "report-missing", "report_to", message, f"pip install {package}")
+
+
+RULES: Mapping[str, tuple[StageRule, ...]] = {"sft": (optimizer_package, trackers), "dpo": (optimizer_package,)}

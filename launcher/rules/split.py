@@ -1,0 +1,35 @@
+"""Rules about the number of processes, which is known once a stage is planned on GPUs."""
+
+from collections.abc import Iterator, Mapping
+
+from launcher.errors import Finding
+from launcher.rules.context import Context, StageRule, caches_only
+from launcher.rules.rule import say
+
+
+def sequence_parallel(context: Context) -> Iterator[Finding]:
+    """finetune.py:383; each group of so many processes shares its rows."""
+    key = "sequence_parallel_size"
+    size = context.values[key]
+    processes = context.gpus
+    if not isinstance(size, int) or size <= 1 or not processes or caches_only(context):
+        return
+    if processes % size:
+        divisors = [str(number) for number in range(1, processes + 1) if processes % number == 0]
+        message = f"`{key}: {size}` does not divide {processes} process(es)"
+        yield say("error", "sequence-split", key, message, f"one of {', '.join(divisors)}, or another --gpus")
+
+
+def sharded_alone(context: Context) -> Iterator[Finding]:
+    """transformers/trainer.py:463: FSDP needs processes that know of each other."""
+    values = context.values
+    if values["fsdp"] and context.gpus == 1 and "xla" not in str(values["fsdp_config"]):
+        message = "`fsdp` on one process: transformers refuses it, there is nothing to shard over"
+        yield say("error", "fsdp-alone", "fsdp", message, "--gpus 2 or more, or delete the line")
+
+
+RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
+    "open_instruct": {"sft": (sequence_parallel,)},
+    "trl": dict.fromkeys(("sft", "dpo"), (sharded_alone,)),
+}
+"""By backend and stage; the `gpus` of their context are processes, one on the CPU."""

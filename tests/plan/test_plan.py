@@ -119,8 +119,8 @@ def test_a_trend_of_too_few_steps(tmp_path: Path) -> None:
 def trl_rows(folder: Path, more: str) -> Plan:
     data = folder / "data"
     data.mkdir(exist_ok=True)
-    (data / "train.jsonl").write_text("{}\n" * 100)
-    (data / "test.jsonl").write_text("{}\n" * 7)
+    (data / "train.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n' * 100)
+    (data / "test.jsonl").write_text('{"text": "a"}\n' * 7)
     more += "\n  per_device_train_batch_size: 8"
     return planned(from_text(folder, TRL.format(data=data, more=more)), 0)
 
@@ -144,7 +144,7 @@ def test_a_folder_whose_names_say_nothing_is_for_training(tmp_path: Path) -> Non
     trl_rows(tmp_path, "")
     for name in ("train", "test"):
         (tmp_path / "data" / f"{name}.jsonl").unlink()
-    (tmp_path / "data" / "chats.jsonl").write_text("{}\n" * 32)
+    (tmp_path / "data" / "chats.jsonl").write_text('{"text": "a"}\n' * 32)
     stage = from_text(tmp_path, TRL.format(data=tmp_path / "data", more="per_device_train_batch_size: 8"))
     assert planned(stage, 0).rows == 32
 

@@ -93,7 +93,8 @@ def test_steps_follow_from_counts(tmp_path: Path) -> None:
     assert (made.rows, made.steps) == (None, None)
     # rows of local files are counted
     data = tmp_path / "some rows.jsonl"
-    data.write_text('{"a": 1}\n{"a": 2}\n{"a": 3}')
+    row = '{"messages": [{"role": "assistant", "content": "a"}]}'
+    data.write_text("\n".join([row] * 3))
     text = SFT.format(more="").replace('[set, "64"]', f'["{data}", "0.5", other, "10"]')
     assert planned(from_text(tmp_path, text), 1).rows == 11
     # logging steps is set and said

@@ -44,7 +44,7 @@ def imported(path: Path, *, lazily: bool = True) -> set[str]:
 
 # From the ground up: a package imports only what stands before it. `launcher/` itself holds the ground floor.
 FLOORS = (
-    "", "config", "machine", "upstream", "artifacts", "runs", "rules", "stage", "plan", "verdict",
+    "", "config", "machine", "upstream", "artifacts", "dataset", "runs", "rules", "stage", "plan", "verdict",
     "cache", "pin", "report", "lifecycle", "workflows", "cli",
 )  # fmt: skip
 GROUND = {"errors", "files", "paths", "printable", "redaction", "__main__", ""}

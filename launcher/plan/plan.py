@@ -1,12 +1,14 @@
 """GPUs -> `Plan`: batch x accumulation, steps, and the arguments that upstream will be given."""
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher.artifacts.rows import entry_rows, files_of_split, lines_of
+from launcher.dataset import sources, survey
+from launcher.dataset.mixer import entry_rows
 from launcher.errors import Finding, InvalidConfig, Severity, launch_finding
 from launcher.rules import registry
 from launcher.rules.context import Context
@@ -363,6 +365,8 @@ def count_rows(stage: Stage, values: Values) -> int | None:
         return sum(n for n in counted if n is not None) if None not in counted else None
     if not isinstance(listed, str):
         return None
-    # `train[:100]` is a part of the split, which no file is
-    files = files_of_split(listed, str(values.get("dataset_train_split") or "train"))
-    return lines_of(files) if all(file.suffix == ".jsonl" for file in files) else None
+    split = values.get("dataset_train_split") or "train"
+    source = sources.of_name(listed, str(split), values.get("dataset_config"), os.environ)
+    # an error about the rows says more than a count of the others
+    surveyed = survey.look(source.files)
+    return None if not source.files or surveyed.unread or surveyed.faults else surveyed.rows

@@ -104,7 +104,8 @@ def test_without_a_terminal_model_and_data_are_options(
 def test_a_data_file_of_trl_is_alone_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "data" / "chats.jsonl"
     data.parent.mkdir()
-    data.write_text('{"messages": []}\n')
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    data.write_text(json.dumps({"messages": chat}) + "\n")
     words = ("sft", "--model", "org/tiny", "--data", str(data), "-o", str(tmp_path / "sft.yaml"))
     (data.parent / "train_notes.md").write_text("")
     code, said = answer(capsys, *words)

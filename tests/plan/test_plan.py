@@ -93,7 +93,8 @@ def test_steps_follow_from_counts(tmp_path: Path) -> None:
     assert (made.rows, made.steps) == (None, None)
     # rows of local files are counted
     data = tmp_path / "some rows.jsonl"
-    data.write_text('{"a": 1}\n{"a": 2}\n{"a": 3}')
+    row = '{"messages": [{"role": "assistant", "content": "a"}]}'
+    data.write_text("\n".join([row] * 3))
     text = SFT.format(more="").replace('[set, "64"]', f'["{data}", "0.5", other, "10"]')
     assert planned(from_text(tmp_path, text), 1).rows == 11
     # logging steps is set and said
@@ -119,8 +120,8 @@ def test_a_trend_of_too_few_steps(tmp_path: Path) -> None:
 def trl_rows(folder: Path, more: str) -> Plan:
     data = folder / "data"
     data.mkdir(exist_ok=True)
-    (data / "train.jsonl").write_text("{}\n" * 100)
-    (data / "test.jsonl").write_text("{}\n" * 7)
+    (data / "train.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n' * 100)
+    (data / "test.jsonl").write_text('{"text": "a"}\n' * 7)
     more += "\n  per_device_train_batch_size: 8"
     return planned(from_text(folder, TRL.format(data=data, more=more)), 0)
 
@@ -144,7 +145,7 @@ def test_a_folder_whose_names_say_nothing_is_for_training(tmp_path: Path) -> Non
     trl_rows(tmp_path, "")
     for name in ("train", "test"):
         (tmp_path / "data" / f"{name}.jsonl").unlink()
-    (tmp_path / "data" / "chats.jsonl").write_text("{}\n" * 32)
+    (tmp_path / "data" / "chats.jsonl").write_text('{"text": "a"}\n' * 32)
     stage = from_text(tmp_path, TRL.format(data=tmp_path / "data", more="per_device_train_batch_size: 8"))
     assert planned(stage, 0).rows == 32
 

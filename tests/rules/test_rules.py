@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,28 +222,6 @@ def test_names_are_looked_up_in_the_source_at_hand() -> None:
     for tables in (elsewhere, {}):
         given = Values(replace(schema, version="0123456789ab", tables=tables), dict(values))
         assert not {f.code for f in registry.apply(given)} & {"unknown-template", "unknown-function"}
-
-
-FAULTY = [
-    ("", "holds no rows"), ("\n \n", "holds no rows"), ("\n{\n", "line 2 is not JSON"),
-    ("[1]\n", "line 1 is not a JSON object"),
-    ('\n{"messages": []}\nbroken', None), ('{"id": "' + "x" * 2**21 + '"}', None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "said"), FAULTY, ids=lambda value: str(value)[:20])
-def test_data_files_whose_first_row_is_none(tmp_path: Path, text: str, said: str | None) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(text)
-    told = found("sft", dataset_mixer_list=[str(path), "1.0"])
-    if said is None:
-        assert told == []
-        return
-    (finding,) = told
-    assert (finding.code, finding.severity, finding.key) == (
-        "bad-data", "error", "args.dataset_mixer_list[0]",
-    )  # fmt: skip
-    assert said in finding.message
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])

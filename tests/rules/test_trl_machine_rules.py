@@ -40,7 +40,9 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def found(script: str, args: dict[str, Any], **known: Any) -> list[Finding]:
     known.setdefault("environ", {"HOME": str(Path.cwd() / "home")})
-    return list(registry.apply_in(Context(values=values_of(script, args), **known)))
+    findings = registry.apply_in(Context(values=values_of(script, args), **known))
+    # that data on the hub were not looked at is said of every set of arguments
+    return [finding for finding in findings if finding.code != "unseen-data"]
 
 
 def told(script: str, args: dict[str, Any], **known: Any) -> list[tuple[str, str, str]]:

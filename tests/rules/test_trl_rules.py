@@ -200,7 +200,9 @@ def test_none_speaks_elsewhere() -> None:
 @pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_the_demo_is_quiet(name: str) -> None:
     path = REPOSITORY / "configs" / "demo" / f"{name}.yaml"
-    assert stage.judge(load.load(path), locator=Locator(search=())).findings == ()
+    findings = stage.judge(load.load(path), locator=Locator(search=())).findings
+    # before `make demo` they are not here
+    assert {finding.code for finding in findings} <= {"missing-data"}
 
 
 def test_names_are_not_judged_at_another_release() -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from launcher.artifacts import model_config, rows
+from launcher.artifacts import model_config
 from launcher.errors import Finding, Severity, brief
 from launcher.paths import exists
 from launcher.rules.rule import Range, Rule, no_model, outside, say, warn
@@ -145,8 +145,6 @@ def missing_data_files(values: Values) -> Iterator[Finding]:
             message = f"{brief(name)} would be looked up on the hub: only .jsonl and .parquet are read from disk"
             help = "write one JSON object a line, and name the file .jsonl"
             yield say("error", "json-data", key, message, help)
-        elif (what := rows.fault(Path(name))) is not None:
-            yield say("error", "bad-data", key, f"{brief(name)}: {what}", "correct the file, or name another")
 
 
 def foreign_cache_key(values: Values) -> Iterator[Finding]:

@@ -1,12 +1,17 @@
-"""How long upstream tokenises, while the other processes wait."""
+"""What the rows of open-instruct's data hold, and how long upstream tokenises while the other processes wait."""
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
-from launcher.artifacts.rows import entry_rows
-from launcher.errors import Finding
+from launcher.dataset import sources
+from launcher.dataset.mixer import LOCAL_SUFFIXES, entry_rows
+from launcher.errors import Finding, brief
+from launcher.paths import is_file
+from launcher.rules import data
 from launcher.rules.context import Context, StageRule, caches_only
-from launcher.rules.open_instruct.arguments import listed
+from launcher.rules.data import Looked
+from launcher.rules.open_instruct.arguments import LOCAL_DATA, listed
 from launcher.rules.rule import say
 
 # Rows a second on one core, measured with upstream's own functions (chats of two turns, 556 tokens): 572
@@ -48,4 +53,104 @@ def _known_rows(words: list[str]) -> int:
     return sum(entry_rows(str(name), str(amount)) or 0 for name, amount in pairs)
 
 
-RULES: tuple[StageRule, ...] = (tokenising_outlasts,)
+# what is read of a row without another transform (dataset_transformation.py:1183,1278)
+_TRANSFORMS = frozenset(
+    """
+    sft_tulu_tokenize_and_truncate_v1 sft_tulu_filter_v1 preference_tulu_tokenize_and_truncate_v1
+    preference_tulu_filter_v1
+    """.split()
+)
+
+
+def local_rows(context: Context) -> Iterator[Finding]:
+    """dataset_transformation.py:1186,1290,1236: rows are read by `messages`, or `chosen` and `rejected`, and those
+    without a message of `assistant` are dropped.
+    """
+    values = context.values
+    key = listed(values)
+    splits = values.get(f"{key}_splits") or ["train"]
+    for index, word in enumerate((values[key] or [])[::2]):
+        place = f"{key}[{2 * index}]"
+        split = str(splits[0]) if len(splits) == 1 else "train"
+        source = _source(str(word), split, context)
+        if source is None:
+            continue
+        yield from data.unseen(place, source, context)
+        if not source.files:
+            continue
+        looked = data.looked_at(place, source)
+        yield from data.readable(looked)
+        yield from data.copies(looked)
+        if looked.survey.rows and _default_transforms(context):
+            yield from _rows(looked, pairs=key == "mixer_list")
+
+
+def _source(name: str, split: str, context: Context) -> sources.Source | None:
+    """Where an entry's rows lie; None for a file that is not here, of which another rule speaks."""
+    if name.endswith(LOCAL_DATA):
+        is_here = name.endswith(LOCAL_SUFFIXES) and is_file(Path(name))
+        return sources.of_file(name) if is_here else None
+    return sources.of_name(name, split, None, context.environ)
+
+
+def _default_transforms(context: Context) -> bool:
+    given = context.values.get("dataset_transform_fn") or context.values.get("transform_fn") or []
+    return all(str(name) in _TRANSFORMS for name in given)
+
+
+def _rows(looked: Looked, *, pairs: bool) -> Iterator[Finding]:
+    survey = looked.survey
+    read = ["chosen", "rejected"] if pairs else ["messages"]
+    names = " and ".join(f"`{name}`" for name in read)
+    is_chat = all(survey.kind(name) == "list" and not survey.count(name, "from-value") for name in read)
+    if not is_chat:
+        columns = brief(", ".join(sorted(survey.columns)))
+        message = f"{brief(looked.source.name)} has the columns {columns}: open-instruct reads {names}, "
+        message += "lists of messages with `role` and `content`"
+        otherwise = f"write {names} as lists of messages"
+        if not pairs and {"chosen", "rejected"} <= survey.columns:
+            help = "these are pairs: `stage: dpo` trains on them"
+        elif pairs and not {"chosen", "rejected"} <= survey.columns:
+            help = "these are single answers: `stage: sft` trains on them"
+        else:
+            help = data.convertible(looked, otherwise)
+        yield looked.say("error", "data-columns", message, help)
+        return
+    for column in read:
+        yield from data.same_kinds(looked, [column], "list")
+        yield from _unanswered(looked, column)
+        empty = survey.fact(column, "empty-list")
+        if empty is not None:
+            message = f"`{column}` is an empty list in {looked.share(empty)}"
+            yield looked.say("error", "data-types", message, "take these rows out")
+    if pairs:
+        yield from data.equal_pairs(looked)
+        yield from _promptless(looked)
+    yield from data.empty_answers(looked, read)
+    yield from data.conversations(looked, read)
+    yield from data.other_kinds(looked, read)
+
+
+def _unanswered(looked: Looked, column: str) -> Iterator[Finding]:
+    survey = looked.survey
+    answered = survey.named(column, "role:").get("assistant")
+    count = survey.rows - (0 if answered is None else answered.count)
+    if count == survey.rows:
+        message = f"`{column}` has no message of `assistant` in any row: all of them are dropped"
+        help = "the answers need the role `assistant`"
+        yield looked.say("error", "no-answers", message, help)
+    elif count:
+        message = f"`{column}` has no message of `assistant` in {count:,} of {survey.rows:,} rows: they are dropped"
+        yield looked.say("warning", "no-answers", message, "take these rows out, or mend their roles")
+
+
+def _promptless(looked: Looked) -> Iterator[Finding]:
+    """Both conversations hold the prompt themselves: a column `prompt` is not read."""
+    bare = looked.survey.fact("chosen", "starts-with:assistant")
+    if bare is not None:
+        message = f"`chosen` begins with the answer in {looked.share(bare)}: these pairs train without a prompt"
+        help = "put the question in front of both answers: a column `prompt` is not read"
+        yield looked.say("warning", "no-prompt", message, help)
+
+
+RULES: tuple[StageRule, ...] = (tokenising_outlasts, local_rows)

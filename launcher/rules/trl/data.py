@@ -1,26 +1,28 @@
-"""Rules about the data and templates that a TRL stage names: do they lie here, and as what?"""
+"""Rules about the data and templates that a TRL stage names: do they lie here, and what do the rows hold?"""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from launcher.artifacts import model_config, rows
-from launcher.errors import Finding, brief
+from launcher.artifacts import model_config
+from launcher.dataset import reading, shapes, sources
+from launcher.errors import Finding, Severity, brief
 from launcher.paths import exists, is_file
+from launcher.rules import data
 from launcher.rules.context import Context, StageRule
+from launcher.rules.data import Looked
 from launcher.rules.rule import say
 from launcher.rules.trl.resolved import prepared
 
-_PAIRS = {"chosen", "rejected"}
-# the last three are read in another way (trl/data_utils.py:927)
-_EXAMPLES = ({"messages"}, {"prompt", "completion"}, {"conversations"}, {"input_ids"}, {"image"}, {"images"})
+_KEY = "dataset_name"
+# read in another way, or not prepared at all (trl/trainer/sft_trainer.py:1240)
+_OTHER_FORMS = frozenset({"input_ids", "image", "images"})
 
 
 def _named(context: Context) -> str | None:
     """The data set that `load_dataset` would be asked for (trl/scripts/sft.py:96)."""
     values = context.values
-    name = values["dataset_name"]
+    name = values[_KEY]
     return name if isinstance(name, str) and name and not values["datasets"] else None
 
 
@@ -31,42 +33,216 @@ def data_here(context: Context) -> Iterator[Finding]:
         return
     if is_file(Path(name)):
         message = f"`dataset_name: {brief(name)}` is a file, which cannot be loaded by its name"
-        help = f"name its folder: `dataset_name: {Path(name).parent}`"
-        yield say("error", "data-file", "dataset_name", message, help)
-    elif context.running and model_config.is_path(name) and not exists(Path(name)):
-        message = f"there is no folder {brief(name)} here"
+        folder = Path(name).parent
+        help = f"name its folder: `dataset_name: {folder if str(folder) != '.' else './'}`"
+        yield say("error", "data-file", _KEY, message, help)
+    elif name in sources.LOADERS:
+        yield from data.loader_name(_KEY, name)
+    elif not exists(Path(name)) and _is_local(name):
+        what = "file" if reading.data_suffix(Path(name)) in reading.READABLE else "folder"
+        message = f"there is no {what} {brief(name)} here"
         help = "relative paths start where launch is started; `~` is not expanded"
-        yield say("error", "missing-data", "dataset_name", message, help)
+        yield say(context.at_start, "missing-data", _KEY, message, help)
+
+
+def _is_local(name: str) -> bool:
+    """Whether a name can only be a path: that of no data set on the hub."""
+    return model_config.is_path(name) or reading.data_suffix(Path(name)) in reading.READABLE
+
+
+def _source(context: Context) -> sources.Source | None:
+    """The rows that are trained on; None where the command line names them in another way."""
+    values = context.values
+    name, split = _named(context), values["dataset_train_split"]
+    if name is None or is_file(Path(name)) or name in sources.LOADERS or prepared(values):
+        return None
+    if not isinstance(split, str) or re.search(r"[\[+]", split):
+        return None
+    if not exists(Path(name)) and _is_local(name):
+        return None
+    return sources.of_name(name, split, values["dataset_config"], context.environ)
+
+
+def _looked_at(context: Context) -> Looked | None:
+    source = _source(context)
+    return data.looked_at(_KEY, source) if source is not None and source.files else None
 
 
 def data_rows(context: Context) -> Iterator[Finding]:
     """datasets/packaged_modules/json/json.py:101: a file without rows ends the run in a StopIteration."""
-    for file in rows.files_of_split(_named(context), "train"):
-        if (what := rows.fault(file)) is not None:
-            help = "correct the file, or take it out of the folder"
-            yield say("error", "bad-data", "dataset_name", f"{brief(file)}: {what}", help)
+    source = _source(context)
+    if source is None:
+        return
+    yield from data.unseen(_KEY, source, context)
+    if source.files:
+        looked = data.looked_at(_KEY, source)
+        yield from data.readable(looked)
+        yield from data.copies(looked)
 
 
 def data_columns(context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:1333,1375,1383, dpo_trainer.py:1063: columns are read by their names."""
-    values, files = context.values, rows.files_of_split(_named(context), "train")
-    if not files or values["dataset_train_split"] != "train" or prepared(values) or values["dataset_config"]:
+    looked = _looked_at(context)
+    if looked is None or not looked.survey.rows or looked.survey.columns & _OTHER_FORMS:
         return
+    if context.values.schema.pairs:
+        yield from _pairs(looked, context)
+    else:
+        yield from _answers(looked, context)
+
+
+def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
+    """The rows of SFT: conversations, a prompt with its completion, or a text."""
+    survey, values = looked.survey, context.values
     text = str(values.get("dataset_text_field"))
-    read = f"SFT reads `messages`, `prompt` and `completion`, or `{brief(text)}`"
-    forms, other = [*_EXAMPLES, {text}], "name that of the text: `dataset_text_field: <column>`"
-    if values.schema.pairs:
-        read = "DPO reads `chosen` and `rejected`, with or without `prompt`"
-        forms, other = [_PAIRS], "train on them with `stage: sft`"
-    # a row that lacks a column has null there
-    heads = [rows.columns(path) for path in files]
-    names = frozenset[str]().union(*(head[1] for head in heads if head is not None))
-    if None not in heads and names and not any(form <= names for form in forms):
-        message = f"{brief(files[0])} has the columns {brief(', '.join(sorted(names)))}: {read}"
-        help = f"rename the columns, or {other}"
-        if names >= _PAIRS:
+    chats = "messages"
+    if survey.kind("conversations") == "list" and survey.count("conversations", "from-value"):
+        # these alone are converted (trl/data_utils.py:927)
+        chats = "conversations"
+    model, template = values["model_name_or_path"], values.get("chat_template_path")
+    written = data.tokenizer_template(model, template, context)
+    if "prompt" in survey.columns:
+        if "completion" not in survey.columns:
+            message = _columns_message(looked, "`prompt` is read together with `completion`, which is not there")
+            help = "add `completion`, or leave out `prompt`"
+            yield looked.say("error", "data-columns", message, data.convertible(looked, help))
+            return
+        read = ["prompt", "completion"]
+        yield from _alike(looked, read)
+        yield from data.repeated_prompts(looked, ["completion"])
+        yield from data.empty_answers(looked, ["completion"])
+        yield from _untemplated(looked, "completion", written)
+    elif survey.kind(chats) == "list" and (chats == "conversations" or not survey.count(chats, "from-value")):
+        read = [chats]
+        yield from data.same_kinds(looked, read, "list")
+        yield from _unanswered(looked, chats, values["assistant_only_loss"] is True)
+        yield from data.empty_answers(looked, read)
+    elif text in survey.columns:
+        read = [text]
+        yield from data.same_kinds(looked, read, "text")
+        yield from data.doubled_bos(looked, read, model, context)
+    else:
+        wanted = f"SFT reads `messages`, `prompt` and `completion`, or `{brief(text)}`"
+        help = "rename the columns, or name that of the text: `dataset_text_field: <column>`"
+        if {"chosen", "rejected"} <= survey.columns:
             help = "these are pairs: `stage: dpo` trains on them"
-        yield say("error", "data-columns", "dataset_name", message, help)
+        else:
+            help = data.convertible(looked, help)
+        yield looked.say("error", "data-columns", _columns_message(looked, wanted), help)
+        return
+    yield from data.conversations(looked, read)
+    yield from _empty_lists(looked, read)
+    yield from data.unwritten_tools(looked, read, written)
+    yield from data.other_kinds(looked, [*read, "tools", "chat_template_kwargs"])
+
+
+def _pairs(looked: Looked, context: Context) -> Iterator[Finding]:
+    """The rows of DPO: two answers, with their prompt beside them or at the start of both."""
+    survey, values = looked.survey, context.values
+    if not {"chosen", "rejected"} <= survey.columns:
+        help = "rename the columns"
+        if survey.kind("messages") == "list" or {"prompt", "completion"} <= survey.columns:
+            help = "these are single answers: `stage: sft` trains on them"
+        wanted = "DPO reads `chosen` and `rejected`, with or without `prompt`"
+        yield looked.say("error", "data-columns", _columns_message(looked, wanted), help)
+        return
+    read = [name for name in ("prompt", "chosen", "rejected") if name in survey.columns]
+    foreign = any(survey.count(name, "from-value") for name in read) or survey.kind("chosen") == "object"
+    if foreign:
+        message = "`chosen` and `rejected` are messages with `from` and `value`: DPO reads `role` and `content`"
+        help = data.convertible(looked, "rename them")
+        yield looked.say("error", "data-columns", message, help)
+        return
+    unlike = list(_alike(looked, read))
+    yield from unlike
+    if not unlike:
+        yield from _promptless(looked)
+    yield from data.repeated_prompts(looked, ["chosen", "rejected"])
+    yield from data.equal_pairs(looked)
+    yield from data.empty_answers(looked, ["chosen", "rejected"])
+    yield from data.conversations(looked, read)
+    yield from _empty_lists(looked, read)
+    written = data.tokenizer_template(values["model_name_or_path"], None, context)
+    yield from _untemplated(looked, "chosen", written)
+    yield from data.unwritten_tools(looked, read, written)
+    yield from data.other_kinds(looked, [*read, "tools", "chat_template_kwargs"])
+
+
+def _columns_message(looked: Looked, wanted: str) -> str:
+    names = brief(", ".join(sorted(looked.survey.columns)))
+    return f"{brief(str(looked.source.files[0]))} has the columns {names}: {wanted}"
+
+
+def _alike(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
+    """Prompts and answers are added to each other: all texts, or all conversations (trl/data_utils.py:126)."""
+    kinds = {name: looked.survey.kind(name) or "null" for name in read}
+    if len(set(kinds.values())) > 1:
+        held = ", ".join(f"`{name}` a {kind}" for name, kind in kinds.items())
+        message = f"the columns do not go together: {held}; TRL adds them to each other"
+        otherwise = "make them all texts, or all lists of messages"
+        help = data.convertible(looked, otherwise)
+        yield looked.say("error", "data-columns", message, help)
+    elif kinds["completion" if "completion" in kinds else "chosen"] not in ("text", "list"):
+        message = f"`{read[-1]}` holds values of the kind {kinds[read[-1]]}: it must be a text or a list of messages"
+        yield looked.say("error", "data-columns", message, "write the answers as text")
+    else:
+        yield from data.same_kinds(looked, read, kinds[read[0]])
+
+
+def _promptless(looked: Looked) -> Iterator[Finding]:
+    """trl/data_utils.py:548: without `prompt`, what both answers have in common at their start is the prompt."""
+    survey = looked.survey
+    if "prompt" in survey.columns:
+        return
+    unread = shapes.prompt_columns(survey)
+    alone = survey.fact("", "no-common-prompt")
+    if survey.kind("chosen") == "list":
+        answers = survey.fact("chosen", "starts-with:assistant")
+        bare = alone or answers
+        if bare is not None:
+            message = f"there is no prompt in {looked.share(bare)}: `chosen` and `rejected` share no first message"
+            otherwise = "put the question into `prompt`, a list of messages"
+            help = data.convertible(looked, otherwise)
+            yield looked.say("error", "no-prompt", message, help)
+    elif unread:
+        names = " and ".join(f"`{name}`" for name in unread)
+        message = f"{names} would not be read: the pairs would train without their prompt"
+        help = data.convertible(looked, "rename the column of the question to `prompt`")
+        yield looked.say("warning", "no-prompt", message, help)
+    elif alone is not None:
+        message = f"there is no prompt in {looked.share(alone)}: `chosen` and `rejected` begin differently"
+        yield looked.say("warning", "no-prompt", message, "add a column `prompt`")
+
+
+def _unanswered(looked: Looked, column: str, answers_only: bool) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:1395: a row of which nothing would be trained ends the run."""
+    without = looked.survey.fact(column, "no-answer")
+    if without is None:
+        return
+    message = f"`{column}` has no message of `assistant` in {looked.share(without)}"
+    if answers_only:
+        message += ", and `assistant_only_loss` trains on nothing else"
+        yield looked.say("error", "no-answers", message, "take these rows out")
+    else:
+        yield looked.say("warning", "no-answers", message, "questions alone are trained on: take these rows out")
+
+
+def _empty_lists(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
+    """trl/data_utils.py:153 reads the first message of every list."""
+    for column in columns:
+        tally = looked.survey.fact(column, "empty-list")
+        if tally is not None:
+            message = f"`{column}` is an empty list in {looked.share(tally)}"
+            yield looked.say("error", "data-types", message, "take these rows out")
+
+
+def _untemplated(looked: Looked, column: str, template: str | None) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:1355: only lists of messages are written through the chat template."""
+    if looked.survey.kind(column) == "text" and template:
+        message = f"`{column}` is text: the model's chat template is not applied to it"
+        help = "write messages (`role`, `content`) for a model that one talks to"
+        severity: Severity = "warning" if column == "chosen" else "note"
+        yield looked.say(severity, "no-chat-format", message, help)
 
 
 def splits(context: Context) -> Iterator[Finding]:
@@ -91,32 +267,20 @@ def template_here(context: Context) -> Iterator[Finding]:
 
 def no_template(context: Context) -> Iterator[Finding]:
     """transformers/tokenization_utils_base.py:3271: conversations, and a tokenizer that cannot write them."""
-    values, files = context.values, rows.files_of_split(_named(context), "train")
+    values, looked = context.values, _looked_at(context)
     model = values["model_name_or_path"]
-    if not files or values.get("chat_template_path") or not _plain_tokenizer(model):
+    if looked is None or values.get("chat_template_path") or data.tokenizer_template(model, None, context) != "":
         return
-    names = ("prompt", "chosen") if values.schema.pairs else ("messages", "prompt")
-    row = (rows.columns(files[0]) or ({},))[0]
-    if column := next((name for name in names if isinstance(row.get(name), list)), None):
-        message = f"{brief(files[0])} holds conversations in `{column}`, and the tokenizer in {brief(model)} has no "
+    names = ("prompt", "chosen") if values.schema.pairs else ("messages", "prompt", "conversations")
+    column = next((name for name in names if looked.survey.kind(name) == "list"), None)
+    if column is not None:
+        file = brief(str(looked.source.files[0]))
+        message = f"{file} holds conversations in `{column}`, and the tokenizer in {brief(model)} has no "
         help = "put a chat_template.jinja into the model's folder"
         if "chat_template_path" in values.schema.fields:
             help = "add `chat_template_path: <a template, or a model that has one>`"
         key = "model_name_or_path"
         yield say("error", "missing-template", key, f"{message}chat template to write them with", help)
-
-
-def _plain_tokenizer(name: Any) -> bool:
-    """Whether a folder has a tokenizer without a chat template; of the hub's cache parts may be missing."""
-    folder = Path(str(name))
-    config = folder / "tokenizer_config.json"
-    named = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-    try:
-        if not is_file(config) or any(exists(folder / one) for one in named):
-            return False
-        return b'"chat_template"' not in config.read_bytes()
-    except OSError:
-        return False
 
 
 RULES: tuple[StageRule, ...] = (data_here, data_rows, data_columns, splits, template_here, no_template)

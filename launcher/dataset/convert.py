@@ -1,0 +1,108 @@
+"""Rows of a known form -> JSON lines that the trainers read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.dataset import reading, shapes, sources, survey
+from launcher.dataset.reading import BadRow
+from launcher.dataset.shapes import CannotConvert
+from launcher.dataset.survey import Fault
+from launcher.errors import InvalidConfig, UsageError, launch_finding, usage
+
+_MOST_FAULTS = 20  # rows that are told one by one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """What a conversion wrote: `rows` of the form `shape` into `output`; `skipped` rows were left out."""
+
+    output: Path
+    rows: int
+    shape: str
+    into: str
+    skipped: tuple[Fault, ...] = ()
+
+
+def convert(source: Path, output: Path, *, split: str = "train", skip: bool = False) -> Converted:
+    """Convert the rows of a file, or of the split of a folder.
+
+    Raises UsageError where there is nothing to convert, or `output` is there already; InvalidConfig where
+    rows have not the form of the others, unless `skip` leaves them out. Writes all of `output` or nothing.
+    """
+    files = _files(source, split)
+    if os.path.exists(output):
+        raise usage("output-exists", f"{output} is there already", "name another file, or delete it")
+    if output.suffix != ".jsonl":
+        raise usage("bad-output", f"{output} would hold JSON lines", "name it .jsonl")
+    surveyed = survey.look(files)
+    if surveyed.unread:
+        raise usage("unreadable-data", "; ".join(surveyed.unread), "pip install pyarrow")
+    shape = shapes.recognise(surveyed)
+    if shape is None:
+        raise _unknown_form(source, surveyed)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    half = output.with_name(f".{output.name}.{os.urandom(4).hex()}")
+    try:
+        rows, faults = _write(files, half, shape)
+        if faults and not skip:
+            raise _refused(faults)
+        os.rename(half, output)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            half.unlink()
+    return Converted(output=output, rows=rows, shape=shape.name, into=shape.into, skipped=tuple(faults))
+
+
+def _files(source: Path, split: str) -> tuple[Path, ...]:
+    if source.is_dir():
+        found = sources.of_name(str(source), split, None, os.environ)
+    elif source.is_file():
+        found = sources.of_file(str(source))
+    else:
+        raise usage("no-such-data", f"there is no file or folder {source}")
+    if not found.files:
+        raise usage("no-such-data", f"{source}: {found.fault or found.unseen}")
+    return found.files
+
+
+def _write(files: tuple[Path, ...], output: Path, shape: shapes.RowForm) -> tuple[int, list[Fault]]:
+    rows = 0
+    faults = []
+    with output.open("w", encoding="utf-8") as stream:
+        for file in files:
+            for number, row in reading.read_rows(file):
+                try:
+                    if isinstance(row, BadRow):
+                        raise CannotConvert(row.reason)
+                    if not isinstance(row, dict):
+                        raise CannotConvert("is not a JSON object")
+                    converted = shape.convert(row)
+                except CannotConvert as error:
+                    faults.append(Fault(str(file), str(error), number))
+                    continue
+                stream.write(json.dumps(converted, ensure_ascii=False, default=str) + "\n")
+                rows += 1
+    return rows, faults
+
+
+def _unknown_form(source: Path, surveyed: survey.Survey) -> UsageError:
+    columns = ", ".join(sorted(surveyed.columns)) or "no columns"
+    message = f"{source} has {columns}: launch knows no conversion of such rows"
+    help = "rows that a trainer reads already need none: launch validate-config says which columns it reads"
+    return usage("unknown-form", message, help)
+
+
+def _refused(faults: list[Fault]) -> InvalidConfig:
+    shown = [
+        launch_finding("error", "bad-data", f"{fault.reason}", file=fault.file, line=fault.number)
+        for fault in faults[:_MOST_FAULTS]
+    ]
+    if len(faults) > _MOST_FAULTS:
+        shown.append(launch_finding("error", "bad-data", f"{len(faults) - _MOST_FAULTS} more rows"))
+    shown.append(launch_finding("note", "bad-data", "nothing was written", "--skip leaves these rows out"))
+    return InvalidConfig(shown)

@@ -1,0 +1,434 @@
+"""Every row of a data set -> `Survey`: columns, types, roles, and rows that cannot train what was meant.
+
+One pass in bounded memory. A survey is remembered by the state of its files, so that a second look at the
+same rows costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher import files
+from launcher.artifacts.fingerprint import cache_home
+from launcher.dataset import reading
+from launcher.dataset.reading import BadRow, CannotRead, NeedsPyarrow
+
+_VERSION = 1  # of what a survey holds: another one reads no older survey from the cache
+_SETTLED_S = 2.0  # a file that was written to just now may be written to again without another time
+_MOST_HASHES = 1_000_000  # rows that are compared with all earlier ones
+_MOST_FAULTS = 20  # rows that cannot be read, told one by one
+_MOST_FACTS = 400  # different facts: names of columns and roles are the data's own
+_MOST_DIALOGUES = 4096  # different sequences of roles
+_TRAINED = frozenset("text prompt completion chosen rejected messages conversations".split())
+_KINDS: Mapping[type, str] = {
+    type(None): "null",
+    str: "text",
+    int: "number",
+    float: "number",
+    bool: "bool",
+    list: "list",
+    dict: "object",
+}
+ASSISTANTS = ("assistant", "gpt", "model", "bot")  # roles of answers, in templates and in ShareGPT's rows
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One row: its file and its number there, a line where the file has lines."""
+
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        if reading.has_lines(Path(self.file)):
+            return f"{self.file}:{self.number}"
+        return f"row {self.number} of {self.file}"
+
+
+@dataclass(frozen=True, slots=True)
+class Occurrence:
+    """In how many rows something is so, and the first of them."""
+
+    count: int
+    first: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A row, or a whole file, that cannot be read."""
+
+    file: str
+    reason: str
+    number: int | None = None
+
+    def __str__(self) -> str:
+        if self.number is None:
+            return f"{self.file} {self.reason}"
+        return f"{Place(self.file, self.number)} {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What all rows of a data set are like.
+
+    `kinds` has a tally for each column and kind of value (text, number, bool, list, object, null, and absent:
+    rows without the column). `facts` has one for each column and fact; the facts of whole rows are under the
+    column "". `unread` says what was not looked at, `pyarrow` is whether that was for want of it.
+    """
+
+    rows: int = 0
+    kinds: Mapping[tuple[str, str], Occurrence] = field(default_factory=dict)
+    facts: Mapping[tuple[str, str], Occurrence] = field(default_factory=dict)
+    faults: tuple[Fault, ...] = ()
+    fault_count: int = 0
+    unread: tuple[str, ...] = ()
+    lacks_pyarrow: bool = False
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.kinds)
+
+    def kinds_of(self, column: str) -> dict[str, Occurrence]:
+        return {kind: tally for (name, kind), tally in self.kinds.items() if name == column}
+
+    def kind(self, column: str) -> str | None:
+        """The kind that most values of a column have, nulls left out; None where it has none."""
+        counts = {kind: tally.count for kind, tally in self.kinds_of(column).items() if kind not in ("null", "absent")}
+        return max(counts, key=lambda kind: counts[kind]) if counts else None
+
+    def fact(self, column: str, name: str) -> Occurrence | None:
+        return self.facts.get((column, name))
+
+    def count(self, column: str, name: str) -> int:
+        tally = self.facts.get((column, name))
+        return 0 if tally is None else tally.count
+
+    def named(self, column: str, prefix: str) -> dict[str, Occurrence]:
+        """The facts of a column that begin with `prefix`, such as `role:`, without it."""
+        return {
+            name.removeprefix(prefix): tally
+            for (owner, name), tally in self.facts.items()
+            if owner == column and name.startswith(prefix)
+        }
+
+
+def look(paths: Sequence[Path]) -> Survey:
+    """Look at every row of these files, or remember what was seen of them. Never raises for what they hold."""
+    return _look(tuple(_state(path) for path in paths))
+
+
+State = tuple[str, int, int, int, int]
+
+
+def _state(path: Path) -> State:
+    """What no write leaves as it is; zeros for a file that is not there."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return str(path), 0, 0, 0, 0
+    return str(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+@functools.lru_cache(maxsize=16)
+def _look(states: tuple[State, ...]) -> Survey:
+    paths = [Path(state[0]) for state in states]
+    absolute = [(os.path.abspath(state[0]), *state[1:]) for state in states]
+    name = hashlib.sha256(json.dumps([_VERSION, absolute]).encode(errors="surrogateescape")).hexdigest()
+    memory = cache_home() / "surveys" / f"{name}.json"
+    remembered = _from_json(files.read_json(memory), [state[0] for state in states])
+    if remembered is not None:
+        return remembered
+    survey = _survey(paths)
+    newest = max((max(state[3], state[4]) for state in states), default=0)
+    if time.time() - newest / 1e9 > _SETTLED_S and not survey.lacks_pyarrow:
+        with contextlib.suppress(OSError, ValueError):
+            memory.parent.mkdir(parents=True, exist_ok=True)
+            files.write_json(memory, _as_json(survey, [state[0] for state in states]))
+    return survey
+
+
+def _survey(paths: Iterable[Path]) -> Survey:
+    surveyor = _Surveyor()
+    for path in paths:
+        surveyor.read(path)
+    return surveyor.survey()
+
+
+class _Surveyor:
+    """Counts what rows are like. Everything here runs once a row, or once a message."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._counts: dict[tuple[str, Any], list[Any]] = {}
+        self._facts: dict[tuple[str, str], list[Any]] = {}
+        self._faults: list[Fault] = []
+        self._fault_count = 0
+        self._unread: list[str] = []
+        self._lacks_pyarrow = False
+        self._dialogues: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
+        self._hashes: set[int] = set()
+        self._digest = 0
+        self._file = ""
+        self._number = 0
+
+    def read(self, path: Path) -> None:
+        self._file = str(path)
+        try:
+            for number, row in reading.read_rows(path):
+                self._number = number
+                if isinstance(row, BadRow):
+                    self._fault(row.reason, number)
+                elif type(row) is not dict:
+                    self._fault("is not a JSON object", number)
+                else:
+                    self._see(row)
+        except NeedsPyarrow:
+            self._lacks_pyarrow = True
+            self._unread.append(f"{path} needs pyarrow")
+        except CannotRead as error:
+            self._fault(str(error), None)
+        except OSError as error:
+            self._fault(f"cannot be read: {error.strerror or error}", None)
+
+    def _fault(self, reason: str, number: int | None) -> None:
+        self._fault_count += 1
+        if len(self._faults) < _MOST_FAULTS:
+            self._faults.append(Fault(self._file, reason, number))
+
+    def _see(self, row: dict[str, Any]) -> None:
+        self._rows += 1
+        self._digest = 0
+        counts = self._counts
+        for name, value in row.items():
+            kind = type(value)
+            seen = counts.get((name, kind))
+            if seen is None:
+                self._new_kind(name, kind)
+            else:
+                seen[0] += 1
+            if kind is str:
+                if name in _TRAINED:
+                    self._digest = hash((self._digest, value))
+                if not value or value.isspace():
+                    self._mark(name, "empty")
+                elif value[0] in "[{<":
+                    self._see_marked_text(name, value)
+            elif kind is list:
+                self._see_list(name, value)
+        if "chosen" in row and "rejected" in row:
+            self._see_pair(row)
+        elif "completion" in row and "prompt" in row:
+            self._see_completion(row["prompt"], row["completion"])
+        self._compare_with_earlier()
+
+    def _new_kind(self, name: str, kind: type) -> None:
+        if len(self._counts) < _MOST_FACTS:
+            self._counts[name, kind] = [1, self._file, self._number]
+
+    def _mark(self, column: str, fact: str, count: int = 1) -> None:
+        seen = self._facts.get((column, fact))
+        if seen is not None:
+            seen[0] += count
+        elif len(self._facts) < _MOST_FACTS:
+            self._facts[column, fact] = [count, self._file, self._number]
+
+    def _see_marked_text(self, name: str, value: str) -> None:
+        """Text that may be something else: messages written as JSON, or a special token in front."""
+        if value[0] == "<":
+            end = value.find(">", 1, 32)
+            if end > 0:
+                self._mark(name, f"starts:{value[: end + 1]}")
+        elif value[:40].lstrip("[{ \n").startswith(('"role"', '"content"', '"from"', '"value"')):
+            self._mark(name, "json-messages")
+        elif value[:40].lstrip("[{ \n").startswith(("'role'", "'content'", "'from'", "'value'")):
+            self._mark(name, "python-messages")
+
+    def _see_list(self, name: str, messages: list[Any]) -> None:
+        if not messages:
+            self._mark(name, "empty-list")
+            return
+        if type(messages[0]) is not dict:
+            self._mark(name, f"items:{_KINDS.get(type(messages[0]), 'value')}")
+            return
+        dialogue = (name, tuple([self._see_message(name, message) for message in messages]))
+        seen = self._dialogues.get(dialogue)
+        if seen is not None:
+            seen[0] += 1
+        elif len(self._dialogues) < _MOST_DIALOGUES:
+            self._dialogues[dialogue] = [1, self._file, self._number]
+        else:
+            self._mark_dialogue(dialogue, 1)
+
+    def _mark_dialogue(self, dialogue: tuple[str, tuple[str, ...]], count: int) -> None:
+        """The facts that a sequence of roles shows, for `count` rows that have it."""
+        name, roles = dialogue
+        for role in set(roles):
+            self._mark(name, f"role:{role}", count)
+        self._mark(name, f"starts-with:{roles[0]}", count)
+        self._mark(name, f"ends-with:{roles[-1]}", count)
+        if not any(role in ASSISTANTS for role in roles):
+            self._mark(name, "no-answer", count)
+        if "system" in roles[1:]:
+            self._mark(name, "late-system", count)
+        if any(role == after and role != "tool" for role, after in itertools.pairwise(roles)):
+            self._mark(name, "same-role-twice", count)
+
+    def _see_message(self, name: str, message: Any) -> str:
+        """The role of a message; what is odd about it is marked."""
+        if type(message) is not dict:
+            self._mark(name, f"items:{_KINDS.get(type(message), 'value')}")
+            return "?"
+        role = message.get("role")
+        content = message.get("content")
+        if role is None and content is None:
+            if "from" in message or "value" in message:
+                self._mark(name, "from-value")
+                role = message.get("from")
+                content = message.get("value")
+            else:
+                self._mark(name, "no-role")
+        calls = message.get("tool_calls")
+        if calls:
+            self._mark(name, "tool-calls")
+        kind = type(content)
+        if kind is str:
+            self._digest = hash((self._digest, content))
+            if role in ASSISTANTS and not calls and (not content or content.isspace()):
+                self._mark(name, "empty-answer")
+        else:
+            if content is not None:
+                self._mark(name, f"content:{_KINDS.get(kind, 'value')}")
+            elif not calls:
+                self._mark(name, "null-content")
+        return role if type(role) is str else "?"
+
+    def _see_pair(self, row: dict[str, Any]) -> None:
+        chosen = row["chosen"]
+        rejected = row["rejected"]
+        if chosen == rejected:
+            self._mark("", "equal-pair")
+        if type(chosen) is not type(rejected):
+            self._mark("", "unlike-pair")
+            return
+        prompt = row.get("prompt")
+        if prompt is not None:
+            if _begins_with(chosen, prompt) and _begins_with(rejected, prompt):
+                self._mark("", "prompt-twice")
+        elif type(chosen) in (str, list) and chosen[:1] != rejected[:1]:
+            # TRL takes what both have in common as the prompt (trl/data_utils.py:548)
+            self._mark("", "no-common-prompt")
+
+    def _see_completion(self, prompt: Any, completion: Any) -> None:
+        if _begins_with(completion, prompt):
+            self._mark("", "prompt-twice")
+
+    def _compare_with_earlier(self) -> None:
+        """Whether an earlier row had the same text in its trained columns."""
+        if not self._digest or len(self._hashes) >= _MOST_HASHES:
+            return
+        if self._digest in self._hashes:
+            self._mark("", "copy")
+        else:
+            self._hashes.add(self._digest)
+
+    def survey(self) -> Survey:
+        for dialogue, seen in self._dialogues.items():
+            self._file = seen[1]
+            self._number = seen[2]
+            self._mark_dialogue(dialogue, seen[0])
+        kinds = _merge_kinds(self._counts)
+        for column in {name for name, _ in kinds}:
+            present = sum(tally.count for (name, _), tally in kinds.items() if name == column)
+            if present < self._rows:
+                kinds[column, "absent"] = Occurrence(self._rows - present, Place(self._file, 0))
+        return Survey(
+            rows=self._rows,
+            kinds=kinds,
+            facts={key: _tally(seen) for key, seen in self._facts.items()},
+            faults=tuple(self._faults),
+            fault_count=self._fault_count,
+            unread=tuple(self._unread),
+            lacks_pyarrow=self._lacks_pyarrow,
+        )
+
+
+def _begins_with(answer: Any, prompt: Any) -> bool:
+    """Whether an answer repeats its prompt; a word or two may stand at the start of both by chance."""
+    if type(answer) is list and type(prompt) is list:
+        return bool(prompt) and len(answer) > len(prompt) and answer[: len(prompt)] == prompt
+    if type(answer) is str and type(prompt) is str:
+        return len(prompt) >= 12 and answer.startswith(prompt)
+    return False
+
+
+def _tally(seen: list[Any]) -> Occurrence:
+    count, file, number = seen
+    return Occurrence(count, Place(file, number))
+
+
+def _merge_kinds(counts: Mapping[tuple[str, Any], list[Any]]) -> dict[tuple[str, str], Occurrence]:
+    """Python's types as kinds. In CSV a column with any text is all text, as pandas reads it."""
+    merged: dict[tuple[str, str], Occurrence] = {}
+    texts = {name for name, kind in counts if kind is str}
+    for (name, kind), seen in counts.items():
+        word = _KINDS.get(kind, "value")
+        tally = _tally(seen)
+        is_csv = reading.data_suffix(Path(tally.first.file)) in reading.TEXT_FORMATS
+        if is_csv and word != "null" and name in texts:
+            word = "text"
+        earlier = merged.get((name, word))
+        if earlier is not None:
+            tally = Occurrence(earlier.count + tally.count, earlier.first)
+        merged[name, word] = tally
+    return merged
+
+
+def _as_json(survey: Survey, names: Sequence[str]) -> dict[str, Any]:
+    """A survey without the names of files, which are the numbers of those that were asked for."""
+    number = {name: index for index, name in enumerate(names)}
+
+    def tallies(table: Mapping[tuple[str, str], Occurrence]) -> list[list[Any]]:
+        return [[*key, one.count, number.get(one.first.file, 0), one.first.number] for key, one in table.items()]
+
+    return {
+        "rows": survey.rows,
+        "kinds": tallies(survey.kinds),
+        "facts": tallies(survey.facts),
+        "faults": [{**asdict(fault), "file": number[fault.file]} for fault in survey.faults],
+        "fault_count": survey.fault_count,
+        "unread": list(survey.unread),
+    }
+
+
+def _from_json(content: Mapping[str, Any], names: Sequence[str]) -> Survey | None:
+    """A survey that was remembered; None where it is of another version, or damaged."""
+
+    def tallies(key: str) -> dict[tuple[str, str], Occurrence]:
+        return {
+            (str(column), str(name)): Occurrence(int(count), Place(names[file], int(number)))
+            for column, name, count, file, number in content[key]
+        }
+
+    try:
+        return Survey(
+            rows=int(content["rows"]),
+            kinds=tallies("kinds"),
+            facts=tallies("facts"),
+            faults=tuple(
+                Fault(names[fault["file"]], str(fault["reason"]), fault["number"]) for fault in content["faults"]
+            ),
+            fault_count=int(content["fault_count"]),
+            unread=tuple(map(str, content["unread"])),
+        )
+    except (ValueError, TypeError, KeyError, IndexError):
+        return None

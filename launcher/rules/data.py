@@ -1,0 +1,262 @@
+"""What every trainer's rows have in common: readable, with answers, roles and texts that mean something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.artifacts import model_config
+from launcher.dataset import shapes, sources
+from launcher.dataset.sources import Source
+from launcher.dataset.survey import Occurrence, Survey, look
+from launcher.errors import Finding, Severity, brief
+from launcher.files import read_bytes, read_json
+from launcher.paths import is_file
+from launcher.rules.context import Context
+from launcher.rules.rule import say
+
+_SHOWN_FAULTS = 3
+_ROLES = frozenset("system user assistant tool developer function ipython environment".split())
+_ARTICLES = {"text": "text", "list": "a list", "number": "a number", "object": "an object", "bool": "a bool"}
+# above this share of so many rows, copies are no accident
+_MANY_COPIES = 0.5
+_ROWS_TO_COMPARE = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looked:
+    """A data set that a stage trains on, under `key`, and what its rows are like."""
+
+    key: str
+    source: Source
+    survey: Survey
+
+    def say(self, severity: Severity, code: str, message: str, help: str | None = None) -> Finding:
+        return say(severity, code, self.key, message, help)
+
+    def share(self, tally: Occurrence) -> str:
+        """Such as `3 of 200 rows (first: data/train.jsonl:7)`."""
+        rows = self.survey.rows
+        if tally.count >= rows:
+            return "all rows" if rows > 1 else "the only row"
+        first = f" (first: {tally.first})" if tally.first.number else ""
+        return f"{tally.count:,} of {rows:,} rows{first}"
+
+
+def looked_at(key: str, source: Source) -> Looked:
+    return Looked(key=key, source=source, survey=look(source.files))
+
+
+def unseen(key: str, source: Source, context: Context) -> Iterator[Finding]:
+    """What of a data set cannot be looked at, and why; that it is on the hub alone is said at a start."""
+    if source.fault is not None:
+        message = f"{brief(source.name)} {source.fault}"
+        help = "write it as Parquet (`Dataset.to_parquet`) or JSON lines (`to_json`), and name that folder"
+        yield say("error", "bad-data", key, message, help)
+    elif source.unseen is not None and (context.running or Path(source.name).is_dir()):
+        message = f"the rows of {brief(source.name)} were not looked at: {source.unseen}"
+        yield say("note", "unseen-data", key, message)
+
+
+def readable(looked: Looked) -> Iterator[Finding]:
+    """Rows that the trainer's reader refuses, all at once, and files that were not read."""
+    survey = looked.survey
+    if survey.faults:
+        shown = "; ".join(str(fault) for fault in survey.faults[:_SHOWN_FAULTS])
+        left = survey.fault_count - _SHOWN_FAULTS
+        message = f"{shown}; {left:,} more rows" if left > 0 else shown
+        yield looked.say("error", "bad-data", message, "correct the file, or take it out of the data")
+    elif not survey.rows and not survey.unread:
+        names = ", ".join(str(path) for path in looked.source.files[:_SHOWN_FAULTS])
+        yield looked.say("error", "bad-data", f"{brief(names)}: holds no rows")
+    if survey.unread:
+        message = f"not every row was looked at: {brief('; '.join(survey.unread))}"
+        help = "pip install pyarrow" if survey.lacks_pyarrow else None
+        yield looked.say("note", "unseen-data", message, help)
+
+
+def convertible(looked: Looked, otherwise: str) -> str:
+    """What to do about rows that the trainer does not take: the command for a known form of them."""
+    shape = shapes.recognise(looked.survey)
+    if shape is None:
+        return otherwise
+    files = looked.source.files
+    source = files[0] if len(files) == 1 else looked.source.name
+    command = f"`launch data convert {source} -o converted/train.jsonl`"
+    return f"these rows are {shape.name}: {command} writes {shape.into}; then name what it wrote"
+
+
+def same_kinds(looked: Looked, columns: Iterable[str], kind: str) -> Iterator[Finding]:
+    """Rows whose value in a column that is read is of another kind: the trainer ends at the first of them."""
+    for column in columns:
+        for other, tally in looked.survey.kinds_of(column).items():
+            if other == kind:
+                continue
+            state = "missing" if other == "absent" else other
+            message = f"`{column}` is {state} in {looked.share(tally)} and {_ARTICLES[kind]} in the others"
+            yield looked.say("error", "data-types", message, "correct these rows, or take them out")
+
+
+def other_kinds(looked: Looked, read: Iterable[str]) -> Iterator[Finding]:
+    """Columns that nothing reads and that hold different kinds: `datasets` may fail to make one type of them."""
+    survey = looked.survey
+    for column in sorted(survey.columns - set(read)):
+        kinds = {kind: tally for kind, tally in survey.kinds_of(column).items() if kind not in ("null", "absent")}
+        if len(kinds) > 1:
+            main = survey.kind(column)
+            odd = next(tally for kind, tally in kinds.items() if kind != main)
+            message = f"`{column}` holds {' and '.join(sorted(kinds))} (first: {odd.first})"
+            help = "nothing reads this column: leave it out, or `datasets` may refuse the types"
+            yield looked.say("warning", "data-types", message, help)
+
+
+def conversations(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
+    """Messages that no template can write as they are meant."""
+    for column in columns:
+        for fact, what, help in (
+            ("null-content", "a message without content", "write the text, or take the row out"),
+            ("content:number", "a number as content", "write it as text"),
+            ("content:object", "an object as content", "write it as text"),
+            ("content:list", "a list of parts as content", "templates of text models take text alone"),
+            ("no-role", "a message without `role`", "each message needs `role` and `content`"),
+        ):
+            tally = looked.survey.fact(column, fact)
+            if tally is not None:
+                message = f"`{column}` has {what} in {looked.share(tally)}"
+                yield looked.say("warning", "odd-messages", f"{message}: most templates end there", help)
+        yield from _roles(looked, column)
+
+
+def _roles(looked: Looked, column: str) -> Iterator[Finding]:
+    roles = looked.survey.named(column, "role:")
+    odd = {role: tally for role, tally in roles.items() if role not in _ROLES}
+    if odd:
+        names = ", ".join(f"`{role}`" for role in sorted(odd))
+        message = f"`{column}` has the roles {brief(names)} (first: {next(iter(odd.values())).first})"
+        otherwise = "templates know `system`, `user` and `assistant`: others are written as they are, or refused"
+        help = convertible(looked, otherwise)
+        yield looked.say("warning", "odd-roles", message, help)
+
+
+def empty_answers(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
+    """Answers without a text: the end of the turn is all that is trained on."""
+    for column in columns:
+        for fact in ("empty-answer", "empty"):
+            tally = looked.survey.fact(column, fact)
+            if tally is not None:
+                message = f"`{column}` holds an empty answer in {looked.share(tally)}"
+                yield looked.say("warning", "empty-answers", message, "write the answer, or take these rows out")
+
+
+def equal_pairs(looked: Looked) -> Iterator[Finding]:
+    """The gradient of a pair of equals is zero: the loss stays at ln 2 (Rafailov et al. 2023, equation 7)."""
+    tally = looked.survey.fact("", "equal-pair")
+    if tally is not None:
+        message = f"`chosen` equals `rejected` in {looked.share(tally)}: nothing is learnt from them"
+        yield looked.say("warning", "equal-pairs", message, "take these rows out")
+
+
+def repeated_prompts(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
+    tally = looked.survey.fact("", "prompt-twice")
+    if tally is not None:
+        names = " and ".join(f"`{column}`" for column in columns)
+        message = f"the prompt stands twice in {looked.share(tally)}: in `prompt`, and again at the start of {names}"
+        help = f"leave out `prompt`, or leave its messages out of {names}"
+        yield looked.say("warning", "prompt-twice", message, help)
+
+
+def copies(looked: Looked) -> Iterator[Finding]:
+    tally = looked.survey.fact("", "copy")
+    if tally is None:
+        return
+    rows = looked.survey.rows
+    is_many = rows >= _ROWS_TO_COMPARE and tally.count > _MANY_COPIES * rows
+    severity: Severity = "warning" if is_many else "note"
+    message = f"{looked.share(tally)} repeat an earlier row word for word"
+    yield looked.say(severity, "repeated-rows", message)
+
+
+def tokenizer_template(model: object, template: object, context: Context) -> str | None:
+    """The chat template that a run would use, as its file says; empty where there is none, None where unknown."""
+    if isinstance(template, str) and template:
+        if is_file(Path(template)):
+            return _text_of(Path(template))
+        model = template
+    folder = _folder_of(model, context)
+    if folder is None:
+        return None
+    for name in ("chat_template.jinja", "chat_template.json"):
+        if is_file(folder / name):
+            return _text_of(folder / name)
+    config = folder / "tokenizer_config.json"
+    if not is_file(config):
+        return None
+    held = read_json(config).get("chat_template")
+    return "" if held is None else str(held)
+
+
+def _folder_of(model: object, context: Context) -> Path | None:
+    where = model_config.where(model, context.environ)
+    if where is not None:
+        return where.parent
+    return Path(model) if isinstance(model, str) and Path(model).is_dir() else None
+
+
+def _text_of(path: Path) -> str | None:
+    try:
+        return read_bytes(path, 2**20).decode(errors="replace")
+    except OSError:
+        return None
+
+
+def unwritten_tools(looked: Looked, columns: Sequence[str], template: str | None) -> Iterator[Finding]:
+    """Calls and descriptions of tools that the template does not mention: it leaves them out without a word."""
+    if not template:
+        return
+    for column in columns:
+        tally = looked.survey.fact(column, "tool-calls")
+        if tally is not None and "tool_calls" not in template:
+            message = f"`{column}` has tool calls in {looked.share(tally)}, and the chat template writes none"
+            yield looked.say("warning", "template-drops-tools", message, "use a template that writes `tool_calls`")
+    described = looked.survey.kind("tools")
+    if described is not None and "tools" not in template.replace("tool_calls", ""):
+        message = "the rows describe `tools`, and the chat template writes none"
+        yield looked.say("warning", "template-drops-tools", message, "use a template that writes `tools`")
+
+
+def doubled_bos(looked: Looked, columns: Sequence[str], model: object, context: Context) -> Iterator[Finding]:
+    """Texts that begin with the token that the tokenizer adds in front of every text."""
+    starts = {
+        (column, token): tally for column in columns for token, tally in looked.survey.named(column, "starts:").items()
+    }
+    if not starts:
+        return
+    added = _added_bos(_folder_of(model, context))
+    for (column, token), tally in starts.items():
+        if token == added:
+            message = f"`{column}` begins with {token} in {looked.share(tally)}, and the tokenizer adds another"
+            yield looked.say("warning", "doubled-bos", message, f"leave {token} out of the rows")
+
+
+def _added_bos(folder: Path | None) -> str | None:
+    """The token that a tokenizer in this folder puts in front of every text; None where it adds none."""
+    if folder is None:
+        return None
+    config = read_json(folder / "tokenizer_config.json")
+    token = config.get("bos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    if not isinstance(token, str) or config.get("add_bos_token") is False:
+        return None
+    if config.get("add_bos_token") is True:
+        return token
+    processor = read_json(folder / "tokenizer.json").get("post_processor")
+    return token if isinstance(processor, dict) and token in str(processor) else None
+
+
+def loader_name(key: str, name: str) -> Iterator[Finding]:
+    """datasets/load.py:1061: a reader's name comes before a folder's."""
+    if name in sources.LOADERS:
+        message = f"`{key}: {name}` is the name of a reader of `datasets`, which would ask for files"
+        yield say("error", "data-file", key, message, f"for the folder write `{key}: ./{name}`")

@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from launcher.stage.options import TREND_LOSSES
+from launcher.verdict import data
 from launcher.verdict.ending import HELP, ending, fatal
 from launcher.verdict.evidence import Evidence
 from launcher.verdict.metrics import earlier, losses, memory_phases, moved_share, peak_allocated_gib, whole_losses
 from launcher.verdict.points import UNKNOWN, Citable, Observation, probe_lines, reason_of
 
-OPTIONAL = ("weights", "model", "inputs", "resume")
+OPTIONAL = ("data", "weights", "model", "inputs", "resume")
 
 TREND_BINS = 64
 TREND_CHANGE = 0.01  # of the loss, from the first step to the last
@@ -418,6 +419,7 @@ def _resume(evidence: Evidence, _expected: str | None) -> Observation:
 
 
 POINTS: Mapping[str, Callable[[Evidence, str | None], Observation]] = {
+    "data": data.observe,
     "loss": _loss,
     "gradients": _gradients,
     "trend": _trend,

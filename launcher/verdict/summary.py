@@ -174,6 +174,11 @@ def _sentence(name: str, state: str, detail: Mapping[str, Any]) -> str | None:
             return f"the log announces {detail['announced']}"
         case "batch", "planned":
             return f"{detail['world']} of {detail['planned_world']} process(es) trained, each step as planned"
+        case "data", "as_planned" if detail.get("given"):
+            dropped = detail["given"] - detail["kept"]
+            text = f"{detail['given']:,} rows were read" + (f", {dropped:,} dropped" if dropped else "")
+            planned = detail.get("planned_steps")
+            return text + (f"; step {detail['steps']:,} of {planned:,} planned" if planned else "")
         case "dataset_cache" | "reference_cache", "hit" | "miss":
             words = "found" if state == "hit" else "not there, so it was made"
             return words + (f": {detail['path']}" if detail.get("path") else "")

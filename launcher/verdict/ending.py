@@ -84,6 +84,8 @@ _LOOK_UP = re.compile(r"\(look up to see its traceback\)|^Could not import modul
 _LAUNCHED = re.compile(r"accelerate/commands/launch\.py:\d+$")
 # What a rank says because another one is gone.
 _BEREFT = re.compile(r"Connection (?:closed|reset) by peer|remote process exited or there was a network error")
+# What training is busy with, by what is said before it.
+_BUSY: Mapping[str, str] = {"save_begun": "saving", "saving": "saving", "evaluating": "evaluation"}
 _FIRST_COLLECTIVE = re.compile(r"SeqNum=[0-3]\b")
 _WHAT_LINES = 3  # between what C++ terminates for and its message
 
@@ -164,7 +166,7 @@ def ending(evidence: Evidence) -> Ending:
     names -= {"not_found"} - {s.name for s in failures}
     if any(s.name == "exception" and not _carries(s) for s in failures):
         names -= {"not_started"}  # a job script went on without what it missed
-    if evidence.last_step is not None:
+    if evidence.last_step is not None or evidence.lines:
         names -= {"rendezvous"}  # once they have trained together, whoever is gone was there
     reason = next((name for name in HELP if name in names), by_signal.get(signal) if signal else None)
     if reason == "nccl_timeout":
@@ -191,11 +193,16 @@ def phase(evidence: Evidence) -> str | None:
     if raised or evidence.log is None:
         return None
     since = evidence.lines[-1].line if evidence.lines else 0
-    ends = {"saved", "remaining", "tokenizer_saved"}
-    latest = [s for s in evidence.signals("save_begun", "saving", "evaluating", *ends) if s.line > since]
-    if not latest or latest[-1].name in ends:
-        return None
-    return "evaluation" if latest[-1].name == "evaluating" else "saving"
+    begun = {s.fields["path"] for s in evidence.signals("saving")}
+    during = None
+    for signal in evidence.signals(*_BUSY, "saved", "remaining", "tokenizer_saved"):
+        if signal.line <= since:
+            continue
+        if signal.name in _BUSY:
+            during = _BUSY[signal.name]
+        elif signal.name != "tokenizer_saved" or signal.fields["path"] in begun:
+            during = None
+    return during
 
 
 def _timed_out(evidence: Evidence) -> str:
@@ -205,7 +212,8 @@ def _timed_out(evidence: Evidence) -> str:
         return f"hang_{during}"
     first = [s for s in evidence.signals("nccl_timeout") if _FIRST_COLLECTIVE.search(s.fields.get("what", ""))]
     busy = evidence.signals("begun", "loading", "dataset_missed", "dataset_saved", "dataset_found", "planned", *_WORK)
-    return "rendezvous" if first and not busy and evidence.last_step is None else "nccl_timeout"
+    trained = evidence.last_step is not None or evidence.lines
+    return "rendezvous" if first and not busy and not trained else "nccl_timeout"
 
 
 def _carries(signal: Signal) -> bool:

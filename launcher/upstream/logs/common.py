@@ -191,7 +191,7 @@ _TABLE: Table = {
         # torch/distributed/elastic/rendezvous/api.py
         (".Rendezvous", r"\.Rendezvous(?:Timeout|Connection|Closed)Error\b"),
         # torch TCPStore and ProcessGroupNCCL: what is only warned about is tried again
-        (" socket", r"\[E\S* socket\S*\] (?:\[c10d\] )?The client socket has (?:timed out|failed to connect)"),
+        (" socket", r"\[E[^\]]* socket\S*\] (?:\[c10d\] )?The client socket has (?:timed out|failed to connect)"),
         ("store->get(", r"store->get\('[^']*'\) got error: "),
         ("DistStoreError", r"DistStoreError: (?:Timed out|Socket Timeout|wait timeout)"),
         (

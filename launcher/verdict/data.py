@@ -158,7 +158,8 @@ def _why_dropped(event: Event) -> str:
 
 def _steps(evidence: Evidence) -> Iterator[Doubt]:
     planned, made = evidence.manifest.steps, evidence.last_step
-    if not planned or made is None or ending(evidence).state != "completed":
+    end = ending(evidence)
+    if not planned or made is None or (end.state != "completed" and end.reason != "fewer_steps"):
         return
     difference = made - planned
     if abs(difference) <= max(1, FEW * planned):

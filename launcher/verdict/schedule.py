@@ -22,18 +22,17 @@ def rises(rates: Sequence[float], *, restarts: bool = True) -> list[int]:
     for place, rate in enumerate(rates):
         steepest = max(steepest, rate - before)
         before = rate
-        if rate >= highest:
-            highest = rate
-            lowest = rate
-            steepest = 0.0
-            continue
-        if rate < lowest:
-            lowest = rate
-            steepest = 0.0
         if lowest < DECAYED * highest and rate > lowest + RISEN * highest:
             if restarts or steepest < AT_ONCE * highest:
                 places.append(place)
             highest = rate
+            lowest = rate
+            steepest = 0.0
+        elif rate >= highest:
+            highest = rate
+            lowest = rate
+            steepest = 0.0
+        elif rate < lowest:
             lowest = rate
             steepest = 0.0
     return places

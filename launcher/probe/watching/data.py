@@ -48,7 +48,7 @@ TURN_ENDS = (
 """Tokens that end a turn in common chat templates, beside what the tokenizer and the model call their end."""
 
 
-class Sample:
+class TokenRow:
     """One row without its padding: its tokens, and where each label stands, those of the prompt left out."""
 
     def __init__(self, tokens: list[int], labels: list[int]) -> None:
@@ -157,7 +157,7 @@ class Data(ProbePiece):
         begin = getattr(tokenizer, "bos_token_id", None)
         self.begin_token = begin if isinstance(begin, int) else self.begin_token
         self._add_ends(getattr(tokenizer, "eos_token_id", None))
-        known = getattr(tokenizer, "get_added_vocab", dict)()
+        known: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
         self.ends |= {known[text] for text in TURN_ENDS if text in known}
 
     def saw_model(self, model: Any) -> None:
@@ -241,10 +241,10 @@ class Data(ProbePiece):
             self.pairs += int(chosen.shape[0])
             width = min(int(chosen.shape[1]), int(rejected.shape[1]))
             same = chosen[:, :width] == rejected[:, :width]
-            lengths = [side[2].sum(1) if side[2] is not None else None for side in sides]
             equal = same.all(1)
-            if lengths[0] is not None and lengths[1] is not None:
-                equal = equal & (lengths[0] == lengths[1])
+            masks = [side[2] for side in sides]
+            if all(mask is not None for mask in masks):
+                equal = equal & (masks[0].sum(1) == masks[1].sum(1))
             tally.scalars.setdefault("equal_pairs", []).append(equal.sum())
         if self._looking():
             both = [list(split(ids, labels, mask, None, ends)) for ids, labels, mask, ends in sides]
@@ -263,7 +263,7 @@ class Data(ProbePiece):
         self.looks += 1
         return self.looks <= LOOKS and self.found["rows"] < ROWS
 
-    def _read(self, samples: list[Sample]) -> None:
+    def _read(self, samples: list[TokenRow]) -> None:
         for sample in samples[: ROWS - self.found["rows"]]:
             self.found["rows"] += 1
             begins = sample.tokens[:2]
@@ -281,7 +281,7 @@ class Data(ProbePiece):
             else:
                 self.found["endless"] += 1
 
-    def _read_pairs(self, chosen: list[Sample], rejected: list[Sample]) -> None:
+    def _read_pairs(self, chosen: list[TokenRow], rejected: list[TokenRow]) -> None:
         for first, second in zip(chosen, rejected, strict=False):
             self._read([first, second])
             self.found["pairs"] += 1
@@ -293,7 +293,7 @@ class Data(ProbePiece):
                 self.found["searched"] += 1
                 self.found["prompt_twice"] += stands_in(prompt, first.answer)
 
-    def _said(self, sample: Sample) -> int:
+    def _said(self, sample: TokenRow) -> int:
         """Tokens of the answer that do not merely end it."""
         return sum(token not in self.ends for token in sample.answer)
 
@@ -314,30 +314,30 @@ class Data(ProbePiece):
         )
 
 
-def split(ids: Any, labels: Any, mask: Any, places: Any, ends: Any = None) -> Iterator[Sample]:
+def split(ids: Any, labels: Any, mask: Any, places: Any, ends: Any = None) -> Iterator[TokenRow]:
     """The samples of a micro-batch, packed or padded."""
     rows = list(zip(ids.tolist(), labels.tolist(), strict=True))
     if ends is not None:
         marks = ends.tolist()
         tokens, targets = rows[0]
         for begin, end in itertools.pairwise(marks):
-            yield Sample(tokens[begin:end], targets[begin:end])
+            yield TokenRow(tokens[begin:end], targets[begin:end])
         return
     if mask is not None:
         for (tokens, targets), kept in zip(rows, mask.tolist(), strict=True):
             real = [place for place, there in enumerate(kept) if there]
-            yield Sample([tokens[place] for place in real], [targets[place] for place in real])
+            yield TokenRow([tokens[place] for place in real], [targets[place] for place in real])
         return
     if places is None or tuple(places.shape) != tuple(ids.shape):
         for tokens, targets in rows:
-            yield Sample(tokens, targets)
+            yield TokenRow(tokens, targets)
         return
     for (tokens, targets), positions in zip(rows, places.tolist(), strict=True):
         marks = [place for place, position in enumerate(positions) if position == 0]
         marks.append(len(positions))
         for begin, end in itertools.pairwise(marks):
             if end - begin > 1:  # behind the last sample every position is said to be the first
-                yield Sample(tokens[begin:end], targets[begin:end])
+                yield TokenRow(tokens[begin:end], targets[begin:end])
 
 
 def stands_in(prompt: list[int], answer: list[int]) -> bool:

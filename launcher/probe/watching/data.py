@@ -207,7 +207,7 @@ class Data(ProbePiece):
         places = kwargs.get("position_ids")
         paired = self.settings.pairs and int(ids.shape[0]) % 2 == 0
         whole = mask is not None and mask.dim() == 2
-        if whole and self.max_length:
+        if mask is not None and whole and self.max_length:
             self.rows_counted += int(ids.shape[0])
             tally.scalars.setdefault("full_rows", []).append((mask.sum(1) >= self.max_length).sum())
         if paired:
@@ -242,7 +242,7 @@ class Data(ProbePiece):
             width = min(int(chosen.shape[1]), int(rejected.shape[1]))
             same = chosen[:, :width] == rejected[:, :width]
             equal = same.all(1)
-            masks = [side[2] for side in sides]
+            masks: list[Any] = [side[2] for side in sides]
             if all(mask is not None for mask in masks):
                 equal = equal & (masks[0].sum(1) == masks[1].sum(1))
             tally.scalars.setdefault("equal_pairs", []).append(equal.sum())

@@ -285,6 +285,9 @@ def _trl(reader: _Sources) -> Iterator[Cache]:
         *reader.versions(),
         *(reader.arguments(_PRECOMPUTED_VALUES) if precomputed else ()),
     ]
+    if precomputed:
+        # TRL's own key holds a hash of the weights, which under ZeRO-3 are empty here (trl/trainer/utils.py:1373)
+        inputs += reader.read("model", reader.text("model_name_or_path"), reader.text("model_revision"))
     if not local:
         digest = hashlib.sha256(name.encode()).hexdigest()
         inputs.insert(0, Input(role="data", name=name, digest=digest))

@@ -148,6 +148,7 @@ EXPECT: Mapping[str, tuple[str, ...]] = {
     "packing": ("isolated", "on", "off", "any"),
     "attention": ("any", *_ATTENTION),
     "batch": ("planned", "any"),
+    "data": ("as_planned", "any"),
     "dataset_cache": ("hit", "miss", "any"),
     "reference_cache": ("hit", "miss", "any"),
     "loss": ("finite", "any"),

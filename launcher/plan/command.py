@@ -202,6 +202,8 @@ def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, ob
         "expect": {point: state for point, state in expected.items() if point in enforced},
         "on_violation": options.on_violation,
         "on_hang": options.on_hang,
+        "pairs": plan.stage.schema.pairs,
+        "max_length": plan.values.get(plan.stage.entry.names.max_length),
         **asdict(watch),
         **_first_loss(plan),
     }

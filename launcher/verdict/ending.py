@@ -48,6 +48,10 @@ HELP: Mapping[str, str] = {
     "hangup": "its terminal or connection was closed: start it with --detach, or under tmux or a scheduler",
     "violation": "the run violated `expect:` and was stopped: the failed point says why; "
     "`expect: {POINT: any}` accepts anything, `on_violation: warn` only warns",
+    "hang_saving": "a save did not end on every rank: one still wrote or gathered the weights while the others "
+    "waited. Check that every rank calls it, and that disk's speed and space; raise `ddp_timeout`, or save sharded",
+    "hang_evaluation": "a rank hung in the evaluation, most often as ranks had different numbers of batches, or "
+    "one was still computing metrics: check `dataloader_drop_last`, and raise `ddp_timeout`",
     "hang": "training made no progress: `probe/rank-N.stacks.txt` of the run shows where each rank was",
     "nccl_error": "NCCL could not set up or lost a connection: NCCL_DEBUG=INFO says why; with no socket "
     "interface found, set NCCL_SOCKET_IFNAME. The first error of another rank may be the cause",
@@ -80,6 +84,9 @@ _LOOK_UP = re.compile(r"\(look up to see its traceback\)|^Could not import modul
 _LAUNCHED = re.compile(r"accelerate/commands/launch\.py:\d+$")
 # What a rank says because another one is gone.
 _BEREFT = re.compile(r"Connection (?:closed|reset) by peer|remote process exited or there was a network error")
+# What training is busy with, by what is said before it.
+_BUSY: Mapping[str, str] = {"save_begun": "saving", "saving": "saving", "evaluating": "evaluation"}
+_FIRST_COLLECTIVE = re.compile(r"SeqNum=[0-3]\b")
 _WHAT_LINES = 3  # between what C++ terminates for and its message
 
 
@@ -159,7 +166,11 @@ def ending(evidence: Evidence) -> Ending:
     names -= {"not_found"} - {s.name for s in failures}
     if any(s.name == "exception" and not _carries(s) for s in failures):
         names -= {"not_started"}  # a job script went on without what it missed
+    if evidence.last_step is not None or evidence.lines:
+        names -= {"rendezvous"}  # once they have trained together, whoever is gone was there
     reason = next((name for name in HELP if name in names), by_signal.get(signal) if signal else None)
+    if reason == "nccl_timeout":
+        reason = _timed_out(evidence)
     taken = (_TAKEN.get(s.fields.get("why", "")) for s in failures if s.name == "cancelled")
     if taken_for := next(filter(None, taken), None):
         state, reason = "killed", taken_for
@@ -170,6 +181,39 @@ def ending(evidence: Evidence) -> Ending:
         signal=signal.name if signal else None,
         lines=(failures or fatal(evidence, "stop_asked"))[:3],
     )
+
+
+def phase(evidence: Evidence) -> str | None:
+    """What training was busy with when it ended: evaluation, saving, reference, loading; None for training itself, or
+    where nothing tells."""
+    raised = [s for s in fatal(evidence, "exception") if not _carries(s)]
+    named = [s.fields["phase"] for s in raised if s.fields.get("phase")]
+    if named:
+        return named[0]
+    if raised or evidence.log is None:
+        return None
+    since = evidence.lines[-1].line if evidence.lines else 0
+    begun = {s.fields["path"] for s in evidence.signals("saving")}
+    during = None
+    for signal in evidence.signals(*_BUSY, "saved", "remaining", "tokenizer_saved"):
+        if signal.line <= since:
+            continue
+        if signal.name in _BUSY:
+            during = _BUSY[signal.name]
+        elif signal.name != "tokenizer_saved" or signal.fields["path"] in begun:
+            during = None
+    return during
+
+
+def _timed_out(evidence: Evidence) -> str:
+    """Why a collective timed out, by what the processes were to do meanwhile."""
+    during = phase(evidence)
+    if during in ("saving", "evaluation"):
+        return f"hang_{during}"
+    first = [s for s in evidence.signals("nccl_timeout") if _FIRST_COLLECTIVE.search(s.fields.get("what", ""))]
+    busy = evidence.signals("begun", "loading", "dataset_missed", "dataset_saved", "dataset_found", "planned", *_WORK)
+    trained = evidence.last_step is not None or evidence.lines
+    return "rendezvous" if first and not busy and not trained else "nccl_timeout"
 
 
 def _carries(signal: Signal) -> bool:
@@ -185,6 +229,9 @@ def _well(evidence: Evidence, clean: bool) -> Ending:
     clean = clean or (done is not None and not (log and log.steps and log.steps[-1].line > done.line))
     if done is not None and last is None:
         total = None  # the log begins after the last step
+    summed = alone and log is not None and _summed_up(evidence, log)
+    if summed and done is None:
+        return Ending(state="completed")
     all_steps = last is not None and last >= total if total is not None else clean
     doubt, planned = None, evidence.manifest.steps
     if total is None and last is None and not alone and not evidence.events("resumed"):
@@ -206,6 +253,17 @@ def _well(evidence: Evidence, clean: bool) -> Ending:
         # training may go on without a log; whether it did is not known
         return Ending(state="stopped", proved=False, reason="disk_full")
     return Ending(state="stopped", reason="ended_early")
+
+
+def _summed_up(evidence: Evidence, log: Log) -> bool:
+    """Whether HF Trainer summed up a run whose last step it came to, and nothing shows a save that did not end."""
+    last, total = evidence.last_step, evidence.total_steps
+    if not log.summed or last is None or total is None or phase(evidence) is not None:
+        return False
+    # without a bar the last step that is known is the last one that was logged
+    steps = [line.step for line in log.steps[-2:]]
+    every = steps[1] - steps[0] if len(steps) == 2 else 1
+    return last + max(1, every) > total
 
 
 def _signal(evidence: Evidence, failures: tuple[Signal, ...]) -> Signals | None:

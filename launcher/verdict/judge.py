@@ -17,7 +17,15 @@ from launcher.verdict import check, evidence, metrics
 from launcher.verdict.check import Verdict
 from launcher.verdict.evidence import Evidence, ProbeRecords
 
-_WHOLE_RUN = ("liger", "packing", "attention", "batch", "gradients", "inputs")  # of each step, whichever attempt
+_WHOLE_RUN = (
+    "liger",
+    "packing",
+    "attention",
+    "batch",
+    "data",
+    "gradients",
+    "inputs",
+)  # of each step, whichever attempt
 
 _LOST_HELP = "no process of it is left and none recorded an end: the machine went down, or all were killed"
 

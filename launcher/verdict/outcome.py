@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from launcher.stage.options import TREND_LOSSES
-from launcher.verdict.ending import HELP, ending, fatal
+from launcher.verdict import data
+from launcher.verdict.ending import HELP, ending, fatal, phase
 from launcher.verdict.evidence import Evidence
 from launcher.verdict.metrics import earlier, losses, memory_phases, moved_share, peak_allocated_gib, whole_losses
 from launcher.verdict.points import UNKNOWN, Citable, Observation, probe_lines, reason_of
 
-OPTIONAL = ("weights", "model", "inputs", "resume")
+OPTIONAL = ("data", "weights", "model", "inputs", "resume")
 
 TREND_BINS = 64
 TREND_CHANGE = 0.01  # of the loss, from the first step to the last
@@ -45,6 +46,21 @@ _OOM_HELP = (
     "lower the micro-batch and keep the global batch (`batch: {per_device: N}`), switch activation checkpointing on "
     "(SFT `gradient_checkpointing: true`, DPO `activation_memory_budget` < 1), or lower `max_seq_length`; with "
     "packing a micro-batch holds every token of its rows at once, so fewer rows (or `packing: false`) shrink it"
+)
+# by what training was busy with: the size of its micro-batch has no part in these
+_OOM_HELPS: Mapping[str, str] = {
+    "evaluation": "it was the evaluation that ran out, not training: lower `per_device_eval_batch_size`, set "
+    "`prediction_loss_only: true` or `eval_accumulation_steps` so that logits are not gathered on the GPU, or "
+    "evaluate fewer or shorter rows",
+    "saving": "it was a save that ran out, where the whole weights are gathered: save sharded, or gather on the host "
+    "(`stage3_gather_16bit_weights_on_model_save: false`), and keep some GiB free for it",
+    "reference": "it was the reference pass that ran out: lower `precompute_ref_batch_size`, or the rows' length",
+    "loading": "the model ran out of memory while it was loaded, before any batch: use more GPUs with ZeRO-3 or FSDP, "
+    "load it in bf16 or quantized, and see with `nvidia-smi` what else is on the GPU",
+}
+_NEVER_FINITE_HELP = (
+    "from the first step on: batches without any label (a chat template without an assistant mask, answers that are "
+    "cut off), broken weights, or float16 where the model needs bfloat16"
 )
 _CORRUPT = Observation(
     "corrupt",
@@ -85,7 +101,7 @@ def _loss(evidence: Evidence, _expected: str | None) -> Observation:
             cites=[one.cite for one in bad],
             detail=detail,
             reason=reason,
-            help=_NOT_FINITE_HELP,
+            help=_NEVER_FINITE_HELP if _never_finite(evidence) else _NOT_FINITE_HELP,
         )
     unproved = Observation("finite", proved=False, detail=detail)
     # in a log of open-instruct's it is a word of the training data
@@ -144,6 +160,14 @@ def _bad_steps(evidence: Evidence) -> list[_BadStep]:
         if hidden or not math.isfinite(line.loss):
             bad.append(_BadStep(line.step, None, line))
     return bad + [_BadStep(one.step, one.rank, one) for one in evidence.rank_steps if not one.finite]
+
+
+def _never_finite(evidence: Evidence) -> bool:
+    """Whether every step is bad, from the first one on, and there are several."""
+    lines = evidence.lines
+    logged = {bad.step for bad in _bad_steps(evidence)}
+    steps = {step.step for step in evidence.rank_steps} | {line.step for line in lines}
+    return len(steps) > 1 and min(steps) <= 1 and steps == logged
 
 
 def _describe(evidence: Evidence, bad: _BadStep, detail: dict[str, Any]) -> str:
@@ -325,7 +349,10 @@ def _memory(evidence: Evidence, _expected: str | None) -> Observation:
     keys = ("per_device_train_batch_size", "gradient_checkpointing", "packing", "max_seq_length")
     arguments = {key: evidence.arguments[key] for key in keys if key in evidence.arguments}
     detail |= {"asked": arguments, **(gpu[0].fields if gpu else {})}
-    return Observation("oom", cites=gpu, detail=detail, help=_OOM_HELP)
+    during = phase(evidence)
+    if during is not None:
+        detail["during"] = during
+    return Observation("oom", cites=gpu, detail=detail, help=_OOM_HELPS.get(during or "", _OOM_HELP))
 
 
 def _finish(evidence: Evidence, _expected: str | None) -> Observation:
@@ -336,6 +363,8 @@ def _finish(evidence: Evidence, _expected: str | None) -> Observation:
         detail["left_out"] = "the final save: of a trial nobody wants the model"
     causes = {"reason": end.reason, "signal": end.signal, "error": end.error}
     detail |= {key: cause for key, cause in causes.items() if cause is not None}
+    if end.state in ("crashed", "killed", "stopped") and (during := phase(evidence)) is not None:
+        detail["during"] = during
     help = None if end.reason is None else HELP[end.reason]
     if ended is not None:
         detail["returncode"] = ended.returncode
@@ -418,6 +447,7 @@ def _resume(evidence: Evidence, _expected: str | None) -> Observation:
 
 
 POINTS: Mapping[str, Callable[[Evidence, str | None], Observation]] = {
+    "data": data.observe,
     "loss": _loss,
     "gradients": _gradients,
     "trend": _trend,

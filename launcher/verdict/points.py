@@ -332,7 +332,7 @@ def _reference_cache(evidence: Evidence, expected: str | None) -> Observation:
         observed = replace(stale, cites=lines)
     elif observed is None:
         observed = _cache_logged(evidence, ("reference_missed",), "reference_hit")
-        first = _first_loss(evidence.log) if observed.state == "hit" else None
+        first = first_plain_loss(evidence.log) if observed.state == "hit" else None
         if first is not None and abs(first.loss - math.log(2)) > FIRST_LOSS:
             # dropout moves the first loss too: what the log shows is a doubt, and no proof
             detail = {**observed.detail, "first_loss": first.loss}
@@ -340,7 +340,7 @@ def _reference_cache(evidence: Evidence, expected: str | None) -> Observation:
     return _with_reason(observed, expected)
 
 
-def _first_loss(log: Log | None) -> StepLine | None:
+def first_plain_loss(log: Log | None) -> StepLine | None:
     """The first step of a DPO whose loss must be ln 2, if the policy still is its own reference."""
     if log is None or not log.steps or log.all("resumed"):
         return None

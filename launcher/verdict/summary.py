@@ -1,6 +1,6 @@
 """A verdict in its JSON form -> plain words: what came of the run, why, and what each point rests on."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,13 @@ _ENDS = {
     "running": "has no recorded end",
 }
 MESSENGERS = ("ChildFailedError", "CalledProcessError", "SignalException")  # they only report another's failure
+_DURING = {
+    "evaluation": " in the evaluation",
+    "saving": " while saving",
+    "reference": " in the reference pass",
+    "loading": " while loading the model",
+}
+_ODD = ("suspect", "fewer", "more")
 _LINE_CHARS = 160
 # errors that are not exceptions: what their message says is enough
 _MESSAGES = ("violation", "hang", "arguments", "not_started", "not_found")
@@ -64,9 +71,10 @@ def cause(verdict: Mapping[str, Any]) -> Cause | None:
     error = _error(finish)
     if memory.get("state") == "oom":
         message = error.get("message")
-        return _caused(f"out of memory: {message}" if message else "out of memory", memory, finish)
+        text = "out of memory" + _DURING.get(str(mapping(memory.get("detail")).get("during")), "")
+        return _caused(f"{text}: {message}" if message else text, memory, finish)
     if finish.get("ok") is not False:
-        first = next((point for ok in (False, None) for point in found if point.get("ok") is ok), None)
+        first = _gravest(found)
         return None if first is None else _caused(_shortfall(first), first)
     stopped = outcome(verdict) == "stopped"
     # what broke `expect:` knows more about it than the end that followed
@@ -75,6 +83,14 @@ def cause(verdict: Mapping[str, Any]) -> Cause | None:
     if stopped:
         return replace(caused, help=_START_AGAIN, line={})
     return replace(caused, help=_READ_TRACEBACK) if caused.help is None and error else caused
+
+
+def _gravest(found: Sequence[Point]) -> Point | None:
+    """The first point that failed; else one that shows something odd, before those that show nothing."""
+    failed = [point for point in found if point.get("ok") is False]
+    unproved = [point for point in found if point.get("ok") is None]
+    odd = [point for point in unproved if point.get("state") in _ODD]
+    return next(iter((*failed, *odd, *unproved)), None)
 
 
 def _caused(text: str, *points: Point) -> Cause:
@@ -174,6 +190,11 @@ def _sentence(name: str, state: str, detail: Mapping[str, Any]) -> str | None:
             return f"the log announces {detail['announced']}"
         case "batch", "planned":
             return f"{detail['world']} of {detail['planned_world']} process(es) trained, each step as planned"
+        case "data", "as_planned" if detail.get("given"):
+            dropped = detail["given"] - detail["kept"]
+            text = f"{detail['given']:,} rows were read" + (f", {dropped:,} dropped" if dropped else "")
+            planned = detail.get("planned_steps")
+            return text + (f"; step {detail['steps']:,} of {planned:,} planned" if planned else "")
         case "dataset_cache" | "reference_cache", "hit" | "miss":
             words = "found" if state == "hit" else "not there, so it was made"
             return words + (f": {detail['path']}" if detail.get("path") else "")
@@ -200,6 +221,8 @@ def _sentence(name: str, state: str, detail: Mapping[str, Any]) -> str | None:
             if last is not None:
                 parts.append(f"step {last:,}" + (f" of {total:,}" if total else "") + " was the last")
             parts.append("the model was saved" if detail.get("saved") else "no final save was seen")
+            if during := _DURING.get(str(detail.get("during"))):
+                parts.append(f"it ended{during}")
             if detail.get("returncode") is not None:
                 parts.append(f"exit code {detail['returncode']}")
             return "; ".join(parts)

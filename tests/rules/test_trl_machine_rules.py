@@ -446,6 +446,20 @@ def test_compiled_lengths_and_a_reference_computed_beforehand() -> None:
         assert words in noted.message
 
 
+def test_a_precomputed_reference_is_rounded_under_deepspeed() -> None:
+    asked = {"precompute_ref_log_probs": True}
+    price = ("reference-price", "note", "precompute_ref_log_probs")
+    rounded = ("reference-rounded", "warning", "precompute_ref_log_probs")
+    for name in ("zero1", "zero2", "zero3"):
+        assert told("trl-dpo", asked, gpus=2, deepspeed=SHIPPED[name]) == [price, rounded]
+    assert told("trl-dpo", {**asked, "bf16": False, "fp16": True}, gpus=2, deepspeed=AUTO) == [price, rounded]
+    # in float32, without DeepSpeed, and on the CPU, where it is not used, the numbers stay what they are
+    assert told("trl-dpo", {**asked, "bf16": False}, gpus=2, deepspeed=AUTO) == [price]
+    assert told("trl-dpo", asked, gpus=2) == [price]
+    assert told("trl-dpo", {**asked, "bf16": False}, gpus=0, deepspeed=AUTO) == [price]
+    assert told("trl-dpo", {}, gpus=2, deepspeed=AUTO) == []
+
+
 def test_compiling_needs_a_compiler(tmp_path: Path) -> None:
     args = {"torch_compile": True, "pad_to_multiple_of": 64}
     bare = {"PATH": str(tmp_path)}

@@ -7,8 +7,9 @@ import time
 from typing import Any
 
 from .contract import Caches, Contract, Liger
+from .data import Data
 from .gradients import Gradients
-from .model import PeakMemory, described, device
+from .model import PeakMemory, base_of, described, device
 from .optimizer import Movement, Optimizer
 from .packing import Packing
 from .process import Process, Settings, say
@@ -35,7 +36,8 @@ class Probe:
         self.packing = Packing(self.process, self.contract)
         self.pairs = Pairs(self.process, self.packing)
         self.caches = Caches(self.process, self.contract, self.watchdog)
-        self.steps = Steps(self.process, self.contract, self.caches, self.pairs)
+        self.data = Data(self.process)
+        self.steps = Steps(self.process, self.contract, self.caches, self.pairs, self.data)
         self.tally = Tally()
         self.open = self.leaving = False
         self.models: set[int] = set()
@@ -47,6 +49,8 @@ class Probe:
         self.models.add(id(model))
         facts = described(model, self.record)
         self.record.write("model", **facts)
+        with self.record.quietly("end tokens"):
+            self.data.saw_model(base_of(model))
         model.register_forward_pre_hook(self.forward_begins, with_kwargs=True)
         self.contract.seen("attention", facts["attention"])
 
@@ -72,6 +76,8 @@ class Probe:
             self.watchdog.armed = self.process.step > 0
             if self.pairs.hidden is None:
                 self.tally.count(ids, kwargs)
+            with self.record.quietly("data"):
+                self.data.batch(ids, kwargs, self.tally)
             # what the model is not told (dpo_utils.py:992), the batch says
             known = {**kwargs, **(self.pairs.hidden or {})}
             self.packing.look(module, ids, known)
@@ -80,6 +86,8 @@ class Probe:
     def micro_batch_begins(self, batch: dict[str, Any]) -> None:
         self.close_step()
         self.pairs.begins(batch, self.tally)
+        with self.record.quietly("data"):
+            self.data.pair_batch(batch, self.tally)
 
     def backward_begins(self, loss: Any) -> None:
         with self.record.quietly("loss"):
@@ -166,6 +174,7 @@ class Probe:
         self.gradients.settle()
         if process.step & (process.step - 1) == 0:
             self.liger.report()
+            self.data.report()
         self.contract.after_step(process.step)
 
     def rests(self, *_: Any, **__: Any) -> None:
@@ -198,6 +207,7 @@ class Probe:
         if self.process.step:
             self.memory.mark("end")
         self.liger.report()
+        self.data.report()
 
     def leave(self, message: str, *, stops: bool, settle: bool = True) -> None:
         """Warn, or (`stops`) end this process now; whoever started the ranks then ends the others."""
@@ -210,6 +220,7 @@ class Probe:
             with self.record.quietly("last steps"):
                 self.steps.settle(wait=True)
         self.liger.report()
+        self.data.report()
         self.gradients.report()
         self.record.write("end", exit=VIOLATION)
         say(f"stopped: {message}")

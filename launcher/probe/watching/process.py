@@ -121,7 +121,8 @@ class Settings:
     point -> state; `on_violation` stop or warn; `within` optimizer steps until what is expected must be
     proved; `isolation` whether packing is tested; `on_hang` stop or report; `hang_factor` times the
     median step, and `hang_seconds` at least, make a hang; `first_loss` is what the first step must give
-    where the policy still is its own reference; without `final_save` the run ends after its last step.
+    where the policy still is its own reference; without `final_save` the run ends after its last step;
+    `pairs` whether a row is a chosen and a rejected answer; `max_length` the tokens that a row is cut to.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -144,6 +145,8 @@ class Settings:
         self.hang_seconds = float(values.get("hang_seconds") or 300)
         self.first_loss = values.get("first_loss")
         self.final_save = bool(values.get("final_save", True))
+        self.pairs = bool(values.get("pairs"))
+        self.max_length = values.get("max_length")
 
 
 class Process:

@@ -16,12 +16,12 @@ from .process import Console, spare_streams
 
 
 def watched(probe: Probe) -> dict[str, Callable[[types.ModuleType], None]]:
-    settings, caches = probe.settings, probe.caches
+    settings, caches, data = probe.settings, probe.caches, probe.data
     watching = {
         "accelerate.accelerator": trainers.watch_accelerate,
         "accelerate.optimizer": trainers.watch_optimizer,
         "transformers.modeling_utils": trainers.watch_saving,
-        "transformers.trainer": trainers.watch_trainer,
+        "transformers.trainer": watch_trainer,
         "open_instruct.model_utils": trainers.watch_final_save,
         "open_instruct.olmo_core_train_modules": trainers.watch_olmo_module,
         "olmo_core.train.train_module.transformer.train_module": trainers.watch_olmo_step,
@@ -33,13 +33,32 @@ def watched(probe: Probe) -> dict[str, Callable[[types.ModuleType], None]]:
     if settings.cpu and settings.stand_ins:
         supplied |= supplies.STAND_INS
     return {
-        "datasets.arrow_dataset": caches.watch_maps,
-        "open_instruct.dataset_transformation": caches.watch_dataset,
-        "open_instruct.dpo_utils": caches.watch_reference,
+        "datasets.arrow_dataset": several(caches.watch_maps, data.watch_filters),
+        "open_instruct.dataset_transformation": several(caches.watch_dataset, data.watch_transformation),
+        "open_instruct.dpo_utils": several(caches.watch_reference, partial(watch_pairs, probe)),
+        "trl.trainer.sft_trainer": data.watch_preparation,
+        "trl.trainer.dpo_trainer": data.watch_preparation,
         **probe.liger.watched(),
         **{name: partial(watch, probe) for name, watch in watching.items()},
         **{name: partial(supply, probe.record) for name, supply in supplied.items()},
     }
+
+
+def several(*actions: Callable[[types.ModuleType], None]) -> Callable[[types.ModuleType], None]:
+    def watch(module: types.ModuleType) -> None:
+        for action in actions:
+            action(module)
+
+    return watch
+
+
+def watch_trainer(probe: Probe, module: types.ModuleType) -> None:
+    trainers.watch_trainer(probe, module)
+    probe.data.watch_inputs(module)
+
+
+def watch_pairs(probe: Probe, module: types.ModuleType) -> None:
+    probe.data.watch_pairs(module, lambda: probe.tally)
 
 
 def word(shown: str) -> str:

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from .contract import Caches, Contract
+from .data import Data
 from .model import torch_in_use
 from .packing import Packing
 from .process import ProbePiece, Process, finite, say
@@ -152,9 +153,10 @@ class Reading:
 class Steps(ProbePiece):
     """The steps whose numbers have not arrived yet, and what is made of those that have."""
 
-    def __init__(self, process: Process, contract: Contract, caches: Caches, pairs: Pairs) -> None:
+    def __init__(self, process: Process, contract: Contract, caches: Caches, pairs: Pairs, data: Data) -> None:
         super().__init__(process)
         self.contract, self.caches, self.pairs = contract, caches, pairs
+        self.data = data
         self.readings: collections.deque[Reading] = collections.deque()
         self.timing: Any = None
 
@@ -188,6 +190,7 @@ class Steps(ProbePiece):
             if self.timing is not None:
                 seconds = self.timing.elapsed_time(reading.event) / 1000
             self.timing = reading.event
+        self.data.counted(values)
         losses = values["loss"]
         valid = all(math.isfinite(loss) for loss in losses)
         mean = sum(losses) / known["parts"] if losses and valid else None

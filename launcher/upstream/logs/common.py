@@ -188,6 +188,16 @@ _TABLE: Table = {
         r"Timed out after \d+ seconds waiting for clients\. (?P<joined>\d+/\d+) clients joined",
         r"wait timeout after \d+ms, keys: ",
         r"The client socket has timed out after .* trying to connect to \((?P<address>[^)]+)\)",
+        # torch/distributed/elastic/rendezvous/api.py
+        (".Rendezvous", r"\.Rendezvous(?:Timeout|Connection|Closed)Error\b"),
+        # torch TCPStore and ProcessGroupNCCL: what is only warned about is tried again
+        (" socket", r"\[E[^\]]* socket\S*\] (?:\[c10d\] )?The client socket has (?:timed out|failed to connect)"),
+        ("store->get(", r"store->get\('[^']*'\) got error: "),
+        ("DistStoreError", r"DistStoreError: (?:Timed out|Socket Timeout|wait timeout)"),
+        (
+            "DistNetworkError",
+            r"DistNetworkError: .*(?:failed to connect|timed out|gai error|Name or service not known)",
+        ),
     ),
     "gpu_fault": ("uncorrectable ECC error encountered", "GPU has fallen off the bus"),
     "device_assert": (r"(?:CUDA|HIP) error: device-side assert triggered",),

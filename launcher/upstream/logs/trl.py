@@ -25,6 +25,12 @@ _TABLE: Table = {
         r"\b[Mm]odel successfully saved (?:to|in)[: ]+(?P<path>\S.*?)\.?$",
     ),
     "saving": (r"Saving model checkpoint to (?P<path>\S+)$",),  # transformers/trainer.py _save, where it logs at INFO
+    # what other trainers say before they save: axolotl, DeepSpeed, accelerate, own scripts
+    "save_begun": (
+        r"\[Torch\] Saving \S+",
+        r"\b[Ss]aving (?:current state|(?:the |trained |final |best )*(?:model|checkpoint|adapter|weights))\b",
+    ),
+    "evaluating": (r"\*{5} Running (?:[Ee]valuation|[Pp]rediction) \*{5}",),  # transformers/trainer.py
     # transformers/tokenization_utils_base.py, in trainer.py _save after the model
     "tokenizer_saved": (r"tokenizer config file saved in (?P<path>\S+)/tokenizer_config\.json$",),
     # transformers/trainer.py, where it logs at INFO

@@ -29,9 +29,24 @@ _RANK = re.compile(rb"(?:^|[\s:])(?:\[(?:rank|default|)(\d+)\]|(\d{1,4})):")
 # What stands around the first line: Python's colon, or Rich's box.
 _OPENS = re.compile(rb"Traceback \(most recent call last\)(?::| (?:\xe2\x94\x80|-){3})")
 _FRAME = re.compile(
-    rb'\s+File "(?P<file>[^"]+)", line (?P<line>\d+)'
-    rb"|(?P<file_>[^\s:]+):(?P<line_>\d+) in "
+    rb'\s+File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<call>\w+))?'
+    rb"|(?P<file_>[^\s:]+):(?P<line_>\d+) in (?P<call_>\w*)"
 )
+# What training was busy with, by the functions that its trainers call for it.
+_CALLS: Mapping[str, tuple[bytes, ...]] = {
+    "evaluation": (
+        *(b"evaluate", b"_evaluate", b"evaluation_loop", b"evaluate_model"),
+        *(b"prediction_loop", b"prediction_step", b"nested_concat", b"compute_metrics"),
+    ),
+    "saving": (
+        *(b"save_model", b"_save_checkpoint", b"save_checkpoint", b"save_pretrained", b"save_state", b"_save"),
+        *(b"save_16bit_model", b"_zero3_consolidated_16bit_state_dict", b"get_state_dict", b"save_with_accelerate"),
+        *(b"_save_optimizer_and_scheduler", b"save_fsdp_model", b"save_fsdp_optimizer", b"save_16bit_state"),
+    ),
+    "reference": (b"compute_ref_log_probs", b"_precompute_ref_logps", b"build_reference_logprobs_cache"),
+    "loading": (b"from_pretrained", b"create_model_from_path", b"load_pretrained_model", b"_load_pretrained_model"),
+}
+_PHASES = {call: phase for phase, calls in _CALLS.items() for call in calls}
 _IN_BOX = re.compile(rb"(?:\xe2\x94\x82|\|) (?P<words>.*?)\s*(?:\xe2\x94\x82|\|)?$")
 _RAISED = re.compile(
     rb"(?P<type>(?:\w+\.)+(?:[A-Z]\w*|\w*error|timeout)"
@@ -47,8 +62,9 @@ _OF_WORKER = b"Original " + FIRST_LINE + b":"
 
 class Raised(NamedTuple):
     """The last line of a traceback. Fields are type, message, rank and `at`, the innermost frame's `file:line`;
-    `chained` says that it belongs to the exception before it: raised while that was being handled, or what a worker
-    process had raised at first."""
+    `phase` is what a frame was called for: evaluation, saving, reference, loading, or nothing of these; `chained`
+    says that it belongs to the exception before it: raised while that was being handled, or what a worker process had
+    raised at first."""
 
     line: int
     segment: bytes
@@ -60,6 +76,7 @@ class _Open:
     chained: bool
     harmless: bool
     at: str = ""
+    phase: str = ""
     headless: bool = False
     wrapped: bytes = b""
 
@@ -119,6 +136,7 @@ class Tracebacks:
                 found.wrapped = b"" if whole else body
             if frame := _FRAME.match(body):
                 found.at = f"{text(frame['file'] or frame['file_'])}:{text(frame['line'] or frame['line_'])}"
+                found.phase = _PHASES.get(frame["call"] or frame["call_"] or b"", found.phase)
             elif end := _RAISED.match(body):
                 del self.open[prefix]
                 return [] if found.harmless else [Raised(line, segment, _fields(end, found, prefix))]
@@ -137,6 +155,7 @@ def _fields(end: re.Match[bytes], found: _Open, prefix: bytes) -> dict[str, str]
         "type": text(end["type"]),
         "message": text(end["message"] or b""),
         "at": found.at,
+        "phase": found.phase,
         "rank": text(rank[1] or rank[2]) if rank else "",
         "chained": "yes" if found.chained else "",
     }

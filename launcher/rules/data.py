@@ -52,8 +52,7 @@ def unseen(key: str, source: Source, context: Context) -> Iterator[Finding]:
     """What of a data set cannot be looked at, and why; that it is on the hub alone is said at a start."""
     if source.fault is not None:
         message = f"{brief(source.name)} {source.fault}"
-        help = "write it as Parquet (`Dataset.to_parquet`) or JSON lines (`to_json`), and name that folder"
-        yield say("error", "bad-data", key, message, help)
+        yield say("error", "bad-data", key, message, source.remedy)
     elif source.unseen is not None and (context.running or Path(source.name).is_dir()):
         message = f"the rows of {brief(source.name)} were not looked at: {source.unseen}"
         yield say("note", "unseen-data", key, message)

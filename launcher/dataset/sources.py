@@ -199,9 +199,7 @@ def _text_of(path: Path) -> str:
         return ""
 
 
-def _splits_of_card(
-    names: Sequence[str], card: Mapping[str, Any], config: str | None
-) -> dict[str, list[str]] | None:
+def _splits_of_card(names: Sequence[str], card: Mapping[str, Any], config: str | None) -> dict[str, list[str]] | None:
     """The files of each split as a card lists them; None where it lists none."""
     configs = card.get("configs")
     if not isinstance(configs, list) or not configs:
@@ -340,7 +338,7 @@ def _common_format(files: Iterable[str]) -> str | None:
 
 def _files_of_format(files: Iterable[str], kind: str | None) -> list[str]:
     """The files that are read. Raises _Unknown where launch does not read them."""
-    if kind not in _FORMATS.values():
+    if kind is None or kind not in _FORMATS.values():
         raise _Unknown(f"most of its files are {kind}, and they are what is read")
     # a reader takes all its suffixes: that of .csv also .tsv, and .zip
     reader = kind.replace("tsv", "csv")

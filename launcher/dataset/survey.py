@@ -21,7 +21,7 @@ from typing import Any
 from launcher import files
 from launcher.artifacts.fingerprint import cache_home
 from launcher.dataset import reading
-from launcher.dataset.reading import BadRow, CannotRead, NeedsPyarrow
+from launcher.dataset.reading import BadRow, CannotRead, NeedsPyarrow, Unsupported
 
 _VERSION = 1  # of what a survey holds: another one reads no older survey from the cache
 _SETTLED_S = 2.0  # a file that was written to just now may be written to again without another time
@@ -195,6 +195,8 @@ class _Surveyor:
         except NeedsPyarrow:
             self._lacks_pyarrow = True
             self._unread.append(f"{path} needs pyarrow")
+        except Unsupported as error:
+            self._unread.append(f"{path} {error}")
         except CannotRead as error:
             self._fault(str(error), None)
         except OSError as error:
@@ -223,6 +225,8 @@ class _Surveyor:
                     self._mark(name, "empty")
                 elif value[0] in "[{<":
                     self._see_marked_text(name, value)
+                if name == "tools":
+                    self._see_tools(value)
             elif kind is list:
                 self._see_list(name, value)
         if "chosen" in row and "rejected" in row:
@@ -252,6 +256,13 @@ class _Surveyor:
             self._mark(name, "json-messages")
         elif value[:40].lstrip("[{ \n").startswith(("'role'", "'content'", "'from'", "'value'")):
             self._mark(name, "python-messages")
+
+    def _see_tools(self, text: str) -> None:
+        """Tools as text are JSON (trl/trainer/sft_trainer.py:1334)."""
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError):
+            self._mark("tools", "not-json")
 
     def _see_list(self, name: str, messages: list[Any]) -> None:
         if not messages:
@@ -300,6 +311,7 @@ class _Surveyor:
         calls = message.get("tool_calls")
         if calls:
             self._mark(name, "tool-calls")
+            self._digest = hash((self._digest, str(calls)))
         kind = type(content)
         if kind is str:
             self._digest = hash((self._digest, content))
@@ -307,6 +319,7 @@ class _Surveyor:
                 self._mark(name, "empty-answer")
         else:
             if content is not None:
+                self._digest = hash((self._digest, str(content)))
                 self._mark(name, f"content:{_KINDS.get(kind, 'value')}")
             elif not calls:
                 self._mark(name, "null-content")

@@ -9,7 +9,7 @@ from pathlib import Path
 from launcher.artifacts import model_config
 from launcher.dataset import shapes, sources
 from launcher.dataset.sources import Source
-from launcher.dataset.survey import Survey, Occurrence, look
+from launcher.dataset.survey import Occurrence, Survey, look
 from launcher.errors import Finding, Severity, brief
 from launcher.files import read_bytes, read_json
 from launcher.paths import is_file

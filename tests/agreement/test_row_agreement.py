@@ -16,9 +16,25 @@ from typing import Any
 import pytest
 from conftest import NO_PACKAGES, PATIENCE_S, SUPPORT
 from row_files import (
-    BAD, GOOD, QUESTION, Row, array, arrow, assistant, chat, chats, lines, packed, pairs, parquet, rows_of, table,
-    text_pairs, texts, user,
-)  # fmt: skip
+    BAD,
+    GOOD,
+    QUESTION,
+    Row,
+    array,
+    arrow,
+    assistant,
+    chat,
+    chats,
+    lines,
+    packed,
+    pairs,
+    parquet,
+    rows_of,
+    table,
+    text_pairs,
+    texts,
+    user,
+)
 
 from launcher.cli.main import main
 
@@ -89,7 +105,7 @@ SYSTEM = {"role": "system", "content": "be brief"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 PART = [{"type": "text", "text": f"{QUESTION}"}]
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
-README = b"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: good/*.jsonl\n---\n# data\n"
+README = b"---\nconfigs:\n- config_name: default\n  data_files: good/*.jsonl\n---\n# data\n"
 MIDDLE = lines(chats(4)) + b'{"messages": [{"role": \n' + lines(chats(4))
 
 FORMATS = [
@@ -130,7 +146,8 @@ FORMATS = [
     sft_files("csv", {"train.csv": table(rows_of(cells))}),
     sft_files("csv with quotes and newlines", {"train.csv": table([
         {"text": f'{QUESTION} "{number}",\n{GOOD}'} for number in range(8)])}),
-    sft_files("csv with an empty cell", {"train.csv": table(with_row(rows_of(cells), {**cells(7), "completion": ""}))}),
+    sft_files("csv with an empty cell", {
+        "train.csv": table(with_row(rows_of(cells), {**cells(7), "completion": ""}))}),
     sft_files("csv with NA", {"train.csv": table(with_row(rows_of(cells), {**cells(7), "completion": "NA"}))}),
     sft_files("csv with None", {"train.csv": table(with_row(rows_of(cells), {**cells(7), "completion": "None"}))}),
     sft_files("csv with numbers", {"train.csv": table([{"prompt": QUESTION, "completion": n} for n in range(8)])}),

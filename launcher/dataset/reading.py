@@ -24,10 +24,14 @@ from launcher.paths import is_pointer
 MAX_ROW = 64 * 2**20  # characters of one row
 _CHUNK = 2**20
 _BOM = b"\xef\xbb\xbf"
-# datasets/utils/extract.py: what a file begins with says whether it is packed, its name does not
-_PACKED: Mapping[bytes, Callable[[Any], Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
+# datasets/utils/extract.py: what a file begins with, or its name, says whether it is packed
+_PACKED: Mapping[bytes, tuple[str, Callable[[Any], Any]]] = {
+    b"\x1f\x8b": (".gz", gzip.open),
+    b"BZh": (".bz2", bz2.open),
+    b"\xfd7zXZ\x00": (".xz", lzma.open),
+}
 _PACKED_OTHERWISE = (b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PK\x03\x04", b"7z\xbc\xaf", b"Rar!\x1a\x07")
-_PACKED_SUFFIXES = frozenset({".gz", ".bz2", ".xz"})
+_PACKED_SUFFIXES = frozenset(suffix for suffix, _ in _PACKED.values())
 
 # What pandas reads as a missing value unless told otherwise (pandas/_libs/parsers.pyx: STR_NA_VALUES).
 CSV_MISSING = frozenset(
@@ -88,8 +92,8 @@ def _open(path: Path) -> IO[bytes]:
     stream = open_regular(path)
     head = stream.read(8)
     stream.seek(0)
-    for start, decompress in _PACKED.items():
-        if head.startswith(start):
+    for start, (suffix, decompress) in _PACKED.items():
+        if head.startswith(start) or path.suffix.lower() == suffix:
             opened: IO[bytes] = decompress(stream)
             return opened
     if head.startswith(_PACKED_OTHERWISE):

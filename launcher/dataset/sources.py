@@ -73,12 +73,13 @@ LOADERS = frozenset(
 class Source:
     """The files of one split of a data set.
 
-    Without files, `unseen` says why its rows cannot be looked at, or `fault` why no trainer can read them and
-    `remedy` what to do about it.
+    `beside` are the files of its other splits, which the library reads too. Without files, `unseen` says why its rows
+    cannot be looked at, or `fault` why no trainer can read them and `remedy` what to do about it.
     """
 
     name: str
     files: tuple[Path, ...] = ()
+    beside: tuple[Path, ...] = ()
     unseen: str | None = None
     fault: str | None = None
     remedy: str | None = None
@@ -119,7 +120,7 @@ def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str
         remedy = "write it as Parquet (`Dataset.to_parquet`) or JSON lines (`to_json`), and name that folder"
         return Source(name=name, fault=fault, remedy=remedy)
     try:
-        read = _files_of_split(folder, split, config)
+        splits = _files_of_splits(folder, split, config)
     except _Unknown as error:
         return Source(name=name, unseen=str(error))
     except _Refused as error:
@@ -127,11 +128,13 @@ def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str
             return Source(name=name, fault=error.fault, remedy=error.remedy)
         # of a data set of the hub, only a part may be in the cache
         return Source(name=name, unseen=f"as far as it is downloaded, it {error.fault}")
-    return Source(name=name, files=tuple(folder / file for file in read))
+    files = tuple(folder / file for file in splits.pop(split))
+    beside = tuple(folder / file for others in splits.values() for file in others)
+    return Source(name=name, files=files, beside=beside)
 
 
-def _files_of_split(folder: Path, split: str, config: str | None) -> list[str]:
-    """datasets/load.py:422: the split's files that are read. Raises _Unknown, _Refused."""
+def _files_of_splits(folder: Path, split: str, config: str | None) -> dict[str, list[str]]:
+    """datasets/load.py:422: the files that are read of each split. Raises _Unknown, _Refused without `split`."""
     names = _names_below(folder)
     if "dataset_infos.json" in os.listdir(folder):
         raise _Unknown("dataset_infos.json decides how it is read")
@@ -151,7 +154,11 @@ def _files_of_split(folder: Path, split: str, config: str | None) -> list[str]:
         there = ", ".join(name for name, kind in formats.items() if kind is not None)
         fault = f"has no split {split}: the names of its files make them {there}"
         raise _Refused(fault, f"name the split that there is, or rename a file to {split}")
-    return _files_of_format(splits[split], formats[split])
+    read = {}
+    for name, files in splits.items():
+        if formats[name] is not None:
+            read[name] = _files_of_format(files, formats[name])
+    return read
 
 
 def _names_below(folder: Path) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from launcher.artifacts import model_config
 from launcher.dataset import shapes, sources
 from launcher.dataset.sources import Source
-from launcher.dataset.survey import Occurrence, Survey, look
+from launcher.dataset.survey import Occurrence, Place, Survey, look
 from launcher.errors import Finding, Severity, brief
 from launcher.files import read_bytes, read_json
 from launcher.paths import is_file
@@ -73,6 +73,41 @@ def readable(looked: Looked) -> Iterator[Finding]:
         message = f"not every row was looked at: {brief('; '.join(survey.unread))}"
         help = "pip install pyarrow" if survey.lacks_pyarrow else None
         yield looked.say("note", "unseen-data", message, help)
+
+
+def same_columns(looked: Looked) -> Iterator[Finding]:
+    """datasets/table.py:2231: the first file gives the columns, and a later one, of any split, may add none."""
+    survey = looked.survey
+    late = {}
+    places = _first_places(survey)
+    with_rows = {place.file for place in places.values()}
+    first = next((str(path) for path in looked.source.files if str(path) in with_rows), None)
+    for column, place in places.items():
+        if place.file != first:
+            late[column] = place
+    beside = look(looked.source.beside)
+    if beside.faults:
+        message = f"{beside.faults[0]}: the files of all splits are read"
+        yield looked.say("error", "bad-data", message, "correct the file, or keep it in another folder")
+    for column, place in _first_places(beside).items():
+        if column not in survey.columns:
+            late[column] = place
+    if late and first is not None:
+        names = ", ".join(f"`{column}` ({place.file})" for column, place in late.items())
+        message = f"later files have columns that {brief(first)} has not: {brief(names)}"
+        help = (
+            "`datasets` refuses that: leave these columns out, or write them in every file, null where there is none"
+        )
+        yield looked.say("error", "data-columns", message, help)
+
+
+def _first_places(survey: Survey) -> dict[str, Place]:
+    """The first row that has each column."""
+    places: dict[str, Place] = {}
+    for (column, kind), tally in survey.kinds.items():
+        if kind != "absent":
+            places.setdefault(column, tally.first)
+    return places
 
 
 def convertible(looked: Looked, otherwise: str) -> str:

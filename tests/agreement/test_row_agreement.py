@@ -343,6 +343,8 @@ def truth(place: Path, demo_assets: Path) -> dict[str, dict[str, Any]]:
 
 def unmeant(stage: str, row: list[str]) -> str | None:
     """What a row would train on that was not meant."""
+    if "<|im_start|>human" in row[0]:
+        return "roles that the template writes as they are"
     asked = row[0].count(QUESTION)
     if not asked:
         return "no question"
@@ -386,8 +388,10 @@ def test_rows_are_judged_as_the_trainer_takes_them(
         assert right, (answer["error"], findings)
         return
     wrongs = {unmeant(case.stage, row) for row in answer["rows"]} - {None}
-    assert "error" not in severities, (answer["rows"][-1], findings)
+    if not answer["rows"]:
+        wrongs.add("no rows")
+    assert "error" not in severities, (answer["rows"][-1:], findings)
     if wrongs:
-        assert "warning" in severities, (wrongs, answer["rows"][-1], findings)
+        assert "warning" in severities, (wrongs, answer["rows"][-1:], findings)
     elif not case.warns:
-        assert "warning" not in severities, (answer["rows"][-1], findings)
+        assert "warning" not in severities, (answer["rows"][-1:], findings)

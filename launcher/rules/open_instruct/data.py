@@ -80,6 +80,7 @@ def local_rows(context: Context) -> Iterator[Finding]:
             continue
         looked = data.looked_at(place, source)
         yield from data.readable(looked)
+        yield from data.same_columns(looked)
         yield from data.copies(looked)
         if looked.survey.rows and _default_transforms(context):
             yield from _rows(looked, pairs=key == "mixer_list")

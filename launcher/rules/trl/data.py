@@ -77,6 +77,7 @@ def data_rows(context: Context) -> Iterator[Finding]:
     if source.files:
         looked = data.looked_at(_KEY, source)
         yield from data.readable(looked)
+        yield from data.same_columns(looked)
         yield from data.copies(looked)
 
 
@@ -133,6 +134,7 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
     yield from data.conversations(looked, read)
     yield from _empty_lists(looked, read)
     yield from data.unwritten_tools(looked, read, written)
+    yield from _beside(looked)
     yield from data.other_kinds(looked, [*read, "tools", "chat_template_kwargs"])
 
 
@@ -165,7 +167,18 @@ def _pairs(looked: Looked, context: Context) -> Iterator[Finding]:
     written = data.tokenizer_template(values["model_name_or_path"], None, context)
     yield from _untemplated(looked, "chosen", written)
     yield from data.unwritten_tools(looked, read, written)
+    yield from _beside(looked)
     yield from data.other_kinds(looked, [*read, "tools", "chat_template_kwargs"])
+
+
+def _beside(looked: Looked) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:1333, dpo_trainer.py:1098: what is read beside the messages."""
+    broken = looked.survey.fact("tools", "not-json") or looked.survey.fact("tools", "empty")
+    if broken is not None:
+        message = f"`tools` is text that is not JSON in {looked.share(broken)}"
+        yield looked.say("error", "data-types", message, "write a list of tools as JSON, `[]` where there are none")
+    if "chat_template_kwargs" in looked.survey.columns:
+        yield from data.same_kinds(looked, ["chat_template_kwargs"], "object")
 
 
 def _columns_message(looked: Looked, wanted: str) -> str:

@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import lzma
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from launcher.paths import is_pointer
 
 MAX_ROW = 64 * 2**20  # characters of one row
 _CHUNK = 2**20
+_TYPED_FIRST = 10 * 2**20
 _BOM = b"\xef\xbb\xbf"
 # datasets/utils/extract.py: what a file begins with, or its name, says whether it is packed
 _PACKED: Mapping[bytes, tuple[str, Callable[[Any], Any]]] = {
@@ -86,6 +88,20 @@ def data_suffix(path: Path) -> str:
 def has_lines(path: Path) -> bool:
     """Whether the numbers of rows are lines of the file."""
     return data_suffix(path) not in (".parquet", ".arrow")
+
+
+def rows_typed_first(path: Path) -> int:
+    """How many rows of a file `datasets` reads before it fixes the types of columns: those of ten megabytes of lines
+    (datasets/packaged_modules/json/json.py:53), all rows of other files.
+    """
+    if _READERS.get(data_suffix(path)) is not _read_json:
+        return sys.maxsize
+    with _open(path) as stream:
+        head = stream.read(_TYPED_FIRST)
+        if len(head) < _TYPED_FIRST or head.removeprefix(_BOM).lstrip()[:1] == b"[":
+            return sys.maxsize
+        # the line that is cut there is read to its end
+        return head.count(b"\n") + 1
 
 
 def _open(path: Path) -> IO[bytes]:

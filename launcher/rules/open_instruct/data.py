@@ -120,10 +120,7 @@ def _rows(looked: Looked, *, pairs: bool) -> Iterator[Finding]:
     for column in read:
         yield from data.same_kinds(looked, [column], "list")
         yield from _unanswered(looked, column)
-        empty = survey.fact(column, "empty-list")
-        if empty is not None:
-            message = f"`{column}` is an empty list in {looked.share(empty)}"
-            yield looked.say("error", "data-types", message, "take these rows out")
+    yield from data.unlike_messages(looked, read)
     if pairs:
         yield from data.equal_pairs(looked)
         yield from _promptless(looked)

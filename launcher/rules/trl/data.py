@@ -112,6 +112,8 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
         yield from _alike(looked, read)
         yield from data.repeated_prompts(looked, ["completion"])
         yield from data.empty_answers(looked, ["completion"])
+        yield from data.empty_prompts(looked, ["prompt"])
+        yield from data.messages_as_text(looked, read)
         yield from _untemplated(looked, "completion", written)
     elif survey.kind(chats) == "list" and (chats == "conversations" or not survey.count(chats, "from-value")):
         read = [chats]
@@ -121,6 +123,8 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
     elif text in survey.columns:
         read = [text]
         yield from data.same_kinds(looked, read, "text")
+        yield from data.empty_answers(looked, read)
+        yield from data.messages_as_text(looked, read)
         yield from data.doubled_bos(looked, read, model, context)
     else:
         wanted = f"SFT reads `messages`, `prompt` and `completion`, or `{brief(text)}`"
@@ -132,7 +136,7 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
         yield looked.say("error", "data-columns", _columns_message(looked, wanted), help)
         return
     yield from data.conversations(looked, read)
-    yield from _empty_lists(looked, read)
+    yield from data.unlike_messages(looked, read)
     yield from data.unwritten_tools(looked, read, written)
     yield from _beside(looked)
     yield from data.other_kinds(looked, [*read, "tools", "chat_template_kwargs"])
@@ -162,8 +166,10 @@ def _pairs(looked: Looked, context: Context) -> Iterator[Finding]:
     yield from data.repeated_prompts(looked, ["chosen", "rejected"])
     yield from data.equal_pairs(looked)
     yield from data.empty_answers(looked, ["chosen", "rejected"])
+    yield from data.empty_prompts(looked, ["prompt"])
+    yield from data.messages_as_text(looked, ["chosen"])
     yield from data.conversations(looked, read)
-    yield from _empty_lists(looked, read)
+    yield from data.unlike_messages(looked, read)
     written = data.tokenizer_template(values["model_name_or_path"], None, context)
     yield from _untemplated(looked, "chosen", written)
     yield from data.unwritten_tools(looked, read, written)
@@ -238,15 +244,6 @@ def _unanswered(looked: Looked, column: str, answers_only: bool) -> Iterator[Fin
         yield looked.say("error", "no-answers", message, "take these rows out")
     else:
         yield looked.say("warning", "no-answers", message, "questions alone are trained on: take these rows out")
-
-
-def _empty_lists(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
-    """trl/data_utils.py:153 reads the first message of every list."""
-    for column in columns:
-        tally = looked.survey.fact(column, "empty-list")
-        if tally is not None:
-            message = f"`{column}` is an empty list in {looked.share(tally)}"
-            yield looked.say("error", "data-types", message, "take these rows out")
 
 
 def _untemplated(looked: Looked, column: str, template: str | None) -> Iterator[Finding]:

@@ -23,7 +23,7 @@ from launcher.artifacts.fingerprint import cache_home
 from launcher.dataset import reading
 from launcher.dataset.reading import BadRow, CannotRead, NeedsPyarrow, Unsupported
 
-_VERSION = 1  # of what a survey holds: another one reads no older survey from the cache
+_VERSION = 2  # of what a survey holds: another one reads no older survey from the cache
 _SETTLED_S = 2.0  # a file that was written to just now may be written to again without another time
 _MOST_HASHES = 1_000_000  # rows that are compared with all earlier ones
 _MOST_FAULTS = 20  # rows that cannot be read, told one by one
@@ -438,10 +438,15 @@ def _from_json(content: Mapping[str, Any], names: Sequence[str]) -> Survey | Non
             kinds=tallies("kinds"),
             facts=tallies("facts"),
             faults=tuple(
-                Fault(names[fault["file"]], str(fault["reason"]), fault["number"]) for fault in content["faults"]
+                Fault(names[fault["file"]], str(fault["reason"]), _row_number(fault["number"]))
+                for fault in content["faults"]
             ),
             fault_count=int(content["fault_count"]),
             unread=tuple(map(str, content["unread"])),
         )
-    except (ValueError, TypeError, KeyError, IndexError):
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError):
         return None
+
+
+def _row_number(value: Any) -> int | None:
+    return None if value is None else int(value)

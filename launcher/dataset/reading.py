@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -160,7 +161,7 @@ def _json_lines(stream: IO[bytes]) -> Iterator[Numbered]:
             return
         try:
             row = decode(line.decode())
-            if b"\\ud" in line or b"\\uD" in line:
+            if b"\\u" in line and _SURROGATE.search(line) is not None:
                 _refuse_surrogates(row)
             yield number, row
         except UnicodeError as error:
@@ -179,6 +180,9 @@ def _json_lines(stream: IO[bytes]) -> Iterator[Numbered]:
             if bad == number > 100:
                 # not one line is JSON: the file is of another kind, and the rest says nothing new
                 return
+
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def _refuse_surrogates(row: Any) -> None:

@@ -221,12 +221,12 @@ class _Surveyor:
             if kind is str:
                 if name in _TRAINED:
                     self._digest = hash((self._digest, value))
+                elif name == "tools":
+                    self._see_tools(value)
                 if not value or value.isspace():
                     self._mark(name, "empty")
                 elif value[0] in "[{<":
                     self._see_marked_text(name, value)
-                if name == "tools":
-                    self._see_tools(value)
             elif kind is list:
                 self._see_list(name, value)
         if "chosen" in row and "rejected" in row:

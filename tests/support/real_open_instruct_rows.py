@@ -2,7 +2,7 @@
 
 usage: python real_open_instruct_rows.py CHECKOUT MODEL < requests.jsonl > answers.jsonl
 
-One line in: {"stage": "sft", "data": "rows.jsonl"}; one line out: {"error": null or why it is refused, "total": its rows,
+One line in: {"stage": "sft", "data": "rows.jsonl"}; one line out: {"error": null or why not, "total": its rows,
 "rows": [[text, trained text], ...]}, where a row of DPO has both twice, chosen and rejected.
 Exit code 3 where the packages are not there.
 """

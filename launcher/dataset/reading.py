@@ -53,7 +53,7 @@ class CannotRead(Exception):
     """A whole file that cannot be read here; the message says why."""
 
 
-class Unsupported(CannotRead):
+class UnsupportedFile(CannotRead):
     """A file of a kind that the trainer may read, and launch does not."""
 
 
@@ -69,7 +69,7 @@ def read_rows(path: Path) -> Iterator[Numbered]:
     """The rows of a data file. Raises CannotRead, OSError where the file is gone."""
     reader = _READERS.get(data_suffix(path))
     if reader is None:
-        raise Unsupported(f"is a {path.suffix or 'file without a suffix'}, which launch does not read")
+        raise UnsupportedFile(f"is a {path.suffix or 'file without a suffix'}, which launch does not read")
     if is_pointer(path):
         raise CannotRead("is a git-lfs pointer, not the file: `git lfs pull`")
     try:
@@ -115,7 +115,7 @@ def _open(path: Path) -> IO[bytes]:
             return opened
     if head.startswith(_PACKED_OTHERWISE):
         stream.close()
-        raise Unsupported("is an archive, which launch does not read")
+        raise UnsupportedFile("is an archive, which launch does not read")
     return stream
 
 
@@ -215,11 +215,11 @@ def _array_items(stream: IO[bytes]) -> Iterator[Numbered]:
             yield window.line, BadRow("goes on after the end of the array")
     except UnicodeDecodeError:
         yield window.line, BadRow("is not UTF-8")
-    except _Stop:
+    except _Undecodable:
         return
 
 
-class _Stop(Exception):
+class _Undecodable(Exception):
     """What follows cannot be decoded."""
 
 
@@ -230,7 +230,7 @@ def _items_up_to_end(window: _Window) -> Iterator[Numbered]:
         if character not in (",", "]"):
             reason = "is followed by neither `,` nor `]`" if character else "ends inside the array: `]` is missing"
             yield window.line, BadRow(reason)
-            raise _Stop
+            raise _Undecodable
         window.skip(character)
         if character == "]":
             return
@@ -244,24 +244,24 @@ def _stream_items(stream: IO[bytes]) -> Iterator[Numbered]:
             yield from _next_item(window)
     except UnicodeDecodeError:
         yield window.line, BadRow("is not UTF-8")
-    except _Stop:
+    except _Undecodable:
         return
 
 
 def _next_item(window: _Window) -> Iterator[Numbered]:
-    """The value where the window stands. Raises _Stop after one that cannot be decoded."""
+    """The value where the window stands. Raises _Undecodable after one that cannot be decoded."""
     window.next_character()
     number = window.line
     try:
         item = window.decode(_DECODER)
     except RecursionError:
         yield number, BadRow("is nested too deep")
-        raise _Stop from None
+        raise _Undecodable from None
     except UnicodeDecodeError:
         raise
     except ValueError as error:
         yield number, BadRow(f"is not JSON ({str(error).partition(':')[0].lower()})")
-        raise _Stop from None
+        raise _Undecodable from None
     yield number, {"text": item} if isinstance(item, str) else item
 
 

@@ -85,11 +85,11 @@ class Source:
     remedy: str | None = None
 
 
-class _Unknown(Exception):
+class _UnknownFolder(Exception):
     """A folder of which launch does not know how it is read; the message says why."""
 
 
-class _Refused(Exception):
+class _RefusedFolder(Exception):
     """A folder that the library refuses: why, and what to do."""
 
     def __init__(self, fault: str, remedy: str) -> None:
@@ -121,9 +121,9 @@ def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str
         return Source(name=name, fault=fault, remedy=remedy)
     try:
         splits = _files_of_splits(folder, split, config)
-    except _Unknown as error:
+    except _UnknownFolder as error:
         return Source(name=name, unseen=str(error))
-    except _Refused as error:
+    except _RefusedFolder as error:
         if os.path.isdir(name):
             return Source(name=name, fault=error.fault, remedy=error.remedy)
         # of a data set of the hub, only a part may be in the cache
@@ -134,10 +134,10 @@ def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str
 
 
 def _files_of_splits(folder: Path, split: str, config: str | None) -> dict[str, list[str]]:
-    """datasets/load.py:422: the files that are read of each split. Raises _Unknown, _Refused without `split`."""
+    """datasets/load.py:422: the files that are read of each split. Raises _UnknownFolder, _RefusedFolder without `split`."""
     names = _names_below(folder)
     if "dataset_infos.json" in os.listdir(folder):
-        raise _Unknown("dataset_infos.json decides how it is read")
+        raise _UnknownFolder("dataset_infos.json decides how it is read")
     splits = _splits_of_card(names, _card(folder), config)
     if splits is None:
         splits = _splits_by_name(names)
@@ -145,15 +145,15 @@ def _files_of_splits(folder: Path, split: str, config: str | None) -> dict[str, 
     for name, files in splits.items():
         formats[name] = _common_format(files)
     if not any(formats.values()):
-        raise _Refused("holds no data files", "write the rows as .jsonl, .csv or .parquet files")
+        raise _RefusedFolder("holds no data files", "write the rows as .jsonl, .csv or .parquet files")
     if len({kind for kind in formats.values() if kind is not None}) > 1:
         shown = ", ".join(f"{name}: {kind}" for name, kind in formats.items())
         fault = f"has splits of different formats ({shown}), which `load_dataset` refuses"
-        raise _Refused(fault, "write all splits in one format, or keep them in folders of their own")
+        raise _RefusedFolder(fault, "write all splits in one format, or keep them in folders of their own")
     if formats.get(split) is None:
         there = ", ".join(name for name, kind in formats.items() if kind is not None)
         fault = f"has no split {split}: the names of its files make them {there}"
-        raise _Refused(fault, f"name the split that there is, or rename a file to {split}")
+        raise _RefusedFolder(fault, f"name the split that there is, or rename a file to {split}")
     read = {}
     for name, files in splits.items():
         if formats[name] is not None:
@@ -167,9 +167,9 @@ def _names_below(folder: Path) -> list[str]:
         below = list(islice(folder.rglob("*"), _MOST_ENTRIES + 1))
         files = [path.relative_to(folder) for path in below if path.is_file()]
     except (OSError, ValueError):
-        raise _Unknown("it cannot be listed") from None
+        raise _UnknownFolder("it cannot be listed") from None
     if len(below) > _MOST_ENTRIES:
-        raise _Unknown("it holds too many files")
+        raise _UnknownFolder("it holds too many files")
     return sorted(str(path) for path in files if not _is_left_out(path))
 
 
@@ -193,7 +193,7 @@ def _card(folder: Path) -> Mapping[str, Any]:
             content = yaml.safe_load(part)
         except (yaml.YAMLError, RecursionError, ValueError):
             fault = "has a README.md whose head is not YAML, which `load_dataset` refuses"
-            raise _Refused(fault, "correct what stands between the lines `---`") from None
+            raise _RefusedFolder(fault, "correct what stands between the lines `---`") from None
         if isinstance(content, dict):
             card.update(content)
     return card
@@ -211,17 +211,17 @@ def _splits_of_card(names: Sequence[str], card: Mapping[str, Any], config: str |
     configs = card.get("configs")
     if not isinstance(configs, list) or not configs:
         if config is not None:
-            raise _Unknown(f"its configuration {config} is not described here")
+            raise _UnknownFolder(f"its configuration {config} is not described here")
         return None
     data_files = _config(configs, config).get("data_files")
     if data_files is None:
-        raise _Unknown("its README.md describes its files in another way")
+        raise _UnknownFolder("its README.md describes its files in another way")
     splits = {}
     for split, patterns in _patterns(data_files).items():
         splits[split] = [file for file in names if any(_matches(file, pattern) for pattern in patterns)]
         if not splits[split]:
             fault = f"describes files in its README.md that are not there: {', '.join(patterns)}"
-            raise _Refused(fault, "correct `data_files` there")
+            raise _RefusedFolder(fault, "correct `data_files` there")
     return splits
 
 
@@ -230,7 +230,7 @@ def _config(configs: Sequence[Any], name: str | None) -> Mapping[str, Any]:
     names = [str(entry.get("config_name", "default")) for entry in described]
     if name is not None:
         if name not in names:
-            raise _Unknown(f"its README.md describes no configuration {name}")
+            raise _UnknownFolder(f"its README.md describes no configuration {name}")
         return described[names.index(name)]
     for entry, entry_name in zip(described, names, strict=True):
         if entry.get("default") or entry_name == "default":
@@ -238,7 +238,7 @@ def _config(configs: Sequence[Any], name: str | None) -> Mapping[str, Any]:
     if len(described) == 1:
         return described[0]
     fault = f"has the configurations {', '.join(names)}, and none of them is the default"
-    raise _Refused(fault, f"name one: `dataset_config: {names[0]}`" if names else "correct its README.md")
+    raise _RefusedFolder(fault, f"name one: `dataset_config: {names[0]}`" if names else "correct its README.md")
 
 
 def _patterns(data_files: Any) -> dict[str, list[str]]:
@@ -344,9 +344,9 @@ def _common_format(files: Iterable[str]) -> str | None:
 
 
 def _files_of_format(files: Iterable[str], kind: str | None) -> list[str]:
-    """The files that are read. Raises _Unknown where launch does not read them."""
+    """The files that are read. Raises _UnknownFolder where launch does not read them."""
     if kind is None or kind not in _FORMATS.values():
-        raise _Unknown(f"most of its files are {kind}, and they are what is read")
+        raise _UnknownFolder(f"most of its files are {kind}, and they are what is read")
     # a reader takes all its suffixes: that of .csv also .tsv, and .zip
     reader = kind.replace("tsv", "csv")
     read = []
@@ -355,8 +355,8 @@ def _files_of_format(files: Iterable[str], kind: str | None) -> list[str]:
         if reader in modules:
             read.append(file)
         elif ".zip" in _suffixes(file):
-            raise _Unknown(f"launch does not look into {file}")
+            raise _UnknownFolder(f"launch does not look into {file}")
     for file in read:
         if reading.data_suffix(Path(file)) not in reading.READABLE:
-            raise _Unknown(f"launch does not read {file}")
+            raise _UnknownFolder(f"launch does not read {file}")
     return read

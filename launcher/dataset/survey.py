@@ -21,7 +21,7 @@ from typing import Any
 from launcher import files
 from launcher.artifacts.fingerprint import cache_home
 from launcher.dataset import reading
-from launcher.dataset.reading import BadRow, CannotRead, NeedsPyarrow, Unsupported
+from launcher.dataset.reading import BadRow, CannotRead, NeedsPyarrow, UnsupportedFile
 
 _VERSION = 2  # of what a survey holds: another one reads no older survey from the cache
 _SETTLED_S = 2.0  # a file that was written to just now may be written to again without another time
@@ -195,7 +195,7 @@ class _Surveyor:
         except NeedsPyarrow:
             self._lacks_pyarrow = True
             self._unread.append(f"{path} needs pyarrow")
-        except Unsupported as error:
+        except UnsupportedFile as error:
             self._unread.append(f"{path} {error}")
         except CannotRead as error:
             self._fault(str(error), None)

@@ -134,7 +134,7 @@ def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str
 
 
 def _files_of_splits(folder: Path, split: str, config: str | None) -> dict[str, list[str]]:
-    """datasets/load.py:422: the files that are read of each split. Raises _UnknownFolder, _RefusedFolder without `split`."""
+    """datasets/load.py:422: the files of each split. Raises _UnknownFolder, and _RefusedFolder without `split`."""
     names = _names_below(folder)
     if "dataset_infos.json" in os.listdir(folder):
         raise _UnknownFolder("dataset_infos.json decides how it is read")

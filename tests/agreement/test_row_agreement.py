@@ -81,10 +81,7 @@ def with_row(rows: list[Row], row: Any, at: int = -1) -> list[Any]:
 
 
 def sharegpt(number: int, word: str = GOOD) -> list[Row]:
-    return [
-        {"from": "human", "value": f"{QUESTION} {number}?"},
-        {"from": "gpt", "value": f"{word} {number}"},
-    ]
+    return [{"from": "human", "value": f"{QUESTION} {number}?"}, {"from": "gpt", "value": f"{word} {number}"}]
 
 
 def alpaca(number: int) -> Row:

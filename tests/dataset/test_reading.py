@@ -144,11 +144,13 @@ def test_files_that_launch_does_not_read_are_no_faults(write: Write) -> None:
 
 values = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(
-        st.sampled_from("messages prompt chosen rejected text tools role content tool_calls".split()) | st.text(),
-        inner,
-        max_size=4,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from("messages prompt chosen rejected text tools role content tool_calls".split()) | st.text(),
+            inner,
+            max_size=4,
+        )
     ),
     max_leaves=12,
 )

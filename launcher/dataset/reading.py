@@ -93,7 +93,7 @@ def has_lines(path: Path) -> bool:
 
 def rows_typed_first(path: Path) -> int:
     """How many rows of a file `datasets` reads before it fixes the types of columns: those of ten megabytes of lines
-    (datasets/packaged_modules/json/json.py:53), all rows of other files.
+    (datasets/packaged_modules/json/json.py:55), all rows of other files.
     """
     if _READERS.get(data_suffix(path)) is not _read_json:
         return sys.maxsize
@@ -401,7 +401,7 @@ def _read_arrow(path: Path) -> Iterator[Numbered]:
 
 
 def _arrow_batches(arrow: Any, source: Any) -> Iterator[Any]:
-    """datasets/packaged_modules/arrow/arrow.py:64: a stream, or else a file with a footer."""
+    """datasets/packaged_modules/arrow/arrow.py:67: a stream, or else a file with a footer."""
     try:
         stream = arrow.ipc.open_stream(source)
     except (arrow.ArrowException, OSError):

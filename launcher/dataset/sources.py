@@ -21,16 +21,16 @@ from launcher.files import read_bytes
 
 _MOST_ENTRIES = 20_000  # entries of a folder to look at; a larger one is not judged
 
-# datasets/data_files.py:39: words in the names of files and folders, in the order in which they are tried
+# datasets/data_files.py:43: words in the names of files and folders, in the order in which they are tried
 _SPLIT_WORDS = {
     "train": frozenset({"train", "training"}),
     "validation": frozenset({"validation", "valid", "dev", "val"}),
     "test": frozenset({"test", "testing", "eval", "evaluation"}),
 }
 _SEPARATORS = re.compile(r"[-._ 0-9]")
-# datasets/data_files.py:37: with one such file, these alone are read
+# datasets/data_files.py:41: with one such file, these alone are read
 _SHARD = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*\Z")
-# datasets/data_files.py:95
+# datasets/data_files.py:109
 _IGNORED = frozenset(
     "README.md config.json dataset_info.json dataset_infos.json dummy_data.zip dataset_dict.json".split()
 )
@@ -55,7 +55,7 @@ _OTHER_FORMATS = frozenset(
     .fa .fasta .fastq .fq .gb
     """.split()
 )
-# datasets/load.py:226: of formats that are as common, the last of these
+# datasets/load.py:232: of formats that are as common, the last of these
 _PREFERRED = (".csv", ".json", ".jsonl", ".arrow", ".vortex", ".lance", ".parquet")
 # files that describe images and sounds: they count where there is nothing else
 _METADATA = re.compile(r"metadata\.(jsonl|csv|parquet)\Z")
@@ -242,7 +242,7 @@ def _config(configs: Sequence[Any], name: str | None) -> Mapping[str, Any]:
 
 
 def _patterns(data_files: Any) -> dict[str, list[str]]:
-    """The patterns of each split, in each of the forms that a card may give (datasets/data_files.py:107)."""
+    """The patterns of each split, in each of the forms that a card may give (datasets/data_files.py:123)."""
     if isinstance(data_files, str):
         return {"train": [data_files]}
     if isinstance(data_files, dict):
@@ -290,7 +290,7 @@ def _part_regex(part: str) -> str:
 
 
 def _splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:
-    """datasets/data_files.py:62,245: shards, then folders, then files that bear the name of a split; else all."""
+    """datasets/data_files.py:75,259: shards, then folders, then files that bear the name of a split; else all."""
     shards: dict[str, list[str]] = {}
     for file in names:
         shard = _SHARD.match(file)

@@ -258,7 +258,7 @@ class _Surveyor:
             self._mark(name, "python-messages")
 
     def _see_tools(self, text: str) -> None:
-        """Tools as text are JSON (trl/trainer/sft_trainer.py:1334)."""
+        """Tools as text are JSON (trl/trainer/sft_trainer.py:1316)."""
         try:
             json.loads(text)
         except (ValueError, RecursionError):

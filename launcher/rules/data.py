@@ -76,7 +76,7 @@ def readable(looked: Looked) -> Iterator[Finding]:
 
 
 def same_columns(looked: Looked) -> Iterator[Finding]:
-    """datasets/table.py:2231: the first rows of the first file give the columns and their types, and what comes later,
+    """datasets/table.py:2313: the first rows of the first file give the columns and their types, and what comes later,
     in any split, may add none.
     """
     survey = looked.survey
@@ -172,7 +172,7 @@ def conversations(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
 
 
 def unlike_messages(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
-    """trl/data_utils.py:153, dataset_transformation.py:1186: the items of a list are messages, and there is one."""
+    """trl/data_utils.py:159, dataset_transformation.py:1186: the items of a list are messages, and there is one."""
     for column in columns:
         empty = looked.survey.fact(column, "empty-list")
         if empty is not None:

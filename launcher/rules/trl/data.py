@@ -15,7 +15,7 @@ from launcher.rules.rule import say
 from launcher.rules.trl.resolved import prepared
 
 _KEY = "dataset_name"
-# read in another way, or not prepared at all (trl/trainer/sft_trainer.py:1240)
+# read in another way, or not prepared at all (trl/trainer/sft_trainer.py:762,1248)
 _OTHER_FORMS = frozenset({"input_ids", "image", "images"})
 
 
@@ -82,7 +82,7 @@ def data_rows(context: Context) -> Iterator[Finding]:
 
 
 def data_columns(context: Context) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1333,1375,1383, dpo_trainer.py:1063: columns are read by their names."""
+    """trl/trainer/sft_trainer.py:1322,1375,1383, dpo_trainer.py:1063: columns are read by their names."""
     looked = _looked_at(context)
     if looked is None or not looked.survey.rows or looked.survey.columns & _OTHER_FORMS:
         return
@@ -178,7 +178,7 @@ def _pairs(looked: Looked, context: Context) -> Iterator[Finding]:
 
 
 def _beside(looked: Looked) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1333, dpo_trainer.py:1098: what is read beside the messages."""
+    """trl/trainer/sft_trainer.py:1316,1320, dpo_trainer.py:1077: what is read beside the messages."""
     broken = looked.survey.fact("tools", "not-json") or looked.survey.fact("tools", "empty")
     if broken is not None:
         message = f"`tools` is text that is not JSON in {looked.share(broken)}"
@@ -234,7 +234,7 @@ def _promptless(looked: Looked) -> Iterator[Finding]:
 
 
 def _unanswered(looked: Looked, column: str, answers_only: bool) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1395: a row of which nothing would be trained ends the run."""
+    """trl/trainer/sft_trainer.py:1387: a row of which nothing would be trained ends the run."""
     without = looked.survey.fact(column, "no-answer")
     if without is None:
         return
@@ -247,7 +247,7 @@ def _unanswered(looked: Looked, column: str, answers_only: bool) -> Iterator[Fin
 
 
 def _untemplated(looked: Looked, column: str, template: str | None) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1355: only lists of messages are written through the chat template."""
+    """trl/trainer/sft_trainer.py:1372: only lists of messages are written through the chat template."""
     if looked.survey.kind(column) == "text" and template:
         message = f"`{column}` is text: the model's chat template is not applied to it"
         help = "write messages (`role`, `content`) for a model that one talks to"

@@ -172,7 +172,7 @@ def conversations(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
 
 
 def unlike_messages(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
-    """trl/data_utils.py:159, dataset_transformation.py:1186: the items of a list are messages, and there is one."""
+    """trl/data_utils.py:159: the items of a list are messages, and there is one."""
     for column in columns:
         empty = looked.survey.fact(column, "empty-list")
         if empty is not None:

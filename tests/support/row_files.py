@@ -84,4 +84,4 @@ def arrow(rows: list[Row]) -> bytes:
 
 
 def packed(content: bytes) -> bytes:
-    return gzip.compress(content)
+    return gzip.compress(content, mtime=0)

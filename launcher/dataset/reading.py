@@ -12,7 +12,9 @@ import gzip
 import io
 import json
 import lzma
+import re
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +25,16 @@ from launcher.paths import is_pointer
 
 MAX_ROW = 64 * 2**20  # characters of one row
 _CHUNK = 2**20
+_TYPED_FIRST = 10 * 2**20
 _BOM = b"\xef\xbb\xbf"
-_COMPRESSED: Mapping[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+# datasets/utils/extract.py: what a file begins with, or its name, says whether it is packed
+_PACKED: Mapping[bytes, tuple[str, Callable[[Any], Any]]] = {
+    b"\x1f\x8b": (".gz", gzip.open),
+    b"BZh": (".bz2", bz2.open),
+    b"\xfd7zXZ\x00": (".xz", lzma.open),
+}
+_PACKED_OTHERWISE = (b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PK\x03\x04", b"7z\xbc\xaf", b"Rar!\x1a\x07")
+_PACKED_SUFFIXES = frozenset(suffix for suffix, _ in _PACKED.values())
 
 # What pandas reads as a missing value unless told otherwise (pandas/_libs/parsers.pyx: STR_NA_VALUES).
 CSV_MISSING = frozenset(
@@ -43,6 +53,10 @@ class CannotRead(Exception):
     """A whole file that cannot be read here; the message says why."""
 
 
+class UnsupportedFile(CannotRead):
+    """A file of a kind that the trainer may read, and launch does not."""
+
+
 class NeedsPyarrow(CannotRead):
     """A Parquet or Arrow file, and no pyarrow in this Python."""
 
@@ -55,16 +69,19 @@ def read_rows(path: Path) -> Iterator[Numbered]:
     """The rows of a data file. Raises CannotRead, OSError where the file is gone."""
     reader = _READERS.get(data_suffix(path))
     if reader is None:
-        raise CannotRead(f"launch reads no {path.suffix or 'such'} files")
+        raise UnsupportedFile(f"is a {path.suffix or 'file without a suffix'}, which launch does not read")
     if is_pointer(path):
         raise CannotRead("is a git-lfs pointer, not the file: `git lfs pull`")
-    yield from reader(path)
+    try:
+        yield from reader(path)
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
+        raise CannotRead(f"cannot be decompressed: {error}") from None
 
 
 def data_suffix(path: Path) -> str:
     """The suffix that says the format: `.jsonl` of `train.jsonl.gz`."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in _COMPRESSED:
+    if suffixes and suffixes[-1] in _PACKED_SUFFIXES:
         suffixes.pop()
     return suffixes[-1] if suffixes else ""
 
@@ -74,29 +91,61 @@ def has_lines(path: Path) -> bool:
     return data_suffix(path) not in (".parquet", ".arrow")
 
 
+def rows_typed_first(path: Path) -> int:
+    """How many rows of a file `datasets` reads before it fixes the types of columns: those of ten megabytes of lines
+    (datasets/packaged_modules/json/json.py:55), all rows of other files.
+    """
+    if _READERS.get(data_suffix(path)) is not _read_json:
+        return sys.maxsize
+    with _open(path) as stream:
+        head = stream.read(_TYPED_FIRST)
+        if len(head) < _TYPED_FIRST or head.removeprefix(_BOM).lstrip()[:1] == b"[":
+            return sys.maxsize
+        # the line that is cut there is read to its end
+        return head.count(b"\n") + 1
+
+
 def _open(path: Path) -> IO[bytes]:
     stream = open_regular(path)
-    decompress = _COMPRESSED.get(path.suffix.lower())
-    return stream if decompress is None else decompress(stream)
+    head = stream.read(8)
+    stream.seek(0)
+    for start, (suffix, decompress) in _PACKED.items():
+        if head.startswith(start) or path.suffix.lower() == suffix:
+            opened: IO[bytes] = decompress(stream)
+            return opened
+    if head.startswith(_PACKED_OTHERWISE):
+        stream.close()
+        raise UnsupportedFile("is an archive, which launch does not read")
+    return stream
 
 
 def _read_json(path: Path) -> Iterator[Numbered]:
     """JSON lines or one array, whatever the suffix, as datasets/packaged_modules/json/json.py reads them."""
+    with _open(path) as stream:
+        head = stream.read(_CHUNK)
+        stream.seek(0)
+        start = head.removeprefix(_BOM).lstrip()
+        if start[:1] == b"[":
+            yield from _array_items(stream)
+        elif start[:1] == b"{" and _goes_on(start):
+            yield from _stream_items(stream)
+        else:
+            yield from _json_lines(stream)
+
+
+def _goes_on(start: bytes) -> bool:
+    """Whether the first object goes on after its first line, as in indented JSON."""
+    line, newline, _ = start.partition(b"\n")
+    if not newline:
+        return False
     try:
-        with _open(path) as stream:
-            start = _first_character(stream)
-            if start == b"[":
-                yield from _array_items(stream)
-            else:
-                yield from _json_lines(stream)
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise CannotRead(f"cannot be decompressed: {error}") from None
-
-
-def _first_character(stream: IO[bytes]) -> bytes:
-    head = stream.read(_CHUNK).removeprefix(_BOM)
-    stream.seek(0)
-    return head.lstrip()[:1]
+        json.loads(line)
+    except json.JSONDecodeError as error:
+        # the fault is where the line ends, and not before
+        return error.pos >= len(line.decode(errors="replace").rstrip())
+    except (ValueError, RecursionError):
+        return False
+    return False
 
 
 def _json_lines(stream: IO[bytes]) -> Iterator[Numbered]:
@@ -111,19 +160,40 @@ def _json_lines(stream: IO[bytes]) -> Iterator[Numbered]:
             yield number, BadRow(f"is longer than {MAX_ROW // 2**20} MiB")
             return
         try:
-            yield number, decode(line.decode())
-        except UnicodeDecodeError as error:
-            yield number, BadRow(f"is not UTF-8 (byte {error.start + 1})")
+            row = decode(line.decode())
+            if b"\\u" in line and _SURROGATE.search(line) is not None:
+                _refuse_surrogates(row)
+            yield number, row
+        except UnicodeError as error:
+            yield number, BadRow(_unicode_reason(error))
         except RecursionError:
             yield number, BadRow("is nested too deep")
         except ValueError as error:
             if not line.strip():
+                continue
+            if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
+                for _, row in _stream_items(io.BytesIO(line)):
+                    yield number, row
                 continue
             bad += 1
             yield number, BadRow(f"is not JSON ({_json_reason(error)})")
             if bad == number > 100:
                 # not one line is JSON: the file is of another kind, and the rest says nothing new
                 return
+
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def _refuse_surrogates(row: Any) -> None:
+    """Raises UnicodeEncodeError for half of a surrogate pair: no text holds it, and pyarrow refuses it."""
+    json.dumps(row, ensure_ascii=False).encode()
+
+
+def _unicode_reason(error: UnicodeError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not UTF-8 (byte {error.start + 1})"
+    return "holds half of a surrogate pair"
 
 
 def _json_reason(error: ValueError) -> str:
@@ -134,29 +204,68 @@ def _json_reason(error: ValueError) -> str:
 
 def _array_items(stream: IO[bytes]) -> Iterator[Numbered]:
     """The items of a JSON array, decoded one by one out of a window that slides over the file."""
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="strict")
-    window = _Window(text)
-    decoder = json.JSONDecoder()
+    window = _Window(io.TextIOWrapper(stream, encoding="utf-8-sig", errors="strict"))
     try:
         window.skip("[")
-        while (character := window.next_character()) not in ("]", ""):
-            if character == ",":
-                window.skip(",")
-                continue
-            number = window.line
-            try:
-                item = window.decode(decoder)
-            except RecursionError:
-                yield number, BadRow("is nested too deep")
-                return
-            except ValueError as error:
-                yield number, BadRow(f"is not JSON ({str(error).partition(':')[0].lower()})")
-                return
-            yield number, {"text": item} if isinstance(item, str) else item
-        if not character:
-            yield window.line, BadRow("ends inside the array: `]` is missing")
+        if window.next_character() == "]":
+            window.skip("]")
+        else:
+            yield from _items_up_to_end(window)
+        if window.next_character():
+            yield window.line, BadRow("goes on after the end of the array")
     except UnicodeDecodeError:
         yield window.line, BadRow("is not UTF-8")
+    except _Undecodable:
+        return
+
+
+class _Undecodable(Exception):
+    """What follows cannot be decoded."""
+
+
+def _items_up_to_end(window: _Window) -> Iterator[Numbered]:
+    while True:
+        yield from _next_item(window)
+        character = window.next_character()
+        if character not in (",", "]"):
+            reason = "is followed by neither `,` nor `]`" if character else "ends inside the array: `]` is missing"
+            yield window.line, BadRow(reason)
+            raise _Undecodable
+        window.skip(character)
+        if character == "]":
+            return
+
+
+def _stream_items(stream: IO[bytes]) -> Iterator[Numbered]:
+    """JSON values one after the other, wherever their lines end."""
+    window = _Window(io.TextIOWrapper(stream, encoding="utf-8-sig", errors="strict"))
+    try:
+        while window.next_character():
+            yield from _next_item(window)
+    except UnicodeDecodeError:
+        yield window.line, BadRow("is not UTF-8")
+    except _Undecodable:
+        return
+
+
+def _next_item(window: _Window) -> Iterator[Numbered]:
+    """The value where the window stands. Raises _Undecodable after one that cannot be decoded."""
+    window.next_character()
+    number = window.line
+    try:
+        item = window.decode(_DECODER)
+    except RecursionError:
+        yield number, BadRow("is nested too deep")
+        raise _Undecodable from None
+    except UnicodeDecodeError:
+        raise
+    except ValueError as error:
+        yield number, BadRow(f"is not JSON ({str(error).partition(':')[0].lower()})")
+        raise _Undecodable from None
+    yield number, {"text": item} if isinstance(item, str) else item
+
+
+_DECODER = json.JSONDecoder()
 
 
 class _Window:
@@ -212,24 +321,30 @@ class _Window:
 
 def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Numbered]:
     """Cells as pandas types them: missing words are null, numbers are numbers (`read_csv`)."""
-    csv.field_size_limit(sys.maxsize)
+    # a quote that is never closed makes one cell of the rest of the file
+    csv.field_size_limit(MAX_ROW)
     with _open(path) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-        cells = csv.reader(text, delimiter=delimiter)
+        cells = csv.reader(text, delimiter=delimiter, strict=True)
+        number = 1
         try:
             names = next(cells, [])
-            for values in cells:
+            while True:
+                number = cells.line_num + 1
+                values = next(cells, None)
+                if values is None:
+                    return
                 if not values:
                     continue
                 if len(values) > len(names):
-                    yield cells.line_num, BadRow(f"has {len(values)} cells, the header has {len(names)}")
+                    yield number, BadRow(f"has {len(values)} cells, the header has {len(names)}")
                     continue
                 padded = values + [""] * (len(names) - len(values))
-                yield cells.line_num, {name: _cell(value) for name, value in zip(names, padded, strict=True)}
+                yield number, {name: _cell(value) for name, value in zip(names, padded, strict=True)}
         except UnicodeDecodeError:
-            yield cells.line_num + 1, BadRow("is not UTF-8")
+            yield number, BadRow("is not UTF-8")
         except csv.Error as error:
-            yield cells.line_num, BadRow(f"is not CSV ({error})")
+            yield number, BadRow(f"is not CSV ({error})")
 
 
 def _cell(value: str) -> Any:
@@ -237,7 +352,7 @@ def _cell(value: str) -> Any:
         return None
     if value in ("True", "False", "TRUE", "FALSE", "true", "false"):
         return value.lower() == "true"
-    if value[0] not in "+-.0123456789 ":
+    if value[0] not in "+-.0123456789 " or "_" in value:
         return value
     try:
         return float(value)
@@ -272,7 +387,7 @@ def _read_parquet(path: Path) -> Iterator[Numbered]:
     try:
         with arrow.parquet.ParquetFile(path) as file:
             yield from _batch_rows(file.iter_batches(batch_size=1024))
-    except arrow.ArrowException as error:
+    except (arrow.ArrowException, ValueError, OverflowError) as error:
         raise CannotRead(f"is not a readable Parquet file: {_first_line(error)}") from None
 
 
@@ -280,9 +395,22 @@ def _read_arrow(path: Path) -> Iterator[Numbered]:
     arrow = _pyarrow()
     try:
         with arrow.memory_map(str(path)) as source:
-            yield from _batch_rows(arrow.ipc.open_stream(source))
-    except arrow.ArrowException as error:
-        raise CannotRead(f"is not a readable Arrow stream: {_first_line(error)}") from None
+            yield from _batch_rows(_arrow_batches(arrow, source))
+    except (arrow.ArrowException, ValueError, OverflowError) as error:
+        raise CannotRead(f"is not a readable Arrow file: {_first_line(error)}") from None
+
+
+def _arrow_batches(arrow: Any, source: Any) -> Iterator[Any]:
+    """datasets/packaged_modules/arrow/arrow.py:67: a stream, or else a file with a footer."""
+    try:
+        stream = arrow.ipc.open_stream(source)
+    except (arrow.ArrowException, OSError):
+        source.seek(0)
+        file = arrow.ipc.open_file(source)
+        for index in range(file.num_record_batches):
+            yield file.get_batch(index)
+        return
+    yield from stream
 
 
 def _batch_rows(batches: Any) -> Iterator[Numbered]:

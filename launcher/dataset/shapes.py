@@ -50,7 +50,7 @@ def _has_text(survey: Survey, column: str) -> bool:
 def _recognise_pairs(survey: Survey) -> RowForm | None:
     columns = survey.columns
     kind = survey.kind("chosen")
-    into = "`prompt`, `chosen` and `rejected`, each a list of messages"
+    into = "`chosen` and `rejected`, each a conversation with its prompt"
     if "conversations" in columns and survey.kind("conversations") == "list":
         return RowForm(name="ShareGPT pairs", into=into, convert=_convert_sharegpt_pair)
     if kind == "list" and survey.count("chosen", "from-value"):
@@ -126,11 +126,16 @@ def _convert_alpaca(row: Row) -> dict[str, Any]:
 
 def _convert_alpaca_pair(row: Row) -> dict[str, Any]:
     prompt = _chat(_instruction(row), "", row.get("system"))["messages"][:-1]
-    return {
-        "prompt": prompt,
-        "chosen": [{"role": "assistant", "content": _text(row, "chosen")}],
-        "rejected": [{"role": "assistant", "content": _text(row, "rejected")}],
-    }
+    chosen = [{"role": "assistant", "content": _text(row, "chosen")}]
+    rejected = [{"role": "assistant", "content": _text(row, "rejected")}]
+    return _pair(prompt, chosen, rejected)
+
+
+def _pair(
+    prompt: list[dict[str, Any]], chosen: list[dict[str, Any]], rejected: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Two conversations that hold their prompt: open-instruct reads no column `prompt`, and TRL needs none."""
+    return {"chosen": [*prompt, *chosen], "rejected": [*prompt, *rejected]}
 
 
 def _messages(value: object) -> list[dict[str, Any]]:
@@ -173,15 +178,11 @@ def _keep_messages(row: Row) -> dict[str, Any]:
     return {"messages": _messages(row.get("messages")), **_kept(row)}
 
 
-def _split_pair(chosen: list[dict[str, Any]], rejected: list[dict[str, Any]]) -> dict[str, Any]:
-    """The messages that both have at their start are the prompt; an answer of each is left."""
-    most = min(len(chosen), len(rejected)) - 1
-    shared = 0
-    while shared < most and chosen[shared] == rejected[shared]:
-        shared += 1
-    if not shared:
+def _whole_pair(chosen: list[dict[str, Any]], rejected: list[dict[str, Any]]) -> dict[str, Any]:
+    """Two conversations that begin with the same prompt, as they are."""
+    if min(len(chosen), len(rejected)) < 2 or chosen[0] != rejected[0]:
         raise CannotConvert("its two conversations begin differently: there is no prompt")
-    return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
+    return _pair([], chosen, rejected)
 
 
 def _convert_sharegpt_pair(row: Row) -> dict[str, Any]:
@@ -189,8 +190,8 @@ def _convert_sharegpt_pair(row: Row) -> dict[str, Any]:
     rejected = _messages(row.get("rejected"))
     if row.get("conversations"):
         prompt = _with_system(_messages(row["conversations"]), row)
-        return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **_kept(row)}
-    return {**_split_pair(_with_system(chosen, row), _with_system(rejected, row)), **_kept(row)}
+        return {**_pair(prompt, chosen, rejected), **_kept(row)}
+    return {**_whole_pair(_with_system(chosen, row), _with_system(rejected, row)), **_kept(row)}
 
 
 def _convert_text_prompt(row: Row) -> dict[str, Any]:
@@ -198,18 +199,15 @@ def _convert_text_prompt(row: Row) -> dict[str, Any]:
     rejected = _messages(row.get("rejected"))
     if chosen[0]["role"] == "assistant":
         prompt = [{"role": "user", "content": _text(row, "prompt")}]
-        return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **_kept(row)}
-    return {**_split_pair(chosen, rejected), **_kept(row)}
+        return {**_pair(prompt, chosen, rejected), **_kept(row)}
+    return {**_whole_pair(chosen, rejected), **_kept(row)}
 
 
 def _convert_messages_prompt(row: Row) -> dict[str, Any]:
     prompt = _messages(row.get("messages"))
-    return {
-        "prompt": prompt,
-        "chosen": _messages(row.get("chosen")),
-        "rejected": _messages(row.get("rejected")),
-        **_kept(row),
-    }
+    chosen = _messages(row.get("chosen"))
+    rejected = _messages(row.get("rejected"))
+    return {**_pair(prompt, chosen, rejected), **_kept(row)}
 
 
 def _convert_json_text(row: Row) -> dict[str, Any]:

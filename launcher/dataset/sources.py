@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,19 @@ from launcher.files import read_bytes
 
 _MOST_ENTRIES = 20_000  # entries of a folder to look at; a larger one is not judged
 
-# datasets/data_files.py:39: words in the names of files and folders
+# datasets/data_files.py:43: words in the names of files and folders, in the order in which they are tried
 _SPLIT_WORDS = {
-    "train": {"train", "training"},
-    "validation": {"validation", "valid", "dev", "val"},
-    "test": {"test", "testing", "eval", "evaluation"},
+    "train": frozenset({"train", "training"}),
+    "validation": frozenset({"validation", "valid", "dev", "val"}),
+    "test": frozenset({"test", "testing", "eval", "evaluation"}),
 }
-_ALL_WORDS = frozenset().union(*_SPLIT_WORDS.values())
-_SEPARATORS = re.compile(r"[-._ 0-9/\\]+")
-# datasets/data_files.py:37: with one such file, these alone are read
-_SHARD = re.compile(r"data/(?P<split>.+)-\d{5}-of-\d{5}[^/]*\Z")
-# a folder that holds one is read by a script, or as another kind of data
-_SPECIAL = re.compile(r"(^|/)(dataset_infos\.json|task\.toml|instruction\.md|[^/]*\.py)\Z")
+_SEPARATORS = re.compile(r"[-._ 0-9]")
+# datasets/data_files.py:41: with one such file, these alone are read
+_SHARD = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*\Z")
+# datasets/data_files.py:109
+_IGNORED = frozenset(
+    "README.md config.json dataset_info.json dataset_infos.json dummy_data.zip dataset_dict.json".split()
+)
 SAVED_TO_DISK = ("state.json", "dataset_dict.json")
 
 # datasets/packaged_modules/__init__.py:95, as far as launch reads them
@@ -42,13 +42,23 @@ _FORMATS = {
     ".jsonl": "json",
     ".ndjson": "json",
     ".csv": "csv",
-    ".tsv": "csv",
+    ".tsv": "tsv",
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".txt": "text",
 }
-# datasets/load.py:226: of formats that are as common, the first of these
-_PREFERRED = (".parquet", ".arrow", ".jsonl", ".json", ".csv")
+# the most usual of those that it does not read
+_OTHER_FORMATS = frozenset(
+    """
+    .geoparquet .gpq .conll .conllu .tar .xml .hdf5 .h5 .eval .toml .md .lance .tsfile .vortex .zip .pdf .png .jpg
+    .jpeg .webp .gif .bmp .tif .tiff .svg .wav .mp3 .flac .ogg .opus .m4a .mp4 .mkv .avi .mov .webm .nii .pdb .cif
+    .fa .fasta .fastq .fq .gb
+    """.split()
+)
+# datasets/load.py:232: of formats that are as common, the last of these
+_PREFERRED = (".csv", ".json", ".jsonl", ".arrow", ".vortex", ".lance", ".parquet")
+# files that describe images and sounds: they count where there is nothing else
+_METADATA = re.compile(r"metadata\.(jsonl|csv|parquet)\Z")
 
 # Names that `load_dataset` takes for a reader (datasets/packaged_modules/__init__.py:52).
 LOADERS = frozenset(
@@ -63,13 +73,29 @@ LOADERS = frozenset(
 class Source:
     """The files of one split of a data set.
 
-    Without files, `unseen` says why its rows cannot be looked at, or `fault` why no trainer can read them.
+    `beside` are the files of its other splits, which the library reads too. Without files, `unseen` says why its rows
+    cannot be looked at, or `fault` why no trainer can read them and `remedy` what to do about it.
     """
 
     name: str
     files: tuple[Path, ...] = ()
+    beside: tuple[Path, ...] = ()
     unseen: str | None = None
     fault: str | None = None
+    remedy: str | None = None
+
+
+class _UnknownFolder(Exception):
+    """A folder of which launch does not know how it is read; the message says why."""
+
+
+class _RefusedFolder(Exception):
+    """A folder that the library refuses: why, and what to do."""
+
+    def __init__(self, fault: str, remedy: str) -> None:
+        super().__init__(fault)
+        self.fault = fault
+        self.remedy = remedy
 
 
 def of_file(name: str) -> Source:
@@ -90,126 +116,247 @@ def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str
             return Source(name=name, unseen="it is not downloaded yet")
         folder = cached
     elif any(os.path.exists(folder / file) for file in SAVED_TO_DISK):
-        return Source(name=name, fault="was written by `save_to_disk`, which `load_dataset` refuses")
-    return _of_folder(name, folder, split, config)
+        fault = "was written by `save_to_disk`, which `load_dataset` refuses"
+        remedy = "write it as Parquet (`Dataset.to_parquet`) or JSON lines (`to_json`), and name that folder"
+        return Source(name=name, fault=fault, remedy=remedy)
+    try:
+        splits = _files_of_splits(folder, split, config)
+    except _UnknownFolder as error:
+        return Source(name=name, unseen=str(error))
+    except _RefusedFolder as error:
+        if os.path.isdir(name):
+            return Source(name=name, fault=error.fault, remedy=error.remedy)
+        # of a data set of the hub, only a part may be in the cache
+        return Source(name=name, unseen=f"as far as it is downloaded, it {error.fault}")
+    files = tuple(folder / file for file in splits.pop(split))
+    beside = tuple(folder / file for others in splits.values() for file in others)
+    return Source(name=name, files=files, beside=beside)
 
 
-def _of_folder(name: str, folder: Path, split: str, config: str | None) -> Source:
+def _files_of_splits(folder: Path, split: str, config: str | None) -> dict[str, list[str]]:
+    """datasets/load.py:422: the files of each split. Raises _UnknownFolder, and _RefusedFolder without `split`."""
     names = _names_below(folder)
-    if names is None:
-        return Source(name=name, unseen="it holds too many files, or cannot be listed")
-    special = next((file for file in names if _SPECIAL.search(file.lower())), None)
-    if special is not None:
-        return Source(name=name, unseen=f"{special} decides how it is read")
-    patterns, reason = _described(folder, split, config)
-    if reason is not None:
-        return Source(name=name, unseen=reason)
-    if patterns is not None:
-        chosen = [file for file in names if any(_matches(file, pattern) for pattern in patterns)]
-    else:
-        chosen = _files_by_name(names, split)
-    read = _of_common_format(chosen)
-    if not read:
-        return Source(name=name, unseen=f"no file that launch reads is its split {split}")
-    return Source(name=name, files=tuple(folder / file for file in read))
+    if "dataset_infos.json" in os.listdir(folder):
+        raise _UnknownFolder("dataset_infos.json decides how it is read")
+    splits = _splits_of_card(names, _card(folder), config)
+    if splits is None:
+        splits = _splits_by_name(names)
+    formats = {}
+    for name, files in splits.items():
+        formats[name] = _common_format(files)
+    if not any(formats.values()):
+        raise _RefusedFolder("holds no data files", "write the rows as .jsonl, .csv or .parquet files")
+    if len({kind for kind in formats.values() if kind is not None}) > 1:
+        shown = ", ".join(f"{name}: {kind}" for name, kind in formats.items())
+        fault = f"has splits of different formats ({shown}), which `load_dataset` refuses"
+        raise _RefusedFolder(fault, "write all splits in one format, or keep them in folders of their own")
+    if formats.get(split) is None:
+        there = ", ".join(name for name, kind in formats.items() if kind is not None)
+        fault = f"has no split {split}: the names of its files make them {there}"
+        raise _RefusedFolder(fault, f"name the split that there is, or rename a file to {split}")
+    read = {}
+    for name, files in splits.items():
+        if formats[name] is not None:
+            read[name] = _files_of_format(files, formats[name])
+    return read
 
 
-def _names_below(folder: Path) -> list[str] | None:
-    """The files below a folder, hidden ones left out; None where there are too many, or it cannot be listed."""
+def _names_below(folder: Path) -> list[str]:
+    """The files below a folder, without hidden ones and those that the library never takes."""
     try:
         below = list(islice(folder.rglob("*"), _MOST_ENTRIES + 1))
-        files = [str(path.relative_to(folder)) for path in below if path.is_file()]
+        files = [path.relative_to(folder) for path in below if path.is_file()]
     except (OSError, ValueError):
-        return None
+        raise _UnknownFolder("it cannot be listed") from None
     if len(below) > _MOST_ENTRIES:
-        return None
-    return sorted(file for file in files if not file.startswith(".") and "/." not in file and "__" not in file[:2])
+        raise _UnknownFolder("it holds too many files")
+    return sorted(str(path) for path in files if not _is_left_out(path))
 
 
-def _described(folder: Path, split: str, config: str | None) -> tuple[list[str] | None, str | None]:
-    """The patterns that a folder's README.md gives for a split (`configs:`), or why that is not known."""
-    try:
-        text = read_bytes(folder / "README.md", 2**20).decode(errors="replace")
-    except OSError:
-        text = ""
-    front = re.match(r"---\s*\n(.*?)\n---\s*(\n|\Z)", text, re.DOTALL)
-    if front is None or "configs:" not in front[1]:
-        if config is not None:
-            return None, f"its configuration {config} is not described here"
-        return None, None
+def _is_left_out(path: Path) -> bool:
+    if path.name in _IGNORED:
+        return True
+    if any(part.startswith(".") for part in path.parts):
+        return True
+    return any(part.startswith("__") for part in path.parts[:-1])
+
+
+def _card(folder: Path) -> Mapping[str, Any]:
+    """What the folder's README.md says in front of its text, and .huggingface.yaml."""
     import yaml
 
+    card: dict[str, Any] = {}
+    text = _text_of(folder / "README.md").replace("\r\n", "\n")
+    front = re.match(r"\s*---[^\S\n]*\n(.*?)\n---[^\S\n]*(\n|\Z)", text, re.DOTALL)
+    for part in (front[1] if front is not None else "", _text_of(folder / ".huggingface.yaml")):
+        try:
+            content = yaml.safe_load(part)
+        except (yaml.YAMLError, RecursionError, ValueError):
+            fault = "has a README.md whose head is not YAML, which `load_dataset` refuses"
+            raise _RefusedFolder(fault, "correct what stands between the lines `---`") from None
+        if isinstance(content, dict):
+            card.update(content)
+    return card
+
+
+def _text_of(path: Path) -> str:
     try:
-        card = yaml.safe_load(front[1])
-    except (yaml.YAMLError, RecursionError):
-        return None, "its README.md cannot be read as YAML"
-    configs = card.get("configs") if isinstance(card, dict) else None
-    chosen = _config(configs if isinstance(configs, list) else [], config)
-    if chosen is None:
-        return None, "its README.md describes no such configuration"
-    data_files = chosen.get("data_files")
+        return read_bytes(path, 2**20).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _splits_of_card(names: Sequence[str], card: Mapping[str, Any], config: str | None) -> dict[str, list[str]] | None:
+    """The files of each split as a card lists them; None where it lists none."""
+    configs = card.get("configs")
+    if not isinstance(configs, list) or not configs:
+        if config is not None:
+            raise _UnknownFolder(f"its configuration {config} is not described here")
+        return None
+    data_files = _config(configs, config).get("data_files")
     if data_files is None:
-        return None, "its README.md describes its files in another way"
-    return _patterns(data_files, split), None
+        raise _UnknownFolder("its README.md describes its files in another way")
+    splits = {}
+    for split, patterns in _patterns(data_files).items():
+        splits[split] = [file for file in names if any(_matches(file, pattern) for pattern in patterns)]
+        if not splits[split]:
+            fault = f"describes files in its README.md that are not there: {', '.join(patterns)}"
+            raise _RefusedFolder(fault, "correct `data_files` there")
+    return splits
 
 
-def _config(configs: Sequence[Any], name: str | None) -> Mapping[str, Any] | None:
-    known = [one for one in configs if isinstance(one, dict)]
+def _config(configs: Sequence[Any], name: str | None) -> Mapping[str, Any]:
+    described = [entry for entry in configs if isinstance(entry, dict)]
+    names = [str(entry.get("config_name", "default")) for entry in described]
     if name is not None:
-        return next((one for one in known if one.get("config_name") == name), None)
-    default = next((one for one in known if one.get("default") or one.get("config_name") == "default"), None)
-    if default is not None:
-        return default
-    return known[0] if len(known) == 1 else None
+        if name not in names:
+            raise _UnknownFolder(f"its README.md describes no configuration {name}")
+        return described[names.index(name)]
+    for entry, entry_name in zip(described, names, strict=True):
+        if entry.get("default") or entry_name == "default":
+            return entry
+    if len(described) == 1:
+        return described[0]
+    fault = f"has the configurations {', '.join(names)}, and none of them is the default"
+    raise _RefusedFolder(fault, f"name one: `dataset_config: {names[0]}`" if names else "correct its README.md")
 
 
-def _patterns(data_files: Any, split: str) -> list[str]:
-    """The patterns of a split, in each of the forms that a card may give (datasets/utils/metadata.py)."""
+def _patterns(data_files: Any) -> dict[str, list[str]]:
+    """The patterns of each split, in each of the forms that a card may give (datasets/data_files.py:123)."""
     if isinstance(data_files, str):
-        return [data_files] if split == "train" else []
+        return {"train": [data_files]}
     if isinstance(data_files, dict):
-        data_files = [{"split": key, "path": value} for key, value in data_files.items()]
-    patterns: list[str] = []
+        return {str(split): _strings(paths) for split, paths in data_files.items()}
+    patterns: dict[str, list[str]] = {}
     for entry in data_files if isinstance(data_files, list) else []:
-        if isinstance(entry, str) and split == "train":
-            patterns.append(entry)
-        elif isinstance(entry, dict) and entry.get("split") == split:
-            path = entry.get("path")
-            patterns += [path] if isinstance(path, str) else [one for one in path or [] if isinstance(one, str)]
+        if isinstance(entry, dict):
+            patterns[str(entry.get("split"))] = _strings(entry.get("path"))
+        else:
+            patterns.setdefault("train", []).append(str(entry))
     return patterns
 
 
+def _strings(paths: Any) -> list[str]:
+    if isinstance(paths, list):
+        return [str(path) for path in paths]
+    return [str(paths)]
+
+
 def _matches(file: str, pattern: str) -> bool:
-    pattern = pattern.removeprefix("./")
-    if fnmatch(file, pattern):
-        # a star of the hub's patterns stops at a slash, that of fnmatch does not
-        return "**" in pattern or file.count("/") == pattern.count("/")
-    return False
+    """Whether a pattern of the hub names a file: `**` stands for folders, a star stops at a slash."""
+    parts = [part for part in pattern.split("/") if part not in ("", ".")]
+    regex = ""
+    for part in parts[:-1]:
+        regex += "(?:[^/]+/)*" if part == "**" else _part_regex(part) + "/"
+    regex += ".+" if parts[-1:] == ["**"] else _part_regex("".join(parts[-1:]))
+    try:
+        return re.fullmatch(regex, file) is not None
+    except re.error:
+        return False
 
 
-def _files_by_name(names: Sequence[str], split: str) -> list[str]:
-    shards = [(match["split"], file) for file in names if (match := _SHARD.match(file)) is not None]
+def _part_regex(part: str) -> str:
+    regex = ""
+    for piece in re.split(r"(\*+|\?|\[[^\]]+\])", part):
+        if piece.startswith("*"):
+            regex += "[^/]*"
+        elif piece == "?":
+            regex += "[^/]"
+        elif piece.startswith("[") and piece.endswith("]"):
+            regex += "[" + piece[1:].replace("!", "^", 1) if piece[1:2] == "!" else piece
+        else:
+            regex += re.escape(piece)
+    return regex
+
+
+def _splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:
+    """datasets/data_files.py:75,259: shards, then folders, then files that bear the name of a split; else all."""
+    shards: dict[str, list[str]] = {}
+    for file in names:
+        shard = _SHARD.match(file)
+        if shard is not None:
+            shards.setdefault(shard["split"], []).append(file)
     if shards:
-        return [file for shard_split, file in shards if shard_split == split]
-    data = [file for file in names if reading.data_suffix(Path(file)) in _FORMATS]
-    words = {file: {*_SEPARATORS.split(file.lower())} for file in data}
-    named = [file for file in data if words[file] & _SPLIT_WORDS.get(split, set())]
-    if named or split != "train":
-        return named
-    # where no name says anything, all of it is for training
-    return [] if any(words[file] & _ALL_WORDS for file in data) else data
+        return shards
+    logs = [file for file in names if file.endswith(".eval")]
+    if logs:
+        return {"logs": logs}
+    tasks = [file for file in names if Path(file).name in ("task.toml", "instruction.md")]
+    if tasks:
+        return {"test": tasks}
+    by_folder: dict[str, list[str]] = {}
+    by_file: dict[str, list[str]] = {}
+    for split, words in _SPLIT_WORDS.items():
+        for file in names:
+            *folders, last = file.split("/")
+            if any(words.intersection(_SEPARATORS.split(folder)) for folder in folders):
+                by_folder.setdefault(split, []).append(file)
+            # the last word of a name ends at a separator: `train` alone is none
+            if words.intersection(_SEPARATORS.split(last)[:-1]):
+                by_file.setdefault(split, []).append(file)
+    return by_folder or by_file or {"train": list(names)}
 
 
-def _of_common_format(names: Iterable[str]) -> list[str]:
-    """The files that are read: those of the most common format (datasets/load.py:202)."""
-    suffixes = {name: reading.data_suffix(Path(name)) for name in names}
-    counts = Counter(suffix for suffix in suffixes.values() if suffix in _FORMATS)
-    if not counts:
-        return []
+def _suffixes(file: str) -> list[str]:
+    return [f".{suffix}" for suffix in Path(file).name.split(".")[1:]]
 
-    def rank(suffix: str) -> tuple[int, int]:
-        place = _PREFERRED.index(suffix) if suffix in _PREFERRED else len(_PREFERRED)
-        return counts[suffix], -place
 
-    module = _FORMATS[max(counts, key=rank)]
-    return [name for name, suffix in suffixes.items() if _FORMATS.get(suffix) == module]
+def _common_format(files: Iterable[str]) -> str | None:
+    """The format of the most common suffix (datasets/load.py:202); None where no file is data."""
+    counts: Counter[tuple[bool, str]] = Counter()
+    for file in files:
+        suffixes = _suffixes(file)
+        if any(suffix in _FORMATS or suffix in _OTHER_FORMATS for suffix in suffixes):
+            is_data = _METADATA.fullmatch(Path(file).name) is None
+            counts.update((is_data, suffix.lower()) for suffix in suffixes)
+
+    def rank(entry: tuple[bool, str]) -> tuple[bool, int, int, str]:
+        is_data, suffix = entry
+        preference = _PREFERRED.index(suffix) if suffix in _PREFERRED else -1
+        return is_data, counts[entry], preference, suffix
+
+    for _, suffix in sorted(counts, key=rank, reverse=True):
+        if suffix in _FORMATS:
+            return _FORMATS[suffix]
+        if suffix in _OTHER_FORMATS:
+            return suffix
+    return None
+
+
+def _files_of_format(files: Iterable[str], kind: str | None) -> list[str]:
+    """The files that are read. Raises _UnknownFolder where launch does not read them."""
+    if kind is None or kind not in _FORMATS.values():
+        raise _UnknownFolder(f"most of its files are {kind}, and they are what is read")
+    # a reader takes all its suffixes: that of .csv also .tsv, and .zip
+    reader = kind.replace("tsv", "csv")
+    read = []
+    for file in files:
+        modules = {_FORMATS[suffix].replace("tsv", "csv") for suffix in _suffixes(file) if suffix in _FORMATS}
+        if reader in modules:
+            read.append(file)
+        elif ".zip" in _suffixes(file):
+            raise _UnknownFolder(f"launch does not look into {file}")
+    for file in read:
+        if reading.data_suffix(Path(file)) not in reading.READABLE:
+            raise _UnknownFolder(f"launch does not read {file}")
+    return read

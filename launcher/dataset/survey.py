@@ -21,9 +21,9 @@ from typing import Any
 from launcher import files
 from launcher.artifacts.fingerprint import cache_home
 from launcher.dataset import reading
-from launcher.dataset.reading import BadRow, CannotRead, NeedsPyarrow
+from launcher.dataset.reading import BadRow, CannotRead, NeedsPyarrow, UnsupportedFile
 
-_VERSION = 1  # of what a survey holds: another one reads no older survey from the cache
+_VERSION = 2  # of what a survey holds: another one reads no older survey from the cache
 _SETTLED_S = 2.0  # a file that was written to just now may be written to again without another time
 _MOST_HASHES = 1_000_000  # rows that are compared with all earlier ones
 _MOST_FAULTS = 20  # rows that cannot be read, told one by one
@@ -195,6 +195,8 @@ class _Surveyor:
         except NeedsPyarrow:
             self._lacks_pyarrow = True
             self._unread.append(f"{path} needs pyarrow")
+        except UnsupportedFile as error:
+            self._unread.append(f"{path} {error}")
         except CannotRead as error:
             self._fault(str(error), None)
         except OSError as error:
@@ -219,6 +221,8 @@ class _Surveyor:
             if kind is str:
                 if name in _TRAINED:
                     self._digest = hash((self._digest, value))
+                elif name == "tools":
+                    self._see_tools(value)
                 if not value or value.isspace():
                     self._mark(name, "empty")
                 elif value[0] in "[{<":
@@ -252,6 +256,13 @@ class _Surveyor:
             self._mark(name, "json-messages")
         elif value[:40].lstrip("[{ \n").startswith(("'role'", "'content'", "'from'", "'value'")):
             self._mark(name, "python-messages")
+
+    def _see_tools(self, text: str) -> None:
+        """Tools as text are JSON (trl/trainer/sft_trainer.py:1316)."""
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError):
+            self._mark("tools", "not-json")
 
     def _see_list(self, name: str, messages: list[Any]) -> None:
         if not messages:
@@ -300,6 +311,7 @@ class _Surveyor:
         calls = message.get("tool_calls")
         if calls:
             self._mark(name, "tool-calls")
+            self._digest = hash((self._digest, str(calls)))
         kind = type(content)
         if kind is str:
             self._digest = hash((self._digest, content))
@@ -307,6 +319,7 @@ class _Surveyor:
                 self._mark(name, "empty-answer")
         else:
             if content is not None:
+                self._digest = hash((self._digest, str(content)))
                 self._mark(name, f"content:{_KINDS.get(kind, 'value')}")
             elif not calls:
                 self._mark(name, "null-content")
@@ -425,10 +438,15 @@ def _from_json(content: Mapping[str, Any], names: Sequence[str]) -> Survey | Non
             kinds=tallies("kinds"),
             facts=tallies("facts"),
             faults=tuple(
-                Fault(names[fault["file"]], str(fault["reason"]), fault["number"]) for fault in content["faults"]
+                Fault(names[fault["file"]], str(fault["reason"]), _row_number(fault["number"]))
+                for fault in content["faults"]
             ),
             fault_count=int(content["fault_count"]),
             unread=tuple(map(str, content["unread"])),
         )
-    except (ValueError, TypeError, KeyError, IndexError):
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError):
         return None
+
+
+def _row_number(value: Any) -> int | None:
+    return None if value is None else int(value)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.artifacts import model_config
-from launcher.dataset import shapes, sources
+from launcher.dataset import reading, shapes, sources
 from launcher.dataset.sources import Source
-from launcher.dataset.survey import Occurrence, Survey, look
+from launcher.dataset.survey import Occurrence, Place, Survey, look
 from launcher.errors import Finding, Severity, brief
 from launcher.files import read_bytes, read_json
 from launcher.paths import is_file
@@ -52,8 +52,7 @@ def unseen(key: str, source: Source, context: Context) -> Iterator[Finding]:
     """What of a data set cannot be looked at, and why; that it is on the hub alone is said at a start."""
     if source.fault is not None:
         message = f"{brief(source.name)} {source.fault}"
-        help = "write it as Parquet (`Dataset.to_parquet`) or JSON lines (`to_json`), and name that folder"
-        yield say("error", "bad-data", key, message, help)
+        yield say("error", "bad-data", key, message, source.remedy)
     elif source.unseen is not None and (context.running or Path(source.name).is_dir()):
         message = f"the rows of {brief(source.name)} were not looked at: {source.unseen}"
         yield say("note", "unseen-data", key, message)
@@ -74,6 +73,50 @@ def readable(looked: Looked) -> Iterator[Finding]:
         message = f"not every row was looked at: {brief('; '.join(survey.unread))}"
         help = "pip install pyarrow" if survey.lacks_pyarrow else None
         yield looked.say("note", "unseen-data", message, help)
+
+
+def same_columns(looked: Looked) -> Iterator[Finding]:
+    """datasets/table.py:2313: the first rows of the first file give the columns and their types, and what comes later,
+    in any split, may add none.
+    """
+    survey = looked.survey
+    beside = look(looked.source.beside)
+    if beside.faults:
+        message = f"{beside.faults[0]}: the files of all splits are read"
+        yield looked.say("error", "bad-data", message, "correct the file, or keep it in another folder")
+    places = _first_places(survey, "absent")
+    with_rows = {place.file for place in places.values()}
+    first = next((path for path in looked.source.files if str(path) in with_rows), None)
+    if first is None:
+        return
+    most = reading.rows_typed_first(first)
+
+    def comes_late(place: Place | None) -> bool:
+        return place is not None and (place.file != str(first) or place.number > most)
+
+    late = {column: place for column, place in places.items() if comes_late(place)}
+    for column, place in _first_places(beside, "absent").items():
+        if column not in survey.columns:
+            late[column] = place
+    if late:
+        names = ", ".join(f"`{column}` ({place})" for column, place in late.items())
+        message = f"columns come later than the first rows of {brief(str(first))}: {brief(names)}"
+        help = "`datasets` refuses that: leave these columns out, or write them in every row, null where there is none"
+        yield looked.say("error", "data-columns", message, help)
+    for column, place in _first_places(survey, "absent", "null").items():
+        if column not in late and comes_late(place):
+            message = f"`{column}` is null up to {place}: `datasets` takes it for a column of nulls, and refuses what "
+            help = "leave the column out, or move a row that has a value there to the front"
+            yield looked.say("error", "data-types", f"{message}follows", help)
+
+
+def _first_places(survey: Survey, *left_out: str) -> dict[str, Place]:
+    """The first row that has a value in each column, of another kind than `left_out`."""
+    places: dict[str, Place] = {}
+    for (column, kind), tally in survey.kinds.items():
+        if kind not in left_out:
+            places.setdefault(column, tally.first)
+    return places
 
 
 def convertible(looked: Looked, otherwise: str) -> str:
@@ -128,6 +171,19 @@ def conversations(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
         yield from _roles(looked, column)
 
 
+def unlike_messages(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
+    """trl/data_utils.py:159: the items of a list are messages, and there is one."""
+    for column in columns:
+        empty = looked.survey.fact(column, "empty-list")
+        if empty is not None:
+            message = f"`{column}` is an empty list in {looked.share(empty)}"
+            yield looked.say("error", "data-types", message, "take these rows out")
+        for kind, tally in looked.survey.named(column, "items:").items():
+            message = f"`{column}` is a list with {_ARTICLES.get(kind, kind)} instead of a message in"
+            help = "each item needs `role` and `content`"
+            yield looked.say("error", "data-types", f"{message} {looked.share(tally)}", help)
+
+
 def _roles(looked: Looked, column: str) -> Iterator[Finding]:
     roles = looked.survey.named(column, "role:")
     odd = {role: tally for role, tally in roles.items() if role not in _ROLES}
@@ -142,11 +198,30 @@ def _roles(looked: Looked, column: str) -> Iterator[Finding]:
 def empty_answers(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
     """Answers without a text: the end of the turn is all that is trained on."""
     for column in columns:
-        for fact in ("empty-answer", "empty"):
+        for fact, state in (("empty-answer", "holds an empty answer"), ("empty", "is empty")):
             tally = looked.survey.fact(column, fact)
             if tally is not None:
-                message = f"`{column}` holds an empty answer in {looked.share(tally)}"
+                message = f"`{column}` {state} in {looked.share(tally)}"
                 yield looked.say("warning", "empty-answers", message, "write the answer, or take these rows out")
+
+
+def empty_prompts(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
+    for column in columns:
+        tally = looked.survey.fact(column, "empty")
+        if tally is not None:
+            message = f"`{column}` is empty in {looked.share(tally)}"
+            yield looked.say("warning", "no-prompt", message, "write the question, or take these rows out")
+
+
+def messages_as_text(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
+    """Text that is a list of messages: it is trained on as it stands, brackets and all."""
+    for column in columns:
+        for fact, language in (("json-messages", "JSON"), ("python-messages", "Python")):
+            tally = looked.survey.fact(column, fact)
+            if tally is not None:
+                message = f"`{column}` holds messages written as {language} text in {looked.share(tally)}"
+                help = convertible(looked, "write them as lists of messages")
+                yield looked.say("warning", "data-columns", message, help)
 
 
 def equal_pairs(looked: Looked) -> Iterator[Finding]:

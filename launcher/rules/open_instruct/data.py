@@ -80,6 +80,7 @@ def local_rows(context: Context) -> Iterator[Finding]:
             continue
         looked = data.looked_at(place, source)
         yield from data.readable(looked)
+        yield from data.same_columns(looked)
         yield from data.copies(looked)
         if looked.survey.rows and _default_transforms(context):
             yield from _rows(looked, pairs=key == "mixer_list")
@@ -119,10 +120,7 @@ def _rows(looked: Looked, *, pairs: bool) -> Iterator[Finding]:
     for column in read:
         yield from data.same_kinds(looked, [column], "list")
         yield from _unanswered(looked, column)
-        empty = survey.fact(column, "empty-list")
-        if empty is not None:
-            message = f"`{column}` is an empty list in {looked.share(empty)}"
-            yield looked.say("error", "data-types", message, "take these rows out")
+    yield from data.unlike_messages(looked, read)
     if pairs:
         yield from data.equal_pairs(looked)
         yield from _promptless(looked)

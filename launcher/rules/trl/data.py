@@ -15,7 +15,7 @@ from launcher.rules.rule import say
 from launcher.rules.trl.resolved import prepared
 
 _KEY = "dataset_name"
-# read in another way, or not prepared at all (trl/trainer/sft_trainer.py:1240)
+# read in another way, or not prepared at all (trl/trainer/sft_trainer.py:762,1248)
 _OTHER_FORMS = frozenset({"input_ids", "image", "images"})
 
 
@@ -77,11 +77,12 @@ def data_rows(context: Context) -> Iterator[Finding]:
     if source.files:
         looked = data.looked_at(_KEY, source)
         yield from data.readable(looked)
+        yield from data.same_columns(looked)
         yield from data.copies(looked)
 
 
 def data_columns(context: Context) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1333,1375,1383, dpo_trainer.py:1063: columns are read by their names."""
+    """trl/trainer/sft_trainer.py:1322,1375,1383, dpo_trainer.py:1063: columns are read by their names."""
     looked = _looked_at(context)
     if looked is None or not looked.survey.rows or looked.survey.columns & _OTHER_FORMS:
         return
@@ -111,6 +112,8 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
         yield from _alike(looked, read)
         yield from data.repeated_prompts(looked, ["completion"])
         yield from data.empty_answers(looked, ["completion"])
+        yield from data.empty_prompts(looked, ["prompt"])
+        yield from data.messages_as_text(looked, read)
         yield from _untemplated(looked, "completion", written)
     elif survey.kind(chats) == "list" and (chats == "conversations" or not survey.count(chats, "from-value")):
         read = [chats]
@@ -120,6 +123,8 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
     elif text in survey.columns:
         read = [text]
         yield from data.same_kinds(looked, read, "text")
+        yield from data.empty_answers(looked, read)
+        yield from data.messages_as_text(looked, read)
         yield from data.doubled_bos(looked, read, model, context)
     else:
         wanted = f"SFT reads `messages`, `prompt` and `completion`, or `{brief(text)}`"
@@ -131,8 +136,9 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
         yield looked.say("error", "data-columns", _columns_message(looked, wanted), help)
         return
     yield from data.conversations(looked, read)
-    yield from _empty_lists(looked, read)
+    yield from data.unlike_messages(looked, read)
     yield from data.unwritten_tools(looked, read, written)
+    yield from _beside(looked)
     yield from data.other_kinds(looked, [*read, "tools", "chat_template_kwargs"])
 
 
@@ -160,12 +166,25 @@ def _pairs(looked: Looked, context: Context) -> Iterator[Finding]:
     yield from data.repeated_prompts(looked, ["chosen", "rejected"])
     yield from data.equal_pairs(looked)
     yield from data.empty_answers(looked, ["chosen", "rejected"])
+    yield from data.empty_prompts(looked, ["prompt"])
+    yield from data.messages_as_text(looked, ["chosen"])
     yield from data.conversations(looked, read)
-    yield from _empty_lists(looked, read)
+    yield from data.unlike_messages(looked, read)
     written = data.tokenizer_template(values["model_name_or_path"], None, context)
     yield from _untemplated(looked, "chosen", written)
     yield from data.unwritten_tools(looked, read, written)
+    yield from _beside(looked)
     yield from data.other_kinds(looked, [*read, "tools", "chat_template_kwargs"])
+
+
+def _beside(looked: Looked) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:1316,1320, dpo_trainer.py:1077: what is read beside the messages."""
+    broken = looked.survey.fact("tools", "not-json") or looked.survey.fact("tools", "empty")
+    if broken is not None:
+        message = f"`tools` is text that is not JSON in {looked.share(broken)}"
+        yield looked.say("error", "data-types", message, "write a list of tools as JSON, `[]` where there are none")
+    if "chat_template_kwargs" in looked.survey.columns:
+        yield from data.same_kinds(looked, ["chat_template_kwargs"], "object")
 
 
 def _columns_message(looked: Looked, wanted: str) -> str:
@@ -215,7 +234,7 @@ def _promptless(looked: Looked) -> Iterator[Finding]:
 
 
 def _unanswered(looked: Looked, column: str, answers_only: bool) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1395: a row of which nothing would be trained ends the run."""
+    """trl/trainer/sft_trainer.py:1387: a row of which nothing would be trained ends the run."""
     without = looked.survey.fact(column, "no-answer")
     if without is None:
         return
@@ -227,17 +246,8 @@ def _unanswered(looked: Looked, column: str, answers_only: bool) -> Iterator[Fin
         yield looked.say("warning", "no-answers", message, "questions alone are trained on: take these rows out")
 
 
-def _empty_lists(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
-    """trl/data_utils.py:153 reads the first message of every list."""
-    for column in columns:
-        tally = looked.survey.fact(column, "empty-list")
-        if tally is not None:
-            message = f"`{column}` is an empty list in {looked.share(tally)}"
-            yield looked.say("error", "data-types", message, "take these rows out")
-
-
 def _untemplated(looked: Looked, column: str, template: str | None) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1355: only lists of messages are written through the chat template."""
+    """trl/trainer/sft_trainer.py:1372: only lists of messages are written through the chat template."""
     if looked.survey.kind(column) == "text" and template:
         message = f"`{column}` is text: the model's chat template is not applied to it"
         help = "write messages (`role`, `content`) for a model that one talks to"

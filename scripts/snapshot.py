@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from launcher.pin import snapshot
+from launcher.upstream.source.packages import find_package
 
 
 def main(arguments: list[str]) -> int:
@@ -26,6 +27,9 @@ def main(arguments: list[str]) -> int:
             return 1
         snapshot.write(backend, facts, checkout)
         print(f"{backend}: {len(facts['fields'])} fields at {version}")
+    package = find_package("trl")
+    if package is not None:
+        print(f"trl: {snapshot.write_templates(package)} chat templates with one for training")
     return 0
 
 

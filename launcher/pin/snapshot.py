@@ -4,10 +4,12 @@ For those who move the pin, by scripts/snapshot.py.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from launcher.artifacts import chat_template
 from launcher.paths import PACKAGE
 from launcher.rules import registry
 from launcher.upstream import citations, facts, locate
@@ -61,6 +63,20 @@ def write(backend: str, data: Mapping[str, Any], checkout: Path | None = None) -
     packages = locate.locate(backend, checkout=checkout).packages
     table[backend] = cited_of(backend, {name: tree for name, tree in packages.items() if isinstance(tree, Folder)})
     (FOLDER / "cited.json").write_text(written(dict(sorted(table.items()))) + "\n", encoding="utf-8")
+
+
+def write_templates(package: Path) -> int:
+    """Write which chat templates of a TRL package have a training template, by digest; returns how many."""
+    source = (package / "chat_template_utils.py").read_text(encoding="utf-8")
+    replaced = re.findall(r"if chat_template == (\w+)_chat_template:\s+return \w+_training_chat_template", source)
+    table = {}
+    for name in replaced:
+        text = (package / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+        table[chat_template.digest(text)] = name
+    by_name = dict(sorted(table.items(), key=lambda item: item[1]))
+    path = FOLDER / "trl_templates.json"
+    path.write_text(json.dumps(by_name, indent=1) + "\n", encoding="utf-8")
+    return len(by_name)
 
 
 def cited_of(backend: str, packages: Mapping[str, Folder]) -> dict[str, list[str]]:

@@ -5,6 +5,7 @@ under the same name needs no row here. Defaults that differ from TRL's are writt
 """
 
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,21 +13,24 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from launcher.artifacts import chat_template
 from launcher.config.document import Document, read_yaml
 from launcher.config.keys import PAIRED, STAGES
 from launcher.config.load import TOOLS, tool_of
 from launcher.errors import Finding, InvalidConfig, Severity, brief, launch_finding, usage
 from launcher.redaction import redact
+from launcher.stage import rows as data_rows
 from launcher.upstream.locate import Locator
 from launcher.upstream.schema import Field
 from launcher.upstream.trl import STAGES as ENTRIES
 
 
 class Row(NamedTuple):
-    """The value of an argument, and a comment to write beside it."""
+    """The value of an argument, and a comment to write beside it. What is `off` is commented out itself."""
 
     value: Any
     comment: str = ""
+    off: bool = False
 
 
 Rows = dict[str, Row]
@@ -41,7 +45,7 @@ class Draft:
     """A stage file to be written.
 
     Of a converted file `lost` is what the stage cannot say, with the reason, and `checks` what a person has
-    to look at, both under the names of that file.
+    to look at, both under the names of that file. `remarks` are what a person should know of a new one.
     """
 
     stage: str
@@ -53,6 +57,7 @@ class Draft:
     rows: Rows = field(default_factory=dict)
     lost: dict[str, tuple[Any, str]] = field(default_factory=dict)
     checks: dict[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
     def text(self, path: Path) -> str:
         """The file; `path` is where it will lie, for the command in its first lines."""
@@ -94,24 +99,80 @@ class Draft:
 def _line(key: str, row: Row, width: int = 42) -> str:
     value = yaml.safe_dump(row.value, default_flow_style=True, width=10**6, allow_unicode=True)
     text = f"{key}: {value.strip().removesuffix('...').strip()}"
+    if row.off:
+        text = f"# {text}"
     return f"{text:<{width - 1}} # {row.comment}" if row.comment else text
 
 
-def new(stage: str, backend: str, *, model: str, data: str, gpus: int) -> Draft:
-    """A first stage file for a model and a data set, each a name on the hub or a path. Raises UsageError of a file
-    that TRL cannot load alone."""
+def new(stage: str, backend: str, *, model: str, data: str, gpus: int, environ: Mapping[str, str]) -> Draft:
+    """A first stage file for a model and a data set, each a name on the hub or a path.
+
+    Raises UsageError of rows that have to be converted first, and of a file that TRL cannot load alone.
+    """
+    rows = data_rows.look(data, stage, backend, environ)
+    if rows is not None:
+        _require_readable(rows, stage, backend)
+    draft = Draft(stage=stage, backend=backend, origin="written by `launch init`", gpus=gpus)
+    draft.deepspeed = "zero2_fp32_comm" if gpus > 1 else "none"
     each = 4 if stage == "sft" else 2
-    devices = max(1, gpus)
-    rows = _trl(stage, data) if backend == "trl" else _open_instruct(stage, data)
-    return Draft(
-        stage=stage,
-        backend=backend,
-        origin="written by `launch init`",
-        gpus=gpus,
-        deepspeed="zero2_fp32_comm" if gpus > 1 else "none",
-        batch=(each * devices * max(1, _ROWS // (each * devices)), each),
-        rows={"model_name_or_path": Row(model, "a name on the hub, or a folder"), **rows},
-    )
+    on_all = each * max(1, gpus)
+    draft.batch = on_all * max(1, _ROWS // on_all), each
+    draft.rows = {"model_name_or_path": Row(model, "a name on the hub, or a folder")}
+    draft.rows |= _trl(stage, data) if backend == "trl" else _open_instruct(stage, data)
+    if stage == "sft" and backend == "trl":
+        _mask_questions(draft, model, data, rows, environ)
+    return draft
+
+
+def _require_readable(rows: data_rows.Rows, stage: str, backend: str) -> None:
+    """Raise UsageError with the command that converts rows which the trainer does not read."""
+    form = rows.conversion
+    if form is None:
+        return
+    trainer = "TRL" if backend == "trl" else "open-instruct"
+    source = rows.convertible
+    output = Path("converted/train.jsonl")
+    message = f"the rows of {source} are {form.name}, which {trainer}'s {stage.upper()} does not read"
+    command = f"launch data convert {shlex.quote(str(source))} -o {output}"
+    help = f"{command} writes {form.into}; then --data {output}"
+    raise usage("bad-data", message, help)
+
+
+# the models whose templates TRL replaces, in the words of their families
+_REPLACED = "Qwen 2.5 and 3, Llama 3, Gemma 1 to 3, Phi-3, Cohere, DeepSeek-V3, GLM-4, gpt-oss and others"
+
+
+def _mask_questions(
+    draft: Draft, model: str, data: str, rows: data_rows.Rows | None, environ: Mapping[str, str]
+) -> None:
+    """Have the loss count answers alone, where the rows are chats and the chat template says which they are.
+
+    Without it every token of a chat is trained on (trl/trainer/sft_trainer.py:1406).
+    """
+    if rows is not None and rows.kind != "chats":
+        return
+    reason = _unmasked_because(model, data, rows, environ)
+    if reason is None:
+        comment = "the loss counts the answers alone, not the questions"
+        draft.rows["assistant_only_loss"] = Row(True, comment)
+        draft.remarks = (f"assistant_only_loss: true: {comment}",)
+    else:
+        draft.rows["assistant_only_loss"] = Row(True, reason, off=True)
+        draft.remarks = (f"every token of a chat is trained on, questions too: {reason}",)
+
+
+def _unmasked_because(model: str, data: str, rows: data_rows.Rows | None, environ: Mapping[str, str]) -> str | None:
+    if rows is None:
+        return f"the rows of {brief(data)} are not here; for chats, add `assistant_only_loss: true`"
+    template = chat_template.read(model, environ)
+    if template is None:
+        which = "one with {% generation %}, or an unchanged one of " + _REPLACED
+        return f"{brief(model)} is not here: `assistant_only_loss` needs a chat template that TRL can use, {which}"
+    if not template:
+        return f"{brief(model)} has no chat template"
+    if not chat_template.marks_answers(template):
+        return "the chat template has no {% generation %}, and TRL knows no other version of it"
+    return None
 
 
 def _trl(stage: str, data: str) -> Rows:

@@ -324,14 +324,17 @@ def init(
         stage = stage or "sft"
         _require_free(output or Path(f"{stage}.yaml"))
         model, data, gpus = _ask(model, data, gpus, interactive=shared.format == "text")
-        new, lost = draft.new(stage, backend, model=model, data=data, gpus=gpus), []
+        new = draft.new(stage, backend, model=model, data=data, gpus=gpus, environ=os.environ)
+        lost = []
     path = _require_free(output or Path(f"{new.stage}.yaml"))
     text = new.text(path)
     findings = (*lost, *judge(load.load(path, text=text), locator=shared.locator).findings)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     facts = {"path": str(path), "stage": new.stage, "backend": new.backend, "lost": list(new.lost)}
-    lines = [f"wrote {path}", f"next: launch {new.stage} {path} --gpus {1 if gpus is None else gpus} --dry-run"]
+    facts["remarks"] = list(new.remarks)
+    command = f"launch {new.stage} {path} --gpus {1 if gpus is None else gpus} --dry-run"
+    lines = [f"wrote {path}", *new.remarks, f"next: {command}"]
     code = Exit.CONFIG if errors(findings) else Exit.OK
     return answer("init", shared.format, facts, lines, findings, code)
 

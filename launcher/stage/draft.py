@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from launcher.artifacts import chat_template
+from launcher.artifacts import chat_template, model_config
 from launcher.config.document import Document, read_yaml
 from launcher.config.keys import PAIRED, STAGES
 from launcher.config.load import TOOLS, tool_of
@@ -38,6 +38,7 @@ Rows = dict[str, Row]
 _BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 _ROWS = 32
 """Rows per optimizer step of a new file, or as near as the number of GPUs allows."""
+_TOKENS = 2048
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,9 +120,20 @@ def new(stage: str, backend: str, *, model: str, data: str, gpus: int, environ: 
     draft.batch = on_all * max(1, _ROWS // on_all), each
     draft.rows = {"model_name_or_path": Row(model, "a name on the hub, or a folder")}
     draft.rows |= _trl(stage, data) if backend == "trl" else _open_instruct(stage, data)
+    length = "max_length" if backend == "trl" else "max_seq_length"
+    draft.rows[length] = Row(_length(model, environ), "tokens; longer rows are cut")
     if stage == "sft" and backend == "trl":
         _mask_questions(draft, model, data, rows, environ)
     return draft
+
+
+def _length(model: str, environ: Mapping[str, str]) -> int:
+    """Tokens of a row: as many as usual, or as the model was made for where it lies here and takes fewer."""
+    config = model_config.text_part(model_config.read(model, environ))
+    positions = config.get("max_position_embeddings")
+    if isinstance(positions, int) and 0 < positions < _TOKENS:
+        return positions
+    return _TOKENS
 
 
 def _require_readable(rows: data_rows.Rows, stage: str, backend: str) -> None:
@@ -132,14 +144,14 @@ def _require_readable(rows: data_rows.Rows, stage: str, backend: str) -> None:
     trainer = "TRL" if backend == "trl" else "open-instruct"
     source = rows.convertible
     output = Path("converted/train.jsonl")
-    message = f"the rows of {source} are {form.name}, which {trainer}'s {stage.upper()} does not read"
+    message = f"{source} has rows of the form {form.name}, which {trainer}'s {stage.upper()} does not read"
     command = f"launch data convert {shlex.quote(str(source))} -o {output}"
     help = f"{command} writes {form.into}; then --data {output}"
     raise usage("bad-data", message, help)
 
 
 # the models whose templates TRL replaces, in the words of their families
-_REPLACED = "Qwen 2.5 and 3, Llama 3, Gemma 1 to 3, Phi-3, Cohere, DeepSeek-V3, GLM-4, gpt-oss and others"
+_REPLACED = "Qwen 2.5 and 3, Llama 3.0, Gemma 1 to 3, Phi-3, Cohere, DeepSeek-V3, GLM-4, gpt-oss and others"
 
 
 def _mask_questions(
@@ -192,7 +204,7 @@ def _trl(stage: str, data: str) -> Rows:
     return {
         "dataset_name": data_row,
         "output_dir": Row(f"output/{stage}"),
-        "max_length": Row(2048, "tokens; longer rows are cut"),
+        "max_length": Row(_TOKENS, "tokens; longer rows are cut"),
         **own,
         "num_train_epochs": Row(1),
         "learning_rate": Row(learning_rate),
@@ -215,7 +227,7 @@ def _open_instruct(stage: str, data: str) -> Rows:
     return {
         "chat_template_name": Row("tulu"),
         "dataset_mixer_list" if is_sft else "mixer_list": Row([data, 1.0], amount),
-        "max_seq_length": Row(2048, "tokens; longer rows are cut"),
+        "max_seq_length": Row(_TOKENS, "tokens; longer rows are cut"),
         "output_dir": Row(f"output/{stage}"),
         "do_not_randomize_output_dir": Row(True, "or upstream appends its exp_name"),
         **({} if is_sft else {"loss_type": Row("dpo_norm"), "beta": Row(5.0)}),

@@ -29,7 +29,9 @@ def main(arguments: list[str]) -> int:
         print(f"{backend}: {len(facts['fields'])} fields at {version}")
     package = find_package("trl")
     if package is not None:
-        print(f"trl: {snapshot.write_templates(package)} chat templates with one for training")
+        templates = snapshot.templates_of(package)
+        snapshot.write_templates(templates)
+        print(f"trl: {len(templates)} chat templates that have one for training")
     return 0
 
 

@@ -65,18 +65,20 @@ def write(backend: str, data: Mapping[str, Any], checkout: Path | None = None) -
     (FOLDER / "cited.json").write_text(written(dict(sorted(table.items()))) + "\n", encoding="utf-8")
 
 
-def write_templates(package: Path) -> int:
-    """Write which chat templates of a TRL package have a training template, by digest; returns how many."""
+def templates_of(package: Path) -> dict[str, str]:
+    """The chat templates for which a TRL package has a training template: digests and names, by name."""
     source = (package / "chat_template_utils.py").read_text(encoding="utf-8")
     replaced = re.findall(r"if chat_template == (\w+)_chat_template:\s+return \w+_training_chat_template", source)
     table = {}
-    for name in replaced:
+    for name in sorted(replaced):
         text = (package / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
         table[chat_template.digest(text)] = name
-    by_name = dict(sorted(table.items(), key=lambda item: item[1]))
+    return table
+
+
+def write_templates(table: Mapping[str, str]) -> None:
     path = FOLDER / "trl_templates.json"
-    path.write_text(json.dumps(by_name, indent=1) + "\n", encoding="utf-8")
-    return len(by_name)
+    path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
 def cited_of(backend: str, packages: Mapping[str, Folder]) -> dict[str, list[str]]:

@@ -17,6 +17,7 @@ from launcher.artifacts import chat_template, model_config
 from launcher.config.document import Document, read_yaml
 from launcher.config.keys import PAIRED, STAGES
 from launcher.config.load import TOOLS, tool_of
+from launcher.dataset import sources
 from launcher.errors import Finding, InvalidConfig, Severity, brief, launch_finding, usage
 from launcher.redaction import redact
 from launcher.stage import rows as data_rows
@@ -150,6 +151,7 @@ def _require_readable(rows: data_rows.Rows, stage: str, backend: str) -> None:
     raise usage("bad-data", message, help)
 
 
+_ANSWERS_ALONE = "the loss counts the answers alone, not the questions"
 # the models whose templates TRL replaces, in the words of their families
 _REPLACED = "Qwen 2.5 and 3, Llama 3.0, Gemma 1 to 3, Phi-3, Cohere, DeepSeek-V3, GLM-4, gpt-oss and others"
 
@@ -161,25 +163,28 @@ def _mask_questions(
 
     Without it every token of a chat is trained on (trl/trainer/sft_trainer.py:1406).
     """
-    if rows is not None and rows.kind != "chats":
-        return
-    reason = _unmasked_because(model, data, rows, environ)
-    if reason is None:
-        comment = "the loss counts the answers alone, not the questions"
-        draft.rows["assistant_only_loss"] = Row(True, comment)
-        draft.remarks = (f"assistant_only_loss: true: {comment}",)
-    else:
-        draft.rows["assistant_only_loss"] = Row(True, reason, off=True)
-        draft.remarks = (f"every token of a chat is trained on, questions too: {reason}",)
-
-
-def _unmasked_because(model: str, data: str, rows: data_rows.Rows | None, environ: Mapping[str, str]) -> str | None:
+    key = "assistant_only_loss"
     if rows is None:
-        return f"the rows of {brief(data)} are not here; for chats, add `assistant_only_loss: true`"
+        draft.rows[key] = Row(True, f"for chats: {_ANSWERS_ALONE}", off=True)
+        remark = f"the rows of {brief(data)} were not looked at: of chats every token is trained on"
+        draft.remarks = (f"{remark}, questions too, without `{key}: true`",)
+        return
+    if rows.kind != "chats":
+        return
+    obstacle = _mask_obstacle(model, environ)
+    if obstacle is None:
+        draft.rows[key] = Row(True, _ANSWERS_ALONE)
+        draft.remarks = (f"{key}: true: {_ANSWERS_ALONE}",)
+    else:
+        draft.rows[key] = Row(True, obstacle, off=True)
+        draft.remarks = (f"every token of a chat is trained on, questions too: {obstacle}",)
+
+
+def _mask_obstacle(model: str, environ: Mapping[str, str]) -> str | None:
+    """Why TRL cannot, or perhaps cannot, tell answers from questions in what a model's template writes."""
     template = chat_template.read(model, environ)
     if template is None:
-        which = "one with {% generation %}, or an unchanged one of " + _REPLACED
-        return f"{brief(model)} is not here: `assistant_only_loss` needs a chat template that TRL can use, {which}"
+        return f"{brief(model)} is not here; `assistant_only_loss` works with unchanged templates of {_REPLACED}"
     if not template:
         return f"{brief(model)} has no chat template"
     if not chat_template.marks_answers(template):
@@ -194,13 +199,15 @@ def _trl(stage: str, data: str) -> Rows:
         columns, learning_rate = "`chosen` and `rejected`", 5e-7
         own = {"beta": Row(0.1, "how far the model may go from where it started")}
     data_row = Row(data, f"rows with {columns}")
-    if Path(data).is_file():
+    if Path(data).is_dir():
+        data_row = Row(_folder_name(data), f"rows with {columns}")
+    elif Path(data).is_file():
         # TRL loads a folder of files, not one of them; `datasets` takes the files of a folder for data by their names
         folder = Path(data).parent
         if any(path.suffix != Path(data).suffix for path in folder.iterdir()):
             message = f"TRL loads a folder of data, and {folder.absolute()} holds more than data"
             raise usage("bad-data", message, f"mkdir data && mv {data} data/, then --data data")
-        data_row = Row(str(folder), f"all data files of this folder: rows with {columns}")
+        data_row = Row(_folder_name(str(folder)), f"all data files of this folder: rows with {columns}")
     return {
         "dataset_name": data_row,
         "output_dir": Row(f"output/{stage}"),
@@ -216,6 +223,11 @@ def _trl(stage: str, data: str) -> Rows:
         "report_to": Row("none", "wandb, trackio, mlflow"),
         "seed": Row(42),
     }
+
+
+def _folder_name(folder: str) -> str:
+    """A folder as `load_dataset` takes it for one: `json` alone is the name of a reader."""
+    return f"./{folder}" if folder in sources.LOADERS else folder
 
 
 def _open_instruct(stage: str, data: str) -> Rows:

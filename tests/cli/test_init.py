@@ -183,9 +183,8 @@ def test_what_is_not_here_leaves_the_line_to_a_person(
     code, said = answer(capsys, "sft", "--model", model, "--data", data, "-o", str(path))
     assert code == 0
     assert "# assistant_only_loss: true" in path.read_text()
-    assert (
-        f"{'org/tiny is' if place == 'model' else 'the rows of org/chats are'} not here" in said["data"]["remarks"][0]
-    )
+    reason = "org/tiny is not here" if place == "model" else "the rows of org/chats were not looked at"
+    assert reason in said["data"]["remarks"][0]
 
 
 @pytest.mark.parametrize(
@@ -214,6 +213,17 @@ def test_rows_to_convert_first_are_told_with_the_command(
     assert (code, said["findings"][0]["code"]) == (2, "bad-data")
     assert f"launch data convert {data} -o converted/train.jsonl" in said["findings"][0]["help"]
     assert not path.exists()
+
+
+def test_a_folder_with_the_name_of_a_reader_is_written_as_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data_file(tmp_path / "json", CHATS)
+    for data in ("json", "json/train.jsonl"):
+        path = tmp_path / f"{len(data)}.yaml"
+        code, _ = answer(capsys, "sft", "--model", "org/tiny", "--data", data, "-o", str(path))
+        assert (code, load(path).args["dataset_name"]) == (0, "./json")
 
 
 @pytest.mark.parametrize("backend", ["trl", "open_instruct"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -47,24 +47,14 @@ def look(data: str, stage: str, backend: str, environ: Mapping[str, str]) -> Row
     surveyed = survey.look(source.files)
     if not surveyed.rows:
         return None
-    kind = _kind(surveyed, stage, backend)
-    if backend == "open_instruct" and is_file and not data.endswith(LOCAL_SUFFIXES):
-        # the rows may be right, the file is not read (dataset_transformation.py:1618)
+    kind = _KINDS[backend, stage](surveyed)
+    suffixes = _FILES.get(backend)
+    if is_file and suffixes is not None and not data.endswith(suffixes):
         kind = None
     return Rows(source=source, survey=surveyed, kind=kind)
 
 
-def _kind(surveyed: Survey, stage: str, backend: str) -> Kind | None:
-    is_trl = backend == "trl"
-    if stage == "dpo":
-        reads = _trl_reads_pairs(surveyed) if is_trl else _open_instruct_reads_pairs(surveyed)
-        return "pairs" if reads else None
-    if is_trl:
-        return _trl_kind(surveyed)
-    return "chats" if _is_chat(surveyed, "messages") else None
-
-
-def _trl_kind(surveyed: Survey) -> Kind | None:
+def _trl_answers(surveyed: Survey) -> Kind | None:
     """trl/trainer/sft_trainer.py:1322: `prompt` decides first, then `messages`, then the text."""
     columns = surveyed.columns
     if "prompt" in columns:
@@ -80,6 +70,10 @@ def _trl_kind(surveyed: Survey) -> Kind | None:
 
 def _is_chat(surveyed: Survey, column: str) -> bool:
     return surveyed.kind(column) == "list" and not surveyed.count(column, "from-value")
+
+
+def _trl_pairs(surveyed: Survey) -> Kind | None:
+    return "pairs" if _trl_reads_pairs(surveyed) else None
 
 
 def _trl_reads_pairs(surveyed: Survey) -> bool:
@@ -98,8 +92,22 @@ def _trl_reads_pairs(surveyed: Survey) -> bool:
     return kind == "text" and not shapes.prompt_columns(surveyed)
 
 
-def _open_instruct_reads_pairs(surveyed: Survey) -> bool:
+def _open_instruct_answers(surveyed: Survey) -> Kind | None:
+    return "chats" if _is_chat(surveyed, "messages") else None
+
+
+def _open_instruct_pairs(surveyed: Survey) -> Kind | None:
     """Two whole conversations: a column `prompt` is not read (dataset_transformation.py:1278)."""
     if not (_is_chat(surveyed, "chosen") and _is_chat(surveyed, "rejected")):
-        return False
-    return not surveyed.count("chosen", "starts-with:assistant")
+        return None
+    return None if surveyed.count("chosen", "starts-with:assistant") else "pairs"
+
+
+_KINDS: Mapping[tuple[str, str], Callable[[Survey], Kind | None]] = {
+    ("trl", "sft"): _trl_answers,
+    ("trl", "dpo"): _trl_pairs,
+    ("open_instruct", "sft"): _open_instruct_answers,
+    ("open_instruct", "dpo"): _open_instruct_pairs,
+}
+# the only files that a trainer reads by their names (dataset_transformation.py:1618)
+_FILES: Mapping[str, tuple[str, ...]] = {"open_instruct": LOCAL_SUFFIXES}

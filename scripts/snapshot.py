@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from launcher.pin import snapshot
+from launcher.upstream.source.packages import find_package
 
 
 def main(arguments: list[str]) -> int:
@@ -26,6 +27,11 @@ def main(arguments: list[str]) -> int:
             return 1
         snapshot.write(backend, facts, checkout)
         print(f"{backend}: {len(facts['fields'])} fields at {version}")
+    package = find_package("trl")
+    if package is not None:
+        templates = snapshot.templates_of(package)
+        snapshot.write_templates(templates)
+        print(f"trl: {len(templates)} chat templates that have one for training")
     return 0
 
 

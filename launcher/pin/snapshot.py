@@ -4,10 +4,12 @@ For those who move the pin, by scripts/snapshot.py.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from launcher.artifacts import chat_template
 from launcher.paths import PACKAGE
 from launcher.rules import registry
 from launcher.upstream import citations, facts, locate
@@ -61,6 +63,22 @@ def write(backend: str, data: Mapping[str, Any], checkout: Path | None = None) -
     packages = locate.locate(backend, checkout=checkout).packages
     table[backend] = cited_of(backend, {name: tree for name, tree in packages.items() if isinstance(tree, Folder)})
     (FOLDER / "cited.json").write_text(written(dict(sorted(table.items()))) + "\n", encoding="utf-8")
+
+
+def templates_of(package: Path) -> dict[str, str]:
+    """The chat templates for which a TRL package has a training template: digests and names, by name."""
+    source = (package / "chat_template_utils.py").read_text(encoding="utf-8")
+    replaced = re.findall(r"if chat_template == (\w+)_chat_template:\s+return \w+_training_chat_template", source)
+    table = {}
+    for name in sorted(replaced):
+        text = (package / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+        table[chat_template.digest(text)] = name
+    return table
+
+
+def write_templates(table: Mapping[str, str]) -> None:
+    path = FOLDER / "trl_templates.json"
+    path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
 def cited_of(backend: str, packages: Mapping[str, Folder]) -> dict[str, list[str]]:

@@ -5,6 +5,7 @@ under the same name needs no row here. Defaults that differ from TRL's are writt
 """
 
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,21 +13,25 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from launcher.artifacts import chat_template, model_config
 from launcher.config.document import Document, read_yaml
 from launcher.config.keys import PAIRED, STAGES
 from launcher.config.load import TOOLS, tool_of
+from launcher.dataset import sources
 from launcher.errors import Finding, InvalidConfig, Severity, brief, launch_finding, usage
 from launcher.redaction import redact
+from launcher.stage import rows as data_rows
 from launcher.upstream.locate import Locator
 from launcher.upstream.schema import Field
 from launcher.upstream.trl import STAGES as ENTRIES
 
 
 class Row(NamedTuple):
-    """The value of an argument, and a comment to write beside it."""
+    """The value of an argument, and a comment to write beside it. What is `off` is commented out itself."""
 
     value: Any
     comment: str = ""
+    off: bool = False
 
 
 Rows = dict[str, Row]
@@ -34,6 +39,7 @@ Rows = dict[str, Row]
 _BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 _ROWS = 32
 """Rows per optimizer step of a new file, or as near as the number of GPUs allows."""
+_TOKENS = 2048
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +47,7 @@ class Draft:
     """A stage file to be written.
 
     Of a converted file `lost` is what the stage cannot say, with the reason, and `checks` what a person has
-    to look at, both under the names of that file.
+    to look at, both under the names of that file. `remarks` are what a person should know of a new one.
     """
 
     stage: str
@@ -53,6 +59,7 @@ class Draft:
     rows: Rows = field(default_factory=dict)
     lost: dict[str, tuple[Any, str]] = field(default_factory=dict)
     checks: dict[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
     def text(self, path: Path) -> str:
         """The file; `path` is where it will lie, for the command in its first lines."""
@@ -94,24 +101,95 @@ class Draft:
 def _line(key: str, row: Row, width: int = 42) -> str:
     value = yaml.safe_dump(row.value, default_flow_style=True, width=10**6, allow_unicode=True)
     text = f"{key}: {value.strip().removesuffix('...').strip()}"
+    if row.off:
+        text = f"# {text}"
     return f"{text:<{width - 1}} # {row.comment}" if row.comment else text
 
 
-def new(stage: str, backend: str, *, model: str, data: str, gpus: int) -> Draft:
-    """A first stage file for a model and a data set, each a name on the hub or a path. Raises UsageError of a file
-    that TRL cannot load alone."""
+def new(stage: str, backend: str, *, model: str, data: str, gpus: int, environ: Mapping[str, str]) -> Draft:
+    """A first stage file for a model and a data set, each a name on the hub or a path.
+
+    Raises UsageError of rows that have to be converted first, and of a file that TRL cannot load alone.
+    """
+    rows = data_rows.look(data, stage, backend, environ)
+    if rows is not None:
+        _require_readable(rows, stage, backend)
+    draft = Draft(stage=stage, backend=backend, origin="written by `launch init`", gpus=gpus)
+    draft.deepspeed = "zero2_fp32_comm" if gpus > 1 else "none"
     each = 4 if stage == "sft" else 2
-    devices = max(1, gpus)
-    rows = _trl(stage, data) if backend == "trl" else _open_instruct(stage, data)
-    return Draft(
-        stage=stage,
-        backend=backend,
-        origin="written by `launch init`",
-        gpus=gpus,
-        deepspeed="zero2_fp32_comm" if gpus > 1 else "none",
-        batch=(each * devices * max(1, _ROWS // (each * devices)), each),
-        rows={"model_name_or_path": Row(model, "a name on the hub, or a folder"), **rows},
-    )
+    on_all = each * max(1, gpus)
+    draft.batch = on_all * max(1, _ROWS // on_all), each
+    draft.rows = {"model_name_or_path": Row(model, "a name on the hub, or a folder")}
+    draft.rows |= _trl(stage, data) if backend == "trl" else _open_instruct(stage, data)
+    length = "max_length" if backend == "trl" else "max_seq_length"
+    draft.rows[length] = Row(_length(model, environ), "tokens; longer rows are cut")
+    if stage == "sft" and backend == "trl":
+        _mask_questions(draft, model, data, rows, environ)
+    return draft
+
+
+def _length(model: str, environ: Mapping[str, str]) -> int:
+    """Tokens of a row: as many as usual, or as the model was made for where it lies here and takes fewer."""
+    config = model_config.text_part(model_config.read(model, environ))
+    positions = config.get("max_position_embeddings")
+    if isinstance(positions, int) and 0 < positions < _TOKENS:
+        return positions
+    return _TOKENS
+
+
+def _require_readable(rows: data_rows.Rows, stage: str, backend: str) -> None:
+    """Raise UsageError with the command that converts rows which the trainer does not read."""
+    form = rows.conversion
+    if form is None:
+        return
+    trainer = "TRL" if backend == "trl" else "open-instruct"
+    source = rows.convertible
+    output = Path("converted/train.jsonl")
+    message = f"{source} has rows of the form {form.name}, which {trainer}'s {stage.upper()} does not read"
+    command = f"launch data convert {shlex.quote(str(source))} -o {output}"
+    help = f"{command} writes {form.into}; then --data {output}"
+    raise usage("bad-data", message, help)
+
+
+_ANSWERS_ALONE = "the loss counts the answers alone, not the questions"
+# the models whose templates TRL replaces, in the words of their families
+_REPLACED = "Qwen 2.5 and 3, Llama 3.0, Gemma 1 to 3, Phi-3, Cohere, DeepSeek-V3, GLM-4, gpt-oss and others"
+
+
+def _mask_questions(
+    draft: Draft, model: str, data: str, rows: data_rows.Rows | None, environ: Mapping[str, str]
+) -> None:
+    """Have the loss count answers alone, where the rows are chats and the chat template says which they are.
+
+    Without it every token of a chat is trained on (trl/trainer/sft_trainer.py:1406).
+    """
+    key = "assistant_only_loss"
+    if rows is None:
+        draft.rows[key] = Row(True, f"for chats: {_ANSWERS_ALONE}", off=True)
+        remark = f"the rows of {brief(data)} were not looked at: of chats every token is trained on"
+        draft.remarks = (f"{remark}, questions too, without `{key}: true`",)
+        return
+    if rows.kind != "chats":
+        return
+    obstacle = _mask_obstacle(model, environ)
+    if obstacle is None:
+        draft.rows[key] = Row(True, _ANSWERS_ALONE)
+        draft.remarks = (f"{key}: true: {_ANSWERS_ALONE}",)
+    else:
+        draft.rows[key] = Row(True, obstacle, off=True)
+        draft.remarks = (f"every token of a chat is trained on, questions too: {obstacle}",)
+
+
+def _mask_obstacle(model: str, environ: Mapping[str, str]) -> str | None:
+    """Why TRL cannot, or perhaps cannot, tell answers from questions in what a model's template writes."""
+    template = chat_template.read(model, environ)
+    if template is None:
+        return f"{brief(model)} is not here; `assistant_only_loss` works with unchanged templates of {_REPLACED}"
+    if not template:
+        return f"{brief(model)} has no chat template"
+    if not chat_template.marks_answers(template):
+        return "the chat template has no {% generation %}, and TRL knows no other version of it"
+    return None
 
 
 def _trl(stage: str, data: str) -> Rows:
@@ -121,17 +199,19 @@ def _trl(stage: str, data: str) -> Rows:
         columns, learning_rate = "`chosen` and `rejected`", 5e-7
         own = {"beta": Row(0.1, "how far the model may go from where it started")}
     data_row = Row(data, f"rows with {columns}")
-    if Path(data).is_file():
+    if Path(data).is_dir():
+        data_row = Row(_folder_name(data), f"rows with {columns}")
+    elif Path(data).is_file():
         # TRL loads a folder of files, not one of them; `datasets` takes the files of a folder for data by their names
         folder = Path(data).parent
         if any(path.suffix != Path(data).suffix for path in folder.iterdir()):
             message = f"TRL loads a folder of data, and {folder.absolute()} holds more than data"
             raise usage("bad-data", message, f"mkdir data && mv {data} data/, then --data data")
-        data_row = Row(str(folder), f"all data files of this folder: rows with {columns}")
+        data_row = Row(_folder_name(str(folder)), f"all data files of this folder: rows with {columns}")
     return {
         "dataset_name": data_row,
         "output_dir": Row(f"output/{stage}"),
-        "max_length": Row(2048, "tokens; longer rows are cut"),
+        "max_length": Row(_TOKENS, "tokens; longer rows are cut"),
         **own,
         "num_train_epochs": Row(1),
         "learning_rate": Row(learning_rate),
@@ -145,6 +225,11 @@ def _trl(stage: str, data: str) -> Rows:
     }
 
 
+def _folder_name(folder: str) -> str:
+    """A folder as `load_dataset` takes it for one: `json` alone is the name of a reader."""
+    return f"./{folder}" if folder in sources.LOADERS else folder
+
+
 def _open_instruct(stage: str, data: str) -> Rows:
     is_sft = stage == "sft"
     memory = {"activation_memory_budget": Row(0.5, "below 1: less memory, slower")}
@@ -154,7 +239,7 @@ def _open_instruct(stage: str, data: str) -> Rows:
     return {
         "chat_template_name": Row("tulu"),
         "dataset_mixer_list" if is_sft else "mixer_list": Row([data, 1.0], amount),
-        "max_seq_length": Row(2048, "tokens; longer rows are cut"),
+        "max_seq_length": Row(_TOKENS, "tokens; longer rows are cut"),
         "output_dir": Row(f"output/{stage}"),
         "do_not_randomize_output_dir": Row(True, "or upstream appends its exp_name"),
         **({} if is_sft else {"loss_type": Row("dpo_norm"), "beta": Row(5.0)}),

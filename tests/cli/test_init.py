@@ -115,6 +115,126 @@ def test_a_data_file_of_trl_is_alone_in_its_folder(tmp_path: Path, capsys: pytes
     assert load(tmp_path / "sft.yaml").args["dataset_name"] == str(data.parent)
 
 
+MARKED = "{% for m in messages %}{%- generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+UNMARKED = "{% for m in messages %}{{ m.content }}{% endfor %}"
+CHATS = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
+SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}
+NAMED_ROLES = {"conversations": [{"from": "user", "value": "hi"}, {"from": "assistant", "value": "yes"}]}
+ALPACA = {"instruction": "hi", "input": "", "output": "yes"}
+PAIR = {"chosen": [*CHATS["messages"]], "rejected": [CHATS["messages"][0], {"role": "assistant", "content": "no"}]}
+
+
+def model_folder(folder: Path, template: object) -> Path:
+    """A folder with a config and a tokenizer's config, all that is looked at of a model; None: no template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 512}')
+    held = {} if template is None else {"chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(held))
+    return folder
+
+
+def data_file(folder: Path, *rows: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "written"),
+    [
+        (MARKED, CHATS, "true"),
+        ([{"name": "default", "template": MARKED}, {"name": "tool_use", "template": UNMARKED}], CHATS, "true"),
+        (MARKED, NAMED_ROLES, "true"),
+        (UNMARKED, CHATS, "no {% generation %}"),
+        ([{"name": "default", "template": UNMARKED}, {"name": "rag", "template": MARKED}], CHATS, "no {% generation"),
+        (MARKED, {"text": "yes"}, "nothing"),
+        (MARKED, {"prompt": "hi", "completion": "yes"}, "nothing"),
+    ],
+)
+def test_answers_alone_are_trained_on_where_the_template_can(
+    template: object, row: object, written: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_folder(tmp_path / "model", template)
+    data, path = data_file(tmp_path / "data", row, row), tmp_path / "sft.yaml"
+    code, said = answer(capsys, "sft", "--model", str(model), "--data", str(data), "-o", str(path))
+    assert code == 0, said
+    args, remarks = load(path).args, said["data"]["remarks"]
+    assert args["max_length"] == 512
+    assert args.get("assistant_only_loss") is (True if written == "true" else None)
+    if written == "nothing":
+        assert not remarks
+        assert "assistant_only_loss" not in path.read_text()
+    elif written == "true":
+        assert remarks == ["assistant_only_loss: true: the loss counts the answers alone, not the questions"]
+    else:
+        assert written in remarks[0] and "every token" in remarks[0]
+        assert "  # assistant_only_loss: true " in path.read_text()
+
+
+@pytest.mark.parametrize("place", ["model", "data"])
+def test_what_is_not_here_leaves_the_line_to_a_person(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = "org/tiny" if place == "model" else str(model_folder(tmp_path / "model", MARKED))
+    data = "org/chats" if place == "data" else str(data_file(tmp_path / "data", CHATS))
+    path = tmp_path / "sft.yaml"
+    code, said = answer(capsys, "sft", "--model", model, "--data", data, "-o", str(path))
+    assert code == 0
+    assert "# assistant_only_loss: true" in path.read_text()
+    reason = "org/tiny is not here" if place == "model" else "the rows of org/chats were not looked at"
+    assert reason in said["data"]["remarks"][0]
+
+
+@pytest.mark.parametrize(
+    ("stage", "backend", "row"),
+    [
+        ("sft", "trl", ALPACA),
+        ("sft", "open_instruct", ALPACA),
+        ("sft", "trl", SHAREGPT),
+        ("sft", "trl", {"question": "hi", "answer": "yes"}),
+        ("sft", "trl", {"prompt": "hi", "response": "yes"}),
+        ("sft", "open_instruct", NAMED_ROLES),
+        ("sft", "trl", {"messages": json.dumps(CHATS["messages"])}),
+        ("dpo", "trl", {"instruction": "hi", "input": "", "chosen": "yes", "rejected": "no"}),
+        ("dpo", "trl", {"prompt": "hi", **PAIR}),
+        ("dpo", "trl", {"chosen": json.dumps(PAIR["chosen"]), "rejected": json.dumps(PAIR["rejected"])}),
+    ],
+)
+def test_rows_to_convert_first_are_told_with_the_command(
+    stage: str, backend: str, row: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in a folder that holds other files: the converted file lies elsewhere."""
+    data, path = data_file(tmp_path, row, row), tmp_path / "new.yaml"
+    (tmp_path / "notes.md").write_text("")
+    words = (stage, "--backend", backend, "--model", "org/tiny", "--data", str(data), "-o", str(path))
+    code, said = answer(capsys, *words)
+    assert (code, said["findings"][0]["code"]) == (2, "bad-data")
+    assert f"launch data convert {data} -o converted/train.jsonl" in said["findings"][0]["help"]
+    assert not path.exists()
+
+
+def test_a_folder_with_the_name_of_a_reader_is_written_as_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data_file(tmp_path / "json", CHATS)
+    for data in ("json", "json/train.jsonl"):
+        path = tmp_path / f"{len(data)}.yaml"
+        code, _ = answer(capsys, "sft", "--model", "org/tiny", "--data", data, "-o", str(path))
+        assert (code, load(path).args["dataset_name"]) == (0, "./json")
+
+
+@pytest.mark.parametrize("backend", ["trl", "open_instruct"])
+def test_pairs_that_are_read_need_no_conversion(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = data_file(tmp_path / "data", PAIR, PAIR)
+    words = ("dpo", "--backend", backend, "--model", "org/tiny", "--data", str(data), "-o", str(tmp_path / "d.yaml"))
+    assert answer(capsys, *words)[0] == 0
+
+
 def convert(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str
 ) -> tuple[Any, dict[str, Any], str]:

@@ -301,7 +301,7 @@ def init(
     ),
     backend: Literal["open_instruct", "trl"] = Option("trl", "--backend", help="trainer"),
     model: str | None = Option(None, "--model", metavar="NAME", help="model: a name on the hub, or a folder"),
-    data: str | None = Option(None, "--data", metavar="NAME", help="data set: a name on the hub, or a path"),
+    data: str | None = Option(None, "--data", metavar="NAME", help="data set: a name on the hub, a file or a folder"),
     gpus: int | None = Option(None, "--gpus", metavar="N", min=0, help="number of GPUs", show_default="1"),
     source: Path | None = Option(None, "--from", metavar="FILE", help="convert a TRL, Axolotl or LLaMA-Factory file"),
     output: Path | None = Option(
@@ -324,15 +324,20 @@ def init(
         stage = stage or "sft"
         _require_free(output or Path(f"{stage}.yaml"))
         model, data, gpus = _ask(model, data, gpus, interactive=shared.format == "text")
-        new, lost = draft.new(stage, backend, model=model, data=data, gpus=gpus), []
+        new = draft.new(stage, backend, model=model, data=data, gpus=gpus, environ=os.environ)
+        lost = []
     path = _require_free(output or Path(f"{new.stage}.yaml"))
     text = new.text(path)
     findings = (*lost, *judge(load.load(path, text=text), locator=shared.locator).findings)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     facts = {"path": str(path), "stage": new.stage, "backend": new.backend, "lost": list(new.lost)}
-    lines = [f"wrote {path}", f"next: launch {new.stage} {path} --gpus {1 if gpus is None else gpus} --dry-run"]
+    facts["remarks"] = list(new.remarks)
     code = Exit.CONFIG if errors(findings) else Exit.OK
+    command = f"launch {new.stage} {path} --gpus {1 if gpus is None else gpus} --dry-run"
+    if code is not Exit.OK:
+        command = f"launch validate-config {path}"
+    lines = [f"wrote {path}", *new.remarks, f"next: {command}"]
     return answer("init", shared.format, facts, lines, findings, code)
 
 
@@ -346,7 +351,7 @@ def _ask(model: str | None, data: str | None, gpus: int | None, *, interactive: 
     """What no option names, from whoever sits at the terminal. Raises UsageError where nobody does."""
     if interactive and sys.stdin.isatty():
         model = model or typer.prompt("Model (a name on the hub, or a folder)", err=True)
-        data = data or typer.prompt("Data set (a name on the hub, or a path)", err=True)
+        data = data or typer.prompt("Data set (a name on the hub, a file or a folder)", err=True)
         gpus = typer.prompt("GPUs", default=1, type=int, err=True) if gpus is None else gpus
     lacking = [name for name, value in (("--model", model), ("--data", data)) if not value]
     if lacking:

@@ -29,7 +29,12 @@ def convert(
     lines = [f"{done.rows:,} rows of the form {done.shape} written to {done.output} as {done.into}"]
     if done.skipped:
         lines.append(f"{len(done.skipped):,} rows left out, the first: {done.skipped[0]}")
-    lines.append(f"TRL: `dataset_name: {done.output.parent}`; open-instruct: `[{done.output}, 1.0]` as its mixer list")
+    is_pairs = "`chosen`" in done.into
+    stage = "dpo" if is_pairs else "sft"
+    lines.append(f"in a stage file for TRL: `dataset_name: {done.output.parent}`, the folder")
+    if not is_pairs:
+        lines.append(f"in one for open-instruct: `dataset_mixer_list: [{done.output}, 1.0]`")
+    lines.append(f"for a new stage file: launch init {stage} --model NAME --data {done.output}")
     content = {
         "output": str(done.output),
         "rows": done.rows,

@@ -207,8 +207,8 @@ def rounded_reference(context: Context) -> Iterator[Finding]:
     """transformers/trainer.py:2296 casts every float of a batch, and these are sums over whole answers.
 
     Reproduced on the CPU with ZeRO 2 and 3, TRL 1.16, transformers 5.17, deepspeed 0.19.8: first losses of 0.62 to
-    0.91 instead of 0.6931; 0.6931 where the two columns are left in float32. bfloat16 keeps 8 bits: of 1,000 nats
-    each is off by up to 2.
+    0.91 instead of 0.6931; 0.6931 where the two columns are left in float32. Seen on two H100 as well: sums of
+    -3,260.0 and -5,434.0 became -3,264 and -5,440. bfloat16 keeps 8 bits.
     """
     key = "precompute_ref_log_probs"
     if not context.values.get(key) or context.file is None:
@@ -220,7 +220,7 @@ def rounded_reference(context: Context) -> Iterator[Finding]:
         return
     message = (
         f"`{key}` with DeepSpeed in {precision}: transformers rounds the reference log-probs to {precision}, so that "
-        "DPO's loss does not begin at ln 2 and every margin is off (by up to 2 nats of 1,000 in bf16)"
+        "DPO's loss does not begin at ln 2 and every margin is off (sums of 3,000 nats are rounded to multiples of 16 in bf16)"
     )
     help = f"write `{key}: false`, or train without DeepSpeed (`deepspeed: none`, or FSDP)"
     yield say("warning", "reference-rounded", key, message, help)

@@ -1,0 +1,81 @@
+"""A model's chat template: its text, and whether TRL can tell answers from questions in what it writes."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+
+from launcher.artifacts import model_config
+from launcher.files import read_bytes, read_json
+from launcher.paths import is_file
+
+# trl/chat_template_utils.py:42
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MOST_BYTES = 2**20
+
+
+def read(model: str, environ: Mapping[str, str]) -> str | None:
+    """The chat template of a model by folder or hub name; empty where it has none, None where it is not here."""
+    folder = _folder(model, environ)
+    if folder is None:
+        return None
+    own_file = folder / "chat_template.jinja"
+    if is_file(own_file):
+        return _text(own_file)
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if is_file(folder / name):
+            return _default(read_json(folder / name).get("chat_template"))
+    return None
+
+
+def _folder(model: str, environ: Mapping[str, str]) -> Path | None:
+    config = model_config.where(model, environ)
+    if config is not None:
+        return config.parent
+    folder = Path(model)
+    return folder if folder.is_dir() else None
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return read_bytes(path, _MOST_BYTES).decode(errors="replace")
+    except OSError:
+        return None
+
+
+def _default(template: object) -> str:
+    """The template of that name where a tokenizer has several (`[{name, template}, ...]`)."""
+    if isinstance(template, list):
+        for variant in template:
+            if isinstance(variant, dict) and variant.get("name") == "default":
+                return str(variant.get("template") or "")
+        return ""
+    return template if isinstance(template, str) else ""
+
+
+def marks_answers(template: str) -> bool:
+    """Whether the template says which part of its text the assistant wrote, or TRL knows how to change it so.
+
+    TRL replaces the templates that it ships, by their exact text (trl/chat_template_utils.py:1157).
+    """
+    if _MARKER.search(template):
+        return True
+    return digest(template) in _replaced_by_trl()
+
+
+def digest(template: str) -> str:
+    """What a template is known by, whatever the line ends of its file."""
+    return hashlib.sha256(template.replace("\r\n", "\n").encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=1)
+def _replaced_by_trl() -> Mapping[str, str]:
+    """The templates that the pinned TRL replaces: digests and names. `scripts/snapshot.py` writes the table."""
+    table = files("launcher.upstream.snapshots").joinpath("trl_templates.json")
+    content: dict[str, str] = json.loads(table.read_text(encoding="utf-8"))
+    return content

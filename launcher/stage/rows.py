@@ -1,0 +1,113 @@
+"""The rows that a new stage file will train on: their form, and whether the trainer reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from launcher.dataset import shapes, sources, survey
+from launcher.dataset.mixer import LOCAL_SUFFIXES
+from launcher.dataset.shapes import RowForm
+from launcher.dataset.sources import Source
+from launcher.dataset.survey import Survey
+
+Kind = Literal["chats", "completions", "texts", "pairs"]
+# what a message's role has to be for a template to write it as it is meant
+_TEMPLATE_ROLES = frozenset({"system", "user", "assistant", "tool"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Rows that lie here: where, what they are like, and their `kind` for the trainer; None where it reads none."""
+
+    source: Source
+    survey: Survey
+    kind: Kind | None
+
+    @property
+    def conversion(self) -> RowForm | None:
+        """What `launch data convert` makes of rows that the trainer does not read."""
+        return None if self.kind else shapes.recognise(self.survey)
+
+    @property
+    def convertible(self) -> Path:
+        """What to give to `launch data convert`: the only file, or the folder."""
+        files = self.source.files
+        return files[0] if len(files) == 1 else Path(self.source.name)
+
+
+def look(data: str, stage: str, backend: str, environ: Mapping[str, str]) -> Rows | None:
+    """The rows of a file, a folder or a data set in the hub's cache; None where there are none to look at."""
+    is_file = Path(data).is_file()
+    source = sources.of_file(data) if is_file else sources.of_name(data, "train", None, environ)
+    if not source.files:
+        return None
+    surveyed = survey.look(source.files)
+    if not surveyed.rows:
+        return None
+    kind = _KINDS[backend, stage](surveyed)
+    suffixes = _FILES.get(backend)
+    if is_file and suffixes is not None and not data.endswith(suffixes):
+        kind = None
+    return Rows(source=source, survey=surveyed, kind=kind)
+
+
+def _trl_answers(surveyed: Survey) -> Kind | None:
+    """trl/trainer/sft_trainer.py:1322: `prompt` decides first, then `messages`, then the text."""
+    columns = surveyed.columns
+    if "prompt" in columns:
+        return "completions" if "completion" in columns else None
+    if _is_chat(surveyed, "messages"):
+        return "chats"
+    if surveyed.kind("conversations") == "list" and surveyed.count("conversations", "from-value"):
+        # TRL renames the keys and leaves the roles (trl/data_utils.py:999)
+        roles = surveyed.named("conversations", "role:")
+        return "chats" if _TEMPLATE_ROLES.issuperset(roles) else None
+    return "texts" if surveyed.kind("text") == "text" else None
+
+
+def _is_chat(surveyed: Survey, column: str) -> bool:
+    return surveyed.kind(column) == "list" and not surveyed.count(column, "from-value")
+
+
+def _trl_pairs(surveyed: Survey) -> Kind | None:
+    return "pairs" if _trl_reads_pairs(surveyed) else None
+
+
+def _trl_reads_pairs(surveyed: Survey) -> bool:
+    """Pairs with a prompt, in a column or at the start of both answers (trl/data_utils.py:548)."""
+    if not {"chosen", "rejected"} <= surveyed.columns:
+        return False
+    if surveyed.count("chosen", "json-messages"):
+        return False
+    kind = surveyed.kind("chosen")
+    if kind == "list" and not _is_chat(surveyed, "chosen"):
+        return False
+    if "prompt" in surveyed.columns:
+        return surveyed.kind("prompt") == kind
+    if kind == "list":
+        return not surveyed.count("chosen", "starts-with:assistant")
+    return kind == "text" and not shapes.prompt_columns(surveyed)
+
+
+def _open_instruct_answers(surveyed: Survey) -> Kind | None:
+    return "chats" if _is_chat(surveyed, "messages") else None
+
+
+def _open_instruct_pairs(surveyed: Survey) -> Kind | None:
+    """Two whole conversations: a column `prompt` is not read (dataset_transformation.py:1278)."""
+    if not (_is_chat(surveyed, "chosen") and _is_chat(surveyed, "rejected")):
+        return None
+    return None if surveyed.count("chosen", "starts-with:assistant") else "pairs"
+
+
+_KINDS: Mapping[tuple[str, str], Callable[[Survey], Kind | None]] = {
+    ("trl", "sft"): _trl_answers,
+    ("trl", "dpo"): _trl_pairs,
+    ("open_instruct", "sft"): _open_instruct_answers,
+    ("open_instruct", "dpo"): _open_instruct_pairs,
+}
+# the only files that a trainer reads by their names (dataset_transformation.py:1618)
+_FILES: Mapping[str, tuple[str, ...]] = {"open_instruct": LOCAL_SUFFIXES}

@@ -1,0 +1,123 @@
+"""Every command on the page about data does what the page says, in a folder with one file of each form."""
+
+import csv
+import json
+import re
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+from launcher.cli.main import main
+from launcher.errors import Exit
+
+PAGE = REPOSITORY / "docs" / "data.md"
+COUNT = 60
+
+
+def commands() -> list[str]:
+    """The lines of the page's bash blocks, in their order: a later one may need what an earlier one wrote."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+def chat(number: int, answer: str = "yes") -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": answer}]
+
+
+def write_lines(path: Path, rows: Iterable[object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_array(path: Path, rows: Iterable[object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([*rows]), encoding="utf-8")
+
+
+def write_csv(path: Path, names: list[str], rows: Iterable[list[str]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(names)
+        writer.writerows(rows)
+
+
+def alpaca(number: int) -> dict[str, str]:
+    return {"instruction": f"question {number}", "input": "", "output": "yes"}
+
+
+def alpaca_pair(number: int) -> dict[str, str]:
+    return {"instruction": f"question {number}", "input": "", "chosen": "yes", "rejected": "no"}
+
+
+def sharegpt(number: int) -> dict[str, object]:
+    turns = [{"from": "human", "value": f"question {number}"}, {"from": "gpt", "value": "yes"}]
+    return {"id": number, "conversations": turns}
+
+
+def whole_pair(number: int) -> dict[str, object]:
+    return {"chosen": chat(number, "yes"), "rejected": chat(number, "no")}
+
+
+def ultrafeedback(number: int) -> dict[str, object]:
+    return {"prompt": f"question {number}", **whole_pair(number)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    numbers = range(COUNT)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    work = tmp_path / "work"
+    write_lines(work / "data/chats.jsonl", [{"messages": chat(number)} for number in numbers])
+    write_lines(work / "pairs/train.jsonl", map(whole_pair, numbers))
+    write_array(work / "alpaca.json", map(alpaca, numbers))
+    write_array(work / "sharegpt.json", map(sharegpt, numbers))
+    write_csv(work / "faq.csv", ["question", "answer"], [[f"question {number}", "yes"] for number in numbers])
+    write_csv(work / "messages.csv", ["messages"], [[json.dumps(chat(number))] for number in numbers])
+    write_lines(work / "ultrafeedback.jsonl", map(ultrafeedback, numbers))
+    write_array(work / "alpaca_pairs.json", map(alpaca_pair, numbers))
+    write_array(work / "downloads/train.json", map(alpaca, numbers))
+    write_array(work / "downloads/test.json", map(alpaca, range(8)))
+    monkeypatch.chdir(work)
+    return work
+
+
+def test_every_command_of_the_page_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = commands()
+    assert len(lines) >= 12
+    for line in lines:
+        program, *words = shlex.split(line)
+        assert program == "launch"
+        code = main(words)
+        output = capsys.readouterr()
+        assert code == Exit.OK, f"{line}\n{output.err}{output.out}"
+    assert len((folder / "alpaca/train.jsonl").read_text().splitlines()) == COUNT
+    assert len((folder / "alpaca/test.jsonl").read_text().splitlines()) == 8
+    assert "assistant_only_loss" in (folder / "alpaca.yaml").read_text()
+
+
+def test_what_the_page_converts_trains_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`init` writes a valid file for each conversion of the page, and refuses each of its sources."""
+    for line in commands():
+        if not line.startswith("launch data convert") or "--split" in line:
+            continue
+        words = shlex.split(line)
+        source, output = words[3], words[5]
+        stage = "dpo" if {"pairs", "ultrafeedback"} & set(re.split(r"[_.]", source)) else "sft"
+        options = [stage, "--model", "org/tiny", "-o", f"{source}.yaml", "--data"]
+        assert main(["init", *options, source]) == Exit.USAGE
+        assert f"launch data convert {source}" in capsys.readouterr().err
+        assert main(words[1:]) == Exit.OK
+        assert main(["init", *options, output]) == Exit.OK, line
+        capsys.readouterr()
+
+
+def test_every_code_on_the_page_is_a_code() -> None:
+    documented = (REPOSITORY / "docs/findings.md").read_text(encoding="utf-8")
+    section = PAGE.read_text(encoding="utf-8").partition("## What launch looks at")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.+?) \|", section, re.M)
+    codes = [code for row in rows for code in re.findall(r"`([a-z-]+)`", row)]
+    assert len(codes) > 10
+    assert [code for code in codes if f"`{code}`" not in documented] == []

@@ -43,6 +43,8 @@ def convert(source: Path, output: Path, *, split: str = "train", skip: bool = Fa
     if surveyed.unread:
         raise usage("unreadable-data", "; ".join(surveyed.unread), "pip install pyarrow")
     shape = shapes.recognise(surveyed)
+    if shape is None and any(reading.data_suffix(file) != ".jsonl" for file in files):
+        shape = shapes.readable(surveyed)
     if shape is None:
         raise _unknown_form(source, surveyed)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -35,6 +35,15 @@ def recognise(survey: Survey) -> RowForm | None:
     return _recognise_pairs(survey) if is_pairs else _recognise_answers(survey)
 
 
+def readable(survey: Survey) -> RowForm | None:
+    """The form of rows that a trainer reads already: they are written as they are, in another file format."""
+    if survey.kind("messages") == "list":
+        return RowForm(name="`messages`", into="`messages`", convert=dict)
+    if survey.kind("chosen") == "list" and survey.kind("rejected") == "list":
+        return RowForm(name="pairs", into="`chosen` and `rejected`", convert=dict)
+    return None
+
+
 def prompt_columns(survey: Survey) -> tuple[str, ...]:
     """Columns beside `chosen` and `rejected` that hold the question, under another name than `prompt`."""
     names = ("instruction", "question", "query", "problem", "input", "system", "conversations", "messages", "history")

@@ -65,10 +65,11 @@ class ChecksumThread(threading.Thread):
         if self.output is not None:
             # where no lease is, nobody but this run goes by what lies there
             with contextlib.suppress(OSError):
-                files.write_json(_beside_lease(self.output), content)
+                files.write_json(beside_lease(self.output), content)
 
 
-def _beside_lease(output: Path) -> Path:
+def beside_lease(output: Path) -> Path:
+    """The copy of the digests that outlives the run folder."""
     return output / lease.FOLDER / "checksums.json"
 
 
@@ -79,7 +80,7 @@ def read(folder: RunFolder | None, output: Path | None = None) -> dict[str, dict
         recorded |= _read(folder.checksums)
     if output is not None:
         # whoever trained there last has written it
-        recorded |= _read(_beside_lease(output))
+        recorded |= _read(beside_lease(output))
     return recorded
 
 

@@ -342,11 +342,11 @@ def _whole_digest(entry: TreeEntry) -> str | None:
 
 
 def _leases(run: RunFolder, place: Path) -> Iterator[Doomed]:
-    """The leases of a run in its output folder with the manifests beside them; the lock goes with the last lease."""
+    """The leases of a run in its output folder with the manifests beside them; lock and digests go with the last."""
     own = outputs.leases_of(place, run.path)
     paths = [path for one in own for path in (one.path, one.manifest)]
     if own and len(own) == len(lease.all_of(place)):
-        paths.append(own[0].lock)
+        paths += [own[0].lock, checksums.beside_lease(place)]
     for path in paths:
         with contextlib.suppress(OSError):
             status = os.lstat(path)

@@ -143,7 +143,7 @@ def missing_data_files(values: Values) -> Iterator[Finding]:
             yield say("warning", "missing-data", key, message, help)
         elif name.endswith(".json"):
             message = f"{brief(name)} would be looked up on the hub: only .jsonl and .parquet are read from disk"
-            help = "write one JSON object a line, and name the file .jsonl"
+            help = f"`launch data convert {name} -o {Path(name).with_suffix('.jsonl')}` writes one object a line"
             yield say("error", "json-data", key, message, help)
 
 

@@ -220,7 +220,7 @@ def rounded_reference(context: Context) -> Iterator[Finding]:
         return
     message = (
         f"`{key}` with DeepSpeed in {precision}: transformers rounds the reference log-probs to {precision}, so that "
-        "DPO's loss does not begin at ln 2 and every margin is off (sums of 3,000 nats are rounded to multiples of 16 in bf16)"
+        "DPO's loss does not begin at ln 2 and every margin is off (bf16 rounds 3,000 nats to a multiple of 16)"
     )
     help = f"write `{key}: false`, or train without DeepSpeed (`deepspeed: none`, or FSDP)"
     yield say("warning", "reference-rounded", key, message, help)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.dataset import reading
-from launcher.dataset.survey import Place, Survey
+from launcher.dataset.survey import RowPlace, Survey
 
 _MOST_ROWS = 64
 _MOST_CHARACTERS = 100_000  # of one row; a longer one is left out
@@ -31,7 +31,7 @@ def beyond(survey: Survey, count: int) -> list[dict[str, Any]]:
     return rows[:_MOST_ROWS]
 
 
-def _places(survey: Survey) -> list[Place]:
+def _places(survey: Survey) -> list[RowPlace]:
     kinds = [seen.first for (_, kind), seen in survey.kinds.items() if kind != "absent"]
     facts = [seen.first for (_, fact), seen in survey.facts.items() if fact not in _NOT_SHOWN]
     return kinds + facts

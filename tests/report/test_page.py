@@ -24,7 +24,7 @@ from launcher.runs.rundir import RunFolder
 
 VOID = {"meta", "br", "input", "img", "link", "hr"}
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&<!-- ünï 日本 \u202e\x1b[31m\x00"
-SEEN = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&<!-- ünï 日本 \\x202e\\x1b[31m\\x00"
+SEEN = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&<!-- ünï 日本 \\x202e\\x1b[31m\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass

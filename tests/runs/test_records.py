@@ -425,7 +425,7 @@ def scene(root: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     """Runs as this and older versions left them, with output, lease, campaigns, caches and index."""
     demo = root / "demo-run"
     shutil.copytree(DATA / "run_661540d", demo)
-    for path in demo.rglob("*"):
+    for path in (demo / "runs").rglob("*"):
         if path.is_file():
             path.write_text(path.read_text().replace("PLACE", str(demo)).replace("HOST", socket.gethostname()))
     shutil.move(demo / "runs", root / "runs")

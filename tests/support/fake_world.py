@@ -1,14 +1,17 @@
 """A place where `launch` runs for real, with a trainer of no brains: its folders, interpreter, processes."""
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -49,6 +52,13 @@ def until(true: Callable[[], object]) -> None:
     while not true():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.02)
+
+
+def write_rows(folder: Path, count: int = 64) -> None:
+    """A data set of texts, no two of them alike."""
+    folder.mkdir(exist_ok=True)
+    rows = [{"text": f"This is row {number}."} for number in range(count)]
+    (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def looks_on(command: subprocess.Popen[bytes]) -> None:
@@ -112,6 +122,9 @@ class World:
             "FAKE_WORLD": str(self.root),
             "FAKE_PIDS": str(self.root / "pids"),
             "FAKE_STEPS": "[]",
+            # sessions on a server of its own; below `root` the socket's name would be too long
+            "TMUX_TMPDIR": tempfile.mkdtemp(prefix="lt-", dir="/tmp"),
+            "TMUX": "",
             "NO_COLOR": "1",
             "COLUMNS": "200",
         }
@@ -146,7 +159,7 @@ class World:
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         (self.root / "model").mkdir(exist_ok=True)
-        (self.root / "data").mkdir(exist_ok=True)
+        write_rows(self.root / "data")
         (self.root / "model" / "config.json").write_text(saved.UNKNOWN)
         saved.loadable(self.root / "model")
         given = {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "out"}
@@ -200,6 +213,20 @@ class World:
         until(lambda: not self.left())
         return True
 
+    def close_sessions(self) -> None:
+        """Wait until each session of tmux, if any, shows that its command has ended, and end them all."""
+        if shutil.which("tmux") is None:
+            return
+        for pane in self._tmux("list-panes", "-a", "-F", "#{pane_id}").split():
+            until(functools.partial(self._shows_the_end, pane))
+        self._tmux("kill-server")
+
+    def _shows_the_end(self, pane: str) -> bool:
+        return "press Enter to close" in self._tmux("capture-pane", "-p", "-t", pane)
+
+    def _tmux(self, *words: str) -> str:
+        return subprocess.run(["tmux", *words], env=self.environ, capture_output=True, text=True).stdout
+
 
 @contextlib.contextmanager
 def made(root: Path) -> Iterator[World]:
@@ -210,3 +237,4 @@ def made(root: Path) -> Iterator[World]:
         for pid in world.left():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(world.environ["TMUX_TMPDIR"], ignore_errors=True)

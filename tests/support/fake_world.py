@@ -51,6 +51,13 @@ def until(true: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+def write_rows(folder: Path, count: int = 64) -> None:
+    """A data set of texts, no two of them alike."""
+    folder.mkdir(exist_ok=True)
+    rows = [{"text": f"This is row {number}."} for number in range(count)]
+    (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
 def looks_on(command: subprocess.Popen[bytes]) -> None:
     """Wait until a command shows its run: from then on it takes signals as it should."""
     assert command.stderr is not None
@@ -146,7 +153,7 @@ class World:
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         (self.root / "model").mkdir(exist_ok=True)
-        (self.root / "data").mkdir(exist_ok=True)
+        write_rows(self.root / "data")
         (self.root / "model" / "config.json").write_text(saved.UNKNOWN)
         saved.loadable(self.root / "model")
         given = {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "out"}

@@ -21,6 +21,7 @@ SFT = {
     "model_name_or_path": "some/model", "chat_template_name": "tulu", "max_seq_length": 512,
     "dataset_mixer_list": ["a/b", "1.0"], "output_dir": "out",
 }  # fmt: skip
+CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 TRL = {"model_name_or_path": "some/model", "dataset_name": "a/b", "output_dir": "out"}
 
 
@@ -124,7 +125,7 @@ def test_warm_up_keeps_its_share(tmp_path: Path, given: float, steps: int, kept:
 def lines(tmp_path: Path, name: str, count: int, **row: Any) -> str:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
-    path.write_text((json.dumps(row or {"messages": []}) + "\n") * count)
+    path.write_text((json.dumps(row or CHAT) + "\n") * count)
     return str(path)
 
 

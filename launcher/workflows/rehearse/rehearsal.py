@@ -26,6 +26,7 @@ VARIABLE = "LAUNCH_REHEARSE"
 """0: nothing is rehearsed unless the command line or the stage file asks for it."""
 MOST_REFUSALS = 8
 MOST_SUSPECTS = 6
+MOST_NAMED = 3
 PACKAGES = frozenset({"optim-missing", "quantiser-missing", "report-missing"})
 """Codes of rules about packages for what a rehearsal leaves out: they know the trainer's Python."""
 FAILED = "rehearsal-failed"
@@ -478,7 +479,8 @@ class Attempts:
         advice = next((text for words, text in _ADVICE if words in refusal["message"]), None)
         help = advice or (f"it is also gone without {also}" if also else None)
         if culprits and culprits[0] in self.data_names() and (places := self.refused_rows(answer)):
-            help = f"correct or remove {brief(', '.join(places))}, and rows like it: the first {ROWS} are not refused"
+            which = " and ".join(places[:MOST_NAMED])
+            help = f"correct or remove {which}, and rows like it: the first {ROWS} rows are not refused"
         if culprits:
             value, key = self.config.args.get(culprits[0]), f"args.{culprits[0]}"
             what = f"`{culprits[0]}: {brief(value)}`"
@@ -590,7 +592,8 @@ def _about_dropped(rows: Mapping[str, Any], entry: Entry) -> Iterator[Finding]:
     for one in rows.get("dropped", ()):
         words = (words for words in _DROPPED if words[0] in one["what"])
         _, why, help = next(words, (None, f"left out by {one['what']}" if one["what"] else None, None))
-        whole = rows.get("total") == rows.get("read") and not rows.get("more")
+        # open-instruct repeats the rows of a set of which more are wanted than it has
+        whole = rows.get("total") == one["before"] and not rows.get("more")
         where = f"{one['before']:,} rows" if whole else _which(rows, one["before"])
         message = f"{one['before'] - one['after']:,} of {where} are dropped"
         if why is not None:

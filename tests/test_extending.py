@@ -48,7 +48,6 @@ class Extended:
         assert done.returncode == code, done.stdout + done.stderr
         return json.loads(done.stdout)
 
-
     def findings(self, *words: str, code: int = 0) -> list[Any]:
         """The findings of a command; that the demo's data are not here is none of them."""
         return [one for one in self.launch(*words, code=code)["findings"] if one["code"] != "missing-data"]

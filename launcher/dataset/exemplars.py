@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher.dataset import reading
+from launcher.dataset.reading import CannotRead
 from launcher.dataset.survey import RowPlace, Survey
 
 _MOST_ROWS = 64
@@ -14,7 +17,15 @@ _MOST_CHARACTERS = 100_000  # of one row; a longer one is left out
 _NOT_SHOWN = frozenset({"copy", "equal-pair"})
 
 
-def beyond(survey: Survey, count: int) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class Exemplar:
+    """The first row of a kind, and where it stands."""
+
+    place: RowPlace
+    row: dict[str, Any]
+
+
+def beyond(survey: Survey, count: int) -> list[Exemplar]:
     """The first row of each kind that is not among the first `count` rows of the first file, in their order.
 
     Only of files whose rows are read as the trainer's reader types them: cells of CSV are not.
@@ -23,12 +34,14 @@ def beyond(survey: Survey, count: int) -> list[dict[str, Any]]:
     files = list(dict.fromkeys(place.file for place in places))
     if not files or any(reading.data_suffix(Path(file)) in reading.TEXT_FORMATS for file in files):
         return []
-    further = {place for place in places if place.number and (place.file != files[0] or place.number > count)}
-    rows: list[dict[str, Any]] = []
+    further: dict[str, dict[int, RowPlace]] = {file: {} for file in files}
+    for place in places:
+        if place.file != files[0] or place.index >= count:
+            further[place.file][place.index] = place
+    exemplars: list[Exemplar] = []
     for file in files:
-        wanted = {place.number for place in further if place.file == file}
-        rows += _rows_at(Path(file), wanted)
-    return rows[:_MOST_ROWS]
+        exemplars += _read(Path(file), further[file])
+    return exemplars[:_MOST_ROWS]
 
 
 def _places(survey: Survey) -> list[RowPlace]:
@@ -37,14 +50,17 @@ def _places(survey: Survey) -> list[RowPlace]:
     return kinds + facts
 
 
-def _rows_at(path: Path, numbers: set[int]) -> list[dict[str, Any]]:
-    if not numbers:
-        return []
-    last = max(numbers)
-    rows = []
-    for number, row in reading.read_rows(path):
-        if number in numbers and isinstance(row, dict) and len(repr(row)) <= _MOST_CHARACTERS:
-            rows.append(row)
-        if number >= last:
-            break
-    return rows
+def _read(path: Path, places: dict[int, RowPlace]) -> Iterator[Exemplar]:
+    """The rows at these places, as far as the file still holds them."""
+    if not places:
+        return
+    last = max(places)
+    try:
+        for index, (_, row) in enumerate(reading.read_rows(path)):
+            if index in places and isinstance(row, dict) and len(repr(row)) <= _MOST_CHARACTERS:
+                yield Exemplar(places[index], row)
+            if index >= last:
+                return
+    except (CannotRead, OSError):
+        # it has changed since it was looked at
+        return

@@ -23,7 +23,7 @@ from launcher.artifacts.fingerprint import cache_home
 from launcher.dataset import reading
 from launcher.dataset.reading import BadRow, CannotRead, NeedsPyarrow, UnsupportedFile
 
-_VERSION = 2  # of what a survey holds: another one reads no older survey from the cache
+_VERSION = 3  # of what a survey holds: another one reads no older survey from the cache
 _SETTLED_S = 2.0  # a file that was written to just now may be written to again without another time
 _MOST_HASHES = 1_000_000  # rows that are compared with all earlier ones
 _MOST_FAULTS = 20  # rows that cannot be read, told one by one
@@ -44,10 +44,11 @@ ASSISTANTS = ("assistant", "gpt", "model", "bot")  # roles of answers, in templa
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """One row: its file and its number there, a line where the file has lines."""
+    """One row: its file and its number there, a line where the file has lines; `index` counts the rows before it."""
 
     file: str
     number: int
+    index: int = -1
 
     def __str__(self) -> str:
         if reading.has_lines(Path(self.file)):
@@ -180,12 +181,14 @@ class _Surveyor:
         self._digest = 0
         self._file = ""
         self._number = 0
+        self._index = 0
 
     def read(self, path: Path) -> None:
         self._file = str(path)
         try:
-            for number, row in reading.read_rows(path):
+            for index, (number, row) in enumerate(reading.read_rows(path)):
                 self._number = number
+                self._index = index
                 if isinstance(row, BadRow):
                     self._fault(row.reason, number)
                 elif type(row) is not dict:
@@ -237,14 +240,14 @@ class _Surveyor:
 
     def _new_kind(self, name: str, kind: type) -> None:
         if len(self._counts) < _MOST_FACTS:
-            self._counts[name, kind] = [1, self._file, self._number]
+            self._counts[name, kind] = [1, self._file, self._number, self._index]
 
     def _mark(self, column: str, fact: str, count: int = 1) -> None:
         seen = self._facts.get((column, fact))
         if seen is not None:
             seen[0] += count
         elif len(self._facts) < _MOST_FACTS:
-            self._facts[column, fact] = [count, self._file, self._number]
+            self._facts[column, fact] = [count, self._file, self._number, self._index]
 
     def _see_marked_text(self, name: str, value: str) -> None:
         """Text that may be something else: messages written as JSON, or a special token in front."""
@@ -276,7 +279,7 @@ class _Surveyor:
         if seen is not None:
             seen[0] += 1
         elif len(self._dialogues) < _MOST_DIALOGUES:
-            self._dialogues[dialogue] = [1, self._file, self._number]
+            self._dialogues[dialogue] = [1, self._file, self._number, self._index]
         else:
             self._mark_dialogue(dialogue, 1)
 
@@ -358,6 +361,7 @@ class _Surveyor:
         for dialogue, seen in self._dialogues.items():
             self._file = seen[1]
             self._number = seen[2]
+            self._index = seen[3]
             self._mark_dialogue(dialogue, seen[0])
         kinds = _merge_kinds(self._counts)
         for column in {name for name, _ in kinds}:
@@ -385,8 +389,8 @@ def _begins_with(answer: Any, prompt: Any) -> bool:
 
 
 def _tally(seen: list[Any]) -> Occurrence:
-    count, file, number = seen
-    return Occurrence(count, RowPlace(file, number))
+    count, file, number, index = seen
+    return Occurrence(count, RowPlace(file, number, index))
 
 
 def _merge_kinds(counts: Mapping[tuple[str, Any], list[Any]]) -> dict[tuple[str, str], Occurrence]:
@@ -411,7 +415,11 @@ def _as_json(survey: Survey, names: Sequence[str]) -> dict[str, Any]:
     number = {name: index for index, name in enumerate(names)}
 
     def tallies(table: Mapping[tuple[str, str], Occurrence]) -> list[list[Any]]:
-        return [[*key, one.count, number.get(one.first.file, 0), one.first.number] for key, one in table.items()]
+        listed = []
+        for key, one in table.items():
+            file = number.get(one.first.file, 0)
+            listed.append([*key, one.count, file, one.first.number, one.first.index])
+        return listed
 
     return {
         "rows": survey.rows,
@@ -428,8 +436,8 @@ def _from_json(content: Mapping[str, Any], names: Sequence[str]) -> Survey | Non
 
     def tallies(key: str) -> dict[tuple[str, str], Occurrence]:
         return {
-            (str(column), str(name)): Occurrence(int(count), RowPlace(names[file], int(number)))
-            for column, name, count, file, number in content[key]
+            (str(column), str(name)): Occurrence(int(count), RowPlace(names[file], int(number), int(index)))
+            for column, name, count, file, number, index in content[key]
         }
 
     try:

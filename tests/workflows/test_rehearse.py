@@ -195,9 +195,87 @@ def test_rows_that_trl_drops_are_counted_with_the_reason(stage_file: Path, tmp_p
 @pytest.mark.slow
 def test_rows_that_open_instruct_drops_are_counted_with_the_reason(tmp_path: Path, demo_assets: Path) -> None:
     write_chats(tmp_path / "few", too_long=5, short=25)
-    path = open_instruct_file(tmp_path, demo_assets, "sft", data=tmp_path / "few" / "train.jsonl", max_seq_length=128)
-    (finding,) = [one for one in rehearsed(path).findings if one.code == "rows-dropped"]
-    assert finding.message.startswith("5 of 30 rows are dropped: ") and "within `max_seq_length`" in finding.message
+    few = tmp_path / "few" / "train.jsonl"
+    # all rows once; or 200 of 30, for which open-instruct repeats them
+    for amount, said in (("1.0", "5 of 30 rows are dropped: "), ("200", "10 of the first 64 rows are dropped: ")):
+        mixed = f"[{few}, '{amount}']"
+        path = open_instruct_file(tmp_path, demo_assets, "sft", dataset_mixer_list=mixed, max_seq_length=128)
+        (finding,) = [one for one in rehearsed(path).findings if one.code == "rows-dropped"]
+        assert finding.message.startswith(said) and "within `max_seq_length`" in finding.message
+
+
+# a template that refuses the system role, as many do
+NO_SYSTEM_ROLE = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+)
+
+
+def write_late(folder: Path, *roles: str, before: int = 150) -> Path:
+    """Chats of a user and an assistant, and three with other roles after so many of them."""
+    usual = ("user", "assistant")
+    rows = []
+    for number in range(before + 3):
+        shown = usual if number < before else roles
+        rows.append({"messages": [{"role": role, "content": f"{role} {number}"} for role in shown]})
+    folder.mkdir()
+    path = folder / "train.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def strict_model(folder: Path, assets: Path) -> Path:
+    shutil.copytree(assets / "model", folder)
+    (folder / "chat_template.jinja").write_text(NO_SYSTEM_ROLE)
+    return folder
+
+
+@needs_trl
+@pytest.mark.slow
+def test_a_kind_of_row_that_comes_late_is_rehearsed_too(stage_file: Path, tmp_path: Path, demo_assets: Path) -> None:
+    late = write_late(tmp_path / "late", "system", "user", "assistant")
+    data = f"dataset_name={late.parent}"
+    # with the demo's template nothing is wrong with it
+    sound = rehearsed(stage_file, data)
+    assert not faults(sound)
+    assert next(iter(sound.lines())).startswith("64 of 153 rows and 1 further row of another kind: ")
+    assert sound.rows["further"] == 1
+    model = strict_model(tmp_path / "strict", demo_assets)
+    (fault,) = faults(rehearsed(stage_file, data, f"model_name_or_path={model}", rules=False)).values()
+    assert (fault.code, fault.key) == ("trainer-refuses", "args.dataset_name")
+    assert "no system role" in fault.message
+    assert fault.help is not None and f"{late}:151" in fault.help
+
+
+@needs_trl
+@pytest.mark.slow
+def test_no_row_is_named_where_the_first_rows_are_refused_already(
+    stage_file: Path, tmp_path: Path, demo_assets: Path
+) -> None:
+    early = write_late(tmp_path / "early", "system", "user", "assistant", before=1)
+    rows = early.read_text()
+    other = {"messages": [{"role": "user", "content": "q"}, {"role": "tool", "content": "t"}]}
+    early.write_text(rows * 40 + json.dumps(other) + "\n")
+    model = strict_model(tmp_path / "strict", demo_assets)
+    overrides = (f"dataset_name={early.parent}", f"model_name_or_path={model}")
+    (fault,) = faults(rehearsed(stage_file, *overrides, rules=False)).values()
+    assert "no system role" in fault.message
+    assert fault.help is None or str(early) not in fault.help
+
+
+@needs_open_instruct
+@pytest.mark.slow
+def test_open_instruct_meets_rows_of_late_kinds_too(tmp_path: Path, demo_assets: Path) -> None:
+    late = write_late(tmp_path / "late", "system", "user", "assistant")
+    model = strict_model(tmp_path / "strict", demo_assets)
+    mixed = f"[{late}, '1.0']"
+    path = open_instruct_file(tmp_path, demo_assets, "sft", dataset_mixer_list=mixed)
+    done = rehearsed(path)
+    assert not faults(done) and done.rows["further"] == 1
+    strict = {"model_name_or_path": model, "chat_template_name": None, "dataset_mixer_list": mixed}
+    path = open_instruct_file(tmp_path, demo_assets, "sft", **strict)
+    (fault,) = faults(rehearsed(path, rules=False)).values()
+    assert "no system role" in fault.message and fault.key == "args.dataset_mixer_list"
 
 
 def open_instruct_file(folder: Path, assets: Path, stage: str, **args: Any) -> Path:

@@ -17,7 +17,7 @@ from launcher.rules import registry
 from launcher.rules.context import Context
 from launcher.stage.stage import Judged
 from launcher.upstream.trainers import Entry, entry_of
-from launcher.workflows.rehearse import arguments, memory
+from launcher.workflows.rehearse import arguments, further, memory
 from launcher.workflows.rehearse.arguments import ROWS, Arguments
 from launcher.workflows.rehearse.ask import Server, Servers, crash, described
 
@@ -26,6 +26,7 @@ VARIABLE = "LAUNCH_REHEARSE"
 """0: nothing is rehearsed unless the command line or the stage file asks for it."""
 MOST_REFUSALS = 8
 MOST_SUSPECTS = 6
+MOST_NAMED = 3
 PACKAGES = frozenset({"optim-missing", "quantiser-missing", "report-missing"})
 """Codes of rules about packages for what a rehearsal leaves out: they know the trainer's Python."""
 FAILED = "rehearsal-failed"
@@ -206,6 +207,7 @@ class Attempts:
         self.model: str | None = None
         self.special: Mapping[str, int] = {}
         self.whole = arguments.of_stage(self.config.args, judged.options, self.schema, self.entry)
+        self.further = further.of_stage(self.config.args, self.entry)
         self.refused = {one.key.removeprefix("args.").partition("[")[0] for one in errors(judged.findings) if one.key}
         for name in self.refused:
             self.whole = self.without(self.whole, [name])
@@ -281,7 +283,9 @@ class Attempts:
         read = sum(entry["read"] for entry in sets)
         total = None if None in totals or not totals else sum(totals)
         more = any(entry["more"] for entry in sets)
-        return {**rows, "read": read, "total": total, "more": more, "dropped": answer.get("dropped", [])}
+        beyond = answer.get("further", 0)
+        dropped = answer.get("dropped", [])
+        return {**rows, "read": read, "further": beyond, "total": total, "more": more, "dropped": dropped}
 
     def request(self, whole: Arguments, level: str = "train") -> dict[str, Any]:
         """What the server is asked; without a model it only parses."""
@@ -294,6 +298,7 @@ class Attempts:
             "pairs": self.schema.pairs,
             "entry": self.schema.key,
             "rows": ROWS,
+            "further": further.as_json(self.further) if level == "train" else {},
             "special": self.special,
             "report_to": list(whole.report_to),
         }
@@ -453,12 +458,29 @@ class Attempts:
     def data_names(self) -> tuple[str, ...]:
         return (self.entry.names.data, "datasets", "dataset_mixer", "dataset_config")
 
+    def refused_rows(self, answer: Mapping[str, Any]) -> list[str]:
+        """Which of the further rows bring a refusal about; none where the first rows do already."""
+        request = self.request(self.whole)
+        if not self.further or _effect(answer, self.server.ask({**request, "further": {}})[0]) == Effect.NONE:
+            return []
+        places = []
+        requests = []
+        for name, exemplars in self.further.items():
+            for exemplar in exemplars:
+                places.append(str(exemplar.place))
+                requests.append({**request, "further": {name: [exemplar.row]}})
+        answers = self.server.ask(*requests[:MOST_SUSPECTS])
+        return [place for place, other in zip(places, answers, strict=False) if _effect(answer, other) == Effect.NONE]
+
     def refusal(self, answer: Mapping[str, Any], culprits: list[str]) -> Finding:
         """What the trainer said, in its words, at the argument that it is about."""
         refusal, what, key = answer["refusal"], "this stage", None
         also = " and ".join(f"`{name}`" for name in culprits[1:3])
         advice = next((text for words, text in _ADVICE if words in refusal["message"]), None)
         help = advice or (f"it is also gone without {also}" if also else None)
+        if culprits and culprits[0] in self.data_names() and (places := self.refused_rows(answer)):
+            which = " and ".join(places[:MOST_NAMED])
+            help = f"correct or remove {which}, and rows like it: the first {ROWS} rows are not refused"
         if culprits:
             value, key = self.config.args.get(culprits[0]), f"args.{culprits[0]}"
             what = f"`{culprits[0]}: {brief(value)}`"
@@ -535,13 +557,16 @@ def _own_failure(refusal: Mapping[str, Any]) -> Finding:
 
 
 def _seen(rows: Mapping[str, Any]) -> str:
-    """How many rows were rehearsed, of how many: `64 of 200 rows`."""
+    """How many rows were rehearsed, of how many: `64 of 200 rows and 1 further row of another kind`."""
     read, total = rows.get("read") or rows["rows"], rows.get("total")
     seen = f"{read} rows" if total is None or total == read else f"{read:,} of {total:,} rows"
     if rows.get("more"):
         seen = f"{read:,} of more than {total:,} rows"
+    further = rows.get("further", 0)
+    if further:
+        seen += " and 1 further row of another kind" if further == 1 else f" and {further} further rows of other kinds"
     prepared = rows["rows"]
-    return seen if prepared == read else f"{seen}, {prepared:,} once prepared"
+    return seen if prepared == read + further else f"{seen}, {prepared:,} once prepared"
 
 
 # what a pass that leaves rows out says of itself, why it does, and what to do
@@ -556,13 +581,20 @@ _DROPPED = (
 )
 
 
+def _which(rows: Mapping[str, Any], count: int | None = None) -> str:
+    """The rows that were rehearsed, in words: they are the first ones, unless some of other kinds were added."""
+    number = "" if count is None else f"{count:,} "
+    return f"the {number}rows rehearsed" if rows.get("further") else f"the first {number}rows"
+
+
 def _about_dropped(rows: Mapping[str, Any], entry: Entry) -> Iterator[Finding]:
     """Rows that the trainer leaves out, by the sizes of its own data set before and after."""
     for one in rows.get("dropped", ()):
         words = (words for words in _DROPPED if words[0] in one["what"])
         _, why, help = next(words, (None, f"left out by {one['what']}" if one["what"] else None, None))
-        whole = rows.get("total") == rows.get("read") and not rows.get("more")
-        where = f"{one['before']:,} rows" if whole else f"the first {one['before']:,} rows"
+        # open-instruct repeats the rows of a set of which more are wanted than it has
+        whole = rows.get("total") == one["before"] and not rows.get("more")
+        where = f"{one['before']:,} rows" if whole else _which(rows, one["before"])
         message = f"{one['before'] - one['after']:,} of {where} are dropped"
         if why is not None:
             message += f": {why.format(length=entry.names.max_length)}"
@@ -581,19 +613,19 @@ def _about_rows(rows: Mapping[str, Any], entry: Entry) -> Iterator[Finding]:
     data, length = f"args.{entry.names.data}", f"args.{entry.names.max_length}"
     empty, masked, cut = (rows[name] / count for name in ("empty", "masked", "cut"))
     if empty:
-        message = f"{empty:.0%} of the first rows have no token"
+        message = f"{empty:.0%} of {_which(rows)} have no token"
         yield _of_trainer("error" if empty == 1 else "warning", "empty-rows", message, key=data)
     if masked > empty:
-        message = f"{masked:.0%} of the first rows have no token that counts in the loss"
+        message = f"{masked:.0%} of {_which(rows)} have no token that counts in the loss"
         help = "an answer that is cut off, or a chat template without the markers that masking needs"
         yield _of_trainer("error" if masked == 1 else "warning", "nothing-to-learn", message, help, key=data)
     if cut >= MUCH:
-        message = f"{cut:.0%} of the first rows are cut off at the limit"
+        message = f"{cut:.0%} of {_which(rows)} are cut off at the limit"
         help = f"a larger `{entry.names.max_length}`"
         yield _of_trainer("warning", "cut-rows", message, help, key=length)
     for token, present in rows.get("present", {}).items():
         if present < (1 - cut) * count * (1 - MUCH):
-            message = f"only {present / count:.0%} of the first rows hold the tokenizer's end token `{token}`: "
+            message = f"only {present / count:.0%} of {_which(rows)} hold the tokenizer's end token `{token}`: "
             message += "the model does not learn to stop"
             help = "a chat template that ends answers with it"
             yield _of_trainer("warning", "no-end-token", message, help, key=data)

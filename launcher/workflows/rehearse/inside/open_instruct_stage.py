@@ -145,7 +145,9 @@ def small_data(arguments: Any, request: dict[str, Any], report: dict[str, Any]) 
     update = transformation.DatasetConfig.update_range
 
     def at_most(self: Any, dataset_range: int) -> Any:
-        return call_trainer(update, self, min(dataset_range, request["rows"]))
+        # the rows that were read are more than that where some of other kinds were added
+        most = max(request["rows"], len(self.dataset))
+        return call_trainer(update, self, min(dataset_range, most))
 
     transformation.DatasetConfig.update_range = at_most
     prepare = transformation.get_cached_dataset_tulu

@@ -40,7 +40,7 @@ class AnySplit(dict[str, Any]):
 
 
 def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, Any]) -> Callable[..., Any]:
-    """`load_dataset` of the first rows of each set; `report` says how many there are in all.
+    """`load_dataset` of the first rows of each set and its `further` rows; `report` says how many there are in all.
 
     Counted are the rows of the split that is trained on: that of the request, or the one that is asked for.
     """
@@ -49,6 +49,7 @@ def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, A
     absent = (ConnectionError, datasets.exceptions.DatasetNotFoundError)
     count = request["rows"]
     report["sets"] = []
+    report["further"] = 0
 
     def load_few(path: Any, *args: Any, **kwargs: Any) -> Any:
         report["phase"] = "data"
@@ -65,7 +66,7 @@ def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, A
             stream = call_trainer(load, path, *args, **kwargs)
             first = each(stream, lambda one: read(one, count))
             note_sizes(stream, first)
-            return first
+            return add_further(first, str(kwargs.get("data_files") or path))
         try:
             loaded = call_trainer(load, path, *args, **kwargs)
         except absent:
@@ -85,6 +86,20 @@ def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, A
             first = first.get(request.get("split"))
         if hasattr(first, "__len__"):
             report["sets"].append({"read": len(first), **size(whole, count=request.get("count", False))})
+
+    def add_further(first: Any, name: str) -> Any:
+        further = request.get("further", {}).get(name, [])
+        if not isinstance(first, dict):
+            return add(first, further)
+        split = request.get("split")
+        if split in first:
+            first[split] = add(first[split], further)
+        return first
+
+    def add(first: Any, further: list[dict[str, Any]]) -> Any:
+        whole = append(first, further)
+        report["further"] += len(whole) - len(first)
+        return whole
 
     return load_few
 
@@ -114,6 +129,35 @@ def read(stream: Any, count: int) -> Any:
 
     rows = call_trainer(list, stream.take(count))
     return datasets.Dataset.from_list(rows, features=stream.features if not rows else None)
+
+
+def append(rows: Any, further: list[dict[str, Any]]) -> Any:
+    """A data set with further rows at its end: those that are not among its own, and are of their types.
+
+    What types the trainer's own reader does not put together, launch's rules about rows say.
+    """
+    import datasets
+
+    listed = list(rows)
+    for row in further if listed else ():
+        if bare(row) in map(bare, listed):
+            continue
+        try:
+            rows = datasets.Dataset.from_list([*listed, row])
+        except Exception:
+            # pyarrow raises errors of many classes
+            continue
+        listed.append(row)
+    return rows
+
+
+def bare(value: Any) -> Any:
+    """A value without the nulls of absent keys, which a data set adds."""
+    if isinstance(value, dict):
+        return {key: bare(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, list):
+        return [bare(entry) for entry in value]
+    return value
 
 
 def size(rows: Any, *, count: bool) -> dict[str, Any]:

@@ -189,12 +189,12 @@ class _Surveyor:
             for index, (number, row) in enumerate(reading.read_rows(path)):
                 self._number = number
                 self._index = index
-                if isinstance(row, BadRow):
-                    self._fault(row.reason, number)
-                elif type(row) is not dict:
-                    self._fault("is not a JSON object", number)
-                else:
+                if type(row) is dict:
                     self._see(row)
+                elif isinstance(row, BadRow):
+                    self._fault(row.reason, number)
+                else:
+                    self._fault("is not a JSON object", number)
         except NeedsPyarrow:
             self._lacks_pyarrow = True
             self._unread.append(f"{path} needs pyarrow")
@@ -318,7 +318,7 @@ class _Surveyor:
         kind = type(content)
         if kind is str:
             self._digest = hash((self._digest, content))
-            if role in ASSISTANTS and not calls and (not content or content.isspace()):
+            if (not content or content.isspace()) and not calls and role in ASSISTANTS:
                 self._mark(name, "empty-answer")
         else:
             if content is not None:

@@ -161,7 +161,7 @@ def _mask_questions(
 ) -> None:
     """Have the loss count answers alone, where the rows are chats and the chat template says which they are.
 
-    Without it every token of a chat is trained on (trl/trainer/sft_trainer.py:1406).
+    Without it every token of a chat is trained on (trl/trainer/sft_trainer.py:1409).
     """
     key = "assistant_only_loss"
     if rows is None:

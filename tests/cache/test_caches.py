@@ -53,11 +53,14 @@ def weights(raw: bytes) -> bytes:
 
 
 def rows(text: str) -> bytes:
-    """Rows that SFT and DPO can read."""
-    return (
-        b'{"messages": [{"role": "user", "content": "%s"}, {"role": "assistant", "content": "a"}], '
-        b'"chosen": "yes", "rejected": "no"}\n' % text.encode() * 9
-    )
+    """Rows that SFT and DPO of both trainers can read."""
+    lines = []
+    for number in range(9):
+        question = {"role": "user", "content": f"{text} {number}"}
+        right = [question, {"role": "assistant", "content": "yes"}]
+        wrong = [question, {"role": "assistant", "content": "no"}]
+        lines.append(json.dumps({"messages": right, "chosen": right, "rejected": wrong}))
+    return "\n".join(lines).encode() + b"\n"
 
 
 @pytest.fixture
@@ -441,7 +444,7 @@ def test_an_edited_row_is_the_reason(place: Path) -> None:
     assert (told.state, Path(str(told.compared)).name) == ("miss", "r1")
     (difference,) = told.differences
     assert difference.what == "data/a.jsonl"
-    assert "1,125 bytes" in difference.text and "the same time" in difference.text
+    assert f"{len(rows('own')):,} bytes" in difference.text and "the same time" in difference.text
     assert difference.before["digest"][:12] in difference.text
     assert difference.now["digest"][:12] in difference.text
     assert "r1" in told.lines()[0]

@@ -140,7 +140,7 @@ def test_the_pinned_finetune_runs_and_hits_its_cache_the_second_time(
     run = Path(first["run"])
     assert seen(str(run)) | {"trend": ""} == {
         "liger": "off", "packing": "off", "attention": "sdpa", "batch": "planned",
-        "dataset_cache": "miss",
+        "dataset_cache": "miss", "data": "as_planned",
         "loss": "finite", "gradients": "true", "trend": "", "memory": "ok", "finish": "completed",
         "weights": "moved", "model": "saved", "inputs": "same",
     }  # fmt: skip

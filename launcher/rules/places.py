@@ -93,6 +93,8 @@ def _place_fault(context: Context, text: str) -> str | None:
             return f"holds {place.name}, {path}"
         if place.below and is_within(output, path):
             return f"lies in {place.name}, {path}"
+    if exists(output / ".git"):
+        return f"is the checkout {output}"
     return _system_fault(output)
 
 

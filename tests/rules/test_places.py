@@ -78,6 +78,11 @@ def test_what_nobody_means_is_refused(world: World, output: str | Path, why: str
     assert why in reason(world, output)
 
 
+def test_any_checkout_is_refused(world: World) -> None:
+    (world.root / "repository" / ".git").mkdir(parents=True)
+    assert "is the checkout" in reason(world, "repository")
+
+
 def test_home_and_what_is_above_it(world: World, tmp_path: Path) -> None:
     assert "the working folder" in reason(world, tmp_path / "home")
     other = tmp_path / "elsewhere"

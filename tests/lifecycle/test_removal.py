@@ -239,7 +239,8 @@ def test_beside_a_live_run_nothing_goes(world: World, place: str) -> None:
     done = removed(world, folder)
     assert done.returncode == 5
     assert "error[run-is-live]" in done.stderr
-    assert names(out(world)) == before
+    # the live run may have added records meanwhile
+    assert {*before} <= {*names(out(world))}
     assert folder.path.is_dir()
 
 

@@ -10,7 +10,7 @@ import made_runs
 import pytest
 import saved
 from plans import built
-from repeated import DPO, OLMO_CORE, ROW, SFT, TRL, Make, Run, codes
+from repeated import DPO, OLMO_CORE, SFT, TRL, Make, Run, codes, rows_of
 from repeated import run as run  # a fixture
 
 from launcher import files
@@ -382,7 +382,7 @@ def test_edited_data_and_another_model_under_the_same_name(run: Make) -> None:
     one = run()
     one.start()
     saved.pinned(one.output, "step_4")
-    one.data.write_text(ROW.format("b") * 48)
+    one.data.write_text(rows_of(one.text, "b", 48))
     saved.tensors(one.place / "model" / "model.safetensors", 128)
     told = {change.what: change.severity for change in one.decide().changes}
     # the weights come out of the checkpoint, unless they are an adapter's

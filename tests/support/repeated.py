@@ -1,5 +1,6 @@
 """A command said again and again: its stage file, its output, its attempts, and what is decided of them."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,17 @@ args:
   save_steps: {every}
 """
 
-ROW = '{{"messages": [{{"role": "user", "content": "{}"}}]}}\n'
+
+def rows_of(stage_text: str, word: str, count: int) -> str:
+    """Lines of data for the stage of a stage file, no two of them alike."""
+    lines = []
+    for number in range(count):
+        question = {"role": "user", "content": f"{word} {number}"}
+        better = [question, {"role": "assistant", "content": f"yes {number}"}]
+        worse = [question, {"role": "assistant", "content": f"no {number}"}]
+        row = {"chosen": better, "rejected": worse} if "stage: dpo" in stage_text else {"messages": better}
+        lines.append(f"{json.dumps(row)}\n")
+    return "".join(lines)
 
 
 class Run:
@@ -74,7 +85,7 @@ class Run:
         self.folder.path.mkdir(parents=True)
         self.data = place / "data" / "train.jsonl"
         self.data.parent.mkdir()
-        self.data.write_text(ROW.format("a") * rows)
+        self.data.write_text(rows_of(text, "a", rows))
         saved.model(place / "model")
         self.allowed: tuple[str, ...] = ()
         self.trainer = trainer("torch", "accelerate")

@@ -67,6 +67,7 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
         "LAUNCH_PYTHON": sys.executable,
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        "TMUX": "",
         **more,
     }
 
@@ -130,6 +131,7 @@ def test_a_whole_run_and_its_keeper_run_nothing_of_the_folder(tmp_path: Path) ->
         environ["FAKE_STEPS"] = "[]"
         run(words, trap, environ, codes=(0, 1))
         run([*words, "output_dir=other", "--detach"], trap, environ)
+        world.close_sessions()
         world.quiet()
         for follow_up in (["attach", "last"], ["check", "last"], ["logs", "last"], ["report", "last"]):
             run(follow_up, trap, environ, codes=(0, 1, 4))
@@ -146,6 +148,7 @@ def test_a_command_in_the_background_runs_nothing_of_the_folder(tmp_path: Path) 
         (world.root / "two.yaml").write_text("stages:\n  - {name: one, config: one.yaml}\n")
         environ = {**world.environ, **environment(tmp_path), "LAUNCH_RUNS": world.environ["LAUNCH_RUNS"]}
         run(["pipeline", "two.yaml", "--gpus", "0", "--python", python, "--detach"], trap, environ)
+        world.close_sessions()
         world.quiet()
         (log,) = (world.runs / "commands").rglob("console.log")
         assert "one" in log.read_text()

@@ -35,7 +35,7 @@ from typing import Any, Literal, get_args
 from launcher.artifacts.fingerprint import READERS, MissingContent, cache_home
 from launcher.errors import Finding
 from launcher.machine import codec
-from launcher.machine.codec import LeftOut, Misfit
+from launcher.machine.codec import Misfit, Omission
 from launcher.paths import exists
 from launcher.plan import plan as plans
 from launcher.plan.plan import Derived, Plan
@@ -129,7 +129,7 @@ class Cache:
 
 def from_json(data: Mapping[str, Any]) -> Cache:
     """What `as_json` wrote. Raises Misfit where it is damaged."""
-    left_out: list[LeftOut] = []
+    left_out: list[Omission] = []
     cache = codec.read(Cache, data, left_out)
     if left_out:
         raise Misfit(str(left_out[0]))

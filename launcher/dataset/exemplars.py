@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher.dataset import reading
 from launcher.dataset.reading import CannotRead
-from launcher.dataset.survey import Place, Survey
+from launcher.dataset.survey import RowPlace, Survey
 
 _MOST_ROWS = 64
 _MOST_CHARACTERS = 100_000  # of one row; a longer one is left out
@@ -21,7 +21,7 @@ _NOT_SHOWN = frozenset({"copy", "equal-pair"})
 class Exemplar:
     """The first row of a kind, and where it stands."""
 
-    place: Place
+    place: RowPlace
     row: dict[str, Any]
 
 
@@ -34,7 +34,7 @@ def beyond(survey: Survey, count: int) -> list[Exemplar]:
     files = list(dict.fromkeys(place.file for place in places))
     if not files or any(reading.data_suffix(Path(file)) in reading.TEXT_FORMATS for file in files):
         return []
-    further: dict[str, dict[int, Place]] = {file: {} for file in files}
+    further: dict[str, dict[int, RowPlace]] = {file: {} for file in files}
     for place in places:
         if place.file != files[0] or place.index >= count:
             further[place.file][place.index] = place
@@ -44,13 +44,13 @@ def beyond(survey: Survey, count: int) -> list[Exemplar]:
     return exemplars[:_MOST_ROWS]
 
 
-def _places(survey: Survey) -> list[Place]:
+def _places(survey: Survey) -> list[RowPlace]:
     kinds = [seen.first for (_, kind), seen in survey.kinds.items() if kind != "absent"]
     facts = [seen.first for (_, fact), seen in survey.facts.items() if fact not in _NOT_SHOWN]
     return kinds + facts
 
 
-def _read(path: Path, places: dict[int, Place]) -> Iterator[Exemplar]:
+def _read(path: Path, places: dict[int, RowPlace]) -> Iterator[Exemplar]:
     """The rows at these places, as far as the file still holds them."""
     if not places:
         return

@@ -43,7 +43,7 @@ ASSISTANTS = ("assistant", "gpt", "model", "bot")  # roles of answers, in templa
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RowPlace:
     """One row: its file and its number there, a line where the file has lines; `index` counts the rows before it."""
 
     file: str
@@ -61,7 +61,7 @@ class Occurrence:
     """In how many rows something is so, and the first of them."""
 
     count: int
-    first: Place
+    first: RowPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Fault:
     def __str__(self) -> str:
         if self.number is None:
             return f"{self.file} {self.reason}"
-        return f"{Place(self.file, self.number)} {self.reason}"
+        return f"{RowPlace(self.file, self.number)} {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,7 +367,7 @@ class _Surveyor:
         for column in {name for name, _ in kinds}:
             present = sum(tally.count for (name, _), tally in kinds.items() if name == column)
             if present < self._rows:
-                kinds[column, "absent"] = Occurrence(self._rows - present, Place(self._file, 0))
+                kinds[column, "absent"] = Occurrence(self._rows - present, RowPlace(self._file, 0))
         return Survey(
             rows=self._rows,
             kinds=kinds,
@@ -390,7 +390,7 @@ def _begins_with(answer: Any, prompt: Any) -> bool:
 
 def _tally(seen: list[Any]) -> Occurrence:
     count, file, number, index = seen
-    return Occurrence(count, Place(file, number, index))
+    return Occurrence(count, RowPlace(file, number, index))
 
 
 def _merge_kinds(counts: Mapping[tuple[str, Any], list[Any]]) -> dict[tuple[str, str], Occurrence]:
@@ -436,7 +436,7 @@ def _from_json(content: Mapping[str, Any], names: Sequence[str]) -> Survey | Non
 
     def tallies(key: str) -> dict[tuple[str, str], Occurrence]:
         return {
-            (str(column), str(name)): Occurrence(int(count), Place(names[file], int(number), int(index)))
+            (str(column), str(name)): Occurrence(int(count), RowPlace(names[file], int(number), int(index)))
             for column, name, count, file, number, index in content[key]
         }
 

@@ -17,7 +17,7 @@ from launcher.lifecycle import manifest, supervisor
 from launcher.lifecycle.prepare import Prepared, Request, prepare
 from launcher.lifecycle.resume import decision
 from launcher.machine import devices, process
-from launcher.machine.codec import LeftOut, Misfit
+from launcher.machine.codec import Misfit, Omission
 from launcher.machine.devices import Devices
 from launcher.paths import PACKAGE
 from launcher.plan import command
@@ -287,7 +287,7 @@ def judged(folder: RunFolder) -> judge.RunJudgement:
 
 def left_out_notes(found: judge.RunJudgement, folder: RunFolder) -> tuple[Finding, ...]:
     """What the records of a run hold that could not be used: of each file the first, and how many more."""
-    places: dict[str, list[tuple[int | None, LeftOut]]] = {}
+    places: dict[str, list[tuple[int | None, Omission]]] = {}
     for fault in found.manifest.left_out():
         places.setdefault(str(folder.manifest), []).append((None, fault))
     for attempt in found.attempts:
@@ -297,7 +297,7 @@ def left_out_notes(found: judge.RunJudgement, folder: RunFolder) -> tuple[Findin
     return tuple(_left_out_note(file, faults) for file, faults in places.items())
 
 
-def _left_out_note(file: str, faults: Sequence[tuple[int | None, LeftOut]]) -> Finding:
+def _left_out_note(file: str, faults: Sequence[tuple[int | None, Omission]]) -> Finding:
     line, fault = faults[0]
     more = f", and {len(faults) - 1} more like it" if len(faults) > 1 else ""
     help = "was it edited, or written by another version? what it says is left out"

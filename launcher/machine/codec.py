@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 _T = TypeVar("_T")
-Reader = Callable[[Any, str, "list[LeftOut] | None"], Any]
+Reader = Callable[[Any, str, "list[Omission] | None"], Any]
 
 LARGEST = 2**63  # of a whole number: what no counter of a run reaches
 _SHOWN_CHARS = 60
@@ -30,7 +30,7 @@ class Misfit(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class Omission:
     """One value of a record that was not used: its keys, itself in brief, and what belongs there."""
 
     where: str
@@ -53,7 +53,7 @@ Count = Annotated[int, Between(0)]
 Positive = Annotated[int, Between(1)]
 
 
-def read(kind: type[_T], data: object, left_out: list[LeftOut] | None = None, where: str = "") -> _T:
+def read(kind: type[_T], data: object, left_out: list[Omission] | None = None, where: str = "") -> _T:
     """A dataclass from the mapping that holds its fields. Raises Misfit where one without a default does not fit."""
     if not isinstance(data, Mapping):
         raise Misfit("a mapping")
@@ -82,9 +82,9 @@ def fit(value: object, kind: Any, default: Any = None) -> Any:
         return default
 
 
-def note(left_out: list[LeftOut] | None, where: str, value: object, misfit: Misfit) -> None:
+def note(left_out: list[Omission] | None, where: str, value: object, misfit: Misfit) -> None:
     if left_out is not None:
-        left_out.append(LeftOut(where, shown(value), str(misfit)))
+        left_out.append(Omission(where, shown(value), str(misfit)))
 
 
 def shown(value: object) -> str:
@@ -100,19 +100,19 @@ def shown(value: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Field:
+class _FieldCodec:
     name: str
     required: bool
     reader: Reader
 
 
 @lru_cache(maxsize=256)
-def _fields_of(kind: Any) -> tuple[_Field, ...]:
+def _fields_of(kind: Any) -> tuple[_FieldCodec, ...]:
     hints = typing.get_type_hints(kind, include_extras=True)
     found = []
     for field in fields(kind):
         required = field.default is MISSING and field.default_factory is MISSING
-        found.append(_Field(field.name, required, reader(hints[field.name])))
+        found.append(_FieldCodec(field.name, required, reader(hints[field.name])))
     return tuple(found)
 
 
@@ -139,7 +139,7 @@ def reader(kind: Any) -> Reader:
     raise TypeError(f"no record holds {kind}")
 
 
-def _record(kind: Any, value: Any, where: str, left_out: list[LeftOut] | None) -> Any:
+def _record(kind: Any, value: Any, where: str, left_out: list[Omission] | None) -> Any:
     return read(kind, value, left_out, where)
 
 
@@ -203,7 +203,7 @@ _SIMPLE: dict[Any, Reader] = {
 def _bounded(kind: Any, bounds: Between) -> Reader:
     inner = reader(kind)
 
-    def take(value: Any, where: str, left_out: list[LeftOut] | None) -> Any:
+    def take(value: Any, where: str, left_out: list[Omission] | None) -> Any:
         taken = inner(value, where, left_out)
         if not bounds.least <= taken <= bounds.most:
             wanted = f"a number from {bounds.least} on" if taken < bounds.least else f"at most {bounds.most}"
@@ -216,7 +216,7 @@ def _bounded(kind: Any, bounds: Between) -> Reader:
 def _any_of(kinds: Sequence[Any]) -> Reader:
     readers = [reader(kind) for kind in kinds]
 
-    def take(value: Any, where: str, left_out: list[LeftOut] | None) -> Any:
+    def take(value: Any, where: str, left_out: list[Omission] | None) -> Any:
         wanted = []
         for inner in readers:
             try:
@@ -241,7 +241,7 @@ def _one_of(words: Sequence[Any]) -> Reader:
 def _listed(origin: Any, kind: Any) -> Reader:
     inner = reader(kind)
 
-    def take(value: Any, where: str, left_out: list[LeftOut] | None) -> Any:
+    def take(value: Any, where: str, left_out: list[Omission] | None) -> Any:
         if not isinstance(value, list | tuple):
             raise Misfit("a list")
         items = []
@@ -259,7 +259,7 @@ def _listed(origin: Any, kind: Any) -> Reader:
 def _mapped(kind: Any) -> Reader:
     inner = reader(kind)
 
-    def take(value: Any, where: str, left_out: list[LeftOut] | None) -> Any:
+    def take(value: Any, where: str, left_out: list[Omission] | None) -> Any:
         if not isinstance(value, Mapping):
             raise Misfit("a mapping")
         items = {}

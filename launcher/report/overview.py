@@ -74,10 +74,20 @@ def _row_or_kept(folder: RunFolder, known: Record, new: dict[str, Any]) -> dict[
 
 _TEXT = str | None
 _ROW_KINDS: Mapping[str, Any] = {
-    "run": str, "path": str, "stage": _TEXT, "state": str, "verdict": _TEXT, "outcome": _TEXT, "step": int,
-    "steps": int | None, "loss": float | None, "tokens/s": float | None, "gpus": int | None, "output": _TEXT,
+    "run": str,
+    "path": str,
+    "stage": _TEXT,
+    "state": str,
+    "verdict": _TEXT,
+    "outcome": _TEXT,
+    "step": int,
+    "steps": int | None,
+    "loss": float | None,
+    "tokens/s": float | None,
+    "gpus": int | None,
+    "output": _TEXT,
     "wandb": _TEXT,
-}  # fmt: skip
+}
 
 
 def _is_row(kept: Record, path: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from launcher.artifacts import model_config
 from launcher.dataset import reading, shapes, sources
 from launcher.dataset.sources import Source
-from launcher.dataset.survey import Occurrence, Place, Survey, look
+from launcher.dataset.survey import Occurrence, RowPlace, Survey, look
 from launcher.errors import Finding, Severity, brief
 from launcher.files import read_bytes, read_json
 from launcher.paths import is_file
@@ -91,7 +91,7 @@ def same_columns(looked: Looked) -> Iterator[Finding]:
         return
     most = reading.rows_typed_first(first)
 
-    def comes_late(place: Place | None) -> bool:
+    def comes_late(place: RowPlace | None) -> bool:
         return place is not None and (place.file != str(first) or place.number > most)
 
     late = {column: place for column, place in places.items() if comes_late(place)}
@@ -110,9 +110,9 @@ def same_columns(looked: Looked) -> Iterator[Finding]:
             yield looked.say("error", "data-types", f"{message}follows", help)
 
 
-def _first_places(survey: Survey, *left_out: str) -> dict[str, Place]:
+def _first_places(survey: Survey, *left_out: str) -> dict[str, RowPlace]:
     """The first row that has a value in each column, of another kind than `left_out`."""
-    places: dict[str, Place] = {}
+    places: dict[str, RowPlace] = {}
     for (column, kind), tally in survey.kinds.items():
         if kind not in left_out:
             places.setdefault(column, tally.first)

@@ -42,13 +42,15 @@ def unintended_output(context: Context) -> Iterator[Finding]:
     if not context.values.given(key):
         return
     text = str(context.values[key])
+    if not text:
+        # `no-output` says it
+        return
     reason = _literal_fault(text)
     if reason is None:
         reason = _place_fault(context, text)
     if reason is None:
         return
-    shown = brief(text) if text else '""'
-    message = f"`{key}: {shown}` {reason}"
+    message = f"`{key}: {brief(text)}` {reason}"
     yield say("error", CODE, key, message, _help(key, text), layer="launch")
 
 
@@ -61,8 +63,6 @@ def _help(key: str, text: str) -> str:
 
 def _literal_fault(text: str) -> str | None:
     """What is wrong with the words themselves, on any machine."""
-    if not text.strip():
-        return "is empty"
     parts = Path(text).parts
     if parts and parts[0].startswith("~"):
         return f"would make a folder called `{parts[0]}` here: trainers do not expand it"

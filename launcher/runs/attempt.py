@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from launcher import files
 from launcher.errors import not_ready
 from launcher.machine import codec
-from launcher.machine.codec import Between, Count, LeftOut, Misfit
+from launcher.machine.codec import Between, Count, Misfit, Omission
 from launcher.paths import PACKAGE
 from launcher.printable import printable
 from launcher.redaction import redact, remember
@@ -140,7 +140,7 @@ def _present(word: str) -> str:
 
 def read(folder: RunFolder) -> Attempt:
     """The attempt that was prepared last. Raises NotReady where none was, or its file is damaged."""
-    left_out: list[LeftOut] = []
+    left_out: list[Omission] = []
     with contextlib.suppress(Misfit):
         waiting = codec.read(Attempt, rundir.read_json(folder.start), left_out)
         # half of an environment, or of a command, is another one

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from launcher import files
 from launcher.machine import codec
-from launcher.machine.codec import LARGEST, Between, Count, LeftOut, Misfit, Positive
+from launcher.machine.codec import LARGEST, Between, Count, Misfit, Omission, Positive
 
 Text = str | None
 Number = Annotated[float, Between(-LARGEST, LARGEST)] | None
@@ -18,9 +18,15 @@ Loss = float | None  # one that is not finite is evidence
 
 
 EVERY: Mapping[str, Any] = {
-    "t": Seconds, "rank": Count, "step": Count, "state": Text, "reason": Text, "path": Text, "message": Text,
+    "t": Seconds,
+    "rank": Count,
+    "step": Count,
+    "state": Text,
+    "reason": Text,
+    "path": Text,
+    "message": Text,
     "stopped": bool,
-}  # fmt: skip
+}
 """Fields that mean the same in each event."""
 
 FIELDS: Mapping[str, Mapping[str, Any]] = {
@@ -30,7 +36,10 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
         **dict.fromkeys("grad_norm learning_rate".split(), Number),
         **dict.fromkeys("seconds elapsed".split(), Seconds),
         **dict.fromkeys("allocated_gib reserved_gib".split(), Gib),
-        "loss": Loss, "wasted": Number, "finite": bool, "interrupted": bool,
+        "loss": Loss,
+        "wasted": Number,
+        "finite": bool,
+        "interrupted": bool,
     },
     "end": {"exit": Annotated[int, Between(-255, 255)]},
     "error": {"type": Text},
@@ -59,14 +68,14 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "violation": {"point": Text, "expected": Text, "seen": Text},
     "saved_model": {"files": list[Mapping[str, str | Count]]},
     "reference_cache": {"first_loss": Loss, "expected_loss": Loss},
-}  # fmt: skip
+}
 """What each event holds beside that; what is not listed is nothing but shown."""
 
 # without them a step says nothing, and is none that was seen
 _DECISIVE = {"step": ("step", "loss", "finite")}
 
 
-def read(raw: bytes, left_out: list[LeftOut] | None = None) -> dict[str, Any] | None:
+def read(raw: bytes, left_out: list[Omission] | None = None) -> dict[str, Any] | None:
     """The fields of one line, `event` its name; None where it is torn, no object, or lacks what it is about."""
     line = files.parse_line(raw)
     name = line.get("event")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from launcher.machine import codec
-from launcher.machine.codec import Count, LeftOut, Misfit
+from launcher.machine.codec import Count, Misfit, Omission
 
 _T = TypeVar("_T")
 LARGEST_WORLD = 100_000  # processes of a run; whatever names more is no record of one
@@ -97,9 +97,9 @@ class Manifest(Record):
             return None
         return {name: state if isinstance(state, str | None) else UNREADABLE for name, state in found.items()}
 
-    def left_out(self) -> list[LeftOut]:
+    def left_out(self) -> list[Omission]:
         """What is not used of it, because it is of another type than launch wrote."""
-        faults: list[LeftOut] = []
+        faults: list[Omission] = []
         for name, kind in _KINDS.items():
             if name in self:
                 try:
@@ -112,11 +112,15 @@ class Manifest(Record):
 _KINDS: Mapping[str, Any] = {
     **dict.fromkeys("created stage backend name config cwd".split(), str | None),
     **dict.fromkeys("output asked_output".split(), str | None),
-    "attempt": Count, "tracked": bool, "expect": Mapping[str, str | None], "args": Mapping[str, Mapping[str, object]],
+    "attempt": Count,
+    "tracked": bool,
+    "expect": Mapping[str, str | None],
+    "args": Mapping[str, Mapping[str, object]],
     **dict.fromkeys("plan upstream trainer machine resume".split(), Mapping[str, object]),
     **dict.fromkeys("deepspeed devices".split(), Mapping[str, object] | None),
-    "argv": list[str], **dict.fromkeys("caches contents findings".split(), list[Mapping[str, object]]),
-}  # fmt: skip
+    "argv": list[str],
+    **dict.fromkeys("caches contents findings".split(), list[Mapping[str, object]]),
+}
 
 
 def mapping(value: object) -> Mapping[str, Any]:

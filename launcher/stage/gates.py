@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 from launcher.config.keys import PAIRED, nearest
 from launcher.errors import Complain, Finding, brief
 from launcher.machine import codec
-from launcher.machine.codec import LeftOut, Misfit
+from launcher.machine.codec import Misfit, Omission
 
 Colour = Literal["green", "yellow", "red"]
 
@@ -100,7 +100,7 @@ class Facts:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Facts:
         """Raises Misfit where it is damaged; what a later launch has written beside is left out."""
-        left_out: list[LeftOut] = []
+        left_out: list[Omission] = []
         found: Facts = codec.read(cls, data, left_out)
         if left_out:
             raise Misfit(str(left_out[0]))

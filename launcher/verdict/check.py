@@ -12,7 +12,7 @@ from typing import Any, Literal
 from launcher.config.keys import PAIRED
 from launcher.errors import Exit, InvalidConfig, launch_finding, unreadable
 from launcher.machine import codec
-from launcher.machine.codec import LeftOut, Misfit
+from launcher.machine.codec import Misfit, Omission
 from launcher.redaction import redact
 from launcher.runs.record import mapping
 from launcher.upstream.logs.open_instruct import ATTENTION
@@ -97,7 +97,7 @@ class Verdict:
 
 def from_json(data: Mapping[str, Any]) -> Verdict | None:
     """What `Verdict.as_json` wrote; None where it is damaged."""
-    left_out: list[LeftOut] = []
+    left_out: list[Omission] = []
     try:
         verdict = codec.read(Verdict, data, left_out)
     except Misfit:

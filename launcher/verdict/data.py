@@ -340,7 +340,7 @@ def _first_loss(evidence: Evidence) -> Iterator[Doubt]:
 def _first_line(evidence: Evidence) -> StepLine | None:
     """The logged line of step 1 of a fresh DPO under HF Trainer; None where the first line is a mean of several."""
     log = evidence.log
-    if log is None or not log.numbered or not log.steps or evidence.stage != "dpo":
+    if log is None or not log.numbered or not log.steps or evidence.stage not in PAIRED:
         return None
     first = log.steps[0]
     fresh = not evidence.signals("resumed") and not evidence.events("resumed")
@@ -351,7 +351,7 @@ def _first_line(evidence: Evidence) -> StepLine | None:
 def _sigmoid_loss(evidence: Evidence) -> tuple[float | None, Citable | None]:
     """The loss of step 1, where it must be ln 2."""
     manifest = evidence.manifest
-    if manifest.stage in PAIRED and manifest.backend == "trl":
+    if manifest.stage in PAIRED:
         if evidence.events("resumed") or manifest.resumed_step or not _is_plain_sigmoid(evidence):
             return None, None
         for record in evidence.records:

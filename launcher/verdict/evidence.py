@@ -11,7 +11,7 @@ from typing import Any
 from launcher import files
 from launcher.artifacts.digest import CHECKPOINT
 from launcher.config.keys import PAIRED, STAGES
-from launcher.machine.codec import LeftOut
+from launcher.machine.codec import Omission
 from launcher.runs import events as probe_events
 from launcher.runs import rundir, runner
 from launcher.runs.record import LARGEST_WORLD, Manifest
@@ -24,7 +24,7 @@ PATTERNS: tuple[Pattern, ...] = tuple(dict.fromkeys(open_instruct.PATTERNS + trl
 
 MEASURED = "tokens positions wasted rows seconds allocated_gib reserved_gib grad_norm learning_rate".split()
 
-FaultAt = tuple[Path, int, LeftOut]  # what was left out, in which file and line
+FaultAt = tuple[Path, int, Omission]  # what was left out, in which file and line
 KEPT_FAULTS = 100  # of a rank: they are said, not counted
 KEPT_EVENTS = 1_000  # of each name but `step`, a rank
 _SCRIPT = re.compile(r"\b(?:(?P<dpo>dpo\w*)|finetune)\.py:")
@@ -319,7 +319,7 @@ def _read_rank(path: Path, attempt: int | None) -> RankRecord | None:
     ours, rank = True, _rank_of(path)
     with files.open_regular(path) as file:
         for number, raw in enumerate(files.lines(file), start=1):
-            faults: list[LeftOut] = []
+            faults: list[Omission] = []
             fields = probe_events.read(raw, faults)
             left_out += [(path, number, fault) for fault in faults[:1] if len(left_out) < KEPT_FAULTS]
             if fields is None:

@@ -120,7 +120,7 @@ def test_a_trend_of_too_few_steps(tmp_path: Path) -> None:
 def trl_rows(folder: Path, more: str) -> Plan:
     data = folder / "data"
     data.mkdir(exist_ok=True)
-    (data / "train.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n' * 100)
+    (data / "train.jsonl").write_text('{"text": "a"}\n' * 100)
     (data / "test.jsonl").write_text('{"text": "a"}\n' * 7)
     more += "\n  per_device_train_batch_size: 8"
     return planned(from_text(folder, TRL.format(data=data, more=more)), 0)
@@ -195,7 +195,7 @@ SHORT_WARMUPS = [
 
 def with_warmup(tmp_path: Path, more: str) -> Plan:
     """TRL on 64 rows: 8 steps an epoch, three epochs."""
-    (tmp_path / "train.jsonl").write_text("{}\n" * 64)
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n' * 64)
     lines = "\n  ".join([*more.split(", "), "learning_rate: 1e-4", "per_device_train_batch_size: 8"])
     return planned(from_text(tmp_path, TRL.format(data=tmp_path, more=lines)))
 

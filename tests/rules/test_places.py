@@ -58,7 +58,6 @@ def reason(world: World, output: str | Path, **args: object) -> str:
         ("./~/out", "would make a folder called `~`"),
         ("$HOME/out", "would make a folder called `$HOME`"),
         ("$SCRATCH/out", "would make a folder called `$SCRATCH`"),
-        ("", "is empty"),
         ("runs", "is the folder of the runs"),
         ("data", "is the folder of the data"),
         ("data/", "is the folder of the data"),

@@ -11,6 +11,7 @@ import pytest
 from conftest import REPOSITORY
 
 from launcher.errors import Finding
+from launcher.machine.codec import Misfit
 from launcher.stage import gates
 from launcher.stage.gates import Facts, Limit
 from launcher.verdict import evidence, metrics
@@ -193,7 +194,7 @@ def test_dpo(changes: dict[str, Any], found: dict[str, str]) -> None:
 def test_facts_are_kept_and_series_may_be_degenerate() -> None:
     told = json.loads(json.dumps(asdict(DPO), allow_nan=False))
     assert Facts.from_json({**told, "of a later launch": 1}) == DPO
-    with pytest.raises(TypeError):
+    with pytest.raises(Misfit):
         Facts.from_json({})
     # degenerate series
     assert gates.fallen([]) is None and gates.fallen([1.0]) is None

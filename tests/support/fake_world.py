@@ -1,14 +1,17 @@
 """A place where `launch` runs for real, with a trainer of no brains: its folders, interpreter, processes."""
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -119,6 +122,9 @@ class World:
             "FAKE_WORLD": str(self.root),
             "FAKE_PIDS": str(self.root / "pids"),
             "FAKE_STEPS": "[]",
+            # sessions on a server of its own; below `root` the socket's name would be too long
+            "TMUX_TMPDIR": tempfile.mkdtemp(prefix="lt-", dir="/tmp"),
+            "TMUX": "",
             "NO_COLOR": "1",
             "COLUMNS": "200",
         }
@@ -207,6 +213,20 @@ class World:
         until(lambda: not self.left())
         return True
 
+    def close_sessions(self) -> None:
+        """Wait until each session of tmux, if any, shows that its command has ended, and end them all."""
+        if shutil.which("tmux") is None:
+            return
+        for pane in self._tmux("list-panes", "-a", "-F", "#{pane_id}").split():
+            until(functools.partial(self._shows_the_end, pane))
+        self._tmux("kill-server")
+
+    def _shows_the_end(self, pane: str) -> bool:
+        return "press Enter to close" in self._tmux("capture-pane", "-p", "-t", pane)
+
+    def _tmux(self, *words: str) -> str:
+        return subprocess.run(["tmux", *words], env=self.environ, capture_output=True, text=True).stdout
+
 
 @contextlib.contextmanager
 def made(root: Path) -> Iterator[World]:
@@ -217,3 +237,4 @@ def made(root: Path) -> Iterator[World]:
         for pid in world.left():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(world.environ["TMUX_TMPDIR"], ignore_errors=True)

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from launcher.errors import Finding
 from launcher.machine import codec
-from launcher.machine.codec import LeftOut, Misfit
+from launcher.machine.codec import Misfit, Omission
 from launcher.workflows.bench.significance import ERROR, LEAST_RUNS, chance, steadily
 
 SPEED, LOSS = "tokens_per_second_per_gpu", "loss_per_token"
@@ -84,7 +84,7 @@ class Sample:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Sample:
         """What `as_json` wrote. Raises Misfit where any of it is something else: it is measured again."""
-        left_out: list[LeftOut] = []
+        left_out: list[Omission] = []
         curve = codec.reader(tuple[tuple[float | None, ...], ...])(data.get("curve"), "curve", left_out)
         sample = codec.read(cls, {**data, "curve": []}, left_out)
         if left_out or not math.isfinite(sample.seconds):

@@ -11,6 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+# launch starts a trainer with PYTHONSAFEPATH, which keeps a script's own folder out
+sys.path.insert(0, str(Path(__file__).parent))
+
 import saved
 
 SCENE = {

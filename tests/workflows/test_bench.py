@@ -261,7 +261,7 @@ def test_ctrl_c_says_what_is_known_and_the_same_command_goes_on(world: World, tr
 def test_a_secret_is_neither_shown_nor_kept(world: World, trials: Trials) -> None:
     token = "hf_" + "aB3" * 11
     words = words_for(
-        world, "hub_token=a-plain-password", f"dataset_text_field={token}", "--variant", "plain:",
+        world, "hub_token=a-plain-password", f"run_name={token}", "--variant", "plain:",
         "--variant", f"{token}:learning_rate=0.2", *ONCE,
     )  # fmt: skip
     shown = "".join(trials.launch(*words)[1:]) + "".join(trials.launch(*words, *VARY[-2:])[1:])

@@ -291,15 +291,6 @@ def _summaries_file() -> Path:
     return state_folder() / "summaries.json"
 
 
-def known_outputs() -> list[tuple[RunFolder, Path]]:
-    """Every known run that names an output folder, with that folder, without links."""
-    pairs = []
-    for summary in summarize(known_runs()):
-        if summary.output is not None:
-            pairs.append((RunFolder(summary.path), canonical(Path(summary.output))))
-    return pairs
-
-
 def known_runs() -> list[RunFolder]:
     """Every run of the index and of the runs folder here, oldest first."""
     paths = {path for path in _known_paths() if os.path.isfile(f"{path}/run.json")}

@@ -94,16 +94,20 @@ def test_a_name_is_looked_up_by_names_alone(others: Path, mine: RunFolder) -> No
     assert opened == []
 
 
+def known_outputs() -> list[tuple[Path, str | None]]:
+    return [(one.path, one.output) for one in rundir.summarize(rundir.known_runs())]
+
+
 def test_the_runs_into_an_output_are_known_without_opening_the_others(others: Path, mine: RunFolder) -> None:
     output = others.parent / "model"
     rundir.find("last")
     with opened_below(others, state()) as opened:
         assert rundir.choose("sft", "mine", output, rundir.runs_root())[0] == mine
         assert rundir.choose("sft", "new", Path("/models/new"), others)[0].path.parent == others
-        pairs = rundir.known_outputs()
+        pairs = known_outputs()
     assert len(opened) <= FEW
     assert len(pairs) == OTHERS + 1
-    assert (mine, output) in pairs
+    assert (mine.path, str(output)) in pairs
 
 
 def test_a_further_attempt_is_seen_at_once(others: Path, mine: RunFolder) -> None:
@@ -112,7 +116,7 @@ def test_a_further_attempt_is_seen_at_once(others: Path, mine: RunFolder) -> Non
     files.write_json(other.manifest, {"stage": "sft", "cwd": os.getcwd(), "output": "/models/moved"})
     other.console(1).touch()
     assert rundir.find("last") == other
-    assert (other, Path("/models/moved")) in rundir.known_outputs()
+    assert (other.path, "/models/moved") in known_outputs()
     other.manifest.unlink()
     assert rundir.find("last") == mine
 

@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+# training imports nothing from the folder of its script
+sys.path.insert(0, str(Path(__file__).parent))
 import fake_trainer
 import saved
 

@@ -57,7 +57,10 @@ def until(true: Callable[[], object]) -> None:
 def write_rows(folder: Path, count: int = 64) -> None:
     """A data set of texts, no two of them alike."""
     folder.mkdir(exist_ok=True)
-    rows = [{"text": f"This is row {number}."} for number in range(count)]
+    rows = [
+        {"text": f"This is row {number}.", "chosen": f"Row {number} is good.", "rejected": f"Row {number} is not."}
+        for number in range(count)
+    ]
     (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 

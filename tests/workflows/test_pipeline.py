@@ -32,7 +32,11 @@ _PYTHON = """#!/bin/sh
 if [ "$1" = -c ]; then exec {python} "$@"; fi
 exec {python} -u {fake} "$@"
 """
-EXPECT = {"loss": "finite", "trend": "any", "packing": "any"}
+QUESTION = {"role": "user", "content": "hi"}
+CHOSEN = [QUESTION, {"role": "assistant", "content": "yes"}]
+REJECTED = [QUESTION, {"role": "assistant", "content": "no"}]
+# what the fake trainer logs of DPO is no loss of DPO
+EXPECT = {"loss": "finite", "trend": "any", "packing": "any", "data": "any"}
 
 
 def row(text: str) -> str:
@@ -66,6 +70,11 @@ class Chained(World):
         self.stage("third", "dpo")
         (self.root / "data" / "train.jsonl").write_text(row("a"))
         return self.pipeline("first.yaml", "second.yaml", {"config": "third.yaml", "name": "last"})
+
+    def write_chats(self) -> None:
+        """A row that each of open-instruct's stages reads."""
+        chats = {"messages": CHOSEN, "chosen": CHOSEN, "rejected": REJECTED}
+        (self.root / "chats.jsonl").write_text(json.dumps(chats) + "\n")
 
     def shim(self) -> Path:
         """An interpreter that trains by hashing."""
@@ -204,11 +213,12 @@ def refused(path: Path, **more: Any) -> dict[str, tuple[str | None, int | None, 
 def test_a_stage_is_given_the_model_and_the_tokenizer_of_the_one_before(world: Chained) -> None:
     world.usual()
     oi = (
-        "stage: dpo\nbackend: open_instruct\nargs:\n  mixer_list: [data/train.jsonl, '8']\n"
+        "stage: dpo\nbackend: open_instruct\nargs:\n  mixer_list: [chats.jsonl, '8']\n"
         "  output_dir: o/oi\n  do_not_randomize_output_dir: true\n  push_to_hub: false\n"
         "  try_launch_beaker_eval_jobs: false\n"
     )
     (world.root / "oi.yaml").write_text(oi)
+    world.write_chats()
     told = surveyed(world.pipeline("first.yaml", "second.yaml", "oi.yaml"))
     assert list(told.steps) == ["first", "second", "oi"]
     given = [dict(step.plan.stage.args) for step in told.steps.values()]
@@ -280,11 +290,12 @@ def test_what_a_stage_cannot_begin_from(world: Chained) -> None:
 def test_one_tokenizer_for_all(world: Chained) -> None:
     world.usual()
     oi = (
-        "stage: {kind}\nargs:\n  {model}\n  {data}: [data/train.jsonl, '8']\n  output_dir: o/oi{kind}\n"
+        "stage: {kind}\nargs:\n  {model}\n  {data}: [chats.jsonl, '8']\n  output_dir: o/oi{kind}\n"
         "  do_not_randomize_output_dir: true\n  push_to_hub: false\n  try_launch_beaker_eval_jobs: false\n"
         "  {more}\n"
     )
     model = "model_name_or_path: model"
+    world.write_chats()
 
     def files(sft: str, dpo: str) -> Path:
         told = {"kind": "sft", "model": model, "data": "dataset_mixer_list", "more": sft}
@@ -314,8 +325,10 @@ def test_one_tokenizer_for_all(world: Chained) -> None:
 def test_the_committed_pipelines_hold_together(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for below in ("model", "data/sft", "data/dpo"):
         (tmp_path / "build" / "demo" / below).mkdir(parents=True)
-    for kind in ("sft", "dpo"):
-        (tmp_path / "build" / "demo" / "data" / kind / "train.jsonl").write_text("{}\n")
+    rows = {"sft": {"messages": CHOSEN}, "dpo": {"chosen": CHOSEN, "rejected": REJECTED}}
+    for kind, content in rows.items():
+        path = tmp_path / "build" / "demo" / "data" / kind / "train.jsonl"
+        path.write_text(f"{json.dumps(content)}\n")
     monkeypatch.chdir(tmp_path)
     path = REPOSITORY / "configs" / f"{name}.yaml"
     order = ordered(pipeline.load(path), gpus=0 if "demo" in name else 8)

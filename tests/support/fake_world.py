@@ -162,7 +162,8 @@ class World:
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         (self.root / "model").mkdir(exist_ok=True)
-        write_rows(self.root / "data")
+        if not (self.root / "data" / "train.jsonl").exists():
+            write_rows(self.root / "data")
         (self.root / "model" / "config.json").write_text(saved.UNKNOWN)
         saved.loadable(self.root / "model")
         given = {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "out"}

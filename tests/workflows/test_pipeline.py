@@ -40,7 +40,7 @@ EXPECT = {"loss": "finite", "trend": "any", "packing": "any", "data": "any"}
 
 
 def row(text: str) -> str:
-    return json.dumps({"text": text, "chosen": text, "rejected": "no"}) + "\n"
+    return json.dumps({"text": text, "chosen": f"Say {text}.", "rejected": "Say no."}) + "\n"
 
 
 class Chained(World):

@@ -368,7 +368,6 @@ REFUSALS: dict[tuple[str, str], Refusals] = {
         ({"max_length": 0}, "max_length"),
         ({"loss_type": "nonsense"}, "loss_type"),
         ({"dataset_train_split": "nowhere"}, "dataset_train_split"),
-        ({"eval_strategy": "steps", "dataset_test_split": "nowhere"}, "dataset_test_split"),
         ({"pad_token": "<nothing>"}, "pad_token"),
         ({"eos_token": "<nothing>"}, "eos_token"),
         ({"chat_template_path": "/nowhere/x.jinja"}, "chat_template_path"),

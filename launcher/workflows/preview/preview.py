@@ -45,7 +45,11 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviewedRow:
-    """One row as it is trained on. `number` counts the rows of the data from 1; `reason` is why it is dropped."""
+    """One row as it is trained on. `number` counts the rows of the data from 1; `reason` is why it is dropped.
+
+    `tokens` are those that the model gets: of a pair, the prompt counts in both sequences. `taken` is whether the
+    mixture takes the row, `parts` in how many sequences it is.
+    """
 
     number: int
     place: RowPlace | None
@@ -53,20 +57,11 @@ class PreviewedRow:
     reason: str | None
     taken: bool
     parts: int
+    tokens: int
+    trained: int
+    cut: int
     sections: tuple[Section, ...]
     difference: Mapping[str, Any] | None
-
-    @property
-    def tokens(self) -> int:
-        return sum(section.tokens for section in self.sections)
-
-    @property
-    def trained(self) -> int:
-        return sum(section.trained for section in self.sections)
-
-    @property
-    def cut(self) -> int:
-        return sum(section.cut for section in self.sections)
 
     def as_json(self) -> dict[str, Any]:
         place = self.place
@@ -396,6 +391,9 @@ def _row(
         reason=reason,
         taken=about["taken"],
         parts=about.get("parts", 1),
+        tokens=about["tokens"],
+        trained=about["trained"],
+        cut=about["cut"],
         sections=tuple(sections),
         difference=about.get("difference"),
     )

@@ -326,6 +326,7 @@ class View:
         kept = list(self.prepare(shown, True)) if self.packs else by_number(self.prepare(beside, True)).get(number)
         taken = number in self.selected[ROW]
         about = {"number": number, "taken": taken, "status": "kept", "reason": None, "sequences": []}
+        about |= {"tokens": 0, "trained": 0, "cut": 0}
         if uncut is None and not kept:
             return {**about, "status": "dropped", "reason": "untrained"}
         whole = strands(self.collate(uncut[0], False)) if uncut else []
@@ -335,16 +336,22 @@ class View:
             return {**about, "status": "dropped", "reason": "too_long", **self.described(whole, remaining)}
         remaining = joined([strands(self.collate(row, True)) for row in kept])
         described = self.described(whole or remaining, remaining)
-        if any(section["cut"] for section in described["sequences"]):
+        if described["cut"]:
             about["status"] = "cut"
         return {**about, **described, "parts": len(kept)}
 
     def described(self, whole: list[Strand], remaining: list[Strand]) -> dict[str, Any]:
+        tokens = sum(len(part.ids) for part in remaining)
+        about = {
+            "tokens": tokens,
+            "trained": sum(sum(part.trained) for part in remaining),
+            "cut": sum(len(part.ids) for part in whole) - tokens,
+        }
         if len(whole) == 2:
-            return self.described_pair(whole, remaining)
+            return {**about, **self.described_pair(whole, remaining)}
         (full,) = whole
         marks = mark(full, remaining[0], self.special)
-        return {"sequences": sections(self.tokenizer, full, marks), "difference": None}
+        return {**about, "sequences": sections(self.tokenizer, full, marks), "difference": None}
 
     def described_pair(self, whole: list[Strand], remaining: list[Strand]) -> dict[str, Any]:
         """A pair as prompt, chosen and rejected: the prompt is what both begin with up to the first trained token."""

@@ -14,7 +14,17 @@ from launcher.dataset import reading, survey
 from launcher.dataset.reading import CannotRead
 from launcher.dataset.sources import Source
 from launcher.dataset.survey import RowPlace
-from launcher.errors import Exit, Finding, InvalidConfig, NotReady, UsageError, errors, launch_finding, not_ready, usage
+from launcher.errors import (
+    Exit,
+    Finding,
+    InvalidConfig,
+    NotReady,
+    UsageError,
+    errors,
+    launch_finding,
+    not_ready,
+    usage,
+)
 from launcher.machine.python import Trainer
 from launcher.stage.stage import Judged
 from launcher.upstream.trainers import Entry, entry_of
@@ -29,6 +39,17 @@ _REASONS = {
     "too_long": "no token that counts in the loss is within `{length}`: the prompt fills it",
     "untrained": "no token of it counts in the loss",
 }
+
+
+class PreviewFailed(LaunchError):
+    """Launch's own code failed: nothing is known of the rows."""
+
+    exit_code = Exit.BUG
+
+    def __init__(self, refusal: Mapping[str, Any]) -> None:
+        message = f"launch could not show these rows: {described(refusal)}"
+        help = "this is a failure of launch, not of the stage file; please report it"
+        super().__init__(launch_finding("error", "preview-failed", message, help))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +258,7 @@ class _Asked:
             "result": str(result),
             "first": self.first,
             "numbers": [] if self.number is None else [self.number],
-            "sizes": {
-                name: [size.rows, size.bytes] for name, size in totals.items() if (size.bytes or 0) <= _LARGEST
-            },
+            "sizes": {name: [size.rows, size.bytes] for name, size in totals.items() if (size.bytes or 0) <= _LARGEST},
         }
         (answer,) = self.server.ask(request, limit_s=LIMIT_S)
         if "absent" in answer:
@@ -257,7 +276,7 @@ class _Asked:
         sources: Sequence[Source],
         totals: Sequence[_SetSize],
     ) -> list[Finding]:
-        """What the trainer refuses. Raises NotReady where its process ended, or launch failed."""
+        """What the trainer refuses. Raises NotReady where its process ended, PreviewFailed where launch did."""
         if "phase" not in answer:
             raise NotReady(crash(answer, self.server.log(answer)))
         refusal = answer.get("refusal")
@@ -267,9 +286,7 @@ class _Asked:
             message = f"these rows cannot be shown: {refusal['message']}"
             return [launch_finding("error", "no-preview", message)]
         if refusal.get("own"):
-            message = f"launch could not show these rows: {described(refusal)}"
-            help = "this is a failure of launch, not of the stage file; please report it"
-            return [launch_finding("error", "preview-failed", message, help)]
+            raise PreviewFailed(refusal)
         what = "the trainer refuses this stage before it prepares the rows"
         if content is not None:
             what = "the trainer refuses these rows"
@@ -292,10 +309,11 @@ class _Asked:
 def _absent(kind: str, name: str) -> NotReady:
     if kind == "data":
         message = f"the data set {name} is not on this machine"
-        return not_ready("absent-data", message, "`launch prepare CONFIG` downloads it, or a start does")
-    message = f"there is no tokenizer of {name} on this machine: no folder of that name, and nothing in the hub's cache"
-    help = f"correct the path, or download it: hf download {name} --include '*token*' '*.json' '*.jinja' '*.txt'"
-    return not_ready("absent-tokenizer", message, help)
+        return not_ready("absent-data", message, "download it: launch prepare CONFIG")
+    message = (
+        f"there is no tokenizer of {name} on this machine: no folder of that name, and nothing in the hub's cache"
+    )
+    return not_ready("absent-tokenizer", message, "correct the name, or download it: launch prepare CONFIG")
 
 
 def _no_such_row(row: str, total: int | None) -> UsageError:

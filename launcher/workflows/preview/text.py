@@ -75,7 +75,9 @@ def _share(preview: Preview, counts: Mapping[str, Any]) -> list[Part]:
     tokens = counts["tokens"]
     trained = counts["trained"]
     parts = [Part(_percent(trained, tokens), "trained"), Part(f" of {tokens:,} tokens")]
-    if preview.template["used"] and trained == tokens and not preview.is_pairs:
+    # a collator without padding leaves out the first token of a row
+    trains_on_all = trained + counts["rows"] >= tokens
+    if preview.template["used"] and trains_on_all and not preview.is_pairs:
         parts.append(Part(": of the questions too, `assistant_only_loss: true` leaves the answers", "warning"))
     return parts
 
@@ -157,7 +159,12 @@ def _legend(preview: Preview, paper: marked.Paper) -> list[Part]:
     if preview.is_pairs:
         what = "tokens that are compared"
     if paper.colour:
-        return [Part(what, "trained"), Part("   "), Part("special tokens", "special"), Part("   the rest is read only")]
+        return [
+            Part(what, "trained"),
+            Part("   "),
+            Part("special tokens", "special"),
+            Part("   the rest is read only"),
+        ]
     return [Part(f"[[ ]] encloses {what}", "quiet")]
 
 
@@ -218,7 +225,9 @@ def _show_pieces(section: Section, row: PreviewedRow, paper: marked.Paper, *, wh
     start, end = _both_ends(kept, parts)
     paper.text(start)
     left = tokens - _SHOWN_TOKENS
-    paper.line([Part(f"  {marked.GUTTER} ", "quiet"), Part(f"... about {left:,} more tokens: --row {row.number}", "quiet")])
+    paper.line(
+        [Part(f"  {marked.GUTTER} ", "quiet"), Part(f"... about {left:,} more tokens: --row {row.number}", "quiet")]
+    )
     paper.text(end)
 
 

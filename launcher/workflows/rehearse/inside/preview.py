@@ -259,7 +259,7 @@ class View:
         numbers = self.selected[ROW]
         lengths = {number: self.longest(listed[0]) for number, listed in uncut.items()}
         prepared = self.prepare(self.selected, True)
-        counts = {
+        counts: dict[str, Any] = {
             "rows": len(numbers),
             "lengths": [lengths[number] for number in numbers if number in lengths],
             "tokens": 0,

@@ -18,6 +18,7 @@ from launcher.errors import (
     Exit,
     Finding,
     InvalidConfig,
+    LaunchError,
     NotReady,
     UsageError,
     errors,

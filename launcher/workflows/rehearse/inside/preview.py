@@ -271,9 +271,10 @@ class View:
                 counts["tokens"] += len(part.ids)
                 counts["trained"] += sum(part.trained)
         if self.packs:
-            limit = self.limit or 0
-            over = sum(lengths.get(number, 0) > limit for number in numbers)
-            return {**counts, "cut": over, "too_long": 0, "untrained": 0}
+            is_cut = counts["tokens"] < sum(counts["lengths"])
+            over = sum(lengths[number] > (self.limit or 0) for number in numbers)
+            # other strategies go on in a further sequence
+            return {**counts, "cut": over if is_cut else 0, "too_long": 0, "untrained": 0}
         kept = by_number(prepared)
         cut = 0
         too_long = 0

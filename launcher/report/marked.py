@@ -36,7 +36,7 @@ _TRAINED = ("trained", "rejected")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Span:
     """A part of a line, in one of the styles of `_STYLES`, or in none."""
 
     text: str
@@ -52,18 +52,18 @@ class Paper:
         encoding = (sys.stdout.encoding or "ascii").lower().replace("-", "")
         self._is_ascii = not encoding.startswith("utf")
 
-    def line(self, parts: Sequence[Part]) -> None:
+    def line(self, parts: Sequence[Span]) -> None:
         """One line of launch's own words; what they quote stays on it."""
-        clean = [Part(self._clean(part.text).replace("\n", " "), part.style) for part in parts]
+        clean = [Span(self._clean(part.text).replace("\n", " "), part.style) for part in parts]
         if not self.colour:
             console.say("".join(part.text for part in clean).rstrip())
             return
         self._print(clean, width=None)
 
-    def text(self, parts: Sequence[Part]) -> None:
+    def text(self, parts: Sequence[Span]) -> None:
         """Text of any length behind a line at the left; trained parts are marked."""
-        for line in _lines([Part(self._clean(part.text), part.style) for part in parts]):
-            gutter = Part(f"  {self._drawn(GUTTER)} ", "quiet")
+        for line in _lines([Span(self._clean(part.text), part.style) for part in parts]):
+            gutter = Span(f"  {self._drawn(GUTTER)} ", "quiet")
             if self.colour:
                 self._print_wrapped(gutter, line)
             else:
@@ -79,13 +79,13 @@ class Paper:
         cleaned = redact(printable(text))
         return self._drawn(cleaned) if self._is_ascii else cleaned
 
-    def _print(self, parts: Sequence[Part], width: int | None) -> None:
+    def _print(self, parts: Sequence[Span], width: int | None) -> None:
         from rich.console import Console
 
         # a width that no line reaches: the terminal wraps it
         Console(highlight=False, soft_wrap=True, width=width).print(_rich(parts))
 
-    def _print_wrapped(self, gutter: Part, line: Sequence[Part]) -> None:
+    def _print_wrapped(self, gutter: Span, line: Sequence[Span]) -> None:
         from rich.console import Console
 
         terminal = Console(highlight=False)
@@ -94,7 +94,7 @@ class Paper:
             terminal.print(_rich([gutter]) + wrapped, soft_wrap=True)
 
 
-def _rich(parts: Sequence[Part]) -> Text:
+def _rich(parts: Sequence[Span]) -> Text:
     from rich.text import Text
 
     text = Text()
@@ -103,9 +103,9 @@ def _rich(parts: Sequence[Part]) -> Text:
     return text
 
 
-def _lines(parts: Sequence[Part]) -> Iterator[list[Part]]:
+def _lines(parts: Sequence[Span]) -> Iterator[list[Span]]:
     """The lines of a text; a trained end of a line is shown, as nothing else of it could be."""
-    line: list[Part] = []
+    line: list[Span] = []
     for part in parts:
         pieces = part.text.split("\n")
         for index, piece in enumerate(pieces):
@@ -113,7 +113,7 @@ def _lines(parts: Sequence[Part]) -> Iterator[list[Part]]:
             if not is_last and _is_trained(part):
                 piece += "↵"
             if piece:
-                line.append(Part(piece, part.style))
+                line.append(Span(piece, part.style))
             if not is_last:
                 yield line
                 line = []
@@ -121,7 +121,7 @@ def _lines(parts: Sequence[Part]) -> Iterator[list[Part]]:
         yield line
 
 
-def _bracketed(line: Sequence[Part]) -> Iterator[str]:
+def _bracketed(line: Sequence[Span]) -> Iterator[str]:
     """A line with brackets around what is trained; trained parts beside each other share them."""
     inside = False
     for part in line:
@@ -135,5 +135,5 @@ def _bracketed(line: Sequence[Part]) -> Iterator[str]:
         yield "]]"
 
 
-def _is_trained(part: Part) -> bool:
+def _is_trained(part: Span) -> bool:
     return part.style is not None and part.style.startswith(_TRAINED)

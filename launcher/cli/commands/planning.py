@@ -101,9 +101,9 @@ def preview(
         None, "--row", metavar="I", help="show this row in full: its number from 1, or FILE:LINE", show_default=False
     ),
 ) -> Exit:
-    """Show rows as the model gets them, and which tokens count in the loss.
+    """Show rows as the model gets them, trained tokens marked.
 
-    The trainer's own code prepares them, on the CPU and without weights. Also counted: rows that are cut or dropped.
+    The trainer's own code prepares them, on the CPU and without weights. Rows that are cut or dropped are counted.
     """
     from launcher.lifecycle import prepare
     from launcher.workflows.preview import preview, text

@@ -28,6 +28,7 @@ from launcher.errors import (
 )
 from launcher.machine.python import Trainer
 from launcher.stage.stage import Judged
+from launcher.upstream.schema import source_name
 from launcher.upstream.trainers import Entry, entry_of
 from launcher.workflows.rehearse import arguments, further
 from launcher.workflows.rehearse.ask import Server, Servers, crash, described
@@ -187,10 +188,10 @@ def preview(judged: Judged, trainer: Trainer, *, first: int, row: str | None, sa
     if number is not None and not content["rows"] and content["refused"] is None:
         raise _no_such_row(str(row), content["total"])
     shown = [_row(about, sources, totals, entry) for about in content["rows"]]
-    version = f" {trainer.packages['trl']}" if judged.schema.backend == "trl" and "trl" in trainer.packages else ""
+    source = source_name(judged.upstream.backend, judged.upstream.version)
     found = (*judged.findings, *map(judged.config.placed, findings))
     return Preview(
-        title=f"{judged.options.stage} on {judged.schema.backend}{version}",
+        title=f"{judged.options.stage} on {source}",
         data=", ".join(dict.fromkeys(_shown_source(source) for source in sources)) or _named_data(judged, entry),
         model=str(judged.config.args.get(entry.names.model)),
         length_key=entry.names.max_length,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.report import marked
-from launcher.report.marked import Part
+from launcher.report.marked import Span
 from launcher.workflows.preview.preview import Preview, PreviewedRow, Section
 
 _SHOWN_TOKENS = 400
@@ -21,33 +21,33 @@ _LABEL = 10
 def show(preview: Preview, *, whole: bool) -> None:
     """Print a preview; `whole` leaves nothing out of the rows."""
     paper = marked.Paper()
-    paper.line([Part(preview.title, "title"), Part(f"  {preview.data}")])
+    paper.line([Span(preview.title, "title"), Span(f"  {preview.data}")])
     paper.line([])
     for label, parts in _head(preview):
-        paper.line([Part(f"  {label:<{_LABEL}}", "quiet"), *parts])
+        paper.line([Span(f"  {label:<{_LABEL}}", "quiet"), *parts])
     if preview.rows:
         paper.line([])
-        paper.line([Part("  "), *_legend(preview, paper)])
+        paper.line([Span("  "), *_legend(preview, paper)])
     for row in preview.rows:
         paper.line([])
         _show_row(row, preview, paper, whole=whole)
 
 
-def _head(preview: Preview) -> Iterator[tuple[str, list[Part]]]:
+def _head(preview: Preview) -> Iterator[tuple[str, list[Span]]]:
     style = "warning" if preview.template["fallback"] or preview.template["source"] == "none" else None
-    yield "template", [Part(preview.template_text, style)]
+    yield "template", [Span(preview.template_text, style)]
     counts = preview.counts
     if counts is None:
-        yield "rows", [Part("not counted: the trainer refuses one of them", "warning")]
+        yield "rows", [Span("not counted: the trainer refuses one of them", "warning")]
         return
-    yield "rows", [Part(_how_many(preview, counts))]
+    yield "rows", [Span(_how_many(preview, counts))]
     if counts["cut"]:
         message = f"{counts['cut']:,} of {counts['rows']:,} rows, at `{preview.length_key}: {preview.limit}`"
-        yield "cut", [Part(message, "warning")]
+        yield "cut", [Span(message, "warning")]
     for reason, name in (("too_long", "the prompt fills `{key}: {limit}`"), ("untrained", "nothing in them counts")):
         if counts[reason]:
             why = name.format(key=preview.length_key, limit=preview.limit)
-            yield "dropped", [Part(f"{counts[reason]:,} of {counts['rows']:,} rows: {why}", "warning")]
+            yield "dropped", [Span(f"{counts[reason]:,} of {counts['rows']:,} rows: {why}", "warning")]
     yield "trained", _share(preview, counts)
     yield from _histogram(preview, counts)
 
@@ -71,14 +71,14 @@ def _how_many(preview: Preview, counts: Mapping[str, Any]) -> str:
     return f"{text}: {whole:,} whole, {counts['cut']:,} cut, {dropped:,} dropped"
 
 
-def _share(preview: Preview, counts: Mapping[str, Any]) -> list[Part]:
+def _share(preview: Preview, counts: Mapping[str, Any]) -> list[Span]:
     tokens = counts["tokens"]
     trained = counts["trained"]
-    parts = [Part(_percent(trained, tokens), "trained"), Part(f" of {tokens:,} tokens")]
+    parts = [Span(_percent(trained, tokens), "trained"), Span(f" of {tokens:,} tokens")]
     # a collator without padding leaves out the first token of a row
     trains_on_all = trained + counts["rows"] >= tokens
     if preview.template["used"] and trains_on_all and not preview.is_pairs:
-        parts.append(Part(": of the questions too, `assistant_only_loss: true` leaves the answers", "warning"))
+        parts.append(Span(": of the questions too, `assistant_only_loss: true` leaves the answers", "warning"))
     return parts
 
 
@@ -106,13 +106,13 @@ class _Bin:
         return f"{self.low:,}+" if self.high is None else f"{self.low:,}-{self.high:,}"
 
 
-def _histogram(preview: Preview, counts: Mapping[str, Any]) -> Iterator[tuple[str, list[Part]]]:
+def _histogram(preview: Preview, counts: Mapping[str, Any]) -> Iterator[tuple[str, list[Span]]]:
     lengths = counts["lengths"]
     if not lengths:
         return
     mean = sum(lengths) / len(lengths)
     of_what = "the longer answer, with its prompt" if preview.is_pairs else "a row"
-    yield "lengths", [Part(f"{mean:,.0f} tokens on average, {max(lengths):,} at most ({of_what}, before any cut)")]
+    yield "lengths", [Span(f"{mean:,.0f} tokens on average, {max(lengths):,} at most ({of_what}, before any cut)")]
     bins = _bins(lengths)
     width = max(len(entry.label) for entry in bins)
     most = max(entry.count for entry in bins)
@@ -121,8 +121,8 @@ def _histogram(preview: Preview, counts: Mapping[str, Any]) -> Iterator[tuple[st
         if entry.count and not size:
             size = 1
         is_over = preview.limit is not None and entry.low > preview.limit
-        bar = Part(marked.BAR * size, "warning" if is_over else "bar")
-        yield "", [Part(f"{entry.label:>{width}}  ", "quiet"), bar, Part(f" {entry.count:,}", "quiet")]
+        bar = Span(marked.BAR * size, "warning" if is_over else "bar")
+        yield "", [Span(f"{entry.label:>{width}}  ", "quiet"), bar, Span(f" {entry.count:,}", "quiet")]
 
 
 def _bins(lengths: list[int]) -> list[_Bin]:
@@ -154,46 +154,46 @@ def _round_width(top: int) -> int:
         width *= 10
 
 
-def _legend(preview: Preview, paper: marked.Paper) -> list[Part]:
+def _legend(preview: Preview, paper: marked.Paper) -> list[Span]:
     what = "tokens that count in the loss"
     if preview.is_pairs:
         what = "tokens that are compared"
     if paper.colour:
         return [
-            Part(what, "trained"),
-            Part("   "),
-            Part("special tokens", "special"),
-            Part("   the rest is read only"),
+            Span(what, "trained"),
+            Span("   "),
+            Span("special tokens", "special"),
+            Span("   the rest is read only"),
         ]
-    return [Part(f"[[ ]] encloses {what}", "quiet")]
+    return [Span(f"[[ ]] encloses {what}", "quiet")]
 
 
 def _show_row(row: PreviewedRow, preview: Preview, paper: marked.Paper, *, whole: bool) -> None:
-    paper.line([Part(f"row {row.number}", "title"), *_about_row(row)])
+    paper.line([Span(f"row {row.number}", "title"), *_about_row(row)])
     if row.difference is not None:
-        paper.line([Part("  "), *_about_difference(row)])
+        paper.line([Span("  "), *_about_difference(row)])
     for section in row.sections:
         if len(row.sections) > 1:
-            paper.line([Part("  "), Part(section.name, "title"), Part(f"  {_about_section(section)}", "quiet")])
+            paper.line([Span("  "), Span(section.name, "title"), Span(f"  {_about_section(section)}", "quiet")])
         _show_pieces(section, row, paper, whole=whole)
         if section.cut:
             paper.line(list(_about_cut(section)))
 
 
-def _about_row(row: PreviewedRow) -> list[Part]:
+def _about_row(row: PreviewedRow) -> list[Span]:
     parts = []
     if row.place is not None:
-        parts.append(Part(f"  {row.place}", "quiet"))
+        parts.append(Span(f"  {row.place}", "quiet"))
     if row.sections:
-        parts.append(Part(f"  {row.tokens:,} tokens, {_percent(row.trained, row.tokens)} trained"))
+        parts.append(Span(f"  {row.tokens:,} tokens, {_percent(row.trained, row.tokens)} trained"))
     if row.status == "cut":
-        parts.append(Part(f", {row.cut:,} cut", "warning"))
+        parts.append(Span(f", {row.cut:,} cut", "warning"))
     if row.parts > 1:
-        parts.append(Part(f", in {row.parts} sequences"))
+        parts.append(Span(f", in {row.parts} sequences"))
     if row.status == "dropped":
-        parts.append(Part(f"  dropped: {row.reason}", "warning"))
+        parts.append(Span(f"  dropped: {row.reason}", "warning"))
     if not row.taken:
-        parts.append(Part("  not among the rows that the mixture takes", "warning"))
+        parts.append(Span("  not among the rows that the mixture takes", "warning"))
     return parts
 
 
@@ -203,21 +203,21 @@ def _about_section(section: Section) -> str:
     return f"{section.tokens:,} tokens"
 
 
-def _about_difference(row: PreviewedRow) -> list[Part]:
+def _about_difference(row: PreviewedRow) -> list[Span]:
     difference = row.difference or {}
     if difference["equal"]:
-        return [Part("chosen and rejected are the same: this pair teaches nothing", "warning")]
+        return [Span("chosen and rejected are the same: this pair teaches nothing", "warning")]
     chosen = difference["chosen"]
     rejected = difference["rejected"]
     text = f"they differ in {chosen:,} tokens of chosen and {rejected:,} of rejected"
     if difference["same_start"]:
         text += f", after {difference['same_start']:,} that are the same"
-    return [Part(text, "quiet")]
+    return [Span(text, "quiet")]
 
 
 def _show_pieces(section: Section, row: PreviewedRow, paper: marked.Paper, *, whole: bool) -> None:
     kept = [piece for piece in section.pieces if not piece["cut"]]
-    parts = [Part(piece["text"], _style(piece, section, row)) for piece in kept]
+    parts = [Span(piece["text"], _style(piece, section, row)) for piece in kept]
     tokens = sum(piece["tokens"] for piece in kept)
     if whole or tokens <= _SHOWN_TOKENS:
         paper.text(parts)
@@ -226,12 +226,12 @@ def _show_pieces(section: Section, row: PreviewedRow, paper: marked.Paper, *, wh
     paper.text(start)
     left = tokens - _SHOWN_TOKENS
     paper.line(
-        [Part(f"  {marked.GUTTER} ", "quiet"), Part(f"... about {left:,} more tokens: --row {row.number}", "quiet")]
+        [Span(f"  {marked.GUTTER} ", "quiet"), Span(f"... about {left:,} more tokens: --row {row.number}", "quiet")]
     )
     paper.text(end)
 
 
-def _both_ends(pieces: list[Any], parts: list[Part]) -> tuple[list[Part], list[Part]]:
+def _both_ends(pieces: list[Any], parts: list[Span]) -> tuple[list[Span], list[Span]]:
     """The start and the end of a long text, of about `_SHOWN_TOKENS` tokens together."""
     half = _SHOWN_TOKENS // 2
     start = list(_head_of(pieces, parts, half, from_end=False))
@@ -239,7 +239,7 @@ def _both_ends(pieces: list[Any], parts: list[Part]) -> tuple[list[Part], list[P
     return start, end[::-1]
 
 
-def _head_of(pieces: Iterable[Any], parts: Iterable[Part], tokens: int, *, from_end: bool) -> Iterator[Part]:
+def _head_of(pieces: Iterable[Any], parts: Iterable[Span], tokens: int, *, from_end: bool) -> Iterator[Span]:
     left = tokens
     for piece, part in zip(pieces, parts, strict=True):
         if left <= 0:
@@ -249,7 +249,7 @@ def _head_of(pieces: Iterable[Any], parts: Iterable[Part], tokens: int, *, from_
         else:
             # tokens have no places in a text: the same share of its characters
             size = max(1, len(part.text) * left // piece["tokens"])
-            yield Part(part.text[-size:] if from_end else part.text[:size], part.style)
+            yield Span(part.text[-size:] if from_end else part.text[:size], part.style)
         left -= piece["tokens"]
 
 
@@ -266,10 +266,10 @@ def _style(piece: Mapping[str, Any], section: Section, row: PreviewedRow) -> str
     return "special" if piece["special"] else None
 
 
-def _about_cut(section: Section) -> Iterator[Part]:
+def _about_cut(section: Section) -> Iterator[Span]:
     text = "".join(piece["text"] for piece in section.pieces if piece["cut"])
     shown = " ".join(text.split())
     if len(shown) > _CUT_CHARACTERS:
         shown = f"{shown[:_CUT_CHARACTERS]}..."
-    yield Part(f"  {section.cut:,} tokens cut at the {section.cut_at}: ", "warning")
-    yield Part(shown, "cut")
+    yield Span(f"  {section.cut:,} tokens cut at the {section.cut_at}: ", "warning")
+    yield Span(shown, "cut")

@@ -6,8 +6,8 @@ from typing import Any
 
 from . import preview, rows
 from .calls import call_trainer
-from .open_instruct_stage import parse, shrink_olmo_core, supply_for_cpu
-from .preview import ROW, Finished, Loader, View
+from .open_instruct_stage import adapt, parse, supply_for_cpu
+from .preview import ROW, Finished, Loader, PreparedSet
 
 _UNLIMITED = 1 << 30
 _EMPTY = "No examples left after transformation"
@@ -43,8 +43,7 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
             tokenizer.tokenizer_name_or_path = preview.model_folder(request, report, own)
         # a revision is that of the folder
         tokenizer.tokenizer_revision = None
-        if request["entry"] == "dpo_olmo_core":
-            shrink_olmo_core(script)
+        adapt(script, request["entry"])
         report["phase"] = "construct"
         call_trainer(script.main, arguments, tokenizer)
     except preview.Absent as absent:
@@ -53,7 +52,7 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
         pass
 
 
-def views_of(script: Any, arguments: Any, loader: Loader, kwargs: dict[str, Any]) -> list[View]:
+def views_of(script: Any, arguments: Any, loader: Loader, kwargs: dict[str, Any]) -> list[PreparedSet]:
     """A view of each set of the mixture."""
     import open_instruct.dataset_transformation as transformation
 
@@ -78,7 +77,7 @@ def views_of(script: Any, arguments: Any, loader: Loader, kwargs: dict[str, Any]
     return views
 
 
-def view_of(config: Any, about: Any, loaded: Any, collator: Any, arguments: Any) -> View:
+def view_of(config: Any, about: Any, loaded: Any, collator: Any, arguments: Any) -> PreparedSet:
     import open_instruct.dataset_transformation as transformation
 
     def prepare(dataset: Any, limited: bool) -> Any:
@@ -102,7 +101,7 @@ def view_of(config: Any, about: Any, loaded: Any, collator: Any, arguments: Any)
         batch: dict[str, Any] = call_trainer(collator, [features])
         return batch
 
-    return View(
+    return PreparedSet(
         selected=config.dataset,
         loaded=loaded,
         prepare=prepare,

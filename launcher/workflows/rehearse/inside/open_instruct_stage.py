@@ -202,6 +202,12 @@ def constant(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
+def adapt(script: Any, entry: str) -> None:
+    """Have a script run as one process on a CPU up to its data set."""
+    if entry == "dpo_olmo_core":
+        shrink_olmo_core(script)
+
+
 def shrink_olmo_core(script: Any) -> None:
     """dpo.py builds its model by a name of OLMo-core's: the same with two thin layers, on one process."""
     from olmo_core.train.callbacks import gpu_memory_monitor

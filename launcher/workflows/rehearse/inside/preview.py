@@ -237,7 +237,7 @@ def by_number(prepared: Any) -> dict[int, list[dict[str, Any]]]:
 
 
 @dataclass
-class View:
+class PreparedSet:
     """The rows of one data set as they are looked at.
 
     `selected` are those that the trainer prepares, `loaded` those that may be asked for. `packs` says that
@@ -467,7 +467,7 @@ def decoded(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def finish(views: list[View], loader: Loader, request: dict[str, Any], template: dict[str, Any]) -> None:
+def finish(views: list[PreparedSet], loader: Loader, request: dict[str, Any], template: dict[str, Any]) -> None:
     """Write what was seen to `request["result"]` and end the script.
 
     Raises Finished, or what the trainer raises for the first row that it refuses.
@@ -509,7 +509,7 @@ def finish(views: list[View], loader: Loader, request: dict[str, Any], template:
     raise Finished
 
 
-def numbers_to_show(views: list[View], request: dict[str, Any]) -> list[int]:
+def numbers_to_show(views: list[PreparedSet], request: dict[str, Any]) -> list[int]:
     """The rows that are asked for by number, or the first ones that are trained on."""
     if request["numbers"]:
         return list(request["numbers"])

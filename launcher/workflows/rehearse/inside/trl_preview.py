@@ -6,7 +6,7 @@ from typing import Any
 
 from . import preview, rows
 from .calls import call_trainer
-from .preview import ROW, Finished, Loader, View
+from .preview import ROW, Finished, Loader, PreparedSet
 from .trl_stage import TRAINERS, parse
 
 
@@ -72,7 +72,7 @@ def look_instead_of_training(kind: Any, loader: Loader, request: dict[str, Any])
     kind.train = look
 
 
-def view_of(trainer: Any, prepare: Any, calls: list[inspect.BoundArguments]) -> View:
+def view_of(trainer: Any, prepare: Any, calls: list[inspect.BoundArguments]) -> PreparedSet:
     whole = copy.copy(trainer.data_collator)
     if hasattr(whole, "max_length"):
         whole.max_length = None
@@ -99,7 +99,7 @@ def view_of(trainer: Any, prepare: Any, calls: list[inspect.BoundArguments]) -> 
     if ROW not in selected.column_names:
         # a mixture may name the columns that it takes
         selected = selected.add_column(ROW, range(len(selected)))
-    return View(
+    return PreparedSet(
         selected=selected,
         loaded=selected,
         prepare=prepare_rows,
@@ -110,7 +110,7 @@ def view_of(trainer: Any, prepare: Any, calls: list[inspect.BoundArguments]) -> 
     )
 
 
-def template_of(trainer: Any, view: View) -> dict[str, Any]:
+def template_of(trainer: Any, view: PreparedSet) -> dict[str, Any]:
     """The chat template: whose it is, and whether these rows go through it."""
     from trl import data_utils
 

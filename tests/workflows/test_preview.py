@@ -1,5 +1,6 @@
 """`launch preview`: rows as the trainer's own preparation and collator make them, told in text and as JSON."""
 
+import contextlib
 import json
 import os
 import pty
@@ -17,12 +18,14 @@ from real_training import needs_open_instruct, needs_trl
 
 from launcher.cli.main import main
 from launcher.errors import Exit
+from launcher.workflows.preview import preview
+from launcher.workflows.rehearse.ask import Servers
 
 Chat = list[dict[str, str]]
 
 
 @pytest.fixture(autouse=True)
-def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     for name, folder in {"HOME": "home", "XDG_CACHE_HOME": "cache", "HF_HOME": "hub"}.items():
@@ -30,8 +33,13 @@ def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.chdir(tmp_path)
-    yield
-    assert not [name for name in os.listdir(temporary) if name.startswith("launch-")]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    """One process under the trainer's Python for many tests: to import its packages takes most of a preview."""
+    with Servers() as opened:
+        yield opened
 
 
 def chat(question: str, answer: str) -> Chat:
@@ -81,8 +89,16 @@ class Previews:
 
 
 @pytest.fixture
-def previews(capsys: pytest.CaptureFixture[str]) -> Previews:
+def previews(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, servers: Servers) -> Previews:
+    monkeypatch.setattr(preview, "Servers", lambda: contextlib.nullcontext(servers))
     return Previews(capsys)
+
+
+@pytest.fixture
+def previews_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Previews]:
+    """Previews with a process of their own each, which leaves nothing behind."""
+    yield Previews(capsys)
+    assert not [name for name in os.listdir(tmp_path / "temporary") if name.startswith("launch-")]
 
 
 def joined(row: dict[str, Any], section: str = "text", **wanted: bool) -> str:
@@ -270,7 +286,7 @@ def test_a_row_that_the_trainer_refuses_is_named_and_others_are_shown(previews: 
 
 @needs_trl
 @pytest.mark.slow
-def test_only_the_tokenizer_is_needed_and_no_weights_are_read(previews: Previews, demo_assets: Path) -> None:
+def test_only_the_tokenizer_is_needed_and_no_weights_are_read(previews_alone: Previews, demo_assets: Path) -> None:
     write_rows(Path("data"), [{"messages": chat("q", "a")}] * 20)
     hub = Path("hub/hub/models--org--tiny")
     (hub / "refs").mkdir(parents=True)
@@ -280,30 +296,30 @@ def test_only_the_tokenizer_is_needed_and_no_weights_are_read(previews: Previews
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(demo_assets / "model" / name, snapshot / name)
     stage = write_stage(Path("org/tiny"), dataset_name="data", use_peft=True, lora_target_modules=["c_attn"])
-    whole = previews.json(stage, "--rows", "1")
+    whole = previews_alone.json(stage, "--rows", "1")
     assert joined(whole["data"]["rows"][0]).startswith("<|im_start|>user\nq")
     assert [finding["code"] for finding in whole["findings"] if finding["severity"] == "note"].count("stand-in") == 1
     shutil.copy(demo_assets / "model" / "config.json", snapshot / "config.json")
     (snapshot / "model.safetensors").write_bytes(b"these are no weights")
-    assert previews.data(stage, "--rows", "1")["rows"] == whole["data"]["rows"]
+    assert previews_alone.data(stage, "--rows", "1")["rows"] == whole["data"]["rows"]
 
 
 @needs_trl
 @pytest.mark.slow
 def test_what_is_not_here_is_an_error_with_an_exit_code(
-    previews: Previews, demo_assets: Path, monkeypatch: pytest.MonkeyPatch
+    previews_alone: Previews, demo_assets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_rows(Path("data"), [{"messages": chat("q", "a")}] * 20)
     absent = write_stage(Path("org/none"), dataset_name="data")
-    assert previews.fault(absent, code=Exit.NOT_READY)["code"] == "absent-tokenizer"
+    assert previews_alone.fault(absent, code=Exit.NOT_READY)["code"] == "absent-tokenizer"
     remote = write_stage(demo_assets / "model", dataset_name="org/none")
-    fault = previews.fault(remote, code=Exit.NOT_READY)
+    fault = previews_alone.fault(remote, code=Exit.NOT_READY)
     assert fault["code"] == "absent-data" and "launch prepare" in fault["help"]
     bare = Path("bare/bin/python")
     bare.parent.mkdir(parents=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "bare"], check=True)
     here = write_stage(demo_assets / "model", dataset_name="data")
-    fault = previews.fault(here, "--python", str(bare), code=Exit.NOT_READY)
+    fault = previews_alone.fault(here, "--python", str(bare), code=Exit.NOT_READY)
     assert fault["code"] == "rehearsal-imports"
 
 

@@ -242,7 +242,11 @@ class _Asked:
         self.server = server
         self.first = first
         self.number = number
-        self.arguments = arguments.of_stage(judged.config.args, judged.options, judged.schema, entry)
+        refused = {_argument(finding) for finding in errors(judged.findings)}
+        refused -= {entry.names.data, entry.names.model}
+        # what is wrong with others need not hide the rows
+        args = {name: value for name, value in judged.config.args.items() if name not in refused}
+        self.arguments = arguments.of_stage(args, judged.options, judged.schema, entry)
 
     def answer(self, totals: Mapping[str, _SetSize]) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
         """What came of the request, and what was seen. Raises NotReady for what is not on this machine."""
@@ -306,6 +310,11 @@ class _Asked:
             if kind == "config":
                 message = f"the config of {name} is not on this machine: its tokenizer is used with another model's"
                 yield launch_finding("note", "stand-in", message)
+
+
+def _argument(finding: Finding) -> str:
+    """The argument that a finding is about."""
+    return (finding.key or "").removeprefix("args.").partition("[")[0]
 
 
 def _absent(kind: str, name: str) -> NotReady:
@@ -392,6 +401,8 @@ def _shown_source(source: Source) -> str:
 
 def _named_data(judged: Judged, entry: Entry) -> str:
     named = judged.config.args.get(entry.names.data)
+    if named is None:
+        return "datasets"
     return " ".join(map(str, named)) if isinstance(named, list) else str(named)
 
 

@@ -84,7 +84,10 @@ def view_of(config: Any, about: Any, loaded: Any, collator: Any, arguments: Any)
         changed = copy.copy(config)
         changed.dataset = dataset
         if not limited:
-            changed.transform_fn_args = [unlimited(values) for values in config.transform_fn_args]
+            steps = zip(config.transform_fn, config.transform_fn_args, strict=True)
+            maps = [step for step in steps if transformation.TRANSFORM_FNS[step[0]][1] == "map"]
+            changed.transform_fn = [name for name, _ in maps]
+            changed.transform_fn_args = [unlimited(values) for _, values in maps]
         try:
             prepared = call_trainer(transformation.get_dataset_v1, changed, about)
         except ValueError as error:

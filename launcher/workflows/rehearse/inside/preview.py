@@ -19,7 +19,10 @@ MOST_BYTES = 24 << 20
 UNKNOWN_SIZE = 1000
 _TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
 Prepare = Callable[[Any, bool], Any]
-"""Prepares rows as the trainer does: as they are trained on, or (False) without any limit on their length."""
+"""Prepares rows as the trainer does: as they are trained on, or (False) without a limit on their length.
+
+Then no row is left out either, as far as the trainer can do without.
+"""
 Collate = Callable[[dict[str, Any], bool], dict[str, Any]]
 """The batch of one prepared row, as the trainer's collator makes it; False for one without a limit."""
 
@@ -100,7 +103,9 @@ class Loader:
             numbers = [number for number in range(len(loaded)) if size.takes(number) or number in asked]
             taken = loaded.select(numbers)
         else:
-            numbers, taken = read_some(loaded, size, asked)
+            numbers, taken, ended = read_some(loaded, size, asked)
+            if ended is not None:
+                size = Size(ended, size.bytes)
         taken = taken.add_column(ROW, [offset + number for number in numbers])
         self.sets.append(LoadedSet(taken, offset, size.total))
         return taken
@@ -153,24 +158,29 @@ class Size:
         return self.total - 1
 
 
-def read_some(stream: Any, size: Size, asked: set[int]) -> tuple[list[int], Any]:
+def read_some(stream: Any, size: Size, asked: set[int]) -> tuple[list[int], Any, int | None]:
+    """Some rows of a stream, and their numbers; how many rows it has, if it was read to its end."""
     import datasets
 
     last = max([size.last, *asked])
     numbers = []
     kept = []
+    ended = None
     iterator = iter(stream)
     number = 0
-    while number <= last:
+    # one more row: without it the stream is known to end here
+    while number <= last + 1:
         try:
             row = call_trainer(next, iterator)
         except StopIteration:
+            ended = number
             break
         if size.takes(number) or number in asked:
             numbers.append(number)
             kept.append(row)
         number += 1
-    return numbers, datasets.Dataset.from_list(kept, features=None if kept else stream.features)
+    taken = datasets.Dataset.from_list(kept, features=None if kept else stream.features)
+    return numbers, taken, ended
 
 
 def model_folder(request: dict[str, Any], report: dict[str, Any], name: str) -> str:
@@ -282,11 +292,17 @@ class PreparedSet:
         for number in numbers:
             if number in kept:
                 cut += self.longest(kept[number][0], limited=True) < lengths.get(number, 0)
-            elif number in uncut:
+            elif self.has_trained(uncut.get(number)):
                 too_long += 1
             else:
                 untrained += 1
         return {**counts, "cut": cut, "too_long": too_long, "untrained": untrained}
+
+    def has_trained(self, listed: list[dict[str, Any]] | None) -> bool:
+        """Whether each sequence of a row has a token that counts, as long as nothing is cut."""
+        if not listed:
+            return False
+        return all(any(part.trained) for part in strands(self.collate(listed[0], False)))
 
     def longest(self, row: dict[str, Any], *, limited: bool = False) -> int:
         return max(len(part.ids) for part in strands(self.collate(row, limited)))
@@ -334,7 +350,8 @@ class PreparedSet:
         if not kept:
             limit = self.limit or 0
             remaining = [Strand(part.name, part.ids[:limit], part.trained[:limit]) for part in whole]
-            return {**about, "status": "dropped", "reason": "too_long", **self.described(whole, remaining)}
+            reason = "too_long" if self.has_trained(uncut) else "untrained"
+            return {**about, "status": "dropped", "reason": reason, **self.described(whole, remaining)}
         remaining = joined([strands(self.collate(row, True)) for row in kept])
         described = self.described(whole or remaining, remaining)
         if described["cut"]:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -255,15 +256,14 @@ def test_a_template_that_is_replaced_or_given_is_named(previews: Previews, demo_
     assert whole["template"]["description"] == "plain.jinja (chat_template_path)"
     assert joined(whole["rows"][0]) == "user: q<|im_end|>assistant: a<|im_end|>"
     # a template of which TRL has a version of its own
-    from trl import chat_template_utils
-
+    templates = Path(str(getattr(find_spec("trl"), "origin", ""))).parent / "chat_templates"
     shutil.copytree(demo_assets / "model", "model")
-    Path("model/chat_template.jinja").write_text(chat_template_utils.qwen2_5_chat_template)
+    shutil.copy(templates / "qwen2_5.jinja", "model/chat_template.jinja")
     stage = write_stage(Path("model"), dataset_name="data", assistant_only_loss=True)
     replaced = previews.data(stage, "--rows", "1")
     assert replaced["template"]["replaced"]
     assert "TRL replaces it by its own version" in replaced["template"]["description"]
-    assert joined(replaced["rows"][0], trained=True).startswith("a<|im_end|>")
+    assert joined(replaced["rows"][0], trained=True).strip() == "a<|im_end|>"
 
 
 @needs_trl

@@ -36,7 +36,7 @@ from launcher.workflows.rehearse.ask import Server, Servers, crash, described
 Say = Callable[[str], None]
 LIMIT_S = 300.0
 _COMMON = "qwen/qwen2.5-0.5b"  # the config where a model's own is not here
-_LARGEST = 512 << 20  # bytes of files that are read to their end for the counts
+_LARGEST = 256 << 20  # bytes of a set that is read to its end for the counts
 _REASONS = {
     "too_long": "no token that counts in the loss is within `{length}`: the prompt fills it",
     "untrained": "no token of it counts in the loss",
@@ -217,6 +217,13 @@ class _SetSize:
     rows: int | None
     bytes: int | None
 
+    @property
+    def read_bytes(self) -> int | None:
+        """Bytes that are read to look at rows from all parts; None where only the first rows are looked at."""
+        if self.bytes is None or self.bytes > _LARGEST:
+            return None
+        return self.bytes
+
 
 def _count(source: Source) -> _SetSize:
     if not source.files:
@@ -264,7 +271,7 @@ class _Asked:
             "result": str(result),
             "first": self.first,
             "numbers": [] if self.number is None else [self.number],
-            "sizes": {name: [size.rows, size.bytes] for name, size in totals.items() if (size.bytes or 0) <= _LARGEST},
+            "sizes": {name: [size.rows, size.read_bytes] for name, size in totals.items()},
         }
         (answer,) = self.server.ask(request, limit_s=LIMIT_S)
         if "absent" in answer:

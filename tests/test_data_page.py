@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, find_checkout
 from real_training import needs_open_instruct
 
 from launcher.cli.main import main
@@ -74,6 +74,9 @@ def ultrafeedback(number: int) -> dict[str, object]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     numbers = range(COUNT)
+    checkout = find_checkout()
+    if checkout is not None:
+        monkeypatch.setenv("LAUNCH_OPEN_INSTRUCT", str(checkout))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     work = tmp_path / "work"
     write_lines(work / "data/chats.jsonl", [{"messages": chat(number)} for number in numbers])

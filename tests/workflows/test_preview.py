@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, find_checkout
 from real_training import needs_open_instruct, needs_trl
 
 from launcher.cli.main import main
@@ -29,6 +29,9 @@ Chat = list[dict[str, str]]
 def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
+    checkout = find_checkout()
+    if checkout is not None:
+        monkeypatch.setenv("LAUNCH_OPEN_INSTRUCT", str(checkout))
     for name, folder in {"HOME": "home", "XDG_CACHE_HOME": "cache", "HF_HOME": "hub"}.items():
         monkeypatch.setenv(name, str(tmp_path / folder))
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -295,7 +298,7 @@ def test_only_the_tokenizer_is_needed_and_no_weights_are_read(previews_alone: Pr
     snapshot.mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(demo_assets / "model" / name, snapshot / name)
-    stage = write_stage(Path("org/tiny"), dataset_name="data", use_peft=True, lora_target_modules=["c_attn"])
+    stage = write_stage(Path("org/tiny"), dataset_name="data", use_peft=True, lora_target_modules=["c_attn", "c_proj"])
     whole = previews_alone.json(stage, "--rows", "1")
     assert joined(whole["data"]["rows"][0]).startswith("<|im_start|>user\nq")
     assert [finding["code"] for finding in whole["findings"] if finding["severity"] == "note"].count("stand-in") == 1
@@ -338,7 +341,7 @@ def test_a_large_set_is_counted_by_some_of_its_rows(previews: Previews, demo_ass
 def on_terminal(words: list[str], **variables: str) -> str:
     """What a command writes to a terminal of 60 columns."""
     owner, terminal = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "60", **variables}
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "60", "NO_COLOR": "", **variables}
     program = [sys.executable, "-m", "launcher", *words]
     with subprocess.Popen(program, stdout=terminal, stderr=subprocess.DEVNULL, env=environment) as process:
         os.close(terminal)

@@ -111,8 +111,8 @@ def _histogram(preview: Preview, counts: Mapping[str, Any]) -> Iterator[tuple[st
     if not lengths:
         return
     mean = sum(lengths) / len(lengths)
-    of_what = "the longer answer, with its prompt" if preview.is_pairs else "a row"
-    yield "lengths", [Span(f"{mean:,.0f} tokens on average, {max(lengths):,} at most ({of_what}, before any cut)")]
+    of_what = " of prompt and longer answer" if preview.is_pairs else ""
+    yield "lengths", [Span(f"{mean:,.0f} tokens{of_what} on average, {max(lengths):,} at most, before any cut")]
     bins = _bins(lengths)
     width = max(len(entry.label) for entry in bins)
     most = max(entry.count for entry in bins)
@@ -159,12 +159,9 @@ def _legend(preview: Preview, paper: marked.Paper) -> list[Span]:
     if preview.is_pairs:
         what = "tokens that are compared"
     if paper.colour:
-        return [
-            Span(what, "trained"),
-            Span("   "),
-            Span("special tokens", "special"),
-            Span("   the rest is read only"),
-        ]
+        rejected = [Span(", of rejected", "rejected")] if preview.is_pairs else []
+        special = Span("special tokens", "special")
+        return [Span(what, "trained"), *rejected, Span("   "), special, Span("   the rest is read only")]
     return [Span(f"[[ ]] encloses {what}", "quiet")]
 
 

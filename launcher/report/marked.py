@@ -13,6 +13,7 @@ from launcher.redaction import redact
 from launcher.report import console
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.text import Text
 
 GUTTER = "│"
@@ -58,7 +59,7 @@ class Paper:
         if not self.colour:
             console.say("".join(part.text for part in clean).rstrip())
             return
-        self._print(clean, width=None)
+        self._print(clean)
 
     def text(self, parts: Sequence[Span]) -> None:
         """Text of any length behind a line at the left; trained parts are marked."""
@@ -79,19 +80,22 @@ class Paper:
         cleaned = redact(printable(text))
         return self._drawn(cleaned) if self._is_ascii else cleaned
 
-    def _print(self, parts: Sequence[Span], width: int | None) -> None:
-        from rich.console import Console
-
-        # a width that no line reaches: the terminal wraps it
-        Console(highlight=False, soft_wrap=True, width=width).print(_rich(parts))
+    def _print(self, parts: Sequence[Span]) -> None:
+        # the terminal wraps it
+        _terminal().print(_rich(parts), soft_wrap=True)
 
     def _print_wrapped(self, gutter: Span, line: Sequence[Span]) -> None:
-        from rich.console import Console
-
-        terminal = Console(highlight=False)
+        terminal = _terminal()
         room = max(20, terminal.width - len(gutter.text))
         for wrapped in _rich(line).wrap(terminal, room, overflow="fold"):
             terminal.print(_rich([gutter]) + wrapped, soft_wrap=True)
+
+
+def _terminal() -> Console:
+    from rich.console import Console
+
+    # whether there is colour was decided before: an empty NO_COLOR forbids none
+    return Console(highlight=False, no_color=False)
 
 
 def _rich(parts: Sequence[Span]) -> Text:

@@ -191,12 +191,14 @@ def model_folder(request: dict[str, Any], report: dict[str, Any], name: str) -> 
     if os.path.isfile(os.path.join(source, "config.json")):
         return source
     import transformers
+    from transformers.models.auto import modeling_auto
 
     out = request["out"]
     os.makedirs(out)
     shrink.copy_small_files(source, out)
     shape = dict(request["shape"])
     config = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)
+    config.architectures = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(out)
     report["notes"].append(["config", name])
     return str(out)
@@ -260,7 +262,6 @@ class PreparedSet:
     collate: Collate
     tokenizer: Any
     limit: int | None
-    keeps_end: bool = False
     packs: bool = False
 
     def count(self) -> dict[str, Any]:
@@ -339,8 +340,7 @@ class PreparedSet:
         shown = self.loaded.select([place])
         beside = shown if place == 0 else self.loaded.select([0, place])
         uncut = by_number(self.prepare(beside, False)).get(number)
-        # alone, or packing would put both into one sequence
-        kept = list(self.prepare(shown, True)) if self.packs else by_number(self.prepare(beside, True)).get(number)
+        kept = self.kept(number, shown, beside)
         taken = number in self.selected[ROW]
         about = {"number": number, "taken": taken, "status": "kept", "reason": None, "sequences": []}
         about |= {"tokens": 0, "trained": 0, "cut": 0}
@@ -357,6 +357,13 @@ class PreparedSet:
         if described["cut"]:
             about["status"] = "cut"
         return {**about, **described, "parts": len(kept)}
+
+    def kept(self, number: int, shown: Any, beside: Any) -> list[dict[str, Any]]:
+        """What is left of a row: one prepared row, none where it is dropped, several where packing splits it."""
+        if self.packs:
+            # alone, or packing would put it into one sequence with another row
+            return list(self.prepare(shown, True))
+        return by_number(self.prepare(beside, True)).get(number, [])
 
     def described(self, whole: list[Strand], remaining: list[Strand]) -> dict[str, Any]:
         tokens = sum(len(part.ids) for part in remaining)
@@ -456,7 +463,7 @@ def sections(tokenizer: Any, full: Strand, marks: list[dict[str, Any]]) -> list[
             "tokens": len(own) - cut,
             "trained": sum(entry["trained"] for entry in own),
             "cut": cut,
-            "cut_at": None if not cut else "start" if marks[0]["cut"] else "end",
+            "cut_at": cut_end(marks) if cut else None,
             "pieces": [],
         }
     begin = 0
@@ -469,6 +476,11 @@ def sections(tokenizer: Any, full: Strand, marks: list[dict[str, Any]]) -> list[
         described[marks[begin]["section"]]["pieces"].append({"text": text, "tokens": end - begin, **piece})
         begin = end
     return list(described.values())
+
+
+def cut_end(marks: list[dict[str, Any]]) -> str:
+    """At which end of a sequence tokens are cut."""
+    return "start" if marks[0]["cut"] else "end"
 
 
 def text_of(tokenizer: Any, ids: list[int], begin: int, end: int) -> str:

@@ -184,7 +184,9 @@ def preview(judged: Judged, trainer: Trainer, *, first: int, row: str | None, sa
         answer, content = asked.answer(dict(zip([source.name for source in sources], totals, strict=True)))
         findings = asked.findings(answer, content, sources, totals)
     if content is None:
-        raise InvalidConfig((*judged.findings, *map(judged.config.placed, findings)))
+        # without what is wrong with the file, the trainer may refuse what the file does not say
+        wrong = errors(judged.findings)
+        raise InvalidConfig(judged.findings if wrong else (*judged.findings, *map(judged.config.placed, findings)))
     if number is not None and not content["rows"] and content["refused"] is None:
         raise _no_such_row(str(row), content["total"])
     shown = [_row(about, sources, totals, entry) for about in content["rows"]]

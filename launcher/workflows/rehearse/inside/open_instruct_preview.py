@@ -66,6 +66,8 @@ def views_of(script: Any, arguments: Any, loader: Loader, kwargs: dict[str, Any]
     columns = kwargs.get("target_columns")
     if columns is not None:
         kwargs["target_columns"] = [*columns, ROW]
+    # dpo.py loads them before, for the name of its reference's cache
+    loader.sets.clear()
     load = transformation.load_dataset_configs
     taken = {name: value for name, value in kwargs.items() if name in inspect.signature(load).parameters}
     configs = call_trainer(load, **taken)

@@ -86,8 +86,9 @@ def view_of(config: Any, about: Any, loaded: Any, collator: Any, arguments: Any)
         changed = copy.copy(config)
         changed.dataset = dataset
         if not limited:
-            steps = zip(config.transform_fn, config.transform_fn_args, strict=True)
-            maps = [step for step in steps if transformation.TRANSFORM_FNS[step[0]][1] == "map"]
+            # what does not match is refused where the rows are prepared as they are trained on
+            steps = zip(config.transform_fn, config.transform_fn_args, strict=False)
+            maps = [step for step in steps if is_map(step[0])]
             changed.transform_fn = [name for name, _ in maps]
             changed.transform_fn_args = [unlimited(values) for _, values in maps]
         try:
@@ -114,6 +115,14 @@ def view_of(config: Any, about: Any, loaded: Any, collator: Any, arguments: Any)
         tokenizer=about.tokenizer,
         limit=arguments.max_seq_length,
     )
+
+
+def is_map(name: str) -> bool:
+    """Whether a transform changes rows, and leaves none out."""
+    import open_instruct.dataset_transformation as transformation
+
+    _, kind = transformation.TRANSFORM_FNS.get(name, (None, "map"))
+    return bool(kind == "map")
 
 
 class NumberedRows:

@@ -23,7 +23,7 @@ def of_stage(args: Mapping[str, Any], entry: Entry) -> Further:
     """Rows beyond the first `ROWS` of each data set that lies here; rows that JSON cannot hold are left out."""
     left = _MOST_CHARACTERS
     further: dict[str, tuple[Exemplar, ...]] = {}
-    for source in _sources(args, entry):
+    for source in sources_of(args, entry):
         if source.name in further:
             continue
         kept = []
@@ -41,8 +41,8 @@ def as_json(further: Further) -> dict[str, list[dict[str, Any]]]:
     return {name: [exemplar.row for exemplar in kept] for name, kept in further.items()}
 
 
-def _sources(args: Mapping[str, Any], entry: Entry) -> Iterator[Source]:
-    """The local files and folders that a stage trains on, as its trainer loads them."""
+def sources_of(args: Mapping[str, Any], entry: Entry) -> Iterator[Source]:
+    """What a stage trains on, as its trainer loads it; without files where it is no local file or folder."""
     named = args.get(entry.names.data)
     if not entry.mixes:
         if isinstance(named, str) and not args.get("datasets"):
@@ -59,9 +59,11 @@ def _sources(args: Mapping[str, Any], entry: Entry) -> Iterator[Source]:
 
 
 def _folder(name: str, split: Any, config: Any) -> Iterator[Source]:
-    if Path(name).is_dir():
-        config = None if config is None else str(config)
-        yield sources.of_name(name, str(split or "train"), config, os.environ)
+    if not Path(name).is_dir():
+        yield Source(name=name, unseen="it is no folder here")
+        return
+    config = None if config is None else str(config)
+    yield sources.of_name(name, str(split or "train"), config, os.environ)
 
 
 def _size(row: Mapping[str, Any]) -> int | None:

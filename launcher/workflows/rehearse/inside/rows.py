@@ -59,7 +59,7 @@ def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, A
 
     def load_some(path: Any, *args: Any, **kwargs: Any) -> Any:
         # a hub's name may be a folder's too; a saved set (`save_to_disk`) is refused as it would be
-        local = path in _FILES or os.path.exists(str(path))
+        local = is_local(path)
         if local and not kwargs.get("streaming"):
             kwargs.pop("num_proc", None)
             kwargs["streaming"] = True
@@ -70,7 +70,7 @@ def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, A
         try:
             loaded = call_trainer(load, path, *args, **kwargs)
         except absent:
-            if local or not _HUB_NAME.match(str(path)):
+            if local or not is_hub_name(path):
                 raise
             report["notes"].append(["data", str(path)])
             made = datasets.Dataset.from_list(made_up(count, pairs=request["pairs"]))
@@ -102,6 +102,15 @@ def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, A
         return whole
 
     return load_few
+
+
+def is_local(path: Any) -> bool:
+    """Whether what `load_dataset` is given is a folder that is here, or the format of files."""
+    return path in _FILES or os.path.exists(str(path))
+
+
+def is_hub_name(path: Any) -> bool:
+    return _HUB_NAME.match(str(path)) is not None
 
 
 def made_up(count: int, *, pairs: bool) -> list[dict[str, Any]]:

@@ -368,10 +368,11 @@ class _Watch:
         self.deadline: float | None = None
 
     def note(self, number: int, _frame: FrameType | None) -> None:
-        if number != signal.SIGINT and self.save is not None and self.signal is None:
-            # said again, it is the same notice
-            self.saves = True
-            return
+        if self.save is not None and self.signal is None:
+            if number == signal.SIGUSR1 or (number == signal.SIGTERM and self.save.on_term):
+                # said again, it is the same notice
+                self.saves = True
+                return
         if number == signal.SIGUSR1:
             number = signal.SIGTERM
         self.signal = self.signal or number

@@ -179,11 +179,16 @@ def exec_command(
     shared: Shared,
     run: str = RUN,
     prepare: bool = Option(False, "--prepare", help="only add a waiting attempt, if there is none"),
+    save: bool = Option(False, "--save", help="only ask the attempt that runs to save a checkpoint and end"),
 ) -> Exit:
     """Start the attempt that waits in a run folder and show it: the command of tmux and Slurm jobs."""
     from launcher.lifecycle import start, supervisor
 
     folder = found_run(run)
+    if save:
+        ended = start.save_and_end(folder)
+        code = Exit.OK if ended else Exit.TRAINING
+        return answer("exec", shared.format, {"run": str(folder.path)}, (), code=code)
     if prepare:
         waiting = start.prepare_again(folder)
         return answer("exec", shared.format, {"run": str(folder.path), "attempt": waiting.number}, ())

@@ -368,15 +368,19 @@ class _Watch:
         self.deadline: float | None = None
 
     def note(self, number: int, _frame: FrameType | None) -> None:
-        if self.save is not None and self.signal is None:
-            if number == signal.SIGUSR1 or (number == signal.SIGTERM and self.save.on_term):
-                # said again, it is the same notice
-                self.saves = True
-                return
+        if self.signal is None and self._is_notice(number):
+            # said again, it is the same notice
+            self.saves = True
+            return
         if number == signal.SIGUSR1:
             number = signal.SIGTERM
         self.signal = self.signal or number
         self.times += 1
+
+    def _is_notice(self, number: int) -> bool:
+        if self.save is None:
+            return False
+        return number == signal.SIGUSR1 or (number == signal.SIGTERM and self.save.on_term)
 
     def until_over(self, pid: int, family: process.Family) -> int | None:
         """Returns the signal that requested a stop, if one did."""

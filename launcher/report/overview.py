@@ -209,10 +209,10 @@ def ended_state(folder: RunFolder, progress: Progress | None = None, number: int
         if ended.stopped is not None:
             return "stopped"
         return "finished" if ended.returncode == 0 else "failed"
-    if progress is None or progress.exit is None or not _last_told(folder):
-        return "lost"
     if preemption.SaveRequest(folder=folder.probe, attempt=max(1, folder.attempts())).is_answered():
         return "preempted"
+    if progress is None or progress.exit is None or not _last_told(folder):
+        return "lost"
     if progress.exit == 0:
         return "finished"
     return "stopped" if _stopped_by_signal(folder) else "failed"

@@ -65,12 +65,13 @@ def _dry_run(request: Request, shared: Shared) -> Exit:
 
 def _run(request: Request, shared: Shared) -> Exit:
     from launcher.lifecycle import forecast, on_finish, prepare, start, supervisor
-    from launcher.runs import lease, rundir, runner
+    from launcher.runs import lease, preemption, rundir, runner
 
     format, ending = shared.format, shared.at_end()
     on_finish.require_here(ending["on_finish"])
     # the keeper reads it too late to say so
     runner.grace(os.environ.get(runner.GRACE_VARIABLE))
+    preemption.grace(os.environ.get(preemption.GRACE_VARIABLE))
     with supervisor.interruptible():
         prepared = prepare.prepare(request, running=True)
         try:

@@ -69,8 +69,20 @@ class Plan:
 
     def arguments(self) -> dict[str, list[str]]:
         """Upstream's flags and their words, the file's first, then the derived ones."""
-        args = {**self.stage.args, **{k: d.value for k, d in self.derived.items()}}
-        return {name: self.stage.schema.words(name, value) for name, value in args.items()}
+        schema = self.stage.schema
+        flags = {}
+        for name, value in self._all_arguments().items():
+            if not schema.in_file(name, value):
+                flags[name] = schema.words(name, value)
+        return flags
+
+    def file_arguments(self) -> dict[str, Any]:
+        """The arguments that no flag can carry: for the trainer's own config file."""
+        schema = self.stage.schema
+        return {name: value for name, value in self._all_arguments().items() if schema.in_file(name, value)}
+
+    def _all_arguments(self) -> dict[str, Any]:
+        return {**self.stage.args, **{name: argument.value for name, argument in self.derived.items()}}
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -88,6 +88,7 @@ _SFT = Entry(
         save_strategy="save_strategy",
         resume="resume_from_checkpoint",
     ),
+    by_file=frozenset({"datasets", "report_to", "test_split_size"}),
     moved=_MOVED,
     recorders=_RECORDERS,
     settle=_settle,

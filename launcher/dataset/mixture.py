@@ -6,6 +6,7 @@ Follows trl/scripts/utils.py:423 (`get_dataset`).
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +40,13 @@ class Entry:
     def slices(self) -> tuple[Slice, ...]:
         """The parts of its split. Raises BadSplit."""
         return slices.read(self.split)
+
+    def first_split(self) -> str:
+        """The name of the split that is read first, `train` where it names none."""
+        try:
+            return self.slices()[0].split
+        except BadSplit:
+            return "train"
 
     def source(self, split: str, environ: Mapping[str, str]) -> Source:
         """The files of one of its splits."""
@@ -82,6 +90,18 @@ class Mixture:
     sets: tuple[MixedSet, ...]
     test_split_size: float | None = None
 
+    def names(self) -> list[str]:
+        """What the data are read from, each once: folders, single files where they are named, names of the hub."""
+        named: dict[str, None] = {}
+        for mixed in self.sets:
+            entry = mixed.entry
+            is_folder = entry.data_files is None and entry.data_dir is None and os.path.isdir(entry.path)
+            files = [str(file) for piece in mixed.pieces for file in (*piece.source.files, *piece.source.beside)]
+            if is_folder or not files:
+                named[entry.path] = None
+            named.update(dict.fromkeys([] if is_folder else files))
+        return list(named)
+
     @property
     def rows(self) -> int | None:
         """The rows of all sets together; None where that is unknown."""
@@ -90,7 +110,7 @@ class Mixture:
 
     @property
     def test_rows(self) -> int | None:
-        """datasets/arrow_dataset.py:5160: a share is rounded up."""
+        """datasets/arrow_dataset.py:5144: a share is rounded up."""
         if self.test_split_size is None:
             return 0
         if isinstance(self.test_split_size, int):
@@ -185,7 +205,7 @@ def _piece(part: Slice, source: Source) -> Piece:
 
 
 def _by_fraction(sets: Sequence[MixedSet]) -> list[MixedSet]:
-    """trl/scripts/utils.py:464: the first rows of each set, as many as its share of the largest mixture without copies."""
+    """trl/scripts/utils.py:464: the first rows of each set, by its share of the largest mixture without copies."""
     fractions = [mixed.entry.fraction for mixed in sets]
     if None in fractions or not _are_shares(fractions):
         return list(sets)

@@ -109,6 +109,12 @@ class _RefusedFolder(Exception):
         self.remedy = remedy
 
 
+def reader_of(path: Path) -> str | None:
+    """The reader of `datasets` for a file, such as `json`; None where launch knows none."""
+    kind = _FORMATS.get(reading.data_suffix(path))
+    return "csv" if kind == "tsv" else kind
+
+
 def of_file(name: str) -> Source:
     path = Path(name)
     if not os.path.isfile(path):
@@ -153,7 +159,7 @@ def of_set(
     data_dir: str | None = None,
     data_files: Any = None,
 ) -> Source:
-    """The source of `load_dataset(path, config, data_dir, data_files)[split]`; `path` may name a reader, such as json."""
+    """The source of `load_dataset(path, config, data_dir, data_files)[split]`; `path` may name a reader."""
     is_reader = path in LOADERS
     if data_dir is None and data_files is None and not is_reader:
         return of_name(path, split, config, environ)

@@ -353,9 +353,7 @@ def _prepared(
         message = f"`{name}` holds a secret, and no flag can carry it: it would stand in a file of the run folder"
         help = "leave it out: `hf auth login`, or the variable HF_TOKEN, is what `datasets` reads"
         place = made.stage.config.origin(f"args.{name}").place
-        raise InvalidConfig(
-            launch_finding("error", "exposed-secret", message, help, key=f"args.{name}", **place)
-        )
+        raise InvalidConfig(launch_finding("error", "exposed-secret", message, help, key=f"args.{name}", **place))
     chosen: Devices | None = decided.get("devices")
     built = command.build(
         made,

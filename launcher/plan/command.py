@@ -129,7 +129,7 @@ def build(
 
 
 def config_file(arguments: Mapping[str, Any]) -> str:
-    """The text of a config file that gives the trainer these arguments (trl/scripts/utils.py:314); empty without any."""
+    """The text of a config file with these arguments (trl/scripts/utils.py:327); empty without any."""
     if not arguments:
         return ""
     import yaml

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher.dataset import sources, survey
+from launcher.dataset import mixture, sources, survey
 from launcher.dataset.mixer import entry_rows
 from launcher.errors import Finding, InvalidConfig, Severity, launch_finding
 from launcher.rules import registry
@@ -366,7 +366,13 @@ def repacks(stage: Stage, values: Values) -> bool:
 
 
 def count_rows(stage: Stage, values: Values) -> int | None:
-    """Rows before filtering: counts in the mixer list, local files, known sets; None if unknown."""
+    """Rows before filtering: counts in the mixer list, local files, known sets; None if unknown.
+
+    Of a mixture of TRL's, those that `test_split_size` leaves.
+    """
+    mixed = mixture.of_values(values, os.environ)
+    if mixed is not None:
+        return mixed.train_rows
     listed = values.get(stage.entry.names.data)
     if isinstance(listed, list) and listed and len(listed) % 2 == 0:
         splits = values.get(f"{stage.entry.names.data}_splits") or ["train"]

@@ -293,6 +293,8 @@ class Attempts:
             "kind": "run",
             "level": level if self.model else "parse",
             "words": whole.words(self.schema),
+            "config": whole.in_file(self.schema),
+            "mixture": further.mixture_as_json(whole.given),
             "model": self.model,
             "stage": self.entry.stage or self.schema.key,
             "pairs": self.schema.pairs,

@@ -21,7 +21,7 @@ KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class SetEntry:
     """One set of a mixture, as the stage file names it; `index` is its place in the list."""
 
     index: int
@@ -74,7 +74,7 @@ class Piece:
 class MixedSet:
     """One set of a mixture and the rows that it gives, in order."""
 
-    entry: Entry
+    entry: SetEntry
     pieces: tuple[Piece, ...]
 
     @property
@@ -125,12 +125,12 @@ class Mixture:
         return max(0, self.rows - self.test_rows)
 
 
-def entries(listed: Any) -> tuple[Entry, ...]:
+def entries(listed: Any) -> tuple[SetEntry, ...]:
     """The entries of a list as a stage file holds it; those that are none, or of wrong types, are left out."""
     read = []
     for index, item in enumerate(listed if isinstance(listed, list) else []):
         if isinstance(item, str):
-            read.append(Entry(index=index, path=item))
+            read.append(SetEntry(index=index, path=item))
         elif (
             isinstance(item, dict)
             and isinstance(item.get("path"), str)
@@ -140,11 +140,11 @@ def entries(listed: Any) -> tuple[Entry, ...]:
     return tuple(read)
 
 
-def _entry(index: int, item: Mapping[str, Any]) -> Entry:
+def _entry(index: int, item: Mapping[str, Any]) -> SetEntry:
     given = {key: value for key, value in item.items() if key in KEYS}
     if given.get("columns") is not None:
         given["columns"] = tuple(given["columns"])
-    return Entry(index=index, **given)
+    return SetEntry(index=index, **given)
 
 
 def type_fault(key: str, value: Any) -> str | None:
@@ -187,7 +187,7 @@ def of_values(values: Mapping[str, Any], environ: Mapping[str, str]) -> Mixture 
     return Mixture(sets=tuple(_by_fraction(sets)), test_split_size=size)
 
 
-def _pieces(entry: Entry, environ: Mapping[str, str]) -> tuple[Piece, ...]:
+def _pieces(entry: SetEntry, environ: Mapping[str, str]) -> tuple[Piece, ...]:
     try:
         parts = entry.slices()
         return tuple(_piece(part, entry.source(part.split, environ)) for part in parts)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launcher.artifacts import model_config
 from launcher.dataset import mixture, reading, shapes, sources
-from launcher.dataset.mixture import Entry, Piece
+from launcher.dataset.mixture import Piece, SetEntry
 from launcher.errors import Finding, Severity, brief
 from launcher.paths import exists, is_file
 from launcher.rules import data
@@ -68,7 +68,7 @@ def sets_here(context: Context) -> Iterator[Finding]:
             yield from _missing_files(entry, context)
 
 
-def _missing_files(entry: Entry, context: Context) -> Iterator[Finding]:
+def _missing_files(entry: SetEntry, context: Context) -> Iterator[Finding]:
     key = "path" if entry.data_files is None and entry.data_dir is None else "data_files"
     if not exists(Path(entry.path)) and _is_local(entry.path) and entry.path not in sources.LOADERS:
         missing: tuple[str, ...] = (entry.path,)
@@ -95,7 +95,7 @@ class _Part:
 
     key: str
     piece: Piece
-    entry: Entry | None = None
+    entry: SetEntry | None = None
 
     @property
     def source(self) -> sources.Source:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from launcher.dataset import mixture
-from launcher.dataset.mixture import Entry
+from launcher.dataset.mixture import SetEntry
 from launcher.dataset.slices import BadSplit
 from launcher.errors import Finding, brief
 from launcher.rules.context import Context, StageRule
@@ -31,8 +31,6 @@ def _has_mappings(values: Values) -> bool:
 
 def unknown_keys(values: Values) -> Iterator[Finding]:
     """trl/scripts/utils.py:142 hands each mapping to a dataclass, which refuses any other key."""
-    if not values.schema.tested and not values.given(_KEY):
-        return
     for place, item in _items(values):
         for key in item if isinstance(item, dict) else ():
             if key in mixture.KEYS:
@@ -193,7 +191,7 @@ def unseeded_test_split(context: Context) -> Iterator[Finding]:
 STAGE_RULES: tuple[StageRule, ...] = (enough_rows,)
 
 
-def selected_columns(entry: Entry, columns: frozenset[str]) -> Iterator[Finding]:
+def selected_columns(entry: SetEntry, columns: frozenset[str]) -> Iterator[Finding]:
     """trl/scripts/utils.py:457: `select_columns` refuses a name that is not there."""
     absent = [name for name in entry.columns or () if name not in columns]
     if absent:

@@ -109,6 +109,7 @@ class Prepared:
 
     def as_json(self) -> dict[str, object]:
         shown = self.command.redacted()
+        files = {"files": dict(shown.files)} if shown.files else {}
         return {
             "plan": {"gpus": [self.plan.as_json()]},
             "upstream": self.plan.stage.upstream.as_json(),
@@ -116,6 +117,7 @@ class Prepared:
             "argv": list(shown.argv),
             "env": dict(shown.env),
             "cwd": str(shown.cwd),
+            **files,
             "run": str((self.dry_run_folder or self.folder).path),
         }
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from fake_world import until
 from real_training import launch, needs_training
 from real_training import place as place  # a fixture
 
@@ -92,3 +93,19 @@ def test_a_rehearsal_says_what_the_trainer_refuses_of_a_set(place: Path, stage: 
     code, answer = launch(place, "rehearse", stage, "datasets[1].columns=[source]")
     assert code == 3
     assert "args.datasets" in json.dumps(answer["findings"])
+
+
+def test_each_attempt_has_a_file_of_its_own(place: Path, stage: str) -> None:
+    words = (
+        "sft", stage, "--gpus", "0", "num_train_epochs=6", "eval_strategy=no", "save_strategy=steps", "save_steps=3",
+        "output_dir=resumed",
+    )  # fmt: skip
+    launch(place, *words, "--detach")
+    run = max((place / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
+    until(lambda: (place / "resumed" / "checkpoint-3" / "trainer_state.json").exists())
+    launch(place, "stop", run.name)
+    code, answer = launch(place, *words)
+    assert code == 0, answer
+    assert (run / "trainer.2.yaml").read_text() == (run / "trainer.yaml").read_text()
+    argv = json.loads((run / "run.json").read_text())["argv"]
+    assert argv[argv.index("--config") + 1] == str(run / "trainer.2.yaml")

@@ -108,9 +108,15 @@ class Survey:
         return max(counts, key=lambda kind: counts[kind]) if counts else None
 
     def of_columns(self, names: Sequence[str]) -> Survey:
-        """The same rows with these columns alone; what is known of whole rows is left out."""
-        kinds = {key: tally for key, tally in self.kinds.items() if key[0] in names}
-        facts = {key: tally for key, tally in self.facts.items() if key[0] in names}
+        """The same rows with these columns alone.
+
+        What is known of whole rows stays where every column that is trained on does.
+        """
+        kept = set(names)
+        if (self.columns & _TRAINED) <= kept:
+            kept.add("")
+        kinds = {key: tally for key, tally in self.kinds.items() if key[0] in kept}
+        facts = {key: tally for key, tally in self.facts.items() if key[0] in kept}
         return replace(self, kinds=kinds, facts=facts)
 
     def fact(self, column: str, name: str) -> Occurrence | None:
@@ -149,7 +155,7 @@ def _state(path: Path) -> State:
     return str(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=256)
 def _look(states: tuple[State, ...], bounds: tuple[int, int] | None) -> Survey:
     paths = [Path(state[0]) for state in states]
     absolute = [(os.path.abspath(state[0]), *state[1:]) for state in states]

@@ -90,6 +90,9 @@ def _check_value(schema: Schema, entry: Entry, known: Field, value: Any) -> Find
         reason = "a number that is too large to be one"
     elif isinstance(value, list) and any(v is None or isinstance(v, list | dict) for v in value):
         reason = "an entry is a list, a mapping or empty, which no flag can carry"
+    elif isinstance(value, dict) and known.many and known.name in schema.by_file:
+        reason = "a mapping, where upstream reads a list of them"
+        help = f"write `- path: ...` below `{known.name}:`, one for each set"
     elif isinstance(value, dict) and "dict" not in known.type:
         reason = f"a mapping, which upstream would take as the text `{brief(words[0])}`"
     elif isinstance(value, bool) and known.kind == "str":

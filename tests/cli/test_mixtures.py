@@ -65,6 +65,8 @@ BAD: list[tuple[str, str, int, str]] = [
     ("datasets:\n- path: chats\n  splitt: train", "unknown-key", 2, "`split`"),
     ("datasets:\n- path: chats\n- pth: more", "unknown-key", 2, "`path`"),
     ("datasets:\n- name: chats", "bad-dataset", 1, "no `path`"),
+    ("datasets: {path: chats}", "bad-value", 0, "- path"),
+    ("datasets:\n- path: json\n  data_files: chats", "missing-data", 2, "data_dir: chats"),
     ("datasets:\n- path: chats\n  split: 5", "bad-dataset", 2, "not text"),
     ("datasets:\n- path: chats\n  columns: messages", "bad-dataset", 2, "list of names"),
     ("datasets:\n- path: chats\n  fraction: half", "bad-dataset", 2, "not a number"),
@@ -250,3 +252,13 @@ def test_a_file_of_trls_own_is_taken_over_as_it_is(place: Path, capsys: pytest.C
     code, said = answer(capsys, "init", "sft", "--from", "trl.yaml", "-o", "ours.yaml")
     assert code == 0 and said["data"]["lost"] == []
     assert theirs.items() <= load("ours.yaml").args.items()
+
+
+def test_pairs_that_teach_nothing_are_found_in_selected_columns(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    equal = [{**row, "rejected": row["chosen"], "id": number} for number, row in enumerate(pairs(20))]
+    write_rows(place / "equal" / "train.jsonl", equal)
+    path = stage_file(place, "datasets:\n- path: pairs\n- path: equal\n  columns: [chosen, rejected]", "dpo")
+    _, said = answer(capsys, "validate-config", path)
+    assert [one["key"] for one in said["findings"] if one["code"] == "equal-pairs"] == ["args.datasets[1]"]

@@ -1,5 +1,6 @@
 """Rules about the data and templates that a TRL stage names: do they lie here, and what do the rows hold?"""
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -76,9 +77,13 @@ def _missing_files(entry: SetEntry, context: Context) -> Iterator[Finding]:
     else:
         missing = entry.source(entry.first_split(), context.environ).missing
     for name in missing:
-        message = f"there is no file or folder {brief(name)} here"
+        what = "file" if entry.data_files is not None and key != "path" else "folder"
+        message = f"there is no {what} {brief(name)} here"
         help = "relative paths start where launch is started; `~` is not expanded"
-        if entry.data_dir is not None:
+        if os.path.isdir(name):
+            message = f"`data_files` names files, and {brief(name)} is a folder"
+            help = f"write `data_dir: {name}`, or `data_files: {os.path.join(name, '*')}`"
+        elif entry.data_dir is not None:
             help = "the names of `data_files` start in `data_dir`"
         place = key if key == "path" or entry.data_files is not None else "data_dir"
         yield say(context.at_start, "missing-data", f"{entry.key}.{place}", message, help)

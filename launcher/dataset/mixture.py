@@ -1,6 +1,6 @@
 """TRL's `datasets:` -> `Mixture`: its entries, the rows that each of them gives, and those of the test split.
 
-Follows trl/scripts/utils.py:423 (`get_dataset`).
+Follows trl/scripts/utils.py:414 (`get_dataset`).
 """
 
 from __future__ import annotations

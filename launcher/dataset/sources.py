@@ -225,7 +225,7 @@ def _of_reader(files: Sequence[Path], reader: str | None) -> list[Path]:
 
 
 def _named(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """datasets/data_files.py:345: the files that patterns name, each relative to `folder`. Raises _MissingFiles."""
+    """datasets/data_files.py:351: the files that patterns name, each relative to `folder`. Raises _MissingFiles."""
     named: list[Path] = []
     missing = []
     for pattern in patterns:

@@ -284,7 +284,7 @@ class Schema:
             return False
         if known.many:
             return any(isinstance(item, dict) for item in value)
-        # a list of one is the same as its word (transformers/training_args.py:1566)
+        # a list of one is the same as its word (transformers/training_args.py:1568)
         return len(value) != 1
 
     def refusal(self, name: str, words: Sequence[str]) -> str | None:

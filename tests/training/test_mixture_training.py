@@ -97,10 +97,11 @@ def test_a_rehearsal_says_what_the_trainer_refuses_of_a_set(place: Path, stage: 
 
 def test_each_attempt_has_a_file_of_its_own(place: Path, stage: str) -> None:
     words = (
-        "sft", stage, "--gpus", "0", "num_train_epochs=6", "eval_strategy=no", "save_strategy=steps", "save_steps=3",
+        "sft", stage, "--gpus", "0", "num_train_epochs=6", "save_strategy=steps", "save_steps=3",
         "output_dir=resumed",
     )  # fmt: skip
-    launch(place, *words, "--detach")
+    code, answer = launch(place, *words, "--detach")
+    assert code == 0, answer["findings"]
     run = max((place / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
     until(lambda: (place / "resumed" / "checkpoint-3" / "trainer_state.json").exists())
     launch(place, "stop", run.name)

@@ -53,7 +53,7 @@ def data_here(context: Context) -> Iterator[Finding]:
 
 
 def sets_here(context: Context) -> Iterator[Finding]:
-    """The same of the sets of a mixture, and of their files (datasets/data_files.py:394)."""
+    """The same of the sets of a mixture, and of their files (datasets/data_files.py:405)."""
     for entry in mixture.entries(context.values["datasets"]):
         key = f"{entry.key}.path"
         if is_file(Path(entry.path)):

@@ -99,7 +99,7 @@ def fractions(values: Values) -> Iterator[Finding]:
 
 
 def bad_splits(values: Values) -> Iterator[Finding]:
-    """datasets/arrow_reader.py:397; a stream has whole splits alone (datasets/builder.py:1158)."""
+    """datasets/arrow_reader.py:399; a stream has whole splits alone (datasets/builder.py:1165)."""
     for entry in mixture.entries(values[_KEY]):
         key = f"{entry.key}.split"
         try:
@@ -108,7 +108,7 @@ def bad_splits(values: Values) -> Iterator[Finding]:
             message = f"`{key}: {brief(entry.split)}`: {error}"
             yield say("error", "no-such-split", key, message)
             continue
-        if values["streaming"] and (len(parts) > 1 or not parts[0].is_whole):
+        if values["streaming"] and not all(part.is_whole for part in parts):
             message = f"`{key}: {brief(entry.split)}`: a stream cannot be sliced"
             yield say("error", "no-such-split", key, message, "name a whole split, or leave out `streaming`")
 

@@ -173,6 +173,9 @@ def test_each_rule_speaks_where_it_should_and_every_one_is_tried() -> None:
 
 
 SILENT: list[tuple[str, dict[str, Any]]] = [
+    ("sft", MIXED), ("dpo", {**MIXED, **EVALUATED, "test_split_size": 20}),
+    ("sft", {**mixed({"path": "x", "split": "train+test"}), "streaming": True, "max_steps": 5}),
+    ("sft", mixed({"path": "x", "fraction": 0.3}, {"path": "y", "fraction": 7})),
     ("sft", {}), ("dpo", {}), ("sft", {"fp16": True}), ("sft", {"pad_to_multiple_of": "auto"}),
     ("sft", {"logging_steps": 0, "logging_strategy": "no"}),
     ("sft", {"logging_steps": 0.1, "save_steps": 20.0}),

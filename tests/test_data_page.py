@@ -13,6 +13,7 @@ from conftest import REPOSITORY, find_checkout
 from real_training import needs_open_instruct
 
 from launcher.cli.main import main
+from launcher.config.load import load
 from launcher.errors import Exit
 
 PAGE = REPOSITORY / "docs" / "data.md"
@@ -89,6 +90,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_array(work / "alpaca_pairs.json", map(alpaca_pair, numbers))
     write_array(work / "downloads/train.json", map(alpaca, numbers))
     write_array(work / "downloads/test.json", map(alpaca, range(8)))
+    (work / "mixture.yaml").write_text(mixture_of_the_page(), encoding="utf-8")
+    (work / "trl.yaml").write_text(
+        "model_name_or_path: org/tiny\ndatasets:\n- path: alpaca\n- path: data\ntest_split_size: 5\n", encoding="utf-8"
+    )
     monkeypatch.chdir(work)
     return work
 
@@ -101,6 +106,14 @@ def run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == Exit.OK, f"{line}\n{output.err}{output.out}"
 
 
+def mixture_of_the_page() -> str:
+    """The page's example as a whole stage file."""
+    blocks = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    (block,) = [block for block in blocks if "datasets:" in block]
+    head = "stage: sft\nbackend: trl\nbatch: {global: 4, per_device: 2}\n"
+    return f"{head}{block}  model_name_or_path: org/tiny\n  output_dir: out\n"
+
+
 def test_every_command_of_the_page_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line for line in commands() if not is_preview(line)]
     assert len(lines) >= 12
@@ -109,6 +122,21 @@ def test_every_command_of_the_page_runs(folder: Path, capsys: pytest.CaptureFixt
     assert len((folder / "alpaca/train.jsonl").read_text().splitlines()) == COUNT
     assert len((folder / "alpaca/test.jsonl").read_text().splitlines()) == 8
     assert "assistant_only_loss" in (folder / "alpaca.yaml").read_text()
+    assert load("from_trl.yaml").args["datasets"] == [{"path": "alpaca"}, {"path": "data"}]
+
+
+def test_the_mixtures_of_the_page_have_the_rows_that_it_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in commands():
+        if line.startswith("launch data convert alpaca") or "-o tulu.yaml" in line:
+            assert main(shlex.split(line)[1:]) == Exit.OK
+    capsys.readouterr()
+    planned = []
+    for line in commands():
+        if line.startswith(("launch sft mixture.yaml", "launch sft tulu.yaml")):
+            assert main([*shlex.split(line)[1:], "--format", "json"]) == Exit.OK
+            planned.append(json.loads(capsys.readouterr().out)["data"]["plan"]["gpus"][0]["rows"])
+    # 90 % and all, less 50; 50 % and all, less a tenth; half and 20
+    assert planned == [54 + 60 - 50, 30 + 60 - 9, 30 + 20]
 
 
 @needs_open_instruct

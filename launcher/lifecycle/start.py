@@ -141,6 +141,9 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
         devices=prepared.devices.as_json() if prepared.devices else None,
         warnings=prepared.warnings,
     )
+    for path, text in prepared.command.files.items():
+        with rundir.writing(folder.path):
+            files.write_text(Path(path), text)
     program = Path(sys.argv[0])
     # None where another program calls launch
     typed = ["launch", *sys.argv[1:]] if program.name == "launch" or program.parent.name == "launcher" else None
@@ -157,7 +160,8 @@ def _taken_back(folder: RunFolder) -> Iterator[None]:
     if names == {folder.lock.name}:
         # that of this start: the run is a new one
         names = set()
-    written = (folder.manifest, folder.start, folder.stage_file, folder.deepspeed)
+    written = [folder.manifest, folder.start, folder.stage_file, folder.deepspeed]
+    written += [path for path in folder.path.iterdir() if path.suffix == ".yaml"]
     before = {path: path.read_bytes() for path in written if path.name in names}
     try:
         yield

@@ -18,7 +18,7 @@ from launcher.rules.rule import say
 
 _SHOWN_FAULTS = 3
 _ROLES = frozenset("system user assistant tool developer function ipython environment".split())
-_ARTICLES = {"text": "text", "list": "a list", "number": "a number", "object": "an object", "bool": "a bool"}
+ARTICLES = {"text": "text", "list": "a list", "number": "a number", "object": "an object", "bool": "a bool"}
 # above this share of so many rows, copies are no accident
 _MANY_COPIES = 0.5
 _ROWS_TO_COMPARE = 50
@@ -137,7 +137,7 @@ def same_kinds(looked: Looked, columns: Iterable[str], kind: str) -> Iterator[Fi
             if other == kind:
                 continue
             state = "missing" if other == "absent" else other
-            message = f"`{column}` is {state} in {looked.share(tally)} and {_ARTICLES[kind]} in the others"
+            message = f"`{column}` is {state} in {looked.share(tally)} and {ARTICLES[kind]} in the others"
             yield looked.say("error", "data-types", message, "correct these rows, or take them out")
 
 
@@ -179,7 +179,7 @@ def unlike_messages(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]
             message = f"`{column}` is an empty list in {looked.share(empty)}"
             yield looked.say("error", "data-types", message, "take these rows out")
         for kind, tally in looked.survey.named(column, "items:").items():
-            message = f"`{column}` is a list with {_ARTICLES.get(kind, kind)} instead of a message in"
+            message = f"`{column}` is a list with {ARTICLES.get(kind, kind)} instead of a message in"
             help = "each item needs `role` and `content`"
             yield looked.say("error", "data-types", f"{message} {looked.share(tally)}", help)
 

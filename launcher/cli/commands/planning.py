@@ -52,15 +52,16 @@ def plan(
         fit=fit,
     )
     made = forecast.make(resolved, counts, terms)
+    findings = (*made.findings, *rehearsal.dropped_rows(resolved))
     # a count that cannot be must not cost the table of the others
-    code = Exit.CONFIG if errors(made.findings) else Exit.OK
+    code = Exit.CONFIG if errors(findings) else Exit.OK
 
     def show() -> None:
         rows = made.rows()
         console.table(rows, list(rows[0]))
         console.say("\n".join(made.lines(why=why)))
 
-    return answer("plan", shared.format, made.as_json(why=why), show, made.findings, code)
+    return answer("plan", shared.format, made.as_json(why=why), show, findings, code)
 
 
 @app.command(epilog="Example: launch doctor configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")

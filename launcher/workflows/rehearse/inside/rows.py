@@ -57,7 +57,23 @@ def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, A
         report["phase"] = "construct"
         return loaded
 
+    def load_pieces(mixed: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+        """The first rows of each piece of a set: a stream cannot be sliced, but its rows can be skipped."""
+        parts = []
+        left = count
+        for split, start, stop in mixed["pieces"]:
+            stream = call_trainer(load, **{**kwargs, "split": split, "streaming": True})
+            part = read(stream.skip(start), min(left, stop - start))
+            left -= len(part)
+            parts.append(part)
+        first = datasets.concatenate_datasets([part for part in parts if len(part)] or parts)
+        report["sets"].append({"read": len(first), "total": mixed["total"], "more": False})
+        return add(first, request.get("further", {}).get(mixed["key"], []))
+
     def load_some(path: Any, *args: Any, **kwargs: Any) -> Any:
+        mixed = set_of_mixture(request, {"path": path, **kwargs})
+        if mixed is not None and not kwargs.get("streaming"):
+            return load_pieces(mixed, {"path": path, **kwargs})
         # a hub's name may be a folder's too; a saved set (`save_to_disk`) is refused as it would be
         local = is_local(path)
         if local and not kwargs.get("streaming"):
@@ -111,6 +127,17 @@ def is_local(path: Any) -> bool:
 
 def is_hub_name(path: Any) -> bool:
     return _HUB_NAME.match(str(path)) is not None
+
+
+def set_of_mixture(request: dict[str, Any], call: dict[str, Any]) -> dict[str, Any] | None:
+    """The set of the request's mixture that is loaded by this call; None where it is another one."""
+    names = ("path", "name", "data_dir", "data_files", "split")
+    key = [call.get(name) for name in names]
+    for mixed in request.get("mixture", ()):
+        if mixed["call"] == key:
+            match: dict[str, Any] = mixed
+            return match
+    return None
 
 
 def made_up(count: int, *, pairs: bool) -> list[dict[str, Any]]:

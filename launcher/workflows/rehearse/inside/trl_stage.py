@@ -1,6 +1,7 @@
 """TRL's `scripts/sft.py` and `scripts/dpo.py`, asked what they make of a stage's arguments."""
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -85,8 +86,21 @@ def parse(request: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
         raise NoRehearsal(f"which trainer trl.scripts.{request['entry']} builds is not known")
     script: Any = importlib.import_module(f"trl.scripts.{request['entry']}")
     parser = call_trainer(script.make_parser)
-    parts = call_trainer(parser.parse_args_and_config, request["words"], fail_with_unknown_args=False)
+    words = [*config_words(request), *request["words"]]
+    parts = call_trainer(parser.parse_args_and_config, words, fail_with_unknown_args=False)
     return script, parts
+
+
+def config_words(request: dict[str, Any]) -> list[str]:
+    """The flag of a config file with the arguments that no flag can carry; the file is written here."""
+    if not request.get("config"):
+        return []
+    import yaml
+
+    path = os.path.join(request["scratch"], f"{request['id']}.yaml")
+    with open(path, "w", encoding="utf-8") as stream:
+        yaml.safe_dump(request["config"], stream, sort_keys=False)
+    return ["--config", path]
 
 
 def watch(kind: Any, request: dict[str, Any], report: dict[str, Any]) -> None:

@@ -72,7 +72,8 @@ class Loader:
 
         def load(path: Any, *args: Any, **kwargs: Any) -> Any:
             local = rows.is_local(path)
-            if local:
+            # a stream cannot be sliced
+            if local and "[" not in str(kwargs.get("split")):
                 kwargs.pop("num_proc", None)
                 kwargs["streaming"] = True
             try:

@@ -254,6 +254,26 @@ def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Findi
         elif not by_batch and isinstance(values[name], int) and values[name] < 1:
             message, help = f"`{name}: {values[name]}` is not a batch size", "a whole number above 0"
             yield replace(launch_finding("error", "impossible-batch", message, help, key=key), layer="run")
+    if batch.total:
+        per_device = batch.per_device or values[entry.names.per_device]
+        yield from _unsplittable(batch, per_device, entry.names.per_device)
+
+
+def _unsplittable(batch: Batch, per_device: Any, name: str) -> Iterator[Finding]:
+    """A step is rows x forward passes x devices: whole micro-batches, however many devices there are."""
+    total = batch.total or 0
+    if not isinstance(per_device, int) or per_device < 1 or total % per_device == 0:
+        return
+    source = f"`batch.per_device: {per_device}`"
+    if batch.per_device is None:
+        source = f"`{name}: {per_device}`"
+    message = f"`batch.global: {total}` cannot be split on any number of GPUs: {source} does not divide it"
+    lower = total // per_device * per_device
+    totals = [lower, lower + per_device] if lower else [per_device]
+    shown = " or ".join(map(str, totals))
+    rows = max(divisor for divisor in range(1, min(per_device, total) + 1) if total % divisor == 0)
+    help = f"nearest possible: batch.global={shown}, or batch.per_device={rows}"
+    yield launch_finding("error", "impossible-batch", message, help, key="batch.global")
 
 
 def _in_order(config: Config, findings: Sequence[Finding], placeless: Sequence[Finding] = ()) -> tuple[Finding, ...]:

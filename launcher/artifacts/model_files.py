@@ -85,6 +85,26 @@ def sizes(folder: Path) -> Mapping[str, tuple[int, ...]] | None:
         return None
 
 
+_FORMATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def number_format(folder: Path) -> str:
+    """The format of the first weight in the files, such as `bfloat16`; empty where no header tells."""
+    path = first(folder)
+    if path is None or path.name.startswith("pytorch_model"):
+        return ""
+    paths = [path]
+    if path.name.endswith(".json"):
+        paths = _shards(path)
+    try:
+        for tensor in _header(paths[0])[2].values():
+            if tensor["dtype"] in _FORMATS:
+                return _FORMATS[tensor["dtype"]]
+    except _UNREADABLE:
+        return ""
+    return ""
+
+
 def file_fault(path: Path) -> str | None:
     """What is wrong with one file of weights; None where it ends where it says that it does."""
     if is_pointer(path):

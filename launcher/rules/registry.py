@@ -51,9 +51,10 @@ def of_stage(backend: str, key: str) -> tuple[StageRule, ...]:
     if key in _OWN:
         return _rules(_OWN[key], key, "STAGE_RULES")
     key = _stage(backend, key)
-    from launcher.rules import deepspeed, model, output
+    from launcher.rules import deepspeed, model, output, precision
 
-    shared = (rule for module in (deepspeed, model, output) for rule in module.RULES.get(backend, {}).get(key, ()))
+    modules = (deepspeed, model, precision, output)
+    shared = (rule for module in modules for rule in module.RULES.get(backend, {}).get(key, ()))
     further = (rule for module in _FURTHER.get(backend, ()) for rule in _rules(module, key))
     return (*shared, *further)
 

@@ -116,7 +116,10 @@ def refused_by_scaler(context: Context) -> Iterator[Finding]:
 
 
 def rounded_by_trl(context: Context) -> Iterator[Finding]:
-    """transformers/trainer.py:1868, peft/tuners/tuners_utils.py:2722: the optimizer adds its step to the weights in the format that they have."""
+    """transformers/trainer.py:1868: the optimizer adds its step to the weights in the format that they have.
+
+    peft/tuners/tuners_utils.py:2722: adapters are in float32.
+    """
     values = context.values
     if values["fp16"] or _keeps_masters(context):
         return

@@ -119,7 +119,9 @@ def lora_targets(values: Values) -> Iterator[Finding]:
     if not values["use_peft"]:
         return
     # a word without dots or stars is the name of no module inside of another
-    if len(words) == 1 and re.fullmatch(r"\w+", words[0]) and not values["lora_target_parameters"]:
+    # but the output layer of most models stands outside of all others
+    inner = len(words) == 1 and words[0] != "lm_head" and re.fullmatch(r"\w+", words[0])
+    if inner and not values["lora_target_parameters"]:
         message = f"`{key}: {brief(words[0])}`: a single word is a pattern for whole names, and matches none"
         yield say("error", "lora-targets", key, message, f"write `{key}: .*{words[0]}`, or a list of several")
     if (joined := next(filter(_SEVERAL.fullmatch, words), None)) is not None:

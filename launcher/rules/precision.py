@@ -144,7 +144,7 @@ def rounded_by_open_instruct(context: Context) -> Iterator[Finding]:
     values = context.values
     if values["use_lora"] or context.distributed or context.mixed_precision == "fp16" or caches_only(context):
         return
-    # Liger's loader names no format (finetune.py:580)
+    # Liger's loader names no format (finetune.py:578)
     if values["use_liger_kernel"] and _stored_type(context) != "bfloat16":
         return
     message = _rounding(number(values["learning_rate"]), "all weights in bfloat16")

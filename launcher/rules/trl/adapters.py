@@ -60,7 +60,7 @@ def _is_tied(context: Context) -> bool:
 
 
 def head_refused(context: Context) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1066, dpo_trainer.py:840: no adapter on the output layer, tied or not."""
+    """trl/trainer/sft_trainer.py:1066, dpo_trainer.py:835: no adapter on the output layer, tied or not."""
     values = context.values
     if not values["use_peft"] or not values.schema.tested or not _targeted(context, (_HEAD,)):
         return

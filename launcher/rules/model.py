@@ -1,5 +1,6 @@
 """Rules about a model: what it can do, by its config where that lies here; is it here, and is all of it here?"""
 
+import json
 import math
 import re
 import shlex
@@ -216,11 +217,15 @@ def incomplete_model(context: Context) -> Iterator[Finding]:
     if caches_only(context) or _arguments(context).keys() & _OTHER_FILES:
         return
     folder = _read_from(context, config or values[_MODEL], revision)
+    if folder is not None and model_files.is_adapter(folder):
+        # `adapter_alone` speaks of it
+        return
     if folder is not None and (fault := model_files.config_fault(folder)) is not None:
         yield _incomplete(context, _CODE, "config_name" if config else _MODEL, fault)
         if not config:
             return
-    if (folder := _read_from(context, values[_MODEL], revision)) is None:
+    folder = _read_from(context, values[_MODEL], revision)
+    if folder is None or model_files.is_adapter(folder):
         return
     fault = model_files.weights_fault(folder)
     # transformers/integrations/peft.py:340
@@ -230,6 +235,57 @@ def incomplete_model(context: Context) -> Iterator[Finding]:
         yield _incomplete(context, _CODE, _MODEL, fault)
 
 
+def adapter_alone(context: Context) -> Iterator[Finding]:
+    """transformers/models/auto/configuration_auto.py:433: no trainer loads an adapter's folder as a model.
+
+    transformers/modeling_utils.py:631: with a config.json beside the adapter it looks for weights of the whole model.
+    """
+    values = context.values
+    if caches_only(context):
+        return
+    for key in ("config_name", _MODEL):
+        folder = _adapter_folder(context, values.get(key))
+        if folder is None:
+            continue
+        name = str(values[key])
+        message = f"{brief(name)} is an adapter alone ({model_files.ADAPTER}), without the model that it was made for"
+        base = model_files.adapter_base(folder)
+        if base is not None:
+            message += f", {brief(base)}"
+        help = f"merge it first, and name the merged model: {_merge_command(name, folder, base)}"
+        yield say(context.at_start, "adapter-alone", key, message, help)
+
+
+def _adapter_folder(context: Context, name: object) -> Path | None:
+    """The folder of an adapter without a model, here or in the hub's cache."""
+    if not isinstance(name, str) or not name:
+        return None
+    folder: Path | None = Path(name)
+    if not Path(name).is_dir():
+        folder = None
+        if not model_config.is_path(name):
+            folder = model_config.snapshot(name, context.environ, context.values.get("model_revision"))
+    return folder if folder is not None and model_files.is_adapter(folder) else None
+
+
+def _merge_command(name: str, folder: Path, base: str | None) -> str:
+    """A line for a shell that writes the merged model, and the tokenizer with it."""
+    merged = f"{name.rstrip('/')}-merged"
+    if folder != Path(name):
+        merged = f"./{name.split('/')[-1]}-merged"
+    tokenizer = name
+    if base is not None and not model_files.has_tokenizer(folder):
+        tokenizer = base
+    # the shell's quotes are single ones
+    quoted = [json.dumps(text) for text in (name, merged, tokenizer)]
+    code = (
+        "from peft import AutoPeftModelForCausalLM as M; from transformers import AutoTokenizer as T; "
+        f"M.from_pretrained({quoted[0]}).merge_and_unload().save_pretrained({quoted[1]}); "
+        f"T.from_pretrained({quoted[2]}).save_pretrained({quoted[1]})"
+    )
+    return f"python -c {shlex.quote(code)}"
+
+
 def incomplete_tokenizer(context: Context) -> Iterator[Finding]:
     """transformers/models/qwen2/tokenization_qwen2.py:53: without its files one without words is made."""
     values = context.values
@@ -237,6 +293,8 @@ def incomplete_tokenizer(context: Context) -> Iterator[Finding]:
     revision = values.get("tokenizer_revision") or values.get("model_revision")
     for key in (*named[:1], "chat_template_path"):
         folder = _read_from(context, values.get(key), revision)
+        if key == _MODEL and folder is not None and model_files.is_adapter(folder):
+            continue
         if folder is not None and (fault := model_files.tokenizer_fault(folder)) is not None:
             yield _incomplete(context, "incomplete-tokenizer", key, fault)
 
@@ -265,7 +323,14 @@ def _read_from(context: Context, name: object, revision: str | None) -> Path | N
 
 
 _ABLE: tuple[StageRule, ...] = (liger_unknown, liger_on_cpu, beyond_positions)
-_SHARED: tuple[StageRule, ...] = (*_ABLE, missing_model, incomplete_model, incomplete_tokenizer, other_weights)
+_SHARED: tuple[StageRule, ...] = (
+    *_ABLE,
+    missing_model,
+    adapter_alone,
+    incomplete_model,
+    incomplete_tokenizer,
+    other_weights,
+)
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
     "open_instruct": {"sft": (*_SHARED, packed_without_flash, packed_alone), "dpo": (*_SHARED, packed_without_flash)},

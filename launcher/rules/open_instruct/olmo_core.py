@@ -16,6 +16,7 @@ from launcher.artifacts import architecture, model_config
 from launcher.errors import Finding, Severity, brief
 from launcher.rules import services
 from launcher.rules.context import Context, StageRule, caches_only
+from launcher.rules.embedding import beyond_olmo_core
 from launcher.rules.model import beyond_positions, missing_model
 from launcher.rules.open_instruct.arguments import OF_ALL_SCRIPTS, out_of_range, zero_stage
 from launcher.rules.open_instruct.data import tokenising_outlasts
@@ -294,6 +295,7 @@ STAGE_RULES: tuple[StageRule, ...] = (
     accumulation,
     wandb_key,
     beyond_positions,
+    beyond_olmo_core,
     offline_model,
     services.hub_token,
     services.remote_code,

@@ -370,6 +370,34 @@ def splits(context: Context) -> Iterator[Finding]:
             yield say("error", "no-such-split", key, message, "name a whole split")
 
 
+def test_split_here(context: Context) -> Iterator[Finding]:
+    """trl/scripts/sft.py:107, trl/scripts/dpo.py:105: a split that the data do not have is a KeyError.
+
+    That is raised before the model is loaded. What the hub has is not known here.
+    """
+    values, name = context.values, _named(context)
+    split = values["dataset_test_split"]
+    if name is None or values["eval_strategy"] == "no" or not isinstance(split, str):
+        return
+    if re.search(r"[\[+]", split):
+        return
+    there = sources.split_names(name, values["dataset_config"])
+    if there is None or split in there:
+        return
+    message = (
+        f"`eval_strategy: {values['eval_strategy']}` evaluates on the split {brief(split)}, "
+        f"and {brief(name)} has {', '.join(there)} alone"
+    )
+    help = f'put a file named {split} beside the others (such as {split}.jsonl), or write `eval_strategy: "no"`'
+    others = [other for other in there if other != values["dataset_train_split"]]
+    if others:
+        help = f"write `dataset_test_split: {others[0]}`"
+    key = "eval_strategy"
+    if values.given("dataset_test_split"):
+        key = "dataset_test_split"
+    yield say("error", "no-such-split", key, message, help)
+
+
 def template_here(context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:749: what is no template's file is a folder or a tokenizer of the hub."""
     name = context.values["chat_template_path"]
@@ -410,6 +438,7 @@ RULES: tuple[StageRule, ...] = (
     like_sets,
     *STAGE_RULES,
     splits,
+    test_split_here,
     template_here,
     no_template,
 )

@@ -58,13 +58,16 @@ def _default(template: object) -> str:
     return template if isinstance(template, str) else ""
 
 
-def marks_answers(template: str) -> bool:
-    """Whether the template says which part of its text the assistant wrote, or TRL knows how to change it so.
+def has_marker(template: str) -> bool:
+    """Whether the template itself says which part of its text the assistant wrote."""
+    return _MARKER.search(template) is not None
+
+
+def is_replaced(template: str) -> bool:
+    """Whether the pinned TRL knows how to change the template so that it does.
 
     TRL replaces the templates that it ships, by their exact text (trl/chat_template_utils.py:1157).
     """
-    if _MARKER.search(template):
-        return True
     return digest(template) in _replaced_by_trl()
 
 

@@ -160,11 +160,19 @@ class Shared:
     def hands_over(self) -> bool:
         return self.detach or self.slurm
 
-    @property
+    @functools.cached_property
     def locator(self) -> Locator:
+        """Finds the trainers' source, of the Python that is named. Raises NotReady where that does not run."""
         from launcher.upstream import locate
 
-        return locate.Locator(checkout=self.open_instruct, allow_unpinned=self.allow_unpinned)
+        interpreter = None
+        if self.python is not None or os.environ.get("LAUNCH_PYTHON"):
+            from launcher.machine import python
+
+            interpreter = python.find_interpreter(self.python, os.environ)
+        return locate.Locator(
+            checkout=self.open_instruct, allow_unpinned=self.allow_unpinned, interpreter=interpreter, say=console.aside
+        )
 
     @property
     def show_progress(self) -> Callable[[str], None]:
@@ -227,7 +235,7 @@ class Shared:
 
 GROUPS = {
     # which source of the trainer is looked at
-    "source": "open_instruct allow_unpinned",
+    "source": "python open_instruct allow_unpinned",
     # what every command has that plans a stage, that trains for long, that starts a whole run
     "request": "config overrides stage python open_instruct allow_unpinned format",
     "background": "detach on_finish on_finish_limit slurm",

@@ -17,6 +17,7 @@ from typer import Argument, Option
 from launcher import __version__
 from launcher.cli import help
 from launcher.errors import Exit, Finding, LaunchError, UsageError, launch_finding, usage
+from launcher.paths import is_dir, is_file
 from launcher.report import console
 
 if TYPE_CHECKING:
@@ -303,9 +304,9 @@ def confirmed(lines: Sequence[str], given: bool, flag: str, kept: Sequence[str] 
 
 def files_of(path: Path) -> list[Path]:
     """The YAML files of a folder and of those in it, hidden ones left out; a file is itself."""
-    if not path.is_dir():
+    if not is_dir(path):
         return [path]
-    files = [file for file in sorted(path.rglob("*")) if file.suffix in {".yaml", ".yml"} and file.is_file()]
+    files = [file for file in sorted(path.rglob("*")) if file.suffix in {".yaml", ".yml"} and is_file(file)]
     found = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     # an empty one is judged itself, and refused
     return found or [path]

@@ -19,7 +19,7 @@ import yaml
 from launcher import files
 from launcher.errors import Finding, InvalidConfig, launch_finding
 from launcher.files import open_regular
-from launcher.paths import canonical
+from launcher.paths import canonical, is_dir
 
 SUFFIXES = frozenset({".yaml", ".yml"})
 MAX_BYTES = 4 * 2**20
@@ -122,7 +122,7 @@ def _near(path: Path) -> str | None:
 
 def _read_text(path: Path) -> str:
     try:
-        if path.is_dir():
+        if is_dir(path):
             raise refused(path, "not-a-file", "this is a directory", help="name a file in it")
         with open_regular(path) as stream:
             raw = stream.read(MAX_BYTES + 1)

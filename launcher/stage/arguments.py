@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from launcher.artifacts import chat_template
 from launcher.config import keys
 from launcher.config.load import Config
 from launcher.errors import Finding, Layer, brief
@@ -108,6 +109,8 @@ def _too_large(word: str) -> bool:
 
 
 def _check_unknown(schema: Schema, entry: Entry, past: Past, key: str, value: Any) -> Finding:
+    if "template" in key and chat_template.is_template(value):
+        return _inline_template(schema, entry, key)
     code, message, help = _explain_unknown(schema, entry, past, key)
     layer: Layer = "launch" if value is None else "parser"
     flag = schema.taken_as(key)
@@ -122,6 +125,19 @@ def _check_unknown(schema: Schema, entry: Entry, past: Past, key: str, value: An
                 code, help = "abbreviated-key", f"write `{flag.name}`"
             message += f"; upstream would silently take it for `{flag.name}`"
     return _error(layer, code, key, message, help)
+
+
+def _inline_template(schema: Schema, entry: Entry, key: str) -> Finding:
+    """The text of a template under a key that no script has: renaming the key would not make it a path."""
+    message = f"`{key}` is not a field of {schema.owner or entry.owner}, and no field takes the text of a template"
+    help = chat_template.PUT_IT_INTO_THE_MODEL
+    if "chat_template_path" in schema.fields:
+        help = chat_template.WRITE_IT
+    elif "tokenizer_name_or_path" in schema.fields:
+        help = chat_template.PUT_IT_BESIDE
+    # argparse would take the beginning of a field's name for the field
+    layer: Layer = "parser" if schema.taken_as(key) is None else "launch"
+    return _error(layer, "inline-template", key, message, help)
 
 
 def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tuple[str, str, str]:

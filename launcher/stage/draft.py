@@ -19,6 +19,7 @@ from launcher.config.keys import PAIRED, STAGES
 from launcher.config.load import TOOLS, tool_of
 from launcher.dataset import sources
 from launcher.errors import Finding, InvalidConfig, Severity, brief, launch_finding, usage
+from launcher.paths import is_dir, is_file
 from launcher.redaction import redact
 from launcher.stage import rows as data_rows
 from launcher.upstream.locate import Locator
@@ -205,9 +206,9 @@ def _trl(stage: str, data: str) -> Rows:
         columns, learning_rate = "`chosen` and `rejected`", 5e-7
         own = {"beta": Row(0.1, "how far the model may go from where it started")}
     data_row = Row(data, f"rows with {columns}")
-    if Path(data).is_dir():
+    if is_dir(data):
         data_row = Row(_folder_name(data), f"rows with {columns}")
-    elif Path(data).is_file():
+    elif is_file(data):
         # TRL loads a folder of files, not one of them; `datasets` takes the files of a folder for data by their names
         folder = Path(data).parent
         if any(path.suffix != Path(data).suffix for path in folder.iterdir()):

@@ -15,8 +15,8 @@ from typer import Argument, Option
 
 from launcher.cli.help import App
 from launcher.cli.options import FORMAT, OVERRIDES, STAGE_FILE, Findings, Format, Shared, answer, app, files_of, takes
-from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, errors, usage
-from launcher.paths import exists, shipped
+from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, brief, errors, usage
+from launcher.paths import can_be_name, exists, shipped
 from launcher.report import console
 
 if TYPE_CHECKING:
@@ -344,6 +344,8 @@ def init(
 
 
 def _require_free(path: Path) -> Path:
+    if not can_be_name(str(path)):
+        raise usage("impossible-name", f"no file can be called {brief(path)}", "choose another name")
     if exists(path):
         raise usage("output-exists", f"{path} exists", "launch overwrites no stage file: choose another name")
     return path

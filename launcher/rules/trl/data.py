@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from launcher.artifacts import model_config
+from launcher.artifacts import chat_template, model_config
 from launcher.dataset import reading, shapes, sources
 from launcher.errors import Finding, Severity, brief
 from launcher.paths import exists, is_file
@@ -15,6 +15,7 @@ from launcher.rules.rule import say
 from launcher.rules.trl.resolved import prepared
 
 _KEY = "dataset_name"
+_TEMPLATES = (".jinja", ".j2")
 # read in another way, or not prepared at all (trl/trainer/sft_trainer.py:762,1248)
 _OTHER_FORMS = frozenset({"input_ids", "image", "images"})
 
@@ -266,13 +267,17 @@ def splits(context: Context) -> Iterator[Finding]:
 
 def template_here(context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:749: what is no template's file is a folder or a tokenizer of the hub."""
-    name = context.values["chat_template_path"]
-    if not context.running or not isinstance(name, str) or not name or exists(Path(name)):
+    key = "chat_template_path"
+    name = context.values[key]
+    if not isinstance(name, str) or not name or exists(name):
         return
-    if name.endswith((".jinja", ".j2")) or model_config.is_path(name):
-        message = f"there is no template {brief(name)} here"
+    if chat_template.is_template(name):
+        message = f"`{key}` holds the text of a template, and TRL takes it for the name of one"
+        yield say("error", "inline-template", key, message, chat_template.WRITE_IT)
+    elif name.endswith(_TEMPLATES) or not model_config.is_hub_name(name):
+        message = f"`{key}`: there is no template {brief(name)} here"
         help = "relative paths start where launch is started; `~` is not expanded"
-        yield say("error", "missing-template", "chat_template_path", message, help)
+        yield say("error", "missing-template", key, message, help)
 
 
 def no_template(context: Context) -> Iterator[Finding]:

@@ -3,13 +3,13 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from launcher.dataset import exemplars, sources, survey
 from launcher.dataset.exemplars import Exemplar
 from launcher.dataset.mixer import LOCAL_SUFFIXES
 from launcher.dataset.sources import Source
+from launcher.paths import is_dir
 from launcher.upstream.trainers import Entry
 from launcher.workflows.rehearse.arguments import ROWS
 
@@ -59,7 +59,7 @@ def _sources(args: Mapping[str, Any], entry: Entry) -> Iterator[Source]:
 
 
 def _folder(name: str, split: Any, config: Any) -> Iterator[Source]:
-    if Path(name).is_dir():
+    if is_dir(name):
         config = None if config is None else str(config)
         yield sources.of_name(name, str(split or "train"), config, os.environ)
 

@@ -208,7 +208,7 @@ def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
 
 
 def impossible_name(context: Context) -> Iterator[Finding]:
-    """What the trainer looks up as a folder, then on the hub, and neither can have such a name."""
+    """finetune.py:526, finetune.py:411: looked up as a folder, then on the hub, and neither can have such a name."""
     values = context.values
     names = context.entry.names
     for key in (_MODEL, "config_name", "tokenizer_name_or_path", names.data):

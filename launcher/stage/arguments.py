@@ -112,6 +112,10 @@ def _check_unknown(schema: Schema, entry: Entry, past: Past, key: str, value: An
     if "template" in key and chat_template.is_template(value):
         return _inline_template(schema, entry, key)
     code, message, help = _explain_unknown(schema, entry, past, key)
+    meaning = entry.lost.get(key)
+    if code == "removed-key" and meaning is not None and meaning.mattered(value):
+        message += f": {meaning.did}; now {meaning.now}"
+        help = f"{meaning.instead}; then delete the line"
     layer: Layer = "launch" if value is None else "parser"
     flag = schema.taken_as(key)
     if flag is not None and value is not None:
@@ -125,6 +129,25 @@ def _check_unknown(schema: Schema, entry: Entry, past: Past, key: str, value: An
                 code, help = "abbreviated-key", f"write `{flag.name}`"
             message += f"; upstream would silently take it for `{flag.name}`"
     return _error(layer, code, key, message, help)
+
+
+def lost(config: Config, schema: Schema, entry: Entry) -> Iterator[Finding]:
+    """Arguments that `--fix` has made comments of, and whose meaning nobody has decided about yet."""
+    for kept in config.kept:
+        meaning = entry.lost.get(kept.key)
+        is_back = kept.key in schema.fields or kept.key in config.args
+        if meaning is None or is_back or not meaning.mattered(kept.value):
+            continue
+        yield Finding(
+            severity="warning",
+            layer="launch",
+            code="lost-meaning",
+            key=f"args.{kept.key}",
+            message=f"`{kept.key}: {brief(kept.value)}` was taken out: {meaning.did}; now {meaning.now}",
+            help=f"{meaning.instead}; then delete this comment",
+            file=kept.file,
+            line=kept.line,
+        )
 
 
 def _inline_template(schema: Schema, entry: Entry, key: str) -> Finding:
@@ -150,7 +173,7 @@ def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tupl
         return "renamed-key", f"{message}: {moved.why}", f"write `{moved.to}`  ({where})"
     events = past(key)
     if events and events[0].gone:
-        return _explain_gone(schema, past, message, events)
+        return _explain_gone(schema, entry, past, key, events)
     near = _nearest(key, tuple(schema.fields))
     if (there := locate.at_pin(schema, key)) is not None:
         help = f"it is one at the pin ({there}), not at {schema.named}"
@@ -165,12 +188,16 @@ def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tupl
     return "unknown-key", message, help
 
 
-def _explain_gone(schema: Schema, past: Past, message: str, events: Sequence[ArgumentChange]) -> tuple[str, str, str]:
+def _explain_gone(
+    schema: Schema, entry: Entry, past: Past, key: str, events: Sequence[ArgumentChange]
+) -> tuple[str, str, str]:
     """A key that once was an argument: what became of it, followed over all its renames."""
-    message += f": {history.sentence(events[0])}"
+    message = f"`{key}` is not a field of {schema.owner or entry.owner}: {history.sentence(events[0])}"
     name = history.called_now(events[0], past, schema.fields)
     if name is not None:
         return "renamed-key", message, f"write `{name}`  ({schema.fields[name].where})"
+    if key in entry.hints:
+        return "removed-key", message, entry.hints[key]
     instead = [see for see in events[0].see if see in schema.fields]
     return "removed-key", message, "delete the line" + (f"; see `{'`, `'.join(instead)}`" if instead else "")
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher.upstream.entry import Checkpoints, Entry, Moved, Names
+from launcher.upstream.entry import Checkpoints, Entry, Lost, Moved, Names
 from launcher.upstream.schema import Values
 
 NAME = "open_instruct"
@@ -92,7 +92,19 @@ _INSTEAD = {
 
 def _data_hints(listed: str) -> dict[str, str]:
     help = f"write the sets as `{listed}: [name, amount, name, amount, ...]`"
-    return {"dataset_mixer": help, "dataset_name": help}
+    of_file = f"write `{listed}: [FILE, 1.0]`, FILE being a .jsonl or .parquet file"
+    return {"dataset_mixer": help, "dataset_name": help, "train_file": of_file}
+
+
+# of DPO it was an argument that nothing read
+_SUMMED_LOSS = Lost(
+    did="`sum` added up the losses of all tokens, so that each token of a step weighed the same",
+    now="the loss is the mean over the tokens of a micro-batch, and accumulation and GPUs average these means "
+    "(open_instruct/finetune.py:832): a learning rate tuned for the sum is far too low, and how a step is "
+    "split into micro-batches changes the weights of rows",
+    instead="choose the learning rate anew, with few accumulation steps and micro-batches of like size",
+    harmless=("mean",),
+)
 
 
 _TABLES = ("open_instruct.dataset_transformation", ("CHAT_TEMPLATES", "GET_TOKENIZER_FN", "TRANSFORM_FNS"))
@@ -166,6 +178,7 @@ STAGES: Mapping[str, Entry] = {
         best_attention=True,
         whole_model=True,  # finetune.py:528
         hints=_data_hints("dataset_mixer_list"),
+        lost={"reduce_loss": _SUMMED_LOSS},
         tables=_TABLES,
         moved={**_REMOVED, **{theirs: Moved(ours, f"DPO's name; SFT has `{ours}`") for ours, theirs in _PAIRS}},
         derived={"logging_steps": (1, "upstream's default prints no loss line at all (finetune.py:183)")},

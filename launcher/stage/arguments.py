@@ -12,6 +12,7 @@ from launcher.config import keys
 from launcher.config.load import Config
 from launcher.errors import Finding, Layer, brief
 from launcher.upstream import history, locate
+from launcher.upstream.entry import DATA_FILE
 from launcher.upstream.history import ArgumentChange
 from launcher.upstream.schema import Field, OptionString, Schema
 from launcher.upstream.trainers import BACKENDS, Entry
@@ -69,7 +70,7 @@ def reported(config: Config, schema: Schema, entry: Entry, faults: Sequence[Find
         moved = entry.moved.get(key)
         near = [moved.to] if moved is not None else _nearest(key, tuple(schema.fields))
         keys |= {f"args.{name}" for name in near}
-    if any(config.args.get(key) is not None for key in entry.hints):
+    if any(config.args.get(key) is not None for key in (*entry.hints, DATA_FILE)):
         keys.add(f"args.{entry.names.data}")
     return frozenset(keys)
 
@@ -196,8 +197,6 @@ def _explain_gone(
     name = history.called_now(events[0], past, schema.fields)
     if name is not None:
         return "renamed-key", message, f"write `{name}`  ({schema.fields[name].where})"
-    if key in entry.hints:
-        return "removed-key", message, entry.hints[key]
     instead = [see for see in events[0].see if see in schema.fields]
     return "removed-key", message, "delete the line" + (f"; see `{'`, `'.join(instead)}`" if instead else "")
 

@@ -25,6 +25,7 @@ from launcher.config.document import KEPT, LOADER, bad
 from launcher.errors import Finding, InvalidConfig, NotReady, brief
 from launcher.stage import stage
 from launcher.stage.stage import Judged
+from launcher.upstream.entry import DATA_FILE
 from launcher.upstream.locate import Locator
 from launcher.upstream.trainers import entry_of
 
@@ -45,7 +46,7 @@ _UNLIKE: Mapping[str, str] = {
     "dataset_name": "it takes one set, and no amount",
     "chat_template_path": "it takes a file or a model, no name of a template",
 }
-_DATA = ("dataset_name", "dataset_mixer", "dataset_config_name", "train_file")
+_DATA = ("dataset_name", "dataset_mixer", "dataset_config_name", DATA_FILE)
 _REST_OF_LINE = re.compile(r"[ \t]*(?:#[^\r\n]*)?(?:\r?\n|\Z)")
 
 
@@ -357,7 +358,7 @@ def _mend(file: _File, finding: Finding) -> _Mend | None:
     match code:
         case "renamed-key" | "abbreviated-key":
             return _renamed(file, finding, key)
-        case "removed-key" if key == "train_file":
+        case "removed-key" if key == DATA_FILE:
             return _train_file(file, key)
         case "removed-key" if key in file.entry.lost and file.entry.lost[key].mattered(file.args.get(key)):
             return file.comment_out(key)

@@ -16,6 +16,9 @@ row is packed too); full rows, made before batching; one row of a rank's whole s
 
 _CITED = re.compile(r"\b[\w/]+\.py:\d+")
 
+DATA_FILE = "train_file"
+"""What open-instruct called a file of rows; no script has it any more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Moved:

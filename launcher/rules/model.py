@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher.artifacts import architecture, model_config, model_files
+from launcher.artifacts import architecture, chat_template, model_config, model_files
 from launcher.artifacts.architecture import Shape
 from launcher.errors import Finding, InvalidConfig, Severity, brief
-from launcher.paths import is_file
+from launcher.paths import can_be_name, exists, is_dir, is_file
 from launcher.rules.context import Context, StageRule, caches_only, section
 from launcher.rules.rule import say
 from launcher.rules.trl.resolved import inline
@@ -140,7 +140,7 @@ def other_weights(context: Context) -> Iterator[Finding]:
     """
     given = _arguments(context)
     name = str(context.values[_MODEL] or "")
-    own = _shape(model_config.read(name, context.environ)) if Path(name).is_dir() else None
+    own = _shape(model_config.read(name, context.environ)) if is_dir(name) else None
     there = None if own is None or given.keys() & _OTHER_FILES else model_files.sizes(Path(name))
     if own is None or there is None:
         return
@@ -192,7 +192,7 @@ def missing_model(context: Context) -> Iterator[Finding]:
 
 def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
     # the config alone may be a file
-    if is_file(Path(name)) and key != "config_name":
+    if is_file(name) and key != "config_name":
         message = f"{name} is a file, not a folder"
         help = f"name the folder with its config.json, such as {Path(name).parent}"
     elif model_config.here(name) or (key == _MODEL and _config(context)):
@@ -206,6 +206,25 @@ def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
     else:
         return
     yield say("error", "missing-model", key, message, help)
+
+
+def impossible_name(context: Context) -> Iterator[Finding]:
+    """finetune.py:526, finetune.py:411: looked up as a folder, then on the hub, and neither can have such a name."""
+    values = context.values
+    names = context.entry.names
+    for key in (_MODEL, "config_name", "tokenizer_name_or_path", names.data):
+        given = values.get(key)
+        texts = given[::2] if isinstance(given, list) and context.entry.mixes else [given]
+        for text in texts:
+            if isinstance(text, str) and _is_impossible(text):
+                message = f"`{key}`: no folder and nothing on the hub can be called {brief(text)}"
+                yield say("error", "impossible-name", key, message, "name a folder, or something on the hub")
+
+
+def _is_impossible(text: str) -> bool:
+    if not can_be_name(text):
+        return True
+    return chat_template.is_template(text) and not exists(text)
 
 
 def incomplete_model(context: Context) -> Iterator[Finding]:
@@ -313,7 +332,7 @@ def _read_from(context: Context, name: object, revision: str | None) -> Path | N
     One that only describes a model says nothing before something is to be started.
     """
     folder = None
-    if isinstance(name, str) and name and Path(name).is_dir():
+    if isinstance(name, str) and name and is_dir(name):
         folder = Path(name)
     elif model_config.offline(context.environ):
         config = model_config.where(name, context.environ, revision)
@@ -323,14 +342,8 @@ def _read_from(context: Context, name: object, revision: str | None) -> Path | N
 
 
 _ABLE: tuple[StageRule, ...] = (liger_unknown, liger_on_cpu, beyond_positions)
-_SHARED: tuple[StageRule, ...] = (
-    *_ABLE,
-    missing_model,
-    adapter_alone,
-    incomplete_model,
-    incomplete_tokenizer,
-    other_weights,
-)
+_FILES: tuple[StageRule, ...] = (impossible_name, missing_model, adapter_alone, incomplete_model, incomplete_tokenizer)
+_SHARED: tuple[StageRule, ...] = (*_ABLE, *_FILES, other_weights)
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
     "open_instruct": {"sft": (*_SHARED, packed_without_flash, packed_alone), "dpo": (*_SHARED, packed_without_flash)},

@@ -98,6 +98,7 @@ def judge(
     lacking = list(arguments.missing(config, schema, entry, reported))
     reported |= {fault.key for fault in lacking}
     checked += lacking
+    checked += arguments.lost(config, schema, entry)
     ruled = list(registry.apply(values))
     if opts.expect.get("packing") in {"on", "any"}:
         # what the file itself puts up with stops nothing

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from launcher.artifacts import model_config
+from launcher.artifacts import chat_template, model_config
 from launcher.errors import Finding, Severity, brief
 from launcher.paths import exists
 from launcher.rules.rule import Range, Rule, no_model, outside, say, warn
@@ -374,6 +374,10 @@ def unknown_template(values: Values) -> Iterator[Finding]:
     if name is None or not known or name in known or function == "get_tokenizer_simple_v1":
         return
     strict = function == "get_tokenizer_tulu_v2_1"
+    if chat_template.is_template(name):
+        message = "`chat_template_name` holds the text of a template, and upstream takes it for the name of one"
+        yield say("error", "inline-template", "chat_template_name", message, chat_template.PUT_IT_BESIDE)
+        return
     what = "refuses it" if strict else "silently uses the tokenizer's own"
     message = f"there is no chat template `{brief(name)}`: upstream {what}"
     help = f"one of {', '.join(sorted(known))}"

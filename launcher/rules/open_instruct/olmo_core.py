@@ -17,7 +17,7 @@ from launcher.errors import Finding, Severity, brief
 from launcher.rules import services
 from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.embedding import beyond_olmo_core
-from launcher.rules.model import beyond_positions, missing_model
+from launcher.rules.model import beyond_positions, impossible_name, missing_model
 from launcher.rules.open_instruct.arguments import OF_ALL_SCRIPTS, out_of_range, zero_stage
 from launcher.rules.open_instruct.data import tokenising_outlasts
 from launcher.rules.places import unintended_output
@@ -286,6 +286,7 @@ def tokenising(context: Context) -> Iterator[Finding]:
 
 STAGE_RULES: tuple[StageRule, ...] = (
     unintended_output,
+    impossible_name,
     no_deepspeed,
     tokenising,
     precision,

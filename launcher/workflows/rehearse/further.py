@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from launcher.dataset import exemplars, mixture, sources, survey
@@ -11,6 +10,7 @@ from launcher.dataset.exemplars import Exemplar
 from launcher.dataset.mixer import LOCAL_SUFFIXES
 from launcher.dataset.sources import Source
 from launcher.dataset.survey import Survey
+from launcher.paths import is_dir
 from launcher.upstream.trainers import Entry
 from launcher.workflows.rehearse.arguments import ROWS
 
@@ -98,7 +98,7 @@ def sources_of(args: Mapping[str, Any], entry: Entry) -> Iterator[Source]:
 
 
 def _folder(name: str, split: Any, config: Any) -> Iterator[Source]:
-    if not Path(name).is_dir():
+    if not is_dir(name):
         yield Source(name=name, unseen="it is no folder here")
         return
     config = None if config is None else str(config)

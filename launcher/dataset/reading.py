@@ -336,18 +336,26 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Numbered]:
     # a quote that is never closed makes one cell of the rest of the file
     csv.field_size_limit(MAX_ROW)
     with _open(path) as stream:
-        text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-        cells = csv.reader(text, delimiter=delimiter, strict=True)
+        lines = _Lines(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
+        cells = csv.reader(lines, delimiter=delimiter)
         number = 1
         try:
             names = next(cells, [])
+            is_first = True
             while True:
                 number = cells.line_num + 1
                 values = next(cells, None)
                 if values is None:
                     return
+                if lines.ended:
+                    yield number, BadRow("has a quote that is never closed")
+                    return
                 if not values:
                     continue
+                if is_first and len(values) > len(names):
+                    # pandas/io/parsers/c_parser_wrapper.py:213: what stands in front of the named cells is an index
+                    names = [INDEX] * (len(values) - len(names)) + names
+                is_first = False
                 if len(values) > len(names):
                     yield number, BadRow(f"has {len(values)} cells, the header has {len(names)}")
                     continue
@@ -357,6 +365,28 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Numbered]:
             yield number, BadRow("is not UTF-8")
         except csv.Error as error:
             yield number, BadRow(f"is not CSV ({error})")
+
+
+# the column that `datasets` makes of pandas' index
+INDEX = "__index_level_0__"
+
+
+class _Lines:
+    """Lines of a text. `ended` is whether one was asked for after the last: inside a quoted cell, that is a fault."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self.ended = False
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._stream.readline()
+        self.ended = not line
+        if not line:
+            raise StopIteration
+        return line
 
 
 def _cell(value: str) -> Any:

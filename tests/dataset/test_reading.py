@@ -107,10 +107,30 @@ def test_cells_are_typed_as_pandas_does(write: Write, cell: str, value: Any) -> 
 
 
 def test_cells_that_do_not_fit(write: Write) -> None:
-    found = read(write("a.csv", 'a,b\n1,2,3\n"x\ny",2\nz\n'))
-    assert found[0] == (2, BadRow("has 3 cells, the header has 2"))
-    assert found[1:] == [(3, {"a": "x\ny", "b": 2.0}), (5, {"a": "z", "b": None})]
+    found = read(write("a.csv", 'a,b\n1,2\n1,2,3\n"x\ny",2\nz\n'))
+    assert found[0] == (2, {"a": 1.0, "b": 2.0})
+    assert found[1] == (3, BadRow("has 3 cells, the header has 2"))
+    assert found[2:] == [(4, {"a": "x\ny", "b": 2.0}), (6, {"a": "z", "b": None})]
+
+
+def test_a_quote_that_is_never_closed(write: Write) -> None:
     assert isinstance(rows(write("open.csv", 'a,b\n1,"2\n3,4\n'))[-1], BadRow)
+    assert isinstance(rows(write("end.csv", 'a,b\n1,2\n3,"4'))[-1], BadRow)
+
+
+def test_cells_in_front_of_the_header_are_an_index(write: Write) -> None:
+    assert rows(write("a.csv", "a,b\nr1,1,2\nr2,3,4\n")) == [
+        {reading.INDEX: "r1", "a": 1.0, "b": 2.0},
+        {reading.INDEX: "r2", "a": 3.0, "b": 4.0},
+    ]
+
+
+def test_quotes_inside_cells_are_read_as_pandas_does(write: Write) -> None:
+    assert rows(write("a.csv", 'a,b\n"say "x" y",1\n"say \\"z\\"",2\nhe said "w",3\n')) == [
+        {"a": 'say x" y"', "b": 1.0},
+        {"a": 'say \\z\\""', "b": 2.0},
+        {"a": 'he said "w"', "b": 3.0},
+    ]
 
 
 UNREADABLE: list[tuple[str, bytes]] = [

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launcher.artifacts import model_config, model_files
+from launcher.dataset import mixture, sources
 from launcher.errors import Finding, launch_finding, not_ready
 from launcher.files import parse_line
 from launcher.machine import isolation, sizes
@@ -56,8 +57,8 @@ class Part:
 
     `role` says how much of it is read: `whole` is every file, which SFT's `snapshot_download` takes;
     `card` the one file that open-instruct's key of tokenised data knows; `data` what TRL trains on, in its
-    configuration `config`. `state` is `there`, `fetched`, `missing`, or `unknown` for a card: a data set
-    may have none.
+    configuration `config`, of a mixture also from a `folder` of it, or from named `files`. `state` is
+    `there`, `fetched`, `missing`, or `unknown` for a card: a data set may have none.
     """
 
     role: Role
@@ -71,6 +72,8 @@ class Part:
     commit: str | None = None
     error: str | None = None
     config: str | None = None
+    folder: str | None = None
+    files: Any = None
 
     @property
     def local(self) -> bool:
@@ -93,7 +96,12 @@ class Part:
 
 
 def required_parts(plan: Plan) -> tuple[Part, ...]:
-    return tuple({(one.role, one.name, one.revision): one for one in _required_parts(plan)}.values())
+    return tuple(
+        {
+            (one.role, one.name, one.revision, one.config, one.folder, str(one.files)): one
+            for one in _required_parts(plan)
+        }.values()
+    )
 
 
 def _required_parts(plan: Plan) -> Iterator[Part]:
@@ -112,12 +120,30 @@ def _required_parts(plan: Plan) -> Iterator[Part]:
         name = values.get(key)
         if isinstance(name, str) and name != values.get(names.model) and not is_file(Path(name)):
             yield Part(role="tokenizer", name=name, key=key, revision=at)
+    mixed = mixture.of_values(values, os.environ)
+    if mixed is not None:
+        yield from _parts_of_mixture(mixed, values)
+        return
     listed = values.get(names.data)
     if isinstance(listed, str) and values.get("dataset_streaming") is not True:
         yield Part(role="data", name=listed, key=names.data, config=values.get("dataset_config"))
     for name in listed[::2] if isinstance(listed, list) else []:
         if isinstance(name, str):
             yield Part(role="card", name=name, key=names.data, revision="main")
+
+
+def _parts_of_mixture(mixed: mixture.Mixture, values: Mapping[str, Any]) -> Iterator[Part]:
+    """The sets of a mixture that are on the hub; a stream is read while it is trained on."""
+    if values.get("streaming") is True:
+        return
+    for one in mixed.sets:
+        entry = one.entry
+        if entry.path in sources.LOADERS:
+            continue
+        key = f"{entry.key}.path"
+        yield Part(
+            role="data", name=entry.path, key=key, config=entry.name, folder=entry.data_dir, files=entry.data_files
+        )
 
 
 def fetch(parts: Sequence[Part], trainer: Trainer, environ: Mapping[str, str]) -> tuple[Part, ...]:
@@ -145,7 +171,10 @@ def _brought(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> Part:
 
 def _call(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str, Any]:
     if part.role == "data":
-        call: list[Any] = ["datasets", "load_dataset", {"path": part.name, "name": part.config}]
+        words: dict[str, Any] = {"path": part.name, "name": part.config}
+        if part.folder is not None or part.files is not None:
+            words |= {"data_dir": part.folder, "data_files": part.files}
+        call: list[Any] = ["datasets", "load_dataset", words]
     else:
         of_role: dict[str, dict[str, Any]] = {
             "card": {"repo_type": "dataset", "allow_patterns": ["README.md"]},

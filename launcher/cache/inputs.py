@@ -5,11 +5,13 @@ The manifest keeps it, and the next attempt compares: a resume goes on in the mi
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher.artifacts.fingerprint import READERS, MissingContent
+from launcher.dataset import mixture
 from launcher.paths import exists
 from launcher.plan.plan import Plan
 from launcher.upstream import facts
@@ -32,8 +34,7 @@ def of_plan(plan: Plan) -> list[dict[str, Any]]:
 
 def _contents(plan: Plan) -> Iterator[dict[str, Any]]:
     values, stage = plan.values, plan.stage
-    data = values.get(stage.entry.names.data)
-    listed = list(map(str, data[::2])) if isinstance(data, list) else [str(data)] if data else []
+    listed = _data(plan)
     model, revision = values.get(stage.entry.names.model), values.get("model_revision")
     named = [("data", name, None) for name in listed]
     named += [("model", model, revision)]
@@ -59,6 +60,18 @@ def _contents(plan: Plan) -> Iterator[dict[str, Any]]:
     script = stage.entry.script
     code = facts.digest(stage.upstream.packages, script) or stage.schema.digests.get(script)
     yield _record("code", script, code)
+
+
+def _data(plan: Plan) -> list[str]:
+    """The files, folders and names of the hub that a stage reads its data from."""
+    values = plan.values
+    mixed = mixture.of_values(values, os.environ)
+    if mixed is not None:
+        return mixed.names()
+    data = values.get(plan.stage.entry.names.data)
+    if isinstance(data, list):
+        return [str(name) for name in data[::2]]
+    return [str(data)] if data else []
 
 
 def _record(role: str, name: str, digest: str | None) -> dict[str, Any]:

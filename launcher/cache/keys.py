@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from launcher.artifacts.fingerprint import READERS, MissingContent, cache_home
+from launcher.dataset import mixture
 from launcher.errors import Finding
 from launcher.machine import codec
 from launcher.machine.codec import Misfit, Omission
@@ -80,6 +81,7 @@ _TRL_KEY = tuple(
     "dataset_name dataset_config dataset_train_split model_name_or_path max_length packing packing_strategy "
     "assistant_only_loss completion_only_loss eos_token precompute_ref_log_probs truncation_mode ld_alpha".split()
 )
+_MIXTURE_KEY = ("datasets", "test_split_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +273,10 @@ def _tokenising(reader: _Sources) -> list[Input]:
 def _trl(reader: _Sources) -> Iterator[Cache]:
     """`datasets` caches what TRL reads and tokenises: beside its own key goes what that cannot see."""
     values, name = reader.plan.values, reader.text("dataset_name")
+    mixed = mixture.of_values(values, os.environ)
+    if mixed is not None:
+        yield from _trl_mixture(reader, mixed)
+        return
     precomputed = values.get("precompute_ref_log_probs") is True
     if name is None or values.get("dataset_streaming") is True:
         return
@@ -292,6 +298,30 @@ def _trl(reader: _Sources) -> Iterator[Cache]:
         digest = hashlib.sha256(name.encode()).hexdigest()
         inputs.insert(0, Input(role="data", name=name, digest=digest))
     key = {name: values[name] for name in _TRL_KEY if name in values}
+    made = reader.cache("dataset", os.environ.get(DATASETS_VARIABLE), inputs, key)
+    yield replace(made, env={DATASETS_VARIABLE: str(made.path)})
+
+
+def _trl_mixture(reader: _Sources, mixed: mixture.Mixture) -> Iterator[Cache]:
+    """The same for the sets of a mixture: the local ones by their content, the others by their names."""
+    values = reader.plan.values
+    names = mixed.names()
+    local = [name for name in names if exists(Path(name))]
+    precomputed = values.get("precompute_ref_log_probs") is True
+    if values.get("streaming") is True or not (local or precomputed):
+        return
+    inputs = [one for name in local for one in reader.read("data", name)]
+    for name in names:
+        if name not in local:
+            inputs.append(Input(role="data", name=name, digest=hashlib.sha256(name.encode()).hexdigest()))
+    model, revision = reader.text("model_name_or_path"), reader.text("model_revision")
+    inputs += reader.read("tokenizer", model, revision)
+    inputs += reader.read("template", reader.text("chat_template_path"))
+    inputs += reader.versions()
+    if precomputed:
+        inputs += reader.arguments(_PRECOMPUTED_VALUES)
+        inputs += reader.read("model", model, revision)
+    key = {name: values[name] for name in (*_TRL_KEY, *_MIXTURE_KEY) if name in values}
     made = reader.cache("dataset", os.environ.get(DATASETS_VARIABLE), inputs, key)
     yield replace(made, env={DATASETS_VARIABLE: str(made.path)})
 

@@ -171,8 +171,8 @@ def _recognise_answers(survey: Survey) -> RowForm | None:
         return RowForm(name=name, into="`messages`", convert=lambda row: _joined(row, question, answer))
 
     def convert(row: Row) -> dict[str, Any]:
-        asked = _below(_text(row, question), row.get("context"))
-        return _chat(asked, _text(row, answer), row.get("system"))
+        prompt = _below(_text(row, question), row.get("context"))
+        return _chat(prompt, _text(row, answer), row.get("system"))
 
     return RowForm(name=f"`{question}` and `{answer}`", into="`messages`", convert=convert)
 
@@ -404,13 +404,13 @@ def _convert_columns(row: Row) -> dict[str, Any]:
 
 def _joined(row: Row, question: str, answer: str) -> dict[str, Any]:
     """A question and an answer, of which one is a list of messages and the other perhaps a text."""
-    asked = row.get(question)
-    told = row.get(answer)
-    if isinstance(asked, str):
-        asked = [{"role": "user", "content": asked}]
-    if isinstance(told, str):
-        told = [{"role": "assistant", "content": told}]
-    messages = [*_messages(asked), *_messages(told)]
+    prompt = row.get(question)
+    reply = row.get(answer)
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(reply, str):
+        reply = [{"role": "assistant", "content": reply}]
+    messages = [*_messages(prompt), *_messages(reply)]
     return {"messages": _with_system(messages, row), **_kept(row)}
 
 
@@ -459,10 +459,10 @@ def _convert_text_pair(row: Row) -> dict[str, Any]:
 
 
 def _convert_openai_pair(row: Row) -> dict[str, Any]:
-    asked = row.get("input")
-    if not isinstance(asked, dict):
+    request = row.get("input")
+    if not isinstance(request, dict):
         raise CannotConvert("has no `input`")
-    return {**_answered(_messages(asked.get("messages")), row), **_kept(asked)}
+    return {**_answered(_messages(request.get("messages")), row), **_kept(request)}
 
 
 def _answered(prompt: list[dict[str, Any]], row: Row) -> dict[str, Any]:

@@ -6,6 +6,7 @@ own description, or by their names; and which of them are read, by the most comm
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections import Counter
@@ -18,6 +19,7 @@ from typing import Any
 from launcher.artifacts import model_config
 from launcher.dataset import reading
 from launcher.files import read_bytes
+from launcher.paths import is_file
 
 _MOST_ENTRIES = 20_000  # entries of a folder to look at; a larger one is not judged
 
@@ -34,7 +36,8 @@ _SHARD = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*\Z")
 _IGNORED = frozenset(
     "README.md config.json dataset_info.json dataset_infos.json dummy_data.zip dataset_dict.json".split()
 )
-SAVED_TO_DISK = ("state.json", "dataset_dict.json")
+# datasets/load.py:1089: the file of one data set; a folder of several splits is read as any other
+SAVED_TO_DISK = "state.json"
 
 # datasets/packaged_modules/__init__.py:95, as far as launch reads them
 _FORMATS = {
@@ -74,7 +77,8 @@ class Source:
     """The files of one split of a data set.
 
     `beside` are the files of its other splits, which the library reads too. Without files, `unseen` says why its rows
-    cannot be looked at, or `fault` why no trainer can read them and `remedy` what to do about it.
+    cannot be looked at, or `fault` why no trainer can read them and `remedy` what to do about it; `missing` are paths
+    that are not here.
     """
 
     name: str
@@ -83,10 +87,19 @@ class Source:
     unseen: str | None = None
     fault: str | None = None
     remedy: str | None = None
+    missing: tuple[str, ...] = ()
 
 
 class _UnknownFolder(Exception):
     """A folder of which launch does not know how it is read; the message says why."""
+
+
+class _MissingFiles(Exception):
+    """Files that are named and that are not there."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        super().__init__(f"there is no {', '.join(patterns)}")
+        self.patterns = tuple(patterns)
 
 
 class _RefusedFolder(Exception):
@@ -96,6 +109,12 @@ class _RefusedFolder(Exception):
         super().__init__(fault)
         self.fault = fault
         self.remedy = remedy
+
+
+def reader_of(path: Path) -> str | None:
+    """The reader of `datasets` for a file, such as `json`; None where launch knows none."""
+    kind = _FORMATS.get(reading.data_suffix(path))
+    return "csv" if kind == "tsv" else kind
 
 
 def of_file(name: str) -> Source:
@@ -115,10 +134,13 @@ def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str
         if cached is None or not os.path.isdir(cached):
             return Source(name=name, unseen="it is not downloaded yet")
         folder = cached
-    elif any(os.path.exists(folder / file) for file in SAVED_TO_DISK):
+    elif os.path.exists(folder / SAVED_TO_DISK):
         fault = "was written by `save_to_disk`, which `load_dataset` refuses"
         remedy = "write it as Parquet (`Dataset.to_parquet`) or JSON lines (`to_json`), and name that folder"
         return Source(name=name, fault=fault, remedy=remedy)
+    elif is_file(folder / f"{folder.name}.py"):
+        fault = f"holds {folder.name}.py, which `load_dataset` takes for a script of its own, and refuses"
+        return Source(name=name, fault=fault, remedy="rename that file, or the folder")
     try:
         splits = _files_of_splits(folder, split, config)
     except _UnknownFolder as error:
@@ -131,6 +153,98 @@ def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str
     files = tuple(folder / file for file in splits.pop(split))
     beside = tuple(folder / file for others in splits.values() for file in others)
     return Source(name=name, files=files, beside=beside)
+
+
+def of_set(
+    path: str,
+    split: str,
+    config: str | None,
+    environ: Mapping[str, str],
+    *,
+    data_dir: str | None = None,
+    data_files: Any = None,
+) -> Source:
+    """The source of `load_dataset(path, config, data_dir, data_files)[split]`; `path` may name a reader."""
+    is_reader = path in LOADERS
+    if data_dir is None and data_files is None and not is_reader:
+        return of_name(path, split, config, environ)
+    folder = _base(path, data_dir, environ)
+    if folder is None:
+        missing = (path,) if model_config.is_path(path) else ()
+        return Source(name=path, unseen="it is not here", missing=missing)
+    if split == "all":
+        return Source(name=path, unseen="it is read of all splits")
+    if data_files is None and not os.path.isdir(folder):
+        return Source(name=path, unseen=f"there is no folder {folder}", missing=(str(folder),))
+    try:
+        read = _files_of_set(path, folder, data_files, split)
+    except _UnknownFolder as error:
+        return Source(name=path, unseen=str(error))
+    except _MissingFiles as error:
+        return Source(name=path, unseen=str(error), missing=error.patterns)
+    except _RefusedFolder as error:
+        return Source(name=path, fault=error.fault, remedy=error.remedy)
+    files = tuple(read.pop(split))
+    beside = tuple(file for others in read.values() for file in others)
+    return Source(name=path, files=files, beside=beside)
+
+
+def _base(path: str, data_dir: str | None, environ: Mapping[str, str]) -> Path | None:
+    """The folder at which the names of files start; None where it is not on this machine."""
+    below = Path(os.path.expanduser(data_dir or ""))
+    if path in LOADERS:
+        return below
+    if os.path.isdir(path):
+        return Path(path) / below
+    if model_config.is_path(path) or path.count("/") != 1:
+        return None
+    cached = model_config.snapshot(path, environ, kind="datasets")
+    return None if cached is None or not os.path.isdir(cached) else cached / below
+
+
+def _files_of_set(path: str, folder: Path, data_files: Any, split: str) -> dict[str, list[Path]]:
+    """The files of each split. Raises _UnknownFolder, _MissingFiles, and _RefusedFolder without `split`."""
+    if data_files is None:
+        splits = {
+            name: [folder / file for file in files] for name, files in _splits_by_name(_names_below(folder)).items()
+        }
+    else:
+        splits = {name: _named(folder, patterns) for name, patterns in _patterns(data_files).items()}
+    if split not in splits:
+        fault = f"has no split {split}: `data_files` and the names of the files make them {', '.join(splits)}"
+        raise _RefusedFolder(fault, "name a split that there is, or make `data_files` a mapping of splits to files")
+    reader = path if path in LOADERS else None
+    return {name: _of_reader(files, reader) for name, files in splits.items()}
+
+
+def _of_reader(files: Sequence[Path], reader: str | None) -> list[Path]:
+    """The files that are read. Raises _UnknownFolder where a reader reads them in a way of its own."""
+    names = [str(file) for file in files]
+    if reader is None:
+        return [Path(name) for name in _files_of_format(names, _common_format(names))]
+    for name in names:
+        suffix = reading.data_suffix(Path(name))
+        if suffix not in reading.READABLE or _FORMATS[suffix].replace("tsv", "csv") != reader:
+            raise _UnknownFolder(f"launch does not read {name} as `{reader}` does")
+    return list(files)
+
+
+def _named(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    """datasets/data_files.py:351: the files that patterns name, each relative to `folder`. Raises _MissingFiles."""
+    named: list[Path] = []
+    missing = []
+    for pattern in patterns:
+        if "://" in pattern or "::" in pattern:
+            raise _UnknownFolder(f"{pattern} is not a file of this machine")
+        whole = os.path.join(folder, pattern)
+        found = sorted(glob.glob(whole, recursive=True)) if glob.has_magic(whole) else [whole]
+        files = [Path(file) for file in found if os.path.isfile(file) and os.path.basename(file) not in _IGNORED]
+        if not files:
+            missing.append(pattern)
+        named += files
+    if missing:
+        raise _MissingFiles(missing)
+    return named
 
 
 def _files_of_splits(folder: Path, split: str, config: str | None) -> dict[str, list[str]]:

@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,18 @@ class Survey:
         counts = {kind: tally.count for kind, tally in self.kinds_of(column).items() if kind not in ("null", "absent")}
         return max(counts, key=lambda kind: counts[kind]) if counts else None
 
+    def of_columns(self, names: Sequence[str]) -> Survey:
+        """The same rows with these columns alone.
+
+        What is known of whole rows stays where every column that is trained on does.
+        """
+        kept = set(names)
+        if (self.columns & _TRAINED) <= kept:
+            kept.add("")
+        kinds = {key: tally for key, tally in self.kinds.items() if key[0] in kept}
+        facts = {key: tally for key, tally in self.facts.items() if key[0] in kept}
+        return replace(self, kinds=kinds, facts=facts)
+
     def fact(self, column: str, name: str) -> Occurrence | None:
         return self.facts.get((column, name))
 
@@ -129,9 +141,12 @@ class Survey:
         }
 
 
-def look(paths: Sequence[Path]) -> Survey:
-    """Look at every row of these files, or remember what was seen of them. Never raises for what they hold."""
-    return _look(tuple(_state(path) for path in paths))
+def look(paths: Sequence[Path], rows: range | None = None) -> Survey:
+    """Look at every row of these files, or remember what was seen of them. Never raises for what they hold.
+
+    With `rows` only at these, counted over all files; rows that cannot be read are found in front of their end.
+    """
+    return _look(tuple(_state(path) for path in paths), None if rows is None else (rows.start, rows.stop))
 
 
 State = tuple[str, int, int, int, int]
@@ -146,16 +161,18 @@ def _state(path: Path) -> State:
     return str(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-@functools.lru_cache(maxsize=16)
-def _look(states: tuple[State, ...]) -> Survey:
+@functools.lru_cache(maxsize=256)
+def _look(states: tuple[State, ...], bounds: tuple[int, int] | None) -> Survey:
     paths = [Path(state[0]) for state in states]
     absolute = [(os.path.abspath(state[0]), *state[1:]) for state in states]
-    name = hashlib.sha256(json.dumps([_VERSION, absolute]).encode(errors="surrogateescape")).hexdigest()
+    name = hashlib.sha256(
+        json.dumps([_VERSION, absolute, *(bounds or ())]).encode(errors="surrogateescape")
+    ).hexdigest()
     memory = cache_home() / "surveys" / f"{name}.json"
     remembered = _from_json(files.read_json(memory), [state[0] for state in states])
     if remembered is not None:
         return remembered
-    survey = _survey(paths)
+    survey = _survey(paths, bounds)
     newest = max((max(state[3], state[4]) for state in states), default=0)
     if time.time() - newest / 1e9 > _SETTLED_S and not survey.lacks_pyarrow:
         with contextlib.suppress(OSError, ValueError):
@@ -164,8 +181,8 @@ def _look(states: tuple[State, ...]) -> Survey:
     return survey
 
 
-def _survey(paths: Iterable[Path]) -> Survey:
-    surveyor = _Surveyor()
+def _survey(paths: Iterable[Path], bounds: tuple[int, int] | None) -> Survey:
+    surveyor = _Surveyor(bounds)
     for path in paths:
         surveyor.read(path)
     return surveyor.survey()
@@ -174,7 +191,9 @@ def _survey(paths: Iterable[Path]) -> Survey:
 class _Surveyor:
     """Counts what rows are like. Everything here runs once a row, or once a message."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: tuple[int, int] | None = None) -> None:
+        self._bounds = bounds
+        self._before = 0
         self._rows = 0
         self._counts: dict[tuple[str, Any], list[Any]] = {}
         self._facts: dict[tuple[str, str], list[Any]] = {}
@@ -196,6 +215,12 @@ class _Surveyor:
             for index, (number, row) in enumerate(reading.read_rows(path)):
                 self._number = number
                 self._index = index
+                if self._bounds is not None:
+                    self._before += 1
+                    if self._before > self._bounds[1]:
+                        return
+                    if self._before <= self._bounds[0]:
+                        continue
                 if type(row) is dict:
                     self._see(row)
                 elif isinstance(row, BadRow):

@@ -109,6 +109,7 @@ class Prepared:
 
     def as_json(self) -> dict[str, object]:
         shown = self.command.redacted()
+        files = {"files": dict(shown.files)} if shown.files else {}
         return {
             "plan": {"gpus": [self.plan.as_json()]},
             "upstream": self.plan.stage.upstream.as_json(),
@@ -116,6 +117,7 @@ class Prepared:
             "argv": list(shown.argv),
             "env": dict(shown.env),
             "cwd": str(shown.cwd),
+            **files,
             "run": str((self.dry_run_folder or self.folder).path),
         }
 
@@ -349,6 +351,11 @@ def _prepared(
             )
             for name in concealed.exposed
         )
+    for name in command.secrets_in_file(made, os.environ):
+        message = f"`{name}` holds a secret, and no flag can carry it: it would stand in a file of the run folder"
+        help = "leave it out: `hf auth login`, or the variable HF_TOKEN, is what `datasets` reads"
+        place = made.stage.config.origin(f"args.{name}").place
+        raise InvalidConfig(launch_finding("error", "exposed-secret", message, help, key=f"args.{name}", **place))
     chosen: Devices | None = decided.get("devices")
     built = command.build(
         made,
@@ -357,6 +364,7 @@ def _prepared(
         environ=os.environ,
         caches=environment(caches),
         devices=None if chosen is None or not resolved.gpus else chosen.env(),
+        attempt=1 if location.dry_run_folder else location.attempt,
     )
     prepared = Prepared(
         resolved=resolved,

@@ -12,18 +12,18 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from launcher.errors import Exit, Finding, LaunchError, NotReady, brief, not_ready
-from launcher.lifecycle import checksums, on_finish
+from launcher.lifecycle import checksums, on_finish, standstill
 from launcher.machine import isolation, process
 from launcher.paths import PROJECT
 from launcher.report import overview
 from launcher.runs import attempt as attempts
-from launcher.runs import inventory, lease, rundir, runner
+from launcher.runs import inventory, lease, preemption, rundir, runner
 from launcher.runs.attempt import Attempt
 from launcher.runs.lease import Lease
 from launcher.runs.rundir import RunFolder
@@ -152,8 +152,10 @@ def main(words: Sequence[str]) -> int:
                     began=lambda: tell(_STARTED),
                     inherited={},
                     adopting=True,
+                    save=preemption.request_for(command.env, number),
+                    stands_still=_hang_detector(command),
                 )
-                sums.end(resumable=ended.returncode != 0)
+                sums.end(resumable=ended.returncode != 0 or ended.preempted)
                 # while nobody else may begin there
                 inventory.end(folder, number)
                 end(overview.ended_state(folder), ended.returncode)
@@ -166,13 +168,19 @@ def main(words: Sequence[str]) -> int:
         return conclude(folder, attempt, ended, locks=locks, own=True)
 
 
+def _hang_detector(command: attempts.Command) -> Callable[[runner.Living], bool]:
+    found = standstill.of_command(command.env)
+    return (lambda _: False) if found is None else found.look
+
+
 def _overtaken(console: Path, by: Lease) -> None:
     message = f"launch: stopped: the output folder was taken over by the run {by.run} ({by.described}), "
     message += f"fencing number {by.fence}"
     print(message, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError), console.open("a") as log:
         log.write(f"\n{message}\n")
-    os.kill(os.getpid(), signal.SIGTERM)
+    # at once: what it would save now is the other run's
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def conclude(

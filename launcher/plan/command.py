@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
@@ -18,12 +18,14 @@ from launcher.plan.plan import Plan
 from launcher.redaction import redact
 from launcher.runs import rendezvous
 from launcher.runs.attempt import Command
+from launcher.runs.rundir import RunFolder
 from launcher.stage.options import Watch
 from launcher.upstream.locate import SUBMODULE
 from launcher.upstream.trainers import Backend
 
 HUB = "HF_TOKEN"
 ARGUMENT = "LAUNCH_ARG_"  # how variables begin that hold words of the command line; watching/script.py puts them back
+CONFIG = "--config"  # names a YAML file to TRL's parser (trl/scripts/utils.py:327)
 PROBE = PACKAGE / "probe" / "run.py"
 START = PACKAGE / "probe" / "start.py"
 SAFE_PATH_SINCE = (3, 11)  # the first Python that knows PYTHONSAFEPATH
@@ -90,11 +92,13 @@ def build(
     environ: Mapping[str, str],
     caches: Mapping[str, str] | None = None,
     devices: Mapping[str, str] | None = None,
+    attempt: int = 1,
 ) -> Command:
     """The `accelerate launch` or torchrun command of a plan, with the probe as the script it starts.
 
     Without the probe it starts upstream's script itself, and nothing of ours runs inside.
-    `folder` is the run folder; `environ` the environment that training will inherit.
+    `folder` is the run folder; `environ` the environment that training will inherit. Arguments that no flag can
+    carry go into a file of the `attempt` there.
     """
     root = plan.stage.upstream.root
     if root is None:
@@ -108,10 +112,37 @@ def build(
     module, options = LAUNCHERS[plan.stage.entry.launcher]
     argv = [str(trainer.python), *_module(module, plan, trainer), *options(plan), started]
     arguments = hide_secrets(plan.arguments(), plan, environ, watched=watched)
+    config = RunFolder(folder).trainer_config(attempt)
+    written = config_file(plan.file_arguments())
+    if written:
+        argv += [CONFIG, str(config)]
     for name, words in arguments.words.items():
         argv += [f"--{name}", *words]
     env = _environment(plan, root, script, folder, environ) | {**(caches or {}), **(devices or {}), **arguments.env}
-    return Command(argv=tuple(argv), cwd=Path.cwd(), env=env, variables=arguments.variables)
+    return Command(
+        argv=tuple(argv),
+        cwd=Path.cwd(),
+        env=env,
+        variables=arguments.variables,
+        files={str(config): written} if written else {},
+    )
+
+
+def config_file(arguments: Mapping[str, Any]) -> str:
+    """The text of a config file with these arguments (trl/scripts/utils.py:327); empty without any."""
+    if not arguments:
+        return ""
+    import yaml
+
+    return yaml.safe_dump(dict(arguments), sort_keys=False, width=100)
+
+
+def secrets_in_file(plan: Plan, environ: Mapping[str, str]) -> Iterator[str]:
+    """The arguments with a secret that a config file would hold."""
+    for name, value in plan.file_arguments().items():
+        is_taken = any(key.startswith(f"args.{name}") for key in plan.stage.config.secrets)
+        if is_taken or redact({name: value}, environ) != {name: value}:
+            yield name
 
 
 def _module(name: str, plan: Plan, trainer: Trainer) -> list[str]:

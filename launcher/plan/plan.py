@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher.dataset import sources, survey
+from launcher.dataset import mixture, sources, survey
 from launcher.dataset.mixer import entry_rows
 from launcher.errors import Finding, InvalidConfig, Severity, launch_finding
 from launcher.rules import registry
@@ -69,8 +69,20 @@ class Plan:
 
     def arguments(self) -> dict[str, list[str]]:
         """Upstream's flags and their words, the file's first, then the derived ones."""
-        args = {**self.stage.args, **{k: d.value for k, d in self.derived.items()}}
-        return {name: self.stage.schema.words(name, value) for name, value in args.items()}
+        schema = self.stage.schema
+        flags = {}
+        for name, value in self._all_arguments().items():
+            if not schema.in_file(name, value):
+                flags[name] = schema.words(name, value)
+        return flags
+
+    def file_arguments(self) -> dict[str, Any]:
+        """The arguments that no flag can carry: for the trainer's own config file."""
+        schema = self.stage.schema
+        return {name: value for name, value in self._all_arguments().items() if schema.in_file(name, value)}
+
+    def _all_arguments(self) -> dict[str, Any]:
+        return {**self.stage.args, **{name: argument.value for name, argument in self.derived.items()}}
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -354,7 +366,13 @@ def repacks(stage: Stage, values: Values) -> bool:
 
 
 def count_rows(stage: Stage, values: Values) -> int | None:
-    """Rows before filtering: counts in the mixer list, local files, known sets; None if unknown."""
+    """Rows before filtering: counts in the mixer list, local files, known sets; None if unknown.
+
+    Of a mixture of TRL's, those that `test_split_size` leaves.
+    """
+    mixed = mixture.of_values(values, os.environ)
+    if mixed is not None:
+        return mixed.train_rows
     listed = values.get(stage.entry.names.data)
     if isinstance(listed, list) and listed and len(listed) % 2 == 0:
         splits = values.get(f"{stage.entry.names.data}_splits") or ["train"]

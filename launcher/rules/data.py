@@ -18,7 +18,14 @@ from launcher.rules.rule import say
 
 _SHOWN_FAULTS = 3
 _ROLES = frozenset("system user assistant tool developer function ipython environment".split())
-_ARTICLES = {"text": "text", "list": "a list", "number": "a number", "object": "an object", "bool": "a bool"}
+ARTICLES = {
+    "text": "text",
+    "list": "a list",
+    "number": "a number",
+    "object": "an object",
+    "bool": "a bool",
+    "value": "of another type",
+}
 # what stands for the role of a message that has none
 _NO_ROLE = "?"
 # above this share of so many rows, copies are no accident
@@ -135,6 +142,9 @@ def convertible(looked: Looked, otherwise: str) -> str:
 def _export_help(looked: Looked) -> str | None:
     """What to do about files that were written in another way than the reader expects."""
     survey = looked.survey
+    comment = next((column for column in sorted(survey.columns) if column.startswith("#")), None)
+    if comment is not None and looked.source.files[0].suffix.lower() in reading.TEXT_FORMATS:
+        return f"the first line, `{comment}`, is taken for the header: leave it out"
     only = next(iter(survey.columns)) if len(survey.columns) == 1 else ""
     for delimiter, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
         if delimiter in only:
@@ -161,14 +171,14 @@ def same_kinds(looked: Looked, columns: Iterable[str], kind: str) -> Iterator[Fi
         for other, tally in looked.survey.kinds_of(column).items():
             if other == kind:
                 continue
-            state = "missing" if other == "absent" else _ARTICLES.get(other, other)
+            state = "missing" if other == "absent" else ARTICLES.get(other, other)
             message = f"`{column}` is {state} in {looked.share(tally)}"
             if tally.count < looked.survey.rows:
                 help = "correct these rows, or take them out"
-                yield looked.say("error", "data-types", f"{message} and {_ARTICLES[kind]} in the others", help)
+                yield looked.say("error", "data-types", f"{message} and {ARTICLES[kind]} in the others", help)
             else:
-                help = convertible(looked, f"write {_ARTICLES[kind]} in each row")
-                yield looked.say("error", "data-types", f"{message}, where {_ARTICLES[kind]} is needed", help)
+                help = convertible(looked, f"write {ARTICLES[kind]} in each row")
+                yield looked.say("error", "data-types", f"{message}, where {ARTICLES[kind]} is needed", help)
 
 
 def other_kinds(looked: Looked, read: Iterable[str]) -> Iterator[Finding]:
@@ -242,7 +252,7 @@ def unlike_messages(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]
     yield from empty_lists(looked, columns)
     for column in columns:
         for kind, tally in looked.survey.named(column, "items:").items():
-            message = f"`{column}` is a list with {_ARTICLES.get(kind, kind)} instead of a message in"
+            message = f"`{column}` is a list with {ARTICLES.get(kind, kind)} instead of a message in"
             help = convertible(looked, "each item needs `role` and `content`")
             yield looked.say("error", "data-types", f"{message} {looked.share(tally)}", help)
 

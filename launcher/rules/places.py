@@ -10,9 +10,11 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launcher.artifacts import model_config
 from launcher.artifacts.fingerprint import cache_home
+from launcher.dataset import mixture
 from launcher.errors import Finding, brief
 from launcher.machine.trees import is_within, same_place
 from launcher.paths import IS_CLONE, PACKAGE, PROJECT, canonical, exists
@@ -132,9 +134,7 @@ def _training(context: Context) -> Iterator[Place]:
     if context.source is not None:
         yield from _source(context.source)
     names, values = context.entry.names, context.values
-    data = values.get(names.data)
-    listed = data[::2] if isinstance(data, list) else [data]
-    for name in listed:
+    for name in _data(context):
         path = Path(str(name))
         if name and exists(path):
             folder = path if path.is_dir() else path.parent
@@ -142,6 +142,15 @@ def _training(context: Context) -> Iterator[Place]:
     model = values.get(names.model)
     if isinstance(model, str) and model and os.path.isdir(model):
         yield from _model(context, Path(model))
+
+
+def _data(context: Context) -> list[Any]:
+    """The names of the files and folders of data."""
+    mixed = mixture.of_values(context.values, context.environ)
+    if mixed is not None:
+        return mixed.names()
+    data = context.values.get(context.entry.names.data)
+    return data[::2] if isinstance(data, list) else [data]
 
 
 def _model(context: Context, model: Path) -> Iterator[Place]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from launcher.errors import Finding
 from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.rule import say
+from launcher.rules.trl.mixture import unseeded_test_split
 
 
 def sequence_parallel(context: Context) -> Iterator[Finding]:
@@ -30,6 +31,6 @@ def sharded_alone(context: Context) -> Iterator[Finding]:
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
     "open_instruct": {"sft": (sequence_parallel,)},
-    "trl": dict.fromkeys(("sft", "dpo"), (sharded_alone,)),
+    "trl": dict.fromkeys(("sft", "dpo"), (sharded_alone, unseeded_test_split)),
 }
 """By backend and stage; the `gpus` of their context are processes, one on the CPU."""

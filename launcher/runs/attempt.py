@@ -41,15 +41,26 @@ _NOBODY = 65534  # what a user namespace shows of every owner that it does not m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """How to start one stage; `env` is what is added to the environment, `variables` those of it that hold secrets."""
+    """How to start one stage; `env` is what is added to the environment, `variables` those of it that hold secrets.
+
+    `files` are files that the command reads and that have to be written first: path and text.
+    """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     cwd: Path
     variables: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def shell(self) -> str:
-        """The command as it can be pasted into a POSIX shell; redacted, that fills in the secrets."""
+        """The command as it can be pasted into a POSIX shell; redacted, that fills in the secrets.
+
+        Where it reads files, lines that write them come first.
+        """
+        written = [_here_document(Path(path), text) for path, text in self.files.items()]
+        return "".join(written) + self._line()
+
+    def _line(self) -> str:
         words = [
             f'{name}="{value}"' if value == f"${self.variables.get(name)}" else f"{name}={_quoted(value)}"
             for name, value in self.env.items()
@@ -60,6 +71,18 @@ class Command:
         named = {name: f"${variable}" for name, variable in self.variables.items()}
         shown = redact(replace(self, env={**self.env, **named}))
         return replace(shown, variables=self.variables)
+
+
+_END = "END_OF_FILE"
+
+
+def _here_document(path: Path, text: str) -> str:
+    """Lines of shell that write a file, in the folder that they make for it; nothing in the text is expanded."""
+    end = _END
+    while end in text:
+        end += "_"
+    folder = _quoted(str(path.parent))
+    return f"mkdir -p {folder} && cat > {_quoted(str(path))} <<'{end}'\n{text}{end}\n"
 
 
 def _quoted(word: str) -> str:

@@ -75,6 +75,8 @@ class RunFolder:
     job = _RunFile("slurm.json")  # which job of Slurm's the run was submitted as
     console = _AttemptFile("console", "log")  # what the training processes wrote, raw
     exit = _AttemptFile("exit", "json")  # how the attempt ended
+    # arguments of the attempt that no flag of the trainer can carry, for its `--config`
+    trainer_config = _AttemptFile("trainer", "yaml")
     inventory = _AttemptFile("written", "json")  # what the attempt found in its output folder, and what it left there
     inputs = _AttemptFile("inputs", "json")  # what of data and model changed between start and end
     # there once somebody sees to the end of the attempt, and locked until that is done

@@ -74,6 +74,8 @@ def reported(config: Config, schema: Schema, entry: Entry, faults: Sequence[Find
 
 
 def _check_value(schema: Schema, entry: Entry, known: Field, value: Any) -> Finding | None:
+    if schema.in_file(known.name, value):
+        return _check_in_file(known, value)
     layer: Layer = "launch"
     help = f"its type is {known.type}  ({known.where})"
     words = schema.words(known.name, value)
@@ -88,6 +90,9 @@ def _check_value(schema: Schema, entry: Entry, known: Field, value: Any) -> Find
         reason = "a number that is too large to be one"
     elif isinstance(value, list) and any(v is None or isinstance(v, list | dict) for v in value):
         reason = "an entry is a list, a mapping or empty, which no flag can carry"
+    elif isinstance(value, dict) and known.many and known.name in schema.by_file:
+        reason = "a mapping, where upstream reads a list of them"
+        help = f"write `- path: ...` below `{known.name}:`, one for each set"
     elif isinstance(value, dict) and "dict" not in known.type:
         reason = f"a mapping, which upstream would take as the text `{brief(words[0])}`"
     elif isinstance(value, bool) and known.kind == "str":
@@ -97,6 +102,14 @@ def _check_value(schema: Schema, entry: Entry, known: Field, value: Any) -> Find
     else:
         return None
     return _error(layer, "bad-value", known.name, f"`{known.name}`: {reason}", help)
+
+
+def _check_in_file(known: Field, value: Any) -> Finding | None:
+    """What the trainer's config file would carry, and the trainer then not read; data sets have rules of their own."""
+    if known.kind == "str" and any(not isinstance(item, str) for item in value):
+        help = f"its type is {known.type}  ({known.where})"
+        return _error("launch", "bad-value", known.name, f"`{known.name}`: an entry is not text", help)
+    return None
 
 
 def _too_large(word: str) -> bool:

@@ -76,8 +76,9 @@ class Draft:
             *batch,
             f"{'expect: {loss: finite}':<42}# what the verdict asks for: `launch explain expect`",
             f"{'args:':<42}# arguments of the trainer: `launch explain KEY {path}`",
-            *(f"  {_line(name, row, 40)}" for name, row in self.rows.items()),
         ]
+        for name, row in self.rows.items():
+            lines += _argument(name, row)
         if self.checks:
             lines += ["", "# Check by hand:", *(f"#   {key}: {why}" for key, why in self.checks.items())]
         if self.lost:
@@ -96,6 +97,15 @@ class Draft:
             self.batch = each * steps * max(1, self.gpus), each
         else:
             self.rows |= dict(zip(_BATCH, (Row(each), Row(steps)), strict=True))
+
+
+def _argument(key: str, row: Row) -> list[str]:
+    """The lines of one argument; of a list of mappings one line a key."""
+    listed = row.value if isinstance(row.value, list) else []
+    if row.off or not any(isinstance(item, dict) for item in listed):
+        return [f"  {_line(key, row, 40)}"]
+    block = yaml.safe_dump({key: row.value}, sort_keys=False, width=10**6, allow_unicode=True)
+    return [f"  {line}" for line in block.splitlines()]
 
 
 def _line(key: str, row: Row, width: int = 42) -> str:
@@ -260,7 +270,8 @@ Values = Mapping[str, Any]
 Part = tuple[str, str, Any, str]
 """Their key, TRL's key, its value, and what to check by hand (empty: nothing)."""
 
-_NO_SPLIT = "TRL's script takes no part of a split: name another one with `dataset_test_split`"
+_FURTHER_SETS = "several sets are entries of `datasets`, with a `path` each, in the place of `dataset_name`"
+_NO_SPLIT = "name a split with `dataset_test_split`; `datasets` with `test_split_size` splits off a part"
 _TEMPLATE = "TRL takes the template of the tokenizer; `chat_template_path` names another one"
 _COLUMNS = {"sft": "rows need `messages`, or `prompt` and `completion`", "dpo": "rows need `chosen` and `rejected`"}
 _SPLITS = frozenset({"val_set_size", "val_size", "test_datasets", "eval_dataset"})
@@ -321,7 +332,7 @@ def _llama_factory(given: Values, stage: str) -> Iterator[Part]:
         advice = f"a name of dataset_info.json: write its name on the hub, or its folder; {_COLUMNS[stage]}"
         yield "dataset", "dataset_name", first, advice
     if others:
-        yield "dataset", "", others, "TRL's script trains on one data set"
+        yield "dataset", "", others, _FURTHER_SETS
     if given.get("finetuning_type", "lora") == "lora":
         rank = given.get("lora_rank", 8)
         yield "finetuning_type", "use_peft", True, ""
@@ -349,8 +360,21 @@ def _first(data: Any) -> Values:
     return listed[0] if listed and isinstance(listed[0], Mapping) else {}
 
 
+def _trl_data(given: Values, stage: str) -> Iterator[Part]:
+    """The sets of TRL's own file as they are; a single whole one as `dataset_name`, which says the same."""
+    data = given.get("datasets")
+    if data is None:
+        return
+    is_mixed = given.keys() & {"test_split_size", "streaming"} or not isinstance(data, list) or len(data) != 1
+    keys = set(_first(data))
+    if is_mixed or not keys or keys - {"path", "name"}:
+        yield "datasets", "datasets", data, ""
+    else:
+        yield from _data_sets(given, stage)
+
+
 def _data_sets(given: Values, stage: str) -> Iterator[Part]:
-    """One data set as TRL's arguments; its script takes no list of them."""
+    """The first data set as TRL's arguments; other tools' entries say more of how rows are read."""
     key, data = "datasets", given.get("datasets")
     first = _first(data)
     kind = str(first.get("type") or "")
@@ -365,7 +389,7 @@ def _data_sets(given: Values, stage: str) -> Iterator[Part]:
         yield key, "", first["data_files"], "TRL loads a name of the hub, or a folder of files"
     if isinstance(data, list) and len(data) > 1:
         rest = [one.get("path") if isinstance(one, Mapping) else one for one in data[1:]]
-        yield key, "", rest, "TRL's script trains on one data set"
+        yield key, "", rest, _FURTHER_SETS
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -413,12 +437,12 @@ FORMATS = {
         defaults={"learning_rate": 5e-5, "max_length": 2048},
         without={
             "template": _TEMPLATE,
-            "max_samples": "TRL's script takes no part of a split; `max_steps` ends a run early",
+            "max_samples": "a part of a set is a slice: `datasets` with `split: train[:1000]`",
         },
         dropped="stage do_train overwrite_cache overwrite_output_dir plot_loss dataset_dir",
     ),
     "trl": Format(
-        read=_data_sets,
+        read=_trl_data,
         keys=_pairs(
             "max_seq_length=max_length warmup_ratio=warmup_steps torch_dtype=dtype "
             "evaluation_strategy=eval_strategy use_liger=use_liger_kernel"
@@ -450,7 +474,15 @@ def convert(path: Path, *, stage: str | None, gpus: int | None, locator: Locator
     return draft, [*_findings(path, document, draft)]
 
 
-_FIRST = ("model_name_or_path", "dataset_name", "dataset_config", "dataset_train_split", "output_dir")
+_FIRST = (
+    "model_name_or_path",
+    "datasets",
+    "test_split_size",
+    "dataset_name",
+    "dataset_config",
+    "dataset_train_split",
+    "output_dir",
+)
 
 
 def _convert_keys(draft: Draft, form: Format, fields: Mapping[str, Field], given: Values) -> None:

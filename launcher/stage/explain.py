@@ -283,9 +283,12 @@ def _here(key: str, config: Config, judged: stage.Judged, derived: Mapping[str, 
     if config.args.get(key) is not None and key not in derived:
         place = config.origin(f"args.{key}")
         via = "from a parent, by `extends`" if place.file in map(str, config.parents) else None
-        words = () if known is None else tuple(schema.words(key, config.args[key]))
+        given = config.args[key]
+        # a config file of the trainer's carries the others
+        is_flag = known is not None and not schema.in_file(key, given)
+        words = tuple(schema.words(key, given)) if is_flag else ()
         # by its name too: a password has no shape
-        value, words = redact({key: (config.args[key], words)})[key]
+        value, words = redact({key: (given, words)})[key]
         return Here(value=value, origin=str(place), via=via, words=words, findings=found)
     if key in derived:
         value, origin = derived[key]

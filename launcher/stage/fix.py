@@ -353,6 +353,8 @@ def _mend(file: _File, finding: Finding) -> _Mend | None:
             # only what is no guess: another case or other separators
             same = [name for name in file.schema.fields if _folded(name) == _folded(key)]
             return file.move(key, same[0]) if len(same) == 1 else None
+    if not file.entry.mixes:
+        raise Leave("which of the two is meant the file does not say")
     return _dataset_mixer(file, key) if key == "dataset_mixer" else _dataset_name(file, key)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from launcher.config.document import plain
 from launcher.config.keys import KEYS, OFF, ON, STAGES, Key
+from launcher.dataset import mixture
 from launcher.runs import slurm
 from launcher.stage import explain, gates
 from launcher.upstream.schema import Field, Schema, source_name
@@ -177,7 +178,7 @@ def _args(schema: Schema) -> Json:
             properties[name] |= {"type": "null", "doNotSuggest": True, "errorMessage": entry.hints[name]}
         else:
             default = {"default": known.default} if _is_offered(schema, known) else {}
-            properties[name] |= {**default, **_value(known)}
+            properties[name] |= {**default, **_value_of(schema, known)}
     for key, moved in entry.moved.items():
         advice = "delete the line" if moved.to is None else f"write `{moved.to}`"
         message = f"not a field of {entry.owner}: {moved.why}; {advice}"
@@ -209,6 +210,45 @@ def _is_offered(schema: Schema, known: Field) -> bool:
         return False
     words = [] if known.default is None else schema.words(known.name, known.default)
     return bool(words) and schema.refusal(known.name, words) is None
+
+
+def _value_of(schema: Schema, known: Field) -> Json:
+    """What a stage file may hold for a field, also where only the trainer's config file can carry it."""
+    value = _value(known)
+    if known.name not in schema.by_file:
+        return value
+    if known.name == "datasets":
+        names = value["items"]
+        return {**value, "items": {"anyOf": [names, _set_of_mixture()]}}
+    if known.kind == "str":
+        return {key: limit for key, limit in value.items() if key not in ("minItems", "maxItems")}
+    return value
+
+
+def _set_of_mixture() -> Json:
+    """One entry of `datasets`."""
+    text: Json = {"type": ["string", "null"]}
+    texts: Json = {"type": ["string", "array"], "items": {"type": "string"}}
+    types: Json = {
+        "path": {"type": "string"},
+        "split": {"type": "string", "default": "train"},
+        "columns": {"type": ["array", "null"], "items": {"type": "string"}},
+        "fraction": {"type": ["number", "null"]},
+        "data_files": {"type": [*texts["type"], "object", "null"], "items": texts["items"]},
+    }
+    properties = {key: {"title": key, "description": _MEANINGS[key], **types.get(key, text)} for key in mixture.KEYS}
+    return {"type": "object", "properties": properties, "required": ["path"], "additionalProperties": False}
+
+
+_MEANINGS = {
+    "path": "a folder, a name on the hub, or a reader such as json",
+    "name": "the configuration of the data set",
+    "data_dir": "the folder in it that holds the files",
+    "data_files": "the files, a list of them, or those of each split",
+    "split": "the split, or a part of it: train[:1000], train[10%:20%]",
+    "columns": "the columns to keep",
+    "fraction": "its share of the whole mixture, given for all sets or for none",
+}
 
 
 def _value(known: Field) -> Json:

@@ -70,7 +70,8 @@ class Entry:
 
     `script` is relative to the folder that holds the package. `classes` are (module, class name) in the
     parser's order, for a script that does not show them; `owner` is the one of them to name to people.
-    `splits` are list keys whose value may be one text split at blanks. `hints` say what to write instead of a
+    `splits` are list keys whose value may be one text split at blanks. `by_file` are those whose values a config
+    file of the trainer's can hold where no flag can. `hints` say what to write instead of a
     value that is refused, or of a key that always is. `derived` are values that launch sets where the stage
     file is silent, each with its reason. `older` are the names that ideas had at other commits. `recorders`
     are functions of upstream's that only write down what they read. `instead` says what to write for an
@@ -105,6 +106,7 @@ class Entry:
     owner: str
     names: Names
     splits: frozenset[str] = frozenset()
+    by_file: frozenset[str] = frozenset()
     hints: Mapping[str, str] = field(default_factory=dict)
     moved: Mapping[str, Moved] = field(default_factory=dict)
     derived: Mapping[str, tuple[object, str]] = field(default_factory=dict)

@@ -215,6 +215,7 @@ class Schema:
     fields: Mapping[str, Field]
     digests: Mapping[str, str] = field(default_factory=dict)
     splits: frozenset[str] = frozenset()
+    by_file: frozenset[str] = frozenset()
     owner: str = ""
     path: Path = field(default_factory=Path)
     beside: Mapping[str, Mapping[str, tuple[Read, ...]]] = field(default_factory=dict)
@@ -268,6 +269,24 @@ class Schema:
             return value.split()
         return [text(item) for item in value] if isinstance(value, list) else [text(value)]
 
+    def in_file(self, name: str, value: Any) -> bool:
+        """Whether a value goes into the trainer's config file: as flags it would be refused, or become another value.
+
+        trl/scripts/utils.py:378 makes it the default of the argument, and argparse converts defaults only where
+        they are texts: a list of mappings stays one, and a whole number is not made a float.
+        """
+        if name not in self.by_file:
+            return False
+        known = self.fields[name]
+        if known.kind == "float":
+            return isinstance(value, int) and not isinstance(value, bool)
+        if not isinstance(value, list):
+            return False
+        if known.many:
+            return any(isinstance(item, dict) for item in value)
+        # a list of one is the same as its word (transformers/training_args.py:1568)
+        return len(value) != 1
+
     def refusal(self, name: str, words: Sequence[str]) -> str | None:
         """Why upstream's parser would refuse `--name WORDS...`; None where it takes them."""
         flag = next(filter(self._reads_as_flag, words), None)
@@ -317,6 +336,9 @@ class Values(Mapping[str, Any]):
         for name, value in given.items():
             known = schema.fields.get(name)
             if known is not None and value is not None:
+                if schema.in_file(name, value):
+                    self._given[name] = value
+                    continue
                 words = schema.words(name, value)
                 if schema.refusal(name, words) is None:
                     self._given[name] = known.typed(words)

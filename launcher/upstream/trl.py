@@ -88,8 +88,15 @@ _SFT = Entry(
         save_strategy="save_strategy",
         resume="resume_from_checkpoint",
     ),
+    by_file=frozenset({"datasets", "report_to", "test_split_size"}),
     moved=_MOVED,
     recorders=_RECORDERS,
+    instead={
+        "test_split_size": "in the place of `dataset_name` write `datasets:` with `- path: ...`",
+        "streaming": "`dataset_streaming` is that of `dataset_name`",
+        "dataset_streaming": "`streaming` is that of `datasets`",
+        "dataset_config": "each entry of `datasets` has a `name` of its own",
+    },
     settle=_settle,
     loop="transformers",
     zero_is_limit=False,  # transformers/trainer.py:2450

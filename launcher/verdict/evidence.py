@@ -120,12 +120,13 @@ class ProbeRecords:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitRecord:
     """How the training command ended; a negative `returncode` is a signal too. `signal` is the one that ended it,
-    `stopped` the one that launch sent, which it may have answered."""
+    `stopped` the one that launch sent, which it may have answered; `grace_s` see `runner.ProcessExit`."""
 
     path: Path
     returncode: int
     signal: int | None
     stopped: int | None
+    grace_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +196,16 @@ class Evidence:
         events = self.events("violation", "hang")
         ended = [event for event in events if event.fields.get("stopped") is True]
         return min(ended, key=lambda event: event.number("t") or 0.0, default=None)
+
+    @property
+    def last_hang(self) -> Event | None:
+        """That nothing moved on a rank, where nothing shows that it went on."""
+        for record in self.records:
+            word = next((event for event in reversed(record.events) if event.name in ("hang", "hang_over")), None)
+            after = record.steps[-1].line if record.steps else 0
+            if word is not None and word.name == "hang" and word.line > after:
+                return word
+        return None
 
     @property
     def total_steps(self) -> int | None:
@@ -297,7 +308,9 @@ def _read_exit(folder: rundir.RunFolder, attempt: int) -> ExitRecord | None:
     if ended is None:
         return None
     path = folder.exit(attempt)
-    return ExitRecord(path=path, returncode=ended.returncode, signal=ended.signal, stopped=ended.stopped)
+    return ExitRecord(
+        path=path, returncode=ended.returncode, signal=ended.signal, stopped=ended.stopped, grace_s=ended.grace_s
+    )
 
 
 def _read_probe(folder: Path, attempt: int | None) -> ProbeRecords | None:

@@ -40,6 +40,7 @@ FORMATS: list[tuple[str, bytes, list[int]]] = [
     ("a.json", b"\n".join(json.dumps(row, indent=1).encode() for row in ROWS), [1, 5]),
     ("a.jsonl.gz", packed(lines(ROWS)), [1, 2]), ("a.jsonl", packed(lines(ROWS)), [1, 2]),
     ("a.jsonl.bz2", bz2.compress(lines(ROWS)), [1, 2]), ("a.jsonl.xz", lzma.compress(lines(ROWS)), [1, 2]),
+    ("a.jsonl.bak", lines(ROWS), [1, 2]),
     ("a.csv", table(ROWS), [2, 3]), ("a.tsv", table(ROWS, "\t"), [2, 3]), ("a.csv.gz", packed(table(ROWS)), [2, 3]),
 ]  # fmt: skip
 
@@ -58,6 +59,17 @@ def test_rows_of_columns(write: Write, write_rows: Any) -> None:
     assert rows(write(f"a.{suffix}", write_rows(ROWS))) == ROWS
 
 
+def test_parquet_files_that_the_library_refuses(write: Write) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    maps = pyarrow.table({"m": pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))})
+    empty = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
+    for content, reason in ((maps, "type map"), (empty, "empty row group")):
+        path = write("a.parquet", b"")
+        pyarrow.parquet.write_table(content, path)
+        with pytest.raises(CannotRead, match=reason):
+            read(path)
+
+
 def test_arrow_files_with_a_footer(write: Write) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     content = pyarrow.Table.from_pylist(ROWS)
@@ -74,6 +86,8 @@ BROKEN: list[tuple[bytes, int, int, str]] = [
     (b'[{"a": 1}, {"a": ', 1, 1, "is not JSON"), (b'[{"a": 1}, {"a": 2}', 2, 1, "`]` is missing"),
     (b'[{"a": 1},\n {"a": 2},]', 2, 2, "is not JSON"), (b'[{"a": 1} {"a": 2}]', 1, 1, "neither"),
     (b'[{"a": 1}] x', 1, 1, "goes on"), (b'{\n"a": 1\n}\n{\n"a": ?\n}\n', 1, 4, "is not JSON"),
+    (b'{"a": 1}\n{"a": 1, "a": 2}\n', 1, 2, "'a' stands there twice"),
+    (b'{"a": 1}\n{"a": {"b": 1, "b": 2}}\n', 1, 2, "'b' stands there twice"),
     (b'{"a": 1}, {"a": 2}\n', 1, 1, "is not JSON"), (b'{"a": ' + b"[" * 10_000 + b"\n", 0, 1, ""),
     (b"[" * 10_000, 0, 1, ""), ('{"a": 1}\n'.encode("utf-16"), 0, 1, "is not UTF-8"),
 ]  # fmt: skip

@@ -9,7 +9,21 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY, Write
-from row_files import BAD, GOOD, QUESTION, assistant, chat, chats, lines, pairs, parquet, text_pairs, texts, user
+from row_files import (
+    BAD,
+    GOOD,
+    QUESTION,
+    arrow,
+    assistant,
+    chat,
+    chats,
+    lines,
+    pairs,
+    parquet,
+    text_pairs,
+    texts,
+    user,
+)
 
 from launcher.cli.main import main
 
@@ -240,6 +254,7 @@ def test_rows_without_tools_drop_none(write: Write, capsys: pytest.CaptureFixtur
 
 CSV_FILES: list[tuple[bytes, str]] = [
     (b"question;answer\na;b\n", "semicolons"), (b"question\tanswer\na\tb\n", "tabs"),
+    (b"# of mine\nquestion,answer\na,b\n", "is taken for the header"),
     (b"question,answer\na,b,\nc,d,\n", "leave out the comma at the end"),
 ]  # fmt: skip
 
@@ -268,13 +283,26 @@ def test_rows_that_only_look_alike_are_no_copies(write: Write, capsys: pytest.Ca
 def test_folders_that_cannot_be_loaded(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     write("saved/state.json", "{}")
     write("tested/test.jsonl", lines(chats()))
+    write("script/script.py", "")
+    write("script/train.jsonl", lines(chats()))
     write("mixed/train.csv", "text\na\n")
     write("mixed/test.jsonl", lines(texts()))
-    for name, word in (("saved", "save_to_disk"), ("tested", "no split train"), ("mixed", "different formats")):
+    for name, word in (("saved", "save_to_disk"), ("tested", "no split train"), ("mixed", "different formats"),
+                       ("script", "script.py")):  # fmt: skip
         told = [one for one in findings(capsys, "sft", "trl", name) if one["code"] == "bad-data"]
         assert [one["severity"] for one in told] == ["error"], name
         assert word in told[0]["message"]
         assert told[0]["help"]
+
+
+def test_a_folder_of_saved_splits_is_read(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pyarrow")
+    write("data/dataset_dict.json", '{"splits": ["train"]}')
+    write("data/train/state.json", "{}")
+    write("data/train/data-00000-of-00001.arrow", arrow(with_row(chats(), {"messages": [user()]})))
+    told = {one["code"]: one for one in findings(capsys, "sft", "trl", "data")}
+    assert "bad-data" not in told
+    assert "data-00000-of-00001.arrow" in told["no-answers"]["message"]
 
 
 WITHOUT_PYARROW = """

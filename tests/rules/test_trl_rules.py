@@ -21,6 +21,13 @@ LORA = {"use_peft": True}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
 
 
+def mixed(*entries: Any) -> dict[str, Any]:
+    return {"dataset_name": None, "datasets": [*entries]}
+
+
+MIXED = mixed({"path": "x"}, {"path": "y"})
+
+
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # no argument names a file that is there
@@ -62,6 +69,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("sft", {"dataloader_prefetch_factor": 2}, "prefetch-workers error dataloader_prefetch_factor"),
     ("sft", {"torch_empty_cache_steps": 0}, "empty-cache-steps error torch_empty_cache_steps"),
     ("dpo", {"parallelism_config": 2}, "parallelism-config error parallelism_config"),
+    ("sft", mixed({"path": "x", "splitt": "train"}), "unknown-key error datasets[0].splitt"),
+    ("sft", mixed({"name": "x"}), "bad-dataset error datasets[0]"),
     ("sft", {"pad_to_multiple_of": "x"}, "pad-multiple error pad_to_multiple_of"),
 ]  # fmt: skip
 
@@ -69,7 +78,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 GOES_WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("sft", {"model_name_or_path": None}, "no-model error model_name_or_path"),
     ("dpo", {"dataset_name": None}, "no-data error dataset_name"),
-    ("dpo", {"datasets": [{"path": "x"}]}, "datasets-by-flag error datasets"),
+    ("dpo", {**MIXED, "dataset_name": "x"}, "two-data-sources error dataset_name"),
+    ("sft", mixed({"path": "x", "fraction": 1}, {"path": "y"}), "bad-fraction error datasets[1]"),
+    ("sft", mixed({"path": "x", "fraction": -1}, {"path": "y", "fraction": 1}),
+     "bad-fraction error datasets[0].fraction"),
+    ("sft", mixed({"path": "x", "fraction": 0.1}), "conditional-key warning datasets[0].fraction"),
+    ("sft", mixed({"path": "x", "split": "train[1:2"}), "no-such-split error datasets[0].split"),
+    ("sft", mixed({"path": "x", "split": 3}), "bad-dataset error datasets[0].split"),
+    ("sft", mixed({"path": "x", "columns": "messages"}), "bad-dataset error datasets[0].columns"),
+    ("sft", mixed({"path": "x", "data_files": 5}), "bad-dataset error datasets[0].data_files"),
+    ("sft", mixed({"path": "x"}, "y"), "bad-dataset error datasets[1]"),
+    ("sft", {**MIXED, "dataset_train_split": "train_sft"}, "no-such-split error dataset_train_split"),
+    ("sft", {**MIXED, "test_split_size": 1.5}, "bad-test-split error test_split_size"),
+    ("sft", {**MIXED, "test_split_size": 0}, "bad-test-split error test_split_size"),
     ("sft", {"use_liger_kernel": True, **LORA}, "liger-with-lora warning use_liger_kernel"),
     ("sft", {"deepspeed": "no/such.json"}, "own-deepspeed error deepspeed"),
     ("dpo", {"dtype": "bfloat16", "model_init_kwargs": '{"dtype": "float32"}'},
@@ -152,6 +173,9 @@ def test_each_rule_speaks_where_it_should_and_every_one_is_tried() -> None:
 
 
 SILENT: list[tuple[str, dict[str, Any]]] = [
+    ("sft", MIXED), ("dpo", {**MIXED, **EVALUATED, "test_split_size": 20}),
+    ("sft", {**mixed({"path": "x", "split": "train+test"}), "streaming": True, "max_steps": 5}),
+    ("sft", mixed({"path": "x", "fraction": 0.3}, {"path": "y", "fraction": 7})),
     ("sft", {}), ("dpo", {}), ("sft", {"fp16": True}), ("sft", {"pad_to_multiple_of": "auto"}),
     ("sft", {"logging_steps": 0, "logging_strategy": "no"}),
     ("sft", {"logging_steps": 0.1, "save_steps": 20.0}),

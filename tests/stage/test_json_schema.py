@@ -69,7 +69,8 @@ def wrong_with(backend: str, name: str, args: dict[str, Any]) -> list[Finding]:
 
 def refused(found: Iterable[Finding]) -> set[str]:
     """The arguments that launch refuses by themselves: their name, or their value."""
-    return {str(f.key).removeprefix("args.") for f in found if f.code == "bad-value" or f.code.endswith("-key")}
+    wrong = [f for f in found if f.code in ("bad-value", "bad-dataset") or f.code.endswith("-key")]
+    return {str(f.key).removeprefix("args.").partition("[")[0] for f in wrong}
 
 
 def underlined(backend: str, name: str, args: dict[str, Any]) -> set[str]:

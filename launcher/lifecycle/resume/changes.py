@@ -58,6 +58,7 @@ _RULES: tuple[tuple[str, str, Severity | None], ...] = (
     ),
     (
         r"(?:dataset_)?mixer_list\w* dataset_\w+ datasets (?:dataset_)?transform_fn target_columns config_hash "
+        r"test_split_size streaming "
         r"max_seq_length max_length max_train_samples packing\w* truncation_mode seed data_seed group_by_length "
         r"train_sampling_strategy sft_messages_key ground_truths_key sequence_parallel_size tokenizer_\w+ "
         r"chat_template\w* add_bos use_fast use_slow_tokenizer get_tokenizer_fn eos_token pad_token",

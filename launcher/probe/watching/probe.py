@@ -12,9 +12,10 @@ from .gradients import Gradients
 from .model import PeakMemory, base_of, described, device
 from .optimizer import Movement, Optimizer
 from .packing import Packing
+from .preemption import Preemption
 from .process import Process, Settings, say
 from .steps import Pairs, Steps, Tally
-from .watchdog import Watchdog
+from .watchdog import FIRST_STEP, SAVING, TRAINING, Watchdog
 
 VIOLATION = 79  # the exit code of a process that stopped itself; no signal and no shell uses it
 
@@ -31,6 +32,7 @@ class Probe:
         self.contract = Contract(self.process, self.liger, self.leave)
         self.gradients = Gradients(self.process, self.contract)
         self.watchdog = Watchdog(self.process, self.leave)
+        self.preemption = Preemption(self.process)
         self.optimizer = Optimizer(self.process, self.memory)
         self.movement = Movement(self.process, self.optimizer)
         self.packing = Packing(self.process, self.contract)
@@ -47,6 +49,8 @@ class Probe:
         if id(model) in self.models:
             return
         self.models.add(id(model))
+        if self.watchdog.phase is None and not self.process.step:
+            self.watchdog.enter(FIRST_STEP)
         facts = described(model, self.record)
         self.record.write("model", **facts)
         with self.record.quietly("end tokens"):
@@ -73,7 +77,7 @@ class Probe:
                     self.record.write("device", **device(self.settings.cpu))
                 self.steps.start_clock()
             # what was being saved or evaluated is over
-            self.watchdog.armed = self.process.step > 0
+            self.watchdog.enter(TRAINING if self.process.step else FIRST_STEP)
             if self.pairs.hidden is None:
                 self.tally.count(ids, kwargs)
             with self.record.quietly("data"):
@@ -177,11 +181,14 @@ class Probe:
             self.data.report()
         self.contract.after_step(process.step)
 
-    def rests(self, *_: Any, **__: Any) -> None:
-        """Something is saved, evaluated or uploaded: first see that what is saved is any good."""
+    def rests(self, phase: str | None = None) -> None:
+        """Something is saved, evaluated or uploaded: first see that what is saved is any good.
+
+        `phase` is one of the watchdog's, None for what may take any time.
+        """
         with self.record.quietly("last step"):
-            self.watchdog.armed = False
             self.close_step()
+            self.watchdog.enter(phase)
             self.tally.interrupted = True
             self.steps.settle(wait=True)
             self.gradients.settle(wait=True)
@@ -201,7 +208,25 @@ class Probe:
             self.record.write("not_saved", step=self.process.at)
         raise SystemExit(0)
 
+    def is_to_stop(self, step: int) -> bool:
+        """A step is over; returns whether a checkpoint is to be saved now and the training ended, on every rank."""
+        if self.preemption.saving:
+            return True
+        if not self.preemption.reached(step):
+            return False
+        self.rests(SAVING)
+        self.preemption.begin_save(step)
+        return True
+
+    def stops_after_save(self, step: int, path: str) -> None:
+        """The checkpoint that was requested is saved: once every rank has its part, end. Raises SystemExit."""
+        if self.process.world > 1:
+            sys.modules["torch"].distributed.barrier()
+        self.preemption.saved(step, os.path.abspath(path))
+        raise SystemExit(0)
+
     def ends(self) -> None:
+        self.preemption.stop()
         self.rests()
         self.gradients.ends()
         if self.process.step:

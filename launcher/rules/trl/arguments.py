@@ -13,7 +13,7 @@ from operator import itemgetter
 
 from launcher.errors import Finding, brief
 from launcher.rules.rule import Range, Rule, check, no_model, number, outside, plain, say, unread, warn
-from launcher.rules.trl import parser
+from launcher.rules.trl import mixture, parser
 from launcher.rules.trl.resolved import inline, prepared
 from launcher.upstream.schema import Values
 
@@ -198,6 +198,7 @@ def _streams_without_steps(values: Values, key: str) -> bool:
 
 _SHARED: tuple[Rule, ...] = (
     *parser.RULES,
+    *mixture.RULES,
     *(
         check(
             "transformers/trainer.py:702: a stream has no length.",
@@ -230,15 +231,7 @@ _SHARED: tuple[Rule, ...] = (
         "dataset_name",
         lambda v: not v["dataset_name"] and not v.get("datasets"),
         "no data named",
-        "add `dataset_name: <hub name or folder>`",
-    ),
-    check(
-        "trl/scripts/utils.py:121: only a YAML file can give mappings.",
-        "datasets-by-flag",
-        "datasets",
-        lambda v: any(str(word).startswith("{") for word in v.get("datasets") or ()),
-        "`datasets` cannot be handed over as flags: each mapping would be read as a path",
-        "write `dataset_name`",
+        "add `dataset_name: <hub name or folder>`, or `datasets:` with a `path` each",
     ),
     warn(
         "Measured: 29.2 s against 15.2 s for the same steps (Qwen2.5-7B, one GPU).",

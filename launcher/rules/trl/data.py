@@ -1,17 +1,21 @@
 """Rules about the data and templates that a TRL stage names: do they lie here, and what do the rows hold?"""
 
+import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.artifacts import model_config
-from launcher.dataset import reading, shapes, sources
+from launcher.dataset import mixture, reading, shapes, sources
+from launcher.dataset.mixture import Piece, SetEntry
 from launcher.errors import Finding, Severity, brief
 from launcher.paths import exists, is_file
 from launcher.rules import data
 from launcher.rules.context import Context, StageRule
 from launcher.rules.data import Looked
 from launcher.rules.rule import say
+from launcher.rules.trl.mixture import STAGE_RULES, selected_columns
 from launcher.rules.trl.resolved import prepared
 
 _KEY = "dataset_name"
@@ -19,6 +23,9 @@ _KEY = "dataset_name"
 _PICTURES = ("image", "images")
 # trl/data_utils.py:143: one of these, by chance, tells whether rows are conversations
 _TELLING = ("prompt", "chosen", "rejected", "completion", "messages")
+# the columns of which the trainer chooses what to read
+_ANSWER_COLUMNS = frozenset({"messages", "conversations", "prompt", "completion", "text"})
+_PAIR_COLUMNS = frozenset({"prompt", "chosen", "rejected"})
 
 
 def _named(context: Context) -> str | None:
@@ -47,16 +54,89 @@ def data_here(context: Context) -> Iterator[Finding]:
         yield say(context.at_start, "missing-data", _KEY, message, help)
 
 
+def sets_here(context: Context) -> Iterator[Finding]:
+    """The same of the sets of a mixture, and of their files (datasets/data_files.py:405)."""
+    for entry in mixture.entries(context.values["datasets"]):
+        key = f"{entry.key}.path"
+        if is_file(Path(entry.path)):
+            message = f"`{key}: {brief(entry.path)}` is a file, which cannot be loaded by its name"
+            reader = sources.reader_of(Path(entry.path))
+            help = "name its folder"
+            if reader is not None:
+                help = f"write `path: {reader}` and `data_files: {entry.path}`, or name its folder"
+            yield say("error", "data-file", key, message, help)
+        elif entry.path in sources.LOADERS and entry.data_files is None and entry.data_dir is None:
+            yield from data.loader_name(key, entry.path)
+        else:
+            yield from _missing_files(entry, context)
+
+
+def _missing_files(entry: SetEntry, context: Context) -> Iterator[Finding]:
+    key = "path" if entry.data_files is None and entry.data_dir is None else "data_files"
+    if not exists(Path(entry.path)) and _is_local(entry.path) and entry.path not in sources.LOADERS:
+        missing: tuple[str, ...] = (entry.path,)
+        key = "path"
+    else:
+        missing = entry.source(entry.first_split(), context.environ).missing
+    for name in missing:
+        what = "file" if entry.data_files is not None and key != "path" else "folder"
+        message = f"there is no {what} {brief(name)} here"
+        help = "relative paths start where launch is started; `~` is not expanded"
+        if os.path.isdir(name):
+            message = f"`data_files` names files, and {brief(name)} is a folder"
+            help = f"write `data_dir: {name}`, or `data_files: {os.path.join(name, '*')}`"
+        elif entry.data_dir is not None:
+            help = "the names of `data_files` start in `data_dir`"
+        place = key if key == "path" or entry.data_files is not None else "data_dir"
+        yield say(context.at_start, "missing-data", f"{entry.key}.{place}", message, help)
+
+
 def _is_local(name: str) -> bool:
     """Whether a name can only be a path: that of no data set on the hub."""
     return model_config.is_path(name) or reading.data_suffix(Path(name)) in reading.READABLE
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Rows that a stage trains on: all of one source, or a piece of a set of a mixture, which is named by `key`."""
+
+    key: str
+    piece: Piece
+    entry: SetEntry | None = None
+
+    @property
+    def source(self) -> sources.Source:
+        return self.piece.source
+
+    def whole(self) -> Looked:
+        """All rows of its files, which `datasets` reads whichever of them are trained on."""
+        return data.looked_at(self.key, self.source)
+
+    def trained(self) -> Looked:
+        """The rows that are trained on, in the columns that are selected."""
+        columns = None if self.entry is None else self.entry.columns
+        return Looked(key=self.key, source=self.source, survey=self.piece.survey(columns))
+
+
+def _parts(context: Context) -> list[_Part]:
+    """The rows that are trained on; none where the command line names them in another way."""
+    values = context.values
+    if prepared(values):
+        return []
+    mixed = mixture.of_values(values, context.environ)
+    if mixed is not None:
+        return [
+            _Part(key=part.entry.key, piece=piece, entry=part.entry) for part in mixed.sets for piece in part.pieces
+        ]
+    source = _source(context)
+    return [] if source is None else [_Part(key=_KEY, piece=Piece(source=source, rows=None))]
+
+
 def _source(context: Context) -> sources.Source | None:
-    """The rows that are trained on; None where the command line names them in another way."""
+    """The rows that `dataset_name` gives; None where it names none, or none that are here."""
     values = context.values
     name, split = _named(context), values["dataset_train_split"]
-    if name is None or is_file(Path(name)) or name in sources.LOADERS or prepared(values):
+    if name is None or is_file(Path(name)) or name in sources.LOADERS:
         return None
     if not isinstance(split, str) or re.search(r"[\[+]", split):
         return None
@@ -65,38 +145,62 @@ def _source(context: Context) -> sources.Source | None:
     return sources.of_name(name, split, values["dataset_config"], context.environ)
 
 
-def _looked_at(context: Context) -> Looked | None:
-    source = _source(context)
-    return data.looked_at(_KEY, source) if source is not None and source.files else None
+def _looked_at(context: Context) -> list[Looked]:
+    """What is trained on, as far as there are rows to look at."""
+    looked = [part.trained() for part in _parts(context) if part.source.files]
+    return [rows for rows in looked if rows.survey.rows]
 
 
 def data_rows(context: Context) -> Iterator[Finding]:
     """datasets/packaged_modules/json/json.py:101: a file without rows ends the run in a StopIteration."""
-    source = _source(context)
-    if source is None:
-        return
-    yield from data.unseen(_KEY, source, context)
-    if source.files:
-        looked = data.looked_at(_KEY, source)
-        yield from data.readable(looked)
-        yield from data.same_columns(looked)
-        yield from data.copies(looked)
+    for part in _parts(context):
+        yield from data.unseen(part.key, part.source, context)
+        if part.source.files:
+            whole = part.whole()
+            yield from data.readable(whole)
+            yield from data.same_columns(whole)
+            yield from data.copies(part.trained())
+            if part.entry is not None and whole.survey.rows:
+                yield from selected_columns(part.entry, whole.survey.columns)
 
 
 def data_columns(context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:1322,1375,1383, dpo_trainer.py:1063: columns are read by their names."""
-    looked = _looked_at(context)
-    if looked is None or not looked.survey.rows:
+    for looked in _looked_at(context):
+        columns = looked.survey.columns
+        if columns.intersection(_PICTURES):
+            yield from _pictures(looked, context)
+        elif context.values.schema.pairs:
+            yield from _pairs(looked, context)
+        elif "input_ids" in columns:
+            yield from _tokens(looked, context)
+        else:
+            yield from _answers(looked, context)
+
+
+def like_sets(context: Context) -> Iterator[Finding]:
+    """trl/scripts/utils.py:479: sets are put behind each other, and columns that one lacks are filled with nulls.
+
+    Columns of one name and different types are refused (datasets/features/features.py:2529).
+    """
+    sets = _looked_at(context)
+    if not sets:
         return
-    columns = looked.survey.columns
-    if columns.intersection(_PICTURES):
-        yield from _pictures(looked, context)
-    elif context.values.schema.pairs:
-        yield from _pairs(looked, context)
-    elif "input_ids" in columns:
-        yield from _tokens(looked, context)
-    else:
-        yield from _answers(looked, context)
+    first = sets[0]
+    read = _PAIR_COLUMNS if context.values.schema.pairs else _ANSWER_COLUMNS
+    for looked in sets[1:]:
+        for name in sorted(read & (first.survey.columns | looked.survey.columns)):
+            ours = looked.survey.kind(name)
+            theirs = first.survey.kind(name)
+            if ours == theirs or looked.key == first.key:
+                continue
+            message = f"`{name}` is {_state(ours)} in `{looked.key}` and {_state(theirs)} in `{first.key}`"
+            help = "sets of one mixture need the same columns: convert one of them, or select `columns`"
+            yield looked.say("error", "data-columns", message, help)
+
+
+def _state(kind: str | None) -> str:
+    return "missing" if kind is None else data.ARTICLES.get(kind, kind)
 
 
 def _pictures(looked: Looked, context: Context) -> Iterator[Finding]:
@@ -394,7 +498,7 @@ def _unanswered(looked: Looked, column: str, answers_only: bool) -> Iterator[Fin
             help = data.convertible(looked, "rename the roles")
         yield looked.say("error", "no-answers", message, help)
     elif data.has_renamed_answers(looked, column):
-        # the roles are told, and what to do about them
+        # `odd-roles` names the roles, and what to do about them
         return
     else:
         yield looked.say("warning", "no-answers", message, "questions alone are trained on: take these rows out")
@@ -431,13 +535,15 @@ def template_here(context: Context) -> Iterator[Finding]:
 
 def no_template(context: Context) -> Iterator[Finding]:
     """transformers/tokenization_utils_base.py:3271: conversations, and a tokenizer that cannot write them."""
-    values, looked = context.values, _looked_at(context)
+    values = context.values
     model = values["model_name_or_path"]
-    if looked is None or values.get("chat_template_path") or data.tokenizer_template(model, None, context) != "":
+    if values.get("chat_template_path") or data.tokenizer_template(model, None, context) != "":
         return
     names = ("prompt", "chosen") if values.schema.pairs else ("messages", "prompt", "conversations")
-    column = next((name for name in names if looked.survey.kind(name) == "list"), None)
-    if column is not None:
+    for looked in _looked_at(context):
+        column = next((name for name in names if looked.survey.kind(name) == "list"), None)
+        if column is None:
+            continue
         file = brief(str(looked.source.files[0]))
         message = f"{file} holds conversations in `{column}`, and the tokenizer in {brief(model)} has no "
         help = "put a chat_template.jinja into the model's folder"
@@ -445,6 +551,17 @@ def no_template(context: Context) -> Iterator[Finding]:
             help = "add `chat_template_path: <a template, or a model that has one>`"
         key = "model_name_or_path"
         yield say("error", "missing-template", key, f"{message}chat template to write them with", help)
+        return
 
 
-RULES: tuple[StageRule, ...] = (data_here, data_rows, data_columns, splits, template_here, no_template)
+RULES: tuple[StageRule, ...] = (
+    data_here,
+    sets_here,
+    data_rows,
+    data_columns,
+    like_sets,
+    *STAGE_RULES,
+    splits,
+    template_here,
+    no_template,
+)

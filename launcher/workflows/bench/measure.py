@@ -198,7 +198,7 @@ def identity(planned: Plan, trainer: Trainer) -> dict[str, Any]:
         "backend": stage.options.backend,
         "options": {k: v for k, v in stage.config.options.items() if k != "name"},
         # the place of the model is another in every trial
-        "arguments": {k: v for k, v in planned.arguments().items() if k != output},
+        "arguments": {k: v for k, v in {**planned.arguments(), **planned.file_arguments()}.items() if k != output},
         "gpus": planned.gpus,
         "source": source.version,
         "changed": edited or None,

@@ -1,9 +1,14 @@
 """A stage's arguments as they are rehearsed: harmless, small, and without what one CPU process cannot run."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from launcher.artifacts import model_config
+from launcher.dataset import sources
+from launcher.paths import exists
 from launcher.stage.options import Batch, Options
 from launcher.upstream.schema import Schema
 from launcher.upstream.trainers import BACKENDS, Entry
@@ -13,6 +18,8 @@ OWN = "@own"
 ROWS = 64
 """Rows that are read of each data set."""
 LARGEST_BATCH = 2
+_TEST_SIZE = "test_split_size"
+_LARGEST_TEST_SHARE = 0.5
 
 
 class LeftOut(NamedTuple):
@@ -68,8 +75,18 @@ class Arguments:
     report_to: tuple[str, ...] = ()
 
     def words(self, schema: Schema) -> list[str]:
-        given = [(name, value) for name, value in {**self.given, **self.added}.items() if value is not None]
-        return [word for name, value in given for word in (f"--{name}", *schema.words(name, value))]
+        words = []
+        for name, value in self._all().items():
+            if not schema.in_file(name, value):
+                words += [f"--{name}", *schema.words(name, value)]
+        return words
+
+    def in_file(self, schema: Schema) -> dict[str, Any]:
+        """Those that no flag can carry, for the trainer's config file."""
+        return {name: value for name, value in self._all().items() if schema.in_file(name, value)}
+
+    def _all(self) -> dict[str, Any]:
+        return {name: value for name, value in {**self.given, **self.added}.items() if value is not None}
 
 
 def of_stage(args: Mapping[str, Any], options: Options, schema: Schema, entry: Entry) -> Arguments:
@@ -112,6 +129,33 @@ def of_stage(args: Mapping[str, Any], options: Options, schema: Schema, entry: E
         if given.pop(name, None) == "hf":
             left["the dataset cache on the hub"] = (name,)
     added |= entry.rehearsal
+    _shorten_mixture(given, added, left)
     listed = reporters if isinstance(reporters, list) else [reporters] if reporters else []
     trackers = [str(name) for name in listed if "report_to" in added and name not in ("none", "all")]
     return Arguments(given=given, added=added, left_out=left, report_to=tuple(trackers))
+
+
+def _shorten_mixture(given: dict[str, Any], added: dict[str, Any], left: dict[str, tuple[str, ...]]) -> None:
+    """Of a mixture the sets that are on this machine, and a test split that its first rows can bear."""
+    size = given.get(_TEST_SIZE)
+    if isinstance(size, int | float) and not isinstance(size, bool):
+        del given[_TEST_SIZE]
+        added[_TEST_SIZE] = min(size, 1) if isinstance(size, int) else min(size, _LARGEST_TEST_SHARE)
+    listed = given.get("datasets")
+    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+        return
+    there = [item for item in listed if not _is_absent(item.get("path"))]
+    if there and len(there) < len(listed):
+        names = [str(item.get("path")) for item in listed if item not in there]
+        left[f"the rows of {', '.join(names)}, which are not on this machine"] = ("datasets",)
+        given["datasets"] = there
+    elif not there:
+        # the rows that stand in have columns of their own
+        given["datasets"] = [{**item, "columns": None} if "columns" in item else item for item in listed]
+
+
+def _is_absent(path: Any) -> bool:
+    """Whether it is the name of a data set of the hub that was not downloaded."""
+    if not isinstance(path, str) or path in sources.LOADERS or exists(Path(path)) or path.count("/") != 1:
+        return False
+    return not model_config.is_path(path) and model_config.snapshot(path, os.environ, kind="datasets") is None

@@ -11,6 +11,7 @@ from typing import Any
 
 from launcher.artifacts.fingerprint import cache_home
 from launcher.artifacts.model_config import commit
+from launcher.dataset import mixture
 from launcher.files import read_json, write_json
 from launcher.machine.python import DECISIVE, Trainer
 from launcher.stage.stage import Judged
@@ -59,6 +60,9 @@ def _parts(judged: Judged, trainer: Trainer) -> Iterator[Any]:
         if _HUB_NAME.fullmatch(value):
             yield [commit(value, os.environ, kind=kind) for kind in ("models", "datasets")]
         yield _state(Path(os.path.expanduser(value)))
+    mixed = mixture.of_values(whole.given, os.environ)
+    for name in [] if mixed is None else mixed.names():
+        yield _state(Path(name))
 
 
 def _texts(value: Any) -> Iterator[str]:

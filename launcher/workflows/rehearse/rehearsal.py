@@ -31,6 +31,8 @@ PACKAGES = frozenset({"optim-missing", "quantiser-missing", "report-missing"})
 """Codes of rules about packages for what a rehearsal leaves out: they know the trainer's Python."""
 FAILED = "rehearsal-failed"
 """The code of a failure of launch's own code, which says nothing about the stage."""
+DROPPED = "rows-dropped"
+"""The code of rows that the trainer leaves out."""
 MUCH = 0.1
 """The share of rows from which a remark about rows is worth a warning."""
 _DOING = {
@@ -194,6 +196,27 @@ def row_tokens(resolved: ResolvedStage) -> str | None:
     return None if known is None else known.get("row_tokens")
 
 
+def dropped_rows(resolved: ResolvedStage) -> tuple[Finding, ...]:
+    """What a plan, which counts every row, does not know: the rows that the trainer drops, as a rehearsal saw them.
+
+    Without a rehearsal a note says that it would count them.
+    """
+    stage = resolved.stage
+    known = memory.recall(resolved.checked, resolved.trainer)
+    if known is not None:
+        dropped = [Finding(**one) for one in known["findings"] if one["code"] == DROPPED]
+        counted = [replace(one, message=f"{one.message}; the plan counts them") for one in dropped]
+        return tuple(map(stage.config.placed, counted))
+    name = stage.entry.names.max_length
+    limit = stage.values.get(name)
+    if not isinstance(limit, int) or stage.values.get(stage.entry.names.packing or ""):
+        return ()
+    message = f"the plan counts every row: how many the trainer drops at `{name}: {limit}` is not known"
+    help = f"`launch rehearse {stage.config.path}` counts those among the first {ROWS}"
+    note = launch_finding("note", DROPPED, message, help, key=f"args.{name}")
+    return (stage.config.placed(note),)
+
+
 class Attempts:
     """The arguments of one stage, tried again without what was refused until nothing is."""
 
@@ -252,7 +275,7 @@ class Attempts:
                 break
             self.whole = self.without(self.whole, culprits[:1])
         rows = self.rows_seen(answer)
-        self.findings += _about_rows(rows, self.entry)
+        self.findings += _about_rows(rows, self.entry, self.data_key())
         if answer.get("raw"):
             message = "OLMo-core cannot export this model: the run leaves model_state_dict.pt, which "
             message += "transformers cannot load (olmo_core_utils.py:287)"
@@ -293,6 +316,8 @@ class Attempts:
             "kind": "run",
             "level": level if self.model else "parse",
             "words": whole.words(self.schema),
+            "config": whole.in_file(self.schema),
+            "mixture": further.mixture_as_json(whole.given),
             "model": self.model,
             "stage": self.entry.stage or self.schema.key,
             "pairs": self.schema.pairs,
@@ -455,6 +480,10 @@ class Attempts:
         report_to = () if "report_to" in names else whole.report_to
         return replace(whole, given=given, added=added, report_to=report_to)
 
+    def data_key(self) -> str:
+        """The key of the file that names the data."""
+        return "args.datasets" if self.config.args.get("datasets") else f"args.{self.entry.names.data}"
+
     def data_names(self) -> tuple[str, ...]:
         return (self.entry.names.data, "datasets", "dataset_mixer", "dataset_config")
 
@@ -587,7 +616,7 @@ def _which(rows: Mapping[str, Any], count: int | None = None) -> str:
     return f"the {number}rows rehearsed" if rows.get("further") else f"the first {number}rows"
 
 
-def _about_dropped(rows: Mapping[str, Any], entry: Entry) -> Iterator[Finding]:
+def _about_dropped(rows: Mapping[str, Any], entry: Entry, data: str) -> Iterator[Finding]:
     """Rows that the trainer leaves out, by the sizes of its own data set before and after."""
     for one in rows.get("dropped", ()):
         words = (words for words in _DROPPED if words[0] in one["what"])
@@ -600,17 +629,20 @@ def _about_dropped(rows: Mapping[str, Any], entry: Entry) -> Iterator[Finding]:
             message += f": {why.format(length=entry.names.max_length)}"
         if help is not None:
             help = help.format(length=entry.names.max_length)
-        key = f"args.{entry.names.max_length if help else entry.names.data}"
-        yield _of_trainer("warning", "rows-dropped", message, help, key=key)
+        key = f"args.{entry.names.max_length}" if help else data
+        yield _of_trainer("warning", DROPPED, message, help, key=key)
 
 
-def _about_rows(rows: Mapping[str, Any], entry: Entry) -> Iterator[Finding]:
-    """What is wrong with rows although nobody refuses them; `rows` is empty where they were not seen."""
+def _about_rows(rows: Mapping[str, Any], entry: Entry, data: str) -> Iterator[Finding]:
+    """What is wrong with rows although nobody refuses them; `rows` is empty where they were not seen.
+
+    `data` is the key that names the data.
+    """
     count = rows.get("rows")
     if not count:
         return
-    yield from _about_dropped(rows, entry)
-    data, length = f"args.{entry.names.data}", f"args.{entry.names.max_length}"
+    yield from _about_dropped(rows, entry, data)
+    length = f"args.{entry.names.max_length}"
     empty, masked, cut = (rows[name] / count for name in ("empty", "masked", "cut"))
     if empty:
         message = f"{empty:.0%} of {_which(rows)} have no token"

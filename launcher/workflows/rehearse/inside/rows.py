@@ -57,9 +57,25 @@ def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, A
         report["phase"] = "construct"
         return loaded
 
+    def load_pieces(mixed: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+        """The first rows of each piece of a set: a stream cannot be sliced, but its rows can be skipped."""
+        parts = []
+        left = count
+        for split, start, stop in mixed["pieces"]:
+            stream = call_trainer(load, **{**kwargs, "split": split, "streaming": True})
+            part = read(stream.skip(start), min(left, stop - start))
+            left -= len(part)
+            parts.append(part)
+        first = datasets.concatenate_datasets([part for part in parts if len(part)] or parts)
+        report["sets"].append({"read": len(first), "total": mixed["total"], "more": False})
+        return add(first, request.get("further", {}).get(mixed["key"], []))
+
     def load_some(path: Any, *args: Any, **kwargs: Any) -> Any:
+        mixed = set_of_mixture(request, {"path": path, **kwargs})
+        if mixed is not None and not kwargs.get("streaming"):
+            return load_pieces(mixed, {"path": path, **kwargs})
         # a hub's name may be a folder's too; a saved set (`save_to_disk`) is refused as it would be
-        local = path in _FILES or os.path.exists(str(path))
+        local = is_local(path)
         if local and not kwargs.get("streaming"):
             kwargs.pop("num_proc", None)
             kwargs["streaming"] = True
@@ -70,7 +86,7 @@ def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, A
         try:
             loaded = call_trainer(load, path, *args, **kwargs)
         except absent:
-            if local or not _HUB_NAME.match(str(path)):
+            if local or not is_hub_name(path):
                 raise
             report["notes"].append(["data", str(path)])
             made = datasets.Dataset.from_list(made_up(count, pairs=request["pairs"]))
@@ -102,6 +118,26 @@ def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, A
         return whole
 
     return load_few
+
+
+def is_local(path: Any) -> bool:
+    """Whether what `load_dataset` is given is a folder that is here, or the format of files."""
+    return path in _FILES or os.path.exists(str(path))
+
+
+def is_hub_name(path: Any) -> bool:
+    return _HUB_NAME.match(str(path)) is not None
+
+
+def set_of_mixture(request: dict[str, Any], call: dict[str, Any]) -> dict[str, Any] | None:
+    """The set of the request's mixture that is loaded by this call; None where it is another one."""
+    names = ("path", "name", "data_dir", "data_files", "split")
+    key = [call.get(name) for name in names]
+    for mixed in request.get("mixture", ()):
+        if mixed["call"] == key:
+            match: dict[str, Any] = mixed
+            return match
+    return None
 
 
 def made_up(count: int, *, pairs: bool) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """TRL's `scripts/sft.py` and `scripts/dpo.py`, asked what they make of a stage's arguments."""
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +27,17 @@ def load(setup: dict[str, Any]) -> None:
 
 
 def answer(request: dict[str, Any], report: dict[str, Any]) -> None:
-    """One request: `shrink` makes the small model, `run` rehearses. Raises what the trainer raises."""
+    """One request: `shrink` makes the small model, `run` rehearses, `preview` shows rows.
+
+    Raises what the trainer raises.
+    """
     if request["kind"] == "shrink":
         shrink_model(request, report)
+    elif request["kind"] == "preview":
+        # it imports from this module
+        from . import trl_preview
+
+        trl_preview.run(request, report)
     else:
         run(request, report)
 
@@ -45,13 +54,9 @@ def shrink_model(request: dict[str, Any], report: dict[str, Any]) -> None:
 
 def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     """Parse; then the script's own `main` on the small model, two steps of it, evaluation, save, load."""
-    if request["entry"] not in TRAINERS:
-        raise NoRehearsal(f"which trainer trl.scripts.{request['entry']} builds is not known")
     import transformers
 
-    script: Any = importlib.import_module(f"trl.scripts.{request['entry']}")
-    parser = call_trainer(script.make_parser)
-    parts = call_trainer(parser.parse_args_and_config, request["words"], fail_with_unknown_args=False)
+    script, parts = parse(request)
     data, training, model = parts[:3]
     if request.get("report_to"):
         find_reporters: Callable[..., Any] = transformers.integrations.get_reporting_integration_callbacks
@@ -73,6 +78,29 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     steps.require_finite(losses)
     report["phase"] = "load"
     steps.load_again(training.output_dir)
+
+
+def parse(request: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The script of a request, and what its parser makes of the words."""
+    if request["entry"] not in TRAINERS:
+        raise NoRehearsal(f"which trainer trl.scripts.{request['entry']} builds is not known")
+    script: Any = importlib.import_module(f"trl.scripts.{request['entry']}")
+    parser = call_trainer(script.make_parser)
+    words = [*config_words(request), *request["words"]]
+    parts = call_trainer(parser.parse_args_and_config, words, fail_with_unknown_args=False)
+    return script, parts
+
+
+def config_words(request: dict[str, Any]) -> list[str]:
+    """The flag of a config file with the arguments that no flag can carry; the file is written here."""
+    if not request.get("config"):
+        return []
+    import yaml
+
+    path = os.path.join(request["scratch"], f"{request['id']}.yaml")
+    with open(path, "w", encoding="utf-8") as stream:
+        yaml.safe_dump(request["config"], stream, sort_keys=False)
+    return ["--config", path]
 
 
 def watch(kind: Any, request: dict[str, Any], report: dict[str, Any]) -> None:

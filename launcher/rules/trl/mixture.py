@@ -1,0 +1,201 @@
+"""Rules about TRL's `datasets:`: what its entries say, and what is split off for evaluation."""
+
+import difflib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from launcher.dataset import mixture
+from launcher.dataset.mixture import SetEntry
+from launcher.dataset.slices import BadSplit
+from launcher.errors import Finding, brief
+from launcher.rules.context import Context, StageRule
+from launcher.rules.rule import Rule, number, say
+from launcher.upstream.schema import Values
+
+_KEY = "datasets"
+_SIZE = "test_split_size"
+
+
+def _items(values: Values) -> list[tuple[str, Any]]:
+    """The entries as the stage file holds them, each with its key."""
+    listed = values.get(_KEY)
+    if not isinstance(listed, list):
+        return []
+    return [(f"{_KEY}[{index}]", item) for index, item in enumerate(listed)]
+
+
+def _has_mappings(values: Values) -> bool:
+    return any(isinstance(item, dict) for _, item in _items(values))
+
+
+def unknown_keys(values: Values) -> Iterator[Finding]:
+    """trl/scripts/utils.py:142 hands each mapping to a dataclass, which refuses any other key."""
+    for place, item in _items(values):
+        for key in item if isinstance(item, dict) else ():
+            if key in mixture.KEYS:
+                continue
+            near = difflib.get_close_matches(str(key), mixture.KEYS, n=1, cutoff=0.6)
+            help = f"did you mean `{near[0]}`?" if near else f"an entry has {', '.join(mixture.KEYS)}"
+            message = f"`{brief(str(key))}` is not a key of an entry of `{_KEY}`"
+            yield say("error", "unknown-key", f"{place}.{key}", message, help, layer="parser")
+
+
+def no_path(values: Values) -> Iterator[Finding]:
+    """trl/scripts/utils.py:142: the only key without a default (trl/scripts/utils.py:71)."""
+    for place, item in _items(values):
+        if isinstance(item, dict) and "path" not in item:
+            message = f"`{place}` has no `path`"
+            help = "add `path: <folder, name on the hub, or a reader such as json>`"
+            yield say("error", "bad-dataset", place, message, help, layer="parser")
+
+
+def wrong_types(values: Values) -> Iterator[Finding]:
+    """trl/scripts/utils.py:448: nothing is converted, and `load_dataset` gets the values as they are."""
+    if not _has_mappings(values):
+        return
+    for place, item in _items(values):
+        if not isinstance(item, dict):
+            help = f"write `- path: {item}`" if isinstance(item, str) else "write a mapping with `path`"
+            yield say("error", "bad-dataset", place, f"`{place}` is not a mapping", help)
+            continue
+        for key, value in item.items():
+            fault = mixture.type_fault(str(key), value)
+            if fault is not None:
+                message = f"`{place}.{key}: {brief(value)}` {fault}"
+                yield say("error", "bad-dataset", f"{place}.{key}", message)
+
+
+def two_sources(values: Values) -> Iterator[Finding]:
+    """trl/scripts/sft.py:87, dpo.py:85: `datasets` wins, and a warning is all that TRL says."""
+    if values[_KEY] and values["dataset_name"]:
+        message = "`dataset_name` and `datasets` both name data: TRL reads `datasets` alone"
+        yield say("error", "two-data-sources", "dataset_name", message, "keep one of them")
+
+
+def fractions(values: Values) -> Iterator[Finding]:
+    """trl/scripts/utils.py:463: shares of the mixture, for all of its sets or for none."""
+    entries = mixture.entries(values[_KEY])
+    given = [entry for entry in entries if entry.fraction is not None]
+    if not given:
+        return
+    for entry in entries:
+        if entry.fraction is None:
+            message = f"`{entry.key}` has no `fraction`, and other sets have one"
+            yield say("error", "bad-fraction", entry.key, message, "give each set a `fraction`, or none of them")
+        elif not 0 <= entry.fraction < math.inf:
+            message = f"`{entry.key}.fraction: {entry.fraction:g}` is no share"
+            yield say("error", "bad-fraction", f"{entry.key}.fraction", message, "a number above 0")
+    if all(entry.fraction == 0 for entry in given):
+        message = "every `fraction` is 0: no rows are left"
+        yield say("error", "bad-fraction", f"{given[0].key}.fraction", message, "numbers above 0")
+    elif len(entries) == 1:
+        message = "`fraction` is the share that a set has of the mixture: of the only set it is always all of it"
+        help = f"for a part of it write `split: {entries[0].split}[:10%]`, and no `fraction`"
+        yield say("warning", "conditional-key", f"{given[0].key}.fraction", message, help)
+    if values["streaming"]:
+        message = "a stream has no length of which a `fraction` could be taken"
+        yield say("error", "bad-fraction", "streaming", message, "leave out `streaming`, or `fraction`")
+
+
+def bad_splits(values: Values) -> Iterator[Finding]:
+    """datasets/arrow_reader.py:399; a stream has whole splits alone (datasets/builder.py:1165)."""
+    for entry in mixture.entries(values[_KEY]):
+        key = f"{entry.key}.split"
+        try:
+            parts = entry.slices()
+        except BadSplit as error:
+            message = f"`{key}: {brief(entry.split)}`: {error}"
+            yield say("error", "no-such-split", key, message)
+            continue
+        if values["streaming"] and not all(part.is_whole for part in parts):
+            message = f"`{key}: {brief(entry.split)}`: a stream cannot be sliced"
+            yield say("error", "no-such-split", key, message, "name a whole split, or leave out `streaming`")
+
+
+def split_names(values: Values) -> Iterator[Finding]:
+    """trl/scripts/utils.py:486,488: a mixture has the split `train`, and `test` with `test_split_size`."""
+    if not values[_KEY]:
+        return
+    there = ["train"] if values[_SIZE] is None else ["train", "test"]
+    read = ["dataset_train_split"]
+    if values["eval_strategy"] != "no" and values[_SIZE] is not None:
+        read.append("dataset_test_split")
+    for key in read:
+        name = values[key]
+        if name not in there:
+            message = f"`{key}: {brief(str(name))}`: a mixture has the split {' and '.join(there)} alone"
+            help = "leave it out; which split of a set is read its entry says: `split:`"
+            yield say("error", "no-such-split", key, message, help)
+
+
+def test_size(values: Values) -> Iterator[Finding]:
+    """datasets/arrow_dataset.py:5112: rows as a whole number, or a share between 0 and 1."""
+    size = number(values[_SIZE])
+    if size is None or not values[_KEY]:
+        return
+    if values["streaming"]:
+        message = "a stream cannot be split: `test_split_size` needs all rows"
+        yield say("error", "bad-test-split", _SIZE, message, "leave out `streaming`")
+    is_count = isinstance(size, int)
+    if (is_count and size <= 0) or (not is_count and not 0 < size < 1):
+        message = f"`{_SIZE}: {size:g}` is neither a number of rows nor a share between 0 and 1"
+        yield say("error", "bad-test-split", _SIZE, message, "0.05 for a twentieth, or 200 for so many rows")
+
+
+RULES: tuple[Rule, ...] = (
+    unknown_keys,
+    no_path,
+    wrong_types,
+    two_sources,
+    fractions,
+    bad_splits,
+    split_names,
+    test_size,
+)
+
+
+def enough_rows(context: Context) -> Iterator[Finding]:
+    """datasets/arrow_dataset.py:5112: the test split leaves at least one row to train on."""
+    values = context.values
+    mixed = mixture.of_values(values, context.environ)
+    if mixed is None or values["streaming"]:
+        return
+    for part in mixed.sets:
+        if part.rows == 0 and part.entry.fraction != 0:
+            message = f"`{part.entry.key}` gives no rows"
+            help = "a larger slice" if part.entry.split.endswith("]") else "check its files"
+            yield say("warning", "bad-dataset", f"{part.entry.key}.split", message, help)
+    rows = mixed.rows
+    if rows == 0:
+        yield say("error", "bad-dataset", _KEY, "the mixture holds no rows")
+    elif rows is not None and mixed.test_rows is not None and mixed.test_rows >= rows:
+        message = f"`{_SIZE}: {values[_SIZE]}` leaves none of {rows:,} rows to train on"
+        yield say("error", "bad-test-split", _SIZE, message, "a smaller number")
+
+
+def unseeded_test_split(context: Context) -> Iterator[Finding]:
+    """trl/scripts/utils.py:485 gives no seed: each process draws a split of its own, and each start another one."""
+    values = context.values
+    if values[_SIZE] is None or not values[_KEY]:
+        return
+    message = "`test_split_size` draws the test split anew in every process and at every start, whatever `seed` is"
+    if context.gpus is not None and context.gpus > 1:
+        message += f": each of {context.gpus} processes trains on rows that others evaluate on"
+        help = "hold rows back in a split of their own: `dataset_name` with `dataset_test_split`, or one GPU"
+        yield say("warning", "unseeded-split", _SIZE, message, help)
+    else:
+        yield say("note", "unseeded-split", _SIZE, f"{message}: a resumed run evaluates on other rows")
+
+
+STAGE_RULES: tuple[StageRule, ...] = (enough_rows,)
+
+
+def selected_columns(entry: SetEntry, columns: frozenset[str]) -> Iterator[Finding]:
+    """trl/scripts/utils.py:457: `select_columns` refuses a name that is not there."""
+    absent = [name for name in entry.columns or () if name not in columns]
+    if absent:
+        message = (
+            f"{brief(entry.path)} has no column {brief(', '.join(absent))}: it has {brief(', '.join(sorted(columns)))}"
+        )
+        yield say("error", "data-columns", f"{entry.key}.columns", message, "name columns that are there")

@@ -1,0 +1,60 @@
+"""TRL's own parser with a config file, as a process: what it makes of words and of the text of a file.
+
+usage: python real_trl_config.py < requests.jsonl > answers.jsonl
+
+One line in: {"stage": "sft", "words": ["--seed", "1"], "file": "datasets: ..."}; one line out: {"refusal": null
+or why not, "values": what the arguments in question came to}. Exit code 3, with the reason on stderr, where the
+packages are not there.
+"""
+
+import dataclasses
+import json
+import sys
+import tempfile
+
+from real_parser import refusal, trl_parsers
+
+
+def values(parts):
+    mixture = parts[3]
+    return {
+        "datasets": [entry if isinstance(entry, str) else dataclasses.asdict(entry) for entry in mixture.datasets],
+        "streaming": mixture.streaming,
+        "test_split_size": mixture.test_split_size,
+        "report_to": parts[1].report_to,
+    }
+
+
+def answer(request):
+    # a config file changes the defaults of its parser for good
+    parser = trl_parsers()[request["stage"]]
+    words = ["--use_cpu", "True", "--bf16", "False", *request["words"]]
+    held = {}
+
+    def parse(given):
+        held.update(values(parser.parse_args_and_config(given, fail_with_unknown_args=False)))
+
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(request["file"])
+        file.flush()
+        whole = ["--config", file.name, *words] if request["file"] else words
+        said = refusal(parse, whole)
+    return {"refusal": said, "values": held}
+
+
+def main():
+    answers = sys.stdout
+    # what the packages print while they are imported goes elsewhere
+    sys.stdout = sys.stderr
+    try:
+        trl_parsers()
+    except ImportError as error:
+        print(f"cannot be imported: {error}", file=sys.stderr)
+        return 3
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), file=answers)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

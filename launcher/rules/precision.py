@@ -20,7 +20,7 @@ _USUAL_SPREAD = 0.02
 # bfloat16 keeps 8 bits: a change of less than 2^-9 of a weight rounds to none
 _ROUNDED_BITS = 9
 # below this share of weights that a step can change, the rate is called too small
-_FEW = 0.2
+_FEW = 0.1
 # Optimizers whose step is about the learning rate, whatever the gradient, and which add it to the weight as it is
 # stored. Others keep what was rounded (Kahan summation), or step by the gradient's size.
 _STEPS_OF_THE_RATE = ("adamw_torch", "adamw_8bit", "adamw_bnb", "paged_adamw", "lion", "paged_lion", "adafactor")
@@ -142,7 +142,10 @@ def rounded_by_open_instruct(context: Context) -> Iterator[Finding]:
     peft makes adapters in float32 (peft/tuners/tuners_utils.py:2722), and DeepSpeed keeps copies of the weights.
     """
     values = context.values
-    if values["use_lora"] or context.distributed or context.mixed_precision == "fp16" or caches_only(context):
+    # on the CPU, where no file of DeepSpeed is read, a stage is only tried out
+    if context.gpus == 0 or context.distributed or values["use_lora"]:
+        return
+    if context.mixed_precision == "fp16" or caches_only(context):
         return
     # Liger's loader names no format (finetune.py:578)
     if values["use_liger_kernel"] and _stored_type(context) != "bfloat16":

@@ -24,6 +24,7 @@ from launcher.redaction import redact
 from launcher.stage import rows as data_rows
 from launcher.upstream.locate import Locator
 from launcher.upstream.schema import Field
+from launcher.upstream.trainers import BACKENDS
 from launcher.upstream.trl import PIN as TRL_PIN
 from launcher.upstream.trl import STAGES as ENTRIES
 
@@ -130,7 +131,11 @@ def new(
     if rows is not None:
         _require_readable(rows, stage, backend)
     draft = Draft(stage=stage, backend=backend, origin="written by `launch init`", gpus=gpus)
-    draft.deepspeed = "zero2_fp32_comm" if gpus > 1 else "none"
+    if gpus > 1:
+        draft.deepspeed = "zero2_fp32_comm"
+    elif BACKENDS[backend].STAGES[stage].needs_process_group:
+        # one GPU crashes without it, and the CPU leaves it out
+        draft.deepspeed = "zero2"
     each = 4 if stage == "sft" else 2
     on_all = each * max(1, gpus)
     draft.batch = on_all * max(1, _ROWS // on_all), each

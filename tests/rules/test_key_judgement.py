@@ -182,6 +182,7 @@ BF16 = {"dtype": "bfloat16"}
         Case(args={**BF16, "learning_rate": 5e-7, "use_peft": True, "lora_modules_to_save": ["norm"]},
              said=("steps-rounded warning dtype",)),
         Case(args=BF16),  # 2e-5
+        Case(args={**BF16, "learning_rate": 5e-6}),
         Case(args={"learning_rate": 5e-7}),
         Case(args={**BF16, "learning_rate": 5e-7, "use_peft": True}),
         Case(args={**BF16, "learning_rate": 5e-7}, options={"deepspeed": "zero2"}),
@@ -204,7 +205,8 @@ def test_steps_that_bfloat16_rounds_away(capsys: pytest.CaptureFixture[str], cas
         Case(options={"deepspeed": "none"}, said=("steps-rounded warning learning_rate",)),
         Case(),
         Case(options={"deepspeed": "none"}, args={"use_lora": True}),
-        Case(options={"deepspeed": "none"}, args={"learning_rate": 2e-5}),
+        Case(options={"deepspeed": "none"}, args={"learning_rate": 5e-6}),
+        Case(options={"deepspeed": "none", "num_gpus": 0}),
     ],
 )
 def test_steps_that_open_instruct_rounds_away(capsys: pytest.CaptureFixture[str], case: Case, stage: str) -> None:

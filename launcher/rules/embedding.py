@@ -9,7 +9,7 @@ from pathlib import Path
 from launcher.artifacts import architecture, model_config, vocabulary
 from launcher.artifacts.vocabulary import Vocabulary
 from launcher.errors import Finding, Severity, brief
-from launcher.paths import is_file
+from launcher.paths import is_dir, is_file
 from launcher.rules import data
 from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.rule import say
@@ -39,7 +39,7 @@ def _vocabulary(context: Context) -> Vocabulary | None:
     if not isinstance(name, str) or not name:
         return None
     folder: Path | None = Path(name)
-    if not Path(name).is_dir():
+    if not is_dir(name):
         folder = None
         if not model_config.is_path(name):
             folder = model_config.snapshot(name, context.environ, revision)

@@ -280,7 +280,7 @@ def _adapter_folder(context: Context, name: object) -> Path | None:
     if not isinstance(name, str) or not name:
         return None
     folder: Path | None = Path(name)
-    if not Path(name).is_dir():
+    if not is_dir(name):
         folder = None
         if not model_config.is_path(name):
             folder = model_config.snapshot(name, context.environ, context.values.get("model_revision"))

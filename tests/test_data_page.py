@@ -4,11 +4,13 @@ import csv
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, find_checkout
+from real_training import needs_open_instruct
 
 from launcher.cli.main import main
 from launcher.config.load import load
@@ -22,6 +24,10 @@ def commands() -> list[str]:
     """The lines of the page's bash blocks, in their order: a later one may need what an earlier one wrote."""
     blocks = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
     return [line for block in blocks for line in block.splitlines()]
+
+
+def is_preview(line: str) -> bool:
+    return line.startswith("launch preview")
 
 
 def chat(number: int, answer: str = "yes") -> list[dict[str, str]]:
@@ -69,6 +75,9 @@ def ultrafeedback(number: int) -> dict[str, object]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     numbers = range(COUNT)
+    checkout = find_checkout()
+    if checkout is not None:
+        monkeypatch.setenv("LAUNCH_OPEN_INSTRUCT", str(checkout))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     work = tmp_path / "work"
     write_lines(work / "data/chats.jsonl", [{"messages": chat(number)} for number in numbers])
@@ -97,15 +106,19 @@ def mixture_of_the_page() -> str:
     return f"{head}{block}  model_name_or_path: org/tiny\n  output_dir: out\n"
 
 
+def run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program, *words = shlex.split(line)
+    assert program == "launch"
+    code = main(words)
+    output = capsys.readouterr()
+    assert code == Exit.OK, f"{line}\n{output.err}{output.out}"
+
+
 def test_every_command_of_the_page_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = commands()
+    lines = [line for line in commands() if not is_preview(line)]
     assert len(lines) >= 12
     for line in lines:
-        program, *words = shlex.split(line)
-        assert program == "launch"
-        code = main(words)
-        output = capsys.readouterr()
-        assert code == Exit.OK, f"{line}\n{output.err}{output.out}"
+        run(line, capsys)
     assert len((folder / "alpaca/train.jsonl").read_text().splitlines()) == COUNT
     assert len((folder / "alpaca/test.jsonl").read_text().splitlines()) == 8
     assert "assistant_only_loss" in (folder / "alpaca.yaml").read_text()
@@ -124,6 +137,20 @@ def test_the_mixtures_of_the_page_have_the_rows_that_it_says(folder: Path, capsy
             planned.append(json.loads(capsys.readouterr().out)["data"]["plan"]["gpus"][0]["rows"])
     # 90 % and all, less 50; 50 % and all, less a tenth; half and 20
     assert planned == [54 + 60 - 50, 30 + 60 - 9, 30 + 20]
+
+
+@needs_open_instruct
+@pytest.mark.slow
+def test_every_preview_of_the_page_runs(folder: Path, demo_assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # a folder of that name comes before the hub
+    shutil.copytree(demo_assets / "model", folder / "Qwen/Qwen2.5-0.5B")
+    previews = [line for line in commands() if is_preview(line)]
+    assert len(previews) >= 4
+    for line in commands():
+        if not is_preview(line):
+            run(line, capsys)
+    for line in previews:
+        run(line, capsys)
 
 
 def test_what_the_page_converts_trains_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 
 COMMANDS = {
     "Run": "sft dpo pipeline",
-    "Before": "init configs data validate-config rehearse plan prepare doctor",
+    "Before": "init configs data validate-config preview rehearse plan prepare doctor",
     "Watch": "runs attach logs stop",
     "After": "check report rm cache",
     "Tune": "ladder bench tune",

@@ -92,7 +92,7 @@ def _signals(folder: RunFolder, requests: list[int], *, forward: bool) -> Iterat
     handlers: dict[int, process.Handler | signal.Handlers] = {signal.SIGHUP: process.ignore}
     # Slurm signals every process of a job itself: passed on, it would count as two requests
     if forward and "SLURM_JOB_ID" not in os.environ:
-        handlers |= {signal.SIGINT: hand_on, signal.SIGTERM: hand_on}
+        handlers |= dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), hand_on)
     else:
         handlers[signal.SIGTERM] = signal.SIG_DFL
     with process.handling(handlers):

@@ -259,7 +259,7 @@ def look_back(folder: RunFolder, attempt: Attempt) -> None:
 
 def of_a_further_machine(folder: RunFolder, attempt: Attempt) -> Exit:
     ended = runner.recorded(folder, attempt.number)
-    if ended is not None and ended.stopped is not None:
+    if ended is not None and (ended.stopped is not None or ended.preempted):
         return Exit.INTERRUPTED
     return Exit.TRAINING if ended is None or ended.returncode else Exit.OK
 
@@ -316,7 +316,7 @@ def judged_now(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> chec
 
 
 def exit_code(ended: runner.ProcessExit | None, verdict: check.Verdict, *, allow_unproven: bool) -> Exit:
-    if ended is not None and ended.stopped is not None:
+    if ended is not None and (ended.stopped is not None or ended.preempted):
         return Exit.INTERRUPTED
     if ended is not None and ended.returncode and verdict.stopped is None:
         return Exit.TRAINING

@@ -12,7 +12,7 @@ from launcher.errors import NotReady, UsageError, not_ready, usage
 from launcher.lifecycle import follow, supervisor
 from launcher.report import overview
 from launcher.report.progress import Progress
-from launcher.runs import attempt, lease, rundir, runner, slurm
+from launcher.runs import attempt, lease, preemption, rundir, runner, slurm
 from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
 
@@ -49,28 +49,34 @@ def cost(folder: RunFolder) -> Cost:
     return Cost(step=step, saved=saved, checkpoint=checkpoint, lost=max(0, step - (saved or 0)))
 
 
-def stop(folder: RunFolder, *, after_checkpoint: bool = False) -> runner.ProcessExit | None:
+def stop(folder: RunFolder, *, after_checkpoint: bool = False, checkpoint: bool = False) -> runner.ProcessExit | None:
     """Have a run stopped, and wait until every process of it has gone; returns how it ended.
+
+    With `checkpoint` it saves one first, with `after_checkpoint` the next one that it saves anyway is waited for.
 
     One that is about to begin is stopped as soon as it has. Where its keeper does not do it in time, its processes
     are ended from here. Raises UsageError where it does not run, NotReady where it is out of reach.
     """
     job = slurm.job(folder)
     if job is not None and (state := slurm.state(job)) is not None:
-        # one that waits has no checkpoint to wait for
-        return _stop_job(folder, job, after_checkpoint=after_checkpoint and state == "running")
+        last = max(1, folder.attempts())
+        waits = runner.StopRequest(attempt=last, after_checkpoint=after_checkpoint, checkpoint=checkpoint)
+        # one that is queued has no checkpoint to wait for
+        return _stop_job(folder, job, waits if state == "running" and waits.is_patient else None)
     runner.require_sight(folder)
     number = max(1, folder.attempts()) if runner.alive(folder.path) else _starting(folder)
     if number is None:
         state = overview.state(folder)
         raise usage("not-running", f"{folder.path.name} is not running: {state}", "launch runs")
-    request = runner.StopRequest(attempt=number, after_checkpoint=after_checkpoint)
+    request = runner.StopRequest(attempt=number, after_checkpoint=after_checkpoint, checkpoint=checkpoint)
+    if checkpoint:
+        _require_saves(folder)
     earlier = runner.request(folder)
     # one that is in no hurry does not slow down another that is
     if earlier is None or earlier.attempt != number or not after_checkpoint:
         _ask(folder, request)
     _wait_elsewhere(folder, request)
-    until = math.inf if after_checkpoint else time.monotonic() + _patience(folder)
+    until = math.inf if request.is_patient else time.monotonic() + _patience(folder)
     while runner.keeper_lives(folder) or _begins(folder, number):
         # what a keeper that has concluded waits for is the command at the end, no part of the run
         if rundir.concluded(folder, number) or time.monotonic() > until:
@@ -98,12 +104,23 @@ def _waits(folder: RunFolder) -> runner.Grace:
         return runner.GRACE_S
 
 
-def _stop_job(folder: RunFolder, job: str, *, after_checkpoint: bool) -> runner.ProcessExit | None:
+def _require_saves(folder: RunFolder) -> None:
+    """Raise UsageError where nothing in a training hears that it is to save."""
+    started = follow.newest_attempt(folder)
+    if preemption.request_for(started.env, started.number) is None:
+        message = f"{folder.path.name} cannot be asked to save: it runs without the probe"
+        help = f"launch stop {folder.path.name} --after-checkpoint waits for the next checkpoint"
+        raise usage("no-probe", message, help)
+
+
+def _stop_job(folder: RunFolder, job: str, waits: runner.StopRequest | None) -> runner.ProcessExit | None:
     """Slurm ends a job on all its machines; for a checkpoint, their keepers wait themselves."""
     number = max(1, folder.attempts())
-    if after_checkpoint:
+    if waits is not None:
+        if waits.checkpoint:
+            _require_saves(folder)
         for node in folder.nodes():
-            _ask(node, runner.StopRequest(attempt=number, after_checkpoint=True))
+            _ask(node, waits)
     else:
         slurm.require_own(folder)
         slurm.cancel(job)
@@ -119,7 +136,7 @@ def _ask(folder: RunFolder, request: runner.StopRequest) -> None:
         if not runner.keeper_lives(folder):
             return
         try:
-            if request.after_checkpoint:
+            if request.is_patient:
                 raise PermissionError
             # a full disk: a signal asks for the same, but with the keeper's own patience
             runner.signal_keeper(folder, signal.SIGINT)
@@ -151,6 +168,8 @@ def _begins(folder: RunFolder, number: int) -> bool:
 def _end_orphan(folder: RunFolder, request: runner.StopRequest) -> None:
     """Its keeper was killed, or stands still: do what that would have done."""
     attempt, number = follow.newest_attempt(folder), request.attempt
+    if request.checkpoint:
+        _await_save(folder, attempt)
     due = supervisor.Due(attempt)
     while not due.now(request) and runner.alive(folder.path):
         time.sleep(POLL_S)
@@ -159,6 +178,18 @@ def _end_orphan(folder: RunFolder, request: runner.StopRequest) -> None:
     # not before: until then, it is what keeps orphans together
     runner.kill_keeper(folder)
     supervisor.conclude(folder, attempt, runner.recorded(folder, number))
+
+
+def _await_save(folder: RunFolder, started: attempt.Attempt) -> None:
+    """Ask a training that nobody supervises to save, and wait until it has ended, or the time is up."""
+    save = preemption.request_for(started.env, started.number)
+    if save is None:
+        return
+    with contextlib.suppress(OSError):
+        save.write()
+        until = time.monotonic() + save.grace_s
+        while runner.alive(folder.path) and time.monotonic() < until:
+            time.sleep(POLL_S)
 
 
 def _require_ended(folder: RunFolder) -> None:
@@ -179,7 +210,7 @@ def _wait_elsewhere(folder: RunFolder, request: runner.StopRequest) -> None:
         return
     until = time.monotonic() + sum(runner.GRACE_S) + lease.SILENT_S
     while runner.alive(folder.path):
-        if time.monotonic() > until and not request.after_checkpoint:
+        if time.monotonic() > until and not request.is_patient:
             name, place = folder.path.name, known.leader.place
             message = f"the supervisor of {name} on {place} does not answer the request"
             help = f"stop it there: launch stop {name}"

@@ -23,7 +23,7 @@ from launcher.machine import isolation, process
 from launcher.paths import PROJECT
 from launcher.report import overview
 from launcher.runs import attempt as attempts
-from launcher.runs import inventory, lease, rundir, runner
+from launcher.runs import inventory, lease, preemption, rundir, runner
 from launcher.runs.attempt import Attempt
 from launcher.runs.lease import Lease
 from launcher.runs.rundir import RunFolder
@@ -152,8 +152,9 @@ def main(words: Sequence[str]) -> int:
                     began=lambda: tell(_STARTED),
                     inherited={},
                     adopting=True,
+                    save=preemption.request_for(command.env, number),
                 )
-                sums.end(resumable=ended.returncode != 0)
+                sums.end(resumable=ended.returncode != 0 or ended.preempted)
                 # while nobody else may begin there
                 inventory.end(folder, number)
                 end(overview.ended_state(folder), ended.returncode)
@@ -172,7 +173,8 @@ def _overtaken(console: Path, by: Lease) -> None:
     print(message, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError), console.open("a") as log:
         log.write(f"\n{message}\n")
-    os.kill(os.getpid(), signal.SIGTERM)
+    # at once: what it would save now is the other run's
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def conclude(

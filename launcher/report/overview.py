@@ -17,7 +17,7 @@ from launcher.errors import brief
 from launcher.machine import codec, process
 from launcher.paths import exists
 from launcher.report.progress import Progress, clock, tracker
-from launcher.runs import events, rundir, runner, slurm
+from launcher.runs import events, preemption, rundir, runner, slurm
 from launcher.runs.record import Manifest, Record
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import ending, evidence, summary
@@ -27,8 +27,8 @@ _IN_WORDS = {"unknown": "unknown here"}  # in a table beside nothing that explai
 _STEP = b'"event": "step"'
 _ROW = 2  # version of the rows of runs that are over, which are kept: read anew, a thousand take a second
 _SETTLED_S = 2.0
-_RECORDED = ("finished", "failed", "stopped")
-_ENDED = ("finished", "failed", "stopped", "lost")
+_RECORDED = ("finished", "failed", "stopped", "preempted")
+_ENDED = (*_RECORDED, "lost")
 
 
 def rows(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
@@ -185,9 +185,10 @@ def _lasting(folder: RunFolder, manifest: Manifest) -> dict[str, Any]:
 
 
 def state(folder: RunFolder, progress: Progress | None = None, number: int | None = None) -> str:
-    """queued, running, orphaned, finished, failed, stopped, unknown or lost. Unknown: its processes are out of sight,
-    and there was no heartbeat lately. Lost: ended without a record of how. An orphan trains without the process that
-    keeps it. Where that did not live to record the end, the last word of rank 0's probe counts."""
+    """queued, running, orphaned, finished, failed, stopped, preempted, unknown or lost. Preempted: it saved a
+    checkpoint and ended, as requested. Unknown: its processes are out of sight, and there was no heartbeat lately.
+    Lost: ended without a record of how. An orphan trains without the process that keeps it. Where that did not live to
+    record the end, the last word of rank 0's probe counts."""
     job = slurm.job(folder)
     if job is not None and (jobs := _jobs(int(time.monotonic()))) is not None:
         word = slurm.word(jobs.get(job))
@@ -200,14 +201,18 @@ def state(folder: RunFolder, progress: Progress | None = None, number: int | Non
 
 
 def ended_state(folder: RunFolder, progress: Progress | None = None, number: int | None = None) -> str:
-    """finished, failed, stopped or lost, by the run's own record of its last attempt, the `number`-th."""
+    """finished, failed, stopped, preempted or lost, by the run's own record of its last attempt, the `number`-th."""
     ended = runner.recorded(folder, number or max(1, folder.attempts()))
     if ended is not None:
+        if ended.preempted:
+            return "preempted"
         if ended.stopped is not None:
             return "stopped"
         return "finished" if ended.returncode == 0 else "failed"
     if progress is None or progress.exit is None or not _last_told(folder):
         return "lost"
+    if preemption.SaveRequest(folder=folder.probe, attempt=max(1, folder.attempts())).is_answered():
+        return "preempted"
     if progress.exit == 0:
         return "finished"
     return "stopped" if _stopped_by_signal(folder) else "failed"

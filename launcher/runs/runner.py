@@ -21,10 +21,11 @@ from typing import Annotated, Any, BinaryIO
 from launcher import files
 from launcher.errors import DISK_FULL, Finding, NotReady, brief, launch_finding, not_ready, usage
 from launcher.machine import codec, locks, process
-from launcher.machine.codec import Between, Count, Misfit, Positive
+from launcher.machine.codec import LARGEST, Between, Count, Misfit, Positive
 from launcher.machine.process import Identity
 from launcher.runs import lease, outputs, rundir
 from launcher.runs.attempt import Command
+from launcher.runs.preemption import SaveRequest
 from launcher.runs.rundir import RunFolder
 
 POLL_S = 0.2
@@ -43,7 +44,11 @@ SignalNumber = Annotated[int, Between(1, 64)]
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """How an attempt ended; `signal` is the one that killed the process, `stopped` the one we sent."""
+    """How an attempt ended; `signal` is the one that killed the process, `stopped` the one we sent.
+
+    `preempted` where it saved a checkpoint and ended because that was requested; `grace_s` are the seconds within
+    which such a save was not done, so that it was stopped without.
+    """
 
     returncode: ExitCode
     signal: SignalNumber | None = None
@@ -51,6 +56,8 @@ class ProcessExit:
     started: str = ""
     ended: str = ""
     attempt: Count = 1
+    preempted: bool = False
+    grace_s: Annotated[float, Between(0, LARGEST)] | None = None
 
 
 def grace(text: str | None) -> Grace:
@@ -110,9 +117,11 @@ def run(
     began: Callable[[], None] = lambda: None,
     inherited: Mapping[str, str] | None = None,
     adopting: bool = False,
+    save: SaveRequest | None = None,
 ) -> ProcessExit:
     """Run to the end; INT and TERM to this process stop every process of the run, HUP none.
 
+    With `save`, TERM and USR1 ask the training to save a checkpoint and end; what has not done so in time is stopped.
     So does a `StopRequest` in the run folder, as soon as it is `due`. `began` is called once the process is
     there, which keeps the descriptors `pass_fds` open as long as it lives. `inherited` is the environment that
     the command's own adds to, this process's unless given. With `adopting`, all children of this process are
@@ -121,10 +130,11 @@ def run(
     """
     started = rundir.now()
     inherited = os.environ if inherited is None else inherited
-    watch = _Watch(folder, attempt, due)
+    watch = _Watch(folder, attempt, due, save)
+    noted = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), watch.note)
     with (
         # a terminal that goes stops nothing; no SIG_IGN: that would be inherited by the training
-        process.handling({signal.SIGINT: watch.note, signal.SIGTERM: watch.note, signal.SIGHUP: process.ignore}),
+        process.handling({**noted, signal.SIGHUP: process.ignore}),
         _Reserve(folder.path / ".reserve") as reserve,
     ):
         with rundir.writing(folder.path):
@@ -155,6 +165,9 @@ def run(
         began()
         stopped = watch.until_over(child.pid, process.Family(leader, str(folder.path), keeper if adopting else None))
         ended = _ended(child.wait(), stopped, started, attempt)
+        if save is not None:
+            late = save.grace_s if watch.late else None
+            ended = replace(ended, preempted=save.is_answered(), grace_s=late)
         if stopped is None:
             reserve.explain(folder.console(attempt))
         reserve.write(folder.exit(attempt), asdict(ended))
@@ -315,10 +328,19 @@ def distrust(folder: RunFolder) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequest:
-    """That an attempt be stopped, as a file: whoever asks need not know which process to ask."""
+    """That an attempt be stopped, as a file: whoever asks need not know which process to ask.
+
+    `checkpoint` has it save one first, `after_checkpoint` waits for the next one that it saves anyway.
+    """
 
     attempt: Positive
     after_checkpoint: bool = False
+    checkpoint: bool = False
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether the run may take as long as its training needs."""
+        return self.after_checkpoint or self.checkpoint
 
     def write(self, folder: RunFolder) -> None:
         files.write_private_json(folder.stop, {**asdict(self), "asked": rundir.now()})
@@ -334,13 +356,24 @@ def request(folder: RunFolder) -> StopRequest | None:
 class _Watch:
     """Waits for the end of a training; INT and TERM are counted instead of raising in the middle of something."""
 
-    def __init__(self, folder: RunFolder, attempt: int, due: Callable[[StopRequest], bool]) -> None:
+    def __init__(
+        self, folder: RunFolder, attempt: int, due: Callable[[StopRequest], bool], save: SaveRequest | None
+    ) -> None:
         self.folder, self.attempt, self.due = folder, attempt, due
+        self.save = save
         self.waits = grace(os.environ.get(GRACE_VARIABLE))
         self.signal: int | None = None
         self.times = 0
+        self.saves = self.late = False
+        self.deadline: float | None = None
 
     def note(self, number: int, _frame: FrameType | None) -> None:
+        if number != signal.SIGINT and self.save is not None and self.signal is None:
+            # said again, it is the same notice
+            self.saves = True
+            return
+        if number == signal.SIGUSR1:
+            number = signal.SIGTERM
         self.signal = self.signal or number
         self.times += 1
 
@@ -349,6 +382,7 @@ class _Watch:
         stopped = None
         while not process.over(pid):
             self._look()
+            self._hurry_save()
             if self.signal is not None:
                 stopped = self.signal
                 self._end(pid, family, stopped)
@@ -356,6 +390,7 @@ class _Watch:
             if family.keeper is not None:
                 process.bury(but=pid)
             time.sleep(POLL_S)
+        self._outlast_save(pid, family)
         # what outlived the process that was started: no part of any result comes from it, and torchrun's
         # workers are in sessions of their own: the group alone would leave them behind
         times = self.times
@@ -369,6 +404,9 @@ class _Watch:
         found = None if self.signal is not None else request(self.folder)
         if found is None or found.attempt != self.attempt:
             return
+        if found.checkpoint and self.save is not None:
+            self.saves = True
+            return
         try:
             due = self.due(found)
         except Exception:
@@ -377,6 +415,41 @@ class _Watch:
         if due:
             # upstream handles neither; INT at least shows where it stood
             self.signal = signal.SIGINT
+
+    def _hurry_save(self) -> None:
+        """Hand a notice on to the training; have it stopped once the time is up."""
+        if self.save is None or self.signal is not None:
+            return
+        if self.deadline is None:
+            # on another machine of the run somebody else may have been told
+            if not self.saves and not self.save.is_written():
+                return
+            if not self.save.is_heard():
+                self.signal = signal.SIGTERM
+                return
+            self.deadline = time.monotonic() + self.save.grace_s
+            try:
+                self.save.write()
+            except OSError:
+                self.signal = signal.SIGTERM
+        elif time.monotonic() > self.deadline:
+            self.late = True
+            self.signal = signal.SIGINT
+            line = f"\nlaunch: no checkpoint was saved within {self.save.grace_s:g} s: stopping without\n"
+            with contextlib.suppress(OSError), self.folder.console(self.attempt).open("a") as log:
+                log.write(line)
+
+    def _outlast_save(self, pid: int, family: process.Family) -> None:
+        """Let ranks save whose launcher was ended before them: Slurm tells every process of a job."""
+        if self.deadline is None or self.signal is not None:
+            return
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        if ended is None or ended.si_code != os.CLD_KILLED or ended.si_status != signal.SIGTERM:
+            return
+        while time.monotonic() < self.deadline and self.signal is None and family.living():
+            if family.keeper is not None:
+                process.bury(but=pid)
+            time.sleep(POLL_S / 4)
 
     def _end(self, pid: int, family: process.Family, first: int) -> None:
         """INT or TERM to the group, TERM to everything, then KILL; a further signal ends each wait."""

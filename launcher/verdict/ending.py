@@ -8,7 +8,7 @@ from signal import Signals
 
 from launcher.upstream.logs import common
 from launcher.upstream.logs.common import SHELL_SIGNALS
-from launcher.verdict.evidence import Evidence
+from launcher.verdict.evidence import Event, Evidence
 from launcher.verdict.logs.scan import Log, Signal
 from launcher.verdict.summary import MESSENGERS
 
@@ -43,6 +43,8 @@ HELP: Mapping[str, str] = {
     "not_started": "Python did not find what it was to run: check the path, the folder and the environment",
     "not_found": "the shell did not find the command: check PATH and which environment is active",
     "time_limit": "the scheduler's time limit was reached: ask for more, and save checkpoints to resume from",
+    "save_late": "the checkpoint that was requested was not saved in time, and the run was stopped without: the same "
+    "command continues from the one before; LAUNCH_SAVE_GRACE gives a save more seconds",
     "preempted": "the scheduler took the machine: the same command continues from the last checkpoint",
     "node_failure": "a node of the job failed: the same command continues from the last checkpoint, elsewhere",
     "hangup": "its terminal or connection was closed: start it with --detach, or under tmux or a scheduler",
@@ -93,7 +95,7 @@ _WHAT_LINES = 3  # between what C++ terminates for and its message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
     """How a run ended. `state` is as in the `finish` point; `proved` is False where the evidence allows it to have
-    ended well and does not show it; `reason` is a key of `HELP`."""
+    ended well and does not show it; `reason` is a key of `HELP`; `saved` is of the checkpoint before a preemption."""
 
     state: str
     proved: bool = True
@@ -101,6 +103,7 @@ class Ending:
     error: Mapping[str, str] | None = None
     signal: str | None = None
     lines: tuple[Signal, ...] = ()
+    saved: Event | None = None
 
 
 def fatal(evidence: Evidence, *names: str) -> tuple[Signal, ...]:
@@ -139,6 +142,10 @@ def _of_an_earlier(log: Log) -> int:
 def ending(evidence: Evidence) -> Ending:
     """How the run ended: an exit record counts first, then the log and the probe."""
     ended = evidence.exit
+    saved = evidence.events("preempted")
+    if saved:
+        # the first machine leaves this word once all ranks have saved
+        return Ending(state="preempted", saved=saved[0])
     if (stopped := evidence.stopped) is not None:
         # a process ended itself, and the others were ended for it: what they say then counts for nothing
         error = {"type": stopped.name, "message": stopped.text("message") or "", "rank": str(stopped.rank)}
@@ -171,6 +178,8 @@ def ending(evidence: Evidence) -> Ending:
     reason = next((name for name in HELP if name in names), by_signal.get(signal) if signal else None)
     if reason == "nccl_timeout":
         reason = _timed_out(evidence)
+    if ended is not None and ended.grace_s is not None:
+        reason = "save_late"
     taken = (_TAKEN.get(s.fields.get("why", "")) for s in failures if s.name == "cancelled")
     if taken_for := next(filter(None, taken), None):
         state, reason = "killed", taken_for

@@ -120,12 +120,13 @@ class ProbeRecords:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitRecord:
     """How the training command ended; a negative `returncode` is a signal too. `signal` is the one that ended it,
-    `stopped` the one that launch sent, which it may have answered."""
+    `stopped` the one that launch sent, which it may have answered; `grace_s` see `runner.ProcessExit`."""
 
     path: Path
     returncode: int
     signal: int | None
     stopped: int | None
+    grace_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +298,9 @@ def _read_exit(folder: rundir.RunFolder, attempt: int) -> ExitRecord | None:
     if ended is None:
         return None
     path = folder.exit(attempt)
-    return ExitRecord(path=path, returncode=ended.returncode, signal=ended.signal, stopped=ended.stopped)
+    return ExitRecord(
+        path=path, returncode=ended.returncode, signal=ended.signal, stopped=ended.stopped, grace_s=ended.grace_s
+    )
 
 
 def _read_probe(folder: Path, attempt: int | None) -> ProbeRecords | None:

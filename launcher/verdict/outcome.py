@@ -370,7 +370,11 @@ def _finish(evidence: Evidence, _expected: str | None) -> Observation:
         detail["returncode"] = ended.returncode
         if ended.returncode and not any(causes.values()):
             help = f"exit code {ended.returncode}, and no error is known: the last lines of the console log may tell"
-    cites = [evidence.stopped, *end.lines, *evidence.lines[-1:], saved, ended]
+    if end.saved is not None:
+        detail["checkpoint"] = end.saved.text("path")
+    if ended is not None and ended.grace_s is not None:
+        detail["grace_s"] = ended.grace_s
+    cites = [end.saved, evidence.stopped, *end.lines, *evidence.lines[-1:], saved, ended]
     shown = [cite for cite in cites if cite is not None]
     return Observation(end.state, proved=end.proved, cites=shown, detail=detail, help=help)
 

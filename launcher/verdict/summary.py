@@ -14,6 +14,7 @@ _ENDS = {
     "crashed": "crashed",
     "killed": "was killed",
     "stopped": "was stopped",
+    "preempted": "saved a checkpoint and ended, as requested,",
     "unknown": "ended in an unknown way",
     "running": "has no recorded end",
 }
@@ -55,8 +56,9 @@ def outcome(verdict: Mapping[str, Any]) -> str:
     failed = [point for point in points(verdict) if point.get("ok") is False]
     if [point.get("name") for point in failed] == ["finish"]:
         detail = mapping(failed[0].get("detail"))
-        requested = detail.get("signal") in ("SIGINT", "SIGTERM") and not detail.get("reason")
-        if failed[0].get("state") == "stopped" and requested:
+        requested = detail.get("signal") in ("SIGINT", "SIGTERM") and detail.get("reason") in (None, "save_late")
+        state = failed[0].get("state")
+        if state == "preempted" or (state == "stopped" and requested):
             return "stopped"
     return str(verdict.get("status"))
 
@@ -147,8 +149,10 @@ def _ending(finish: Point, *, stopped: bool) -> str:
     elif detail.get("returncode"):
         text += f" with exit code {detail['returncode']}"
     last, total = detail.get("last_step"), detail.get("total_steps")
-    if last is not None and state in ("stopped", "killed"):
+    if last is not None and state in ("stopped", "killed", "preempted"):
         text += f" after step {last}" + (f" of {total}" if total else "")
+    if detail.get("grace_s") is not None:
+        text += f"; no checkpoint was saved within {detail['grace_s']:g} s of the notice"
     return text
 
 

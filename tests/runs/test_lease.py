@@ -244,7 +244,7 @@ def test_who_was_overtaken_stops_its_training_and_says_so(world: World) -> None:
     place = last.path.with_name(f"lease-{last.fence + 1}.json")
     replace(last, path=place, owner=other, run="/runs/other").write()
     assert world.quiet()
-    assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGTERM
+    assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGINT
     said = "was taken over by the run /runs/other (started on"
     assert said in folder.console(1).read_text() and said in folder.diary.read_text()
     now = lease.newest(output(world))

@@ -1,4 +1,4 @@
-"""`launch plan`, `doctor`, `rehearse`, `prepare`, `ladder`, `bench`, `tune`: before the long run."""
+"""`launch plan`, `doctor`, `preview`, `rehearse`, `prepare`, `ladder`, `bench`, `tune`: before the long run."""
 
 from functools import partial
 from pathlib import Path
@@ -91,6 +91,28 @@ def doctor(
         console.say("\n".join(step.shell() for step in state.install))
         return Exit.OK
     return answer("doctor", shared.format, state.as_json(), state.lines(), state.findings, state.exit_code)
+
+
+@app.command(epilog="Example: launch preview configs/demo/sft.yaml --row 7")
+@takes("request")
+def preview(
+    shared: Shared,
+    rows: int = Option(3, "--rows", metavar="N", min=0, help="show the first N rows"),
+    row: str | None = Option(
+        None, "--row", metavar="I", help="show this row in full: its number from 1, or FILE:LINE", show_default=False
+    ),
+) -> Exit:
+    """Show rows as the model gets them, trained tokens marked.
+
+    The trainer's own code prepares them, on the CPU and without weights. Rows that are cut or dropped are counted.
+    """
+    from launcher.lifecycle import prepare
+    from launcher.workflows.preview import preview, text
+
+    judged, trainer = prepare.judge(shared.request())
+    done = preview.preview(judged, trainer, first=rows, row=row, say=shared.show_progress)
+    show = partial(text.show, done, whole=row is not None)
+    return answer("preview", shared.format, done.as_json(), show, done.findings, done.exit)
 
 
 @app.command(epilog="Example: launch rehearse configs/tulu/sft_qwen7b_25pct.yaml")

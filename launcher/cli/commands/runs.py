@@ -19,7 +19,7 @@ from launcher.report import console
 if TYPE_CHECKING:
     from launcher.runs.rundir import RunFolder
 
-State = Literal["queued", "running", "orphaned", "finished", "failed", "stopped", "unknown", "lost"]
+State = Literal["queued", "running", "orphaned", "finished", "failed", "stopped", "preempted", "unknown", "lost"]
 
 cache = typer.Typer(no_args_is_help=True, help="List, explain and clear caches.")
 app.add_typer(cache, name="cache")
@@ -66,23 +66,33 @@ def logs(
 def stop(
     run: str = RUN,
     after_checkpoint: bool = Option(False, "--after-checkpoint", help="wait for the next checkpoint first"),
+    checkpoint: bool = Option(False, "--checkpoint", help="save one first, after the current step"),
     format: Format = FORMAT,
 ) -> Exit:
     """Stop a run, and say how much progress that loses.
 
-    Sends INT, then TERM, then KILL to every process of the run.
+    Sends INT, then TERM, then KILL to every process of the run. With --checkpoint, it saves one and ends by itself.
     """
     from launcher.lifecycle import stop
     from launcher.report import overview
 
+    if checkpoint and after_checkpoint:
+        raise usage("useless-option", "--after-checkpoint has no effect with --checkpoint, which saves one now")
     folder = found_run(run)
     cost = stop.cost(folder)
     if format == "text" and overview.state(folder) in {"running", "orphaned", "queued"}:
-        console.say("waiting for the next checkpoint, or the end" if after_checkpoint else cost.line())
-    ended = stop.stop(folder, after_checkpoint=after_checkpoint)
+        said = cost.line()
+        if after_checkpoint:
+            said = "waiting for the next checkpoint, or the end"
+        if checkpoint:
+            said = "saving a checkpoint after the step that it is at"
+        console.say(said)
+    ended = stop.stop(folder, after_checkpoint=after_checkpoint, checkpoint=checkpoint)
     cost = stop.cost(folder)
     outcome = "it had ended before that"
-    if ended is None or ended.stopped is not None:
+    if ended is not None and ended.preempted:
+        outcome = f"saved and ended; {cost.line()}"
+    elif ended is None or ended.stopped is not None:
         outcome = f"stopped; {cost.line()}"
     elif ended.returncode:
         outcome = f"it had failed before; {cost.line()}"

@@ -12,6 +12,7 @@ from .gradients import Gradients
 from .model import PeakMemory, base_of, described, device
 from .optimizer import Movement, Optimizer
 from .packing import Packing
+from .preemption import Preemption
 from .process import Process, Settings, say
 from .steps import Pairs, Steps, Tally
 from .watchdog import Watchdog
@@ -31,6 +32,7 @@ class Probe:
         self.contract = Contract(self.process, self.liger, self.leave)
         self.gradients = Gradients(self.process, self.contract)
         self.watchdog = Watchdog(self.process, self.leave)
+        self.preemption = Preemption(self.process)
         self.optimizer = Optimizer(self.process, self.memory)
         self.movement = Movement(self.process, self.optimizer)
         self.packing = Packing(self.process, self.contract)
@@ -201,7 +203,25 @@ class Probe:
             self.record.write("not_saved", step=self.process.at)
         raise SystemExit(0)
 
+    def is_to_stop(self, step: int) -> bool:
+        """A step is over; returns whether a checkpoint is to be saved now and the training ended, on every rank."""
+        if self.preemption.saving:
+            return True
+        if not self.preemption.reached(step):
+            return False
+        self.rests()
+        self.preemption.begin_save(step)
+        return True
+
+    def stops_after_save(self, step: int, path: str) -> None:
+        """The checkpoint that was requested is saved: once every rank has its part, end. Raises SystemExit."""
+        if self.process.world > 1:
+            sys.modules["torch"].distributed.barrier()
+        self.preemption.saved(step, os.path.abspath(path))
+        raise SystemExit(0)
+
     def ends(self) -> None:
+        self.preemption.stop()
         self.rests()
         self.gradients.ends()
         if self.process.step:

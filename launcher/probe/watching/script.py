@@ -22,6 +22,7 @@ def watched(probe: Probe) -> dict[str, Callable[[types.ModuleType], None]]:
         "accelerate.optimizer": trainers.watch_optimizer,
         "transformers.modeling_utils": trainers.watch_saving,
         "transformers.trainer": watch_trainer,
+        "transformers.trainer_callback": trainers.watch_callbacks,
         "open_instruct.model_utils": trainers.watch_final_save,
         "open_instruct.olmo_core_train_modules": trainers.watch_olmo_module,
         "olmo_core.train.train_module.transformer.train_module": trainers.watch_olmo_step,
@@ -88,6 +89,7 @@ def main() -> None:
     )
     sys.meta_path.insert(0, Watcher(record, watched(probe)))
     probe.watchdog.start()
+    probe.preemption.start()
     code: Any = 0
     try:
         run(target)

@@ -1,11 +1,12 @@
 """accelerate, transformers' Trainer, OLMo-core, open-instruct's saving: where training tells what it does."""
 
+import contextlib
 import functools
 import importlib.util
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,52 @@ def watch_accelerate(probe: Probe, module: types.ModuleType) -> None:
     wrap_known(owner, ("clip_grad_norm_",), clipping(probe))
     wrap_known(owner, ("save_state", "get_state_dict"), resting(probe))
     wrap_known(owner, ("load_state",), resuming(probe))
+    wrap(owner, "accumulate", stepping(probe))
+
+
+def stepping(probe: Probe) -> Callable[..., Any]:
+    """For `Accelerator.accumulate`, which holds one micro-batch, and the optimizer step of the last one."""
+
+    @contextlib.contextmanager
+    def accumulate(original: Any, accelerator: Any, *models: Any) -> Iterator[None]:
+        with original(accelerator, *models):
+            yield
+        if accelerator.sync_gradients:
+            _end_step_of_script(probe, accelerator)
+
+    return accumulate
+
+
+def _end_step_of_script(probe: Probe, accelerator: Any) -> None:
+    """Save as the loops of open-instruct do (finetune.py:974), if that was requested; then SystemExit."""
+    if not probe.preemption.reached(probe.process.at):
+        return
+    # not before: the variables that are looked at stay alive, and batches are large
+    loop = _variables_of_loop()
+    if loop is None:
+        return
+    # the loop counts this step behind here
+    step, options = loop["completed_steps"] + 1, loop["args"]
+    if step >= options.max_train_steps:
+        return
+    probe.is_to_stop(step)
+    folder = os.path.join(options.output_dir, f"step_{step}")
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        with open(os.path.join(folder, "COMPLETED"), "w", encoding="utf-8") as mark:
+            mark.write("COMPLETED")
+    probe.stops_after_save(step, folder)
+
+
+def _variables_of_loop() -> dict[str, Any] | None:
+    """The variables of the script's training loop that is running; None where none of open-instruct's is."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "main" and "completed_steps" in frame.f_code.co_varnames:
+            return frame.f_locals
+        frame = frame.f_back
+    return None
 
 
 def _is_model(item: Any) -> bool:
@@ -65,6 +112,36 @@ def watch_trainer(probe: Probe, module: types.ModuleType) -> None:
     wrap_known(module.Trainer, ("_save_checkpoint", "evaluate", "push_to_hub"), resting(probe))
     wrap_known(module.Trainer, ("save_model",), saving(probe, folder))
     wrap_known(module.Trainer, ("_load_optimizer_and_scheduler",), resuming(probe))
+
+    def save(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not probe.preemption.saving:
+            return original(trainer, *args, **kwargs)
+        only_model = trainer.args.save_only_model
+        # without the optimizer nothing could continue from it
+        trainer.args.save_only_model = False
+        original(trainer, *args, **kwargs)
+        trainer.args.save_only_model = only_model
+        step = trainer.state.global_step
+        probe.stops_after_save(step, os.path.join(trainer.args.output_dir, f"checkpoint-{step}"))
+
+    wrap_known(module.Trainer, ("_maybe_log_save_evaluate",), save)
+
+
+def watch_callbacks(probe: Probe, module: types.ModuleType) -> None:
+    """What a step of Trainer leads to is decided by callbacks; whoever speaks last has his way."""
+
+    def step_ended(original: Any, handler: Any, args: Any, state: Any, control: Any) -> Any:
+        control = original(handler, args, state, control)
+        # behind the last step the training is about to end by itself
+        if control.should_training_stop or not probe.is_to_stop(state.global_step):
+            return control
+        control.should_save = True
+        control.should_training_stop = True
+        # it may take longer than there is time
+        control.should_evaluate = False
+        return control
+
+    wrap(module.CallbackHandler, "on_step_end", step_ended)
 
 
 def watch_final_save(probe: Probe, module: types.ModuleType) -> None:
@@ -213,11 +290,25 @@ def watch_olmo_trainer(probe: Probe, module: types.ModuleType) -> None:
             folder = args[0] if args else kwargs.get("dir")
             probe.process.resumes(str(folder), done)
 
-    def over(*_: Any, **__: Any) -> None:
+    def over(_: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
         probe.rests()
+        if probe.preemption.saving:
+            # the checkpointer saves when a run is cancelled, too
+            step = int(trainer.global_step)
+            folder = trainer.checkpointer.checkpoint_dirname(step)
+            probe.stops_after_save(step, os.path.join(str(trainer.save_folder), folder))
         probe.leaves_out_final_save()
 
+    def step_over(complete: bool, trainer: Any) -> bool:
+        # it is asked after each step, and before the first
+        if complete or not probe.process.step or not probe.is_to_stop(int(trainer.global_step)):
+            return complete
+        trainer.cancel_run("a checkpoint was requested", no_sync=True)
+        return True
+
     owner, record = module.Trainer, probe.record
+    complete = owner.training_complete.fget
+    owner.training_complete = property(lambda trainer: step_over(complete(trainer), trainer))
     wrap_known(owner, ("load_checkpoint",), observed(record, after=loaded))
     wrap_known(owner, ("save_checkpoint", "save_checkpoint_async"), resting(probe))
     # OLMo-core's memory monitor sets the counters back before its first step

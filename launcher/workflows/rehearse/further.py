@@ -76,12 +76,12 @@ def _of_mixture(args: Mapping[str, Any]) -> Iterator[tuple[str, Survey]]:
 def _surveys(args: Mapping[str, Any], entry: Entry) -> Iterator[tuple[str, Survey]]:
     """What lies here of the data, by the name that the trainer loads, or the key of a mixture's set."""
     yield from _of_mixture(args)
-    for source in _sources(args, entry):
+    for source in sources_of(args, entry):
         yield source.name, survey.look(source.files)
 
 
-def _sources(args: Mapping[str, Any], entry: Entry) -> Iterator[Source]:
-    """The local files and folders that a stage trains on, as its trainer loads them."""
+def sources_of(args: Mapping[str, Any], entry: Entry) -> Iterator[Source]:
+    """What a stage trains on, as its trainer loads it; without files where it is no local file or folder."""
     named = args.get(entry.names.data)
     if not entry.mixes:
         if isinstance(named, str) and not args.get("datasets"):
@@ -98,9 +98,11 @@ def _sources(args: Mapping[str, Any], entry: Entry) -> Iterator[Source]:
 
 
 def _folder(name: str, split: Any, config: Any) -> Iterator[Source]:
-    if Path(name).is_dir():
-        config = None if config is None else str(config)
-        yield sources.of_name(name, str(split or "train"), config, os.environ)
+    if not Path(name).is_dir():
+        yield Source(name=name, unseen="it is no folder here")
+        return
+    config = None if config is None else str(config)
+    yield sources.of_name(name, str(split or "train"), config, os.environ)
 
 
 def _size(row: Mapping[str, Any]) -> int | None:

@@ -77,9 +77,17 @@ def load(setup: dict[str, Any]) -> None:
 
 
 def answer(request: dict[str, Any], report: dict[str, Any]) -> None:
-    """One request: `shrink` makes the small model, `run` rehearses. Raises what the script raises."""
+    """One request: `shrink` makes the small model, `run` rehearses, `preview` shows rows.
+
+    Raises what the script raises.
+    """
     if request["kind"] == "shrink":
         shrink_model(request, report)
+    elif request["kind"] == "preview":
+        # it imports from this module
+        from . import open_instruct_preview
+
+        open_instruct_preview.run(request, report)
     else:
         report["notes"] += [["package", package] for package in sorted(DUMMIES.packages)]
         run(request, report)
@@ -87,21 +95,8 @@ def answer(request: dict[str, Any], report: dict[str, Any]) -> None:
 
 def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     """Parse; then the script's own `main` on the small model and few rows."""
-    if request["entry"] not in SCRIPTS:
-        raise NoRehearsal(f"how the script `{request['entry']}` trains is not known")
-    script: Any = importlib.import_module(f"open_instruct.{SCRIPTS[request['entry']]}")
-    from open_instruct.dataset_transformation import TokenizerConfig
-    from open_instruct.utils import ArgumentParserPlus
-
+    script, arguments, tokenizer = parse(request)
     olmo_core = request["entry"] == "dpo_olmo_core"
-    kind = ARGUMENTS[request["entry"]](script)
-    # as a command line is read, from sys.argv: ArgumentParserPlus looks there for a YAML file
-    sys.argv = [script.__file__, *request["words"]]
-    parser = ArgumentParserPlus((kind, TokenizerConfig))
-    if olmo_core:
-        arguments, tokenizer = call_trainer(parser.parse)
-    else:
-        arguments, tokenizer = call_trainer(parser.parse_args_into_dataclasses)
     if request["level"] == "parse":
         return
     supply_for_cpu()
@@ -132,6 +127,25 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     report["phase"] = "load"
     if not report["raw"]:
         steps.load_again(out)
+
+
+def parse(request: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The script of a request, its arguments, and what it is told of the tokenizer."""
+    if request["entry"] not in SCRIPTS:
+        raise NoRehearsal(f"how the script `{request['entry']}` trains is not known")
+    script: Any = importlib.import_module(f"open_instruct.{SCRIPTS[request['entry']]}")
+    from open_instruct.dataset_transformation import TokenizerConfig
+    from open_instruct.utils import ArgumentParserPlus
+
+    kind = ARGUMENTS[request["entry"]](script)
+    # as a command line is read, from sys.argv: ArgumentParserPlus looks there for a YAML file
+    sys.argv = [script.__file__, *request["words"]]
+    parser = ArgumentParserPlus((kind, TokenizerConfig))
+    if request["entry"] == "dpo_olmo_core":
+        arguments, tokenizer = call_trainer(parser.parse)
+    else:
+        arguments, tokenizer = call_trainer(parser.parse_args_into_dataclasses)
+    return script, arguments, tokenizer
 
 
 def small_data(arguments: Any, request: dict[str, Any], report: dict[str, Any]) -> None:
@@ -186,6 +200,12 @@ def supply_for_cpu() -> None:
 
 def constant(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
+
+
+def adapt(script: Any, entry: str) -> None:
+    """Have a script run as one process on a CPU up to its data set."""
+    if entry == "dpo_olmo_core":
+        shrink_olmo_core(script)
 
 
 def shrink_olmo_core(script: Any) -> None:

@@ -75,7 +75,7 @@ def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, A
         if mixed is not None and not kwargs.get("streaming"):
             return load_pieces(mixed, {"path": path, **kwargs})
         # a hub's name may be a folder's too; a saved set (`save_to_disk`) is refused as it would be
-        local = path in _FILES or os.path.exists(str(path))
+        local = is_local(path)
         if local and not kwargs.get("streaming"):
             kwargs.pop("num_proc", None)
             kwargs["streaming"] = True
@@ -86,7 +86,7 @@ def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, A
         try:
             loaded = call_trainer(load, path, *args, **kwargs)
         except absent:
-            if local or not _HUB_NAME.match(str(path)):
+            if local or not is_hub_name(path):
                 raise
             report["notes"].append(["data", str(path)])
             made = datasets.Dataset.from_list(made_up(count, pairs=request["pairs"]))
@@ -129,6 +129,15 @@ def set_of_mixture(request: dict[str, Any], call: dict[str, Any]) -> dict[str, A
             found: dict[str, Any] = mixed
             return found
     return None
+
+
+def is_local(path: Any) -> bool:
+    """Whether what `load_dataset` is given is a folder that is here, or the format of files."""
+    return path in _FILES or os.path.exists(str(path))
+
+
+def is_hub_name(path: Any) -> bool:
+    return _HUB_NAME.match(str(path)) is not None
 
 
 def made_up(count: int, *, pairs: bool) -> list[dict[str, Any]]:

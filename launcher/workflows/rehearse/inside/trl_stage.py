@@ -27,9 +27,17 @@ def load(setup: dict[str, Any]) -> None:
 
 
 def answer(request: dict[str, Any], report: dict[str, Any]) -> None:
-    """One request: `shrink` makes the small model, `run` rehearses. Raises what the trainer raises."""
+    """One request: `shrink` makes the small model, `run` rehearses, `preview` shows rows.
+
+    Raises what the trainer raises.
+    """
     if request["kind"] == "shrink":
         shrink_model(request, report)
+    elif request["kind"] == "preview":
+        # it imports from this module
+        from . import trl_preview
+
+        trl_preview.run(request, report)
     else:
         run(request, report)
 
@@ -46,14 +54,9 @@ def shrink_model(request: dict[str, Any], report: dict[str, Any]) -> None:
 
 def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     """Parse; then the script's own `main` on the small model, two steps of it, evaluation, save, load."""
-    if request["entry"] not in TRAINERS:
-        raise NoRehearsal(f"which trainer trl.scripts.{request['entry']} builds is not known")
     import transformers
 
-    script: Any = importlib.import_module(f"trl.scripts.{request['entry']}")
-    parser = call_trainer(script.make_parser)
-    words = [*config_words(request), *request["words"]]
-    parts = call_trainer(parser.parse_args_and_config, words, fail_with_unknown_args=False)
+    script, parts = parse(request)
     data, training, model = parts[:3]
     if request.get("report_to"):
         find_reporters: Callable[..., Any] = transformers.integrations.get_reporting_integration_callbacks
@@ -87,6 +90,17 @@ def config_words(request: dict[str, Any]) -> list[str]:
     with open(path, "w", encoding="utf-8") as stream:
         yaml.safe_dump(request["config"], stream, sort_keys=False)
     return ["--config", path]
+
+
+def parse(request: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The script of a request, and what its parser makes of the words."""
+    if request["entry"] not in TRAINERS:
+        raise NoRehearsal(f"which trainer trl.scripts.{request['entry']} builds is not known")
+    script: Any = importlib.import_module(f"trl.scripts.{request['entry']}")
+    parser = call_trainer(script.make_parser)
+    words = [*config_words(request), *request["words"]]
+    parts = call_trainer(parser.parse_args_and_config, words, fail_with_unknown_args=False)
+    return script, parts
 
 
 def watch(kind: Any, request: dict[str, Any], report: dict[str, Any]) -> None:

@@ -1,0 +1,143 @@
+"""Text in which parts are marked: by colour on a terminal, by brackets where there is none."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from launcher.printable import printable
+from launcher.redaction import redact
+from launcher.report import console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+GUTTER = "│"
+BAR = "█"
+_ASCII = {GUTTER: "|", BAR: "#"}
+_STYLES = {
+    "title": "bold",
+    "quiet": "dim",
+    "warning": "yellow",
+    "bar": "blue",
+    "trained": "green",
+    "trained same": "green dim",
+    "trained special": "bold green",
+    "rejected": "red",
+    "rejected same": "red dim",
+    "rejected special": "bold red",
+    "special": "cyan",
+    "cut": "dim strike",
+}
+_TRAINED = ("trained", "rejected")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of a line, in one of the styles of `_STYLES`, or in none."""
+
+    text: str
+    style: str | None = None
+
+
+class Paper:
+    """Standard output, in colour where it is a terminal and NO_COLOR does not forbid it."""
+
+    def __init__(self) -> None:
+        is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self.colour = is_terminal and not os.environ.get("NO_COLOR")
+        encoding = (sys.stdout.encoding or "ascii").lower().replace("-", "")
+        self._is_ascii = not encoding.startswith("utf")
+
+    def line(self, parts: Sequence[Span]) -> None:
+        """One line of launch's own words; what they quote stays on it."""
+        clean = [Span(self._clean(part.text).replace("\n", " "), part.style) for part in parts]
+        if not self.colour:
+            console.say("".join(part.text for part in clean).rstrip())
+            return
+        self._print(clean)
+
+    def text(self, parts: Sequence[Span]) -> None:
+        """Text of any length behind a line at the left; trained parts are marked."""
+        for line in _lines([Span(self._clean(part.text), part.style) for part in parts]):
+            gutter = Span(f"  {self._drawn(GUTTER)} ", "quiet")
+            if self.colour:
+                self._print_wrapped(gutter, line)
+            else:
+                console.say("".join([gutter.text, *_bracketed(line)]).rstrip())
+
+    def _drawn(self, text: str) -> str:
+        if self._is_ascii:
+            for drawn, plain in _ASCII.items():
+                text = text.replace(drawn, plain)
+        return text
+
+    def _clean(self, text: str) -> str:
+        cleaned = redact(printable(text))
+        return self._drawn(cleaned) if self._is_ascii else cleaned
+
+    def _print(self, parts: Sequence[Span]) -> None:
+        # the terminal wraps it
+        _terminal().print(_rich(parts), soft_wrap=True)
+
+    def _print_wrapped(self, gutter: Span, line: Sequence[Span]) -> None:
+        terminal = _terminal()
+        room = max(20, terminal.width - len(gutter.text))
+        for wrapped in _rich(line).wrap(terminal, room, overflow="fold"):
+            terminal.print(_rich([gutter]) + wrapped, soft_wrap=True)
+
+
+def _terminal() -> Console:
+    from rich.console import Console
+
+    # whether there is colour was decided before: an empty NO_COLOR forbids none
+    return Console(highlight=False, no_color=False)
+
+
+def _rich(parts: Sequence[Span]) -> Text:
+    from rich.text import Text
+
+    text = Text()
+    for part in parts:
+        text.append(part.text, _STYLES[part.style] if part.style is not None else "")
+    return text
+
+
+def _lines(parts: Sequence[Span]) -> Iterator[list[Span]]:
+    """The lines of a text; a trained end of a line is shown, as nothing else of it could be."""
+    line: list[Span] = []
+    for part in parts:
+        pieces = part.text.split("\n")
+        for index, piece in enumerate(pieces):
+            is_last = index == len(pieces) - 1
+            if not is_last and _is_trained(part):
+                piece += "↵"
+            if piece:
+                line.append(Span(piece, part.style))
+            if not is_last:
+                yield line
+                line = []
+    if line:
+        yield line
+
+
+def _bracketed(line: Sequence[Span]) -> Iterator[str]:
+    """A line with brackets around what is trained; trained parts beside each other share them."""
+    inside = False
+    for part in line:
+        if _is_trained(part) and not inside:
+            yield "[["
+        if inside and not _is_trained(part):
+            yield "]]"
+        inside = _is_trained(part)
+        yield part.text
+    if inside:
+        yield "]]"
+
+
+def _is_trained(part: Span) -> bool:
+    return part.style is not None and part.style.startswith(_TRAINED)

@@ -253,7 +253,8 @@ class _Asked:
         self.number = number
         refused = {_argument(finding) for finding in errors(judged.findings)}
         refused -= {entry.names.data, entry.names.model}
-        # what is wrong with others need not hide the rows
+        # what is wrong with others need not hide the rows, and rows to evaluate on are rows too
+        refused |= {"test_split_size"}
         args = {name: value for name, value in judged.config.args.items() if name not in refused}
         self.arguments = arguments.of_stage(args, judged.options, judged.schema, entry)
 
@@ -266,6 +267,8 @@ class _Asked:
         request = {
             "kind": "preview",
             "words": self.arguments.words(self.schema),
+            "config": self.arguments.in_file(self.schema),
+            "mixture": further.mixture_as_json(self.arguments.given),
             "entry": self.schema.key,
             "revision": self.judged.config.args.get("model_revision"),
             "shape": dict(table.get(model.lower()) or table[_COMMON]),

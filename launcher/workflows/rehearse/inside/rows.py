@@ -123,12 +123,9 @@ def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, A
 def set_of_mixture(request: dict[str, Any], call: dict[str, Any]) -> dict[str, Any] | None:
     """The set of the request's mixture that is loaded by this call; None where it is another one."""
     names = ("path", "name", "data_dir", "data_files", "split")
-    asked = [call.get(name) for name in names]
-    for mixed in request.get("mixture", ()):
-        if mixed["call"] == asked:
-            found: dict[str, Any] = mixed
-            return found
-    return None
+    values = [call.get(name) for name in names]
+    sets: list[dict[str, Any]] = request.get("mixture", [])
+    return next((mixed for mixed in sets if mixed["call"] == values), None)
 
 
 def is_local(path: Any) -> bool:

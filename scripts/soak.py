@@ -3,7 +3,8 @@
 usage: python scripts/soak.py [trl|sft|dpo ...] [--kills N] [--seed S] [--work DIR] [--out FILE.json]
 
 Each kind is trained once undisturbed, and then again with every process of the run killed (SIGKILL, at a
-random step or at a random moment) until so many kills were made; a run that gets to its end in between is
+random step or at a random moment), or told to save and end (TERM or USR1, every second time), until so many
+interruptions were made; a run that gets to its end in between is
 checked and the next one begun. Every run must end with exit code 0, hold each optimizer step once in
 metrics.jsonl, and have the losses and the final weights of the undisturbed one. Said once more, it must say
 that it is finished. Exit code 1 where any of that is not so.
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.machine import process
+from launcher.report import overview
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import evidence
@@ -38,6 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NOISE = 1e-4
 """How far losses may be apart: they are printed and kept with about that many digits."""
 LONGEST_S = 240.0
+NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 STAGE = {"trl": "sft", "sft": "sft", "dpo": "dpo"}
 
 COMMON = """
@@ -98,6 +101,7 @@ class Soak:
     work: Path
     luck: random.Random
     kills: int = 0
+    preemptions: int = 0
     failures: list[str] = field(default_factory=list)
     runs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -146,8 +150,8 @@ class Soak:
 
     # -- killing
 
-    def killed(self, config: Path, seen: set[str]) -> dict[str, Any] | None:
-        """Start, and kill everything at a random moment; None where it was over before."""
+    def interrupted(self, config: Path, seen: set[str], notice: int | None) -> dict[str, Any] | None:
+        """Start, and at a random moment kill everything, or send a notice; None where it was over before."""
         started, begun = self.begin(config), time.monotonic()
         wanted = self.luck.randint(1, 9) if self.luck.random() < 0.8 else None
         jitter, moment = self.luck.random() * 0.15, self.luck.uniform(0.5, 14.0)
@@ -164,10 +168,28 @@ class Soak:
             started.communicate()
             return None
         run = run or self.newest(seen)
-        _kill_everything(started.pid, run)
-        started.communicate()
+        if notice is None:
+            _kill_everything(started.pid, run)
+            started.communicate()
+        elif not self.noticed(started, notice, run):
+            return None
         steps = _own_steps(run, begun) if run is not None else []
         return {"at_step": max(steps, default=0), "seconds": round(time.monotonic() - begun, 2)}
+
+    def noticed(self, started: "subprocess.Popen[str]", notice: int, run: Path | None) -> bool:
+        """Send the notice; returns whether the run was interrupted by it, and notes a save that is not there."""
+        started.send_signal(notice)
+        said, _ = started.communicate(timeout=LONGEST_S)
+        if started.returncode == 0:
+            # it came behind the last step
+            return False
+        state = None if run is None else overview.ended_state(RunFolder(run))
+        # before the training is there to hear, nothing is saved
+        heard = run is not None and _own_steps(run, 0.0)
+        if started.returncode != 130 or (heard and state != "preempted"):
+            self.fault(f"notice {notice}: exit code {started.returncode}, {state}: {said[-500:]}")
+        self.preemptions += state == "preempted"
+        return True
 
     def newest(self, seen: set[str]) -> Path | None:
         """The run folder that this run of the soak made."""
@@ -181,9 +203,15 @@ class Soak:
         root = self.work / "runs"
         seen = {p.name for p in root.iterdir()}
         made: list[dict[str, Any]] = []
-        while len(made) < kills and (one := self.killed(config, seen)) is not None:
+        while len(made) < kills:
+            # kills and notices take turns
+            notice = self.luck.choice(NOTICES) if (self.kills + len(made)) % 2 else None
+            one = self.interrupted(config, seen, notice)
+            if one is None:
+                break
             made.append(one)
-            print(f"  {name}: kill {len(made)} at step {one['at_step']}", flush=True)
+            what = "kill" if notice is None else signal.Signals(notice).name
+            print(f"  {name}: {len(made)}: {what} at step {one['at_step']}", flush=True)
         self.kills += len(made)
         code, answer = self.finish(config)
         run = self.newest(seen)
@@ -193,7 +221,7 @@ class Soak:
         ended = self.compare(name, run, config, code, answer, base)
         self.runs.append({"run": name, "kills": made, **ended})
         ok = "as undisturbed" if not ended["faults"] else "; ".join(ended["faults"])
-        print(f"  {name}: {len(made)} kills, {ended['attempts']} attempts: {ok}", flush=True)
+        print(f"  {name}: {len(made)} interruptions, {ended['attempts']} attempts: {ok}", flush=True)
 
     def compare(
         self, name: str, run: Path, config: Path, code: int, answer: dict[str, Any],
@@ -257,6 +285,7 @@ class Soak:
         resumed = [one for run in self.runs for one in run["resumed"]]
         return {
             "kind": self.kind, "ok": not self.failures, "kills": self.kills, "steps": STEPS,
+            "preemptions": self.preemptions,
             "final_loss_undisturbed": loss, "resumes": len(resumed), "runs": self.runs,
             "failures": self.failures,
         }  # fmt: skip
@@ -357,12 +386,13 @@ def _page(told: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
     lines = [
         "# Kill and resume test", "",
-        "`make soak` trains a tiny model on the CPU, kills every process of the run (SIGKILL) at random "
-        "moments, says the same command again, and compares with a run that was left alone.", "",
+        "`make soak` trains a tiny model on the CPU, at random moments kills every process of the run (SIGKILL), "
+        "or tells it to save and end (TERM, USR1), says the same command again, and compares with a run that was "
+        "left alone.", "",
         f"{told['date']}, seed {told['seed']}, {told['system']}, Python {told['python']}, {versions}.", "",
-        "| training | kills | resumes | runs | steps missing or twice | largest difference of a loss | "
-        "of a final weight | final loss, alone | ok |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| training | interruptions | of them saved and ended | resumes | runs | steps missing or twice | "
+        "largest difference of a loss | of a final weight | final loss, alone | ok |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     names = {"trl": "TRL, SFT", "sft": "open-instruct at the pin, SFT", "dpo": "open-instruct at the pin, DPO"}
     for one in told["kinds"]:
@@ -371,7 +401,8 @@ def _page(told: dict[str, Any]) -> str:
         weights = max((run["largest_weight_difference"] for run in runs), default=float("nan"))
         steps = sum("metrics.jsonl" in fault for run in runs for fault in run["faults"])
         lines.append(
-            f"| {names[one['kind']]} | {one['kills']} | {one['resumes']} | {len(runs)} | {steps} | "
+            f"| {names[one['kind']]} | {one['kills']} | {one['preemptions']} | {one['resumes']} | "
+            f"{len(runs)} | {steps} | "
             f"{losses:g} | {weights:g} | {one['final_loss_undisturbed']} | {'yes' if one['ok'] else 'NO'} |"
         )
     lines += [

@@ -98,20 +98,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return work
 
 
-def mixture_of_the_page() -> str:
-    """The page's example as a whole stage file."""
-    blocks = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
-    (block,) = [block for block in blocks if "datasets:" in block]
-    head = "stage: sft\nbackend: trl\nbatch: {global: 4, per_device: 2}\n"
-    return f"{head}{block}  model_name_or_path: org/tiny\n  output_dir: out\n"
-
-
 def run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     program, *words = shlex.split(line)
     assert program == "launch"
     code = main(words)
     output = capsys.readouterr()
     assert code == Exit.OK, f"{line}\n{output.err}{output.out}"
+
+
+def mixture_of_the_page() -> str:
+    """The page's example as a whole stage file."""
+    blocks = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    (block,) = [block for block in blocks if "datasets:" in block]
+    head = "stage: sft\nbackend: trl\nbatch: {global: 4, per_device: 2}\n"
+    return f"{head}{block}  model_name_or_path: org/tiny\n  output_dir: out\n"
 
 
 def test_every_command_of_the_page_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from launcher.artifacts import lengths
 from launcher.artifacts.lengths import Lengths, fuller
 from launcher.cache import entries, folders, keys
 from launcher.errors import Finding, InvalidConfig, LaunchError, errors, launch_finding, usage
+from launcher.lifecycle import interruption
 from launcher.lifecycle.doctor import disk
 from launcher.lifecycle.doctor.disk import Saved
 from launcher.lifecycle.prepare import Prepared, ResolvedStage
@@ -83,7 +84,11 @@ class Estimate:
         self.speed, self.speed_source = self._speed()
         self.hours, self.cost, self.bill = self._bill()
         self.best, self.smallest = self._fit()
-        self.findings = (*self._memory_findings(), *self._waste_findings())
+        self.interruption = interruption.of_plan(self.plan, self.steps, self.hours, self.saved.checkpoint)
+        names = self.plan.stage.entry.names
+        risks = self.interruption.findings(names.save_strategy or names.save_every)
+        placed = (self.plan.stage.config.placed(one) for one in risks)
+        self.findings = (*self._memory_findings(), *self._waste_findings(), *placed)
 
     @property
     def steps(self) -> int | None:
@@ -264,6 +269,7 @@ class Estimate:
             "hours": None if self.hours is None else round(self.hours, 2),
             "cost": None if self.cost is None else round(self.cost, 2),
             "disk_gib": {name: round(size / GIB, 2) for name, size in disk.items()},
+            "interruption": self.interruption.as_json(),
             "fit": None,
         }
         if best is not None and self.terms.fit:
@@ -309,6 +315,8 @@ class Estimate:
                 yield f"  --fit: per device {rows} fits, and {limit}"
             else:
                 yield f"  --fit: per device {rows} is the largest that fits"
+        if self.steps is None or self.steps > 0:
+            yield f"{self.where}{self.interruption.line()}"
         if not why:
             return
         phases = () if self.memory is None else self.memory.phases
@@ -401,7 +409,7 @@ def make(resolved: ResolvedStage, gpus: Sequence[int], terms: ForecastOptions) -
         shape=shape_of(rungs[0].plan, terms.shape).source,
         lengths="unknown" if rows is None else rows.source,
         attention=attention_of(max(rungs, key=lambda one: one.plan.gpus).plan, terms.attention),
-        findings=(*dict.fromkeys(faults), *_split(rungs), *own, *_remarks(rungs, terms)),
+        findings=(*dict.fromkeys(faults), *_split(rungs), *dict.fromkeys(own), *_remarks(rungs, terms)),
     )
 
 

@@ -1,9 +1,11 @@
 """Whatever was prepared is started, queued, run again, and judged: every start goes through here."""
 
 import contextlib
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from launcher.__main__ import MODULE
 from launcher.cache import folders, inputs, keys
 from launcher.errors import Exit, Finding, NotReady, errors, launch_finding, not_ready
 from launcher.lifecycle import manifest, supervisor
+from launcher.lifecycle.doctor import disk
 from launcher.lifecycle.prepare import Prepared, Request, prepare
 from launcher.lifecycle.resume import decision
 from launcher.machine import devices, process
@@ -25,10 +28,14 @@ from launcher.plan.plan import Plan
 from launcher.redaction import borrowed, redact
 from launcher.report import page, series
 from launcher.runs import attempt as attempts
-from launcher.runs import lease, rendezvous, rundir, runner, slurm
+from launcher.runs import lease, preemption, rendezvous, rundir, runner, slurm
 from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import check, judge
+
+SHORTEST_WARNING_S = 120
+"""Seconds before the end of a job's time that a run is asked to save: for a step, and what Slurm is late by."""
+LONGEST_WARNING_S = 1800
 
 
 def begin(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, Attempt]:
@@ -79,7 +86,34 @@ def queue(prepared: Prepared, **at_end: Any) -> str:
 def batch_script(prepared: Prepared) -> str:
     planned, folder = prepared.plan, (prepared.dry_run_folder or prepared.folder).path
     command, options = [*ours(), "exec", str(folder)], planned.stage.options.slurm
-    return slurm.script(folder, command, nodes=planned.nodes, gpus=planned.gpus, options=options)
+    warning = _warning_s(prepared)
+    return slurm.script(folder, command, nodes=planned.nodes, gpus=planned.gpus, options=options, warning_s=warning)
+
+
+def _warning_s(prepared: Prepared) -> int:
+    """Seconds before the end of a job's time that its run is asked to save."""
+    if os.environ.get(preemption.GRACE_VARIABLE):
+        return math.ceil(preemption.grace(os.environ[preemption.GRACE_VARIABLE])) + slurm.RESERVED_S
+    needs = disk.needs(prepared.plan, prepared.output, os.environ)
+    save_s = 0.0 if needs is None else preemption.save_seconds(needs.saved.checkpoint)
+    return math.ceil(min(LONGEST_WARNING_S, SHORTEST_WARNING_S + 2 * save_s))
+
+
+def save_and_end(folder: RunFolder) -> bool:
+    """What `launch exec --save` does: have the attempt that runs save on all its machines and end.
+
+    Returns whether it has ended on this one within the seconds for a save, and for the stop after that.
+    """
+    request = runner.StopRequest(attempt=max(1, folder.attempts()), checkpoint=True)
+    for node in folder.nodes():
+        request.write(node)
+    seconds = preemption.grace(os.environ.get(preemption.GRACE_VARIABLE)) + slurm.RESERVED_S / 2
+    until = time.monotonic() + seconds
+    while runner.keeper_lives(folder) or runner.alive(folder.path):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.5)
+    return True
 
 
 def ours(module: str | None = None) -> list[str]:

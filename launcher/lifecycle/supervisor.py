@@ -12,13 +12,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from launcher.errors import Exit, Finding, LaunchError, NotReady, brief, not_ready
-from launcher.lifecycle import checksums, on_finish
+from launcher.lifecycle import checksums, on_finish, standstill
 from launcher.machine import isolation, process
 from launcher.paths import PROJECT
 from launcher.report import overview
@@ -153,6 +153,7 @@ def main(words: Sequence[str]) -> int:
                     inherited={},
                     adopting=True,
                     save=preemption.request_for(command.env, number),
+                    stands_still=_hang_detector(command),
                 )
                 sums.end(resumable=ended.returncode != 0 or ended.preempted)
                 # while nobody else may begin there
@@ -165,6 +166,11 @@ def main(words: Sequence[str]) -> int:
     ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     with process.handling(dict.fromkeys(ignored, process.ignore)):
         return conclude(folder, attempt, ended, locks=locks, own=True)
+
+
+def _hang_detector(command: attempts.Command) -> Callable[[runner.Living], bool]:
+    found = standstill.of_command(command.env)
+    return (lambda _: False) if found is None else found.look
 
 
 def _overtaken(console: Path, by: Lease) -> None:

@@ -143,6 +143,8 @@ def panel(title: str, progress: Progress, console: Console, tracker: str | None)
     if progress.step:
         parts += [_figures(progress, plain=plain), _machine(progress)]
     lines = [_line([title, *parts[0]], bold=len(title)), *map(_line, filter(None, parts[1:]))]
+    if progress.hang is not None:
+        lines.append(_hang(progress.hang))
     if progress.shown:
         lines.append(_proofs(progress))
     return [*lines, *([_line([tracker])] if tracker else [])]
@@ -202,6 +204,12 @@ def _machine(progress: Progress) -> list[str]:
         step, at = progress.saved
         parts.append(f"checkpoint of step {step:,}, {clock(max(0.0, time.time() - at))} ago")
     return parts
+
+
+def _hang(message: str) -> Text:
+    line = _line([f"hangs: {message}"])
+    line.stylize("bold red")
+    return line
 
 
 def _proofs(progress: Progress) -> Text:

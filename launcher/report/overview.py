@@ -173,7 +173,7 @@ def _lasting(folder: RunFolder, manifest: Manifest) -> dict[str, Any]:
         "stage": manifest.stage,
         "state": now,
         "verdict": judged.text("status"),
-        "outcome": summary.outcome(judged) if judged else None,
+        "outcome": _outcome(judged, progress, now),
         "step": max(progress.step, judged.number("steps") or 0),
         "steps": progress.total,
         "loss": None if loss is None else round(loss, 4),
@@ -182,6 +182,14 @@ def _lasting(folder: RunFolder, manifest: Manifest) -> dict[str, Any]:
         "output": manifest.text("output"),
         "wandb": tracker(folder.console(number)) if manifest.get("tracked") else None,
     }
+
+
+def _outcome(judged: Record, progress: Progress, state: str) -> str | None:
+    if judged:
+        return summary.outcome(judged)
+    if progress.hang is not None and state in ("running", "orphaned"):
+        return "hangs"
+    return None
 
 
 def state(folder: RunFolder, progress: Progress | None = None, number: int | None = None) -> str:
@@ -209,10 +217,10 @@ def ended_state(folder: RunFolder, progress: Progress | None = None, number: int
         if ended.stopped is not None:
             return "stopped"
         return "finished" if ended.returncode == 0 else "failed"
-    if progress is None or progress.exit is None or not _last_told(folder):
-        return "lost"
     if preemption.SaveRequest(folder=folder.probe, attempt=max(1, folder.attempts())).is_answered():
         return "preempted"
+    if progress is None or progress.exit is None or not _last_told(folder):
+        return "lost"
     if progress.exit == 0:
         return "finished"
     return "stopped" if _stopped_by_signal(folder) else "failed"

@@ -86,7 +86,8 @@ class Progress:
     """What is known of the run right now; memory in GiB. Where an `attempt` is named, what the same record holds of
     others is left out. `phase` is what happens before the first step and after the last, and `since` when that began;
     `began`, `since` and `saved` are seconds since the epoch. `shown` is what the probe has proved so far, by name.
-    `sums` are the losses of a step over so many ranks: of TRL only their mean is that of the batch."""
+    `sums` are the losses of a step over so many ranks: of TRL only their mean is that of the batch. `hang` says
+    since when nothing moves."""
 
     total: int | None
     attempt: int | None = None
@@ -105,6 +106,7 @@ class Progress:
     saved: tuple[int, float] | None = None
     shown: dict[str, str] = field(default_factory=dict)
     exit: int | None = None
+    hang: str | None = None
 
     def event(self, event: dict[str, Any]) -> None:
         """Take in an event as `runs.events.read` gives it."""
@@ -113,6 +115,11 @@ class Progress:
             self._start(event, at)
         if self.foreign:
             return
+        if name == "hang":
+            # the path of the stacks is for the log
+            self.hang = str(event.get("message")).partition("; stacks in")[0]
+        elif name in ("hang_over", "step", "end"):
+            self.hang = None
         if name == "step" and isinstance(event.get("step"), int):
             self._step(event, at)
         elif name == "end" and isinstance(event.get("exit"), int):
@@ -137,6 +144,7 @@ class Progress:
         self.foreign = self.attempt not in (None, event.get("attempt", self.attempt))
         self.world = int(_optional(event.get("world")) or 0) or self.world
         self.step, self.times, self.exit, self.began = 0, [], None, at
+        self.hang = None
         self.memory_gib = self.grad_norm = self.learning_rate = self.saved = None
         self.sums, self.shown = {}, {}
         self.enter("starting" if self.foreign else "importing", at)
@@ -212,6 +220,8 @@ class Progress:
 
     def line(self) -> str:
         """One line for a person."""
+        if self.hang is not None:
+            return f"hangs: {self.hang}"
         if not self.step:
             return self.phase
         of = f"/{self.total:,}" if self.total else ""

@@ -21,6 +21,13 @@ from launcher.runs.record import Record
 GRACE_S = 600.0
 """Seconds that the step and its save may take; then the run is stopped without."""
 GRACE_VARIABLE = "LAUNCH_SAVE_GRACE"  # other such seconds
+SAVE_BYTES_PER_S = 10**9
+"""What a save is taken to write in a second where nothing was measured: a shared file system, or one NVMe disk."""
+
+
+def save_seconds(size: int) -> float:
+    """Seconds that a checkpoint of so many bytes takes, by an assumed speed."""
+    return size / SAVE_BYTES_PER_S
 
 
 def grace(text: str | None) -> float:
@@ -39,11 +46,16 @@ def grace(text: str | None) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """How an attempt is asked to save and end within `grace_s` seconds; `folder` holds the probe's records."""
+    """How an attempt is asked to save and end within `grace_s` seconds; `folder` holds the probe's records.
+
+    `on_term` is whether TERM asks for it. In a job of Slurm's it does not: that tells every process of the job, and
+    the training is gone before it could save.
+    """
 
     folder: Path
     attempt: int
     grace_s: float = GRACE_S
+    on_term: bool = True
 
     def write(self) -> None:
         """Ask. Raises OSError."""
@@ -75,4 +87,9 @@ def request_for(env: Mapping[str, str], attempt: int) -> SaveRequest | None:
     folder = settings.text("out")
     if folder is None:
         return None
-    return SaveRequest(folder=Path(folder), attempt=attempt, grace_s=grace(os.environ.get(GRACE_VARIABLE)))
+    return SaveRequest(
+        folder=Path(folder),
+        attempt=attempt,
+        grace_s=grace(os.environ.get(GRACE_VARIABLE)),
+        on_term="SLURM_JOB_ID" not in os.environ,
+    )

@@ -38,6 +38,7 @@ RESERVED = 256 * 2**10
 """Bytes kept free in the run folder, so that a full disk leaves room to record how the run ended."""
 Grace = tuple[float, float, float]
 Write = Callable[[Path, Any], None]
+Living = Callable[[], frozenset[int]]  # the processes of a run
 ExitCode = Annotated[int, Between(-255, 255)]
 SignalNumber = Annotated[int, Between(1, 64)]
 
@@ -118,10 +119,12 @@ def run(
     inherited: Mapping[str, str] | None = None,
     adopting: bool = False,
     save: SaveRequest | None = None,
+    stands_still: Callable[[Living], bool] = lambda _: False,
 ) -> ProcessExit:
     """Run to the end; INT and TERM to this process stop every process of the run, HUP none.
 
     With `save`, TERM and USR1 ask the training to save a checkpoint and end; what has not done so in time is stopped.
+    `stands_still` is asked every few seconds whether the processes of the run are to be ended as they hang.
     So does a `StopRequest` in the run folder, as soon as it is `due`. `began` is called once the process is
     there, which keeps the descriptors `pass_fds` open as long as it lives. `inherited` is the environment that
     the command's own adds to, this process's unless given. With `adopting`, all children of this process are
@@ -130,7 +133,7 @@ def run(
     """
     started = rundir.now()
     inherited = os.environ if inherited is None else inherited
-    watch = _Watch(folder, attempt, due, save)
+    watch = _Watch(folder, attempt, due, save, stands_still)
     noted = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), watch.note)
     with (
         # a terminal that goes stops nothing; no SIG_IGN: that would be inherited by the training
@@ -164,6 +167,9 @@ def run(
         reserve.write(folder.process, named, files.write_private_json)
         began()
         stopped = watch.until_over(child.pid, process.Family(leader, str(folder.path), keeper if adopting else None))
+        if watch.hangs:
+            # nobody asked for it
+            stopped = None
         ended = _ended(child.wait(), stopped, started, attempt)
         if save is not None:
             late = save.grace_s if watch.late else None
@@ -357,9 +363,16 @@ class _Watch:
     """Waits for the end of a training; INT and TERM are counted instead of raising in the middle of something."""
 
     def __init__(
-        self, folder: RunFolder, attempt: int, due: Callable[[StopRequest], bool], save: SaveRequest | None
+        self,
+        folder: RunFolder,
+        attempt: int,
+        due: Callable[[StopRequest], bool],
+        save: SaveRequest | None,
+        stands_still: Callable[[Living], bool],
     ) -> None:
         self.folder, self.attempt, self.due = folder, attempt, due
+        self.stands_still = stands_still
+        self.hangs = False
         self.save = save
         self.waits = grace(os.environ.get(GRACE_VARIABLE))
         self.signal: int | None = None
@@ -368,7 +381,7 @@ class _Watch:
         self.deadline: float | None = None
 
     def note(self, number: int, _frame: FrameType | None) -> None:
-        if number != signal.SIGINT and self.save is not None and self.signal is None:
+        if self.signal is None and self._is_notice(number):
             # said again, it is the same notice
             self.saves = True
             return
@@ -377,12 +390,18 @@ class _Watch:
         self.signal = self.signal or number
         self.times += 1
 
+    def _is_notice(self, number: int) -> bool:
+        if self.save is None:
+            return False
+        return number == signal.SIGUSR1 or (number == signal.SIGTERM and self.save.on_term)
+
     def until_over(self, pid: int, family: process.Family) -> int | None:
         """Returns the signal that requested a stop, if one did."""
         stopped = None
         while not process.over(pid):
             self._look()
             self._hurry_save()
+            self._look_for_hang(family)
             if self.signal is not None:
                 stopped = self.signal
                 self._end(pid, family, stopped)
@@ -438,6 +457,15 @@ class _Watch:
             line = f"\nlaunch: no checkpoint was saved within {self.save.grace_s:g} s: stopping without\n"
             with contextlib.suppress(OSError), self.folder.console(self.attempt).open("a") as log:
                 log.write(line)
+
+    def _look_for_hang(self, family: process.Family) -> None:
+        if self.signal is not None:
+            return
+        # whatever keeps us from looking is no hang
+        with contextlib.suppress(OSError, ValueError):
+            if self.stands_still(family.living):
+                self.hangs = True
+                self.signal = signal.SIGINT
 
     def _outlast_save(self, pid: int, family: process.Family) -> None:
         """Let ranks save whose launcher was ended before them: Slurm tells every process of a job."""

@@ -18,11 +18,12 @@ from launcher import files
 from launcher.errors import Complain, Finding, NotReady, brief, not_ready
 from launcher.machine import isolation, tools
 from launcher.paths import canonical, exists
-from launcher.runs import rundir
+from launcher.runs import preemption, rundir
 from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
 
 WARNING_S = 60  # how long before its time is up a job is queued again; Slurm may say so up to a minute earlier
+RESERVED_S = 50  # of that, what is kept to stop a run that has not saved, and to put its job back into the queue
 TIMEOUT_S = 20.0
 SCRIPT = "slurm.sh"  # the batch script in a run folder
 LOG, LIMIT = "slurm.log", "slurm.limit"  # what the job prints, and that its time was up
@@ -102,9 +103,19 @@ def one_cpu(options: Options, gpus: int) -> str | None:
 
 
 def script(
-    folder: Path, command: Sequence[str], *, nodes: int, gpus: int, options: Options, prepare: bool = True
+    folder: Path,
+    command: Sequence[str],
+    *,
+    nodes: int,
+    gpus: int,
+    options: Options,
+    prepare: bool = True,
+    warning_s: int = WARNING_S,
 ) -> str:
-    """A batch script for a command on each node, which first `prepare`s a run that was queued again."""
+    """A batch script for a command on each node, which first `prepare`s a run that was queued again.
+
+    `warning_s` seconds before its time is up, such a run is asked to save; then the job goes back into the queue.
+    """
     requeue, log = "no-requeue" not in options, _pattern(folder)
     words: dict[str, str | None] = {
         "job-name": rundir.dashed(folder.name).strip("-") or "launch",
@@ -112,7 +123,7 @@ def script(
         "ntasks-per-node": "1",
         **({"gres": f"gpu:{gpus}"} if gpus and not ASKS_FOR_GPUS & options.keys() else {}),
         **{"output": log or "/dev/null", "open-mode": "append", "chdir": "/"},
-        **({"requeue": None, "signal": f"B:USR1@{WARNING_S}"} if requeue else {}),
+        **({"requeue": None, "signal": f"B:USR1@{warning_s}"} if requeue else {}),
         **options,
     }
     srun = f"srun --nodes={nodes} --ntasks-per-node=1 --mpi=none --cpu-bind=none --kill-on-bad-exit=0"
@@ -125,11 +136,18 @@ def script(
         *([_PREPARE] if prepare else []),
         "# whoever stops the job tells every process of it: wait for what they still write down",
         "trap 'signalled=1' TERM INT",
-        *([_REQUEUE.format(limit=shlex.quote(str(folder / LIMIT)))] if requeue else []),
-        # srun does not take the number of cores from the job (Slurm 22.05)
-        f'{srun} ${{SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"}} "$@" &',
-        _WAIT,
     ]
+    if requeue:
+        trap = _SAVE if prepare else _REQUEUE
+        seconds = max(1, warning_s - RESERVED_S)
+        limit = shlex.quote(str(folder / LIMIT))
+        lines.append(trap.format(limit=limit, variable=preemption.GRACE_VARIABLE, seconds=seconds))
+    # srun does not take the number of cores from the job (Slurm 22.05)
+    lines.append(f'{srun} ${{SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"}} "$@" &')
+    lines.append(_WAIT)
+    if requeue and prepare:
+        lines.append(_QUEUE_AGAIN)
+    lines.append('exit "$code"')
     return "\n".join(lines) + "\n"
 
 
@@ -139,9 +157,15 @@ _REQUEUE = """\
 # its time is almost up: back into the queue
 queue_again() {{ signalled=1; : >{limit}; scontrol requeue "$SLURM_JOB_ID"; }}
 trap queue_again USR1"""
+_SAVE = """\
+# its time is almost up: it saves a checkpoint, and goes back into the queue, without one if that takes too long
+limit={limit}
+export {variable}={seconds}
+trap 'signalled=1; : >"$limit"; again=1; ("$@" --save || scontrol requeue "$SLURM_JOB_ID") &' USR1"""
 _WAIT = """\
-while signalled=; wait $!; code=$?; [ "$signalled" ]; do :; done
-exit "$code\""""
+job=$!
+while signalled=; wait $job; code=$?; [ "$signalled" ]; do :; done"""
+_QUEUE_AGAIN = '[ "$again" ] && [ "$code" -ne 0 ] && scontrol requeue "$SLURM_JOB_ID"'
 
 
 def _pattern(folder: Path) -> str | None:

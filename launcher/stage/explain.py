@@ -242,7 +242,9 @@ def near(key: str) -> list[str]:
 
 def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) -> Explained:
     known, option = schema.fields.get(key), KEYS.get(key)
-    moved = entry_of(schema).moved.get(key)
+    entry = entry_of(schema)
+    moved = entry.moved.get(key)
+    lost = entry.lost.get(key)
     advice = None
     if known is not None:
         pass
@@ -250,6 +252,8 @@ def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) ->
         advice = moved.why
     elif moved is not None and moved.to in schema.fields:
         advice = f"{moved.why}: write `{moved.to}`"
+    elif lost is not None:
+        advice = f"{lost.did}; now {lost.now}: {lost.instead}"
     elif (there := locate.at_pin(schema, key)) is not None:
         advice = f"not at {schema.named}; it is one at the pin ({there})"
     elif option is not None:

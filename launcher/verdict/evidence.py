@@ -198,6 +198,16 @@ class Evidence:
         return min(ended, key=lambda event: event.number("t") or 0.0, default=None)
 
     @property
+    def last_hang(self) -> Event | None:
+        """That nothing moved on a rank, where nothing shows that it went on."""
+        for record in self.records:
+            word = next((event for event in reversed(record.events) if event.name in ("hang", "hang_over")), None)
+            after = record.steps[-1].line if record.steps else 0
+            if word is not None and word.name == "hang" and word.line > after:
+                return word
+        return None
+
+    @property
     def total_steps(self) -> int | None:
         if self.log is None:
             return None

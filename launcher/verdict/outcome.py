@@ -374,6 +374,8 @@ def _finish(evidence: Evidence, _expected: str | None) -> Observation:
         detail["checkpoint"] = end.saved.text("path")
     if ended is not None and ended.grace_s is not None:
         detail["grace_s"] = ended.grace_s
+    if (hang := evidence.last_hang) is not None and end.state != "completed":
+        detail["hang"] = hang.text("message")
     cites = [end.saved, evidence.stopped, *end.lines, *evidence.lines[-1:], saved, ended]
     shown = [cite for cite in cites if cite is not None]
     return Observation(end.state, proved=end.proved, cites=shown, detail=detail, help=help)

@@ -151,6 +151,8 @@ def _ending(finish: Point, *, stopped: bool) -> str:
     last, total = detail.get("last_step"), detail.get("total_steps")
     if last is not None and state in ("stopped", "killed", "preempted"):
         text += f" after step {last}" + (f" of {total}" if total else "")
+    if detail.get("hang"):
+        text += f"; before that {str(detail['hang']).partition('; stacks in')[0]}"
     if detail.get("grace_s") is not None:
         text += f"; no checkpoint was saved within {detail['grace_s']:g} s of the notice"
     return text

@@ -20,7 +20,7 @@ from slurm_cluster import Cluster
 
 from launcher.errors import NotReady
 from launcher.lifecycle import background
-from launcher.runs import slurm
+from launcher.runs import rundir, slurm
 from launcher.runs.rundir import RunFolder
 
 SECRET = "hf_thisIsNoTokenButLooksLikeOne"
@@ -41,7 +41,13 @@ def write():
 signal.signal(signal.SIGTERM, stop)
 write()
 print("said on", told["node"], flush=True)
-while "--prepare" not in sys.argv and not os.path.exists(os.path.join(folder, "go")):
+if "--save" in sys.argv:
+    if os.path.exists(os.path.join(folder, "deaf")):
+        sys.exit(4)
+    open(os.path.join(folder, "save"), "w").close()
+while not {"--prepare", "--save"} & set(sys.argv) and not os.path.exists(os.path.join(folder, "go")):
+    if os.path.exists(os.path.join(folder, "save")):
+        sys.exit(130)
     time.sleep(0.05)
 """
 
@@ -96,7 +102,8 @@ def told(folder: Path) -> list[dict[str, Any]]:
 
 
 def nodes_up(folder: Path, times: int = 1) -> Callable[[], bool]:
-    return lambda: sum("--prepare" not in one["argv"] and "stopped" not in one for one in told(folder)) >= 2 * times
+    started = ["exec", str(folder)]
+    return lambda: sum(one["argv"] == started and "stopped" not in one for one in told(folder)) >= 2 * times
 
 
 @pytest.mark.slow
@@ -138,15 +145,21 @@ def test_a_cancelled_job_may_write_down_how_it_ended(
     slurm.cancel(job, environ)
 
 
-def test_a_job_whose_time_is_up_goes_back_into_the_queue(
-    tmp_path: Path, environ: dict[str, str], stand_in: list[str], cluster: Cluster
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_job_whose_time_is_up_saves_and_goes_back_into_the_queue(
+    saves: bool, tmp_path: Path, environ: dict[str, str], stand_in: list[str], cluster: Cluster
 ) -> None:
     folder = tmp_path / "run"
     job = submitted(folder, stand_in, environ)
     until(nodes_up(folder), lambda: told(folder))
+    if not saves:
+        (folder / "deaf").touch()
     # what Slurm sends to the batch script alone when the time is almost up
     cluster.call("scancel", "--batch", "--signal=USR1", job)
     until_state(job, environ, "PENDING")
+    assert len([one for one in told(folder) if "--save" in one["argv"]]) == 1
+    # Slurm itself has to stop what does not save
+    assert any("stopped" in one for one in told(folder)) == (not saves)
     assert slurm.cut_short(RunFolder(folder))
     assert not slurm.cut_short(RunFolder(folder))
     slurm.cancel(job, environ)
@@ -315,6 +328,30 @@ def test_two_nodes_train_are_queued_again_and_finish(
         assert SECRET not in path.read_text(errors="replace"), path
     assert (run / "start.json").stat().st_mode & 0o077 == 0
     assert (run / "node1" / "start.json").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.slow
+@pytest.mark.training
+@needs_packages
+def test_two_nodes_whose_time_is_up_save_and_continue_by_themselves(
+    launch: Callable[..., dict[str, Any]], environ: dict[str, str], cluster: Cluster
+) -> None:
+    # it saves no other checkpoint
+    run = queued(launch, "warned", "max_steps=40", "learning_rate=1e-3")
+    job = slurm.job(RunFolder(run))
+    assert job is not None
+    until(lambda: steps(run) > 2, lambda: (run / "slurm.log").read_text() + cluster.logs())
+    cluster.call("scancel", "--batch", "--signal=USR1", job)
+    until_state(job, environ, "PENDING")
+    until_word(launch, run, "queued")
+    assert [one["preempted"] for one in map(rundir.read_json, run.glob("**/exit.json"))] == [True, True]
+    again(cluster, job)
+    until_state(job, environ, "COMPLETED", "FAILED")
+    until_word(launch, run, "finished")
+    verdict = json.loads((run / "verdict.json").read_text())
+    assert verdict["status"] == "pass", (run / "slurm.log").read_text()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 41))
 
 
 @pytest.mark.slow

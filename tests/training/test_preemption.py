@@ -71,6 +71,32 @@ STAGES = {
 KINDS = ["trl", *(pytest.param(kind, marks=needs_open_instruct) for kind in ("sft", "dpo"))]
 
 
+SLOW = """\
+import importlib.util, os, sys, time
+MODULE, CLASS, METHOD, MARK, SECONDS = os.environ["SLOW"].split(":")
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name != MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        def exec_module(module):
+            execute(module)
+            owner = getattr(module, CLASS)
+            original = getattr(owner, METHOD)
+            def slow(*args, **kwargs):
+                open(MARK, "w").close()
+                time.sleep(float(SECONDS))
+                return original(*args, **kwargs)
+            setattr(owner, METHOD, slow)
+        spec.loader.exec_module = exec_module
+        return spec
+sys.meta_path.insert(0, Slow())
+"""
+"""A sitecustomize that makes one method of a trainer take its time, and leaves a file when it begins."""
+
+
 @dataclass
 class Training:
     """One run of a kind, each rank of it under a supervisor of its own."""
@@ -175,6 +201,17 @@ class Training:
         last = path.read_bytes().rpartition(b'"event": "start"')[2]
         lines = [rundir.parse_line(line) for line in last.split(b"\n")]
         return [line for line in lines if line.get("event") == name]
+
+    def slowed(self, method: str, seconds: float = 2) -> None:
+        """Have a method, given as module:class:method, take its time."""
+        folder = self.place / "slow" / self.name
+        folder.mkdir(parents=True)
+        (folder / "sitecustomize.py").write_text(SLOW)
+        self.variables["SLOW"] = f"{method}:{folder / 'began'}:{seconds}"
+        self.variables["PYTHONPATH"] = f"{folder}{os.pathsep}{STAND_INS}"
+
+    def until_slow(self) -> None:
+        self.until((self.place / "slow" / self.name / "began").exists)
 
     def notify(self, number: int = signal.SIGTERM, rank: int = 0) -> None:
         self.started[rank].send_signal(number)
@@ -291,6 +328,40 @@ def test_a_notice_saves_at_a_step_and_the_same_command_continues_there(
     assert Path(finish["detail"]["checkpoint"]).name.endswith(str(step))
     require_same(run, alone(kind, 1))
     assert run.events("resumed")[0]["step"] == step
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "words"),
+    [
+        pytest.param(
+            "trl",
+            "transformers.trainer:Trainer:_save_optimizer_and_scheduler",
+            ("save_strategy=steps", "save_steps=3"),
+            id="save of TRL",
+        ),
+        pytest.param(
+            "sft",
+            "accelerate.accelerator:Accelerator:save_state",
+            ("checkpointing_steps=3",),
+            id="save of open-instruct",
+            marks=needs_open_instruct,
+        ),
+        pytest.param(
+            "trl",
+            "transformers.trainer:Trainer:evaluation_loop",
+            ("eval_strategy=steps", "eval_steps=3", "dataset_test_split=train"),
+            id="evaluation",
+        ),
+    ],
+)
+def test_a_notice_that_comes_while_something_else_is_done_saves_the_step_after(
+    training: Callable[..., Training], alone: Alone, kind: str, method: str, words: tuple[str, ...]
+) -> None:
+    run = training(kind, 1, *words)
+    run.slowed(method)
+    assert preempted(run, Training.until_slow) == 4
+    run.variables.clear()
+    require_same(run, alone(kind, 1))
 
 
 @pytest.mark.parametrize("kind", KINDS)

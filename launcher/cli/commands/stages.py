@@ -65,12 +65,13 @@ def _dry_run(request: Request, shared: Shared) -> Exit:
 
 def _run(request: Request, shared: Shared) -> Exit:
     from launcher.lifecycle import forecast, on_finish, prepare, start, supervisor
-    from launcher.runs import lease, rundir, runner
+    from launcher.runs import lease, preemption, rundir, runner
 
     format, ending = shared.format, shared.at_end()
     on_finish.require_here(ending["on_finish"])
     # the keeper reads it too late to say so
     runner.grace(os.environ.get(runner.GRACE_VARIABLE))
+    preemption.grace(os.environ.get(preemption.GRACE_VARIABLE))
     with supervisor.interruptible():
         prepared = prepare.prepare(request, running=True)
         try:
@@ -179,11 +180,16 @@ def exec_command(
     shared: Shared,
     run: str = RUN,
     prepare: bool = Option(False, "--prepare", help="only add a waiting attempt, if there is none"),
+    save: bool = Option(False, "--save", help="only ask the attempt that runs to save a checkpoint and end"),
 ) -> Exit:
     """Start the attempt that waits in a run folder and show it: the command of tmux and Slurm jobs."""
     from launcher.lifecycle import start, supervisor
 
     folder = found_run(run)
+    if save:
+        ended = start.save_and_end(folder)
+        code = Exit.OK if ended else Exit.TRAINING
+        return answer("exec", shared.format, {"run": str(folder.path)}, (), code=code)
     if prepare:
         waiting = start.prepare_again(folder)
         return answer("exec", shared.format, {"run": str(folder.path), "attempt": waiting.number}, ())

@@ -208,7 +208,7 @@ class Caches(ProbePiece):
                 path = kwargs["cache_path"]
                 self.reference = str(path)
                 self.tell("reference_cache", path.exists(), self.reference)
-            self.watchdog.armed = False
+            self.watchdog.enter(None)
             if self.settings.cpu:
                 supply_process_group(self.record)
             return original(*args, **kwargs)

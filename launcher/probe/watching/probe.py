@@ -15,7 +15,7 @@ from .packing import Packing
 from .preemption import Preemption
 from .process import Process, Settings, say
 from .steps import Pairs, Steps, Tally
-from .watchdog import Watchdog
+from .watchdog import FIRST_STEP, SAVING, TRAINING, Watchdog
 
 VIOLATION = 79  # the exit code of a process that stopped itself; no signal and no shell uses it
 
@@ -49,6 +49,8 @@ class Probe:
         if id(model) in self.models:
             return
         self.models.add(id(model))
+        if self.watchdog.phase is None and not self.process.step:
+            self.watchdog.enter(FIRST_STEP)
         facts = described(model, self.record)
         self.record.write("model", **facts)
         with self.record.quietly("end tokens"):
@@ -75,7 +77,7 @@ class Probe:
                     self.record.write("device", **device(self.settings.cpu))
                 self.steps.start_clock()
             # what was being saved or evaluated is over
-            self.watchdog.armed = self.process.step > 0
+            self.watchdog.enter(TRAINING if self.process.step else FIRST_STEP)
             if self.pairs.hidden is None:
                 self.tally.count(ids, kwargs)
             with self.record.quietly("data"):
@@ -179,11 +181,14 @@ class Probe:
             self.data.report()
         self.contract.after_step(process.step)
 
-    def rests(self, *_: Any, **__: Any) -> None:
-        """Something is saved, evaluated or uploaded: first see that what is saved is any good."""
+    def rests(self, phase: str | None = None) -> None:
+        """Something is saved, evaluated or uploaded: first see that what is saved is any good.
+
+        `phase` is one of the watchdog's, None for what may take any time.
+        """
         with self.record.quietly("last step"):
-            self.watchdog.armed = False
             self.close_step()
+            self.watchdog.enter(phase)
             self.tally.interrupted = True
             self.steps.settle(wait=True)
             self.gradients.settle(wait=True)
@@ -209,7 +214,7 @@ class Probe:
             return True
         if not self.preemption.reached(step):
             return False
-        self.rests()
+        self.rests(SAVING)
         self.preemption.begin_save(step)
         return True
 

@@ -13,6 +13,7 @@ from typing import Any
 from .hooks import observed, wrap, wrap_known
 from .probe import Probe
 from .process import EventLog
+from .watchdog import EVALUATION, SAVING
 
 
 def watch_accelerate(probe: Probe, module: types.ModuleType) -> None:
@@ -45,7 +46,7 @@ def watch_accelerate(probe: Probe, module: types.ModuleType) -> None:
     wrap(owner, "prepare", observed(probe.record, before=preparing, after=prepared))
     wrap(owner, "backward", backward)
     wrap_known(owner, ("clip_grad_norm_",), clipping(probe))
-    wrap_known(owner, ("save_state", "get_state_dict"), resting(probe))
+    wrap_known(owner, ("save_state", "get_state_dict"), resting(probe, SAVING))
     wrap_known(owner, ("load_state",), resuming(probe))
     wrap(owner, "accumulate", stepping(probe))
 
@@ -109,7 +110,9 @@ def watch_trainer(probe: Probe, module: types.ModuleType) -> None:
     def folder(trainer: Any, output_dir: Any = None, *_: Any, **__: Any) -> Any:
         return output_dir or trainer.args.output_dir
 
-    wrap_known(module.Trainer, ("_save_checkpoint", "evaluate", "push_to_hub"), resting(probe))
+    wrap_known(module.Trainer, ("_save_checkpoint",), resting(probe, SAVING))
+    wrap_known(module.Trainer, ("evaluate",), resting(probe, EVALUATION))
+    wrap_known(module.Trainer, ("push_to_hub",), resting(probe, None))
     wrap_known(module.Trainer, ("save_model",), saving(probe, folder))
     wrap_known(module.Trainer, ("_load_optimizer_and_scheduler",), resuming(probe))
 
@@ -149,7 +152,7 @@ def watch_final_save(probe: Probe, module: types.ModuleType) -> None:
         # model_utils.py:527
         return kwargs["output_dir"] if "output_dir" in kwargs else args[3]
 
-    wrap_known(module, ("push_folder_to_hub",), resting(probe))
+    wrap_known(module, ("push_folder_to_hub",), resting(probe, None))
     wrap_known(module, ("save_with_accelerate",), saving(probe, folder))
 
 
@@ -161,7 +164,10 @@ def watch_saving(probe: Probe, module: types.ModuleType) -> None:
                 note_saved(probe.record, save_directory)
         probe.memory.mark("save", again=True)
 
-    save = observed(probe.record, before=probe.rests, after=saved)
+    def begin(*_: Any, **__: Any) -> None:
+        probe.rests(SAVING)
+
+    save = observed(probe.record, before=begin, after=saved)
     wrap(module.PreTrainedModel, "save_pretrained", save)
 
 
@@ -187,21 +193,27 @@ def note_saved(record: EventLog, folder: Any) -> None:
     record.write("saved_model", path=path, files=files)
 
 
-def resting(probe: Probe) -> Callable[..., Any]:
-    return observed(probe.record, before=probe.rests)
+def resting(probe: Probe, phase: str | None) -> Callable[..., Any]:
+    def begin(*_: Any, **__: Any) -> None:
+        probe.rests(phase)
+
+    return observed(probe.record, before=begin)
 
 
 def saving(probe: Probe, folder: Callable[..., Any]) -> Callable[..., Any]:
     """For what writes the final model into `folder`; Trainer's checkpoints call it too, and say so."""
 
     def begin(*_: Any, **kwargs: Any) -> None:
-        probe.rests()
+        probe.rests(SAVING)
         if not kwargs.get("_internal_call"):
             probe.leaves_out_final_save()
 
     def saved(_: Any, *args: Any, **kwargs: Any) -> None:
         if not probe.process.rank:
             note_saved(probe.record, folder(*args, **kwargs))
+        if not kwargs.get("_internal_call"):
+            # the script is about to end, in its own time
+            probe.watchdog.enter(None)
 
     return observed(probe.record, before=begin, after=saved)
 
@@ -310,6 +322,6 @@ def watch_olmo_trainer(probe: Probe, module: types.ModuleType) -> None:
     complete = owner.training_complete.fget
     owner.training_complete = property(lambda trainer: step_over(complete(trainer), trainer))
     wrap_known(owner, ("load_checkpoint",), observed(record, after=loaded))
-    wrap_known(owner, ("save_checkpoint", "save_checkpoint_async"), resting(probe))
+    wrap_known(owner, ("save_checkpoint", "save_checkpoint_async"), resting(probe, SAVING))
     # OLMo-core's memory monitor sets the counters back before its first step
     wrap(owner, "fit", observed(record, before=marking(probe, "reference"), after=over))

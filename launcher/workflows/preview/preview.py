@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.artifacts import architecture
-from launcher.dataset import reading, survey
+from launcher.dataset import mixture, reading, survey
 from launcher.dataset.reading import CannotRead
 from launcher.dataset.sources import Source
 from launcher.dataset.survey import RowPlace
@@ -253,8 +253,7 @@ class _Asked:
         self.number = number
         refused = {_argument(finding) for finding in errors(judged.findings)}
         refused -= {entry.names.data, entry.names.model}
-        # what is wrong with others need not hide the rows, and rows to evaluate on are rows too
-        refused |= {"test_split_size"}
+        # what is wrong with others need not hide the rows
         args = {name: value for name, value in judged.config.args.items() if name not in refused}
         self.arguments = arguments.of_stage(args, judged.options, judged.schema, entry)
 
@@ -264,11 +263,13 @@ class _Asked:
         result = folder.with_suffix(".json")
         table = architecture.table()
         model = str(self.judged.config.args.get(self.entry.names.model))
+        in_file = dict(self.arguments.in_file(self.schema))
+        # which rows are split off is drawn anew at each start: all are shown
+        in_file.pop("test_split_size", None)
         request = {
             "kind": "preview",
             "words": self.arguments.words(self.schema),
-            "config": self.arguments.in_file(self.schema),
-            "mixture": further.mixture_as_json(self.arguments.given),
+            "config": in_file,
             "entry": self.schema.key,
             "revision": self.judged.config.args.get("model_revision"),
             "shape": dict(table.get(model.lower()) or table[_COMMON]),
@@ -414,7 +415,8 @@ def _shown_source(source: Source) -> str:
 def _named_data(judged: Judged, entry: Entry) -> str:
     named = judged.config.args.get(entry.names.data)
     if named is None:
-        return "datasets"
+        mixed = mixture.of_values(judged.config.args, os.environ)
+        return "datasets" if mixed is None else ", ".join(mixed.names())
     return " ".join(map(str, named)) if isinstance(named, list) else str(named)
 
 

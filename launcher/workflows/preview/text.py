@@ -161,7 +161,7 @@ def _legend(preview: Preview, paper: marked.Paper) -> list[Span]:
     if paper.colour:
         rejected = [Span(", of rejected", "rejected")] if preview.is_pairs else []
         special = Span("special tokens", "special")
-        return [Span(what, "trained"), *rejected, Span("   "), special, Span("   the rest is read only")]
+        return [Span(what, "trained"), *rejected, Span("   "), special, Span("   the rest is context")]
     return [Span(f"[[ ]] encloses {what}", "quiet")]
 
 

@@ -14,5 +14,6 @@ set -- env PYTHONPATH=/opt/launch /env/bin/python -m launcher exec /runs/2026010
 # whoever stops the job tells every process of it: wait for what they still write down
 trap 'signalled=1' TERM INT
 srun --nodes=2 --ntasks-per-node=1 --mpi=none --cpu-bind=none --kill-on-bad-exit=0 ${SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"} "$@" &
-while signalled=; wait $!; code=$?; [ "$signalled" ]; do :; done
+job=$!
+while signalled=; wait $job; code=$?; [ "$signalled" ]; do :; done
 exit "$code"

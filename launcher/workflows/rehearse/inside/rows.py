@@ -120,14 +120,6 @@ def limit(load: Callable[..., Any], request: dict[str, Any], report: dict[str, A
     return load_few
 
 
-def set_of_mixture(request: dict[str, Any], call: dict[str, Any]) -> dict[str, Any] | None:
-    """The set of the request's mixture that is loaded by this call; None where it is another one."""
-    names = ("path", "name", "data_dir", "data_files", "split")
-    values = [call.get(name) for name in names]
-    sets: list[dict[str, Any]] = request.get("mixture", [])
-    return next((mixed for mixed in sets if mixed["call"] == values), None)
-
-
 def is_local(path: Any) -> bool:
     """Whether what `load_dataset` is given is a folder that is here, or the format of files."""
     return path in _FILES or os.path.exists(str(path))
@@ -135,6 +127,17 @@ def is_local(path: Any) -> bool:
 
 def is_hub_name(path: Any) -> bool:
     return _HUB_NAME.match(str(path)) is not None
+
+
+def set_of_mixture(request: dict[str, Any], call: dict[str, Any]) -> dict[str, Any] | None:
+    """The set of the request's mixture that is loaded by this call; None where it is another one."""
+    names = ("path", "name", "data_dir", "data_files", "split")
+    key = [call.get(name) for name in names]
+    for mixed in request.get("mixture", ()):
+        if mixed["call"] == key:
+            match: dict[str, Any] = mixed
+            return match
+    return None
 
 
 def made_up(count: int, *, pairs: bool) -> list[dict[str, Any]]:

@@ -80,6 +80,17 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     steps.load_again(training.output_dir)
 
 
+def parse(request: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The script of a request, and what its parser makes of the words."""
+    if request["entry"] not in TRAINERS:
+        raise NoRehearsal(f"which trainer trl.scripts.{request['entry']} builds is not known")
+    script: Any = importlib.import_module(f"trl.scripts.{request['entry']}")
+    parser = call_trainer(script.make_parser)
+    words = [*config_words(request), *request["words"]]
+    parts = call_trainer(parser.parse_args_and_config, words, fail_with_unknown_args=False)
+    return script, parts
+
+
 def config_words(request: dict[str, Any]) -> list[str]:
     """The flag of a config file with the arguments that no flag can carry; the file is written here."""
     if not request.get("config"):
@@ -90,17 +101,6 @@ def config_words(request: dict[str, Any]) -> list[str]:
     with open(path, "w", encoding="utf-8") as stream:
         yaml.safe_dump(request["config"], stream, sort_keys=False)
     return ["--config", path]
-
-
-def parse(request: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """The script of a request, and what its parser makes of the words."""
-    if request["entry"] not in TRAINERS:
-        raise NoRehearsal(f"which trainer trl.scripts.{request['entry']} builds is not known")
-    script: Any = importlib.import_module(f"trl.scripts.{request['entry']}")
-    parser = call_trainer(script.make_parser)
-    words = [*config_words(request), *request["words"]]
-    parts = call_trainer(parser.parse_args_and_config, words, fail_with_unknown_args=False)
-    return script, parts
 
 
 def watch(kind: Any, request: dict[str, Any], report: dict[str, Any]) -> None:

@@ -35,7 +35,6 @@ _PACKED: Mapping[bytes, tuple[str, Callable[[Any], Any]]] = {
     b"\xfd7zXZ\x00": (".xz", lzma.open),
 }
 _PACKED_OTHERWISE = (b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PK\x03\x04", b"7z\xbc\xaf", b"Rar!\x1a\x07")
-_PACKED_SUFFIXES = frozenset(suffix for suffix, _ in _PACKED.values())
 
 # What pandas reads as a missing value unless told otherwise (pandas/_libs/parsers.pyx: STR_NA_VALUES).
 CSV_MISSING = frozenset(
@@ -80,10 +79,11 @@ def read_rows(path: Path) -> Iterator[Numbered]:
 
 
 def data_suffix(path: Path) -> str:
-    """The suffix that says the format: `.jsonl` of `train.jsonl.gz`."""
+    """The suffix that says the format: `.jsonl` of `train.jsonl.gz`, and of `train.jsonl.bak`."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in _PACKED_SUFFIXES:
-        suffixes.pop()
+    for suffix in reversed(suffixes):
+        if suffix in _READERS:
+            return suffix
     return suffixes[-1] if suffixes else ""
 
 
@@ -160,7 +160,10 @@ def _json_lines(stream: IO[bytes]) -> Iterator[Numbered]:
             yield number, BadRow(f"is longer than {MAX_ROW // 2**20} MiB")
             return
         try:
-            row = _decode_line(line.decode())
+            text = line.decode()
+            row = _decode_line(text)
+            if number <= _CHECKED_FOR_TWINS:
+                _TWIN_DECODER.decode(text)
             # the search alone is faster than to ask for a backslash and a `u` before it
             if _SURROGATE.search(line) is not None:
                 _refuse_surrogates(row)
@@ -181,6 +184,21 @@ def _json_lines(stream: IO[bytes]) -> Iterator[Numbered]:
             if bad == number > 100:
                 # not one line is JSON: the file is of another kind, and the rest says nothing new
                 return
+
+
+def _refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises ValueError for an object that has a key twice: json takes the last, pyarrow refuses the file."""
+    keys = dict(pairs)
+    if len(keys) < len(pairs):
+        names = [key for key, _ in pairs]
+        twin = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twin!r} stands there twice")
+    return keys
+
+
+_TWIN_DECODER = json.JSONDecoder(object_pairs_hook=_refuse_twins)
+# a program that writes a key twice does so from the first row; each row is decoded twice for it
+_CHECKED_FOR_TWINS = 1000
 
 
 def _decode_line(text: str) -> Any:
@@ -336,18 +354,26 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Numbered]:
     # a quote that is never closed makes one cell of the rest of the file
     csv.field_size_limit(MAX_ROW)
     with _open(path) as stream:
-        text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-        cells = csv.reader(text, delimiter=delimiter, strict=True)
+        lines = _Lines(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
+        cells = csv.reader(lines, delimiter=delimiter)
         number = 1
         try:
             names = next(cells, [])
+            is_first = True
             while True:
                 number = cells.line_num + 1
                 values = next(cells, None)
                 if values is None:
                     return
+                if lines.ended:
+                    yield number, BadRow("has a quote that is never closed")
+                    return
                 if not values:
                     continue
+                if is_first and len(values) > len(names):
+                    # pandas/io/parsers/c_parser_wrapper.py:213: what stands in front of the named cells is an index
+                    names = [INDEX] * (len(values) - len(names)) + names
+                is_first = False
                 if len(values) > len(names):
                     yield number, BadRow(f"has {len(values)} cells, the header has {len(names)}")
                     continue
@@ -357,6 +383,28 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Numbered]:
             yield number, BadRow("is not UTF-8")
         except csv.Error as error:
             yield number, BadRow(f"is not CSV ({error})")
+
+
+# the column that `datasets` makes of pandas' index
+INDEX = "__index_level_0__"
+
+
+class _Lines:
+    """Lines of a text. `ended` is whether a reader went on after the last, as it does inside a quoted cell."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self.ended = False
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._stream.readline()
+        self.ended = not line
+        if not line:
+            raise StopIteration
+        return line
 
 
 def _cell(value: str) -> Any:
@@ -398,6 +446,12 @@ def _read_parquet(path: Path) -> Iterator[Numbered]:
     arrow = _pyarrow()
     try:
         with arrow.parquet.ParquetFile(path) as file:
+            if file.num_row_groups and not file.metadata.row_group(0).num_rows:
+                # datasets/packaged_modules/parquet/parquet.py:190: its size is how many rows are read at once
+                raise CannotRead("begins with an empty row group, which `datasets` refuses: leave the file out")
+            for field in file.schema_arrow:
+                if arrow.types.is_map(field.type):
+                    raise CannotRead(f"has a column of the type map, `{field.name}`, which `datasets` refuses")
             yield from _batch_rows(file.iter_batches(batch_size=1024))
     except (arrow.ArrowException, ValueError, OverflowError) as error:
         raise CannotRead(f"is not a readable Parquet file: {_first_line(error)}") from None

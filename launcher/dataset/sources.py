@@ -19,6 +19,7 @@ from typing import Any
 from launcher.artifacts import model_config
 from launcher.dataset import reading
 from launcher.files import read_bytes
+from launcher.paths import is_file
 
 _MOST_ENTRIES = 20_000  # entries of a folder to look at; a larger one is not judged
 
@@ -35,7 +36,8 @@ _SHARD = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*\Z")
 _IGNORED = frozenset(
     "README.md config.json dataset_info.json dataset_infos.json dummy_data.zip dataset_dict.json".split()
 )
-SAVED_TO_DISK = ("state.json", "dataset_dict.json")
+# datasets/load.py:1089: the file of one data set; a folder of several splits is read as any other
+SAVED_TO_DISK = "state.json"
 
 # datasets/packaged_modules/__init__.py:95, as far as launch reads them
 _FORMATS = {
@@ -132,10 +134,13 @@ def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str
         if cached is None or not os.path.isdir(cached):
             return Source(name=name, unseen="it is not downloaded yet")
         folder = cached
-    elif any(os.path.exists(folder / file) for file in SAVED_TO_DISK):
+    elif os.path.exists(folder / SAVED_TO_DISK):
         fault = "was written by `save_to_disk`, which `load_dataset` refuses"
         remedy = "write it as Parquet (`Dataset.to_parquet`) or JSON lines (`to_json`), and name that folder"
         return Source(name=name, fault=fault, remedy=remedy)
+    elif is_file(folder / f"{folder.name}.py"):
+        fault = f"holds {folder.name}.py, which `load_dataset` takes for a script of its own, and refuses"
+        return Source(name=name, fault=fault, remedy="rename that file, or the folder")
     try:
         splits = _files_of_splits(folder, split, config)
     except _UnknownFolder as error:

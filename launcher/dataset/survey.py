@@ -23,13 +23,15 @@ from launcher.artifacts.fingerprint import cache_home
 from launcher.dataset import reading
 from launcher.dataset.reading import BadRow, CannotRead, NeedsPyarrow, UnsupportedFile
 
-_VERSION = 3  # of what a survey holds: another one reads no older survey from the cache
+_VERSION = 4  # of what a survey holds: another one reads no older survey from the cache
 _SETTLED_S = 2.0  # a file that was written to just now may be written to again without another time
 _MOST_HASHES = 1_000_000  # rows that are compared with all earlier ones
 _MOST_FAULTS = 20  # rows that cannot be read, told one by one
 _MOST_FACTS = 400  # different facts: names of columns and roles are the data's own
 _MOST_DIALOGUES = 4096  # different sequences of roles
 _TRAINED = frozenset("text prompt completion chosen rejected messages conversations".split())
+# what templates write of a message; ids and scores beside it are not among them
+_WRITTEN = tuple("role content from value text tool_calls function_call name reasoning_content thinking".split())
 _KINDS: Mapping[type, str] = {
     type(None): "null",
     str: "text",
@@ -126,6 +128,10 @@ class Survey:
         tally = self.facts.get((column, name))
         return 0 if tally is None else tally.count
 
+    def count_kind(self, column: str, kind: str) -> int:
+        tally = self.kinds.get((column, kind))
+        return 0 if tally is None else tally.count
+
     def named(self, column: str, prefix: str) -> dict[str, Occurrence]:
         """The facts of a column that begin with `prefix`, such as `role:`, without it."""
         return {
@@ -196,6 +202,7 @@ class _Surveyor:
         self._unread: list[str] = []
         self._lacks_pyarrow = False
         self._dialogues: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
+        self._marked: dict[tuple[str, str], int] = {}
         self._hashes: set[int] = set()
         self._digest = 0
         self._file = ""
@@ -253,14 +260,18 @@ class _Surveyor:
                     self._see_tools(value)
                 if not value or value.isspace():
                     self._mark(name, "empty")
-                elif value[0] in "[{<":
+                elif value[0] in "[{<\n":
                     self._see_marked_text(name, value)
             elif kind is list:
                 self._see_list(name, value)
+            elif kind is bool and not value and name == "label":
+                self._mark(name, "false")
         if "chosen" in row and "rejected" in row:
             self._see_pair(row)
         elif "completion" in row and "prompt" in row:
             self._see_completion(row["prompt"], row["completion"])
+        if "input_ids" in row:
+            self._see_tokens(row)
         self._compare_with_earlier()
 
     def _new_kind(self, name: str, kind: type) -> None:
@@ -276,7 +287,9 @@ class _Surveyor:
 
     def _see_marked_text(self, name: str, value: str) -> None:
         """Text that may be something else: messages written as JSON, or a special token in front."""
-        if value[0] == "<":
+        if value.startswith("\n\nHuman:"):
+            self._mark(name, "human-assistant")
+        elif value[0] == "<":
             end = value.find(">", 1, 32)
             if end > 0:
                 self._mark(name, f"starts:{value[: end + 1]}")
@@ -286,11 +299,29 @@ class _Surveyor:
             self._mark(name, "python-messages")
 
     def _see_tools(self, text: str) -> None:
-        """Tools as text are JSON (trl/trainer/sft_trainer.py:1316)."""
+        """Tools as text are JSON, a list of objects or nothing (trl/trainer/sft_trainer.py:1316)."""
         try:
-            json.loads(text)
+            tools = json.loads(text)
         except (ValueError, RecursionError):
             self._mark("tools", "not-json")
+            return
+        if not tools:
+            self._mark("tools", "none")
+        elif type(tools) is not list or type(tools[0]) is not dict:
+            self._mark("tools", "no-list")
+
+    def _see_tokens(self, row: dict[str, Any]) -> None:
+        """Rows that are tokenised: which of the tokens count (trl/trainer/sft_trainer.py:1407)."""
+        tokens = row["input_ids"]
+        if type(tokens) is not list:
+            return
+        labels = row.get("labels")
+        for name in ("labels", "completion_mask", "assistant_masks"):
+            beside = row.get(name)
+            if type(beside) is list and len(beside) != len(tokens):
+                self._mark(name, "other-length")
+        if type(labels) is list and labels and all(label == -100 for label in labels):
+            self._mark("labels", "masked")
 
     def _see_list(self, name: str, messages: list[Any]) -> None:
         if not messages:
@@ -300,6 +331,8 @@ class _Surveyor:
             self._mark(name, f"items:{_KINDS.get(type(messages[0]), 'value')}")
             return
         dialogue = (name, tuple([self._see_message(name, message) for message in messages]))
+        if self._marked.get((name, "null-content")) == self._rows and _lack_content(messages):
+            self._mark(name, "no-content")
         seen = self._dialogues.get(dialogue)
         if seen is not None:
             seen[0] += 1
@@ -325,38 +358,50 @@ class _Surveyor:
     def _see_message(self, name: str, message: Any) -> str:
         """The role of a message; what is odd about it is marked."""
         if type(message) is not dict:
-            self._mark(name, f"items:{_KINDS.get(type(message), 'value')}")
+            self._mark_row(name, f"items:{_KINDS.get(type(message), 'value')}")
             return "?"
         role = message.get("role")
         content = message.get("content")
-        if role is None and content is None:
-            if "from" in message or "value" in message:
-                self._mark(name, "from-value")
-                role = message.get("from")
-                content = message.get("value")
-            else:
-                self._mark(name, "no-role")
+        if role is None and content is None and ("from" in message or "value" in message):
+            self._mark_row(name, "from-value")
+            role = message.get("from")
+            content = message.get("value")
+        if role is None:
+            self._mark_row(name, "no-role")
         calls = message.get("tool_calls")
         if calls:
-            self._mark(name, "tool-calls")
+            self._mark_row(name, "tool-calls")
             self._digest = hash((self._digest, str(calls)))
+        if message.get("weight", 1) == 0:
+            self._mark_row(name, "no-weight")
         kind = type(content)
         if kind is str:
             self._digest = hash((self._digest, content))
-            if (not content or content.isspace()) and not calls and role in ASSISTANTS:
-                self._mark(name, "empty-answer")
-        else:
-            if content is not None:
-                self._digest = hash((self._digest, str(content)))
-                self._mark(name, f"content:{_KINDS.get(kind, 'value')}")
-            elif not calls:
-                self._mark(name, "null-content")
+            if (not content or content.isspace()) and not calls:
+                self._see_empty(name, role)
+        elif content is not None:
+            self._digest = hash((self._digest, str(content)))
+            self._mark_row(name, f"content:{_KINDS.get(kind, 'value')}")
+        elif not calls:
+            self._mark_row(name, "null-content")
         return role if type(role) is str else "?"
+
+    def _see_empty(self, name: str, role: Any) -> None:
+        if role in ASSISTANTS:
+            self._mark_row(name, "empty-answer")
+        elif role == "user":
+            self._mark_row(name, "empty-question")
+
+    def _mark_row(self, column: str, fact: str) -> None:
+        """A fact of a message: a row that has several such messages counts once."""
+        if self._marked.get((column, fact)) != self._rows:
+            self._marked[column, fact] = self._rows
+            self._mark(column, fact)
 
     def _see_pair(self, row: dict[str, Any]) -> None:
         chosen = row["chosen"]
         rejected = row["rejected"]
-        if chosen == rejected:
+        if chosen == rejected or _are_written_alike(chosen, rejected):
             self._mark("", "equal-pair")
         if type(chosen) is not type(rejected):
             self._mark("", "unlike-pair")
@@ -365,8 +410,11 @@ class _Surveyor:
         if prompt is not None:
             if _begins_with(chosen, prompt) and _begins_with(rejected, prompt):
                 self._mark("", "prompt-twice")
-        elif type(chosen) in (str, list) and chosen[:1] != rejected[:1]:
+        elif type(chosen) is str and chosen[:1] != rejected[:1]:
             # TRL takes what both have in common as the prompt (trl/data_utils.py:548)
+            self._mark("", "no-common-prompt")
+        elif type(chosen) is list and (min(len(chosen), len(rejected)) < 2 or chosen[0] != rejected[0]):
+            # a conversation of one message leaves nothing for the prompt
             self._mark("", "no-common-prompt")
 
     def _see_completion(self, prompt: Any, completion: Any) -> None:
@@ -404,6 +452,10 @@ class _Surveyor:
         )
 
 
+def _lack_content(messages: list[Any]) -> bool:
+    return all(type(message) is dict and message.get("content") is None for message in messages)
+
+
 def _begins_with(answer: Any, prompt: Any) -> bool:
     """Whether an answer repeats its prompt; a word or two may stand at the start of both by chance."""
     if type(answer) is list and type(prompt) is list:
@@ -411,6 +463,18 @@ def _begins_with(answer: Any, prompt: Any) -> bool:
     if type(answer) is str and type(prompt) is str:
         return len(prompt) >= 12 and answer.startswith(prompt)
     return False
+
+
+def _are_written_alike(chosen: Any, rejected: Any) -> bool:
+    """Whether two answers differ in nothing that a chat template writes."""
+    if type(chosen) is not list or type(rejected) is not list or len(chosen) != len(rejected):
+        return False
+    for message, other in zip(chosen, rejected, strict=True):
+        if type(message) is not dict or type(other) is not dict:
+            return False
+        if any(message.get(key) != other.get(key) for key in _WRITTEN):
+            return False
+    return bool(chosen)
 
 
 def _tally(seen: list[Any]) -> Occurrence:

@@ -18,7 +18,16 @@ from launcher.rules.rule import say
 
 _SHOWN_FAULTS = 3
 _ROLES = frozenset("system user assistant tool developer function ipython environment".split())
-ARTICLES = {"text": "text", "list": "a list", "number": "a number", "object": "an object", "bool": "a bool"}
+ARTICLES = {
+    "text": "text",
+    "list": "a list",
+    "number": "a number",
+    "object": "an object",
+    "bool": "a bool",
+    "value": "of another type",
+}
+# what stands for the role of a message that has none
+_NO_ROLE = "?"
 # above this share of so many rows, copies are no accident
 _MANY_COPIES = 0.5
 _ROWS_TO_COMPARE = 50
@@ -123,11 +132,37 @@ def convertible(looked: Looked, otherwise: str) -> str:
     """What to do about rows that the trainer does not take: the command for a known form of them."""
     shape = shapes.recognise(looked.survey)
     if shape is None:
-        return otherwise
+        return _export_help(looked) or otherwise
     files = looked.source.files
     source = files[0] if len(files) == 1 else looked.source.name
     command = f"`launch data convert {source} -o converted/train.jsonl`"
     return f"these rows are {shape.name}: {command} writes {shape.into}; then name what it wrote"
+
+
+def _export_help(looked: Looked) -> str | None:
+    """What to do about files that were written in another way than the reader expects."""
+    survey = looked.survey
+    comment = next((column for column in sorted(survey.columns) if column.startswith("#")), None)
+    if comment is not None and looked.source.files[0].suffix.lower() in reading.TEXT_FORMATS:
+        return f"the first line, `{comment}`, is taken for the header: leave it out"
+    only = next(iter(survey.columns)) if len(survey.columns) == 1 else ""
+    for delimiter, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
+        if delimiter in only:
+            return f"its cells are separated by {name}: write them with commas, or tabs in a .tsv file"
+    for column in sorted(survey.columns):
+        if column != column.strip():
+            return f"the name of the column `{column}` has blanks around it: leave them out"
+    if reading.INDEX in survey.columns:
+        help = "each row has more cells than the header, and the first is taken for an index: "
+        return help + "name each column in the header, or leave out the comma at the end of the rows"
+    if survey.rows != 1:
+        return None
+    for column in sorted(survey.columns):
+        if survey.kind(column) == "list" and not survey.named(column, "items:"):
+            return f"the file is one object, and its rows stand in `{column}`: write that list alone into the file"
+    if all(survey.kind(column) in ("object", "list", None) for column in survey.columns):
+        return 'the file is one object of columns: write rows, in pandas `to_json(..., orient="records", lines=True)`'
+    return None
 
 
 def same_kinds(looked: Looked, columns: Iterable[str], kind: str) -> Iterator[Finding]:
@@ -136,9 +171,14 @@ def same_kinds(looked: Looked, columns: Iterable[str], kind: str) -> Iterator[Fi
         for other, tally in looked.survey.kinds_of(column).items():
             if other == kind:
                 continue
-            state = "missing" if other == "absent" else other
-            message = f"`{column}` is {state} in {looked.share(tally)} and {ARTICLES[kind]} in the others"
-            yield looked.say("error", "data-types", message, "correct these rows, or take them out")
+            state = "missing" if other == "absent" else ARTICLES.get(other, other)
+            message = f"`{column}` is {state} in {looked.share(tally)}"
+            if tally.count < looked.survey.rows:
+                help = "correct these rows, or take them out"
+                yield looked.say("error", "data-types", f"{message} and {ARTICLES[kind]} in the others", help)
+            else:
+                help = convertible(looked, f"write {ARTICLES[kind]} in each row")
+                yield looked.say("error", "data-types", f"{message}, where {ARTICLES[kind]} is needed", help)
 
 
 def other_kinds(looked: Looked, read: Iterable[str]) -> Iterator[Finding]:
@@ -171,22 +211,63 @@ def conversations(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
         yield from _roles(looked, column)
 
 
+def unreadable_messages(looked: Looked, columns: Iterable[str]) -> Iterator[Finding]:
+    """Messages that no trainer takes for messages, because none of them has `role`, or `content`."""
+    for column in columns:
+        survey = looked.survey
+        if survey.kind(column) != "list":
+            continue
+        if set(survey.named(column, "role:")) == {_NO_ROLE} and survey.fact(column, "no-role") is not None:
+            lacking = "role"
+        elif survey.count(column, "no-content") == survey.rows:
+            lacking = "content"
+        else:
+            continue
+        message = f"no message in `{column}` has `{lacking}`"
+        help = convertible(looked, "each message needs `role` and `content`")
+        yield looked.say("error", "data-columns", message, help)
+
+
+def unread_weights(looked: Looked, columns: Iterable[str]) -> Iterator[Finding]:
+    """OpenAI's `weight: 0` leaves an answer out of the loss; neither trainer reads it."""
+    for column in columns:
+        tally = looked.survey.fact(column, "no-weight")
+        if tally is not None:
+            message = (
+                f"`{column}` has messages of `weight: 0` in {looked.share(tally)}: they are trained on all the same"
+            )
+            help = "no trainer reads `weight`: take these answers out, or end the conversation before them"
+            yield looked.say("warning", "odd-messages", message, help)
+
+
+def has_renamed_answers(looked: Looked, column: str) -> bool:
+    """Whether rows without a message of `assistant` have answers under a role that templates do not know."""
+    roles = looked.survey.named(column, "role:")
+    renamed = max((tally.count for role, tally in roles.items() if role not in _ROLES), default=0)
+    return renamed >= looked.survey.count(column, "no-answer") > 0
+
+
 def unlike_messages(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
     """trl/data_utils.py:159: the items of a list are messages, and there is one."""
+    yield from empty_lists(looked, columns)
+    for column in columns:
+        for kind, tally in looked.survey.named(column, "items:").items():
+            message = f"`{column}` is a list with {ARTICLES.get(kind, kind)} instead of a message in"
+            help = convertible(looked, "each item needs `role` and `content`")
+            yield looked.say("error", "data-types", f"{message} {looked.share(tally)}", help)
+
+
+def empty_lists(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
     for column in columns:
         empty = looked.survey.fact(column, "empty-list")
         if empty is not None:
             message = f"`{column}` is an empty list in {looked.share(empty)}"
             yield looked.say("error", "data-types", message, "take these rows out")
-        for kind, tally in looked.survey.named(column, "items:").items():
-            message = f"`{column}` is a list with {ARTICLES.get(kind, kind)} instead of a message in"
-            help = "each item needs `role` and `content`"
-            yield looked.say("error", "data-types", f"{message} {looked.share(tally)}", help)
 
 
 def _roles(looked: Looked, column: str) -> Iterator[Finding]:
     roles = looked.survey.named(column, "role:")
-    odd = {role: tally for role, tally in roles.items() if role not in _ROLES}
+    odd = {role: tally for role, tally in roles.items() if role not in _ROLES and role != _NO_ROLE}
     if odd:
         names = ", ".join(f"`{role}`" for role in sorted(odd))
         message = f"`{column}` has the roles {brief(names)} (first: {next(iter(odd.values())).first})"
@@ -208,8 +289,12 @@ def empty_answers(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
 def empty_prompts(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
     for column in columns:
         tally = looked.survey.fact(column, "empty")
+        if tally is None:
+            tally = looked.survey.fact(column, "empty-question")
         if tally is not None:
             message = f"`{column}` is empty in {looked.share(tally)}"
+            if looked.survey.kind(column) == "list":
+                message = f"`{column}` has an empty question in {looked.share(tally)}"
             yield looked.say("warning", "no-prompt", message, "write the question, or take these rows out")
 
 
@@ -271,6 +356,17 @@ def tokenizer_template(model: object, template: object, context: Context) -> str
     return "" if held is None else str(held)
 
 
+def takes_pictures(model: object, context: Context) -> bool | None:
+    """Whether a model reads pictures, by its config and its processor's files; None where neither is here."""
+    path = model_config.where(model, context.environ)
+    if path is None:
+        return None
+    files = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+    if any(is_file(path.parent / name) for name in files):
+        return True
+    return any("vision" in key or "image" in key for key in read_json(path))
+
+
 def _folder_of(model: object, context: Context) -> Path | None:
     where = model_config.where(model, context.environ)
     if where is not None:
@@ -294,10 +390,15 @@ def unwritten_tools(looked: Looked, columns: Sequence[str], template: str | None
         if tally is not None and "tool_calls" not in template:
             message = f"`{column}` has tool calls in {looked.share(tally)}, and the chat template writes none"
             yield looked.say("warning", "template-drops-tools", message, "use a template that writes `tool_calls`")
-    described = looked.survey.kind("tools")
-    if described is not None and "tools" not in template.replace("tool_calls", ""):
+    if _describes_tools(looked.survey) and "tools" not in template.replace("tool_calls", ""):
         message = "the rows describe `tools`, and the chat template writes none"
         yield looked.say("warning", "template-drops-tools", message, "use a template that writes `tools`")
+
+
+def _describes_tools(survey: Survey) -> bool:
+    """Whether any row has tools: many files hold an empty list in every row."""
+    filled = sum(survey.count_kind("tools", kind) for kind in ("list", "object", "text"))
+    return filled > sum(survey.count("tools", fact) for fact in ("empty", "empty-list", "none"))
 
 
 def doubled_bos(looked: Looked, columns: Sequence[str], model: object, context: Context) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import NO_PACKAGES, PATIENCE_S, SUPPORT, Write
-from row_files import BAD, GOOD, QUESTION, array, assistant, chat, lines, parquet, rows_of, table
+from row_files import BAD, GOOD, QUESTION, array, assistant, chat, lines, parquet, rows_of, table, user
 
 from launcher.cli.main import main
 from launcher.errors import Exit
@@ -76,6 +76,50 @@ FORMS: list[tuple[str, str, bytes, dict[str, Any]]] = [
         "messages": [asked(n)], "chosen": [assistant(GOOD, n)], "rejected": [assistant(BAD, n)]})), PAIR),
     ("dpo", "a.jsonl", lines(rows_of(lambda n: {
         "chosen": json.dumps(chat(n)), "rejected": json.dumps(chat(n, BAD))})), PAIR),
+    # what stands beside the question goes with it
+    ("sft", "a.jsonl", lines([{"history": [["a", "b"]], **row} for row in ALPACA]), {"messages": [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, *chat()]}),
+    ("sft", "a.jsonl", lines(rows_of(lambda n: {
+        "instruction": QUESTION, "context": f"{n}?", "response": f"{GOOD} {n}"})),
+     {"messages": [{"role": "user", "content": f"{QUESTION}\n\n0?"}, assistant()]}),
+    # other names of columns, keys and roles
+    ("sft", "a.csv", table(rows_of(lambda n: {"Question": f"{QUESTION} {n}?", "Answer": f"{GOOD} {n}"})), CHAT),
+    ("sft", "a.jsonl", lines(rows_of(lambda n: {"message_1": f"{QUESTION} {n}?", "message_2": f"{GOOD} {n}"})), CHAT),
+    ("sft", "a.jsonl", lines(rows_of(lambda n: {"Messages": chat(n)})), CHAT),
+    ("sft", "a.jsonl", lines(rows_of(lambda n: {"conversation": chat(n)})), CHAT),
+    ("sft", "a.jsonl", lines(rows_of(lambda n: {"items": [human(n), gpt(n)]})), CHAT),
+    ("sft", "a.jsonl", lines(rows_of(lambda n: {
+        "conversation": [{"input": f"{QUESTION} {n}?", "output": f"{GOOD} {n}"}]})), CHAT),
+    ("sft", "a.jsonl", lines(rows_of(lambda n: {"data": [f"{QUESTION} {n}?", f"{GOOD} {n}"]})), CHAT),
+    ("sft", "a.jsonl", lines(rows_of(lambda n: {"conversations": [turn("human", f"{QUESTION} {n}?"),
+        turn("bard", f"{GOOD} {n}")]})), CHAT),
+    ("sft", "a.jsonl", lines(rows_of(lambda n: {"messages": [
+        {"role": "Human", "content": f"{QUESTION} {n}?"}, {"role": "AI", "content": f"{GOOD} {n}"}]})), CHAT),
+    ("sft", "a.jsonl", lines(rows_of(lambda n: {"messages": [
+        {"author": "user", "text": f"{QUESTION} {n}?"}, {"author": "assistant", "text": f"{GOOD} {n}"}]})), CHAT),
+    ("sft", "a.jsonl", lines(rows_of(lambda n: {"messages": {
+        "role": ["user", "assistant"], "content": [f"{QUESTION} {n}?", f"{GOOD} {n}"]}})), CHAT),
+    ("sft", "a.jsonl", lines(rows_of(lambda n: {"prompt": [asked(n)], "completion": f"{GOOD} {n}"})), CHAT),
+    # messages as Python and numpy show them
+    ("sft", "a.csv", table(rows_of(lambda n: {"messages": repr(chat(n))})), CHAT),
+    ("sft", "a.csv", table(rows_of(lambda n: {"messages": repr(chat(n)).replace("}, {", "}\n {")})), CHAT),
+    # pairs
+    ("dpo", "a.jsonl", lines(rows_of(lambda n: {
+        "prompt": f"{QUESTION} {n}?", "chosen": f"{GOOD} {n}", "rejected": f"{BAD} {n}"})), PAIR),
+    ("dpo", "a.jsonl", lines(rows_of(lambda n: {
+        "prompt": [asked(n)], "chosen": [assistant(GOOD, n)], "rejected": [assistant(BAD, n)]})), PAIR),
+    ("dpo", "a.jsonl", lines(rows_of(lambda n: {
+        "prompt": [asked(n)], "chosen": assistant(GOOD, n), "rejected": assistant(BAD, n)})), PAIR),
+    ("dpo", "a.jsonl", lines(rows_of(lambda n: {
+        "messages": [asked(n)], "chosen": f"{GOOD} {n}", "rejected": f"{BAD} {n}"})), PAIR),
+    ("dpo", "a.jsonl", lines(rows_of(lambda n: {
+        "question": f"{QUESTION} {n}?", "response_j": f"{GOOD} {n}", "response_k": f"{BAD} {n}"})), PAIR),
+    ("dpo", "a.jsonl", lines(rows_of(lambda n: {
+        "input": {"messages": [asked(n)], "tools": []}, "preferred_output": [assistant(GOOD, n)],
+        "non_preferred_output": [assistant(BAD, n)]})), PAIR),
+    ("dpo", "a.jsonl", lines(rows_of(lambda n: {
+        "chosen": f"\n\nHuman: {QUESTION} {n}?\n\nAssistant: {GOOD} {n}",
+        "rejected": f"\n\nHuman: {QUESTION} {n}?\n\nAssistant: {BAD} {n}"})), PAIR),
 ]  # fmt: skip
 
 
@@ -142,6 +186,19 @@ def test_the_trainer_takes_what_was_converted(write: Write, demo_assets: Path, t
             assert QUESTION in row[0]
             assert GOOD in "".join(row[:2])
             assert stage == "sft" or BAD in row[2]
+
+
+def test_tools_of_sharegpt_become_calls(write: Write) -> None:
+    call = {"name": "add", "arguments": {"x": 1}}
+    turns = [human(0), turn("function_call", json.dumps(call)), turn("observation", "4"), gpt(0)]
+    write("a.jsonl", lines([{"conversations": turns, "tools": "[]"}]))
+    (row,) = convert("a.jsonl")
+    assert row["messages"] == [
+        user(),
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": "4"},
+        assistant(),
+    ]
 
 
 def test_rows_of_another_form_are_refused_all_at_once(write: Write, capsys: pytest.CaptureFixture[str]) -> None:

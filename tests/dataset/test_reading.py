@@ -40,6 +40,7 @@ FORMATS: list[tuple[str, bytes, list[int]]] = [
     ("a.json", b"\n".join(json.dumps(row, indent=1).encode() for row in ROWS), [1, 5]),
     ("a.jsonl.gz", packed(lines(ROWS)), [1, 2]), ("a.jsonl", packed(lines(ROWS)), [1, 2]),
     ("a.jsonl.bz2", bz2.compress(lines(ROWS)), [1, 2]), ("a.jsonl.xz", lzma.compress(lines(ROWS)), [1, 2]),
+    ("a.jsonl.bak", lines(ROWS), [1, 2]),
     ("a.csv", table(ROWS), [2, 3]), ("a.tsv", table(ROWS, "\t"), [2, 3]), ("a.csv.gz", packed(table(ROWS)), [2, 3]),
 ]  # fmt: skip
 
@@ -58,6 +59,17 @@ def test_rows_of_columns(write: Write, write_rows: Any) -> None:
     assert rows(write(f"a.{suffix}", write_rows(ROWS))) == ROWS
 
 
+def test_parquet_files_that_the_library_refuses(write: Write) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    maps = pyarrow.table({"m": pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))})
+    empty = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
+    for content, reason in ((maps, "type map"), (empty, "empty row group")):
+        path = write("a.parquet", b"")
+        pyarrow.parquet.write_table(content, path)
+        with pytest.raises(CannotRead, match=reason):
+            read(path)
+
+
 def test_arrow_files_with_a_footer(write: Write) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     content = pyarrow.Table.from_pylist(ROWS)
@@ -74,6 +86,8 @@ BROKEN: list[tuple[bytes, int, int, str]] = [
     (b'[{"a": 1}, {"a": ', 1, 1, "is not JSON"), (b'[{"a": 1}, {"a": 2}', 2, 1, "`]` is missing"),
     (b'[{"a": 1},\n {"a": 2},]', 2, 2, "is not JSON"), (b'[{"a": 1} {"a": 2}]', 1, 1, "neither"),
     (b'[{"a": 1}] x', 1, 1, "goes on"), (b'{\n"a": 1\n}\n{\n"a": ?\n}\n', 1, 4, "is not JSON"),
+    (b'{"a": 1}\n{"a": 1, "a": 2}\n', 1, 2, "'a' stands there twice"),
+    (b'{"a": 1}\n{"a": {"b": 1, "b": 2}}\n', 1, 2, "'b' stands there twice"),
     (b'{"a": 1}, {"a": 2}\n', 1, 1, "is not JSON"), (b'{"a": ' + b"[" * 10_000 + b"\n", 0, 1, ""),
     (b"[" * 10_000, 0, 1, ""), ('{"a": 1}\n'.encode("utf-16"), 0, 1, "is not UTF-8"),
 ]  # fmt: skip
@@ -107,10 +121,30 @@ def test_cells_are_typed_as_pandas_does(write: Write, cell: str, value: Any) -> 
 
 
 def test_cells_that_do_not_fit(write: Write) -> None:
-    found = read(write("a.csv", 'a,b\n1,2,3\n"x\ny",2\nz\n'))
-    assert found[0] == (2, BadRow("has 3 cells, the header has 2"))
-    assert found[1:] == [(3, {"a": "x\ny", "b": 2.0}), (5, {"a": "z", "b": None})]
+    found = read(write("a.csv", 'a,b\n1,2\n1,2,3\n"x\ny",2\nz\n'))
+    assert found[0] == (2, {"a": 1.0, "b": 2.0})
+    assert found[1] == (3, BadRow("has 3 cells, the header has 2"))
+    assert found[2:] == [(4, {"a": "x\ny", "b": 2.0}), (6, {"a": "z", "b": None})]
+
+
+def test_a_quote_that_is_never_closed(write: Write) -> None:
     assert isinstance(rows(write("open.csv", 'a,b\n1,"2\n3,4\n'))[-1], BadRow)
+    assert isinstance(rows(write("end.csv", 'a,b\n1,2\n3,"4'))[-1], BadRow)
+
+
+def test_cells_in_front_of_the_header_are_an_index(write: Write) -> None:
+    assert rows(write("a.csv", "a,b\nr1,1,2\nr2,3,4\n")) == [
+        {reading.INDEX: "r1", "a": 1.0, "b": 2.0},
+        {reading.INDEX: "r2", "a": 3.0, "b": 4.0},
+    ]
+
+
+def test_quotes_inside_cells_are_read_as_pandas_does(write: Write) -> None:
+    assert rows(write("a.csv", 'a,b\n"say "x" y",1\n"say \\"z\\"",2\nhe said "w",3\n')) == [
+        {"a": 'say x" y"', "b": 1.0},
+        {"a": 'say \\z\\""', "b": 2.0},
+        {"a": 'he said "w"', "b": 3.0},
+    ]
 
 
 UNREADABLE: list[tuple[str, bytes]] = [

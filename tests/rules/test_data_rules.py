@@ -9,7 +9,21 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY, Write
-from row_files import BAD, GOOD, QUESTION, assistant, chat, chats, lines, pairs, parquet, text_pairs, texts, user
+from row_files import (
+    BAD,
+    GOOD,
+    QUESTION,
+    arrow,
+    assistant,
+    chat,
+    chats,
+    lines,
+    pairs,
+    parquet,
+    text_pairs,
+    texts,
+    user,
+)
 
 from launcher.cli.main import main
 
@@ -90,7 +104,82 @@ ROWS: list[tuple[str, list[Any], str, str, tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("stage", "rows", "severity", "code", "names"), ROWS)
+def message(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def answered(**columns: Any) -> dict[str, Any]:
+    """A question as a list of messages, with the columns of its answers."""
+    return {"prompt": [user()], **columns}
+
+
+SAME = {"chosen": [user(), message("assistant", GOOD, id=1)], "rejected": [user(), message("assistant", GOOD, id=2)]}
+SPEAKERS = [{"author": "user", "content": QUESTION}, {"author": "assistant", "content": GOOD}]
+TOKENS = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
+# rows that TRL takes for something else than they are, or that it trains on in another way than they say
+UNMEANT: list[tuple[str, list[Any], str, str, tuple[str, ...]]] = [
+    ("sft", [{"labels": [1], **row} for row in texts()], "error", "data-columns", ("`labels`", "rename")),
+    ("sft", [{"labels": None, **row} for row in chats()], "error", "data-columns", ("`labels`", "rename")),
+    ("sft", [{"prompt": QUESTION, "completion": GOOD, **row} for row in texts()],
+     "error", "data-columns", ("`text`", "end token")),
+    ("sft", [{"prompt": QUESTION, "completion": GOOD, **row} for row in chats()],
+     "error", "data-columns", ("`messages` is a list", "leave out `messages`")),
+    ("sft", [{"chosen": GOOD, "rejected": BAD, **row} for row in chats()],
+     "error", "data-columns", ("`chosen` is none", "leave out `chosen`")),
+    ("dpo", [{"messages": chat(), **row} for row in text_pairs()],
+     "error", "data-columns", ("`messages` is a list", "leave out `messages`")),
+    ("sft", [{"prompt": QUESTION, "messages": chat(), **row} for row in pairs()],
+     "error", "data-columns", ("`stage: dpo`", "for SFT on `messages` leave out `prompt`")),
+    ("sft", [{"prompt": QUESTION, "completion": GOOD, "label": n > 3} for n in range(8)],
+     "warning", "data-columns", ("`label` is false in 4 of 8", "train.jsonl:1)")),
+    ("dpo", [{"prompt": QUESTION, "completion": GOOD, "label": n > 3} for n in range(8)],
+     "error", "data-columns", ("KTO",)),
+    ("sft", [{"text": QUESTION, "role": "prompter", "parent_id": None if n == 0 else "x"} for n in range(8)],
+     "warning", "data-columns", ("`parent_id`",)),
+    ("sft", [{"messages": SPEAKERS}] * 8, "error", "data-columns", ("no message", "`role`", "launch data convert")),
+    ("sft", [{"messages": [{"role": "user", "text": "x"}, {"role": "assistant", "text": "y"}]}] * 8,
+     "error", "data-columns", ("no message", "`content`", "launch data convert")),
+    ("sft", with_row(chats(), {"messages": [message("user", ""), assistant()]}),
+     "warning", "no-prompt", ("empty question", "train.jsonl:7)")),
+    ("sft", with_row(chats(), {"messages": [user(), message("assistant", GOOD, weight=0)]}),
+     "warning", "odd-messages", ("`weight: 0`", "1 of 8", "train.jsonl:7)")),
+    ("sft", with_row(chats(), {"messages": [message("user", None)] * 9 + [assistant()]}),
+     "warning", "odd-messages", ("without content in 1 of 8", "train.jsonl:7)")),
+    ("sft", with_row([TOKENS] * 8, {"input_ids": [1, 2], "labels": [-100, -100]}),
+     "warning", "no-answers", ("-100 in 1 of 8", "train.jsonl:7)")),
+    ("sft", [{"input_ids": [1, 2], "labels": [-100, -100]}] * 8, "error", "no-answers", ("-100 in all rows",)),
+    ("sft", with_row([TOKENS] * 8, {"input_ids": [1, 2], "labels": [1]}),
+     "error", "data-types", ("`labels` is not as long", "train.jsonl:7)")),
+    ("sft", with_row([TOKENS] * 8, {"input_ids": None, "labels": [1]}),
+     "error", "data-types", ("`input_ids` is null", "train.jsonl:7)")),
+    ("sft", with_row([TOKENS] * 8, {"input_ids": [], "labels": []}),
+     "error", "data-types", ("empty list", "train.jsonl:7)")),
+    ("sft", [{"input_ids": "1 2"}] * 8, "error", "data-types", ("`input_ids`", "tokenised")),
+    ("sft", [{"input_ids": [1, 2], "completion_mask": [0, 1]}] * 8,
+     "warning", "data-columns", ("`completion_mask`", "completion_only_loss")),
+    ("sft", [{"tools": '{"name": "x"}', **row} for row in chats()], "error", "data-types", ("no list of objects",)),
+    ("sft", [{"tools": ["x"], **row} for row in chats()], "error", "data-types", ("no list of objects",)),
+    ("sft", [{"text": [QUESTION]}] * 8, "error", "data-types", ("a list in all rows, where text is needed",)),
+    ("sft", [{" text": QUESTION}] * 8, "error", "data-columns", ("blanks around it",)),
+    ("sft", [{"data": [{"id": 1}]}], "error", "data-columns", ("its rows stand in `data`",)),
+    ("sft", [{"text": {"0": "a", "1": "b"}}], "error", "data-types", ("records",)),
+    ("dpo", [SAME] * 8, "warning", "equal-pairs", ("all rows",)),
+    ("dpo", with_row(pairs(), {"chosen": [user()], "rejected": [user(), assistant(BAD)]}),
+     "error", "no-prompt", ("1 of 8", "train.jsonl:7)")),
+    ("dpo", [answered(chosen=[user(1)], rejected=[user(2)])] * 8, "warning", "no-answers", ("`chosen`", "all rows")),
+    ("dpo", [{"chosen": [*chat(), user(1)], "rejected": [*chat(0, BAD), user(1)]}] * 8,
+     "warning", "odd-roles", ("ends with a message of `user`",)),
+    ("dpo", [answered(chosen=[user(1), assistant()], rejected=[user(1), assistant(BAD)])] * 8,
+     "warning", "odd-roles", ("begins with a message of `user`",)),
+    ("dpo", [answered(chosen=assistant(), rejected=assistant(BAD))] * 8,
+     "error", "data-columns", ("single messages", "launch data convert")),
+    ("dpo", [{"prompt": None, **row} for row in pairs()], "error", "data-columns", ("leave out `prompt`",)),
+    ("dpo", [{"question": QUESTION, "answers": [GOOD, BAD]}] * 8,
+     "error", "data-columns", ("`chosen`, and that of the worse one `rejected`",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "rows", "severity", "code", "names"), ROWS + UNMEANT)
 def test_findings_name_the_row(
     write: Write, capsys: pytest.CaptureFixture[str], stage: str, rows: list[Any], severity: str, code: str,
     names: tuple[str, ...],
@@ -127,6 +216,59 @@ def test_rows_of_open_instruct(
     assert any(all(name in text for name in names) for text in about), told
 
 
+ROLES: list[list[tuple[str, str]]] = [
+    [("from", "value"), ("human", "bard")], [("from", "value"), ("user", "chatgpt")],
+    [("role", "content"), ("User", "Assistant")], [("role", "content"), ("human", "ai")],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "roles"), ROLES)
+def test_answers_under_another_role_are_not_called_missing(
+    write: Write, capsys: pytest.CaptureFixture[str], keys: tuple[str, str], roles: tuple[str, str]
+) -> None:
+    role, content = keys
+    turns = [{role: roles[0], content: QUESTION}, {role: roles[1], content: GOOD}]
+    write("data/train.jsonl", lines([{"conversations" if role == "from" else "messages": turns}] * 8))
+    told = {one["code"]: one for one in findings(capsys, "sft", "trl", "data")}
+    assert "no-answers" not in told
+    assert "launch data convert" in told["odd-roles"]["help"]
+
+
+def test_pictures_need_a_model_that_sees_them(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    write("data/train.jsonl", lines([{"images": [], **row} for row in chats()]))
+    write("org/model/config.json", '{"model_type": "llama"}')
+    told = [one for one in findings(capsys, "sft", "trl", "data") if one["code"] == "data-columns"]
+    assert [one["severity"] for one in told] == ["error"]
+    assert "leave out `images`" in told[0]["help"]
+    write("org/model/preprocessor_config.json", "{}")
+    assert "data-columns" not in {one["code"] for one in findings(capsys, "sft", "trl", "data")}
+
+
+@pytest.mark.parametrize("tools", [[], None, "[]", "null", "{}"])
+def test_rows_without_tools_drop_none(write: Write, capsys: pytest.CaptureFixture[str], tools: Any) -> None:
+    write("data/train.jsonl", lines([{"tools": tools, **row} for row in chats()]))
+    write("org/model/config.json", '{"model_type": "llama"}')
+    write("org/model/tokenizer_config.json", '{"chat_template": "{{ messages }}"}')
+    assert "template-drops-tools" not in {one["code"] for one in findings(capsys, "sft", "trl", "data")}
+
+
+CSV_FILES: list[tuple[bytes, str]] = [
+    (b"question;answer\na;b\n", "semicolons"), (b"question\tanswer\na\tb\n", "tabs"),
+    (b"# of mine\nquestion,answer\na,b\n", "is taken for the header"),
+    (b"question,answer\na,b,\nc,d,\n", "leave out the comma at the end"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "word"), CSV_FILES)
+def test_what_is_wrong_with_a_csv_file(
+    write: Write, capsys: pytest.CaptureFixture[str], content: bytes, word: str
+) -> None:
+    write("data/train.csv", content)
+    told = [one for one in findings(capsys, "sft", "trl", "data") if one["code"] == "data-columns"]
+    assert len(told) == 1
+    assert word in told[0]["help"]
+
+
 def test_rows_that_only_look_alike_are_no_copies(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     calls = [
         {"messages": [SYSTEM, {"role": "user", "content": [{"type": "text", "text": str(n)}]}, assistant()]}
@@ -141,13 +283,26 @@ def test_rows_that_only_look_alike_are_no_copies(write: Write, capsys: pytest.Ca
 def test_folders_that_cannot_be_loaded(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     write("saved/state.json", "{}")
     write("tested/test.jsonl", lines(chats()))
+    write("script/script.py", "")
+    write("script/train.jsonl", lines(chats()))
     write("mixed/train.csv", "text\na\n")
     write("mixed/test.jsonl", lines(texts()))
-    for name, word in (("saved", "save_to_disk"), ("tested", "no split train"), ("mixed", "different formats")):
+    for name, word in (("saved", "save_to_disk"), ("tested", "no split train"), ("mixed", "different formats"),
+                       ("script", "script.py")):  # fmt: skip
         told = [one for one in findings(capsys, "sft", "trl", name) if one["code"] == "bad-data"]
         assert [one["severity"] for one in told] == ["error"], name
         assert word in told[0]["message"]
         assert told[0]["help"]
+
+
+def test_a_folder_of_saved_splits_is_read(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pyarrow")
+    write("data/dataset_dict.json", '{"splits": ["train"]}')
+    write("data/train/state.json", "{}")
+    write("data/train/data-00000-of-00001.arrow", arrow(with_row(chats(), {"messages": [user()]})))
+    told = {one["code"]: one for one in findings(capsys, "sft", "trl", "data")}
+    assert "bad-data" not in told
+    assert "data-00000-of-00001.arrow" in told["no-answers"]["message"]
 
 
 WITHOUT_PYARROW = """

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.dataset import sources
+from launcher.dataset import shapes, sources
 from launcher.dataset.mixer import LOCAL_SUFFIXES, entry_rows
 from launcher.errors import Finding, brief
 from launcher.paths import is_file
@@ -109,9 +109,10 @@ def _rows(looked: Looked, *, pairs: bool) -> Iterator[Finding]:
         message = f"{brief(looked.source.name)} has the columns {columns}: open-instruct reads {names}, "
         message += "lists of messages with `role` and `content`"
         otherwise = f"write {names} as lists of messages"
-        if not pairs and {"chosen", "rejected"} <= survey.columns:
+        is_pairs = shapes.pair_columns(survey) is not None
+        if not pairs and is_pairs:
             help = "these are pairs: `stage: dpo` trains on them"
-        elif pairs and not {"chosen", "rejected"} <= survey.columns:
+        elif pairs and not is_pairs:
             help = "these are single answers: `stage: sft` trains on them"
         else:
             help = data.convertible(looked, otherwise)
@@ -120,6 +121,9 @@ def _rows(looked: Looked, *, pairs: bool) -> Iterator[Finding]:
     for column in read:
         yield from data.same_kinds(looked, [column], "list")
         yield from _unanswered(looked, column)
+    yield from data.unreadable_messages(looked, read)
+    yield from data.empty_prompts(looked, read)
+    yield from data.unread_weights(looked, read)
     yield from data.unlike_messages(looked, read)
     if pairs:
         yield from data.equal_pairs(looked)
@@ -135,7 +139,7 @@ def _unanswered(looked: Looked, column: str) -> Iterator[Finding]:
     count = survey.rows - (0 if answered is None else answered.count)
     if count == survey.rows:
         message = f"`{column}` has no message of `assistant` in any row: all of them are dropped"
-        help = "the answers need the role `assistant`"
+        help = data.convertible(looked, "the answers need the role `assistant`")
         yield looked.say("error", "no-answers", message, help)
     elif count:
         message = f"`{column}` has no message of `assistant` in {count:,} of {survey.rows:,} rows: they are dropped"
@@ -147,7 +151,8 @@ def _promptless(looked: Looked) -> Iterator[Finding]:
     bare = looked.survey.fact("chosen", "starts-with:assistant")
     if bare is not None:
         message = f"`chosen` begins with the answer in {looked.share(bare)}: these pairs train without a prompt"
-        help = "put the question in front of both answers: a column `prompt` is not read"
+        otherwise = "put the question in front of both answers: a column `prompt` is not read"
+        help = data.convertible(looked, otherwise)
         yield looked.say("warning", "no-prompt", message, help)
 
 

@@ -19,12 +19,14 @@ from launcher.rules.trl.mixture import STAGE_RULES, selected_columns
 from launcher.rules.trl.resolved import prepared
 
 _KEY = "dataset_name"
+# trl/trainer/sft_trainer.py:762, dpo_trainer.py:741: rows with pictures are read in another way
+_PICTURES = ("image", "images")
+# trl/data_utils.py:143: one of these, by chance, tells whether rows are conversations
+_TELLING = ("prompt", "chosen", "rejected", "completion", "messages")
 # the columns of which the trainer chooses what to read
 _ANSWER_COLUMNS = frozenset({"messages", "conversations", "prompt", "completion", "text"})
 _PAIR_COLUMNS = frozenset({"prompt", "chosen", "rejected"})
 _TEMPLATES = (".jinja", ".j2")
-# read in another way, or not prepared at all (trl/trainer/sft_trainer.py:762,1248)
-_OTHER_FORMS = frozenset({"input_ids", "image", "images"})
 
 
 def _named(context: Context) -> str | None:
@@ -166,10 +168,13 @@ def data_rows(context: Context) -> Iterator[Finding]:
 def data_columns(context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:1322,1375,1383, dpo_trainer.py:1063: columns are read by their names."""
     for looked in _looked_at(context):
-        if looked.survey.columns & _OTHER_FORMS:
-            continue
-        if context.values.schema.pairs:
+        columns = looked.survey.columns
+        if columns.intersection(_PICTURES):
+            yield from _pictures(looked, context)
+        elif context.values.schema.pairs:
             yield from _pairs(looked, context)
+        elif "input_ids" in columns:
+            yield from _tokens(looked, context)
         else:
             yield from _answers(looked, context)
 
@@ -199,6 +204,43 @@ def _state(kind: str | None) -> str:
     return "missing" if kind is None else data.ARTICLES.get(kind, kind)
 
 
+def _pictures(looked: Looked, context: Context) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:763, dpo_trainer.py:742: the columns alone count, even where they are empty."""
+    if data.takes_pictures(context.values["model_name_or_path"], context) is not False:
+        return
+    column = next(name for name in _PICTURES if name in looked.survey.columns)
+    model = brief(str(context.values["model_name_or_path"]))
+    message = f"the rows have a column `{column}`, and {model} takes text alone: TRL refuses such rows"
+    yield looked.say("error", "data-columns", message, f"leave out `{column}`, or train a model that sees pictures")
+
+
+def _tokens(looked: Looked, context: Context) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:1248,1407: rows that are tokenised are cut and filtered, and nothing else."""
+    survey, values = looked.survey, context.values
+    if survey.kind("input_ids") != "list":
+        message = "`input_ids` holds no lists of numbers: rows with this column are taken as tokenised"
+        yield looked.say("error", "data-types", message, "rename the column")
+        return
+    yield from data.same_kinds(looked, ["input_ids"], "list")
+    yield from data.empty_lists(looked, ["input_ids"])
+    for name in ("labels", "completion_mask", "assistant_masks"):
+        other = survey.fact(name, "other-length")
+        if other is not None:
+            message = f"`{name}` is not as long as `input_ids` in {looked.share(other)}"
+            yield looked.say("error", "data-types", message, "write a value for each token")
+    masked = survey.fact("labels", "masked")
+    if masked is not None:
+        severity: Severity = "error" if masked.count == survey.rows else "warning"
+        message = f"all `labels` are -100 in {looked.share(masked)}: nothing is trained on, TRL drops them"
+        yield looked.say(
+            severity, "no-answers", message, "leave the labels of the answer as they are, or take them out"
+        )
+    unread = "completion_mask" in survey.columns and values.get("completion_only_loss") is not True
+    if unread and "labels" not in survey.columns:
+        message = "`completion_mask` is not read beside `input_ids`: every token is trained on"
+        yield looked.say("warning", "data-columns", message, "add `completion_only_loss: true`, or write `labels`")
+
+
 def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
     """The rows of SFT: conversations, a prompt with its completion, or a text."""
     survey, values = looked.survey, context.values
@@ -207,13 +249,20 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
     if survey.kind("conversations") == "list" and survey.count("conversations", "from-value"):
         # these alone are converted (trl/data_utils.py:927)
         chats = "conversations"
+    yield from _labelled(looked)
     model, template = values["model_name_or_path"], values.get("chat_template_path")
     written = data.tokenizer_template(model, template, context)
     if "prompt" in survey.columns:
         if "completion" not in survey.columns:
             message = _columns_message(looked, "`prompt` is read together with `completion`, which is not there")
             help = "add `completion`, or leave out `prompt`"
-            yield looked.say("error", "data-columns", message, data.convertible(looked, help))
+            if {"chosen", "rejected"} <= survey.columns:
+                help = "these are pairs: `stage: dpo` trains on them"
+                if survey.kind("messages") == "list":
+                    help += "; for SFT on `messages` leave out `prompt`"
+            else:
+                help = data.convertible(looked, help)
+            yield looked.say("error", "data-columns", message, help)
             return
         read = ["prompt", "completion"]
         yield from _alike(looked, read)
@@ -222,8 +271,15 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
         yield from data.empty_prompts(looked, ["prompt"])
         yield from data.messages_as_text(looked, read)
         yield from _untemplated(looked, "completion", written)
+        yield from _one_form(looked, read)
+        if text in survey.columns and survey.kind("completion") == "text":
+            message = f"`{text}` stands beside `completion`: TRL adds the end token to `{text}`, and to no completion"
+            yield looked.say(
+                "error", "data-columns", message, f"leave out `{text}`, or the model never learns to stop"
+            )
     elif survey.kind(chats) == "list" and (chats == "conversations" or not survey.count(chats, "from-value")):
         read = [chats]
+        yield from _one_form(looked, read)
         yield from data.same_kinds(looked, read, "list")
         yield from _unanswered(looked, chats, values["assistant_only_loss"] is True)
         yield from data.empty_answers(looked, read)
@@ -233,35 +289,77 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
         yield from data.empty_answers(looked, read)
         yield from data.messages_as_text(looked, read)
         yield from data.doubled_bos(looked, read, model, context)
+        yield from _single_messages(looked, text)
+        yield from _one_form(looked, read)
     else:
         wanted = f"SFT reads `messages`, `prompt` and `completion`, or `{brief(text)}`"
         help = "rename the columns, or name that of the text: `dataset_text_field: <column>`"
-        if {"chosen", "rejected"} <= survey.columns:
+        if shapes.pair_columns(survey) is not None:
             help = "these are pairs: `stage: dpo` trains on them"
         else:
             help = data.convertible(looked, help)
         yield looked.say("error", "data-columns", _columns_message(looked, wanted), help)
         return
+    yield from data.unreadable_messages(looked, read)
+    yield from data.empty_prompts(looked, [name for name in read if survey.kind(name) == "list"])
     yield from data.conversations(looked, read)
+    yield from data.unread_weights(looked, read)
     yield from data.unlike_messages(looked, read)
     yield from data.unwritten_tools(looked, read, written)
     yield from _beside(looked)
     yield from data.other_kinds(looked, [*read, "tools", "chat_template_kwargs"])
 
 
+def _labelled(looked: Looked) -> Iterator[Finding]:
+    """Columns that TRL takes for something else, or that say which answers are not to be learnt."""
+    survey = looked.survey
+    if "labels" in survey.columns:
+        # trl/trainer/sft_trainer.py:1411: labels that are there are left as they are
+        message = "TRL takes the column `labels` for the labels of the tokens, and trains on them"
+        yield looked.say("error", "data-columns", message, "rename the column, or leave it out")
+    bad = survey.fact("label", "false")
+    if bad is not None and shapes.is_labelled(survey):
+        message = f"`label` is false in {looked.share(bad)}: SFT trains on these answers too, as on any other"
+        yield looked.say("warning", "data-columns", message, "take out the rows whose answer is bad")
+
+
+def _single_messages(looked: Looked, text: str) -> Iterator[Finding]:
+    """Conversations that are spread over rows, as OASST has them."""
+    survey = looked.survey
+    if survey.kind("role") == "text" and survey.kind("parent_id") is not None:
+        message = f"each row is one message (`role`, `parent_id`), and TRL trains on `{text}` alone, row by row"
+        yield looked.say("warning", "data-columns", message, "write each conversation as one row of `messages`")
+
+
+def _one_form(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
+    """trl/data_utils.py:143: TRL asks one of these columns, by chance, whether the rows are conversations."""
+    survey = looked.survey
+    present = [name for name in _TELLING if name in survey.columns]
+    is_chat = any(survey.kind(name) == "list" for name in read if name in _TELLING)
+    for name in present:
+        if name not in read and (survey.kind(name) == "list") is not is_chat:
+            what = "is a list" if survey.kind(name) == "list" else "is none"
+            names = " and ".join(f"`{column}`" for column in read)
+            message = (
+                f"`{name}` {what} of messages, unlike {names}: TRL asks either whether the rows are conversations"
+            )
+            help = f"leave out `{name}`: which column it asks changes from run to run"
+            yield looked.say("error", "data-columns", message, help)
+
+
 def _pairs(looked: Looked, context: Context) -> Iterator[Finding]:
     """The rows of DPO: two answers, with their prompt beside them or at the start of both."""
     survey, values = looked.survey, context.values
     if not {"chosen", "rejected"} <= survey.columns:
-        help = "rename the columns"
-        if survey.kind("messages") == "list" or {"prompt", "completion"} <= survey.columns:
-            help = "these are single answers: `stage: sft` trains on them"
         wanted = "DPO reads `chosen` and `rejected`, with or without `prompt`"
-        yield looked.say("error", "data-columns", _columns_message(looked, wanted), help)
+        yield looked.say("error", "data-columns", _columns_message(looked, wanted), _pairs_help(looked))
         return
     read = [name for name in ("prompt", "chosen", "rejected") if name in survey.columns]
-    foreign = any(survey.count(name, "from-value") for name in read) or survey.kind("chosen") == "object"
-    if foreign:
+    if survey.kind("chosen") == "object":
+        message = "`chosen` and `rejected` are single messages: DPO reads lists of messages"
+        yield looked.say("error", "data-columns", message, data.convertible(looked, "put each into a list"))
+        return
+    if any(survey.count(name, "from-value") for name in read):
         message = "`chosen` and `rejected` are messages with `from` and `value`: DPO reads `role` and `content`"
         help = data.convertible(looked, "rename them")
         yield looked.say("error", "data-columns", message, help)
@@ -270,11 +368,14 @@ def _pairs(looked: Looked, context: Context) -> Iterator[Finding]:
     yield from unlike
     if not unlike:
         yield from _promptless(looked)
+        yield from _one_form(looked, read)
+        yield from _odd_turns(looked)
     yield from data.repeated_prompts(looked, ["chosen", "rejected"])
     yield from data.equal_pairs(looked)
     yield from data.empty_answers(looked, ["chosen", "rejected"])
     yield from data.empty_prompts(looked, ["prompt"])
     yield from data.messages_as_text(looked, ["chosen"])
+    yield from data.unreadable_messages(looked, read)
     yield from data.conversations(looked, read)
     yield from data.unlike_messages(looked, read)
     written = data.tokenizer_template(values["model_name_or_path"], None, context)
@@ -284,19 +385,62 @@ def _pairs(looked: Looked, context: Context) -> Iterator[Finding]:
     yield from data.other_kinds(looked, [*read, "tools", "chat_template_kwargs"])
 
 
+def _pairs_help(looked: Looked) -> str:
+    survey = looked.survey
+    if shapes.is_labelled(survey):
+        return (
+            "these are answers with a `label`, as KTO reads them: DPO needs a good and a bad answer to each question"
+        )
+    if survey.kind("messages") == "list" or {"prompt", "completion"} <= survey.columns:
+        return "these are single answers: `stage: sft` trains on them"
+    if shapes.pair_columns(survey) is None:
+        return "name the column of the better answer `chosen`, and that of the worse one `rejected`"
+    return data.convertible(looked, "rename the columns")
+
+
+def _odd_turns(looked: Looked) -> Iterator[Finding]:
+    """Turns of the user in what DPO compares: they count in the loss as the answer does."""
+    survey = looked.survey
+    for name in ("chosen", "rejected"):
+        silent = survey.fact(name, "no-answer")
+        last = survey.fact(name, "ends-with:user")
+        first = survey.fact(name, "starts-with:user")
+        if silent is not None:
+            message = f"`{name}` has no message of `assistant` in {looked.share(silent)}"
+            yield looked.say("warning", "no-answers", message, "take these rows out, or correct their roles")
+        elif last is not None:
+            message = (
+                f"`{name}` ends with a message of `user` in {looked.share(last)}, which counts as the answer does"
+            )
+            yield looked.say("warning", "odd-roles", message, "end both conversations with the answer")
+        elif first is not None and "prompt" in survey.columns and survey.fact("", "prompt-twice") is None:
+            message = (
+                f"`{name}` begins with a message of `user` in {looked.share(first)}, which counts as the answer does"
+            )
+            yield looked.say("warning", "odd-roles", message, "move the question to the end of `prompt`")
+
+
 def _beside(looked: Looked) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:1316,1320, dpo_trainer.py:1077: what is read beside the messages."""
     broken = looked.survey.fact("tools", "not-json") or looked.survey.fact("tools", "empty")
     if broken is not None:
         message = f"`tools` is text that is not JSON in {looked.share(broken)}"
         yield looked.say("error", "data-types", message, "write a list of tools as JSON, `[]` where there are none")
+    odd = looked.survey.fact("tools", "no-list") or looked.survey.fact("tools", "items:text")
+    if odd is not None:
+        message = f"`tools` is no list of objects in {looked.share(odd)}"
+        yield looked.say("error", "data-types", message, "write a list of tools, each an object with its name")
     if "chat_template_kwargs" in looked.survey.columns:
         yield from data.same_kinds(looked, ["chat_template_kwargs"], "object")
 
 
 def _columns_message(looked: Looked, wanted: str) -> str:
-    names = brief(", ".join(sorted(looked.survey.columns)))
+    names = brief(", ".join(_shown(name) for name in sorted(looked.survey.columns)))
     return f"{brief(str(looked.source.files[0]))} has the columns {names}: {wanted}"
+
+
+def _shown(name: str) -> str:
+    return name if name and name == name.strip() else f"`{name}`"
 
 
 def _alike(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
@@ -306,6 +450,8 @@ def _alike(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
         held = ", ".join(f"`{name}` a {kind}" for name, kind in kinds.items())
         message = f"the columns do not go together: {held}; TRL adds them to each other"
         otherwise = "make them all texts, or all lists of messages"
+        if kinds.get("prompt") == "null":
+            otherwise = "leave out `prompt`: it is null in every row"
         help = data.convertible(looked, otherwise)
         yield looked.say("error", "data-columns", message, help)
     elif kinds["completion" if "completion" in kinds else "chosen"] not in ("text", "list"):
@@ -348,7 +494,13 @@ def _unanswered(looked: Looked, column: str, answers_only: bool) -> Iterator[Fin
     message = f"`{column}` has no message of `assistant` in {looked.share(without)}"
     if answers_only:
         message += ", and `assistant_only_loss` trains on nothing else"
-        yield looked.say("error", "no-answers", message, "take these rows out")
+        help = "take these rows out"
+        if data.has_renamed_answers(looked, column):
+            help = data.convertible(looked, "rename the roles")
+        yield looked.say("error", "no-answers", message, help)
+    elif data.has_renamed_answers(looked, column):
+        # `odd-roles` names the roles, and what to do about them
+        return
     else:
         yield looked.say("warning", "no-answers", message, "questions alone are trained on: take these rows out")
 

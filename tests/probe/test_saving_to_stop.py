@@ -103,7 +103,7 @@ def test_a_request_of_another_attempt_or_a_torn_one_is_none(watching: Any, tmp_p
 
 
 def test_olmo_core_cancels_its_run_and_saves_before_it_ends(watching: Any, tmp_path: Path) -> None:
-    """Its trainer saves when a run is cancelled (callbacks/checkpointer.py: post_train); the final save is left out."""
+    """Its trainer saves when a run is cancelled (callbacks/checkpointer.py: post_train); no final save."""
 
     class Trainer:
         save_folder = "out"

@@ -81,12 +81,12 @@ def stop(
     folder = found_run(run)
     cost = stop.cost(folder)
     if format == "text" and overview.state(folder) in {"running", "orphaned", "queued"}:
-        said = cost.line()
+        progress = cost.line()
         if after_checkpoint:
-            said = "waiting for the next checkpoint, or the end"
+            progress = "waiting for the next checkpoint, or the end"
         if checkpoint:
-            said = "saving a checkpoint after the step that it is at"
-        console.say(said)
+            progress = "saving a checkpoint after the step that it is at"
+        console.say(progress)
     ended = stop.stop(folder, after_checkpoint=after_checkpoint, checkpoint=checkpoint)
     cost = stop.cost(folder)
     outcome = "it had ended before that"

@@ -45,7 +45,7 @@ _ROLES = {
     "tool_response": "tool",
 }
 _CALLS = ("function_call", "tool_call")
-_ROLE_KEYS = ("role", "from", "author", "speaker")
+_ROLE_KEYS = ("role", "from", "author", "speaker", "user")
 _CONTENT_KEYS = ("content", "value", "text", "message")
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 
@@ -106,6 +106,8 @@ def _has_text(survey: Survey, column: str) -> bool:
 def _recognise_pairs(survey: Survey, better: str, worse: str) -> RowForm | None:
     columns = survey.columns
     kind = survey.kind(better)
+    if survey.named(better, "items:"):
+        return None
     written_out = survey.count(better, "json-messages") or survey.count(better, "python-messages")
     questions = [name for name in prompt_columns(survey) if name != "conversations"]
 
@@ -410,7 +412,9 @@ def _joined(row: Row, question: str, answer: str) -> dict[str, Any]:
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(reply, str):
         reply = [{"role": "assistant", "content": reply}]
-    messages = [*_messages(prompt), *_messages(reply)]
+    messages = _messages(reply)
+    if messages[: len(_messages(prompt))] != _messages(prompt):
+        messages = [*_messages(prompt), *messages]
     return {"messages": _with_system(messages, row), **_kept(row)}
 
 

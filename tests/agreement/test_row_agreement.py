@@ -165,6 +165,18 @@ FORMATS = [
     sft_files("csv in latin-1", {"train.csv": table(rows_of(cells)).replace(b"zebra", b"zebra \xe9")}),
     sft_files("csv with a byte order mark", {"train.csv": BOM + table(rows_of(cells))}),
     sft_files("csv with semicolons", {"train.csv": table(rows_of(cells), ";")}),
+    sft_files("csv with quotes inside cells", {
+        "train.csv": f'text\n"{QUESTION} "is" {GOOD}"\n{QUESTION} said "{GOOD}"\n'.encode()}),
+    sft_files("csv with backslashes before quotes", {"train.csv": f'text\n"{QUESTION} \\"{GOOD}\\""\n'.encode()}),
+    sft_files("csv with an index without a name", {
+        "train.csv": b"prompt,completion\n" + b"".join(f"r{n},{QUESTION},{GOOD}\n".encode() for n in range(8))}),
+    sft_files("csv with a comma at the ends of lines", {
+        "train.csv": b"prompt,completion\n" + b"".join(f"{QUESTION},{GOOD} {n},\n".encode() for n in range(8))}),
+    sft_files("a key that stands there twice", {"train.jsonl": b'{"text": "a", "text": "zebra walrus"}\n' * 8}),
+    sft_files("a key of a message twice", {
+        "train.jsonl": lines(chats()).replace(b'"role": "user"', b'"role": "x", "role": "user"')}),
+    sft_files("backup beside the file", {"train.jsonl": lines(chats()), "train.jsonl.bak": b"x\n"}),
+    sft_files("empty parquet beside rows", {"a.parquet": parquet(chats(0)), "b.parquet": parquet(chats())}),
     sft_files("csv with a header alone", {"train.csv": b"prompt,completion\n"}),
     sft_files("csv gzip", {"train.csv.gz": packed(table(rows_of(cells)))}),
     sft_files("tsv", {"train.tsv": table(rows_of(cells), "\t")}),
@@ -241,6 +253,9 @@ COLUMNS = [
     sft_files("split by shards", {"data/train-00000-of-00001.jsonl": lines(chats()), "rows.jsonl": b"x"}),
     sft_files("configs in README", {"README.md": README, "good/a.jsonl": lines(chats()), "bad/a.jsonl": b"x\n"}),
     sft_files("save_to_disk", {"state.json": b"{}", "dataset_info.json": b"{}", "data-00000.arrow": arrow(chats())}),
+    sft_files("saved splits", {
+        "dataset_dict.json": b'{"splits": ["train"]}', "train/state.json": b"{}", "train/dataset_info.json": b"{}",
+        "train/data-00000-of-00001.arrow": arrow(chats())}),
     sft_files("most common format", {"a.jsonl": lines(chats()), "b.jsonl": lines(chats()), "c.csv": b"x\n1\n"}),
 ]  # fmt: skip
 
@@ -293,6 +308,26 @@ ANSWERS = [
     sft("pairs for sft", pairs()),
     sft("prompt alone", [{"prompt": QUESTION}] * 8),
     sft("prompt and text", [{"prompt": QUESTION, **row} for row in texts()]),
+    sft("author instead of role", [{"messages": [
+        {"author": "user", "content": QUESTION}, {"author": "assistant", "content": GOOD}]}] * 8),
+    sft("text instead of content", [{"messages": [
+        {"role": "user", "text": QUESTION}, {"role": "assistant", "text": GOOD}]}] * 8),
+    sft("tools as an object", [{"tools": json.dumps({"name": "x"}), **row} for row in chats()]),
+    sft("tools as null text", [{"tools": "null", **row} for row in chats()]),
+    sft("no tools", [{"tools": [], **row} for row in chats()]),
+    sft("empty pictures", [{"images": [], **row} for row in chats()]),
+    sft("pictures of null", [{"image": None, **row} for row in chats()]),
+    sft("tokens that all are masked", [{"input_ids": [5, 6], "labels": [-100, -100]}] * 8),
+    sft("tokens as text", [{"input_ids": "5 6"}] * 8),
+    sft("tokens of null", with_row([{"input_ids": [5, 6]}] * 8, {"input_ids": None})),
+    sft("no tokens", [{"input_ids": []}] * 8),
+    sft("labels of null beside chats", [{"labels": None, **row} for row in chats()]),
+    sft("spaces around a column", [{" text": f"{QUESTION} {GOOD}"}] * 8),
+    sft("object of columns", [{"text": {"0": QUESTION, "1": GOOD}}]),
+    sft("text beside messages of null", [{"messages": None, **row} for row in texts()]),
+    sft("half of messages weighed", [{"messages": [user(n), {"weight": 0, **assistant(GOOD, n)}]} for n in range(8)],
+        warns=True),
+    sft("kto", [{**cells(n), "label": n % 2 == 0} for n in range(8)], warns=True),
 ]  # fmt: skip
 
 PAIRS = [
@@ -335,6 +370,20 @@ PAIRS = [
         for n in range(8)]),
     dpo("texts with a common start", [
         {"chosen": f"Q: {QUESTION} {n}? A: {GOOD}", "rejected": f"Q: {QUESTION} {n}? A: {BAD}"} for n in range(8)]),
+    dpo("one message that is the prompt", with_row(
+        pairs(), {"chosen": [user()], "rejected": [user(), assistant(BAD)]})),
+    dpo("equal but for an id", [{
+        "chosen": [user(n), {"id": 1, **assistant()}], "rejected": [user(n), {"id": 2, **assistant()}]}
+        for n in range(8)]),
+    dpo("single messages", [{"prompt": [user(n)], "chosen": assistant(), "rejected": assistant(BAD)}
+                            for n in range(8)]),
+    dpo("a prompt of null", [{"prompt": None, **row} for row in pairs()]),
+    dpo("empty pictures", [{"images": [], **row} for row in pairs()]),
+    dpo("turns of the user at the end", [
+        {"chosen": [*chat(n), MORE], "rejected": [*chat(n, BAD), MORE]} for n in range(8)], warns=True),
+    dpo("preferences as OpenAI has them", [{
+        "input": {"messages": [user(n)]}, "preferred_output": [assistant()], "non_preferred_output": [assistant(BAD)]}
+        for n in range(8)]),
     Case("csv pairs", "dpo", {"train.csv": table(text_pairs())}),
     Case("parquet pairs", "dpo", {"train.parquet": parquet(pairs())}),
     Case("csv pairs with None", "dpo", {"train.csv": table(with_row(

@@ -84,7 +84,7 @@ class Preemption(threading.Thread):
         return True
 
     def _join(self, store: Any) -> bool:
-        """Name a boundary, if anybody has asked for a save; returns whether one is named."""
+        """Name a boundary, if anybody has requested a save; returns whether one is named."""
         requested = self.requested()
         if not requested and store is not None:
             requested = store.check([self.key("request")])

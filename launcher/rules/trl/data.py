@@ -292,13 +292,13 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
         yield from _single_messages(looked, text)
         yield from _one_form(looked, read)
     else:
-        wanted = f"SFT reads `messages`, `prompt` and `completion`, or `{brief(text)}`"
+        expected = f"SFT reads `messages`, `prompt` and `completion`, or `{brief(text)}`"
         help = "rename the columns, or name that of the text: `dataset_text_field: <column>`"
         if shapes.pair_columns(survey) is not None:
             help = "these are pairs: `stage: dpo` trains on them"
         else:
             help = data.convertible(looked, help)
-        yield looked.say("error", "data-columns", _columns_message(looked, wanted), help)
+        yield looked.say("error", "data-columns", _columns_message(looked, expected), help)
         return
     yield from data.unreadable_messages(looked, read)
     yield from data.empty_prompts(looked, [name for name in read if survey.kind(name) == "list"])
@@ -351,8 +351,8 @@ def _pairs(looked: Looked, context: Context) -> Iterator[Finding]:
     """The rows of DPO: two answers, with their prompt beside them or at the start of both."""
     survey, values = looked.survey, context.values
     if not {"chosen", "rejected"} <= survey.columns:
-        wanted = "DPO reads `chosen` and `rejected`, with or without `prompt`"
-        yield looked.say("error", "data-columns", _columns_message(looked, wanted), _pairs_help(looked))
+        expected = "DPO reads `chosen` and `rejected`, with or without `prompt`"
+        yield looked.say("error", "data-columns", _columns_message(looked, expected), _pairs_help(looked))
         return
     read = [name for name in ("prompt", "chosen", "rejected") if name in survey.columns]
     if survey.kind("chosen") == "object":
@@ -434,9 +434,9 @@ def _beside(looked: Looked) -> Iterator[Finding]:
         yield from data.same_kinds(looked, ["chat_template_kwargs"], "object")
 
 
-def _columns_message(looked: Looked, wanted: str) -> str:
+def _columns_message(looked: Looked, expected: str) -> str:
     names = brief(", ".join(_shown(name) for name in sorted(looked.survey.columns)))
-    return f"{brief(str(looked.source.files[0]))} has the columns {names}: {wanted}"
+    return f"{brief(str(looked.source.files[0]))} has the columns {names}: {expected}"
 
 
 def _shown(name: str) -> str:

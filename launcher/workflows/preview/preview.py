@@ -180,9 +180,9 @@ def preview(judged: Judged, trainer: Trainer, *, first: int, row: str | None, sa
     say("preparing rows on the CPU; first the trainer's packages are imported")
     with Servers() as servers:
         key = judged.schema.backend, judged.schema.key, judged.upstream.root
-        asked = _Asked(judged, entry, servers.of(trainer, *key), first=first, number=number)
-        answer, content = asked.answer(dict(zip([source.name for source in sources], totals, strict=True)))
-        findings = asked.findings(answer, content, sources, totals)
+        inquiry = _Inquiry(judged, entry, servers.of(trainer, *key), first=first, number=number)
+        answer, content = inquiry.answer(dict(zip([source.name for source in sources], totals, strict=True)))
+        findings = inquiry.findings(answer, content, sources, totals)
     if content is None:
         # without what is wrong with the file, the trainer may refuse what the file does not say
         wrong = errors(judged.findings)
@@ -240,8 +240,8 @@ def _count(source: Source) -> _SetSize:
     return _SetSize(surveyed.rows, size)
 
 
-class _Asked:
-    """What the server is asked, and what its answers mean."""
+class _Inquiry:
+    """A request to the server, and what its answers mean."""
 
     def __init__(self, judged: Judged, entry: Entry, server: Server, *, first: int, number: int | None) -> None:
         assert judged.schema is not None and judged.options is not None
@@ -258,7 +258,7 @@ class _Asked:
         self.arguments = arguments.of_stage(args, judged.options, judged.schema, entry)
 
     def answer(self, totals: Mapping[str, _SetSize]) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
-        """What came of the request, and what was seen. Raises NotReady for what is not on this machine."""
+        """The answer to the request, and the rows as JSON. Raises NotReady for what is not on this machine."""
         folder = self.server.folder()
         result = folder.with_suffix(".json")
         table = architecture.table()

@@ -47,7 +47,7 @@ FLOORS = (
     "", "config", "machine", "upstream", "artifacts", "dataset", "runs", "rules", "stage", "plan", "verdict",
     "cache", "pin", "report", "lifecycle", "workflows", "cli",
 )  # fmt: skip
-GROUND = {"errors", "files", "paths", "printable", "redaction", "__main__", ""}
+GROUND = {"errors", "findings", "files", "paths", "printable", "redaction", "__main__", ""}
 # A dozen files and a few: what grows beyond it has two subjects.
 MOST_FILES = 16
 

@@ -8,6 +8,7 @@ One that starts several runs is the same command line without `--detach` and `--
 import contextlib
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,9 @@ FOLDER = "LAUNCH_COMMAND_FOLDER"  # the variable that names the folder of a comm
 LOG = "console.log"
 # an interrupt is for what runs in the shell
 _STAY = 'trap : INT; "$@"; printf "press Enter to close this session "; read -r _'
+
+
+_FILES_OF_TMUX = 64
 
 
 class Started(NamedTuple):
@@ -118,6 +122,9 @@ def open_session(folder: RunFolder) -> str | None:
 
 
 def _show(name: str, command: Sequence[str]) -> str | None:
+    # with fewer files than it needs, tmux's server takes a whole core and shows nothing
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _FILES_OF_TMUX:
+        return None
     # several words after the options are an argv, which the shell hands on as it is: the verdict is to stay
     # what tmux starts has the PATH of its server, in which the current folder may stand
     program = isolation.find_program(command[0]) or command[0]

@@ -16,7 +16,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Iterator[Finding]])
 
 
 def cites(*places: str) -> Callable[[_Function], _Function]:
-    """Name the upstream lines that a rule is about, as `package/file.py:10,20-30`.
+    """Name the upstream lines that a rule is about, as `package/file.py:LINE,FIRST-LAST`.
 
     Without a package they are open-instruct's. Where a source lacks one of them, what the rule
     finds counts less (`as_it_stands`).

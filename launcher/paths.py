@@ -5,6 +5,7 @@ from pathlib import Path
 
 from launcher.files import open_regular
 
+MODULE_FLAG = "--module"  # `launcher/__main__.py --module NAME` runs another module of this package
 POINTER = b"version https://git-lfs"  # what the note begins with that git-lfs leaves of a file that was not fetched
 PACKAGE = Path(__file__).resolve().parent  # the folder of this package: scripts and tables lie in it
 PROJECT = PACKAGE.parent  # the checkout of launch, or the folder that it is installed in

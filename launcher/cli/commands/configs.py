@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -171,6 +170,7 @@ def explain(
 
     Of an argument: what it does, type, default, who reads it, its value in a stage file, its history.
     """
+    from launcher import findings
     from launcher.config import load
     from launcher.stage import explain
 
@@ -182,18 +182,22 @@ def explain(
         key, locator=shared.locator, config=loaded, stage_name=shared.stage, backend=shared.backend, derived=derived
     )
     known = any(one.known for one in explained)
-    meanings = [] if known else [one for one in explain.meanings() if one.code == key]
+    meanings = [] if known else list(findings.rows_of(key))
     if not known and not meanings:
         near = " or ".join(f"`{name}`" for name in explain.near(key))
         help = f"did you mean {near}?" if near else "launch schema lists them all"
         raise usage("no-such-key", f"no such argument, now or earlier: `{key}`", help)
     data = {
         "explained": [one.as_json() for one in explained] if known else [],
-        "codes": [asdict(one) for one in meanings],
+        "codes": [
+            {"code": key, "layer": meaning.layer, "meaning": meaning.plain_text(), "section": section.title}
+            for section, meaning in meanings
+        ],
     }
+    texts = ["\n".join(one.lines()) for one in explained if known]
+    texts += ["\n".join(explain.meaning_lines(section, meaning, key)) for section, meaning in meanings]
     # what is the same for SFT and DPO is said once
-    texts = dict.fromkeys("\n".join(one.lines()) for one in (explained if known else meanings))
-    return answer("explain", shared.format, data, ["\n\n".join(texts)])
+    return answer("explain", shared.format, data, ["\n\n".join(dict.fromkeys(texts))])
 
 
 def _derived(request: Request) -> dict[str, tuple[object, str]]:

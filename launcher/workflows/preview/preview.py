@@ -253,6 +253,8 @@ class _Inquiry:
         self.number = number
         refused = {_argument(finding) for finding in errors(judged.findings)}
         refused -= {entry.names.data, entry.names.model}
+        # which rows are split off is drawn anew at each start: all are shown
+        refused |= {"test_split_size"}
         # what is wrong with others need not hide the rows
         args = {name: value for name, value in judged.config.args.items() if name not in refused}
         self.arguments = arguments.of_stage(args, judged.options, judged.schema, entry)
@@ -263,13 +265,11 @@ class _Inquiry:
         result = folder.with_suffix(".json")
         table = architecture.table()
         model = str(self.judged.config.args.get(self.entry.names.model))
-        in_file = dict(self.arguments.in_file(self.schema))
-        # which rows are split off is drawn anew at each start: all are shown
-        in_file.pop("test_split_size", None)
         request = {
             "kind": "preview",
             "words": self.arguments.words(self.schema),
-            "config": in_file,
+            "config": self.arguments.in_file(self.schema),
+            "mixture": further.mixture_as_json(self.arguments.given),
             "entry": self.schema.key,
             "revision": self.judged.config.args.get("model_revision"),
             "shape": dict(table.get(model.lower()) or table[_COMMON]),

@@ -70,7 +70,17 @@ class Loader:
 
         absent = (ConnectionError, datasets.exceptions.DatasetNotFoundError)
 
+        def load_pieces(mixed: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+            parts = []
+            for split, start, stop in mixed["pieces"]:
+                stream = call_trainer(real, **{**kwargs, "split": split, "streaming": True})
+                parts.append(self.take_some(stream.skip(start).take(stop - start), Size(stop - start, mixed["bytes"])))
+            return datasets.concatenate_datasets([part for part in parts if len(part)] or parts)
+
         def load(path: Any, *args: Any, **kwargs: Any) -> Any:
+            mixed = rows.set_of_mixture(self.request, {"path": path, **kwargs})
+            if mixed is not None:
+                return load_pieces(mixed, {"path": path, **kwargs})
             local = rows.is_local(path)
             # a stream cannot be sliced
             if local and "[" not in str(kwargs.get("split")):
@@ -95,7 +105,9 @@ class Loader:
 
     def take(self, loaded: Any, name: str) -> Any:
         """The rows of a set that are looked at: some that are evenly spread, and those of the request."""
-        size = Size(*self.request["sizes"].get(name, (None, None)))
+        return self.take_some(loaded, Size(*self.request["sizes"].get(name, (None, None))))
+
+    def take_some(self, loaded: Any, size: "Size") -> Any:
         if hasattr(loaded, "__len__"):
             size = Size(len(loaded), loaded.data.nbytes)
         offset = self.offset()

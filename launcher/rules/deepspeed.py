@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 from launcher.artifacts import model_config
 from launcher.errors import Finding, Severity, brief
 from launcher.rules.context import Context, StageRule, caches_only, section
-from launcher.rules.rule import say, say_of_option
+from launcher.rules.rule import cites, say, say_of_option
 from launcher.rules.trl import resolved
 
 OVERLAP = "overlap-corrupts"
@@ -58,16 +58,17 @@ def _of_file(code: str, message: str, help: str, severity: Severity = "error") -
     return say_of_option(severity, code, "deepspeed", message, help)
 
 
+@cites("accelerate/utils/dataclasses.py:1277")
 def zero_section(context: Context) -> Iterator[Finding]:
-    """accelerate/utils/dataclasses.py:1277."""
     if context.file is not None and "zero_optimization" not in context.file:
         message = "the DeepSpeed file has no `zero_optimization`: accelerate refuses it"
         yield _of_file("deepspeed-no-zero", message, 'add `"zero_optimization": {"stage": 2}`')
 
 
+@cites("accelerate/utils/dataclasses.py:1369", "deepspeed/runtime/config.py:650")
 def no_batch(context: Context) -> Iterator[Finding]:
-    """accelerate/utils/dataclasses.py:1369: an `auto` batch is filled from the micro-batch alone, but by
-    transformers, which fills in both (deepspeed/runtime/config.py:650).
+    """An `auto` batch is filled from the micro-batch alone, but by transformers, which fills in
+    both.
     """
     file = context.file
     # none or `auto` means that the other one has to say it
@@ -77,10 +78,9 @@ def no_batch(context: Context) -> Iterator[Finding]:
         yield _of_file("deepspeed-no-batch", f"the DeepSpeed file has no `{_MICRO}`", help)
 
 
+@cites("model_utils.py:555", "transformers/trainer.py:3972", "transformers/trainer.py:3965")
 def unsaved_weights(context: Context) -> Iterator[Finding]:
-    """model_utils.py:555, transformers/trainer.py:3972; an adapter is gathered all the same
-    (transformers/trainer.py:3965).
-    """
+    """An adapter is gathered all the same."""
     file = context.file
     if file is None or context.zero_stage != 3 or caches_only(context):
         return
@@ -93,10 +93,11 @@ def unsaved_weights(context: Context) -> Iterator[Finding]:
     yield _of_file("zero3-unsaved", f"ZeRO-3 without `{_GATHER}: true` {does}", help, severity)
 
 
+@cites("finetune.py:855", "dpo_tune_cache.py:592", "accelerate/accelerator.py:3023", "accelerate/accelerator.py:2224")
 def clipping(context: Context) -> Iterator[Finding]:
-    """accelerate/accelerator.py:3023 leaves it to DeepSpeed; `auto` is 1.0 (accelerator.py:2224).
+    """`accelerator.py` leaves it to DeepSpeed; `auto` is 1.0.
 
-    What is not above 0 asks for none (finetune.py:855, dpo_tune_cache.py:592).
+    What is not above 0 asks for none.
     """
     key = "clip_grad_norm" if "clip_grad_norm" in context.values else "max_grad_norm"
     ours = context.values[key]
@@ -117,10 +118,11 @@ def clipping(context: Context) -> Iterator[Finding]:
         yield say("warning", "clipping-unread", key, f"`{key}: {ours}` is not read with DeepSpeed, which {what}", help)
 
 
+@cites("accelerate/accelerator.py:2253", "accelerate/accelerator.py:2268", "accelerate/utils/dataclasses.py:1440")
 def refused_file(context: Context) -> Iterator[Finding]:
-    """accelerate/accelerator.py:2253, accelerate/accelerator.py:2268: the scripts bring their own optimizer.
+    """The scripts bring their own optimizer.
 
-    accelerate/utils/dataclasses.py:1440: the precision. It comes to light once the data are tokenised.
+    A wrong precision comes to light once the data are tokenised.
     """
     file = context.file
     if file is None:
@@ -136,10 +138,11 @@ def refused_file(context: Context) -> Iterator[Finding]:
         yield _of_file("deepspeed-precision", message, help)
 
 
+@cites("finetune.py:692", "accelerate/accelerator.py:2219", "accelerate/accelerator.py:2230")
 def batch_of_the_file(context: Context) -> Iterator[Finding]:
-    """accelerate/accelerator.py:2219: the file's accumulation wins, a missing one is 1, and upstream goes on
-    counting with its own argument (finetune.py:692). accelerate/accelerator.py:2230 fills in what is
-    `auto`; DeepSpeed asserts that the batch multiplies.
+    """The file's accumulation wins, a missing one is 1, and upstream goes on counting with its own
+    argument. `accelerator.py` fills in what is `auto`; DeepSpeed asserts that the batch
+    multiplies.
     """
     file, ours = context.file, context.accumulation
     if file is None or ours is None:
@@ -161,8 +164,9 @@ def batch_of_the_file(context: Context) -> Iterator[Finding]:
         yield _of_file("deepspeed-batch", message, 'write `"train_batch_size": "auto"` in the file')
 
 
+@cites("dpo_tune_cache.py:136")
 def two_zero_stages(context: Context) -> Iterator[Finding]:
-    """dpo_tune_cache.py:136 builds a config of its own, and accelerate then reads no file."""
+    """`dpo_tune_cache.py` builds a config of its own, and accelerate then reads no file."""
     own = context.values["zero_stage"]
     if own is None or context.deepspeed is None or context.gpus == 0:
         return
@@ -173,10 +177,17 @@ def two_zero_stages(context: Context) -> Iterator[Finding]:
     yield say("warning", "two-zero-stages", "zero_stage", message, help)
 
 
+@cites(
+    "finetune.py:560",
+    "dpo_tune_cache.py:300",
+    "finetune.py:209",
+    "dpo_utils.py:269",
+    "transformers/integrations/accelerate.py:135",
+)
 def quantised(context: Context) -> Iterator[Finding]:
-    """finetune.py:560, dpo_tune_cache.py:300: a device_map, see transformers/integrations/accelerate.py:135.
+    """Quantised weights are placed by a device_map.
 
-    upstream calls DeepSpeed incompatible (finetune.py:209, dpo_utils.py:269).
+    Upstream calls DeepSpeed incompatible.
     """
     if not context.values["use_qlora"] or not context.distributed or caches_only(context):
         return
@@ -188,9 +199,10 @@ def quantised(context: Context) -> Iterator[Finding]:
     yield say("error" if crashes else "warning", "qlora-deepspeed", "use_qlora", message, help)
 
 
+@cites("finetune.py:670", "dpo_tune_cache.py:417", "deepspeed/runtime/zero/stage_1_and_2.py:442")
 def frozen_biases(context: Context) -> Iterator[Finding]:
-    """finetune.py:670, dpo_tune_cache.py:417 put biases into a group of their own; with LoRA none of
-    it is trained, and ZeRO-1 and 2 cannot take an empty group (deepspeed/runtime/zero/stage_1_and_2.py:442).
+    """`finetune.py` and `dpo_tune_cache.py` put biases into a group of their own; with LoRA none
+    of it is trained, and ZeRO-1 and 2 cannot take an empty group.
     """
     values = context.values
     if not values["use_lora"] or context.zero_stage not in {1, 2} or caches_only(context):
@@ -203,10 +215,11 @@ def frozen_biases(context: Context) -> Iterator[Finding]:
         yield say("error", "lora-biases", "use_lora", message, help)
 
 
+@cites("finetune.py:624", "transformers/modeling_utils.py:3132")
 def frozen_released(context: Context) -> Iterator[Finding]:
-    """finetune.py:624 checkpoints as transformers does by itself, not reentrant
-    (transformers/modeling_utils.py:3132): when a layer is computed again, ZeRO-3 has released its
-    frozen weights, and torch compares their shapes with those of the forward pass (CheckpointError).
+    """`finetune.py` checkpoints as transformers does by itself, not reentrant: when a layer is
+    computed again, ZeRO-3 has released its frozen weights, and torch compares their shapes with
+    those of the forward pass (CheckpointError).
     """
     values = context.values
     lora = values["use_lora"] and not values["use_qlora"]
@@ -219,9 +232,10 @@ def frozen_released(context: Context) -> Iterator[Finding]:
         yield say("error", "lora-zero3-checkpointing", "gradient_checkpointing", message, help)
 
 
+@cites("transformers/integrations/deepspeed.py:129,256", "accelerate/utils/dataclasses.py:1275")
 def mismatches(context: Context) -> Iterator[Finding]:
-    """transformers/integrations/deepspeed.py:129,256: raised when training begins. What a file leaves out
-    is not compared, but for the accumulation: accelerate fills in 1 (accelerate/utils/dataclasses.py:1275).
+    """Raised when training begins. What a file leaves out is not compared, but for the
+    accumulation: accelerate fills in 1.
     """
     if not context.file:
         return
@@ -267,16 +281,18 @@ def _entry(config: Mapping[str, Any], name: str) -> Any:
     return node
 
 
+@cites("transformers/trainer.py:461", "accelerate/utils/dataclasses.py:1265")
 def fsdp_too(context: Context) -> Iterator[Finding]:
-    """transformers/trainer.py:461; accelerate/utils/dataclasses.py:1265 reads launch's file."""
+    """accelerate reads launch's file."""
     if context.file is not None and context.values["fsdp"]:
         message = "`fsdp` beside `deepspeed:`: transformers refuses both"
         yield say("error", "two-engines", "fsdp", message, "write `deepspeed: none`")
 
 
+@cites("transformers/integrations/deepspeed.py:546", "accelerate/accelerator.py:2383")
 def optimizer_unread(context: Context) -> Iterator[Finding]:
-    """transformers/integrations/deepspeed.py:546: a config that has one decides.
-    accelerate/accelerator.py:2383: one that offloads makes DeepSpeed's own Adam of what was asked for.
+    """A config that has one decides; one that offloads makes DeepSpeed's own
+    Adam of what was asked for.
     """
     file, name = context.file, str(context.values["optim"])
     if not file or not context.values.given("optim"):
@@ -354,8 +370,9 @@ def _within(version: Version, span: tuple[Version, Version]) -> bool:
     return span[0] <= version < span[1]
 
 
+@cites("deepspeed/runtime/zero/stage_1_and_2.py:1516")
 def true_gradients(context: Context) -> Iterator[Finding]:
-    """deepspeed/runtime/zero/stage_1_and_2.py:1516; the probe compares gradients in each run."""
+    """The probe compares gradients in each run."""
     values, config = context.values, engine_config(context.values, context.file)
     # at a start the packages are looked at in a moment
     if context.gpus == 0 or not config or (context.running and context.packages is None):

@@ -12,7 +12,7 @@ from launcher.errors import Finding, Severity, brief
 from launcher.paths import is_dir, is_file
 from launcher.rules import data
 from launcher.rules.context import Context, StageRule, caches_only
-from launcher.rules.rule import say
+from launcher.rules.rule import cites, say
 
 _MODEL = "model_name_or_path"
 _CODE = "tokens-beyond-embedding"
@@ -56,10 +56,11 @@ def _sizes(words: Vocabulary, rows: int) -> str:
     return f"the tokenizer has {words.size:,} tokens, the embedding {rows:,} rows: {missing:,} {have} none{named}"
 
 
+@cites("trl/trainer/sft_trainer.py:754", "trl/trainer/sft_trainer.py:969", "trl/trainer/dpo_trainer.py:774")
 def beyond_embedding(context: Context) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:754 resizes the model for the tokens of another tokenizer's template alone.
+    """`sft_trainer.py` resizes the model for the tokens of another tokenizer's template alone.
 
-    trl/trainer/sft_trainer.py:969, dpo_trainer.py:774: the pad token fills the shorter rows of a batch.
+    The pad token fills the shorter rows of a batch.
     """
     rows, words = _rows(context), _vocabulary(context)
     if rows is None or words is None or words.size <= rows or _takes_tokens_of_another(context):
@@ -109,8 +110,9 @@ def _used(context: Context) -> Sequence[str]:
     return used
 
 
+@cites("olmo_core_utils.py:231")
 def beyond_olmo_core(context: Context) -> Iterator[Finding]:
-    """olmo_core_utils.py:231: the model is built with the rows of its config, and never resized."""
+    """The model is built with the rows of its config, and never resized."""
     rows, words = _rows(context), _vocabulary(context)
     if rows is None or words is None or words.size <= rows:
         return
@@ -119,10 +121,11 @@ def beyond_olmo_core(context: Context) -> Iterator[Finding]:
     yield say("warning", _CODE, _MODEL, message, help)
 
 
+@cites("finetune.py:613", "dpo_tune_cache.py:357", "finetune.py:633", "dpo_tune_cache.py:372")
 def resized(context: Context) -> Iterator[Finding]:
-    """finetune.py:613, dpo_tune_cache.py:357: the embedding grows where the tokenizer has more tokens.
+    """The embedding grows where the tokenizer has more tokens.
 
-    peft trains the layers of finetune.py:633, dpo_tune_cache.py:372 alone.
+    Peft trains the layers of `finetune.py` and `dpo_tune_cache.py` alone.
     """
     rows, words = _rows(context), _vocabulary(context)
     if rows is None or words is None or words.size <= rows or caches_only(context):
@@ -137,8 +140,9 @@ def resized(context: Context) -> Iterator[Finding]:
     yield say("note", "embedding-resized", _MODEL, f"{message}, which training has to fill")
 
 
+@cites("torch/nn/modules/sparse.py:154")
 def special_ids(context: Context) -> Iterator[Finding]:
-    """torch/nn/modules/sparse.py:154: a model that gives its embedding a padding row wants it to be there.
+    """A model that gives its embedding a padding row wants it to be there.
 
     Others are for generating: no token of the model ever has that id.
     """

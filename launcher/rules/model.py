@@ -13,7 +13,7 @@ from launcher.artifacts.architecture import Shape
 from launcher.errors import Finding, InvalidConfig, Severity, brief
 from launcher.paths import can_be_name, exists, is_dir, is_file
 from launcher.rules.context import Context, StageRule, caches_only, section
-from launcher.rules.rule import say
+from launcher.rules.rule import cites, say
 from launcher.rules.trl.resolved import inline
 
 # liger_kernel/transformers/monkey_patch.py:2879, release 0.7.0, the one that the pin locks
@@ -29,10 +29,9 @@ LIGER_MODELS = frozenset(
 _NO_LIGER = "write `use_liger_kernel: false`"
 
 
+@cites("liger_kernel/transformers/auto_model.py:36", "liger_kernel/transformers/monkey_patch.py:2974")
 def liger_unknown(context: Context) -> Iterator[Finding]:
-    """open-instruct looks the model up and fails (liger_kernel/transformers/auto_model.py:36); TRL
-    patches nothing without a word (liger_kernel/transformers/monkey_patch.py:2974).
-    """
+    """open-instruct looks the model up and fails; TRL patches nothing without a word."""
     values = context.values
     if not values["use_liger_kernel"] or values.get("use_qlora") or caches_only(context):
         return
@@ -50,8 +49,9 @@ def liger_unknown(context: Context) -> Iterator[Finding]:
     yield say(severity, "liger-unknown-model", "use_liger_kernel", message, _NO_LIGER)
 
 
+@cites("liger_kernel/ops/rms_norm.py:442")
 def liger_on_cpu(context: Context) -> Iterator[Finding]:
-    """liger_kernel/ops/rms_norm.py:442: its kernels are Triton's, which need a GPU."""
+    """Its kernels are Triton's, which need a GPU."""
     if not context.values["use_liger_kernel"] or context.gpus != 0 or caches_only(context):
         return
     if not context.environ.get("TRITON_INTERPRET"):
@@ -59,9 +59,10 @@ def liger_on_cpu(context: Context) -> Iterator[Finding]:
         yield say("error", "liger-on-cpu", "use_liger_kernel", message, _NO_LIGER)
 
 
+@cites("dataset_transformation.py:1195", "trl/trainer/sft_config.py:202")
 def beyond_positions(context: Context) -> Iterator[Finding]:
-    """dataset_transformation.py:1195, trl/trainer/sft_config.py:202 cut at what is asked for; no one
-    asks the model how far it reaches.
+    """`dataset_transformation.py` and `sft_config.py` cut at what is asked for; no one asks the
+    model how far it reaches.
     """
     key = "max_seq_length" if "max_seq_length" in context.values else "max_length"
     length, reach = context.values.get(key), positions(model_config.built_from(context.values, context.environ))
@@ -87,9 +88,10 @@ def positions(config: Mapping[str, Any]) -> int | None:
     return plain
 
 
+@cites("finetune.py:598", "olmo_core_utils.py:57")
 def packed_without_flash(context: Context) -> Iterator[Finding]:
-    """Measured: 4,209 against 6,804 tokens/s (0.5 B model, H200). finetune.py:598 detects the attention,
-    as DPO does where none is given (olmo_core_utils.py:57).
+    """Measured: 4,209 against 6,804 tokens/s (0.5 B model, H200). `finetune.py` detects the
+    attention, as DPO does where none is given.
     """
     values = context.values
     if not values["packing"] or context.gpus == 0 or caches_only(context):
@@ -109,8 +111,9 @@ def packed_without_flash(context: Context) -> Iterator[Finding]:
     yield say("warning", "packing-without-flash", "packing", message, help)
 
 
+@cites("finetune.py:642", "padding_free_collator.py:102")
 def packed_alone(context: Context) -> Iterator[Finding]:
-    """finetune.py:642 packs the rows of one micro-batch (padding_free_collator.py:102), and no others."""
+    """`finetune.py` packs the rows of one micro-batch, and no others."""
     if context.values["packing"] and context.per_device == 1 and not caches_only(context):
         message = "`packing` does nothing here: it joins the rows of a micro-batch, which is one row"
         help = "`batch: {per_device: 2}` or more, or `packing: false`"
@@ -134,9 +137,10 @@ def _arguments(context: Context) -> Mapping[str, Any]:
     return inline(values.get("model_init_kwargs")) or model_config.replaced(values.get("additional_model_arguments"))
 
 
+@cites("transformers/modeling_utils.py:4267")
 def other_weights(context: Context) -> Iterator[Finding]:
-    """transformers/modeling_utils.py:4267: what has another size in the files is refused, and what is not
-    in them begins at random, which a table in the log says.
+    """What has another size in the files is refused, and what is not in them begins at random,
+    which a table in the log says.
     """
     given = _arguments(context)
     name = str(context.values[_MODEL] or "")
@@ -176,9 +180,10 @@ def _shape(config: Mapping[str, Any]) -> Shape | None:
         return None
 
 
+@cites("finetune.py:541", "dpo_tune_cache.py:279", "finetune.py:526", "finetune.py:411", "trl/scripts/sft.py:104")
 def missing_model(context: Context) -> Iterator[Finding]:
-    """finetune.py:541, dpo_tune_cache.py:279, trl/scripts/sft.py:104: neither a folder nor a hub name; nor
-    what open-instruct takes the config or the tokenizer from (finetune.py:526, finetune.py:411).
+    """Neither a folder nor a hub name; nor what open-instruct takes the config or the tokenizer
+    from.
     """
     if not context.running:
         return
@@ -208,8 +213,9 @@ def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
     yield say("error", "missing-model", key, message, help)
 
 
+@cites("finetune.py:526", "finetune.py:411")
 def impossible_name(context: Context) -> Iterator[Finding]:
-    """finetune.py:526, finetune.py:411: looked up as a folder, then on the hub, and neither can have such a name."""
+    """Looked up as a folder, then on the hub, and neither can have such a name."""
     values = context.values
     names = context.entry.names
     for key in (_MODEL, "config_name", "tokenizer_name_or_path", names.data):
@@ -227,10 +233,9 @@ def _is_impossible(text: str) -> bool:
     return chat_template.is_template(text) and not exists(text)
 
 
+@cites("transformers/modeling_utils.py:631", "transformers/models/auto/configuration_auto.py:433")
 def incomplete_model(context: Context) -> Iterator[Finding]:
-    """transformers/modeling_utils.py:631, transformers/models/auto/configuration_auto.py:433: seen when
-    it is loaded, on every GPU. A folder with a config alone is one to plan with.
-    """
+    """Seen when it is loaded, on every GPU. A folder with a config alone is one to plan with."""
     values = context.values
     revision, config = values.get("model_revision"), values.get("config_name")
     if caches_only(context) or _arguments(context).keys() & _OTHER_FILES:
@@ -254,10 +259,11 @@ def incomplete_model(context: Context) -> Iterator[Finding]:
         yield _incomplete(context, _CODE, _MODEL, fault)
 
 
+@cites("transformers/models/auto/configuration_auto.py:433", "transformers/modeling_utils.py:631")
 def adapter_alone(context: Context) -> Iterator[Finding]:
-    """transformers/models/auto/configuration_auto.py:433: no trainer loads an adapter's folder as a model.
+    """No trainer loads an adapter's folder as a model.
 
-    transformers/modeling_utils.py:631: with a config.json beside the adapter it looks for weights of the whole model.
+    With a config.json beside the adapter it looks for weights of the whole model.
     """
     values = context.values
     if caches_only(context):
@@ -305,8 +311,9 @@ def _merge_command(name: str, folder: Path, base: str | None) -> str:
     return f"python -c {shlex.quote(code)}"
 
 
+@cites("transformers/models/qwen2/tokenization_qwen2.py:53")
 def incomplete_tokenizer(context: Context) -> Iterator[Finding]:
-    """transformers/models/qwen2/tokenization_qwen2.py:53: without its files one without words is made."""
+    """Without its files one without words is made."""
     values = context.values
     named = [key for key in ("tokenizer_name_or_path", _MODEL) if values.get(key)]
     revision = values.get("tokenizer_revision") or values.get("model_revision")

@@ -15,7 +15,7 @@ from launcher.files import read_json
 from launcher.paths import exists, is_file
 from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.places import unintended_output
-from launcher.rules.rule import say
+from launcher.rules.rule import cites, say
 
 _OUTPUT, _RESUME = "output_dir", "resume_from_checkpoint"
 _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model).*\.(safetensors|bin)\Z")
@@ -33,8 +33,9 @@ def _taken(context: Context) -> Checkpoint | None:
     return marked[-1] if marked else None
 
 
+@cites("utils.py:813")
 def foreign_checkpoints(context: Context) -> Iterator[Finding]:
-    """utils.py:813: upstream resumes from the newest checkpoint in its output folder, whoever made it."""
+    """Upstream resumes from the newest checkpoint in its output folder, whoever made it."""
     last = _taken(context)
     if last is not None and not caches_only(context):
         message = f"{context.output} holds {last.name} of another run: upstream would resume from it"
@@ -42,8 +43,9 @@ def foreign_checkpoints(context: Context) -> Iterator[Finding]:
         yield say("warning", "foreign-checkpoints", _OUTPUT, message, help)
 
 
+@cites("utils.py:816", "finetune.py:1006", "trl/scripts/sft.py:113")
 def finished_model(context: Context) -> Iterator[Finding]:
-    """utils.py:816, finetune.py:1006, trl/scripts/sft.py:113: a run that ended is begun from zero again."""
+    """A run that ended is begun from zero again."""
     names, resume = files.names(context.output), context.entry.names.resume
     if caches_only(context) or not {"config.json", "adapter_config.json"} & {*names}:
         return
@@ -56,8 +58,9 @@ def finished_model(context: Context) -> Iterator[Finding]:
     yield say("warning", "finished-output", _OUTPUT, message, help)
 
 
+@cites("transformers/trainer.py:3517,1509")
 def named_checkpoint(context: Context) -> Iterator[Finding]:
-    """transformers/trainer.py:3517,1509: a name is looked up as a folder, and its state is read."""
+    """A name is looked up as a folder, and its state is read."""
     name = context.values[_RESUME]
     # true and false have a rule of their own
     if not isinstance(name, str) or not name or name.lower() in ("true", "false"):

@@ -19,7 +19,7 @@ from launcher.errors import Finding, brief
 from launcher.machine.trees import is_within, same_place
 from launcher.paths import IS_CLONE, PACKAGE, PROJECT, can_be_name, canonical, exists, is_dir
 from launcher.rules.context import Context
-from launcher.rules.rule import say
+from launcher.rules.rule import cites, say
 from launcher.runs import rundir
 
 CODE = "unintended-output"
@@ -38,8 +38,9 @@ class Place:
     below: bool = False
 
 
+@cites("finetune.py:1006", "trl/scripts/sft.py:113")
 def unintended_output(context: Context) -> Iterator[Finding]:
-    """finetune.py:1006, trl/scripts/sft.py:113: the model is saved into whatever folder `output_dir` names."""
+    """The model is saved into whatever folder `output_dir` names."""
     key = context.entry.names.output
     if not context.values.given(key):
         return

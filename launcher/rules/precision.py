@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from launcher.artifacts import model_config, model_files
 from launcher.errors import Finding
 from launcher.rules.context import Context, StageRule, caches_only
-from launcher.rules.rule import number, say, say_of_option
+from launcher.rules.rule import cites, number, say, say_of_option
 from launcher.rules.trl import resolved
 
 # the standard deviation of the weights of most language models, as their `initializer_range` has it
@@ -90,11 +90,16 @@ def _keeps_masters(context: Context) -> bool:
     return context.distributed or sharded
 
 
+@cites(
+    "torch/amp/grad_scaler.py:275,294",
+    "trl/trainer/sft_trainer.py:908",
+    "trl/trainer/dpo_trainer.py:726",
+    "peft/tuners/tuners_utils.py:2722",
+)
 def refused_by_scaler(context: Context) -> Iterator[Finding]:
-    """torch/amp/grad_scaler.py:275,294: gradients have the format of their weights, and it takes float32 alone.
+    """Gradients have the format of their weights, and it takes float32 alone.
 
-    trl/trainer/sft_trainer.py:908, dpo_trainer.py:726: the adapters of quantised models are in bfloat16;
-    peft/tuners/tuners_utils.py:2722: others are in float32.
+    The adapters of quantised models are in bfloat16; `tuners_utils.py`: others are in float32.
     """
     values = context.values
     if not values["fp16"] or values["bf16"] or _keeps_masters(context) or context.gpus == 0:
@@ -115,10 +120,11 @@ def refused_by_scaler(context: Context) -> Iterator[Finding]:
     yield say("error", "fp16-weights", "fp16", message, help)
 
 
+@cites("transformers/trainer.py:1868", "peft/tuners/tuners_utils.py:2722")
 def rounded_by_trl(context: Context) -> Iterator[Finding]:
-    """transformers/trainer.py:1868: the optimizer adds its step to the weights in the format that they have.
+    """The optimizer adds its step to the weights in the format that they have.
 
-    peft/tuners/tuners_utils.py:2722: adapters are in float32.
+    Adapters are in float32.
     """
     values = context.values
     if values["fp16"] or _keeps_masters(context):
@@ -136,10 +142,11 @@ def rounded_by_trl(context: Context) -> Iterator[Finding]:
         yield say("warning", "steps-rounded", trained.key, message, help)
 
 
+@cites("finetune.py:597,688", "dpo_tune_cache.py:337,435", "peft/tuners/tuners_utils.py:2722")
 def rounded_by_open_instruct(context: Context) -> Iterator[Finding]:
-    """finetune.py:597,688, dpo_tune_cache.py:337,435: a model in bfloat16, and torch's AdamW.
+    """A model in bfloat16, and torch's AdamW.
 
-    peft makes adapters in float32 (peft/tuners/tuners_utils.py:2722), and DeepSpeed keeps copies of the weights.
+    Peft makes adapters in float32, and DeepSpeed keeps copies of the weights.
     """
     values = context.values
     # on the CPU, where no file of DeepSpeed is read, a stage is only tried out
@@ -171,10 +178,11 @@ def _rounding(rate: float | None, trained: str) -> str | None:
     )
 
 
+@cites("finetune.py:597", "dpo_tune_cache.py:337", "torch/amp/grad_scaler.py:294")
 def fp16_over_bf16(context: Context) -> Iterator[Finding]:
-    """finetune.py:597, dpo_tune_cache.py:337: the model is loaded in bfloat16 whatever is asked for.
+    """The model is loaded in bfloat16 whatever is asked for.
 
-    torch/amp/grad_scaler.py:294 has no kernel for it; DeepSpeed casts the model instead.
+    `grad_scaler.py` has no kernel for it; DeepSpeed casts the model instead.
     """
     if context.mixed_precision != "fp16":
         return

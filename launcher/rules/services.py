@@ -11,17 +11,16 @@ from launcher.artifacts import model_config
 from launcher.errors import Finding, brief
 from launcher.paths import is_file
 from launcher.rules.context import Context, StageRule
-from launcher.rules.rule import say
+from launcher.rules.rule import cites, say
 from launcher.rules.trl.resolved import inline
 
 WITHOUT_WANDB = {"offline", "disabled", "dryrun"}
 """Values of WANDB_MODE with which wandb asks no server."""
 
 
+@cites("finetune.py:454", "dpo_tune_cache.py:195", "utils.py:1303")
 def wandb_key(context: Context) -> Iterator[Finding]:
-    """finetune.py:454, dpo_tune_cache.py:195: without `wandb_entity` upstream asks wandb's server who
-    is logged in (utils.py:1303), also in offline mode.
-    """
+    """Without `wandb_entity` upstream asks wandb's server who is logged in, also in offline mode."""
     values, environ = context.values, context.environ
     if not values["with_tracking"] or has_wandb_key(environ):
         return
@@ -52,10 +51,16 @@ def has_wandb_key(environ: Mapping[str, str]) -> bool:
     return False
 
 
+@cites(
+    "finetune.py:435",
+    "dpo_tune_cache.py:177",
+    "finetune.py:1027",
+    "dpo_tune_cache.py:752",
+    "transformers/trainer.py:4099",
+)
 def hub_token(context: Context) -> Iterator[Finding]:
-    """finetune.py:435, dpo_tune_cache.py:177 ask the hub who is logged in before anything is trained;
-    with `hf_entity` given it is asked after training (finetune.py:1027, dpo_tune_cache.py:752). TRL
-    makes the repository first (transformers/trainer.py:4099).
+    """`finetune.py` and `dpo_tune_cache.py` ask the hub who is logged in before anything is
+    trained; with `hf_entity` given it is asked after training. TRL makes the repository first.
     """
     values, environ = context.values, context.environ
     # the default has a rule of its own, until it comes to a run
@@ -90,8 +95,9 @@ def no_compiler(context: Context, key: str, *, cpp: bool = False) -> Iterator[Fi
         yield say("error", "no-compiler", key, message, help)
 
 
+@cites("transformers/dynamic_module_utils.py:516")
 def remote_code(context: Context) -> Iterator[Finding]:
-    """transformers/dynamic_module_utils.py:516 imports modules that a repository holds."""
+    """`dynamic_module_utils.py` imports modules that a repository holds."""
     values = context.values
     inner = inline(values.get("model_init_kwargs")) or {}
     for key in ("trust_remote_code", "allow_all_kernels"):

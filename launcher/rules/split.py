@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping
 
 from launcher.errors import Finding
 from launcher.rules.context import Context, StageRule, caches_only
-from launcher.rules.rule import say
+from launcher.rules.rule import cites, say
 from launcher.rules.trl.mixture import unseeded_test_split
 
 
+@cites("finetune.py:383")
 def sequence_parallel(context: Context) -> Iterator[Finding]:
-    """finetune.py:383; each group of so many processes shares its rows."""
+    """Each group of so many processes shares its rows."""
     key = "sequence_parallel_size"
     size = context.values[key]
     processes = context.gpus
@@ -21,8 +22,9 @@ def sequence_parallel(context: Context) -> Iterator[Finding]:
         yield say("error", "sequence-split", key, message, f"one of {', '.join(divisors)}, or another --gpus")
 
 
+@cites("transformers/trainer.py:463")
 def sharded_alone(context: Context) -> Iterator[Finding]:
-    """transformers/trainer.py:463: FSDP needs processes that know of each other."""
+    """FSDP needs processes that know of each other."""
     values = context.values
     if values["fsdp"] and context.gpus == 1 and "xla" not in str(values["fsdp_config"]):
         message = "`fsdp` on one process: transformers refuses it, there is nothing to shard over"

@@ -12,7 +12,7 @@ from pathlib import Path
 from launcher.artifacts import chat_template, model_config
 from launcher.errors import Finding, Severity, brief
 from launcher.paths import exists
-from launcher.rules.rule import Range, Rule, no_model, outside, say, warn
+from launcher.rules.rule import Range, Rule, cites, no_model, outside, say, warn
 from launcher.upstream.open_instruct import PIN
 from launcher.upstream.schema import Values, json_fault
 from launcher.upstream.trainers import entry_of
@@ -24,8 +24,9 @@ SCHEDULES = "linear cosine cosine_with_restarts polynomial constant constant_wit
 _UNEXPANDED = re.compile(r"~|.*\$\{?\w", re.DOTALL)
 
 
+@cites("finetune.py:330", "dpo_utils.py:342")
 def two_data_sources(values: Values) -> Iterator[Finding]:
-    """finetune.py:330, dpo_utils.py:342: beside a list that is never None, both others fail."""
+    """Beside a list that is never None, both others fail."""
     data = listed(values)
     if values[data] is None:  # a commit whose list has no default: its own `__post_init__` is read
         return
@@ -36,8 +37,8 @@ def two_data_sources(values: Values) -> Iterator[Finding]:
             yield say("error", "two-data-sources", key, message, help, layer="parser")
 
 
+@cites("finetune.py:335", "dpo_utils.py:347")
 def beaker_without_push(values: Values) -> Iterator[Finding]:
-    """finetune.py:335, dpo_utils.py:347."""
     if values["try_launch_beaker_eval_jobs"] and not values["push_to_hub"]:
         why = "is true" if values.given("try_launch_beaker_eval_jobs") else "defaults to true"
         message = f"`push_to_hub: false` alone is refused: `try_launch_beaker_eval_jobs` {why}"
@@ -45,8 +46,8 @@ def beaker_without_push(values: Values) -> Iterator[Finding]:
         yield say("error", "beaker-without-push", "push_to_hub", message, help, layer="parser")
 
 
+@cites("finetune.py:338", "finetune.py:340")
 def final_lr_ratio(values: Values) -> Iterator[Finding]:
-    """finetune.py:338, finetune.py:340."""
     ratio = values.get("final_lr_ratio")
     if ratio is None:
         return
@@ -58,15 +59,16 @@ def final_lr_ratio(values: Values) -> Iterator[Finding]:
         yield say("error", "final-lr-range", "final_lr_ratio", message, layer="parser")
 
 
+@cites("finetune.py:348", "dpo_utils.py:353")
 def json_mappings(values: Values) -> Iterator[Finding]:
-    """finetune.py:348, dpo_utils.py:353: a text that starts with a brace is read as JSON."""
+    """A text that starts with a brace is read as JSON."""
     for key in ("additional_model_arguments", "optimizer_kwargs"):
         if (fault := json_fault(values.get(key))) is not None:
             yield say("error", "bad-json", key, f"`{key}` is not JSON: {fault}", layer="parser")
 
 
+@cites("dpo_utils.py:358", "dpo_utils.py:360")
 def zero_stage(values: Values) -> Iterator[Finding]:
-    """dpo_utils.py:358, dpo_utils.py:360."""
     stage = values["zero_stage"]
     if stage is None:
         return
@@ -82,8 +84,9 @@ def listed(values: Values) -> str:
     return "mixer_list" if "mixer_list" in values.schema.fields else "dataset_mixer_list"
 
 
+@cites("finetune.py:126")
 def no_data(values: Values) -> Iterator[Finding]:
-    """SFT would train on a small default set (finetune.py:126); DPO's default is an empty list."""
+    """SFT would train on a small default set; DPO's default is an empty list."""
     data = listed(values)
     others = ("dataset_name", "dataset_mixer", "train_file")
     if values[data] is None and any(values.get(other) is not None for other in others):
@@ -94,8 +97,9 @@ def no_data(values: Values) -> Iterator[Finding]:
         yield say("error", "no-data", data, message, f"add `{data}: [name, amount, ...]`", layer="launch")
 
 
+@cites("dataset_transformation.py:2051")
 def mixer_amounts(values: Values) -> Iterator[Finding]:
-    """dataset_transformation.py:2051: with a dot a share, without one a count."""
+    """With a dot a share, without one a count."""
     data = listed(values)
     if not values.given(data):
         return
@@ -127,8 +131,9 @@ def _amount(key: str, name: str, amount: str) -> Finding | None:
     return None
 
 
+@cites("dataset_transformation.py:1618")
 def missing_data_files(values: Values) -> Iterator[Finding]:
-    """dataset_transformation.py:1618: what is no .jsonl or .parquet here is looked up on the hub."""
+    """What is no .jsonl or .parquet here is looked up on the hub."""
     data = listed(values)
     if not values.given(data):
         return
@@ -147,10 +152,12 @@ def missing_data_files(values: Values) -> Iterator[Finding]:
             yield say("error", "json-data", key, message, help)
 
 
+@cites("dataset_transformation.py:2037,2041,2061")
 def mixer_splits(values: Values) -> Iterator[Finding]:
-    """dataset_transformation.py:2037,2041,2061: one split for all sets, or as many as the list has entries.
+    """One split for all sets, or as many as the list has entries.
 
-    The split of a set is the one at the place of its name; those at the places of amounts are not read.
+    The split of a set is the one at the place of its name; those at the places of amounts are
+    not read.
     """
     data = listed(values)
     key = f"{data}_splits"
@@ -195,16 +202,18 @@ def _splits_of_files(key: str, entries: list[str], splits: list[str]) -> Iterato
             yield say("error", "mixer-splits", f"{key}[{place}]", message, "write `train`")
 
 
+@cites("dataset_transformation.py:2120", "dataset_transformation.py:1977")
 def foreign_cache_key(values: Values) -> Iterator[Finding]:
-    """dataset_transformation.py:2120, dataset_transformation.py:1977: no data are named beside such a key."""
+    """No data are named beside such a key."""
     key = "dataset_config_hash" if "dataset_config_hash" in values else "config_hash"
     if values[key] is not None:
         message = f"`{key}: {values[key]}` decides what is trained on: `{listed(values)}` is not read"
         yield say("warning", "cache-key", key, message, f"leave out `{key}`")
 
 
+@cites("finetune.py:438", "dpo_tune_cache.py:180")
 def entity_twice(values: Values) -> Iterator[Finding]:
-    """finetune.py:438, dpo_tune_cache.py:180 prefix `hf_entity`, or whoever is logged in."""
+    """`finetune.py` and `dpo_tune_cache.py` prefix `hf_entity`, or whoever is logged in."""
     repo = values["hf_repo_id"]
     if values["push_to_hub"] and isinstance(repo, str) and "/" in repo:
         entity, _, name = repo.rpartition("/")
@@ -214,8 +223,9 @@ def entity_twice(values: Values) -> Iterator[Finding]:
         yield say("error", "entity-twice", "hf_repo_id", message, help)
 
 
+@cites("finetune.py:470", "finetune.py:374")
 def tracker_without_wandb(values: Values) -> Iterator[Finding]:
-    """finetune.py:470 asks for wandb's tracker whatever `report_to` says (finetune.py:374)."""
+    """`finetune.py` asks for wandb's tracker whatever `report_to` says."""
     reported = values["report_to"]
     if not values["with_tracking"] or {"wandb", "all"} & set(reported or ()):
         return
@@ -226,8 +236,9 @@ def tracker_without_wandb(values: Values) -> Iterator[Finding]:
     yield say("error", "tracking-needs-wandb", "report_to", message, help)
 
 
+@cites("finetune.py:974", "finetune.py:988")
 def no_checkpoints(values: Values) -> Iterator[Finding]:
-    """SFT writes none without (finetune.py:974, finetune.py:988); short runs need none."""
+    """SFT writes none without; short runs need none."""
     steps = values["max_train_steps"]
     short = isinstance(steps, int) and steps <= 200
     words = values[listed(values)] or []
@@ -239,9 +250,10 @@ def no_checkpoints(values: Values) -> Iterator[Finding]:
         yield say("warning", "no-checkpoints", "checkpointing_steps", message, help)
 
 
+@cites("finetune.py:734", "finetune.py:974", "dpo_tune_cache.py:696")
 def checkpoint_steps(values: Values) -> Iterator[Finding]:
-    """finetune.py:734: anything but SFT's `epoch` goes through int(). finetune.py:974 and
-    dpo_tune_cache.py:696 divide by it, and the sign does not change what is divisible.
+    """Anything but SFT's `epoch` goes through int(). `finetune.py` and `dpo_tune_cache.py` divide
+    by it, and the sign does not change what is divisible.
     """
     key, steps = "checkpointing_steps", values["checkpointing_steps"]
     if steps is None or steps == "epoch":
@@ -261,8 +273,9 @@ def checkpoint_steps(values: Values) -> Iterator[Finding]:
         yield say("warning", "checkpoint-sign", key, message, help)
 
 
+@cites("dpo_tune_cache.py:393", "dpo_utils.py:501")
 def samples_crash(values: Values) -> Iterator[Finding]:
-    """dpo_tune_cache.py:393: the reference cache is sized for the full set (dpo_utils.py:501)."""
+    """The reference cache is sized for the full set."""
     limit = values["max_train_samples"]
     # simpo alone needs no reference (dpo_utils.py:88)
     if limit is None or values["loss_type"] == "simpo":
@@ -346,14 +359,16 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
 }
 
 
+@cites("finetune.py:688", "dpo_tune_cache.py:435")
 def out_of_range(values: Values) -> Iterator[Finding]:
-    """finetune.py:688, dpo_tune_cache.py:435 and the places that the table above names."""
+    """Each number against the ranges of the table above."""
     return outside(values, _RANGES, str)
 
 
+@cites("finetune.py:694", "dpo_tune_cache.py:442", "finetune.py:723", "dpo_tune_cache.py:478")
 def no_epochs(values: Values) -> Iterator[Finding]:
-    """finetune.py:694, dpo_tune_cache.py:442: read where no number of steps is given, and written over
-    (finetune.py:723, dpo_tune_cache.py:478), which is why the reads of the source alone do not tell.
+    """Read where no number of steps is given, and written over, which is why the reads of the
+    source alone do not tell.
     """
     key = "num_epochs" if "num_epochs" in values else "num_train_epochs"
     steps = values["max_train_steps"]
@@ -365,9 +380,10 @@ def no_epochs(values: Values) -> Iterator[Finding]:
         yield say("warning", "conditional-key", key, message, "delete one of the two lines")
 
 
+@cites("dataset_transformation.py:846", "dataset_transformation.py:869", "dataset_transformation.py:775")
 def unknown_template(values: Values) -> Iterator[Finding]:
-    """dataset_transformation.py:846; dataset_transformation.py:869 has the functions: one reads no
-    template, one refuses those that it does not know (dataset_transformation.py:775).
+    """`dataset_transformation.py` has the functions: one reads no template, one refuses those that
+    it does not know.
     """
     name, function = values["chat_template_name"], values["get_tokenizer_fn"]
     known = values.schema.tables.get("CHAT_TEMPLATES", {})
@@ -384,8 +400,9 @@ def unknown_template(values: Values) -> Iterator[Finding]:
     yield say("error" if strict else "warning", "unknown-template", "chat_template_name", message, help)
 
 
+@cites("dataset_transformation.py:920", "dataset_transformation.py:1716")
 def unknown_function(values: Values) -> Iterator[Finding]:
-    """dataset_transformation.py:920, dataset_transformation.py:1716 look them up."""
+    """Upstream looks them up by name."""
     key = "transform_fn" if "transform_fn" in values else "dataset_transform_fn"
     names = [("GET_TOKENIZER_FN", "get_tokenizer_fn", values["get_tokenizer_fn"])]
     names += [("TRANSFORM_FNS", f"{key}[{index}]", name) for index, name in enumerate(values[key] or ())]
@@ -397,8 +414,9 @@ def unknown_function(values: Values) -> Iterator[Finding]:
             yield say("error", "unknown-function", place, message, help)
 
 
+@cites("finetune.py:597,598", "dpo_tune_cache.py:337,338")
 def model_arguments(values: Values) -> Iterator[Finding]:
-    """finetune.py:597,598, dpo_tune_cache.py:337,338: what the model is loaded with wins over the mapping."""
+    """What the model is loaded with wins over the mapping."""
     key, given = "additional_model_arguments", values["additional_model_arguments"]
     # Liger's loader is given no precision
     own_precision = values["use_qlora"] or not values["use_liger_kernel"]
@@ -409,9 +427,10 @@ def model_arguments(values: Values) -> Iterator[Finding]:
         yield say("warning", "model-arguments-unread", key, message, help)
 
 
+@cites("dpo_tune_cache.py:460", "transformers/optimization.py:986")
 def scheduler_type(values: Values) -> Iterator[Finding]:
-    """dpo_tune_cache.py:460, once the model is loaded: transformers/optimization.py:986 looks it up, and
-    this script hands over numbers of steps alone.
+    """`dpo_tune_cache.py`, once the model is loaded: `optimization.py` looks it up, and this
+    script hands over numbers of steps alone.
     """
     name = values["lr_scheduler_type"]
     if name not in SCHEDULES and not values["cache_dataset_only"]:
@@ -421,15 +440,17 @@ def scheduler_type(values: Values) -> Iterator[Finding]:
         yield say(severity, "scheduler-type", "lr_scheduler_type", message, f"one of {', '.join(SCHEDULES)}")
 
 
+@cites("finetune.py:494", "dpo_tune_cache.py:241", "finetune.py:426")
 def no_output(values: Values) -> Iterator[Finding]:
-    """finetune.py:494, dpo_tune_cache.py:241; without the switch a name is put behind it (finetune.py:426)."""
+    """Without the switch a name is put behind it."""
     if values["output_dir"] == "" and values["do_not_randomize_output_dir"]:
         message = "`output_dir` is empty: a folder without a name cannot be made"
         yield say("error", "no-output", "output_dir", message, "name a folder, or delete the line")
 
 
+@cites("finetune.py:494", "dpo_tune_cache.py:241", "finetune.py:428", "dpo_tune_cache.py:168")
 def unexpanded(values: Values) -> Iterator[Finding]:
-    """finetune.py:494, dpo_tune_cache.py:241, finetune.py:428, dpo_tune_cache.py:168: as they are."""
+    """Upstream takes these paths as they are."""
     cache = "dataset_local_cache_dir" if "dataset_local_cache_dir" in values else "local_cache_dir"
     for key in ("output_dir", cache):
         if values.given(key) and _UNEXPANDED.match(text := str(values[key])):

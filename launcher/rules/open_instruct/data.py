@@ -12,7 +12,7 @@ from launcher.rules import data
 from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.data import Looked
 from launcher.rules.open_instruct.arguments import LOCAL_DATA, listed
-from launcher.rules.rule import say
+from launcher.rules.rule import cites, say
 
 # Rows a second on one core, measured with upstream's own functions (chats of two turns, 556 tokens): 572
 # chats, 263 pairs. Upstream reckons with 400 (dataset_transformation.py:115). Rounded up, so that the
@@ -25,9 +25,10 @@ _COUNTED_PER_SECOND = 6000.0
 _MANY_CPUS = 64
 
 
+@cites("finetune.py:500", "dpo_tune_cache.py:247", "finetune.py:377")
 def tokenising_outlasts(context: Context, seconds: int | None = None) -> Iterator[Finding]:
-    """finetune.py:500, dpo_tune_cache.py:247: one process tokenises while the others wait in a
-    collective, which ends after `timeout` seconds (finetune.py:377), or after `seconds` whatever it says.
+    """One process tokenises while the others wait in a collective, which ends after `timeout`
+    seconds, or after `seconds` whatever it says.
     """
     values, key = context.values, listed(context.values)
     patience, rows = seconds or values["timeout"], _known_rows(values[key] or [])
@@ -62,9 +63,10 @@ _TRANSFORMS = frozenset(
 )
 
 
+@cites("dataset_transformation.py:1186,1290,1236")
 def local_rows(context: Context) -> Iterator[Finding]:
-    """dataset_transformation.py:1186,1290,1236: rows are read by `messages`, or `chosen` and `rejected`, and those
-    without a message of `assistant` are dropped.
+    """Rows are read by `messages`, or `chosen` and `rejected`, and those without a message of
+    `assistant` are dropped.
     """
     values = context.values
     key = listed(values)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from launcher.errors import Finding, brief
 from launcher.rules.context import Context, StageRule
-from launcher.rules.rule import say
+from launcher.rules.rule import cites, say
 
 # Distributions that each tracker needs one of (accelerate/utils/dataclasses.py:761).
 _TRACKERS: Mapping[str, tuple[str, ...]] = {
@@ -20,16 +20,17 @@ _TRACKERS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+@cites("finetune.py:679", "dpo_tune_cache.py:426")
 def optimizer_package(context: Context) -> Iterator[Finding]:
-    """finetune.py:679, dpo_tune_cache.py:426"""
     for key in ("use_qlora", "dpo_use_paged_optimizer"):
         if context.values.get(key) and context.lacks("bitsandbytes"):
             message = f"`{key}`: the trainer's Python has no bitsandbytes"
             yield say("error", "optim-missing", key, message, f"pip install bitsandbytes, or delete `{key}`")
 
 
+@cites("finetune.py:374", "accelerate/tracking.py:1356")
 def trackers(context: Context) -> Iterator[Finding]:
-    """finetune.py:374, accelerate/tracking.py:1356: an unknown one is refused, one that is not installed left out."""
+    """An unknown one is refused, one that is not installed left out."""
     values = context.values
     given = values["report_to"]
     names = [str(name) for name in given] if isinstance(given, list) else [str(given)]

@@ -21,7 +21,7 @@ from launcher.rules.model import beyond_positions, impossible_name, missing_mode
 from launcher.rules.open_instruct.arguments import OF_ALL_SCRIPTS, out_of_range, zero_stage
 from launcher.rules.open_instruct.data import tokenising_outlasts
 from launcher.rules.places import unintended_output
-from launcher.rules.rule import Range, Rule, check, no_model, number, outside, say, say_of_option, warn
+from launcher.rules.rule import Range, Rule, check, cites, no_model, number, outside, say, say_of_option, warn
 from launcher.upstream.open_instruct import output_folder
 from launcher.upstream.schema import Values
 
@@ -66,8 +66,11 @@ _TIED = ("qwen3_0_6B", "qwen3_1_7B", "qwen3_4B")
 _EXPORTED = ("olmo2", "olmo3", "olmoe")
 
 
+@cites("olmo_core_utils.py:208", "olmo_core_utils.py:212")
 def model(values: Values) -> Iterator[Finding]:
-    """olmo_core_utils.py:208 looks the name up, olmo_core_utils.py:212 asks OLMo-core; a shape has no weights."""
+    """The name is looked up, then OLMo-core is asked; a shape has no
+    weights.
+    """
     name, config = str(values["model_name_or_path"] or ""), values["config_name"]
     models, configs = values.schema.models, values.schema.configs
     requested = str(config or name)
@@ -86,8 +89,9 @@ def model(values: Values) -> Iterator[Finding]:
     yield say(severity, "unsupported-model", key, f"{brief(requested)} is not a model that dpo.py can build", help)
 
 
+@cites("dpo_utils.py:992")
 def packing(values: Values) -> Iterator[Finding]:
-    """dpo_utils.py:992 hands the model tokens and labels alone: no boundaries, no positions."""
+    """`dpo_utils.py` hands the model tokens and labels alone: no boundaries, no positions."""
     if not values["packing"] or not values["concatenated_forward"]:
         return
     row = values["max_seq_length"]
@@ -97,8 +101,9 @@ def packing(values: Values) -> Iterator[Finding]:
     yield say("warning", "packing-leaks", "packing", message, help)
 
 
+@cites("olmo_core_utils.py:287")
 def export(values: Values) -> Iterator[Finding]:
-    """olmo_core_utils.py:287: where OLMo-core cannot write the model, a plain state dict is saved."""
+    """Where OLMo-core cannot write the model, a plain state dict is saved."""
     named, key = _shape(values)
     if values["cache_dataset_only"] or values["cache_logprobs_only"]:
         return
@@ -116,8 +121,9 @@ def _shape(values: Values) -> tuple[str, str]:
     return values.schema.models.get(str(values[key]), str(values[key])), key
 
 
+@cites("olmo_core_utils.py:101")
 def ranges(values: Values) -> Iterator[Finding]:
-    """Those of the other scripts, but for what is not read by this one, and olmo_core_utils.py:101."""
+    """Those of the other scripts, but for what is not read by this one, and `olmo_core_utils.py`."""
     yield from outside(values, _RANGES)
     skipped = {f"args.{key}" for key in ("logging_steps", "keep_last_n_checkpoints", "lora_rank")}
     yield from (found for found in out_of_range(values) if found.key not in skipped)
@@ -168,25 +174,29 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+@cites("dpo.py:294")
 def no_deepspeed(context: Context) -> Iterator[Finding]:
-    """dpo.py:294 shards with FSDP; torchrun starts it, and nothing hands it a DeepSpeed file."""
+    """`dpo.py` shards with FSDP; torchrun starts it, and nothing hands it a DeepSpeed file."""
     if context.deepspeed is not None:
         message = "dpo.py shards with FSDP: nothing would read a DeepSpeed file"
         help = "delete `deepspeed:`; `fsdp_shard_degree` says over how many GPUs it shards"
         yield say_of_option("error", "deepspeed-with-torchrun", "deepspeed", message, help, layer="launch")
 
 
+@cites("dpo.py:298")
 def precision(context: Context) -> Iterator[Finding]:
-    """dpo.py:298: bfloat16 for the computation, 32 bits for weights and gradients, whatever is asked."""
+    """bfloat16 for the computation, 32 bits for weights and gradients, whatever is asked."""
     if context.mixed_precision not in {None, "bf16"} and context.gpus != 0:
         message = "`mixed_precision` is not read here: FSDP computes in bfloat16 over 32-bit weights"
         yield say_of_option("warning", "mixed-precision-unread", "mixed_precision", message, "delete the line")
 
 
+@cites("dpo.py:329", "olmo_core/nn/hf/checkpoint.py:117")
 def other_shape(context: Context) -> Iterator[Finding]:
-    """dpo.py:329 loads the model's weights into the shape that `config_name`, or its own name, stands for.
+    """`dpo.py` loads the model's weights into the shape that `config_name`, or its own name,
+    stands for.
 
-    Layers that the files do not have stay as they were made (olmo_core/nn/hf/checkpoint.py:117).
+    Layers that the files do not have stay as they were made.
     """
     values, name = context.values, str(context.values["model_name_or_path"])
     named, key = _shape(values)
@@ -215,10 +225,11 @@ def _differing(model: Mapping[str, Any], shape: str) -> dict[str, str | int]:
     return {size: n for size, n in expected if model.get(size) not in (None, n)}
 
 
+@cites("dpo.py:329", "olmo_core/nn/hf/checkpoint.py:94")
 def offline_model(context: Context) -> Iterator[Finding]:
-    """dpo.py:329: after tokenising and building, OLMo-core asks the hub whether it has the name.
+    """After tokenising and building, OLMo-core asks the hub whether it has the name.
 
-    No cache answers that (olmo_core/nn/hf/checkpoint.py:94), and of a folder it is not asked.
+    No cache answers that, and of a folder it is not asked.
     """
     values, environ = context.values, context.environ
     name, variable = values["model_name_or_path"], model_config.offline_by(environ)
@@ -236,8 +247,9 @@ def offline_model(context: Context) -> Iterator[Finding]:
     yield say(context.at_start, "offline-hub-model", "model_name_or_path", message, help)
 
 
+@cites("dpo.py:349")
 def goes_on(context: Context) -> Iterator[Finding]:
-    """dpo.py:349: OLMo-core's trainer continues from what its save folder holds; launch does not judge that."""
+    """OLMo-core's trainer continues from what its save folder holds; launch does not judge that."""
     if not context.running:
         return
     folder = output_folder(context.values)
@@ -255,8 +267,9 @@ def no_compiler(context: Context) -> Iterator[Finding]:
         yield from services.no_compiler(context, "compile_model")
 
 
+@cites("data_loader.py:324")
 def accumulation(context: Context) -> Iterator[Finding]:
-    """data_loader.py:324: what the file itself says; of a batch that the plan splits `of_split` says it."""
+    """What the file itself says; of a batch that the plan splits `of_split` says it."""
     if context.values["packing"] and not context.running and (context.accumulation or 1) > 1:
         help = "write the pairs of a row as `per_device`, without accumulation"
         message = _accumulated(context.accumulation)
@@ -279,8 +292,9 @@ def wandb_key(context: Context) -> Iterator[Finding]:
         yield say(context.at_start, "no-wandb-key", "with_tracking", message, help)
 
 
+@cites("olmo_core_utils.py:265")
 def tokenising(context: Context) -> Iterator[Finding]:
-    """olmo_core_utils.py:265: the others wait for so long, which `timeout` does not reach."""
+    """The others wait for so long, which `timeout` does not reach."""
     yield from tokenising_outlasts(context, seconds=_TIMEOUT_S)
 
 

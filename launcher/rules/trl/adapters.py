@@ -11,7 +11,7 @@ from typing import Any
 from launcher.artifacts import architecture, model_config
 from launcher.errors import Finding
 from launcher.rules.context import Context, StageRule
-from launcher.rules.rule import say
+from launcher.rules.rule import cites, say
 from launcher.rules.trl.resolved import inline
 
 _HEAD = "lm_head"
@@ -59,8 +59,9 @@ def _is_tied(context: Context) -> bool:
     return tied is True
 
 
+@cites("trl/trainer/sft_trainer.py:1066", "trl/trainer/dpo_trainer.py:835")
 def head_refused(context: Context) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1066, dpo_trainer.py:835: no adapter on the output layer, tied or not."""
+    """No adapter on the output layer, tied or not."""
     values = context.values
     if not values["use_peft"] or not values.schema.tested or not _targeted(context, (_HEAD,)):
         return
@@ -71,8 +72,9 @@ def head_refused(context: Context) -> Iterator[Finding]:
     yield say("error", "lora-targets", _TARGETS, message, help)
 
 
+@cites("peft/tuners/tuners_utils.py:1463")
 def tied_targets(context: Context) -> Iterator[Finding]:
-    """peft/tuners/tuners_utils.py:1463: an adapter acts where it is put, and is merged into the shared matrix."""
+    """An adapter acts where it is put, and is merged into the shared matrix."""
     if not context.values["use_peft"]:
         return
     names: tuple[str, ...] = _EMBEDDINGS
@@ -91,8 +93,9 @@ def tied_targets(context: Context) -> Iterator[Finding]:
     yield say("warning", "lora-on-tied", _TARGETS, message, help)
 
 
+@cites("peft/tuners/tuners_utils.py:732")
 def tied_copies(context: Context) -> Iterator[Finding]:
-    """peft/tuners/tuners_utils.py:732: a copy is trained, and the merged model is untied."""
+    """A copy is trained, and the merged model is untied."""
     values = context.values
     if not values["use_peft"]:
         return

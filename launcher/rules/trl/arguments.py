@@ -12,7 +12,7 @@ from functools import partial
 from operator import itemgetter
 
 from launcher.errors import Finding, brief
-from launcher.rules.rule import Range, Rule, check, no_model, number, outside, plain, say, unread, warn
+from launcher.rules.rule import Range, Rule, check, cites, no_model, number, outside, plain, say, unread, warn
 from launcher.rules.trl import mixture, parser
 from launcher.rules.trl.resolved import inline, prepared
 from launcher.upstream.schema import Values
@@ -41,13 +41,15 @@ RANGES: Mapping[str, tuple[Range, ...]] = {
 }
 
 
+@cites("transformers/trainer.py:1863")
 def out_of_range(values: Values) -> Iterator[Finding]:
-    """transformers/trainer.py:1863 and the places that the table above names."""
+    """Each number against the ranges of the table above."""
     yield from (found for found in outside(values, RANGES) if found.key != "args.beta" or _compares(values))
 
 
+@cites("transformers/trainer.py:2428", "transformers/trainer.py:1600")
 def no_steps(values: Values) -> Iterator[Finding]:
-    """transformers/trainer.py:2428: below 0 epochs are counted; trainer.py:1600 goes through them."""
+    """Below 0 epochs are counted; `trainer.py` goes through them."""
     steps, epochs, key, help = number(values["max_steps"]), number(values["num_train_epochs"]), "max_steps", None
     if steps is None or epochs is None:
         return
@@ -65,8 +67,9 @@ def no_steps(values: Values) -> Iterator[Finding]:
     yield say("warning", code, key, message, help)
 
 
+@cites("transformers/training_args.py:2127")
 def endless_warmup(values: Values) -> Iterator[Finding]:
-    """transformers/training_args.py:2127: from 1 on it is a number of steps."""
+    """From 1 on it is a number of steps."""
     warmup, steps = number(values["warmup_steps"]), number(values["max_steps"])
     if warmup is None or steps is None or values["lr_scheduler_type"] == "constant":
         return
@@ -76,16 +79,17 @@ def endless_warmup(values: Values) -> Iterator[Finding]:
         yield say("warning", "out-of-range", "warmup_steps", f"`warmup_steps: {plain(warmup)}`: {reached}", help)
 
 
+@cites("trl/trainer/sft_trainer.py:1441,1443,1480", "trl/trainer/dpo_trainer.py:155,157,1140")
 def no_length(values: Values) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1441,1443,1480, dpo_trainer.py:155,157,1140."""
     length = number(values["max_length"])
     if length is not None and length <= 0 and not prepared(values):
         message = f"`max_length: {plain(length)}` leaves nothing of a row, or cuts its end off, however long it is"
         yield say("error", "out-of-range", "max_length", message, 'write `max_length: "none"` for rows as they are')
 
 
+@cites("trl/scripts/sft.py:83")
 def model_set_twice(values: Values) -> Iterator[Finding]:
-    """trl/scripts/sft.py:83: the mapping wins over what the other arguments say of the model's loading."""
+    """The mapping wins over what the other arguments say of the model's loading."""
     key, kwargs = "model_init_kwargs", inline(values["model_init_kwargs"]) or {}
     for name in ("model_revision", "dtype", "attn_implementation", "trust_remote_code"):
         inner = name.removeprefix("model_")
@@ -99,8 +103,9 @@ def model_set_twice(values: Values) -> Iterator[Finding]:
         yield say("warning", "conditional-key", key, message, "write `dtype` in its place")
 
 
+@cites("trl/trainer/sft_trainer.py:1009")
 def dataset_names(values: Values) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1009 reads a single one."""
+    """`sft_trainer.py` reads a single one."""
     key = "dataset_kwargs"
     others = sorted((inline(values[key]) or {}).keys() - {"skip_prepare_dataset"})
     if values.schema.tested and others:
@@ -108,8 +113,9 @@ def dataset_names(values: Values) -> Iterator[Finding]:
         yield say("warning", "conditional-key", key, message, "leave it out")
 
 
+@cites("trl/trainer/model_config.py:177")
 def lora_targets(values: Values) -> Iterator[Finding]:
-    """trl/trainer/model_config.py:177: a single word is a pattern, and peft wants it to match a module.
+    """A single word is a pattern, and peft wants it to match a module.
 
     Which modules the model has is PEFT's to say, in a rehearsal.
     """
@@ -148,8 +154,9 @@ def _compares(values: Values) -> bool:
     return any(loss != "sft" for loss in _losses(values))
 
 
+@cites("trl/trainer/dpo_trainer.py:1386")
 def unread_numbers(values: Values) -> Iterator[Finding]:
-    """trl/trainer/dpo_trainer.py:1386: each loss reads its own numbers, and the others do nothing."""
+    """Each loss reads its own numbers, and the others do nothing."""
     losses = {*_losses(values)}
     for key, readers in _READ_BY.items() if values.schema.tested else ():
         read = _compares(values) if readers is None else not losses.isdisjoint(readers)
@@ -160,8 +167,9 @@ def unread_numbers(values: Values) -> Iterator[Finding]:
             yield say("warning", "conditional-key", key, message, help)
 
 
+@cites("trl/trainer/dpo_trainer.py:1404,1443")
 def zero_beta(values: Values) -> Iterator[Finding]:
-    """trl/trainer/dpo_trainer.py:1404,1443 divide by it; the others multiply what they compare with it."""
+    """`dpo_trainer.py` divides by it; the others multiply what they compare with it."""
     if values["beta"] != 0 or not _compares(values):
         return
     divided = next((loss for loss in _losses(values) if loss in ("ipo", "sppo_hard")), None)
@@ -182,8 +190,9 @@ _EVALUATION = """
 """.split()
 
 
+@cites("trl/trainer/sft_trainer.py:1468")
 def packing_without_length(values: Values) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1468; sets that are ready are not packed."""
+    """Sets that are ready are not packed."""
     if values["max_length"] is not None or prepared(values):
         return
     evaluated = values["eval_strategy"] != "no" and values["eval_packing"]

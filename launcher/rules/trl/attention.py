@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from launcher.errors import Finding, brief
 from launcher.rules.context import Context, StageRule
-from launcher.rules.rule import say
+from launcher.rules.rule import cites, say
 from launcher.rules.trl import resolved
 from launcher.rules.trl.resolved import inline
 
@@ -74,8 +74,8 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
+@cites("transformers/modeling_utils.py:1848")
 def unknown(context: Context) -> Iterator[Finding]:
-    """transformers/modeling_utils.py:1848."""
     name, key = resolved.attention(context.values)
     tested = context.values.schema.tested
     if tested and name is not None and name not in NAMES and not _KERNEL.match(name):
@@ -84,8 +84,9 @@ def unknown(context: Context) -> Iterator[Finding]:
         yield say("error", "unknown-attention", key, message, help)
 
 
+@cites("transformers/modeling_utils.py:1607,1783")
 def missing(context: Context) -> Iterator[Finding]:
-    """transformers/modeling_utils.py:1607,1783: without its package, only `kernels` can bring it."""
+    """Without its package, only `kernels` can bring it."""
     name, key = resolved.attention(context.values)
     if name not in NAMES and "/" not in str(name):
         return
@@ -96,8 +97,8 @@ def missing(context: Context) -> Iterator[Finding]:
         yield say(severity, "attention-missing", key, message, "leave it out: sdpa is the default")
 
 
+@cites("transformers/integrations/flash_attention.py:22")
 def flash_in_full_precision(context: Context) -> Iterator[Finding]:
-    """transformers/integrations/flash_attention.py:22."""
     name, key = resolved.attention(context.values)
     # `mixed_precision:` may ask for another one; it is seen before the GPUs are known
     if context.gpus is None and (why := _unfit(str(name), context)):
@@ -105,9 +106,10 @@ def flash_in_full_precision(context: Context) -> Iterator[Finding]:
         yield say("error", "flash-in-float32", key, f"`attn_implementation: {name}`: {why}", help)
 
 
+@cites("trl/trainer/sft_config.py:243")
 def packing(context: Context) -> Iterator[Finding]:
-    """trl/trainer/sft_config.py:243 calls a flattened batch supported by flash attention only. Whether
-    examples see each other is measured in the run, for any model.
+    """`sft_config.py` calls a flattened batch supported by flash attention only. Whether examples
+    see each other is measured in the run, for any model.
     """
     values = context.values
     key = "packing" if values["packing"] else "padding_free"

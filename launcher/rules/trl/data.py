@@ -14,7 +14,7 @@ from launcher.paths import exists, is_file
 from launcher.rules import data
 from launcher.rules.context import Context, StageRule
 from launcher.rules.data import Looked
-from launcher.rules.rule import say
+from launcher.rules.rule import cites, say
 from launcher.rules.trl.mixture import STAGE_RULES, selected_columns
 from launcher.rules.trl.resolved import prepared
 
@@ -36,8 +36,8 @@ def _named(context: Context) -> str | None:
     return name if isinstance(name, str) and name and not values["datasets"] else None
 
 
+@cites("datasets/load.py:1061,1184")
 def data_here(context: Context) -> Iterator[Finding]:
-    """datasets/load.py:1061,1184."""
     name = _named(context)
     if name is None:
         return
@@ -55,8 +55,9 @@ def data_here(context: Context) -> Iterator[Finding]:
         yield say(context.at_start, "missing-data", _KEY, message, help)
 
 
+@cites("datasets/data_files.py:405")
 def sets_here(context: Context) -> Iterator[Finding]:
-    """The same of the sets of a mixture, and of their files (datasets/data_files.py:405)."""
+    """The same of the sets of a mixture, and of their files."""
     for entry in mixture.entries(context.values["datasets"]):
         key = f"{entry.key}.path"
         if is_file(Path(entry.path)):
@@ -152,8 +153,9 @@ def _looked_at(context: Context) -> list[Looked]:
     return [rows for rows in looked if rows.survey.rows]
 
 
+@cites("datasets/packaged_modules/json/json.py:101")
 def data_rows(context: Context) -> Iterator[Finding]:
-    """datasets/packaged_modules/json/json.py:101: a file without rows ends the run in a StopIteration."""
+    """A file without rows ends the run in a StopIteration."""
     for part in _parts(context):
         yield from data.unseen(part.key, part.source, context)
         if part.source.files:
@@ -165,8 +167,9 @@ def data_rows(context: Context) -> Iterator[Finding]:
                 yield from selected_columns(part.entry, whole.survey.columns)
 
 
+@cites("trl/trainer/sft_trainer.py:1322,1375,1383", "trl/trainer/dpo_trainer.py:1063")
 def data_columns(context: Context) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1322,1375,1383, dpo_trainer.py:1063: columns are read by their names."""
+    """Columns are read by their names."""
     for looked in _looked_at(context):
         columns = looked.survey.columns
         if columns.intersection(_PICTURES):
@@ -179,10 +182,11 @@ def data_columns(context: Context) -> Iterator[Finding]:
             yield from _answers(looked, context)
 
 
+@cites("trl/scripts/utils.py:479", "datasets/features/features.py:2529")
 def like_sets(context: Context) -> Iterator[Finding]:
-    """trl/scripts/utils.py:479: sets are put behind each other, and columns that one lacks are filled with nulls.
+    """Sets are put behind each other, and columns that one lacks are filled with nulls.
 
-    Columns of one name and different types are refused (datasets/features/features.py:2529).
+    Columns of one name and different types are refused.
     """
     sets = _looked_at(context)
     if not sets:
@@ -514,8 +518,9 @@ def _untemplated(looked: Looked, column: str, template: str | None) -> Iterator[
         yield looked.say(severity, "no-chat-format", message, help)
 
 
+@cites("trl/scripts/sft.py:106", "trl/scripts/dpo.py:104")
 def splits(context: Context) -> Iterator[Finding]:
-    """trl/scripts/sft.py:106, trl/scripts/dpo.py:104: a split is looked up by its name."""
+    """A split is looked up by its name."""
     for key in ("dataset_train_split", "dataset_test_split"):
         split, read = context.values[key], key != "dataset_test_split" or context.values["eval_strategy"] != "no"
         if read and _named(context) and isinstance(split, str) and re.search(r"[\[+]", split):
@@ -523,8 +528,9 @@ def splits(context: Context) -> Iterator[Finding]:
             yield say("error", "no-such-split", key, message, "name a whole split")
 
 
+@cites("trl/scripts/sft.py:107", "trl/scripts/dpo.py:105")
 def test_split_here(context: Context) -> Iterator[Finding]:
-    """trl/scripts/sft.py:107, trl/scripts/dpo.py:105: a split that the data do not have is a KeyError.
+    """A split that the data do not have is a KeyError.
 
     That is raised before the model is loaded. What the hub has is not known here.
     """
@@ -551,8 +557,9 @@ def test_split_here(context: Context) -> Iterator[Finding]:
     yield say("error", "no-such-split", key, message, help)
 
 
+@cites("trl/trainer/sft_trainer.py:749")
 def template_here(context: Context) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:749: what is no template's file is a folder or a tokenizer of the hub."""
+    """What is no template's file is a folder or a tokenizer of the hub."""
     key = "chat_template_path"
     name = context.values[key]
     if not isinstance(name, str) or not name or exists(name):
@@ -566,8 +573,9 @@ def template_here(context: Context) -> Iterator[Finding]:
         yield say("error", "missing-template", key, message, help)
 
 
+@cites("transformers/tokenization_utils_base.py:3271")
 def no_template(context: Context) -> Iterator[Finding]:
-    """transformers/tokenization_utils_base.py:3271: conversations, and a tokenizer that cannot write them."""
+    """Conversations, and a tokenizer that cannot write them."""
     values = context.values
     model = values["model_name_or_path"]
     if values.get("chat_template_path") or data.tokenizer_template(model, None, context) != "":

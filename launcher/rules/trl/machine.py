@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from launcher.errors import Finding, brief
 from launcher.rules import services
 from launcher.rules.context import Context, StageRule, section
-from launcher.rules.rule import say, say_of_option
+from launcher.rules.rule import cites, say, say_of_option
 from launcher.rules.trl import resolved
 
 # The distribution that an optimizer comes from, by what its name begins with (transformers/trainer_optimizer.py:613).
@@ -51,8 +51,9 @@ _REPORTS: Mapping[str, tuple[str, ...]] = {
 _KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
 
 
+@cites("transformers/training_args.py:1746", "trl/trainer/base_config.py:108")
 def bf16_on_cpu(context: Context) -> Iterator[Finding]:
-    """transformers/training_args.py:1746; TRL's default asks for it (trl/trainer/base_config.py:108).
+    """TRL's default asks for it.
 
     Before a start it is open what launch itself sets on the CPU.
     """
@@ -68,16 +69,17 @@ def bf16_on_cpu(context: Context) -> Iterator[Finding]:
     yield say("error", "bf16-on-cpu", key, f"`{key}`{default} is refused without a GPU", help)
 
 
+@cites("transformers/training_args.py:1844")
 def cpu_beside_gpus(context: Context) -> Iterator[Finding]:
-    """transformers/training_args.py:1844."""
     if context.gpus and context.values["use_cpu"]:
         message = f"`use_cpu: true` trains on the CPU, and {context.gpus} GPU(s) are asked for"
         help = "delete the line, or start with --gpus 0"
         yield say("error", "cpu-beside-gpus", "use_cpu", message, help)
 
 
+@cites("transformers/training_args.py:1586")
 def precision_option(context: Context) -> Iterator[Finding]:
-    """transformers/training_args.py:1586: `fp16` and `bf16` win over what accelerate was told."""
+    """`fp16` and `bf16` win over what accelerate was told."""
     option, own = context.mixed_precision, resolved.precision(context.values)
     # once the GPUs are known, the option's default is filled in
     if context.gpus is not None or option is None or own in (None, option):
@@ -88,11 +90,9 @@ def precision_option(context: Context) -> Iterator[Finding]:
     yield say_of_option("warning", "mixed-precision-unread", "mixed_precision", message, help)
 
 
+@cites("transformers/trainer_optimizer.py:254", "transformers/integrations/deepspeed.py:546")
 def optimizer_package(context: Context) -> Iterator[Finding]:
-    """transformers/trainer_optimizer.py:254 and what follows there.
-
-    A DeepSpeed file with an optimizer of its own decides (transformers/integrations/deepspeed.py:546).
-    """
+    """A DeepSpeed file with an optimizer of its own decides."""
     name = str(context.values["optim"])
     if section(context.file or {}, "optimizer"):
         return
@@ -103,8 +103,8 @@ def optimizer_package(context: Context) -> Iterator[Finding]:
             yield say("error", "optim-missing", "optim", message, help)
 
 
+@cites("transformers/trainer_optimizer.py:121")
 def optimizer_targets(context: Context) -> Iterator[Finding]:
-    """transformers/trainer_optimizer.py:121"""
     values = context.values
     name = str(values["optim"])
     if name.startswith(_OF_MODULES) and not values["optim_target_modules"]:
@@ -112,16 +112,17 @@ def optimizer_targets(context: Context) -> Iterator[Finding]:
         yield say("error", "optim-targets", "optim", message, "add `optim_target_modules: all-linear`")
 
 
+@cites("transformers/quantizers/quantizer_bnb_4bit.py:61", "transformers/quantizers/quantizer_bnb_8bit.py:61")
 def quantised_package(context: Context) -> Iterator[Finding]:
-    """transformers/quantizers/quantizer_bnb_4bit.py:61, transformers/quantizers/quantizer_bnb_8bit.py:61"""
     for key in ("load_in_4bit", "load_in_8bit"):
         if context.values[key] and context.lacks("bitsandbytes"):
             message = f"`{key}`: the trainer's Python has no bitsandbytes"
             yield say("error", "quantiser-missing", key, message, f"pip install bitsandbytes, or delete `{key}`")
 
 
+@cites("torch/_dynamo/config.py:121")
 def lengths_compiled(context: Context) -> Iterator[Finding]:
-    """torch/_dynamo/config.py:121: a function is compiled for so many shapes, and then no more."""
+    """A function is compiled for so many shapes, and then no more."""
     values = context.values
     padded = str(values["pad_to_multiple_of"]).lower() not in ("auto", "none", "null")
     if resolved.compiled(values) and not padded:
@@ -135,8 +136,9 @@ def lengths_compiled(context: Context) -> Iterator[Finding]:
         )
 
 
+@cites("torch/_inductor/cpp_builder.py:395")
 def no_compiler(context: Context) -> Iterator[Finding]:
-    """Inductor writes C++ for a CPU (torch/_inductor/cpp_builder.py:395), Triton a launcher in C."""
+    """Inductor writes C++ for a CPU, Triton a launcher in C."""
     values = context.values
     inductor = str(values["torch_compile_backend"] or "inductor").lower() == "inductor"
     if context.running and resolved.compiled(values) and inductor:
@@ -148,8 +150,9 @@ def _reports(context: Context) -> tuple[str, ...]:
     return tuple(map(str, given)) if isinstance(given, list) else (str(given),)
 
 
+@cites("transformers/integrations/integration_utils.py:703")
 def report_package(context: Context) -> Iterator[Finding]:
-    """transformers/integrations/integration_utils.py:703 and the other integrations."""
+    """`integration_utils.py` and the other integrations."""
     for name in _reports(context):
         packages = list(_REPORTS.get(name, ()))
         missing = packages[:1] if packages and context.lacks(*packages) else []
@@ -164,11 +167,9 @@ def report_package(context: Context) -> Iterator[Finding]:
             yield say(context.at_start, "report-missing", "report_to", message, 'write `report_to: "none"`')
 
 
+@cites("transformers/integrations/integration_utils.py:2674", "transformers/training_args.py:1562")
 def unknown_report(context: Context) -> Iterator[Finding]:
-    """transformers/integrations/integration_utils.py:2674
-
-    `none` and `all` stand alone (transformers/training_args.py:1562).
-    """
+    """`none` and `all` stand alone."""
     names = _reports(context)
     if not context.values.schema.tested or names in (("none",), ("all",), ("None",)):
         return
@@ -180,8 +181,9 @@ def unknown_report(context: Context) -> Iterator[Finding]:
             yield say("error", "report-unknown", "report_to", f"`report_to: {brief(name)}` {what}", help)
 
 
+@cites("transformers/integrations/integration_utils.py:762")
 def wandb_key(context: Context) -> Iterator[Finding]:
-    """transformers/integrations/integration_utils.py:762: no one is there to answer its question."""
+    """No one is there to answer its question."""
     reports, environ = _reports(context), context.environ
     # `all` stands for what is installed
     wanted = "wandb" in reports or ("all" in reports and "wandb" in (context.packages or {}))
@@ -192,8 +194,9 @@ def wandb_key(context: Context) -> Iterator[Finding]:
         yield say(context.at_start, "no-wandb-key", "report_to", message, help)
 
 
+@cites("trl/trainer/dpo_trainer.py:909,1168")
 def reference_price(context: Context) -> Iterator[Finding]:
-    """trl/trainer/dpo_trainer.py:909,1168. Measured with LoRA: Qwen2.5-7B on one GPU."""
+    """Measured with LoRA: Qwen2.5-7B on one GPU."""
     key = "precompute_ref_log_probs"
     if context.values.get(key):
         price = "no reference model is kept beside the trained one, which saves its weights"
@@ -203,12 +206,14 @@ def reference_price(context: Context) -> Iterator[Finding]:
         yield say("note", "reference-price", key, message)
 
 
+@cites("transformers/trainer.py:2296")
 def rounded_reference(context: Context) -> Iterator[Finding]:
-    """transformers/trainer.py:2296 casts every float of a batch, and these are sums over whole answers.
+    """`trainer.py` casts every float of a batch, and these are sums over whole answers.
 
-    Reproduced on the CPU with ZeRO 2 and 3, TRL 1.16, transformers 5.17, deepspeed 0.19.8: first losses of 0.62 to
-    0.91 instead of 0.6931; 0.6931 where the two columns are left in float32. Seen on two H100 as well: sums of
-    -3,260.0 and -5,434.0 became -3,264 and -5,440. bfloat16 keeps 8 bits.
+    Reproduced on the CPU with ZeRO 2 and 3, TRL 1.16, transformers 5.17, deepspeed 0.19.8:
+    first losses of 0.62 to 0.91 instead of 0.6931; 0.6931 where the two columns are left in
+    float32. Seen on two H100 as well: sums of -3,260.0 and -5,434.0 became -3,264 and -5,440.
+    bfloat16 keeps 8 bits.
     """
     key = "precompute_ref_log_probs"
     if not context.values.get(key) or context.file is None:

@@ -10,7 +10,7 @@ from launcher.dataset.mixture import SetEntry
 from launcher.dataset.slices import BadSplit
 from launcher.errors import Finding, brief
 from launcher.rules.context import Context, StageRule
-from launcher.rules.rule import Rule, number, say
+from launcher.rules.rule import Rule, cites, number, say
 from launcher.upstream.schema import Values
 
 _KEY = "datasets"
@@ -29,8 +29,9 @@ def _has_mappings(values: Values) -> bool:
     return any(isinstance(item, dict) for _, item in _items(values))
 
 
+@cites("trl/scripts/utils.py:142")
 def unknown_keys(values: Values) -> Iterator[Finding]:
-    """trl/scripts/utils.py:142 hands each mapping to a dataclass, which refuses any other key."""
+    """`utils.py` hands each mapping to a dataclass, which refuses any other key."""
     for place, item in _items(values):
         for key in item if isinstance(item, dict) else ():
             if key in mixture.KEYS:
@@ -41,8 +42,9 @@ def unknown_keys(values: Values) -> Iterator[Finding]:
             yield say("error", "unknown-key", f"{place}.{key}", message, help, layer="parser")
 
 
+@cites("trl/scripts/utils.py:142", "trl/scripts/utils.py:71")
 def no_path(values: Values) -> Iterator[Finding]:
-    """trl/scripts/utils.py:142: the only key without a default (trl/scripts/utils.py:71)."""
+    """The only key without a default."""
     for place, item in _items(values):
         if isinstance(item, dict) and "path" not in item:
             message = f"`{place}` has no `path`"
@@ -50,8 +52,9 @@ def no_path(values: Values) -> Iterator[Finding]:
             yield say("error", "bad-dataset", place, message, help, layer="parser")
 
 
+@cites("trl/scripts/utils.py:448")
 def wrong_types(values: Values) -> Iterator[Finding]:
-    """trl/scripts/utils.py:448: nothing is converted, and `load_dataset` gets the values as they are."""
+    """Nothing is converted, and `load_dataset` gets the values as they are."""
     if not _has_mappings(values):
         return
     for place, item in _items(values):
@@ -66,15 +69,17 @@ def wrong_types(values: Values) -> Iterator[Finding]:
                 yield say("error", "bad-dataset", f"{place}.{key}", message)
 
 
+@cites("trl/scripts/sft.py:87", "trl/scripts/dpo.py:85")
 def two_sources(values: Values) -> Iterator[Finding]:
-    """trl/scripts/sft.py:87, dpo.py:85: `datasets` wins, and a warning is all that TRL says."""
+    """`datasets` wins, and a warning is all that TRL says."""
     if values[_KEY] and values["dataset_name"]:
         message = "`dataset_name` and `datasets` both name data: TRL reads `datasets` alone"
         yield say("error", "two-data-sources", "dataset_name", message, "keep one of them")
 
 
+@cites("trl/scripts/utils.py:463")
 def fractions(values: Values) -> Iterator[Finding]:
-    """trl/scripts/utils.py:463: shares of the mixture, for all of its sets or for none."""
+    """Shares of the mixture, for all of its sets or for none."""
     entries = mixture.entries(values[_KEY])
     given = [entry for entry in entries if entry.fraction is not None]
     if not given:
@@ -98,8 +103,9 @@ def fractions(values: Values) -> Iterator[Finding]:
         yield say("error", "bad-fraction", "streaming", message, "leave out `streaming`, or `fraction`")
 
 
+@cites("datasets/arrow_reader.py:399", "datasets/builder.py:1165")
 def bad_splits(values: Values) -> Iterator[Finding]:
-    """datasets/arrow_reader.py:399; a stream has whole splits alone (datasets/builder.py:1165)."""
+    """A stream has whole splits alone."""
     for entry in mixture.entries(values[_KEY]):
         key = f"{entry.key}.split"
         try:
@@ -113,8 +119,9 @@ def bad_splits(values: Values) -> Iterator[Finding]:
             yield say("error", "no-such-split", key, message, "name a whole split, or leave out `streaming`")
 
 
+@cites("trl/scripts/utils.py:486,488")
 def split_names(values: Values) -> Iterator[Finding]:
-    """trl/scripts/utils.py:486,488: a mixture has the split `train`, and `test` with `test_split_size`."""
+    """A mixture has the split `train`, and `test` with `test_split_size`."""
     if not values[_KEY]:
         return
     there = ["train"] if values[_SIZE] is None else ["train", "test"]
@@ -129,8 +136,9 @@ def split_names(values: Values) -> Iterator[Finding]:
             yield say("error", "no-such-split", key, message, help)
 
 
+@cites("datasets/arrow_dataset.py:5112")
 def test_size(values: Values) -> Iterator[Finding]:
-    """datasets/arrow_dataset.py:5112: rows as a whole number, or a share between 0 and 1."""
+    """Rows as a whole number, or a share between 0 and 1."""
     size = number(values[_SIZE])
     if size is None or not values[_KEY]:
         return
@@ -155,8 +163,9 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+@cites("datasets/arrow_dataset.py:5112")
 def enough_rows(context: Context) -> Iterator[Finding]:
-    """datasets/arrow_dataset.py:5112: the test split leaves at least one row to train on."""
+    """The test split leaves at least one row to train on."""
     values = context.values
     mixed = mixture.of_values(values, context.environ)
     if mixed is None or values["streaming"]:
@@ -174,8 +183,9 @@ def enough_rows(context: Context) -> Iterator[Finding]:
         yield say("error", "bad-test-split", _SIZE, message, "a smaller number")
 
 
+@cites("trl/scripts/utils.py:485")
 def unseeded_test_split(context: Context) -> Iterator[Finding]:
-    """trl/scripts/utils.py:485 gives no seed: each process draws a split of its own, and each start another one."""
+    """`utils.py` gives no seed: each process draws a split of its own, and each start another one."""
     values = context.values
     if values[_SIZE] is None or not values[_KEY]:
         return

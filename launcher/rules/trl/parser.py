@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from launcher.errors import Finding
-from launcher.rules.rule import Rule, check, number, plain, say
+from launcher.rules.rule import Rule, check, cites, number, plain, say
 from launcher.upstream.schema import Values, json_fault
 
 _JSON = tuple(
@@ -23,8 +23,9 @@ _WITH_METRIC = ("reduce_lr_on_plateau", "greedy")
 _refused = partial(check, layer="parser")
 
 
+@cites("transformers/training_args.py:1510")
 def json_mappings(values: Values) -> Iterator[Finding]:
-    """transformers/training_args.py:1510: a text that starts with a brace is read as JSON."""
+    """A text that starts with a brace is read as JSON."""
     for key in _JSON:
         if (fault := json_fault(values.get(key))) is not None:
             yield say("error", "bad-json", key, f"`{key}` is not JSON: {fault}", layer="parser")
@@ -38,8 +39,8 @@ def _eval_steps(values: Values) -> tuple[str, float | None]:
     return "logging_steps", number(values["logging_steps"])
 
 
+@cites("transformers/training_args.py:1549")
 def eval_without_steps(values: Values) -> Iterator[Finding]:
-    """transformers/training_args.py:1549."""
     key, steps = _eval_steps(values)
     by_steps = values["eval_strategy"] == "steps" and key != "eval_steps"
     if by_steps and steps is not None and not steps > 0:
@@ -48,8 +49,9 @@ def eval_without_steps(values: Values) -> Iterator[Finding]:
         yield say("error", "eval-steps", "eval_steps", message, help, layer="parser")
 
 
+@cites("transformers/training_args.py:1704,1708,1712")
 def whole_steps(values: Values) -> Iterator[Finding]:
-    """transformers/training_args.py:1704,1708,1712: below 1 a share, above 1 a whole number."""
+    """Below 1 a share, above 1 a whole number."""
     by_strategy = {
         "logging_steps": (values.get("logging_strategy"), number(values.get("logging_steps"))),
         "save_steps": (values.get("save_strategy"), number(values.get("save_steps"))),
@@ -65,8 +67,8 @@ def whole_steps(values: Values) -> Iterator[Finding]:
             yield say("error", "whole-steps", key, message, layer="parser")
 
 
+@cites("transformers/training_args.py:1718")
 def best_model_strategies(values: Values) -> Iterator[Finding]:
-    """transformers/training_args.py:1718."""
     save, evaluate = values["save_strategy"], values["eval_strategy"]
     if values["load_best_model_at_end"] and save != "best" and save != evaluate:
         both = f"`save_strategy: {save}` and `eval_strategy: {evaluate}`"
@@ -75,8 +77,9 @@ def best_model_strategies(values: Values) -> Iterator[Finding]:
         yield say("error", "best-model-strategy", "load_best_model_at_end", message, help, layer="parser")
 
 
+@cites("transformers/training_args.py:1723,1725")
 def best_model_steps(values: Values) -> Iterator[Finding]:
-    """transformers/training_args.py:1723,1725: a checkpoint needs an evaluation of its own."""
+    """A checkpoint needs an evaluation of its own."""
     strategies = {values["save_strategy"], values["eval_strategy"]}
     if not values["load_best_model_at_end"] or strategies != {"steps"}:
         return
@@ -90,8 +93,8 @@ def best_model_steps(values: Values) -> Iterator[Finding]:
         yield say("error", "best-model-steps", "save_steps", message, layer="parser")
 
 
+@cites("trl/trainer/dpo_config.py:360")
 def loss_weights(values: Values) -> Iterator[Finding]:
-    """trl/trainer/dpo_config.py:360."""
     weights, losses = values["loss_weights"], values["loss_type"]
     count = len(losses) if isinstance(losses, list) else 1
     if weights is not None and len(weights) != count:

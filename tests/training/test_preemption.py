@@ -21,7 +21,8 @@ from conftest import PATIENCE_S, STAND_INS
 from real_training import needs_open_instruct, needs_training
 from slurm_cluster import free_ports
 
-from launcher.runs import rundir
+from launcher.machine import process as processes
+from launcher.runs import rundir, runner
 from launcher.runs.rundir import RunFolder
 
 pytestmark = [pytest.mark.slow, *needs_training]
@@ -272,6 +273,12 @@ def training(place: Path, request: pytest.FixtureRequest) -> Iterator[Callable[.
             if process.poll() is None:
                 process.kill()
                 process.communicate()
+        if run.run is not None:
+            # of a test that failed
+            for folder in RunFolder(run.run).nodes():
+                runner.kill_keeper(folder)
+                process_tree = processes.Family(None, str(folder.path))
+                processes.signal_all(process_tree.living(), signal.SIGKILL)
 
 
 def after_steps(count: int) -> Moment:

@@ -1,12 +1,12 @@
 """`launch`, and `python -m launcher`: who interrupts it while its commands are imported sees no traceback.
 
-Run by its path it stands for launch too, wherever it lies; after `MODULE` it runs another module of this package.
+Run by its path it stands for launch too, wherever it lies; after `paths.MODULE_FLAG` it runs another module
+of this package.
 """
 
 import os
 import sys
 
-MODULE = "--module"
 # launcher.errors.Exit, which cannot be imported where nothing can be
 NOT_READY = 5
 INTERRUPTED = 130
@@ -31,16 +31,22 @@ def leave_current_folder() -> None:
         sys.path.insert(0, project)
 
 
+def run_module(name: str) -> None:
+    """Run a module of this package as `python -m` would, with the words that follow its name."""
+    import runpy
+
+    sys.argv = sys.argv[2:]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
 def main() -> None:
     leave_current_folder()
-    if sys.argv[1:2] == [MODULE]:
-        import runpy
-
-        module = sys.argv[2]
-        sys.argv = sys.argv[2:]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-        return
     try:
+        from launcher.paths import MODULE_FLAG
+
+        if sys.argv[1:2] == [MODULE_FLAG]:
+            run_module(sys.argv[2])
+            return
         from launcher.cli import main
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

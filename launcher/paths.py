@@ -5,12 +5,29 @@ from pathlib import Path
 
 from launcher.files import open_regular
 
+MODULE_FLAG = "--module"  # `launcher/__main__.py --module NAME` runs another module of this package
 POINTER = b"version https://git-lfs"  # what the note begins with that git-lfs leaves of a file that was not fetched
 PACKAGE = Path(__file__).resolve().parent  # the folder of this package: scripts and tables lie in it
 PROJECT = PACKAGE.parent  # the checkout of launch, or the folder that it is installed in
 IS_CLONE = os.path.isfile(PROJECT / "pyproject.toml")  # not among installed packages
-# False also for names that no file can have: too long, a NUL inside
-is_file, exists = os.path.isfile, os.path.exists
+# False also for names that no file can have: too long, a NUL inside. pathlib's own methods raise there.
+is_file = os.path.isfile
+is_dir = os.path.isdir
+exists = os.path.exists
+
+
+_MOST_BYTES = 4095  # of a path, PATH_MAX without the NUL at its end
+_MOST_BYTES_OF_NAME = 255  # of each part between slashes, NAME_MAX
+
+
+def can_be_name(text: str) -> bool:
+    """Whether a file or folder could have this path: no NUL, no part and no whole that is too long."""
+    try:
+        raw = os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    longest = max(len(part) for part in raw.split(b"/"))
+    return b"\0" not in raw and len(raw) <= _MOST_BYTES and longest <= _MOST_BYTES_OF_NAME
 
 
 def expanded(text: str | Path) -> Path:

@@ -1,15 +1,20 @@
-"""Write docs/cli.md out of the command line itself; `--check` only says whether it is up to date."""
+"""Write docs/cli.md out of the command line itself, and docs/findings.md out of the table of codes.
+
+`--check` only says whether they are up to date.
+"""
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import typer
 
 from launcher.cli.commands import app
+from launcher.findings import SECTIONS
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = """\
 # CLI reference
 
@@ -30,6 +35,18 @@ checkout (`prepare` no GPU); `--gpus 0` is the CPU.
 | 5 | the machine is not ready |
 | 70 | a bug in launch; the traceback is in a file that the message names (`launch rehearse`: the finding says where) |
 | 130 | interrupted |
+"""
+
+
+FINDINGS_HEAD = """\
+# Findings
+
+Every finding has a severity, a layer and a stable code. Layer `parser`: upstream's own parser or
+`__post_init__` refuses it at the pin. Layer `run`: it parses, and would then crash, do nothing, or
+do something else than it says. Layer `launch`: this tool's own file format and rules. Layer
+`trainer`: the training script itself said it, or showed it, in a
+[rehearsal](planning.md#rehearsing). Errors stop; warnings stop under `--strict`; notes only tell.
+What an override set is named by it (`override` in the JSON) where else a line is.
 """
 
 
@@ -91,11 +108,29 @@ def _example(epilog: str) -> str:
     return f"Example: `{_plain(epilog).removeprefix('Example: ')}`"
 
 
+def findings_page() -> str:
+    """The page of finding codes."""
+    lines = [FINDINGS_HEAD]
+    for section in SECTIONS:
+        lines += [f"## {section.title}", ""]
+        if section.intro:
+            lines += [fill(section.intro, 116), ""]
+        lines += ["| code | layer | meaning |", "|---|---|---|"]
+        for row in section.rows:
+            codes = ", ".join(f"`{code}`" for code in row.codes)
+            text = row.text.replace("|", "\\|")
+            lines.append(f"| {codes} | {row.layer} | {text} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str]) -> int:
-    """Write the page; with `--check`, exit 1 where it differs."""
+    """Write the pages; with `--check`, exit 1 where one differs."""
+    pages = {DOCS / "cli.md": page(), DOCS / "findings.md": findings_page()}
     if arguments == ["--check"]:
-        return int(PAGE.read_text(encoding="utf-8") != page())
-    PAGE.write_text(page(), encoding="utf-8")
+        return int(any(path.read_text(encoding="utf-8") != text for path, text in pages.items()))
+    for path, text in pages.items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

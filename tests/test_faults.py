@@ -270,7 +270,7 @@ def test_a_stop_while_it_starts(world: World) -> None:
     slow.mkdir()
     (slow / "sitecustomize.py").write_text(
         "import os, sys, time\n"
-        "if sys.argv[0] == '-m' and len(sys.orig_argv) == 7:\n"
+        "if 'launcher.lifecycle.supervisor' in sys.orig_argv:\n"
         f"    open({str(slow / 'keeper')!r}, 'w').close()\n"
         f"    while not os.path.exists({str(slow / 'go')!r}): time.sleep(0.01)\n"
     )

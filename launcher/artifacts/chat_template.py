@@ -12,8 +12,17 @@ from pathlib import Path
 
 from launcher.artifacts import model_config
 from launcher.files import read_bytes, read_json
-from launcher.paths import is_file
+from launcher.paths import is_dir, is_file
 
+WRITE_IT = "write it to x.jinja, then `chat_template_path: x.jinja`"
+"""What to do with the text of a template, for a trainer that takes the path of one."""
+PUT_IT_BESIDE = (
+    "write it to chat_template.jinja in a folder with the tokenizer's files, then "
+    "`tokenizer_name_or_path: FOLDER`, and delete this line"
+)
+"""The same for a trainer that takes names alone, or what lies with the tokenizer."""
+PUT_IT_INTO_THE_MODEL = "write it to chat_template.jinja in the model's folder, and delete this line"
+_JINJA = re.compile(r"\{[%{#]|[\r\n]")
 # trl/chat_template_utils.py:42
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MOST_BYTES = 2**20
@@ -38,7 +47,7 @@ def _folder(model: str, environ: Mapping[str, str]) -> Path | None:
     if config is not None:
         return config.parent
     folder = Path(model)
-    return folder if folder.is_dir() else None
+    return folder if is_dir(folder) else None
 
 
 def _text(path: Path) -> str | None:
@@ -58,13 +67,21 @@ def _default(template: object) -> str:
     return template if isinstance(template, str) else ""
 
 
-def marks_answers(template: str) -> bool:
-    """Whether the template says which part of its text the assistant wrote, or TRL knows how to change it so.
+def is_template(value: object) -> bool:
+    """Whether a value is the text of a template, where a name or a path of one is expected."""
+    return isinstance(value, str) and _JINJA.search(value) is not None
+
+
+def has_marker(template: str) -> bool:
+    """Whether the template itself says which part of its text the assistant wrote."""
+    return _MARKER.search(template) is not None
+
+
+def is_replaced(template: str) -> bool:
+    """Whether the pinned TRL knows how to change the template so that it does.
 
     TRL replaces the templates that it ships, by their exact text (trl/chat_template_utils.py:1157).
     """
-    if _MARKER.search(template):
-        return True
     return digest(template) in _replaced_by_trl()
 
 

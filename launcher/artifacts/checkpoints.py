@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 from launcher import files
 from launcher.artifacts import model_files
 from launcher.artifacts.model_files import archive_fault, file_fault
+from launcher.paths import is_dir
 from launcher.upstream.trainers import BACKENDS
 
 Kind = Literal["step", "epoch"]
@@ -223,7 +224,7 @@ def _engine_folder(path: Path, names: set[str]) -> Path | None:
         with contextlib.suppress(OSError, ValueError):
             return path / files.read_bytes(path / "latest", 4096).decode().strip()
     inside = [n for n in sorted(names) if n == "pytorch_model" or n.startswith("global_step")]
-    return next((path / name for name in reversed(inside) if (path / name).is_dir()), None)
+    return next((path / name for name in reversed(inside) if is_dir(path / name)), None)
 
 
 def _engine_fault(folder: Path) -> str | None:
@@ -241,7 +242,7 @@ def _engine_fault(folder: Path) -> str | None:
 def _fsdp_fault(path: Path, names: Iterable[str]) -> str | None:
     """Single files, or folders of torch's distributed checkpoints, which write `.metadata` last."""
     for name in names:
-        if (path / name).is_dir():
+        if is_dir(path / name):
             inside = set(files.names(path / name))
             if ".metadata" not in inside:
                 return f"{name} was not finished: no .metadata"

@@ -19,7 +19,7 @@ from launcher import files
 from launcher.artifacts import digest, model_config
 from launcher.artifacts.model_config import is_path
 from launcher.errors import NotReady, launch_finding
-from launcher.paths import exists, is_file
+from launcher.paths import exists, is_dir, is_file
 
 Kind = Literal["file", "folder", "hub", "name"]
 
@@ -114,7 +114,7 @@ def of_data(name: str, revision: str | None = None) -> Fingerprint:
     Hidden files count for nothing; a folder's README.md does, since `datasets` reads settings from it.
     """
     path = Path(name)
-    if exists(path) and path.is_dir():
+    if exists(path) and is_dir(path):
         return _folder(name, path, _below(path))
     return _single(name, path)
 
@@ -142,7 +142,7 @@ def of_tokenizer(name: str, revision: str | None = None) -> Fingerprint:
 
 
 def of_config(name: str, revision: str | None = None) -> Fingerprint:
-    if Path(name).is_dir():
+    if is_dir(name):
         return of_data(str(Path(name) / "config.json"))
     return of_hub(name, revision)
 
@@ -159,7 +159,7 @@ READERS: Mapping[str, Callable[[str, str | None], Fingerprint]] = {
 
 def _pretrained(name: str, patterns: Sequence[str], revision: str | None) -> Fingerprint:
     path = Path(name)
-    if not (exists(path) and path.is_dir()):
+    if not (exists(path) and is_dir(path)):
         return _single(name, path) if is_file(path) else of_hub(name, revision)
     found = (one for one in _top(path) if _matches(one[0], patterns) and not _matches(one[0], _NO_WEIGHTS))
     return _folder(name, path, found)

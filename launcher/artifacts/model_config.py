@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from launcher.files import read_bytes, read_json
 from launcher.paths import exists, is_file
 from launcher.upstream.schema import Values
+
+_HUB_NAME = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?", re.ASCII)
+_LONGEST_HUB_NAME = 96
 
 
 def read(name: object, environ: Mapping[str, str], revision: str | None = None) -> Mapping[str, Any]:
@@ -63,6 +67,11 @@ def weights_type(config: Mapping[str, Any]) -> str:
 def is_path(name: str) -> bool:
     """Whether a model's name can only be a folder: a hub name has at most one slash, and no dots."""
     return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether the hub could have a repository of that name (huggingface_hub's `validate_repo_id`)."""
+    return len(name) <= _LONGEST_HUB_NAME and _HUB_NAME.fullmatch(name) is not None
 
 
 def here(name: str) -> bool:

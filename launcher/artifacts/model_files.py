@@ -25,11 +25,29 @@ def is_bare(folder: Path) -> bool:
     return next(_weights(folder), None) is None and not _tokenizers(folder)
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter and no model: peft writes no config.json, and somebody may have copied one."""
+    return is_file(folder / ADAPTER) and (not is_file(folder / _CONFIG) or not _holds_model(folder))
+
+
+def _holds_model(folder: Path) -> bool:
+    return any(not path.name.startswith("adapter_") for path in _weights(folder))
+
+
+def adapter_base(folder: Path) -> str | None:
+    """The model that an adapter was made for, as its config names it."""
+    config = _read(folder / ADAPTER)
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    return base if isinstance(base, str) and base else None
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return bool(_tokenizers(folder))
+
+
 def config_fault(folder: Path) -> str | None:
     """What is wrong with the config of a model (transformers/models/auto/configuration_auto.py:433)."""
     if not is_file(folder / _CONFIG):
-        if is_file(folder / ADAPTER):
-            return f"it is an adapter alone, without the model that it was made for: no {_CONFIG}"
         return f"it holds no {_CONFIG}"
     config = _read(folder / _CONFIG)
     if not isinstance(config, dict):
@@ -83,6 +101,26 @@ def sizes(folder: Path) -> Mapping[str, tuple[int, ...]] | None:
         return {name: tuple(map(int, one["shape"])) for name, one in tensors.items()} if paths else None
     except _UNREADABLE:
         return None
+
+
+_FORMATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def number_format(folder: Path) -> str:
+    """The format of the first weight in the files, such as `bfloat16`; empty where no header tells."""
+    path = first(folder)
+    if path is None or path.name.startswith("pytorch_model"):
+        return ""
+    paths = [path]
+    if path.name.endswith(".json"):
+        paths = _shards(path)
+    try:
+        for tensor in _header(paths[0])[2].values():
+            if tensor["dtype"] in _FORMATS:
+                return _FORMATS[tensor["dtype"]]
+    except _UNREADABLE:
+        return ""
+    return ""
 
 
 def file_fault(path: Path) -> str | None:

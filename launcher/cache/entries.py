@@ -14,7 +14,7 @@ from typing import Any
 
 from launcher.artifacts import model_config
 from launcher.cache import folders, keys
-from launcher.paths import exists, is_file
+from launcher.paths import exists, is_dir, is_file
 from launcher.plan.plan import Plan
 from launcher.runs import rundir
 
@@ -79,7 +79,7 @@ def key(plan: Plan) -> dict[str, Any]:
 
 def _commit(name: str) -> str | None:
     """The commit of a data set on the hub, as upstream reads it: where its README.md is in the cache."""
-    if exists(Path(name)) or model_config.is_path(name):
+    if exists(name) or model_config.is_path(name):
         return None
     snapshot = model_config.snapshot(name, os.environ, _REVISION, "datasets")
     # the folder is named by the commit
@@ -88,7 +88,7 @@ def _commit(name: str) -> str | None:
 
 def _hash(name: str, revision: str | None, file: str) -> str:
     local = Path(name)
-    folder = local if local.is_dir() else model_config.snapshot(name, os.environ, revision)
+    folder = local if is_dir(local) else model_config.snapshot(name, os.environ, revision)
     if folder is None or not is_file(folder / file):
         return f"{file} not found"
     return hashlib.sha256((folder / file).read_bytes()).hexdigest()

@@ -20,7 +20,7 @@ from launcher.errors import Finding, launch_finding, not_ready
 from launcher.files import parse_line
 from launcher.machine import isolation, sizes
 from launcher.machine.python import Trainer
-from launcher.paths import exists, is_file
+from launcher.paths import exists, is_dir, is_file
 from launcher.plan.plan import Plan
 from launcher.redaction import redact
 
@@ -77,7 +77,7 @@ class Part:
 
     @property
     def local(self) -> bool:
-        return exists(Path(self.name)) or model_config.is_path(self.name)
+        return exists(self.name) or model_config.is_path(self.name)
 
     @property
     def kind(self) -> str:
@@ -118,7 +118,7 @@ def _required_parts(plan: Plan) -> Iterator[Part]:
         ("chat_template_path", None),
     ):
         name = values.get(key)
-        if isinstance(name, str) and name != values.get(names.model) and not is_file(Path(name)):
+        if isinstance(name, str) and name != values.get(names.model) and not is_file(name):
             yield Part(role="tokenizer", name=name, key=key, revision=at)
     mixed = mixture.of_values(values, os.environ)
     if mixed is not None:
@@ -204,7 +204,7 @@ def _looked(part: Part) -> Part:
 
 def lacking(folder: Path, role: Role) -> str | None:
     """What a model's or a tokenizer's folder lacks to be loaded; None where nothing is missed."""
-    if not folder.is_dir():
+    if not is_dir(folder):
         return f"there is no folder {folder}"
     if role == "tokenizer":
         fault = model_files.tokenizer_fault(folder)

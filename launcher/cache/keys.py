@@ -37,7 +37,7 @@ from launcher.dataset import mixture
 from launcher.errors import Finding
 from launcher.machine import codec
 from launcher.machine.codec import Misfit, Omission
-from launcher.paths import exists
+from launcher.paths import exists, is_dir
 from launcher.plan import plan as plans
 from launcher.plan.plan import Derived, Plan
 from launcher.upstream import facts
@@ -260,7 +260,7 @@ def _tokenising(reader: _Sources) -> list[Input]:
     data = reader.plan.values.get(reader.plan.stage.entry.names.data)
     names = [str(name) for name in data[::2]] if isinstance(data, list) else []
     # dataset_transformation.py:1618: any other name goes to `load_dataset`, which prefers a folder here
-    local = [name for name in names if name.endswith((".jsonl", ".parquet")) or exists(Path(name))]
+    local = [name for name in names if name.endswith((".jsonl", ".parquet")) or exists(name)]
     tokenizer = reader.text("tokenizer_name_or_path") or reader.text("model_name_or_path")
     return [
         *(one for name in local for one in reader.read("data", name)),
@@ -280,7 +280,7 @@ def _trl(reader: _Sources) -> Iterator[Cache]:
     precomputed = values.get("precompute_ref_log_probs") is True
     if name is None or values.get("dataset_streaming") is True:
         return
-    local = Path(name).is_dir()
+    local = is_dir(name)
     if not local and not precomputed:
         # the hub's sets are known by their commit (datasets/data_files.py:513)
         return

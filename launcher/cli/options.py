@@ -17,6 +17,7 @@ from typer import Argument, Option
 from launcher import __version__
 from launcher.cli import help
 from launcher.errors import Exit, Finding, LaunchError, UsageError, launch_finding, usage
+from launcher.paths import is_dir, is_file
 from launcher.report import console
 
 if TYPE_CHECKING:
@@ -160,11 +161,19 @@ class Shared:
     def hands_over(self) -> bool:
         return self.detach or self.slurm
 
-    @property
+    @functools.cached_property
     def locator(self) -> Locator:
+        """Finds the trainers' source, of the Python that is named. Raises NotReady where that does not run."""
         from launcher.upstream import locate
 
-        return locate.Locator(checkout=self.open_instruct, allow_unpinned=self.allow_unpinned)
+        interpreter = None
+        if self.python is not None or os.environ.get("LAUNCH_PYTHON"):
+            from launcher.machine import python
+
+            interpreter = python.find_interpreter(self.python, os.environ)
+        return locate.Locator(
+            checkout=self.open_instruct, allow_unpinned=self.allow_unpinned, interpreter=interpreter, say=console.aside
+        )
 
     @property
     def show_progress(self) -> Callable[[str], None]:
@@ -227,7 +236,7 @@ class Shared:
 
 GROUPS = {
     # which source of the trainer is looked at
-    "source": "open_instruct allow_unpinned",
+    "source": "python open_instruct allow_unpinned",
     # what every command has that plans a stage, that trains for long, that starts a whole run
     "request": "config overrides stage python open_instruct allow_unpinned format",
     "background": "detach on_finish on_finish_limit slurm",
@@ -295,9 +304,9 @@ def confirmed(lines: Sequence[str], given: bool, flag: str, kept: Sequence[str] 
 
 def files_of(path: Path) -> list[Path]:
     """The YAML files of a folder and of those in it, hidden ones left out; a file is itself."""
-    if not path.is_dir():
+    if not is_dir(path):
         return [path]
-    files = [file for file in sorted(path.rglob("*")) if file.suffix in {".yaml", ".yml"} and file.is_file()]
+    files = [file for file in sorted(path.rglob("*")) if file.suffix in {".yaml", ".yml"} and is_file(file)]
     found = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     # an empty one is judged itself, and refused
     return found or [path]

@@ -19,7 +19,7 @@ import yaml
 from launcher import files
 from launcher.errors import Finding, InvalidConfig, launch_finding
 from launcher.files import open_regular
-from launcher.paths import canonical
+from launcher.paths import canonical, is_dir
 
 SUFFIXES = frozenset({".yaml", ".yml"})
 MAX_BYTES = 4 * 2**20
@@ -47,6 +47,21 @@ _SHOWN = {type(None): "nothing", dict: "a mapping", list: "a list"}
 _COLLECTIONS = {None, "!", f"{_TAG}map", f"{_TAG}seq"}
 
 
+KEPT = "# lost:"
+"""What begins a comment in which `--fix` keeps an argument whose meaning is lost, until somebody has decided."""
+_KEPT_LINE = re.compile(rf"[ \t]*{KEPT}[ \t]*([\w.-]+)[ \t]*:[ \t]*(.*?)[ \t]*(?:#.*)?$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptKey:
+    """An argument in such a comment, with its value as it was written; `line` is 1-based."""
+
+    key: str
+    value: str
+    file: str
+    line: int
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
     """What one file holds. `faults` are keys that stand twice or cannot be keys: the rest was read."""
@@ -54,6 +69,7 @@ class Document:
     value: dict[str, Any]
     origins: dict[str, Origin]
     faults: tuple[Finding, ...] = ()
+    kept: tuple[KeptKey, ...] = ()
 
 
 def read_yaml(path: Path) -> Document:
@@ -90,7 +106,15 @@ def parse(path: Path, text: str) -> Document:
     if not isinstance(value, dict):
         what = "a list" if isinstance(value, list) else "one value"
         raise refused(path, "not-a-mapping", f"the file is {what}, not a mapping of keys to values", 1, _FORM)
-    return Document(value, builder.origins, tuple(builder.findings))
+    kept = _kept_keys(path, text) if KEPT in text else ()
+    return Document(value, builder.origins, tuple(builder.findings), tuple(kept))
+
+
+def _kept_keys(path: Path, text: str) -> Iterator[KeptKey]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        found = _KEPT_LINE.match(line)
+        if found is not None:
+            yield KeptKey(key=found[1], value=found[2], file=str(path), line=number)
 
 
 def _broken(path: Path, text: str, error: yaml.MarkedYAMLError | yaml.reader.ReaderError) -> Finding:
@@ -122,7 +146,7 @@ def _near(path: Path) -> str | None:
 
 def _read_text(path: Path) -> str:
     try:
-        if path.is_dir():
+        if is_dir(path):
             raise refused(path, "not-a-file", "this is a directory", help="name a file in it")
         with open_regular(path) as stream:
             raw = stream.read(MAX_BYTES + 1)

@@ -37,7 +37,8 @@ class Config:
     `args` go to upstream under exactly these names. `options` are launch's own top-level keys.
     `origins` maps dotted keys (`args.learning_rate`, `args.mixer_list[1]`) to places. `faults` are
     keys that stand twice or cannot be keys; the last value of a key that is given twice is held. `secrets`
-    are the texts, by dotted key, of values that took a secret from the environment.
+    are the texts, by dotted key, of values that took a secret from the environment. `kept` are arguments in
+    comments of `--fix`, of the parents too.
     """
 
     path: Path
@@ -48,6 +49,7 @@ class Config:
     parents: tuple[Path, ...] = ()
     faults: tuple[Finding, ...] = ()
     secrets: Mapping[str, str] = field(default_factory=dict)
+    kept: tuple[document.KeptKey, ...] = ()
 
     def origin(self, key: str) -> Origin:
         """The place of `key`, or of the nearest enclosing key, or the start of the file."""
@@ -84,6 +86,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, text: str | None = 
         parents=parents,
         faults=(*content.faults, *_too_large(path, {**value, "args": args}, origins)),
         secrets=secrets,
+        kept=content.kept,
     )
 
 
@@ -120,7 +123,8 @@ def _with_parents(
     origins = dict(base.origins)
     value = _merge(base.value, content.value, origins)
     origins |= content.origins
-    return Document(value, origins, (*base.faults, *content.faults)), (target, *parents)
+    faults = (*base.faults, *content.faults)
+    return Document(value, origins, faults, (*base.kept, *content.kept)), (target, *parents)
 
 
 def _merge(

@@ -13,6 +13,7 @@ from launcher.dataset.reading import BadRow
 from launcher.dataset.shapes import CannotConvert
 from launcher.dataset.survey import Fault
 from launcher.errors import InvalidConfig, UsageError, launch_finding, usage
+from launcher.paths import is_dir, is_file
 
 _MOST_FAULTS = 20  # rows that are told one by one
 
@@ -61,9 +62,9 @@ def convert(source: Path, output: Path, *, split: str = "train", skip: bool = Fa
 
 
 def _files(source: Path, split: str) -> tuple[Path, ...]:
-    if source.is_dir():
+    if is_dir(source):
         found = sources.of_name(str(source), split, None, os.environ)
-    elif source.is_file():
+    elif is_file(source):
         found = sources.of_file(str(source))
     else:
         raise usage("no-such-data", f"there is no file or folder {source}")

@@ -155,6 +155,19 @@ def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str
     return Source(name=name, files=files, beside=beside)
 
 
+def split_names(name: str, config: str | None) -> tuple[str, ...] | None:
+    """The splits that `load_dataset(name, config)` makes of a folder; None where launch does not know them."""
+    folder = Path(name)
+    if not os.path.isdir(folder) or any(os.path.exists(folder / file) for file in SAVED_TO_DISK):
+        return None
+    try:
+        splits = _all_splits(folder, config)
+    except (_UnknownFolder, _RefusedFolder):
+        return None
+    names = tuple(split for split, files in splits.items() if _common_format(files) is not None)
+    return names or None
+
+
 def of_set(
     path: str,
     split: str,
@@ -247,14 +260,19 @@ def _named(folder: Path, patterns: Sequence[str]) -> list[Path]:
     return named
 
 
-def _files_of_splits(folder: Path, split: str, config: str | None) -> dict[str, list[str]]:
-    """datasets/load.py:422: the files of each split. Raises _UnknownFolder, and _RefusedFolder without `split`."""
+def _all_splits(folder: Path, config: str | None) -> dict[str, list[str]]:
     names = _names_below(folder)
     if "dataset_infos.json" in os.listdir(folder):
         raise _UnknownFolder("dataset_infos.json decides how it is read")
     splits = _splits_of_card(names, _card(folder), config)
     if splits is None:
         splits = _splits_by_name(names)
+    return splits
+
+
+def _files_of_splits(folder: Path, split: str, config: str | None) -> dict[str, list[str]]:
+    """datasets/load.py:422: the files of each split. Raises _UnknownFolder, and _RefusedFolder without `split`."""
+    splits = _all_splits(folder, config)
     formats = {}
     for name, files in splits.items():
         formats[name] = _common_format(files)

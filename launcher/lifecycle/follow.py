@@ -51,9 +51,9 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
     began = folder.attempts() >= attempt.number
     if began and not runner.processes(folder).out_of_sight and not rundir.concluded(folder, attempt.number):
         # only here: who looks on should see the run at once
-        from launcher.lifecycle import supervisor
+        from launcher.lifecycle import conclude
 
-        supervisor.conclude(folder, attempt, runner.recorded(folder, attempt.number))
+        conclude.conclude(folder, attempt, runner.recorded(folder, attempt.number))
     return bool(requests)
 
 

@@ -18,7 +18,7 @@ from launcher.lifecycle.neighbourhood import OutputPlace
 from launcher.lifecycle.resume import decision as resume
 from launcher.machine import devices, python
 from launcher.machine.devices import Devices, Look
-from launcher.machine.python import Trainer
+from launcher.machine.python import Interpreter, Trainer
 from launcher.paths import exists
 from launcher.plan import command, plan
 from launcher.plan.plan import Plan
@@ -30,7 +30,7 @@ from launcher.runs.record import Manifest
 from launcher.runs.rendezvous import Rendezvous
 from launcher.runs.rundir import RunFolder
 from launcher.stage import stage as stages
-from launcher.upstream.locate import Locator
+from launcher.upstream.locate import Locator, no_trainer
 from launcher.upstream.trainers import BACKENDS
 
 
@@ -156,7 +156,21 @@ def judge(request: Request, *, running: bool = False, loaded: Config | None = No
     loaded = loaded or load.load(request.config, request.overrides)
     locator, trainer = find_source(request, stages.backend_of(loaded))
     judged = stages.judge(loaded, stage=request.stage, locator=locator, running=running)
-    return replace(judged, findings=_allowed(request, judged.findings)), trainer
+    findings = _allowed(request, judged.findings)
+    if not running:
+        findings = (*_without_trainer(request, judged, trainer), *findings)
+    return replace(judged, findings=findings), trainer
+
+
+def _without_trainer(request: Request, judged: stages.Judged, trainer: Trainer) -> Iterator[Finding]:
+    """That the named Python lacks the trainer; a plan does without, and a start says which packages it needs."""
+    source = judged.upstream
+    is_named = request.python is not None or os.environ.get("LAUNCH_PYTHON")
+    if source is None or source.is_checkout or source.root is not None or not is_named:
+        return
+    interpreter = Interpreter(python=trainer.python, source=trainer.source, path=trainer.path)
+    finding = no_trainer(source.backend, interpreter, "warning")
+    yield replace(finding, message=f"{finding.message}; judged by {source.version}")
 
 
 def find_source(request: Request, backend: str) -> tuple[Locator, Trainer]:

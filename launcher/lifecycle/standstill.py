@@ -30,7 +30,7 @@ class _Sign:
 
     written: float
     since: float
-    told: bool = False
+    noted: bool = False
 
 
 @dataclass(slots=True)
@@ -67,8 +67,8 @@ class Standstill:
         waited = now - sign.since
         if waited < self.limit_s:
             return False
-        if not sign.told:
-            sign.told = True
+        if not sign.noted:
+            sign.noted = True
             with contextlib.suppress(OSError):
                 self._tell(record, rank, pid, waited)
                 sign.written = record.stat().st_mtime

@@ -12,26 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from launcher import files
-from launcher.__main__ import MODULE
 from launcher.cache import folders, inputs, keys
-from launcher.errors import Exit, Finding, NotReady, errors, launch_finding, not_ready
+from launcher.errors import NotReady, errors, not_ready
 from launcher.lifecycle import manifest, supervisor
 from launcher.lifecycle.doctor import disk
 from launcher.lifecycle.prepare import Prepared, Request, prepare
 from launcher.lifecycle.resume import decision
 from launcher.machine import devices, process
-from launcher.machine.codec import Misfit, Omission
+from launcher.machine.codec import Misfit
 from launcher.machine.devices import Devices
-from launcher.paths import PACKAGE
-from launcher.plan import command
-from launcher.plan.plan import Plan
+from launcher.paths import MODULE_FLAG, PACKAGE
 from launcher.redaction import borrowed, redact
-from launcher.report import page, series
 from launcher.runs import attempt as attempts
 from launcher.runs import lease, preemption, rendezvous, rundir, runner, slurm
 from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
-from launcher.verdict import check, judge
 
 SHORTEST_WARNING_S = 120
 """Seconds before the end of a job's time that a run is asked to save: for a step, and what Slurm is late by."""
@@ -122,7 +117,7 @@ def ours(module: str | None = None) -> list[str]:
     By its path: no variable of the environment is needed, and the folder that it is started in is no part of it.
     """
     words = [sys.executable, "-P", str(PACKAGE / "__main__.py")]
-    return words if module is None else [*words, MODULE, module]
+    return words if module is None else [*words, MODULE_FLAG, module]
 
 
 def _make(prepared: Prepared, attempt: Attempt) -> None:
@@ -278,88 +273,3 @@ def _keep(
         devices.lock_slots(chosen, folder.path) as gpu_locks,
     ):
         supervisor.spawn(folder, attempt.number, (*cache_locks, *gpu_locks, *locks), attempt.digest(), granted)
-
-
-def look_back(folder: RunFolder, attempt: Attempt) -> None:
-    """Record what of data and models changed since the start, and remove what was cached of it meanwhile."""
-    # a record that cannot be written costs a point, not the verdict
-    with contextlib.suppress(OSError):
-        changed = inputs.changed(rundir.read_manifest(folder).contents, Path(attempt.cwd))
-        files.write_json(folder.inputs(attempt.number), {"changed": redact(changed)})
-    for one in attempt.caches:
-        with contextlib.suppress(Misfit):
-            folders.discard_spoiled(keys.from_json(one))
-
-
-def of_a_further_machine(folder: RunFolder, attempt: Attempt) -> Exit:
-    ended = runner.recorded(folder, attempt.number)
-    if ended is not None and (ended.stopped is not None or ended.preempted):
-        return Exit.INTERRUPTED
-    return Exit.TRAINING if ended is None or ended.returncode else Exit.OK
-
-
-def conclusion(
-    folder: RunFolder, attempt: Attempt, ended: runner.ProcessExit | None = None
-) -> tuple[check.Verdict, Exit]:
-    """The verdict and the exit code of an attempt that is over; judged now where nobody has yet."""
-    known = rundir.judged(folder, attempt.number)
-    verdict = (check.from_json(rundir.read_json(folder.verdict)) if known else None) or finish(folder)
-    ended = ended or runner.recorded(folder, attempt.number)
-    return verdict, exit_code(ended, verdict, allow_unproven=attempt.allow_unproven)
-
-
-def finish(folder: RunFolder) -> check.Verdict:
-    return judged(folder).verdict
-
-
-def judged(folder: RunFolder) -> judge.RunJudgement:
-    """Judge a run folder; write verdict.json, metrics.jsonl and report.html where that is possible."""
-    found = judge.judge(folder)
-    # a read-only or full disk costs these files, not the verdict
-    with contextlib.suppress(OSError):
-        files.write_json(folder.verdict, found.verdict.as_json())
-        files.write_text(folder.metrics, "".join(map(rundir.json_line, judge.rows_of(found.attempts))))
-        files.write_text(folder.report, page.overlay([series.of_judged(folder.path, found)]))
-    return found
-
-
-def left_out_notes(found: judge.RunJudgement, folder: RunFolder) -> tuple[Finding, ...]:
-    """What the records of a run hold that could not be used: of each file the first, and how many more."""
-    places: dict[str, list[tuple[int | None, Omission]]] = {}
-    for fault in found.manifest.left_out():
-        places.setdefault(str(folder.manifest), []).append((None, fault))
-    for attempt in found.attempts:
-        for record in attempt.records:
-            for path, line, fault in record.left_out:
-                places.setdefault(str(path), []).append((line, fault))
-    return tuple(_left_out_note(file, faults) for file, faults in places.items())
-
-
-def _left_out_note(file: str, faults: Sequence[tuple[int | None, Omission]]) -> Finding:
-    line, fault = faults[0]
-    more = f", and {len(faults) - 1} more like it" if len(faults) > 1 else ""
-    help = "was it edited, or written by another version? what it says is left out"
-    return launch_finding("warning", "damaged-record", f"{fault}{more}", help, file=file, line=line)
-
-
-def judged_now(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> check.Verdict:
-    """The verdict of a finished run by what is expected of it now: that may have been changed since."""
-    expected = command.expectations(planned)
-    same = rundir.read_manifest(folder).expected == expected
-    return verdict if same else judge.judge(folder, expected).verdict
-
-
-def exit_code(ended: runner.ProcessExit | None, verdict: check.Verdict, *, allow_unproven: bool) -> Exit:
-    if ended is not None and (ended.stopped is not None or ended.preempted):
-        return Exit.INTERRUPTED
-    if ended is not None and ended.returncode and verdict.stopped is None:
-        return Exit.TRAINING
-    return check.exit_code(verdict, allow_unproven=allow_unproven)
-
-
-def unpinned_note(folder: RunFolder) -> tuple[Finding, ...]:
-    source = rundir.read_manifest(folder).upstream
-    if source.get("pinned", True):
-        return ()
-    message = f"this run used {source.get('version')}, the pin is {source.get('pin')}"
-    return (launch_finding("warning", "unpinned-checkout", message, file=source.get("root")),)

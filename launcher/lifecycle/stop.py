@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from launcher.artifacts import checkpoints
 from launcher.errors import NotReady, UsageError, not_ready, usage
-from launcher.lifecycle import follow, supervisor
+from launcher.lifecycle import conclude, follow, supervisor
 from launcher.report import overview
 from launcher.report.progress import Progress
 from launcher.runs import attempt, lease, preemption, rundir, runner, slurm
@@ -177,7 +177,7 @@ def _end_orphan(folder: RunFolder, request: runner.StopRequest) -> None:
     _require_ended(folder)
     # not before: until then, it is what keeps orphans together
     runner.kill_keeper(folder)
-    supervisor.conclude(folder, attempt, runner.recorded(folder, number))
+    conclude.conclude(folder, attempt, runner.recorded(folder, number))
 
 
 def _await_save(folder: RunFolder, started: attempt.Attempt) -> None:

@@ -11,14 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from launcher.errors import Exit, Finding, LaunchError, NotReady, brief, not_ready
-from launcher.lifecycle import checksums, on_finish, standstill
+from launcher.errors import Finding, LaunchError, NotReady, brief, not_ready
+from launcher.lifecycle import checksums, conclude, on_finish, standstill
 from launcher.machine import isolation, process
 from launcher.paths import PROJECT
 from launcher.report import overview
@@ -28,7 +27,6 @@ from launcher.runs.attempt import Attempt
 from launcher.runs.lease import Lease
 from launcher.runs.rundir import RunFolder
 
-OTHERS_S = 60.0  # seconds that a machine whose training failed waits for the first one to have recorded its end
 _STARTED = b"started\n"
 _STARTED_HERE: list[subprocess.Popen[bytes]] = []
 
@@ -165,7 +163,7 @@ def main(words: Sequence[str]) -> int:
     # a signal now belongs to the command at the end, and a verdict takes seconds
     ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     with process.handling(dict.fromkeys(ignored, process.ignore)):
-        return conclude(folder, attempt, ended, locks=locks, own=True)
+        return conclude.conclude(folder, attempt, ended, locks=locks, own=True)
 
 
 def _hang_detector(command: attempts.Command) -> Callable[[runner.Living], bool]:
@@ -181,62 +179,6 @@ def _overtaken(console: Path, by: Lease) -> None:
         log.write(f"\n{message}\n")
     # at once: what it would save now is the other run's
     os.kill(os.getpid(), signal.SIGINT)
-
-
-def conclude(
-    folder: RunFolder,
-    attempt: Attempt,
-    ended: runner.ProcessExit | None,
-    *,
-    locks: Sequence[int] = (),
-    own: bool = False,
-) -> int:
-    """Judge a run that is over and call `--on-finish`; returns the run's exit code.
-
-    Where the keeper was killed, whoever looks on does what is left: once, however many they are, but for one that
-    is killed in the moment of the call. `locks` are let go before that. The attempt is the user's `own` where it was
-    not read from a file that others may write.
-    """
-    from launcher.lifecycle import start
-
-    if attempt.rank:
-        _let_go(locks)
-        return _of_a_further_machine(folder, attempt, ended)
-    number = attempt.number
-    with rundir.concluding(folder, number) as due:
-        if not due:
-            return Exit.OK
-        code: int = Exit.BUG
-        try:
-            # where the supervisor did not live to do that
-            inventory.end(folder, number, late=True)
-            if not rundir.judged(folder, number):
-                start.look_back(folder, attempt)
-            code = start.conclusion(folder, attempt, ended)[1]
-            rundir.seal(folder, number, untold=bool(attempt.on_finish))
-        except Exception:
-            # a verdict can be made again; the call at the end cannot
-            traceback.print_exc()
-        # the command may start the next run on the same cards
-        _let_go(locks)
-        on_finish.call(folder, attempt, code, own=own, began=lambda: rundir.note_told(folder, number))
-    return code
-
-
-def _let_go(locks: Sequence[int]) -> None:
-    for lock in locks:
-        os.close(lock)
-
-
-def _of_a_further_machine(folder: RunFolder, attempt: Attempt, ended: runner.ProcessExit | None) -> int:
-    """The first machine judges and tells, for all; one that failed leaves it the time for that."""
-    if ended is not None and not ended.returncode:
-        return Exit.OK
-    first = RunFolder(folder.path.parent)
-    until = time.monotonic() + OTHERS_S
-    while first.manifest.exists() and not first.exit(attempt.number).exists() and time.monotonic() <= until:
-        time.sleep(1)
-    return Exit.TRAINING
 
 
 class Due:

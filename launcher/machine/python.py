@@ -42,6 +42,14 @@ print(json.dumps({"version": list(sys.version_info[:3]), "path": sys.path, "pack
                   "own": sys.prefix != sys.base_prefix}))
 """
 )
+# What a Python is asked where only its source files are wanted: listing its packages takes several times as long.
+_PATH_QUESTION = (
+    isolation.HEAD
+    + """
+import json
+print(json.dumps({"path": sys.path}))
+"""
+)
 PYTHON_LIMIT_S = 60.0
 """Seconds that a Python may take to list its packages: on a network file system they are many small files."""
 CARD_S = 1.0
@@ -101,6 +109,15 @@ class Trainer:
     path: tuple[Path, ...] = ()
     packages: Mapping[str, str] = field(default_factory=dict)
     own: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interpreter:
+    """A Python that the user named; `source` says where, `path` is where it looks for packages."""
+
+    python: Path
+    source: str
+    path: tuple[Path, ...]
 
 
 def ask_driver() -> Driver:
@@ -183,15 +200,35 @@ def git_version(root: Path, below: str = ".") -> str | None:
 def find_trainer(named: Path | None, checkout: Path | None, environ: Mapping[str, str] | None = None) -> Trainer:
     """`--python`, LAUNCH_PYTHON, the checkout's `.venv`, else ours. Raises NotReady where that does not run."""
     environ = os.environ if environ is None else environ
-    if named is not None:
-        # not resolved: a virtual environment is known by the link, not by what it points to
-        program = isolation.find_program(str(expanded(named)))
-        return ask_trainer(named if program is None else Path(program), "--python")
-    if variable := environ.get("LAUNCH_PYTHON"):
-        return ask_trainer(_python_of_variable(variable), "LAUNCH_PYTHON")
+    if (choice := _named_python(named, environ)) is not None:
+        return ask_trainer(*choice)
     if checkout is not None and (checkout / ".venv" / "bin" / "python").exists():
         return ask_trainer(checkout / ".venv" / "bin" / "python", "the checkout's .venv")
     return ask_trainer(Path(sys.executable), "launch's own")
+
+
+def find_interpreter(named: Path | None, environ: Mapping[str, str]) -> Interpreter | None:
+    """`--python` or LAUNCH_PYTHON, asked for its search path alone; None where neither names a Python.
+
+    Raises NotReady where that does not run.
+    """
+    choice = _named_python(named, environ)
+    if choice is None:
+        return None
+    python, source = choice
+    python = expanded(python).absolute()
+    answer = _ask(python, source, _PATH_QUESTION, "did not answer")
+    return Interpreter(python=python, source=source, path=_folders(answer["path"]))
+
+
+def _named_python(named: Path | None, environ: Mapping[str, str]) -> tuple[Path, str] | None:
+    if named is not None:
+        # not resolved: a virtual environment is known by the link, not by what it points to
+        program = isolation.find_program(str(expanded(named)))
+        return named if program is None else Path(program), "--python"
+    if variable := environ.get("LAUNCH_PYTHON"):
+        return _python_of_variable(variable), "LAUNCH_PYTHON"
+    return None
 
 
 def _python_of_variable(text: str) -> Path:
@@ -208,16 +245,36 @@ def _python_of_variable(text: str) -> Path:
 def ask_trainer(python: Path, source: str) -> Trainer:
     """The version and packages of a Python. Raises NotReady where it does not run."""
     python = expanded(python).absolute()
+    data = _ask(python, source, _QUESTION, "did not list its packages")
+    return Trainer(
+        python=python,
+        source=source,
+        version=tuple(data["version"]),
+        path=_folders(data["path"]),
+        packages=data["packages"],
+        own=data["own"],
+    )
+
+
+def _folders(path: list[str]) -> tuple[Path, ...]:
+    return tuple(Path(entry) for entry in path if entry)
+
+
+def _ask(python: Path, source: str, question: str, silent: str) -> dict[str, Any]:
+    """What a Python answers to a program; `silent` says what it did not do where the time ran out.
+
+    Raises NotReady where it does not run.
+    """
     data: dict[str, Any] = {}
     fault = "does not run"
     try:
-        argv = [str(python), "-c", _QUESTION]
+        argv = [str(python), "-c", question]
         answer = tools.ask(argv, environ=isolation.isolated(os.environ), seconds=PYTHON_LIMIT_S)
         # a site file may print something of its own first
         if answer.returncode == 0:
             data = parse_line(answer.out.strip().rpartition(b"\n")[2])
     except tools.NoAnswer:
-        fault = f"did not list its packages in {PYTHON_LIMIT_S:.0f} s"
+        fault = f"{silent} in {PYTHON_LIMIT_S:.0f} s"
     except ValueError:
         pass
     except OSError as error:
@@ -227,14 +284,7 @@ def ask_trainer(python: Path, source: str) -> Trainer:
         message = f"{source} names a Python that {fault}: {python}"
         help = "give the trainer's interpreter with --python PATH"
         raise not_ready("no-python", message, help, file=str(python))
-    return Trainer(
-        python=python,
-        source=source,
-        version=tuple(data["version"]),
-        path=tuple(Path(entry) for entry in data["path"] if entry),
-        packages=data["packages"],
-        own=data["own"],
-    )
+    return data
 
 
 def describe() -> dict[str, object]:

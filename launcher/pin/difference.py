@@ -108,14 +108,14 @@ class ArgumentDifference:
         before, after = brief(self.before, _WIDE), brief(self.after, _WIDE)
         match self.what:
             case "renamed" | "removed":
-                told = self.why or self.what
+                text = self.why or self.what
             case "added":
-                told = f"{after}; {self.why}" if self.why else after
+                text = f"{after}; {self.why}" if self.why else after
             case "refused" | "accepted":
-                told = f"where {brief(self.after or self.before, _WIDE)}"
+                text = f"where {brief(self.after or self.before, _WIDE)}"
             case _:
-                told = f"{self.what if self.what in {'type', 'default'} else 'read'} {before} -> {after}"
-        return f"{told}  ({self.new or self.old})"
+                text = f"{self.what if self.what in {'type', 'default'} else 'read'} {before} -> {after}"
+        return f"{text}  ({self.new or self.old})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -471,16 +471,16 @@ def _relies_on(change: ArgumentDifference, old: Judged, new: Judged) -> bool:
 
 def lines(difference: CommitDifference, *, everything: bool = False) -> list[str]:
     """The answer for people. Without stage files, or with `everything`, each change has its line."""
-    told = list(_head_lines(difference))
+    lines = list(_head_lines(difference))
     for config in difference.configs:
-        told += ["", *_config_lines(config)]
+        lines += ["", *_config_lines(config)]
     for stage in difference.stages.values():
-        told += ["", *_stage_lines(stage, everything=everything or not difference.configs)]
+        lines += ["", *_stage_lines(stage, everything=everything or not difference.configs)]
     old, new = difference.old.cache, difference.new.cache
     if difference.cache_moved:
         moved = f"dataset cache: version {old or 'none'} -> {new or 'none'}"
-        told += ["", f"{moved}: every dataset is tokenised again"]
-    return [*told, "", _result_line(difference)]
+        lines += ["", f"{moved}: every dataset is tokenised again"]
+    return [*lines, "", _result_line(difference)]
 
 
 def _head_lines(difference: CommitDifference) -> Iterator[str]:

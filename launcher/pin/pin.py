@@ -128,12 +128,12 @@ class Status:
         }
 
     def lines(self) -> list[str]:
-        told = [f"pin   {PIN}"]
+        lines = [f"pin   {PIN}"]
         for place in self.places:
-            told += place.lines()
+            lines += place.lines()
         if self.used is None:
-            told.append("used  none of these: what needs no checkout uses the committed snapshot")
-        return told + [f"next: {command}" for command in self.next]
+            lines.append("used  none of these: what needs no checkout uses the committed snapshot")
+        return lines + [f"next: {command}" for command in self.next]
 
 
 def _as_json(place: CheckoutStatus) -> dict[str, object]:
@@ -187,15 +187,15 @@ def _look(path: Path, source: str, *, used: bool) -> CheckoutStatus:
     )
 
 
-def _next(told: Status) -> Iterator[str]:
-    used = told.used
+def _next(status: Status) -> Iterator[str]:
+    used = status.used
     if used is None:
-        other = next((place for place in told.places if place.equal), None)
-        if other is not None and told.fault is not None:
+        other = next((place for place in status.places if place.equal), None)
+        if other is not None and status.fault is not None:
             # the place that was named is none, another one is
             yield f"export LAUNCH_OPEN_INSTRUCT={_word(other.path)}"
-        place = _word(told.places[-1].path)
-        yield told.fill or f"git clone {URL} {place} && git -C {place} checkout {PIN}"
+        place = _word(status.places[-1].path)
+        yield status.fill or f"git clone {URL} {place} && git -C {place} checkout {PIN}"
     elif not used.equal and used.commit is None:
         yield f"git clone {URL} PATH && git -C PATH checkout {PIN}"
     elif not used.equal:
@@ -204,7 +204,7 @@ def _next(told: Status) -> Iterator[str]:
             yield f"{git} stash"
         if used.commit != PIN:
             fetch = f"{git} fetch origin {PIN} && " if used.ahead is None else ""
-            own = told.fill if used.source == "submodule" else None
+            own = status.fill if used.source == "submodule" else None
             yield own or f"{fetch}{git} checkout {PIN}"
 
 
@@ -272,15 +272,15 @@ def _unknown(repository: Repository, name: str) -> NotReady | UsageError:
 
 def describe(repository: Repository, commit: str) -> tuple[str | None, str | None]:
     """The date (YYYY-MM-DD) and the subject of a commit; None where it is not there."""
-    told = repository.ask("show", "-s", "--no-show-signature", "--format=%cs%x00%s", commit)
-    date, found, subject = (told or "").partition("\0")
+    answer = repository.ask("show", "-s", "--no-show-signature", "--format=%cs%x00%s", commit)
+    date, found, subject = (answer or "").partition("\0")
     return (date, subject) if found else (None, None)
 
 
 def distance(repository: Repository, old: str, new: str) -> tuple[int | None, int | None]:
     """How many commits `new` is ahead of `old` and behind it; None where one is not there."""
-    told = repository.ask("rev-list", "--left-right", "--count", f"{old}...{new}", "--")
-    numbers = (told or "").split()
+    answer = repository.ask("rev-list", "--left-right", "--count", f"{old}...{new}", "--")
+    numbers = (answer or "").split()
     return (int(numbers[1]), int(numbers[0])) if len(numbers) == 2 else (None, None)
 
 

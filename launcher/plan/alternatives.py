@@ -8,8 +8,9 @@ from typing import Any
 
 from launcher.errors import InvalidConfig
 from launcher.plan.footprint import Footprint
-from launcher.plan.plan import Plan, divisors
+from launcher.plan.plan import Plan
 from launcher.rules.model import LIGER_MODELS
+from launcher.stage.batch import divisors
 from launcher.stage.options import deepspeed_file
 from launcher.upstream.schema import Values
 

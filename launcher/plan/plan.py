@@ -12,6 +12,7 @@ from launcher.dataset.mixer import entry_rows
 from launcher.errors import Finding, InvalidConfig, Severity, launch_finding
 from launcher.rules import registry
 from launcher.rules.context import Context
+from launcher.stage.batch import divisors, impossible
 from launcher.stage.stage import Stage, preferred_attention, trend_fault
 from launcher.upstream.schema import Values
 
@@ -290,29 +291,8 @@ def _solve(stage: Stage, devices: int) -> tuple[int, int]:
     if total is None:
         return per_device, int(stage.values[names.accumulation])
     if total % (per_device * devices):
-        raise InvalidConfig(_impossible(stage, total, per_device, devices))
+        raise InvalidConfig(impossible(stage.config, total=total, per_device=per_device, devices=devices))
     return per_device, total // (per_device * devices)
-
-
-def _impossible(stage: Stage, total: int, per_device: int, devices: int) -> Finding:
-    unit = per_device * devices
-    lower, upper = total // unit * unit, -(-total // unit) * unit
-    totals = [str(n) for n in (lower, upper) if n]
-    options = [f"batch.global={' or '.join(totals)} with per_device {per_device}"]
-    if total % devices == 0:
-        parts = sorted(sorted(divisors(total // devices), key=lambda n: abs(n - per_device))[:2])
-        options.append(f"batch.per_device={' or '.join(map(str, parts))} with global {total}")
-    origin = stage.config.origin("batch.per_device")
-    if origin.override is None:
-        origin = stage.config.origin("batch.global")
-    message = f"a global batch of {total} cannot be split into {per_device} rows on {devices} device(s)"
-    help = "nearest possible: " + "; ".join(options)
-    return replace(launch_finding("error", "impossible-batch", message, help, key="batch.global"), **origin.place)
-
-
-def divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def splits(total: int, processes: int) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any
 from launcher import files
 from launcher.config.keys import PAIRED
 from launcher.errors import unreadable, usage
+from launcher.paths import exists, is_file
 from launcher.redaction import redact
 from launcher.report import progress
 from launcher.runs import attempt, rundir
@@ -99,7 +100,7 @@ def gather(targets: Sequence[str]) -> list[Run]:
 
 def _path(target: str) -> Path:
     path = Path(target)
-    if path.is_file() or any((path / name).exists() for name in _RUN_FILES):
+    if is_file(path) or any(exists(path / name) for name in _RUN_FILES):
         return path
     if (found := rundir.find(target)) is None:
         raise usage("no-such-run", f"there is no run or log `{target}`", "launch runs")
@@ -108,7 +109,7 @@ def _path(target: str) -> Path:
 
 def read(path: Path) -> Run:
     """A log alone, or a run folder, judged as it stands now; where only results were kept, those. Raises OSError."""
-    if path.is_file():
+    if is_file(path):
         return _read_log(path)
     judged = judge.judge(RunFolder(path))
     last = judged.attempts[-1]

@@ -12,7 +12,7 @@ from launcher.dataset.sources import Source
 from launcher.dataset.survey import Occurrence, RowPlace, Survey, look
 from launcher.errors import Finding, Severity, brief
 from launcher.files import read_bytes, read_json
-from launcher.paths import is_file
+from launcher.paths import is_dir, is_file
 from launcher.rules.context import Context
 from launcher.rules.rule import say
 
@@ -62,7 +62,7 @@ def unseen(key: str, source: Source, context: Context) -> Iterator[Finding]:
     if source.fault is not None:
         message = f"{brief(source.name)} {source.fault}"
         yield say("error", "bad-data", key, message, source.remedy)
-    elif source.unseen is not None and (context.running or Path(source.name).is_dir()):
+    elif source.unseen is not None and (context.running or is_dir(source.name)):
         message = f"the rows of {brief(source.name)} were not looked at: {source.unseen}"
         yield say("note", "unseen-data", key, message)
 
@@ -341,7 +341,7 @@ def copies(looked: Looked) -> Iterator[Finding]:
 def tokenizer_template(model: object, template: object, context: Context) -> str | None:
     """The chat template that a run would use, as its file says; empty where there is none, None where unknown."""
     if isinstance(template, str) and template:
-        if is_file(Path(template)):
+        if is_file(template):
             return _text_of(Path(template))
         model = template
     folder = _folder_of(model, context)
@@ -372,7 +372,7 @@ def _folder_of(model: object, context: Context) -> Path | None:
     where = model_config.where(model, context.environ)
     if where is not None:
         return where.parent
-    return Path(model) if isinstance(model, str) and Path(model).is_dir() else None
+    return Path(model) if isinstance(model, str) and is_dir(model) else None
 
 
 def _text_of(path: Path) -> str | None:

@@ -161,13 +161,6 @@ def batch_of_the_file(context: Context) -> Iterator[Finding]:
         yield _of_file("deepspeed-batch", message, 'write `"train_batch_size": "auto"` in the file')
 
 
-def half_precision(context: Context) -> Iterator[Finding]:
-    """finetune.py:597, dpo_tune_cache.py:337: the model is loaded in bfloat16 whatever is asked for."""
-    if context.mixed_precision == "fp16":
-        message = "upstream loads bfloat16: `mixed_precision: fp16` casts it to fp16, or fails in the gradient scaler"
-        yield say_of_option("warning", "fp16-over-bf16", "mixed_precision", message, "write `mixed_precision: bf16`")
-
-
 def two_zero_stages(context: Context) -> Iterator[Finding]:
     """dpo_tune_cache.py:136 builds a config of its own, and accelerate then reads no file."""
     own = context.values["zero_stage"]
@@ -385,7 +378,7 @@ def true_gradients(context: Context) -> Iterator[Finding]:
 
 
 _SHARED: tuple[StageRule, ...] = (zero_section, no_batch, unsaved_weights, clipping, true_gradients)
-_OWN_LOOP = (*_SHARED, refused_file, batch_of_the_file, half_precision, quantised, frozen_biases)
+_OWN_LOOP = (*_SHARED, refused_file, batch_of_the_file, quantised, frozen_biases)
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
     "open_instruct": {"sft": (*_OWN_LOOP, frozen_released), "dpo": (*_OWN_LOOP, two_zero_stages)},

@@ -1,5 +1,6 @@
 """Rules about a model: what it can do, by its config where that lies here; is it here, and is all of it here?"""
 
+import json
 import math
 import re
 import shlex
@@ -7,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher.artifacts import architecture, model_config, model_files
+from launcher.artifacts import architecture, chat_template, model_config, model_files
 from launcher.artifacts.architecture import Shape
 from launcher.errors import Finding, InvalidConfig, Severity, brief
-from launcher.paths import is_file
+from launcher.paths import can_be_name, exists, is_dir, is_file
 from launcher.rules.context import Context, StageRule, caches_only, section
 from launcher.rules.rule import say
 from launcher.rules.trl.resolved import inline
@@ -139,7 +140,7 @@ def other_weights(context: Context) -> Iterator[Finding]:
     """
     given = _arguments(context)
     name = str(context.values[_MODEL] or "")
-    own = _shape(model_config.read(name, context.environ)) if Path(name).is_dir() else None
+    own = _shape(model_config.read(name, context.environ)) if is_dir(name) else None
     there = None if own is None or given.keys() & _OTHER_FILES else model_files.sizes(Path(name))
     if own is None or there is None:
         return
@@ -191,7 +192,7 @@ def missing_model(context: Context) -> Iterator[Finding]:
 
 def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
     # the config alone may be a file
-    if is_file(Path(name)) and key != "config_name":
+    if is_file(name) and key != "config_name":
         message = f"{name} is a file, not a folder"
         help = f"name the folder with its config.json, such as {Path(name).parent}"
     elif model_config.here(name) or (key == _MODEL and _config(context)):
@@ -207,6 +208,25 @@ def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
     yield say("error", "missing-model", key, message, help)
 
 
+def impossible_name(context: Context) -> Iterator[Finding]:
+    """finetune.py:526, finetune.py:411: looked up as a folder, then on the hub, and neither can have such a name."""
+    values = context.values
+    names = context.entry.names
+    for key in (_MODEL, "config_name", "tokenizer_name_or_path", names.data):
+        given = values.get(key)
+        texts = given[::2] if isinstance(given, list) and context.entry.mixes else [given]
+        for text in texts:
+            if isinstance(text, str) and _is_impossible(text):
+                message = f"`{key}`: no folder and nothing on the hub can be called {brief(text)}"
+                yield say("error", "impossible-name", key, message, "name a folder, or something on the hub")
+
+
+def _is_impossible(text: str) -> bool:
+    if not can_be_name(text):
+        return True
+    return chat_template.is_template(text) and not exists(text)
+
+
 def incomplete_model(context: Context) -> Iterator[Finding]:
     """transformers/modeling_utils.py:631, transformers/models/auto/configuration_auto.py:433: seen when
     it is loaded, on every GPU. A folder with a config alone is one to plan with.
@@ -216,11 +236,15 @@ def incomplete_model(context: Context) -> Iterator[Finding]:
     if caches_only(context) or _arguments(context).keys() & _OTHER_FILES:
         return
     folder = _read_from(context, config or values[_MODEL], revision)
+    if folder is not None and model_files.is_adapter(folder):
+        # `adapter_alone` speaks of it
+        return
     if folder is not None and (fault := model_files.config_fault(folder)) is not None:
         yield _incomplete(context, _CODE, "config_name" if config else _MODEL, fault)
         if not config:
             return
-    if (folder := _read_from(context, values[_MODEL], revision)) is None:
+    folder = _read_from(context, values[_MODEL], revision)
+    if folder is None or model_files.is_adapter(folder):
         return
     fault = model_files.weights_fault(folder)
     # transformers/integrations/peft.py:340
@@ -230,6 +254,57 @@ def incomplete_model(context: Context) -> Iterator[Finding]:
         yield _incomplete(context, _CODE, _MODEL, fault)
 
 
+def adapter_alone(context: Context) -> Iterator[Finding]:
+    """transformers/models/auto/configuration_auto.py:433: no trainer loads an adapter's folder as a model.
+
+    transformers/modeling_utils.py:631: with a config.json beside the adapter it looks for weights of the whole model.
+    """
+    values = context.values
+    if caches_only(context):
+        return
+    for key in ("config_name", _MODEL):
+        folder = _adapter_folder(context, values.get(key))
+        if folder is None:
+            continue
+        name = str(values[key])
+        message = f"{brief(name)} is an adapter alone ({model_files.ADAPTER}), without the model that it was made for"
+        base = model_files.adapter_base(folder)
+        if base is not None:
+            message += f", {brief(base)}"
+        help = f"merge it first, and name the merged model: {_merge_command(name, folder, base)}"
+        yield say(context.at_start, "adapter-alone", key, message, help)
+
+
+def _adapter_folder(context: Context, name: object) -> Path | None:
+    """The folder of an adapter without a model, here or in the hub's cache."""
+    if not isinstance(name, str) or not name:
+        return None
+    folder: Path | None = Path(name)
+    if not is_dir(name):
+        folder = None
+        if not model_config.is_path(name):
+            folder = model_config.snapshot(name, context.environ, context.values.get("model_revision"))
+    return folder if folder is not None and model_files.is_adapter(folder) else None
+
+
+def _merge_command(name: str, folder: Path, base: str | None) -> str:
+    """A line for a shell that writes the merged model, and the tokenizer with it."""
+    merged = f"{name.rstrip('/')}-merged"
+    if folder != Path(name):
+        merged = f"./{name.split('/')[-1]}-merged"
+    tokenizer = name
+    if base is not None and not model_files.has_tokenizer(folder):
+        tokenizer = base
+    # the shell's quotes are single ones
+    quoted = [json.dumps(text) for text in (name, merged, tokenizer)]
+    code = (
+        "from peft import AutoPeftModelForCausalLM as M; from transformers import AutoTokenizer as T; "
+        f"M.from_pretrained({quoted[0]}).merge_and_unload().save_pretrained({quoted[1]}); "
+        f"T.from_pretrained({quoted[2]}).save_pretrained({quoted[1]})"
+    )
+    return f"python -c {shlex.quote(code)}"
+
+
 def incomplete_tokenizer(context: Context) -> Iterator[Finding]:
     """transformers/models/qwen2/tokenization_qwen2.py:53: without its files one without words is made."""
     values = context.values
@@ -237,6 +312,8 @@ def incomplete_tokenizer(context: Context) -> Iterator[Finding]:
     revision = values.get("tokenizer_revision") or values.get("model_revision")
     for key in (*named[:1], "chat_template_path"):
         folder = _read_from(context, values.get(key), revision)
+        if key == _MODEL and folder is not None and model_files.is_adapter(folder):
+            continue
         if folder is not None and (fault := model_files.tokenizer_fault(folder)) is not None:
             yield _incomplete(context, "incomplete-tokenizer", key, fault)
 
@@ -255,7 +332,7 @@ def _read_from(context: Context, name: object, revision: str | None) -> Path | N
     One that only describes a model says nothing before something is to be started.
     """
     folder = None
-    if isinstance(name, str) and name and Path(name).is_dir():
+    if isinstance(name, str) and name and is_dir(name):
         folder = Path(name)
     elif model_config.offline(context.environ):
         config = model_config.where(name, context.environ, revision)
@@ -265,7 +342,8 @@ def _read_from(context: Context, name: object, revision: str | None) -> Path | N
 
 
 _ABLE: tuple[StageRule, ...] = (liger_unknown, liger_on_cpu, beyond_positions)
-_SHARED: tuple[StageRule, ...] = (*_ABLE, missing_model, incomplete_model, incomplete_tokenizer, other_weights)
+_FILES: tuple[StageRule, ...] = (impossible_name, missing_model, adapter_alone, incomplete_model, incomplete_tokenizer)
+_SHARED: tuple[StageRule, ...] = (*_ABLE, *_FILES, other_weights)
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
     "open_instruct": {"sft": (*_SHARED, packed_without_flash, packed_alone), "dpo": (*_SHARED, packed_without_flash)},

@@ -17,7 +17,7 @@ from launcher.artifacts.fingerprint import cache_home
 from launcher.dataset import mixture
 from launcher.errors import Finding, brief
 from launcher.machine.trees import is_within, same_place
-from launcher.paths import IS_CLONE, PACKAGE, PROJECT, canonical, exists
+from launcher.paths import IS_CLONE, PACKAGE, PROJECT, can_be_name, canonical, exists, is_dir
 from launcher.rules.context import Context
 from launcher.rules.rule import say
 from launcher.runs import rundir
@@ -65,6 +65,8 @@ def _help(key: str, text: str) -> str:
 
 def _literal_fault(text: str) -> str | None:
     """What is wrong with the words themselves, on any machine."""
+    if not can_be_name(text):
+        return "is no name that a folder can have"
     parts = Path(text).parts
     if parts and parts[0].startswith("~"):
         return f"would make a folder called `{parts[0]}` here: trainers do not expand it"
@@ -137,7 +139,7 @@ def _training(context: Context) -> Iterator[Place]:
     for name in _data(context):
         path = Path(str(name))
         if name and exists(path):
-            folder = path if path.is_dir() else path.parent
+            folder = path if is_dir(path) else path.parent
             yield Place(path=folder, name="the folder of the data")
     model = values.get(names.model)
     if isinstance(model, str) and model and os.path.isdir(model):

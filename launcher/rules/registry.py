@@ -21,7 +21,7 @@ from launcher.upstream.trainers import BACKENDS
 # Imported where they are needed: importing is a good part of the time that one file takes.
 _FURTHER = {
     "open_instruct": ("services", "open_instruct.data", "open_instruct.machine"),
-    "trl": ("trl.machine", "trl.attention", "trl.data"),
+    "trl": ("trl.machine", "trl.attention", "trl.adapters", "trl.data"),
 }
 
 
@@ -51,9 +51,10 @@ def of_stage(backend: str, key: str) -> tuple[StageRule, ...]:
     if key in _OWN:
         return _rules(_OWN[key], key, "STAGE_RULES")
     key = _stage(backend, key)
-    from launcher.rules import deepspeed, model, output
+    from launcher.rules import deepspeed, embedding, model, output, precision
 
-    shared = (rule for module in (deepspeed, model, output) for rule in module.RULES.get(backend, {}).get(key, ()))
+    modules = (deepspeed, model, precision, embedding, output)
+    shared = (rule for module in modules for rule in module.RULES.get(backend, {}).get(key, ()))
     further = (rule for module in _FURTHER.get(backend, ()) for rule in _rules(module, key))
     return (*shared, *further)
 

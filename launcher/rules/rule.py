@@ -4,12 +4,29 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from launcher.errors import Finding, Layer, Severity, brief
 from launcher.upstream.schema import Schema, Values
 
 Rule = Callable[[Values], Iterator[Finding]]
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Iterator[Finding]])
+
+
+def cites(*places: str) -> Callable[[_Function], _Function]:
+    """Name the upstream lines that a rule is about, as `package/file.py:LINE,FIRST-LAST`.
+
+    Without a package they are open-instruct's. Where a source lacks one of them, what the rule
+    finds counts less (`as_it_stands`).
+    """
+
+    def mark(rule: _Function) -> _Function:
+        rule.__dict__["cites"] = places
+        return rule
+
+    return mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +93,12 @@ def check(
     that it only speaks at the tested one.
     """
 
+    @cites(cited)
     def rule(values: Values) -> Iterator[Finding]:
         if (values.schema.tested or not tested) and when(values):
             filled = re.sub(r"\{(\w+)\}", lambda name: brief(values[name[1]]), message)
             yield say(severity, code, key, filled, help, layer=layer)
 
-    rule.__doc__ = cited
     return rule
 
 

@@ -315,7 +315,7 @@ def find(name: str) -> RunFolder | None:
     """By folder, name, unique prefix, or `last` (here, else anywhere; no trial). Raises UsageError if several fit."""
     path = Path(name)
     # a further machine of a run keeps no manifest of its own
-    if name and ((path / "run.json").is_file() or (path / "start.json").is_file()):
+    if name and (os.path.isfile(path / "run.json") or os.path.isfile(path / "start.json")):
         return RunFolder(path.absolute())
     if name == "last":
         return _last()
@@ -364,7 +364,7 @@ def is_run(folder: Path) -> bool:
 
 def is_campaign(folder: Path) -> bool:
     """Whether it is the folder of a pipeline, bench, ladder or tune."""
-    return any((folder / name).is_file() for name in _RECORDS)
+    return any(os.path.isfile(folder / name) for name in _RECORDS)
 
 
 def campaign(name: str) -> RunFolder | None:

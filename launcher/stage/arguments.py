@@ -7,10 +7,12 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from launcher.artifacts import chat_template
 from launcher.config import keys
 from launcher.config.load import Config
 from launcher.errors import Finding, Layer, brief
 from launcher.upstream import history, locate
+from launcher.upstream.entry import DATA_FILE
 from launcher.upstream.history import ArgumentChange
 from launcher.upstream.schema import Field, OptionString, Schema
 from launcher.upstream.trainers import BACKENDS, Entry
@@ -68,7 +70,7 @@ def reported(config: Config, schema: Schema, entry: Entry, faults: Sequence[Find
         moved = entry.moved.get(key)
         near = [moved.to] if moved is not None else _nearest(key, tuple(schema.fields))
         keys |= {f"args.{name}" for name in near}
-    if any(config.args.get(key) is not None for key in entry.hints):
+    if any(config.args.get(key) is not None for key in (*entry.hints, DATA_FILE)):
         keys.add(f"args.{entry.names.data}")
     return frozenset(keys)
 
@@ -121,7 +123,13 @@ def _too_large(word: str) -> bool:
 
 
 def _check_unknown(schema: Schema, entry: Entry, past: Past, key: str, value: Any) -> Finding:
+    if "template" in key and chat_template.is_template(value):
+        return _inline_template(schema, entry, key)
     code, message, help = _explain_unknown(schema, entry, past, key)
+    meaning = entry.lost.get(key)
+    if code == "removed-key" and meaning is not None and meaning.mattered(value):
+        message += f": {meaning.did}; now {meaning.now}"
+        help = f"{meaning.instead}; then delete the line"
     layer: Layer = "launch" if value is None else "parser"
     flag = schema.taken_as(key)
     if flag is not None and value is not None:
@@ -137,6 +145,38 @@ def _check_unknown(schema: Schema, entry: Entry, past: Past, key: str, value: An
     return _error(layer, code, key, message, help)
 
 
+def lost(config: Config, schema: Schema, entry: Entry) -> Iterator[Finding]:
+    """Arguments that `--fix` has made comments of, and whose meaning nobody has decided about yet."""
+    for kept in config.kept:
+        meaning = entry.lost.get(kept.key)
+        is_back = kept.key in schema.fields or kept.key in config.args
+        if meaning is None or is_back or not meaning.mattered(kept.value):
+            continue
+        yield Finding(
+            severity="warning",
+            layer="launch",
+            code="lost-meaning",
+            key=f"args.{kept.key}",
+            message=f"`{kept.key}: {brief(kept.value)}` was taken out: {meaning.did}; now {meaning.now}",
+            help=f"{meaning.instead}; then delete this comment",
+            file=kept.file,
+            line=kept.line,
+        )
+
+
+def _inline_template(schema: Schema, entry: Entry, key: str) -> Finding:
+    """The text of a template under a key that no script has: renaming the key would not make it a path."""
+    message = f"`{key}` is not a field of {schema.owner or entry.owner}, and no field takes the text of a template"
+    help = chat_template.PUT_IT_INTO_THE_MODEL
+    if "chat_template_path" in schema.fields:
+        help = chat_template.WRITE_IT
+    elif "tokenizer_name_or_path" in schema.fields:
+        help = chat_template.PUT_IT_BESIDE
+    # argparse would take the beginning of a field's name for the field
+    layer: Layer = "parser" if schema.taken_as(key) is None else "launch"
+    return _error(layer, "inline-template", key, message, help)
+
+
 def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tuple[str, str, str]:
     message = f"`{key}` is not a field of {schema.owner or entry.owner}"
     moved = entry.moved.get(key)
@@ -147,7 +187,7 @@ def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tupl
         return "renamed-key", f"{message}: {moved.why}", f"write `{moved.to}`  ({where})"
     events = past(key)
     if events and events[0].gone:
-        return _explain_gone(schema, past, message, events)
+        return _explain_gone(schema, entry, past, key, events)
     near = _nearest(key, tuple(schema.fields))
     if (there := locate.at_pin(schema, key)) is not None:
         help = f"it is one at the pin ({there}), not at {schema.named}"
@@ -162,9 +202,11 @@ def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tupl
     return "unknown-key", message, help
 
 
-def _explain_gone(schema: Schema, past: Past, message: str, events: Sequence[ArgumentChange]) -> tuple[str, str, str]:
+def _explain_gone(
+    schema: Schema, entry: Entry, past: Past, key: str, events: Sequence[ArgumentChange]
+) -> tuple[str, str, str]:
     """A key that once was an argument: what became of it, followed over all its renames."""
-    message += f": {history.sentence(events[0])}"
+    message = f"`{key}` is not a field of {schema.owner or entry.owner}: {history.sentence(events[0])}"
     name = history.called_now(events[0], past, schema.fields)
     if name is not None:
         return "renamed-key", message, f"write `{name}`  ({schema.fields[name].where})"

@@ -19,10 +19,13 @@ from launcher.config.keys import PAIRED, STAGES
 from launcher.config.load import TOOLS, tool_of
 from launcher.dataset import sources
 from launcher.errors import Finding, InvalidConfig, Severity, brief, launch_finding, usage
+from launcher.paths import is_dir, is_file
 from launcher.redaction import redact
 from launcher.stage import rows as data_rows
 from launcher.upstream.locate import Locator
 from launcher.upstream.schema import Field
+from launcher.upstream.trainers import BACKENDS
+from launcher.upstream.trl import PIN as TRL_PIN
 from launcher.upstream.trl import STAGES as ENTRIES
 
 
@@ -116,16 +119,23 @@ def _line(key: str, row: Row, width: int = 42) -> str:
     return f"{text:<{width - 1}} # {row.comment}" if row.comment else text
 
 
-def new(stage: str, backend: str, *, model: str, data: str, gpus: int, environ: Mapping[str, str]) -> Draft:
+def new(
+    stage: str, backend: str, *, model: str, data: str, gpus: int, environ: Mapping[str, str], is_pinned: bool = True
+) -> Draft:
     """A first stage file for a model and a data set, each a name on the hub or a path.
 
+    `is_pinned`: it is for the release of TRL whose templates launch knows.
     Raises UsageError of rows that have to be converted first, and of a file that TRL cannot load alone.
     """
     rows = data_rows.look(data, stage, backend, environ)
     if rows is not None:
         _require_readable(rows, stage, backend)
     draft = Draft(stage=stage, backend=backend, origin="written by `launch init`", gpus=gpus)
-    draft.deepspeed = "zero2_fp32_comm" if gpus > 1 else "none"
+    if gpus > 1:
+        draft.deepspeed = "zero2_fp32_comm"
+    elif BACKENDS[backend].STAGES[stage].needs_process_group:
+        # one GPU crashes without it, and the CPU leaves it out
+        draft.deepspeed = "zero2"
     each = 4 if stage == "sft" else 2
     on_all = each * max(1, gpus)
     draft.batch = on_all * max(1, _ROWS // on_all), each
@@ -134,7 +144,8 @@ def new(stage: str, backend: str, *, model: str, data: str, gpus: int, environ: 
     length = "max_length" if backend == "trl" else "max_seq_length"
     draft.rows[length] = Row(_length(model, environ), "tokens; longer rows are cut")
     if stage == "sft" and backend == "trl":
-        _mask_questions(draft, model, data, rows, environ)
+        obstacle = _mask_obstacle(model, environ, is_pinned=is_pinned)
+        _mask_questions(draft, data, rows, obstacle)
     return draft
 
 
@@ -166,10 +177,8 @@ _ANSWERS_ALONE = "the loss counts the answers alone, not the questions"
 _REPLACED = "Qwen 2.5 and 3, Llama 3.0, Gemma 1 to 3, Phi-3, Cohere, DeepSeek-V3, GLM-4, gpt-oss and others"
 
 
-def _mask_questions(
-    draft: Draft, model: str, data: str, rows: data_rows.Rows | None, environ: Mapping[str, str]
-) -> None:
-    """Have the loss count answers alone, where the rows are chats and the chat template says which they are.
+def _mask_questions(draft: Draft, data: str, rows: data_rows.Rows | None, obstacle: str | None) -> None:
+    """Have the loss count answers alone, where the rows are chats and no obstacle stands against it.
 
     Without it every token of a chat is trained on (trl/trainer/sft_trainer.py:1409).
     """
@@ -181,7 +190,6 @@ def _mask_questions(
         return
     if rows.kind != "chats":
         return
-    obstacle = _mask_obstacle(model, environ)
     if obstacle is None:
         draft.rows[key] = Row(True, _ANSWERS_ALONE)
         draft.remarks = (f"{key}: true: {_ANSWERS_ALONE}",)
@@ -190,15 +198,19 @@ def _mask_questions(
         draft.remarks = (f"every token of a chat is trained on, questions too: {obstacle}",)
 
 
-def _mask_obstacle(model: str, environ: Mapping[str, str]) -> str | None:
+def _mask_obstacle(model: str, environ: Mapping[str, str], *, is_pinned: bool) -> str | None:
     """Why TRL cannot, or perhaps cannot, tell answers from questions in what a model's template writes."""
     template = chat_template.read(model, environ)
     if template is None:
         return f"{brief(model)} is not here; `assistant_only_loss` works with unchanged templates of {_REPLACED}"
     if not template:
         return f"{brief(model)} has no chat template"
-    if not chat_template.marks_answers(template):
+    if chat_template.has_marker(template):
+        return None
+    if not chat_template.is_replaced(template):
         return "the chat template has no {% generation %}, and TRL knows no other version of it"
+    if not is_pinned:
+        return f"the chat template has no {{% generation %}}; only of {TRL_PIN} it is known that TRL replaces it"
     return None
 
 
@@ -209,9 +221,9 @@ def _trl(stage: str, data: str) -> Rows:
         columns, learning_rate = "`chosen` and `rejected`", 5e-7
         own = {"beta": Row(0.1, "how far the model may go from where it started")}
     data_row = Row(data, f"rows with {columns}")
-    if Path(data).is_dir():
+    if is_dir(data):
         data_row = Row(_folder_name(data), f"rows with {columns}")
-    elif Path(data).is_file():
+    elif is_file(data):
         # TRL loads a folder of files, not one of them; `datasets` takes the files of a folder for data by their names
         folder = Path(data).parent
         if any(path.suffix != Path(data).suffix for path in folder.iterdir()):

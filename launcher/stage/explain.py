@@ -8,10 +8,11 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from launcher import findings
 from launcher.config.keys import KEYS, STAGES, Key
 from launcher.config.load import Config
 from launcher.errors import Finding, InvalidConfig, brief
-from launcher.paths import shipped
+from launcher.findings import Meaning, Section
 from launcher.redaction import redact
 from launcher.stage import gates, stage, unused
 from launcher.stage.draft import FORMATS
@@ -237,12 +238,14 @@ def near(key: str) -> list[str]:
         for name in listed
     }
     close = difflib.get_close_matches(key, sorted(names | set(KEYS)), n=3, cutoff=0.6)
-    return [*close, *difflib.get_close_matches(key, [one.code for one in meanings()], n=2, cutoff=0.7)]
+    return [*close, *difflib.get_close_matches(key, findings.all_codes(), n=2, cutoff=0.7)]
 
 
 def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) -> Explained:
     known, option = schema.fields.get(key), KEYS.get(key)
-    moved = entry_of(schema).moved.get(key)
+    entry = entry_of(schema)
+    moved = entry.moved.get(key)
+    lost = entry.lost.get(key)
     advice = None
     if known is not None:
         pass
@@ -250,6 +253,8 @@ def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) ->
         advice = moved.why
     elif moved is not None and moved.to in schema.fields:
         advice = f"{moved.why}: write `{moved.to}`"
+    elif lost is not None:
+        advice = f"{lost.did}; now {lost.now}: {lost.instead}"
     elif (there := locate.at_pin(schema, key)) is not None:
         advice = f"not at {schema.named}; it is one at the pin ({there})"
     elif option is not None:
@@ -329,28 +334,8 @@ def _default(known: Field) -> Any:
     return known.default_text if known.default_text is not None else known.default
 
 
-@dataclass(frozen=True, slots=True)
-class Meaning:
-    """One code: the layer that says it, what it means, and the section that lists it."""
-
-    code: str
-    layer: str
-    meaning: str
-    section: str
-
-    def lines(self) -> Iterator[str]:
-        yield f"{self.code}  (a finding: {self.section})"
-        yield f"  meaning    {self.meaning}"
-        yield f"  layer      {self.layer}"
-
-
-def meanings() -> Iterator[Meaning]:
-    """Every code; several times where several commands say it."""
-    section = ""
-    for line in shipped("docs/findings.md").read_text(encoding="utf-8").splitlines():
-        if line.startswith("## "):
-            section = line[3:]
-        elif row := re.match(r"\| (`[^|]*) \| ([a-z, ]+) \| (.+) \|\Z", line.replace("\\|", "\0")):
-            meaning = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", row[3].replace("\0", "|"))
-            for code in re.findall(r"`([a-z0-9-]+)`", row[1]):
-                yield Meaning(code, row[2], meaning, section)
+def meaning_lines(section: Section, meaning: Meaning, code: str) -> Iterator[str]:
+    """What is known of a finding's code, for the terminal."""
+    yield f"{code}  (a finding: {section.title})"
+    yield f"  meaning    {meaning.plain_text()}"
+    yield f"  layer      {meaning.layer}"

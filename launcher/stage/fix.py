@@ -21,10 +21,11 @@ import yaml
 
 from launcher import files
 from launcher.config import load
-from launcher.config.document import LOADER, bad
+from launcher.config.document import KEPT, LOADER, bad
 from launcher.errors import Finding, InvalidConfig, NotReady, brief
 from launcher.stage import stage
 from launcher.stage.stage import Judged
+from launcher.upstream.entry import DATA_FILE
 from launcher.upstream.locate import Locator
 from launcher.upstream.trainers import entry_of
 
@@ -45,7 +46,7 @@ _UNLIKE: Mapping[str, str] = {
     "dataset_name": "it takes one set, and no amount",
     "chat_template_path": "it takes a file or a model, no name of a template",
 }
-_DATA = ("dataset_name", "dataset_mixer", "dataset_config_name")
+_DATA = ("dataset_name", "dataset_mixer", "dataset_config_name", DATA_FILE)
 _REST_OF_LINE = re.compile(r"[ \t]*(?:#[^\r\n]*)?(?:\r?\n|\Z)")
 
 
@@ -259,6 +260,24 @@ class _File:
         raw = brief(" ".join(self.raw(found.value).split()), 40)
         return _Mend((_Edit(begin, rest.end()),), f"`{key}: {raw}` deleted: {why}", {key: _GONE})
 
+    def comment_out(self, key: str) -> _Mend:
+        """Make a comment of an argument that changed what was trained: `stage.arguments.lost` warns of it."""
+        (whole,) = self.delete(key, "").edits
+        found = self.find(key)
+        start = found.key.start_mark.index
+        raw = self.text[start : whole.end].rstrip("\r\n")
+        if "\n" in raw:
+            raw = f"{key}: {json.dumps(self.args.get(key), ensure_ascii=False, default=str)}"
+        indent = self.text[self.text.rfind("\n", 0, start) + 1 : start]
+        line_end = "\r\n" if "\r\n" in self.text else "\n"
+        # of a last line without an end, the line end before it is deleted too
+        is_unended = not self.text[: whole.end].endswith("\n")
+        before = line_end if is_unended else ""
+        after = "" if is_unended else line_end
+        text = f"{before}{indent}{KEPT} {raw}{after}"
+        what = f"`{brief(raw, 40)}` made a comment: it changed what is trained, and nothing takes it"
+        return _Mend((_Edit(whole.start, whole.end, text),), what, {key: _GONE})
+
     def move(self, key: str, to: str, value: object = _GONE) -> _Mend:
         """Another name for one argument, with another value where one is given."""
         found, old = self.find(key), self.args.get(key)
@@ -339,6 +358,10 @@ def _mend(file: _File, finding: Finding) -> _Mend | None:
     match code:
         case "renamed-key" | "abbreviated-key":
             return _renamed(file, finding, key)
+        case "removed-key" if key == DATA_FILE:
+            return _train_file(file, key)
+        case "removed-key" if key in file.entry.lost and file.entry.lost[key].mattered(file.args.get(key)):
+            return file.comment_out(key)
         case "removed-key":
             moved = file.entry.moved.get(key)
             return file.delete(key, "nothing takes it" if moved is None else moved.why)
@@ -374,6 +397,16 @@ def _renamed(file: _File, finding: Finding, key: str) -> _Mend:
 
 def _folded(name: str) -> str:
     return re.sub(r"[-_.]", "", name).lower()
+
+
+def _train_file(file: _File, key: str) -> _Mend:
+    """dataset_transformation.py:1618,1623: the only data as a mixer list, which reads two kinds of files."""
+    value = file.args.get(key)
+    if not file.entry.mixes:
+        raise Leave("this trainer takes no list of sets")
+    if not isinstance(value, str) or not value.endswith((".jsonl", ".parquet")):
+        raise Leave("open-instruct reads .jsonl and .parquet files alone: `launch data convert` writes one")
+    return _dataset_name(file, key)
 
 
 def _dataset_name(file: _File, key: str) -> _Mend:

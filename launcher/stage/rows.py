@@ -12,6 +12,7 @@ from launcher.dataset.mixer import LOCAL_SUFFIXES
 from launcher.dataset.shapes import RowForm
 from launcher.dataset.sources import Source
 from launcher.dataset.survey import Survey
+from launcher.paths import is_file
 
 Kind = Literal["chats", "completions", "texts", "pairs"]
 # what a message's role has to be for a template to write it as it is meant
@@ -46,8 +47,8 @@ class Rows:
 
 def look(data: str, stage: str, backend: str, environ: Mapping[str, str]) -> Rows | None:
     """The rows of a file, a folder or a data set in the hub's cache; None where there are none to look at."""
-    is_file = Path(data).is_file()
-    source = sources.of_file(data) if is_file else sources.of_name(data, "train", None, environ)
+    is_alone = is_file(data)
+    source = sources.of_file(data) if is_alone else sources.of_name(data, "train", None, environ)
     if not source.files:
         return None
     surveyed = survey.look(source.files)
@@ -55,7 +56,7 @@ def look(data: str, stage: str, backend: str, environ: Mapping[str, str]) -> Row
         return None
     kind = _KINDS[backend, stage](surveyed)
     suffixes = _FILES.get(backend)
-    if is_file and suffixes is not None and not data.endswith(suffixes):
+    if is_alone and suffixes is not None and not data.endswith(suffixes):
         kind = None
     return Rows(source=source, survey=surveyed, kind=kind, wants_pairs=stage == "dpo")
 

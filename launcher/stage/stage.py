@@ -14,6 +14,7 @@ from launcher.errors import Finding, InvalidConfig, Severity, errors, launch_fin
 from launcher.rules import registry
 from launcher.rules.context import Context
 from launcher.stage import arguments, options, unused
+from launcher.stage.batch import impossible
 from launcher.stage.options import TREND_LOSSES, Batch, Options
 from launcher.upstream import locate
 from launcher.upstream.locate import Locator, Upstream
@@ -97,6 +98,7 @@ def judge(
     lacking = list(arguments.missing(config, schema, entry, reported))
     reported |= {fault.key for fault in lacking}
     checked += lacking
+    checked += arguments.lost(config, schema, entry)
     ruled = list(registry.apply(values))
     if opts.expect.get("packing") in {"on", "any"}:
         # what the file itself puts up with stops nothing
@@ -107,7 +109,7 @@ def judge(
     # the analysis says nothing more of keys of which something as grave was said
     grave = {f.key for f in findings if f.severity in {"error", "warning"}}
     findings += [finding for finding in unused.find(values, entry) if finding.key not in grave]
-    findings += [*_batch_faults(opts, entry, values), *_attention_faults(opts, config)]
+    findings += [*_batch_faults(opts, config, entry, values), *_attention_faults(opts, config)]
     findings += _expect_faults(opts, entry, values)
     wrong = {finding.key for finding in findings if finding.severity == "error"}
     around = _environment_faults(opts, entry, values, source.root, running=running)
@@ -240,7 +242,7 @@ def trend_fault(opts: Options, steps: int | None) -> Finding | None:
     return launch_finding("warning", "impossible-expectation", message, help, key="expect.trend")
 
 
-def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:
+def _batch_faults(opts: Options, config: Config, entry: Entry, values: Values) -> Iterator[Finding]:
     batch = opts.batch or Batch()
     split = (
         (entry.names.per_device, "per_device", batch.per_device),
@@ -254,6 +256,12 @@ def _batch_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Findi
         elif not by_batch and isinstance(values[name], int) and values[name] < 1:
             message, help = f"`{name}: {values[name]}` is not a batch size", "a whole number above 0"
             yield replace(launch_finding("error", "impossible-batch", message, help, key=key), layer="run")
+    per_device = batch.per_device or values[entry.names.per_device]
+    if not batch.total or not isinstance(per_device, int) or per_device < 1:
+        return
+    # whole micro-batches, however many devices there are
+    if batch.total % per_device:
+        yield impossible(config, total=batch.total, per_device=per_device)
 
 
 def _in_order(config: Config, findings: Sequence[Finding], placeless: Sequence[Finding] = ()) -> tuple[Finding, ...]:

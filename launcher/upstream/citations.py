@@ -1,6 +1,6 @@
 """What of the pin's source the rules cite, and whether the source at hand still holds it.
 
-A rule is written by hand, about the pin; its docstring cites the lines that it is about. Where one of them
+A rule is written by hand, about the pin; `rules.rule.cites` says which lines it is about. Where one of them
 is no longer found in the same function or class, the rule may be wrong there, and says less.
 """
 
@@ -41,7 +41,11 @@ def citations(text: str) -> Iterator[str]:
 
 
 def of_rule(rule: Callable[..., object]) -> list[str]:
-    return list(dict.fromkeys(citations(rule.__doc__ or "")))
+    """The lines that `rules.rule.cites` names for a rule, each once."""
+    places: list[str] = []
+    for text in getattr(rule, "cites", ()):
+        places.extend(citations(text))
+    return list(dict.fromkeys(places))
 
 
 def table(trees: Mapping[str, Tree], cited: Iterable[str]) -> dict[str, list[str]]:

@@ -16,6 +16,9 @@ row is packed too); full rows, made before batching; one row of a rank's whole s
 
 _CITED = re.compile(r"\b[\w/]+\.py:\d+")
 
+DATA_FILE = "train_file"
+"""What open-instruct called a file of rows; no script has it any more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Moved:
@@ -27,6 +30,24 @@ class Moved:
 
     to: str | None
     why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """A key that no longer exists and that changed what was trained: deleting it does not bring that back.
+
+    `did` is what it did, `now` what holds without it, `instead` what to do. With the values of `harmless` it
+    did nothing.
+    """
+
+    did: str
+    now: str
+    instead: str
+    harmless: tuple[str, ...] = ("false",)
+
+    def mattered(self, value: object) -> bool:
+        text = str(value).strip().strip("'\"").lower()
+        return text not in {"none", "null", "", *self.harmless}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +93,8 @@ class Entry:
     parser's order, for a script that does not show them; `owner` is the one of them to name to people.
     `splits` are list keys whose value may be one text split at blanks. `by_file` are those whose values a config
     file of the trainer's can hold where no flag can. `hints` say what to write instead of a
-    value that is refused, or of a key that always is. `derived` are values that launch sets where the stage
+    value that is refused, or of a key that always is. `lost` are keys that are gone and changed what was
+    trained. `derived` are values that launch sets where the stage
     file is silent, each with its reason. `older` are the names that ideas had at other commits. `recorders`
     are functions of upstream's that only write down what they read. `instead` says what to write for an
     argument that nothing reads. `beside` are other scripts that parse the same dataclasses. `partial` are
@@ -109,6 +131,7 @@ class Entry:
     by_file: frozenset[str] = frozenset()
     hints: Mapping[str, str] = field(default_factory=dict)
     moved: Mapping[str, Moved] = field(default_factory=dict)
+    lost: Mapping[str, Lost] = field(default_factory=dict)
     derived: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     older: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     recorders: frozenset[str] = frozenset()

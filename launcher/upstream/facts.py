@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
@@ -221,7 +221,11 @@ def _script_path(data: Mapping[str, Any]) -> ScriptPath:
 
 
 def cached(
-    backend: Backend, trees: Mapping[str, Tree], externals: Mapping[str, Sequence[Any]], stage: str
+    backend: Backend,
+    trees: Mapping[str, Tree],
+    externals: Mapping[str, Sequence[Any]],
+    stage: str,
+    before_reading: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """`read` of one stage, remembered by the content of every file that was read.
 
@@ -238,6 +242,8 @@ def cached(
         files = {**known["files"], **dict.fromkeys(known["absent"])}
         if answers and all(digest(trees, label) == sha for label, sha in files.items()):
             return known
+    if before_reading is not None:
+        before_reading()
     # only where there is something to write
     import tempfile
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from launcher.errors import Finding, InvalidConfig, NotReady, launch_finding
+from launcher.errors import Finding, InvalidConfig, NotReady, Severity, launch_finding
 from launcher.machine.git import CommitTree, Repository
 from launcher.paths import PROJECT, exists, expanded, is_file
 from launcher.upstream import facts, history
@@ -23,6 +23,10 @@ from launcher.upstream.history import ArgumentChange
 from launcher.upstream.schema import Schema, source_name
 from launcher.upstream.source.packages import Folder, Tree, find_package
 from launcher.upstream.trainers import BACKENDS
+
+if TYPE_CHECKING:
+    # what asks programs is imported only where a Python was named
+    from launcher.machine.python import Interpreter
 
 REPOSITORY = PROJECT
 SUBMODULE = REPOSITORY / "external" / "open-instruct"
@@ -229,9 +233,21 @@ def unpinned(upstream: Upstream, *, running: bool, allowed: bool) -> Finding | N
     )
 
 
-def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False) -> Schema:
+def no_trainer(backend: str, interpreter: Interpreter, severity: Severity) -> Finding:
+    """That the Python which was named does not hold the packages of a trainer."""
+    packages = BACKENDS[backend].PACKAGES
+    lacking = [name for name in packages if find_package(name, interpreter.path) is None]
+    message = f"{interpreter.source} names a Python without {' and '.join(lacking)}: {interpreter.python}"
+    help = f"install them there ({' '.join(lacking)}), or name the Python that trains with --python PATH"
+    return launch_finding(severity, "no-trainer", message, help, file=str(interpreter.python))
+
+
+def load_schema(
+    upstream: Upstream, stage: str, *, allow_unpinned: bool = False, say: Callable[[str], None] | None = None
+) -> Schema:
     """The schema of one entry script, from source where that differs from the snapshot and may be used.
 
+    `say` is told where the source has to be read first, which takes long.
     Raises InvalidConfig where the source lacks the dataclasses (another commit's layout).
     """
     backend = BACKENDS[upstream.backend]
@@ -240,7 +256,12 @@ def load_schema(upstream: Upstream, stage: str, *, allow_unpinned: bool = False)
     # the snapshot may be older than the description of a further script
     if not use_source and stage in pin_facts["stages"]:
         return facts.schema_of(pin_facts, backend, stage, "snapshot", str(pin_facts["version"]))
-    found = facts.cached(backend, upstream.packages, pin_facts["externals"], stage)
+
+    def announce() -> None:
+        if say is not None:
+            say(f"reading the source of {upstream.version}: once, which can take half a minute")
+
+    found = facts.cached(backend, upstream.packages, pin_facts["externals"], stage, announce)
     try:
         schema = facts.schema_of(found, backend, stage, "source", upstream.version)
     except LookupError as error:
@@ -293,12 +314,15 @@ def past(upstream: Upstream, script: str, key: str) -> tuple[ArgumentChange, ...
 class Locator:
     """Finds each source once, and reads each schema once, for as many files as one command judges.
 
-    The parameters are those of `locate` and `load_schema`.
+    `interpreter` is the Python that was named, whose packages are judged by: one that lacks them is
+    refused. `say` is told what takes long. The other parameters are those of `locate` and `load_schema`.
     """
 
     checkout: Path | None = None
     search: Sequence[Path] | None = None
     allow_unpinned: bool = False
+    interpreter: Interpreter | None = None
+    say: Callable[[str], None] | None = None
     _found: dict[str, Upstream] = field(default_factory=dict)
     _schemas: dict[tuple[str, str], Schema] = field(default_factory=dict)
 
@@ -307,14 +331,26 @@ class Locator:
         return cls(allow_unpinned=True, _found={source.backend: source})
 
     def find(self, backend: str) -> Upstream:
-        """The source of a backend; raises NotReady where a checkout was named and is none."""
+        """The source of a backend.
+
+        Raises NotReady where a checkout was named and is none, or a Python that lacks the trainer's packages.
+        """
         if backend not in self._found:
-            self._found[backend] = locate(backend, checkout=self.checkout, search=self.search)
+            self._found[backend] = self._locate(backend)
         return self._found[backend]
+
+    def _locate(self, backend: str) -> Upstream:
+        if self.interpreter is None:
+            return locate(backend, checkout=self.checkout, search=self.search)
+        source = locate(backend, checkout=self.checkout, search=self.interpreter.path)
+        if source.root is None and not source.is_checkout:
+            raise NotReady(no_trainer(backend, self.interpreter, "error"))
+        return source
 
     def schema(self, backend: str, stage: str) -> Schema:
         """The schema of an entry script; raises InvalidConfig where the source cannot be read."""
         key = (backend, stage)
         if key not in self._schemas:
-            self._schemas[key] = load_schema(self.find(backend), stage, allow_unpinned=self.allow_unpinned)
+            source = self.find(backend)
+            self._schemas[key] = load_schema(source, stage, allow_unpinned=self.allow_unpinned, say=self.say)
         return self._schemas[key]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher.upstream.entry import Checkpoints, Entry, Moved, Names
+from launcher.upstream.entry import DATA_FILE, Checkpoints, Entry, Lost, Moved, Names
 from launcher.upstream.schema import Values
 
 NAME = "open_instruct"
@@ -95,6 +95,27 @@ def _data_hints(listed: str) -> dict[str, str]:
     return {"dataset_mixer": help, "dataset_name": help}
 
 
+def _data_file(listed: str) -> dict[str, Lost]:
+    return {
+        DATA_FILE: Lost(
+            did="it named the file of the data",
+            now=f"`{listed}` alone names data, by default others than yours",
+            instead=f"write `{listed}: [FILE, 1.0]`, of a .jsonl or .parquet file",
+        )
+    }
+
+
+# of DPO it was an argument that nothing read
+_SUMMED_LOSS = Lost(
+    did="`sum` added up the losses of all tokens, so that each token of a step weighed the same",
+    now="the loss is the mean over the tokens of a micro-batch, and accumulation and GPUs average these means "
+    "(open_instruct/finetune.py:832): a learning rate tuned for the sum is far too low, and how a step is "
+    "split into micro-batches changes the weights of rows",
+    instead="choose the learning rate anew, with few accumulation steps and micro-batches of like size",
+    harmless=("mean",),
+)
+
+
 _TABLES = ("open_instruct.dataset_transformation", ("CHAT_TEMPLATES", "GET_TOKENIZER_FN", "TRANSFORM_FNS"))
 
 _CACHES_DATA = {"cache_dataset_only": "data set"}  # finetune.py:520, dpo_tune_cache.py:267, dpo.py:182
@@ -124,6 +145,7 @@ _DPO = Entry(
     best_attention=True,
     caches_reference=True,
     without_reference=("simpo",),  # dpo_utils.py:88
+    lost=_data_file("mixer_list"),
     hints={**_data_hints("mixer_list"), "checkpointing_steps": "DPO counts steps: write a number (`epoch` is SFT's)"},
     moved={**_REMOVED, **{theirs: Moved(ours, f"SFT's name; DPO has `{ours}`") for theirs, ours in _PAIRS}},
     older={"data": ("dataset_mixer_list",), "epochs": ("num_train_epochs",)},
@@ -166,6 +188,7 @@ STAGES: Mapping[str, Entry] = {
         best_attention=True,
         whole_model=True,  # finetune.py:528
         hints=_data_hints("dataset_mixer_list"),
+        lost={"reduce_loss": _SUMMED_LOSS, **_data_file("dataset_mixer_list")},
         tables=_TABLES,
         moved={**_REMOVED, **{theirs: Moved(ours, f"DPO's name; SFT has `{ours}`") for ours, theirs in _PAIRS}},
         derived={"logging_steps": (1, "upstream's default prints no loss line at all (finetune.py:183)")},

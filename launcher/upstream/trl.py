@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher.upstream.entry import Checkpoints, Entry, Moved, Names
+from launcher.upstream.entry import Checkpoints, Entry, Lost, Moved, Names
 from launcher.upstream.schema import Values
 
 NAME = "trl"
@@ -60,6 +60,81 @@ _MOVED = {
     "chat_template_name": Moved("chat_template_path", _OPEN_INSTRUCT),
     "use_flash_attn": Moved("attn_implementation", "spelt `attn_implementation: flash_attention_2`"),
 }
+# Of transformers' arguments; those of launchers, devices, logs and the hub change nothing of what is trained.
+_LOST = {
+    "split_batches": Lost(
+        did="it divided each batch among the GPUs, so that the global batch did not grow with them",
+        now="every GPU takes `per_device_train_batch_size` rows",
+        instead="""write `accelerator_config: '{"split_batches": true}'`""",
+    ),
+    "adafactor": Lost(
+        did="it trained with Adafactor", now="`optim` alone names the optimizer", instead="write `optim: adafactor`"
+    ),
+    "group_by_length": Lost(
+        did="it drew rows of like length together",
+        now="rows are drawn at random",
+        instead="write `train_sampling_strategy: group_by_length`",
+    ),
+    "per_gpu_train_batch_size": Lost(
+        did="it set the rows of a GPU",
+        now="`per_device_train_batch_size`, or `batch:`, alone does",
+        instead="write `per_device_train_batch_size`",
+        harmless=(),
+    ),
+}
+_WHOLE_LENGTH = "prompt and answer are cut together, to `max_length`"
+_LOST_OF_DPO = {
+    **_LOST,
+    "rpo_alpha": Lost(
+        did="it added the negative log-likelihood of the chosen answers to the loss, times that number",
+        now="the loss is that of `loss_type` alone",
+        instead="write `loss_type: [sigmoid, sft]` with `loss_weights: [1.0, <that number>]`",
+        harmless=("0", "0.0"),
+    ),
+    "reference_free": Lost(
+        did="it left the reference model out of the loss",
+        now="the policy is always held against the reference",
+        instead="choose `loss_type`, `beta` and the learning rate anew",
+    ),
+    "max_prompt_length": Lost(
+        did="it cut the beginning of longer prompts off",
+        now=_WHOLE_LENGTH,
+        instead="set `max_length`, and shorten long prompts in the data",
+        harmless=(),
+    ),
+    "max_completion_length": Lost(
+        did="it cut the end of longer answers off", now=_WHOLE_LENGTH, instead="set `max_length`", harmless=()
+    ),
+    "ref_adapter_name": Lost(
+        did="it named the adapter that is the reference",
+        now="the reference is the adapter as it was loaded, or the model without one",
+        instead="merge the adapter that is to be the reference into the model",
+        harmless=(),
+    ),
+    "model_adapter_name": Lost(
+        did="it named the adapter that is trained",
+        now="the adapter in the model's folder is trained, or a new one",
+        instead="name the folder of that adapter as the model",
+        harmless=("default",),
+    ),
+    "force_use_ref_model": Lost(
+        did="it held a LoRA model against a reference model of its own",
+        now="the reference of a LoRA model is the model without the new adapter",
+        instead="merge what is to be the reference into the model",
+    ),
+    "ref_model_init_kwargs": Lost(
+        did="it loaded the reference model with settings of its own",
+        now="the reference is loaded with `model_init_kwargs`, in the model's type",
+        instead="check type and attention of the model: they are the reference's too",
+        harmless=("{}",),
+    ),
+    "tools": Lost(
+        did="it wrote these tools into every prompt",
+        now="a row's own column `tools` alone is written",
+        instead="add a column `tools` to the rows",
+        harmless=("[]",),
+    ),
+}
 # They compare these values, or copy them into the trainer's state, by computed names
 # (transformers/trainer_utils.py:1153, transformers/trainer_callback.py:163): that is no use of them.
 _RECORDERS = frozenset({"compare_trainer_and_checkpoint_args", "compute_steps"})
@@ -90,6 +165,7 @@ _SFT = Entry(
     ),
     by_file=frozenset({"datasets", "report_to", "test_split_size"}),
     moved=_MOVED,
+    lost=_LOST,
     recorders=_RECORDERS,
     instead={
         "test_split_size": "in the place of `dataset_name` write `datasets:` with `- path: ...`",
@@ -118,6 +194,7 @@ STAGES: Mapping[str, Entry] = {
         owner="DPOConfig",
         imports=("trl.trainer.dpo_trainer",),
         names=replace(_SFT.names, packing="padding_free"),
+        lost=_LOST_OF_DPO,
         packing="padded",  # trl/trainer/dpo_trainer.py:735
         moved={
             **_MOVED,

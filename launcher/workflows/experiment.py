@@ -15,7 +15,7 @@ from typing import Any
 
 from launcher import files
 from launcher.errors import Exit, Finding, LaunchError, brief, launch_finding
-from launcher.lifecycle import follow, forecast, start, stop
+from launcher.lifecycle import conclude, follow, forecast, start, stop
 from launcher.lifecycle.prepare import Prepared
 from launcher.machine import locks, process
 from launcher.plan.plan import Plan
@@ -164,7 +164,7 @@ def of_prepared(prepared: Prepared, *, timeout_s: float | None = None, allow_unp
     """
     prepared = forecast.with_forecast(prepared)
     if prepared.decision.kind == "finished":
-        verdict = start.finish(prepared.folder)
+        verdict = conclude.finish(prepared.folder)
         return Outcome(run=prepared.folder, plan=prepared.plan, verdict=verdict, exit=Exit.OK, finished_before=True)
     began = time.monotonic()
     try:
@@ -176,7 +176,7 @@ def of_prepared(prepared: Prepared, *, timeout_s: float | None = None, allow_unp
         # before anybody listened, or where a batch system signals every process of a job itself
         _leave_nothing(prepared.folder)
         raise KeyboardInterrupt from None
-    verdict, code = start.conclusion(folder, attempt)
+    verdict, code = conclude.conclusion(folder, attempt)
     # one that was over by then has its verdict all the same, and nothing comes after it
     code = Exit.INTERRUPTED if interrupted else code
     return Outcome(

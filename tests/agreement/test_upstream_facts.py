@@ -49,7 +49,7 @@ RELEASES = {
     "accelerate": ("accelerate", "1.15.0"), "datasets": ("datasets", "5.2.0"),
     "deepspeed": ("deepspeed", "0.19.8"), "huggingface_hub": ("huggingface-hub", "1.33.0"),
     "liger_kernel": ("liger-kernel", "0.7.0"), "olmo_core": ("ai2-olmo-core", "2.6.0"),
-    "peft": ("peft", "0.21.2"), "torch": ("torch", "2.13.0"), "trl": ("trl", "1.16.0"),
+    "pandas": ("pandas", "3.1.1"), "peft": ("peft", "0.21.2"), "torch": ("torch", "2.13.0"), "trl": ("trl", "1.16.0"),
     "transformers": ("transformers", "5.17.0"), "wandb": ("wandb", "0.31.0"),
 }  # fmt: skip
 

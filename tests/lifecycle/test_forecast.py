@@ -15,7 +15,7 @@ from launcher.artifacts.lengths import parse
 from launcher.cli.commands import app
 from launcher.cli.main import main
 from launcher.errors import InvalidConfig, LaunchError, UsageError
-from launcher.lifecycle import forecast, prepare, start
+from launcher.lifecycle import conclude, forecast, prepare
 from launcher.lifecycle.prepare import Prepared, Request
 from launcher.machine.devices import Devices, Slot
 from launcher.machine.python import Gpu
@@ -550,7 +550,7 @@ def test_out_of_memory_is_explained_by_the_plan(prepared: Prepared, tmp_path: Pa
     record = {"stage": "sft", "backend": "open_instruct", **planned}
     folder.manifest.write_text(json.dumps(record))
     folder.console(1).write_text(OOM)
-    point = start.finish(folder).point("memory")
+    point = conclude.finish(folder).point("memory")
     assert point.state == "oom"
     assert str(point.detail["reason"]).startswith("planned: 85")
     assert "optimizer" in str(point.detail["reason"]) and point.detail["help"]

@@ -20,7 +20,7 @@ from fake_world import FAKE, LAUNCH, World, looks_on, made, until
 
 from launcher import files
 from launcher.errors import NotReady, UsageError
-from launcher.lifecycle import background, on_finish, start, stop, supervisor
+from launcher.lifecycle import background, conclude, on_finish, start, stop, supervisor
 from launcher.machine import process, tools
 from launcher.runs import attempt, rundir, runner
 from launcher.runs.rundir import RunFolder
@@ -417,7 +417,7 @@ def test_the_command_at_the_end_is_called_at_least_once(world: World, killed: st
     folder = over(world, code=3, on_finish=told_by(world))
     folder.concluded(1).touch()
     if killed != "while judging":
-        start.finish(folder)
+        conclude.finish(folder)
         rundir.seal(folder, 1, untold=killed == "before the call")
     for _ in range(2):
         assert world.launch("attach", "a run").returncode == 4

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from made_runs import console, loss, made, manifest
 
-from launcher.lifecycle import start
+from launcher.lifecycle import conclude
 from launcher.redaction import REDACTED
 from launcher.report import page, series
 from launcher.report.series import Run
@@ -381,7 +381,7 @@ def test_tokens_get_into_no_report(tmp_path: Path) -> None:
 
 def test_finish_writes_the_page_of_the_run_that_was_judged(tmp_path: Path) -> None:
     path = made(tmp_path / "run")
-    judged = start.finish(RunFolder(path))
+    judged = conclude.finish(RunFolder(path))
     assert page.usual_path([series.read(path)]) == path / "report.html"
     tree = parsed((path / "report.html").read_text())
     assert curves(tree)["runs"][0]["steps"] == list(range(1, 41))

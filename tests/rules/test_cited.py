@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from conftest import NO_PACKAGES, Write
 from launcher.config import load
 from launcher.errors import Finding
 from launcher.pin import snapshot
-from launcher.rules.rule import say
+from launcher.rules.rule import cites, say
 from launcher.stage import stage
 from launcher.upstream import citations, locate
 from launcher.upstream.locate import Locator
@@ -45,8 +46,9 @@ def test_citations_and_their_weights() -> None:
     ]  # fmt: skip
 
     # the weights
-    def rule(_: object) -> object:
-        """a.py:1 and b.py:2."""
+    @cites("a.py:1", "b.py:2")
+    def rule(_: object) -> Iterator[Finding]:
+        yield from ()
 
     severities = {"error": "warning", "warning": "note", "note": "note"}
     for given, less in severities.items():

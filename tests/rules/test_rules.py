@@ -64,6 +64,8 @@ SPEAKS: list[tuple[str, dict[str, Any], str]] = [
     ("dpo", {"mixer_list": None}, "no-data error launch mixer_list"),
     ("sft", {"dataset_mixer_list": ["a", "1.0", "b"]},
      "odd-mixer-list error run dataset_mixer_list"),
+    ("sft", {"dataset_mixer_list": ["a", "1.0", "b", "1.0"], "dataset_mixer_list_splits": ["train", "train"]},
+     "mixer-splits error run dataset_mixer_list_splits"),
     ("sft", {"dataset_mixer_list": ["a", 1]}, "one-sample warning run dataset_mixer_list[1]"),
     ("dpo", {"mixer_list": "a 1.0 b 01"}, "one-sample warning run mixer_list[3]"),
     ("sft", {"dataset_mixer_list": ["a", "b"]}, "mixer-amount error run dataset_mixer_list[1]"),

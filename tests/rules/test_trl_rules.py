@@ -97,6 +97,7 @@ GOES_WRONG: list[tuple[str, dict[str, Any], str]] = [
      "conditional-key warning dtype"),
     ("sft", {"model_init_kwargs": '{"torch_dtype": "bfloat16"}'},
      "conditional-key warning model_init_kwargs"),
+    ("sft", {"eval_on_start": True}, "eval-without-data error eval_on_start"),
     ("sft", {"save_strategy": "best", "metric_for_best_model": "loss"},
      "best-without-eval warning save_strategy"),
     ("sft", {"lr_scheduler_type": "constant", "warmup_steps": 10},

@@ -69,7 +69,7 @@ def test_the_exit_is_recorded(folder: RunFolder, steps: list[str], code: int, nu
     assert (ended.returncode, ended.signal, ended.stopped) == (code, number, None)
     assert record(folder) == {
         "returncode": code, "signal": number, "stopped": None, "started": ended.started,
-        "ended": ended.ended, "attempt": 1,
+        "ended": ended.ended, "attempt": 1, "preempted": False, "grace_s": None,
     }  # fmt: skip
     assert ended.started <= ended.ended
     assert not runner.alive(folder.path)

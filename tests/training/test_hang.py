@@ -55,8 +55,7 @@ def test_a_rank_that_stands_still_is_said_with_the_stacks_of_all(
     run.until(lambda: "no sign of life" in stacks(run, stopped))
     # the others wait for it in the same step, and say where
     for rank in set(range(ranks)) - {stopped}:
-        run.until(lambda rank=rank: "most recent call first" in stacks(run, rank))
-        assert "backward" in stacks(run, rank)
+        run.until(lambda rank=rank: "transformers/trainer.py" in stacks(run, rank))
     assert row(run)["state"] == "running"
     assert row(run)["outcome"] == "hangs"
     os.kill(pid, signal.SIGCONT)

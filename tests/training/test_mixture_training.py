@@ -110,3 +110,15 @@ def test_each_attempt_has_a_file_of_its_own(place: Path, stage: str) -> None:
     assert (run / "trainer.2.yaml").read_text() == (run / "trainer.yaml").read_text()
     argv = json.loads((run / "run.json").read_text())["argv"]
     assert argv[argv.index("--config") + 1] == str(run / "trainer.2.yaml")
+
+
+def test_a_preview_numbers_the_rows_of_all_sets(place: Path, stage: str) -> None:
+    code, answer = launch(place, "preview", stage, "--row", "61")
+    assert code == 0, answer["findings"]
+    assert answer["data"]["counts"]["total"] == 60 + 40
+    ((row,),) = [answer["data"]["rows"]]
+    # the first row of the second set: of 50 rows the last 40
+    lines = (place / "build/demo/data/sft/train.jsonl").read_text().splitlines()
+    question = json.loads(lines[10])["messages"][0]["content"]
+    text = "".join(piece["text"] for section in row["sections"] for piece in section["pieces"])
+    assert row["row"] == 61 and question.splitlines()[0] in text

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from conftest import DATA
 
-from launcher.lifecycle import start
+from launcher.lifecycle import conclude
 from launcher.machine import process
 from launcher.runs.rundir import RunFolder
 from launcher.verdict.check import Point, Verdict, expected_from_log, judge, judge_log
@@ -154,9 +154,9 @@ def test_without_the_record_of_what_was_asked_for_nothing_passes(tmp_path: Path,
     folder = RunFolder(tmp_path)
     folder.console(1).write_bytes((LOGS / "sft_cpu_hit.log").read_bytes())
     folder.manifest.write_text('{"stage": "sft", "expect": {}}')
-    assert start.finish(folder).status == "pass"
+    assert conclude.finish(folder).status == "pass"
     folder.manifest.unlink() if record is None else folder.manifest.write_text(record)
-    assert start.finish(folder).status == "unproven"
+    assert conclude.finish(folder).status == "unproven"
 
 
 def test_a_run_of_which_nothing_is_left_does_not_run(tmp_path: Path) -> None:
@@ -167,14 +167,14 @@ def test_a_run_of_which_nothing_is_left_does_not_run(tmp_path: Path) -> None:
 
     def finish(**changed: object) -> Point:
         folder.process.write_text(json.dumps({**here, "mark": str(tmp_path), **changed}))
-        return start.finish(folder).point("finish")
+        return conclude.finish(folder).point("finish")
 
     assert (finish().state, finish().ok) == ("running", None)
     # of another machine nobody here knows
     assert finish(host="elsewhere").state == "unknown"
     lost = finish(began=1)
     assert (lost.state, lost.ok, lost.detail["reason"]) == ("killed", False, "lost")
-    assert start.finish(folder).status == "fail"
+    assert conclude.finish(folder).status == "fail"
 
 
 def test_liger_is_engaged_where_every_rank_counted_calls(run: Run) -> None:

@@ -10,7 +10,7 @@ import saved
 from test_check import Run, brief, liger, sft, step, verdict_of_log
 from test_check import run as run  # a fixture
 
-from launcher.lifecycle import start
+from launcher.lifecycle import conclude
 from launcher.report import series
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
@@ -290,7 +290,7 @@ def test_a_resumed_run_is_proved_where_each_attempt_is(
     tmp_path: Path, first: dict[str, Any], second: dict[str, Any], answer: tuple[str, bool | None]
 ) -> None:
     path = attempts(tmp_path / "run", first, second)
-    verdict = start.finish(RunFolder(path))
+    verdict = conclude.finish(RunFolder(path))
     point = verdict.point("packing")
     assert brief(point) == answer
     if second is ISOLATED and answer[1] is not True:
@@ -300,11 +300,11 @@ def test_a_resumed_run_is_proved_where_each_attempt_is(
 
 def test_an_attempt_is_held_to_what_was_asked_of_it(tmp_path: Path) -> None:
     path = attempts(tmp_path / "run", OFF, ISOLATED)
-    assert brief(start.finish(RunFolder(path)).point("packing")) == ("off", False)
+    assert brief(conclude.finish(RunFolder(path)).point("packing")) == ("off", False)
     asked = made_runs.manifest(expect={"packing": "off", "liger": "off"})
     asked["plan"] |= {"gpus": 8, "accumulation": 4}
     (path / "run.1.json").write_text(json.dumps(asked))
-    verdict = start.finish(RunFolder(path))
+    verdict = conclude.finish(RunFolder(path))
     assert brief(verdict.point("packing")) == ("isolated", True)
     assert brief(verdict.point("batch")) == ("different", False)
     assert "in attempt 1, which made steps 1 to 20: the world size was 1, 8 was planned" in said(
@@ -317,7 +317,7 @@ def test_a_bad_step_counts_as_long_as_the_weights_have_been_through_it(
     tmp_path: Path, bad: int, answer: tuple[str, bool]
 ) -> None:
     path = attempts(tmp_path / "run", ISOLATED, ISOLATED, bad)
-    point = start.finish(RunFolder(path)).point("loss")
+    point = conclude.finish(RunFolder(path)).point("loss")
     assert brief(point) == answer
     assert answer[1] or f"step {bad}" in said(point)
 
@@ -332,19 +332,19 @@ def test_a_report_says_what_a_check_says(tmp_path: Path, what: str) -> None:
         told["expect"] = None
     (path / "run.json").write_text(json.dumps(told))
     reported = series.read(path).verdict
-    assert reported == json.loads(json.dumps(start.finish(RunFolder(path)).as_json()))
+    assert reported == json.loads(json.dumps(conclude.finish(RunFolder(path)).as_json()))
 
 
 @pytest.mark.parametrize("below", ["", "hf_model"])
 def test_a_saved_model_that_is_not_whole_is_none(tmp_path: Path, below: str) -> None:
     output = tmp_path / "out"
     path = made_runs.made(tmp_path / "run", told=made_runs.manifest(output=str(output)))
-    verdict = start.finish(RunFolder(path))
+    verdict = conclude.finish(RunFolder(path))
     assert verdict.status == "pass", "a model that was moved since is nothing against its run"
     saved.model(output / below)
-    assert start.finish(RunFolder(path)).status == "pass"
+    assert conclude.finish(RunFolder(path)).status == "pass"
     saved.cut(output / below / "model.safetensors")
-    verdict = start.finish(RunFolder(path))
+    verdict = conclude.finish(RunFolder(path))
     assert (verdict.status, *brief(verdict.point("finish"))) == ("unproven", "completed", None)
     assert f"model.safetensors is cut off {output / below} " in said(verdict.point("finish"))
 
@@ -358,7 +358,7 @@ def test_each_log_is_read_once_for_verdict_and_page(tmp_path: Path, monkeypatch:
         return scan(log, *more)
 
     monkeypatch.setattr(evidence, "scan", counted)
-    for report in (lambda: start.finish(RunFolder(path)), lambda: series.read(path)):
+    for report in (lambda: conclude.finish(RunFolder(path)), lambda: series.read(path)):
         scanned.clear()
         report()
         assert sorted(scanned) == ["console.2.log", "console.log"]

@@ -209,6 +209,19 @@ def test_cut_and_dropped_rows_are_counted_with_the_reason(previews: Previews, de
 
 @needs_trl
 @pytest.mark.slow
+def test_a_mixture_is_shown_with_all_of_its_rows(previews: Previews, demo_assets: Path) -> None:
+    for name in ("first", "second"):
+        write_rows(Path(name), [{"messages": chat(f"{name} {number}?", "Yes.")} for number in range(10)])
+    sets = [{"path": "./first", "split": "train[:40%]"}, {"path": "./second"}]
+    config = write_stage(demo_assets / "model", datasets=sets, test_split_size=3, max_length=64)
+    data = previews.data(config, "--row", "5")
+    # rows that are split off for the evaluation are drawn anew at each start
+    assert data["counts"]["looked_at"] == data["counts"]["total"] == 14
+    (row,) = data["rows"]
+    assert "second 0?" in joined(row)
+    assert data["data"] == "./first, ./second"
+
+
 def test_packing_says_how_many_sequences(previews: Previews, demo_assets: Path) -> None:
     write_long_prompts(Path("data"))
     stage = write_stage(demo_assets / "model", dataset_name="data", packing=True, max_length=128)

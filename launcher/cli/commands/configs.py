@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -15,8 +14,8 @@ from typer import Argument, Option
 
 from launcher.cli.help import App
 from launcher.cli.options import FORMAT, OVERRIDES, STAGE_FILE, Findings, Format, Shared, answer, app, files_of, takes
-from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, errors, usage
-from launcher.paths import exists, shipped
+from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, brief, errors, usage
+from launcher.paths import can_be_name, exists, shipped
 from launcher.report import console
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ app.add_typer(pins, name="pin")
 
 
 @app.command("validate-config", epilog="Example: launch validate-config configs/tulu/*.yaml --strict")
-@takes("stage", "python", "source", "strict")
+@takes("stage", "source", "strict")
 def validate_config(
     shared: Shared,
     paths: list[Path] = Argument(..., metavar="PATH...", help="stage files, or folders of them", show_default=False),
@@ -61,7 +60,7 @@ def validate_config(
             findings += error.findings
     not_ready = bool(findings)
     files: list[dict[str, object]] = []
-    for path, facts, own in _judge_all(paths, shared, locator, deep=deep, quiet=format != "text"):
+    for path, facts, own in _judge_all(paths, shared, deep=deep, quiet=format != "text"):
         if path in fixes:
             facts["fix"] = fixes[path].as_json()
             own = fixes[path].with_reasons(own)
@@ -86,18 +85,18 @@ def _fix(path: Path, stage: str | None, locator: Locator, *, quiet: bool) -> Fix
 
 
 def _judge_all(
-    paths: list[Path], shared: Shared, locator: Locator, *, deep: bool, quiet: bool
+    paths: list[Path], shared: Shared, *, deep: bool, quiet: bool
 ) -> Iterator[tuple[Path, dict[str, object], tuple[Finding, ...]]]:
     """Each file with its facts and findings, with `deep` those of its rehearsal too, all in one server a script."""
     if not deep:
-        yield from ((path, *_judge_file(path, shared.stage, locator)) for path in paths)
+        yield from ((path, *_judge_file(path, shared)) for path in paths)
         return
     from launcher.lifecycle import prepare
     from launcher.workflows.rehearse import ask, rehearsal
 
     with ask.Servers() as servers:
         for path in paths:
-            facts, own = _judge_file(path, shared.stage, locator)
+            facts, own = _judge_file(path, shared)
             # what cannot be read has no shape
             if facts.get("shape", "pipeline") != "pipeline":
                 say = (lambda _: None) if quiet else shared.show_progress
@@ -107,23 +106,23 @@ def _judge_all(
             yield path, facts, own
 
 
-def _judge_file(path: Path, stage: str | None, locator: Locator) -> tuple[dict[str, object], tuple[Finding, ...]]:
+def _judge_file(path: Path, shared: Shared) -> tuple[dict[str, object], tuple[Finding, ...]]:
     """The facts of a stage file, or of the stages of a pipeline in turn, and its findings."""
     from launcher.config import load
     from launcher.stage.stage import judge
 
     try:
         loaded = load.load(path)
-        judged = judge(loaded, stage=stage, locator=locator)
+        judged = judge(loaded, stage=shared.stage, locator=shared.locator)
     except InvalidConfig as error:
         if {finding.code for finding in error.findings} == {load.PIPELINE}:
-            return _judge_pipeline(path, locator)
+            return _judge_pipeline(path, shared)
         return {}, error.findings
     source = judged.upstream.as_json() if judged.upstream else None
     return {"stage": judged.stage, "shape": loaded.shape, "upstream": source}, judged.findings
 
 
-def _judge_pipeline(path: Path, locator: Locator) -> tuple[dict[str, object], tuple[Finding, ...]]:
+def _judge_pipeline(path: Path, shared: Shared) -> tuple[dict[str, object], tuple[Finding, ...]]:
     from launcher.config import pipeline
     from launcher.lifecycle.prepare import Request
     from launcher.workflows.pipeline.plan import PipelineRequest, plan_stages
@@ -133,8 +132,9 @@ def _judge_pipeline(path: Path, locator: Locator) -> tuple[dict[str, object], tu
         common = Request(
             stage=None,
             config=path,
-            checkout=locator.checkout,
-            allow_unpinned=locator.allow_unpinned,
+            python=shared.python,
+            checkout=shared.open_instruct,
+            allow_unpinned=shared.allow_unpinned,
             gpus=None if all(link.gpus is not None for link in whole.links) else VALIDATED_FOR,
         )
         plan = plan_stages(PipelineRequest(chain=whole, common=common), running=False)
@@ -170,6 +170,7 @@ def explain(
 
     Of an argument: what it does, type, default, who reads it, its value in a stage file, its history.
     """
+    from launcher import findings
     from launcher.config import load
     from launcher.stage import explain
 
@@ -181,18 +182,22 @@ def explain(
         key, locator=shared.locator, config=loaded, stage_name=shared.stage, backend=shared.backend, derived=derived
     )
     known = any(one.known for one in explained)
-    meanings = [] if known else [one for one in explain.meanings() if one.code == key]
+    meanings = [] if known else list(findings.rows_of(key))
     if not known and not meanings:
         near = " or ".join(f"`{name}`" for name in explain.near(key))
         help = f"did you mean {near}?" if near else "launch schema lists them all"
         raise usage("no-such-key", f"no such argument, now or earlier: `{key}`", help)
     data = {
         "explained": [one.as_json() for one in explained] if known else [],
-        "codes": [asdict(one) for one in meanings],
+        "codes": [
+            {"code": key, "layer": meaning.layer, "meaning": meaning.plain_text(), "section": section.title}
+            for section, meaning in meanings
+        ],
     }
+    texts = ["\n".join(one.lines()) for one in explained if known]
+    texts += ["\n".join(explain.meaning_lines(section, meaning, key)) for section, meaning in meanings]
     # what is the same for SFT and DPO is said once
-    texts = dict.fromkeys("\n".join(one.lines()) for one in (explained if known else meanings))
-    return answer("explain", shared.format, data, ["\n\n".join(texts)])
+    return answer("explain", shared.format, data, ["\n\n".join(dict.fromkeys(texts))])
 
 
 def _derived(request: Request) -> dict[str, tuple[object, str]]:
@@ -324,7 +329,8 @@ def init(
         stage = stage or "sft"
         _require_free(output or Path(f"{stage}.yaml"))
         model, data, gpus = _ask(model, data, gpus, interactive=shared.format == "text")
-        new = draft.new(stage, backend, model=model, data=data, gpus=gpus, environ=os.environ)
+        is_pinned = shared.locator.find(backend).pinned
+        new = draft.new(stage, backend, model=model, data=data, gpus=gpus, environ=os.environ, is_pinned=is_pinned)
         lost = []
     path = _require_free(output or Path(f"{new.stage}.yaml"))
     text = new.text(path)
@@ -342,6 +348,8 @@ def init(
 
 
 def _require_free(path: Path) -> Path:
+    if not can_be_name(str(path)):
+        raise usage("impossible-name", f"no file can be called {brief(path)}", "choose another name")
     if exists(path):
         raise usage("output-exists", f"{path} exists", "launch overwrites no stage file: choose another name")
     return path

@@ -65,7 +65,7 @@ def plan(
 
 
 @app.command(epilog="Example: launch doctor configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
-@takes("gpus", "devices", "python", "source", "backend", "format")
+@takes("gpus", "devices", "source", "backend", "format")
 def doctor(
     shared: Shared,
     config: Path | None = STAGE_FILE,

@@ -81,12 +81,12 @@ def stop(
     folder = found_run(run)
     cost = stop.cost(folder)
     if format == "text" and overview.state(folder) in {"running", "orphaned", "queued"}:
-        said = cost.line()
+        progress = cost.line()
         if after_checkpoint:
-            said = "waiting for the next checkpoint, or the end"
+            progress = "waiting for the next checkpoint, or the end"
         if checkpoint:
-            said = "saving a checkpoint after the step that it is at"
-        console.say(said)
+            progress = "saving a checkpoint after the step that it is at"
+        console.say(progress)
     ended = stop.stop(folder, after_checkpoint=after_checkpoint, checkpoint=checkpoint)
     cost = stop.cost(folder)
     outcome = "it had ended before that"
@@ -169,7 +169,7 @@ def check(
         verdict = check.judge_log(log)
     else:
         # a log is judged without importing all that starts runs
-        from launcher.lifecycle import start
+        from launcher.lifecycle import conclude
         from launcher.runs import rundir
 
         if members := rundir.members(log):
@@ -177,9 +177,9 @@ def check(
         folder = found_run(target, "run or log")
         if not folder.attempts() and not exists(folder.probe):
             raise not_begun(folder)
-        judged = start.judged(folder)
+        judged = conclude.judged(folder)
         name, verdict = folder.path.name, judged.verdict
-        notes = (*start.unpinned_note(folder), *start.left_out_notes(judged, folder))
+        notes = (*conclude.unpinned_note(folder), *conclude.left_out_notes(judged, folder))
     code = check.exit_code(verdict, allow_unproven=allow_unproven)
     return answer("check", format, verdict.as_json(), lambda: console.verdict(verdict, name), notes, code)
 
@@ -196,10 +196,10 @@ def _remember_secrets_of(log: Path) -> None:
 
 def _check_each(folder: Path, members: Sequence[RunFolder], allow_unproven: bool, format: Format) -> Exit:
     """Judge every run of a pipeline, bench, ladder or tune; the code is the first that is not 0."""
-    from launcher.lifecycle import start
+    from launcher.lifecycle import conclude
     from launcher.verdict import check
 
-    verdicts = {run.path: start.finish(run) for run in members}
+    verdicts = {run.path: conclude.finish(run) for run in members}
     codes = [check.exit_code(one, allow_unproven=allow_unproven) for one in verdicts.values()]
     judged = [{"run": str(path), **one.as_json()} for path, one in verdicts.items()]
     data = {"folder": str(folder.absolute()), "runs": judged}

@@ -95,12 +95,12 @@ def _run(request: Request, shared: Shared) -> Exit:
 
 def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
     """Nothing is left to train; the verdict and the numbers are there, whoever died before."""
-    from launcher.lifecycle import start
+    from launcher.lifecycle import conclude
     from launcher.verdict import check
 
     folder, findings = prepared.folder, prepared.findings
     console.findings(findings if shared.format == "text" else ())
-    verdict = start.judged_now(folder, prepared.plan, start.finish(folder))
+    verdict = conclude.judged_now(folder, prepared.plan, conclude.finish(folder))
     code = check.exit_code(verdict, allow_unproven=shared.allow_unproven)
     return _conclude(str(prepared.resolved.request.stage), folder, verdict, code, findings, shared.format)
 
@@ -153,14 +153,14 @@ def until_over(
     except follow.Detached:
         data = {"run": str(folder.path), "detached": True}
         return answer(command, format, data, [f"the run continues: launch attach {folder.path.name}"], before=findings)
-    # not before: what is looked at should be shown at once, and all that starts runs is slow to import
-    from launcher.lifecycle import start
+    # not before: what is looked at should be shown at once, and what judges runs is slow to import
+    from launcher.lifecycle import conclude
 
     if attempt.rank:
-        code = start.of_a_further_machine(folder, attempt)
+        code = conclude.of_a_further_machine(folder, attempt)
         data = {"run": str(folder.path), "rank": attempt.rank}
         return answer(command, format, data, (), code=code, before=findings)
-    verdict, code = start.conclusion(folder, attempt)
+    verdict, code = conclude.conclusion(folder, attempt)
     return _conclude(command, folder, verdict, code, findings, format)
 
 

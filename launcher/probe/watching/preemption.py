@@ -84,16 +84,16 @@ class Preemption(threading.Thread):
         return True
 
     def _join(self, store: Any) -> bool:
-        """Name a boundary, if anybody has asked for a save; returns whether one is named."""
-        asked = self.requested()
-        if not asked and store is not None:
-            asked = store.check([self.key("asked")])
-        if not asked:
+        """Name a boundary, if anybody has requested a save; returns whether one is named."""
+        requested = self.requested()
+        if not requested and store is not None:
+            requested = store.check([self.key("request")])
+        if not requested:
             return False
         with self.lock:
             self.named = self.done + 1
         if store is not None:
-            store.set(self.key("asked"), "1")
+            store.set(self.key("request"), "1")
             store.set(self.key(self.process.rank), str(self.named))
         self.record.write("save_requested", step=self.named)
         return True

@@ -48,7 +48,7 @@ def watch_accelerate(probe: Probe, module: types.ModuleType) -> None:
     wrap_known(owner, ("clip_grad_norm_",), clipping(probe))
     wrap_known(owner, ("save_state", "get_state_dict"), resting(probe, SAVING))
     wrap_known(owner, ("load_state",), resuming(probe))
-    wrap(owner, "accumulate", stepping(probe))
+    wrap_known(owner, ("accumulate",), stepping(probe))
 
 
 def stepping(probe: Probe) -> Callable[..., Any]:
@@ -144,7 +144,7 @@ def watch_callbacks(probe: Probe, module: types.ModuleType) -> None:
         control.should_evaluate = False
         return control
 
-    wrap(module.CallbackHandler, "on_step_end", step_ended)
+    wrap_known(module.CallbackHandler, ("on_step_end",), step_ended)
 
 
 def watch_final_save(probe: Probe, module: types.ModuleType) -> None:
@@ -319,8 +319,10 @@ def watch_olmo_trainer(probe: Probe, module: types.ModuleType) -> None:
         return True
 
     owner, record = module.Trainer, probe.record
-    complete = owner.training_complete.fget
-    owner.training_complete = property(lambda trainer: step_over(complete(trainer), trainer))
+    complete = vars(owner).get("training_complete")
+    if isinstance(complete, property) and complete.fget is not None:
+        is_complete = complete.fget
+        owner.training_complete = property(lambda trainer: step_over(is_complete(trainer), trainer))
     wrap_known(owner, ("load_checkpoint",), observed(record, after=loaded))
     wrap_known(owner, ("save_checkpoint", "save_checkpoint_async"), resting(probe, SAVING))
     # OLMo-core's memory monitor sets the counters back before its first step

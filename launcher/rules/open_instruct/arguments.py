@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from launcher.artifacts import model_config
+from launcher.artifacts import chat_template, model_config
 from launcher.errors import Finding, Severity, brief
 from launcher.paths import exists
 from launcher.rules.rule import Range, Rule, no_model, outside, say, warn
@@ -147,6 +147,54 @@ def missing_data_files(values: Values) -> Iterator[Finding]:
             yield say("error", "json-data", key, message, help)
 
 
+def mixer_splits(values: Values) -> Iterator[Finding]:
+    """dataset_transformation.py:2037,2041,2061: one split for all sets, or as many as the list has entries.
+
+    The split of a set is the one at the place of its name; those at the places of amounts are not read.
+    """
+    data = listed(values)
+    key = f"{data}_splits"
+    entries = values[data] or []
+    splits = values[key]
+    # of an odd list another rule speaks; with a cache key SFT reads neither (dataset_transformation.py:2120)
+    if splits is None or not entries or len(entries) % 2 or values.get("dataset_config_hash") is not None:
+        return
+    sets = len(entries) // 2
+    if len(splits) not in (1, len(entries)):
+        message = (
+            f"`{key}` has {len(splits)} entries for {sets} set(s): upstream wants 1, or {len(entries)}, "
+            f"as many as `{data}` has entries"
+        )
+        yield say("error", "mixer-splits", key, message, _splits_help(key, splits, sets))
+        return
+    if len(splits) > 1:
+        unread = [index for index in range(1, len(splits), 2) if splits[index] != splits[index - 1]]
+        for index in unread:
+            message = f"`{splits[index]}` is not read: it stands at the place of an amount of `{data}`"
+            help = f"the split of {entries[index - 1]} is the entry before, `{splits[index - 1]}`"
+            yield say("warning", "mixer-splits", f"{key}[{index}]", message, help)
+    yield from _splits_of_files(key, entries, splits)
+
+
+def _splits_help(key: str, splits: list[str], sets: int) -> str:
+    if len(splits) != sets:
+        return f"write one split for all sets, such as `{key}: [train]`"
+    if len(set(splits)) == 1:
+        return f"write `{key}: [{splits[0]}]`: it holds for every set"
+    doubled = ", ".join(f"{split}, {split}" for split in splits)
+    return f"repeat each split, once for the name and once for the amount: `{key}: [{doubled}]`"
+
+
+def _splits_of_files(key: str, entries: list[str], splits: list[str]) -> Iterator[Finding]:
+    """dataset_transformation.py:1619,1624: a file is one split, and its name is train."""
+    for index in range(0, len(entries), 2):
+        place = index if len(splits) > 1 else 0
+        name = str(entries[index])
+        if name.endswith((".jsonl", ".parquet")) and splits[place] != "train" and exists(Path(name)):
+            message = f"`{splits[place]}`: the file {brief(name)} has the split train alone, upstream refuses another"
+            yield say("error", "mixer-splits", f"{key}[{place}]", message, "write `train`")
+
+
 def foreign_cache_key(values: Values) -> Iterator[Finding]:
     """dataset_transformation.py:2120, dataset_transformation.py:1977: no data are named beside such a key."""
     key = "dataset_config_hash" if "dataset_config_hash" in values else "config_hash"
@@ -244,6 +292,11 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
     ),
     # finetune.py:674, dpo_tune_cache.py:421: as a group's own it is not looked at by torch
     "weight_decay": (Range(lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"),),
+    # finetune.py:855, dpo_tune_cache.py:592, dpo.py:293
+    **dict.fromkeys(
+        ("clip_grad_norm", "max_grad_norm"),
+        (Range(lambda n: n >= 0 or n == -1, "warning", "gradients are not clipped, as with -1"),),
+    ),
     # finetune.py:356, dpo_tune_cache.py:464
     "warmup_ratio": (
         Range(
@@ -321,6 +374,10 @@ def unknown_template(values: Values) -> Iterator[Finding]:
     if name is None or not known or name in known or function == "get_tokenizer_simple_v1":
         return
     strict = function == "get_tokenizer_tulu_v2_1"
+    if chat_template.is_template(name):
+        message = "`chat_template_name` holds the text of a template, and upstream takes it for the name of one"
+        yield say("error", "inline-template", "chat_template_name", message, chat_template.PUT_IT_BESIDE)
+        return
     what = "refuses it" if strict else "silently uses the tokenizer's own"
     message = f"there is no chat template `{brief(name)}`: upstream {what}"
     help = f"one of {', '.join(sorted(known))}"
@@ -384,7 +441,7 @@ def unexpanded(values: Values) -> Iterator[Finding]:
 _REFUSED: tuple[Rule, ...] = (two_data_sources, beaker_without_push, json_mappings)
 _NAMES: tuple[Rule, ...] = (entity_twice, push_by_default, no_epochs, unknown_template, unknown_function)
 # dpo.py has these, too
-OF_ALL_SCRIPTS: tuple[Rule, ...] = (*_REFUSED, no_data, mixer_amounts, missing_data_files, *_NAMES)
+OF_ALL_SCRIPTS: tuple[Rule, ...] = (*_REFUSED, no_data, mixer_amounts, mixer_splits, missing_data_files, *_NAMES)
 _SHARED: tuple[Rule, ...] = (
     *OF_ALL_SCRIPTS,
     # with `config_name` upstream starts from random weights

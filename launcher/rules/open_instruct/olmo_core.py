@@ -16,7 +16,8 @@ from launcher.artifacts import architecture, model_config
 from launcher.errors import Finding, Severity, brief
 from launcher.rules import services
 from launcher.rules.context import Context, StageRule, caches_only
-from launcher.rules.model import beyond_positions, missing_model
+from launcher.rules.embedding import beyond_olmo_core
+from launcher.rules.model import beyond_positions, impossible_name, missing_model
 from launcher.rules.open_instruct.arguments import OF_ALL_SCRIPTS, out_of_range, zero_stage
 from launcher.rules.open_instruct.data import tokenising_outlasts
 from launcher.rules.places import unintended_output
@@ -285,6 +286,7 @@ def tokenising(context: Context) -> Iterator[Finding]:
 
 STAGE_RULES: tuple[StageRule, ...] = (
     unintended_output,
+    impossible_name,
     no_deepspeed,
     tokenising,
     precision,
@@ -294,6 +296,7 @@ STAGE_RULES: tuple[StageRule, ...] = (
     accumulation,
     wandb_key,
     beyond_positions,
+    beyond_olmo_core,
     offline_model,
     services.hub_token,
     services.remote_code,

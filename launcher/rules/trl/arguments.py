@@ -119,7 +119,9 @@ def lora_targets(values: Values) -> Iterator[Finding]:
     if not values["use_peft"]:
         return
     # a word without dots or stars is the name of no module inside of another
-    if len(words) == 1 and re.fullmatch(r"\w+", words[0]) and not values["lora_target_parameters"]:
+    # but the output layer of most models stands outside of all others
+    inner = len(words) == 1 and words[0] != "lm_head" and re.fullmatch(r"\w+", words[0])
+    if inner and not values["lora_target_parameters"]:
         message = f"`{key}: {brief(words[0])}`: a single word is a pattern for whole names, and matches none"
         yield say("error", "lora-targets", key, message, f"write `{key}: .*{words[0]}`, or a list of several")
     if (joined := next(filter(_SEVERAL.fullmatch, words), None)) is not None:
@@ -174,9 +176,10 @@ def _under(cited: str, switch: str, key: str) -> Rule:
     return unread(cited, key, itemgetter(switch), f"where `{switch}` is set", help)
 
 
-_EVALUATION = (
-    "do_eval per_device_eval_batch_size load_best_model_at_end metric_for_best_model greater_is_better".split()
-)
+_EVALUATION = """
+    do_eval eval_steps eval_delay eval_packing per_device_eval_batch_size load_best_model_at_end
+    metric_for_best_model greater_is_better
+""".split()
 
 
 def packing_without_length(values: Values) -> Iterator[Finding]:
@@ -306,6 +309,14 @@ _SHARED: tuple[Rule, ...] = (
         "with another `lr_scheduler_type` than a constant one",
     ),
     _under("transformers/trainer.py:1466", "gradient_checkpointing", "gradient_checkpointing_kwargs"),
+    check(
+        "transformers/trainer.py:1597,915; trl/scripts/sft.py:107, dpo.py:105: without a strategy there is no set.",
+        "eval-without-data",
+        "eval_on_start",
+        lambda v: v["eval_on_start"] and v["eval_strategy"] == "no",
+        "`eval_on_start` with `eval_strategy: no` crashes: TRL hands the trainer no set to evaluate",
+        "add `eval_strategy: steps` and `eval_steps: <number>`, or delete the line",
+    ),
     # without a strategy the scripts hand over no set to evaluate
     *(
         unread(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.artifacts import model_config
+from launcher.artifacts import chat_template, model_config
 from launcher.dataset import mixture, reading, shapes, sources
 from launcher.dataset.mixture import Piece, SetEntry
 from launcher.errors import Finding, Severity, brief
@@ -26,6 +26,7 @@ _TELLING = ("prompt", "chosen", "rejected", "completion", "messages")
 # the columns of which the trainer chooses what to read
 _ANSWER_COLUMNS = frozenset({"messages", "conversations", "prompt", "completion", "text"})
 _PAIR_COLUMNS = frozenset({"prompt", "chosen", "rejected"})
+_TEMPLATES = (".jinja", ".j2")
 
 
 def _named(context: Context) -> str | None:
@@ -298,13 +299,13 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
         yield from _single_messages(looked, text)
         yield from _one_form(looked, read)
     else:
-        wanted = f"SFT reads `messages`, `prompt` and `completion`, or `{brief(text)}`"
+        expected = f"SFT reads `messages`, `prompt` and `completion`, or `{brief(text)}`"
         help = "rename the columns, or name that of the text: `dataset_text_field: <column>`"
         if shapes.pair_columns(survey) is not None:
             help = "these are pairs: `stage: dpo` trains on them"
         else:
             help = data.convertible(looked, help)
-        yield looked.say("error", "data-columns", _columns_message(looked, wanted), help)
+        yield looked.say("error", "data-columns", _columns_message(looked, expected), help)
         return
     yield from data.unreadable_messages(looked, read)
     yield from data.empty_prompts(looked, [name for name in read if survey.kind(name) == "list"])
@@ -357,8 +358,8 @@ def _pairs(looked: Looked, context: Context) -> Iterator[Finding]:
     """The rows of DPO: two answers, with their prompt beside them or at the start of both."""
     survey, values = looked.survey, context.values
     if not {"chosen", "rejected"} <= survey.columns:
-        wanted = "DPO reads `chosen` and `rejected`, with or without `prompt`"
-        yield looked.say("error", "data-columns", _columns_message(looked, wanted), _pairs_help(looked))
+        expected = "DPO reads `chosen` and `rejected`, with or without `prompt`"
+        yield looked.say("error", "data-columns", _columns_message(looked, expected), _pairs_help(looked))
         return
     read = [name for name in ("prompt", "chosen", "rejected") if name in survey.columns]
     if survey.kind("chosen") == "object":
@@ -443,9 +444,9 @@ def _beside(looked: Looked) -> Iterator[Finding]:
         yield from data.same_kinds(looked, ["chat_template_kwargs"], "object")
 
 
-def _columns_message(looked: Looked, wanted: str) -> str:
+def _columns_message(looked: Looked, expected: str) -> str:
     names = brief(", ".join(_shown(name) for name in sorted(looked.survey.columns)))
-    return f"{brief(str(looked.source.files[0]))} has the columns {names}: {wanted}"
+    return f"{brief(str(looked.source.files[0]))} has the columns {names}: {expected}"
 
 
 def _shown(name: str) -> str:
@@ -532,15 +533,47 @@ def splits(context: Context) -> Iterator[Finding]:
             yield say("error", "no-such-split", key, message, "name a whole split")
 
 
+def test_split_here(context: Context) -> Iterator[Finding]:
+    """trl/scripts/sft.py:107, trl/scripts/dpo.py:105: a split that the data do not have is a KeyError.
+
+    That is raised before the model is loaded. What the hub has is not known here.
+    """
+    values, name = context.values, _named(context)
+    split = values["dataset_test_split"]
+    if name is None or values["eval_strategy"] == "no" or not isinstance(split, str):
+        return
+    if re.search(r"[\[+]", split):
+        return
+    there = sources.split_names(name, values["dataset_config"])
+    if there is None or split in there:
+        return
+    message = (
+        f"`eval_strategy: {values['eval_strategy']}` evaluates on the split {brief(split)}, "
+        f"and {brief(name)} has {', '.join(there)} alone"
+    )
+    help = f'put a file named {split} beside the others (such as {split}.jsonl), or write `eval_strategy: "no"`'
+    others = [other for other in there if other != values["dataset_train_split"]]
+    if others:
+        help = f"write `dataset_test_split: {others[0]}`"
+    key = "eval_strategy"
+    if values.given("dataset_test_split"):
+        key = "dataset_test_split"
+    yield say("error", "no-such-split", key, message, help)
+
+
 def template_here(context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py:749: what is no template's file is a folder or a tokenizer of the hub."""
-    name = context.values["chat_template_path"]
-    if not context.running or not isinstance(name, str) or not name or exists(Path(name)):
+    key = "chat_template_path"
+    name = context.values[key]
+    if not isinstance(name, str) or not name or exists(name):
         return
-    if name.endswith((".jinja", ".j2")) or model_config.is_path(name):
-        message = f"there is no template {brief(name)} here"
+    if chat_template.is_template(name):
+        message = f"`{key}` holds the text of a template, and TRL takes it for the name of one"
+        yield say("error", "inline-template", key, message, chat_template.WRITE_IT)
+    elif name.endswith(_TEMPLATES) or not model_config.is_hub_name(name):
+        message = f"`{key}`: there is no template {brief(name)} here"
         help = "relative paths start where launch is started; `~` is not expanded"
-        yield say("error", "missing-template", "chat_template_path", message, help)
+        yield say("error", "missing-template", key, message, help)
 
 
 def no_template(context: Context) -> Iterator[Finding]:
@@ -572,6 +605,7 @@ RULES: tuple[StageRule, ...] = (
     like_sets,
     *STAGE_RULES,
     splits,
+    test_split_here,
     template_here,
     no_template,
 )

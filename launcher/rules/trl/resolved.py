@@ -27,6 +27,24 @@ def precision(values: Values) -> str | None:
     return "bf16" if bf16 or bf16 is None else None
 
 
+def weights_type(values: Values) -> tuple[str, str]:
+    """The format that the weights are loaded in, and the key that says so.
+
+    A name of torch's; `auto` for the model's own, empty if unknown. The mapping wins (trl/scripts/sft.py:83), and none
+    at all is `auto` (transformers/modeling_utils.py:4099).
+    """
+    kwargs = inline(values["model_init_kwargs"]) or {}
+    key = "dtype"
+    given = values["dtype"]
+    if "dtype" in kwargs:
+        key = "model_init_kwargs"
+        given = kwargs["dtype"]
+    if given is None:
+        # other releases load float32
+        return ("auto" if values.schema.tested else ""), key
+    return str(given).removeprefix("torch."), key
+
+
 def attention(values: Values) -> tuple[str | None, str]:
     """The attention implementation asked for, and the key that says so (trl/scripts/sft.py:83)."""
     kwargs = inline(values["model_init_kwargs"]) or {}

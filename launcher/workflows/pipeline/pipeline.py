@@ -16,7 +16,7 @@ from typing import Any, Literal
 from launcher.artifacts import checkpoints
 from launcher.config.pipeline import placed
 from launcher.errors import Exit, Finding, LaunchError, brief, errors, launch_finding
-from launcher.lifecycle import follow, forecast, prepare, start
+from launcher.lifecycle import conclude, follow, forecast, prepare
 from launcher.lifecycle.prepare import Prepared, ResolvedStage
 from launcher.plan import plan
 from launcher.redaction import redact
@@ -285,7 +285,7 @@ class _Runner:
         if not outcome.finished_before:
             return outcome
         # by what is expected of it now: that may have been changed since
-        verdict = start.judged_now(outcome.run, outcome.plan, outcome.verdict)
+        verdict = conclude.judged_now(outcome.run, outcome.plan, outcome.verdict)
         code = check.exit_code(verdict, allow_unproven=allow)
         # its training ended while we looked on
         mine = link.name in self.joined and code is Exit.OK
@@ -301,7 +301,7 @@ class _Runner:
         interrupted = follow.until_over(folder, attempt, forward=True)
         # by what is allowed now
         attempt = replace(attempt, allow_unproven=self.order.allow_unproven)
-        verdict, code = start.conclusion(folder, attempt)
+        verdict, code = conclude.conclusion(folder, attempt)
         if interrupted:
             code = Exit.INTERRUPTED
         return None if code is Exit.OK else Outcome(run=folder, plan=step.plan, verdict=verdict, exit=code)

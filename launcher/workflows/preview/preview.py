@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.artifacts import architecture
-from launcher.dataset import reading, survey
+from launcher.dataset import mixture, reading, survey
 from launcher.dataset.reading import CannotRead
 from launcher.dataset.sources import Source
 from launcher.dataset.survey import RowPlace
@@ -180,9 +180,9 @@ def preview(judged: Judged, trainer: Trainer, *, first: int, row: str | None, sa
     say("preparing rows on the CPU; first the trainer's packages are imported")
     with Servers() as servers:
         key = judged.schema.backend, judged.schema.key, judged.upstream.root
-        asked = _Asked(judged, entry, servers.of(trainer, *key), first=first, number=number)
-        answer, content = asked.answer(dict(zip([source.name for source in sources], totals, strict=True)))
-        findings = asked.findings(answer, content, sources, totals)
+        inquiry = _Inquiry(judged, entry, servers.of(trainer, *key), first=first, number=number)
+        answer, content = inquiry.answer(dict(zip([source.name for source in sources], totals, strict=True)))
+        findings = inquiry.findings(answer, content, sources, totals)
     if content is None:
         # without what is wrong with the file, the trainer may refuse what the file does not say
         wrong = errors(judged.findings)
@@ -240,8 +240,8 @@ def _count(source: Source) -> _SetSize:
     return _SetSize(surveyed.rows, size)
 
 
-class _Asked:
-    """What the server is asked, and what its answers mean."""
+class _Inquiry:
+    """A request to the server, and what its answers mean."""
 
     def __init__(self, judged: Judged, entry: Entry, server: Server, *, first: int, number: int | None) -> None:
         assert judged.schema is not None and judged.options is not None
@@ -253,12 +253,14 @@ class _Asked:
         self.number = number
         refused = {_argument(finding) for finding in errors(judged.findings)}
         refused -= {entry.names.data, entry.names.model}
+        # which rows are split off is drawn anew at each start: all are shown
+        refused |= {"test_split_size"}
         # what is wrong with others need not hide the rows
         args = {name: value for name, value in judged.config.args.items() if name not in refused}
         self.arguments = arguments.of_stage(args, judged.options, judged.schema, entry)
 
     def answer(self, totals: Mapping[str, _SetSize]) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
-        """What came of the request, and what was seen. Raises NotReady for what is not on this machine."""
+        """The answer to the request, and the rows as JSON. Raises NotReady for what is not on this machine."""
         folder = self.server.folder()
         result = folder.with_suffix(".json")
         table = architecture.table()
@@ -266,6 +268,8 @@ class _Asked:
         request = {
             "kind": "preview",
             "words": self.arguments.words(self.schema),
+            "config": self.arguments.in_file(self.schema),
+            "mixture": further.mixture_as_json(self.arguments.given),
             "entry": self.schema.key,
             "revision": self.judged.config.args.get("model_revision"),
             "shape": dict(table.get(model.lower()) or table[_COMMON]),
@@ -411,7 +415,8 @@ def _shown_source(source: Source) -> str:
 def _named_data(judged: Judged, entry: Entry) -> str:
     named = judged.config.args.get(entry.names.data)
     if named is None:
-        return "datasets"
+        mixed = mixture.of_values(judged.config.args, os.environ)
+        return "datasets" if mixed is None else ", ".join(mixed.names())
     return " ".join(map(str, named)) if isinstance(named, list) else str(named)
 
 

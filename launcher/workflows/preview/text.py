@@ -11,7 +11,7 @@ from launcher.report.marked import Span
 from launcher.workflows.preview.preview import Preview, PreviewedRow, Section
 
 _SHOWN_TOKENS = 400
-"""Tokens of a part of a row that are shown, unless the row was asked for: half at the start, half at the end."""
+"""Tokens of a part of a row that are shown, unless `--row` names it: half at the start, half at the end."""
 _CUT_CHARACTERS = 60
 _BINS = 8
 _BAR = 32

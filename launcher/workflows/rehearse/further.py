@@ -3,14 +3,15 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from launcher.dataset import exemplars, mixture, sources, survey
 from launcher.dataset.exemplars import Exemplar
 from launcher.dataset.mixer import LOCAL_SUFFIXES
+from launcher.dataset.mixture import MixedSet
 from launcher.dataset.sources import Source
 from launcher.dataset.survey import Survey
+from launcher.paths import is_dir
 from launcher.upstream.trainers import Entry
 from launcher.workflows.rehearse.arguments import ROWS
 
@@ -60,9 +61,19 @@ def mixture_as_json(args: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "call": [entry.path, entry.name, entry.data_dir, entry.data_files, entry.split],
                 "pieces": [[split, rows.start, rows.stop] for split, rows in pieces],
                 "total": one.rows,
+                "bytes": _bytes(one),
             }
         )
     return sets
+
+
+def _bytes(mixed: MixedSet) -> int | None:
+    """The size of the files of a set; None where one of them has gone."""
+    files = {file for piece in mixed.pieces for file in piece.source.files}
+    try:
+        return sum(file.stat().st_size for file in files)
+    except OSError:
+        return None
 
 
 def _of_mixture(args: Mapping[str, Any]) -> Iterator[tuple[str, Survey]]:
@@ -98,7 +109,7 @@ def sources_of(args: Mapping[str, Any], entry: Entry) -> Iterator[Source]:
 
 
 def _folder(name: str, split: Any, config: Any) -> Iterator[Source]:
-    if not Path(name).is_dir():
+    if not is_dir(name):
         yield Source(name=name, unseen="it is no folder here")
         return
     config = None if config is None else str(config)

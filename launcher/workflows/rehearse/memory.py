@@ -14,6 +14,7 @@ from launcher.artifacts.model_config import commit
 from launcher.dataset import mixture
 from launcher.files import read_json, write_json
 from launcher.machine.python import DECISIVE, Trainer
+from launcher.paths import is_dir, is_file
 from launcher.stage.stage import Judged
 from launcher.upstream.trainers import entry_of
 from launcher.workflows.rehearse import arguments
@@ -76,8 +77,8 @@ def _texts(value: Any) -> Iterator[str]:
 def _state(path: Path) -> Any:
     """Of a local file its head, size and time of writing; of a folder those of the files in it."""
     with contextlib.suppress(OSError, ValueError):
-        if path.is_dir():
-            return [_state(one) for one in sorted(path.rglob("*"))[:1000] if one.is_file()]
+        if is_dir(path):
+            return [_state(one) for one in sorted(path.rglob("*"))[:1000] if is_file(one)]
         with path.open("rb") as file:
             head = hashlib.sha256(file.read(_HEAD)).hexdigest()
         return [str(path), head, path.stat().st_size, path.stat().st_mtime_ns]

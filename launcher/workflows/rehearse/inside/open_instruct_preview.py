@@ -59,7 +59,7 @@ def views_of(script: Any, arguments: Any, loader: Loader, kwargs: dict[str, Any]
     update = transformation.DatasetConfig.update_range
 
     def at_most(self: Any, dataset_range: int) -> Any:
-        # rows are repeated where more are wanted than there are
+        # rows are repeated where the set has too few
         return call_trainer(update, self, min(dataset_range, max(preview.MOST_ROWS, len(self.dataset))))
 
     transformation.DatasetConfig.update_range = at_most

@@ -70,9 +70,20 @@ class Loader:
 
         absent = (ConnectionError, datasets.exceptions.DatasetNotFoundError)
 
+        def load_pieces(mixed: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+            parts = []
+            for split, start, stop in mixed["pieces"]:
+                stream = call_trainer(real, **{**kwargs, "split": split, "streaming": True})
+                parts.append(self.take_some(stream.skip(start).take(stop - start), Size(stop - start, mixed["bytes"])))
+            return datasets.concatenate_datasets([part for part in parts if len(part)] or parts)
+
         def load(path: Any, *args: Any, **kwargs: Any) -> Any:
+            mixed = rows.set_of_mixture(self.request, {"path": path, **kwargs})
+            if mixed is not None:
+                return load_pieces(mixed, {"path": path, **kwargs})
             local = rows.is_local(path)
-            if local:
+            # a stream cannot be sliced
+            if local and "[" not in str(kwargs.get("split")):
                 kwargs.pop("num_proc", None)
                 kwargs["streaming"] = True
             try:
@@ -93,17 +104,19 @@ class Loader:
         return load
 
     def take(self, loaded: Any, name: str) -> Any:
-        """The rows of a set that are looked at: some that are evenly spread, and those that are asked for."""
-        size = Size(*self.request["sizes"].get(name, (None, None)))
+        """The rows of a set that are looked at: some that are evenly spread, and those of the request."""
+        return self.take_some(loaded, Size(*self.request["sizes"].get(name, (None, None))))
+
+    def take_some(self, loaded: Any, size: "Size") -> Any:
         if hasattr(loaded, "__len__"):
             size = Size(len(loaded), loaded.data.nbytes)
         offset = self.offset()
-        asked = {number - offset for number in self.request["numbers"] if number >= offset}
+        named = {number - offset for number in self.request["numbers"] if number >= offset}
         if hasattr(loaded, "select"):
-            numbers = [number for number in range(len(loaded)) if size.takes(number) or number in asked]
+            numbers = [number for number in range(len(loaded)) if size.takes(number) or number in named]
             taken = loaded.select(numbers)
         else:
-            numbers, taken, ended = read_some(loaded, size, asked)
+            numbers, taken, ended = read_some(loaded, size, named)
             if ended is not None:
                 size = Size(ended, size.bytes)
         taken = taken.add_column(ROW, [offset + number for number in numbers])
@@ -158,11 +171,11 @@ class Size:
         return self.total - 1
 
 
-def read_some(stream: Any, size: Size, asked: set[int]) -> tuple[list[int], Any, int | None]:
+def read_some(stream: Any, size: Size, named: set[int]) -> tuple[list[int], Any, int | None]:
     """Some rows of a stream, and their numbers; how many rows it has, if it was read to its end."""
     import datasets
 
-    last = max([size.last, *asked])
+    last = max([size.last, *named])
     numbers = []
     kept = []
     ended = None
@@ -175,7 +188,7 @@ def read_some(stream: Any, size: Size, asked: set[int]) -> tuple[list[int], Any,
         except StopIteration:
             ended = number
             break
-        if size.takes(number) or number in asked:
+        if size.takes(number) or number in named:
             numbers.append(number)
             kept.append(row)
         number += 1
@@ -252,7 +265,7 @@ def by_number(prepared: Any) -> dict[int, list[dict[str, Any]]]:
 class PreparedSet:
     """The rows of one data set as they are looked at.
 
-    `selected` are those that the trainer prepares, `loaded` those that may be asked for. `packs` says that
+    `selected` are those that the trainer prepares, `loaded` those that a request may name. `packs` says that
     prepared rows are no longer those of the file.
     """
 
@@ -391,7 +404,7 @@ class PreparedSet:
                 entry["section"] = "prompt" if place < prompt else full.name
                 entry["differs"] = start <= place < len(full.ids) - end
             found = sections(self.tokenizer, full, marks)
-            # both have the same prompt: it is told once
+            # both have the same prompt: it is shown once
             described += [section for section in found if section["name"] != "prompt" or full is chosen]
         for name in ("prompt", "chosen", "rejected"):
             if all(section["name"] != name for section in described):
@@ -440,7 +453,7 @@ def first(trained: list[bool]) -> int:
 
 
 def mark(full: Strand, kept: Strand, special: set[int]) -> list[dict[str, Any]]:
-    """What is to be said of each token of a sequence, `kept` being what is left of it."""
+    """What is shown of each token of a sequence, `kept` being what is left of it."""
     begin = 0
     if full.ids[: len(kept.ids)] != kept.ids and full.ids[-len(kept.ids) :] == kept.ids:
         begin = len(full.ids) - len(kept.ids)
@@ -497,7 +510,7 @@ def decoded(tokenizer: Any, ids: list[int]) -> str:
 
 
 def finish(views: list[PreparedSet], loader: Loader, request: dict[str, Any], template: dict[str, Any]) -> None:
-    """Write what was seen to `request["result"]` and end the script.
+    """Write the rows to `request["result"]` and end the script.
 
     Raises Finished, or what the trainer raises for the first row that it refuses.
     """
@@ -539,7 +552,7 @@ def finish(views: list[PreparedSet], loader: Loader, request: dict[str, Any], te
 
 
 def numbers_to_show(views: list[PreparedSet], request: dict[str, Any]) -> list[int]:
-    """The rows that are asked for by number, or the first ones that are trained on."""
+    """The rows that the request names, or the first ones that are trained on."""
     if request["numbers"]:
         return list(request["numbers"])
     taken = dict.fromkeys(number for view in views for number in sorted(view.selected[ROW]))

@@ -16,7 +16,12 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     import trl
 
     script, parts = parse(request)
-    data, training, model = parts[:3]
+    data, training, model, mixture = parts
+    for entry in mixture.datasets:
+        # the rows of a set are already those that its fraction leaves
+        entry.fraction = None
+        if entry.columns is not None:
+            entry.columns = [*entry.columns, ROW]
     request["split"] = data.dataset_train_split
     loader = Loader(request)
     real = datasets.load_dataset

@@ -1,0 +1,171 @@
+"""Rules about tokens without a row in the model's embedding, and what each trainer does about them.
+
+Tried on the CPU with TRL 1.16 and transformers 5.17: padding with such a token is an IndexError in the first batch.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from launcher.artifacts import architecture, model_config, vocabulary
+from launcher.artifacts.vocabulary import Vocabulary
+from launcher.errors import Finding, Severity, brief
+from launcher.paths import is_dir, is_file
+from launcher.rules import data
+from launcher.rules.context import Context, StageRule, caches_only
+from launcher.rules.rule import say
+
+_MODEL = "model_name_or_path"
+_CODE = "tokens-beyond-embedding"
+_SHOWN = 3
+# finetune.py:613, dpo_tune_cache.py:357
+_MULTIPLE = 8
+
+
+def _rows(context: Context) -> int | None:
+    """The rows of the embedding, as the model's config has them; None where it is not here."""
+    config = model_config.text_part(model_config.built_from(context.values, context.environ))
+    rows = config.get("vocab_size")
+    return rows if isinstance(rows, int) and rows > 0 else None
+
+
+def _vocabulary(context: Context) -> Vocabulary | None:
+    """That of the tokenizer which is read, in a folder here or in the hub's cache."""
+    values = context.values
+    name = values.get("tokenizer_name_or_path")
+    revision = values.get("tokenizer_revision")
+    if not name:
+        name = values[_MODEL]
+        revision = values.get("model_revision")
+    if not isinstance(name, str) or not name:
+        return None
+    folder: Path | None = Path(name)
+    if not is_dir(name):
+        folder = None
+        if not model_config.is_path(name):
+            folder = model_config.snapshot(name, context.environ, revision)
+    return None if folder is None else vocabulary.read(folder)
+
+
+def _sizes(words: Vocabulary, rows: int) -> str:
+    tokens = words.beyond(rows)
+    shown = ", ".join(brief(f"`{token}`") for token in tokens[:_SHOWN])
+    more = ", ..." if len(tokens) > _SHOWN else ""
+    named = f" ({shown}{more})" if tokens else ""
+    missing = words.size - rows
+    have = "has" if missing == 1 else "have"
+    return f"the tokenizer has {words.size:,} tokens, the embedding {rows:,} rows: {missing:,} {have} none{named}"
+
+
+def beyond_embedding(context: Context) -> Iterator[Finding]:
+    """trl/trainer/sft_trainer.py:754 resizes the model for the tokens of another tokenizer's template alone.
+
+    trl/trainer/sft_trainer.py:969, dpo_trainer.py:774: the pad token fills the shorter rows of a batch.
+    """
+    rows, words = _rows(context), _vocabulary(context)
+    if rows is None or words is None or words.size <= rows or _takes_tokens_of_another(context):
+        return
+    used = [role for role in _used(context) if _lacks_row(context, words, role, rows)]
+    what = "a row that holds one of them crashes (index out of range, on a GPU a device-side assert)"
+    severity: Severity = "warning"
+    if used:
+        severity = "error"
+        token = _token(context, words, used[0])
+        what = f"the {used[0].removesuffix('_token')} token is {brief(token)}, and the first batch with it crashes"
+    help = f"resize the model once, with `resize_token_embeddings({words.size}, pad_to_multiple_of=64)`, and save it"
+    if used == ["pad_token"]:
+        help += "; or set `pad_token` to a token that has a row"
+    yield say(severity, _CODE, _MODEL, f"{_sizes(words, rows)}: {what}", help)
+
+
+def _takes_tokens_of_another(context: Context) -> bool:
+    """Whether the chat template is another tokenizer's, whose tokens are added and get rows."""
+    template = context.values.get("chat_template_path")
+    return bool(template) and not (is_file(Path(str(template))) and str(template).endswith((".jinja", ".j2")))
+
+
+def _token(context: Context, words: Vocabulary, role: str) -> str:
+    token = context.values.get(role) or words.special.get(role)
+    if token is None and role == "pad_token":
+        token = _token(context, words, "eos_token")
+    return str(token or "")
+
+
+def _lacks_row(context: Context, words: Vocabulary, role: str, rows: int) -> bool:
+    return words.added.get(_token(context, words, role), 0) >= rows
+
+
+def _used(context: Context) -> Sequence[str]:
+    """The special tokens that are certainly in the first batches."""
+    values = context.values
+    used = []
+    packed = values.get("packing") or (values.get("padding_free") and not values.schema.pairs)
+    # a batch of pairs has two rows at least
+    if not packed and (values.schema.pairs or (context.per_device or 0) > 1):
+        used.append("pad_token")
+    template = data.tokenizer_template(values[_MODEL], values.get("chat_template_path"), context)
+    # text gets it from the trainer, conversations from the template
+    if template is not None and (not template or "eos_token" in template):
+        used.append("eos_token")
+    return used
+
+
+def beyond_olmo_core(context: Context) -> Iterator[Finding]:
+    """olmo_core_utils.py:231: the model is built with the rows of its config, and never resized."""
+    rows, words = _rows(context), _vocabulary(context)
+    if rows is None or words is None or words.size <= rows:
+        return
+    message = f"{_sizes(words, rows)}: a row that holds one of them crashes"
+    help = f"resize the model once, with `resize_token_embeddings({words.size}, pad_to_multiple_of=64)`, and save it"
+    yield say("warning", _CODE, _MODEL, message, help)
+
+
+def resized(context: Context) -> Iterator[Finding]:
+    """finetune.py:613, dpo_tune_cache.py:357: the embedding grows where the tokenizer has more tokens.
+
+    peft trains the layers of finetune.py:633, dpo_tune_cache.py:372 alone.
+    """
+    rows, words = _rows(context), _vocabulary(context)
+    if rows is None or words is None or words.size <= rows or caches_only(context):
+        return
+    grown = -(-words.size // _MULTIPLE) * _MULTIPLE
+    message = f"{_sizes(words, rows)}: upstream adds rows up to {grown:,}"
+    if context.values["use_lora"]:
+        message += ", and LoRA leaves the new ones as they were made: the new tokens are not learnt"
+        help = "train without `use_lora`, or use a tokenizer whose tokens the model has"
+        yield say("warning", "embedding-resized", _MODEL, message, help)
+        return
+    yield say("note", "embedding-resized", _MODEL, f"{message}, which training has to fill")
+
+
+def special_ids(context: Context) -> Iterator[Finding]:
+    """torch/nn/modules/sparse.py:154: a model that gives its embedding a padding row wants it to be there.
+
+    Others are for generating: no token of the model ever has that id.
+    """
+    rows = _rows(context)
+    if rows is None or caches_only(context):
+        return
+    config = model_config.text_part(model_config.built_from(context.values, context.environ))
+    for key in ("pad_token_id", "eos_token_id", "bos_token_id"):
+        held = config.get(key)
+        ids = held if isinstance(held, list) else [held]
+        outside = [index for index in ids if isinstance(index, int) and index >= rows]
+        if not outside:
+            continue
+        severity: Severity = "warning"
+        what = "no token has it"
+        if key == "pad_token_id" and config.get("model_type") in architecture.FAMILIES:
+            severity = "error"
+            what = "the model cannot be built (Padding_idx must be within num_embeddings)"
+        message = f"config.json has `{key}: {outside[0]}`, and the embedding {rows:,} rows: {what}"
+        help = "write the id of the tokenizer's own token into config.json, or null"
+        yield say(severity, _CODE, _MODEL, message, help)
+
+
+_TRL: tuple[StageRule, ...] = (beyond_embedding, special_ids)
+_OPEN_INSTRUCT: tuple[StageRule, ...] = (resized, special_ids)
+
+RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
+    "open_instruct": dict.fromkeys(("sft", "dpo"), _OPEN_INSTRUCT),
+    "trl": dict.fromkeys(("sft", "dpo"), _TRL),
+}

@@ -1,0 +1,140 @@
+"""All ranks save after the same step, whichever of them hears of the request, and whenever; and OLMo-core's loop."""
+
+import importlib.util
+import json
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPOSITORY
+
+SCRIPT = REPOSITORY / "launcher" / "probe" / "run.py"
+
+
+@pytest.fixture(scope="module")
+def watching() -> Any:
+    """The probe's pieces, as the script in every training process loads them."""
+    spec = importlib.util.spec_from_file_location("probe_run", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.pieces()
+
+
+class Store:
+    """A key-value store as torch.distributed has one."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+def probe_of(watching: Any, out: Path, rank: int, world: int) -> Any:
+    probe = watching.Probe({"target": "train.py", "out": str(out)})
+    probe.process.rank, probe.process.world = rank, world
+    return probe
+
+
+def ask(out: Path, attempt: int = 1) -> None:
+    out.mkdir(exist_ok=True)
+    (out / "save.json").write_text(json.dumps({"attempt": attempt}))
+
+
+def test_ranks_that_are_not_at_the_same_step_agree_on_one_that_none_has_passed(
+    watching: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store()
+    pieces = [probe_of(watching, tmp_path / f"rank{rank}", rank, 3).preemption for rank in range(3)]
+    module = sys.modules[type(pieces[0]).__module__]
+    monkeypatch.setattr(module, "key_value_store", lambda: store)
+    assert [piece.reached(step) for piece, step in zip(pieces, (5, 6, 0), strict=True)] == [False] * 3
+    # one machine alone has the request
+    ask(tmp_path / "rank2")
+    for piece in reversed(pieces):
+        piece.look()
+    assert [piece.look() for piece in pieces] == [True] * 3
+    assert [piece.agreed for piece in pieces] == [7, 7, 7]
+    for piece in pieces:
+        assert not piece.reached(6)
+        assert piece.reached(7)
+
+
+def test_a_rank_waits_at_the_step_that_it_named_until_all_have(
+    watching: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store()
+    ask(tmp_path)
+    first, second = (probe_of(watching, tmp_path, rank, 2).preemption for rank in range(2))
+    module = sys.modules[type(first).__module__]
+    monkeypatch.setattr(module, "key_value_store", lambda: store)
+    first.reached(3)
+    assert not first.look(), "nobody else has named a step"
+    second.reached(4)
+    passed: list[bool] = []
+    waiting = threading.Thread(target=lambda: passed.append(first.reached(4)))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive(), "it may not go on alone"
+    assert second.look()
+    assert first.look()
+    waiting.join(10)
+    assert passed == [False]
+    assert first.reached(5)
+    assert second.reached(5)
+
+
+@pytest.mark.parametrize("content", ['{"attempt": 2}', "{", "[]", "null", '{"attempt": "1"}'])
+def test_a_request_of_another_attempt_or_a_torn_one_is_none(watching: Any, tmp_path: Path, content: str) -> None:
+    (tmp_path / "save.json").write_text(content)
+    piece = probe_of(watching, tmp_path, 0, 1).preemption
+    assert not piece.look()
+    assert not piece.reached(1)
+
+
+def test_olmo_core_cancels_its_run_and_saves_before_it_ends(watching: Any, tmp_path: Path) -> None:
+    """Its trainer saves when a run is cancelled (callbacks/checkpointer.py: post_train); no final save."""
+
+    class Trainer:
+        save_folder = "out"
+        checkpointer = types.SimpleNamespace(checkpoint_dirname=lambda step: f"step{step}")
+        global_step = 0
+        cancelled = False
+        saved: int | None = None
+
+        @property
+        def training_complete(self) -> bool:
+            return self.cancelled or self.global_step >= 9
+
+        def cancel_run(self, reason: str, no_sync: bool = False) -> None:
+            assert no_sync, "all ranks do it"
+            self.cancelled = True
+
+        def fit(self) -> None:
+            while not self.training_complete:
+                probe.process.step += 1
+                self.global_step += 1
+                if self.global_step == 4:
+                    ask(tmp_path)
+                    probe.preemption.look()
+            self.saved = self.global_step
+
+    probe = probe_of(watching, tmp_path, 0, 1)
+    trainers = sys.modules[f"{watching.__name__}.trainers"]
+    trainers.watch_olmo_trainer(probe, types.SimpleNamespace(Trainer=Trainer))
+    trainer = Trainer()
+    with pytest.raises(SystemExit) as end:
+        trainer.fit()
+    assert (end.value.code, trainer.saved) == (0, 4)
+    answer = json.loads((tmp_path / "saved.json").read_text())
+    assert (answer["step"], Path(answer["path"]).name) == (4, "step4")

@@ -1,0 +1,511 @@
+"""Keys that fit each other, or the model and the data, or do not: what `launch validate-config` says of each."""
+
+import importlib.util
+import json
+import shutil
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import NO_PACKAGES
+
+from launcher.cli.main import main
+from launcher.errors import Exit
+
+TOKENS = 100
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64,
+    "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 2, "vocab_size": TOKENS, "tie_word_embeddings": True, "dtype": "float32",
+}  # fmt: skip
+WORDS = [f"word{index}" for index in range(TOKENS - 2)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A stage and what is said of it, as `code severity key`; `files` are written before."""
+
+    args: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    said: tuple[str, ...] = ()
+    stage: str = "sft"
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # models and data are named relative to the folder
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def make_model(folder: str = "model", *, tokens: tuple[str, ...] = (), **config: Any) -> None:
+    """A tied model of 100 rows, whose tokenizer has so many words; `tokens` are added to them."""
+    path = Path(folder)
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({**QWEN2, **config}))
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<eos>", *WORDS])}
+    added = [{"id": TOKENS + index, "content": token} for index, token in enumerate(tokens)]
+    tokenizer = {"added_tokens": added, "model": {"type": "BPE", "vocab": vocabulary, "merges": []}}
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    set_tokenizer(folder, eos_token="<eos>", pad_token="<pad>")
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    weight = {"model.embed_tokens.weight": {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]}}
+    header = json.dumps(weight).encode()
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def set_tokenizer(folder: str, **keys: Any) -> None:
+    path = Path(folder, "tokenizer_config.json")
+    held = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**held, **keys}))
+
+
+def make_data(name: str = "data/train.jsonl") -> None:
+    path = Path(name)
+    path.parent.mkdir(exist_ok=True)
+    turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
+    other = [turns[0], {"role": "assistant", "content": "c"}]
+    path.write_text(json.dumps({"messages": turns, "chosen": turns, "rejected": other}) + "\n")
+
+
+def judged(
+    capsys: pytest.CaptureFixture[str], stage: Mapping[str, Any], codes: tuple[str, ...], name: str = "stage.yaml"
+) -> tuple[str, ...]:
+    """What is said under these codes, each as `code severity key`."""
+    Path(name).write_text(yaml.safe_dump(dict(stage)))
+    main(["validate-config", name, "--format", "json"])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    shown = [f"{f['code']} {f['severity']} {(f['key'] or '').removeprefix('args.')}" for f in findings]
+    return tuple(line for line in shown if line.split(" ")[0] in codes)
+
+
+def trl(case: Case) -> dict[str, Any]:
+    args = {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "out", **case.args}
+    return {
+        "stage": case.stage, "backend": "trl", "deepspeed": "none", "batch": {"global": 8, "per_device": 2},
+        **case.options, "args": args,
+    }  # fmt: skip
+
+
+def open_instruct(case: Case) -> dict[str, Any]:
+    data = "mixer_list" if case.stage == "dpo" else "dataset_mixer_list"
+    args = {
+        "model_name_or_path": "model", data: ["data/train.jsonl", "1.0"], "output_dir": "out",
+        "push_to_hub": False, "try_launch_beaker_eval_jobs": False, "checkpointing_steps": "100", **case.args,
+    }  # fmt: skip
+    return {
+        "stage": case.stage, "deepspeed": "zero2", "batch": {"global": 8, "per_device": 2},
+        **case.options, "args": args,
+    }  # fmt: skip
+
+
+FP16 = ("fp16-weights",)
+FP16_REFUSED = "fp16-weights error fp16"
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(args={"fp16": True, "dtype": "float16"}, said=(FP16_REFUSED,)),
+        Case(args={"fp16": True, "dtype": "bfloat16"}, said=(FP16_REFUSED,)),
+        Case(args={"fp16": True, "model_init_kwargs": {"dtype": "bfloat16"}}, said=(FP16_REFUSED,)),
+        Case(args={"fp16": True, "dtype": "auto", "model_name_or_path": "half"}, said=(FP16_REFUSED,)),
+        Case(args={"fp16": True, "dtype": "auto", "model_name_or_path": "unsaid"}, said=(FP16_REFUSED,)),
+        # `modules_to_save` are in the model's own format, and the adapters of quantised models in bfloat16
+        Case(
+            args={"fp16": True, "dtype": "float16", "use_peft": True, "lora_modules_to_save": ["norm"]},
+            said=(FP16_REFUSED,),
+        ),
+        Case(args={"fp16": True, "use_peft": True, "load_in_4bit": True}, said=(FP16_REFUSED,)),
+        # float32 is the default
+        Case(args={"fp16": True}),
+        Case(args={"fp16": True, "dtype": "auto"}),
+        Case(args={"fp16": True, "model_init_kwargs": {"dtype": "float32"}, "dtype": "float16"}),
+        Case(args={"fp16": True, "dtype": "float16", "use_peft": True}),
+        Case(args={"dtype": "bfloat16"}),
+        Case(args={"bf16": True, "use_peft": True, "load_in_4bit": True}),
+        # these engines keep copies in float32, and scale by themselves
+        Case(args={"fp16": True, "dtype": "float16"}, options={"deepspeed": "zero2"}),
+        Case(args={"fp16": True, "dtype": "float16", "fsdp": "full_shard"}),
+    ],
+)
+def test_fp16_trains_weights_of_32_bits(capsys: pytest.CaptureFixture[str], case: Case, stage: str) -> None:
+    make_model()
+    make_model("half", dtype="float16")
+    make_model("unsaid", dtype=None)
+    make_data()
+    assert judged(capsys, {**trl(case), "stage": stage}, FP16) == case.said
+
+
+OVER_BF16 = ("fp16-over-bf16",)
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(options={"deepspeed": "none"}, said=("fp16-over-bf16 error mixed_precision",)),
+        # DeepSpeed casts the model, and adapters are in float32
+        Case(said=("fp16-over-bf16 warning mixed_precision",)),
+        Case(options={"deepspeed": "none"}, args={"use_lora": True}, said=("fp16-over-bf16 warning mixed_precision",)),
+        Case(options={"deepspeed": "none", "mixed_precision": "bf16"}),
+    ],
+)
+def test_open_instruct_loads_bfloat16(capsys: pytest.CaptureFixture[str], case: Case, stage: str) -> None:
+    make_model()
+    make_data()
+    options = {"mixed_precision": "fp16", **case.options}
+    whole = Case(args=case.args, options=options, stage=stage)
+    assert judged(capsys, open_instruct(whole), OVER_BF16) == case.said
+
+
+ROUNDED = ("steps-rounded",)
+BF16 = {"dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(args={**BF16, "learning_rate": 5e-7}, said=("steps-rounded warning dtype",)),
+        Case(args=BF16, stage="dpo", said=("steps-rounded warning dtype",)),  # its default is 1e-6
+        Case(args={"dtype": "auto", "model_name_or_path": "own", "learning_rate": 5e-7},
+             said=("steps-rounded warning dtype",)),
+        Case(args={"model_init_kwargs": BF16, "learning_rate": 5e-7},
+             said=("steps-rounded warning model_init_kwargs",)),
+        Case(args={**BF16, "learning_rate": 5e-7, "use_peft": True, "lora_modules_to_save": ["norm"]},
+             said=("steps-rounded warning dtype",)),
+        Case(args=BF16),  # 2e-5
+        Case(args={**BF16, "learning_rate": 5e-6}),
+        Case(args={"learning_rate": 5e-7}),
+        Case(args={**BF16, "learning_rate": 5e-7, "use_peft": True}),
+        Case(args={**BF16, "learning_rate": 5e-7}, options={"deepspeed": "zero2"}),
+        Case(args={**BF16, "learning_rate": 5e-7, "fsdp": "full_shard"}),
+        # it keeps what was rounded
+        Case(args={**BF16, "learning_rate": 5e-7, "optim": "stable_adamw"}),
+    ],
+)  # fmt: skip
+def test_steps_that_bfloat16_rounds_away(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+    make_model()
+    make_model("own", dtype="bfloat16")
+    make_data()
+    assert judged(capsys, trl(case), ROUNDED) == case.said
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(options={"deepspeed": "none"}, said=("steps-rounded warning learning_rate",)),
+        Case(),
+        Case(options={"deepspeed": "none"}, args={"use_lora": True}),
+        Case(options={"deepspeed": "none"}, args={"learning_rate": 5e-6}),
+        Case(options={"deepspeed": "none", "num_gpus": 0}),
+    ],
+)
+def test_steps_that_open_instruct_rounds_away(capsys: pytest.CaptureFixture[str], case: Case, stage: str) -> None:
+    make_model()
+    make_data()
+    args = {"learning_rate": 5e-7, **case.args}
+    whole = Case(args=args, options=case.options, stage=stage)
+    assert judged(capsys, open_instruct(whole), ROUNDED) == case.said
+
+
+def test_the_numbers_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    make_model()
+    make_data()
+    Path("stage.yaml").write_text(yaml.safe_dump(trl(Case(args={**BF16, "learning_rate": 5e-7}))))
+    main(["validate-config", "stage.yaml"])
+    said = capsys.readouterr().err
+    assert "5e-07" in said
+    assert "0.00026" in said
+    assert "1.0%" in said
+
+
+LORA = {"use_peft": True}
+ADAPTED = ("lora-on-tied", "lora-targets")
+REFUSED_HEAD = "lora-targets error lora_target_modules"
+TIED_TARGET = "lora-on-tied warning lora_target_modules"
+TIED_COPY = "lora-on-tied warning lora_modules_to_save"
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(args={**LORA, "lora_target_modules": ["q_proj", "lm_head"]}, said=(REFUSED_HEAD,)),
+        Case(args={**LORA, "lora_target_modules": "lm_head"}, said=(REFUSED_HEAD,)),
+        Case(args={**LORA, "lora_target_modules": ["q_proj", "lm_head"], "model_name_or_path": "untied"},
+             said=(REFUSED_HEAD,)),
+        Case(args={**LORA, "lora_target_modules": ["q_proj", "embed_tokens"]}, said=(TIED_TARGET,)),
+        Case(args={**LORA, "lora_target_modules": ".*(q_proj|embed_tokens)"}, said=(TIED_TARGET,)),
+        Case(args={**LORA, "lora_modules_to_save": ["lm_head"]}, said=(TIED_COPY,)),
+        Case(args={**LORA, "lora_modules_to_save": ["model.embed_tokens"]}, said=(TIED_COPY,)),
+        Case(args={**LORA, "lora_target_modules": ["q_proj", "v_proj"]}),
+        Case(args={**LORA, "lora_target_modules": "all-linear"}),
+        Case(args={**LORA, "lora_modules_to_save": ["norm"]}),
+        Case(args={**LORA, "lora_target_modules": ["q_proj", "embed_tokens"], "model_name_or_path": "untied"}),
+        Case(args={**LORA, "lora_modules_to_save": ["lm_head"], "model_name_or_path": "untied"}),
+        # without `use_peft` none of them is read
+        Case(args={"lora_target_modules": ["q_proj", "lm_head"]}),
+    ],
+)  # fmt: skip
+def test_lora_on_embedding_and_output_layer(capsys: pytest.CaptureFixture[str], case: Case, stage: str) -> None:
+    make_model()
+    make_model("untied", tie_word_embeddings=False)
+    make_data()
+    assert judged(capsys, {**trl(case), "stage": stage}, ADAPTED) == case.said
+
+
+SPLITS = ("mixer-splits",)
+TWO_SETS = ["org/a", "1.0", "org/b", "1.0"]
+
+
+@pytest.mark.parametrize(
+    ("sets", "splits", "said"),
+    [
+        (TWO_SETS, ["train", "train"], ("mixer-splits error {key}",)),
+        (TWO_SETS, ["train", "test", "train"], ("mixer-splits error {key}",)),
+        # as many as the list has entries: those at the places of amounts are not read
+        (TWO_SETS, ["train", "test", "test", "test"], ("mixer-splits warning {key}[1]",)),
+        (["org/a", "1.0"], ["train", "test"], ("mixer-splits warning {key}[1]",)),
+        (["data/train.jsonl", "1.0"], ["test"], ("mixer-splits error {key}[0]",)),
+        (TWO_SETS, ["train"], ()),
+        (TWO_SETS, ["train", "train", "test", "test"], ()),
+        (["org/a", "1.0"], ["test"], ()),
+    ],
+)
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_splits_of_open_instruct(
+    capsys: pytest.CaptureFixture[str], sets: list[str], splits: list[str], said: tuple[str, ...], stage: str
+) -> None:
+    make_model()
+    make_data()
+    data = "mixer_list" if stage == "dpo" else "dataset_mixer_list"
+    case = Case(args={data: sets, f"{data}_splits": splits}, stage=stage)
+    expected = tuple(line.format(key=f"{data}_splits") for line in said)
+    assert judged(capsys, open_instruct(case), SPLITS) == expected
+
+
+CLIPPED = ("out-of-range",)
+
+
+@pytest.mark.parametrize(
+    ("stage", "key", "value", "is_said"),
+    [
+        ("sft", "clip_grad_norm", -0.5, True), ("dpo", "max_grad_norm", -2, True),
+        ("sft", "clip_grad_norm", -1, False), ("sft", "clip_grad_norm", 0, False), ("dpo", "max_grad_norm", -1, False),
+        ("dpo", "max_grad_norm", 1.0, False),
+    ],
+)  # fmt: skip
+def test_only_minus_one_is_off(
+    capsys: pytest.CaptureFixture[str], stage: str, key: str, value: float, is_said: bool
+) -> None:
+    make_model()
+    make_data()
+    case = Case(args={key: value}, options={"deepspeed": "none"}, stage=stage)
+    said = (f"out-of-range warning {key}",) if is_said else ()
+    assert judged(capsys, open_instruct(case), CLIPPED) == said
+
+
+EVALUATED = ("eval-without-data", "no-such-split", "conditional-key")
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(args={"eval_strategy": "steps", "eval_steps": 5}, said=("no-such-split error eval_strategy",)),
+        Case(args={"eval_strategy": "epoch", "dataset_test_split": "validation"},
+             said=("no-such-split error dataset_test_split",)),
+        Case(args={"eval_strategy": "epoch", "dataset_test_split": "train"}),
+        Case(args={"eval_strategy": "epoch", "dataset_name": "both"}),
+        # what the hub has is not known here
+        Case(args={"eval_strategy": "epoch", "dataset_name": "org/name"}),
+        Case(args={"eval_on_start": True}, said=("eval-without-data error eval_on_start",)),
+        Case(args={"eval_on_start": True, "eval_strategy": "epoch", "dataset_name": "both"}),
+        Case(args={"eval_steps": 5}, said=("conditional-key warning eval_steps",)),
+        Case(),
+    ],
+)  # fmt: skip
+def test_evaluation_needs_a_split(capsys: pytest.CaptureFixture[str], case: Case, stage: str) -> None:
+    make_model()
+    make_data()
+    make_data("both/train.jsonl")
+    make_data("both/test.jsonl")
+    assert judged(capsys, {**trl(case), "stage": stage}, EVALUATED) == case.said
+
+
+BATCHED = ("impossible-batch",)
+
+
+@pytest.mark.parametrize(
+    ("batch", "args", "is_said"),
+    [
+        ({"global": 7, "per_device": 2}, {}, True),
+        ({"global": 2, "per_device": 4}, {}, True),
+        ({"global": 12}, {"per_device_train_batch_size": 8}, True),
+        ({"global": 7, "per_device": 7}, {}, False),
+        ({"global": 7, "per_device": 1}, {}, False),
+        ({"global": 12}, {"per_device_train_batch_size": 4}, False),
+        ({"per_device": 3}, {}, False),
+    ],
+)
+@pytest.mark.parametrize("trainer", [trl, open_instruct])
+def test_a_batch_that_no_gpus_can_split(
+    capsys: pytest.CaptureFixture[str], trainer: Any, batch: dict[str, int], args: dict[str, int], is_said: bool
+) -> None:
+    make_model()
+    make_data()
+    said = ("impossible-batch error batch.global",) if is_said else ()
+    assert judged(capsys, trainer(Case(options={"batch": batch}, args=args)), BATCHED) == said
+
+
+BEYOND = ("tokens-beyond-embedding", "embedding-resized")
+WITHOUT_ROW = "tokens-beyond-embedding {} model_name_or_path"
+WARNED = (WITHOUT_ROW.format("warning"),)
+REFUSED = (WITHOUT_ROW.format("error"),)
+
+
+def grown() -> None:
+    make_model(tokens=("<new>",))
+
+
+def grown_pad() -> None:
+    make_model(tokens=("<new>",))
+    set_tokenizer("model", pad_token="<new>")
+
+
+def missing_pad() -> None:
+    make_model()
+    set_tokenizer("model", pad_token="[PAD]")
+
+
+def grown_end() -> None:
+    make_model(tokens=("<end>",))
+    set_tokenizer("model", eos_token="<end>")
+    Path("model/chat_template.jinja").write_text("{{ messages }}{{ eos_token }}")
+
+
+def pad_id_beyond() -> None:
+    make_model(pad_token_id=TOKENS)
+
+
+def padded_rows() -> None:
+    # as many models have it: more rows than tokens
+    make_model(vocab_size=TOKENS + 28, tokens=("<new>",))
+
+
+@pytest.mark.parametrize(
+    ("make", "case", "said"),
+    [
+        (grown, Case(), WARNED),
+        (grown_pad, Case(), REFUSED),
+        (missing_pad, Case(), REFUSED),
+        (missing_pad, Case(stage="dpo", options={"batch": {"global": 8, "per_device": 1}}), REFUSED),
+        (grown_end, Case(), REFUSED),
+        (pad_id_beyond, Case(), REFUSED),
+        # no row is padded, or with another token
+        (grown_pad, Case(options={"batch": {"global": 8, "per_device": 1}}), WARNED),
+        (grown_pad, Case(args={"pad_token": "<pad>"}), WARNED),
+        # tokens of another tokenizer's template get rows
+        (grown_pad, Case(args={"chat_template_path": "org/other"}), ()),
+        (make_model, Case(), ()),
+        (padded_rows, Case(), ()),
+    ],
+)
+def test_tokens_without_a_row(
+    capsys: pytest.CaptureFixture[str], make: Any, case: Case, said: tuple[str, ...]
+) -> None:
+    make()
+    make_data()
+    assert judged(capsys, trl(case), BEYOND) == said
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize(
+    ("make", "args", "said"),
+    [
+        (grown, {}, ("embedding-resized note model_name_or_path",)),
+        (grown, {"use_lora": True}, ("embedding-resized warning model_name_or_path",)),
+        (pad_id_beyond, {}, REFUSED),
+        (make_model, {}, ()),
+        (padded_rows, {"use_lora": True}, ()),
+    ],
+)
+def test_open_instruct_adds_rows(
+    capsys: pytest.CaptureFixture[str], make: Any, args: dict[str, Any], said: tuple[str, ...], stage: str
+) -> None:
+    make()
+    make_data()
+    assert judged(capsys, open_instruct(Case(args=args, stage=stage)), BEYOND) == said
+
+
+def test_both_sizes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    grown()
+    make_data()
+    for trainer in (trl, open_instruct):
+        Path("stage.yaml").write_text(yaml.safe_dump(trainer(Case())))
+        main(["validate-config", "stage.yaml"])
+        said = capsys.readouterr().err
+        assert "101 tokens" in said and "100 rows" in said and "`<new>`" in said
+
+
+ADAPTER = ("adapter-alone", "incomplete-model", "incomplete-tokenizer", "missing-model")
+
+
+def make_adapter(folder: str = "adapter", base: str = "org/base") -> None:
+    path = Path(folder)
+    path.mkdir()
+    (path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base, "peft_type": "LORA"}))
+    (path / "adapter_model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+
+
+@pytest.mark.parametrize("trainer", [trl, open_instruct])
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_an_adapter_is_merged_first(capsys: pytest.CaptureFixture[str], trainer: Any, stage: str) -> None:
+    make_data()
+    make_adapter()
+    case = Case(args={"model_name_or_path": "adapter"}, stage=stage)
+    warned = ("adapter-alone warning model_name_or_path",)
+    assert judged(capsys, trainer(case), ADAPTER) == warned
+    # a config.json that was copied beside it makes no model of it
+    make_model()
+    shutil.copy("model/config.json", "adapter/config.json")
+    assert judged(capsys, trainer(case), ADAPTER) == warned
+    main(["validate-config", "stage.yaml"])
+    said = capsys.readouterr().err
+    assert "org/base" in said
+    assert "merge_and_unload" in said
+    assert '"adapter-merged"' in said
+
+
+def test_an_adapter_starts_no_training(capsys: pytest.CaptureFixture[str]) -> None:
+    if importlib.util.find_spec("trl") is None:
+        pytest.skip(NO_PACKAGES)
+    make_data()
+    make_adapter()
+    case = Case(args={"model_name_or_path": "adapter", "bf16": False}, stage="dpo")
+    Path("stage.yaml").write_text(yaml.safe_dump(trl(case)))
+    assert main(["dpo", "stage.yaml", "--gpus", "0"]) == Exit.CONFIG
+    assert "error[adapter-alone]" in capsys.readouterr().err
+
+
+def test_an_adapter_in_the_cache_of_the_hub(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_data()
+    monkeypatch.setenv("HF_HUB_CACHE", "hub")
+    kept = Path("hub/models--org--adapter")
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs/main").write_text("abc")
+    (kept / "snapshots").mkdir()
+    make_adapter(str(kept / "snapshots/abc"))
+    case = Case(args={"model_name_or_path": "org/adapter"}, stage="dpo")
+    assert judged(capsys, trl(case), ADAPTER) == ("adapter-alone warning model_name_or_path",)

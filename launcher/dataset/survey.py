@@ -366,7 +366,7 @@ class _Surveyor:
             self._mark_row(name, "from-value")
             role = message.get("from")
             content = message.get("value")
-        if role is None:
+        if type(role) is not str:
             self._mark_row(name, "no-role")
         calls = message.get("tool_calls")
         if calls:

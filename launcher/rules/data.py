@@ -223,7 +223,7 @@ def unreadable_messages(looked: Looked, columns: Iterable[str]) -> Iterator[Find
             lacking = "content"
         else:
             continue
-        message = f"no message in `{column}` has `{lacking}`"
+        message = f"no message in `{column}` has a text as `{lacking}`"
         help = convertible(looked, "each message needs `role` and `content`")
         yield looked.say("error", "data-columns", message, help)
 
@@ -243,7 +243,8 @@ def unread_weights(looked: Looked, columns: Iterable[str]) -> Iterator[Finding]:
 def has_renamed_answers(looked: Looked, column: str) -> bool:
     """Whether rows without a message of `assistant` have answers under a role that templates do not know."""
     roles = looked.survey.named(column, "role:")
-    renamed = max((tally.count for role, tally in roles.items() if role not in _ROLES), default=0)
+    others = {*_ROLES, _NO_ROLE}
+    renamed = max((tally.count for role, tally in roles.items() if role not in others), default=0)
     return renamed >= looked.survey.count(column, "no-answer") > 0
 
 

@@ -26,11 +26,17 @@ class Rows:
     source: Source
     survey: Survey
     kind: Kind | None
+    wants_pairs: bool
 
     @property
     def conversion(self) -> RowForm | None:
         """What `launch data convert` makes of rows that the trainer does not read."""
-        return None if self.kind else shapes.recognise(self.survey)
+        if self.kind:
+            return None
+        form = shapes.recognise(self.survey)
+        are_pairs = shapes.pair_columns(self.survey) is not None
+        # what is converted would be rows of the other stage
+        return form if are_pairs is self.wants_pairs else None
 
     @property
     def convertible(self) -> Path:
@@ -52,7 +58,7 @@ def look(data: str, stage: str, backend: str, environ: Mapping[str, str]) -> Row
     suffixes = _FILES.get(backend)
     if is_alone and suffixes is not None and not data.endswith(suffixes):
         kind = None
-    return Rows(source=source, survey=surveyed, kind=kind)
+    return Rows(source=source, survey=surveyed, kind=kind, wants_pairs=stage == "dpo")
 
 
 def _trl_answers(surveyed: Survey) -> Kind | None:

@@ -188,6 +188,17 @@ def test_the_trainer_takes_what_was_converted(write: Write, demo_assets: Path, t
             assert stage == "sft" or BAD in row[2]
 
 
+def test_init_offers_no_rows_of_the_other_stage(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    write("pairs/train.jsonl", lines([{"prompt": QUESTION, "messages": chat(), **PAIR}] * 8))
+    write("alpaca/train.jsonl", lines(ALPACA))
+    for stage, data, remedy in (("sft", "pairs", "`stage: dpo`"), ("dpo", "alpaca", "`chosen`")):
+        words = ["init", stage, "--model", "org/model", "--data", data, "--gpus", "1", "-o", f"{data}.yaml"]
+        assert main(words) == Exit.CONFIG
+        told = capsys.readouterr().err
+        assert remedy in told
+        assert "data convert" not in told
+
+
 def test_tools_of_sharegpt_become_calls(write: Write) -> None:
     call = {"name": "add", "arguments": {"x": 1}}
     turns = [human(0), turn("function_call", json.dumps(call)), turn("observation", "4"), gpt(0)]

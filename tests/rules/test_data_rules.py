@@ -104,7 +104,7 @@ ROWS: list[tuple[str, list[Any], str, str, tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
-def message(role: str, content: Any, **more: Any) -> dict[str, Any]:
+def message(role: Any, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
@@ -125,7 +125,7 @@ UNMEANT: list[tuple[str, list[Any], str, str, tuple[str, ...]]] = [
     ("sft", [{"prompt": QUESTION, "completion": GOOD, **row} for row in chats()],
      "error", "data-columns", ("`messages` is a list", "leave out `messages`")),
     ("sft", [{"chosen": GOOD, "rejected": BAD, **row} for row in chats()],
-     "error", "data-columns", ("`chosen` is none", "leave out `chosen`")),
+     "error", "data-columns", ("`chosen` is no list", "leave out `chosen`")),
     ("dpo", [{"messages": chat(), **row} for row in text_pairs()],
      "error", "data-columns", ("`messages` is a list", "leave out `messages`")),
     ("sft", [{"prompt": QUESTION, "messages": chat(), **row} for row in pairs()],
@@ -154,6 +154,10 @@ UNMEANT: list[tuple[str, list[Any], str, str, tuple[str, ...]]] = [
      "error", "data-types", ("`input_ids` is null", "train.jsonl:7)")),
     ("sft", with_row([TOKENS] * 8, {"input_ids": [], "labels": []}),
      "error", "data-types", ("empty list", "train.jsonl:7)")),
+    ("sft", [{"input_ids": [[1, 2]]}] * 8, "error", "data-types", ("instead of a number",)),
+    ("sft", [{"input_ids": [1, 2], "labels": "x"}] * 8, "error", "data-types", ("`labels` is text",)),
+    ("sft", [{"tools": {"name": "x"}, **row} for row in chats()], "error", "data-types", ("no list of objects",)),
+    ("sft", [{"messages": [message(0, QUESTION), message(1, GOOD)]}] * 8, "error", "data-columns", ("`role`",)),
     ("sft", [{"input_ids": "1 2"}] * 8, "error", "data-types", ("`input_ids`", "tokenised")),
     ("sft", [{"input_ids": [1, 2], "completion_mask": [0, 1]}] * 8,
      "warning", "data-columns", ("`completion_mask`", "completion_only_loss")),

@@ -225,8 +225,15 @@ def _tokens(looked: Looked, context: Context) -> Iterator[Finding]:
         message = "`input_ids` holds no lists of numbers: rows with this column are taken as tokenised"
         yield looked.say("error", "data-types", message, "rename the column")
         return
-    yield from data.same_kinds(looked, ["input_ids"], "list")
+    beside = [name for name in ("labels", "completion_mask") if name in survey.columns]
+    yield from data.same_kinds(looked, ["input_ids", *beside], "list")
     yield from data.empty_lists(looked, ["input_ids"])
+    for name in ("input_ids", *beside):
+        for kind, tally in survey.named(name, "items:").items():
+            if kind != "number":
+                item = data.ARTICLES.get(kind, kind)
+                message = f"`{name}` is a list with {item} instead of a number in {looked.share(tally)}"
+                yield looked.say("error", "data-types", message, "write one list of numbers a row")
     for name in ("labels", "completion_mask", "assistant_masks"):
         other = survey.fact(name, "other-length")
         if other is not None:
@@ -342,7 +349,7 @@ def _one_form(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
     is_chat = any(survey.kind(name) == "list" for name in read if name in _TELLING)
     for name in present:
         if name not in read and (survey.kind(name) == "list") is not is_chat:
-            what = "is a list" if survey.kind(name) == "list" else "is none"
+            what = "is a list" if survey.kind(name) == "list" else "is no list"
             names = " and ".join(f"`{column}`" for column in read)
             message = (
                 f"`{name}` {what} of messages, unlike {names}: TRL asks either whether the rows are conversations"
@@ -430,7 +437,10 @@ def _beside(looked: Looked) -> Iterator[Finding]:
     if broken is not None:
         message = f"`tools` is text that is not JSON in {looked.share(broken)}"
         yield looked.say("error", "data-types", message, "write a list of tools as JSON, `[]` where there are none")
-    odd = looked.survey.fact("tools", "no-list") or looked.survey.fact("tools", "items:text")
+    survey = looked.survey
+    odd = (
+        survey.fact("tools", "no-list") or survey.fact("tools", "items:text") or survey.kinds.get(("tools", "object"))
+    )
     if odd is not None:
         message = f"`tools` is no list of objects in {looked.share(odd)}"
         yield looked.say("error", "data-types", message, "write a list of tools, each an object with its name")

@@ -22,7 +22,7 @@ class Meaning:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class CodeSection:
     """A part of the page: its title, the Markdown above its table, and its rows."""
 
     title: str
@@ -34,7 +34,7 @@ def _row(codes: str, layer: str, text: str) -> Meaning:
     return Meaning(codes=tuple(codes.split()), layer=layer, text=text)
 
 
-_THE_FILE = Section(
+_THE_FILE = CodeSection(
     title="The file",
     intro="",
     rows=(
@@ -67,7 +67,7 @@ _THE_FILE = Section(
     ),
 )
 
-_LAUNCH_OWN_OPTIONS = Section(
+_LAUNCH_OWN_OPTIONS = CodeSection(
     title="launch's own options",
     intro="",
     rows=(
@@ -100,7 +100,7 @@ _LAUNCH_OWN_OPTIONS = Section(
     ),
 )
 
-_ARGUMENTS = Section(
+_ARGUMENTS = CodeSection(
     title="Arguments",
     intro="",
     rows=(
@@ -430,7 +430,7 @@ _ARGUMENTS = Section(
     ),
 )
 
-_MODEL_DEEPSPEED_OUTPUT_FOLDER = Section(
+_MODEL_DEEPSPEED_OUTPUT_FOLDER = CodeSection(
     title="Model, DeepSpeed, output folder",
     intro="",
     rows=(
@@ -551,7 +551,7 @@ _MODEL_DEEPSPEED_OUTPUT_FOLDER = Section(
     ),
 )
 
-_THE_ROWS_OF_THE_DATA = Section(
+_THE_ROWS_OF_THE_DATA = CodeSection(
     title="The rows of the data",
     intro=(
         "All rows are looked at, of local files and of data sets in the hub's cache; each "
@@ -633,7 +633,7 @@ _THE_ROWS_OF_THE_DATA = Section(
     ),
 )
 
-_SOURCE_AND_MACHINE = Section(
+_SOURCE_AND_MACHINE = CodeSection(
     title="Source and machine",
     intro="",
     rows=(
@@ -955,7 +955,7 @@ _SOURCE_AND_MACHINE = Section(
     ),
 )
 
-_THE_REHEARSAL = Section(
+_THE_REHEARSAL = CodeSection(
     title="The rehearsal",
     intro="",
     rows=(
@@ -995,7 +995,7 @@ _THE_REHEARSAL = Section(
     ),
 )
 
-_THE_PREVIEW = Section(
+_THE_PREVIEW = CodeSection(
     title="The preview",
     intro=(
         "`launch preview` also says `trainer-refuses` (exit 3), `rehearsal-imports`, "
@@ -1015,7 +1015,7 @@ _THE_PREVIEW = Section(
     ),
 )
 
-_PIPELINES = Section(
+_PIPELINES = CodeSection(
     title="Pipelines",
     intro="",
     rows=(
@@ -1073,7 +1073,7 @@ SECTIONS = (
 )
 
 
-def rows_of(code: str) -> Iterator[tuple[Section, Meaning]]:
+def rows_of(code: str) -> Iterator[tuple[CodeSection, Meaning]]:
     """Each row that lists a code; several commands may say it."""
     for section in SECTIONS:
         for row in section.rows:

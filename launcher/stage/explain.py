@@ -12,7 +12,7 @@ from launcher import findings
 from launcher.config.keys import KEYS, STAGES, Key
 from launcher.config.load import Config
 from launcher.errors import Finding, InvalidConfig, brief
-from launcher.findings import Meaning, Section
+from launcher.findings import CodeSection, Meaning
 from launcher.redaction import redact
 from launcher.stage import gates, stage, unused
 from launcher.stage.draft import FORMATS
@@ -334,7 +334,7 @@ def _default(known: Field) -> Any:
     return known.default_text if known.default_text is not None else known.default
 
 
-def meaning_lines(section: Section, meaning: Meaning, code: str) -> Iterator[str]:
+def meaning_lines(section: CodeSection, meaning: Meaning, code: str) -> Iterator[str]:
     """What is known of a finding's code, for the terminal."""
     yield f"{code}  (a finding: {section.title})"
     yield f"  meaning    {meaning.plain_text()}"

@@ -78,7 +78,7 @@ def doctor(
 
     Looks at the packages by importing them, at GPUs, driver, disk and caches.
     """
-    from launcher.lifecycle import readiness
+    from launcher.lifecycle.doctor import readiness
 
     request = shared.request(config=config or Path(), overrides=overrides or ())
     examine = partial(readiness.of_stage, request)

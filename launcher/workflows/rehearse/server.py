@@ -76,7 +76,11 @@ def respond(stage: Any, request: dict[str, Any]) -> dict[str, Any]:
     try:
         os.chdir(request["folder"])
         request["words"] = [word.replace(OWN, own) for word in request.get("words", ())]
-        stage.answer(request, report)
+        if request.get("kind") == "preview":
+            preview = importlib.import_module(stage.__name__.replace("_stage", "_preview"))
+            preview.run(request, report)
+        else:
+            stage.answer(request, report)
     except SystemExit as stop:
         sys.stderr.flush()
         # argparse says why on stderr, and exits with 2

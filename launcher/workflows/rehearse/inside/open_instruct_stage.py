@@ -77,17 +77,12 @@ def load(setup: dict[str, Any]) -> None:
 
 
 def answer(request: dict[str, Any], report: dict[str, Any]) -> None:
-    """One request: `shrink` makes the small model, `run` rehearses, `preview` shows rows.
+    """One request: `shrink` makes the small model, `run` rehearses.
 
     Raises what the script raises.
     """
     if request["kind"] == "shrink":
         shrink_model(request, report)
-    elif request["kind"] == "preview":
-        # it imports from this module
-        from . import open_instruct_preview
-
-        open_instruct_preview.run(request, report)
     else:
         report["notes"] += [["package", package] for package in sorted(DUMMIES.packages)]
         run(request, report)

@@ -27,17 +27,12 @@ def load(setup: dict[str, Any]) -> None:
 
 
 def answer(request: dict[str, Any], report: dict[str, Any]) -> None:
-    """One request: `shrink` makes the small model, `run` rehearses, `preview` shows rows.
+    """One request: `shrink` makes the small model, `run` rehearses.
 
     Raises what the trainer raises.
     """
     if request["kind"] == "shrink":
         shrink_model(request, report)
-    elif request["kind"] == "preview":
-        # it imports from this module
-        from . import trl_preview
-
-        trl_preview.run(request, report)
     else:
         run(request, report)
 

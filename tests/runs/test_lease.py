@@ -228,7 +228,8 @@ def test_the_probe_keeps_the_heartbeat_of_a_run_without_a_keeper(
     os.utime(granted.path, (0, 0))
     assert watchdog.LEASE == lease.VARIABLE
     monkeypatch.setenv(watchdog.LEASE, str(granted.path))
-    record = SimpleNamespace(quietly=lambda _: contextlib.nullcontext())
+    stacks = str(tmp_path / "rank-0.stacks.txt")
+    record = SimpleNamespace(quietly=lambda _: contextlib.nullcontext(), stacks=stacks)
     settings = SimpleNamespace(hang_seconds=0.04, hang_factor=1)
     process = SimpleNamespace(rank=0, settings=settings, record=record)
     watchdog.Watchdog(process, lambda: None).start()  # type: ignore[arg-type]
